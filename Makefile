@@ -1,0 +1,104 @@
+# `make quickstart`, `make test`, `make lint`, `make sglang`, `make clean`. Each makes .venv by itself when it is missing
+# or when pyproject.toml changed. Variables: PYTHON=python3.12 (interpreter), TORCH="torch==2.13.0" (what to install first).
+
+SHELL := /bin/bash
+.DEFAULT_GOAL := help
+VENV  := .venv
+PY    := $(VENV)/bin/python
+STAMP := $(VENV)/.installed
+PYTHON ?= $(firstword $(shell for p in python3 python3.13 python3.12 python3.11; do \
+	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1 && echo $$p; done))
+TORCH ?= torch==2.13.0
+# SGLang servers live in an environment of their own: this one (CPU), or the one ARBORIST_SGLANG_PYTHON names (GPU).
+SERVER_VENV  := .venv-sglang
+SERVER_PIP   := $(SERVER_VENV)/bin/python -m pip --disable-pip-version-check -q
+SERVER_FILES := datamodules/inference/sglang/server
+SERVER_STAMP := $(SERVER_VENV)/.installed
+SERVER_TORCH ?= torch==2.13.0
+ifeq ($(ARBORIST_SKIP_SGLANG)$(ARBORIST_SGLANG_PYTHON),)
+TESTED_SERVER := $(SERVER_STAMP)
+endif
+# TRL, for the tests that compare losses with it: on top of the packages of .venv, which it must not change.
+TRL_VENV  := .venv-trl
+TRL_STAMP := $(TRL_VENV)/.installed
+# Tests on recorded data find it beside the checkout unless the variable says otherwise.
+ifneq ($(wildcard ../shared/data),)
+export ARBORIST_DATA ?= $(abspath ../shared/data)
+endif
+# One thread each for training and generation: threads only wait for each other in a model this small.
+SMALL := OMP_NUM_THREADS=1
+RUN   := runs/quickstart/$(shell date +%Y-%m-%d_%H-%M-%S)
+PIP   := $(PY) -m pip --disable-pip-version-check -q
+
+.PHONY: help quickstart test lint sglang soak trl bench-learning clean
+
+help:
+	@echo "make quickstart   train a tiny model in a few minutes (CPU); results in runs/quickstart/<time>/"
+	@echo "make test         lint, then every test"
+	@echo "make lint         ruff, mypy, import-linter"
+	@echo "make sglang       an environment for SGLang servers on CPU, used by 'arborist serve' and the tests"
+	@echo "make soak         every fault at random moments of real runs, ten times each; about half an hour"
+	@echo "make trl          an environment with TRL, whose losses the tests compare with (they are skipped without it)"
+	@echo "make bench-learning   every algorithm from one warm start, three seeds (about 30 minutes; benchmarks/results)"
+	@echo "make clean        remove the environments and caches (runs/ stays)"
+
+# One run directory for both parts: the supervised warm start below it, the reinforcement learning in it.
+quickstart: $(STAMP)
+	$(SMALL) $(PY) -m app fit --config configs/quickstart_sft.yaml --run_dir $(RUN)/warm_start
+	$(SMALL) $(PY) -m app fit --config configs/quickstart.yaml --run_dir $(RUN) --model.model.path $(RUN)/warm_start/model
+	@echo "Done: $(RUN)"
+
+# One thread: the models are tiny, and the tests that start processes would otherwise fight over the cores.
+test: export OMP_NUM_THREADS := 1
+test: lint $(TESTED_SERVER)
+	$(PY) -m pytest
+
+sglang: $(SERVER_STAMP)
+
+soak: $(STAMP) $(TESTED_SERVER)
+	$(SMALL) $(PY) -m benchmarks.soak
+	$(SMALL) $(PY) -m benchmarks.soak_ranks --out benchmarks/results
+
+trl: $(TRL_STAMP)
+
+bench-learning: $(STAMP)
+	$(SMALL) $(PY) -m benchmarks.learning --out benchmarks/results
+
+lint: $(STAMP)
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/mypy
+	$(VENV)/bin/lint-imports
+
+# torch goes first, so that TORCH alone decides its build: pip's own choice on Linux may be gigabytes of CUDA packages.
+$(STAMP): pyproject.toml
+	@if [ -z "$(PYTHON)" ]; then \
+		echo "Arborist needs Python 3.11 or newer and found none: install it or say make PYTHON=/path/to/python3.12" >&2; exit 1; fi
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+		echo "Arborist needs Python 3.11 or newer; $(PYTHON) is $$($(PYTHON) --version 2>&1)" >&2; exit 1; }
+	@echo "Setting up $(VENV) with $$($(PYTHON) --version) (a few minutes the first time)"
+	@test -x $(PY) || $(PYTHON) -m venv $(VENV) || { \
+		echo "$(PYTHON) cannot make virtual environments: install its venv package (Debian: apt install python3-venv)" >&2; exit 1; }
+	$(PIP) install $(TORCH)
+	$(PIP) install -e '.[dev]'
+	@touch $(STAMP)
+
+$(SERVER_STAMP): $(SERVER_FILES)/requirements.txt $(SERVER_FILES)/wheels.txt
+	@echo "Setting up $(SERVER_VENV), about 3 GB (a few minutes, once)"
+	@test -x $(SERVER_VENV)/bin/python || $(PYTHON) -m venv $(SERVER_VENV)
+	$(SERVER_PIP) install $(SERVER_TORCH)
+	$(SERVER_PIP) install -r $(SERVER_FILES)/requirements.txt
+	$(SERVER_PIP) install --no-deps -r $(SERVER_FILES)/wheels.txt
+	@touch $(SERVER_STAMP)
+
+# A path file lets it see the packages of .venv, so that only what TRL needs beyond them is installed.
+$(TRL_STAMP): $(STAMP)
+	test -x $(TRL_VENV)/bin/python || $(PY) -m venv $(TRL_VENV)
+	$(PY) -c 'import sysconfig; print(sysconfig.get_path("purelib"))' \
+		> $$($(TRL_VENV)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/parent.pth
+	$(TRL_VENV)/bin/python -m pip --disable-pip-version-check -q install 'trl==1.16.0'
+	@touch $(TRL_STAMP)
+
+clean:
+	rm -rf $(VENV) $(SERVER_VENV) $(TRL_VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	find . -name __pycache__ -type d -not -path './runs/*' -prune -exec rm -rf {} +

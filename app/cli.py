@@ -1,0 +1,291 @@
+"""The command line: `python -m app fit|validate|test|predict --config X.yaml [--key value ...]`, `data`, `doctor`.
+
+Promises: everything is configured by YAML and flags, where a flag beats YAML and both beat what a checkpoint
+remembers; every launch gets a run directory of its own (`runs/<config name>/<time>`, or `--run_dir`), but `fit
+--run_dir X --ckpt_path last` goes on with the run in X (its earlier metrics stay, as `metrics_1.csv` and so on); what
+the user got wrong ends in one message that names the key and the remedy and in exit code 2, without a traceback
+(`ARBORIST_DEBUG=1` shows it, and every log line this file silences).
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import itertools
+import logging
+import os
+import sys
+import warnings
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
+from lightning.pytorch.callbacks import ProgressBar
+from lightning.pytorch.cli import LightningCLI
+from lightning.pytorch.loggers import CSVLogger, Logger
+from lightning.pytorch.utilities import rank_zero_only
+from transformers.utils import logging as transformers_logging
+
+from app.cli_errors import ArboristParser, users_mistake
+from callbacks.hang_dump import HangDump, install
+from callbacks.progress import Progress
+
+_TRAINER_DEFAULTS = {
+    "strategy": {"class_path": "app.strategies.DTAStrategy"},
+    "use_distributed_sampler": False,  # rank 0 owns the stream and ships it
+    "num_sanity_val_steps": 0,
+    "log_every_n_steps": 1,  # an RL step takes long, and every one counts
+    "enable_model_summary": False,  # the model is built after the summary would be made
+}
+
+_RUN_DIR_VARIABLE = "ARBORIST_RUN_DIR"
+
+# Lightning's advice that does not apply here. Warnings of other libraries and of other kinds stay.
+_HARMLESS = (
+    r".*does not have many workers.*",
+    r".*isinstance\(treespec, LeafSpec\).*",
+    r".*resuming from a checkpoint that ended before the epoch.*",  # the datamodule's state holds the stream
+    r".*The dirpath has changed from.*",  # every launch has a run directory of its own
+    r".*Experiment logs directory .* exists and is not empty.*",  # made by this file, or holding a warm start
+    r".*Total length of `list` across ranks is zero.*",  # no validation prompts
+    r".*You defined a `validation_step` but have no `val_dataloader`.*",  # supervised warm starts have none
+)
+
+
+class ArboristCLI(LightningCLI):
+    """LightningCLI with this project's defaults, its run directories and `--run_dir`."""
+
+    def __init__(self, args: list[str] | None = None) -> None:
+        super().__init__(
+            LightningModule,
+            LightningDataModule,
+            subclass_mode_model=True,
+            subclass_mode_data=True,
+            save_config_kwargs={"overwrite": True},  # the run directory is fresh; ranks and `validate` share it
+            trainer_defaults=dict(_TRAINER_DEFAULTS),
+            seed_everything_default=0,
+            auto_configure_optimizers=False,
+            parser_class=ArboristParser,
+            parser_kwargs={
+                "description": "Asynchronous RL post-training on Lightning. "
+                "More verbs: data, inspect, bench, serve, export, doctor."
+            },
+            args=args,
+        )
+
+    def add_arguments_to_parser(self, parser: Any) -> None:
+        parser.add_argument(
+            "--run_dir",
+            type=str | None,
+            default=None,
+            help="where this run writes; a fresh runs/<config name>/<time> when left out",
+        )
+
+    def _parse_ckpt_path(self) -> None:
+        """Keeps YAML and flags as they are: Lightning would let the checkpoint's hyper-parameters overrule them."""
+
+    def before_instantiate_classes(self) -> None:
+        self._asked_run_dir = self._get(self.config, "run_dir")
+        # Not part of the configuration that is saved: that one starts a new run, elsewhere.
+        self.config[self.subcommand]["run_dir"] = None
+
+    def instantiate_trainer(self, **kwargs: Any) -> Trainer:
+        """Adds what every run needs and no configuration should have to say: run directory, metrics.csv, progress."""
+        run_dir = self._choose_run_dir()
+        _answer_the_doctor(run_dir)
+        given = self._get(self.config_init, "trainer")
+        kwargs.setdefault("default_root_dir", given.get("default_root_dir") or str(run_dir))
+        kwargs.setdefault("logger", _with_csv(given.get("logger"), run_dir))
+        callbacks: list[Callback] = _as_list(given.get("callbacks"))
+        wants_bar = given.get("enable_progress_bar") is not False
+        if wants_bar and not any(isinstance(callback, ProgressBar) for callback in callbacks):
+            callbacks.append(Progress())
+        if not any(isinstance(callback, HangDump) for callback in callbacks):
+            callbacks.append(HangDump())
+        try:
+            return super().instantiate_trainer(callbacks=callbacks, **kwargs)
+        except ValueError as error:  # the Trainer refuses a value: the user's, not a failure
+            raise MisconfigurationException(f"trainer: {error}") from error
+
+    def _choose_run_dir(self) -> Path:
+        if rank_zero_only.rank != 0 or os.environ.get("NODE_RANK", "0") != "0":
+            # Not used: only rank 0 writes, and `trainer.log_dir` is its answer on every rank.
+            return Path(self._asked_run_dir or "runs")
+        if self._asked_run_dir is None:
+            return _fresh_run_dir(self._run_name())
+        path = Path(self._asked_run_dir)
+        if (path / "config.yaml").exists():
+            if self.subcommand != "fit" or self._get(self.config, "ckpt_path") != "last":
+                raise ValueError(
+                    f"run_dir: {path} already holds a run; name another directory, leave run_dir out, or go on with"
+                    " that run: fit --ckpt_path last"
+                )
+            _keep_metrics(path)
+        path.mkdir(parents=True, exist_ok=True)
+        return path
+
+    def _run_name(self) -> str:
+        configs = self._get(self.config, "config") or []
+        path = Path(str(configs[-1])) if configs else Path("run")
+        if path.name == "config.yaml" and path.absolute().parent.parent.name:  # saved in a run directory
+            path = path.absolute().parent.parent
+        return path.stem if self.subcommand == "fit" else f"{path.stem}_{self.subcommand}"
+
+
+def _answer_the_doctor(run_dir: Path) -> None:
+    """From here on, not only from `HangDump.setup` on: a run may hang where its ranks meet, or building its model."""
+    rank = rank_zero_only.rank or 0
+    if rank == 0 and os.environ.get("NODE_RANK", "0") == "0":
+        os.environ[_RUN_DIR_VARIABLE] = str(run_dir.absolute())  # for the ranks that this one launches
+    directory = os.environ.get(_RUN_DIR_VARIABLE)
+    if directory is not None:
+        install(Path(directory), rank)
+
+
+def _fresh_run_dir(name: str) -> Path:
+    """Makes runs/<name>/<time>; two launches in one second get different ones."""
+    time = datetime.now().strftime("%Y-%m-%d_%H-%M-%S")
+    for attempt in range(1000):
+        path = Path("runs") / name / (f"{time}_{attempt}" if attempt else time)
+        try:
+            path.mkdir(parents=True)
+        except FileExistsError:
+            continue
+        return path
+    raise RuntimeError(f"runs/{name}: a thousand runs started in one second; name them with run_dir")
+
+
+def _keep_metrics(run_dir: Path) -> None:
+    """Of a run that goes on: CSVLogger would delete what it logged before."""
+    logged = run_dir / "metrics.csv"
+    if logged.exists():
+        names = (run_dir / f"metrics_{number}.csv" for number in itertools.count(1))
+        logged.rename(next(name for name in names if not name.exists()))
+
+
+def _with_csv(logger: Any, run_dir: Path) -> list[Logger] | bool:
+    """The user's loggers behind a CSVLogger for `run_dir` (the first logger decides `trainer.log_dir`)."""
+    if logger is False:
+        return False
+    given = [] if logger is True else _as_list(logger)
+    if any(isinstance(one, CSVLogger) for one in given):
+        return given
+    return [CSVLogger(save_dir=str(run_dir.parent), name="", version=run_dir.name, flush_logs_every_n_steps=1), *given]
+
+
+def _as_list(value: Any) -> list[Any]:
+    return [] if value is None else list(value) if isinstance(value, list | tuple) else [value]
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Runs one command (`sys.argv` when `argv` is None); a user's mistake ends in exit code 2."""
+    args = sys.argv[1:] if argv is None else argv
+    if os.getcwd() not in sys.path:  # the console script leaves it out, and a user's own classes are named in YAML
+        sys.path.insert(0, os.getcwd())
+    debug = os.environ.get("ARBORIST_DEBUG", "0") not in ("", "0")
+    if not debug:
+        _quiet()
+    try:
+        if args[:1] == ["data"]:
+            _data(args[1:])
+        elif args[:1] == ["export"]:
+            _export(args[1:])
+        elif args[:1] == ["serve"]:
+            _serve(args[1:])
+        elif args[:1] == ["inspect"]:
+            _inspect(args[1:])
+        elif args[:1] == ["bench"]:
+            _bench(args[1:])
+        elif args[:1] == ["doctor"]:
+            _doctor(args[1:])
+        else:
+            _leave_process_group(ArboristCLI(argv))
+    except Exception as error:
+        mistake = users_mistake(error)
+        if debug or mistake is None:
+            raise
+        sys.stderr.write(f"error: {mistake}\n(ARBORIST_DEBUG=1 shows where it was raised)\n")
+        raise SystemExit(2) from None
+
+
+def _leave_process_group(cli: ArboristCLI) -> None:
+    """Joins gloo's threads before the interpreter ends: one that lets go of its last tensor during that end aborts
+    the process (seen in 1 of 10 two-rank runs), and the launcher then ends the other ranks."""
+    if dist.is_initialized():
+        cli.__dict__.clear()  # the threads end with the last reference to their group; jsonargparse keeps the CLI alive
+        gc.collect()
+        dist.destroy_process_group()
+
+
+def _data(args: list[str]) -> None:
+    from datamodules import importers
+
+    parser = argparse.ArgumentParser(
+        prog="arborist data", description=importers.__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    importers.add_arguments(parser)
+    importers.run(parser.parse_args(args))
+
+
+def _serve(args: list[str]) -> None:
+    from app import serve
+
+    parser = argparse.ArgumentParser(
+        prog="arborist serve", description=serve.__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    serve.add_arguments(parser)
+    serve.run(parser.parse_args(args))
+
+
+def _export(args: list[str]) -> None:
+    from app import export
+
+    parser = argparse.ArgumentParser(
+        prog="arborist export", description=export.__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    export.add_arguments(parser)
+    export.run(parser.parse_args(args))
+
+
+def _inspect(args: list[str]) -> None:
+    from app import inspect
+
+    parser = argparse.ArgumentParser(
+        prog="arborist inspect", description=inspect.__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    inspect.add_arguments(parser)
+    inspect.run(parser.parse_args(args))
+
+
+def _bench(args: list[str]) -> None:
+    from app import bench
+
+    parser = argparse.ArgumentParser(
+        prog="arborist bench", description=bench.__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    bench.add_arguments(parser)
+    bench.run(parser.parse_args(args))
+
+
+def _doctor(args: list[str]) -> None:
+    from app import doctor
+
+    parser = argparse.ArgumentParser(
+        prog="arborist doctor", description=doctor.__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    doctor.add_arguments(parser)
+    raise SystemExit(doctor.run(parser.parse_args(args)))
+
+
+def _quiet() -> None:
+    """Silences start-up chatter and known-harmless advice, here and in the ranks a launcher starts."""
+    for name in ("lightning.pytorch.utilities.rank_zero", "lightning.fabric.utilities.rank_zero"):
+        logging.getLogger(name).setLevel(logging.WARNING)
+    for name in ("lightning.fabric.utilities.seed", "lightning.fabric.utilities.distributed"):
+        logging.getLogger(name).setLevel(logging.WARNING)
+    transformers_logging.disable_progress_bar()  # a bar for every load and save of a model
+    for message in _HARMLESS:
+        warnings.filterwarnings("ignore", message=message)

@@ -1,0 +1,180 @@
+"""Flat buckets: parameters of one dtype and one parameter group in one buffer, cut into one shard per rank.
+
+Promises: after construction every parameter is a view of its bucket's buffer (same values, same shape), so that a
+whole bucket is communicated in one call without packing; every gradient is a view of a flat buffer in the accumulation
+dtype, promote(float32, parameter dtype). A shard's *master* is the copy the optimizer updates: the parameters'
+own memory where they are already in the accumulation dtype, a separate tensor for bfloat16. Knows nothing of
+optimizers or Lightning.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from app.strategies.collectives import Communicator
+from app.strategies.pieces import Piece
+
+# Elements. Every parameter starts at a multiple of it: kernels want aligned rows (64 bytes in bfloat16), and a matrix
+# product may round differently on unaligned memory. Padding is zeros and stays zeros under element-wise optimizers.
+ALIGNMENT = 32
+
+
+def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Dtype in which gradients of a parameter of `dtype` are accumulated and its master is kept."""
+    return torch.promote_types(torch.float32, dtype)
+
+
+class Bucket:
+    """Parameters of one dtype, device and parameter group.
+
+    Args:
+        named: (name, parameter) pairs; each parameter once, all of one dtype and device.
+        ranks: who shares the work.
+        offload: keep the master, and with it the optimizer's state, in CPU memory.
+
+    Attributes (P = padded elements, S = P / ranks):
+        flat: [P], parameter dtype; the parameters are views of it.
+        gradients: [P], accumulation dtype; None when detached for good (`release_gradients`).
+        master: [S], accumulation dtype, this rank's shard; a view of `flat` where dtype and device are equal.
+    """
+
+    def __init__(self, named: Sequence[tuple[str, Parameter]], ranks: Communicator, offload: bool = False) -> None:
+        self.names = [name for name, _ in named]
+        self.params = [param for _, param in named]
+        self.ranks = ranks
+        self.spans: list[tuple[int, int]] = []
+        end = 0
+        for param in self.params:
+            self.spans.append((end, end + param.numel()))
+            end += -(-param.numel() // ALIGNMENT) * ALIGNMENT
+        shard = -(-end // (ranks.size * ALIGNMENT)) * ALIGNMENT
+        first = self.params[0]
+        dtype = accumulation_dtype(first.dtype)
+        self.flat = torch.zeros(shard * ranks.size, dtype=first.dtype, device=first.device)
+        self.gradients: Tensor | None = torch.zeros(shard * ranks.size, dtype=dtype, device=first.device)
+        self._gradient_views: list[Tensor] = []
+        self._addresses: list[int] = []
+        self._versions: list[int] = []
+        for param, (start, stop) in zip(self.params, self.spans):
+            view = self.flat[start:stop].view(param.shape)
+            view.copy_(param.detach())
+            param.data = view
+            self._addresses.append(view.data_ptr())
+            self._versions.append(param._version)
+            param.grad = None
+            if param.dtype != dtype:
+                param.grad_dtype = dtype  # autograd then adds bfloat16 gradients into the float32 view
+            self._gradient_views.append(self.gradients[start:stop].view(param.shape))
+        mine = ranks.slice_of(self.flat)
+        self.master_is_parameter = dtype == first.dtype and not offload
+        self.master = mine
+        if not self.master_is_parameter:
+            self.master = mine.to("cpu" if offload else mine.device, dtype, copy=True)
+            if offload and mine.is_cuda:
+                self.master = self.master.pin_memory()
+
+    @property
+    def label(self) -> str:
+        """For messages: its first parameter and how many more there are."""
+        return self.names[0] if len(self.names) == 1 else f"{self.names[0]} and {len(self.names) - 1} more"
+
+    def zero_gradients(self) -> None:
+        """Zeroes the buffer and attaches its views as `param.grad`."""
+        assert self.gradients is not None, "a bucket whose gradients were released is not trained again"
+        self.gradients.zero_()
+        for param, view in zip(self.params, self._gradient_views):
+            param.grad = view
+
+    def check_attached(self) -> None:
+        """Raises RuntimeError, naming the parameter, if it or its gradient is no longer the view of the buffer."""
+        for name, param, view, address in zip(self.names, self.params, self._gradient_views, self._addresses):
+            if param.data_ptr() != address:
+                raise RuntimeError(
+                    f"parameter '{name}' got other memory after set-up (module.to(...), param.data = ...), so it would"
+                    " not be trained; move or replace it before fit starts, or write into it in place (param.copy_)"
+                )
+            if param.grad is not view:
+                found = "None" if param.grad is None else "another tensor"
+                raise RuntimeError(
+                    f"gradient of '{name}': param.grad is {found}, not the view of the flat buffer that DTAStrategy"
+                    " reduces, so this gradient would be lost; clear gradients with optimizer.zero_grad() only (not"
+                    " module.zero_grad() or param.grad = ...) and let backward add to them"
+                )
+
+    def reduce_gradients(self) -> Tensor:
+        """Sums over ranks. Returns this rank's shard [S], in the buffer's own memory. Detaches `param.grad`: outside
+        this shard the buffer now holds partial sums, and None is better than a wrong gradient."""
+        assert self.gradients is not None
+        for param in self.params:
+            param.grad = None
+        return self.ranks.reduce_scatter_sum_(self.gradients, f"gradients ({self.label})")
+
+    def adopt_written(self) -> None:
+        """Takes into the master what was written in place into parameters since the last call (`load_state_dict` in a
+        hook, weight averaging): where a separate master no longer rounds to the parameter, the parameter wins.
+        Autograd counts writes in `_version`; the bucket's own writes go through `flat` and do not count."""
+        for i, (param, span) in enumerate(zip(self.params, self.spans)):
+            if param._version == self._versions[i]:
+                continue
+            self._versions[i] = param._version
+            if not self.master_is_parameter:
+                low, high, offset = self._mine(span)
+                master = self.master[low - offset : high - offset]
+                written = self.flat[low:high].to(master.device)
+                master.copy_(torch.where(master.to(written.dtype) == written, master, written.to(master.dtype)))
+
+    def gather_parameters(self) -> None:
+        """Every rank's parameters become the ranks' masters, rounded to the parameter dtype."""
+        if not self.master_is_parameter:
+            self.ranks.slice_of(self.flat).copy_(self.master)
+        self.ranks.all_gather_(self.flat, f"parameters ({self.label})")
+
+    def release_gradients(self) -> None:
+        """Frees the gradient memory; the bucket can still be saved, not trained."""
+        for param in self.params:
+            param.grad = None
+        self.gradients, self._gradient_views = None, []
+
+    def cut(self, full: Sequence[Tensor]) -> Tensor:
+        """This rank's shard [S], accumulation dtype, of one full tensor a parameter (in the bucket's order)."""
+        shard = torch.zeros_like(self.master)
+        for tensor, span in zip(full, self.spans):
+            low, high, offset = self._mine(span)
+            shard[low - offset : high - offset].copy_(tensor.reshape(-1)[low - span[0] : high - span[0]])
+        return shard
+
+    def pieces(self, shard: Tensor) -> list[Piece]:
+        """What this rank's shard [S] holds of each parameter (in the bucket's order), parameters laid out flat; views,
+        some of them empty."""
+        pieces = []
+        for span in self.spans:
+            low, high, offset = self._mine(span)
+            pieces.append(Piece(shard[low - offset : high - offset], (low - span[0],), (span[1] - span[0],)))
+        return pieces
+
+    def _mine(self, span: tuple[int, int]) -> tuple[int, int, int]:
+        """The part [low, high) of a parameter's span in this rank's shard (low = high: none), and the shard's start."""
+        offset = self.ranks.rank * self.master.numel()
+        low, high = (min(max(bound, offset), offset + self.master.numel()) for bound in span)
+        return low, high, offset
+
+
+def build_buckets(
+    named: Sequence[tuple[str, Parameter]], ranks: Communicator, max_elements: int, offload: bool = False
+) -> list[Bucket]:
+    """Packs parameters, in order, into buckets of one dtype and device and at most `max_elements` (or one
+    parameter)."""
+    open_buckets: dict[tuple[torch.dtype, torch.device], list[tuple[str, Parameter]]] = {}
+    packed: list[list[tuple[str, Parameter]]] = []
+    for name, param in named:
+        key = (param.dtype, param.device)
+        current = open_buckets.get(key)
+        if current is None or sum(p.numel() for _, p in current) + param.numel() > max_elements:
+            current = open_buckets[key] = []
+            packed.append(current)
+        current.append((name, param))
+    return [Bucket(items, ranks, offload) for items in packed]

@@ -1,0 +1,398 @@
+"""`DTAStrategy`: data parallelism for tree training, with ZeRO-1, as a Lightning strategy.
+
+    trainer:
+      strategy: {class_path: app.strategies.DTAStrategy}
+      devices: 2
+
+Promises: Lightning's automatic optimization works as its users expect (LR schedulers, `global_step`, `ModelCheckpoint`,
+`gradient_clip_val`, callbacks) on one process and on many; gradients are SUMMED over ranks, so a loss divides by
+the global count of its optimizer step; a rank without work contributes zeros and keeps nobody waiting; a gradient
+that is not finite costs that step only, on all ranks together. What is not supported is refused by name at the start
+of fit. Checkpoints are directories, written in the background (`checkpoints.py`).
+
+There is no DDP wrapper: a tree's gradients are complete only when its root is done, so nothing is to be
+overlapped and hooks on single gradients would fire too early. After the backward pass gradients are one
+reduce-scatter a bucket (see `zero1.py`), and `param.grad` is None until the next `zero_grad`: read `grad_norm` instead.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+import warnings
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, NoReturn
+
+import lightning.pytorch as pl
+import torch
+import torch.distributed as dist
+from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
+from lightning.pytorch.accelerators import Accelerator
+from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from torch import Tensor
+from torch.nn import Module
+from torch.optim import Optimizer
+
+from app.batch import RolloutBatch
+from app.strategies import refusals, sharing
+from app.strategies.balance import Calibration
+from app.strategies.checkpoints import CheckpointError, CheckpointWriter, pack
+from app.strategies.collectives import Communicator
+from app.strategies.optimizer_state import load_sharded, load_whole, save_sharded
+from app.strategies.pieces import load_pieces
+from app.strategies.rendezvous import fresh_store, leave_at_exit, started_by_agent
+from app.strategies.trainer_state import put_together, take_apart
+from app.strategies.watch import RankWatch
+from app.strategies.zero1 import ShardedOptimizer
+
+_MEETING = timedelta(minutes=10)  # until every process of a job has started
+_SIGNS = 3.0  # seconds to look for a rank that died behind a failed checkpoint
+_LAST_WORDS = 30.0  # seconds a run that failed waits for a checkpoint already begun
+
+
+class DTAStrategy(DDPStrategy):
+    """Data parallelism without a wrapper, gradients summed, optimizer state sharded (ZeRO-1).
+
+    Args:
+        timeout: how long a rank waits for the others in one collective before the run ends with an error. It must
+            outlast the longest time rank 0 alone is busy (waiting for rollouts, validating). Finite by rule.
+        background_checkpoints: write checkpoints while training goes on; otherwise training waits for the disk.
+        death_timeout: how long a rank may give no sign of life before the run ends on all ranks, naming it. Deaths on
+            the same host are seen within seconds.
+        calibrate: balance ranks by the times this run measures, every ten steps. Off, the cut depends on the batch
+            alone, and a seeded run on several ranks repeats bit for bit.
+        max_tokens_per_rank: most dense tokens of one rank in one step, where per-token columns are what fills memory.
+        offload_optimizer: keep optimizer state and masters in CPU memory and step there; for CUDA devices.
+        bucket_cap_mb: most MiB of float32 gradients in one reduce-scatter (a larger parameter has a bucket of its own).
+        process_group_backend: "gloo" or "nccl"; by default nccl on CUDA devices, gloo on CPUs.
+        accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin: set by the Trainer.
+
+    Attributes:
+        optimizer_seconds: wall seconds of the last step's reduce-scatter, clipping, optimizer step and all-gather.
+        skipped_steps: optimizer steps of this fit without effect because the gradient was not finite.
+        grad_norm: global 2-norm of the last gradient, before clipping; nan before the first step.
+    """
+
+    def __init__(
+        self,
+        timeout: timedelta = timedelta(minutes=30),
+        death_timeout: timedelta = timedelta(seconds=60),
+        calibrate: bool = True,
+        max_tokens_per_rank: int | None = None,
+        offload_optimizer: bool = False,
+        bucket_cap_mb: int = 256,
+        background_checkpoints: bool = True,
+        process_group_backend: str | None = None,
+        accelerator: Accelerator | None = None,
+        parallel_devices: list[torch.device] | None = None,
+        cluster_environment: ClusterEnvironment | None = None,
+        checkpoint_io: CheckpointIO | None = None,
+        precision_plugin: Precision | None = None,
+    ) -> None:
+        refusals.check_arguments(timeout, death_timeout, bucket_cap_mb, max_tokens_per_rank)
+        super().__init__(
+            accelerator=accelerator,
+            parallel_devices=parallel_devices,
+            cluster_environment=cluster_environment,
+            checkpoint_io=checkpoint_io,
+            precision_plugin=precision_plugin,
+            process_group_backend=process_group_backend,
+            timeout=timeout,
+        )
+        self.optimizer_seconds = 0.0
+        self.skipped_steps = 0
+        self._bucket_elements = bucket_cap_mb * 2**20 // 4
+        self._calibration = Calibration(calibrate)
+        self._offload = offload_optimizer
+        self._max_tokens = max_tokens_per_rank
+        self._share_seconds, self._share_bytes = 0.0, 0
+        self._death_timeout = death_timeout
+        self._background = background_checkpoints
+        self._links = False
+        self._failed = False
+        self._ranks: Communicator | None = None
+        self._writer: CheckpointWriter | None = None
+        self._sharded: ShardedOptimizer | None = None
+        self._reduce_seconds = 0.0
+
+    # What modules use
+
+    @property
+    def ranks(self) -> Communicator:
+        """The collectives of this run. Exists from the Trainer's `setup_environment` on."""
+        if self._ranks is None:
+            raise RuntimeError(
+                "DTAStrategy has no process group yet: the Trainer creates it when fit or validate begins"
+            )
+        return self._ranks
+
+    @property
+    def process_group(self) -> dist.ProcessGroup:
+        """The group of all ranks; pass it to collectives explicitly."""
+        assert self.ranks.group is not None
+        return self.ranks.group
+
+    @property
+    def grad_norm(self) -> float:
+        return self._sharded.grad_norm if self._sharded is not None else float("nan")
+
+    def share_batch(self, batch: RolloutBatch | None, error: BaseException | None = None) -> RolloutBatch:
+        """Collective: rank 0's batch on every rank, or rank 0's error on every rank; see `sharing.share_batch`."""
+        start = time.perf_counter()
+        shared, self._share_bytes = sharing.share_batch(self.ranks, batch, error)
+        # Rank 0 packs before anybody receives: the others' time is mostly waiting for it.
+        self._share_seconds = time.perf_counter() - start
+        return shared
+
+    @property
+    def partition_options(self) -> dict[str, Any]:
+        """How `app.tree.partition` is to cut a step's tree over ranks; the same on every rank."""
+        return {"cost": self._calibration.cost, "token_limit": self._max_tokens}
+
+    def observe_tree_pass(self, tokens: int, pairs: int, seconds: float) -> None:
+        """Collective, once an optimizer step: this rank ran a tree of `tokens` and attention `pairs` in `seconds`."""
+        self._calibration.observe(self.ranks, tokens, pairs, seconds)
+
+    def step_metrics(self) -> dict[str, float]:
+        """What ranks cost in the last step, for loggers: batch shipping (seconds, MB a rank received), skipped steps so
+        far, and of the last ten steps the slowest rank's time over the mean, and the cost of a pair in tokens."""
+        values = {"strategy/skipped_steps": float(self.skipped_steps)}
+        if self.ranks.size > 1:
+            values |= {"strategy/share_seconds": self._share_seconds, "strategy/share_mb": self._share_bytes / 1e6}
+            values |= {"strategy/imbalance": self._calibration.imbalance, "strategy/pair_cost": self._calibration.ratio}
+        self._share_seconds, self._share_bytes = 0.0, 0
+        return {name: value for name, value in values.items() if not math.isnan(value)}
+
+    def sum_over_ranks(self, tensor: Tensor) -> Tensor:
+        """Collective: a new tensor, the sum of `tensor` over ranks (same shape, dtype and device)."""
+        return self.ranks.sum(tensor)
+
+    # Set-up
+
+    def setup_distributed(self) -> None:
+        if started_by_agent():
+            self._meet_again()
+        super().setup_distributed()  # leaves a group that exists alone
+        self._ranks = Communicator(dist.group.WORLD, self.root_device)
+        leave_at_exit(self._ranks)
+        self._start_watch(self._ranks)
+        # The writer's threads talk while training does: a group of their own, on the CPU.
+        group = dist.new_group(backend="gloo", timeout=self._timeout)
+        watch = self._ranks.watch
+        self._writer = CheckpointWriter(
+            group, self._timeout.total_seconds(), lambda: watch.explain(_SIGNS) if watch is not None else ""
+        )
+        self._failed = False
+
+    def _meet_again(self) -> None:
+        assert self.cluster_environment is not None
+        self.set_world_ranks()
+        rank, backend = self.cluster_environment.global_rank(), self._get_process_group_backend()
+        store = fresh_store(rank, min(self._timeout, _MEETING))
+        device = self.root_device if self.root_device.type != "cpu" else None
+        size = self.cluster_environment.world_size()
+        dist.init_process_group(
+            backend, store=store, rank=rank, world_size=size, timeout=self._timeout, device_id=device
+        )
+
+    def _start_watch(self, ranks: Communicator) -> None:
+        if ranks.size == 1:
+            return
+        assert self.cluster_environment is not None
+        seconds = (self._timeout.total_seconds(), self._death_timeout.total_seconds())
+        address = self.cluster_environment.main_address
+        watch = RankWatch(ranks.rank, ranks.size, address, ranks.progress, *seconds)
+        port = torch.tensor([watch.open_store() if ranks.rank == 0 else 0])
+        watch.start(int(ranks.broadcast_(port, "the port of the ranks' watch")))
+        ranks.watch = watch
+
+    # Lightning's own collectives
+
+    def barrier(self, name: str | None = None) -> None:
+        with self._named(f"barrier {name or ''}".strip()):
+            super().barrier(name)
+
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        with self._named(f"broadcast of {type(obj).__name__}"):
+            return super().broadcast(obj, src)
+
+    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        with self._named("reduction of a metric"):
+            return super().reduce(tensor, group, reduce_op)
+
+    def _named(self, what: str) -> AbstractContextManager[None]:
+        return self._ranks.named(what) if self._ranks is not None else nullcontext()
+
+    def setup(self, trainer: pl.Trainer) -> None:
+        assert self.lightning_module is not None
+        refusals.check_trainer(trainer, self.lightning_module, str(self.precision_plugin.precision))
+        if self._offload:
+            refusals.check_offload(self.root_device)
+        self.skipped_steps = 0
+        self.optimizer_seconds = 0.0
+        # A link is made as soon as `save_checkpoint` returns: what it points to must be there by then.
+        self._links = any(getattr(callback, "save_last", None) == "link" for callback in trainer.checkpoint_callbacks)
+        super().setup(trainer)
+
+    def configure_ddp(self) -> None:
+        """No wrapper: the module stays what it is. Ranks start from rank 0's parameters and buffers."""
+        assert self.lightning_module is not None
+        tensors = [*self.lightning_module.named_parameters(), *self.lightning_module.named_buffers()]
+        self.ranks.require_equal(
+            "\n".join(f"{name} {tuple(tensor.shape)} {tensor.dtype}" for name, tensor in tensors),
+            "parameters and buffers of the module",
+            "build the same model on every rank",
+        )
+        for name, tensor in tensors:
+            self.ranks.broadcast_(tensor, name)
+
+    def setup_optimizers(self, trainer: pl.Trainer) -> None:
+        super().setup_optimizers(trainer)
+        assert self.lightning_module is not None
+        if len(self.optimizers) != 1:
+            raise MisconfigurationException(
+                f"configure_optimizers returned {len(self.optimizers)} optimizers, DTAStrategy shards exactly one: use"
+                " one optimizer with parameter groups"
+            )
+        self._sharded = ShardedOptimizer(
+            self.optimizers[0], self.lightning_module, self.ranks, self._bucket_elements, self._offload
+        )
+
+    def setup_precision_plugin(self) -> None:
+        super().setup_precision_plugin()
+        # Every precision plugin clips through this method, over the optimizer's parameters: here shards, whose own
+        # norms say nothing. (Clipping by value works on shards as it is.)
+        self.precision_plugin.clip_grad_by_norm = self._clip_grad_by_norm
+
+    # One step
+
+    def block_backward_sync(self) -> NoReturn:
+        """Lightning enters this only to accumulate batches (a scheduler callback can ask for it after set-up)."""
+        raise MisconfigurationException(refusals.accumulation("> 1"))
+
+    def post_backward(self, closure_loss: Tensor) -> None:
+        """Sums gradients over ranks; all ranks learn together whether they are finite."""
+        assert self._sharded is not None
+        self._synchronize()
+        start = time.perf_counter()
+        if not self._sharded.reduce():
+            self.skipped_steps += 1
+            rank_zero_warn(
+                f"gradient norm is {self._sharded.grad_norm}: optimizer step skipped on all ranks"
+                f" ({self.skipped_steps} so far)"
+            )
+        self._reduce_seconds = time.perf_counter() - start
+
+    def optimizer_step(
+        self,
+        optimizer: Optimizer,
+        closure: Callable[[], Any],
+        model: pl.LightningModule | Module | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """Runs the closure (the module's step and backward), the stock optimizer on the shards, and the all-gather."""
+        assert self._sharded is not None
+        closure_end = 0.0
+
+        def timed_closure() -> Any:
+            nonlocal closure_end
+            result = closure()
+            closure_end = time.perf_counter()
+            return result
+
+        output = super().optimizer_step(optimizer, timed_closure, model, **kwargs)
+        if self._sharded.finite:
+            self._sharded.gather_parameters()
+        self._synchronize()
+        self.optimizer_seconds = self._reduce_seconds + time.perf_counter() - closure_end
+        return output
+
+    def _clip_grad_by_norm(self, optimizer: Optimizer, clip_val: float) -> None:
+        assert self._sharded is not None
+        self._sharded.clip_grad_norm_(clip_val)
+
+    def _synchronize(self) -> None:
+        """Waits for the device, so that seconds are charged to who spent them; the norm needs the host once a
+        step anyway."""
+        if self.root_device.type == "cuda":
+            torch.cuda.synchronize(self.root_device)
+
+    # Checkpoints
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """Description and this rank's pieces of the optimizer state; see `optimizer_state.save_sharded`."""
+        assert self._sharded is not None
+        description, pieces = save_sharded(self._sharded)
+        return {"description": description, "pieces": pieces}
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None) -> None:
+        """Collective: writes a checkpoint directory (see `checkpoints.py`), in the background while `fit` runs."""
+        if storage_options is not None:
+            raise TypeError(
+                "Trainer.save_checkpoint(storage_options=...) has no effect under DTAStrategy: leave it out"
+            )
+        assert self.lightning_module is not None and self._writer is not None
+        error, packed, pieces = None, None, {}
+        try:
+            contents, pieces = take_apart(checkpoint, self.lightning_module, self.ranks)
+            packed = pack(contents) if self.is_global_zero else None
+        except Exception as failure:
+            error = failure
+        self.ranks.raise_together(error, f"checkpoint {filepath}")
+        self._writer.save(Path(filepath), packed, pieces)
+        trainer = self.lightning_module.trainer
+        running = trainer.state.fn == TrainerFn.FITTING and trainer.state.status == TrainerStatus.RUNNING
+        # SLURM's signal handler ends the job when this returns.
+        if not running or not self._background or self._links or Path(filepath).name.startswith("hpc_ckpt"):
+            self._writer.wait(self._timeout.total_seconds())
+
+    def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
+        """A checkpoint directory, or a file of another strategy. Only tensors and primitives are unpickled."""
+        path = Path(checkpoint_path)
+        if path.is_dir():
+            return put_together(path)
+        return super().load_checkpoint(checkpoint_path, weights_only=True)
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        """Collective: every rank takes its shard, whatever number of ranks wrote the checkpoint."""
+        assert self._sharded is not None
+        state = checkpoint["optimizer_states"][0]
+        if "description" in state:
+            load_sharded(self._sharded, state["description"], lambda pieces: load_pieces(pieces, state["path"]))
+        else:
+            load_whole(self._sharded, state)
+
+    def remove_checkpoint(self, filepath: str | Path) -> None:
+        """Rank 0 deletes it after the checkpoints that were begun before are complete."""
+        assert self._writer is not None
+        self._writer.remove(Path(filepath))
+
+    def on_exception(self, exception: BaseException) -> None:
+        self._failed = True
+        if self._ranks is not None and self._ranks.watch is not None:
+            self._ranks.watch.fail(exception)
+
+    def teardown(self) -> None:
+        if self._writer is not None:
+            try:
+                self._writer.wait(_LAST_WORDS if self._failed else self._timeout.total_seconds())
+            except CheckpointError as error:
+                if not self._failed:
+                    raise
+                warnings.warn(str(error), stacklevel=1)  # the run ends with the error that came first
+            finally:
+                self._writer.close()
+        if self._ranks is not None and self._ranks.watch is not None:
+            if not self._failed:
+                self.barrier("end of the run")  # a rank that has left is no longer watched
+            self._ranks.watch.close()
+        if self._sharded is not None:
+            self._sharded.release_gradients()
+        super().teardown()

@@ -1,0 +1,195 @@
+"""Pieces: what one rank holds of a tensor, saved and loaded through `torch.distributed.checkpoint`.
+
+Promises: what some ranks saved as pieces loads as any other pieces, on any number of ranks, because only places in the
+whole tensor are written down. Files are safetensors, their table of contents is JSON: nothing is unpickled. Knows
+nothing of optimizers or Lightning.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import LoadPlan, SavePlan, TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+
+_FILE_BYTES = 1 << 30  # a file is put together in memory before it is written
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A box of a larger tensor.
+
+    Attributes:
+        local: the values, of any shape with as many dimensions as `size`; may be empty.
+        offsets: where the box begins in the whole tensor.
+        size: shape of the whole tensor.
+    """
+
+    local: Tensor
+    offsets: tuple[int, ...]
+    size: tuple[int, ...]
+
+    @classmethod
+    def rows(cls, whole: Tensor, rank: int, ranks: int) -> Piece:
+        """This rank's rows of a tensor [n, ...] that every rank holds: an even share, and all shares are everything."""
+        start, stop = (whole.shape[0] * r // ranks for r in (rank, rank + 1))
+        return cls(whole[start:stop], (start, *(0 for _ in whole.shape[1:])), tuple(whole.shape))
+
+    def staged(self) -> Piece:
+        """A copy in CPU memory, which training cannot change any more."""
+        return dataclasses.replace(self, local=self.local.detach().to("cpu", copy=True).contiguous())
+
+    @property
+    def chunk(self) -> ChunkStorageMetadata:
+        return ChunkStorageMetadata(offsets=torch.Size(self.offsets), sizes=self.local.shape)
+
+
+class CheckpointMismatch(ValueError):
+    """A checkpoint lacks a tensor or holds it in another shape; the message names it."""
+
+
+def save_pieces(
+    pieces: Mapping[str, Piece],
+    directory: Path,
+    group: dist.ProcessGroup,
+    finish: Callable[[], None],
+) -> None:
+    """Collective over `group` (CPU tensors): writes all ranks' pieces below `directory`, which all ranks share.
+
+    Args:
+        pieces: staged pieces by name, the same names on every rank; at most one a name and rank.
+        finish: called on rank 0 when every rank's files are complete.
+
+    Raises:
+        RuntimeError: on every rank, when any rank failed; says which and why.
+    """
+    files: dict[str, int] = {}
+    number, filled = 1, 0
+    for name, piece in pieces.items():
+        size = piece.local.element_size()
+        for extent in piece.size:
+            size *= extent
+        if filled and filled + size > _FILE_BYTES * dist.get_world_size(group):
+            number, filled = number + 1, 0
+        files[name] = number
+        filled += size
+    writer = _Writer(str(directory), finish, files)
+    tensors: dict[str, Any] = {name: piece.local for name, piece in pieces.items()}
+    try:
+        dcp.save(tensors, storage_writer=writer, planner=_SavePlanner(pieces), process_group=group)
+    except dcp.CheckpointException as error:  # not an Exception: nobody would catch it
+        raise RuntimeError(f"{directory}: {error}") from error
+
+
+def load_pieces(pieces: Mapping[str, Piece], directory: Path) -> None:
+    """Fills `pieces[name].local` in place from a checkpoint of any number of ranks. Every rank reads for itself.
+
+    Raises:
+        CheckpointMismatch: a tensor is missing or has another shape.
+    """
+    known = _contents(directory)
+    for name, piece in pieces.items():
+        if name not in known:
+            raise CheckpointMismatch(f"{directory}: the checkpoint holds no '{name}', which this run needs")
+        if tuple(known[name].size) != piece.size:
+            raise CheckpointMismatch(
+                f"{directory}: '{name}' has shape {tuple(known[name].size)} in the checkpoint and {piece.size} in this"
+                " run: the checkpoint belongs to another model"
+            )
+    wanted: dict[str, Any] = {name: piece.local for name, piece in pieces.items()}
+    reader = HuggingFaceStorageReader(str(directory))
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # meant: each rank by itself
+            dcp.load(wanted, storage_reader=reader, planner=_LoadPlanner(pieces), no_dist=True)
+    except dcp.CheckpointException as error:  # not an Exception: nobody would catch it
+        raise RuntimeError(f"{directory}: the checkpoint cannot be read: {error}") from error
+
+
+def load_whole(directory: Path, wanted: Callable[[str], bool]) -> dict[str, Tensor]:
+    """The tensors whose names are `wanted`, whole, in CPU memory."""
+    pieces = {}
+    for name, entry in _contents(directory).items():
+        if wanted(name):
+            whole = torch.empty(entry.size, dtype=entry.properties.dtype)
+            pieces[name] = Piece(whole, (0,) * whole.dim(), tuple(whole.shape))
+    load_pieces(pieces, directory)
+    return {name: piece.local for name, piece in pieces.items()}
+
+
+def _contents(directory: Path) -> dict[str, Any]:
+    return HuggingFaceStorageReader(str(directory)).read_metadata().state_dict_metadata
+
+
+class _Writer(HuggingFaceStorageWriter):
+    def __init__(self, path: str, finish: Callable[[], None], files: dict[str, int]) -> None:
+        super().__init__(path, fqn_to_index_mapping=files, save_distributed=True)
+        self._finish = finish
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        if self.rank and not Path(self.path).is_dir():
+            raise FileNotFoundError(
+                f"{self.path} was made by rank 0 and is not visible to rank {self.rank}: checkpoints need a directory"
+                " that all nodes share"
+            )
+        return super().prepare_local_plan(plan)
+
+    def finish(self, metadata: Metadata, results: Any) -> None:
+        super().finish(metadata, results)
+        self._finish()
+
+
+class _SavePlanner(DefaultSavePlanner):
+    def __init__(self, pieces: Mapping[str, Piece]) -> None:
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+        self._pieces = pieces
+
+    def create_local_plan(self) -> SavePlan:
+        items = [
+            WriteItem(
+                index=MetadataIndex(name, torch.Size(piece.offsets)),
+                type=WriteItemType.SHARD,
+                tensor_data=TensorWriteData(
+                    chunk=piece.chunk,
+                    properties=TensorProperties.create_from_tensor(piece.local),
+                    size=torch.Size(piece.size),
+                ),
+            )
+            for name, piece in self._pieces.items()
+            if piece.local.numel()
+        ]
+        self.plan = SavePlan(items)
+        return self.plan
+
+    def lookup_object(self, index: MetadataIndex) -> Any:
+        return self._pieces[index.fqn].local
+
+
+class _LoadPlanner(DefaultLoadPlanner):
+    def __init__(self, pieces: Mapping[str, Piece]) -> None:
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+        self._pieces = pieces
+
+    def create_local_plan(self) -> LoadPlan:
+        assert self.metadata is not None
+        items = []
+        for name, piece in self._pieces.items():
+            if piece.local.numel():
+                known = self.metadata.state_dict_metadata
+                items += create_read_items_for_chunk_list(name, known[name], [piece.chunk])
+        return LoadPlan(items)
+
+    def lookup_tensor(self, index: MetadataIndex) -> Tensor:
+        return self._pieces[index.fqn].local

@@ -1,0 +1,61 @@
+"""What `DTAStrategy` does not support, refused by name before anything is built, with what to do instead."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+
+_PRECISIONS = ("32-true", "64-true", "bf16-true", "bf16-mixed")
+
+
+def check_arguments(
+    timeout: timedelta, death_timeout: timedelta, bucket_cap_mb: int, max_tokens_per_rank: int | None
+) -> None:
+    """Raises MisconfigurationException for an argument out of range."""
+    for name, value in (("timeout", timeout), ("death_timeout", death_timeout)):
+        if not isinstance(value, timedelta) or value <= timedelta(0):
+            raise MisconfigurationException(f"DTAStrategy({name}={value!r}): a positive, finite timedelta is needed")
+    if max_tokens_per_rank is not None and max_tokens_per_rank < 1:
+        raise MisconfigurationException(f"DTAStrategy(max_tokens_per_rank={max_tokens_per_rank}): at least 1 is needed")
+    if bucket_cap_mb < 1:
+        raise MisconfigurationException(f"DTAStrategy(bucket_cap_mb={bucket_cap_mb}): at least 1 MiB is needed")
+
+
+def check_trainer(trainer: pl.Trainer, module: pl.LightningModule, precision: str) -> None:
+    """Raises MisconfigurationException for a precision, or (when fitting) an option, that would train wrongly."""
+    if precision not in _PRECISIONS:
+        raise MisconfigurationException(
+            f"trainer.precision={precision} is not supported by DTAStrategy (float16 would need loss scaling"
+            f" inside the tree pass): use one of {', '.join(_PRECISIONS)}"
+        )
+    if trainer.state.fn != TrainerFn.FITTING:
+        return
+    if trainer.accumulate_grad_batches != 1:
+        raise MisconfigurationException(accumulation(trainer.accumulate_grad_batches))
+    if not module.automatic_optimization:
+        raise MisconfigurationException(
+            f"{type(module).__name__}.automatic_optimization=False is not supported by DTAStrategy, which reduces"
+            " gradients once per automatic optimizer step: override LightningModule.backward instead"
+        )
+
+
+def check_offload(device: torch.device) -> None:
+    """Raises MisconfigurationException where offloading would change nothing."""
+    if device.type == "cpu":
+        raise MisconfigurationException(
+            "DTAStrategy(offload_optimizer=True) has no effect on CPU devices, where everything is in CPU memory:"
+            " leave it out"
+        )
+
+
+def accumulation(value: object) -> str:
+    """The message about `trainer.accumulate_grad_batches`."""
+    return (
+        f"trainer.accumulate_grad_batches={value} is not supported by DTAStrategy: losses are already divided by"
+        " the count of a whole optimizer step, so accumulating batches would change their weight. A tree of any"
+        " size fits in memory by its token budgets: raise the data's batch_size instead"
+    )

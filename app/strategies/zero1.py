@@ -1,0 +1,216 @@
+"""ZeRO-1: an ordinary torch optimizer whose state and float32 masters are sharded over ranks.
+
+`ShardedOptimizer` takes over the optimizer a module's `configure_optimizers` returned, in place: each parameter
+group keeps its dictionary (learning rate, betas, ...) and only its parameters are exchanged for the rank's flat master
+shards. LR schedulers, `LearningRateMonitor` and whatever else holds the optimizer therefore keep working. One step:
+
+    zero_grad()            gradient buffer zeroed, views attached as param.grad
+    (tree pass)            gradients accumulate into the buffer
+    reduce()               one reduce-scatter (SUM) a bucket; global norm; not finite -> nothing to step on any rank
+    optimizer.step()       the stock optimizer, on this rank's shards
+    gather_parameters()    one all-gather a bucket, in the parameters' dtype
+
+Weights written in place from outside (a hook that loads a state dict, weight averaging) are taken over into the
+masters.
+
+Bytes per rank for a bfloat16 parameter under Adam on N ranks: 2 + 4 (gradient) + 12 / N; the last in CPU memory with
+`offload`.
+
+Checkpoints: see `optimizer_state.py`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from torch.nn import Module, Parameter
+from torch.optim import Optimizer
+
+from app.strategies.buckets import Bucket, build_buckets
+from app.strategies.collectives import Communicator
+
+_NOT_ELEMENTWISE = ("LBFGS", "Muon", "Adafactor", "SparseAdam")
+
+
+class ShardedOptimizer:
+    """Shards `optimizer` over `ranks`, in place.
+
+    Args:
+        optimizer: a fresh (never stepped) element-wise torch optimizer over parameters of `module`.
+        module: gives parameters their names.
+        ranks: who shares the work.
+        bucket_elements: most elements of a bucket (a larger parameter has one of its own).
+        offload: masters and optimizer state live in CPU memory, and the optimizer steps there.
+
+    Attributes:
+        grad_norm: global 2-norm of the last reduced gradient, before clipping; nan before the first.
+        finite: whether the last reduced gradient was; False means that the step was (or will be) skipped.
+        groups: the parameters of each parameter group, as the module's optimizer had them (frozen ones included).
+        buckets_by_group: the buckets of each.
+
+    Raises:
+        ValueError: an optimizer that is not element-wise or already has state, no trainable parameter, parameters that
+            overlap in memory without being the same object.
+        RuntimeError: ranks disagree about names, shapes or dtypes.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        module: Module,
+        ranks: Communicator,
+        bucket_elements: int = 1 << 26,
+        offload: bool = False,
+    ) -> None:
+        self.optimizer = optimizer
+        self.ranks = ranks
+        self.grad_norm = math.nan
+        self.finite = True
+        self._reduced = False
+        # remove_duplicate keeps a tied parameter's first name.
+        self._names = {id(param): name for name, param in module.named_parameters()}
+        self.groups: list[list[Parameter]] = [list(group["params"]) for group in optimizer.param_groups]
+        self._trainable = {id(p) for params in self.groups for p in params if p.requires_grad}
+        self._check_optimizer()
+        ranks.require_equal(
+            "\n".join(
+                f"{self._name(p)} {tuple(p.shape)} {p.dtype} {'trained' if p.requires_grad else 'frozen'}, group {i}"
+                for i, params in enumerate(self.groups)
+                for p in params
+            ),
+            "the optimizer's parameters",
+            "build the same model and optimizer on every rank",
+        )
+        self.buckets_by_group: list[list[Bucket]] = []
+        for group, params in zip(optimizer.param_groups, self.groups):
+            named = [(self._name(p), p) for p in params if p.requires_grad]
+            self.buckets_by_group.append(build_buckets(named, ranks, bucket_elements, offload))
+            group["params"] = [bucket.master for bucket in self.buckets_by_group[-1]]
+            group.pop("param_names", None)
+        # Lightning and users call these on the optimizer itself; LR schedulers wrap `step` in the same way.
+        optimizer.zero_grad = self.zero_grad  # type: ignore[method-assign]
+        optimizer.add_param_group = self._refuse_param_group  # type: ignore[method-assign]
+        self.zero_grad()
+
+    @property
+    def buckets(self) -> list[Bucket]:
+        """All buckets, group by group."""
+        return [bucket for buckets in self.buckets_by_group for bucket in buckets]
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Zeroes the gradient buffers and attaches their views. `set_to_none` is accepted for the callers of torch's
+        signature; there is one behaviour."""
+        self._check_trainable()
+        for bucket in self.buckets:
+            bucket.zero_gradients()
+            bucket.master.grad = None
+        self._reduced = False
+
+    @torch.no_grad()
+    def reduce(self) -> bool:
+        """Collective, once per step after the backward pass: sums gradients over ranks and gives each shard its part.
+
+        Returns:
+            Whether the global gradient is finite. If not, the shards get no gradient, and the optimizer's step leaves
+            parameters and state alone, on all ranks.
+        """
+        if self._reduced:
+            raise RuntimeError(
+                "gradients were already summed over ranks in this step: one backward pass per optimizer step, with"
+                " optimizer.zero_grad() before it"
+            )
+        for bucket in self.buckets:
+            bucket.check_attached()
+            bucket.adopt_written()
+        shards = [bucket.reduce_gradients() for bucket in self.buckets]
+        # On the gradients' device, squared in float64: only the squares of norms are added over buckets and ranks.
+        squares = torch.stack([torch.linalg.vector_norm(shard).double().square() for shard in shards]).sum()
+        self.grad_norm = math.sqrt(self.ranks.sum_float(squares, "gradient norm"))
+        self.finite = math.isfinite(self.grad_norm)
+        if self.finite:
+            for bucket, shard in zip(self.buckets, shards):
+                bucket.master.grad = shard.to(bucket.master.device)
+        self._reduced = True
+        return self.finite
+
+    @torch.no_grad()
+    def clip_grad_norm_(self, max_norm: float) -> None:
+        """Scales the reduced gradient as `torch.nn.utils.clip_grad_norm_` would (2-norm over all parameters of
+        all ranks)."""
+        scale = max_norm / (self.grad_norm + 1e-6)
+        if self.finite and scale < 1.0:
+            for bucket in self.buckets:
+                if bucket.master.grad is not None:  # a module may leave a group out of a step
+                    bucket.master.grad.mul_(scale)
+
+    @torch.no_grad()
+    def gather_parameters(self) -> None:
+        """Collective, after the optimizer's step: parameters of all ranks become the new masters in the
+        parameters' dtype."""
+        for bucket in self.buckets:
+            bucket.gather_parameters()
+
+    def release_gradients(self) -> None:
+        """Frees gradient memory after the last step; the state can still be saved."""
+        for bucket in self.buckets:
+            bucket.master.grad = None
+            bucket.release_gradients()
+
+    def _check_optimizer(self) -> None:
+        kind = type(self.optimizer)
+        if kind.__name__ in _NOT_ELEMENTWISE:
+            raise ValueError(
+                f"optimizer {kind.__name__} does not update element by element, so its state cannot be cut into flat"
+                " shards; use an element-wise one with DTAStrategy (AdamW, Adam, SGD, ...) or trainer.strategy=auto"
+                " on one device"
+            )
+        if not kind.__module__.startswith("torch.optim"):
+            rank_zero_warn(
+                f"optimizer {kind.__module__}.{kind.__name__} is sharded as if it updated element by element; if it"
+                " looks at whole parameters (matrix norms, per-parameter trust ratios), results are wrong"
+            )
+        if self.optimizer.state:
+            raise ValueError("configure_optimizers returned an optimizer that already has state; return a fresh one")
+        if not self._trainable:
+            raise ValueError(
+                "the optimizer has no parameter that requires gradients; check configure_optimizers and frozen modules"
+            )
+        owners: dict[tuple[torch.device, int], Parameter] = {}
+        for param in (p for params in self.groups for p in params if p.requires_grad and p.numel()):
+            other = owners.setdefault((param.device, param.data_ptr()), param)
+            if other is not param:
+                raise ValueError(
+                    f"parameters '{self._name(other)}' and '{self._name(param)}' share memory but are two objects; tie"
+                    " them by assigning the same torch.nn.Parameter to both modules"
+                )
+            if not param.is_floating_point():
+                raise ValueError(
+                    f"parameter '{self._name(param)}' is {param.dtype}: only floating-point parameters are trained"
+                )
+
+    def _check_trainable(self) -> None:
+        for param in (p for params in self.groups for p in params):
+            if param.requires_grad != (id(param) in self._trainable):
+                state = "frozen" if id(param) in self._trainable else "unfrozen"
+                raise RuntimeError(
+                    f"parameter '{self._name(param)}' was {state} after the optimizer was set up: flat buckets are"
+                    " built once; set requires_grad before fit starts (in configure_model) and begin a new fit to"
+                    " change it"
+                )
+
+    def _refuse_param_group(self, param_group: dict[str, Any]) -> None:
+        raise RuntimeError(
+            "add_param_group after set-up: DTAStrategy builds its flat buckets once; give the optimizer all its"
+            " parameters in configure_optimizers"
+        )
+
+    def names_of(self, params: Sequence[Parameter]) -> list[str]:
+        """The module's names of parameters."""
+        return [self._name(param) for param in params]
+
+    def _name(self, param: Parameter) -> str:
+        return self._names.get(id(param), "(a parameter that is not the module's)")

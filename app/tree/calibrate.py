@@ -1,0 +1,80 @@
+"""Measures how fast this device is at the kinds of work that plans consist of, for predicted times.
+
+Promises: about a second on a CPU, less on a GPU; nothing of the model is run or changed: its shapes and dtype are used,
+on random data; the fastest of a few repeats counts, so a busy machine disturbs little.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import torch
+from torch.nn import functional
+from transformers import PreTrainedModel
+
+from app.tree.cost import ModelShape
+from app.tree.kernels import pick_kernel
+from app.tree.timing import CPU_RATES, GPU_RATES, Rates
+
+
+def measure_rates(model: PreTrainedModel, repeats: int = 5) -> Rates:
+    """The rates of `model`'s device, for its shapes and dtype."""
+    shape, parameter = ModelShape.of(model.config), next(model.parameters())
+    device, dtype = parameter.device, parameter.dtype
+    default = GPU_RATES if device.type == "cuda" else CPU_RATES
+
+    def best(run: Callable[[], object]) -> float:
+        return _best(run, device, repeats)
+
+    with torch.no_grad():
+        many = 4096 if device.type == "cuda" else 512
+        weight = torch.randn(shape.intermediate, shape.hidden, device=device, dtype=dtype)
+        rows = torch.randn(many, shape.hidden, device=device, dtype=dtype)
+        full = best(lambda: functional.linear(rows, weight))
+        few = best(lambda: functional.linear(rows[:8], weight))
+        each = max(full - few, 0.05 * full) / (many - 8)
+        linear = 2.0 * shape.hidden * shape.intermediate / each
+        q = torch.randn(1, shape.heads, many, shape.head_dim, device=device, dtype=dtype)
+        k, v = torch.randn(2, 1, shape.key_value_heads, 4 * many, shape.head_dim, device=device, dtype=dtype).unbind()
+        kernel = pick_kernel(q, None, None)
+        scale = shape.head_dim**-0.5
+
+        def attend(queries: int, keys: int) -> float:
+            return best(lambda: kernel.forward(q[:, :, :queries], k[:, :, :keys], v[:, :, :keys], False, None, scale))
+
+        large, small = attend(many, 4 * many), attend(16, 16)
+        flops = 4.0 * shape.heads * shape.head_dim * (4 * many * many - 256)
+        data = torch.zeros(2**25, device=device)  # far more than caches hold
+        adding = best(lambda: data.add_(1.0))
+        tiny, other = torch.zeros(16, device=device), torch.zeros(16, device=device)
+        launch = best(lambda: [tiny + other for _ in range(32)]) / 32
+    return Rates(
+        linear=linear,
+        attention=flops / max(large - small, 0.05 * large),
+        idle_rows=max(0.0, few / each - 8),
+        layer=_LAUNCHES_A_LAYER[device.type == "cuda"] * launch,
+        call=max(small, default.call / 10) + 6 * launch,
+        memory=2 * 4 * len(data) / adding,
+    )
+
+
+_LAUNCHES_A_LAYER = (250, 60)
+"""What a decoder layer's forward takes beside matrix products and attention, in times of the smallest operator: about
+60 operators (norms, rotary embedding, activations, reshapes), and on a CPU, whose operators are short, the Python
+between them (fitted to plans of small chunks)."""
+
+
+def _best(run: Callable[[], object], device: torch.device, repeats: int) -> float:
+    """Seconds of the fastest run after one to warm up."""
+    fastest = float("inf")
+    for attempt in range(repeats + 1):
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        begin = time.perf_counter()
+        run()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        if attempt:
+            fastest = min(fastest, time.perf_counter() - begin)
+    return fastest

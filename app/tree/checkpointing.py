@@ -1,0 +1,67 @@
+"""Activation checkpointing of single forwards: layers keep their inputs and run again in backward.
+
+Promises: works through transformers' own checkpointing layers, in training and evaluation mode alike, and leaves every
+flag as it was; a model that cannot be checkpointed safely is said to be so, never changed in silence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+from transformers import PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+_FLAGS = ("gradient_checkpointing", "_gradient_checkpointing_func", "training")
+
+
+def checkpointable(model: PreTrainedModel) -> bool:
+    """Whether `checkpointed` saves memory on this model without changing what it computes.
+
+    It does not where layers are checkpointed by the user's own setting already, where a layer is not of transformers'
+    checkpointing kind, and where the configuration has dropout: a layer checkpoints in training mode only, and
+    switching that on in evaluation mode would switch dropout on.
+    """
+    layers = _layers(model)
+    config = model.config.get_text_config()
+    dropout = any(
+        isinstance(rate, float) and rate > 0
+        for key, rate in config.to_dict().items()
+        if "dropout" in key or key.endswith("pdrop")
+    )
+    return (
+        len(layers) == config.num_hidden_layers > 1
+        and not dropout
+        and not any(layer.gradient_checkpointing and layer.training for layer in layers)
+    )
+
+
+def checkpoints_itself(model: PreTrainedModel) -> bool:
+    """Whether the user's own setting checkpoints the model's layers."""
+    return any(layer.gradient_checkpointing and layer.training for layer in _layers(model))
+
+
+@contextmanager
+def checkpointed(body: nn.Module, on: bool) -> Iterator[None]:
+    """Forwards of `body` inside are checkpointed layer by layer when `on`; their backward may come later."""
+    before: list[tuple[Any, dict[str, Any]]] = []
+    try:
+        for layer in _layers(body) if on else []:
+            before.append((layer, {name: layer.__dict__[name] for name in _FLAGS if name in layer.__dict__}))
+            layer.gradient_checkpointing = True
+            layer._gradient_checkpointing_func = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
+            layer.training = True  # of this module alone: its submodules stay in their modes
+        yield
+    finally:
+        for layer, flags in before:
+            for name in _FLAGS:
+                layer.__dict__.pop(name, None)
+            layer.__dict__.update(flags)
+
+
+def _layers(model: nn.Module) -> list[Any]:
+    return [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]

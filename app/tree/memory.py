@@ -1,0 +1,161 @@
+"""Bytes of a tree pass, part by part, and token budgets from the memory that is free.
+
+Promises: nothing is allocated or run; when not even the smallest pass fits, the error says what takes how much and what
+to do, before anything runs.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, fields
+from pathlib import Path
+
+import psutil
+import torch
+import torch.distributed as dist
+from transformers import PreTrainedModel
+
+from app.tree.checkpointing import checkpoints_itself
+from app.tree.cost import ModelShape
+from app.tree.heads import BLOCK_BYTES
+from app.tree.prefix_tree import PrefixTree
+
+DEVICE_CHUNK = {"cpu": 2048, "cuda": 8192}
+"""Tokens a chunk when the user leaves it open: CPUs are fastest at 1-4K (cache), GPUs need more to fill their units."""
+
+_CPU_SHARE, _GPU_SHARE = 0.5, 0.8
+"""Of the free memory, what a pass may take: a CPU's is also other processes', and its allocator returns it late."""
+
+_LEAST = 16
+"""Live tokens below which a pass would crawl."""
+
+
+@dataclass(frozen=True)
+class PassMemory:
+    """Estimated bytes of a backward pass.
+
+    Attributes:
+        parameters: there already, for orientation; not part of `total`.
+        gradients: of parameters that have none yet.
+        path_cache: keys and values of the longest path, once in place and once in the chunks they come from, with their
+            gradients, and the gradients on their way to a chunk.
+        outputs: tokens, outputs and their gradients, of the tree and of all sequences.
+        head_block: logits, softmax and gradient of one block of rows.
+        backward: gradients of one layer's activations of a chunk, while its backward runs.
+        live_activations: what `live_tokens` keep for backward.
+    """
+
+    parameters: int
+    gradients: int
+    path_cache: int
+    outputs: int
+    head_block: int
+    backward: int
+    live_activations: int
+
+    @property
+    def total(self) -> int:
+        return sum(getattr(self, field.name) for field in fields(self)) - self.parameters
+
+    def __str__(self) -> str:
+        parts = (f"{field.name.replace('_', ' ')} {_size(getattr(self, field.name))}" for field in fields(self))
+        return ", ".join(parts)
+
+
+def token_bytes(model: PreTrainedModel) -> int:
+    """Bytes a live token keeps for backward in this model, checkpointed by the user or not."""
+    shape, element = ModelShape.of(model.config), next(model.parameters()).element_size()
+    whole = shape.activation_bytes(element)
+    return max(1, int(whole * shape.checkpoint_share())) if checkpoints_itself(model) else whole
+
+
+def pass_memory(
+    model: PreTrainedModel,
+    chunk_tokens: int,
+    live_tokens: int,
+    tree: PrefixTree | None = None,
+    head_tokens: int | None = None,
+) -> PassMemory:
+    """Estimates a pass over `tree` (without one: what does not depend on it) at these budgets."""
+    shape, parameter = ModelShape.of(model.config), next(model.parameters())
+    element = parameter.element_size()
+    accumulated = max(4, element)
+    missing = sum(p.numel() for p in model.parameters() if p.requires_grad and p.grad is None)
+    key_value = 2 * shape.layers * shape.key_value_heads * shape.head_dim
+    longest = int(tree.sequence_length.max()) if tree is not None and tree.num_sequences else 0
+    tokens, dense = (tree.num_tokens, tree.num_dense_tokens) if tree is not None else (0, 0)
+    rows = head_tokens or max(_LEAST, BLOCK_BYTES // (4 * shape.vocabulary))
+    scored = len(tree.scored_tokens) if tree is not None else rows
+    layer = shape.activation_bytes(element) // shape.layers
+    return PassMemory(
+        parameters=sum(p.numel() * p.element_size() for p in model.parameters()),
+        gradients=missing * accumulated,
+        path_cache=key_value * (longest * (2 * element + accumulated) + min(chunk_tokens, tokens) * accumulated),
+        outputs=tokens * (8 + 3 * accumulated) + dense * (8 + 3 * accumulated),
+        head_block=(2 if element >= 4 else 3)
+        * min(rows, max(1, scored), chunk_tokens)
+        * shape.vocabulary
+        * accumulated,
+        backward=min(chunk_tokens, max(tokens, _LEAST)) * layer,
+        live_activations=live_tokens * token_bytes(model),
+    )
+
+
+def auto_budgets(
+    model: PreTrainedModel,
+    chunk_tokens: int | str,
+    live_tokens: int | str,
+    tree: PrefixTree | None = None,
+    head_tokens: int | None = None,
+) -> tuple[int, int]:
+    """Replaces "auto" by numbers: (chunk_tokens, live_tokens).
+
+    `chunk_tokens`: the device's good size. `live_tokens`: what of half the free memory of a CPU (shared with the other
+    ranks on it), or four fifths of a GPU's, is left beside the other parts of a pass over `tree`.
+
+    Raises:
+        ValueError: when not even 16 tokens' activations fit, naming the bytes of each part.
+    """
+    on_gpu = next(model.parameters()).device.type == "cuda"
+    chunk = chunk_tokens if not isinstance(chunk_tokens, str) else DEVICE_CHUNK["cuda" if on_gpu else "cpu"]
+    if not isinstance(live_tokens, str):
+        return chunk, live_tokens
+    free = free_bytes(next(model.parameters()).device)
+    usable = int(free * (_GPU_SHARE if on_gpu else _CPU_SHARE))
+    least = pass_memory(model, _LEAST, _LEAST, tree, head_tokens)
+    if least.total > usable:
+        raise ValueError(
+            f"live_tokens='auto': a tree pass does not fit, because {_size(free)} of memory are free, of which it may"
+            f" take {_size(usable)}, and with only {_LEAST} live tokens it needs {_size(least.total)}: {least}. Free"
+            " memory, use a smaller model, shorter sequences or fewer ranks on this machine, or set live_tokens"
+        )
+    each = token_bytes(model)
+    fixed = pass_memory(model, chunk, 0, tree, head_tokens)
+    live = (usable - fixed.total) // each
+    if live < chunk:  # chunks will be no larger than what is live, and their backward smaller with them
+        live = (usable - (fixed.total - fixed.backward)) // (each + fixed.backward // chunk)
+    return chunk, max(_LEAST, live)
+
+
+def free_bytes(device: torch.device) -> int:
+    """Memory this process may still take: on a GPU what is free or cached, on a CPU this rank's part of what is
+    available, within the limit of its control group."""
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        return int(free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device))
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 0)) or (dist.get_world_size() if dist.is_initialized() else 1)
+    return min(psutil.virtual_memory().available, _control_group_room()) // ranks
+
+
+def _control_group_room() -> int:
+    """Bytes left under a container's limit (control groups version 2); very many where there is none."""
+    folder = Path("/sys/fs/cgroup")
+    try:
+        limit, used = (folder / "memory.max").read_text(), (folder / "memory.current").read_text()
+        return max(0, int(limit) - int(used))
+    except (OSError, ValueError):
+        return 2**62
+
+
+def _size(count: int) -> str:
+    return f"{count / 2**30:.2f} GiB" if count >= 2**29 else f"{count / 2**20:.1f} MiB"

@@ -1,0 +1,67 @@
+"""What the engine returns and what it hands to loss functions."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+OUTPUT_NAMES = ("logprobs", "entropy", "values")
+
+
+@dataclass(frozen=True, eq=False)
+class SequenceOutputs:
+    """Outputs of one sequence, each [L_i] in the accumulation dtype, or None when not wanted.
+
+    Entry t belongs to token t and comes from the hidden state of token t - 1: its log-probability (nats), the entropy
+    of the distribution it was drawn from, the value of the state it was drawn in. Entry 0 and unscored entries are 0.0.
+    """
+
+    logprobs: Tensor | None = None
+    entropy: Tensor | None = None
+    values: Tensor | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class FlatOutputs:
+    """Outputs of several sequences concatenated: each [sum of L_i], as in `SequenceOutputs`.
+
+    `cu_seqlens` int64 [n + 1]: sequence k is entries `cu_seqlens[k]` to `cu_seqlens[k + 1]`.
+    """
+
+    cu_seqlens: Tensor
+    logprobs: Tensor | None = None
+    entropy: Tensor | None = None
+    values: Tensor | None = None
+
+    def sequence(self, k: int) -> SequenceOutputs:
+        """Views of the k-th sequence."""
+        start, stop = int(self.cu_seqlens[k]), int(self.cu_seqlens[k + 1])
+        flat = {name: getattr(self, name) for name in OUTPUT_NAMES}
+        return SequenceOutputs(**{name: x if x is None else x[start:stop] for name, x in flat.items()})
+
+
+class TreeOutputs:
+    """Outputs of all sequences of a tree: `logprobs`, `entropy`, `values` are lists of [L_i], or None."""
+
+    def __init__(self, flat: FlatOutputs) -> None:
+        self._flat = flat
+        self.cu_seqlens = flat.cu_seqlens
+        lengths = flat.cu_seqlens.diff().tolist()
+        self.logprobs, self.entropy, self.values = (
+            None if x is None else list(x.split(lengths)) for x in (flat.logprobs, flat.entropy, flat.values)
+        )
+
+    def flat(self, name: str) -> Tensor:
+        """One output of all sequences concatenated, [sum of L_i]. Raises KeyError when it was not wanted."""
+        values = getattr(self._flat, name, None) if name in OUTPUT_NAMES else None
+        if values is None:
+            raise KeyError(f"'{name}' was not computed; add it to want=(...), which takes {OUTPUT_NAMES}")
+        return torch.as_tensor(values)
+
+    def with_gradient(self) -> FlatOutputs:
+        """The outputs as leaves that take gradients, for a loss of the whole batch (`TreeEngine.backward_from`)."""
+        flat = {name: getattr(self._flat, name) for name in OUTPUT_NAMES}
+        leaves = {name: None if x is None else x.detach().clone().requires_grad_() for name, x in flat.items()}
+        return FlatOutputs(self.cu_seqlens, **leaves)

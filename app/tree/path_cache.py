@@ -1,0 +1,57 @@
+"""Keys and values of the live path, per layer, and the gradients that reach them.
+
+Promises: sized for one plan's longest path, never for a configured maximum; a token on the path is written once and
+read in place; gradients are held in the accumulation dtype.
+Depth d of the path is row d of every buffer: keys and values [1, Hk, capacity, d], one pair a layer.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+KeyValue = tuple[Tensor, Tensor]
+
+
+class PathCache:
+    """The live path of one pass. Buffers of a layer are allocated when its first keys arrive."""
+
+    def __init__(self, capacity: int, with_grads: bool) -> None:
+        self.capacity = capacity
+        self.with_grads = with_grads
+        self._values: dict[int, KeyValue] = {}
+        self._grads: dict[int, KeyValue] = {}
+
+    def push(self, layer: int, start: int, keys: Tensor, values: Tensor) -> None:
+        """Writes keys and values [1, Hk, n, d] at depths [start, start + n)."""
+        if layer not in self._values:
+            self._values[layer] = (self._buffer(keys, keys.dtype), self._buffer(values, values.dtype))
+            if self.with_grads:
+                dtype = torch.promote_types(torch.float32, keys.dtype)
+                self._grads[layer] = (self._buffer(keys, dtype).zero_(), self._buffer(values, dtype).zero_())
+        for buffer, rows in zip(self._values[layer], (keys, values), strict=True):
+            buffer[:, :, start : start + rows.shape[2]].copy_(rows)
+
+    def pop(self, start: int, stop: int) -> dict[int, KeyValue]:
+        """The gradients that reached depths [start, stop), by layer, which are zero again afterwards."""
+        popped: dict[int, KeyValue] = {}
+        for layer, buffers in self._grads.items():
+            views = [buffer[:, :, start:stop] for buffer in buffers]
+            popped[layer] = (views[0].clone(), views[1].clone())
+            for view in views:
+                view.zero_()
+        return popped
+
+    def read(self, layer: int, length: int) -> KeyValue:
+        """Views of keys and values at depths [0, length)."""
+        keys, values = self._values[layer]
+        return keys[:, :, :length], values[:, :, :length]
+
+    def add_grads(self, layer: int, keys: Tensor, values: Tensor, start: int = 0) -> None:
+        """Adds gradients [1, Hk, n, d] of depths [start, start + n)."""
+        for buffer, grad in zip(self._grads[layer], (keys, values), strict=True):
+            buffer[:, :, start : start + grad.shape[2]] += grad
+
+    def _buffer(self, like: Tensor, dtype: torch.dtype) -> Tensor:
+        shape = (*like.shape[:2], self.capacity, like.shape[3])
+        return torch.empty(shape, dtype=dtype, device=like.device)

@@ -1,0 +1,319 @@
+"""The first-use self-check: a small part of the first batch runs over its tree and densely, and has to agree.
+
+Promises: outputs and the gradient of every trainable parameter are compared; the model, its gradients and the global
+random state are left as found; memory beyond that of one small step is a few numbers a parameter. What is allowed is
+measured: the dense model against itself with the output of every layer moved by one rounding step of its dtype, times
+a margin. So a bf16 model may differ by bf16's rounding and no more. What passes wrongly is a mistake no larger than
+rounding, which no comparison in that dtype could tell from it.
+
+How small: `BRANCHES` sequences around one fork of the batch's tree, `CONTEXT` tokens to either side of it, in chunks of
+a quarter of that, so that paths, siblings, retained and repeated chunks all occur; the loss needs some `SCORED` tokens
+right after the fork and a few before. Of every parameter's gradient at most `SAMPLED` entries, spread evenly (of
+embeddings: in the rows of the sampled tokens), are compared.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from app.tree.outputs import FlatOutputs
+from app.tree.prefix_tree import Ints, PrefixTree
+
+if TYPE_CHECKING:
+    from app.tree.engine import TreeEngine
+
+BRANCHES, CONTEXT, SCORED, SAMPLED = 4, 48, 24, 4096
+MARGIN, MARGIN_LOW, ATTEMPTS = 30.0, 2.5, 3
+"""How many times dense's own rounding error is allowed, in full and in low precision (autocast too). Two ways to
+compute the same differ by about as much as one does from itself: 0.3 to 2.3 times over the families of the support
+matrix. Mistakes are 1e5 times as large in float32, where long sums are given room, and 5 to 100 times in bf16."""
+FLOOR = 1e-3
+"""Of the root mean square gradient over all parameters: a parameter whose gradient is smaller is compared with this."""
+
+
+class SelfCheckError(RuntimeError):
+    """Tree and dense execution of this model differ by more than rounding."""
+
+
+@dataclass(frozen=True)
+class CheckReport:
+    """What the self-check found.
+
+    Attributes:
+        sequences, tokens: of the sample.
+        outputs: largest difference of an output between tree and dense execution, and of dense from itself under
+            rounding.
+        gradients: difference of a parameter's gradient, relative to its size, and dense's own; of the parameter that is
+            furthest beyond (or nearest to) what is allowed.
+        parameter, layer: that parameter's name, and the type of the module that owns it.
+        margin: how many times dense's own difference is allowed.
+        passed: whether everything is within that.
+    """
+
+    sequences: int
+    tokens: int
+    outputs: tuple[float, float]
+    gradients: tuple[float, float]
+    parameter: str
+    layer: str
+    margin: float
+    passed: bool
+
+    def __str__(self) -> str:
+        verdict = "agree" if self.passed else "differ by more than rounding"
+        return (
+            f"tree and dense execution {verdict} on {self.sequences} sampled sequences of {self.tokens} tokens: outputs"
+            f" differ by {self.outputs[0]:.1e} (dense from itself under rounding: {self.outputs[1]:.1e}), the gradient"
+            f" of '{self.parameter}' ({self.layer}) by {self.gradients[0]:.1e} of its size (dense from itself:"
+            f" {self.gradients[1]:.1e}); allowed is {self.margin:g} times as much as dense from itself"
+        )
+
+
+def compare(engine: TreeEngine, tree: PrefixTree, want: frozenset[str]) -> CheckReport | None:
+    """Compares tree with dense execution on a sample of `tree`. None when there is nothing to compare.
+
+    A mismatch is looked at again with the sample's token ids permuted: experts that change places for rounding's sake
+    do so on some tokens, a mistake shows on all. The report is that of the first attempt within bounds, or of the last.
+
+    Args:
+        want: outputs that losses will use; the sample's loss weights all of them at random.
+    """
+    sequences, fork = sample(tree)
+    trainable = any(p.requires_grad for module in _modules(engine) for p in module.parameters())
+    if not sequences or max(map(len, sequences)) < 2 or not trainable:
+        return None
+    ids = np.unique(np.concatenate(sequences))
+    report = None
+    for attempt in range(ATTEMPTS):
+        places = np.random.default_rng(attempt).permutation(len(ids)) if attempt else np.arange(len(ids))
+        report = _attempt(engine, [ids[places[np.searchsorted(ids, s)]] for s in sequences], fork, want)
+        if report.passed:
+            break
+    return report
+
+
+def _attempt(engine: TreeEngine, sequences: list[Ints], fork: int, want: frozenset[str]) -> CheckReport:
+    scored = [
+        (np.arange(len(s)) >= max(1, fork - SCORED // 4)) & (np.arange(len(s)) < fork + SCORED) for s in sequences
+    ]
+    small = PrefixTree.build(sequences, scored=scored)
+    over_tree, densely = copy.copy(engine), copy.copy(engine)
+    over_tree.self_check = densely.self_check = False
+    over_tree.chunk_tokens = max(1, small.num_tokens // 4)
+    over_tree.live_tokens = max(1, small.num_tokens // 2)
+    densely.dense = True
+    own_logprobs = _models_logprobs(engine, sequences) if "logprobs" in want else None
+    chosen = {name: _chosen(p, small.tokens, engine) for name, p in _parameters(engine).items()}
+    runs = []
+    for run, rounding in ((over_tree, False), (densely, False), (densely, True)):
+        with _moved_by_rounding(engine) if rounding else nullcontext(), _sampled_gradients(engine, chosen) as gradients:
+            runs.append((_run(run, small, want), gradients))
+    (over, over_grads), (dense, dense_grads), (rounded, rounded_grads) = runs
+    differences = [over - dense, rounded - dense]
+    if own_logprobs is not None:  # not even the engine's output projection is taken on trust
+        column = _column("logprobs", want, own_logprobs)
+        differences[0][column] = over[column] - own_logprobs * torch.from_numpy(np.concatenate(scored))
+    outputs = (float(differences[0].abs().max()), float(differences[1].abs().max()))
+    return _report(engine, sequences, outputs, over_grads, dense_grads, rounded_grads)
+
+
+def sample(tree: PrefixTree) -> tuple[list[Ints], int]:
+    """Token ids of up to `BRANCHES` sequences through the fork with most tokens right below it, cut to `CONTEXT` tokens
+    before and after the fork, and the position of the fork in them; without a fork, the beginnings of two sequences."""
+    if not tree.num_sequences:
+        return [], 0
+    below = np.bincount(tree.segment_parent + 1, np.minimum(tree.segment_length, CONTEXT), tree.num_segments + 1)
+    below[np.bincount(tree.segment_parent + 1, minlength=tree.num_segments + 1) < 2] = 0
+    fork = int(below[1:].argmax())
+    if not below[1 + fork]:
+        return [tree.tokens[tree.sequence_tokens([i])[: 2 * CONTEXT]] for i in tree.leaf_sequences[:2]], 0
+    depth = int(tree.segment_start[fork] + tree.segment_length[fork])
+    children = np.flatnonzero(tree.segment_parent == fork)
+    largest = children[np.argsort(-tree.segment_length[children], kind="stable")][: BRANCHES - 1]
+    segment = tree.sequence_segment[tree.sorted_sequences]
+    inside = [np.flatnonzero((segment >= c) & (segment < tree.segment_end[c])) for c in largest]
+    places = [int(found[0]) for found in inside] + [int(inside[0][-1])]
+    start = max(0, depth - CONTEXT)
+    chosen = [
+        tree.tokens[tree.sequence_tokens([tree.sorted_sequences[place]])[start : depth + CONTEXT]]
+        for place in dict.fromkeys(places)
+    ]
+    return chosen, depth - start
+
+
+def _run(engine: TreeEngine, tree: PrefixTree, want: frozenset[str]) -> Tensor:
+    """Outputs of all sequences, one after the other, of one backward pass under a random linear loss."""
+    generator = torch.Generator().manual_seed(0)
+    total = tree.num_dense_tokens
+    weights = {name: torch.randn(total, generator=generator) / total**0.5 for name in sorted(want)}
+    starts = np.concatenate([[0], np.cumsum(tree.sequence_length)])
+    seen = {name: torch.zeros(total, dtype=torch.float64) for name in sorted(want)}
+
+    def loss(out: FlatOutputs, indices: Tensor) -> Tensor:
+        places = torch.cat([torch.arange(starts[i], starts[i + 1]) for i in indices.tolist()])
+        terms = []
+        for name, weight in weights.items():
+            values: Tensor = getattr(out, name)
+            seen[name][places] = values.detach().cpu().double()
+            terms.append((values * weight[places].to(values)).sum())
+        return torch.stack(terms).sum()
+
+    engine.backward(tree, loss, tuple(sorted(want)), batched=True)
+    return torch.cat(list(seen.values()))
+
+
+@torch.no_grad()
+def _models_logprobs(engine: TreeEngine, sequences: list[Ints]) -> Tensor:
+    """Log-probabilities by the model's own forward, float64 [sum of L_i] on the CPU, entry 0 of a sequence 0.0."""
+    device = next(engine.model.parameters()).device
+    columns = []
+    for tokens in sequences:
+        ids = torch.from_numpy(tokens).to(device)
+        logits = engine.model(input_ids=ids[None], use_cache=False).logits[0, :-1].double() / engine.temperature
+        chosen = logits.log_softmax(-1).gather(-1, ids[1:, None]).squeeze(-1)
+        columns.append(torch.cat([chosen.new_zeros(1), chosen]).cpu())
+    return torch.cat(columns)
+
+
+def _column(name: str, want: frozenset[str], like: Tensor) -> slice:
+    """Where `_run` puts one output."""
+    place = sorted(want).index(name)
+    return slice(place * len(like), (place + 1) * len(like))
+
+
+def _report(
+    engine: TreeEngine,
+    sequences: list[Ints],
+    outputs: tuple[float, float],
+    tree: dict[str, Tensor],
+    dense: dict[str, Tensor],
+    rounded: dict[str, Tensor],
+) -> CheckReport:
+    square, count = (sum(f(g) for g in dense.values()) for f in (lambda g: float(g.square().sum()), len))
+    floor = FLOOR * (square / max(1, count)) ** 0.5
+    scale = {name: max(float(g.norm()), floor * len(g) ** 0.5) or 1.0 for name, g in dense.items()}
+    found, own = (
+        {name: float((grads[name] - g).norm()) / scale[name] for name, g in dense.items()} for grads in (tree, rounded)
+    )
+    typical = float(np.median(list(own.values())))
+    parameter = next(engine.model.parameters())
+    device, dtype = parameter.device.type, parameter.dtype
+    if torch.is_autocast_enabled(device):
+        dtype = torch.get_autocast_dtype(device)
+    margin = MARGIN_LOW if torch.finfo(dtype).bits < 32 else MARGIN
+    smallest = 4 * torch.finfo(torch.promote_types(dtype, torch.float32)).eps  # where nothing rounds at all
+    allowed = {name: margin * max(own[name], typical) + smallest for name in found}
+    worst = max(found, key=lambda name: np.nan_to_num(found[name] / allowed[name], nan=np.inf))
+    right = outputs[0] <= margin * outputs[1] + smallest and all(found[name] <= allowed[name] for name in found)
+    return CheckReport(
+        len(sequences),
+        sum(map(len, sequences)),
+        outputs,
+        (found[worst], max(own[worst], typical)),
+        worst,
+        _owner(engine, worst),
+        margin,
+        right,
+    )
+
+
+def _modules(engine: TreeEngine) -> list[nn.Module]:
+    return [module for module in (engine.model, engine.value_head) if module is not None]
+
+
+def _parameters(engine: TreeEngine) -> dict[str, nn.Parameter]:
+    """Trainable parameters by name, tied ones once."""
+    named = {n: p for n, p in engine.model.named_parameters() if p.requires_grad}
+    known = {id(p) for p in named.values()}
+    if engine.value_head is not None:
+        head = {f"value_head.{n}": p for n, p in engine.value_head.named_parameters() if p.requires_grad}
+        named |= {n: p for n, p in head.items() if id(p) not in known}
+    return named
+
+
+def _owner(engine: TreeEngine, name: str) -> str:
+    module, _, _ = name.rpartition(".")
+    if module.startswith("value_head") and engine.value_head is not None:
+        return type(engine.value_head).__name__
+    return type(engine.model.get_submodule(module)).__name__
+
+
+def _chosen(parameter: nn.Parameter, tokens: Ints, engine: TreeEngine) -> Tensor:
+    """int64: which entries of a parameter's gradient are compared, in its flat order."""
+    vocabulary = engine.model.get_input_embeddings().weight.shape[0]
+    device = parameter.device
+    if parameter.dim() == 2 and parameter.shape[0] == vocabulary:
+        rows = torch.from_numpy(np.unique(tokens)).to(device)
+        step = max(1, len(rows) * parameter.shape[1] // SAMPLED)
+        flat = (rows[:, None] * parameter.shape[1] + torch.arange(parameter.shape[1], device=device)).flatten()
+        return flat[::step]
+    step = max(1, parameter.numel() // SAMPLED)
+    return torch.arange(0, parameter.numel(), step + 1 - step % 2, device=device)  # odd: not along one column
+
+
+@contextmanager
+def _sampled_gradients(engine: TreeEngine, chosen: dict[str, Tensor]) -> Iterator[dict[str, Tensor]]:
+    """Collects the chosen entries of every gradient, float64 on the CPU; whole gradients are freed as they come."""
+    parameters = _parameters(engine)
+    found = {name: torch.zeros(len(index), dtype=torch.float64) for name, index in chosen.items()}
+    before = {name: (p.grad, p.grad_dtype) for name, p in parameters.items()}
+
+    def collect(name: str) -> Any:
+        def hook(parameter: Tensor) -> None:
+            assert parameter.grad is not None, "called after accumulation"
+            found[name] += parameter.grad.flatten()[chosen[name]].cpu().double()
+            parameter.grad = None
+
+        return hook
+
+    handles = []
+    try:
+        for name, p in parameters.items():
+            p.grad = None
+            handles.append(p.register_post_accumulate_grad_hook(collect(name)))
+        yield found
+        for name, p in parameters.items():
+            if p.grad is not None:  # accumulated in place, past autograd
+                collect(name)(p)
+    finally:
+        for handle in handles:
+            handle.remove()
+        for name, p in parameters.items():
+            grad, dtype = before[name]
+            p.grad = None
+            p.grad_dtype = dtype
+            p.grad = grad
+
+
+@contextmanager
+def _moved_by_rounding(engine: TreeEngine) -> Iterator[None]:
+    """Outputs of all layers without sub-layers, and gradients through them, are multiplied by 1 - eps, 1 or 1 + eps."""
+    handles = []
+    generators: dict[torch.device, torch.Generator] = {}
+
+    def move(module: nn.Module, arguments: Any, output: Any) -> Any:
+        if not isinstance(output, Tensor) or not output.is_floating_point():
+            return None
+        generator = generators.setdefault(output.device, torch.Generator(output.device).manual_seed(1))
+        steps = torch.randint(-1, 2, output.shape, generator=generator, device=output.device).to(output.dtype)
+        # transformers' norms compute in float32 whatever they are given: no model rounds less than that.
+        eps = max(torch.finfo(output.dtype).eps, torch.finfo(torch.float32).eps)
+        return output + output * (eps * steps)
+
+    try:
+        for module in _modules(engine):
+            for part in module.modules():
+                if not next(part.children(), None) and next(part.parameters(), None) is not None:
+                    handles.append(part.register_forward_hook(move))
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()

@@ -1,0 +1,214 @@
+"""Rollouts from a real SGLang server on CPU: what our engine costs, what asynchrony and the tree gain.
+
+    python -m benchmarks.rollouts                                # needs `make sglang`, ARBORIST_DATA; 10 minutes
+    python -m benchmarks.rollouts --quick --out DIR              # toy size
+    python -m benchmarks.rollouts --only throughput
+
+Writes rollouts.json, rollouts.md and rollouts.png (--name) into --out; parts that are not asked for keep what the file
+has of them. Trainer, server and load generator share the machine's cores. Parts: `throughput` (tokens a second beside a
+bare load generator), `downtime` (of a weight update), `runs` (waiting, tree pass, optimizer and sync of whole fits).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import tempfile
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from benchmarks.rollout_runs import Work
+
+PARTS = ("throughput", "downtime", "runs")
+MODEL = {
+    "model_type": "qwen3",
+    "vocab_size": 8192,
+    "hidden_size": 64,
+    "intermediate_size": 192,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 16384,
+    "tie_word_embeddings": True,
+    "bos_token_id": None,
+    "pad_token_id": 0,
+    "eos_token_id": 1,
+}
+SPEED = {"concurrent": 32, "requests": 64, "prompt_tokens": 128, "new_tokens": 128, "repeats": 5}
+QUICK_SPEED = {"concurrent": 4, "requests": 8, "prompt_tokens": 16, "new_tokens": 8, "repeats": 1}
+DOWN = {"concurrent": 32, "new_tokens": 256, "repeats": 10}
+QUICK_DOWN = {"concurrent": 2, "new_tokens": 200, "repeats": 1}
+
+
+def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.rollouts", description=__doc__.split("\n\n")[0])
+    parser.add_argument("--quick", action="store_true", help="toy size, figures without meaning")
+    parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS))
+    parser.add_argument("--data", help="recorded conversations (default: ${ARBORIST_DATA}/tau/airline_tokens.npz)")
+    parser.add_argument("--steps", type=int, default=12, help="optimizer steps of each run")
+    parser.add_argument("--repeats", type=int, default=3, help="runs of each setting")
+    parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
+    parser.add_argument("--name", default="rollouts")
+    args = parser.parse_args(argv)
+    if args.steps < 2 or args.repeats < 1:
+        parser.error("--steps must be at least 2, --repeats at least 1")
+
+    import torch
+
+    from benchmarks.rollout_runs import Work, draw
+    from benchmarks.soak_servers import Servers
+    from modules import ModelSource, build_model
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    work = Work(args.data or "${ARBORIST_DATA}/tau/airline_tokens.npz", MODEL, 16, 4, args.steps, 4)
+    if args.quick:
+        work = Work(work.data, MODEL, 2, 4, min(args.steps, 2), 2, 0.01)
+    args.out.mkdir(parents=True, exist_ok=True)
+    file = args.out / f"{args.name}.json"
+    result: dict[str, Any] = json.loads(file.read_text()) if file.exists() else {}
+    with tempfile.TemporaryDirectory(prefix="arborist-rollouts-") as made:
+        scratch = Path(made)
+        policy = build_model(ModelSource(config=MODEL)).eval()
+        policy.save_pretrained(scratch / "model")
+        servers = Servers(scratch / "model", 16384, scratch, count=1, kv_cache_tokens=65536 if args.quick else 262144)
+        try:
+            servers.start()
+            for part in args.only:
+                measured = _measure(part, servers, policy, scratch, work, args)
+                result[part] = measured | {
+                    "command": _command(args, part),
+                    "cores": os.cpu_count(),
+                    "load": [round(value, 1) for value in os.getloadavg()],
+                    "date": datetime.now(UTC).strftime("%Y-%m-%d"),
+                }
+                file.write_text(json.dumps(result, indent=1) + "\n")
+                (args.out / f"{args.name}.md").write_text(markdown(result, args.name))
+                if part == "runs":
+                    draw(measured, args.out / f"{args.name}.png")
+        finally:
+            servers.close()
+            torch.set_num_threads(threads)
+    return result
+
+
+def _measure(part: str, servers: Any, policy: Any, scratch: Path, work: Work, args: Any) -> dict[str, Any]:
+    from benchmarks.rollout_runs import compare_runs
+    from benchmarks.rollout_speed import downtime, throughput
+
+    (url,) = servers.urls
+    if part == "throughput":
+        return throughput(url, policy, scratch / part, QUICK_SPEED if args.quick else SPEED)
+    if part == "downtime":
+        scale = QUICK_DOWN if args.quick else DOWN
+        return {"scale": scale, "methods": downtime(url, policy, scratch / part, scale)}
+    return compare_runs(work, 1 if args.quick else args.repeats, scratch / part, servers.processes[0].pid, url)
+
+
+def _command(args: Any, part: str) -> str:
+    steps = [f"--steps {args.steps}"] * (part == "runs" and args.steps != 12)
+    repeats = [f"--repeats {args.repeats}"] * (part == "runs" and args.repeats != 3)
+    return " ".join(["python -m benchmarks.rollouts --only", part, *["--quick"] * args.quick, *steps, *repeats])
+
+
+def markdown(result: dict[str, Any], name: str) -> str:
+    lines = [
+        "# Rollouts from a real SGLang server",
+        "",
+        "One server on CPU (float32, one thread), a Qwen3 shape of hidden size 64, 2 layers and a vocabulary of 8,192,"
+        " random weights; trainer, server and load generator share the cores. Medians (least-most); load averages are"
+        " those at the end of a part: above what the part itself needs (1 to 3), others worked on the machine.",
+    ]
+    sections = {"throughput": _throughput, "downtime": _downtime, "runs": _runs, "quickstart": _quickstart}
+    for part, section in sections.items():
+        if part in result:
+            one = result[part]
+            lines += ["", *section(one, name), "", f"`{one['command']}`, {one['date']}, {one['cores']} cores, load"]
+            lines[-1] += f" averages {', '.join(map(str, one['load']))}."
+    return "\n".join(lines) + "\n"
+
+
+def _throughput(one: dict[str, Any], name: str) -> list[str]:
+    rates, cpu = one["tokens_per_second"], one["client_cpu_seconds"]
+    return [
+        f"## Engine beside a bare load generator, {one['concurrent']} concurrent requests",
+        "",
+        f"{one['requests']} requests of about {one['prompt_tokens']} + {one['new_tokens']} tokens with"
+        f" log-probabilities, {one['repeats']} interleaved repeats. The bare one posts and reads JSON, without"
+        " streaming, and checks nothing.",
+        "",
+        "| | tokens/s | CPU seconds of the client |",
+        "|---|---|---|",
+        *(f"| {key} | {_range(rates[key], 0)} | {_range(cpu[key], 2)} |" for key in ("ours", "bare")),
+        f"| ratio (wanted: at least {one['wanted']}) | {_range(one['ratio'], 3)} | |",
+    ]
+
+
+def _downtime(one: dict[str, Any], name: str) -> list[str]:
+    lines = [
+        f"## Weight updates during {one['scale']['concurrent']} running requests",
+        "",
+        "| method | updates | standing still (s) | of those in the server's calls (s) | above them (s) | wanted |",
+        "|" + "---|" * 6,
+    ]
+    for method, row in one["methods"].items():
+        cells = (_range(row[key], 3) for key in ("downtime_s", "update_s", "over_s"))
+        lines.append(f"| {method} | {row['updates']} | {' | '.join(cells)} | at most {row['wanted_s']} |")
+    return lines
+
+
+def _runs(one: dict[str, Any], name: str) -> list[str]:
+    columns = ("wall", "wait", "prepare", "tree", "optimizer", "sync", "other", "cpu_trainer", "cpu_server")
+    lines = [
+        f"## Whole runs on replayed airline conversations, {one['steps']} optimizer steps",
+        "",
+        f"A step trains one task: {one['group_size']} episodes of the first {one['turns']} turns, replies as long as"
+        f" recorded (at most {one['new_tokens']} tokens), {1000 * one['latency_s']:.0f} ms for every turn's tools."
+        " Asynchronous: `max_staleness: 2`. Seconds of all steps:",
+        "",
+        f"![where the time goes]({name}.png)",
+        "",
+        "| | " + " | ".join(columns).replace("_", " ") + " |",
+        "|" + "---|" * (len(columns) + 1),
+    ]
+    for setting, row in one["settings"].items():
+        lines.append(f"| {setting} | " + " | ".join(_range(row[key], 1) for key in columns) + " |")
+    row = next(iter(one["settings"].values()))
+    dense, leaf, tree = (row[f"tokens_{key}"]["median"] for key in ("dense", "leaf", "tree"))
+    return [
+        *lines,
+        "",
+        f"- trainer idle (`wait`), asynchronous over synchronous, both on the tree: {_range(one['idle_ratio'], 2)}"
+        f" (wanted: at most {one['idle_wanted']})",
+        f"- wall time, synchronous dense-leaf over asynchronous tree: {_range(one['speedup'], 2)}; of that asynchrony"
+        f" {_range(one['speedup_of_asynchrony'], 2)}, the tree {_range(one['speedup_of_tree'], 2)}",
+        f"- tokens of all steps: dense {dense:,.0f}, leaf {leaf:,.0f}, tree {tree:,.0f}",
+        *(f"- {note}" for note in one.get("notes", [])),
+    ]
+
+
+def _quickstart(one: dict[str, Any], name: str) -> list[str]:
+    lines = [
+        "## The quickstart's task, embedded and on a real server",
+        "",
+        "| engine | held-out accuracy before | after | steps | wall seconds |",
+        "|---|---|---|---|---|",
+    ]
+    for engine, row in one["engines"].items():
+        cells = (f"{row['accuracy_before']:.3f}", f"{row['accuracy_after']:.3f}", row["steps"], f"{row['seconds']:.0f}")
+        lines.append(f"| {engine} | {' | '.join(map(str, cells))} |")
+    return [*lines, "", one["note"]]
+
+
+def _range(values: dict[str, Any], digits: int) -> str:
+    shown = (f"{values[key]:,.{digits}f}" for key in ("median", "min", "max"))
+    return "{} ({}-{})".format(*shown)
+
+
+if __name__ == "__main__":
+    main()

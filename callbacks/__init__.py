@@ -1,0 +1,25 @@
+"""Lightning callbacks; name them in YAML as `class_path: callbacks.WeightSync` and so on."""
+
+from callbacks.hang_dump import HangDump
+from callbacks.pictures import Pictures
+from callbacks.progress import Progress
+from callbacks.reward_logger import RewardLogger
+from callbacks.run_dir import run_dir
+from callbacks.save_pretrained import SavePretrained
+from callbacks.summary import Summary
+from callbacks.throughput import Throughput
+from callbacks.validate_ends import ValidateEnds
+from callbacks.weight_sync import WeightSync
+
+__all__ = [
+    "HangDump",
+    "Pictures",
+    "Progress",
+    "RewardLogger",
+    "SavePretrained",
+    "Summary",
+    "Throughput",
+    "ValidateEnds",
+    "WeightSync",
+    "run_dir",
+]

@@ -1,0 +1,121 @@
+"""Pictures of a run, drawn when it ends (or is interrupted): reward, where the time went, the prefix tree of a batch.
+
+Promises: `reward_curve.png`, `step_time.png` and `tree.png` in the run directory, drawn from `metrics.csv` and the last
+batch's tree; a picture that has no data is named in a warning. Only global rank 0 draws.
+"""
+
+from __future__ import annotations
+
+import csv
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.utilities import rank_zero_warn
+
+from callbacks import drawing
+from callbacks.run_dir import run_dir
+
+_PARTS = {  # label -> metrics that add up to it, bottom of the stack first
+    "waiting for rollouts": ("time/wait",),
+    "prepare": ("time/prepare",),
+    "tree pass": ("time/tree",),
+    "optimizer": ("time/optimizer",),
+    "weight sync": ("time/sync",),
+}
+
+
+class Pictures(Callback):
+    """Draws the run's pictures at the end of `fit`.
+
+    Args:
+        reward: logged name of the training reward. accuracy: of the held-out one.
+
+    Raises:
+        ValueError: (at set-up) no CSVLogger among the trainer's loggers.
+    """
+
+    def __init__(self, reward: str = "reward", accuracy: str = "val/accuracy") -> None:
+        self.reward = reward
+        self.accuracy = accuracy
+        self._directory: Path | None = None
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        if not any(isinstance(logger, CSVLogger) for logger in trainer.loggers):
+            raise ValueError(
+                "trainer.callbacks: Pictures draws from metrics.csv; add lightning.pytorch.loggers.CSVLogger to"
+                " trainer.logger, or remove Pictures"
+            )
+        self._directory = run_dir(trainer)
+
+    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._draw(trainer, pl_module)
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        if isinstance(exception, KeyboardInterrupt):
+            self._draw(trainer, pl_module)
+
+    def _draw(self, trainer: Trainer, module: Any) -> None:
+        if not trainer.is_global_zero or self._directory is None:
+            return
+        logger = next(logger for logger in trainer.loggers if isinstance(logger, CSVLogger))
+        logger.save()
+        series = read_metrics(Path(logger.log_dir) / "metrics.csv")
+        name = f"{self._directory.parent.name}, {self._directory.name}"
+        figures: dict[str, Any] = {}
+        held_out = list(zip(*series.get(self.accuracy, ((), ())), strict=True))
+        if self.reward in series:
+            steps, rewards = series[self.reward]
+            figures["reward_curve.png"] = drawing.reward_curve(steps, rewards, held_out, f"Reward ({name})")
+        if "time/step" in series:
+            steps, whole = series["time/step"]
+            parts = {label: _total(series, keys, len(steps)) for label, keys in _PARTS.items()}
+            known = [sum(values) for values in zip(*parts.values(), strict=True)]
+            parts["other"] = [max(0.0, all_ - some) for all_, some in zip(whole, known, strict=True)]
+            figures["step_time.png"] = drawing.step_times(steps, parts, f"Time of a step ({name})")
+        tree = getattr(module, "last_tree", None)
+        if tree is not None and tree.num_sequences:
+            figures["tree.png"] = drawing.prefix_tree(tree, f"Prefix tree of the last batch ({name})")
+        self._directory.mkdir(parents=True, exist_ok=True)
+        for file, needs in (
+            ("reward_curve.png", f"no '{self.reward}' was logged"),
+            ("step_time.png", "no 'time/step' was logged (add the Throughput callback)"),
+            ("tree.png", "the model keeps no last_tree"),
+        ):
+            if file in figures:
+                figures[file].savefig(self._directory / file)
+            else:
+                rank_zero_warn(f"Pictures: {file} not drawn: {needs}")
+
+
+def read_metrics(path: Path) -> dict[str, tuple[list[float], list[float]]]:
+    """Reads a CSVLogger's file: metric -> (optimizer steps done, values), in the order they were logged.
+
+    Lightning numbers a training row by the steps before it and a validation row by that or one more, depending on
+    the hook it ran in; here both become the number of optimizer steps done when the value was measured.
+    """
+    series: dict[str, tuple[list[float], list[float]]] = defaultdict(lambda: ([], []))
+    done = 0
+    if not path.exists():
+        return {}
+    with path.open(newline="") as file:
+        for row in csv.DictReader(file):
+            values = {key: float(value) for key, value in row.items() if value and key not in ("step", "epoch")}
+            step = int(row["step"])
+            done = max(done, step) if _is_validation(values) else step + 1
+            for key, value in values.items():
+                series[key][0].append(done)
+                series[key][1].append(value)
+    return dict(series)
+
+
+def _is_validation(values: dict[str, float]) -> bool:
+    return bool(values) and all(key.startswith(("val/", "val_", "test")) for key in values)
+
+
+def _total(series: dict[str, tuple[list[float], list[float]]], keys: tuple[str, ...], count: int) -> list[float]:
+    """Sums the metrics `keys` entry by entry; ones that were not logged count 0."""
+    columns = [series[key][1] if key in series else [0.0] * count for key in keys]
+    return [sum(values) for values in zip(*columns, strict=True)]

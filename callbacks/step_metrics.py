@@ -1,0 +1,35 @@
+"""A base for callbacks that want every optimizer step's metrics.
+
+Promises: `on_step_metrics` runs once a step, after the module logged that step. (A callback's own
+`on_train_batch_end` runs before the module's, so what it can read there is the step before.)
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+
+
+class StepMetrics(Callback):
+    """Calls `on_step_metrics(trainer, step)`; read the values from `trainer.callback_metrics` there."""
+
+    _seen_step = 0
+
+    def on_step_metrics(self, trainer: Trainer, step: int) -> None:
+        """Override: `step` is the number of optimizer steps done, from 1. Called on every rank."""
+        raise NotImplementedError
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._seen_step = trainer.global_step
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        self._report(trainer)
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._report(trainer)
+
+    def _report(self, trainer: Trainer) -> None:
+        if trainer.global_step > self._seen_step:
+            self._seen_step = trainer.global_step
+            self.on_step_metrics(trainer, trainer.global_step)

@@ -1,0 +1,167 @@
+"""Carries the policy's weights to the inference engine after every policy version.
+
+Promises: rollouts and validation start with the trainer's (restored) weights; when `on_train_batch_end` returns
+the engine serves the version the trainer has, and the staleness gate knows it. Only global rank 0 talks to the engine.
+
+A version that does not reach the engine (a full disk, no server that takes it) stops the run with an error that says
+why. Training on would be no remedy: the gate counts in versions the engine serves, so rollouts would grow older than
+`max_staleness` allows without anyone noticing. Where some of several servers fail, the engine takes them out, goes on
+with the others and brings them up to date later.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from pathlib import Path
+from typing import Any, Literal
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+
+from callbacks.run_dir import run_dir
+from datamodules.inference.export import checkpoint_weights, merged_weights, num_bytes
+from datamodules.inference.protocol import WeightUpdate
+from datamodules.inference.weight_files import WeightFiles
+
+_log = logging.getLogger(__name__)
+
+
+class WeightSync(Callback):
+    """Starts the datamodule's engine, then sends it each new policy version.
+
+    Args:
+        method: "memory" copies tensors within this process (EmbeddedEngine only); "distributed" broadcasts them to each
+            SGLang server over a process group of its own, NCCL between GPUs, gloo otherwise; "disk" writes a directory
+            that the engine loads; "auto" takes the first that the engine offers.
+        directory: of method "disk", seen by all servers under the same path; relative paths are below the run directory
+            and None is its `weights`. It holds the version served, and the next one while that is written.
+        deadline_s: seconds the engine may take for one update; a server that takes longer counts as lost.
+
+    A policy with LoRA adapters is sent merged, under its base model's names.
+
+    Logs, every optimizer step (0 where the policy version did not rise): sync/seconds (export and update together),
+    sync/bytes (of one copy of the weights), sync/downtime_s (nothing was generated; the longest of all servers).
+
+    Raises:
+        ValueError: an option out of range or without effect; (at set-up) the datamodule has no inference engine to
+            keep in step, or one that does not take weights that way.
+        ExportError: the weights cannot be exported, for example for want of disk space.
+        GenerationError: the engine did not take them.
+        RuntimeError: the engine already serves a newer version than the policy's.
+    """
+
+    def __init__(
+        self,
+        method: Literal["auto", "memory", "disk", "distributed"] = "auto",
+        directory: str | None = None,
+        deadline_s: float = 300.0,
+    ) -> None:
+        if method not in ("auto", "memory", "disk", "distributed"):
+            raise ValueError(f"WeightSync.method: {method!r} is not one of auto, memory, disk, distributed")
+        if not deadline_s > 0:
+            raise ValueError(f"WeightSync.deadline_s: {deadline_s}, must be above 0")
+        if directory is not None and method in ("memory", "distributed"):
+            raise ValueError(_no_effect(directory, method, method))
+        self.method = method
+        self.directory = directory
+        self.deadline_s = deadline_s
+        self._way = ""  # the method in use
+        self._files: WeightFiles | None = None
+        self._sent = -1
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        data: Any = trainer.datamodule
+        if not hasattr(data, "engine") or not hasattr(data, "publish"):
+            raise ValueError(
+                "trainer.callbacks: WeightSync keeps an inference engine up to date and"
+                f" {type(data).__name__} has none;"
+                " remove WeightSync from trainer.callbacks, or use datamodules.RolloutDataModule as data"
+            )
+        if not hasattr(pl_module, "policy_version"):
+            raise ValueError(
+                f"trainer.callbacks: WeightSync needs a model with policy and policy_version, not"
+                f" {type(pl_module).__name__}; use modules.PolicyModule as model, or remove WeightSync"
+            )
+        offered: tuple[str, ...] = data.engine.update_methods
+        self._way = offered[0] if self.method == "auto" else self.method
+        if self._way not in offered:
+            raise ValueError(
+                f"WeightSync.method: {self.method}, but data.engine, {type(data.engine).__name__}, takes weights by"
+                f" {' or '.join(offered)}; set WeightSync.method: auto, or another engine"
+            )
+        self._files = None
+        if self._way == "disk":
+            self._files = WeightFiles(run_dir(trainer) / Path(self.directory or "weights"))
+        elif self.directory is not None:
+            raise ValueError(_no_effect(self.directory, self.method, self._way))
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        # Here, not in on_fit_start: weights may be restored from a checkpoint between the two.
+        self._start(trainer, pl_module)
+
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._start(trainer, pl_module)
+
+    def on_test_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._start(trainer, pl_module)
+
+    def on_predict_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._start(trainer, pl_module)
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        module: Any = pl_module
+        seconds, size, downtime_s = 0.0, 0, 0.0
+        if trainer.is_global_zero and module.policy_version != self._sent:
+            began = time.perf_counter()
+            size, downtime_s = self._send(trainer, module)
+            seconds = time.perf_counter() - began
+            module.step_seconds["sync"] = module.step_seconds.get("sync", 0.0) + seconds
+        values = {"sync/seconds": seconds, "sync/bytes": float(size), "sync/downtime_s": downtime_s}
+        pl_module.log_dict(values, on_step=True, on_epoch=False, batch_size=1, rank_zero_only=True)
+
+    def _start(self, trainer: Trainer, module: Any) -> None:
+        if not trainer.is_global_zero:
+            return
+        data: Any = trainer.datamodule
+        data.start(module.policy, module.policy_version)
+        serving = data.engine.version
+        if serving < module.policy_version:  # servers without these weights, or an engine that ran before this fit
+            self._send(trainer, module)
+        elif serving > module.policy_version:
+            raise RuntimeError(
+                f"WeightSync: the engine serves version {serving}, the policy is at {module.policy_version};"
+                " start older weights in a new process"
+            )
+        self._sent = module.policy_version
+
+    def _send(self, trainer: Trainer, module: Any) -> tuple[int, float]:
+        """Bytes sent, and seconds in which nothing was generated."""
+        data: Any = trainer.datamodule
+        version = module.policy_version
+        update, size = self._update(module.policy, version)
+        downtime_s: float = data.engine.update_weights(update)
+        data.publish(version)
+        self._sent = version
+        if self._files is not None:
+            try:
+                self._files.prune(keep=version)
+            except OSError as error:  # space lost, nothing else
+                _log.warning("WeightSync.directory: older weights could not be removed: %s", error)
+        return size, downtime_s
+
+    def _update(self, policy: Any, version: int) -> tuple[WeightUpdate, int]:
+        if self._files is not None:
+            path, size = self._files.write(policy, version)
+            return WeightUpdate(version, path=str(path), deadline_s=self.deadline_s), size
+        weights = merged_weights(policy) if self._way == "memory" else checkpoint_weights(policy)
+        return WeightUpdate(version, state_dict=weights, deadline_s=self.deadline_s), num_bytes(weights)
+
+
+def _no_effect(directory: str, method: str, way: str) -> str:
+    meaning = f", which is {way} with this engine" if method == "auto" else ""
+    return (
+        f"WeightSync.directory: {directory} has no effect with WeightSync.method: {method}{meaning};"
+        " set method: disk, or remove directory"
+    )

@@ -1,0 +1,53 @@
+"""The final answer of a completion, for majority votes: completions with equal answers vote together.
+
+Promises: functions from text to text, "" for no answer (which casts no vote); each is a name for the YAML key
+`val_options.answer`.
+"""
+
+from __future__ import annotations
+
+import re
+
+from datamodules.rewards.functions import MARKED
+
+
+def whole_text(completion: str) -> str:
+    """The completion, white space around it aside."""
+    return completion.strip()
+
+
+def math_answer(completion: str) -> str:
+    """What math-verify takes for the answer (see `datamodules.rewards.math_verify`), written one way: "0.50" and
+    "$\\boxed{1/2}$" are both "1/2". To be called in the main thread of a process, as the library's time limits need."""
+    import math_verify
+    import sympy
+
+    marked = MARKED.search(completion)
+    found = math_verify.parse(marked[1] if marked else completion)
+    if not found:
+        return ""
+    value = found[0]
+    if isinstance(value, sympy.Expr) and value.is_number and value.is_finite:
+        value = sympy.nsimplify(value, rational=True)
+    return str(value).strip()
+
+
+class RegexAnswer:
+    """What the first group of the last match of `pattern` holds ("." matches line ends too), such as
+    '<answer>(.*?)</answer>'.
+
+    Raises:
+        ValueError: no regular expression with a group.
+    """
+
+    def __init__(self, pattern: str) -> None:
+        try:
+            self.pattern = re.compile(pattern, re.DOTALL)
+        except re.error as error:
+            raise ValueError(f"RegexAnswer.pattern: {pattern!r} is no regular expression: {error}") from None
+        if self.pattern.groups < 1:
+            raise ValueError(f"RegexAnswer.pattern: {pattern!r} has no group; put the answer in (...)")
+
+    def __call__(self, completion: str) -> str:
+        found = [match[1] for match in self.pattern.finditer(completion)]
+        return (found[-1] or "").strip() if found else ""

@@ -1,0 +1,48 @@
+"""Where data files are: expands `${ARBORIST_DATA}` in a configured path and explains what to do when a file is missing.
+
+Promise: every failure names the configuration key, the path as written, and a remedy (the variable to set, or the
+command that makes the file).
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+from typing import Literal
+
+VARIABLE = "ARBORIST_DATA"
+_MAKERS = {
+    "tau": "arborist data import-tau CHECKOUT --tokenizer DIR --out DATA (a checkout of sierra-research/tau-bench)",
+    "gsm8k": "arborist data import-gsm8k CHECKOUT --out DATA (a checkout of openai/grade-school-math)",
+}
+
+
+class DataFileError(FileNotFoundError):
+    """A configured data file that cannot be found; the message says how to get it."""
+
+
+def resolve(path: str, key: str, kind: Literal["file", "directory"] = "file") -> Path:
+    """The existing file, or directory, that `path` means.
+
+    Args:
+        path: as configured; `~`, `$NAME` and `${NAME}` are expanded.
+        key: the configuration key it came from, for the error.
+        kind: what it has to be.
+
+    Raises:
+        DataFileError: an environment variable that is not set, or no such file or directory.
+    """
+    expanded = os.path.expanduser(os.path.expandvars(path))
+    unset = [name for name in re.findall(r"\$\{?(\w+)\}?", path) if name not in os.environ]
+    folder = next((name for name in _MAKERS if f"{name}/" in path), None)
+    make = f"; to make it from the public repository: {_MAKERS[folder]}" if folder else ""
+    if unset:
+        raise DataFileError(
+            f"{key}: '{path}' needs the environment variable {unset[0]}, which is not set; set it to the data folder "
+            f"(for instance `export {unset[0]}=$PWD/data`), or write the path of the file itself{make}"
+        )
+    if not (Path(expanded).is_file() if kind == "file" else Path(expanded).is_dir()):
+        written = "" if expanded == path else f" (written '{path}')"
+        raise DataFileError(f"{key}: there is no {kind} '{expanded}'{written}; correct the path{make}")
+    return Path(expanded)

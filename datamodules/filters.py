@@ -1,0 +1,139 @@
+"""Dynamic sampling: which finished groups are worth training on.
+
+A filter is any object with `reason(group) -> str | None`: why the group is left out, or None to keep it. The producer
+drops and counts (`dropped_filtered`) what a filter names a reason for, and rolls out more prompts in its place.
+
+Promises: the filters here are pure functions of the group; they judge episodes, not turns (an episode of 20 sequences
+counts once), and their reasons say what was measured.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+
+from datamodules.groups import Group
+
+
+class GroupFilter(ABC):
+    """Decides about groups. Any class with a method `reason` counts as one, without inheriting from this."""
+
+    @abstractmethod
+    def reason(self, group: Group) -> str | None:
+        """Why `group` is not trained on, in a few words for the log; None when it is."""
+
+    @classmethod
+    def __subclasshook__(cls, other: type) -> bool:
+        return cls is GroupFilter and callable(getattr(other, "reason", None))
+
+
+class NoSignal(GroupFilter):
+    """Leaves out groups whose episodes all have the same reward: their group advantages are all 0 (DAPO, Yu et al.
+    2025, section 3.2).
+
+    Args:
+        tolerance: rewards count as equal when the largest exceeds the smallest by no more than this.
+
+    Raises:
+        ValueError: a negative tolerance.
+    """
+
+    def __init__(self, tolerance: float = 0.0) -> None:
+        if not tolerance >= 0:
+            raise ValueError(f"NoSignal.tolerance: {tolerance}, must be at least 0")
+        self.tolerance = tolerance
+
+    def reason(self, group: Group) -> str | None:
+        rewards = list(episode_rewards(group).values())
+        if max(rewards) - min(rewards) > self.tolerance:
+            return None
+        return f"no signal: the rewards of its {len(rewards)} episodes are all {_span(rewards)}"
+
+
+class RewardBand(GroupFilter):
+    """Leaves out groups that are too hard or too easy: whose mean reward lies outside `[least, most]`.
+
+    Raises:
+        ValueError: `least` above `most`.
+    """
+
+    def __init__(self, least: float, most: float) -> None:
+        if not least <= most:
+            raise ValueError(f"RewardBand.least: {least}, must not be above most ({most})")
+        self.least = least
+        self.most = most
+
+    def reason(self, group: Group) -> str | None:
+        rewards = episode_rewards(group).values()
+        mean = sum(rewards) / len(rewards)
+        if self.least <= mean <= self.most:
+            return None
+        return f"mean reward {mean:g} outside [{self.least:g}, {self.most:g}]"
+
+
+class TooManyTruncated(GroupFilter):
+    """Leaves out groups many of whose episodes were cut off (finish reason "length"): their rewards say little.
+
+    Args:
+        most: largest share of such episodes that is still trained on, in [0, 1).
+
+    Raises:
+        ValueError: a share outside that range (1 would keep every group).
+    """
+
+    def __init__(self, most: float = 0.5) -> None:
+        if not 0 <= most < 1:
+            raise ValueError(f"TooManyTruncated.most: {most}, must be at least 0 and below 1")
+        self.most = most
+
+    def reason(self, group: Group) -> str | None:
+        episodes = len(episode_rewards(group))
+        cut = len({one.episode_id for one in group.trajectories if one.finish_reason == "length"})
+        return None if cut <= self.most * episodes else f"truncated: {cut} of {episodes} episodes"
+
+
+class Filters(GroupFilter):
+    """Several filters: a group stays when it passes all of them; the reason is the first one's that it fails.
+
+    Args:
+        filters: at least one.
+
+    Raises:
+        ValueError: none, or something that is no filter.
+    """
+
+    def __init__(self, filters: Sequence[GroupFilter]) -> None:
+        if not filters:
+            raise ValueError("Filters.filters: empty, so nothing would be filtered; name filters or leave it out")
+        for one in filters:
+            if not callable(getattr(one, "reason", None)):
+                raise ValueError(f"Filters.filters: {type(one).__name__} has no method reason(group)")
+        self.filters = list(filters)
+
+    def reason(self, group: Group) -> str | None:
+        return next((why for one in self.filters if (why := one.reason(group)) is not None), None)
+
+
+class Custom(GroupFilter):
+    """A function of your own: `(group) -> str | None`, by its import path."""
+
+    def __init__(self, function: Callable[[Group], str | None]) -> None:
+        self.function = function
+
+    def reason(self, group: Group) -> str | None:
+        why = self.function(group)
+        if why is not None and (not isinstance(why, str) or not why):
+            raise TypeError(
+                f"Custom.function returned {why!r} for prompt '{group.prompt_id}'; it must return a reason or None"
+            )
+        return why
+
+
+def episode_rewards(group: Group) -> dict[int, float]:
+    """Episode id -> its reward, in the order of the group's episodes."""
+    return {one.episode_id: one.reward for one in group.trajectories}
+
+
+def _span(rewards: Sequence[float]) -> str:
+    least, most = min(rewards), max(rewards)
+    return f"{least:g}" if least == most else f"within [{least:g}, {most:g}]"

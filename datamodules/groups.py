@@ -1,0 +1,89 @@
+"""A group: all episodes of one prompt, the unit that is admitted, dropped, trained on and saved.
+
+Promises: saved and loaded groups are equal in every field; what is saved are tensors and primitives.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from app.batch import RolloutBatch, Trajectory
+
+
+@dataclass(frozen=True)
+class Group:
+    """All episodes of one prompt.
+
+    Attributes:
+        index: position of the prompt in the stream; also the group id of its trajectories.
+        prompt_id: name of the prompt.
+        admitted_at: policy version when the group was admitted.
+        trajectories: of all samples, in order of samples and turns.
+    """
+
+    index: int
+    prompt_id: str
+    admitted_at: int
+    trajectories: list[Trajectory]
+
+
+def label(trajectories: list[Trajectory], index: int, sample: int, group_size: int) -> list[Trajectory]:
+    """Gives the trajectories of one episode their group and episode ids, unique in the stream."""
+    return [replace(one, group_id=index, episode_id=index * group_size + sample) for one in trajectories]
+
+
+def to_batch(groups: Iterable[Group]) -> RolloutBatch:
+    """One batch of all trajectories, groups in the order given."""
+    return RolloutBatch.from_trajectories(one for group in groups for one in group.trajectories)
+
+
+def pack(groups: list[Group]) -> dict[str, Any]:
+    """Groups as tensors and primitives, for a checkpoint."""
+    if not groups:
+        return {}
+    batch = to_batch(groups)
+    return {
+        "groups": [(group.index, group.prompt_id, group.admitted_at, len(group.trajectories)) for group in groups],
+        "tensors": batch.tensors(),
+        "prompt_ids": batch.prompt_ids,
+        "finish_reasons": batch.finish_reasons,
+        "metadata": json.dumps(batch.metadata, default=str),
+    }
+
+
+def unpack(packed: dict[str, Any]) -> list[Group]:
+    """The inverse of `pack`."""
+    if not packed:
+        return []
+    batch = RolloutBatch.from_tensors(
+        packed["tensors"], packed["prompt_ids"], packed["finish_reasons"], json.loads(packed["metadata"])
+    )
+    trajectories = _trajectories(batch)
+    groups = []
+    for index, prompt_id, admitted_at, count in packed["groups"]:
+        groups.append(Group(index, prompt_id, admitted_at, trajectories[:count]))
+        trajectories = trajectories[count:]
+    return groups
+
+
+def _trajectories(batch: RolloutBatch) -> list[Trajectory]:
+    fields = {
+        name: batch.split(getattr(batch, name)) for name in ("tokens", "loss_mask", "behavior_logprobs", "versions")
+    }
+    return [
+        Trajectory(
+            **{name: values[i].clone() for name, values in fields.items()},
+            reward=float(batch.rewards[i]),
+            group_id=int(batch.group_ids[i]),
+            episode_id=int(batch.episode_ids[i]),
+            turn_index=int(batch.turn_indices[i]),
+            prompt_id=batch.prompt_ids[i],
+            finish_reason=batch.finish_reasons[i],
+            temperature=float(batch.temperatures[i]),
+            metadata=batch.metadata[i],
+        )
+        for i in range(len(batch))
+    ]

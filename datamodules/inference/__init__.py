@@ -1,0 +1,19 @@
+"""Inference engines that roll out episodes: `EmbeddedEngine` (in this process); `InferenceEngine` is their protocol."""
+
+from datamodules.inference.embedded import EmbeddedEngine
+from datamodules.inference.protocol import (
+    GenerationError,
+    GenerationRequest,
+    GenerationResponse,
+    InferenceEngine,
+    WeightUpdate,
+)
+
+__all__ = [
+    "EmbeddedEngine",
+    "GenerationError",
+    "GenerationRequest",
+    "GenerationResponse",
+    "InferenceEngine",
+    "WeightUpdate",
+]

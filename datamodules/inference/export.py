@@ -1,0 +1,122 @@
+"""The policy's weights as an inference engine needs them: adapters merged, names of the base model, ties once.
+
+Promises: the trainer's model is only read; a LoRA-ed policy (any adapter peft can merge) comes out under exactly the
+names of its base model, one layer merged at a time on a copy of that layer; what an engine could not load, or would
+load as another model, is refused here. peft itself is not imported: its layers are recognised by what they offer.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Module
+from transformers import PreTrainedModel
+from transformers.core_model_loading import revert_weight_conversion
+
+
+class ExportError(ValueError):
+    """Weights that cannot be exported; the message names the tensor or module and the remedy."""
+
+
+def base_model(policy: Module) -> PreTrainedModel:
+    """The transformers model inside `policy`: itself, or what a `peft.PeftModel` wraps (adapters still in place)."""
+    return policy.get_base_model() if hasattr(policy, "get_base_model") else policy
+
+
+def merged_weights(policy: Module) -> dict[str, Tensor]:
+    """The weights `policy` computes with, by the names of its base model's own `state_dict()`.
+
+    Returns:
+        Detached tensors in the parameters' dtype: the trainer's own memory where no adapter sits (copy before training
+        goes on), new tensors on the CPU for layers with one. Tied tensors come under each of their names.
+
+    Raises:
+        ExportError: merging gives values that are not finite, or separates tied embeddings.
+    """
+    base = base_model(policy)
+    weights = {name: tensor.detach() for name, tensor in base.state_dict().items()}
+    adapted = _adapted_modules(base)
+    for path, module in adapted.items():
+        for name in [name for name in weights if name.startswith(f"{path}.")]:
+            del weights[name]
+        for name, tensor in _merged(path, module).state_dict().items():
+            weights[f"{path}.{name}"] = tensor.detach().cpu()
+    _check_ties(base, weights, adapted)
+    return weights
+
+
+def checkpoint_weights(policy: Module) -> dict[str, Tensor]:
+    """The same weights by the names and in the layout of a checkpoint on disk, which is what servers load.
+
+    transformers keeps some layers in another form than checkpoints do (the experts of a mixture, for example), and
+    tied tensors stand in a checkpoint once. Tensors as in `merged_weights`.
+
+    Raises:
+        ExportError: as `merged_weights`; or names that are not those of the model its configuration describes.
+    """
+    base = base_model(policy)
+    weights = merged_weights(policy)
+    plain = _plain(base)
+    expected = plain.state_dict().keys()
+    if weights.keys() != expected:
+        missing, unknown = sorted(expected - weights.keys()), sorted(weights.keys() - expected)
+        raise ExportError(
+            f"weight export: the policy is not the {type(base).__name__} its configuration describes; missing"
+            f" {missing[:3]} ({len(missing)}), unknown {unknown[:3]} ({len(unknown)}); a server could not load it"
+        )
+    for tied in plain.all_tied_weights_keys:
+        weights.pop(tied, None)
+    return revert_weight_conversion(plain, weights)
+
+
+def num_bytes(weights: dict[str, Tensor]) -> int:
+    """Bytes of all tensors; one that stands under two names counts once."""
+    return sum({(tensor.data_ptr(), tensor.nbytes): tensor.nbytes for tensor in weights.values()}.values())
+
+
+def _adapted_modules(base: Module) -> dict[str, Module]:
+    """Outermost modules that peft put in the place of the base model's own, by path."""
+    found: dict[str, Module] = {}
+    for path, module in base.named_modules():
+        inside = any(path.startswith(f"{outer}.") for outer in found)
+        if not inside and (hasattr(module, "unload_and_optionally_merge_module") or hasattr(module, "base_layer")):
+            found[path] = module
+    return found
+
+
+@torch.no_grad()
+def _merged(path: str, module: Module) -> Module:
+    own: Any = copy.deepcopy(module)  # merging writes into the base layer
+    try:
+        if hasattr(own, "unload_and_optionally_merge_module"):
+            return own.unload_and_optionally_merge_module(merge=True, safe_merge=True, adapter_names=None)
+        own.merge(safe_merge=True)
+        return own.get_base_layer()
+    except ValueError as error:  # peft's own check of the merged values
+        raise ExportError(f"weight export: the adapters of '{path}' cannot be merged: {error}") from error
+
+
+def _check_ties(base: PreTrainedModel, weights: dict[str, Tensor], adapted: dict[str, Module]) -> None:
+    for name, source in base.all_tied_weights_keys.items() if adapted else ():
+        apart = name.rpartition(".")[0] in adapted, source.rpartition(".")[0] in adapted
+        if apart == (False, False):
+            continue
+        # One adapter on one of two tied modules drifts away with its first step, equal as they may be now.
+        if not all(apart) or not torch.equal(weights[name], weights[source]):
+            raise ExportError(
+                f"weight export: adapters make '{name}' differ from '{source}', which the base model ties; engines"
+                " would load one of them for both: leave both out of the adapter's target_modules and modules_to_save,"
+                " or set tie_word_embeddings: false in the model's configuration"
+            )
+
+
+def _plain(base: PreTrainedModel) -> PreTrainedModel:
+    """A model of the same class without storage: its names, ties and conversions, and no adapter in the way."""
+    with torch.device("meta"):
+        plain = type(base)(copy.deepcopy(base.config))
+    if hasattr(base, "_weight_conversions"):
+        plain._weight_conversions = base._weight_conversions
+    return plain

@@ -1,0 +1,215 @@
+"""Keys and values of the running requests, and the attention that reads them.
+
+A slot is one row of a [rows x width] grid of tokens, request r owning row r; the grid is laid over one buffer per
+layer whose size in tokens is configured, so memory is bounded whatever arrives. Models of transformers reach it
+through the attention interface (`ATTENTION` is a registered name): tokens of many requests are packed in one
+sequence [1, T], the linear layers never see padding, and only the attention unfolds requests.
+
+Promises: any decoder that calls transformers' attention interface works; an argument of that interface which would
+change the result and is not honoured here raises.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from transformers import AttentionInterface
+
+ATTENTION = "arborist_slots"
+# Arguments that describe what `step` already says, or that change nothing in a forward without gradient.
+_IMPLIED = frozenset({"position_ids", "cache_position", "use_cache", "is_causal", "layer_idx", "output_router_logits"})
+
+
+class PromptStep:
+    """Whole prompts, nothing of them in the grid yet: causal attention of each over itself.
+
+    Attributes:
+        lengths: tokens of each prompt; T = their sum.
+        positions: int64 [T], position of each packed token in its request.
+        write: int64 [T], grid cell of each packed token.
+    """
+
+    def __init__(self, rows: list[int], lengths: list[int], width: int, device: torch.device) -> None:
+        self.longest = max(lengths)
+        self.count = len(lengths)
+        length = torch.tensor(lengths)
+        ends = length.cumsum(0)
+        total = int(ends[-1])
+        starts = (ends - length).repeat_interleave(length)
+        positions = torch.arange(total) - starts
+        self.positions = positions.to(device)
+        self.write = (torch.tensor(rows).repeat_interleave(length) * width + positions).to(device)
+        self.ragged = min(lengths) != self.longest
+        if self.ragged:  # cell of each token in the padded [count x longest] grid, and the way back
+            owner = torch.arange(self.count).repeat_interleave(length)
+            self.unpad = (owner * self.longest + positions).to(device)
+            pad = torch.zeros(self.count * self.longest, dtype=torch.int64, device=device)
+            self.pad = pad.index_copy_(0, self.unpad, torch.arange(total, device=device))
+
+    def unfold(self, packed: Tensor) -> Tensor:
+        """[1, H, T, D] -> [count, H, longest, D]; the padding repeats some token, no valid query sees it."""
+        rows = packed[0].transpose(0, 1)
+        rows = rows[self.pad] if self.ragged else rows
+        return rows.view(self.count, self.longest, *rows.shape[1:]).transpose(1, 2)
+
+    def fold(self, output: Tensor) -> Tensor:
+        """[count, H, longest, D] -> [1, T, H, D]."""
+        rows = output.transpose(1, 2).reshape(-1, output.shape[1], output.shape[3])
+        return (rows[self.unpad] if self.ragged else rows).unsqueeze(0)
+
+    def mask(self, window: int | None) -> Tensor | None:
+        """bool [longest, longest] of what is visible, or None when plain causal attention says it."""
+        if window is None or window >= self.longest:
+            return None
+        at = torch.arange(self.longest, device=self.write.device)
+        return (at[None, :] <= at[:, None]) & (at[None, :] > at[:, None] - window)
+
+
+class CachedStep:
+    """`queries` next tokens for each of the rows `first .. first + count - 1`, attending to the grid.
+
+    Attributes:
+        positions, write: int64 [T], T = count * queries, as in `PromptStep`.
+        keys: tokens of each row that are read; beyond a row's own position they are masked.
+    """
+
+    def __init__(self, first: int, starts: list[int], queries: int, width: int, device: torch.device) -> None:
+        self.first, self.count, self.queries = first, len(starts), queries
+        self.keys = max(starts) + queries
+        positions = torch.tensor(starts)[:, None] + torch.arange(queries)
+        rows = torch.arange(first, first + self.count)[:, None]
+        self.write = (rows * width + positions).view(-1).to(device)
+        self.positions = positions.view(-1).to(device)
+        self._masks: dict[tuple[int | None, torch.dtype], Tensor] = {}
+
+    def bias(self, window: int | None, dtype: torch.dtype) -> Tensor:
+        """[count, 1, queries, keys] of `dtype`: 0 where visible, -inf elsewhere; made once a step and window."""
+        if (window, dtype) not in self._masks:
+            at = torch.arange(self.keys, device=self.write.device)
+            position = self.positions.view(self.count, 1, self.queries, 1)
+            visible = at <= position
+            if window is not None:
+                visible &= at > position - window
+            self._masks[window, dtype] = torch.zeros_like(visible, dtype=dtype).masked_fill_(~visible, -torch.inf)
+        return self._masks[window, dtype]
+
+
+class KVSlots:
+    """The grid of every layer.
+
+    Attributes:
+        capacity: tokens of a layer's buffer.
+        width: tokens of a row; `capacity // width` rows.
+        step: what the forward pass in progress computes; to be set before each.
+    """
+
+    def __init__(self, capacity: int) -> None:
+        self.capacity = capacity
+        self.width = 1
+        self._step: PromptStep | CachedStep | None = None
+        self._written: set[int] = set()
+        self._layers: dict[int, tuple[Tensor, Tensor]] = {}
+
+    @property
+    def step(self) -> PromptStep | CachedStep:
+        return self._step
+
+    @step.setter
+    def step(self, step: PromptStep | CachedStep) -> None:
+        self._step = step
+        self._written.clear()
+
+    @property
+    def layers_written(self) -> int:
+        """Layers that stored their keys and values since `step` was set."""
+        return len(self._written)
+
+    @property
+    def bytes(self) -> int:
+        """Bytes held over all layers: 2 * layers * capacity * heads * head_dim * itemsize after the first forward."""
+        return sum(buffer.nbytes for pair in self._layers.values() for buffer in pair)
+
+    def write(self, layer: int, key: Tensor, value: Tensor, cells: Tensor) -> None:
+        """Stores key and value [1, H, T, D] in the grid cells int64 [T]."""
+        if layer not in self._layers:  # head counts and sizes are the layer's own business
+            shapes = ((self.capacity, x.shape[1], x.shape[3]) for x in (key, value))
+            # Zeros: a masked cell has weight 0, but 0 x NaN of unwritten memory would still be NaN.
+            keys, values = (torch.zeros(shape, dtype=key.dtype, device=key.device) for shape in shapes)
+            self._layers[layer] = keys, values
+        self._written.add(layer)
+        for buffer, new in zip(self._layers[layer], (key, value)):
+            buffer.index_copy_(0, cells, new[0].transpose(0, 1))
+
+    def read(self, layer: int, first: int, count: int, keys: int) -> tuple[Tensor, Tensor]:
+        """Views [count, H, keys, D] of keys and values; nothing is copied."""
+        return tuple(grid[first : first + count, :keys].transpose(1, 2) for grid in self._grids(layer, self.width))
+
+    def copy_rows(self, sources: list[int], targets: list[int], length: int) -> None:
+        """Copies the first `length` tokens of rows `sources` to rows `targets`, in all layers."""
+        for layer in self._layers:
+            for grid in self._grids(layer, self.width):
+                grid[targets, :length] = grid[sources, :length]
+
+    def resize(self, width: int, rows: int, length: int) -> None:
+        """Lays the grid out anew, `width` tokens a row, keeping `length` tokens of each of the first `rows` rows."""
+        for layer in self._layers:
+            old, new = self._grids(layer, self.width), self._grids(layer, width)
+            for before, after in zip(old, new):
+                after[:rows, :length] = before[:rows, :length].clone()
+        self.width = width
+
+    def _grids(self, layer: int, width: int) -> tuple[Tensor, Tensor]:
+        rows = self.capacity // width
+        return tuple(buffer[: rows * width].view(rows, width, *buffer.shape[1:]) for buffer in self._layers[layer])
+
+
+def attend(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    slots: KVSlots,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    **extra: object,
+) -> tuple[Tensor, None]:
+    """The attention function transformers calls: query [1, Hq, T, D], key and value [1, Hkv, T, D] -> [1, T, Hq, D]."""
+    unknown = sorted(name for name, given in extra.items() if given is not None and name not in _IMPLIED)
+    if unknown or attention_mask is not None or dropout:
+        names = unknown or ["attention_mask" if attention_mask is not None else "dropout"]
+        raise NotImplementedError(
+            f"the embedded engine's attention does not honour {', '.join(names)} of {type(module).__name__}"
+        )
+    step = slots.step
+    slots.write(module.layer_idx, key, value, step.write)
+    if isinstance(step, PromptStep):
+        q, k, v = step.unfold(query), step.unfold(key), step.unfold(value)
+        mask = step.mask(sliding_window)
+        out = F.scaled_dot_product_attention(
+            q, k, v, mask, is_causal=mask is None, scale=scaling, enable_gqa=q.shape[1] > k.shape[1]
+        )
+        return step.fold(out), None
+    k, v = slots.read(module.layer_idx, step.first, step.count, step.keys)
+    q = query.view(query.shape[1], step.count, step.queries, -1).transpose(0, 1)
+    out = _masked(q, k, v, step.bias(sliding_window, query.dtype), scaling)
+    return out.transpose(1, 2).reshape(1, step.count * step.queries, query.shape[1], -1), None
+
+
+def _masked(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, scaling: float | None) -> Tensor:
+    """Attention under an additive mask, query heads sharing key heads: [n, Hq, Q, D] -> [n, Hq, Q, Dv]."""
+    groups = q.shape[1] // k.shape[1]
+    if groups == 1 or q.device.type == "cpu":
+        return F.scaled_dot_product_attention(q, k, v, bias, scale=scaling, enable_gqa=groups > 1)
+    # No fused CUDA kernel takes a mask and shared key heads. One query: its heads stand as rows of queries instead.
+    if q.shape[2] == 1:
+        rows = q.reshape(q.shape[0], k.shape[1], groups, -1)
+        return F.scaled_dot_product_attention(rows, k, v, bias, scale=scaling).reshape(*q.shape[:3], -1)
+    k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
+    return F.scaled_dot_product_attention(q, k, v, bias, scale=scaling)
+
+
+AttentionInterface.register(ATTENTION, attend)

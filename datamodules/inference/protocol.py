@@ -1,0 +1,185 @@
+"""What a workflow and a trainer may ask of an inference engine, whichever one stands behind it.
+
+Promises: token ids in, token ids out, with the log-probability and the policy version of every generated
+token; a request that an engine cannot serve is refused before it is sent, by an error naming its field.
+Imports torch and transformers for types only, so engines of any kind can be written against it.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from transformers import PreTrainedModel
+
+
+class GenerationError(RuntimeError):
+    """A request refused or not finished; the message names the field, or what failed, and the remedy."""
+
+
+@dataclass
+class GenerationRequest:
+    """One completion to sample.
+
+    Attributes:
+        tokens: prompt token ids, at least one, each in `[0, vocab_size)`.
+        max_new_tokens: most tokens to generate, at least 1; `len(tokens) + max_new_tokens <= max_context`.
+        temperature: tokens are drawn from `softmax(logits / temperature)` over the whole vocabulary (no top-k,
+            no top-p: log-probabilities must be those the trainer computes). 0.0 means greedy.
+        stop_token_ids: generation ends after the first of them; it stays in the output.
+        request_id: name of the request in logs and errors.
+        seed: makes this request's draws a function of the seed, its tokens and the weights alone, whatever runs
+            beside it. None draws from the engine's own stream, reproducible when requests arrive in the same order.
+    """
+
+    tokens: list[int]
+    max_new_tokens: int
+    temperature: float = 1.0
+    stop_token_ids: tuple[int, ...] = ()
+    request_id: str = ""
+    seed: int | None = None
+
+    def validate(self, vocab_size: int, max_context: int) -> None:
+        """Raises GenerationError, naming the field, when an engine of these limits cannot serve the request."""
+        name = f"GenerationRequest '{self.request_id}'" if self.request_id else "GenerationRequest"
+        if len(self.tokens) == 0:
+            raise GenerationError(f"{name}.tokens: empty prompt; give at least one token (a BOS token, for example)")
+        if min(self.tokens) < 0 or max(self.tokens) >= vocab_size:
+            at, bad = next((i, t) for i, t in enumerate(self.tokens) if not 0 <= t < vocab_size)
+            raise GenerationError(
+                f"{name}.tokens: id {bad} at position {at} is outside the model's vocabulary of {vocab_size};"
+                " use the tokenizer that belongs to the model"
+            )
+        if self.max_new_tokens < 1:
+            raise GenerationError(f"{name}.max_new_tokens: {self.max_new_tokens}, must be at least 1")
+        if len(self.tokens) + self.max_new_tokens > max_context:
+            raise GenerationError(
+                f"{name}.max_new_tokens: a prompt of {len(self.tokens)} tokens + {self.max_new_tokens} new ones exceed"
+                f" the context of {max_context}; shorten the prompt or lower max_new_tokens"
+            )
+        if not (math.isfinite(self.temperature) and self.temperature >= 0.0):
+            raise GenerationError(f"{name}.temperature: {self.temperature}, must be finite and >= 0 (0 means greedy)")
+        for stop in self.stop_token_ids:
+            if not 0 <= stop < vocab_size:
+                raise GenerationError(
+                    f"{name}.stop_token_ids: id {stop} is outside the model's vocabulary of {vocab_size}"
+                )
+
+
+@dataclass
+class GenerationResponse:
+    """What an engine sampled for one request; the three lists have one entry per generated token.
+
+    Attributes:
+        tokens: generated ids without the prompt; a stop token is the last of them.
+        logprobs: log-probability of each token in nats under `softmax(logits / temperature)` of the weights of its
+            version (temperature 1 for greedy requests).
+        versions: policy version whose weights generated each token, never decreasing.
+        finish_reason: "stop" (a stop token), "length" (max_new_tokens reached) or "abort" (ended early by the engine;
+            the tokens so far are returned).
+    """
+
+    tokens: list[int]
+    logprobs: list[float]
+    versions: list[int]
+    finish_reason: str
+
+
+@dataclass
+class WeightUpdate:
+    """New weights for an engine: exactly one of `state_dict` and `path`.
+
+    Attributes:
+        version: policy version of these weights; greater than the engine's current one.
+        state_dict: complete, by the engine's names: method "memory" takes those of the base model's own `state_dict()`
+            (`export.merged_weights`), "distributed" those of a checkpoint (`export.checkpoint_weights`). The engine
+            copies the tensors before `update_weights` returns and keeps no reference.
+        path: for method "disk", a directory written by `save_pretrained` or `WeightFiles`. It stays until the engine
+            has newer weights: a server that comes late loads it too.
+        deadline_s: seconds the engine may take; above 0.
+    """
+
+    version: int
+    state_dict: dict[str, Tensor] | None = None
+    path: str | None = None
+    deadline_s: float = 300.0
+
+    def __post_init__(self) -> None:
+        if (self.state_dict is None) == (self.path is None):
+            raise ValueError("WeightUpdate: give exactly one of state_dict and path")
+        if not self.deadline_s > 0:
+            raise ValueError(f"WeightUpdate.deadline_s: {self.deadline_s}, must be above 0")
+
+
+@runtime_checkable
+class InferenceEngine(Protocol):
+    """Generates from a copy of the policy and takes new weights while doing so. Safe to call from any thread."""
+
+    @property
+    def version(self) -> int:
+        """Policy version of the weights that generate the next token."""
+
+    @property
+    def vocab_size(self) -> int:
+        """Ids below it may be sent. GenerationError before `start`."""
+
+    @property
+    def max_context(self) -> int:
+        """Most tokens, prompt and output together, of one request. GenerationError before `start`."""
+
+    @property
+    def update_methods(self) -> tuple[str, ...]:
+        """Ways it takes new weights, the preferred one first: of "memory", "distributed" and "disk"."""
+
+    def start(self, model: PreTrainedModel, version: int, seed: int) -> None:
+        """Called once, on global rank 0, before the first request; the trainer's `model` is left untouched.
+
+        An engine in other processes may come up without the weights of `model`: its `version` is then -1, and the
+        caller brings them with a first `update_weights`, before the first request.
+
+        Raises GenerationError when the engine already runs or cannot serve this model.
+        """
+
+    async def generate(self, request: GenerationRequest) -> GenerationResponse:
+        """Samples one completion; callable from any event loop, many at a time.
+
+        A weight update in between does not end it: the tokens after it come from the new weights, all their keys
+        and values included. Cancelling the awaiting task frees its place in the engine.
+
+        Raises GenerationError: invalid request (names the field), engine not running or failed, deadline passed.
+        """
+
+    def pause(self) -> None:
+        """Returns when no forward pass runs and none will start; requests wait, they do not fail."""
+
+    def resume(self) -> None:
+        """Continues after `pause`; without one it does nothing."""
+
+    def update_weights(self, update: WeightUpdate) -> float:
+        """Pauses, loads, flushes all cached keys and values, continues (stays paused if it was paused).
+
+        Returns the seconds during which nothing was generated. Raises GenerationError, with the old weights still
+        serving, when names or shapes do not fit, or when the version does not rise.
+        """
+
+    def health(self) -> dict[str, Any]:
+        """Plain values: at least `alive`, `paused`, `version`, `running`, `waiting`, and `error` ("" if none)."""
+
+    def close(self) -> None:
+        """Fails whatever is pending with GenerationError, ends threads or connections, frees memory; idempotent."""
+
+
+class ServerEngine(InferenceEngine, Protocol):
+    """What an engine of several servers may offer besides; asked for by name, from any thread (see the watchdog)."""
+
+    def where(self, request_id: str) -> str:
+        """The server that works on the request now; "" when it is at none, or unknown. Never blocks."""
+
+    def restart(self, server: str) -> None:
+        """Ends the server and starts it again; what it worked on goes on elsewhere, or there once it is back.
+
+        Raises GenerationError, with the reason, when this server cannot be restarted by us. Bounded by a deadline.
+        """

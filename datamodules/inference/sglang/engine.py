@@ -1,0 +1,335 @@
+"""`SGLangEngine`: rollouts from SGLang servers, given by their addresses or launched by us.
+
+    SGLangEngine(launch=Launch(replicas=2))                 # servers of our own, ended by close()
+    SGLangEngine(urls=["http://127.0.0.1:30000"])           # from `arborist serve`, or anyone's
+
+A thread of its own runs an event loop with the fleet, its connections and requests; callers await in whatever loop they
+run. Promises: nothing starts before `start`; each token comes with the log-probability and the version its server
+reported; requests that could end a server are refused before they are sent; servers may be lost, come back and join
+late; keys come from the environment and appear in no log, error or checkpoint; nothing a server sends is unpickled.
+
+Launched servers come up with the model's weights. Those given by address have others: the engine's `version` is -1 then
+until a first `update_weights`. Sampling follows a request's `seed` only on servers with deterministic inference (an
+option of SGLang for GPUs); others draw from streams of their own, and runs on them are not reproducible.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedModel
+
+from datamodules.inference.protocol import GenerationError, GenerationRequest, GenerationResponse, WeightUpdate
+from datamodules.inference.sglang.environment import API_KEY_VARIABLE, server_python
+from datamodules.inference.sglang.fleet import Fleet
+from datamodules.inference.sglang.loop_thread import LoopThread
+from datamodules.inference.sglang.model_match import ModelMatch
+from datamodules.inference.sglang.requests import Pending, complete
+from datamodules.inference.sglang.roster import Launch, given_servers, launched_servers
+from datamodules.inference.sglang.router import PrefixRouter
+from datamodules.inference.sglang.server_state import UP, Server, WrongModel
+from datamodules.inference.sglang.weights import DiskWeights, Weights, weights_of
+from datamodules.inference.weight_files import WeightFiles
+
+_LOOK_S = 0.5
+_MOST_ATTEMPTS = 4
+
+
+class SGLangEngine:
+    """An `InferenceEngine` on SGLang servers (see the protocol for its methods).
+
+    Args:
+        urls: addresses of running servers, "http://host:port"; those that do not answer yet join when they do.
+        launch: servers to start, instead of `urls`.
+        api_key_env: environment variable with the servers' API key; launched servers get a random key when it is unset.
+        max_concurrent: most requests running at a server; others wait in order of arrival.
+        load_tokens: prompt tokens a server must have cached to be chosen in spite of one more running request.
+        report_tokens: a server reports after so many new tokens of a request; one that is lost takes fewer with it.
+        request_timeout_s: seconds a request may take, time spent paused not counted.
+        control_timeout_s: seconds a server may take to pause or to continue.
+        update_timeout_s: seconds a server that joins may take for its weights (updates bring their own deadline).
+        start_timeout_s: seconds servers may take to come up.
+        silence_s: seconds without an answer, or without progress in any running request, until a server is lost.
+
+    Raises:
+        ValueError: an argument out of range; both or neither of urls and launch.
+    """
+
+    update_methods = ("distributed", "disk")
+
+    def __init__(
+        self,
+        urls: Sequence[str] | None = None,
+        launch: Launch | None = None,
+        api_key_env: str = API_KEY_VARIABLE,
+        max_concurrent: int = 64,
+        load_tokens: int = 256,
+        report_tokens: int = 64,
+        request_timeout_s: float = 600.0,
+        control_timeout_s: float = 60.0,
+        update_timeout_s: float = 300.0,
+        start_timeout_s: float = 600.0,
+        silence_s: float = 60.0,
+    ) -> None:
+        if bool(urls) == bool(launch):
+            raise ValueError("SGLangEngine: give either urls (running servers) or launch (servers to start)")
+        numbers = {
+            "max_concurrent": max_concurrent,
+            "load_tokens": load_tokens,
+            "report_tokens": report_tokens,
+            "request_timeout_s": request_timeout_s,
+            "control_timeout_s": control_timeout_s,
+            "update_timeout_s": update_timeout_s,
+            "start_timeout_s": start_timeout_s,
+            "silence_s": silence_s,
+        }
+        for name, value in numbers.items():
+            if not value > 0:
+                raise ValueError(f"SGLangEngine.{name}: {value}, must be above 0")
+        given_servers(urls or (), None, max_concurrent)  # an address that is none is an error at once
+        self.urls = tuple(urls or ())
+        self.launch = launch
+        self.api_key_env = api_key_env
+        self.max_concurrent = max_concurrent
+        self.load_tokens = load_tokens
+        self.report_tokens = report_tokens
+        self.request_timeout_s = request_timeout_s
+        self.control_timeout_s = control_timeout_s
+        self.update_timeout_s = update_timeout_s
+        self.start_timeout_s = start_timeout_s
+        self.silence_s = silence_s
+        self._thread: LoopThread | None = None
+        self._fleet: Fleet | None = None
+        self._match: ModelMatch | None = None
+        self._max_context = 0
+        self._pending: set[Pending] = set()
+        self._scratch = ""
+        # Of the loop alone.
+        self._steering = asyncio.Lock()
+        self._clerk: asyncio.Task[None] | None = None
+        self._still_s = 0.0
+        self._still_since: float | None = None
+
+    # -------------------------------------------------------------------------------------------------- lifecycle
+
+    def start(self, model: PreTrainedModel, version: int, seed: int) -> None:
+        if self._thread is not None:
+            raise GenerationError("SGLangEngine.start: it already runs; close() it first")
+        self._match, self._max_context = ModelMatch(model), 0
+        key = os.environ.get(self.api_key_env) or None
+        target: Weights | None = None
+        if self.launch is None:
+            servers = given_servers(self.urls, key, self.max_concurrent)
+        else:
+            server_python()  # before anything is written
+            self._scratch = tempfile.mkdtemp(prefix="arborist-engine-")
+            path, size = WeightFiles(Path(self._scratch) / "weights").write(model, version)
+            target = DiskWeights(version, size, str(path))
+            options = self.launch.options(str(path), self._match.positions, version, seed, self.max_concurrent)
+            logs = Path(self.launch.log_dir or Path(self._scratch) / "logs")
+            servers = launched_servers(options, logs, key, self.max_concurrent, Path(self._scratch))
+        self._thread = LoopThread("sglang-engine")
+        try:
+            self._thread.call(self._open(servers, target))
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        thread, self._thread = self._thread, None
+        if thread is None:
+            return
+        try:
+            thread.call(self._shut())
+        finally:
+            thread.stop(self.control_timeout_s)
+            fleet, self._fleet = self._fleet, None
+            if self.launch is not None:
+                failed = fleet is None or any(server.restarts or server.error for server in fleet.servers)
+                logs_stay = failed and self.launch.log_dir is None
+                shutil.rmtree(Path(self._scratch) / "weights" if logs_stay else self._scratch, ignore_errors=True)
+
+    @property
+    def version(self) -> int:
+        return _version(self._running_fleet())
+
+    @property
+    def vocab_size(self) -> int:
+        self._running_fleet()
+        assert self._match is not None
+        return self._match.vocab_size
+
+    @property
+    def max_context(self) -> int:
+        self._running_fleet()
+        return self._max_context
+
+    def health(self) -> dict[str, Any]:
+        """Besides what the protocol asks for: `servers`, a report on each, and the counts of the fleet."""
+        fleet = self._fleet
+        servers = [] if fleet is None else [server.report() for server in fleet.servers]
+        running = sum(server["running"] for server in servers)
+        errors = "; ".join(f"{server['url']}: {server['error']}" for server in servers if server["error"])
+        return {
+            "alive": self._thread is not None and any(server["state"] != "gone" for server in servers),
+            "paused": fleet is not None and fleet.paused,
+            "version": -1 if fleet is None else _version(fleet),
+            "running": running,
+            "waiting": max(0, len(self._pending) - running),
+            "error": "" if any(server["state"] in UP for server in servers) else errors or "no server is up",
+            "servers": servers,
+            **({} if fleet is None else fleet.counts),
+        }
+
+    def where(self, request_id: str) -> str:
+        for pending in list(self._pending):
+            flight = pending.flight
+            if flight is not None and pending.output.request.request_id == request_id:
+                return flight.server.name
+        return ""
+
+    def restart(self, server: str) -> None:
+        fleet = self._running_fleet()
+        found = next((one for one in fleet.servers if one.name == server), None)
+        if found is None or found.process is None:
+            raise GenerationError(f"server '{server}' was not launched by this engine; restart it where it runs")
+        assert self._thread is not None
+        self._thread.call(fleet.restart(found))
+
+    # --------------------------------------------------------------------------------------------------- requests
+
+    async def generate(self, request: GenerationRequest) -> GenerationResponse:
+        request.validate(self.vocab_size, self.max_context)
+        thread = self._thread
+        if thread is None:
+            raise GenerationError(_NOT_RUNNING)
+        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(self._serve(request), thread.loop))
+
+    async def _serve(self, request: GenerationRequest) -> GenerationResponse:
+        pending = Pending(request, self._clock())
+        self._pending.add(pending)
+        try:
+            return await complete(self._running_fleet(), pending, self.report_tokens, _MOST_ATTEMPTS)
+        except asyncio.CancelledError:
+            if pending.failure:
+                raise GenerationError(f"request '{request.request_id}': {pending.failure}") from None
+            raise
+        finally:
+            self._pending.discard(pending)
+
+    async def _expire_requests(self) -> None:
+        while True:
+            await asyncio.sleep(_LOOK_S)
+            now = self._clock()
+            for pending in [one for one in self._pending if now - one.began > self.request_timeout_s]:
+                output, flight = pending.output, pending.flight
+                pending.expire(
+                    f"{len(output.tokens)} of {output.request.max_new_tokens} tokens were known for certain after"
+                    f" request_timeout_s = {self.request_timeout_s:g} s; it is"
+                    f" {f'at {flight.server.name}' if flight else 'waiting for a server'}; servers: {self._fleet}"
+                )
+
+    def _clock(self) -> float:
+        """Seconds, without those during which the engine stood still on request."""
+        now = time.monotonic()
+        return now - self._still_s - (0.0 if self._still_since is None else now - self._still_since)
+
+    # ---------------------------------------------------------------------------------------------------- control
+
+    def pause(self) -> None:
+        self._running_fleet()
+        assert self._thread is not None
+        self._thread.call(self._pause())
+
+    def resume(self) -> None:
+        self._running_fleet()
+        assert self._thread is not None
+        self._thread.call(self._resume())
+
+    def update_weights(self, update: WeightUpdate) -> float:
+        if update.version <= self.version:
+            raise GenerationError(
+                f"WeightUpdate.version: {update.version} is not above the engine's {self.version}; versions rise with"
+                " every update (close() and start() the engine to go back)"
+            )
+        assert self._match is not None and self._thread is not None
+        self._match.check_update(update)
+        return self._thread.call(self._update(weights_of(update), update.deadline_s))
+
+    async def _pause(self) -> None:
+        async with self._steering:
+            await self._running_fleet().pause(self.control_timeout_s)
+            self._still_since = self._still_since or time.monotonic()
+
+    async def _resume(self) -> None:
+        async with self._steering:
+            await self._running_fleet().resume(self.control_timeout_s)
+            if self._still_since is not None:
+                self._still_s, self._still_since = self._still_s + time.monotonic() - self._still_since, None
+
+    async def _update(self, weights: Weights, deadline_s: float) -> float:
+        async with self._steering:
+            synced = await self._running_fleet().update(weights, deadline_s)
+            longest = max((one.downtime_s for one in synced), default=0.0)
+            if self._still_since is None:
+                self._still_s += longest
+            return longest
+
+    # ------------------------------------------------------------------------------------------------ on the loop
+
+    async def _open(self, servers: list[Server], target: Weights | None) -> None:
+        self._steering = asyncio.Lock()
+        self._still_s, self._still_since = 0.0, None
+        self._fleet = Fleet(
+            servers,
+            PrefixRouter(self.load_tokens),
+            self._check,
+            silence_s=self.silence_s,
+            update_s=self.update_timeout_s,
+            start_s=self.start_timeout_s,
+            max_restarts=0 if self.launch is None else self.launch.max_restarts,
+        )
+        self._clerk = asyncio.create_task(self._expire_requests())
+        await self._fleet.start(target)
+        self._max_context = min(server.max_context for server in servers if server.max_context)
+
+    async def _check(self, server: Server) -> None:
+        assert self._match is not None
+        await self._match.check(server)
+        if server.max_context < self._max_context:  # promised to prompts already
+            raise WrongModel(
+                f"{server.client.url} takes {server.max_context} tokens a request, the servers before it took"
+                f" {self._max_context}; start it with --context-length {self._max_context + 6}"
+            )
+
+    async def _shut(self) -> None:
+        tasks = [pending.task for pending in self._pending if pending.task is not None]
+        for pending in list(self._pending):
+            pending.expire("the SGLang engine was closed while the request was pending")
+        await asyncio.gather(*tasks, return_exceptions=True)
+        if self._clerk is not None:
+            self._clerk.cancel()
+            with suppress(asyncio.CancelledError):
+                await self._clerk
+        if self._fleet is not None:
+            await self._fleet.close()
+
+    def _running_fleet(self) -> Fleet:
+        if self._fleet is None:
+            raise GenerationError(_NOT_RUNNING)
+        return self._fleet
+
+
+_NOT_RUNNING = "the SGLang engine is not running: start() it first"
+
+
+def _version(fleet: Fleet) -> int:
+    return -1 if fleet.target is None else fleet.target.version

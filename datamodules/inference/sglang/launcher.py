@@ -1,0 +1,268 @@
+"""Starts and ends one SGLang server process, in the server's own environment.
+
+Promises: the server listens on loopback unless told otherwise; it writes to a log file of its own, whose end is in the
+error when it does not come up before the deadline; `stop` leaves no process, no shared memory and no file of it behind,
+and neither does a launcher that is killed (see server/serve_main.py). Nothing starts in a constructor.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+import socket
+import subprocess
+import tempfile
+import time
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from datamodules.inference.protocol import GenerationError
+from datamodules.inference.sglang.client import ServerClient
+from datamodules.inference.sglang.environment import API_KEY_VARIABLE, server_python
+from datamodules.inference.sglang.server import leftovers
+
+_MAIN = Path(__file__).parent / "server" / "serve_main.py"
+_TAIL_LINES = 25
+_LOOK_S = 0.2
+_END_S = 10.0  # for killed processes to be gone
+_ATTEMPTS = 3  # another process may take a free port before the server does
+# A server must not take the trainer's place in the trainer's process group.
+_RANK = ("RANK", "LOCAL_RANK", "NODE_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+class ServerDidNotStart(GenerationError):
+    """The server ended or was not healthy in time; the message ends with the last lines of its log."""
+
+
+@dataclass(frozen=True)
+class ServerOptions:
+    """How a server runs.
+
+    Attributes:
+        model_path: directory written by `save_pretrained`.
+        host: address to listen on; anything but loopback opens it to the network.
+        port: 0 takes a free one.
+        device: "cuda" or "cpu".
+        dtype: of its weights: "auto" (the model's), "float32", "bfloat16" or "float16".
+        context: most tokens of one request, prompt and output together; None for the model's own limit.
+        max_running_requests: most requests decoding together; None leaves it to SGLang.
+        kv_cache_tokens: size of its key-value cache; None leaves it to SGLang on a GPU, 65,536 on CPU (SGLang would
+            take most of the machine's memory).
+        gpu: its first GPU, of `tensor_parallel` ones.
+        tensor_parallel: GPUs of one server.
+        num_threads: CPU threads of an operation; None leaves torch's default.
+        seed: of its sampling.
+        version: policy version of the weights in `model_path`; None for weights that are no version of a run.
+        arguments: more arguments for SGLang, as on its command line.
+    """
+
+    model_path: str
+    host: str = "127.0.0.1"
+    port: int = 0
+    device: str = "cpu"
+    dtype: str = "auto"
+    context: int | None = None
+    max_running_requests: int | None = None
+    kv_cache_tokens: int | None = None
+    gpu: int = 0
+    tensor_parallel: int = 1
+    num_threads: int | None = None
+    seed: int = 0
+    version: int | None = None
+    arguments: tuple[str, ...] = ()
+
+    def command(self, port: int) -> list[str]:
+        """SGLang's arguments."""
+        tokens = self.kv_cache_tokens or (65536 if self.device == "cpu" else None)
+        given: dict[str, object] = {
+            "--model-path": self.model_path,
+            "--host": self.host,
+            "--port": port,
+            "--device": self.device,
+            "--dtype": self.dtype,
+            "--random-seed": self.seed,
+            "--weight-version": self.version,
+            # It refuses a prompt six tokens before this, and ends an output one token before it.
+            "--context-length": None if self.context is None else self.context + 6,
+            "--max-running-requests": self.max_running_requests,
+            "--max-total-tokens": tokens,
+            "--log-level-http": "warning",  # not a line for every request
+        }
+        if self.device == "cpu":
+            given |= {"--attention-backend": "torch_native", "--sampling-backend": "pytorch"}
+        else:
+            given |= {"--base-gpu-id": self.gpu, "--tp-size": self.tensor_parallel}
+        flags = [str(part) for name, value in given.items() if value is not None for part in (name, value)]
+        # Token ids in and out, no tokenizer; reports hold what is new only; an idle scheduler does not spin.
+        return [*flags, "--skip-tokenizer-init", "--incremental-streaming-output", "--sleep-on-idle", *self.arguments]
+
+
+class ServerProcess:
+    """One server of ours: `start()`, `await ready(...)`, `stop()`, and again.
+
+    Args:
+        options: how it runs.
+        log_file: what it writes goes to the end of this file.
+        api_key: callers need it; passed in the environment.
+        belongings: a directory that the server removes when this process is killed (`stop` leaves it to the caller).
+    """
+
+    def __init__(
+        self, options: ServerOptions, log_file: Path, api_key: str | None = None, belongings: Path | None = None
+    ) -> None:
+        self.options = options
+        self.log_file = log_file
+        self._key = api_key
+        self._belongings = belongings
+        self._files: set[Path] = set()  # in shared memory: a server that was killed cannot be asked any more
+        self._process: subprocess.Popen[bytes] | None = None
+        self._lifeline = -1
+        self._scratch = ""
+        self._log_from = 0
+        self.port = 0
+
+    @property
+    def url(self) -> str:
+        host = self.options.host
+        shown = "127.0.0.1" if host in ("0.0.0.0", "::") else host
+        return f"http://{f'[{shown}]' if ':' in shown else shown}:{self.port}"
+
+    @property
+    def pid(self) -> int | None:
+        return None if self._process is None else self._process.pid
+
+    @property
+    def running(self) -> bool:
+        return self._process is not None and self._process.poll() is None
+
+    @property
+    def ended(self) -> bool:
+        """It ended by itself; `stop` cleans up after it."""
+        return self._process is not None and self._process.poll() is not None
+
+    def client(self) -> ServerClient:
+        return ServerClient(self.url, self._key)
+
+    def start(self) -> None:
+        """Starts the process and returns at once. Raises NoServerEnvironment."""
+        assert self._process is None, "stop() comes before another start()"
+        python = server_python()
+        self.port = self.options.port or _free_port(self.options.host)
+        self._scratch = tempfile.mkdtemp(prefix="arborist-sglang-")  # short: it holds sockets
+        self.log_file.parent.mkdir(parents=True, exist_ok=True)
+        read_end, self._lifeline = os.pipe()
+        try:
+            with self.log_file.open("ab") as log:
+                self._log_from = log.tell()
+                self._process = subprocess.Popen(
+                    [str(python), str(_MAIN), str(read_end), *self.options.command(self.port)],
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=subprocess.STDOUT,
+                    env=self._environment(),
+                    pass_fds=(read_end,),
+                    start_new_session=True,  # a process group of its own, out of reach of the terminal's Ctrl-C
+                )
+        except BaseException:
+            os.close(self._lifeline)
+            shutil.rmtree(self._scratch, ignore_errors=True)
+            raise
+        finally:
+            os.close(read_end)
+
+    async def ready(self, deadline_s: float) -> None:
+        """Starts it if need be and returns when /health answers.
+
+        Raises:
+            ServerDidNotStart: it ended, or did not answer within `deadline_s` seconds; it is stopped then.
+        """
+        for attempt in range(_ATTEMPTS):
+            if self._process is None:
+                self.start()
+            try:
+                await self._healthy(deadline_s)
+                self._files = leftovers.shared_memory(self._process.pid) if self._process is not None else set()
+                return
+            except ServerDidNotStart as error:
+                await asyncio.to_thread(self.stop, 0.0)
+                if "address already in use" not in str(error).lower() or self.options.port:
+                    raise
+                if attempt == _ATTEMPTS - 1:
+                    raise
+            except BaseException:
+                await asyncio.to_thread(self.stop, 0.0)
+                raise
+
+    async def _healthy(self, deadline_s: float) -> None:
+        assert self._process is not None
+        client, ends = self.client(), time.monotonic() + deadline_s
+        try:
+            while not await client.alive(max(0.5, min(5.0, ends - time.monotonic()))):
+                code = self._process.poll()
+                if code is not None:
+                    raise ServerDidNotStart(f"the SGLang server ended with code {code} while starting; {self.tail()}")
+                if time.monotonic() > ends:
+                    raise ServerDidNotStart(
+                        f"the SGLang server at {self.url} was not healthy within {deadline_s:g} s; {self.tail()}"
+                    )
+                await asyncio.sleep(_LOOK_S)
+        finally:
+            await client.close()
+
+    def stop(self, grace_s: float = 15.0) -> None:
+        """Ends it: SIGTERM, and after `grace_s` seconds (or at once for 0) SIGKILL for its whole group. Idempotent."""
+        process, self._process = self._process, None
+        if process is None:
+            return
+        files, self._files = self._files | leftovers.shared_memory(process.pid), set()
+        if grace_s > 0 and process.poll() is None:
+            process.terminate()
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(grace_s)
+        began = time.monotonic()
+        while leftovers.members(process.pid) and (waited := time.monotonic() - began) < _END_S:
+            leftovers.kill(process.pid, trackers=waited > _END_S / 2)
+            time.sleep(0.02)
+        process.wait(_END_S)
+        os.close(self._lifeline)
+        leftovers.remove(files)
+        shutil.rmtree(self._scratch, ignore_errors=True)
+
+    def tail(self) -> str:
+        """Where its log is, and the last lines of this start."""
+        try:
+            with self.log_file.open("rb") as log:
+                log.seek(self._log_from)
+                lines = log.read().decode(errors="replace").splitlines()[-_TAIL_LINES:]
+        except OSError as error:
+            return f"its log cannot be read: {error}"
+        shown = "\n".join(f"    {line[:400]}" for line in lines)
+        return f"the end of {self.log_file}:\n{shown}" if lines else f"its log {self.log_file} is empty"
+
+    def _environment(self) -> dict[str, str]:
+        own = {name: value for name, value in os.environ.items() if name not in _RANK}
+        own |= {
+            "TMPDIR": self._scratch,
+            "ARBORIST_SGLANG_SCRATCH": os.pathsep.join(
+                [self._scratch, *([str(self._belongings)] if self._belongings else [])]
+            ),
+            "ARBORIST_SGLANG_DEVICE": self.options.device,
+            "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0",  # else /health hangs during a pause
+            "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1",  # for the margin in --context-length
+            "PYTHONUNBUFFERED": "1",
+        }
+        own.pop(API_KEY_VARIABLE, None)
+        if self._key:
+            own[API_KEY_VARIABLE] = self._key
+        if self.options.num_threads is not None:
+            own["OMP_NUM_THREADS"] = str(self.options.num_threads)
+        return own
+
+
+def _free_port(host: str) -> int:
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
+        probe.bind((host, 0))
+        port: int = probe.getsockname()[1]
+        return port

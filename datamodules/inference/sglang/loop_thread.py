@@ -1,0 +1,46 @@
+"""A thread with an event loop, and blocking calls into it from other threads."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Coroutine
+from typing import Any, TypeVar
+
+_T = TypeVar("_T")
+
+
+class LoopThread:
+    """Runs from its construction to `stop`; a daemon, so that a program that forgets `stop` can end."""
+
+    def __init__(self, name: str) -> None:
+        self.loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    def call(self, work: Coroutine[Any, Any, _T]) -> _T:
+        """Result of `work`, which runs on the loop; an interrupt here cancels it. Not to be called on the loop."""
+        future = asyncio.run_coroutine_threadsafe(work, self.loop)
+        try:
+            return future.result()
+        except BaseException:
+            future.cancel()
+            raise
+
+    def stop(self, deadline_s: float) -> None:
+        """Cancels what runs on the loop and ends the thread. Raises TimeoutError when it does not end in time."""
+        self.loop.call_soon_threadsafe(self.loop.stop)
+        self._thread.join(deadline_s)
+        if self._thread.is_alive():
+            raise TimeoutError(f"thread {self._thread.name} did not end within {deadline_s:g} s")
+
+    def _run(self) -> None:
+        asyncio.set_event_loop(self.loop)
+        try:
+            self.loop.run_forever()
+            tasks = asyncio.all_tasks(self.loop)
+            for task in tasks:
+                task.cancel()
+            self.loop.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
+        finally:
+            self.loop.close()

@@ -1,0 +1,100 @@
+"""Do servers, weights and the trainer's model belong together? Checked before anything is sent.
+
+SGLang ends when it is given an id outside its vocabulary, ends outputs early in silence when its context is short, and
+keeps old values for weights that are missing from an update: so all of it is compared here first.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+from safetensors import SafetensorError, safe_open
+from transformers import PreTrainedModel
+
+from datamodules.inference.export import base_model, checkpoint_weights
+from datamodules.inference.protocol import GenerationError, WeightUpdate
+from datamodules.inference.sglang.server_state import Server, WrongModel
+
+_ASK_S = 30.0
+
+
+class ModelMatch:
+    """The trainer's model, as far as servers and updates must fit it; keeps no reference to it.
+
+    Attributes:
+        vocab_size: rows of its embedding.
+        positions: most tokens it can attend to.
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        base = base_model(model)
+        self.vocab_size: int = base.get_input_embeddings().num_embeddings
+        self.positions: int = base.config.get_text_config().max_position_embeddings
+        self.architecture = type(base).__name__
+        self._shapes = {name: tuple(tensor.shape) for name, tensor in checkpoint_weights(model).items()}
+        # Tied tensors have several names, of which a checkpoint has one.
+        self._known = set(base.state_dict()) | set(self._shapes)
+
+    async def check(self, server: Server) -> None:
+        """Asks a server what it is, and notes its limits in `server`.
+
+        Raises:
+            WrongModel: it generates from another kind of model, or not at all.
+            ServerError: it does not answer.
+        """
+        model, info = await asyncio.gather(
+            server.client.get("/model_info", _ASK_S), server.client.get("/server_info", _ASK_S)
+        )
+        theirs = (model.get("architectures") or [self.architecture])[0]
+        if not model.get("is_generation", True) or theirs != self.architecture:
+            raise WrongModel(
+                f"{server.client.url} serves a {theirs} ({model.get('model_path')}), the trainer's model is a"
+                f" {self.architecture}; start the server with the model that is trained"
+            )
+        states = info.get("internal_states") or [{}]
+        runs = states[0].get("effective_max_running_requests_per_dp") or info.get("max_running_requests")
+        if runs:
+            server.limit = min(server.limit, int(runs) * int(info.get("dp_size") or 1))
+        server.incremental = bool(info.get("incremental_streaming_output"))
+        # Prompts of this length are refused already; a request of this length, output included, is served in full.
+        server.max_context = min(self.positions, int(info.get("max_req_input_len") or self.positions))
+
+    def check_update(self, update: WeightUpdate) -> None:
+        """Raises GenerationError when names or shapes are not those of the model."""
+        if update.state_dict is not None:
+            field, shapes = "state_dict", {name: tuple(tensor.shape) for name, tensor in update.state_dict.items()}
+        else:
+            assert update.path is not None
+            field, shapes = "path", _shapes_in(Path(update.path))
+        missing = sorted(name for name in self._shapes if name not in shapes)
+        unknown = sorted(name for name in shapes if name not in self._known)
+        if missing or unknown:
+            raise GenerationError(
+                f"WeightUpdate.{field}: does not fit {self.architecture}; missing {missing[:3]} ({len(missing)}),"
+                f" unknown {unknown[:3]} ({len(unknown)}); send checkpoint_weights of the model it was started with"
+            )
+        for name, shape in shapes.items():
+            if shape != self._shapes.get(name, shape):
+                raise GenerationError(
+                    f"WeightUpdate.{field}: '{name}' has shape {shape}, the engine's is {self._shapes[name]};"
+                    " send the weights of a model of the same configuration"
+                )
+
+
+def _shapes_in(directory: Path) -> dict[str, tuple[int, ...]]:
+    """Names and shapes in the headers of a directory's safetensors files."""
+    shapes: dict[str, tuple[int, ...]] = {}
+    files = sorted(directory.glob("*.safetensors"))
+    if not files or not (directory / "config.json").exists():
+        raise GenerationError(
+            f"WeightUpdate.path: {directory} holds no model (config.json and *.safetensors); write it with"
+            " save_pretrained or WeightFiles"
+        )
+    for file in files:
+        try:
+            with safe_open(file, framework="pt") as content:
+                shapes |= {name: tuple(content.get_slice(name).get_shape()) for name in content.keys()}  # noqa: SIM118
+        except (OSError, SafetensorError) as error:
+            raise GenerationError(f"WeightUpdate.path: {file} cannot be read: {error}") from error
+    return shapes

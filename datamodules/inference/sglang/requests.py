@@ -1,0 +1,193 @@
+"""Serves one request from a fleet: from place to place until it is complete, with everything generated kept.
+
+Promises: log-probabilities and versions of all places are joined, token by token; a place that is lost costs the tokens
+it had not reported (or whose version is not certain) and nothing else; a request that ends for any other reason is
+aborted at its server; every end that is not a completion is a GenerationError that says why.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import uuid
+from contextlib import aclosing
+from typing import Any
+
+from datamodules.inference.protocol import GenerationError, GenerationRequest, GenerationResponse
+from datamodules.inference.sglang.client import ServerLost, ServerRefused
+from datamodules.inference.sglang.fleet import Fleet
+from datamodules.inference.sglang.output import ForeignWeights, Output
+from datamodules.inference.sglang.server_state import Flight
+
+_log = logging.getLogger(__name__)
+_MOST_REPORTS = 16  # of one request at a server whose reports repeat everything
+_OVERLOADED = (429, 502, 503, 504)  # or ending
+
+
+class Pending:
+    """A request being served; `expire` ends it with a message."""
+
+    def __init__(self, request: GenerationRequest, began: float) -> None:
+        self.output = Output(request)
+        self.began = began
+        self.task: asyncio.Task[Any] | None = asyncio.current_task()
+        self.flight: Flight | None = None
+        self.failure = ""
+
+    def expire(self, message: str) -> None:
+        if not self.failure and self.task is not None:
+            self.failure = message
+            self.task.cancel()
+
+
+async def complete(fleet: Fleet, pending: Pending, report_tokens: int, max_attempts: int) -> GenerationResponse:
+    """The whole response.
+
+    Args:
+        report_tokens: new tokens between two reports of a server.
+        max_attempts: so many places may be lost before the request fails: it may be what ends them.
+
+    Raises:
+        GenerationError: refused by a server, or that many places were lost.
+    """
+    output, lost = pending.output, 0
+    name = output.request.request_id
+    while True:
+        flight = pending.flight = await fleet.acquire(output.prompt(), name)
+        try:
+            await _fly(fleet, flight, output, report_tokens)
+        except ServerLost as error:
+            reason = str(error)
+            fleet.suspect(flight.server, error)
+        except ForeignWeights as error:
+            reason = str(error)
+            fleet.distrust(flight.server, reason)
+        except ServerRefused as error:
+            if error.status not in _OVERLOADED:
+                raise GenerationError(f"request '{name}' was refused: {error}") from error
+            reason = str(error)
+            fleet.suspect(flight.server, error)
+        except _TakenAway as error:
+            reason = str(error)
+        else:
+            if output.finish_reason != "abort" and _is_complete(output):
+                return output.response()
+            if output.finish_reason != "abort":
+                continue  # the model's own end of sequence, which this request does not stop at
+            reason = f"{flight.server.client.url} aborted it"
+        finally:
+            pending.flight = None
+            fleet.release(flight)
+        kept, lost = output.keep(), lost + 1
+        fleet.counts["moved"] += 1
+        fleet.counts["kept_tokens"] += kept
+        _log.info(
+            "request '%s' goes on elsewhere with %d tokens (%d of this place): %s",
+            name,
+            len(output.tokens),
+            kept,
+            reason,
+        )
+        if lost == max_attempts:
+            raise GenerationError(f"request '{name}': {lost} places were lost while it ran, the last one: {reason}")
+        if not output.left:
+            output.finish_reason = "length"
+            return output.response()
+
+
+class _TakenAway(Exception):
+    """The fleet took the place away; the message says why."""
+
+
+async def _fly(fleet: Fleet, flight: Flight, output: Output, report_tokens: int) -> None:
+    """One attempt, in a task of its own, so that the fleet can end it without ending the request."""
+    if flight.taken_away:
+        raise _TakenAway(flight.taken_away)
+    flight.task = asyncio.create_task(_attempt(fleet, flight, output, report_tokens))
+    try:
+        await flight.task
+    except asyncio.CancelledError:
+        current = asyncio.current_task()
+        if not flight.taken_away or (current is not None and current.cancelling()):
+            raise
+        raise _TakenAway(flight.taken_away) from None
+
+
+async def _attempt(fleet: Fleet, flight: Flight, output: Output, report_tokens: int) -> None:
+    server, request = flight.server, output.request
+    output.begin(server.version)
+    name = f"{uuid.uuid4().hex}:{request.request_id}"
+    body = request_body(output, name, report_tokens, server.incremental)
+    over = False
+    try:
+        async with aclosing(server.client.generate(body)) as reports:
+            async for report in reports:
+                server.alive()
+                assert fleet.target is not None
+                newest = max(fleet.target.version, server.version)
+                if output.add(report, newest, server.incremental):
+                    over = True
+                    meta = report["meta_info"]
+                    _raise_if_refused(server.client.url, meta["finish_reason"])
+                    fleet.counts["prompt_tokens"] += int(meta.get("prompt_tokens") or 0)
+                    fleet.counts["cached_tokens"] += int(meta.get("cached_tokens") or 0)
+                    return
+        raise ServerLost(f"{server.client.url}/generate: the answer ended without its last report")
+    except ServerRefused:
+        over = True
+        raise
+    finally:
+        if not over:
+            fleet.abort(flight, name)
+
+
+def request_body(output: Output, name: str, report_tokens: int, incremental: bool) -> dict[str, Any]:
+    """What /generate takes for the rest of a request: plain sampling from the whole vocabulary."""
+    request = output.request
+    interval = report_tokens if incremental else max(report_tokens, -(-output.left // _MOST_REPORTS))
+    sampling: dict[str, Any] = {
+        "max_new_tokens": output.left,
+        "temperature": request.temperature,
+        "top_p": 1.0,
+        "top_k": -1,
+        "min_p": 0.0,
+        "frequency_penalty": 0.0,
+        "presence_penalty": 0.0,
+        "repetition_penalty": 1.0,
+        "n": 1,
+        "stream_interval": interval,
+    }
+    if request.stop_token_ids:
+        sampling["stop_token_ids"] = list(request.stop_token_ids)
+    else:
+        sampling["ignore_eos"] = True  # which would switch stop_token_ids off as well
+    if request.seed is not None:
+        sampling["sampling_seed"] = request.seed % (1 << 31)
+    return {
+        "rid": name,
+        "input_ids": output.prompt(),
+        "sampling_params": sampling,
+        "return_logprob": True,
+        "stream": True,
+    }
+
+
+def _raise_if_refused(url: str, reason: Any) -> None:
+    if isinstance(reason, dict) and reason.get("type") == "abort" and reason.get("status_code"):
+        status = int(reason["status_code"])
+        raise ServerRefused(f"{url}/generate: {status}: {reason.get('message')}", status)
+
+
+def _is_complete(output: Output) -> bool:
+    request = output.request
+    if output.finish_reason == "stop" and output.tokens[-1] in request.stop_token_ids:
+        return True
+    if not output.left:
+        output.finish_reason = "length"
+        return True
+    if output.finish_reason == "stop":
+        return False
+    raise GenerationError(
+        f"request '{request.request_id}': the server ended it after {len(output.tokens)} of {request.max_new_tokens}"
+        f" tokens with finish reason '{output.finish_reason}'; give the server a longer context (--context-length)"
+    )

@@ -1,0 +1,116 @@
+"""Makes the servers of a fleet, none of them contacted or started: from addresses, or processes of our own."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from datamodules.inference.sglang.client import ServerClient
+from datamodules.inference.sglang.launcher import ServerOptions, ServerProcess
+from datamodules.inference.sglang.server_state import Server
+
+
+@dataclass
+class Launch:
+    """Servers to start on this machine, on free ports of loopback, in the environment that `make sglang` built or that
+    ARBORIST_SGLANG_PYTHON names.
+
+    Attributes:
+        replicas: how many.
+        device: "cuda", "cpu", or "auto": the first that there is.
+        dtype: "auto" (the model's), "float32", "bfloat16" or "float16".
+        kv_cache_tokens: size of each one's key-value cache; null leaves it to SGLang on a GPU and is 65,536 on CPU.
+        first_gpu: of the first server; the others follow.
+        tensor_parallel: GPUs of one server.
+        num_threads: CPU threads of one server; null leaves torch's default.
+        max_restarts: so often in a row a server that ended is started again; then it is given up.
+        log_dir: directory of their logs; null for a temporary one, which stays when a server failed.
+        arguments: more arguments, as on SGLang's command line.
+
+    Raises:
+        ValueError: a value out of range, or without effect.
+    """
+
+    replicas: int = 1
+    device: str = "auto"
+    dtype: str = "auto"
+    kv_cache_tokens: int | None = None
+    first_gpu: int = 0
+    tensor_parallel: int = 1
+    num_threads: int | None = None
+    max_restarts: int = 5
+    log_dir: str | None = None
+    arguments: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        for name, value, least in (
+            ("replicas", self.replicas, 1),
+            ("kv_cache_tokens", self.kv_cache_tokens, 1),
+            ("first_gpu", self.first_gpu, 0),
+            ("tensor_parallel", self.tensor_parallel, 1),
+            ("num_threads", self.num_threads, 1),
+            ("max_restarts", self.max_restarts, 0),
+        ):
+            if value is not None and value < least:
+                raise ValueError(f"launch.{name}: {value}, must be at least {least}")
+        if self.device not in ("auto", "cuda", "cpu"):
+            raise ValueError(f"launch.device: '{self.device}', must be auto, cuda or cpu")
+        if self.chosen_device == "cpu" and (self.first_gpu, self.tensor_parallel) != (0, 1):
+            raise ValueError("launch.first_gpu, launch.tensor_parallel: have no effect with launch.device: cpu")
+
+    @property
+    def chosen_device(self) -> str:
+        if self.device != "auto":
+            return self.device
+        return "cuda" if torch.cuda.is_available() else "cpu"
+
+    def options(
+        self, model_path: str, context: int | None, version: int | None, seed: int, limit: int | None
+    ) -> list[ServerOptions]:
+        """How each server runs."""
+        return [
+            ServerOptions(
+                model_path,
+                device=self.chosen_device,
+                dtype=self.dtype,
+                context=context,
+                max_running_requests=limit,
+                kv_cache_tokens=self.kv_cache_tokens,
+                gpu=self.first_gpu + index * self.tensor_parallel,
+                tensor_parallel=self.tensor_parallel,
+                num_threads=self.num_threads,
+                seed=(seed * self.replicas + index) % (1 << 31),
+                version=version,
+                arguments=tuple(self.arguments),
+            )
+            for index in range(self.replicas)
+        ]
+
+
+def given_servers(urls: Sequence[str], api_key: str | None, limit: int) -> list[Server]:
+    """Servers that somebody else runs. Raises ValueError for an address that is none, or is there twice."""
+    clients = [ServerClient(url, api_key) for url in urls]
+    for client in clients:
+        if sum(other.url == client.url for other in clients) > 1:
+            raise ValueError(f"urls: {client.url} is there twice; name each server once")
+    return [Server(client.url, client, None, limit) for client in clients]
+
+
+def launched_servers(
+    options: Sequence[ServerOptions], log_dir: Path, api_key: str | None, limit: int, belongings: Path
+) -> list[Server]:
+    """Servers of our own, each with its log file; they remove `belongings` when this process is killed.
+
+    Without a key they get one that nobody else knows: loopback is open to every user of a machine, and whoever reaches
+    a server can end it and change its weights.
+    """
+    key = api_key or secrets.token_urlsafe(24)
+    servers = []
+    for index, own in enumerate(options):
+        process = ServerProcess(own, log_dir / f"server_{index}.log", key, belongings)
+        servers.append(Server(f"server {index}", process.client(), process, limit))
+    return servers

@@ -1,0 +1,56 @@
+"""Lets released sglang and torchvision wheels run beside a CPU build of torch; imported before either of them.
+
+Two things stand in the way and nothing else: torchvision registers shape functions for two operators that live in its
+CUDA library, and sglang imports helpers of speculative decoding from `sgl_kernel`, which has no CPU wheel. The
+operators get their schemas; the module gets a stand-in whose helpers raise when called, so that using one is an error
+and never a wrong result. A torchvision that loads and an `sgl_kernel` that is installed are left alone.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.machinery
+import importlib.util
+import os
+import sys
+import types
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+
+class _StandIn(types.ModuleType):
+    """Answers to names ending in _cpu, sglang's mark of a CPU helper; unknown names are unknown."""
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        if not name.endswith("_cpu"):
+            raise AttributeError(f"sgl_kernel has no {name} on this machine")
+
+        def refuse(*args: Any, **options: Any) -> Any:
+            raise NotImplementedError(f"sgl_kernel.{name} needs the real sgl_kernel, which is not installed")
+
+        return refuse
+
+
+def install() -> None:
+    """Puts both in force in this process. Idempotent."""
+    os.environ.setdefault("SGLANG_USE_CPU_ENGINE", "1")
+    _complete_torchvision()
+    if "sgl_kernel" not in sys.modules and importlib.util.find_spec("sgl_kernel") is None:
+        module = _StandIn("sgl_kernel")
+        module.__spec__ = importlib.machinery.ModuleSpec("sgl_kernel", None)
+        module.__version__ = "0.0.0"
+        sys.modules["sgl_kernel"] = module
+
+
+def _complete_torchvision() -> None:
+    try:
+        importlib.import_module("torchvision")
+    except RuntimeError:  # an operator does not exist
+        for name in [name for name in sys.modules if name.partition(".")[0] == "torchvision"]:
+            del sys.modules[name]
+        for operator in ("nms", "qnms"):
+            schema = "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor"
+            torch.library.define(f"torchvision::{operator}", schema)
+        importlib.import_module("torchvision")

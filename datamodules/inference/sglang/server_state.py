@@ -1,0 +1,129 @@
+"""One server of a fleet, as the trainer sees it: its state, its weights, the requests it runs.
+
+    starting -> joining -> serving <-> updating, suspect
+    serving -> dirty -> joining        any -> lost -> starting or joining        any -> gone
+
+Promises: plain bookkeeping, used from one event loop; requests on a server that is lost learn of it at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Any, Literal
+
+from datamodules.inference.protocol import GenerationError
+from datamodules.inference.sglang.client import ServerClient
+from datamodules.inference.sglang.launcher import ServerProcess
+from datamodules.inference.sglang.weights import ServerWeights, Weights
+
+State = Literal["starting", "joining", "ready", "serving", "updating", "suspect", "dirty", "lost", "gone"]
+UP = ("ready", "serving", "updating", "suspect")  # it works; requests may be running
+
+
+class WrongModel(GenerationError):
+    """A server that cannot serve this run's model, now or later."""
+
+
+class Flight:
+    """One request on one server. `taken_away` says why it cannot end there; its task is cancelled then."""
+
+    def __init__(self, server: Server, request_id: str) -> None:
+        self.server = server
+        self.request_id = request_id
+        self.began = time.monotonic()
+        self.task: asyncio.Task[Any] | None = None
+        self.taken_away = ""
+
+    def take_away(self, reason: str) -> None:
+        if not self.taken_away:
+            self.taken_away = reason
+            if self.task is not None:
+                self.task.cancel()
+
+
+class Server:
+    """A server given by its address, or one of ours (`process`).
+
+    Attributes:
+        state: `starting` (its process comes up), `joining` (it gets the current weights), `ready` (no weights were
+            given yet), `serving`, `updating`,
+            `suspect` (a connection broke: no new requests until it answers), `dirty` (it answers, its weights are not
+            the current ones), `lost` (to be found or started again), `gone` (given up).
+        holds: the weights it has, None when not known.
+        limit: most requests it runs at a time.
+        error: what went wrong last; "" while it serves.
+        restarts: of its process, since the start.
+    """
+
+    def __init__(self, name: str, client: ServerClient, process: ServerProcess | None, limit: int) -> None:
+        self.name = name
+        self.process = process
+        self.limit = limit
+        self.state: State = "starting" if process is not None else "joining"
+        self.holds: Weights | None = None
+        self.error = ""
+        self.restarts = 0
+        self.incremental = False
+        self.max_context = 0
+        self.flights: set[Flight] = set()
+        self.client = client
+        self.weights = ServerWeights(client)
+        self.changed = asyncio.Event()
+        self.answered = self.progressed = self.since = time.monotonic()
+
+    async def reconnect(self, client: ServerClient) -> None:
+        """Its process listens elsewhere now."""
+        await self.disconnect()
+        self.client = client
+        self.weights = ServerWeights(client)
+        self.holds = None
+
+    @property
+    def version(self) -> int:
+        """Of its weights; -1 when not known."""
+        return -1 if self.holds is None else self.holds.version
+
+    async def disconnect(self) -> None:
+        await self.weights.close()
+        await self.client.close()
+
+    def enter(self, state: State, error: str = "") -> None:
+        """Changes the state; requests leave a server that is not up any more."""
+        self.state, self.error = state, error
+        self.since = time.monotonic()
+        self.alive()
+        if state not in UP:
+            for flight in list(self.flights):
+                flight.take_away(error)
+        self.changed.set()
+
+    def alive(self) -> None:
+        """It gave a sign of life, or has had no chance to."""
+        self.answered = self.progressed = time.monotonic()
+
+    def open(self, request_id: str) -> Flight:
+        """Gives the request a place."""
+        if not self.flights:
+            self.progressed = time.monotonic()
+        flight = Flight(self, request_id)
+        self.flights.add(flight)
+        return flight
+
+    def silent_s(self) -> float:
+        """Seconds without an answer, or, while it runs requests, without progress in any of them."""
+        now = time.monotonic()
+        return max(now - self.answered, now - self.progressed if self.flights else 0.0)
+
+    def report(self) -> dict[str, Any]:
+        """Plain values for health reports."""
+        return {
+            "url": self.client.url,
+            "state": self.state,
+            "version": self.version,
+            "running": len(self.flights),
+            "seconds": round(time.monotonic() - self.since, 1),
+            "silent_s": round(self.silent_s(), 1),
+            "restarts": self.restarts,
+            "error": self.error,
+        }

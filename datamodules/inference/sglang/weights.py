@@ -1,0 +1,295 @@
+"""Brings one SGLang server to a version of the policy's weights, from a directory or by broadcast.
+
+    pause (retract) -> load, caches flushed -> continue
+
+Promises: no token is computed on keys of other weights; every reply's `success` is checked; everything is prepared
+before the pause (files, host copies, process group), so that a server stands still for its own update and little
+else; every wait ends with the update's deadline. A server whose update fails is left paused, to be taken out: the
+next `bring`, to whatever version, is a full reload from a fresh start, so a fleet may call it at any time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from datamodules.inference.protocol import GenerationError, WeightUpdate
+from datamodules.inference.sglang.client import ServerClient
+from datamodules.inference.sglang.update_group import Deadline, UpdateGroup
+from datamodules.inference.weight_files import split
+
+_log = logging.getLogger(__name__)
+BUCKET_BYTES = 256 << 20
+_TIDY_S = 5.0  # for what only tidies up
+
+
+class SyncFailed(GenerationError):
+    """One server did not take new weights; the message has its address and its own words.
+
+    Attributes:
+        dirty: what it holds may be mixed, and it stands still, until a later `bring` succeeds. False when the update
+            failed before it touched the server, which goes on with the weights it had.
+    """
+
+    def __init__(self, message: str, dirty: bool) -> None:
+        super().__init__(message)
+        self.dirty = dirty
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Tensors of one dtype, one after another in `data`, uint8 [bytes] on the CPU."""
+
+    names: list[str]
+    shapes: list[list[int]]
+    dtype: str
+    data: Tensor
+
+
+@dataclass(frozen=True)
+class HostWeights:
+    """A copy of the weights in host memory, for broadcasts: the trainer may go on, servers may ask for it later.
+
+    Attributes:
+        device: where the trainer has them. From a GPU to servers on GPUs they travel by NCCL, else by gloo.
+    """
+
+    version: int
+    nbytes: int
+    buckets: tuple[Bucket, ...]
+    device: torch.device
+
+    @classmethod
+    def copy_of(cls, weights: dict[str, Tensor], version: int, bucket_bytes: int = BUCKET_BYTES) -> HostWeights:
+        """Copies tensors on any device; the names are those of a checkpoint (`export.checkpoint_weights`)."""
+        buckets = []
+        for dtype in dict.fromkeys(tensor.dtype for tensor in weights.values()):
+            same = {name: tensor for name, tensor in weights.items() if tensor.dtype == dtype}
+            buckets += [_bucket({name: same[name] for name in names}, dtype) for names in split(same, bucket_bytes)]
+        device = next((tensor.device for tensor in weights.values() if tensor.is_cuda), torch.device("cpu"))
+        return cls(version, sum(bucket.data.nbytes for bucket in buckets), tuple(buckets), device)
+
+
+@dataclass(frozen=True)
+class DiskWeights:
+    """A directory of `WeightFiles` that the server sees under the same path."""
+
+    version: int
+    nbytes: int
+    path: str
+
+
+Weights = HostWeights | DiskWeights
+
+
+def weights_of(update: WeightUpdate) -> Weights:
+    """What servers are brought to by this update; copies its tensors, so it may take a while for a large model."""
+    if update.state_dict is not None:
+        return HostWeights.copy_of(update.state_dict, update.version)
+    assert update.path is not None
+    files = list(Path(update.path).glob("*.safetensors"))
+    if not files:
+        raise GenerationError(
+            f"WeightUpdate.path: {update.path} holds no *.safetensors file; write it with WeightFiles"
+        )
+    return DiskWeights(update.version, sum(file.stat().st_size for file in files), str(Path(update.path).absolute()))
+
+
+@dataclass(frozen=True)
+class Synced:
+    """A server has `version` now.
+
+    Attributes:
+        seconds: all in all.
+        downtime_s: of those, from the pause on, when it generated nothing.
+        update_s: of those, in the server's own update calls.
+    """
+
+    version: int
+    seconds: float
+    downtime_s: float
+    update_s: float
+
+
+class ServerWeights:
+    """Keeps one server's weights; owns the process group with it, which lasts from update to update.
+
+    All coroutines run on the event loop of `client`.
+    """
+
+    def __init__(self, client: ServerClient) -> None:
+        self._client = client
+        self._lock = asyncio.Lock()
+        self._group: UpdateGroup | None = None
+        self._forgotten: list[str] = []  # groups given up that the server may still know
+        self._begun = True  # an update may be half done at the server: ours, or one of another trainer before us
+
+    async def bring(self, weights: Weights, deadline_s: float, stay_paused: bool = False) -> Synced:
+        """Loads `weights` completely, whatever the server holds; one call at a time, later ones wait.
+
+        Args:
+            stay_paused: the server was paused on purpose and does not continue.
+
+        Raises:
+            SyncFailed: it could not; see its attribute `dirty`.
+        """
+        began = time.monotonic()
+        deadline = Deadline(deadline_s)
+        try:
+            async with self._turn(deadline):
+                used = self._group if isinstance(weights, HostWeights) else None
+                try:
+                    paused, update_s = await self._update(weights, deadline)
+                except GenerationError as error:
+                    if used is None or deadline.over:
+                        raise
+                    # A group that worked before may be all that failed: its connection broke, the server is a new one.
+                    _log.warning("%s: %s; once more, with a new process group", self._client.url, error)
+                    paused, update_s = await self._update(weights, deadline)
+                if not stay_paused:
+                    await self._post("/continue_generation", {}, deadline)
+        except GenerationError as error:
+            what = f"version {weights.version} of the weights did not reach {self._client.url}"
+            raise SyncFailed(f"{what}: {error}", dirty=self._begun) from error
+        now = time.monotonic()
+        return Synced(weights.version, now - began, now - paused, update_s)
+
+    async def close(self) -> None:
+        """Ends the process group, at the server too if it answers within a few seconds."""
+        self._give_up_group()
+        with suppress(GenerationError):
+            await self._forget_groups(Deadline(_TIDY_S))
+
+    @asynccontextmanager
+    async def _turn(self, deadline: Deadline) -> AsyncIterator[None]:
+        try:
+            await asyncio.wait_for(self._lock.acquire(), deadline.left("another update of this server"))
+        except TimeoutError as error:
+            raise GenerationError(f"another update did not end within deadline_s = {deadline.seconds:g} s") from error
+        try:
+            yield
+        finally:
+            self._lock.release()
+
+    async def _update(self, weights: Weights, deadline: Deadline) -> tuple[float, float]:
+        """When the server was told to stand still, and seconds spent in its update calls."""
+        try:
+            # All that can be done while it still generates.
+            if self._begun:
+                with suppress(GenerationError):  # "no session is open" is the usual answer
+                    await self._post("/end_weight_update", {}, deadline.at_most(_TIDY_S))
+            await self._forget_groups(deadline)
+            if isinstance(weights, HostWeights) and self._group is None:
+                self._group = await self._join(weights.device, deadline)
+            self._begun = True
+            paused = time.monotonic()
+            await self._post("/pause_generation", {"mode": "retract"}, deadline)
+            began = time.monotonic()
+            await self._load(weights, deadline)
+            self._begun = False
+            return paused, time.monotonic() - began
+        except BaseException:  # cancelled is as half done as failed
+            self._give_up_group()
+            raise
+
+    async def _load(self, weights: Weights, deadline: Deadline) -> None:
+        version = str(weights.version)
+        if isinstance(weights, DiskWeights):
+            body = {"model_path": weights.path, "weight_version": version, "flush_cache": True}
+            await self._post("/update_weights_from_disk", body, deadline)
+            return
+        await self._post("/begin_weight_update", {}, deadline)
+        for bucket in weights.buckets:
+            last = bucket is weights.buckets[-1]
+            # Tokens carry the version from the moment it is announced, so it comes last; and so does the flush.
+            await self._send(bucket, {"flush_cache": last, "weight_version": version if last else None}, deadline)
+        await self._post("/end_weight_update", {}, deadline)
+
+    async def _send(self, bucket: Bucket, options: dict[str, Any], deadline: Deadline) -> None:
+        group = self._group
+        assert group is not None, "_prepare joins it"
+        body = {
+            "names": bucket.names,
+            "dtypes": [bucket.dtype] * len(bucket.names),
+            "shapes": bucket.shapes,
+            "group_name": group.name,
+            "load_format": "flattened_bucket",
+            **options,
+        }
+        request = self._post("/update_weights_from_distributed", body, deadline)
+        await _both(request, group.broadcast(bucket.data, deadline))
+
+    async def _join(self, device: torch.device, deadline: Deadline) -> UpdateGroup:
+        info = await self._client.get("/server_info", deadline.left("/server_info"))
+        if info.get("pp_size", 1) > 1:
+            raise GenerationError(
+                "pipeline-parallel servers cannot take broadcast weights; set WeightSync.method: disk"
+            )
+        size = 1 + int(info.get("tp_size", 1))
+        group = UpdateGroup(self._client.url, size, device if info.get("device") == "cuda" else torch.device("cpu"))
+        body = {
+            "master_address": group.address,
+            "master_port": group.port,
+            "rank_offset": 1,
+            "world_size": size,
+            "group_name": group.name,
+            "backend": group.backend,
+        }
+        try:
+            await _both(self._post("/init_weights_update_group", body, deadline), group.join(deadline))
+        except BaseException:
+            group.close()
+            self._forgotten.append(group.name)
+            raise
+        return group
+
+    def _give_up_group(self) -> None:
+        group, self._group = self._group, None
+        if group is not None:
+            group.close()
+            self._forgotten.append(group.name)
+
+    async def _forget_groups(self, deadline: Deadline) -> None:
+        while self._forgotten:
+            name = self._forgotten.pop()
+            with suppress(GenerationError):  # it may know nothing of it
+                await self._post("/destroy_weights_update_group", {"group_name": name}, deadline.at_most(_TIDY_S))
+
+    async def _post(self, path: str, body: dict[str, Any], deadline: Deadline) -> dict[str, Any]:
+        return await self._client.post(path, body, deadline.left(f"{self._client.url}{path}"))  # checks `success`
+
+
+async def _both(request: Any, collective: Any) -> None:
+    """Waits for both ends of a collective. The server's words come first: they say more than a broken connection."""
+    asking, taking = asyncio.ensure_future(request), asyncio.ensure_future(collective)
+    try:
+        done, _ = await asyncio.wait((asking, taking), return_when=asyncio.FIRST_EXCEPTION)
+        if asking not in done:  # our side failed: the server is about to notice
+            await asyncio.wait((asking,), timeout=_TIDY_S)
+        for task in (asking, taking):
+            if task.done():
+                task.result()
+    finally:
+        for task in (asking, taking):
+            task.cancel()
+        await asyncio.gather(asking, taking, return_exceptions=True)
+
+
+def _bucket(tensors: dict[str, Tensor], dtype: torch.dtype) -> Bucket:
+    pinned = any(tensor.is_cuda for tensor in tensors.values())
+    data = torch.empty(sum(tensor.nbytes for tensor in tensors.values()), dtype=torch.uint8, pin_memory=pinned)
+    offset = 0
+    for tensor in tensors.values():
+        data[offset : offset + tensor.nbytes].view(dtype).view(tensor.shape).copy_(tensor)
+        offset += tensor.nbytes
+    shapes = [list(tensor.shape) for tensor in tensors.values()]
+    return Bucket(list(tensors), shapes, str(dtype).removeprefix("torch."), data)

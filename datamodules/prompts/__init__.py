@@ -1,0 +1,25 @@
+"""Where prompts come from: made on the fly (`ArithmeticPrompts`, `ReasoningGymPrompts`), files (`JsonlPrompts`), data
+sets and Parquet (`DatasetPrompts`), recorded conversations (`TauPrompts`), others of these (`MixedPrompts`,
+`CurriculumPrompts`, `StagedPrompts`), your own `PromptSource`."""
+
+from datamodules.prompts.arithmetic import ArithmeticPrompts
+from datamodules.prompts.base import Prompt, PromptSource
+from datamodules.prompts.curriculum import CurriculumPrompts, StagedPrompts
+from datamodules.prompts.jsonl import JsonlPrompts
+from datamodules.prompts.mixed import MixedPrompts
+from datamodules.prompts.reasoning_gym import ReasoningGymPrompts
+from datamodules.prompts.tables import DatasetPrompts
+from datamodules.prompts.tau import TauPrompts
+
+__all__ = [
+    "ArithmeticPrompts",
+    "CurriculumPrompts",
+    "DatasetPrompts",
+    "JsonlPrompts",
+    "MixedPrompts",
+    "Prompt",
+    "PromptSource",
+    "ReasoningGymPrompts",
+    "StagedPrompts",
+    "TauPrompts",
+]

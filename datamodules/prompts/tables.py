@@ -1,0 +1,158 @@
+"""Prompts from Hugging Face data sets and from Parquet files.
+
+Promises: rows are read when they are dealt and stay on disk until then; a row that does not fit the options is an error
+that names it, found before training where the source is checked; nothing of a data set is executed.
+
+    class_path: datamodules.prompts.DatasetPrompts
+    init_args: {path: openai/gsm8k, name: main, split: train, answer_pattern: '#### (.+)'}
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+from datamodules.data_files import resolve
+from datamodules.prompts.base import Prompt, PromptSource
+from datamodules.prompts.extras import needs
+from datamodules.prompts.laps import Laps
+from datamodules.prompts.records import RecordFormat
+
+
+class DatasetPrompts(PromptSource):
+    """Questions and answers of a table. All columns but these two land in the prompt's metadata, for rewards.
+
+    Args:
+        path: a Parquet file or a folder of them (read with pyarrow, nothing is cached); a folder written by the library
+            datasets' `save_to_disk`, or another one that it can load; or a name on the Hugging Face hub. Environment
+            variables are expanded, and what begins with "/", "." or "~" or holds a variable is a path, never a name.
+        name: configuration of a data set that has several.
+        split: of the data set. Parquet files have none.
+        revision: commit, tag or branch on the hub.
+        question_field: column with the question, as text or as chat messages; dots lead into nested columns.
+        answer_field: column with the answer, likewise; None for data without answers.
+        template, answer_pattern, chat, system: see `JsonlPrompts`.
+        shuffle: deals a new order every time through the rows; False keeps the table's.
+        seed: of the order.
+        offset: rows to leave out at the beginning.
+        size: rows to use; None for all.
+
+    Raises:
+        ImportError: the library is not installed.
+        ValueError: no such data set or split, columns that are not there, an argument out of range or without effect.
+        DataFileError: no such file, or an environment variable that is not set.
+    """
+
+    def __init__(
+        self,
+        path: str,
+        name: str | None = None,
+        split: str | None = None,
+        revision: str | None = None,
+        question_field: str = "question",
+        answer_field: str | None = "answer",
+        template: str | None = None,
+        answer_pattern: str | None = None,
+        chat: bool = False,
+        system: str | None = None,
+        shuffle: bool = True,
+        seed: int = 0,
+        offset: int = 0,
+        size: int | None = None,
+    ) -> None:
+        self.format = RecordFormat(
+            "DatasetPrompts", question_field, answer_field, template, answer_pattern, chat, system
+        )
+        if offset < 0 or (size is not None and size < 1):
+            raise ValueError(f"DatasetPrompts.offset {offset} and size {size}: offset must be >= 0, size >= 1")
+        self.path = path
+        files = _parquet_files(path)
+        if files:
+            for key, value in (("name", name), ("split", split), ("revision", revision)):
+                if value is not None:
+                    raise ValueError(f"DatasetPrompts.{key} has no effect on the Parquet files of '{path}'; remove it")
+            self._rows: Any = _ParquetRows(files)
+        else:
+            self._rows = _load(path, name, split, revision)
+        rest = len(self._rows) - offset
+        if rest < (size or 1):
+            raise ValueError(
+                f"DatasetPrompts: '{path}' has {len(self._rows)} rows; offset {offset} and size {size} ask for more"
+            )
+        self._offset = offset
+        self._size = size or rest
+        self._laps = Laps(self._size, shuffle, seed)
+        self._prompt(offset)  # wrong column names are an error now
+
+    @property
+    def name(self) -> str:
+        return Path(self.path).name.removesuffix(".parquet")
+
+    @property
+    def size(self) -> int:
+        return self._size
+
+    def deal(self, index: int) -> Prompt:
+        return self._prompt(self._offset + self._laps.at(index))
+
+    def _prompt(self, row: int) -> Prompt:
+        return self.format.prompt(self._rows[row], f"{self.name}:{row}", f"{self.path}, row {row}")
+
+
+class _ParquetRows:
+    """Rows of Parquet files that have the same columns."""
+
+    def __init__(self, files: list[Path]) -> None:
+        needs("pyarrow", "datasets", "DatasetPrompts")
+        import pyarrow.parquet as parquet
+
+        try:
+            self._table = parquet.read_table([str(file) for file in files], memory_map=True)
+        except Exception as error:
+            raise ValueError(f"DatasetPrompts.path: {files[0]} cannot be read as Parquet: {error}") from error
+
+    def __len__(self) -> int:
+        rows: int = self._table.num_rows
+        return rows
+
+    def __getitem__(self, row: int) -> dict[str, Any]:
+        record: dict[str, Any] = self._table.slice(row, 1).to_pylist()[0]
+        return record
+
+
+def _parquet_files(path: str) -> list[Path]:
+    """The Parquet files that `path` means; none where it is something else."""
+    if path.endswith(".parquet"):
+        return [resolve(path, "DatasetPrompts.path")]
+    folder = Path(os.path.expanduser(os.path.expandvars(path)))
+    return sorted(folder.glob("*.parquet")) if folder.is_dir() else []
+
+
+def _load(path: str, name: str | None, split: str | None, revision: str | None) -> Any:
+    needs("datasets", "datasets", "DatasetPrompts")
+    import datasets
+
+    folder = Path(os.path.expanduser(os.path.expandvars(path)))
+    is_path = path.startswith(("/", ".", "~")) or "$" in path or folder.is_dir()
+    where = str(resolve(path, "DatasetPrompts.path", "directory")) if is_path else path
+    saved = is_path and any((folder / file).is_file() for file in ("state.json", "dataset_dict.json"))
+    if saved and (name is not None or revision is not None):
+        key = "name" if name is not None else "revision"
+        raise ValueError(f"DatasetPrompts.{key} has no effect on '{path}', written by save_to_disk; remove it")
+    try:
+        if saved:
+            loaded = datasets.load_from_disk(where)
+            whole = loaded if not isinstance(loaded, datasets.DatasetDict) or split is None else loaded[split]
+            if split is not None and whole is loaded:
+                raise ValueError("it has no splits; remove DatasetPrompts.split")
+        else:
+            whole = datasets.load_dataset(where, name, split=split, revision=revision)
+    except Exception as error:
+        raise ValueError(
+            f"DatasetPrompts.path: the data set '{path}' (name {name}, split {split}) cannot be loaded:"
+            f" {type(error).__name__}: {error}"
+        ) from error
+    if isinstance(whole, dict):
+        raise ValueError(f"DatasetPrompts.split: '{path}' has the splits {', '.join(whole)}; name one")
+    return whole

@@ -1,0 +1,216 @@
+"""RecordedDataModule: recorded agent conversations as training batches, with their groups and real rewards.
+
+Promises: a batch holds whole groups (every recorded trial of a task, or the first `trials`); order depends on `seed`
+alone and continues over epochs and resumes; broken data is refused at start-up by file and line or trajectory.
+
+Recordings hold no log-probabilities of the policy that sampled them. Their trained tokens therefore carry version -1
+("no recorded sampler") and `behavior_logprobs` 0.0, and whoever trains on them takes its own log-probabilities at
+the start of the batch as the old policy. Training this way is off-policy: a workload for tests and benchmarks,
+not a recipe.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from typing import Any
+
+import lightning as L
+import numpy as np
+import torch
+
+from app.batch import RolloutBatch, StepHandle, Trajectory
+from datamodules.data_files import resolve
+from datamodules.recorded_chat import ChatEncoder, load_chat_tokenizer, load_system, load_transcripts
+from datamodules.recorded_groups import choose, first_trials, grouped
+from datamodules.recorded_tokens import QWEN3_THINK_IDS, Conversation, RecordedDataError, Workload, load_npz
+
+_log = logging.getLogger(__name__)
+
+
+class RecordedDataModule(L.LightningDataModule):
+    """Groups of recorded conversations, `tasks_per_batch` of them a batch.
+
+    Args:
+        path: token arrays (`.npz`), or conversations as text (`.jsonl`, `.jsonl.gz`; these need `tokenizer`).
+            `${ARBORIST_DATA}` and other environment variables are expanded.
+        workload: "turns", every generated turn is a sequence (its prompt, then the turn; loss on the turn alone);
+            "whole", one sequence a conversation, loss on all generated tokens; "think", as "turns" with an empty
+            think block before each turn that later turns' history drops.
+        tasks_per_batch: groups a batch. The last batch of a pass over the tasks may hold fewer.
+        trials: conversations a group: the first so many of each task. None takes all that are recorded.
+        tasks: names of the tasks to use; None uses all.
+        min_reward: leaves out conversations of a smaller reward, for supervised training on those that went well; they
+            are counted in the log.
+        tokenizer: directory of a tokenizer with a chat template, for text (with token arrays: only for "think",
+            whose block is otherwise written in Qwen3's ids).
+        system: `*_system.json` with the system prompt and tools that precede every conversation, for text.
+        shuffle: deal the tasks of each pass in an order drawn from `seed` and the pass; else in the file's order.
+        seed: see `shuffle`.
+        batches_per_epoch: batches an epoch; None makes an epoch one pass over the tasks. The stream continues
+            from epoch to epoch.
+
+    In a batch `group_id` numbers the (task, model) pairs of the file, `episode_id` its conversations, `turn_index`
+    the turns; `prompt_id` is the task's name and `metadata` holds trial, model and source.
+
+    Raises (in `setup`):
+        DataFileError: a file or environment variable that is not there; RecordedDataError: data or options that
+        cannot be used, naming file and line, or key.
+    """
+
+    def __init__(
+        self,
+        path: str,
+        workload: Workload = "turns",
+        tasks_per_batch: int = 1,
+        trials: int | None = None,
+        tasks: list[str | int] | None = None,
+        tokenizer: str | None = None,
+        system: str | None = None,
+        shuffle: bool = True,
+        seed: int = 0,
+        batches_per_epoch: int | None = None,
+        min_reward: float | None = None,
+    ) -> None:
+        super().__init__()
+        for key, value in (
+            ("tasks_per_batch", tasks_per_batch),
+            ("trials", trials),
+            ("batches_per_epoch", batches_per_epoch),
+        ):
+            if value is not None and value < 1:
+                raise ValueError(f"{key}: must be at least 1, got {value}")
+        text = not path.endswith(".npz")
+        if text and tokenizer is None:
+            raise ValueError(f"tokenizer: '{path}' holds text; give the directory of a tokenizer with a chat template")
+        if not text and tokenizer is not None and workload != "think":
+            raise ValueError(f"tokenizer: has no effect, '{path}' holds token ids already; remove it")
+        if not text and system is not None:
+            raise ValueError(f"system: has no effect, the token arrays of '{path}' begin with it already; remove it")
+        self.path, self.workload, self.tokenizer, self.system = path, workload, tokenizer, system
+        self.tasks_per_batch, self.trials, self.tasks = tasks_per_batch, trials, tasks
+        self.shuffle, self.seed, self.min_reward = shuffle, seed, min_reward
+        self._batches_per_epoch = batches_per_epoch
+        self._think_ids: tuple[int, ...] = QWEN3_THINK_IDS
+        self._groups: list[list[Conversation]] = []
+        self._position = 0  # batches dealt, whose last optimizer step has been handed out
+
+    def setup(self, stage: str | None = None) -> None:
+        """Reads and checks the file (once); every rank does, since all of them need the number of batches."""
+        if stage not in (None, "fit"):
+            verb = getattr(stage, "value", stage)  # Lightning passes an enumeration
+            raise ValueError(f"data: recorded conversations can only be trained on; there is nothing to {verb} with")
+        if self._groups:
+            return
+        conversations = self._good(self._load())
+        groups = choose(grouped(conversations), self.tasks, self.path)
+        self._groups = [first_trials(group, self.trials) for group in groups.values()]
+        if self.tasks_per_batch > len(self._groups):
+            raise RecordedDataError(
+                f"tasks_per_batch: {self.tasks_per_batch}, but {len(self._groups)} tasks are chosen from {self.path}"
+            )
+
+    @property
+    def num_tasks(self) -> int:
+        """Groups to draw from."""
+        return len(self._groups)
+
+    @property
+    def batches_per_pass(self) -> int:
+        """Batches in which every chosen task occurs once."""
+        return -(-self.num_tasks // self.tasks_per_batch)
+
+    @property
+    def batches_per_epoch(self) -> int:
+        return self._batches_per_epoch or self.batches_per_pass
+
+    def batch(self, position: int) -> RolloutBatch:
+        """Batch number `position` (from 0) of the endless stream: a function of the data, the options and `seed`."""
+        turn, slot = divmod(position, self.batches_per_pass)
+        order = np.arange(self.num_tasks)
+        if self.shuffle:
+            order = np.random.default_rng([self.seed, turn]).permutation(self.num_tasks)
+        chosen = order[slot * self.tasks_per_batch : (slot + 1) * self.tasks_per_batch].tolist()
+        return RolloutBatch.from_trajectories(t for group in chosen for t in self._trajectories(group))
+
+    def train_dataloader(self) -> _RecordedLoader:
+        return _RecordedLoader(self)
+
+    def state_dict(self) -> dict[str, int]:
+        return {"position": self._position}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self._position = state["position"]
+
+    def _good(self, conversations: list[Conversation]) -> list[Conversation]:
+        least = self.min_reward
+        if least is None:
+            return conversations
+        good = [one for one in conversations if one.reward >= least]
+        if not good:
+            best = max(one.reward for one in conversations)
+            raise RecordedDataError(f"min_reward: {least:g}, but the best conversation of {self.path} has {best:g}")
+        _log.info(
+            "min_reward: %g leaves out %d of %d conversations",
+            least,
+            len(conversations) - len(good),
+            len(conversations),
+        )
+        return good
+
+    def _load(self) -> list[Conversation]:
+        file = resolve(self.path, "data.path")
+        encoder = None
+        if self.tokenizer is not None:
+            system = None if self.system is None else load_system(resolve(self.system, "data.system"))
+            encoder = ChatEncoder(load_chat_tokenizer(self.tokenizer, "data.tokenizer"), system)
+            self._think_ids = tuple(encoder.think_ids())
+        if file.suffix == ".npz":
+            return load_npz(file)
+        assert encoder is not None  # the constructor refuses text without a tokenizer
+        return [encoder.encode(transcript) for transcript in load_transcripts(file)]
+
+    def _trajectories(self, group: int) -> Iterator[Trajectory]:
+        first_episode = sum(len(g) for g in self._groups[:group])
+        for number, conversation in enumerate(self._groups[group]):
+            metadata: dict[str, Any] = {
+                "trial": conversation.trial,
+                "model": conversation.model,
+                "source": conversation.source,
+            }
+            for turn, (tokens, mask) in enumerate(conversation.sequences(self.workload, self._think_ids)):
+                yield Trajectory(
+                    tokens=torch.from_numpy(tokens.astype(np.int64)),
+                    loss_mask=torch.from_numpy(mask),
+                    behavior_logprobs=torch.zeros(len(tokens)),
+                    versions=torch.full((len(tokens),), -1),
+                    reward=conversation.reward,
+                    group_id=group,
+                    episode_id=first_episode + number,
+                    turn_index=turn,
+                    prompt_id=conversation.task,
+                    metadata=metadata,
+                )
+
+
+class _RecordedLoader:
+    """Handles on the stream's next batches; iterating again continues where the last iteration stopped."""
+
+    def __init__(self, data: RecordedDataModule) -> None:
+        self.data = data
+
+    def __len__(self) -> int:
+        return self.data.batches_per_epoch * self._count()
+
+    def __iter__(self) -> Iterator[StepHandle]:
+        data, count = self.data, self._count()
+        for _ in range(data.batches_per_epoch):
+            batch = data.batch(data._position) if data.trainer.global_rank == 0 else None
+            for index in range(count):
+                if index == count - 1:
+                    # Before the yield: a checkpoint written after this step must count the batch as consumed.
+                    data._position += 1
+                yield StepHandle(batch, index, count)
+
+    def _count(self) -> int:
+        return self.data.trainer.lightning_module.steps_per_batch

@@ -1,0 +1,293 @@
+"""Rewards in worker processes: bounded, with a deadline, killable.
+
+Promises: a reward that raises, crashes, hangs, takes too much memory or returns no finite number costs the one call it
+was asked for, after as many retries as configured: `RewardError` naming the prompt, or the configured score, logged and
+counted. A worker that cannot be trusted any more is killed with everything it started and replaced, and the calls
+waiting behind it go on elsewhere. Processes come from a fork server, so no thread or lock of the trainer is in them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import logging
+import pickle
+from collections import OrderedDict, deque
+from collections.abc import Callable
+
+from datamodules.prompts.base import Prompt
+from datamodules.rewards.functions import Reward
+from datamodules.rewards.options import Judgement, RewardOptions
+from datamodules.rewards.process import OverMemory, WorkerProcess
+
+_log = logging.getLogger(__name__)
+_MOST_AT_ONCE = (
+    16  # calls sent to a worker in one message: fewer switches between processes for rewards of microseconds
+)
+
+
+class RewardError(RuntimeError):
+    """A reward that could not be had; the message says for which prompt and why.
+
+    Attributes:
+        failure: what of `options.Failure` it is; "" when no reward was called at all.
+    """
+
+    def __init__(self, message: str, failure: str = "") -> None:
+        super().__init__(message)
+        self.failure = failure
+
+
+class _Call:
+    __slots__ = ("future", "payload", "prompt_id", "retries")
+
+    def __init__(self, prompt: Prompt, completion: str, retries: int) -> None:
+        self.prompt_id = prompt.id
+        self.retries = retries  # left
+        try:
+            self.payload = pickle.dumps((prompt, completion))
+        except Exception as error:
+            raise RewardError(f"prompt '{prompt.id}' cannot be sent to a reward worker: {error}") from error
+        self.future: asyncio.Future[Judgement] = asyncio.get_running_loop().create_future()
+
+    def fail(self, why: str, failure: str = "") -> None:
+        if not self.future.done():
+            self.future.set_exception(RewardError(f"reward of prompt '{self.prompt_id}' {why}", failure))
+
+
+class RewardPool:
+    """Calls `reward(prompt, completion)` in `workers` processes.
+
+    Args:
+        reward: a function or callable object that other processes can import (not a lambda, not a local function);
+            gives a number, or a number and what it is made of, by name (see `functions.Reward`).
+        workers: processes, at least 1.
+        deadline_s: seconds one call may take, time spent waiting for a worker not counted.
+        start_deadline_s: seconds a worker may take to start and import the reward.
+        options: retries, cache, limits and what a failed call means; see `RewardOptions`.
+
+    Attributes:
+        restarts: processes started in place of others, lost or replaced.
+        failures: calls that failed for good. cache_hits: calls answered from the cache. retries: calls made again.
+
+    Raises:
+        ValueError: an argument out of range, or a reward that cannot be sent to another process.
+    """
+
+    def __init__(
+        self,
+        reward: Callable[[Prompt, str], Reward],
+        workers: int = 1,
+        deadline_s: float = 15.0,
+        start_deadline_s: float = 120.0,
+        options: RewardOptions | None = None,
+    ) -> None:
+        if workers < 1:
+            raise ValueError(f"reward_workers: {workers}, must be at least 1")
+        if not deadline_s > 0:
+            raise ValueError(f"reward_deadline_s: {deadline_s}, must be above 0")
+        try:
+            self._pickled = pickle.dumps(reward)
+        except Exception as error:
+            raise ValueError(
+                f"reward: {reward!r} cannot be sent to a worker process ({error}); define it at the top of a module"
+            ) from error
+        self._count = workers
+        self._deadline_s = deadline_s
+        self._start_deadline_s = start_deadline_s
+        self._options = options or RewardOptions()
+        self._workers: list[WorkerProcess | None] = []
+        self._servers: list[asyncio.Task[None]] = []
+        self._waiting: deque[_Call] = deque()
+        self._arrived = asyncio.Event()  # made anew by open(): it belongs to one loop
+        self._cache: OrderedDict[bytes, Judgement] = OrderedDict()
+        self.restarts = self.failures = self.cache_hits = self.retries = 0
+
+    def start(self) -> None:
+        """Starts the processes, and returns before they are ready. Call it before threads are started."""
+        if not self._workers:
+            self._workers = [self._new_worker() for _ in range(self._count)]
+
+    async def open(self) -> None:
+        """Waits until every worker is ready, and serves calls of this event loop from then on.
+
+        Raises:
+            ValueError: the reward cannot be imported in a worker, or a worker does not start.
+        """
+        self.start()
+        self._arrived = asyncio.Event()
+        for one in self._workers:
+            assert one is not None
+            try:
+                await self._greet(one)
+            except RewardError as error:
+                raise ValueError(str(error)) from error
+        self._servers = [asyncio.create_task(self._serve(slot)) for slot in range(self._count)]
+
+    async def score(self, prompt: Prompt, completion: str) -> float:
+        """The reward of one completion, a finite number. Raises RewardError as `judge`."""
+        return (await self.judge(prompt, completion)).value
+
+    async def judge(self, prompt: Prompt, completion: str) -> Judgement:
+        """The reward of one completion and what it is made of.
+
+        Raises:
+            RewardError: there is none and no score is configured for that; or no worker is running.
+        """
+        if not self._servers:
+            raise RewardError(f"reward of prompt '{prompt.id}' asked for, but the reward workers are not running")
+        call = _Call(prompt, completion, self._options.retries)
+        key = hashlib.sha256(call.payload).digest() if self._options.cache else b""
+        if key in self._cache:
+            self.cache_hits += 1
+            self._cache.move_to_end(key)
+            return self._cache[key]
+        self._waiting.append(call)
+        self._arrived.set()
+        try:
+            found = await call.future
+        except RewardError as error:
+            return self._failed(error)
+        if self._options.cache:
+            self._cache[key] = found
+            while len(self._cache) > self._options.cache:
+                self._cache.popitem(last=False)
+        return found
+
+    def close(self) -> None:
+        """Kills the workers; calls still waiting fail. Idempotent; after the loop ended, or in it."""
+        for server in self._servers:
+            if not server.get_loop().is_closed():
+                server.cancel()
+        self._servers = []
+        for one in self._workers:
+            if one is not None:
+                one.kill()
+        self._workers = []
+        while self._waiting:
+            call = self._waiting.popleft()
+            if not call.future.get_loop().is_closed():
+                call.fail("will not come: the reward workers were closed")
+
+    def _failed(self, error: RewardError) -> Judgement:
+        """The configured score in place of a failed call's reward; raises `error` where groups are dropped instead."""
+        if not error.failure:
+            raise error
+        self.failures += 1
+        score = self._options.on_failure
+        if score == "drop":
+            raise error
+        _log.warning("%s; scored %g (reward_options.on_failure)", error, score)
+        return Judgement(float(score), failed=str(error))
+
+    def _new_worker(self) -> WorkerProcess:
+        return WorkerProcess(self._pickled, self._options.memory_bytes)
+
+    async def _greet(self, one: WorkerProcess) -> None:
+        failure = "crash"
+        try:
+            status, why = await one.receive(self._start_deadline_s)
+            if status == "ready":
+                one.check_memory()
+                return
+        except TimeoutError:
+            why = f"no sign of life within {self._start_deadline_s:g} s"
+        except OverMemory as error:
+            why, failure = f"before its first call it holds {error}; raise the limit", "memory"
+        except (EOFError, OSError):
+            why = f"it {one.kill(is_gone=True)} before it was ready"
+        raise RewardError(f"reward: a worker process could not be started: {why}", failure)
+
+    async def _serve(self, slot: int) -> None:
+        """Keeps one worker busy, replacing it whenever it is lost."""
+        while True:
+            calls = await self._next_calls()
+            try:
+                one = await self._worker(slot)
+            except RewardError as error:  # it worked before: give up on one call, then try again
+                self._give_up(calls.popleft(), error.failure, f"has nobody to compute it: {error}")
+                self._give_back(calls)
+                continue
+            await self._exchange(one, slot, calls)
+
+    async def _exchange(self, one: WorkerProcess, slot: int, calls: deque[_Call]) -> None:
+        """Has the calls answered one by one; all of them are done, failed or given back in the end."""
+        failure, why = "", ""
+        try:
+            one.connection.send([call.payload for call in calls])
+            while calls:
+                status, content = await one.receive(self._deadline_s)
+                call = calls.popleft()
+                if status != "ok":
+                    self._give_up(call, status, content)
+                elif not call.future.done():
+                    call.future.set_result(Judgement(*content))
+                one.answers += 1
+                if one.answers == self._options.max_calls:
+                    self._replace(slot, one, calls, "reward_options.max_calls")
+                    return
+                one.check_memory()
+        except TimeoutError:
+            failure, why = "timeout", f"did not return within {self._deadline_s:g} s; its worker {one.kill()}"
+        except OverMemory as error:
+            if one.answers > 0:  # what earlier calls left behind may be to blame: a fresh worker will tell
+                self._replace(slot, one, calls, error)
+                return
+            failure, why = "memory", f"took {error}; its worker {one.kill()}"
+        except (EOFError, OSError):
+            failure, why = "crash", f"was lost: its worker {one.kill(is_gone=True)}"
+        if failure:
+            self._workers[slot] = None
+            self._give_up(calls.popleft(), failure, why)
+            self._give_back(calls)
+
+    def _replace(self, slot: int, one: WorkerProcess, calls: deque[_Call], why: object) -> None:
+        """Ends a worker through no fault of `calls`, which go on elsewhere."""
+        _log.info("reward worker replaced after %d calls: %s", one.answers, why)
+        self._workers[slot] = None
+        one.kill()
+        self._give_back(calls)
+
+    def _give_up(self, call: _Call, failure: str, why: str) -> None:
+        """On this attempt: the call waits for another one, or fails."""
+        if call.retries > 0 and failure in self._options.retried and not call.future.done():
+            call.retries -= 1
+            self.retries += 1
+            _log.info("reward of prompt '%s' %s; tried again", call.prompt_id, why)
+            self._waiting.append(call)
+            self._arrived.set()
+        else:
+            call.fail(why, failure)
+
+    def _give_back(self, calls: deque[_Call]) -> None:
+        self._waiting.extendleft(reversed(calls))
+        if calls:
+            self._arrived.set()
+
+    async def _worker(self, slot: int) -> WorkerProcess:
+        one = self._workers[slot]
+        if one is None:
+            self.restarts += 1
+            one = self._new_worker()
+            self._workers[slot] = one  # at once, so that close() finds it
+            try:
+                await self._greet(one)
+            except RewardError:
+                self._workers[slot] = None
+                one.kill()
+                raise
+        return one
+
+    async def _next_calls(self) -> deque[_Call]:
+        while True:
+            calls: deque[_Call] = deque()
+            # A fair share, so that slow rewards spread over the workers.
+            share = max(1, min(_MOST_AT_ONCE, len(self._waiting) // (2 * self._count)))
+            while self._waiting and len(calls) < share:
+                call = self._waiting.popleft()
+                if not call.future.done():  # its group was given up meanwhile
+                    calls.append(call)
+            if calls:
+                return calls
+            self._arrived.clear()
+            await self._arrived.wait()

@@ -1,0 +1,379 @@
+"""`RolloutDataModule`: prompts, workflow, reward and inference engine as the training data of a Lightning `fit`.
+
+Promises: its arguments are its whole configuration; nothing starts before `start` (called by the WeightSync callback,
+on global rank 0 only); batches hold `batch_size` whole groups; the stream goes on over epochs, validations and
+restarts; everything it started ends with `teardown`, also after an error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Literal
+
+import lightning as L
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from datamodules import rollout_options as check
+from datamodules.diagnosis import everything
+from datamodules.episodes import EpisodePlayer
+from datamodules.filters import GroupFilter
+from datamodules.gate import StalenessGate
+from datamodules.groups import Group
+from datamodules.inference.protocol import InferenceEngine
+from datamodules.producer import Producer
+from datamodules.prompts.base import Prompt, PromptSource
+from datamodules.prompts.dealer import PromptDealer
+from datamodules.recording import RolloutRecorder
+from datamodules.rewards.options import RewardOptions
+from datamodules.rewards.pool import RewardPool
+from datamodules.rollout_loaders import EvalLoader, PredictLoader, TrainLoader
+from datamodules.tokenizers import load_tokenizer, texts_of
+from datamodules.val_sets import ValOptions, ValSet, val_sets, with_answers
+from datamodules.watchdog import OnStall, StallOptions, Watchdog
+from datamodules.workflows.base import Workflow
+
+
+class RolloutDataModule(L.LightningDataModule):
+    """Rolls out groups of episodes, asynchronously, and hands them to the trainer in batches.
+
+    Args:
+        prompts: source of training prompts (a `PromptSource`).
+        workflow: plays an episode: any class with `async def run(engine, prompt) -> list[Trajectory]` and
+            `max_new_tokens`.
+        engine: an `InferenceEngine`.
+        tokenizer: "char:<alphabet>", "train:<size>" or a directory (see `datamodules.tokenizers`).
+        reward: `(prompt, completion) -> float`, as the import path of a function, or class_path and init_args of a
+            callable class; runs in worker processes. None when the workflow sets rewards itself.
+        val_prompts: source of held-out prompts, with an end, or several by name; None for no validation.
+        batch_size: groups a batch, over all ranks.
+        group_size: episodes of each prompt (advantages from group statistics need at least 2).
+        max_staleness: most policy versions between a group's admission and its training; 0 is synchronous, and
+            reproducible under a seed (to the last bit if `max_concurrent` is at least `batch_size`).
+        max_concurrent: most groups played at once; None for all that may be.
+        over_sampling: prompts started for each one a batch needs, at least 1.0. With 1.5, half a batch more than is
+            needed is played; the first to finish are taken, and as soon as enough are finished the others are cancelled
+            and their prompts played again, before any new ones (counted as `requeued`). Batches are ready sooner, at a
+            price: prompts with short episodes are taken first, so batches lean towards them, prompts that are always
+            slow may never be trained on, and runs are not reproducible.
+        filter: decides which finished groups are worth training on (dynamic sampling, `datamodules.filters`); others
+            are dropped, counted and replaced.
+        max_filtered: groups filtered out since the last one kept that stop the run; None for 1000. With `filter` only.
+        batches_per_epoch: rollout batches an epoch. The stream goes on from epoch to epoch.
+        long_prompts: "error" refuses prompts that leave no room for a reply in the model's context; "skip" leaves
+            them out, with a logged count.
+        val_samples: episodes of each validation prompt, or of each set's by name.
+        val_temperature: of their sampling; 0 is greedy.
+        val_options: when a prompt counts as solved, and how votes are counted (`datamodules.val_sets.ValOptions`).
+        val_batch_size: validation prompts rolled out at a time.
+        reward_workers: processes for rewards.
+        reward_deadline_s: seconds one reward may take; then its worker is killed and its group dropped.
+        reward_options: retries, cache, memory limit and score of failed rewards (`datamodules.rewards.RewardOptions`).
+        episode_deadline_s: seconds one episode may take; then its group is dropped.
+        collect_deadline_s: seconds the trainer waits for a batch before it stops with an error.
+        stall_after_s: seconds without any reply, reward or end of an episode after which the watchdog says, in one
+            line, what is pending where, and does what `on_stall` says; None for half of the shorter deadline above.
+        on_stall: "warn"; "requeue", what is being played is given up and its prompts are played again;
+            "restart_server", servers at which replies are waited for are restarted (engines that start their own);
+            "stop", an error.
+        max_requeues: with `on_stall: requeue`: a prompt that stalls more often costs its group; None for 2.
+        max_failures: groups dropped in a row that stop the run.
+        record: directory that every batch is written to, for `ReplayDataModule`; relative to the run directory.
+        seed: of all sampling.
+
+    Raises:
+        ValueError: an argument out of range or without effect.
+    """
+
+    def __init__(
+        self,
+        prompts: PromptSource,
+        workflow: Workflow,
+        engine: InferenceEngine,
+        tokenizer: str,
+        reward: Callable[[Prompt, str], float] | None = None,
+        val_prompts: PromptSource | dict[str, PromptSource] | None = None,
+        batch_size: int = 16,
+        group_size: int = 8,
+        max_staleness: int = 1,
+        max_concurrent: int | None = None,
+        over_sampling: float = 1.0,
+        filter: GroupFilter | None = None,
+        max_filtered: int | None = None,
+        batches_per_epoch: int = 100,
+        long_prompts: Literal["error", "skip"] = "error",
+        val_samples: int | dict[str, int] = 1,
+        val_temperature: float = 0.0,
+        val_options: ValOptions | None = None,
+        val_batch_size: int = 256,
+        reward_workers: int = 1,
+        reward_deadline_s: float = 15.0,
+        reward_options: RewardOptions | None = None,
+        episode_deadline_s: float = 300.0,
+        collect_deadline_s: float = 900.0,
+        stall_after_s: float | None = None,
+        on_stall: OnStall = "warn",
+        max_requeues: int | None = None,
+        max_failures: int = 32,
+        record: str | None = None,
+        seed: int = 0,
+    ) -> None:
+        super().__init__()
+        counts = {"batch_size": batch_size, "group_size": group_size, "batches_per_epoch": batches_per_epoch}
+        check.at_least(1, {**counts, "val_batch_size": val_batch_size})
+        check.at_least(1, {"max_failures": max_failures, "max_filtered": max_filtered or 1000})
+        check.at_least(0, {"max_staleness": max_staleness, "val_temperature": val_temperature})
+        check.above_zero({"episode_deadline_s": episode_deadline_s, "collect_deadline_s": collect_deadline_s})
+        check.one_of("long_prompts", long_prompts, ("error", "skip"))
+        if max_filtered is not None and filter is None:
+            raise ValueError(f"max_filtered: {max_filtered} has no effect without filter; remove it or set filter")
+        self.prompts = check.prompt_source(prompts, "prompts")
+        self.val_prompts = val_prompts
+        self.val_sets = val_sets(val_prompts, val_samples, val_temperature, val_options)
+        if not hasattr(workflow, "run") or not hasattr(workflow, "max_new_tokens"):
+            raise ValueError(f"workflow: {type(workflow).__name__} needs a method run and an attribute max_new_tokens")
+        self.workflow: Any = workflow
+        self.engine: InferenceEngine = check.inference_engine(engine)
+        self.tokenizer_spec = tokenizer
+        self.tokenizer: PreTrainedTokenizerBase | None = None
+        self.batch_size = batch_size
+        self.group_size = group_size
+        self.batches_per_epoch = batches_per_epoch
+        self.val_temperature = val_temperature
+        self.val_batch_size = val_batch_size
+        self.collect_deadline_s = collect_deadline_s
+        self.gate = StalenessGate(batch_size, max_staleness, max_concurrent, over_sampling)
+        self._pool = None
+        if reward is not None:
+            self._pool = RewardPool(
+                reward, workers=reward_workers, deadline_s=reward_deadline_s, options=reward_options
+            )
+        elif reward_options is not None:
+            raise ValueError("reward_options has no effect without reward; remove it or set reward")
+        self._long_prompts = long_prompts
+        self._episode_deadline_s = episode_deadline_s
+        self._max_failures = max_failures
+        if stall_after_s is not None and stall_after_s >= collect_deadline_s:
+            raise ValueError(
+                f"stall_after_s: {stall_after_s:g} has no effect, collect_deadline_s: {collect_deadline_s:g} ends the"
+                " run first; lower the one or raise the other"
+            )
+        if max_requeues is not None and on_stall != "requeue":
+            raise ValueError(f"max_requeues: {max_requeues} has no effect with on_stall: {on_stall}; remove it")
+        starts_servers = callable(getattr(type(engine), "restart", None)) and not getattr(engine, "urls", ())
+        if on_stall == "restart_server" and not starts_servers:
+            raise ValueError(
+                f"on_stall: restart_server needs servers that the engine started; engine: {type(engine).__name__} has"
+                " none of its own: set on_stall to warn, requeue or stop, or use SGLangEngine with launch"
+            )
+        self._stall = StallOptions(
+            min(episode_deadline_s, collect_deadline_s) / 2 if stall_after_s is None else stall_after_s,
+            on_stall,
+            2 if max_requeues is None else max_requeues,
+        )
+        self._filter = filter
+        self._max_filtered = max_filtered or 1000
+        self._seed = seed
+        self._producer: Producer | None = None
+        self._watchdog: Watchdog | None = None
+        self._record = record
+        self._recorder: RolloutRecorder | None = None
+        self._val_dealers: dict[str, PromptDealer] = {}
+        self._started = False
+        self._stream: dict[str, Any] | None = None  # where the next start goes on
+        self._handed_out: tuple[int, list[Group]] = (-1, [])  # the last batch, and the version it trains
+
+    # ---- Lightning's hooks
+
+    def setup(self, stage: str) -> None:
+        """Loads the tokenizer, on every rank; one trained here is saved in the run directory."""
+        trainer = self.its_trainer()
+        if self.tokenizer is None:
+            self.tokenizer = load_tokenizer(self.tokenizer_spec, texts_of(self.prompts))
+            directory = trainer.log_dir  # asked on every rank: Lightning broadcasts it
+            if self.tokenizer_spec.startswith("train:") and trainer.is_global_zero and directory:
+                self.tokenizer.save_pretrained(Path(directory) / "tokenizer")
+        if stage == "fit" and trainer.accumulate_grad_batches != 1:
+            raise ValueError(
+                f"trainer.accumulate_grad_batches: {trainer.accumulate_grad_batches}, but a rollout batch is one or"
+                " more whole optimizer steps; leave it at 1 and raise data.batch_size instead"
+            )
+
+        if self._record is not None and stage in ("fit", "predict"):
+            directory = Path(trainer.log_dir or trainer.default_root_dir)  # asked on every rank, as above
+            self._recorder = RolloutRecorder(directory / self._record) if trainer.is_global_zero else None
+
+    def train_dataloader(self) -> TrainLoader:
+        return TrainLoader(self)
+
+    def val_dataloader(self) -> EvalLoader | list[EvalLoader]:
+        """A loader a set of held-out prompts."""
+        loaders = [EvalLoader(self, one) for one in self.val_sets]
+        return loaders[0] if len(loaders) == 1 else loaders
+
+    def test_dataloader(self) -> EvalLoader | list[EvalLoader]:
+        return self.val_dataloader()
+
+    def predict_dataloader(self) -> PredictLoader:
+        """Training prompts, rolled out and not trained on: `batches_per_epoch` batches."""
+        return PredictLoader(self)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The stream: position, prompts in progress (to be played again), finished groups, counters."""
+        if self._producer is None:
+            return dict(self._stream or {})
+        return self._producer.state_dict(self._untrained())
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Takes effect with the next `start`. Raises RuntimeError when rollouts already run."""
+        if self._producer is not None:
+            raise RuntimeError("RolloutDataModule.load_state_dict: rollouts are running; load before start")
+        self._stream = dict(state_dict)
+
+    def teardown(self, stage: str) -> None:
+        """Ends producer, engine and reward workers. A later `start` goes on with the stream."""
+        self.close()
+
+    def on_exception(self, exception: BaseException) -> None:
+        self.close()
+
+    # ---- called by WeightSync, on global rank 0
+
+    def start(self, model: PreTrainedModel, version: int) -> None:
+        """Starts reward workers, engine and producer with these weights; does nothing where they run already.
+
+        Training rollouts are admitted from the first training step on.
+
+        Raises:
+            ValueError: prompts, tokenizer and model do not fit together, or the reward cannot be loaded.
+        """
+        if self._started or not self.its_trainer().is_global_zero:
+            return
+        self._started = True
+        try:
+            self._launch(model, version)
+        except BaseException:
+            self.close()
+            raise
+
+    def publish(self, version: int) -> None:
+        """The engine serves `version` from now on."""
+        self._running_producer().publish(version)
+
+    def counters(self) -> dict[str, int]:
+        """Where the groups of the stream are; see `StalenessGate.counters`."""
+        return self.gate.counters()
+
+    def diagnose(self) -> str:
+        """For a run that hangs: what is pending where, and where every task waits. From any thread."""
+        producer = self._producer
+        return "nothing rolls out" if producer is None else everything(producer)
+
+    def close(self) -> None:
+        """Ends everything this datamodule started, keeping the stream for a later start. Idempotent."""
+        if self._watchdog is not None:
+            self._watchdog.close()
+            self._watchdog = None
+        producer, self._producer = self._producer, None
+        if producer is not None:
+            self._stream = producer.state_dict(self._untrained())
+            producer.close()
+        if self._pool is not None:
+            self._pool.close()
+        if self._started:
+            self.engine.close()
+        self._started = False
+        self._handed_out = (-1, [])
+
+    # ---- called by the loaders, on global rank 0
+
+    def collect(self) -> list[Group]:
+        """The next batch's groups. Raises TimeoutError and RuntimeError as `Producer.collect`."""
+        groups = self._running_producer().collect(self.batch_size, self.collect_deadline_s)
+        self._handed_out = (self._policy_version(), groups)
+        if self._recorder is not None:
+            self._recorder.write(self.gate.version, groups)
+        return groups
+
+    def let_go(self) -> None:
+        """The batch collected last will not be trained on: it counts as a version of its own, so that there is room for
+        the next one while the weights stay as they are."""
+        self._handed_out = (-1, [])
+        self._running_producer().publish(self.gate.version + 1)
+
+    def evaluate(self, prompts: ValSet, first: int, last: int) -> list[Group]:
+        """Episodes of the set's prompts `[first, last)`. Raises as `Producer.evaluate`."""
+        producer, dealer = self._running_producer(), self._val_dealers[prompts.name]
+        dealt = [prompt for prompt in map(dealer.deal, range(first, last)) if prompt is not None]
+        groups = producer.evaluate(dealt, prompts.samples, self.val_temperature, self.collect_deadline_s)
+        assert self.tokenizer is not None
+        return with_answers(groups, self.tokenizer, prompts.answer) if prompts.samples > 1 else groups
+
+    def _launch(self, model: PreTrainedModel, version: int) -> None:
+        assert self.tokenizer is not None, "start comes after setup"
+        if self._recorder is not None:
+            self._recorder.begin(version)
+        if self._pool is not None:
+            self._pool.start()  # before there are threads
+        self.engine.start(model, version, self._seed)
+        if self.tokenizer.eos_token_id >= self.engine.vocab_size:
+            raise ValueError(
+                f"tokenizer: its end of sequence is token {self.tokenizer.eos_token_id}, outside the model's vocabulary"
+                f" of {self.engine.vocab_size}; use the tokenizer that belongs to the model"
+            )
+        if hasattr(self.workflow, "prepare"):
+            self.workflow.prepare(self.tokenizer)
+        dealer = self._dealer(self.prompts)
+        self._val_dealers = {one.name: self._dealer(one.source) for one in self.val_sets}
+        player = EpisodePlayer(self.workflow, self.engine, self.tokenizer, self._pool, self._episode_deadline_s)
+        self._producer = Producer(
+            player,
+            dealer,
+            self.gate,
+            group_size=self.group_size,
+            seed=self._seed,
+            max_failures=self._max_failures,
+            group_filter=self._filter,
+            max_filtered=self._max_filtered,
+        )
+        self._producer.start(version, self._stream)
+        self._watchdog = Watchdog(self._stall, self._producer)
+        self._watchdog.start()
+
+    def _dealer(self, source: PromptSource) -> PromptDealer:
+        assert self.tokenizer is not None
+        dealer = PromptDealer(
+            source,
+            self.tokenizer,
+            vocab_size=self.engine.vocab_size,
+            max_context=self.engine.max_context,
+            reply_tokens=self.workflow.max_new_tokens,
+            encode=getattr(self.workflow, "encode", None),
+            long_prompts=self._long_prompts,
+        )
+        dealer.check()
+        return dealer
+
+    def _running_producer(self) -> Producer:
+        if self._producer is None:
+            raise RuntimeError(
+                "RolloutDataModule: nothing rolls out; add callbacks.WeightSync to trainer.callbacks, which starts it"
+            )
+        return self._producer
+
+    def _policy_version(self) -> int:
+        version: int = self.its_trainer().lightning_module.policy_version
+        return version
+
+    def _untrained(self) -> list[Group]:
+        """The groups of a batch that was handed out and whose last optimizer step is not done."""
+        version, groups = self._handed_out
+        return groups if groups and self._policy_version() == version else []
+
+    def its_trainer(self) -> L.Trainer:
+        """The trainer this datamodule was given to. Raises RuntimeError without one."""
+        if self.trainer is None:
+            raise RuntimeError(
+                "RolloutDataModule: no trainer; pass it to trainer.fit or trainer.validate as datamodule"
+            )
+        return self.trainer

@@ -1,0 +1,48 @@
+"""Checks of `RolloutDataModule`'s arguments. Promises: what is refused is named, with the remedy."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
+from datamodules.inference.protocol import InferenceEngine
+from datamodules.prompts.base import PromptSource
+
+
+def at_least(least: float, options: Mapping[str, float]) -> None:
+    """Raises ValueError for the first of these options that is below `least`."""
+    for name, value in options.items():
+        if not value >= least:
+            raise ValueError(f"{name}: {value}, must be at least {least}")
+
+
+def above_zero(options: Mapping[str, float]) -> None:
+    """Raises ValueError for the first of these options that is not above 0."""
+    for name, value in options.items():
+        if not value > 0:
+            raise ValueError(f"{name}: {value}, must be above 0")
+
+
+def one_of(name: str, value: str, choices: tuple[str, ...]) -> None:
+    """Raises ValueError when the option `name` is none of its choices."""
+    if value not in choices:
+        raise ValueError(f"{name}: {value!r}, must be one of {', '.join(choices)}")
+
+
+def prompt_source(value: object, key: str) -> PromptSource:
+    """`value`, if it is a source of prompts; else ValueError."""
+    if not isinstance(value, PromptSource):
+        raise ValueError(f"{key}: {type(value).__name__} is no PromptSource; subclass datamodules.prompts.PromptSource")
+    return value
+
+
+def inference_engine(value: Any) -> InferenceEngine:
+    """`value`, if it has all methods of an engine; else ValueError names those it lacks."""
+    # Looked up without running properties: an engine's may fail before its start.
+    names = [name for name in vars(InferenceEngine) if not name.startswith("_")]
+    missing = [name for name in names if inspect.getattr_static(value, name, None) is None]
+    if missing:
+        raise ValueError(f"engine: {type(value).__name__} is no InferenceEngine, it lacks {', '.join(missing)}")
+    engine: InferenceEngine = value
+    return engine

@@ -1,0 +1,174 @@
+"""What a workflow is, and the inference engine as its episodes see it.
+
+A workflow plays one episode: `async def run(engine, prompt) -> list[Trajectory]`. Any class with that method will do.
+It awaits `engine.generate(GenerationRequest(...))` as often as it likes, `engine.score(prompt, text)` for the
+configured reward, and returns one trajectory a training sequence, each with the episode's reward. While it waits for
+anything else, a tool say, it does so inside `engine.waiting("tool", name)`, so that a stall can be told.
+
+Promises: seeds, sampling temperature of validation and request names are filled in here, group and episode ids by the
+producer, so that a workflow knows nothing of streams, versions or validation. An exception in a workflow costs its
+group, never the run.
+"""
+
+from __future__ import annotations
+
+import inspect
+import random
+from abc import ABC, abstractmethod
+from collections.abc import Awaitable, Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from app.batch import Trajectory
+from datamodules.inference.protocol import (
+    GenerationError,
+    GenerationRequest,
+    GenerationResponse,
+    InferenceEngine,
+)
+from datamodules.pending import Pending
+from datamodules.prompts.base import Prompt
+from datamodules.rewards.options import Judgement
+
+
+class Workflow(ABC):
+    """Plays episodes. Any class with an async method `run` counts as one, without inheriting from this.
+
+    `max_new_tokens` is the most tokens of one reply, so that prompts without room for it are found before training.
+    A method `prepare(tokenizer)`, where there is one, is called before the first episode. A method `encode(prompt)`,
+    where there is one, gives the token ids with which a prompt's episodes begin (tools in the chat template, say); the
+    prompt's own text or messages are encoded otherwise.
+    """
+
+    max_new_tokens: int
+
+    @abstractmethod
+    async def run(self, engine: EpisodeEngine, prompt: Prompt) -> list[Trajectory]:
+        """One episode from `prompt.tokens`: its training sequences, in order of their turns."""
+
+    @classmethod
+    def __subclasshook__(cls, other: type) -> bool:
+        # A user's plain class is accepted by its shape; for a Protocol, jsonargparse would ask for our annotations too.
+        return cls is Workflow and inspect.iscoroutinefunction(getattr(other, "run", None))
+
+
+class EpisodeEngine:
+    """The inference engine, for one episode.
+
+    Args:
+        engine: the real one.
+        tokenizer: the model's.
+        score: the reward, None when workflows bring their own.
+        name: of the episode, for request ids.
+        seed: of the episode: turn t samples with a seed made of this and t.
+        sample: number of the episode among those of its prompt, from 0.
+        temperature: replaces the workflow's own (validation); None leaves it.
+        before: awaited before every request (held while training rollouts are paused).
+        pending: kept up to date with the requests and rewards the episode waits for.
+    """
+
+    def __init__(
+        self,
+        engine: InferenceEngine,
+        tokenizer: PreTrainedTokenizerBase,
+        score: Callable[[Prompt, str], Awaitable[Judgement]] | None,
+        *,
+        name: str,
+        seed: str,
+        sample: int = 0,
+        temperature: float | None = None,
+        before: Callable[[], Awaitable[Any]] | None = None,
+        pending: Pending | None = None,
+    ) -> None:
+        self.tokenizer = tokenizer
+        self.sample = sample
+        self._engine = engine
+        self._score = score
+        self._name = name
+        self._seed = seed
+        self._temperature = temperature
+        self._before = before
+        self._pending = pending or Pending()
+        self._turn = 0
+        self.judgement: Judgement | None = None  # the last one asked for
+
+    @property
+    def version(self) -> int:
+        """Policy version of the weights that generate the next token."""
+        return self._engine.version
+
+    @property
+    def vocab_size(self) -> int:
+        return self._engine.vocab_size
+
+    @property
+    def max_context(self) -> int:
+        """Most tokens, prompt and reply together, of one request."""
+        return self._engine.max_context
+
+    @property
+    def has_reward(self) -> bool:
+        """Whether `score` may be asked."""
+        return self._score is not None
+
+    def waiting(self, what: str, name: str = "") -> AbstractContextManager[None]:
+        """`with engine.waiting("tool", "search"): await ...` says in time-outs and to the watchdog what is awaited."""
+        return self._pending.waiting(what, name)
+
+    async def generate(self, request: GenerationRequest) -> GenerationResponse:
+        """Samples one reply. Fills in the request's `seed` and `request_id` where empty, and validation's temperature.
+
+        Raises GenerationError: the request is invalid, the engine failed, or it ended the reply early.
+        """
+        turn, self._turn = self._turn, self._turn + 1
+        if request.seed is None:
+            request.seed = random.Random(f"{self._seed}/{turn}").getrandbits(62)
+        if self._temperature is not None:
+            request.temperature = self._temperature
+        request.request_id = request.request_id or f"{self._name}/{turn}"
+        if self._before is not None:
+            await self._before()
+        with self._pending.waiting("reply", request.request_id):
+            response = await self._engine.generate(request)
+        if response.finish_reason == "abort":
+            raise GenerationError(
+                f"request '{request.request_id}' was ended by the engine after {len(response.tokens)} tokens"
+            )
+        return response
+
+    async def score(self, prompt: Prompt, completion: str) -> float:
+        """The configured reward of `completion`, from a worker process. Raises RewardError when there is none.
+
+        What the last asked-for one is made of goes into the metadata of the episode's trajectories.
+        """
+        if self._score is None:
+            raise ValueError("the workflow asks for a reward and none is configured; set the data's reward")
+        with self._pending.waiting("reward", self._name):
+            self.judgement = await self._score(prompt, completion)
+        return self.judgement.value
+
+
+def to_trajectory(
+    prompt: Prompt, request: GenerationRequest, response: GenerationResponse, turn_index: int = 0
+) -> Trajectory:
+    """The training sequence of one request: prompt tokens, then the generated ones, which are trained.
+
+    The reward is 0.0 until the workflow knows it; ids and log-probabilities are the engine's own.
+    """
+    given, made = len(request.tokens), len(response.tokens)
+    return Trajectory(
+        tokens=torch.tensor([*request.tokens, *response.tokens]),
+        loss_mask=torch.tensor([False] * given + [True] * made),
+        behavior_logprobs=torch.tensor([0.0] * given + response.logprobs, dtype=torch.float32),
+        versions=torch.tensor([-1] * given + response.versions),
+        reward=0.0,
+        group_id=0,
+        episode_id=0,
+        turn_index=turn_index,
+        prompt_id=prompt.id,
+        finish_reason=response.finish_reason,
+        temperature=request.temperature or 1.0,  # greedy replies carry log-probabilities at temperature 1
+    )

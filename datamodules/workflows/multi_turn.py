@@ -1,0 +1,167 @@
+"""Several tries: the model answers, is told what was wrong, and answers again.
+
+Promises: the ids of every turn are exactly those served, the feedback's tokens appended to them (see
+`datamodules.workflows.turns`); the episode has one reward.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from app.batch import Trajectory
+from datamodules.prompts.base import Prompt
+from datamodules.tokenizers import encode_prompt
+from datamodules.workflows.base import EpisodeEngine
+from datamodules.workflows.calling import call
+from datamodules.workflows.chat import Chat, Message
+from datamodules.workflows.turns import ReplyOptions, Sequences, Turns, check_sequences
+
+Feedback = Callable[[Prompt, list[str]], str | Awaitable[str | None] | None]
+
+
+class MultiTurnWorkflow:
+    """Replies, with feedback in between, until nothing is wrong any more or `max_turns` are over.
+
+    With `feedback`, that decides; the reward is the configured one of the last reply. Without, every reply is scored,
+    and one that scores less than `success` is answered with `retry_message`. A prompt of messages goes on through the
+    tokenizer's chat template, a prompt of text with the feedback's text as it is. A reply that is cut off ends the
+    episode.
+
+    Args:
+        max_turns: most replies, at least 2.
+        max_new_tokens: most tokens of a reply, at least 1.
+        temperature: of sampling, above 0.
+        stop: tokens, besides the tokenizer's end of sequence, that end a reply (each must be one token).
+        feedback: `(prompt, replies so far) -> str | None`: what the model is told, None when it is done; the import
+            path of a function, or class_path and init_args of a callable class. An asynchronous one is awaited, another
+            runs on a thread of its own. One that fails costs the group.
+        feedback_deadline_s: seconds that may take; None for 30. With `feedback` only.
+        retry_message: None for "That is not right. Try again.". Without `feedback` only.
+        success: the reward a reply must have to be right; None for 1.0. Without `feedback` only.
+        turn_discount: the last reply's reward times this for every turn before it, above 0 and at most 1.
+        sequences: "whole", "turns" or "rendered"; see `datamodules.workflows.turns.Sequences`.
+        template_options: further arguments of the chat template, such as `{enable_thinking: false}`.
+
+    Raises:
+        ValueError: an argument out of range or without effect.
+    """
+
+    def __init__(
+        self,
+        max_turns: int = 3,
+        max_new_tokens: int = 256,
+        temperature: float = 1.0,
+        stop: Sequence[str] = (),
+        feedback: Feedback | None = None,
+        feedback_deadline_s: float | None = None,
+        retry_message: str | None = None,
+        success: float | None = None,
+        turn_discount: float = 1.0,
+        sequences: Sequences = "whole",
+        template_options: dict[str, Any] | None = None,
+    ) -> None:
+        name = type(self).__name__
+        if max_turns < 2:
+            raise ValueError(f"{name}.max_turns: {max_turns}, must be at least 2; RLVRWorkflow has one turn")
+        if not 0 < turn_discount <= 1:
+            raise ValueError(f"{name}.turn_discount: {turn_discount}, must be above 0 and at most 1")
+        for key, value in (("retry_message", retry_message), ("success", success)):
+            if feedback is not None and value is not None:
+                raise ValueError(f"{name}.{key} has no effect with feedback, which decides; remove one of them")
+        if feedback is None and feedback_deadline_s is not None:
+            raise ValueError(f"{name}.feedback_deadline_s has no effect without feedback; remove it or set feedback")
+        if feedback_deadline_s is not None and not feedback_deadline_s > 0:
+            raise ValueError(f"{name}.feedback_deadline_s: {feedback_deadline_s}, must be above 0")
+        check_sequences(name, sequences)
+        self.max_turns = max_turns
+        self.max_new_tokens = max_new_tokens
+        self.turn_discount = turn_discount
+        self.sequences: Sequences = sequences
+        self._options = ReplyOptions(name, max_new_tokens, temperature, stop)
+        self._feedback = feedback
+        self._feedback_deadline_s = feedback_deadline_s or 30.0
+        self._retry_message = "That is not right. Try again." if retry_message is None else retry_message
+        self._success = 1.0 if success is None else success
+        self._template_options = template_options
+        self._tokenizer: PreTrainedTokenizerBase | None = None
+        self._chat: Chat | None = None
+
+    def prepare(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        """Looks up the stop tokens, and tries the chat template where there is one."""
+        self._options.prepare(tokenizer)
+        self._tokenizer = tokenizer
+        self._chat = Chat(tokenizer, options=self._template_options) if tokenizer.chat_template else None
+
+    def encode(self, prompt: Prompt) -> tuple[int, ...]:
+        """The ids an episode begins with. Raises ValueError when prompt, tokenizer and options do not fit together."""
+        assert self._tokenizer is not None, "prepare comes first"
+        if prompt.messages:
+            if self._chat is None:
+                raise ValueError(f"prompt '{prompt.id}' is a chat, and the tokenizer has no chat template for it")
+            return tuple(self._chat.prompt(prompt.messages))
+        if self.sequences == "rendered" or self._template_options:
+            raise ValueError(
+                f"{type(self).__name__}: prompt '{prompt.id}' is text, which no chat template renders; give messages"
+                " (chat: true), or leave out sequences: rendered and template_options"
+            )
+        return tuple(encode_prompt(self._tokenizer, prompt))
+
+    async def run(self, engine: EpisodeEngine, prompt: Prompt) -> list[Trajectory]:
+        turns = Turns(prompt, self._options)
+        messages: list[Message] = list(prompt.messages)
+        replies: list[str] = []
+        reward: float | None = None
+        while (response := await turns.generate(engine)) is not None:
+            replies.append(self._options.text(engine.tokenizer, response.tokens))
+            is_last = turns.count == self.max_turns or response.finish_reason == "length"
+            if self._feedback is None:
+                reward = await engine.score(prompt, replies[-1])
+                told = None if reward >= self._success else self._retry_message
+            else:
+                reward = None
+                told = None if is_last else await self._ask(engine, prompt, replies)
+            if is_last or told is None:
+                break
+            said = self._options.text(engine.tokenizer, response.tokens, special=True)
+            messages += [{"role": "assistant", "content": said}, {"role": "user", "content": told}]
+            self._tell(turns, prompt, messages, ended=response.tokens[-1:] == [engine.tokenizer.eos_token_id])
+        if reward is None:
+            reward = await engine.score(prompt, replies[-1])
+        metadata: dict[str, object] = {"completion": replies[-1], "answer": prompt.answer, "replies": replies}
+        return turns.trajectories(self.sequences, reward * self.turn_discount ** (turns.count - 1), metadata)
+
+    def _tell(self, turns: Turns, prompt: Prompt, messages: list[Message], ended: bool) -> None:
+        """The model's next prompt is the conversation so far and the last of the messages."""
+        if not prompt.messages:
+            assert self._tokenizer is not None
+            told = replace(prompt, text=messages[-1]["content"])
+            turns.extend(encode_prompt(self._tokenizer, told, bare=True))
+            return
+        assert self._chat is not None
+        if self.sequences == "rendered":
+            turns.rewrite(self._chat.prompt(messages))
+        else:
+            turns.extend(self._chat.after_reply(messages[-1:], ended))
+
+    async def _ask(self, engine: EpisodeEngine, prompt: Prompt, replies: list[str]) -> str | None:
+        assert self._feedback is not None
+        limit = asyncio.timeout(self._feedback_deadline_s)
+        try:
+            async with limit:
+                with engine.waiting("feedback", prompt.id):
+                    told = await call(self._feedback, prompt, list(replies))
+        except TimeoutError as error:
+            if limit.expired():
+                raise TimeoutError(
+                    f"feedback on prompt '{prompt.id}' was not there after {self._feedback_deadline_s:g} s"
+                    " (feedback_deadline_s)"
+                ) from error
+            raise
+        if told is not None and (not isinstance(told, str) or not told):
+            raise TypeError(f"feedback on prompt '{prompt.id}' is {told!r}; it must be a text, or None when done")
+        return told

@@ -1,0 +1,45 @@
+"""One reply, one reward: reinforcement learning with verifiable rewards (RLVR).
+
+Promises: the reply is trained as sampled, its stop token included; the reward sees its text without special tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from transformers import PreTrainedTokenizerBase
+
+from app.batch import Trajectory
+from datamodules.prompts.base import Prompt
+from datamodules.workflows.base import EpisodeEngine, to_trajectory
+from datamodules.workflows.turns import ReplyOptions
+
+
+class RLVRWorkflow:
+    """Samples one reply to the prompt and scores it with the configured reward.
+
+    Args:
+        max_new_tokens: most tokens of a reply, at least 1.
+        temperature: of sampling, above 0.
+        stop: tokens, besides the tokenizer's end of sequence, that end a reply (each must be one token).
+
+    Raises:
+        ValueError: an argument out of range, a stop text that is not one token.
+    """
+
+    def __init__(self, max_new_tokens: int = 256, temperature: float = 1.0, stop: Sequence[str] = ()) -> None:
+        self.max_new_tokens = max_new_tokens
+        self._options = ReplyOptions("RLVRWorkflow", max_new_tokens, temperature, stop)
+
+    def prepare(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        """Looks up the stop tokens, once, before the first episode."""
+        self._options.prepare(tokenizer)
+
+    async def run(self, engine: EpisodeEngine, prompt: Prompt) -> list[Trajectory]:
+        request = self._options.request(prompt.tokens)
+        response = await engine.generate(request)
+        trajectory = to_trajectory(prompt, request, response)
+        text = engine.tokenizer.decode(response.tokens, skip_special_tokens=True)
+        trajectory.reward = await engine.score(prompt, text)
+        trajectory.metadata = {"completion": text, "answer": prompt.answer}
+        return [trajectory]

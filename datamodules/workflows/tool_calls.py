@@ -1,0 +1,86 @@
+"""Tool calls in the text of a reply. A parser is any function `(text) -> list[ToolCall]`, named by its import path.
+
+Promises: the parsers here never raise; what cannot be read is a call with `error` set, so that the model can be told.
+Calls inside thoughts (`<think>...</think>`) are no calls.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True)
+class ToolCall:
+    """One call: the tool's name and its arguments; or `error`, why there is none."""
+
+    name: str = ""
+    arguments: dict[str, Any] = field(default_factory=dict)
+    error: str = ""
+
+
+def hermes_calls(text: str) -> list[ToolCall]:
+    """`<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, any number of them: Hermes, Qwen 2.5, Qwen3."""
+    said = _said(text)
+    pieces = said.split("<tool_call>")[1:]
+    if not pieces and "</tool_call>" in said:
+        return [ToolCall(error="</tool_call> without <tool_call> before it")]
+    calls = []
+    for piece in pieces:
+        body, closed, _ = piece.partition("</tool_call>")
+        calls.append(_read(body) if closed else ToolCall(error="<tool_call> is not closed by </tool_call>"))
+    return calls
+
+
+def json_calls(text: str) -> list[ToolCall]:
+    """The whole reply is one JSON object, or a list of them: `{"name": ..., "parameters": {...}}` (Llama 3.1 and up).
+
+    A reply that does not begin as JSON ("{" or "[") is an answer, not a call.
+    """
+    said = _said(text).strip().removeprefix("<|python_tag|>").strip()
+    if not said.startswith(("{", "[")):
+        return []
+    try:
+        found = json.loads(said, strict=False, parse_constant=_refuse)
+    except (ValueError, RecursionError) as error:
+        return [ToolCall(error=f"not valid JSON ({_brief(error)})")]
+    return [_checked(one) for one in found] if isinstance(found, list) else [_checked(found)]
+
+
+def _said(text: str) -> str:
+    """What is said aloud: behind the last thought, and before one that never ends."""
+    return text.rpartition("</think>")[2].partition("<think>")[0]
+
+
+def _read(body: str) -> ToolCall:
+    try:
+        # Models write line ends inside strings.
+        return _checked(json.loads(body.strip(), strict=False, parse_constant=_refuse))
+    except (ValueError, RecursionError) as error:
+        return ToolCall(error=f"not valid JSON ({_brief(error)})")
+
+
+def _checked(found: Any) -> ToolCall:
+    if not isinstance(found, dict):
+        return ToolCall(error=f"a call must be a JSON object, this is a {type(found).__name__}")
+    name = found.get("name")
+    if not isinstance(name, str) or not name:
+        return ToolCall(error='a call needs a "name", which is a string')
+    arguments = found.get("arguments", found.get("parameters", {}))
+    if isinstance(arguments, str):  # JSON within JSON
+        try:
+            arguments = json.loads(arguments, strict=False, parse_constant=_refuse)
+        except (ValueError, RecursionError) as error:
+            return ToolCall(name, error=f'"arguments" is not valid JSON ({_brief(error)})')
+    if not isinstance(arguments, dict):
+        return ToolCall(name, error=f'"arguments" must be a JSON object, this is a {type(arguments).__name__}')
+    return ToolCall(name, arguments)
+
+
+def _refuse(constant: str) -> Any:
+    raise ValueError(f"{constant} is not JSON")
+
+
+def _brief(error: BaseException) -> str:
+    return str(error)[:200] or type(error).__name__

@@ -1,0 +1,160 @@
+"""An agent with tools: the model calls them, reads the results, and goes on until it answers without a call.
+
+Promises: the ids of every turn are exactly those served (see `datamodules.workflows.turns`); whatever is wrong with a
+call is told to the model and counted in the metadata, and costs neither the episode nor its group.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal
+
+from transformers import PreTrainedTokenizerBase
+
+from app.batch import Trajectory
+from datamodules.prompts.base import Prompt
+from datamodules.workflows.base import EpisodeEngine
+from datamodules.workflows.chat import Chat, messages_of
+from datamodules.workflows.tool_calls import ToolCall, hermes_calls
+from datamodules.workflows.tools import Toolbox, ToolRunner
+from datamodules.workflows.turns import ReplyOptions, Sequences, Turns, check_sequences
+
+
+class ToolWorkflow:
+    """Plays an agent with tools.
+
+    An episode ends with a reply without calls ("stop"), with a reply cut off or a context that is full ("length"), or
+    with calls in the last turn, which are not carried out ("max_turns"). Its reward is the tools' own, where they have
+    one, else the configured one of the last reply. The metadata counts, where there were any, `tool_calls` and among
+    them `malformed_calls`, `unknown_tools`, `invalid_arguments`, `failed_calls`, `timed_out_calls`, `refused_calls`,
+    `cut_results` (too long) and `quoted_results` (they spelled special tokens, which got a space put into them).
+
+    Args:
+        tools: JSON schemas and what carries out the calls: `FunctionTools` or your own class; see
+            `datamodules.workflows.tools.Toolbox`.
+        max_turns: most replies, at least 2.
+        max_new_tokens: most tokens of a reply, at least 1.
+        temperature: of sampling, above 0.
+        stop: tokens, besides the tokenizer's end of sequence, that end a reply (each must be one token).
+        parser: finds the calls in a reply's text: `datamodules.workflows.hermes_calls`, `json_calls` or a function of
+            your own.
+        sequences: "whole", "turns" or "rendered"; see `datamodules.workflows.turns.Sequences`. Templates that drop old
+            thoughts only do so with "rendered": otherwise the model sees its thoughts again, as it wrote them.
+        tool_role: role of the messages that carry results; "user" for templates that know no "tool".
+        show_tools: whether the chat template shows the tools to the model; if not, the prompts' messages must.
+        tool_deadline_s: seconds a call may take; then the model is told so.
+        tool_deadlines_s: tool name -> seconds, for tools with a deadline of their own.
+        max_calls: calls of one reply that are carried out; the model is told about those that were not.
+        max_result_chars: longest result; longer ones are cut, and say so. None for no limit.
+        template_options: further arguments of the chat template, such as `{enable_thinking: false}`.
+
+    Raises:
+        ValueError: an argument out of range, tools that are none.
+    """
+
+    def __init__(
+        self,
+        tools: Toolbox,
+        max_turns: int = 8,
+        max_new_tokens: int = 512,
+        temperature: float = 1.0,
+        stop: Sequence[str] = (),
+        parser: Callable[[str], list[ToolCall]] = hermes_calls,
+        sequences: Sequences = "whole",
+        tool_role: Literal["tool", "user"] = "tool",
+        show_tools: bool = True,
+        tool_deadline_s: float = 30.0,
+        tool_deadlines_s: Mapping[str, float] | None = None,
+        max_calls: int = 16,
+        max_result_chars: int | None = None,
+        template_options: dict[str, Any] | None = None,
+    ) -> None:
+        name = type(self).__name__
+        if max_turns < 2:
+            raise ValueError(f"{name}.max_turns: {max_turns}, must be at least 2: a call, and an answer")
+        if tool_role not in ("tool", "user"):
+            raise ValueError(f"{name}.tool_role: {tool_role!r}, must be 'tool' or 'user'")
+        if not inspect.iscoroutinefunction(getattr(tools, "call", None)) or not hasattr(tools, "tools"):
+            raise ValueError(f"{name}.tools: {type(tools).__name__} needs an attribute tools and an async method call")
+        check_sequences(name, sequences)
+        self.tools = tools
+        self.max_turns = max_turns
+        self.max_new_tokens = max_new_tokens
+        self.sequences: Sequences = sequences
+        self.tool_role = tool_role
+        self._options = ReplyOptions(name, max_new_tokens, temperature, stop)
+        self._parser = parser
+        self._runner = ToolRunner(tools.tools, tool_deadline_s, tool_deadlines_s, max_calls, max_result_chars)
+        self._shown = tools.tools if show_tools else None
+        self._template_options = template_options
+        self._chat: Chat | None = None
+
+    def prepare(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        """Tries the chat template. Raises ValueError when it cannot show tools or their results."""
+        self._options.prepare(tokenizer)
+        self._chat = Chat(tokenizer, self._shown, self._template_options)
+        if self.sequences != "rendered":
+            self._chat.after_reply([{"role": self.tool_role, "content": "."}], ended=True)
+
+    def encode(self, prompt: Prompt) -> tuple[int, ...]:
+        """The ids an episode begins with, the tools' descriptions included."""
+        return tuple(self._template().prompt(messages_of(prompt)))
+
+    async def run(self, engine: EpisodeEngine, prompt: Prompt) -> list[Trajectory]:
+        box: Any = self.tools
+        if hasattr(box, "open"):
+            box = box.open(prompt)
+            box = await box if inspect.isawaitable(box) else box
+        try:
+            turns, reply, counts = await self._play(engine, prompt, box)
+            reward = await (box.reward(prompt, reply) if hasattr(box, "reward") else engine.score(prompt, reply))
+        finally:
+            if box is not self.tools and hasattr(box, "close"):
+                await box.close()
+        metadata: dict[str, object] = {"completion": reply, "answer": prompt.answer, **counts}
+        return turns.trajectories(self.sequences, float(reward), metadata)
+
+    async def _play(self, engine: EpisodeEngine, prompt: Prompt, box: Toolbox) -> tuple[Turns, str, Counter[str]]:
+        """The conversation, the last reply's text, and what became of the calls."""
+        chat, tokenizer = self._template(), engine.tokenizer
+        messages = messages_of(prompt)
+        turns = Turns(prompt, self._options)
+        counts: Counter[str] = Counter()
+        reply = ""
+        while (response := await turns.generate(engine)) is not None:
+            reply = self._options.text(tokenizer, response.tokens)
+            if response.finish_reason == "length":
+                break
+            said = self._options.text(tokenizer, response.tokens, special=True)
+            calls = self._calls(said)
+            if not calls:
+                break
+            if turns.count == self.max_turns:
+                turns.finish_reason = "max_turns"
+                break
+            results = await self._runner.answer(box, calls, engine, counts)
+            quoted = [chat.quoted(result) for result in results]
+            if changed := sum(one != other for one, other in zip(results, quoted, strict=True)):
+                counts["quoted_results"] += changed
+            answers = [
+                {"role": self.tool_role, "name": one.name, "content": result}
+                for one, result in zip(calls, quoted, strict=True)
+            ]
+            messages += [{"role": "assistant", "content": said}, *answers]
+            if self.sequences == "rendered":
+                turns.rewrite(chat.prompt(messages))
+            else:
+                turns.extend(chat.after_reply(answers, ended=response.tokens[-1:] == [tokenizer.eos_token_id]))
+        return turns, reply, counts
+
+    def _calls(self, text: str) -> list[ToolCall]:
+        try:
+            return self._parser(text)
+        except Exception as error:  # a user's own parser
+            return [ToolCall(error=f"{type(error).__name__}: {error}")]
+
+    def _template(self) -> Chat:
+        assert self._chat is not None, "prepare comes first"
+        return self._chat

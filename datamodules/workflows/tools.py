@@ -1,0 +1,173 @@
+"""Tools of an agent: what they are, and how the calls of one reply are carried out.
+
+Promises: whatever a model asks for gets an answer it can read: a result, or what was wrong with the call. Unknown
+tools, arguments that break the schema, tools that raise or take too long are counted and told, and never end the
+episode. The calls of one reply run concurrently, and are answered in their order.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import json
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from jsonschema import Draft202012Validator
+from jsonschema.exceptions import SchemaError, best_match
+from transformers.utils import get_json_schema
+
+from datamodules.workflows.base import EpisodeEngine
+from datamodules.workflows.calling import call
+from datamodules.workflows.tool_calls import ToolCall
+
+
+class Toolbox(ABC):
+    """The tools of an episode. Any class with an async method `call` and an attribute `tools` will do.
+
+    Where it has them, these are used too:
+        open(prompt) -> Toolbox: fresh tools for one episode (a database of its own, say).
+        async close(): of what `open` gave, when the episode ends, however it does.
+        async reward(prompt, reply) -> float: of the episode, in place of the configured reward.
+
+    Attributes:
+        tools: JSON schemas in OpenAI's form: `{"type": "function", "function": {"name", "description", "parameters"}}`.
+    """
+
+    tools: list[dict[str, Any]]
+
+    @abstractmethod
+    async def call(self, name: str, arguments: dict[str, Any]) -> Any:
+        """The result of one call, a text or anything JSON-able. What it raises is told to the model."""
+
+    @classmethod
+    def __subclasshook__(cls, other: type) -> bool:
+        return cls is Toolbox and inspect.iscoroutinefunction(getattr(other, "call", None))
+
+
+class FunctionTools(Toolbox):
+    """Functions as tools; their schemas are made from annotations and Google-style docstrings.
+
+    Args:
+        functions: import paths; asynchronous ones are awaited, others run on threads of their own.
+
+    Raises:
+        ValueError: a function whose schema cannot be made (an argument without annotation or description).
+    """
+
+    def __init__(self, functions: Sequence[Callable[..., Any]]) -> None:
+        self.tools = []
+        self._functions: dict[str, Callable[..., Any]] = {}
+        for function in functions:
+            name = getattr(function, "__name__", repr(function))
+            try:
+                self.tools.append(get_json_schema(function))
+            except Exception as error:  # of a class of the library's own for each fault
+                raise ValueError(f"FunctionTools.functions: {name} cannot be described to a model: {error}") from error
+            self._functions[name] = function
+
+    async def call(self, name: str, arguments: dict[str, Any]) -> Any:
+        return await call(self._functions[name], **arguments)
+
+
+class ToolRunner:
+    """Carries out calls.
+
+    Args:
+        tools: JSON schemas, as `Toolbox.tools`.
+        deadline_s: seconds a call may take.
+        deadlines: tool name -> seconds, for those that have their own.
+        max_calls: calls of one reply that are carried out; those beyond are refused.
+        max_result_chars: longest result; longer ones are cut, and say so. None for no limit.
+
+    Raises:
+        ValueError: schemas that are none, two tools of one name, an argument out of range.
+    """
+
+    def __init__(
+        self,
+        tools: list[dict[str, Any]],
+        deadline_s: float = 30.0,
+        deadlines: Mapping[str, float] | None = None,
+        max_calls: int = 16,
+        max_result_chars: int | None = None,
+    ) -> None:
+        self._validators = _validators(tools)
+        stray = [name for name in deadlines or {} if name not in self._validators]
+        if stray:
+            raise ValueError(f"tool_deadlines_s: '{stray[0]}' is none of the tools {list(self._validators)}")
+        self._deadlines = {name: (deadlines or {}).get(name, deadline_s) for name in self._validators}
+        for name, seconds in self._deadlines.items():
+            if not seconds > 0:
+                raise ValueError(f"tool_deadline_s of '{name}': {seconds}, must be above 0")
+        for key, value in (("max_calls", max_calls), ("max_result_chars", max_result_chars)):
+            if value is not None and value < 1:
+                raise ValueError(f"{key}: {value}, must be at least 1")
+        self._max_calls = max_calls
+        self._max_result_chars = max_result_chars
+
+    async def answer(
+        self, box: Toolbox, calls: Sequence[ToolCall], engine: EpisodeEngine, counts: Counter[str]
+    ) -> list[str]:
+        """What the model is told about each of the calls of one reply. Adds to `counts` what became of them."""
+        counts["tool_calls"] += len(calls)
+        told = await asyncio.gather(*(self._one(box, one, k, engine, counts) for k, one in enumerate(calls)))
+        # Half a surrogate pair, which JSON can write, has no tokens.
+        return [text.encode("utf-8", "replace").decode("utf-8") for text in told]
+
+    async def _one(self, box: Toolbox, one: ToolCall, k: int, engine: EpisodeEngine, counts: Counter[str]) -> str:
+        def refuse(count: str, why: str) -> str:
+            counts[count] += 1
+            return f"Error: {why}"
+
+        if k >= self._max_calls:
+            return refuse("refused_calls", f"only {self._max_calls} calls of one reply are carried out")
+        if one.error:
+            return refuse("malformed_calls", f"the call of {one.name or 'a tool'} cannot be read: {one.error}")
+        validator = self._validators.get(one.name)
+        if validator is None:
+            known = ", ".join(self._validators)
+            return refuse("unknown_tools", f"there is no tool '{one.name[:100]}'; there are: {known}")
+        fault = best_match(validator.iter_errors(one.arguments))
+        if fault is not None:
+            where = "".join(f" at {part}" for part in fault.absolute_path)
+            return refuse("invalid_arguments", f"arguments of {one.name}{where}: {fault.message[:300]}")
+        limit = asyncio.timeout(self._deadlines[one.name])
+        try:
+            async with limit:
+                with engine.waiting("tool", one.name):
+                    result = await box.call(one.name, one.arguments)
+            text = result if isinstance(result, str) else json.dumps(result, ensure_ascii=False)
+        except Exception as error:
+            if isinstance(error, TimeoutError) and limit.expired():
+                return refuse("timed_out_calls", f"{one.name} did not answer within {self._deadlines[one.name]:g} s")
+            return refuse("failed_calls", f"{one.name} failed: {type(error).__name__}: {error}")
+        over = 0 if self._max_result_chars is None else len(text) - self._max_result_chars
+        if over <= 0:
+            return text
+        counts["cut_results"] += 1
+        return f"{text[: self._max_result_chars]}... ({over} more characters are left out)"
+
+
+def _validators(tools: list[dict[str, Any]]) -> dict[str, Draft202012Validator]:
+    found: dict[str, Draft202012Validator] = {}
+    if not isinstance(tools, list) or not tools:
+        raise ValueError("tools: must be a list of at least one JSON schema")
+    for k, tool in enumerate(tools):
+        function = tool.get("function") if isinstance(tool, dict) else None
+        name = function.get("name") if isinstance(function, dict) else None
+        if not isinstance(function, dict) or not isinstance(name, str) or not name:
+            raise ValueError(
+                f"tools[{k}]: must be {{'type': 'function', 'function': {{'name': ..., 'parameters': ...}}}}"
+            )
+        if name in found:
+            raise ValueError(f"tools[{k}]: there is a tool '{name}' already; name each once")
+        parameters = function.get("parameters", {"type": "object"})
+        try:
+            Draft202012Validator.check_schema(parameters)
+        except SchemaError as error:
+            raise ValueError(f"tools[{k}].function.parameters of '{name}': no JSON schema: {error.message}") from error
+        found[name] = Draft202012Validator(parameters)
+    return found

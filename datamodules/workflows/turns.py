@@ -1,0 +1,207 @@
+"""What workflows of several turns share: how replies are sampled, and the tokens of an episode as they were served.
+
+Promises: nothing generated is ever re-tokenized: the next request sends the ids of the last one, the generated ids, and
+whatever was appended to them; only those three make up training sequences, each generated token with the
+log-probability and version the engine gave it. A conversation that fills the model's context ends with finish reason
+"length", without an error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from app.batch import Trajectory
+from datamodules.inference.protocol import GenerationRequest, GenerationResponse
+from datamodules.prompts.base import Prompt
+from datamodules.workflows.base import EpisodeEngine
+
+Sequences = Literal["whole", "turns", "rendered"]
+"""What of an episode becomes training sequences:
+
+    whole     one sequence, with loss on every generated token
+    turns     one a turn: everything before it as it was served, then the turn, with loss on that
+    rendered  one a turn, its prompt rendered anew from the messages so far by the chat template, which may leave out
+              what it likes (thoughts of earlier turns): what was generated is trained as generated, and what later
+              turns see of it is the template's text, tokenized again
+"""
+
+
+class ReplyOptions:
+    """How one reply is sampled.
+
+    Args:
+        owner: class that was configured, for errors.
+        max_new_tokens: most tokens of a reply, at least 1.
+        temperature: of sampling, above 0.
+        stop: texts, besides the tokenizer's end of sequence, that end a reply (each must be one token).
+
+    Raises:
+        ValueError: an argument out of range.
+    """
+
+    def __init__(self, owner: str, max_new_tokens: int, temperature: float, stop: Sequence[str] = ()) -> None:
+        if max_new_tokens < 1:
+            raise ValueError(f"{owner}.max_new_tokens: {max_new_tokens}, must be at least 1")
+        if not temperature > 0:
+            raise ValueError(
+                f"{owner}.temperature: {temperature}, must be above 0; greedy samples of one prompt would all be"
+                " alike (validation has val_temperature)"
+            )
+        self.owner = owner
+        self.max_new_tokens = max_new_tokens
+        self.temperature = temperature
+        self.stop = tuple(stop)
+        self.stop_ids: tuple[int, ...] = ()
+
+    def prepare(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        """Looks up the stop tokens. Raises ValueError for a stop text that is not one token."""
+        found = [tokenizer.eos_token_id]
+        for text in self.stop:
+            tokens = tokenizer.encode(text, add_special_tokens=False)
+            if len(tokens) != 1:
+                raise ValueError(
+                    f"{self.owner}.stop: {text!r} is {len(tokens)} tokens; a reply can only end at one token"
+                )
+            found += tokens
+        self.stop_ids = tuple(dict.fromkeys(found))
+
+    def request(self, tokens: Sequence[int], most: int | None = None) -> GenerationRequest:
+        """A request for a reply to `tokens`, of `most` tokens where that is less than `max_new_tokens`."""
+        count = self.max_new_tokens if most is None else min(most, self.max_new_tokens)
+        return GenerationRequest(
+            list(tokens), max_new_tokens=count, temperature=self.temperature, stop_token_ids=self.stop_ids
+        )
+
+    def text(self, tokenizer: PreTrainedTokenizerBase, tokens: Sequence[int], special: bool = False) -> str:
+        """A reply as text, without the token that ended it; `special`: with special tokens it contains."""
+        kept = tokens[:-1] if self.ended(tokens) else tokens
+        return str(tokenizer.decode(list(kept), skip_special_tokens=not special))
+
+    def ended(self, tokens: Sequence[int]) -> bool:
+        """Whether a reply ends with a stop token."""
+        return len(tokens) > 0 and tokens[-1] in self.stop_ids
+
+
+@dataclass
+class _Turn:
+    start: int  # of its tokens in the sequence
+    response: GenerationResponse
+    temperature: float
+    finish_reason: str
+
+
+class Turns:
+    """The conversation of one episode in token ids.
+
+    Args:
+        prompt: of the episode.
+        options: of its replies.
+        tokens: what the first request sends; None for the prompt's own.
+
+    Attributes:
+        tokens: what the next request will send.
+        count: turns generated.
+    """
+
+    def __init__(self, prompt: Prompt, options: ReplyOptions, tokens: Sequence[int] | None = None) -> None:
+        self.tokens = list(prompt.tokens if tokens is None else tokens)
+        self.count = 0
+        self._prompt = prompt
+        self._options = options
+        self._turns: list[_Turn] = []  # whose tokens are in `tokens`
+        self._closed: list[Trajectory] = []  # of turns before the conversation was rewritten
+
+    @property
+    def finish_reason(self) -> str:
+        """Why the last reply ended, or what ended the episode after it, where that was set."""
+        last = self._turns or self._closed
+        return last[-1].finish_reason if last else ""
+
+    @finish_reason.setter
+    def finish_reason(self, value: str) -> None:
+        (self._turns or self._closed)[-1].finish_reason = value
+
+    async def generate(self, engine: EpisodeEngine, most: int | None = None) -> GenerationResponse | None:
+        """One more reply, of at most `most` tokens and what is left of the context.
+
+        Returns None, with finish reason "length", when nothing is left of it.
+
+        Raises:
+            GenerationError: as the engine.
+            ValueError: the first reply already has no room.
+        """
+        room = engine.max_context - len(self.tokens)
+        if room < 1:
+            if self.count == 0:
+                raise ValueError(
+                    f"prompt '{self._prompt.id}': its {len(self.tokens)} tokens leave no room for a reply in the"
+                    f" context of {engine.max_context}; shorten it, or use a model with a longer context"
+                )
+            self.finish_reason = "length"
+            return None
+        request = self._options.request(self.tokens, room if most is None else min(room, most))
+        response = await engine.generate(request)
+        self._turns.append(_Turn(len(self.tokens), response, request.temperature or 1.0, response.finish_reason))
+        self.tokens += response.tokens
+        self.count += 1
+        return response
+
+    def extend(self, tokens: Sequence[int]) -> None:
+        """Appends what the model is told next."""
+        self.tokens += tokens
+
+    def rewrite(self, tokens: Sequence[int]) -> None:
+        """Goes on from another rendering of the conversation; the turns so far are sequences of their own."""
+        self._closed += self._by_turn()
+        self._turns = []
+        self.tokens = list(tokens)
+
+    def trajectories(self, sequences: Sequences, reward: float, metadata: dict[str, object]) -> list[Trajectory]:
+        """The training sequences of the episode, each with its reward and metadata."""
+        if sequences == "whole":
+            found = [self._sequence(self._turns, 0)]
+        else:
+            found = [*self._closed, *self._by_turn()]
+        for one in found:
+            one.reward = reward
+            one.metadata = {**metadata, "turns": self.count}
+        return found
+
+    def _by_turn(self) -> list[Trajectory]:
+        return [self._sequence([turn], len(self._closed) + k) for k, turn in enumerate(self._turns)]
+
+    def _sequence(self, turns: Sequence[_Turn], index: int) -> Trajectory:
+        """Everything up to the end of the last of these turns, all of them trained."""
+        length = turns[-1].start + len(turns[-1].response.tokens)
+        mask = torch.zeros(length, dtype=torch.bool)
+        logprobs = torch.zeros(length)
+        versions = torch.full((length,), -1)
+        for turn in turns:
+            made = slice(turn.start, turn.start + len(turn.response.tokens))
+            mask[made] = True
+            logprobs[made] = torch.tensor(turn.response.logprobs)
+            versions[made] = torch.tensor(turn.response.versions)
+        return Trajectory(
+            tokens=torch.tensor(self.tokens[:length]),
+            loss_mask=mask,
+            behavior_logprobs=logprobs,
+            versions=versions,
+            reward=0.0,
+            group_id=0,
+            episode_id=0,
+            turn_index=index,
+            prompt_id=self._prompt.id,
+            finish_reason=turns[-1].finish_reason,
+            temperature=turns[-1].temperature,
+        )
+
+
+def check_sequences(owner: str, value: str, allowed: Sequence[str] = get_args(Sequences)) -> None:
+    """Raises ValueError when `value` is none of the allowed ways to make sequences."""
+    if value not in allowed:
+        raise ValueError(f"{owner}.sequences: {value!r}, must be one of {tuple(allowed)}")

@@ -1,0 +1,192 @@
+"""`ActorCriticModule`: PPO with a critic; everything of `PolicyModule`, and values.
+
+Promises: the critic runs over the same prefix trees as the policy, in the policy's own pass ("shared") or in one of its
+own; values are those at the start of the batch for all its optimizer steps; the denominator of the value loss is the
+number of value targets of the whole optimizer step over all ranks; during the warm-up the policy does not move at all.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from app.batch import RolloutBatch
+from app.tree import FlatOutputs
+from modules.critic import Critic, CriticSource, explained_variance
+from modules.metrics import NamedMetrics, TokenSums
+from modules.model_source import ModelSource
+from modules.objectives.value_loss import value_loss
+from modules.policy import PolicyModule
+from modules.prepare import TreeStep
+
+
+class ActorCriticModule(PolicyModule):
+    """Trains `policy` and `critic` on the rollout batches of its datamodule.
+
+    The loss is that of `PolicyModule` + value_coef x the mean value loss over the step's value targets.
+
+    Args:
+        model: the policy's weights or configuration.
+        critic: "shared", a value head on the policy's hidden states; "initial", a copy of the policy's trunk at the
+            start of the run; or a model of its own (its trunk).
+        value_coef: weight of the value loss.
+        value_clip: how far a value may move from the one at the start of the batch, units of reward; None for any far.
+        critic_lr: learning rate of the critic's parameters (with "shared", of the head); default: the policy's. LR
+            schedulers scale both.
+        critic_warmup: rollout batches that train the critic only (with "shared", the head only).
+        policy_options: see `PolicyModule`. `advantage` must be an estimator that takes values, by default `gae`.
+
+    Logs also: value_loss, value_clip_fraction; at index 0 explained_variance (of returns by the values at the start).
+
+    Raises:
+        ValueError: as `PolicyModule`; an advantage that takes no values.
+    """
+
+    has_critic = True
+    default_advantage = "gae"
+
+    def __init__(
+        self,
+        model: ModelSource,
+        critic: CriticSource = "shared",
+        value_coef: float = 0.5,
+        value_clip: float | None = None,
+        critic_lr: float | None = None,
+        critic_warmup: int = 0,
+        **policy_options: Any,
+    ) -> None:
+        super().__init__(model, **policy_options)
+        if "values" not in self.algorithm.needs:
+            name = self.algorithm.advantage.name if self.algorithm.advantage else "none"
+            raise ValueError(
+                f"advantage={name} takes no values, so the critic has no effect: use gae or gae_turn, or"
+                " modules.PolicyModule as class_path"
+            )
+        for key, given in (("value_coef", value_coef), ("value_clip", value_clip), ("critic_lr", critic_lr)):
+            if given is not None and not given > 0:
+                raise ValueError(f"{key}: must be above 0, got {given}")
+        if critic_warmup < 0:
+            raise ValueError(f"critic_warmup: must not be negative, got {critic_warmup}")
+        if self.algorithm.whole_step:
+            raise ValueError(
+                f"objective={self.algorithm.objective.name} sees a whole step at once, which is not supported with a"
+                " critic: choose another"
+            )
+        self.critic_source, self.critic_lr, self.critic_warmup = critic, critic_lr, critic_warmup
+        self.value_coef, self.value_clip = value_coef, value_clip
+        self.critic: Critic | None = None
+        self._value_sums = TokenSums((), self.device)
+        self._explained: float | None = None
+        self._value_metrics = ("value_loss", *(["value_clip_fraction"] if value_clip is not None else []))
+        metrics = self.train_metrics
+        means = (*metrics.means, *self._value_metrics, "explained_variance")
+        self.train_metrics = NamedMetrics(means, metrics.sums, metrics.maxima)
+        if critic == "shared":
+            self.want = (*self.want, "values")
+
+    @property
+    def warming_up(self) -> bool:
+        """Whether this rollout batch trains the critic only."""
+        return self.policy_version < self.critic_warmup
+
+    # Set-up
+
+    def configure_model(self) -> None:
+        super().configure_model()
+        if self.critic is None:
+            assert self.policy is not None
+            self.critic = Critic(self.critic_source, self.policy)
+
+    def value_head(self) -> Any:
+        assert self.critic is not None, "configure_model makes the critic"
+        return self.critic.value_head if self.critic.trunk is None else None
+
+    def parameter_groups(self) -> list[Any]:
+        assert self.critic is not None, "configure_model makes the critic"
+        own: dict[str, Any] = {"params": [p for p in self.critic.parameters() if p.requires_grad]}
+        if self.critic_lr is not None:
+            own["lr"] = self.critic_lr
+        return [{"params": super().parameter_groups()}, own]
+
+    # Index 0
+
+    def forward_passes(self, batch: RolloutBatch, want: tuple[str, ...]) -> None:
+        assert self.critic is not None
+        if self.critic.trunk is None:
+            super().forward_passes(batch, (*want, "values"))
+            return
+        super().forward_passes(batch, want)
+        engine = self.critic.engine(self.make_engine)
+        batch.add_column("values", self.forward_columns(engine, batch, ("values",))["values"])
+
+    # One step
+
+    def begin_step(self, step: TreeStep, index: int, weights: Tensor | None) -> None:
+        super().begin_step(step, index, weights)
+        assert self.batch is not None
+        columns = self.batch.columns
+        learned = columns["value_mask"].bool()
+        self._value_sums = TokenSums(self._value_metrics, self.device)
+        self._explained = explained_variance(columns["values"][learned], columns["returns"][learned])
+        if step.batch is None:
+            return
+        count = int(learned[self.batch.flat_index(self._splits[index])].sum())
+        own = step.batch.columns
+        step.columns |= {
+            "values": own["values"],
+            "returns": own["returns"],
+            "value_mask": own["value_mask"].bool(),
+            "value_weights": own["value_mask"] * (self.value_coef / max(count, 1)),
+        }
+
+    def loss(self, out: FlatOutputs, columns: dict[str, Tensor]) -> Tensor:
+        policy_loss = super().loss(out, columns)
+        if out.values is None:
+            return policy_loss
+        values = self._value_loss(out, columns)
+        return values if self.warming_up else policy_loss + values
+
+    def _value_loss(self, out: FlatOutputs, columns: dict[str, Tensor]) -> Tensor:
+        assert out.values is not None
+        losses, clipped = value_loss(out.values, columns["values"], columns["returns"], self.value_clip)
+        self._value_sums.add({"value_loss": losses.detach(), "value_clip_fraction": clipped}, columns["value_mask"])
+        return (losses * columns["value_weights"]).sum()
+
+    def tree_pass(self, step: TreeStep) -> None:
+        assert self.critic is not None and self.policy is not None
+        shared = self.critic.trunk is None
+        if shared or not self.warming_up:
+            super().tree_pass(step)
+        else:
+            self._sums = TokenSums((), self.device)  # the policy does not run: nothing is known about it
+        if self.warming_up:  # the value loss reaches a shared trunk; its norm must not count in clipping
+            for param in self.policy.parameters():
+                if param.grad is not None:
+                    param.grad.zero_()
+        if not shared:
+            total = self.critic.engine(self.make_engine).backward(
+                step.tree,
+                lambda out, indices: self._value_loss(out, step.gather(indices)),
+                want=("values",),
+                batched=True,
+                temperatures=step.temperatures,
+            )
+            self.train_metrics.update(sums={"loss": total})
+
+    def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
+        super().on_before_optimizer_step(optimizer)
+        if self.warming_up:  # None, not zeros: weight decay and momentum would move the policy
+            for param in optimizer.param_groups[0]["params"]:
+                param.grad = None
+
+    def end_step(self, step: TreeStep) -> None:
+        super().end_step(step)
+        assert self._handle is not None
+        means: dict[str, tuple[Any, Any]] = {}
+        if step.batch is not None:
+            means |= self._value_sums.means(step.columns["value_mask"].sum())
+        if self._handle.index == 0 and self._explained is not None:
+            means["explained_variance"] = (self._explained, 1)  # the same on all ranks
+        self.train_metrics.update(means)

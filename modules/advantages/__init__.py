@@ -1,0 +1,30 @@
+"""Advantages: one short file an estimator, named in YAML; each a pure function of a whole rollout batch.
+
+    model:
+      advantage: grpo                      # or the import path of your own function
+      advantage_options: {std: none}
+
+A function is called with what its parameters are named after, the rest of them being its options:
+
+- `batch`: the `RolloutBatch`, on every rank the whole one, so that nothing has to be reduced.
+- `values`: float32 [T], the critic's value of the state each trained token was drawn in (needs `ActorCriticModule`).
+- `token_rewards`: float32 [T], costs that regularisers put into the reward, negative. Where a function does not ask for
+  them they are added to the episodes' rewards.
+
+It returns advantages, float [T], of which those of trained tokens are read; one for a critic returns an `Estimate`.
+"""
+
+from modules.advantages.discounted import discounted
+from modules.advantages.estimate import Estimate
+from modules.advantages.gae import gae
+from modules.advantages.gae_turn import gae_turn
+from modules.advantages.grpo import dr_grpo, grpo
+from modules.advantages.reinforce_pp import reinforce_pp
+from modules.advantages.reward import reward
+from modules.advantages.rloo import rloo
+from modules.advantages.tree import tree
+
+ADVANTAGES = {f.__name__: f for f in (grpo, dr_grpo, rloo, reinforce_pp, reward, discounted, tree, gae, gae_turn)}
+"""Estimators by the names they have in YAML."""
+
+__all__ = ["ADVANTAGES", "Estimate"]

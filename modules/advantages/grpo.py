@@ -1,0 +1,47 @@
+"""Group-relative advantages: the reward against the other episodes of the prompt."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from app.batch import RolloutBatch
+from modules.advantages.statistics import Over, check_over, mean_over, std_over
+from modules.episodes import episodes, group_sizes, spread
+
+
+def grpo(batch: RolloutBatch, mean: Over = "group", std: Over = "group", eps: float = 1e-6) -> Tensor:
+    """(r - mean) / (std + eps) over the episodes of a group (GRPO, Shao et al. 2024, section 4.1.2).
+
+    Args:
+        mean: what is subtracted: the mean over the episodes of the "group" or of the "batch"; "none" for nothing.
+        std: what it is divided by, n - 1 in its denominator. "none": groups weigh in by how much their rewards differ
+            (Dr.GRPO); "batch": they share one scale, which groups of nearly equal rewards cannot blow up (Lite PPO,
+            Liu et al. 2025, "Tricks or traps?", section 4.1).
+        eps: keeps groups whose rewards are all equal at 0; without effect on std "none".
+
+    Returns:
+        float32 [T], one value for all tokens of an episode; in standard deviations, or units of reward for std "none".
+
+    Raises:
+        BatchError: with mean or std "group", a batch in which no group has two episodes.
+    """
+    check_over("mean", mean)
+    check_over("std", std)
+    rewards, groups, of_sequence = episodes(batch)
+    of_episode = groups.unique(return_inverse=True)[1]
+    if "group" in (mean, std):
+        of_episode, _ = group_sizes(batch, groups, "grpo")
+    centred = rewards - mean_over(rewards, of_episode, mean)
+    if std != "none":
+        centred = centred / (std_over(rewards, of_episode, std) + eps)
+    return spread(batch, of_sequence, centred)
+
+
+def dr_grpo(batch: RolloutBatch) -> Tensor:
+    """r - mean over the episodes of a group: no division, which favours prompts that are nearly always or never solved
+    (Dr.GRPO, Liu et al. 2025, section 3.2). The paper goes with aggregation "constant".
+
+    Returns:
+        float32 [T], one value for all tokens of an episode, in units of reward.
+    """
+    return grpo(batch, std="none")

@@ -1,0 +1,26 @@
+"""Leave-one-out advantages."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from app.batch import RolloutBatch
+from modules.advantages.statistics import mean_over
+from modules.episodes import episodes, group_sizes, spread
+
+
+def rloo(batch: RolloutBatch) -> Tensor:
+    """r - mean of the *other* episodes of the group: an unbiased baseline (RLOO, Ahmadian et al. 2024, eq. 5).
+
+    Returns:
+        float32 [T], one value for all tokens of an episode, in units of reward; 0 for the only episode of a group.
+
+    Raises:
+        BatchError: no group has two episodes.
+    """
+    rewards, groups, of_sequence = episodes(batch)
+    of_episode, sizes = group_sizes(batch, groups, "rloo")
+    size = sizes[of_episode].to(rewards.dtype)
+    # r - (sum - r) / (n - 1) = (r - mean) n / (n - 1)
+    centred = rewards - mean_over(rewards, of_episode, "group")
+    return spread(batch, of_sequence, centred * size / (size - 1).clamp(min=1))

@@ -1,0 +1,67 @@
+"""Tree advantages: the prefix tree of a group's episodes tells turn by turn what led to more reward."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from app.batch import RolloutBatch
+from app.tree import PrefixTree
+from modules.advantages.statistics import std_over
+from modules.episodes import episodes, group_sizes, turns
+
+
+def tree(batch: RolloutBatch, std: Literal["none", "group"] = "none", eps: float = 1e-6) -> Tensor:
+    """A = V(after the turn) - V(the last fork before its end), V being the mean reward of the episodes below.
+
+    A fork is a state (everything an episode has seen when a turn begins) that more episodes of the group went
+    through than through the turn's end; so a turn is credited against its siblings, the turns others took in the same
+    state, and the credits of an episode's forks add up to its reward minus the group's mean. A turn after the last fork
+    has no siblings left and gets its branch's credit. Where episodes have nothing but the prompt in common this is
+    `dr_grpo`. (Process rewards from the rewards below as in TreeRL, Hou et al. 2025, section 3.3, with the
+    nearest fork in the place of the parent node.)
+
+    Args:
+        std: "group" divides by the standard deviation of the group's rewards.
+
+    Returns:
+        float32 [T], one value for all tokens of a turn, in units of reward; 0 on tokens that are not trained.
+
+    Raises:
+        BatchError: no group has two episodes.
+    """
+    if std not in ("none", "group"):
+        raise ValueError(f"advantage_options.std: '{std}' is not one of none, group")
+    rewards, groups, of_sequence = episodes(batch)
+    of_episode, _ = group_sizes(batch, groups, "tree")
+    found = turns(batch, of_sequence)
+    # Tree tokens name states: two sequences of a group have the same tokens up to a position, or another tree token.
+    prefixes = PrefixTree.build(batch.sequences(), keys=batch.group_ids.unique(return_inverse=True)[1].numpy())
+    token = torch.from_numpy(prefixes.sequence_tokens(range(len(batch))))
+    before, count_before = _values(token[found.first - 1], found.episode, rewards)
+    after, count_after = _values(token[found.last], found.episode, rewards)
+    credit = torch.zeros(len(found), dtype=torch.float64)
+    open_ = torch.ones(len(found), dtype=torch.bool)
+    for back in range(int(found.of.max()) if len(found) else 0):  # over the turns of the longest episode
+        candidate = torch.arange(len(found)) - back
+        fork = open_ & (found.place >= back)
+        fork &= count_before[candidate.clamp(min=0)] > count_after
+        credit = torch.where(fork, after - before[candidate.clamp(min=0)], credit)
+        open_ &= ~fork
+    if std == "group":
+        credit = credit / (std_over(rewards, of_episode, "group") + eps)[found.episode]
+    trained = batch.loss_mask
+    advantages = torch.zeros(batch.num_tokens)
+    advantages[trained] = credit[found.of_token[trained]].float()
+    return advantages
+
+
+def _values(states: Tensor, episode: Tensor, rewards: Tensor) -> tuple[Tensor, Tensor]:
+    """For each turn's state: mean reward of the episodes that were in it, and their number; [U], [U]."""
+    names, state = states.unique(return_inverse=True)
+    pairs = torch.stack([state, episode], dim=1).unique(dim=0)  # an episode may be in a state twice
+    count = torch.bincount(pairs[:, 0], minlength=len(names))
+    total = torch.zeros(len(names), dtype=torch.float64).index_add(0, pairs[:, 0], rewards[pairs[:, 1]])
+    return (total / count)[state], count[state]

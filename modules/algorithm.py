@@ -1,0 +1,291 @@
+"""`Algorithm`: advantage x objective x regularisers x correction, composed from their names.
+
+Promises: pure arithmetic on tensors; it knows no tree, no rank, no model and no execution mode. What cannot be
+composed, or would have no effect, is refused when it is made, by an error that names the keys.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from app.batch import BatchError, RolloutBatch
+from modules.advantages import ADVANTAGES, Estimate
+from modules.choices import Choice, choose
+from modules.corrections import CORRECTIONS
+from modules.episodes import episodes
+from modules.examples import example_batch
+from modules.objectives import OBJECTIVES, traits_of
+from modules.regularisers import REGULARISERS
+
+Function = str | Callable
+Proximal = Literal["sampler", "recomputed", "interpolated"]
+PROXIMAL = ("sampler", "recomputed", "interpolated")
+
+TOKEN_INPUTS = ("logprobs", "entropy", "old", "behavior", "reference", "advantages", "mask", "cu_seqlens")
+STEP_INPUTS = ("groups", "episodes", "rewards")
+REWARD_INPUTS = ("logprobs", "reference", "mask", "cu_seqlens")
+CORRECTION_INPUTS = ("old", "behavior", "mask", "cu_seqlens")
+ADVANTAGE_INPUTS = ("batch", "values", "token_rewards")
+
+
+@dataclass
+class Regulariser:
+    """One cost of tokens.
+
+    Attributes:
+        name: a function of `modules.regularisers`, or the import path of one.
+        coef: its weight, not 0; above 0 the cost is made small.
+        where: "loss" adds coef x cost to each token's loss; "reward" takes it from the reward before advantages are
+            computed.
+        options: of the function.
+
+    Raises:
+        ValueError: another place.
+    """
+
+    name: Function
+    coef: float
+    where: Literal["loss", "reward"] = "loss"
+    options: dict[str, Any] | None = None
+
+    def __post_init__(self) -> None:
+        if self.where not in ("loss", "reward"):
+            raise ValueError(f"regularisers: where '{self.where}' is not one of loss, reward")
+
+
+class Algorithm:
+    """What is maximised.
+
+    Args:
+        advantage, objective, correction: names, import paths or functions; advantage None is `default_advantage`.
+        advantage_options, objective_options, correction_options: of these functions.
+        regularisers: costs in the loss and in the reward.
+        proximal: what the ratio is taken against (`old`); see `PolicyModule`.
+
+    Attributes:
+        whole_step: the objective sees all sequences of an optimizer step at once.
+        objective_metrics: names of the token means that `losses` returns. metrics: those and what `costs` adds.
+        penalties: names of the episode means that `token_rewards` returns.
+
+    Raises:
+        ValueError: naming the key and the remedy.
+    """
+
+    def __init__(
+        self,
+        advantage: Function | None = None,
+        default_advantage: Function = "grpo",
+        advantage_options: dict[str, Any] | None = None,
+        objective: Function = "ppo_clip",
+        objective_options: dict[str, Any] | None = None,
+        regularisers: Sequence[Regulariser] = (),
+        correction: Function | None = None,
+        correction_options: dict[str, Any] | None = None,
+        proximal: Proximal | None = None,
+    ) -> None:
+        inputs = (*TOKEN_INPUTS, *STEP_INPUTS)
+        self.objective = choose("objective", objective, objective_options, OBJECTIVES, inputs)
+        self.traits = traits_of(self.objective.function)
+        self.whole_step = self.traits.whole_step or bool(self.objective.needs & set(STEP_INPUTS))
+        self.advantage: Choice | None = None
+        if "advantages" in self.objective.needs:
+            self.advantage = choose(
+                "advantage", advantage or default_advantage, advantage_options, ADVANTAGES, ADVANTAGE_INPUTS
+            )
+        self.correction: Choice | None = None
+        if correction is not None:
+            self.correction = choose("correction", correction, correction_options, CORRECTIONS, CORRECTION_INPUTS)
+        self.loss_costs = [(r, self._cost(r)) for r in regularisers if r.where == "loss"]
+        self.reward_costs = [(r, self._cost(r)) for r in regularisers if r.where == "reward"]
+        given = {"advantage": advantage, "advantage_options": advantage_options}
+        self._check(given, correction_options, regularisers, proximal)
+        weighs = self.correction is not None or {"old", "behavior"} <= self.objective.needs
+        self.proximal: Proximal = proximal or ("recomputed" if weighs else "sampler")
+        self.objective_metrics = self._probe()
+        costs = (choice.name for _, choice in self.loss_costs)
+        self.metrics = (*self.objective_metrics, *(name for name in costs if name != "entropy"))  # is logged as it is
+        self.penalties = tuple(f"penalty/{choice.name}" for _, choice in self.reward_costs)
+
+    @property
+    def needs(self) -> frozenset[str]:
+        """Inputs that any of the functions asks for."""
+        chosen = [self.objective, self.advantage, self.correction, *(c for _, c in self.loss_costs + self.reward_costs)]
+        return frozenset().union(*(choice.needs for choice in chosen if choice is not None))
+
+    # Before the optimizer steps, on the whole batch
+
+    def token_rewards(self, batch: RolloutBatch, inputs: Mapping[str, Tensor]) -> tuple[Tensor, dict[str, float]]:
+        """What the regularisers take from the reward.
+
+        Args:
+            inputs: REWARD_INPUTS of the whole batch, as far as they are needed.
+
+        Returns:
+            float32 [T], 0 on tokens that are not trained; the sum of each penalty over the batch, by metric name.
+        """
+        total, sums = torch.zeros(batch.num_tokens), {}
+        for name, (regulariser, choice) in zip(self.penalties, self.reward_costs):
+            penalty = (regulariser.coef * _shaped(choice(inputs), batch.tokens, choice)).masked_fill(
+                ~batch.loss_mask, 0.0
+            )
+            total -= penalty
+            sums[name] = float(penalty.sum(dtype=torch.float64))
+        return total, sums
+
+    def credit(self, batch: RolloutBatch, token_rewards: Tensor, values: Tensor | None = None) -> Estimate | Tensor:
+        """Advantages (from an estimator for a critic also the returns), finite on trained tokens and 0 elsewhere.
+
+        Args:
+            token_rewards: float32 [T]; added to the episodes' rewards where the estimator does not take them apart.
+            values: float32 [T] of the critic, if there is one.
+
+        Raises:
+            BatchError: the estimator returned another shape, or numbers that are not finite.
+        """
+        assert self.advantage is not None, "asked for by the objective"
+        if "token_rewards" not in self.advantage.needs and self.reward_costs:
+            batch = with_rewards(batch, token_rewards)
+        found = self.advantage({"batch": batch, "values": values, "token_rewards": token_rewards})
+        if isinstance(found, Estimate):
+            parts = (_finite(found.advantages, batch.loss_mask), _finite(found.returns, found.value_mask, "returns"))
+            return Estimate(*parts, found.value_mask)
+        return _finite(found, batch.loss_mask)
+
+    # In an optimizer step, on some sequences
+
+    def losses(self, inputs: Mapping[str, Any]) -> tuple[Tensor, dict[str, Tensor]]:
+        """The objective's loss of each token [T], corrected, and tensors [T] to average over trained tokens.
+
+        Args:
+            inputs: TOKEN_INPUTS, and STEP_INPUTS with `whole_step`, as far as they are needed.
+        """
+        losses, stats = _with_stats(self.objective(inputs), inputs["mask"], self.objective)
+        if self.correction is not None:
+            weights, more = _with_stats(self.correction(inputs), inputs["mask"], self.correction)
+            weights = weights.detach()
+            losses = losses * weights
+            stats = {**stats, "correction_weight": weights, "correction_square": weights**2, **more}
+        return losses, stats
+
+    def costs(self, inputs: Mapping[str, Any]) -> tuple[Tensor | float, dict[str, Tensor]]:
+        """coef x cost of the regularisers in the loss, summed: [T], or 0.0 without any; and each cost [T] by name."""
+        total: Tensor | float = 0.0
+        stats = {}
+        for regulariser, choice in self.loss_costs:
+            cost = _shaped(choice(inputs), inputs["mask"], choice)
+            total = total + regulariser.coef * cost
+            stats[choice.name] = cost.detach()
+        return total, stats
+
+    # Checks
+
+    def _cost(self, regulariser: Regulariser) -> Choice:
+        inputs = TOKEN_INPUTS if regulariser.where == "loss" else REWARD_INPUTS
+        choice = choose(
+            "regularisers", regulariser.name, regulariser.options, REGULARISERS, inputs, "regularisers.options"
+        )
+        if regulariser.coef == 0:
+            raise ValueError(f"regularisers.{choice.name}: coef=0 has no effect; remove it or give it a weight")
+        if regulariser.where == "loss":
+            if not choice.needs & {"logprobs", "entropy"}:
+                raise ValueError(
+                    f"regularisers.{choice.name} has no gradient, so it has no effect in the loss: set where: reward"
+                )
+            if choice.name == "kl" and choice.options.get("estimator") == "k1":
+                raise ValueError(
+                    "regularisers.kl: the gradient of k1 is zero in expectation, so it cannot be a loss: set estimator"
+                    " to k2 or k3, or where: reward"
+                )
+        return choice
+
+    def _check(
+        self,
+        given: dict[str, Any],
+        correction_options: dict[str, Any] | None,
+        regularisers: Sequence[Regulariser],
+        proximal: str | None,
+    ) -> None:
+        objective, needs = self.objective.name, self.objective.needs
+        for key, value in given.items():
+            if value is not None and self.advantage is None:
+                raise ValueError(
+                    f"{key} has no effect with objective={objective}, which takes no advantages; remove it"
+                )
+        if correction_options is not None and self.correction is None:
+            raise ValueError("correction_options has no effect without a correction; name one")
+        if self.correction is not None and self.advantage is None:
+            raise ValueError(f"correction has no effect on objective={objective}, which weighs no samples; remove it")
+        if self.correction is not None and {"old", "behavior"} <= needs:
+            raise ValueError(f"correction: objective={objective} weighs by exp(old - behavior) itself; use one of them")
+        if self.whole_step and "entropy" in needs:
+            raise ValueError(f"objective={objective}: one for whole steps has no entropy; use the regulariser entropy")
+        if self.reward_costs and not needs & {"advantages", "rewards"}:
+            raise ValueError(f"regularisers: where=reward has no effect with objective={objective}; use where: loss")
+        places = [(choice.name, r.where) for r, choice in self.loss_costs + self.reward_costs]
+        for place in places:
+            if places.count(place) > 1:
+                raise ValueError(f"regularisers: {place[0]} is given twice in the {place[1]}; add their coefficients")
+        if proximal is not None and proximal not in PROXIMAL:
+            raise ValueError(f"proximal: '{proximal}' is not one of {', '.join(PROXIMAL)}")
+        if proximal is not None and "old" not in needs and self.correction is None:
+            raise ValueError(f"proximal has no effect: neither objective={objective} nor a correction takes `old`")
+        if proximal == "sampler" and (self.correction is not None or "behavior" in needs):
+            what = "the correction" if self.correction is not None else f"objective={objective}"
+            raise ValueError(
+                f"proximal=sampler makes every weight of {what} 1: set proximal to recomputed or interpolated"
+            )
+
+    def _probe(self) -> tuple[str, ...]:
+        """Calls every function once, on four tokens, so that mistakes show now; names of what `losses` reports."""
+        with torch.enable_grad():
+            tokens = {
+                name: torch.tensor([0.0, -1.0, 0.0, -2.0], requires_grad=name in ("logprobs", "entropy"))
+                for name in TOKEN_INPUTS[:6]
+            }
+            mask = torch.tensor([False, True, False, True])
+            cu_seqlens, pair = torch.tensor([0, 2, 4]), torch.tensor([0, 1])
+            step = {"groups": torch.zeros_like(pair), "episodes": pair, "rewards": torch.tensor([0.0, 1.0])}
+            inputs = {**tokens, "mask": mask, "cu_seqlens": cu_seqlens, **step}
+            stats = tuple(self.losses(inputs)[1])
+            for _, choice in self.loss_costs + self.reward_costs:
+                _shaped(choice(inputs), mask, choice)
+        if self.advantage is not None and self.advantage.function.__module__.startswith("modules."):
+            batch = example_batch()
+            zeros = torch.zeros(batch.num_tokens)
+            self.advantage({"batch": batch, "values": zeros, "token_rewards": zeros})
+        return stats
+
+
+def with_rewards(batch: RolloutBatch, token_rewards: Tensor) -> RolloutBatch:
+    """A view of `batch` whose episodes' rewards include their tokens' [T]."""
+    rewards, _, of_sequence = episodes(batch)
+    of_token = of_sequence.repeat_interleave(batch.lengths())
+    other = copy.copy(batch)
+    other.rewards = rewards.index_add(0, of_token, token_rewards.double())[of_sequence].float()
+    return other
+
+
+def _with_stats(result: Any, like: Tensor, choice: Choice) -> tuple[Tensor, dict[str, Tensor]]:
+    value, stats = result if isinstance(result, tuple) else (result, {})
+    return _shaped(value, like, choice), {name: _shaped(one, like, choice) for name, one in stats.items()}
+
+
+def _shaped(value: Any, like: Tensor, choice: Choice) -> Tensor:
+    if not isinstance(value, Tensor) or value.shape != like.shape:
+        found = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+        raise ValueError(f"{choice.name}: expected tensors of shape {tuple(like.shape)}, one a token, got {found}")
+    return value
+
+
+def _finite(values: Tensor, mask: Tensor, what: str = "advantage") -> Tensor:
+    if values.shape != mask.shape:
+        raise BatchError(f"{what}: expected shape {tuple(mask.shape)}, one a token, got {tuple(values.shape)}")
+    if not bool(torch.isfinite(values[mask]).all()):
+        raise BatchError(f"{what}: not finite on a trained token; mind groups whose rewards are all equal")
+    return values.float().masked_fill(~mask, 0.0)

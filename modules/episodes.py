@@ -1,0 +1,125 @@
+"""Episodes and turns of a rollout batch: what statistics are over, and where credit goes.
+
+Promises: an episode of 20 turns counts once, beside one of a single turn; a turn is a maximal run of trained tokens, so
+a conversation in one sequence and the same conversation as a sequence a turn have the same turns. No Python loop
+over tokens.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from app.batch import BatchError, RolloutBatch
+
+_log = logging.getLogger(__name__)
+
+
+def episodes(batch: RolloutBatch) -> tuple[Tensor, Tensor, Tensor]:
+    """The episodes of a batch.
+
+    Returns:
+        rewards: float64 [E]. groups: int64 [E], group id of each episode. of_sequence: int64 [N], the episode of each
+        sequence.
+
+    Raises:
+        BatchError: sequences of one episode that carry different rewards.
+    """
+    pairs = torch.stack([batch.group_ids, batch.episode_ids], dim=1)
+    unique, of_sequence = torch.unique(pairs, dim=0, return_inverse=True)
+    rewards = batch.rewards.to(torch.float64)
+    ends = [
+        torch.zeros(len(unique), dtype=torch.float64).scatter_reduce(0, of_sequence, rewards, how, include_self=False)
+        for how in ("amin", "amax")
+    ]
+    differ = (ends[0] != ends[1])[of_sequence]
+    if bool(differ.any()):
+        i = int(differ.nonzero()[0])
+        episode = of_sequence[i]
+        raise BatchError(
+            f"RolloutBatch.rewards: episode {int(batch.episode_ids[i])} (prompt '{batch.prompt_ids[i]}') has rewards"
+            f" from {float(ends[0][episode])} to {float(ends[1][episode])}; an episode has one: give all its turns the"
+            " same"
+        )
+    return ends[0], unique[:, 0], of_sequence
+
+
+def group_sizes(batch: RolloutBatch, groups: Tensor, name: str) -> tuple[Tensor, Tensor]:
+    """Numbers the groups and counts their episodes, for estimators that compare the episodes of a group.
+
+    Args:
+        groups: int64 [E], group id of each episode.
+        name: of the estimator, for messages.
+
+    Returns:
+        of_episode: int64 [E], from 0. sizes: int64 [G]. A group that has one episode left (others were dropped) is
+        logged; comparing it with itself gives it an advantage of 0.
+
+    Raises:
+        BatchError: no group has two episodes, so that there is nothing to learn from.
+    """
+    names, of_episode, sizes = torch.unique(groups, return_inverse=True, return_counts=True)
+    alone = names[sizes < 2]
+    if len(alone):
+        prompt = batch.prompt_ids[int((batch.group_ids == alone[0]).nonzero()[0])]
+        if len(alone) == len(names):
+            raise BatchError(
+                f"group {int(alone[0])} (prompt '{prompt}') has a single episode, as all others: {name} compares the"
+                " episodes of a group and needs data.group_size of at least 2 (recorded data: trials)"
+            )
+        _log.warning("%d groups have a single episode left, so their advantage is 0 (prompt '%s')", len(alone), prompt)
+    return of_episode, sizes
+
+
+def spread(batch: RolloutBatch, of_sequence: Tensor, per_episode: Tensor) -> Tensor:
+    """One number an episode [E] -> float32 [T], the same for all its tokens."""
+    return per_episode[of_sequence].float().repeat_interleave(batch.lengths())
+
+
+@dataclass(frozen=True, eq=False)
+class Turns:
+    """The U turns of a batch, ordered by episode and by their place in it.
+
+    Attributes:
+        of_token: int64 [T], the turn of each trained token, -1 elsewhere.
+        episode: int64 [U], numbered as by `episodes`.
+        place: int64 [U], from 0 in every episode. of: int64 [U], how many turns its episode has.
+        first, last: int64 [U], positions of its first and last trained token in the flat tensors.
+    """
+
+    of_token: Tensor
+    episode: Tensor
+    place: Tensor
+    of: Tensor
+    first: Tensor
+    last: Tensor
+
+    def __len__(self) -> int:
+        return len(self.episode)
+
+
+def turns(batch: RolloutBatch, of_sequence: Tensor) -> Turns:
+    """The turns of a batch; `of_sequence` as returned by `episodes`."""
+    mask = batch.loss_mask
+    before = torch.cat([mask.new_zeros(1), mask[:-1]])
+    after = torch.cat([mask[1:], mask.new_zeros(1)])
+    before[batch.cu_seqlens[:-1]] = False
+    after[batch.cu_seqlens[1:] - 1] = False
+    first, last = (mask & ~before).nonzero()[:, 0], (mask & ~after).nonzero()[:, 0]
+    sequence = torch.searchsorted(batch.cu_seqlens, first, right=True) - 1
+    keys = (first.numpy(), batch.turn_indices[sequence].numpy(), of_sequence[sequence].numpy())
+    order = torch.from_numpy(np.lexsort(keys))
+    rank = torch.empty_like(order)
+    rank[order] = torch.arange(len(order))
+    of_token = torch.full(mask.shape, -1, dtype=torch.int64)
+    run = (mask & ~before).cumsum(0) - 1
+    of_token[mask] = rank[run[mask]]
+    episode = of_sequence[sequence][order]
+    counts = torch.bincount(episode, minlength=int(of_sequence.max()) + 1)
+    starts = counts.cumsum(0) - counts
+    place = torch.arange(len(order)) - starts[episode]
+    return Turns(of_token, episode, place, counts[episode], first[order], last[order])

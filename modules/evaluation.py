@@ -1,0 +1,108 @@
+"""What is measured on held-out prompts, set by set.
+
+Promises: right across ranks, whoever holds the episodes (every rank sees the handles of all sets, in one order); a
+number over nothing is left out, never reported as 0; a prompt some of whose episodes failed counts where enough are
+left.
+
+For each set, with n samples a prompt:
+
+    accuracy   mean reward over episodes
+    pass@k     chance that at least one of k samples solves a prompt, mean over prompts: 1 - C(n - c, k) / C(n, k)
+               where c of n solved it, which is unbiased (Chen et al. 2021, eq. 1)
+    mean@n     mean over prompts of the mean reward of their episodes
+    maj@n      share of prompts whose most frequent final answer is right (ties: the mean of those tied)
+
+The last two need n > 1; all but accuracy are reported where `EvalHandle.ks` asks for pass@k.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import comb
+
+import torch
+from torch import nn
+
+from app.batch import FINAL_ANSWER, EvalHandle, RolloutBatch
+from modules.episodes import episodes
+from modules.metrics import NamedMetrics
+
+
+class EvaluationMetrics(nn.Module):
+    """Metrics by name: "accuracy" over all sets, and those of each set behind its prefix."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._prefixes: list[str] = [""]
+        self._metrics = nn.ModuleList([NamedMetrics(means=("accuracy",))])
+
+    def update(self, handle: EvalHandle) -> None:
+        """Adds the episodes of a batch; to be called on every rank, with or without one."""
+        names = ["accuracy"] if handle.prefix else []
+        names += [f"pass@{k}" for k in handle.ks]
+        if handle.ks and handle.samples > 1:
+            names += [f"mean@{handle.samples}", f"maj@{handle.samples}"]
+        found = {} if handle.batch is None else _measure(handle, handle.batch)
+        if names:
+            self._of(handle.prefix, names).update({name: found[name] for name in names if name in found})
+        self._overall().update({"accuracy": found.get("accuracy", (0.0, 0))})
+
+    def compute(self) -> dict[str, torch.Tensor]:
+        """Collective: name -> scalar float64; names without data are left out."""
+        pairs = zip(self._prefixes, self._metrics, strict=True)
+        return {f"{prefix}{name}": value for prefix, one in pairs for name, value in one.compute().items()}
+
+    def reset(self) -> None:
+        for one in self._metrics:
+            one.reset()
+
+    def _overall(self) -> NamedMetrics:
+        first: NamedMetrics = self._metrics[0]  # type: ignore[assignment]
+        return first
+
+    def _of(self, prefix: str, names: Sequence[str]) -> NamedMetrics:
+        for known, one in zip(self._prefixes[1:], list(self._metrics)[1:]):
+            if known == prefix:
+                return one  # type: ignore[return-value]
+        made = NamedMetrics(means=names).to(self._overall().sums_state.device)
+        self._prefixes.append(prefix)
+        self._metrics.append(made)
+        return made
+
+
+def pass_at_k(samples: int, solved: int, k: int) -> float:
+    """Chance that k of the samples, drawn without replacement, hold a solved one. k <= samples."""
+    return 1.0 - comb(samples - solved, k) / comb(samples, k)
+
+
+def majority(answers: Sequence[str], solved: Sequence[bool]) -> float:
+    """Share of right episodes among those with the most frequent answer; of several such answers, their mean. "" is no
+    answer; 0.0 when nobody has one."""
+    votes: dict[str, list[bool]] = {}
+    for answer, right in zip(answers, solved, strict=True):
+        if answer:
+            votes.setdefault(answer, []).append(right)
+    most = max(map(len, votes.values()), default=0)
+    winners = [sum(group) / len(group) for group in votes.values() if len(group) == most]
+    return sum(winners) / len(winners) if winners else 0.0
+
+
+def _measure(handle: EvalHandle, batch: RolloutBatch) -> dict[str, tuple[float, int]]:
+    """name -> (total, weight)."""
+    rewards, groups, of_sequence = episodes(batch)
+    found = {"accuracy": (float(rewards.sum()), len(rewards))}
+    if not handle.ks:
+        return found
+    answers = [""] * len(rewards)
+    for sequence, episode in enumerate(of_sequence.tolist()):
+        answers[episode] = batch.metadata[sequence].get(FINAL_ANSWER, "")
+    prompts = [(groups == group).nonzero().flatten().tolist() for group in groups.unique()]
+    solved = (rewards >= handle.solved_at - 1e-6).tolist()  # rewards are float32: 0.1 + 0.9 may fall short of 1.0
+    for k in handle.ks:
+        chances = [pass_at_k(len(own), sum(solved[e] for e in own), k) for own in prompts if len(own) >= k]
+        found[f"pass@{k}"] = (sum(chances), len(chances))
+    means = [float(rewards[own].mean()) for own in prompts]
+    votes = [majority([answers[e] for e in own], [solved[e] for e in own]) for own in prompts]
+    found[f"mean@{handle.samples}"] = (sum(means), len(means))
+    found[f"maj@{handle.samples}"] = (sum(votes), len(votes))
+    return found

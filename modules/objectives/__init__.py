@@ -1,0 +1,39 @@
+"""Objectives: one short file each, named in YAML; pure functions that know neither trees nor ranks.
+
+    model:
+      objective: gspo                      # or the import path of your own function
+      objective_options: {clip_high: 4.0e-4}
+
+A function is called with what its parameters are named after, the rest of them being its options. For the sequences at
+hand, concatenated (T tokens, n sequences):
+
+- `logprobs` [T], with gradient: of the policy being trained, in nats. `entropy` [T], with gradient.
+- `old` [T]: of the policy the ratio is taken against (`proximal` says which). `behavior` [T]: of the sampler.
+- `reference` [T]: of the reference policy.
+- `advantages` [T]. `mask` bool [T]: trained tokens; what other tokens hold is arbitrary, but finite.
+- `cu_seqlens` int64 [n + 1]: sequence k is tokens `cu_seqlens[k]` to `cu_seqlens[k + 1]`.
+- `groups`, `episodes` int64 [n] and `rewards` float [n]: of each sequence. A function that asks for one of them couples
+  sequences: it is called with all sequences of the optimizer step at once, as is one with `@traits(whole_step=True)`.
+
+It returns the loss of each token [T], which is weighted (see `aggregation`) and summed over trained tokens; or that and
+a dict of [T] tensors, whose means over trained tokens are logged by name.
+"""
+
+from modules.objectives.aggregation import AGGREGATIONS, Aggregation, token_weights
+from modules.objectives.cispo import cispo
+from modules.objectives.dapo import dapo
+from modules.objectives.decoupled_ppo import decoupled_ppo
+from modules.objectives.dpo import dpo
+from modules.objectives.gspo import gspo
+from modules.objectives.m2po import m2po
+from modules.objectives.ppo_clip import ppo_clip
+from modules.objectives.reinforce import reinforce
+from modules.objectives.sapo import sapo
+from modules.objectives.sft import sft
+from modules.objectives.tba import tba
+from modules.objectives.traits import Traits, traits, traits_of
+
+OBJECTIVES = {f.__name__: f for f in (ppo_clip, decoupled_ppo, dapo, gspo, cispo, sapo, m2po, tba, reinforce, sft, dpo)}
+"""Objectives by the names they have in YAML."""
+
+__all__ = ["AGGREGATIONS", "OBJECTIVES", "Aggregation", "Traits", "token_weights", "traits", "traits_of"]

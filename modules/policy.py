@@ -1,0 +1,344 @@
+"""`PolicyModule`: policy optimisation of a language model on rollouts, as its `Algorithm` says (GRPO with a clipped
+token-level objective unless told otherwise).
+
+Promises: statistics of a group are over its episodes; every denominator counts the whole optimizer step over all ranks;
+one rollout batch takes minibatches x epochs steps, all prepared at index 0; an objective that couples sequences sees
+all of a step's, however they are cut into chunks and ranks. Forward passes are run only for what is read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Literal
+
+import torch
+from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
+from torch import Tensor
+
+from app.batch import EvalHandle, RolloutBatch
+from app.tree import FlatOutputs
+from modules.advantages import Estimate
+from modules.algorithm import STEP_INPUTS, Algorithm, Proximal, Regulariser, with_rewards
+from modules.engine_check import SelfCheck
+from modules.evaluation import EvaluationMetrics
+from modules.metrics import NamedMetrics, TokenSums, episode_reward
+from modules.minibatches import split_minibatches
+from modules.model_source import ModelSource
+from modules.objectives import Aggregation
+from modules.policy_options import check_aggregation, check_reference, check_steps
+from modules.prepare import TreeStep
+from modules.reference import ReferencePolicy, Refresh
+from modules.regularisers import k3
+from modules.tree_module import TOKEN_COUNTS, TokenBudget, TreeModule, TreeTrainingMode, adamw
+
+
+class PolicyModule(TreeModule):
+    """Trains `policy` on the rollout batches of its datamodule.
+
+    The loss of an optimizer step is the weighted sum over its trained tokens (`aggregation` gives the weights) of
+    objective x correction + the regularisers' coef x cost. Functions are named: one of the package, or the import path
+    of your own; see `modules.advantages`, `modules.objectives`, `modules.regularisers`, `modules.corrections` for what
+    they are called with.
+
+    Args:
+        model, optimizer, lr_scheduler, tree_training_mode, chunk_tokens, live_tokens, attention, self_check: see
+            `TreeModule`.
+        advantage, advantage_options: credit of tokens; default `grpo`.
+        objective, objective_options: loss of tokens.
+        regularisers: costs in the loss or in the reward.
+        correction, correction_options: weights for a sampler that differs from the trainer.
+        proximal: the policy that ratios are taken against (`old`). "sampler" (the default): the log-probabilities
+            recorded while sampling. "recomputed" (the default with a correction or a decoupled objective): the policy
+            at the start of the batch; an extra pass, except with one step a batch. "interpolated": between sampler and
+            current policy, log-linearly by version, as far as the version at the start of the batch lies between them;
+            never an extra pass (AReaL). Tokens that carry no log-probabilities (version -1) always take the policy at
+            the start of the batch.
+        aggregation: "token_mean", "sequence_mean", "episode_mean" or "constant" (see `token_weights`); default: the
+            objective's own.
+        aggregation_constant: tokens, the divisor of aggregation "constant".
+        reference: "initial", a frozen copy of the weights this run starts from, or where else it comes from. It is part
+            of the checkpoint, so a resumed run keeps it.
+        reference_refresh: lets the reference follow the policy every so many rollout batches.
+        reference_offload: keep the reference in CPU memory between its passes.
+        minibatches: optimizer steps one pass over a rollout batch takes.
+        epochs: passes over a rollout batch; each shuffles anew.
+        seed: of that shuffling.
+
+    Logs, every optimizer step, over all ranks: reward, loss, entropy, what objective, correction and regularisers
+    report, approx_kl (`old` against the policy), grad_norm, staleness and staleness_max (versions between sampling and
+    training), tokens/*; with a correction correction_weight and correction_ess, the effective share of the samples; at
+    index 0, where the batch has not moved the weights yet, penalty/* (an episode), and on tokens that the current
+    version sampled only: mismatch_kl and logprob_diff_max (sampler against trainer; left out when there are none).
+    Validation and test: `val/accuracy`, `test/accuracy`, the mean reward over episodes; `val/pass@k` and so on, behind
+    a set's name `val/<set>/` where sets have names: see `modules.evaluation`.
+
+    Raises:
+        ValueError: an option out of range, or one that has no effect, naming it and the remedy.
+    """
+
+    want: tuple[str, ...] = ("logprobs", "entropy")
+    has_critic = False
+    default_advantage = "grpo"
+
+    def __init__(
+        self,
+        model: ModelSource,
+        optimizer: OptimizerCallable = adamw,
+        lr_scheduler: LRSchedulerCallable | None = None,
+        advantage: str | Callable | None = None,
+        advantage_options: dict[str, Any] | None = None,
+        objective: str | Callable = "ppo_clip",
+        objective_options: dict[str, Any] | None = None,
+        regularisers: list[Regulariser] | None = None,
+        correction: str | Callable | None = None,
+        correction_options: dict[str, Any] | None = None,
+        proximal: Proximal | None = None,
+        aggregation: Aggregation | None = None,
+        aggregation_constant: float | None = None,
+        reference: ModelSource | Literal["initial"] | None = None,
+        reference_refresh: Refresh | None = None,
+        reference_offload: bool = False,
+        minibatches: int = 1,
+        epochs: int = 1,
+        seed: int = 0,
+        tree_training_mode: TreeTrainingMode = "dta",
+        chunk_tokens: TokenBudget = "auto",
+        live_tokens: TokenBudget = "auto",
+        attention: str = "auto",
+        self_check: SelfCheck = "error",
+    ) -> None:
+        super().__init__(
+            model, optimizer, lr_scheduler, tree_training_mode, chunk_tokens, live_tokens, attention, self_check
+        )
+        self.save_hyperparameters()
+        self.save_hyperparameters(ignore=self.object_hparams())
+        self.algorithm = Algorithm(
+            advantage,
+            self.default_advantage,
+            advantage_options,
+            objective,
+            objective_options,
+            regularisers or [],
+            correction,
+            correction_options,
+            proximal,
+        )
+        check_steps(minibatches, epochs)
+        check_reference(self.algorithm, reference, reference_refresh, reference_offload, self.has_critic)
+        self.aggregation_mode: Aggregation = aggregation or self.algorithm.traits.aggregation
+        self.aggregation_constant = aggregation_constant
+        check_aggregation(self.aggregation_mode, aggregation_constant)
+        self.reference_source = reference
+        self._reference_options = (reference_refresh, reference_offload)
+        self.minibatches, self.epochs, self.seed = minibatches, epochs, seed
+        self.steps_per_batch = minibatches * epochs
+        self.reference: ReferencePolicy | None = None
+        self._splits: list[list[int]] = []
+        self._penalties: dict[str, float] = {}
+        self._step_means: dict[str, tuple[Any, Any]] = {}
+        self._sums = TokenSums((), self.device)
+        self._peak = torch.zeros(())
+        self._token_metrics = ("entropy", *(["approx_kl"] if self._has_old else []), *self.algorithm.metrics)
+        means = ("reward", *self._token_metrics, "staleness", "mismatch_kl", *self.algorithm.penalties)
+        self.train_metrics = NamedMetrics(means, ("loss", *TOKEN_COUNTS), ("staleness_max", "logprob_diff_max"))
+        self.eval_metrics = EvaluationMetrics()
+
+    @property
+    def _has_old(self) -> bool:
+        return "old" in self.algorithm.needs
+
+    def configure_model(self) -> None:
+        super().configure_model()
+        if self.reference_source is None or self.reference is not None:
+            return
+        assert self.policy is not None
+        self.reference = ReferencePolicy(self.reference_source, self.policy, self.make_engine, *self._reference_options)
+
+    def aggregation(self) -> tuple[Aggregation, float | None]:
+        return self.aggregation_mode, self.aggregation_constant
+
+    # Index 0, on the whole batch
+
+    def prepare(self, batch: RolloutBatch) -> None:
+        batch.columns.pop("start", None)  # of another version, where a datamodule yields a batch again
+        unrecorded = bool((batch.loss_mask & (batch.versions < 0)).any())
+        self.forward_passes(batch, self._start_outputs(unrecorded))
+        if self.reference is not None:
+            with self.reference.engine(self.device) as engine:
+                batch.add_column("reference", self.forward_columns(engine, batch)["logprobs"])
+        self._credit(batch)
+        self._splits = []
+        for epoch in range(self.epochs):
+            self._splits += split_minibatches(batch, self.minibatches, (self.seed, self.policy_version, epoch))
+
+    def _start_outputs(self, unrecorded: bool) -> tuple[str, ...]:
+        """What the policy's pass at the start of the batch is needed for. With one step a batch the policy at its
+        start is the policy of the step: no extra pass."""
+        anchored = self._has_old and (self.algorithm.proximal == "recomputed" or unrecorded)
+        in_reward = unrecorded and any("logprobs" in choice.needs for _, choice in self.algorithm.reward_costs)
+        return ("logprobs",) if (anchored and self.steps_per_batch > 1) or in_reward else ()
+
+    def forward_passes(self, batch: RolloutBatch, want: tuple[str, ...]) -> None:
+        """Collective: adds the policy's outputs `want` as columns; log-probabilities as "start"."""
+        for name, column in (self.forward_columns(self.engine, batch, want) if want else {}).items():
+            batch.add_column("start" if name == "logprobs" else name, column)
+
+    def _credit(self, batch: RolloutBatch) -> None:
+        """Rewards to advantages, on every rank for the whole batch."""
+        columns, sampled = batch.columns, batch.behavior_logprobs.masked_fill(~batch.loss_mask, 0.0)
+        if "start" in columns:
+            sampled = torch.where(batch.versions >= 0, sampled, columns["start"])
+        inputs = {"logprobs": sampled, "mask": batch.loss_mask, "cu_seqlens": batch.cu_seqlens}
+        if "reference" in columns:
+            inputs["reference"] = columns["reference"]
+        token_rewards, self._penalties = self.algorithm.token_rewards(batch, inputs)
+        batch.add_column("token_rewards", token_rewards)
+        if self.algorithm.advantage is None:
+            return
+        found = self.algorithm.credit(batch, token_rewards, columns.get("values"))
+        batch.add_column("advantages", found.advantages if isinstance(found, Estimate) else found)
+        if isinstance(found, Estimate):
+            batch.add_column("returns", found.returns)
+            batch.add_column("value_mask", found.value_mask)
+
+    def step_sequences(self, batch: RolloutBatch, index: int) -> list[int]:
+        return self._splits[index]
+
+    # One step
+
+    def begin_step(self, step: TreeStep, index: int, weights: Tensor | None) -> None:
+        counted = self.algorithm.objective_metrics if self.algorithm.whole_step else ()
+        names = (*(name for name in self._token_metrics if name not in counted), "mismatch_kl")
+        self._sums = TokenSums(names, self.device)
+        self._peak = torch.full((), -torch.inf, dtype=torch.float64, device=self.device)
+        assert self.batch is not None
+        gradient = self._couple(self.batch, self._splits[index]) if self.algorithm.whole_step else None
+        if step.batch is None or weights is None:
+            return
+        batch = step.batch
+        step.columns = {"weights": weights, **self._token_columns(batch)}
+        if gradient is not None:
+            step.columns["gradient"] = gradient[self.batch.flat_index(step.indices)]
+        current = batch.loss_mask & (batch.versions == self.policy_version)
+        if index == 0 and bool(current.any()):
+            step.columns["current"] = current
+
+    def _token_columns(self, batch: RolloutBatch) -> dict[str, Tensor]:
+        """[T] tensors that `_inputs` reads."""
+        mask, recorded = batch.loss_mask, batch.versions >= 0
+        columns = {"mask": mask, "behavior": batch.behavior_logprobs.masked_fill(~mask, 0.0)}
+        for name in ("start", "reference", "advantages"):
+            if name in batch.columns:
+                columns[name] = batch.columns[name]
+        if self.algorithm.proximal == "interpolated":
+            # What the current policy counts in `old`: it will be one version further when the batch is done.
+            age = (self.policy_version - batch.versions).clamp(min=0)
+            columns["current_share"] = age / (age + 1.0)
+        if not bool((recorded | ~mask).all()):
+            columns["recorded"] = recorded
+        return columns
+
+    def _inputs(self, out: FlatOutputs, columns: dict[str, Tensor]) -> dict[str, Any]:
+        """What objectives, regularisers and corrections may be called with."""
+        assert out.logprobs is not None
+        now = out.logprobs.detach()
+        anchor = columns.get("start", now)
+        behavior = columns["behavior"].to(now)
+        if self.algorithm.proximal == "recomputed":
+            old = anchor
+        elif self.algorithm.proximal == "interpolated":
+            old = behavior + columns["current_share"].to(now) * (now - behavior)
+        else:
+            old = behavior
+        if "recorded" in columns:
+            old = torch.where(columns["recorded"], old, anchor.to(now))
+            behavior = torch.where(columns["recorded"], behavior, old)
+        inputs = {name: columns[name] for name in ("reference", "advantages", "mask") if name in columns}
+        cu_seqlens = out.cu_seqlens.to(now.device)
+        return {
+            **inputs,
+            "logprobs": out.logprobs,
+            "entropy": out.entropy,
+            "old": old,
+            "behavior": behavior,
+            "cu_seqlens": cu_seqlens,
+        }
+
+    def loss(self, out: FlatOutputs, columns: dict[str, Tensor]) -> Tensor:
+        inputs = self._inputs(out, columns)
+        now = inputs["logprobs"].detach()
+        costs, stats = self.algorithm.costs(inputs)
+        if "gradient" in columns:  # of the objective on the whole step; its value was counted there
+            losses = costs * columns["weights"] + columns["gradient"] * (inputs["logprobs"] - now)
+        else:
+            losses, more = self.algorithm.losses(inputs)
+            losses, stats = (losses + costs) * columns["weights"], {**stats, **more}
+        stats["entropy"] = inputs["entropy"].detach()
+        stats["approx_kl"] = k3(inputs["old"], now)
+        self._sums.add(stats, columns["mask"])
+        if "current" in columns:
+            behavior, current = inputs["behavior"], columns["current"]
+            self._sums.add({"mismatch_kl": k3(behavior, now)}, current)
+            difference = (now - behavior).abs().masked_fill(~current, -torch.inf)
+            self._peak = torch.maximum(self._peak, difference.max().to(self._peak))
+        return losses.sum()
+
+    def _couple(self, batch: RolloutBatch, indices: list[int]) -> Tensor:
+        """Collective: the gradient of the step's objective by the log-probability of each token, float32 [T] of the
+        whole batch. Every rank runs its share forward and does the same arithmetic on all of it."""
+        gradient = torch.zeros(batch.num_tokens)
+        self._step_means = {}
+        if not indices:
+            return gradient
+        part = batch.select(indices)
+        logprobs = self.forward_columns(self.engine, part)["logprobs"].requires_grad_()
+        inputs = self._inputs(FlatOutputs(part.cu_seqlens, logprobs=logprobs), self._token_columns(part))
+        if set(STEP_INPUTS) & self.algorithm.objective.needs:
+            rewards = with_rewards(part, part.columns["token_rewards"]).rewards
+            inputs |= {"groups": part.group_ids, "episodes": part.episode_ids, "rewards": rewards}
+        at = batch.flat_index(indices)
+        with torch.enable_grad():
+            losses, stats = self.algorithm.losses(inputs)
+            loss = (losses * self.step_weights(batch, indices)[at]).sum()
+        if loss.requires_grad:
+            loss.backward()
+            assert logprobs.grad is not None
+            gradient[at] = logprobs.grad
+        if self.trainer.is_global_zero:  # all ranks found the same
+            sums = TokenSums(tuple(stats), torch.device("cpu"))
+            sums.add(stats, part.loss_mask)
+            self._step_means = sums.means(int(part.loss_mask.sum()))
+            self.train_metrics.update(sums={"loss": loss.detach()})
+        return gradient
+
+    def end_step(self, step: TreeStep) -> None:
+        assert self.batch is not None and self._handle is not None
+        # Every rank holds the whole batch: each adds the same reward, which leaves the mean as it is.
+        total, episodes = episode_reward(self.batch)
+        means: dict[str, tuple[Any, Any]] = {"reward": (total, episodes)}
+        if self._handle.index == 0:
+            means |= {name: (penalty, episodes) for name, penalty in self._penalties.items()}
+        if step.batch is not None:
+            mask, versions = step.batch.loss_mask, step.batch.versions
+            means |= self._sums.means(int(mask.sum()))
+            if "mismatch_kl" in means:
+                means["mismatch_kl"] = (means["mismatch_kl"][0], step.columns.get("current", torch.zeros(1)).sum())
+            ages = self.policy_version - versions[mask & (versions >= 0)]
+            if len(ages):
+                means["staleness"] = (ages.sum(), len(ages))
+                self.train_metrics.update(maxima={"staleness_max": ages.max()})
+        self.train_metrics.update(means | self._step_means, maxima={"logprob_diff_max": self._peak})
+
+    def derive(self, values: dict[str, Any]) -> dict[str, Any]:
+        square = values.pop("correction_square", None)
+        if square is not None:
+            values["correction_ess"] = values["correction_weight"] ** 2 / square.clamp(min=1e-30)
+        return values
+
+    def end_batch(self) -> None:
+        if self.reference is not None:
+            assert self.policy is not None
+            self.reference.follow(self.policy, self.policy_version)
+
+    def evaluate(self, handle: EvalHandle) -> None:
+        self.eval_metrics.update(handle)

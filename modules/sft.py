@@ -1,0 +1,61 @@
+"""`SFTModule`: supervised training on the same tree engine and strategy; mean negative log-likelihood a trained token.
+
+Promises: the denominator is the number of trained tokens of the whole batch over all ranks; one optimizer step a batch.
+"""
+
+from __future__ import annotations
+
+import torch
+from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
+from torch import Tensor
+
+from app.batch import EvalHandle
+from app.tree import FlatOutputs
+from modules.engine_check import SelfCheck
+from modules.metrics import NamedMetrics
+from modules.model_source import ModelSource
+from modules.prepare import TreeStep, check_batch
+from modules.tree_module import TokenBudget, TreeModule, TreeTrainingMode, adamw
+
+
+class SFTModule(TreeModule):
+    """Imitates the tokens whose loss mask is set.
+
+    Args: see `TreeModule`.
+
+    Logs: loss (nats a token), grad_norm, tokens/*; validation: `val/loss`, test: `test/loss`, over all trained tokens.
+    """
+
+    def __init__(
+        self,
+        model: ModelSource,
+        optimizer: OptimizerCallable = adamw,
+        lr_scheduler: LRSchedulerCallable | None = None,
+        tree_training_mode: TreeTrainingMode = "dta",
+        chunk_tokens: TokenBudget = "auto",
+        live_tokens: TokenBudget = "auto",
+        attention: str = "auto",
+        self_check: SelfCheck = "error",
+    ) -> None:
+        super().__init__(
+            model, optimizer, lr_scheduler, tree_training_mode, chunk_tokens, live_tokens, attention, self_check
+        )
+        self.save_hyperparameters()
+        self.save_hyperparameters(ignore=self.object_hparams())
+        self.eval_metrics = NamedMetrics(means=("loss",))
+
+    def begin_step(self, step: TreeStep, index: int, weights: Tensor | None) -> None:
+        if weights is not None:
+            step.columns = {"weights": weights}
+
+    def loss(self, out: FlatOutputs, columns: dict[str, Tensor]) -> Tensor:
+        assert out.logprobs is not None
+        return -(out.logprobs * columns["weights"]).sum()
+
+    def evaluate(self, handle: EvalHandle) -> None:
+        assert self.policy is not None, "configure_model builds the policy"
+        batch = self.share_batch(handle.batch)
+        check_batch(batch, self.policy.config, self.policy_version)
+        logprobs = self.forward_columns(self.engine, batch)["logprobs"]
+        # The whole column is on every rank: each adds the same, which leaves the mean as it is.
+        self.eval_metrics.update({"loss": (-torch.sum(logprobs, dtype=torch.float64), batch.loss_mask.sum())})

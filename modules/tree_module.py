@@ -1,0 +1,423 @@
+"""`TreeModule`: the LightningModule under all others. It owns the policy and its tree engine, and turns a `StepHandle`
+into one optimizer step.
+
+Promises: Lightning's automatic optimization works as usual, the forward and backward passes being the tree pass inside
+`backward`; a batch is shared, checked and prepared once, at index 0; losses are divided by counts of the whole
+optimizer step over all ranks (every rank holds the whole batch, so no rank has to ask); `policy_version` rises once a
+batch, after its last optimizer step, and is in the checkpoint. A subclass says what is prepared (`prepare`), which
+sequences a step takes (`step_sequences`), and what the loss of a group of sequences is (`loss`).
+
+Works under a plain Trainer on one process; on several it needs `DTAStrategy`, which sums gradients.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+import lightning as L
+import torch
+from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import ReduceLROnPlateau
+from transformers import PreTrainedModel
+
+from app.batch import BatchError, EvalHandle, RolloutBatch, StepHandle
+from app.tree import FlatOutputs, PrefixTree, TreeEngine
+from modules.engine_check import SELF_CHECKS, SelfCheck, check_together
+from modules.metrics import NamedMetrics, episode_reward
+from modules.minibatches import build_tree, rank_share
+from modules.model_source import ModelSource, build_model
+from modules.objectives import Aggregation
+from modules.prepare import TreeStep, check_batch, token_loss_weights
+
+TreeTrainingMode = Literal["disabled", "sparse", "dta"]
+TokenBudget = int | Literal["auto"]
+TOKEN_COUNTS = ("tokens/dense", "tokens/leaf", "tokens/tree")
+
+
+def adamw(params: Any) -> Optimizer:
+    return torch.optim.AdamW(params, lr=1e-5, weight_decay=0.0)
+
+
+class TreeModule(L.LightningModule):
+    """A causal language model trained over prefix trees.
+
+    Args:
+        model: the policy's weights or configuration.
+        optimizer: called with the policy's trainable parameters.
+        lr_scheduler: called with the optimizer, stepped once an optimizer step.
+        tree_training_mode: same loss and gradients, another execution. "dta": the planner, within both budgets.
+            "sparse": the whole tree in chunks as large as `live_tokens`. "disabled": every sequence on its own
+            (only sequences that others extend are dropped, their losses attached to the longer one), packed into
+            chunks as large as `live_tokens`.
+        chunk_tokens: most tokens in one forward; mode "dta" only.
+        live_tokens: most tokens whose activations are kept at once; "auto" takes what fits half of the free memory.
+        attention: attention backend of the tree engine.
+        self_check: the first step also runs a small part of its batch densely, one sequence at a time. When tree and
+            dense execution differ by more than rounding, "error" ends the run, "fallback" goes on densely (on all
+            ranks); "skip" does not check.
+
+    Attributes:
+        policy: the model, from `configure_model` on.
+        steps_per_batch: optimizer steps a rollout batch takes; datamodules yield it so many times.
+        policy_version: how many rollout batches the policy has been trained on.
+        step_seconds: wall seconds of the last training step by part: "prepare" and "tree", to which callbacks add.
+        last_tree: the prefix tree of the last training step's sequences, those of all ranks together, whatever the
+            mode; on rank 0, None elsewhere.
+
+    Raises:
+        ValueError: an option out of range or without effect, naming it.
+    """
+
+    steps_per_batch: int = 1
+    want: tuple[str, ...] = ("logprobs",)
+    """Outputs of the tree pass that `loss` reads."""
+
+    def __init__(
+        self,
+        model: ModelSource,
+        optimizer: OptimizerCallable = adamw,
+        lr_scheduler: LRSchedulerCallable | None = None,
+        tree_training_mode: TreeTrainingMode = "dta",
+        chunk_tokens: TokenBudget = "auto",
+        live_tokens: TokenBudget = "auto",
+        attention: str = "auto",
+        self_check: SelfCheck = "error",
+    ) -> None:
+        super().__init__()
+        if self_check not in SELF_CHECKS:
+            raise ValueError(f"self_check: {self_check!r} is not one of {', '.join(SELF_CHECKS)}")
+        if tree_training_mode not in ("disabled", "sparse", "dta"):
+            raise ValueError(f"tree_training_mode: '{tree_training_mode}' is not one of disabled, sparse, dta")
+        if chunk_tokens != "auto" and tree_training_mode != "dta":
+            raise ValueError(
+                f"chunk_tokens={chunk_tokens} has no effect with tree_training_mode={tree_training_mode}, whose chunks"
+                " are as large as live_tokens: set live_tokens, or tree_training_mode=dta"
+            )
+        self.model_source = model
+        self.make_optimizer, self.make_lr_scheduler = optimizer, lr_scheduler
+        self.share_mode = "leaf" if tree_training_mode == "disabled" else "tree"
+        # The planner caps chunks at live_tokens, so without a limit of their own they are as large as that.
+        self._engine_options = {
+            "chunk_tokens": chunk_tokens if tree_training_mode == "dta" else sys.maxsize,
+            "live_tokens": live_tokens,
+            "attention": attention,
+            "self_check": False,  # done here, where ranks can agree
+        }
+        self.self_check = self_check
+        self._checked = self_check == "skip"
+        self.policy: PreTrainedModel | None = None
+        self._engine: TreeEngine | None = None
+        self.policy_version = 0
+        self.step_seconds: dict[str, float] = {}
+        self.last_tree: PrefixTree | None = None
+        self.batch: RolloutBatch | None = None
+        self.train_metrics = NamedMetrics(sums=("loss", *TOKEN_COUNTS))
+        self.eval_metrics = NamedMetrics()
+        self._handle: StepHandle | None = None
+        self._step: TreeStep | None = None
+        self._step_start = 0.0
+        self._grad_norm: Tensor | None = None
+        self._logged: set[str] = set()
+
+    # What subclasses define
+
+    def prepare(self, batch: RolloutBatch) -> None:
+        """Index 0, on the whole shared and checked batch: forward passes, advantages, as columns of the batch."""
+
+    def step_sequences(self, batch: RolloutBatch, index: int) -> list[int]:
+        """Sequences of optimizer step `index`, over all ranks; the same on every rank."""
+        return list(range(len(batch)))
+
+    def begin_step(self, step: TreeStep, index: int, weights: Tensor | None) -> None:
+        """Fills `step.columns`. `weights`: float32 [T], what each token's loss counts, 0 where not trained; None on a
+        rank without sequences (`step.batch` is None then, and `loss` is not called)."""
+        raise NotImplementedError
+
+    def loss(self, out: FlatOutputs, columns: dict[str, Tensor]) -> Tensor:
+        """Scalar: the loss of some sequences, `out` and `columns` being [T] tensors of their tokens, concatenated."""
+        raise NotImplementedError
+
+    def end_step(self, step: TreeStep) -> None:
+        """After the tree pass: adds to `train_metrics`."""
+
+    def end_batch(self) -> None:
+        """After the last optimizer step of a rollout batch, before checkpoints: `policy_version` has risen."""
+
+    def derive(self, values: dict[str, Any]) -> dict[str, Any]:
+        """The metrics of a step from what `train_metrics` computed."""
+        return values
+
+    def evaluate(self, handle: EvalHandle) -> None:
+        """One validation or test batch: adds to `eval_metrics`, which are logged as `val/<name>` and `test/<name>`."""
+        raise NotImplementedError
+
+    def aggregation(self) -> tuple[Aggregation, float | None]:
+        """How token losses are weighted: see `token_weights`."""
+        return "token_mean", None
+
+    # Set-up
+
+    def configure_model(self) -> None:
+        if self.policy is None:
+            self.policy = build_model(self.model_source)
+
+    def make_engine(self, model: PreTrainedModel, value_head: nn.Module | None = None) -> TreeEngine:
+        """A tree engine over `model` with this module's budgets."""
+        return TreeEngine(model, value_head=value_head, **self._engine_options)
+
+    def value_head(self) -> nn.Module | None:
+        """A head on the policy's hidden states, run in the policy's own pass."""
+        return None
+
+    def parameter_groups(self) -> list[Any]:
+        """What the optimizer is called with: trainable parameters, or dictionaries of them."""
+        assert self.policy is not None, "configure_model builds the policy"
+        return [p for p in self.policy.parameters() if p.requires_grad]
+
+    @property
+    def engine(self) -> TreeEngine:
+        """The policy's engine. Made when first used: parameters may move or change dtype before training starts."""
+        if self._engine is None:
+            assert self.policy is not None, "configure_model builds the policy"
+            self._engine = self.make_engine(self.policy, self.value_head())
+        return self._engine
+
+    def configure_optimizers(self) -> Any:
+        optimizer = self.make_optimizer(self.parameter_groups())
+        if self.make_lr_scheduler is None:
+            return optimizer
+        scheduler = self.make_lr_scheduler(optimizer)
+        if isinstance(scheduler, ReduceLROnPlateau):
+            raise ValueError("lr_scheduler: ReduceLROnPlateau follows a metric, which is not supported: choose another")
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+    def setup(self, stage: str) -> None:
+        trainer = self.trainer
+        if not self._sums_gradients and trainer.world_size > 1:
+            raise ValueError(
+                f"trainer.strategy: {type(trainer.strategy).__name__} on {trainer.world_size} processes does not sum"
+                " gradients as tree training needs: set trainer.strategy to app.strategies.DTAStrategy"
+            )
+        if stage == "fit" and trainer.accumulate_grad_batches != 1:
+            raise ValueError(
+                f"trainer.accumulate_grad_batches={trainer.accumulate_grad_batches}: losses are already divided by the"
+                " count of a whole optimizer step; set it to 1 and raise the data's batch_size instead"
+            )
+        if getattr(trainer.precision_plugin, "scaler", None) is not None:
+            raise ValueError(
+                f"trainer.precision={trainer.precision}: the tree pass does not scale losses, which float16 needs;"
+                " use bf16-mixed, bf16-true or 32-true"
+            )
+
+    def object_hparams(self) -> list[str]:
+        """Names of the hyper-parameters saved so far that are objects (callables, sources): a checkpoint could not load
+        them safely. From the command line hyper-parameters are the YAML itself, and there are none."""
+        return [name for name, value in self.hparams.items() if not _is_plain(value)]
+
+    # Ranks
+
+    @property
+    def _sums_gradients(self) -> bool:
+        return hasattr(self.trainer.strategy, "share_batch")
+
+    def share_batch(self, batch: RolloutBatch | None) -> RolloutBatch:
+        """Collective: the stream owner's batch, on every rank."""
+        if self._sums_gradients:
+            return self.trainer.strategy.share_batch(batch)
+        if batch is None:
+            raise BatchError("the datamodule yielded no batch on the only rank, which owns the stream")
+        return batch
+
+    def rank_share(self, batch: RolloutBatch, indices: Sequence[int]) -> list[int]:
+        """The sequences among `indices` that this rank runs, as the strategy balances ranks."""
+        trainer = self.trainer
+        options = trainer.strategy.partition_options if self._sums_gradients else {}
+        return rank_share(batch, indices, self.share_mode, trainer.global_rank, trainer.world_size, **options)
+
+    def sum_over_ranks(self, tensor: Tensor) -> Tensor:
+        """Collective: the sum of `tensor` over ranks."""
+        return self.trainer.strategy.sum_over_ranks(tensor) if self._sums_gradients else tensor
+
+    def forward_columns(
+        self, engine: TreeEngine, batch: RolloutBatch, want: Sequence[str] = ("logprobs",)
+    ) -> dict[str, Tensor]:
+        """Collective: outputs of the trained tokens of a batch in one pass, by name, float32 [T] on the CPU; every rank
+        computes a balanced share."""
+        own = self.rank_share(batch, range(len(batch)))
+        columns = torch.zeros(len(want), batch.num_tokens, dtype=torch.float32, device=self.device)
+        if own:
+            part = batch.select(own)
+            out = engine.forward(build_tree(part, self.share_mode), want=want, temperatures=part.temperatures)
+            at = batch.flat_index(own).to(self.device)
+            for row, name in zip(columns, want):
+                row[at] = out.flat(name).to(row)
+        return dict(zip(want, self.sum_over_ranks(columns).cpu()))
+
+    # One step
+
+    def on_train_batch_start(self, batch: StepHandle, batch_idx: int) -> None:
+        self._step_start = time.perf_counter()
+
+    def training_step(self, handle: StepHandle, batch_idx: int) -> Tensor:
+        """Prepares this rank's tree; the loss is a placeholder, `backward` does the work."""
+        start = time.perf_counter()
+        assert self.policy is not None, "configure_model builds the policy"
+        if handle.count != self.steps_per_batch:
+            raise BatchError(
+                f"StepHandle.count: the datamodule yields a batch {handle.count} times, the module takes"
+                f" {self.steps_per_batch} steps: its loader must read trainer.lightning_module.steps_per_batch"
+            )
+        self._handle = handle
+        self.train_metrics.reset()
+        if handle.index == 0:
+            self.batch = self.share_batch(handle.batch)
+            check_batch(self.batch, self.policy.config, self.policy_version)
+            self.prepare(self.batch)
+        elif self.batch is None:
+            raise BatchError(
+                f"StepHandle.index: step {handle.index} of a batch whose step 0 did not run here; resume from a"
+                " checkpoint written at the end of a batch"
+            )
+        self._step = self._build_step(self.batch, handle.index)
+        self.step_seconds = {"prepare": time.perf_counter() - start}
+        return torch.zeros((), requires_grad=True, device=self.device)
+
+    def _build_step(self, batch: RolloutBatch, index: int) -> TreeStep:
+        trainer = self.trainer
+        everyone = self.step_sequences(batch, index)
+        own = self.rank_share(batch, everyone)
+        step = TreeStep.build(batch, own, self.share_mode)
+        if trainer.is_global_zero:
+            # Ranks compute shared prefixes again and other modes share less, so token counts need a tree of their own.
+            same = self.share_mode == "tree" and len(own) == len(everyone)
+            self.last_tree = step.tree if same else TreeStep.build(batch, everyone, "tree").tree
+        weights = self.step_weights(batch, everyone)[batch.flat_index(own)] if own else None
+        self.begin_step(step, index, weights)
+        step.columns = {name: column.to(self.device) for name, column in step.columns.items()}
+        return step
+
+    def tree_pass(self, step: TreeStep) -> None:
+        """Accumulates this rank's gradients of one optimizer step."""
+        total = self.engine.backward(
+            step.tree,
+            lambda out, indices: self.loss(out, step.gather(indices)),
+            want=self.want,
+            batched=True,
+            temperatures=step.temperatures,
+        )
+        self.train_metrics.update(sums={"loss": total})
+
+    def step_weights(self, batch: RolloutBatch, indices: list[int]) -> Tensor:
+        """float32 [T] of the whole batch: see `token_loss_weights`."""
+        return token_loss_weights(batch, indices, *self.aggregation())
+
+    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        """The tree pass. Lightning leaves the precision context after `training_step`, so it is entered again."""
+        start = time.perf_counter()
+        step = self._step
+        assert step is not None, "training_step comes first"
+        with self.trainer.precision_plugin.forward_context():
+            if not self._checked:
+                fall_back = self.self_check == "fallback"
+                self._checked = check_together(self.engine, step.tree, self.want, fall_back, self.sum_over_ranks)
+            self.tree_pass(step)
+        tree = self.last_tree
+        if tree is not None:  # rank 0 counts for all
+            counts = (tree.num_dense_tokens, tree.num_leaf_tokens, tree.num_tokens)
+            self.train_metrics.update(sums=dict(zip(TOKEN_COUNTS, counts, strict=True)))
+        self.step_seconds["tree"] = time.perf_counter() - start
+        if self._sums_gradients:
+            run = step.tree
+            self.trainer.strategy.observe_tree_pass(run.num_tokens, run.num_attention_pairs, self.step_seconds["tree"])
+        self.end_step(step)
+
+    def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
+        if hasattr(self.trainer.strategy, "grad_norm"):
+            return  # gradients are in its own buffers by now, and it knows their norm
+        grads = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        self._grad_norm = torch.nn.utils.get_total_norm(grads) if grads else None
+
+    def optimizer_step(self, *args: Any, **kwargs: Any) -> None:
+        super().optimizer_step(*args, **kwargs)
+        assert self._handle is not None, "the closure inside ran training_step"
+        if self._handle.index == self._handle.count - 1:
+            self.policy_version += 1
+            self.end_batch()
+
+    def on_train_batch_end(self, outputs: Any, batch: StepHandle, batch_idx: int) -> None:
+        values: dict[str, Any] = self.derive(self.train_metrics.compute())
+        norm = getattr(self.trainer.strategy, "grad_norm", self._grad_norm)
+        if norm is not None:
+            values["grad_norm"] = norm
+        values["tokens/s"] = values["tokens/dense"] / (time.perf_counter() - self._step_start)
+        self._log_step({name: torch.as_tensor(value, dtype=torch.float32) for name, value in values.items()})
+        self._step = None
+        if batch.index == batch.count - 1:
+            self.batch = None
+
+    def _log_step(self, values: dict[str, Tensor]) -> None:
+        # Lightning would repeat the last value of a metric that this step has none of, as if measured again.
+        for name in self._logged - values.keys():
+            self.trainer._results.pop(f"on_train_batch_end.{name}", None)
+        self._logged = set(values)
+        for name, value in values.items():
+            self.log(name, value, batch_size=1, prog_bar=name == "reward")
+
+    # Validation and test
+
+    def on_validation_epoch_start(self) -> None:
+        self.eval_metrics.reset()
+
+    def validation_step(self, handle: EvalHandle, batch_idx: int, dataloader_idx: int = 0) -> None:
+        self.evaluate(handle)
+
+    def on_validation_epoch_end(self) -> None:
+        self._log_evaluation("val")
+
+    def on_test_epoch_start(self) -> None:
+        self.eval_metrics.reset()
+
+    def test_step(self, handle: EvalHandle, batch_idx: int, dataloader_idx: int = 0) -> None:
+        self.evaluate(handle)
+
+    def on_test_epoch_end(self) -> None:
+        self._log_evaluation("test")
+
+    def _log_evaluation(self, stage: str) -> None:
+        for name, value in self.eval_metrics.compute().items():
+            self.log(f"{stage}/{name}", value.float(), prog_bar=True, sync_dist=True)  # equal on all ranks already
+
+    # Rolling out without training
+
+    def predict_step(self, handle: StepHandle, batch_idx: int, dataloader_idx: int = 0) -> dict[str, float]:
+        """What the batch holds, in numbers: prompts, episodes, tokens, reward. Empty on ranks without it."""
+        batch = handle.batch
+        if batch is None:
+            return {}
+        total, episodes = episode_reward(batch)
+        prompts = len(set(batch.group_ids.tolist()))
+        counts = {"prompts": prompts, "episodes": int(episodes), "tokens": batch.num_tokens}
+        return {**counts, "reward": float(total) / int(episodes)}
+
+    # Checkpoints
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["policy_version"] = self.policy_version
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        if "policy_version" not in checkpoint:
+            raise ValueError("ckpt_path: the checkpoint has no policy_version, so no module of this project wrote it")
+        self.policy_version = checkpoint["policy_version"]
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, Mapping):
+        return all(_is_plain(key) and _is_plain(v) for key, v in value.items())
+    if isinstance(value, list | tuple):
+        return all(map(_is_plain, value))
+    return value is None or isinstance(value, bool | int | float | str)

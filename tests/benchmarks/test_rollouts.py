@@ -1,0 +1,40 @@
+"""The rollout benchmark at toy size on a real server: every figure is there and the settings did the same work."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from benchmarks import rollouts
+from tests.app.doubles import conversations
+from tests.sglang.servers import skip_unless_wanted
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+
+
+def test_every_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    skip_unless_wanted()
+    monkeypatch.setattr("benchmarks.rollout_runs.TASKS", [0, 1, 2, 3])
+    made = conversations(tmp_path / "made.npz")
+    rollouts.main(["--quick", "--data", str(made), "--out", str(tmp_path)])
+    result = json.loads((tmp_path / "rollouts.json").read_text())
+    speed = result["throughput"]
+    for name in ("ours", "bare"):
+        assert speed["tokens_per_second"][name]["min"] > 0 and speed["client_cpu_seconds"][name]["min"] > 0
+    (own,), (other,) = (speed["tokens_per_second"][name]["runs"] for name in ("ours", "bare"))
+    assert speed["ratio"]["median"] == pytest.approx(own / other)
+    for method in ("distributed", "disk"):
+        row = result["downtime"]["methods"][method]
+        assert row["updates"] == 1 and 0 < row["update_s"]["min"] <= row["downtime_s"]["min"]
+    runs = result["runs"]["settings"]
+    assert list(runs) == ["synchronous, dense-leaf", "synchronous, tree", "asynchronous, tree"]
+    for row in runs.values():
+        parts = sum(row[name]["median"] for name in ("wait", "prepare", "tree", "optimizer", "sync", "other"))
+        assert parts == pytest.approx(row["wall"]["median"], rel=0.05) and row["failed"]["max"] == 0
+        same = next(iter(runs.values()))
+        for tokens in ("tokens_dense", "tokens_leaf", "tokens_tree"):
+            assert row[tokens]["median"] == pytest.approx(same[tokens]["median"], rel=0.2)
+    text = (tmp_path / "rollouts.md").read_text()
+    assert text.count("\n## ") == 3 and "load averages" in text and (tmp_path / "rollouts.png").stat().st_size > 5000

@@ -1,0 +1,133 @@
+"""The systems the benchmarks compare, and the GPU suite at toy size: every system is there, no figure is missing."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from app.tree.plan import ExecutionPlan
+from benchmarks import gpu_suite
+from benchmarks.gpu_parity import check_kernels, check_torch
+from benchmarks.systems import NAMES, gradient_error, merged, path_plan
+from benchmarks.workloads import WORKLOADS, conversations, make_case, synthetic
+
+
+@pytest.fixture(scope="module", autouse=True)
+def threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def check_case(result: dict) -> None:
+    rows = result["systems"]
+    assert tuple(rows) == NAMES
+    for row in rows.values():
+        assert row["tokens"] > 0 and row["pairs"] >= row["tokens"] and row["flops"] >= row["least_flops"] > 0
+        assert 0 < row["measured_share"] <= 1
+        for clock in ("cpu_seconds", "wall_seconds"):
+            assert row[clock]["min"] <= row[clock]["median"] <= row[clock]["max"]
+    tokens = {name: row["tokens"] for name, row in rows.items()}
+    assert tokens["dense"] >= tokens["dense-leaf"] > tokens["ours"] == tokens["sparse"] == tokens["path-at-a-time"]
+    for ratios in result["against_ours"].values():
+        assert set(ratios) == set(NAMES) - {"ours"}
+        assert all(r["of_limit"] == pytest.approx(r["ratio"] / r["flop_limit"]) for r in ratios.values())
+
+
+def test_gpu_suite_at_toy_size(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["--repeats", "1", "--workloads", "think", "--profile", "--backends", "--attention", "sdpa"]
+    report = gpu_suite.main(["--toy", *options, "--out", str(tmp_path)])
+    assert report["passed"], capsys.readouterr().out
+    written = json.loads((tmp_path / "gpu_toy.json").read_text())
+    assert "not GPU figures" in written["figures"] and "not GPU figures" in capsys.readouterr().out
+    assert all(written["checks"][name] for name in ("torch", "kernels", "engine"))
+    (case,) = written["cases"]
+    check_case(case)
+    assert "checkpointing" in case["systems"]["dense"]["detail"]
+    assert case["utilisation"]["tree_over_dense"] > 0 and case["profile"][0]["share"] > 0
+    assert written["plot"] == (tmp_path / "gpu_toy.png").exists() and not written["left_out"]
+    engine = written["checks"]["engine"]
+    assert {row["window"] for row in engine} == {None, 70} and {row["attention"] for row in engine} >= {"auto"}
+    assert written["attention"] == "sdpa" and written["backends"]["utilisation"]["sdpa"] > 0
+
+
+def test_time_limit_leaves_workloads_out_by_name(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gpu_suite, "checks", lambda device: {})
+    report = gpu_suite.main(["--toy", "--limit", "0", "--workloads", "turns", "whole"])
+    assert report["cases"] == [] and report["left_out"] == ["turns", "whole"]
+    assert "not measured: turns, whole" in capsys.readouterr().out
+
+
+def test_without_gpu_the_suite_says_what_to_do(capsys: pytest.CaptureFixture[str]) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    with pytest.raises(SystemExit):
+        gpu_suite.main(["--size", "0.6B"])
+    assert "--toy" in capsys.readouterr().err
+
+
+def test_checks_notice_a_wrong_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A log-sum-exp that is off shows in every dtype; an operator this torch lacks is named."""
+    from app.tree import kernels
+
+    right = kernels.CpuFlash.forward
+
+    def wrong(self, q, k, v, causal, mask, scale):
+        out, lse, saved = right(self, q, k, v, causal, mask, scale)
+        return out, lse + 0.1 * causal, saved
+
+    monkeypatch.setattr(kernels.CpuFlash, "forward", wrong)
+    failed = [row for row in check_kernels(torch.device("cpu")) if not row["ok"]]
+    assert {row["dtype"] for row in failed} == {"float64", "float32", "bfloat16", "float16"}
+    assert {row["kernel"] for row in failed} == {"CpuFlash"} and {row["part"] for row in failed} == {"causal"}
+    monkeypatch.setattr("benchmarks.gpu_parity.inspect.getsource", lambda module: "_aten._no_such_thing_for_cpu(")
+    assert [row["check"] for row in check_torch(torch.device("cpu")) if not row["ok"]] == [
+        "aten::_no_such_thing_for_cpu"
+    ]
+
+
+def test_gradient_error_of_nan_is_nan() -> None:
+    good, bad = {"a": torch.ones(2), "b": torch.ones(2)}, {"a": torch.ones(2), "b": torch.tensor([1.0, float("nan")])}
+    assert gradient_error(good, good) == {"norm": 0.0, "largest": 0.0}
+    assert all(np.isnan(value) for value in gradient_error(bad, good).values())
+
+
+@pytest.mark.parametrize("workload", WORKLOADS)
+def test_path_plan_runs_every_token_once_with_gradient(workload: str) -> None:
+    case = make_case(*conversations(toy=True), workload, 2, 3, 512)
+    built = case.tree()
+    plan: ExecutionPlan = path_plan(built, 40)
+    forward = [step.chunk for step in plan.steps if step.action == "forward"]
+    backward = [step.chunk for step in plan.steps if step.action == "backward"]
+    assert sorted(forward) == sorted(backward) == list(range(len(plan.chunks)))
+    covered = np.concatenate([np.arange(p.start, p.stop) for c in plan.chunks for p in c.pieces])
+    assert np.array_equal(np.sort(covered), np.arange(built.num_tokens))
+    assert all(len(c.pieces) == 1 and c.tokens <= 40 for c in plan.chunks) and plan.peak_live_tokens <= 40
+    place = {chunk: position for position, chunk in enumerate(backward)}
+    assert all(place[i] < place[c.parent] for i, c in enumerate(plan.chunks) if c.parent >= 0)
+
+
+@pytest.mark.parametrize("workload", WORKLOADS)
+def test_merged_sequences_keep_every_factor(workload: str) -> None:
+    case = make_case(*conversations(toy=True), workload, 2, 2, 512)
+    items, built = merged(case), case.tree()
+    assert sum(len(item.tokens) for item in items) == built.num_leaf_tokens
+    expected = sum(mask.sum() * weight for mask, weight in zip(case.scored, case.weights))
+    assert sum(item.factors.sum() for item in items) == pytest.approx(expected)
+
+
+def test_sizes_and_shapes_of_made_conversations() -> None:
+    made = synthetic(tasks=3, trials=2, system=30, task=5, turns=(2, 3), message=(4, 6))
+    assert len(made) == 6 and all((c.tokens[:30] == made[0].tokens[:30]).all() for c in made)
+    with pytest.raises(ValueError, match=r"size 4x2: made has 3 tasks of at least 2 trials"):
+        make_case("made", made, "turns", 4, 2, 100)
+    case = make_case("made", made, "whole", 2, 2, 100)
+    assert len(case.sequences) == 4 and max(int(s.max()) for s in case.sequences) < 100

@@ -1,0 +1,126 @@
+"""What a run leaves behind: metrics, samples, summary, pictures, exported model; validation at both ends."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from PIL import Image
+from transformers import AutoModelForCausalLM, Qwen3Config
+
+from app.batch import StepHandle
+from callbacks import Pictures, RewardLogger, SavePretrained, Summary, Throughput, ValidateEnds, WeightSync
+from callbacks.pictures import read_metrics
+from tests.callbacks.tiny import TinyData, TinyModule, trainer
+
+
+def test_run_directory_is_complete(tmp_path: Path) -> None:
+    run = tmp_path / "toy" / "now"
+    module = TinyModule()
+    callbacks = [WeightSync(), ValidateEnds(), RewardLogger(2, 2), Throughput(), Summary(), Pictures()]
+    trainer(run, *callbacks, max_epochs=2).fit(module, datamodule=TinyData(batches=3))
+
+    summary = json.loads((run / "summary.json").read_text())
+    seconds = summary.pop("seconds")
+    assert 0 < seconds < 120
+    assert summary == {
+        "accuracy_before": 0.0,
+        "accuracy_after": 6.0,
+        "steps": 6,
+        "dense_tokens": 24,
+        "leaf_tokens": 18,
+        "tree_tokens": 12,
+    }
+    for name in ("reward_curve.png", "step_time.png", "tree.png"):
+        with Image.open(run / name) as picture:
+            assert min(picture.size) > 300, name
+
+    series = read_metrics(run / "metrics.csv")
+    assert series["reward"] == ([1, 2, 3, 4, 5, 6], [1, 2, 3, 4, 5, 6])
+    assert series["val/accuracy"] == ([0, 6], [0.0, 6.0])
+
+
+def test_validation_between_steps_is_placed_at_its_step(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    trainer(run, ValidateEnds(), val_check_interval=2).fit(TinyModule(), datamodule=TinyData(batches=5))
+    assert read_metrics(run / "metrics.csv")["val/accuracy"] == ([0, 2, 4, 5], [0, 2, 4, 5])
+
+
+def test_last_step_is_not_validated_twice(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    trainer(run, ValidateEnds(), val_check_interval=2).fit(TinyModule(), datamodule=TinyData(batches=4))
+    assert read_metrics(run / "metrics.csv")["val/accuracy"][0] == [0, 2, 4]
+
+
+def test_resumed_run_is_not_validated_at_its_start(tmp_path: Path) -> None:
+    first = trainer(tmp_path / "a", max_steps=2)
+    first.fit(TinyModule(), datamodule=TinyData(batches=5))
+    first.save_checkpoint(tmp_path / "two.ckpt")
+    summary = Summary()
+    second = trainer(tmp_path / "b", ValidateEnds(), summary, max_epochs=-1, max_steps=5)
+    second.fit(TinyModule(), datamodule=TinyData(batches=5), ckpt_path=tmp_path / "two.ckpt", weights_only=False)
+    assert read_metrics(tmp_path / "b" / "metrics.csv")["val/accuracy"] == ([5], [5])
+    written = json.loads((tmp_path / "b" / "summary.json").read_text())
+    assert (written["steps"], written["accuracy_before"], written["accuracy_after"]) == (3, None, 5.0)
+
+
+def test_validate_ends_without_data_says_so(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"ValidateEnds.*val_prompts"):
+        trainer(tmp_path / "run", ValidateEnds()).fit(TinyModule(), datamodule=TinyData(validate=False))
+
+
+def test_samples_hold_lowest_and_highest_reward(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    data = TinyData(batches=3, count=2)
+    trainer(run, RewardLogger(every_n_batches=2, samples=2), ValidateEnds()).fit(TinyModule(2), datamodule=data)
+    rows = [json.loads(line) for line in (run / "samples.jsonl").read_text().splitlines()]
+    train = [row for row in rows if row["set"] == "train"]
+    assert [(row["step"], row["prompt_id"], row["reward"]) for row in train] == [
+        (1, "prompt-0", 0.0),
+        (1, "prompt-1", 1.0),
+        (5, "prompt-20", 0.0),
+        (5, "prompt-21", 1.0),
+    ]
+    assert train[0]["prompt"] == [1, 2] and train[0]["completion"] == [3, 10]  # ids: this datamodule has no tokenizer
+    assert train[0]["version"] == 6 and train[0]["turn"] == 0 and train[0]["tokens"] == 4
+    assert [row["step"] for row in rows if row["set"] == "held-out"] == [0, 0, 6, 6]
+
+
+@pytest.mark.parametrize("name", ["every_n_batches", "samples"])
+def test_reward_logger_refuses_zero(name: str) -> None:
+    with pytest.raises(ValueError, match=f"RewardLogger.{name}"):
+        RewardLogger(**{name: 0})
+
+
+def test_pictures_need_metrics(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="CSVLogger"):
+        trainer(tmp_path, Pictures(), logger=False).fit(TinyModule(), datamodule=TinyData())
+
+
+def test_pictures_name_what_they_cannot_draw(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    with pytest.warns(UserWarning, match="step_time.png not drawn.*Throughput"):
+        trainer(run, Pictures()).fit(TinyModule(), datamodule=TinyData())
+    assert (run / "reward_curve.png").exists() and not (run / "step_time.png").exists()
+
+
+class LanguageModelModule(TinyModule):
+    def __init__(self) -> None:
+        super().__init__()
+        sizes = {"vocab_size": 11, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "head_dim": 8}
+        config = Qwen3Config(**sizes, num_attention_heads=2, num_key_value_heads=1)
+        self.policy = AutoModelForCausalLM.from_config(config)
+
+    def training_step(self, handle: StepHandle, batch_idx: int) -> torch.Tensor:
+        return self.policy.lm_head.weight.sum()
+
+
+def test_export_loads_in_transformers_with_the_trained_weights(tmp_path: Path) -> None:
+    module = LanguageModelModule()
+    before = module.policy.lm_head.weight.detach().clone()
+    trainer(tmp_path / "run", SavePretrained("hf"), max_steps=1).fit(module, datamodule=TinyData(validate=False))
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "hf").state_dict()
+    assert torch.equal(loaded["lm_head.weight"], before - 1)
+    assert all(torch.equal(loaded[name], value) for name, value in module.policy.state_dict().items())

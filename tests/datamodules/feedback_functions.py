@@ -1,0 +1,51 @@
+"""Feedback on replies, for tests: some helps, some misbehaves."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+
+from datamodules.prompts.base import Prompt
+
+
+def larger_or_smaller(prompt: Prompt, replies: list[str]) -> str | None:
+    """A plain function, which must not run in the event loop's thread."""
+    assert threading.current_thread() is not threading.main_thread()
+    last = int(replies[-1])
+    if last == int(prompt.answer):
+        return None
+    return "larger" if last < int(prompt.answer) else "smaller"
+
+
+class CountingDown:
+    """An asynchronous callable object, as `class_path` / `init_args` make it."""
+
+    def __init__(self, tries: int) -> None:
+        self.tries = tries
+
+    async def __call__(self, prompt: Prompt, replies: list[str]) -> str | None:
+        await asyncio.sleep(0)
+        left = self.tries - len(replies)
+        return f"{left} left" if left else None
+
+
+def fails(prompt: Prompt, replies: list[str]) -> str | None:
+    raise LookupError("no such answer key")
+
+
+def stops(prompt: Prompt, replies: list[str]) -> str | None:
+    raise StopIteration
+
+
+def numbers(prompt: Prompt, replies: list[str]) -> int:
+    return 7
+
+
+async def never(prompt: Prompt, replies: list[str]) -> str | None:
+    await asyncio.Event().wait()
+    return None
+
+
+def never_on_a_thread(prompt: Prompt, replies: list[str]) -> str | None:
+    threading.Event().wait()
+    return None

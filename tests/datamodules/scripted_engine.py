@@ -1,0 +1,120 @@
+"""An engine that says what a test has written for it, in a real tokenizer's tokens, and remembers what it was asked.
+
+Also chat templates in the shape of those that models come with.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from app.batch import Trajectory
+from datamodules.episodes import EpisodePlayer
+from datamodules.inference.protocol import GenerationRequest, GenerationResponse
+from datamodules.prompts.base import Prompt
+from datamodules.rewards.options import Judgement
+from tests.datamodules.fake_engine import FakeEngine
+
+# As Qwen's: results share a user message, earlier thoughts are dropped once a user has spoken again.
+CHATML = """
+{%- set state = namespace(asked=-1) -%}
+{%- for m in messages -%}{%- if m.role == 'user' -%}{%- set state.asked = loop.index0 -%}{%- endif -%}{%- endfor -%}
+{%- if tools -%}<|begin|>system
+{% for t in tools %}{{ t | tojson }}
+{% endfor %}<|end|>
+{% endif -%}
+{%- for m in messages -%}
+{%- if m.role == 'tool' -%}
+{%- if loop.first or loop.previtem.role != 'tool' -%}<|begin|>user{% endif %}
+<tool>
+{{ m.content }}
+</tool>
+{%- if loop.last or loop.nextitem.role != 'tool' -%}<|end|>
+{% endif -%}
+{%- elif m.role == 'assistant' and loop.index0 < state.asked -%}
+<|begin|>assistant
+{{ m.content.split('</think>')[-1] | trim }}<|end|>
+{% else -%}
+<|begin|>{{ m.role }}
+{{ m.content }}<|end|>
+{% endif -%}
+{%- endfor -%}
+{%- if add_generation_prompt -%}<|begin|>assistant
+{% endif -%}
+""".strip()
+
+
+class ScriptedEngine(FakeEngine):
+    """Says `replies` one after the other, or what a function makes of the request.
+
+    A reply is text (the end-of-sequence token follows) or token ids as they are. Longer ones than asked for are cut.
+    The log-probability of the k-th generated token of all is -k / 1000, its version k // 10.
+    """
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        replies: Sequence[str | list[int]] | Callable[[GenerationRequest], str | list[int]],
+        max_context: int = 4096,
+    ) -> None:
+        super().__init__(max_context=max_context)
+        self.vocab_size = len(tokenizer)
+        self.responses: list[GenerationResponse] = []
+        self._tokenizer = tokenizer
+        self._replies = replies
+        self._made = 0
+
+    async def generate(self, request: GenerationRequest) -> GenerationResponse:
+        request.validate(self.vocab_size, self.max_context)
+        self.seen.append(request)
+        await asyncio.sleep(0)
+        reply = self._replies(request) if callable(self._replies) else self._replies[len(self.responses)]
+        if isinstance(reply, str):
+            reply = [*self._tokenizer.encode(reply, add_special_tokens=False), self._tokenizer.eos_token_id]
+        tokens = reply[: request.max_new_tokens]
+        places = range(self._made, self._made + len(tokens))
+        self._made += len(tokens)
+        response = GenerationResponse(
+            tokens,
+            [-k / 1000 for k in places],
+            [k // 10 for k in places],
+            "stop" if tokens and tokens[-1] in request.stop_token_ids else "length",
+        )
+        self.responses.append(response)
+        return response
+
+
+class Pool:
+    """In place of reward workers: calls the function."""
+
+    def __init__(self, reward: Callable[[Prompt, str], float]) -> None:
+        self.reward = reward
+        self.asked: list[str] = []
+
+    async def judge(self, prompt: Prompt, completion: str) -> Judgement:
+        self.asked.append(completion)
+        return Judgement(self.reward(prompt, completion))
+
+
+def play(
+    workflow: Any,
+    engine: ScriptedEngine,
+    tokenizer: PreTrainedTokenizerBase,
+    prompt: Prompt,
+    reward: Callable[[Prompt, str], float] | Pool | None = None,
+    sample: int = 0,
+) -> list[Trajectory]:
+    """One episode, as the producer plays it: prepared, encoded, with a deadline, checked."""
+    workflow.prepare(tokenizer)
+    given = Prompt(**{**vars(prompt), "tokens": tuple(workflow.encode(prompt))})
+    pool: Any = Pool(reward) if callable(reward) else reward
+    player = EpisodePlayer(workflow, engine, tokenizer, pool, deadline_s=60.0)
+    return asyncio.run(player.play(given, name="e", seed="s", sample=sample))
+
+
+def generated(trajectory: Trajectory) -> list[int]:
+    """The tokens with a loss."""
+    return trajectory.tokens[trajectory.loss_mask].tolist()

@@ -1,0 +1,119 @@
+"""Which groups the filters leave out, and what they say about them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from jsonargparse import ArgumentParser
+
+from app.batch import Trajectory
+from datamodules.filters import Custom, Filters, GroupFilter, NoSignal, RewardBand, TooManyTruncated
+from datamodules.groups import Group
+
+
+def group(*episodes: tuple[float, str], turns: int = 1) -> Group:
+    """Episodes of (reward, how they ended); all turns but the last ended with a stop token."""
+    return Group(
+        index=3,
+        prompt_id="p3",
+        admitted_at=0,
+        trajectories=[
+            Trajectory(
+                tokens=torch.tensor([2, 3]),
+                loss_mask=torch.tensor([False, True]),
+                behavior_logprobs=torch.zeros(2),
+                versions=torch.tensor([-1, 0]),
+                reward=reward,
+                group_id=3,
+                episode_id=number,
+                turn_index=turn,
+                finish_reason=ended if turn == turns - 1 else "stop",
+            )
+            for number, (reward, ended) in enumerate(episodes)
+            for turn in range(turns)
+        ],
+    )
+
+
+def odd(group: Group) -> str | None:
+    """A user's own rule."""
+    return "an odd number of sequences" if len(group.trajectories) % 2 else None
+
+
+class Everything:
+    """A user's own class that inherits from nothing."""
+
+    def reason(self, group: Group) -> str | None:
+        return f"'{group.prompt_id}' is left out, as everything is"
+
+
+def test_groups_without_signal_are_named() -> None:
+    right, wrong = (1.0, "stop"), (0.0, "stop")
+    assert NoSignal().reason(group(right, wrong)) is None
+    assert NoSignal().reason(group(right, right, right)) == "no signal: the rewards of its 3 episodes are all 1"
+    assert NoSignal().reason(group(right, wrong, turns=5)) is None
+    close = group((0.50, "stop"), (0.51, "stop"))
+    assert NoSignal().reason(close) is None
+    assert NoSignal(tolerance=0.02).reason(close) == (
+        "no signal: the rewards of its 2 episodes are all within [0.5, 0.51]"
+    )
+
+
+def test_mean_rewards_count_episodes_not_turns() -> None:
+    uneven = group((1.0, "stop"), (0.0, "stop"), (0.0, "stop"), (0.0, "stop"))
+    uneven.trajectories.extend(uneven.trajectories[:1] * 8)  # eight more turns of the episode that succeeded
+    assert RewardBand(0.2, 0.3).reason(uneven) is None
+    assert RewardBand(0.3, 0.9).reason(uneven) == "mean reward 0.25 outside [0.3, 0.9]"
+
+
+def test_truncated_episodes_are_counted_once() -> None:
+    half = group((1.0, "length"), (0.0, "stop"), turns=4)
+    assert TooManyTruncated(0.5).reason(half) is None
+    assert TooManyTruncated(0.4).reason(half) == "truncated: 1 of 2 episodes"
+    assert TooManyTruncated(0.0).reason(group((1.0, "stop"), (0.0, "stop"))) is None
+
+
+def test_filters_compose_and_the_first_reason_counts() -> None:
+    both = Filters([NoSignal(), TooManyTruncated(0.0), Everything()])
+    assert both.reason(group((1.0, "length"), (1.0, "length"))).startswith("no signal")  # type: ignore[union-attr]
+    assert both.reason(group((1.0, "length"), (0.0, "stop"))) == "truncated: 1 of 2 episodes"
+    assert "everything" in str(both.reason(group((1.0, "stop"), (0.0, "stop"))))
+    assert Filters([NoSignal(), Custom(odd)]).reason(group((1.0, "stop"), (0.0, "stop"))) is None
+
+
+def test_own_functions_must_give_a_reason_or_none() -> None:
+    with pytest.raises(TypeError, match="returned True for prompt 'p3'"):
+        Custom(lambda group: True).reason(group((1.0, "stop")))  # type: ignore[arg-type, return-value]
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (lambda: NoSignal(-1.0), "NoSignal.tolerance: -1"),
+        (lambda: RewardBand(1.0, 0.0), "RewardBand.least: 1.0"),
+        (lambda: TooManyTruncated(1.0), "TooManyTruncated.most: 1.0"),
+        (lambda: Filters([]), "Filters.filters: empty"),
+        (lambda: Filters([object()]), "object has no method reason"),  # type: ignore[list-item]
+    ],
+)
+def test_arguments_out_of_range_are_refused_by_name(make: Any, said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        make()
+
+
+def test_yaml_composes_filters_and_takes_own_ones() -> None:
+    parser = ArgumentParser()
+    parser.add_argument("--filter", type=GroupFilter)
+    own = {"class_path": "tests.datamodules.test_filters.Everything"}
+    function = {
+        "class_path": "datamodules.filters.Custom",
+        "init_args": {"function": "tests.datamodules.test_filters.odd"},
+    }
+    signal = {"class_path": "datamodules.filters.NoSignal", "init_args": {"tolerance": 0.1}}
+    chosen = {"class_path": "datamodules.filters.Filters", "init_args": {"filters": [signal, function, own]}}
+    made = parser.instantiate_classes(parser.parse_object({"filter": chosen})).filter
+    assert made.reason(group((1.0, "stop"))).startswith("no signal")
+    assert made.reason(group((1.0, "stop"), (0.0, "stop"), (0.0, "stop"))) == "an odd number of sequences"
+    assert "everything" in made.reason(group((1.0, "stop"), (0.0, "stop")))

@@ -1,0 +1,188 @@
+"""Recorded rollouts: read back bit for bit, trained on to the same parameters, and refused when broken."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from safetensors.torch import load_file, save_file
+
+from app.batch import Trajectory
+from callbacks.weight_sync import WeightSync
+from datamodules.groups import Group, to_batch
+from datamodules.recording import RecordingError, RolloutRecorder, read_batch, versions
+from datamodules.replay import ReplayDataModule
+from modules import ModelSource, PolicyModule
+from tests.datamodules.test_rollout import rollouts, tiny_model, trainer
+
+
+def some_groups(first: int = 0) -> list[Group]:
+    def turn(index: int, sample: int, number: int) -> Trajectory:
+        rng = torch.Generator().manual_seed(100 * index + 10 * sample + number)
+        length = 5 + number
+        return Trajectory(
+            tokens=torch.randint(0, 1000, (length,), generator=rng),
+            loss_mask=torch.arange(length) > 2,
+            behavior_logprobs=-torch.rand(length, generator=rng),
+            versions=torch.where(torch.arange(length) > 2, 3, -1),
+            reward=sample / 3,
+            group_id=index,
+            episode_id=index * 2 + sample,
+            turn_index=number,
+            prompt_id=f"prompt \u00e9 {index}",
+            finish_reason="length" if number else "stop",
+            temperature=0.7,
+            metadata={"answer": [1, None, "x"], "nested": {"a": 0.1}},
+        )
+
+    return [
+        Group(index, f"prompt \u00e9 {index}", 2, [turn(index, s, t) for s in range(2) for t in range(1 + s)])
+        for index in range(first, first + 2)
+    ]
+
+
+@pytest.fixture(scope="module")
+def initial(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("model")
+    tiny_model().save_pretrained(path)
+    return path
+
+
+def policy(initial: Path, **options: Any) -> PolicyModule:
+    return PolicyModule(
+        ModelSource(path=str(initial)),
+        optimizer=lambda params: torch.optim.AdamW(params, lr=1e-2),
+        tree_training_mode="dta",
+        chunk_tokens=64,  # fixed, as free memory is not: the same chunks, the same rounding
+        live_tokens=256,
+        **options,
+    )
+
+
+def parameters(module: L.LightningModule) -> dict[str, torch.Tensor]:
+    return {name: value.detach().clone() for name, value in module.state_dict().items()}
+
+
+def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+# ---- files
+
+
+def test_what_is_written_is_read_back_bit_for_bit(tmp_path: Path) -> None:
+    recorder = RolloutRecorder(tmp_path / "new")
+    for version in (3, 12):
+        recorder.write(version, some_groups(version))
+    assert versions(tmp_path / "new") == [3, 12]
+    for version in (3, 12):
+        read = read_batch(tmp_path / "new", version)
+        assert [(one.index, one.prompt_id, one.admitted_at, len(one.trajectories)) for one in read] == [
+            (version, f"prompt \u00e9 {version}", 2, 3),
+            (version + 1, f"prompt \u00e9 {version + 1}", 2, 3),
+        ]
+        mine, theirs = to_batch(read), to_batch(some_groups(version))
+        assert same(mine.tensors(), theirs.tensors())
+        for name in ("prompt_ids", "finish_reasons", "metadata"):
+            assert getattr(mine, name) == getattr(theirs, name)
+    assert [path.suffix for path in (tmp_path / "new").iterdir()] == [".safetensors"] * 2
+
+
+def test_broken_files_are_refused_by_name(tmp_path: Path) -> None:
+    path = RolloutRecorder(tmp_path).write(1, some_groups())
+    whole = path.read_bytes()
+    for broken in (b"", whole[:-10], whole[: len(whole) // 3], b"{" + whole[1:], b"\x80\x04." + whole):
+        path.write_bytes(broken)
+        with pytest.raises(RecordingError, match=re.escape(f"{path}: not a whole recorded batch")):
+            read_batch(tmp_path, 1)
+    path.write_bytes(whole)
+    tensors = load_file(path)
+    save_file(tensors, path, metadata={"format": "other"})
+    with pytest.raises(RecordingError, match="of format 'other', expected 'arborist-rollouts-1'"):
+        read_batch(tmp_path, 1)
+    with pytest.raises(RecordingError, match=r"no batch that was trained at version 2 .it holds versions 1 to 1"):
+        read_batch(tmp_path, 2)
+
+
+def test_a_recording_is_never_overwritten_and_a_full_disk_is_said(tmp_path: Path) -> None:
+    recorder = RolloutRecorder(tmp_path)
+    recorder.write(4, some_groups())
+    recorder.begin(5)
+    with pytest.raises(
+        RecordingError, match="already holds batches of versions 4 to 4, and this run begins at version 4"
+    ):
+        recorder.begin(4)
+    blocked = tmp_path / "file"
+    blocked.write_text("in the way")
+    with pytest.raises(RecordingError, match=r"the batch of version 0 could not be written to .*file"):
+        RolloutRecorder(blocked / "deeper").write(0, some_groups())
+
+
+# ---- training
+
+
+def test_training_from_the_recording_ends_with_the_same_parameters(tmp_path: Path, initial: Path) -> None:
+    """Asynchronous rollouts, two steps a batch: what no seed could repeat, a recording does."""
+    recorded = policy(initial, minibatches=2, epochs=1)
+    data = rollouts(max_staleness=2, batches_per_epoch=5, record="rollouts")
+    checkpoint = ModelCheckpoint(tmp_path / "ckpt", every_n_train_steps=4, save_top_k=-1, filename="{step}")
+    options = {"max_epochs": 1, "enable_checkpointing": True}
+    trainer(tmp_path, callbacks=[WeightSync(), checkpoint], **options).fit(recorded, datamodule=data)
+    directory = tmp_path / "rollouts"
+    assert versions(directory) == [0, 1, 2, 3, 4]
+    assert not same(parameters(recorded), parameters(started := started_policy(initial))), started
+
+    replayed = policy(initial, minibatches=2, epochs=1)
+    again = trainer(tmp_path, callbacks=[], max_epochs=20)  # ends with the recording, not after 20 epochs
+    again.fit(replayed, datamodule=ReplayDataModule(str(directory)))
+    assert again.global_step == 10 and replayed.policy_version == 5
+    assert same(parameters(replayed), parameters(recorded))
+
+    resumed = policy(initial, minibatches=2, epochs=1)  # from the recorded run's own checkpoint, after two batches
+    resume = {"ckpt_path": tmp_path / "ckpt" / "step=4.ckpt", "weights_only": True}
+    trainer(tmp_path, callbacks=[], max_epochs=20).fit(resumed, datamodule=ReplayDataModule(str(directory)), **resume)
+    assert resumed.policy_version == 5 and same(parameters(resumed), parameters(recorded))
+
+    finished = trainer(tmp_path, callbacks=[], max_epochs=20)
+    with pytest.raises(RecordingError, match="ends with the batch of version 4, and the policy is at 5 already"):
+        finished.fit(replayed, datamodule=ReplayDataModule(str(directory)))
+
+
+def started_policy(initial: Path) -> PolicyModule:
+    module = policy(initial)
+    module.configure_model()
+    return module
+
+
+def test_rolling_out_only_trains_nothing_and_can_be_trained_on(tmp_path: Path, initial: Path) -> None:
+    module = policy(initial)
+    data = rollouts(max_staleness=1, batches_per_epoch=4, record="only", batch_size=3)
+    numbers = trainer(tmp_path).predict(module, datamodule=data)
+    assert [(one["prompts"], one["episodes"]) for one in numbers] == [(3, 9)] * 4
+    assert same(parameters(module), parameters(started_policy(initial)))
+    batches = [read_batch(tmp_path / "only", version) for version in versions(tmp_path / "only")]
+    assert len(batches) == 4 and len({group.index for batch in batches for group in batch}) == 12
+    assert all(
+        set(one.versions[one.loss_mask].tolist()) == {0} for batch in batches for g in batch for one in g.trajectories
+    )
+    assert data.counters()["trained"] == 12
+    trained = policy(initial)
+    trainer(tmp_path, callbacks=[]).fit(trained, datamodule=ReplayDataModule(str(tmp_path / "only")))
+    assert trained.policy_version == 4 and not same(parameters(trained), parameters(module))
+
+
+def test_replay_refuses_by_name(tmp_path: Path, initial: Path) -> None:
+    with pytest.raises(FileNotFoundError, match=r"data\.path: there is no directory '.*nowhere'"):
+        trainer(tmp_path, callbacks=[]).fit(policy(initial), datamodule=ReplayDataModule(str(tmp_path / "nowhere")))
+    with pytest.raises(RecordingError, match="holds no recorded batches"):
+        trainer(tmp_path, callbacks=[]).fit(policy(initial), datamodule=ReplayDataModule(str(tmp_path)))
+    RolloutRecorder(tmp_path).write(2, some_groups())
+    with pytest.raises(RecordingError, match="no batch that was trained at version 0"):
+        trainer(tmp_path, callbacks=[]).fit(policy(initial), datamodule=ReplayDataModule(str(tmp_path)))
+    with pytest.raises(ValueError, match="WeightSync"):
+        trainer(tmp_path).fit(policy(initial), datamodule=ReplayDataModule(str(tmp_path)))

@@ -1,0 +1,144 @@
+"""Outputs put together from a server's reports, whole, interrupted and wrong."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from datamodules.inference.protocol import GenerationError, GenerationRequest
+from datamodules.inference.sglang.output import ForeignWeights, Output
+from datamodules.inference.sglang.requests import request_body
+
+
+def reports(
+    tokens: list[int], cuts: list[int], labels: list[int], spans: list[tuple[int, int, int]], incremental: bool
+) -> list[dict[str, Any]]:
+    """What a server says of `tokens` when it reports at `cuts`, its weights then being `labels`; the last one ends."""
+    said, begin = [], 0
+    for end, label in zip(cuts, labels):
+        start = begin if incremental else 0
+        meta: dict[str, Any] = {
+            "completion_tokens": end,
+            "weight_version": str(label),
+            "output_token_logprobs": [[-0.01 * t, t, None] for t in tokens[start:end]],
+            "finish_reason": None,
+        }
+        if end == cuts[-1] and len(said) == len(cuts) - 1:
+            meta["finish_reason"] = {"type": "length", "length": len(tokens)}
+            meta["weight_versions"] = [{"version": str(v), "start": a, "end": b} for v, a, b in spans]
+        said.append({"output_ids": tokens[start:end], "meta_info": meta})
+        begin = end
+    return said
+
+
+def an_output(count: int = 12) -> Output:
+    return Output(GenerationRequest([1, 2], count, request_id="r1"))
+
+
+def assert_fits(output: Output) -> None:
+    assert len(output.tokens) == len(output.logprobs) == len(output.versions)
+    assert output.logprobs == [-0.01 * token for token in output.tokens]
+
+
+@pytest.mark.parametrize("incremental", [True, False])
+@settings(max_examples=40, deadline=None)
+@given(st.lists(st.integers(1, 11), max_size=6, unique=True))
+def test_any_cut_gives_the_same_output(incremental: bool, inner: list[int]) -> None:
+    tokens, spans = list(range(20, 32)), [(3, 0, 5), (4, 5, 12)]
+    cuts = [*sorted(inner), 12]
+    output = an_output()
+    output.begin(3)
+    said = reports(tokens, cuts, [3 if cut <= 5 else 4 for cut in cuts], spans, incremental)
+    assert [output.add(one, 4, incremental) for one in said] == [False] * len(inner) + [True]
+    assert output.tokens == tokens and output.versions == [3] * 5 + [4] * 7
+    assert output.finish_reason == "length" and output.left == 0
+    assert_fits(output)
+
+
+@pytest.mark.parametrize("incremental", [True, False])
+def test_a_lost_place_keeps_what_is_certain_and_the_next_one_goes_on(incremental: bool) -> None:
+    output = an_output()
+    output.begin(3)
+    for one in reports(list(range(20, 32)), [1, 4, 6, 8, 12], [3, 3, 4, 4, 4], [], incremental)[:4]:
+        assert not output.add(one, 4, incremental)
+    assert output.keep() == 4  # tokens 5 and 6 are of version 3 or 4, nobody knows
+    assert output.tokens == [20, 21, 22, 23] and output.versions == [3] * 4 and output.left == 8
+    assert output.prompt() == [1, 2, 20, 21, 22, 23]
+    body = request_body(output, "name", 32, incremental)
+    assert body["input_ids"] == output.prompt() and body["sampling_params"]["max_new_tokens"] == 8
+    output.begin(4)
+    for one in reports(list(range(40, 48)), [3, 8], [4, 4], [(4, 0, 8)], incremental):
+        output.add(one, 4, incremental)
+    assert output.versions == [3] * 4 + [4] * 8 and len(output.tokens) == 12
+    assert_fits(output)
+
+
+def test_an_abort_that_repeats_the_last_token_adds_nothing() -> None:
+    output = an_output()
+    output.begin(0)
+    first, last = reports([20, 21], [2, 2], [0, 0], [(0, 0, 2)], True)
+    output.add(first, 0, True)
+    last["output_ids"], last["meta_info"]["output_token_logprobs"] = [21], [[-0.21, 21, None]]
+    last["meta_info"]["finish_reason"] = {"type": "abort"}
+    assert output.add(last, 0, True)
+    assert output.tokens == [20, 21] and output.finish_reason == "abort"
+
+
+@pytest.mark.parametrize("label", ["default", "5", None, "-1"])
+def test_weights_that_are_not_this_runs_are_refused(label: str | None) -> None:
+    output = an_output()
+    output.begin(4)
+    (one,) = reports([20], [1], [4], [(4, 0, 1)], True)
+    one["meta_info"]["weight_version"] = label
+    with pytest.raises(ForeignWeights, match=f"serves weights '{label}' while this run is at version 4"):
+        output.add(one, 4, True)
+    assert output.keep() == 0
+
+
+def spoil_spans(meta: dict[str, Any]) -> None:
+    meta["weight_versions"][0]["end"] -= 1
+
+
+def spoil_order(meta: dict[str, Any]) -> None:
+    meta["weight_versions"] = [{"version": "1", "start": 0, "end": 1}, {"version": "0", "start": 1, "end": 2}]
+
+
+def spoil_ids(meta: dict[str, Any]) -> None:
+    meta["output_token_logprobs"][1][1] = 99
+
+
+def spoil_logprob(meta: dict[str, Any]) -> None:
+    meta["output_token_logprobs"][0][0] = float("nan")
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (spoil_spans, "2 tokens came with the versions of 1"),
+        (spoil_order, "versions decrease"),
+        (spoil_ids, "log-probabilities of"),
+        (spoil_logprob, "not finite"),
+    ],
+)
+def test_a_report_that_contradicts_itself_is_an_error(spoil: Any, message: str) -> None:
+    output = an_output()
+    output.begin(0)
+    (one,) = reports([20, 21], [2], [1], [(1, 0, 2)], True)
+    spoil(one["meta_info"])
+    with pytest.raises(GenerationError, match=f"'r1'.*{message}"):
+        output.add(one, 1, True)
+
+
+def test_requests_are_plain_sampling() -> None:
+    request = GenerationRequest([1, 2], 640, temperature=0.7, stop_token_ids=(3,), seed=1 << 61)
+    body = request_body(Output(request), "name", 32, incremental=False)
+    sampling = body["sampling_params"]
+    assert (sampling["top_p"], sampling["top_k"], sampling["min_p"], sampling["temperature"]) == (1.0, -1, 0.0, 0.7)
+    assert sampling["stop_token_ids"] == [3] and "ignore_eos" not in sampling  # it would switch stop tokens off
+    assert 0 <= sampling["sampling_seed"] < 1 << 31
+    assert sampling["stream_interval"] == 40  # at most 16 reports that repeat everything
+    assert "logprob_start_len" not in body  # asking for the prompt's would switch its prefix cache off
+    assert request_body(Output(GenerationRequest([1], 5)), "n", 32, True)["sampling_params"]["ignore_eos"]

@@ -1,0 +1,111 @@
+"""Processes that stay up for a test session and run functions together, as ranks of one gloo process group.
+
+They see the environment torchrun would give them, so a real Lightning Trainer works in them too. Every job has a
+deadline; after a death or a missed deadline all ranks are killed (the others may hang in a collective) and the next job
+starts fresh ones.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+DEADLINE = 60.0  # seconds a job may take
+
+
+class RankError(AssertionError):
+    """A rank raised; `messages` holds what each failed rank said, by rank."""
+
+    def __init__(self, messages: dict[int, str]) -> None:
+        super().__init__("\n".join(f"--- rank {rank} ---\n{text}" for rank, text in messages.items()))
+        self.messages = messages
+
+
+def _serve(rank: int, size: int, store: str, connection: Connection) -> None:
+    os.environ.update(
+        RANK=str(rank),
+        LOCAL_RANK=str(rank),
+        GROUP_RANK="0",
+        WORLD_SIZE=str(size),
+        LOCAL_WORLD_SIZE=str(size),
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT="1",  # never opened: the group below meets in a file
+        TORCHELASTIC_RUN_ID="tests",
+        CUDA_VISIBLE_DEVICES="",
+    )
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{store}", rank=rank, world_size=size, timeout=timedelta(seconds=DEADLINE)
+    )
+    while True:
+        function, arguments = connection.recv()
+        try:
+            connection.send((True, function(**arguments)))
+        except BaseException:
+            connection.send((False, traceback.format_exc()))
+
+
+class RankPool:
+    """`size` ranks. `run(function, **arguments)` calls a module-level function on every one and returns their"
+    " results by rank."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self._processes: list[Any] = []
+        self._connections: list[Connection] = []
+
+    def run(
+        self, function: Callable[..., Any], deadline: float = DEADLINE, grace: float = 5.0, **arguments: Any
+    ) -> list[Any]:
+        if not self._processes:
+            self._start()
+        for connection in self._connections:
+            connection.send((function, arguments))
+        results: dict[int, Any] = {}
+        errors: dict[int, str] = {}
+        pending = dict(enumerate(self._connections))
+        end = time.monotonic() + deadline
+        while pending and time.monotonic() < end:
+            for ready in wait(list(pending.values()), timeout=max(0.0, end - time.monotonic())):
+                rank = self._connections.index(ready)
+                try:
+                    succeeded, value = ready.recv()
+                except EOFError:
+                    succeeded, value = False, "the process died"
+                (results if succeeded else errors)[rank] = value
+                del pending[rank]
+            if errors:  # what the other ranks have to say comes soon, or never
+                end = min(end, time.monotonic() + grace)
+        if errors or pending:
+            if pending or "the process died" in errors.values():
+                self.close()
+            raise RankError(errors or dict.fromkeys(pending, f"no answer from {function.__name__} in {deadline:.0f} s"))
+        return [results[rank] for rank in range(self.size)]
+
+    def close(self) -> None:
+        for process in self._processes:
+            process.kill()
+            process.join(10.0)
+        self._processes, self._connections = [], []
+
+    def _start(self) -> None:
+        context = multiprocessing.get_context("spawn")
+        store = str(Path(tempfile.mkdtemp(prefix="ranks-")) / "store")
+        for rank in range(self.size):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_serve, args=(rank, self.size, store, theirs), daemon=True)
+            process.start()
+            theirs.close()
+            self._processes.append(process)
+            self._connections.append(ours)

@@ -1,0 +1,169 @@
+"""`ActorCriticModule` against a plain dense loop, its warm-up, its parameter groups and its checkpoint."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from app.batch import RolloutBatch
+from modules import ActorCriticModule, ModelSource
+from modules.advantages.gae import gae
+from modules.advantages.gae_turn import gae_turn
+from modules.critic import explained_variance
+from modules.objectives.value_loss import value_loss
+from tests.modules.dense import Dense
+from tests.modules.tiny import CONFIG, Batches, fit, make_batch, naive_model, parameters, sgd, source, trainer
+
+Options = dict[str, Any]
+PLAIN = {"credit": gae, "value_coef": 0.5}
+CASES: dict[str, tuple[Options, Dense]] = {
+    "shared trunk": ({}, Dense(**PLAIN)),
+    "value clip, own rate": (
+        {"value_clip": 0.05, "critic_lr": 0.1, "value_coef": 0.2},
+        Dense(credit=gae, value_coef=0.2, value_clip=0.05, critic_lr=0.1),
+    ),
+    "gae by turn": ({"advantage": "gae_turn"}, Dense(credit=gae_turn, value_coef=0.5)),
+    "discounted": (
+        {"advantage_options": {"gamma": 0.9, "lam": 0.5, "value_lam": 1.0, "whiten": False}},
+        Dense(credit=functools.partial(gae, gamma=0.9, lam=0.5, value_lam=1.0, whiten=False), value_coef=0.5),
+    ),
+    "gspo": ({"objective": "gspo"}, Dense("gspo", aggregation="sequence_mean", **PLAIN)),
+    "a model of its own": ({"critic": "initial", "critic_lr": 0.1}, Dense(critic_lr=0.1, **PLAIN)),
+    "warm-up of the head": ({"critic_warmup": 1}, Dense(warmup=1, **PLAIN)),
+    "warm-up of its own model": ({"critic": "initial", "critic_warmup": 1}, Dense(warmup=1, **PLAIN)),
+}
+
+
+def batches() -> list[RolloutBatch]:
+    return [make_batch(k, version=max(0, k - 1)) for k in range(2)]
+
+
+def dense_run(dense: Dense, separate: bool, steps: tuple[int, int]) -> dict[str, torch.Tensor]:
+    model = naive_model()
+    trunk = copy.deepcopy(model.model) if separate else None
+    head = nn.Linear(16, 1)
+    nn.init.zeros_(head.weight)
+    nn.init.zeros_(head.bias)
+    dense = copy.copy(dense)
+    dense.minibatches, dense.epochs = steps
+    dense.train(model, batches(), head=head, trunk=trunk)
+    found = {f"policy.{name}": p for name, p in parameters(model).items()}
+    found |= {f"critic.value_head.{name}": p for name, p in parameters(head).items()}
+    return found | ({f"critic.trunk.{name}": p for name, p in parameters(trunk).items()} if trunk is not None else {})
+
+
+@pytest.mark.parametrize("steps", [(1, 1), (2, 2)], ids=["one step a batch", "2 minibatches x 2 epochs"])
+@pytest.mark.parametrize("case", CASES)
+def test_equals_a_plain_dense_loop(case: str, steps: tuple[int, int]) -> None:
+    options, dense = CASES[case]
+    module = ActorCriticModule(
+        source(), optimizer=sgd, minibatches=steps[0], epochs=steps[1], chunk_tokens=7, live_tokens=20, **options
+    )
+    logged = fit(module, batches())
+    expected = dense_run(dense, options.get("critic") == "initial", steps)
+    got = parameters(module)
+    assert got.keys() == expected.keys()
+    for name, value in expected.items():
+        torch.testing.assert_close(got[name], value, atol=2e-6, rtol=0)
+    assert float(got["critic.value_head.weight"].abs().max()) > 1e-3
+    assert all(step["value_loss"] > 0 for step in logged)
+    assert ["explained_variance" in step for step in logged] == ([True] + [False] * (len(logged) // 2 - 1)) * 2
+
+
+@pytest.mark.parametrize("critic", ["shared", "initial"])
+@pytest.mark.parametrize("clip", [None, 0.01])
+def test_the_warm_up_moves_the_critic_only(critic: Any, clip: float | None) -> None:
+    """With weight decay, momentum and clipping, under both kinds of strategy: not a bit of the policy."""
+    from app.strategies import DTAStrategy
+
+    for strategy in ("auto", DTAStrategy()):
+        module = ActorCriticModule(
+            source(),
+            optimizer=lambda p: torch.optim.AdamW(p, lr=0.01, weight_decay=0.1),
+            critic=critic,
+            critic_warmup=2,
+        )
+        steps = fit(module, batches(), strategy=strategy, gradient_clip_val=clip)
+        start = parameters(naive_model())
+        assert all(torch.equal(p, start[name]) for name, p in parameters(module.policy).items())
+        assert bool(module.critic.value_head.weight.any())
+        # A model of its own runs alone; what is not known of the policy is not logged as 0.
+        assert ("entropy" in steps[0]) == (critic == "shared")
+        more = fit(module, batches(), strategy="auto")
+        assert "entropy" in more[0] and any(
+            not torch.equal(p, start[name]) for name, p in parameters(module.policy).items()
+        )
+
+
+def test_the_critic_learns_to_predict() -> None:
+    module = ActorCriticModule(
+        source(),
+        optimizer=lambda p: torch.optim.AdamW(p, lr=0.01),
+        critic="initial",
+        critic_warmup=60,
+        advantage_options={"lam": 1.0},
+    )
+    data = make_batch()
+    steps = fit(module, [data] * 60)
+    assert steps[0]["explained_variance"] == pytest.approx(0, abs=1e-6) and steps[-1]["explained_variance"] > 0.8
+
+
+def test_checkpoint_keeps_the_critic(tmp_path: Any) -> None:
+    make = functools.partial(
+        ActorCriticModule, source(), optimizer=lambda p: torch.optim.AdamW(p, lr=0.01), critic_warmup=1
+    )
+    data = [make_batch(k, version=max(0, k - 1)) for k in range(3)]
+    whole, first, second = make(), make(), make()
+    fit(whole, data)
+    torch.manual_seed(0)
+    half = trainer()
+    half.fit(first, Batches(data[:1]))  # in the warm-up: the optimizer has no state for the policy yet
+    half.save_checkpoint(tmp_path / "half.ckpt")
+    torch.manual_seed(123)
+    trainer(max_epochs=2).fit(second, Batches(data[1:]), ckpt_path=tmp_path / "half.ckpt", weights_only=True)
+    for name, value in parameters(whole).items():
+        torch.testing.assert_close(parameters(second)[name], value, atol=1e-6, rtol=0)
+
+
+def test_value_loss_and_explained_variance() -> None:
+    values = torch.tensor([1.0, 1.0, -1.0], dtype=torch.float64, requires_grad=True)
+    old, returns = torch.tensor([0.0, 2.0, 0.0]).double(), torch.tensor([2.0, 0.0, -0.2]).double()
+    losses, clipped = value_loss(values, old, returns, clip=0.5)
+    # kept within 0.5 of the old value they are 0.5, 1.5 and -0.5
+    torch.testing.assert_close(losses.detach(), torch.tensor([1.125, 1.125, 0.32]).double())
+    assert clipped.tolist() == [True, True, False]
+    torch.autograd.gradcheck(lambda v: value_loss(v, old, returns, 0.5)[0], (values,))
+    assert explained_variance(returns, returns) == 1 and explained_variance(old * 0, returns) == pytest.approx(0)
+    assert explained_variance(old, old * 0 + 1) is None
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"advantage": "grpo"}, "advantage=grpo takes no values, so the critic has no effect"),
+        ({"objective": "sft"}, "advantage=none takes no values"),
+        ({"objective": "m2po"}, "objective=m2po sees a whole step at once"),
+        ({"value_coef": 0.0}, "value_coef: must be above 0"),
+        ({"value_clip": -1.0}, "value_clip: must be above 0"),
+        ({"critic_lr": 0.0}, "critic_lr: must be above 0"),
+        ({"critic_warmup": -1}, "critic_warmup: must not be negative"),
+        ({"minibatches": 0}, "minibatches: must be at least 1"),
+    ],
+)
+def test_options_that_cannot_work(options: Options, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        ActorCriticModule(source(), **options)
+
+
+def test_sources_of_the_critic() -> None:
+    other = ModelSource(config={**CONFIG, "hidden_size": 24, "num_hidden_layers": 1})
+    module = ActorCriticModule(source(), critic=other, optimizer=sgd)
+    fit(module, [make_batch()])
+    assert module.critic.value_head.in_features == 24
+    with pytest.raises(ValueError, match="critic: 'mine' is not one of shared, initial"):
+        ActorCriticModule(source(), critic="mine").configure_model()  # type: ignore[arg-type]

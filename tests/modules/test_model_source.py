@@ -1,0 +1,63 @@
+"""Models by configuration or by path; mistakes name their field."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from modules import ModelSource, build_model
+from tests.modules.tiny import CONFIG, naive_model, parameters, source
+
+
+def test_from_configuration_and_seed() -> None:
+    models = []
+    for seed in (1, 1, 2):
+        torch.manual_seed(seed)
+        models.append(build_model(source()))
+    first, same, other = map(parameters, models)
+    assert all(torch.equal(first[name], same[name]) for name in first)
+    assert any(not torch.equal(first[name], other[name]) for name in first)
+    assert models[0].training and models[0].config.hidden_size == 16
+    assert models[0].lm_head.weight is models[0].model.embed_tokens.weight
+
+
+def test_from_a_directory(tmp_path: Path) -> None:
+    model = naive_model(seed=3)
+    model.save_pretrained(tmp_path)
+    again = build_model(ModelSource(path=str(tmp_path)))
+    assert again.training
+    assert all(torch.equal(p, parameters(again)[name]) for name, p in parameters(model).items())
+    assert build_model(ModelSource(path=str(tmp_path), dtype="bfloat16")).dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({}, "either model.path or model.config, neither is set"),
+        ({"path": "x", "config": {}}, "either model.path or model.config, both are set"),
+        ({"config": {}, "dtype": "float16"}, "model.dtype: 'float16' is not one of float32"),
+        ({"config": {}}, "model.config.model_type is missing"),
+        ({"config": {"model_type": "qwen33"}}, "model.config.model_type: 'qwen33'"),
+        ({"config": {**CONFIG, "hiden_size": 8}}, "model.config.hiden_size is not an option of qwen3; did you mean"),
+        ({"path": "no/such/dir"}, "model.path: 'no/such/dir' holds no causal language model"),
+    ],
+)
+def test_mistakes(fields: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    with pytest.raises(ValueError, match=message):
+        build_model(ModelSource(**fields))
+
+
+@pytest.mark.parametrize("key", ["rope_theta", "rope_parameters", "layer_types", "attention_dropout", "eos_token_id"])
+def test_common_configuration_keys_are_accepted(key: str) -> None:
+    values: dict[str, Any] = {
+        "rope_theta": 1e6,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
+        "layer_types": ["full_attention", "full_attention"],
+        "attention_dropout": 0.0,
+        "eos_token_id": 1,
+    }
+    build_model(ModelSource(config={**CONFIG, key: values[key]}))

@@ -1,0 +1,226 @@
+"""`PolicyModule` under a plain Trainer equals a naive dense loop: same parameters after SGD steps, in float32."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from app.batch import RolloutBatch
+from modules import ModelSource, PolicyModule, Regulariser
+from modules.minibatches import split_minibatches
+from tests.modules.tiny import (
+    Batches,
+    fit,
+    make_batch,
+    naive_model,
+    naive_outputs,
+    naive_policy_loss,
+    naive_training,
+    parameters,
+    sgd,
+    source,
+    trainer,
+)
+
+
+def batches() -> list[RolloutBatch]:
+    return [make_batch(k, version=max(0, k - 1)) for k in range(3)]
+
+
+def whole(batch: RolloutBatch, number: int) -> list[list[int]]:
+    return [list(range(len(batch)))]
+
+
+def assert_same(module: torch.nn.Module, model: torch.nn.Module, atol: float = 1e-6) -> None:
+    got, expected = parameters(module), parameters(model)
+    assert got.keys() == expected.keys()
+    for name in expected:
+        difference = float((got[name] - expected[name]).abs().max())
+        assert difference <= atol, f"{name} differs by {difference}"
+
+
+CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "grpo": ({}, {}),
+    "asymmetric clipping": (
+        {"objective_options": {"clip_low": 0.1, "clip_high": 2.0}},
+        {"clip_low": 0.1, "clip_high": 2.0},
+    ),
+    "sequence mean": ({"aggregation": "sequence_mean"}, {"aggregation": "sequence_mean"}),
+    "episode mean": ({"aggregation": "episode_mean"}, {"aggregation": "episode_mean"}),
+    "constant": (
+        {"aggregation": "constant", "aggregation_constant": 2, "advantage": "dr_grpo"},
+        {"aggregation": "constant", "constant": 2.0, "normalize_std": False},
+    ),
+    "entropy bonus": ({"regularisers": [Regulariser("entropy", 0.1)]}, {"entropy_coef": 0.1}),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_three_steps_equal_a_naive_dense_loop(case: str) -> None:
+    options, naive = CASES[case]
+    module = PolicyModule(source(), optimizer=sgd, **options)
+    fit(module, batches())
+    model = naive_model()
+    before = parameters(model)
+    naive_training(model, batches(), whole, functools.partial(naive_policy_loss, **naive))
+    assert_same(module.policy, model)
+    moved = max(float((p - before[name]).abs().max()) for name, p in parameters(model).items())
+    assert moved > 1e-2  # far more than the tolerance, so equality says something
+    assert module.policy_version == 3
+
+
+def test_two_minibatches_two_epochs_equal_a_naive_dense_loop() -> None:
+    module = PolicyModule(source(), optimizer=sgd, minibatches=2, epochs=2, seed=5)
+    assert module.steps_per_batch == 4
+    fit(module, batches())
+
+    def splits(batch: RolloutBatch, number: int) -> list[list[int]]:
+        return [part for epoch in range(2) for part in split_minibatches(batch, 2, (5, number, epoch))]
+
+    model = naive_model()
+    naive_training(model, batches(), splits, naive_policy_loss)
+    assert_same(module.policy, model)
+    assert module.policy_version == 3
+
+
+def test_temperatures_of_the_sampler() -> None:
+    data = [make_batch(k, temperatures=(1.0, 0.5, 2.0)) for k in range(2)]
+    module = PolicyModule(source(), optimizer=sgd)
+    fit(module, data)
+    model = naive_model()
+    naive_training(model, data, whole, naive_policy_loss)
+    assert_same(module.policy, model)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"tree_training_mode": "dta", "chunk_tokens": 5, "live_tokens": 11},
+        {"tree_training_mode": "sparse"},
+        {"tree_training_mode": "sparse", "live_tokens": 20},
+        {"tree_training_mode": "disabled"},
+        {"tree_training_mode": "disabled", "live_tokens": 20},
+    ],
+    ids=str,
+)
+def test_execution_modes_give_the_same_parameters(options: dict[str, Any]) -> None:
+    common = {"optimizer": sgd, "minibatches": 2, "epochs": 2, "regularisers": [Regulariser("entropy", 0.01)]}
+    reference, module = PolicyModule(source(), **common), PolicyModule(source(), **common, **options)
+    logged = [fit(m, batches()[:2]) for m in (reference, module)]
+    assert_same(module.policy, reference.policy)
+    for a, b in zip(*logged):
+        for name in ("tokens/dense", "tokens/leaf", "tokens/tree"):  # of the data, not of what a mode executes
+            assert a[name] == b[name]
+
+
+@pytest.mark.parametrize("kind", ["initial", "another model"])
+def test_kl_to_a_reference(kind: str, tmp_path: Any) -> None:
+    anchor = naive_model(seed=9)
+    anchor.save_pretrained(tmp_path)
+    given: Any = "initial" if kind == "initial" else ModelSource(path=str(tmp_path))
+    module = PolicyModule(
+        source(),
+        optimizer=sgd,
+        regularisers=[Regulariser("kl", 0.05)],
+        reference=given,
+        minibatches=2,
+        chunk_tokens=7,
+    )
+    steps = fit(module, batches())
+    model = naive_model()
+    anchor = copy.deepcopy(model) if kind == "initial" else anchor
+    frozen = parameters(anchor)
+
+    def splits(batch: RolloutBatch, number: int) -> list[list[int]]:
+        return split_minibatches(batch, 2, (0, number, 0))
+
+    naive_training(model, batches(), splits, functools.partial(naive_policy_loss, kl_coef=0.05, reference=anchor))
+    assert_same(module.policy, model)
+    assert_same(module.reference.model, anchor, atol=0)
+    assert all(torch.equal(p, frozen[name]) for name, p in module.reference.model.named_parameters())
+    assert (steps[0]["kl"] == pytest.approx(0, abs=1e-6)) == (kind == "initial")
+    assert steps[-1]["kl"] > 1e-4
+
+
+@pytest.mark.parametrize("epochs", [1, 2])
+def test_tokens_without_a_recorded_sampler_take_the_policy_at_the_start_of_the_batch(epochs: int) -> None:
+    data = [make_batch(k, recorded=False) for k in range(2)]
+    module = PolicyModule(source(), optimizer=sgd, epochs=epochs)
+    steps = fit(module, data)
+    model = naive_model()
+    for batch in data:
+        with torch.no_grad():
+            old: list[Tensor] = [naive_outputs(model, batch, i)[0] for i in range(len(batch))]
+        loss = functools.partial(naive_policy_loss, old=old)
+        naive_training(model, [batch], lambda batch, number: whole(batch, number) * epochs, loss)
+    assert_same(module.policy, model)
+    assert steps[0]["approx_kl"] == pytest.approx(0, abs=1e-9)
+    assert not {"mismatch_kl", "logprob_diff_max", "staleness", "staleness_max"} & steps[0].keys()
+
+
+def test_generated_but_untrained_tokens_change_nothing() -> None:
+    """Whatever the sampler says about tokens that are not trained, infinities included."""
+    batch = make_batch()
+    hidden = make_batch()
+    hidden.behavior_logprobs[~hidden.loss_mask] = -torch.inf
+    modules = [PolicyModule(source(), optimizer=sgd) for _ in range(2)]
+    for module, data in zip(modules, (batch, hidden)):
+        fit(module, [data])
+    assert_same(modules[0].policy, modules[1].policy, atol=0)
+
+
+def test_more_minibatches_than_episodes() -> None:
+    """Empty minibatches are ordinary: their step has no gradient."""
+    data = make_batch(groups=1, episodes=2)
+    module = PolicyModule(source(), optimizer=sgd, minibatches=4)
+    steps = fit(module, [data])
+    model = naive_model()
+    naive_training(model, [data], lambda batch, number: split_minibatches(batch, 4, (0, number, 0)), naive_policy_loss)
+    assert_same(module.policy, model)
+    assert sorted(step["tokens/dense"] > 0 for step in steps) == [False, False, True, True]
+    assert module.policy_version == 1
+
+
+def test_an_advantage_of_ones_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = PolicyModule(
+        source(), optimizer=sgd, advantage="tests.modules.test_policy.same_for_all", advantage_options={"value": 0.0}
+    )
+    fit(module, [make_batch()])
+    assert_same(module.policy, naive_model(), atol=0)
+
+
+def same_for_all(batch: RolloutBatch, value: float) -> Tensor:
+    return torch.full((batch.num_tokens,), value)
+
+
+def test_checkpoint_keeps_version_and_reference(tmp_path: Any) -> None:
+    make = functools.partial(
+        PolicyModule, source(), optimizer=sgd, regularisers=[Regulariser("kl", 0.1)], reference="initial"
+    )
+    whole_run, first, second = make(), make(), make()
+    fit(whole_run, batches())
+    torch.manual_seed(0)
+    half = trainer()
+    half.fit(first, Batches(batches()[:2]))
+    half.save_checkpoint(tmp_path / "half.ckpt")
+    torch.manual_seed(123)  # another start: everything has to come from the checkpoint
+    trainer(max_epochs=2).fit(second, Batches(batches()[2:]), ckpt_path=tmp_path / "half.ckpt", weights_only=True)
+    assert second.policy_version == 3
+    assert_same(second.policy, whole_run.policy, atol=1e-7)
+    assert_same(second.reference, whole_run.reference, atol=0)
+
+
+def test_learning_rate_schedule_follows_optimizer_steps() -> None:
+    module = PolicyModule(
+        source(),
+        optimizer=sgd,
+        lr_scheduler=lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 2, gamma=0.1),
+        minibatches=2,
+    )
+    fit(module, batches()[:2])
+    assert module.trainer.optimizers[0].param_groups[0]["lr"] == pytest.approx(0.2 * 0.01)

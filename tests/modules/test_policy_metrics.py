@@ -1,0 +1,235 @@
+"""What a step logs equals numbers computed by hand; the policy checks its input and its options."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+
+from app.batch import BatchError, RolloutBatch, StepHandle
+from app.tree import PrefixTree
+from modules import ModelSource, PolicyModule, Refresh, Regulariser
+from modules.metrics import NamedMetrics
+from tests.modules.tiny import (
+    VOCABULARY,
+    Batches,
+    fit,
+    make_batch,
+    naive_model,
+    naive_outputs,
+    sgd,
+    source,
+    trainer,
+)
+
+KL = Regulariser("kl", 0.1)
+
+
+def trained(batch: RolloutBatch) -> tuple[torch.Tensor, torch.Tensor]:
+    """The fresh model's log-probabilities and entropies of the trained tokens, concatenated."""
+    model = naive_model()
+    with torch.no_grad():
+        rows = [naive_outputs(model, batch, i) for i in range(len(batch))]
+    return tuple(torch.cat([row[k] for row in rows])[batch.loss_mask].double() for k in range(2))  # type: ignore[return-value]
+
+
+def test_metrics_of_a_step() -> None:
+    batch = make_batch(version=0)
+    [step] = fit(PolicyModule(source(), optimizer=sgd), [batch])
+    logp, entropy = trained(batch)
+    behavior = batch.behavior_logprobs[batch.loss_mask].double()
+    advantages = batch.columns["advantages"][batch.loss_mask].double()
+    difference = logp - behavior
+    ratio = difference.exp()
+    rewards = {int(e): float(r) for e, r in zip(batch.episode_ids, batch.rewards)}
+    mismatch = (ratio - 1 - difference).mean()
+    clipped = ((advantages > 0) & (ratio > 1.2)) | ((advantages < 0) & (ratio < 0.8))
+    tree = PrefixTree.build(batch.sequences())
+    expected = {
+        "reward": sum(rewards.values()) / len(rewards),
+        "loss": float(-torch.minimum(ratio * advantages, ratio.clamp(0.8, 1.2) * advantages).mean()),
+        "entropy": float(entropy.mean()),
+        "clip_fraction": float(clipped.double().mean()),
+        "approx_kl": float(mismatch),
+        "mismatch_kl": float(mismatch),
+        "logprob_diff_max": float(difference.abs().max()),
+        "staleness": 0.0,
+        "staleness_max": 0.0,
+        "tokens/dense": batch.num_tokens,
+        "tokens/leaf": tree.num_leaf_tokens,
+        "tokens/tree": tree.num_tokens,
+    }
+    assert set(step) == {*expected, "grad_norm", "tokens/s"}
+    assert {name: step[name] for name in expected} == pytest.approx(expected, rel=1e-4, abs=1e-6)
+    assert step["tokens/s"] > 0 and step["grad_norm"] > 0
+
+
+def test_a_step_logs_the_norm_of_its_gradient_before_clipping() -> None:
+    logged = [
+        fit(PolicyModule(source(), optimizer=sgd), [make_batch()], gradient_clip_val=clip)[0]["grad_norm"]
+        for clip in (None, 1e-3)
+    ]
+    assert logged[0] == pytest.approx(logged[1]) and logged[0] > 1e-2
+
+
+def test_staleness_and_mismatch_count_the_right_tokens() -> None:
+    """Version 0 sampled group 0, version 1 group 1, version 2 group 2; the policy is at 2 when it sees them."""
+    mixed = make_batch(5)
+    mixed.versions = torch.where(mixed.loss_mask, mixed.group_ids.repeat_interleave(mixed.lengths()), -1)
+    steps = fit(PolicyModule(source(), optimizer=lambda p: torch.optim.SGD(p, lr=0.0)), [make_batch()] * 2 + [mixed])
+    ages = 2 - mixed.versions[mixed.loss_mask].double()
+    assert steps[2]["staleness"] == pytest.approx(float(ages.mean()))
+    assert steps[2]["staleness_max"] == 2
+    logp, _ = trained(mixed)
+    difference = (logp - mixed.behavior_logprobs[mixed.loss_mask])[ages == 0]
+    assert steps[2]["mismatch_kl"] == pytest.approx(float((difference.exp() - 1 - difference).mean()), rel=1e-4)
+    assert steps[2]["logprob_diff_max"] == pytest.approx(float(difference.abs().max()), rel=1e-4)
+
+
+def test_mismatch_is_not_logged_where_it_cannot_be_measured() -> None:
+    """Not after the batch's first step, and not on tokens of older versions; above all not as 0, nor as a leftover."""
+    module = PolicyModule(source(), optimizer=sgd, epochs=2)
+    steps = fit(module, [make_batch(0, version=0), make_batch(1, version=0), make_batch(2, version=2)])
+    assert ["mismatch_kl" in step for step in steps] == [True, False, False, False, True, False]
+    assert ["logprob_diff_max" in step for step in steps] == [True, False, False, False, True, False]
+    assert [step["staleness"] for step in steps] == [0, 0, 1, 1, 0, 0]
+
+
+def test_validation_and_test_average_over_episodes() -> None:
+    """A batch of one episode weighs less than one of many; turns weigh nothing; a handle without batch is skipped."""
+    one, many = make_batch(1, groups=1, episodes=1), make_batch(2, groups=2, episodes=4)
+    rewards = {(k, int(e)): float(r) for k, b in enumerate((one, many)) for e, r in zip(b.episode_ids, b.rewards)}
+    expected = sum(rewards.values()) / 9
+    module, data = PolicyModule(source(), optimizer=sgd), Batches([], held_out=[one, None, many])
+    for _ in range(2):  # the second must not remember the first
+        [metrics] = trainer().validate(module, data, verbose=False)
+        assert metrics == {"val/accuracy": pytest.approx(expected)}
+    [metrics] = trainer().test(module, data, verbose=False)
+    assert metrics == {"test/accuracy": pytest.approx(expected)}
+
+
+def test_named_metrics_leave_out_what_has_no_data() -> None:
+    metrics = NamedMetrics(means=("a", "b"), sums=("n",), maxima=("top", "none"))
+    metrics.update({"a": (3.0, 2)}, sums={"n": 1}, maxima={"top": torch.tensor(-4.0)})
+    metrics.update({"a": (torch.tensor(1.0), torch.tensor(2))}, sums={"n": 2}, maxima={"top": -5.0})
+    metrics.update({"b": (0.0, 0)})
+    assert {name: float(value) for name, value in metrics.compute().items()} == {"a": 1.0, "n": 3.0, "top": -4.0}
+    metrics.reset()
+    metrics.update()
+    assert {name: float(value) for name, value in metrics.compute().items()} == {"n": 0.0}
+
+
+def test_named_metrics_keep_counts_when_their_module_is_cast() -> None:
+    metrics = torch.nn.ModuleList([NamedMetrics(sums=("n",))]).to(torch.bfloat16)[0]
+    metrics.update(sums={"n": 1937})
+    assert float(metrics.compute()["n"]) == 1937
+    metrics.reset()
+    metrics.update(sums={"n": 1937})
+    assert float(metrics.compute()["n"]) == 1937
+
+
+def test_step_seconds_and_tree_are_there_for_callbacks() -> None:
+    module = PolicyModule(source(), optimizer=sgd)
+    fit(module, [make_batch()])
+    assert set(module.step_seconds) == {"prepare", "tree"} and min(module.step_seconds.values()) > 0
+    assert module.last_tree is not None and module.last_tree.num_dense_tokens == make_batch().num_tokens
+
+
+def broken(name: str) -> RolloutBatch:
+    batch = make_batch()
+    if name == "vocabulary":
+        batch.tokens[5] = VOCABULARY
+    elif name == "mask":
+        batch.loss_mask[:] = False
+    elif name == "first":
+        batch.loss_mask[batch.cu_seqlens[1]] = True
+    elif name == "future":
+        batch.versions[batch.loss_mask] = 3
+    elif name == "long":
+        many = make_batch()
+        many.tokens = torch.ones(70 + len(many) - 1, dtype=torch.int64)
+        many.cu_seqlens = torch.tensor([0, 70, *range(71, 70 + len(many))])
+        many.loss_mask = torch.ones(many.num_tokens, dtype=torch.bool)
+        return many
+    elif name == "alone":
+        return make_batch(episodes=1)
+    return batch
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("vocabulary", r"tokens: id 17 at position 5 of sequence 0 \(prompt 'prompt-0'\) is outside.*tokenizer"),
+        ("mask", "loss_mask: no token of the batch is trained"),
+        ("first", r"loss_mask: True at position 0 of sequence 1 \(prompt 'prompt-0'\)"),
+        ("future", "versions: a trained token was generated by version 3, the policy is at 0"),
+        ("long", r"sequence 0 \(prompt 'prompt-0'\) has 70 tokens.*max_position_embeddings of 64"),
+        ("alone", "has a single episode.*group_size"),
+    ],
+)
+def test_batches_that_cannot_be_trained_on(name: str, message: str) -> None:
+    with pytest.raises(BatchError, match=message):
+        fit(PolicyModule(source(), optimizer=sgd), [broken(name)])
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"regularisers": [KL]}, "reference is missing: kl compares"),
+        ({"reference": "initial"}, "reference has no effect"),
+        ({"reference_offload": True}, "reference_offload has no effect without a reference"),
+        ({"reference_refresh": Refresh(2)}, "reference_refresh has no effect without a reference"),
+        ({"regularisers": [KL], "reference": "first"}, "reference: 'first' is neither"),
+        ({"advantage": "gae"}, "advantage=gae needs a critic: set class_path to modules.ActorCriticModule"),
+        ({"aggregation": "mean"}, "aggregation: 'mean' is not one of token_mean"),
+        ({"aggregation": "constant"}, "aggregation=constant needs aggregation_constant"),
+        ({"aggregation_constant": 5}, "aggregation_constant has no effect with aggregation=token_mean"),
+        ({"minibatches": 0}, "minibatches: must be at least 1"),
+        ({"epochs": 0}, "epochs: must be at least 1"),
+        ({"tree_training_mode": "dense"}, "tree_training_mode: 'dense' is not one of disabled, sparse, dta"),
+        ({"tree_training_mode": "sparse", "chunk_tokens": 8}, "chunk_tokens=8 has no effect.*set live_tokens"),
+    ],
+)
+def test_options_that_cannot_work(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        PolicyModule(source(), **options)
+
+
+def test_accumulated_batches_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"trainer\.accumulate_grad_batches=2"):
+        fit(PolicyModule(source(), optimizer=sgd), [make_batch()], accumulate_grad_batches=2)
+
+
+def test_schedulers_that_follow_a_metric_are_refused() -> None:
+    module = PolicyModule(source(), optimizer=sgd, lr_scheduler=torch.optim.lr_scheduler.ReduceLROnPlateau)
+    with pytest.raises(ValueError, match="lr_scheduler: ReduceLROnPlateau"):
+        fit(module, [make_batch()])
+
+
+def test_a_loader_that_ignores_steps_per_batch_is_refused() -> None:
+    class Once(Batches):
+        def train_dataloader(self) -> Any:
+            return torch.utils.data.DataLoader([StepHandle(make_batch(), 0, 1)], batch_size=None)
+
+    with pytest.raises(
+        BatchError, match=r"StepHandle.count: the datamodule yields a batch 1 times, the module takes 2"
+    ):
+        trainer().fit(PolicyModule(source(), optimizer=sgd, epochs=2), Once([]))
+
+
+def test_nan_in_logs_never_comes_from_equal_rewards() -> None:
+    batch = make_batch()
+    batch.rewards[:] = 0.3
+    [step] = fit(PolicyModule(source(), optimizer=sgd), [batch])
+    assert all(math.isfinite(value) for value in step.values())
+    assert step["grad_norm"] == 0.0 or step["grad_norm"] < 1e-6
+
+
+def test_source_of_reference_may_be_a_model() -> None:
+    module = PolicyModule(source(), regularisers=[KL], reference=ModelSource(config=source().config))
+    module.configure_model()
+    kept = module.reference
+    module.configure_model()
+    assert module.reference is kept and not any(p.requires_grad for p in kept.parameters())

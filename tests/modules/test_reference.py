@@ -1,0 +1,107 @@
+"""The reference policy follows, stays, is kept and is put away."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import pytest
+import torch
+
+from modules import ModelSource, PolicyModule, Refresh, Regulariser
+from modules.reference import ReferencePolicy
+from tests.modules.tiny import CONFIG, Batches, fit, make_batch, naive_model, parameters, sgd, source, trainer
+
+make = functools.partial(
+    PolicyModule, source(), optimizer=sgd, regularisers=[Regulariser("kl", 0.1)], reference="initial"
+)
+
+
+def assert_same(got: Any, expected: dict[str, torch.Tensor], atol: float = 0.0) -> None:
+    for name, value in expected.items():
+        torch.testing.assert_close(parameters(got)[name], value, atol=atol, rtol=0)
+
+
+@pytest.mark.parametrize("ema", [0.0, 0.75])
+def test_it_follows_every_second_batch(ema: float) -> None:
+    data = [make_batch(k) for k in range(5)]
+    expected = parameters(naive_model())
+    policies = []
+    for count in range(1, 6):
+        module = make(reference_refresh=Refresh(2, ema))
+        fit(module, data[:count])
+        policies.append(parameters(module.policy))
+        if count % 2 == 0:
+            expected = {name: ema * old + (1 - ema) * policies[-1][name] for name, old in expected.items()}
+        assert_same(module.reference.model, expected, atol=1e-6)
+    if ema == 0:
+        assert_same(module.reference.model, policies[3])
+
+
+def test_a_checkpoint_has_what_was_refreshed(tmp_path: Any) -> None:
+    data = [make_batch(k, version=max(0, k - 1)) for k in range(3)]
+    options = {"reference_refresh": Refresh(2, 0.5)}
+    whole, first, second = make(**options), make(**options), make(**options)
+    fit(whole, data)
+    torch.manual_seed(0)
+    half = trainer()
+    half.fit(first, Batches(data[:2]))  # the refresh falls on the batch of the checkpoint
+    half.save_checkpoint(tmp_path / "half.ckpt")
+    torch.manual_seed(123)
+    trainer(max_epochs=2).fit(second, Batches(data[2:]), ckpt_path=tmp_path / "half.ckpt", weights_only=True)
+    assert_same(second.reference.model, parameters(whole.reference.model))
+    assert_same(second.policy, parameters(whole.policy), atol=1e-7)
+
+
+def test_offloaded_it_computes_the_same() -> None:
+    data = [make_batch(k) for k in range(2)]
+    modules = [make(reference_offload=offload, reference_refresh=Refresh(1)) for offload in (False, True)]
+    for module in modules:
+        fit(module, data)
+    assert_same(modules[1].policy, parameters(modules[0].policy))
+
+
+def test_offloaded_it_stays_on_the_cpu_but_takes_dtypes() -> None:
+    """Its own pass moves it, and it comes back."""
+    policy = naive_model()
+    places: list[str] = []
+    reference = ReferencePolicy("initial", policy, lambda model: places.append("engine"), offload=True)  # type: ignore[arg-type, return-value]
+    torch.nn.ModuleList([reference]).to(torch.bfloat16)
+    assert {p.dtype for p in reference.parameters()} == {torch.bfloat16}
+    assert {p.device.type for p in reference.parameters()} == {"cpu"}
+    moved: list[Any] = []
+    original = reference.model.to
+    reference.model.to = lambda where: moved.append(where) or original(where)  # type: ignore[method-assign, assignment]
+    with reference.engine(torch.device("cpu")):
+        assert len(moved) == 1
+    assert moved[1] == "cpu" and places == ["engine"]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_offloaded_it_leaves_the_device() -> None:
+    reference = ReferencePolicy("initial", naive_model(), lambda model: model, offload=True)  # type: ignore[arg-type, return-value]
+    torch.nn.ModuleList([reference]).cuda()
+    assert {p.device.type for p in reference.parameters()} == {"cpu"}
+    with reference.engine(torch.device("cuda")):
+        assert {p.device.type for p in reference.parameters()} == {"cuda"}
+    assert {p.device.type for p in reference.parameters()} == {"cpu"}
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"every": 0}, "reference_refresh.every: must be at least 1"),
+        ({"every": 1, "ema": 1.0}, "reference_refresh.ema"),
+    ],
+)
+def test_refreshes_out_of_range(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Refresh(**options)
+
+
+def test_another_architecture_cannot_follow() -> None:
+    other = ModelSource(config={**CONFIG, "intermediate_size": 40})
+    module = make(reference=other, reference_refresh=Refresh(1))
+    with pytest.raises(ValueError, match="reference_refresh: the reference has other parameters"):
+        module.configure_model()

@@ -1,0 +1,107 @@
+"""Dense attention kernels: output, log-sum-exp, and gradients that add up over parts given the merged result."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor
+
+from app.tree.kernels import CpuFlash, Kernel, Math
+
+HEADS = [(4, 4), (4, 2), (6, 1)]
+
+
+class BlockedMath(Math):
+    """Scores of five queries at a time, as long rows on a GPU would need."""
+
+    @staticmethod
+    def _blocks(q: Tensor, k: Tensor) -> Iterator[slice]:
+        return (slice(start, min(start + 5, q.shape[2])) for start in range(0, q.shape[2], 5))
+
+
+KERNELS = [CpuFlash(), Math(), BlockedMath()]
+IDS = ["cpu_flash", "math", "math_in_blocks"]
+SCALE = 0.37
+
+
+def inputs(
+    heads: tuple[int, int], queries: int, keys: int, dtype: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """q, k, v as transposed views (as models pass them) and a gradient of the output."""
+    generator = torch.Generator().manual_seed(7)
+    shapes = [(1, queries, heads[0], 8), (1, keys, heads[1], 8), (1, keys, heads[1], 8), (1, queries, heads[0], 8)]
+    q, k, v, grad = (torch.randn(s, generator=generator, dtype=torch.float64).to(dtype).transpose(1, 2) for s in shapes)
+    return q, k, v, grad
+
+
+def reference(q: Tensor, k: Tensor, v: Tensor, visible: Tensor) -> tuple[Tensor, Tensor]:
+    repeat = q.shape[1] // k.shape[1]
+    k, v = k.repeat_interleave(repeat, 1), v.repeat_interleave(repeat, 1)
+    scores = (q @ k.transpose(-1, -2) * SCALE).masked_fill(~visible, float("-inf"))
+    return scores.softmax(-1) @ v, scores.logsumexp(-1)
+
+
+def additive(visible: Tensor, dtype: torch.dtype) -> Tensor:
+    return torch.zeros(visible.shape, dtype=dtype).masked_fill(~visible, float("-inf"))
+
+
+@pytest.mark.parametrize("kernel", KERNELS, ids=IDS)
+@pytest.mark.parametrize("heads", HEADS)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_parts_add_up_to_the_whole_row(kernel: Kernel, heads: tuple[int, int], dtype: torch.dtype) -> None:
+    """A path part (all visible), a causal part and a masked part of one softmax, merged by log-sum-exp."""
+    n, path = 37, 50
+    q, k, v, grad = inputs(heads, n, path + n, dtype)
+    own = torch.ones(n, n, dtype=torch.bool).tril()
+    own[20:, 5:20] = False
+    for causal in (True, False):
+        square = torch.ones(n, n, dtype=torch.bool).tril() if causal else own
+        visible = torch.cat([torch.ones(n, path, dtype=torch.bool), square], 1)
+        exact = [x.double().detach().requires_grad_() for x in (q, k, v)]
+        expected, expected_lse = reference(*exact, visible)
+        expected.backward(grad.double())
+
+        parts = [
+            (slice(0, path), False, None),
+            (slice(path, path + n), causal, None if causal else additive(own, dtype)),
+        ]
+        runs = [kernel.forward(q, k[:, :, s], v[:, :, s], c, m, SCALE) for s, c, m in parts]
+        lse = torch.logaddexp(runs[0][1].double(), runs[1][1].double())
+        out = sum(o.double() * (part.double() - lse).exp().unsqueeze(-1) for o, part, _ in runs)
+        tolerance = 1e-12 if dtype == torch.float64 else 3e-6
+        assert (out - expected).abs().max() < tolerance
+        assert (lse - expected_lse).abs().max() < tolerance
+
+        lse_type = torch.promote_types(torch.float32, dtype)
+        grads = [torch.zeros_like(x, dtype=torch.float64) for x in (q, k, v)]
+        for (s, c, m), (_, _, saved) in zip(parts, runs):
+            gq, gk, gv = kernel.backward(
+                grad.contiguous(), q, k[:, :, s], v[:, :, s], out.to(dtype), lse.to(lse_type), saved, c, m, SCALE
+            )
+            grads[0] += gq
+            grads[1][:, :, s] += gk
+            grads[2][:, :, s] += gv
+        for got, want in zip(grads, exact):
+            assert got.shape == want.grad.shape
+            assert (got - want.grad).abs().max() < 10 * tolerance
+
+
+@pytest.mark.parametrize("kernel", KERNELS, ids=IDS)
+def test_one_query_and_one_key(kernel: Kernel) -> None:
+    q, k, v, grad = inputs((4, 2), 1, 1, torch.float64)
+    out, lse, saved = kernel.forward(q, k, v, True, None, SCALE)
+    assert torch.allclose(out, v.repeat_interleave(2, 1))
+    gq, gk, gv = kernel.backward(grad.contiguous(), q, k, v, out, lse, saved, True, None, SCALE)
+    assert gq.abs().max() < 1e-12 and gk.abs().max() < 1e-12
+    assert torch.allclose(gv, grad.unflatten(1, (2, 2)).sum(2))
+
+
+def test_scores_held_at_once_are_bounded() -> None:
+    """A query over 300,000 keys: at most 64 MiB of scores, one query at least."""
+    q, k = torch.empty(1, 16, 500, 8), torch.empty(1, 4, 300_000, 8)
+    rows = list(Math._blocks(q, k))
+    assert [r.start for r in rows[1:]] == [r.stop for r in rows[:-1]] and (rows[0].start, rows[-1].stop) == (0, 500)
+    assert max(r.stop - r.start for r in rows) * 16 * 300_000 * 4 <= 64 * 2**20
+    assert len(list(Math._blocks(q, torch.empty(1, 4, 10_000_000, 8)))) == 500
