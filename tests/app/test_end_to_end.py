@@ -158,8 +158,11 @@ def test_two_processes_train_recorded_data_as_one(workplace: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     (run,) = (workplace / "runs" / "tiny").iterdir()
     one, two = metrics(workplace / "one"), metrics(run)
-    assert len(one["loss"]) == 6 and set(one) == set(two)
-    for name in one:
+    # Several ranks also report what passing the batch round took, and what their calibration measured.
+    of_ranks = {"strategy/share_mb", "strategy/share_seconds", "strategy/pair_cost"}
+    assert len(one["loss"]) == 6 and set(one) - of_ranks == set(two) - of_ranks
+    assert {"strategy/share_mb", "strategy/share_seconds"} <= set(two) - set(one)
+    for name in set(one) - of_ranks:
         if not name.startswith("time/") and name != "tokens/s":
             assert two[name] == pytest.approx(one[name], abs=1e-4), name
     assert json.loads((run / "summary.json").read_text())["dense_tokens"] == sum(one["tokens/dense"])
