@@ -18,6 +18,8 @@ SERVER_TORCH ?= torch==2.13.0
 ifeq ($(ARBORIST_SKIP_SGLANG)$(ARBORIST_SGLANG_PYTHON),)
 TESTED_SERVER := $(SERVER_STAMP)
 endif
+# Test processes.
+WORKERS ?= 2
 # TRL, for the tests that compare losses with it: on top of the packages of .venv, which it must not change.
 TRL_VENV  := .venv-trl
 TRL_STAMP := $(TRL_VENV)/.installed
@@ -48,10 +50,11 @@ quickstart: $(STAMP)
 	$(SMALL) $(PY) -m app fit --config configs/quickstart.yaml --run_dir $(RUN) --model.model.path $(RUN)/warm_start/model
 	@echo "Done: $(RUN)"
 
-# One thread: the models are tiny, and the tests that start processes would otherwise fight over the cores.
+# One thread: the models are tiny, and the tests that start processes would otherwise fight over the cores. Files stay
+# whole: the tests of some share servers.
 test: export OMP_NUM_THREADS := 1
 test: lint $(TESTED_SERVER)
-	$(PY) -m pytest
+	$(PY) -m pytest --numprocesses $(WORKERS) --dist loadfile
 
 sglang: $(SERVER_STAMP)
 

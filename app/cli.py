@@ -1,4 +1,4 @@
-"""The command line: `python -m app fit|validate|test|predict --config X.yaml [--key value ...]`, `data`, `doctor`.
+"""The command line: `python -m app fit|validate|test|predict --config X.yaml [--key value ...]`, and the verbs below.
 
 Promises: everything is configured by YAML and flags, where a flag beats YAML and both beat what a checkpoint
 remembers; every launch gets a run directory of its own (`runs/<config name>/<time>`, or `--run_dir`), but `fit
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import importlib
 import itertools
 import logging
 import os
@@ -32,6 +33,16 @@ from transformers.utils import logging as transformers_logging
 from app.cli_errors import ArboristParser, users_mistake
 from callbacks.hang_dump import HangDump, install
 from callbacks.progress import Progress
+
+# Loaded when asked for: each is a file with `add_arguments(parser)` and `run(args)`, its docstring the help.
+VERBS = {
+    "data": "datamodules.importers",
+    "inspect": "app.inspect",
+    "bench": "app.bench",
+    "serve": "app.serve",
+    "export": "app.export",
+    "doctor": "app.doctor",
+}
 
 _TRAINER_DEFAULTS = {
     "strategy": {"class_path": "app.strategies.DTAStrategy"},
@@ -189,18 +200,8 @@ def main(argv: list[str] | None = None) -> None:
     if not debug:
         _quiet()
     try:
-        if args[:1] == ["data"]:
-            _data(args[1:])
-        elif args[:1] == ["export"]:
-            _export(args[1:])
-        elif args[:1] == ["serve"]:
-            _serve(args[1:])
-        elif args[:1] == ["inspect"]:
-            _inspect(args[1:])
-        elif args[:1] == ["bench"]:
-            _bench(args[1:])
-        elif args[:1] == ["doctor"]:
-            _doctor(args[1:])
+        if args and args[0] in VERBS:
+            _run_verb(args[0], args[1:])
         else:
             _leave_process_group(ArboristCLI(argv))
     except Exception as error:
@@ -220,64 +221,15 @@ def _leave_process_group(cli: ArboristCLI) -> None:
         dist.destroy_process_group()
 
 
-def _data(args: list[str]) -> None:
-    from datamodules import importers
-
+def _run_verb(verb: str, args: list[str]) -> None:
+    module = importlib.import_module(VERBS[verb])
     parser = argparse.ArgumentParser(
-        prog="arborist data", description=importers.__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog=f"arborist {verb}", description=module.__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    importers.add_arguments(parser)
-    importers.run(parser.parse_args(args))
-
-
-def _serve(args: list[str]) -> None:
-    from app import serve
-
-    parser = argparse.ArgumentParser(
-        prog="arborist serve", description=serve.__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    serve.add_arguments(parser)
-    serve.run(parser.parse_args(args))
-
-
-def _export(args: list[str]) -> None:
-    from app import export
-
-    parser = argparse.ArgumentParser(
-        prog="arborist export", description=export.__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    export.add_arguments(parser)
-    export.run(parser.parse_args(args))
-
-
-def _inspect(args: list[str]) -> None:
-    from app import inspect
-
-    parser = argparse.ArgumentParser(
-        prog="arborist inspect", description=inspect.__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    inspect.add_arguments(parser)
-    inspect.run(parser.parse_args(args))
-
-
-def _bench(args: list[str]) -> None:
-    from app import bench
-
-    parser = argparse.ArgumentParser(
-        prog="arborist bench", description=bench.__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    bench.add_arguments(parser)
-    bench.run(parser.parse_args(args))
-
-
-def _doctor(args: list[str]) -> None:
-    from app import doctor
-
-    parser = argparse.ArgumentParser(
-        prog="arborist doctor", description=doctor.__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    doctor.add_arguments(parser)
-    raise SystemExit(doctor.run(parser.parse_args(args)))
+    module.add_arguments(parser)
+    exit_code = module.run(parser.parse_args(args))
+    if exit_code is not None:
+        raise SystemExit(exit_code)
 
 
 def _quiet() -> None:

@@ -3,6 +3,7 @@
     python -m benchmarks.rollouts                                # needs `make sglang`, ARBORIST_DATA; 10 minutes
     python -m benchmarks.rollouts --quick --out DIR              # toy size
     python -m benchmarks.rollouts --only throughput
+    python -m benchmarks.rollouts --quickstart RUN RUN    # reads two finished fits of the quickstart, runs nothing
 
 Writes rollouts.json, rollouts.md and rollouts.png (--name) into --out; parts that are not asked for keep what the file
 has of them. Trainer, server and load generator share the machine's cores. Parts: `throughput` (tokens a second beside a
@@ -54,9 +55,19 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     parser.add_argument("--repeats", type=int, default=3, help="runs of each setting")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
     parser.add_argument("--name", default="rollouts")
+    parser.add_argument(
+        "--quickstart", nargs="+", type=Path, metavar="RUN", help="run directories of quickstart fits, to put beside"
+    )
     args = parser.parse_args(argv)
     if args.steps < 2 or args.repeats < 1:
         parser.error("--steps must be at least 2, --repeats at least 1")
+    args.out.mkdir(parents=True, exist_ok=True)
+    file = args.out / f"{args.name}.json"
+    result: dict[str, Any] = json.loads(file.read_text()) if file.exists() else {}
+    if args.quickstart:
+        command = "python -m app fit --config configs/quickstart.yaml [--config configs/quickstart_sglang.yaml]"
+        _keep(result, "quickstart", _finished(args.quickstart), f"{command} --model.model.path DIR", args)
+        return result
 
     import torch
 
@@ -69,9 +80,6 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     work = Work(args.data or "${ARBORIST_DATA}/tau/airline_tokens.npz", MODEL, 16, 4, args.steps, 4)
     if args.quick:
         work = Work(work.data, MODEL, 2, 4, min(args.steps, 2), 2, 0.01)
-    args.out.mkdir(parents=True, exist_ok=True)
-    file = args.out / f"{args.name}.json"
-    result: dict[str, Any] = json.loads(file.read_text()) if file.exists() else {}
     with tempfile.TemporaryDirectory(prefix="arborist-rollouts-") as made:
         scratch = Path(made)
         policy = build_model(ModelSource(config=MODEL)).eval()
@@ -81,20 +89,40 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
             servers.start()
             for part in args.only:
                 measured = _measure(part, servers, policy, scratch, work, args)
-                result[part] = measured | {
-                    "command": _command(args, part),
-                    "cores": os.cpu_count(),
-                    "load": [round(value, 1) for value in os.getloadavg()],
-                    "date": datetime.now(UTC).strftime("%Y-%m-%d"),
-                }
-                file.write_text(json.dumps(result, indent=1) + "\n")
-                (args.out / f"{args.name}.md").write_text(markdown(result, args.name))
+                _keep(result, part, measured, _command(args, part), args)
                 if part == "runs":
                     draw(measured, args.out / f"{args.name}.png")
         finally:
             servers.close()
             torch.set_num_threads(threads)
     return result
+
+
+def _keep(result: dict[str, Any], part: str, measured: dict[str, Any], command: str, args: Any) -> None:
+    """Adds a part to `result` and writes the files again."""
+    result[part] = measured | {
+        "command": command,
+        "cores": os.cpu_count(),
+        "load": [round(value, 1) for value in os.getloadavg()],
+        "date": datetime.now(UTC).strftime("%Y-%m-%d"),
+    }
+    (args.out / f"{args.name}.json").write_text(json.dumps(result, indent=1) + "\n")
+    (args.out / f"{args.name}.md").write_text(markdown(result, args.name))
+
+
+def _finished(runs: Sequence[Path]) -> dict[str, Any]:
+    """Accuracy and seconds of finished fits, by the name of their rollout engine."""
+    import yaml
+
+    from callbacks.pictures import read_metrics
+
+    engines: dict[str, Any] = {}
+    for run in runs:
+        engine = yaml.safe_load((run / "config.yaml").read_text())["data"]["init_args"]["engine"]["class_path"]
+        steps, accuracy = read_metrics(run / "metrics.csv")["val/accuracy"]
+        curve = {int(step): value for step, value in zip(steps, accuracy, strict=True)}
+        engines[engine.rpartition(".")[2]] = json.loads((run / "summary.json").read_text()) | {"curve": curve}
+    return {"engines": engines}
 
 
 def _measure(part: str, servers: Any, policy: Any, scratch: Path, work: Work, args: Any) -> dict[str, Any]:
@@ -196,13 +224,19 @@ def _quickstart(one: dict[str, Any], name: str) -> list[str]:
     lines = [
         "## The quickstart's task, embedded and on a real server",
         "",
-        "| engine | held-out accuracy before | after | steps | wall seconds |",
-        "|---|---|---|---|---|",
+        "From one warm start, one after the other. Held-out accuracy of 256 sums, greedy answers:",
+        "",
+        "| engine | steps | seconds | " + " | ".join(f"after {step}" for step in _first(one)["curve"]) + " |",
+        "|---|---|---|" + "---|" * len(_first(one)["curve"]),
     ]
     for engine, row in one["engines"].items():
-        cells = (f"{row['accuracy_before']:.3f}", f"{row['accuracy_after']:.3f}", row["steps"], f"{row['seconds']:.0f}")
-        lines.append(f"| {engine} | {' | '.join(map(str, cells))} |")
-    return [*lines, "", one["note"]]
+        cells = [engine, str(row["steps"]), f"{row['seconds']:.0f}", *(f"{v:.3f}" for v in row["curve"].values())]
+        lines.append(f"| {' | '.join(cells)} |")
+    return lines
+
+
+def _first(one: dict[str, Any]) -> dict[str, Any]:
+    return next(iter(one["engines"].values()))
 
 
 def _range(values: dict[str, Any], digits: int) -> str:

@@ -1,5 +1,4 @@
-"""`TreeModule`: the LightningModule under all others. It owns the policy and its tree engine, and turns a `StepHandle`
-into one optimizer step.
+"""`TreeModule`, under all other modules: it owns policy and tree engine, and makes an optimizer step of a `StepHandle`.
 
 Promises: Lightning's automatic optimization works as usual, the forward and backward passes being the tree pass inside
 `backward`; a batch is shared, checked and prepared once, at index 0; losses are divided by counts of the whole
@@ -27,12 +26,13 @@ from transformers import PreTrainedModel
 
 from app.batch import BatchError, EvalHandle, RolloutBatch, StepHandle
 from app.tree import FlatOutputs, PrefixTree, TreeEngine
-from modules.engine_check import SELF_CHECKS, SelfCheck, check_together
+from modules.engine_check import SelfCheck, check_together
 from modules.metrics import NamedMetrics, episode_reward
 from modules.minibatches import build_tree, rank_share
 from modules.model_source import ModelSource, build_model
 from modules.objectives import Aggregation
 from modules.prepare import TreeStep, check_batch, token_loss_weights
+from modules.refusals import refuse_options, refuse_trainer
 
 TreeTrainingMode = Literal["disabled", "sparse", "dta"]
 TokenBudget = int | Literal["auto"]
@@ -89,15 +89,7 @@ class TreeModule(L.LightningModule):
         self_check: SelfCheck = "error",
     ) -> None:
         super().__init__()
-        if self_check not in SELF_CHECKS:
-            raise ValueError(f"self_check: {self_check!r} is not one of {', '.join(SELF_CHECKS)}")
-        if tree_training_mode not in ("disabled", "sparse", "dta"):
-            raise ValueError(f"tree_training_mode: '{tree_training_mode}' is not one of disabled, sparse, dta")
-        if chunk_tokens != "auto" and tree_training_mode != "dta":
-            raise ValueError(
-                f"chunk_tokens={chunk_tokens} has no effect with tree_training_mode={tree_training_mode}, whose chunks"
-                " are as large as live_tokens: set live_tokens, or tree_training_mode=dta"
-            )
+        refuse_options(tree_training_mode, chunk_tokens, self_check)
         self.model_source = model
         self.make_optimizer, self.make_lr_scheduler = optimizer, lr_scheduler
         self.share_mode = "leaf" if tree_training_mode == "disabled" else "tree"
@@ -197,22 +189,7 @@ class TreeModule(L.LightningModule):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
     def setup(self, stage: str) -> None:
-        trainer = self.trainer
-        if not self._sums_gradients and trainer.world_size > 1:
-            raise ValueError(
-                f"trainer.strategy: {type(trainer.strategy).__name__} on {trainer.world_size} processes does not sum"
-                " gradients as tree training needs: set trainer.strategy to app.strategies.DTAStrategy"
-            )
-        if stage == "fit" and trainer.accumulate_grad_batches != 1:
-            raise ValueError(
-                f"trainer.accumulate_grad_batches={trainer.accumulate_grad_batches}: losses are already divided by the"
-                " count of a whole optimizer step; set it to 1 and raise the data's batch_size instead"
-            )
-        if getattr(trainer.precision_plugin, "scaler", None) is not None:
-            raise ValueError(
-                f"trainer.precision={trainer.precision}: the tree pass does not scale losses, which float16 needs;"
-                " use bf16-mixed, bf16-true or 32-true"
-            )
+        refuse_trainer(self.trainer, stage, self._sums_gradients)
 
     def object_hparams(self) -> list[str]:
         """Names of the hyper-parameters saved so far that are objects (callables, sources): a checkpoint could not load
@@ -288,11 +265,10 @@ class TreeModule(L.LightningModule):
         return torch.zeros((), requires_grad=True, device=self.device)
 
     def _build_step(self, batch: RolloutBatch, index: int) -> TreeStep:
-        trainer = self.trainer
         everyone = self.step_sequences(batch, index)
         own = self.rank_share(batch, everyone)
         step = TreeStep.build(batch, own, self.share_mode)
-        if trainer.is_global_zero:
+        if self.trainer.is_global_zero:
             # Ranks compute shared prefixes again and other modes share less, so token counts need a tree of their own.
             same = self.share_mode == "tree" and len(own) == len(everyone)
             self.last_tree = step.tree if same else TreeStep.build(batch, everyone, "tree").tree
@@ -332,8 +308,8 @@ class TreeModule(L.LightningModule):
             self.train_metrics.update(sums=dict(zip(TOKEN_COUNTS, counts, strict=True)))
         self.step_seconds["tree"] = time.perf_counter() - start
         if self._sums_gradients:
-            run = step.tree
-            self.trainer.strategy.observe_tree_pass(run.num_tokens, run.num_attention_pairs, self.step_seconds["tree"])
+            counts = (step.tree.num_tokens, step.tree.num_attention_pairs)
+            self.trainer.strategy.observe_tree_pass(*counts, self.step_seconds["tree"])
         self.end_step(step)
 
     def on_before_optimizer_step(self, optimizer: Optimizer) -> None:

@@ -38,3 +38,16 @@ def test_every_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
             assert row[tokens]["median"] == pytest.approx(same[tokens]["median"], rel=0.2)
     text = (tmp_path / "rollouts.md").read_text()
     assert text.count("\n## ") == 3 and "load averages" in text and (tmp_path / "rollouts.png").stat().st_size > 5000
+
+
+def test_finished_fits_are_put_side_by_side(tmp_path: Path) -> None:
+    for engine, last in (("datamodules.inference.EmbeddedEngine", 0.875), ("datamodules.inference.sglang.X", 0.5)):
+        run = tmp_path / engine
+        run.mkdir()
+        (run / "config.yaml").write_text(f"data: {{init_args: {{engine: {{class_path: {engine}}}}}}}\n")
+        (run / "summary.json").write_text(json.dumps({"steps": 100, "seconds": 12.4}))
+        (run / "metrics.csv").write_text(f"step,loss,val/accuracy\n0,,0.25\n0,1.0,\n99,1.0,\n100,,{last}\n")
+    rollouts.main(["--quickstart", *map(str, sorted(tmp_path.iterdir())), "--out", str(tmp_path / "out")])
+    text = (tmp_path / "out" / "rollouts.md").read_text()
+    assert "| engine | steps | seconds | after 0 | after 100 |" in text
+    assert "| EmbeddedEngine | 100 | 12 | 0.250 | 0.875 |" in text and "| X | 100 | 12 | 0.250 | 0.500 |" in text

@@ -3,6 +3,7 @@
 forward   both ways, as if it were not there
 hang      connections are accepted and kept, nothing passes (a stuck server, a dropped route)
 refuse    new connections are closed at once, old ones too (a dead server)
+overload  every request is answered 503, old connections are closed (a gateway whose server is too busy)
 """
 
 from __future__ import annotations
@@ -13,7 +14,8 @@ from contextlib import suppress
 from typing import Literal
 from urllib.parse import urlsplit
 
-Mode = Literal["forward", "hang", "refuse"]
+Mode = Literal["forward", "hang", "refuse", "overload"]
+_BUSY = b"HTTP/1.1 503 Service Unavailable\r\nContent-Length: 13\r\nConnection: close\r\n\r\ntoo much load"
 
 
 class Proxy:
@@ -56,7 +58,7 @@ class Proxy:
     async def _set(self, mode: Mode) -> None:
         self._mode = mode
         self._open.clear() if mode == "hang" else self._open.set()
-        if mode == "refuse":
+        if mode in ("refuse", "overload"):
             for writer in list(self._writers):
                 writer.transport.abort()
 
@@ -65,6 +67,11 @@ class Proxy:
         self._writers.add(writer)
         try:
             if self._mode == "refuse":
+                return
+            if self._mode == "overload":
+                await reader.readuntil(b"\r\n\r\n")
+                writer.write(_BUSY)
+                await writer.drain()
                 return
             there_reader, there = await asyncio.open_connection(*self._target)
             self._writers.add(there)

@@ -242,6 +242,25 @@ class TestUnreliableNetwork:
         check({0: tiny_policy()}, requests, while_generating(engine, requests, cut))
         assert engine.health()["moved"] > 0
 
+    def test_one_that_is_overloaded_is_asked_again_when_it_has_time(self, make, proxy) -> None:
+        engine = make([proxy.start().url])
+        proxy.set("overload")
+        requests, said = long_requests(8), []
+
+        async def run() -> list[GenerationResponse]:
+            def then() -> None:
+                wait_for(lambda: server_states(engine) != ["serving"], engine, 60)
+                said.append(engine.health()["servers"][0]["error"])
+                proxy.set("forward")
+
+            acting = asyncio.get_running_loop().run_in_executor(None, then)
+            responses = await generate_all(engine, requests)
+            await acting
+            return responses
+
+        check({0: tiny_policy()}, requests, asyncio.run(run()))
+        assert "HTTP 503: too much load" in said[0] and server_states(engine) == ["serving"]
+
     def test_one_that_comes_late_joins_with_the_current_weights(self, make, server, tmp_path) -> None:
         early, late = Proxy(server.url).start(), Proxy(server.url)
         port = Proxy(server.url).start().port + 1
