@@ -46,7 +46,8 @@ class _Open:
 
     run: _Run | None = None
     pieces: dict[int, int] = field(default_factory=dict)  # piece -> first row in the run that provided keys
-    keys_values: dict[int, KeyValue] = field(default_factory=dict)
+    keys_values: dict[int, KeyValue] = field(default_factory=dict)  # until the last piece is in the path cache
+    pushed: int = 0  # pieces
     returned: dict[int, dict[int, KeyValue]] = field(default_factory=dict)  # piece -> gradients, by layer
 
 
@@ -236,6 +237,9 @@ class Executor:
         for layer, (keys, values) in state.keys_values.items():
             rows = slice(first, first + stop - start)
             self.cache.push(layer, start, keys[:, :, rows], values[:, :, rows])
+        state.pushed += 1
+        if state.pushed == len(self.plan.chunks[step.chunk].anchors):
+            state.keys_values.clear()  # of anchors that ran without gradient: as large as the path cache itself
 
     def _backward(self, state: _Open) -> None:
         run = state.run
