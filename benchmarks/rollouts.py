@@ -7,7 +7,8 @@
 
 Writes rollouts.json, rollouts.md and rollouts.png (--name) into --out; parts that are not asked for keep what the file
 has of them. Trainer, server and load generator share the machine's cores. Parts: `throughput` (tokens a second beside a
-bare load generator), `downtime` (of a weight update), `runs` (waiting, tree pass, optimizer and sync of whole fits).
+bare load generator), `downtime` (of a weight update), `runs` (waiting, tree pass, optimizer and sync of whole fits),
+`latency` (the same with a model so light that tools, not the server's computing, are what episodes wait for).
 """
 
 from __future__ import annotations
@@ -18,13 +19,14 @@ import os
 import tempfile
 from collections.abc import Sequence
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from benchmarks.rollout_runs import Work
 
-PARTS = ("throughput", "downtime", "runs")
+PARTS = ("throughput", "downtime", "runs", "latency")
 MODEL = {
     "model_type": "qwen3",
     "vocab_size": 8192,
@@ -39,6 +41,13 @@ MODEL = {
     "bos_token_id": None,
     "pad_token_id": 0,
     "eos_token_id": 1,
+}
+LIGHT = MODEL | {
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
 }
 SPEED = {"concurrent": 32, "requests": 64, "prompt_tokens": 128, "new_tokens": 128, "repeats": 5}
 QUICK_SPEED = {"concurrent": 4, "requests": 8, "prompt_tokens": 16, "new_tokens": 8, "repeats": 1}
@@ -77,24 +86,31 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
 
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    work = Work(args.data or "${ARBORIST_DATA}/tau/airline_tokens.npz", MODEL, 16, 4, args.steps, 4)
-    if args.quick:
-        work = Work(work.data, MODEL, 2, 4, min(args.steps, 2), 2, 0.01)
-    with tempfile.TemporaryDirectory(prefix="arborist-rollouts-") as made:
-        scratch = Path(made)
-        policy = build_model(ModelSource(config=MODEL)).eval()
-        policy.save_pretrained(scratch / "model")
-        servers = Servers(scratch / "model", 16384, scratch, count=1, kv_cache_tokens=65536 if args.quick else 262144)
-        try:
-            servers.start()
-            for part in args.only:
-                measured = _measure(part, servers, policy, scratch, work, args)
-                _keep(result, part, measured, _command(args, part), args)
-                if part == "runs":
-                    draw(measured, args.out / f"{args.name}.png")
-        finally:
-            servers.close()
-            torch.set_num_threads(threads)
+    try:
+        for model in (MODEL, LIGHT):
+            parts = [part for part in args.only if (part == "latency") == (model is LIGHT)]
+            if not parts:
+                continue
+            work = Work(args.data or "${ARBORIST_DATA}/tau/airline_tokens.npz", model, 16, 4, args.steps, 4)
+            if args.quick:
+                work = Work(work.data, model, 2, 4, min(args.steps, 2), 2, 0.01)
+            with tempfile.TemporaryDirectory(prefix="arborist-rollouts-") as made:
+                scratch = Path(made)
+                policy = build_model(ModelSource(config=model)).eval()
+                policy.save_pretrained(scratch / "model")
+                cache = 65536 if args.quick else 262144
+                servers = Servers(scratch / "model", 16384, scratch, count=1, kv_cache_tokens=cache)
+                try:
+                    servers.start()
+                    for part in parts:
+                        measured = _measure(part, servers, policy, scratch, work, args)
+                        _keep(result, part, measured, _command(args, part), args)
+                        if part in ("runs", "latency"):
+                            draw(measured, args.out / f"{args.name}_{part}.png")
+                finally:
+                    servers.close()
+    finally:
+        torch.set_num_threads(threads)
     return result
 
 
@@ -139,8 +155,9 @@ def _measure(part: str, servers: Any, policy: Any, scratch: Path, work: Work, ar
 
 
 def _command(args: Any, part: str) -> str:
-    steps = [f"--steps {args.steps}"] * (part == "runs" and args.steps != 12)
-    repeats = [f"--repeats {args.repeats}"] * (part == "runs" and args.repeats != 3)
+    fits = part in ("runs", "latency")
+    steps = [f"--steps {args.steps}"] * (fits and args.steps != 12)
+    repeats = [f"--repeats {args.repeats}"] * (fits and args.repeats != 3)
     return " ".join(["python -m benchmarks.rollouts --only", part, *["--quick"] * args.quick, *steps, *repeats])
 
 
@@ -152,7 +169,13 @@ def markdown(result: dict[str, Any], name: str) -> str:
         " random weights; trainer, server and load generator share the cores. Medians (least-most); load averages are"
         " those at the end of a part: above what the part itself needs (1 to 3), others worked on the machine.",
     ]
-    sections = {"throughput": _throughput, "downtime": _downtime, "runs": _runs, "quickstart": _quickstart}
+    sections = {
+        "throughput": _throughput,
+        "downtime": _downtime,
+        "runs": partial(_runs, "runs"),
+        "latency": partial(_runs, "latency"),
+        "quickstart": _quickstart,
+    }
     for part, section in sections.items():
         if part in result:
             one = result[part]
@@ -190,16 +213,20 @@ def _downtime(one: dict[str, Any], name: str) -> list[str]:
     return lines
 
 
-def _runs(one: dict[str, Any], name: str) -> list[str]:
+def _runs(part: str, one: dict[str, Any], name: str) -> list[str]:
+    model = one["model"]
+    bound = "the server's computing" if part == "runs" else "the tools' latency"
     columns = ("wall", "wait", "prepare", "tree", "optimizer", "sync", "other", "cpu_trainer", "cpu_server")
     lines = [
-        f"## Whole runs on replayed airline conversations, {one['steps']} optimizer steps",
+        f"## Whole runs on replayed airline conversations, bound by {bound}",
         "",
-        f"A step trains one task: {one['group_size']} episodes of the first {one['turns']} turns, replies as long as"
+        f"{one['steps']} optimizer steps of a model of hidden size {model['hidden_size']}, {model['num_hidden_layers']}"
+        f" layer(s), {model['num_attention_heads']} heads of {model['head_dim']}."
+        f" A step trains one task: {one['group_size']} episodes of the first {one['turns']} turns, replies as long as"
         f" recorded (at most {one['new_tokens']} tokens), {1000 * one['latency_s']:.0f} ms for every turn's tools."
         " Asynchronous: `max_staleness: 2`. Seconds of all steps:",
         "",
-        f"![where the time goes]({name}.png)",
+        f"![where the time goes]({name}_{part}.png)",
         "",
         "| | " + " | ".join(columns).replace("_", " ") + " |",
         "|" + "---|" * (len(columns) + 1),
@@ -212,7 +239,7 @@ def _runs(one: dict[str, Any], name: str) -> list[str]:
         *lines,
         "",
         f"- trainer idle (`wait`), asynchronous over synchronous, both on the tree: {_range(one['idle_ratio'], 2)}"
-        f" (wanted: at most {one['idle_wanted']})",
+        + (f" (wanted: at most {one['idle_wanted']})" if part == "latency" else ""),
         f"- wall time, synchronous dense-leaf over asynchronous tree: {_range(one['speedup'], 2)}; of that asynchrony"
         f" {_range(one['speedup_of_asynchrony'], 2)}, the tree {_range(one['speedup_of_tree'], 2)}",
         f"- tokens of all steps: dense {dense:,.0f}, leaf {leaf:,.0f}, tree {tree:,.0f}",

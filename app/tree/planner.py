@@ -6,6 +6,7 @@ rank; 20,000 sequences are planned in well under a second, for which large trees
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from typing import Protocol
 
@@ -15,7 +16,7 @@ from app.tree.prefix_tree import PrefixTree
 from app.tree.retention import decide_graphs
 
 _WORK = 30_000
-"""Segments that all candidates together may have (about 0.4 s of packing); there are two candidates at least."""
+"""Pieces that all candidates together may have (about 0.4 s of packing); there are two candidates at least."""
 
 
 class Predictor(Protocol):
@@ -54,9 +55,7 @@ def plan(
         candidates = [packing]
     else:
         candidates = list(_candidates(tree, min(chunk_tokens, live_tokens), most))
-        candidates = (
-            candidates[: max(2, _WORK // max(1, tree.num_segments))] if predictor is not None else candidates[:1]
-        )
+        candidates = _affordable(tree, candidates) if predictor is not None else candidates[:1]
     best: tuple[float, Packing, tuple[Chunk, ...]] | None = None
     for candidate in candidates:
         chunks = decide_graphs(pack(tree, candidate), live_tokens, share)
@@ -75,6 +74,13 @@ def plan(
         str(chosen),
         None if predictor is None else seconds,
     )
+
+
+def _affordable(tree: PrefixTree, candidates: list[Packing]) -> list[Packing]:
+    """The first of them that `_WORK` pays for: a segment is one piece, and one more for every chunk it fills."""
+    pieces = [tree.num_segments + tree.num_needed_tokens // candidate.budget for candidate in candidates]
+    within = sum(spent <= _WORK for spent in itertools.accumulate(pieces))
+    return candidates[: max(2, within)]
 
 
 def _candidates(tree: PrefixTree, plain: int, most: int) -> Iterator[Packing]:

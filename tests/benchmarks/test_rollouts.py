@@ -37,7 +37,11 @@ def test_every_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         for tokens in ("tokens_dense", "tokens_leaf", "tokens_tree"):
             assert row[tokens]["median"] == pytest.approx(same[tokens]["median"], rel=0.2)
     text = (tmp_path / "rollouts.md").read_text()
-    assert text.count("\n## ") == 3 and "load averages" in text and (tmp_path / "rollouts.png").stat().st_size > 5000
+    assert (
+        text.count("\n## ") == 4
+        and "load averages" in text
+        and (tmp_path / "rollouts_latency.png").stat().st_size > 5000
+    )
 
 
 def test_finished_fits_are_put_side_by_side(tmp_path: Path) -> None:
