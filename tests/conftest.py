@@ -7,10 +7,14 @@ would take another seed from them, or believe that somebody else starts its rank
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Iterator
 
 import pytest
 import torch.distributed as dist
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # in the background of a script; the ranks of tests inherit it
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(autouse=True)
