@@ -129,7 +129,7 @@ class Algorithm:
         Returns:
             float32 [T], 0 on tokens that are not trained; the sum of each penalty over the batch, by metric name.
         """
-        total, sums = torch.zeros(batch.num_tokens), {}
+        total, sums = torch.zeros(batch.num_tokens, dtype=torch.float32), {}
         for name, (regulariser, choice) in zip(self.penalties, self.reward_costs):
             penalty = (regulariser.coef * _shaped(choice(inputs), batch.tokens, choice)).masked_fill(
                 ~batch.loss_mask, 0.0

@@ -29,6 +29,6 @@ def discounted(
     found = turns(batch, episodes(batch)[2])
     fade = torch.tensor(gamma, dtype=torch.float64) ** (found.of - 1 - found.place)
     trained = batch.loss_mask
-    advantages = torch.zeros(batch.num_tokens)
+    advantages = torch.zeros(batch.num_tokens, dtype=torch.float32)
     advantages[trained] = grpo(batch, mean, std, eps)[trained] * fade[found.of_token[trained]].float()
     return advantages

@@ -54,7 +54,7 @@ def gae(
     delta = reward + gamma * next_in_episode(value, episode) - value
     estimate = discounted_sums(delta, episode, gamma * lam)
     target = estimate if value_lam is None else discounted_sums(delta, episode, gamma * value_lam)
-    advantages, returns = torch.zeros(batch.num_tokens), torch.zeros(batch.num_tokens)
+    advantages, returns = torch.zeros(2, batch.num_tokens, dtype=torch.float32)
     returns[steps] = (target + value).float()
     advantages[steps] = (whitened(estimate, eps) if whiten else estimate).float()
     return Estimate(advantages, returns, batch.loss_mask)

@@ -48,7 +48,7 @@ def gae_turn(
     value_k = values[found.first].double()
     delta = reward + gamma * next_in_episode(value_k, found.episode) - value_k
     estimate = discounted_sums(delta, found.episode, gamma * lam)
-    advantages, returns = torch.zeros(batch.num_tokens), torch.zeros(batch.num_tokens)
+    advantages, returns = torch.zeros(2, batch.num_tokens, dtype=torch.float32)
     value_mask = torch.zeros(batch.num_tokens, dtype=torch.bool)
     returns[found.first] = (estimate + value_k).float()
     value_mask[found.first] = True

@@ -49,6 +49,6 @@ def reinforce_pp(
     if len(steps):
         ends = torch.cat([episode[1:] != episode[:-1], torch.ones(1, dtype=torch.bool)])
         reward = reward + rewards[episode] * ends
-    advantages = torch.zeros(batch.num_tokens)
+    advantages = torch.zeros(batch.num_tokens, dtype=torch.float32)
     advantages[steps] = whiten(discounted_sums(reward, episode, gamma), eps).float()
     return advantages

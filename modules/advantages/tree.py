@@ -53,7 +53,7 @@ def tree(batch: RolloutBatch, std: Literal["none", "group"] = "none", eps: float
     if std == "group":
         credit = credit / (std_over(rewards, of_episode, "group") + eps)[found.episode]
     trained = batch.loss_mask
-    advantages = torch.zeros(batch.num_tokens)
+    advantages = torch.zeros(batch.num_tokens, dtype=torch.float32)
     advantages[trained] = credit[found.of_token[trained]].float()
     return advantages
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from modules import PolicyModule, Refresh, Regulariser
+from modules import ActorCriticModule, PolicyModule, Refresh, Regulariser
 from tests.distributed.ranks import RankError, RankPool
 from tests.modules import jobs
 from tests.modules.tiny import Batches, fit, make_batch, parameters, sgd, source, trainer
@@ -132,3 +132,16 @@ def test_precisions_train(precision: str) -> None:
     moved = parameters(reference.policy)
     for name, value in parameters(module.policy).items():
         torch.testing.assert_close(value.float(), moved[name], atol=rough, rtol=rough)
+
+
+@pytest.mark.parametrize("precision", ["bf16-true", "64-true"])
+def test_advantages_do_not_depend_on_the_precision(precision: str) -> None:
+    """Lightning makes the precision's dtype torch's default, for whatever is computed in a step."""
+    for name in ("grpo", "rloo", "tree", "reinforce_pp", "gae", "gae_turn"):
+        make = ActorCriticModule if name.startswith("gae") else PolicyModule
+        found = []
+        for chosen in ("32-true", precision):
+            batch = make_batch()
+            fit(make(source(), optimizer=sgd, advantage=name), [batch], precision=chosen)
+            found.append(batch.columns["advantages"])
+        assert torch.equal(*found), name
