@@ -308,7 +308,7 @@ class StepHandle:
 
     Attributes:
         batch: the whole rollout batch, or None on ranks that do not own the stream.
-        index: which of the batch's steps this is, from 0; at 0 the module shares and prepares the batch.
+        index: which of the batch's steps this is, from 0; at 0 the module prepares the batch.
         count: optimizer steps the batch takes.
     """
 

@@ -7,13 +7,14 @@ number of value targets of the whole optimizer step over all ranks; during the w
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from torch import Tensor
 from torch.optim import Optimizer
 
 from app.batch import RolloutBatch
-from app.tree import FlatOutputs
+from app.tree import FlatOutputs, TreeEngine
 from modules.critic import Critic, CriticSource, explained_variance
 from modules.metrics import NamedMetrics, TokenSums
 from modules.model_source import ModelSource
@@ -110,36 +111,38 @@ class ActorCriticModule(PolicyModule):
             own["lr"] = self.critic_lr
         return [{"params": super().parameter_groups()}, own]
 
-    # Index 0
+    def engine_for(self, name: str) -> AbstractContextManager[TreeEngine]:
+        if name == "critic":
+            assert self.critic is not None
+            return nullcontext(self.critic.engine(self.make_engine))
+        return super().engine_for(name)
 
-    def forward_passes(self, batch: RolloutBatch, want: tuple[str, ...]) -> None:
+    # Rank 0, on the whole batch
+
+    def passes(self, batch: RolloutBatch) -> dict[str, tuple[str, ...]]:
         assert self.critic is not None
-        if self.critic.trunk is None:
-            super().forward_passes(batch, (*want, "values"))
-            return
-        super().forward_passes(batch, want)
-        engine = self.critic.engine(self.make_engine)
-        batch.add_column("values", self.forward_columns(engine, batch, ("values",))["values"])
+        found, engine = super().passes(batch), "policy" if self.critic.trunk is None else "critic"
+        return {**found, engine: (*found.get(engine, ()), "values")}
+
+    def prepare(self, batch: RolloutBatch) -> None:
+        super().prepare(batch)
+        learned = batch.columns["value_mask"].bool()
+        self._explained = explained_variance(batch.columns["values"][learned], batch.columns["returns"][learned])
+
+    def step_columns(self, batch: RolloutBatch, indices: list[int]) -> dict[str, Tensor]:
+        values, returns, learned = (batch.columns[name] for name in ("values", "returns", "value_mask"))
+        count = int(learned[batch.flat_index(indices)].sum())
+        weights = learned * (self.value_coef / max(count, 1))
+        own = {"values": values, "returns": returns, "value_mask": learned, "value_weights": weights}
+        return super().step_columns(batch, indices) | own
 
     # One step
 
-    def begin_step(self, step: TreeStep, index: int, weights: Tensor | None) -> None:
-        super().begin_step(step, index, weights)
-        assert self.batch is not None
-        columns = self.batch.columns
-        learned = columns["value_mask"].bool()
+    def begin_step(self, step: TreeStep, index: int) -> None:
+        super().begin_step(step, index)
         self._value_sums = TokenSums(self._value_metrics, self.device)
-        self._explained = explained_variance(columns["values"][learned], columns["returns"][learned])
-        if step.batch is None:
-            return
-        count = int(learned[self.batch.flat_index(self._splits[index])].sum())
-        own = step.batch.columns
-        step.columns |= {
-            "values": own["values"],
-            "returns": own["returns"],
-            "value_mask": own["value_mask"].bool(),
-            "value_weights": own["value_mask"] * (self.value_coef / max(count, 1)),
-        }
+        if step.batch is not None:
+            step.columns["value_mask"] = step.columns["value_mask"].bool()
 
     def loss(self, out: FlatOutputs, columns: dict[str, Tensor]) -> Tensor:
         policy_loss = super().loss(out, columns)
@@ -187,6 +190,6 @@ class ActorCriticModule(PolicyModule):
         means: dict[str, tuple[Any, Any]] = {}
         if step.batch is not None:
             means |= self._value_sums.means(step.columns["value_mask"].sum())
-        if self._handle.index == 0 and self._explained is not None:
-            means["explained_variance"] = (self._explained, 1)  # the same on all ranks
+        if self._handle.index == 0 and self._explained is not None:  # known to rank 0
+            means["explained_variance"] = (self._explained, 1)
         self.train_metrics.update(means)

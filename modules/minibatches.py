@@ -1,8 +1,8 @@
 """Which sequences each optimizer step and each rank trains on.
 
-Promises: every sequence is in exactly one minibatch of an epoch and on exactly one rank; the split is a function of the
-batch and the seed alone, so ranks agree without talking, and minibatches do not depend on the number of ranks; empty
-minibatches (fewer episodes than minibatches) and empty ranks are ordinary.
+Promises: every sequence is in exactly one minibatch of an epoch and on exactly one rank; minibatches are a function of
+the batch and the seed alone, whatever the number of ranks; empty minibatches (fewer episodes than minibatches) and
+empty ranks are ordinary.
 """
 
 from __future__ import annotations
@@ -41,12 +41,16 @@ def split_minibatches(batch: RolloutBatch, count: int, seed: Sequence[int]) -> l
     return [np.flatnonzero(np.isin(units, part)).tolist() for part in np.array_split(order, count)]
 
 
-def rank_share(
-    batch: RolloutBatch, indices: Sequence[int], share: str, rank: int, ranks: int, **options: Any
-) -> list[int]:
-    """The sequences among `indices` that rank `rank` of `ranks` runs; balanced by the predicted cost of their trees.
-    `options`: see `app.tree.partition`."""
-    if ranks == 1 or not indices:
-        return list(indices)
-    parts = partition(build_tree(batch.select(indices), share), ranks, **options)
-    return sorted(indices[i] for i in parts[rank])
+def rank_shares(
+    batch: RolloutBatch, share: str, ranks: int, tree: PrefixTree | None = None, **options: Any
+) -> list[list[int]]:
+    """The sequences that each of `ranks` ranks runs, ascending; balanced by the predicted cost of their trees.
+
+    Args:
+        share: see `PrefixTree.build`. tree: that of `build_tree`, where it is at hand.
+        options: see `app.tree.partition`.
+    """
+    if ranks == 1:
+        return [list(range(len(batch)))]
+    parts = partition(build_tree(batch, share) if tree is None else tree, ranks, **options)
+    return [sorted(part) for part in parts]

@@ -3,12 +3,14 @@ token-level objective unless told otherwise).
 
 Promises: statistics of a group are over its episodes; every denominator counts the whole optimizer step over all ranks;
 one rollout batch takes minibatches x epochs steps, all prepared at index 0; an objective that couples sequences sees
-all of a step's, however they are cut into chunks and ranks. Forward passes are run only for what is read.
+all of a step's, however they are cut into chunks and ranks: on rank 0, which alone holds the batch. Forward passes are
+run only for what is read.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any, Literal
 
 import torch
@@ -16,7 +18,7 @@ from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 from torch import Tensor
 
 from app.batch import EvalHandle, RolloutBatch
-from app.tree import FlatOutputs
+from app.tree import FlatOutputs, TreeEngine
 from modules.advantages import Estimate
 from modules.algorithm import STEP_INPUTS, Algorithm, Proximal, Regulariser, with_rewards
 from modules.engine_check import SelfCheck
@@ -30,6 +32,9 @@ from modules.prepare import TreeStep
 from modules.reference import ReferencePolicy, Refresh
 from modules.regularisers import k3
 from modules.tree_module import TOKEN_COUNTS, TokenBudget, TreeModule, TreeTrainingMode, adamw
+
+_COLUMNS = ("start", "reference", "advantages")  # of a batch that losses read
+_LOGPROBS = {"policy": "start", "reference": "reference"}  # log-probabilities by engine, as columns of the batch
 
 
 class PolicyModule(TreeModule):
@@ -135,7 +140,6 @@ class PolicyModule(TreeModule):
         self.reference: ReferencePolicy | None = None
         self._splits: list[list[int]] = []
         self._penalties: dict[str, float] = {}
-        self._step_means: dict[str, tuple[Any, Any]] = {}
         self._sums = TokenSums((), self.device)
         self._peak = torch.zeros(())
         self._token_metrics = ("entropy", *(["approx_kl"] if self._has_old else []), *self.algorithm.metrics)
@@ -157,34 +161,40 @@ class PolicyModule(TreeModule):
     def aggregation(self) -> tuple[Aggregation, float | None]:
         return self.aggregation_mode, self.aggregation_constant
 
-    # Index 0, on the whole batch
+    def engine_for(self, name: str) -> AbstractContextManager[TreeEngine]:
+        if name == "reference":
+            assert self.reference is not None
+            return self.reference.engine(self.device)
+        return super().engine_for(name)
+
+    # Rank 0, on the whole batch
 
     def prepare(self, batch: RolloutBatch) -> None:
         batch.columns.pop("start", None)  # of another version, where a datamodule yields a batch again
-        unrecorded = bool((batch.loss_mask & (batch.versions < 0)).any())
-        self.forward_passes(batch, self._start_outputs(unrecorded))
-        if self.reference is not None:
-            with self.reference.engine(self.device) as engine:
-                batch.add_column("reference", self.forward_columns(engine, batch)["logprobs"])
+        passes = self.passes(batch)
+        for engine, outputs in (self.forward_columns(batch, passes) if passes else {}).items():
+            for name, column in outputs.items():
+                batch.add_column(_LOGPROBS[engine] if name == "logprobs" else name, column)
         self._credit(batch)
         self._splits = []
         for epoch in range(self.epochs):
             self._splits += split_minibatches(batch, self.minibatches, (self.seed, self.policy_version, epoch))
 
-    def _start_outputs(self, unrecorded: bool) -> tuple[str, ...]:
-        """What the policy's pass at the start of the batch is needed for. With one step a batch the policy at its
-        start is the policy of the step: no extra pass."""
+    def passes(self, batch: RolloutBatch) -> dict[str, tuple[str, ...]]:
+        """Forward passes at the start of the batch. With one step a batch the policy at its start is the policy of the
+        step: no extra pass."""
+        unrecorded = bool((batch.loss_mask & (batch.versions < 0)).any())
         anchored = self._has_old and (self.algorithm.proximal == "recomputed" or unrecorded)
         in_reward = unrecorded and any("logprobs" in choice.needs for _, choice in self.algorithm.reward_costs)
-        return ("logprobs",) if (anchored and self.steps_per_batch > 1) or in_reward else ()
-
-    def forward_passes(self, batch: RolloutBatch, want: tuple[str, ...]) -> None:
-        """Collective: adds the policy's outputs `want` as columns; log-probabilities as "start"."""
-        for name, column in (self.forward_columns(self.engine, batch, want) if want else {}).items():
-            batch.add_column("start" if name == "logprobs" else name, column)
+        found: dict[str, tuple[str, ...]] = {}
+        if (anchored and self.steps_per_batch > 1) or in_reward:
+            found["policy"] = ("logprobs",)
+        if self.reference is not None:
+            found["reference"] = ("logprobs",)
+        return found
 
     def _credit(self, batch: RolloutBatch) -> None:
-        """Rewards to advantages, on every rank for the whole batch."""
+        """Rewards to advantages."""
         columns, sampled = batch.columns, batch.behavior_logprobs.masked_fill(~batch.loss_mask, 0.0)
         if "start" in columns:
             sampled = torch.where(batch.versions >= 0, sampled, columns["start"])
@@ -204,21 +214,23 @@ class PolicyModule(TreeModule):
     def step_sequences(self, batch: RolloutBatch, index: int) -> list[int]:
         return self._splits[index]
 
+    def step_columns(self, batch: RolloutBatch, indices: list[int]) -> dict[str, Tensor]:
+        columns = super().step_columns(batch, indices)
+        if self.algorithm.whole_step:
+            columns["gradient"] = self._couple(batch, indices, columns["weights"])
+        return columns | {name: batch.columns[name] for name in _COLUMNS if name in batch.columns}
+
     # One step
 
-    def begin_step(self, step: TreeStep, index: int, weights: Tensor | None) -> None:
+    def begin_step(self, step: TreeStep, index: int) -> None:
         counted = self.algorithm.objective_metrics if self.algorithm.whole_step else ()
         names = (*(name for name in self._token_metrics if name not in counted), "mismatch_kl")
         self._sums = TokenSums(names, self.device)
         self._peak = torch.full((), -torch.inf, dtype=torch.float64, device=self.device)
-        assert self.batch is not None
-        gradient = self._couple(self.batch, self._splits[index]) if self.algorithm.whole_step else None
-        if step.batch is None or weights is None:
-            return
         batch = step.batch
-        step.columns = {"weights": weights, **self._token_columns(batch)}
-        if gradient is not None:
-            step.columns["gradient"] = gradient[self.batch.flat_index(step.indices)]
+        if batch is None:
+            return
+        step.columns |= self._token_columns(batch)
         current = batch.loss_mask & (batch.versions == self.policy_version)
         if index == 0 and bool(current.any()):
             step.columns["current"] = current
@@ -227,9 +239,7 @@ class PolicyModule(TreeModule):
         """[T] tensors that `_inputs` reads."""
         mask, recorded = batch.loss_mask, batch.versions >= 0
         columns = {"mask": mask, "behavior": batch.behavior_logprobs.masked_fill(~mask, 0.0)}
-        for name in ("start", "reference", "advantages"):
-            if name in batch.columns:
-                columns[name] = batch.columns[name]
+        columns |= {name: batch.columns[name] for name in _COLUMNS if name in batch.columns}
         if self.algorithm.proximal == "interpolated":
             # What the current policy counts in `old`: it will be one version further when the batch is done.
             age = (self.policy_version - batch.versions).clamp(min=0)
@@ -283,15 +293,11 @@ class PolicyModule(TreeModule):
             self._peak = torch.maximum(self._peak, difference.max().to(self._peak))
         return losses.sum()
 
-    def _couple(self, batch: RolloutBatch, indices: list[int]) -> Tensor:
-        """Collective: the gradient of the step's objective by the log-probability of each token, float32 [T] of the
-        whole batch. Every rank runs its share forward and does the same arithmetic on all of it."""
-        gradient = torch.zeros(batch.num_tokens)
-        self._step_means = {}
-        if not indices:
-            return gradient
+    def _couple(self, batch: RolloutBatch, indices: list[int], weights: Tensor) -> Tensor:
+        """Rank 0: the gradient of the step's objective by the log-probability of each token, float32 [T] of the whole
+        batch. The ranks run their shares forward; the arithmetic on all of it is done here."""
         part = batch.select(indices)
-        logprobs = self.forward_columns(self.engine, part)["logprobs"].requires_grad_()
+        logprobs = self.forward_columns(part, {"policy": ("logprobs",)})["policy"]["logprobs"].requires_grad_()
         inputs = self._inputs(FlatOutputs(part.cu_seqlens, logprobs=logprobs), self._token_columns(part))
         if set(STEP_INPUTS) & self.algorithm.objective.needs:
             rewards = with_rewards(part, part.columns["token_rewards"]).rewards
@@ -299,25 +305,25 @@ class PolicyModule(TreeModule):
         at = batch.flat_index(indices)
         with torch.enable_grad():
             losses, stats = self.algorithm.losses(inputs)
-            loss = (losses * self.step_weights(batch, indices)[at]).sum()
+            loss = (losses * weights[at]).sum()
+        gradient = torch.zeros(batch.num_tokens, dtype=torch.float32)  # whatever the Trainer's precision
         if loss.requires_grad:
             loss.backward()
             assert logprobs.grad is not None
             gradient[at] = logprobs.grad
-        if self.trainer.is_global_zero:  # all ranks found the same
-            sums = TokenSums(tuple(stats), torch.device("cpu"))
-            sums.add(stats, part.loss_mask)
-            self._step_means = sums.means(int(part.loss_mask.sum()))
-            self.train_metrics.update(sums={"loss": loss.detach()})
+        sums = TokenSums(tuple(stats), torch.device("cpu"))
+        sums.add(stats, part.loss_mask)
+        self.train_metrics.update(sums.means(int(part.loss_mask.sum())), sums={"loss": loss.detach()})
         return gradient
 
     def end_step(self, step: TreeStep) -> None:
-        assert self.batch is not None and self._handle is not None
-        # Every rank holds the whole batch: each adds the same reward, which leaves the mean as it is.
-        total, episodes = episode_reward(self.batch)
-        means: dict[str, tuple[Any, Any]] = {"reward": (total, episodes)}
-        if self._handle.index == 0:
-            means |= {name: (penalty, episodes) for name, penalty in self._penalties.items()}
+        means: dict[str, tuple[Any, Any]] = {}
+        if self.batch is not None:  # rank 0 counts for all
+            assert self._handle is not None
+            total, episodes = episode_reward(self.batch)
+            means["reward"] = (total, episodes)
+            if self._handle.index == 0:
+                means |= {name: (penalty, episodes) for name, penalty in self._penalties.items()}
         if step.batch is not None:
             mask, versions = step.batch.loss_mask, step.batch.versions
             means |= self._sums.means(int(mask.sum()))
@@ -327,7 +333,7 @@ class PolicyModule(TreeModule):
             if len(ages):
                 means["staleness"] = (ages.sum(), len(ages))
                 self.train_metrics.update(maxima={"staleness_max": ages.max()})
-        self.train_metrics.update(means | self._step_means, maxima={"logprob_diff_max": self._peak})
+        self.train_metrics.update(means, maxima={"logprob_diff_max": self._peak})
 
     def derive(self, values: dict[str, Any]) -> dict[str, Any]:
         square = values.pop("correction_square", None)

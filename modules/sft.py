@@ -14,7 +14,7 @@ from app.tree import FlatOutputs
 from modules.engine_check import SelfCheck
 from modules.metrics import NamedMetrics
 from modules.model_source import ModelSource
-from modules.prepare import TreeStep, check_batch
+from modules.prepare import check_batch
 from modules.tree_module import TokenBudget, TreeModule, TreeTrainingMode, adamw
 
 
@@ -44,18 +44,16 @@ class SFTModule(TreeModule):
         self.save_hyperparameters(ignore=self.object_hparams())
         self.eval_metrics = NamedMetrics(means=("loss",))
 
-    def begin_step(self, step: TreeStep, index: int, weights: Tensor | None) -> None:
-        if weights is not None:
-            step.columns = {"weights": weights}
-
     def loss(self, out: FlatOutputs, columns: dict[str, Tensor]) -> Tensor:
         assert out.logprobs is not None
         return -(out.logprobs * columns["weights"]).sum()
 
     def evaluate(self, handle: EvalHandle) -> None:
+        self.rank_work.lead(handle, lambda: self._score(handle))
+
+    def _score(self, handle: EvalHandle) -> None:
+        """Rank 0."""
         assert self.policy is not None, "configure_model builds the policy"
-        batch = self.share_batch(handle.batch)
-        check_batch(batch, self.policy.config, self.policy_version)
-        logprobs = self.forward_columns(self.engine, batch)["logprobs"]
-        # The whole column is on every rank: each adds the same, which leaves the mean as it is.
+        batch = check_batch(handle, self.policy.config, self.policy_version)
+        logprobs = self.forward_columns(batch, {"policy": ["logprobs"]})["policy"]["logprobs"]
         self.eval_metrics.update({"loss": (-torch.sum(logprobs, dtype=torch.float64), batch.loss_mask.sum())})

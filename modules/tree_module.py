@@ -1,10 +1,11 @@
 """`TreeModule`, under all other modules: it owns policy and tree engine, and makes an optimizer step of a `StepHandle`.
 
 Promises: Lightning's automatic optimization works as usual, the forward and backward passes being the tree pass inside
-`backward`; a batch is shared, checked and prepared once, at index 0; losses are divided by counts of the whole
-optimizer step over all ranks (every rank holds the whole batch, so no rank has to ask); `policy_version` rises once a
-batch, after its last optimizer step, and is in the checkpoint. A subclass says what is prepared (`prepare`), which
-sequences a step takes (`step_sequences`), and what the loss of a group of sequences is (`loss`).
+`backward`; rank 0, which alone holds the batch, checks and prepares it once, at index 0, and cuts every optimizer step
+into the parts of the ranks (`rank_work.py`), whose losses are divided by counts of the whole step; `policy_version`
+rises once a batch, after its last optimizer step, and is in the checkpoint. A subclass says what is prepared
+(`prepare`), which sequences a step takes (`step_sequences`), what of the whole batch their loss needs (`step_columns`),
+and what the loss of a group of sequences is (`loss`).
 
 Works under a plain Trainer on one process; on several it needs `DTAStrategy`, which sums gradients.
 """
@@ -13,7 +14,8 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal
 
 import lightning as L
@@ -28,10 +30,11 @@ from app.batch import BatchError, EvalHandle, RolloutBatch, StepHandle
 from app.tree import FlatOutputs, PrefixTree, TreeEngine
 from modules.engine_check import SelfCheck, check_together
 from modules.metrics import NamedMetrics, episode_reward
-from modules.minibatches import build_tree, rank_share
+from modules.minibatches import build_tree
 from modules.model_source import ModelSource, build_model
 from modules.objectives import Aggregation
 from modules.prepare import TreeStep, check_batch, token_loss_weights
+from modules.rank_work import Parts, Passes, RankWork, step_batch
 from modules.refusals import refuse_options, refuse_trainer
 
 TreeTrainingMode = Literal["disabled", "sparse", "dta"]
@@ -68,6 +71,7 @@ class TreeModule(L.LightningModule):
         step_seconds: wall seconds of the last training step by part: "prepare" and "tree", to which callbacks add.
         last_tree: the prefix tree of the last training step's sequences, those of all ranks together, whatever the
             mode; on rank 0, None elsewhere.
+        batch: the rollout batch being trained on; on rank 0, None elsewhere.
 
     Raises:
         ValueError: an option out of range or without effect, naming it.
@@ -119,16 +123,20 @@ class TreeModule(L.LightningModule):
     # What subclasses define
 
     def prepare(self, batch: RolloutBatch) -> None:
-        """Index 0, on the whole shared and checked batch: forward passes, advantages, as columns of the batch."""
+        """Rank 0, index 0: forward passes (`forward_columns`) and advantages of a checked batch, as its columns."""
 
     def step_sequences(self, batch: RolloutBatch, index: int) -> list[int]:
-        """Sequences of optimizer step `index`, over all ranks; the same on every rank."""
+        """Rank 0: the sequences of optimizer step `index`, over all ranks."""
         return list(range(len(batch)))
 
-    def begin_step(self, step: TreeStep, index: int, weights: Tensor | None) -> None:
-        """Fills `step.columns`. `weights`: float32 [T], what each token's loss counts, 0 where not trained; None on a
-        rank without sequences (`step.batch` is None then, and `loss` is not called)."""
-        raise NotImplementedError
+    def step_columns(self, batch: RolloutBatch, indices: list[int]) -> dict[str, Tensor]:
+        """Rank 0: what the loss of a step on the sequences `indices` (one at least) needs, float32 [T] of the whole
+        batch. "weights": what each token's loss counts, 0 where not trained."""
+        return {"weights": token_loss_weights(batch, indices, *self.aggregation())}
+
+    def begin_step(self, step: TreeStep, index: int) -> None:
+        """Every rank, whose part of `step_columns` are `step.columns`: may add to them. A rank without sequences has no
+        columns and `step.batch` None, and `loss` is not called."""
 
     def loss(self, out: FlatOutputs, columns: dict[str, Tensor]) -> Tensor:
         """Scalar: the loss of some sequences, `out` and `columns` being [T] tensors of their tokens, concatenated."""
@@ -200,40 +208,25 @@ class TreeModule(L.LightningModule):
 
     @property
     def _sums_gradients(self) -> bool:
-        return hasattr(self.trainer.strategy, "share_batch")
+        return hasattr(self.trainer.strategy, "sum_over_ranks")
 
-    def share_batch(self, batch: RolloutBatch | None) -> RolloutBatch:
-        """Collective: the stream owner's batch, on every rank."""
-        if self._sums_gradients:
-            return self.trainer.strategy.share_batch(batch)
-        if batch is None:
-            raise BatchError("the datamodule yielded no batch on the only rank, which owns the stream")
-        return batch
-
-    def rank_share(self, batch: RolloutBatch, indices: Sequence[int]) -> list[int]:
-        """The sequences among `indices` that this rank runs, as the strategy balances ranks."""
-        trainer = self.trainer
-        options = trainer.strategy.partition_options if self._sums_gradients else {}
-        return rank_share(batch, indices, self.share_mode, trainer.global_rank, trainer.world_size, **options)
+    @property
+    def rank_work(self) -> RankWork:
+        """How rank 0 has all ranks work; see there."""
+        return RankWork(self.trainer, self.share_mode, self.engine_for)
 
     def sum_over_ranks(self, tensor: Tensor) -> Tensor:
         """Collective: the sum of `tensor` over ranks."""
         return self.trainer.strategy.sum_over_ranks(tensor) if self._sums_gradients else tensor
 
-    def forward_columns(
-        self, engine: TreeEngine, batch: RolloutBatch, want: Sequence[str] = ("logprobs",)
-    ) -> dict[str, Tensor]:
-        """Collective: outputs of the trained tokens of a batch in one pass, by name, float32 [T] on the CPU; every rank
-        computes a balanced share."""
-        own = self.rank_share(batch, range(len(batch)))
-        columns = torch.zeros(len(want), batch.num_tokens, dtype=torch.float32, device=self.device)
-        if own:
-            part = batch.select(own)
-            out = engine.forward(build_tree(part, self.share_mode), want=want, temperatures=part.temperatures)
-            at = batch.flat_index(own).to(self.device)
-            for row, name in zip(columns, want):
-                row[at] = out.flat(name).to(row)
-        return dict(zip(want, self.sum_over_ranks(columns).cpu()))
+    def forward_columns(self, batch: RolloutBatch, passes: Passes) -> dict[str, dict[str, Tensor]]:
+        """Rank 0, while it leads: outputs of the trained tokens of a batch, float32 [T] on the CPU, by engine (see
+        `engine_for`) and name. One exchange with the other ranks, however many engines there are."""
+        return self.rank_work.outputs(batch, passes)
+
+    def engine_for(self, name: str) -> AbstractContextManager[TreeEngine]:
+        """What runs the forward passes that `forward_columns` calls `name`."""
+        return nullcontext(self.engine)
 
     # One step
 
@@ -243,7 +236,6 @@ class TreeModule(L.LightningModule):
     def training_step(self, handle: StepHandle, batch_idx: int) -> Tensor:
         """Prepares this rank's tree; the loss is a placeholder, `backward` does the work."""
         start = time.perf_counter()
-        assert self.policy is not None, "configure_model builds the policy"
         if handle.count != self.steps_per_batch:
             raise BatchError(
                 f"StepHandle.count: the datamodule yields a batch {handle.count} times, the module takes"
@@ -251,31 +243,32 @@ class TreeModule(L.LightningModule):
             )
         self._handle = handle
         self.train_metrics.reset()
+        part = self.rank_work.lead(handle, lambda: self._cut_step(handle))
+        self._step = TreeStep.build(part, self.share_mode, self.last_tree)
+        self.begin_step(self._step, handle.index)
+        self._step.columns = {name: column.to(self.device) for name, column in self._step.columns.items()}
+        self.step_seconds = {"prepare": time.perf_counter() - start}
+        return torch.zeros((), requires_grad=True, device=self.device)
+
+    def _cut_step(self, handle: StepHandle) -> Parts | None:
+        """Rank 0: prepares a new batch; the parts of the step."""
+        assert self.policy is not None
         if handle.index == 0:
-            self.batch = self.share_batch(handle.batch)
-            check_batch(self.batch, self.policy.config, self.policy_version)
+            self.batch = check_batch(handle, self.policy.config, self.policy_version)
             self.prepare(self.batch)
-        elif self.batch is None:
+        if self.batch is None:
             raise BatchError(
                 f"StepHandle.index: step {handle.index} of a batch whose step 0 did not run here; resume from a"
                 " checkpoint written at the end of a batch"
             )
-        self._step = self._build_step(self.batch, handle.index)
-        self.step_seconds = {"prepare": time.perf_counter() - start}
-        return torch.zeros((), requires_grad=True, device=self.device)
-
-    def _build_step(self, batch: RolloutBatch, index: int) -> TreeStep:
-        everyone = self.step_sequences(batch, index)
-        own = self.rank_share(batch, everyone)
-        step = TreeStep.build(batch, own, self.share_mode)
-        if self.trainer.is_global_zero:
-            # Ranks compute shared prefixes again and other modes share less, so token counts need a tree of their own.
-            same = self.share_mode == "tree" and len(own) == len(everyone)
-            self.last_tree = step.tree if same else TreeStep.build(batch, everyone, "tree").tree
-        weights = self.step_weights(batch, everyone)[batch.flat_index(own)] if own else None
-        self.begin_step(step, index, weights)
-        step.columns = {name: column.to(self.device) for name, column in step.columns.items()}
-        return step
+        indices = self.step_sequences(self.batch, handle.index)
+        columns = self.step_columns(self.batch, indices) if indices else {}
+        step = step_batch(self.batch, indices, columns)
+        # Ranks compute shared prefixes again and other modes share less, so token counts need a tree of their own.
+        self.last_tree = build_tree(step, "tree") if step is not None else PrefixTree.build([])
+        if step is None:
+            return None
+        return self.rank_work.cut(step, self.last_tree if self.share_mode == "tree" else None)
 
     def tree_pass(self, step: TreeStep) -> None:
         """Accumulates this rank's gradients of one optimizer step."""
@@ -287,10 +280,6 @@ class TreeModule(L.LightningModule):
             temperatures=step.temperatures,
         )
         self.train_metrics.update(sums={"loss": total})
-
-    def step_weights(self, batch: RolloutBatch, indices: list[int]) -> Tensor:
-        """float32 [T] of the whole batch: see `token_loss_weights`."""
-        return token_loss_weights(batch, indices, *self.aggregation())
 
     def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
         """The tree pass. Lightning leaves the precision context after `training_step`, so it is entered again."""

@@ -8,8 +8,9 @@ timeout of the process group (`DTAStrategy(timeout=...)`, 30 minutes unless told
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -94,6 +95,37 @@ class Communicator:
         self.slice_of(everyone).copy_(tensor.reshape(-1))
         self.all_gather_(everyone, what)
         return everyone.cpu().view(self.size, *tensor.shape)
+
+    def scatter(self, parts: Sequence[Tensor] | None, what: str) -> Tensor:
+        """Rank 0 passes uint8 tensors on the CPU, one a rank and of any sizes, the others None; every rank gets its
+        own, on the CPU (rank 0 the same object)."""
+        sizes = torch.tensor([len(part) for part in parts]) if parts is not None else torch.zeros(self.size).long()
+        self.broadcast_(sizes, f"{what} (sizes)")
+        if parts is not None:
+            others = [(rank, part.to(self.device)) for rank, part in enumerate(parts) if rank]
+            self._point_to_point(dist.isend, others, what)
+            return parts[0]
+        mine = torch.empty(int(sizes[self.rank]), dtype=torch.uint8, device=self.device)
+        self._point_to_point(dist.irecv, [(0, mine)], what)
+        return mine.cpu()
+
+    def collect(self, mine: Tensor, what: str) -> list[Tensor]:
+        """On rank 0 what every rank passed, uint8 on the CPU and of any sizes, by rank; [] elsewhere."""
+        sizes = self.gather(torch.tensor([len(mine)]), f"{what} (sizes)").view(-1).tolist()
+        if self.rank != 0:
+            self._point_to_point(dist.isend, [(0, mine.to(self.device))], what)
+            return []
+        others = [torch.empty(size, dtype=torch.uint8, device=self.device) for size in sizes[1:]]
+        self._point_to_point(dist.irecv, list(enumerate(others, 1)), what)
+        return [mine, *(other.cpu() for other in others)]
+
+    def _point_to_point(self, operation: Callable[..., Any], tensors: Sequence[tuple[int, Tensor]], what: str) -> None:
+        """Sends to, or receives from, the ranks beside the tensors, all at once. Entered by every rank, so that the
+        watch can compare their counts."""
+        with self.named(what):
+            found = [dist.P2POp(operation, t, group=self.group, group_peer=rank) for rank, t in tensors if len(t)]
+            for work in dist.batch_isend_irecv(found) if found else []:
+                work.wait()
 
     def broadcast_(self, tensor: Tensor, what: str) -> Tensor:
         """Overwrites `tensor` with rank 0's, in place."""

@@ -40,14 +40,14 @@ from torch import Tensor
 from torch.nn import Module
 from torch.optim import Optimizer
 
-from app.batch import RolloutBatch
-from app.strategies import refusals, sharing
+from app.strategies import refusals
 from app.strategies.balance import Calibration
 from app.strategies.checkpoints import CheckpointError, CheckpointWriter, pack
 from app.strategies.collectives import Communicator
 from app.strategies.optimizer_state import load_sharded, load_whole, save_sharded
 from app.strategies.pieces import load_pieces
 from app.strategies.rendezvous import fresh_store, leave_at_exit, started_by_agent
+from app.strategies.sharing import RankTraffic
 from app.strategies.trainer_state import put_together, take_apart
 from app.strategies.watch import RankWatch
 from app.strategies.zero1 import ShardedOptimizer
@@ -62,7 +62,8 @@ class DTAStrategy(DDPStrategy):
 
     Args:
         timeout: how long a rank waits for the others in one collective before the run ends with an error. It must
-            outlast the longest time rank 0 alone is busy (waiting for rollouts, validating). Finite by rule.
+            outlast the longest time rank 0 alone is busy (waiting for rollouts, preparing a batch, validating). Finite
+            by rule.
         background_checkpoints: write checkpoints while training goes on; otherwise training waits for the disk.
         death_timeout: how long a rank may give no sign of life before the run ends on all ranks, naming it. Deaths on
             the same host are seen within seconds.
@@ -78,6 +79,7 @@ class DTAStrategy(DDPStrategy):
         optimizer_seconds: wall seconds of the last step's reduce-scatter, clipping, optimizer step and all-gather.
         skipped_steps: optimizer steps of this fit without effect because the gradient was not finite.
         grad_norm: global 2-norm of the last gradient, before clipping; nan before the first step.
+        traffic: how rank 0 has all ranks work on their parts of a batch; exists as long as the process group does.
     """
 
     def __init__(
@@ -112,12 +114,12 @@ class DTAStrategy(DDPStrategy):
         self._calibration = Calibration(calibrate)
         self._offload = offload_optimizer
         self._max_tokens = max_tokens_per_rank
-        self._share_seconds, self._share_bytes = 0.0, 0
         self._death_timeout = death_timeout
         self._background = background_checkpoints
         self._links = False
         self._failed = False
         self._ranks: Communicator | None = None
+        self.traffic: RankTraffic
         self._writer: CheckpointWriter | None = None
         self._sharded: ShardedOptimizer | None = None
         self._reduce_seconds = 0.0
@@ -143,17 +145,9 @@ class DTAStrategy(DDPStrategy):
     def grad_norm(self) -> float:
         return self._sharded.grad_norm if self._sharded is not None else float("nan")
 
-    def share_batch(self, batch: RolloutBatch | None, error: BaseException | None = None) -> RolloutBatch:
-        """Collective: rank 0's batch on every rank, or rank 0's error on every rank; see `sharing.share_batch`."""
-        start = time.perf_counter()
-        shared, self._share_bytes = sharing.share_batch(self.ranks, batch, error)
-        # Rank 0 packs before anybody receives: the others' time is mostly waiting for it.
-        self._share_seconds = time.perf_counter() - start
-        return shared
-
     @property
     def partition_options(self) -> dict[str, Any]:
-        """How `app.tree.partition` is to cut a step's tree over ranks; the same on every rank."""
+        """How `app.tree.partition` is to cut a tree over ranks."""
         return {"cost": self._calibration.cost, "token_limit": self._max_tokens}
 
     def observe_tree_pass(self, tokens: int, pairs: int, seconds: float) -> None:
@@ -161,13 +155,13 @@ class DTAStrategy(DDPStrategy):
         self._calibration.observe(self.ranks, tokens, pairs, seconds)
 
     def step_metrics(self) -> dict[str, float]:
-        """What ranks cost in the last step, for loggers: batch shipping (seconds, MB a rank received), skipped steps so
-        far, and of the last ten steps the slowest rank's time over the mean, and the cost of a pair in tokens."""
+        """What ranks cost in the last step, for loggers: shipping its parts (rank 0's seconds of packing and sending;
+        MB it sent to all ranks together), skipped steps so far, and of the last ten steps the slowest rank's time over
+        the mean, and the cost of a pair in tokens."""
         values = {"strategy/skipped_steps": float(self.skipped_steps)}
         if self.ranks.size > 1:
-            values |= {"strategy/share_seconds": self._share_seconds, "strategy/share_mb": self._share_bytes / 1e6}
+            values |= {"strategy/share_seconds": self.traffic.seconds, "strategy/share_mb": self.traffic.bytes / 1e6}
             values |= {"strategy/imbalance": self._calibration.imbalance, "strategy/pair_cost": self._calibration.ratio}
-        self._share_seconds, self._share_bytes = 0.0, 0
         return {name: value for name, value in values.items() if not math.isnan(value)}
 
     def sum_over_ranks(self, tensor: Tensor) -> Tensor:
@@ -181,6 +175,7 @@ class DTAStrategy(DDPStrategy):
             self._meet_again()
         super().setup_distributed()  # leaves a group that exists alone
         self._ranks = Communicator(dist.group.WORLD, self.root_device)
+        self.traffic = RankTraffic(self._ranks)
         leave_at_exit(self._ranks)
         self._start_watch(self._ranks)
         # The writer's threads talk while training does: a group of their own, on the CPU.
@@ -272,6 +267,9 @@ class DTAStrategy(DDPStrategy):
         self.precision_plugin.clip_grad_by_norm = self._clip_grad_by_norm
 
     # One step
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.traffic.reset()
 
     def block_backward_sync(self) -> NoReturn:
         """Lightning enters this only to accumulate batches (a scheduler callback can ask for it after set-up)."""

@@ -1,8 +1,9 @@
-"""A `RolloutBatch` as few bytes: what one rank sends to the others instead of flat tensors.
+"""A `RolloutBatch` as few bytes: what one rank sends to another instead of flat tensors.
 
 Promises: unpacking gives every tensor back bit for bit. Shared prefixes travel once (depth-first order: a sequence
-is a number of tokens of its predecessor and what follows them); masks and versions travel as runs, log-probabilities
-only where there are any. On recorded agent episodes that is below a fiftieth of the flat tensors.
+is a number of tokens of its predecessor and what follows them); masks, versions and what is equal over a turn travel as
+runs, log-probabilities only where there are any. On recorded agent episodes that is below a fiftieth of the flat
+tensors.
 """
 
 from __future__ import annotations
@@ -112,21 +113,21 @@ def _unpack_tokens(arrays: dict[str, Array], lengths: Array, bounds: Array) -> A
 
 
 def _pack_flat(payload: _Payload, name: str, values: Array) -> None:
-    """One value a token: as runs of equal bits, or as it is where that is smaller."""
+    """One value a token, in the smallest of three forms: as it is, as runs of equal bits (masks, versions, advantages
+    of whole turns), or as what stands between stretches of zeros (log-probabilities)."""
     bits = values.view(f"u{values.itemsize}")
     starts = np.flatnonzero(np.concatenate([[True], bits[1:] != bits[:-1]]))
-    if values.dtype.kind == "f":  # noise between stretches of zeros
-        edges = np.flatnonzero(np.diff(np.concatenate([[False], bits != 0, [False]])))
-        found = values[bits != 0]
-        if edges.nbytes // 2 + found.nbytes < values.nbytes:
-            payload.add(f"{name}:edges", _narrow(edges))
-            payload.add(f"{name}:found", found)
-            return
-    elif len(starts) * (4 + values.itemsize) < values.nbytes:
+    edges = np.flatnonzero(np.diff(np.concatenate([[False], bits != 0, [False]])))
+    runs = len(starts) * (4 + values.itemsize)
+    between = len(edges) * 4 + np.count_nonzero(bits) * values.itemsize
+    if values.nbytes <= min(runs, between):
+        payload.add(name, values)
+    elif runs <= between:
         payload.add(f"{name}:starts", _narrow(starts))
         payload.add(f"{name}:runs", values[starts])
-        return
-    payload.add(name, values)
+    else:
+        payload.add(f"{name}:edges", _narrow(edges))
+        payload.add(f"{name}:found", values[bits != 0])
 
 
 def _unpack_flat(arrays: dict[str, Array], name: str, total: int) -> Array:

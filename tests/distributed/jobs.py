@@ -1,4 +1,4 @@
-"""What ranks run in the tests of the sharded optimizer and of batch sharing (importable, hence not in a test file)."""
+"""What ranks run in the tests of the sharded optimizer (importable, hence not in a test file)."""
 
 from __future__ import annotations
 
@@ -11,11 +11,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from app.batch import RolloutBatch
 from app.strategies.balance import Calibration
 from app.strategies.collectives import Communicator
 from app.strategies.optimizer_state import load_whole, save_sharded
-from app.strategies.sharing import share_batch
 from app.strategies.zero1 import ShardedOptimizer
 from tests.distributed.toy import SAMPLES, Toy, sgd, values
 
@@ -146,13 +144,6 @@ def different_models() -> None:
     if ranks.rank == 1:
         model.hidden.bias = nn.Parameter(torch.zeros(6))
     ShardedOptimizer(sgd(model), model, ranks)
-
-
-def share(batches: dict[int, RolloutBatch | None], error: str | None = None) -> RolloutBatch:
-    """Every rank passes `batches[rank]`; rank 0 also a ValueError with the text `error`."""
-    ranks = communicator()
-    failure = ValueError(error) if error is not None and ranks.rank == 0 else None
-    return share_batch(ranks, batches.get(ranks.rank), failure)[0]
 
 
 def sum_tensor() -> tuple[Tensor, Tensor]:

@@ -7,6 +7,8 @@ from torch import Tensor
 
 from tests.distributed import tree_jobs as jobs
 from tests.distributed.ranks import RankPool
+from tests.modules.jobs import train
+from tests.modules.tiny import source
 
 START = 170.0  # seconds: four processes import everything the first time
 
@@ -47,3 +49,23 @@ def test_minibatches_and_epochs_do_not_depend_on_ranks(
     for pool in pools[1:]:
         for got in pool.run(jobs.reinforce, START, devices=pool.size, **arguments):
             assert _largest_difference(got, expected) < 1e-6, f"{pool.size} ranks"
+
+
+ALGORITHMS = {
+    "a critic of its own": {"kind": "two", "module": "critic", "critic": "initial", "minibatches": 2, "epochs": 2},
+    "whole steps": {"kind": "pairs", "objective": "dpo", "reference": source(), "minibatches": 2},
+    "fewer sequences than ranks": {"kind": "one", "objective": "m2po", "minibatches": 3},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_four_ranks_train_and_log_what_one_does(name: str, pools: list[RankPool]) -> None:
+    [(expected, steps, validation)] = pools[0].run(train, START, devices=1, **ALGORITHMS[name])
+    for got, got_steps, got_validation in pools[2].run(train, START, devices=4, **ALGORITHMS[name]):
+        assert _largest_difference(got, expected) < 1e-6
+        for mine, theirs in zip(got_steps, steps, strict=True):
+            assert mine.keys() == theirs.keys()
+            same = {metric: value for metric, value in theirs.items() if metric != "tokens/s"}
+            assert {metric: mine[metric] for metric in same} == pytest.approx(same, rel=1e-4, abs=1e-6)
+        assert got_validation == pytest.approx(validation, rel=1e-5)

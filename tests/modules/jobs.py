@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest.mock import patch
 
 import torch
+from lightning.pytorch import Callback, Trainer
 from torch import Tensor
 
 from app.batch import RolloutBatch
 from app.strategies import DTAStrategy
-from modules import ActorCriticModule, PolicyModule, SFTModule
+from modules import ActorCriticModule, PolicyModule, Regulariser, SFTModule, prepare, rank_work
 from tests.modules.held_out import Sets
 from tests.modules.tiny import Batches, Metrics, make_batch, parameters, sgd, source, trainer
 
+KL = Regulariser("kl", 0.1)
 Result = tuple[dict[str, Tensor], list[dict[str, float]], dict[str, float]]
 
 
@@ -58,3 +61,61 @@ def broken() -> None:
     batch = make_batch()
     batch.loss_mask[:] = False
     trainer(devices=2, strategy=DTAStrategy()).fit(PolicyModule(source(), optimizer=sgd), Batches([batch]))
+
+
+def fail_in_prepare() -> None:
+    """Rank 0 fails after a forward pass that all ranks took part in."""
+    module = PolicyModule(source(), optimizer=sgd, advantage=no_credit, regularisers=[KL], reference="initial")
+    trainer(devices=2, strategy=DTAStrategy()).fit(module, Batches([make_batch()]))
+
+
+def no_credit(batch: RolloutBatch) -> Tensor:
+    raise ValueError(f"no credit for {batch.prompt_ids[0]}")
+
+
+def fail_in_a_forward_pass(rank: int) -> None:
+    """The reference runs out of memory on one rank."""
+
+    class Fails(PolicyModule):
+        def engine_for(self, name: str) -> Any:
+            if self.trainer.global_rank == rank:
+                raise MemoryError(f"no memory for the {name}")
+            return super().engine_for(name)
+
+    module = Fails(source(), optimizer=sgd, regularisers=[KL], reference="initial")
+    trainer(devices=2, strategy=DTAStrategy()).fit(module, Batches([make_batch()]))
+
+
+Sequences = list[tuple[int, ...]]
+
+
+def what_a_rank_sees(devices: int, **options: Any) -> tuple[list[Sequences], list[Sequences], list[float]]:
+    """The sequences of each batch that exists here, those of each tree that is built here to be run, in that order; MB
+    that rank 0 sent in each step."""
+    torch.manual_seed(0)
+    held: list[Sequences] = []
+    run: list[Sequences] = []
+    sent: list[float] = []
+    make, build = RolloutBatch.__init__, rank_work.build_tree
+
+    def counted(batch: RolloutBatch, **fields: Any) -> None:
+        make(batch, **fields)
+        held.append([tuple(tokens.tolist()) for tokens in batch.sequences()])
+
+    def noted(batch: RolloutBatch, share: str) -> Any:
+        run.append([tuple(tokens.tolist()) for tokens in batch.sequences()])
+        return build(batch, share)
+
+    class Sent(Callback):
+        def on_train_batch_end(self, trainer: Trainer, *unused: Any) -> None:
+            sent.append(trainer.strategy.step_metrics()["strategy/share_mb"])  # type: ignore[attr-defined]
+
+    batch = make_batch(groups=6, episodes=4)
+    module = PolicyModule(source(), optimizer=sgd, regularisers=[KL], reference="initial", **options)
+    with (
+        patch.object(RolloutBatch, "__init__", counted),
+        patch.object(rank_work, "build_tree", noted),
+        patch.object(prepare, "build_tree", noted),
+    ):
+        trainer(Sent(), devices=devices, strategy=DTAStrategy()).fit(module, Batches([batch]))
+    return held, run, sent

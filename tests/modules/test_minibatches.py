@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from app.batch import RolloutBatch
-from modules.minibatches import build_tree, rank_share, split_minibatches
+from modules.minibatches import build_tree, rank_shares, split_minibatches
 from tests.modules.tiny import make_batch
 
 shapes = st.tuples(st.integers(1, 5), st.integers(2, 4), st.integers(1, 8), st.integers(0, 5))
@@ -27,16 +27,15 @@ def test_every_sequence_once_whole_units_and_deterministic(shape: tuple[int, int
         assert len({m for m, part in enumerate(split) for i in part if unit[i] == name}) == 1
     sizes = [len({int(unit[i]) for i in part}) for part in split]
     assert max(sizes) - min(sizes) <= 1  # equal numbers of units, none left out
-    for part in split:
-        shares = [rank_share(batch, part, "tree", rank, ranks) for rank in range(ranks)]
-        assert sorted(i for share in shares for i in share) == part
+    for part in filter(None, split):
+        shares = rank_shares(batch.select(part), "tree", ranks)
+        assert len(shares) == ranks and sorted(i for share in shares for i in share) == list(range(len(part)))
 
 
 def test_the_order_of_sequences_in_a_rank_share_is_that_of_the_batch() -> None:
     batch = make_batch(groups=4)
-    for rank in range(3):
-        share = rank_share(batch, range(len(batch)), "tree", rank, 3)
-        assert share == sorted(share)
+    shares = rank_shares(batch, "tree", 3)
+    assert shares == [sorted(share) for share in shares] == rank_shares(batch, "tree", 3, build_tree(batch, "tree"))
 
 
 def test_epochs_shuffle_anew() -> None:
@@ -47,17 +46,12 @@ def test_epochs_shuffle_anew() -> None:
 
 def test_more_ranks_than_sequences() -> None:
     batch = make_batch(groups=1, episodes=2).select([0])
-    shares = [rank_share(batch, [0], "tree", rank, 3) for rank in range(3)]
-    assert sorted(map(len, shares)) == [0, 0, 1]
-    assert rank_share(batch, [], "tree", 1, 3) == []
+    assert sorted(map(len, rank_shares(batch, "tree", 3))) == [0, 0, 1]
 
 
 def test_ranks_get_subtrees_of_similar_cost() -> None:
     batch = make_batch(groups=6, episodes=4)
-    tokens = [
-        build_tree(batch.select(rank_share(batch, range(len(batch)), "tree", rank, 2)), "tree").num_tokens
-        for rank in range(2)
-    ]
+    tokens = [build_tree(batch.select(share), "tree").num_tokens for share in rank_shares(batch, "tree", 2)]
     assert max(tokens) < 0.65 * sum(tokens)
 
 

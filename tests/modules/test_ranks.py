@@ -32,6 +32,15 @@ CASES: dict[str, dict[str, Any]] = {
         "reference_refresh": Refresh(1, 0.5),
         "minibatches": 2,
     },
+    "penalties in the reward, interpolated": {
+        "kind": "groups",
+        "objective": "decoupled_ppo",
+        "proximal": "interpolated",
+        "regularisers": [Regulariser("kl", 0.5, "reward", {"estimator": "k1"})],
+        "reference": "initial",
+        "epochs": 2,
+    },
+    "tba": {"kind": "one", "objective": "tba", "objective_options": {"beta": 20.0}, "reference": "initial"},
     "a critic of its own, warm-up": {
         "kind": "two",
         "module": "critic",
@@ -111,6 +120,40 @@ def test_another_strategy_on_two_processes_is_refused(two_ranks: RankPool) -> No
         two_ranks.run(jobs.plain_ddp)
 
 
+def test_only_rank_zero_sees_what_others_run(two_ranks: RankPool) -> None:
+    """Of a batch in 2 minibatches x 2 epochs: parts for the forward passes at its start, and for every step."""
+    batch = make_batch(groups=6, episodes=4)
+    everything = [tuple(tokens.tolist()) for tokens in batch.sequences()]
+    results = two_ranks.run(jobs.what_a_rank_sees, devices=2, minibatches=2, epochs=2)
+    held, run, _ = results[1]
+    assert held == run and len(run) == 1 + 4  # what it is given is what it runs
+    for sequences in held:
+        assert 0 < sum(map(len, sequences)) < 0.65 * batch.num_tokens
+    first = results[0][1][0] + run[0]
+    assert sorted(first) == sorted(everything)
+    for one, two in (run[1:3], run[3:5]):  # an epoch: never what its other steps or the other rank run
+        assert set(one) & set(two) == set() and len(one) + len(two) < len(everything)
+    flat = sum(tensor.nbytes for tensor in batch.tensors().values())
+    sent = results[0][2]
+    assert len(sent) == 4 and all(0 < mb < flat / 1e6 for mb in sent) and sent[0] > max(sent[1:])
+    assert results[1][2] == [0.0] * 4
+
+
+def test_an_error_of_rank_zero_in_prepare_reaches_all_ranks(two_ranks: RankPool) -> None:
+    with pytest.raises(RankError) as error:
+        two_ranks.run(jobs.fail_in_prepare)
+    assert len(error.value.messages) == 2
+    assert all("ValueError: no credit for prompt-0" in message for message in error.value.messages.values())
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_an_error_in_a_forward_pass_ends_all_ranks(rank: int, two_ranks: RankPool) -> None:
+    with pytest.raises(RankError) as error:
+        two_ranks.run(jobs.fail_in_a_forward_pass, rank=rank)
+    assert len(error.value.messages) == 2
+    assert all("MemoryError: no memory for the reference" in message for message in error.value.messages.values())
+
+
 def test_all_ranks_refuse_a_batch_together(two_ranks: RankPool) -> None:
     with pytest.raises(RankError) as error:
         two_ranks.run(jobs.broken)
@@ -145,3 +188,10 @@ def test_advantages_do_not_depend_on_the_precision(precision: str) -> None:
             fit(make(source(), optimizer=sgd, advantage=name), [batch], precision=chosen)
             found.append(batch.columns["advantages"])
         assert torch.equal(*found), name
+
+
+@pytest.mark.parametrize("precision", ["bf16-true", "64-true"])
+def test_objectives_of_whole_steps_train_in_every_precision(precision: str) -> None:
+    [step] = fit(PolicyModule(source(), optimizer=sgd, objective="m2po"), [make_batch()], precision=precision)
+    [expected] = fit(PolicyModule(source(), optimizer=sgd, objective="m2po"), [make_batch()])
+    assert step["loss"] == pytest.approx(expected["loss"], rel=0.1)
