@@ -1,7 +1,7 @@
 """Whole runs on replayed airline conversations: where the trainer's time goes, asynchronous or not, on a tree or not.
 
 Promises: all settings play and train the same conversations, prompt after prompt, with as many tokens as recorded, for
-as many optimizer steps, on one server that is warm; they take turns, in an order that rotates.
+as many optimizer steps, on servers that are warm; they take turns, in an order that rotates.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from lightning.pytorch.loggers import CSVLogger
 
 from app.strategies import DTAStrategy
 from benchmarks.measure import spread
+from benchmarks.soak_servers import Servers
 from callbacks import Throughput, WeightSync
 from callbacks.pictures import read_metrics
 from callbacks.throughput import PARTS
@@ -59,14 +60,14 @@ class Work:
     latency_s: float = 0.2
 
 
-def run_once(setting: Setting, work: Work, directory: Path, server_pid: int, url: str) -> dict[str, Any]:
+def run_once(setting: Setting, work: Work, directory: Path, servers: Servers) -> dict[str, Any]:
     """Seconds of one run by part, from the first request to the end of the last step; and CPU seconds of all."""
     seed_everything(0, verbose=False)
     module = PolicyModule(ModelSource(config=work.model), tree_training_mode=setting.mode)  # type: ignore[arg-type]
     data = RolloutDataModule(
         prompts=TauPrompts(work.data, vocab_size=work.model["vocab_size"], tasks=TASKS),
         workflow=TauReplayWorkflow(max_turns=work.turns, max_new_tokens=work.new_tokens, tool_latency_s=work.latency_s),
-        engine=SGLangEngine([url], start_timeout_s=60.0),
+        engine=SGLangEngine(servers.urls, start_timeout_s=60.0),
         tokenizer="char:0123456789",
         batch_size=1,
         group_size=work.group_size,
@@ -89,7 +90,7 @@ def run_once(setting: Setting, work: Work, directory: Path, server_pid: int, url
         enable_model_summary=False,
         enable_checkpointing=False,
     )
-    own, other = time.process_time(), _cpu_seconds(server_pid)
+    own, other = time.process_time(), _cpu_seconds(servers)
     try:
         trainer.fit(module, datamodule=data)
     finally:
@@ -109,7 +110,7 @@ def run_once(setting: Setting, work: Work, directory: Path, server_pid: int, url
         "other": max(0.0, wall - sum(parts.values())),
         "wait_after_first": sum(series["time/wait"][1:]),
         "cpu_trainer": time.process_time() - own,
-        "cpu_server": _cpu_seconds(server_pid) - other,
+        "cpu_server": _cpu_seconds(servers) - other,
         "tokens_dense": sum(series["tokens/dense"]),
         "tokens_leaf": sum(series["tokens/leaf"]),
         "tokens_tree": sum(series["tokens/tree"]),
@@ -117,17 +118,17 @@ def run_once(setting: Setting, work: Work, directory: Path, server_pid: int, url
     }
 
 
-def compare_runs(work: Work, repeats: int, directory: Path, server_pid: int, url: str) -> dict[str, Any]:
+def compare_runs(work: Work, repeats: int, directory: Path, servers: Servers) -> dict[str, Any]:
     """Every setting `repeats` times, after one short run that warms server and libraries up."""
     from dataclasses import replace
 
-    run_once(SETTINGS[-1], replace(work, steps=1), directory / "warm", server_pid, url)
+    run_once(SETTINGS[-1], replace(work, steps=1), directory / "warm", servers)
     runs: dict[str, list[dict[str, Any]]] = {setting.name: [] for setting in SETTINGS}
     for repeat in range(repeats):
         for number in range(len(SETTINGS)):
             setting = SETTINGS[(number + repeat) % len(SETTINGS)]
             here = directory / f"{repeat}_{setting.max_staleness}_{setting.mode}"
-            runs[setting.name].append(run_once(setting, work, here, server_pid, url))
+            runs[setting.name].append(run_once(setting, work, here, servers))
             print(f"{setting.name}: {runs[setting.name][-1]['wall']:.1f} s", flush=True)
     dense, tree, both = (runs[setting.name] for setting in SETTINGS)
     return {
@@ -137,6 +138,7 @@ def compare_runs(work: Work, repeats: int, directory: Path, server_pid: int, url
         "group_size": work.group_size,
         "latency_s": work.latency_s,
         "model": work.model,
+        "servers": len(servers.urls),
         "settings": {
             name: {key: spread([one[key] for one in all_of]) for key in all_of[0]} for name, all_of in runs.items()
         },
@@ -171,8 +173,11 @@ def draw(result: dict[str, Any], path: Path) -> None:
     pyplot.close(figure)
 
 
-def _cpu_seconds(pid: int) -> float:
-    """Of a process and its children, user and system."""
-    main = psutil.Process(pid)
-    times = [process.cpu_times() for process in (main, *main.children(recursive=True))]
-    return sum(one.user + one.system for one in times)
+def _cpu_seconds(servers: Servers) -> float:
+    """Of all servers and their children, user and system."""
+    total = 0.0
+    for server in servers.processes:
+        main = psutil.Process(server.pid)
+        times = [process.cpu_times() for process in (main, *main.children(recursive=True))]
+        total += sum(one.user + one.system for one in times)
+    return total

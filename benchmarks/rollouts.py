@@ -99,7 +99,8 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
                 policy = build_model(ModelSource(config=model)).eval()
                 policy.save_pretrained(scratch / "model")
                 cache = 65536 if args.quick else 262144
-                servers = Servers(scratch / "model", 16384, scratch, count=1, kv_cache_tokens=cache)
+                count = 2 if model is LIGHT else 1  # enough that the tools are the bottleneck
+                servers = Servers(scratch / "model", 16384, scratch, count=count, kv_cache_tokens=cache)
                 try:
                     servers.start()
                     for part in parts:
@@ -145,13 +146,13 @@ def _measure(part: str, servers: Any, policy: Any, scratch: Path, work: Work, ar
     from benchmarks.rollout_runs import compare_runs
     from benchmarks.rollout_speed import downtime, throughput
 
-    (url,) = servers.urls
+    url = servers.urls[0]
     if part == "throughput":
         return throughput(url, policy, scratch / part, QUICK_SPEED if args.quick else SPEED)
     if part == "downtime":
         scale = QUICK_DOWN if args.quick else DOWN
         return {"scale": scale, "methods": downtime(url, policy, scratch / part, scale)}
-    return compare_runs(work, 1 if args.quick else args.repeats, scratch / part, servers.processes[0].pid, url)
+    return compare_runs(work, 1 if args.quick else args.repeats, scratch / part, servers)
 
 
 def _command(args: Any, part: str) -> str:
@@ -165,9 +166,10 @@ def markdown(result: dict[str, Any], name: str) -> str:
     lines = [
         "# Rollouts from a real SGLang server",
         "",
-        "One server on CPU (float32, one thread), a Qwen3 shape of hidden size 64, 2 layers and a vocabulary of 8,192,"
-        " random weights; trainer, server and load generator share the cores. Medians (least-most); load averages are"
-        " those at the end of a part: above what the part itself needs (1 to 3), others worked on the machine.",
+        "SGLang on CPU (float32, one thread), a Qwen3 shape with random weights and a vocabulary of 8,192 (hidden size"
+        " 64 and 2 layers where nothing else is said); trainer, servers and load generator share the cores."
+        " Medians (least-most); load averages are those at the end of a part: above what the part itself needs (1 to 3),"
+        " others worked on the machine.",
     ]
     sections = {
         "throughput": _throughput,
@@ -220,8 +222,8 @@ def _runs(part: str, one: dict[str, Any], name: str) -> list[str]:
     lines = [
         f"## Whole runs on replayed airline conversations, bound by {bound}",
         "",
-        f"{one['steps']} optimizer steps of a model of hidden size {model['hidden_size']}, {model['num_hidden_layers']}"
-        f" layer(s), {model['num_attention_heads']} heads of {model['head_dim']}."
+        f"{one.get('servers', 1)} server(s), {one['steps']} optimizer steps. A model of hidden size"
+        f" {model['hidden_size']}, {model['num_hidden_layers']} layer(s), {model['num_attention_heads']} heads of {model['head_dim']}."
         f" A step trains one task: {one['group_size']} episodes of the first {one['turns']} turns, replies as long as"
         f" recorded (at most {one['new_tokens']} tokens), {1000 * one['latency_s']:.0f} ms for every turn's tools."
         " Asynchronous: `max_staleness: 2`. Seconds of all steps:",
