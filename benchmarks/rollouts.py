@@ -168,8 +168,8 @@ def markdown(result: dict[str, Any], name: str) -> str:
         "",
         "SGLang on CPU (float32, one thread), a Qwen3 shape with random weights and a vocabulary of 8,192 (hidden size"
         " 64 and 2 layers where nothing else is said); trainer, servers and load generator share the cores."
-        " Medians (least-most); load averages are those at the end of a part: above what the part itself needs (1 to 3),"
-        " others worked on the machine.",
+        " Medians (least-most); load averages are those at the end of a part: above what the part itself needs (1"
+        " to 3), others worked on the machine.",
     ]
     sections = {
         "throughput": _throughput,
@@ -223,7 +223,8 @@ def _runs(part: str, one: dict[str, Any], name: str) -> list[str]:
         f"## Whole runs on replayed airline conversations, bound by {bound}",
         "",
         f"{one.get('servers', 1)} server(s), {one['steps']} optimizer steps. A model of hidden size"
-        f" {model['hidden_size']}, {model['num_hidden_layers']} layer(s), {model['num_attention_heads']} heads of {model['head_dim']}."
+        f" {model['hidden_size']}, {model['num_hidden_layers']} layer(s), {model['num_attention_heads']} heads of"
+        f" {model['head_dim']}."
         f" A step trains one task: {one['group_size']} episodes of the first {one['turns']} turns, replies as long as"
         f" recorded (at most {one['new_tokens']} tokens), {1000 * one['latency_s']:.0f} ms for every turn's tools."
         " Asynchronous: `max_staleness: 2`. Seconds of all steps:",
