@@ -67,7 +67,8 @@ def run_once(setting: Setting, work: Work, directory: Path, servers: Servers) ->
     data = RolloutDataModule(
         prompts=TauPrompts(work.data, vocab_size=work.model["vocab_size"], tasks=TASKS),
         workflow=TauReplayWorkflow(max_turns=work.turns, max_new_tokens=work.new_tokens, tool_latency_s=work.latency_s),
-        engine=SGLangEngine(servers.urls, start_timeout_s=60.0),
+        # All prompts begin with the same 3,800 tokens, which must not keep them on one server.
+        engine=SGLangEngine(servers.urls, start_timeout_s=60.0, load_tokens=4096),
         tokenizer="char:0123456789",
         batch_size=1,
         group_size=work.group_size,
