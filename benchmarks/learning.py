@@ -6,7 +6,8 @@
 Every run is `python -m app fit` on a configuration of this file's making, in a process of its own. On the quickstart's
 task each case has to reach a held-out accuracy of 0.85; "sync" and "stale_4" are Dr.GRPO at max_staleness 0 and 4. On
 the branching task (`benchmarks.branching`) advantages from the tree meet advantages from whole episodes. Steps to a
-target are read off the held-out accuracy, interpolated between validations. Writes learning.json, .md, .png into --out.
+target are read off the held-out accuracy, interpolated between validations. Writes learning.json, .md, .png into --out
+after every run; one that was stopped goes on where it was.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
 
@@ -108,6 +109,12 @@ def run(config: dict[str, Any], run_dir: Path, deadline_s: float) -> None:
         done = subprocess.run(command, cwd=ROOT, env=environment, stdout=log, stderr=log, timeout=deadline_s)
     if done.returncode:
         raise RuntimeError(f"{run_dir}: fit ended with exit code {done.returncode}; see output.log in it")
+
+
+def finished(file: Path, command: str) -> list[dict[str, Any]]:
+    """Results of the same command that was stopped before its end."""
+    report = json.loads(file.read_text()) if file.exists() else {}
+    return report["results"] if report.get("command") == command else []
 
 
 def curve(run_dir: Path) -> list[tuple[int, float]]:
@@ -218,16 +225,21 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
         found = {"case": name, "seed": seed, "target": TARGETS[task], "curve": points}
         return found | {"steps_to_target": reached, "seconds": seconds}
 
-    with ThreadPoolExecutor(given.jobs) as pool:  # of processes: a thread waits for each
-        runs_of = [(seed, name) for seed in range(given.seeds) for name in names]
-        results = list(pool.map(learn, *zip(*runs_of)))
     command = (
         f"python -m benchmarks.learning --seeds {given.seeds} --steps {given.steps} --warm_steps {given.warm_steps}"
     )
+    results = finished(given.out / "learning.json", command)
+    done = {(result["seed"], result["case"]) for result in results}
+    runs_of = [(seed, name) for seed in range(given.seeds) for name in names if (seed, name) not in done]
     report = {"command": command, "summary": summary(results), "results": results}
     given.out.mkdir(parents=True, exist_ok=True)
-    (given.out / "learning.json").write_text(json.dumps(report, indent=1))
-    (given.out / "learning.md").write_text(markdown(report))
+    with ThreadPoolExecutor(given.jobs) as pool:  # of processes: a thread waits for each
+        for future in as_completed([pool.submit(learn, *one) for one in runs_of]):
+            results.append(future.result())
+            results.sort(key=lambda result: (result["seed"], list(CASES).index(result["case"])))
+            report["summary"] = summary(results)
+            (given.out / "learning.json").write_text(json.dumps(report, indent=1))
+            (given.out / "learning.md").write_text(markdown(report))
     picture(results, given.out / "learning.png")
     return report
 

@@ -5,7 +5,7 @@
     python -m benchmarks.rollouts --only throughput
     python -m benchmarks.rollouts --quickstart RUN RUN    # reads two finished fits of the quickstart, runs nothing
 
-Writes rollouts.json, rollouts.md and rollouts.png (--name) into --out; parts that are not asked for keep what the file
+Writes rollouts.json, rollouts.md and pictures (--name) into --out; parts that are not asked for keep what the file
 has of them. Trainer, server and load generator share the machine's cores. Parts: `throughput` (tokens a second beside a
 bare load generator), `downtime` (of a weight update), `runs` (waiting, tree pass, optimizer and sync of whole fits),
 `latency` (the same with a model so light that tools, not the server's computing, are what episodes wait for).
