@@ -56,7 +56,7 @@ class Traces:
 
     def _left(self) -> list[str]:
         alive = {process.pid: process for process in self._processes() if process.pid not in self._before}
-        alive |= {pid: one for pid, one in self._seen_processes.items() if pid not in self._before and _runs(one)}
+        alive |= {pid: one for pid, one in self._seen_processes.items() if _runs(one) and not self._is_to_stay(one)}
         found = [f"process {pid}: {_name(process)}" for pid, process in alive.items()]
         found += [f"port {port}" for port in sorted(self._seen_ports) if _listens(port)]
         held = {file for pid in self._stays() for file in _shared_memory(pid)} | _shared_memory(os.getpid())
@@ -64,14 +64,18 @@ class Traces:
 
     def _processes(self) -> list[psutil.Process]:
         found: list[psutil.Process] = []
-        stays = self._stays()
         with suppress(psutil.NoSuchProcess):
             for child in self._root.children(recursive=True):
                 with suppress(psutil.NoSuchProcess):
-                    line = [child.pid, *(parent.pid for parent in child.parents())]
-                    if not stays & set(line) and not _is_helper(child) and _runs(child):
+                    if not self._is_to_stay(child) and not _is_helper(child) and _runs(child):
                         found.append(child)
         return found
+
+    def _is_to_stay(self, process: psutil.Process) -> bool:
+        """Asked again of those seen before: a server is there a moment before it is known as one."""
+        with suppress(psutil.NoSuchProcess):
+            return bool(self._stays() & {process.pid, *(parent.pid for parent in process.parents())})
+        return False
 
     def _listening(self) -> set[int]:
         with suppress(psutil.NoSuchProcess):

@@ -221,6 +221,9 @@ class Fleet:
     async def update(self, weights: Weights, deadline_s: float) -> list[Synced]:
         """New weights for all that are up, at the same time; those that fail are brought to them anew, later.
 
+        Where none is up, or those that are do not answer while others are lost, the new weights wait for the first that
+        comes back.
+
         Raises:
             GenerationError: there were servers and every one failed; the old weights are the current ones again.
         """
@@ -230,6 +233,8 @@ class Fleet:
             results = await asyncio.gather(*(self._bring(server, weights, deadline_s) for server in servers))
             done = [result for result in results if isinstance(result, Synced)]
             failures = [result for result in results if isinstance(result, SyncFailed)]
+            if len(servers) < len(self.servers) and all(failure.lost for failure in failures):
+                failures = []
             if failures and not done:
                 self.target = old
             for server in servers:

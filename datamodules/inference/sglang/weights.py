@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from datamodules.inference.protocol import GenerationError, WeightUpdate
-from datamodules.inference.sglang.client import ServerClient
+from datamodules.inference.sglang.client import ServerClient, ServerRefused
 from datamodules.inference.sglang.update_group import Deadline, UpdateGroup
 from datamodules.inference.weight_files import split
 
@@ -38,11 +38,12 @@ class SyncFailed(GenerationError):
     Attributes:
         dirty: what it holds may be mixed, and it stands still, until a later `bring` succeeds. False when the update
             failed before it touched the server, which goes on with the weights it had.
+        lost: it did not answer, or the connection broke; it did not refuse.
     """
 
-    def __init__(self, message: str, dirty: bool) -> None:
+    def __init__(self, message: str, dirty: bool, lost: bool = False) -> None:
         super().__init__(message)
-        self.dirty = dirty
+        self.dirty, self.lost = dirty, lost
 
 
 @dataclass(frozen=True)
@@ -159,7 +160,9 @@ class ServerWeights:
                     await self._post("/continue_generation", {}, deadline)
         except GenerationError as error:
             what = f"version {weights.version} of the weights did not reach {self._client.url}"
-            raise SyncFailed(f"{what}: {error}", dirty=self._begun) from error
+            raise SyncFailed(
+                f"{what}: {error}", dirty=self._begun, lost=not isinstance(error, ServerRefused)
+            ) from error
         now = time.monotonic()
         return Synced(weights.version, now - began, now - paused, update_s)
 
