@@ -145,8 +145,8 @@ class ServerClient:
     def _open(self) -> aiohttp.ClientSession:
         if self._session is None:
             self._session = aiohttp.ClientSession(
-                # Concurrency is the fleet's to bound. A new connection for every call: the server closes idle ones, and a
-                # call that meets one just closing looks like a lost server, in the middle of an update at worst.
+                # Concurrency is the fleet's to bound. A new connection for every call: the server closes idle ones, and
+                # a call that meets one just closing looks like a lost server, in the middle of an update at worst.
                 connector=aiohttp.TCPConnector(limit=0, force_close=True),
                 headers={"Authorization": f"Bearer {self._key}"} if self._key else None,
             )
