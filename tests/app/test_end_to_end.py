@@ -168,6 +168,16 @@ def test_two_processes_train_recorded_data_as_one(workplace: Path) -> None:
     assert json.loads((run / "summary.json").read_text())["dense_tokens"] == sum(one["tokens/dense"])
 
 
+def test_lightnings_profiler_sees_the_tree_pass(workplace: Path) -> None:
+    profiler = "--trainer.profiler=lightning.pytorch.profilers.SimpleProfiler"
+    where = ["--trainer.profiler.dirpath=profiles", "--trainer.profiler.filename=steps"]
+    flags = [f"--data.path={conversations(workplace / 'made.npz')}", "--data.tasks=null", "--trainer.max_steps=2"]
+    main(fit("tau_recorded.yaml", *flags, profiler, *where, "--run_dir", "run"))
+    (report,) = (workplace / "profiles").glob("*steps*")
+    rows = [line.split("|") for line in report.read_text().splitlines() if "DTAStrategy.backward" in line]
+    assert rows and int(rows[0][3]) == 2, report.read_text()
+
+
 # ---- input that cannot be used: one message with field and remedy, exit code 2
 
 
