@@ -140,10 +140,16 @@ class TestOwnServers:
     def test_killed_in_mid_generation_then_back_with_newer_weights(self, own: SGLangEngine) -> None:
         models = {0: tiny_policy(), 1: tiny_policy(seed=1)}
         first = own._fleet.servers[0]
+        wait_for(lambda: server_states(own) == ["serving", "serving"], own, START_S)
+        restarts = first.restarts
         requests = long_requests(32)
         kept: list[int] = []
 
+        def reported() -> bool:
+            return any(one.output._certain for one in tuple(own._pending) if one.flight in tuple(first.flights))
+
         def kill() -> None:
+            wait_for(reported, own, 60)
             kept.append(len(first.flights))
             os.kill(first.process.pid, signal.SIGKILL)
 
@@ -153,7 +159,7 @@ class TestOwnServers:
         # It is away: the other one takes the update alone, and this one comes back with it.
         own.update_weights(WeightUpdate(1, state_dict=checkpoint_weights(models[1])))
         wait_for(lambda: server_states(own) == ["serving", "serving"], own, START_S)
-        assert first.restarts == 1 and first.version == 1
+        assert first.restarts == restarts + 1 and first.version == 1
         requests = long_requests(32)
         where: set[str] = set()
         responses = while_generating(own, requests, lambda: where.update(own.where(r.request_id) for r in requests))
