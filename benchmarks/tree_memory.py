@@ -5,8 +5,8 @@
 
 Writes tree_memory.json, .md and .png. *Curve*: one batch at falling `live_tokens`, beside dense with and without
 checkpointing (on the batch's longest sequence, which is what its peak comes from), path-at-a-time and sparse.
-*Working set*: batches of growing size at the same budgets; the path cache, which follows the longest path and not the
-batch, is also shown alone. Bytes are of tensors above model and gradients, counted in the allocator
+*Working set*: batches of growing size at the same budgets, two pairs of them; also without the path cache, which
+follows the longest path and not the batch. Bytes are of tensors above model and gradients, counted in the allocator
 (benchmarks.memory): exact, so one run each.
 """
 
@@ -150,21 +150,26 @@ def markdown(report: dict[str, Any]) -> str:
             f"| {again:,} | {again / point['tree_tokens']:.2f} | {point['anchor_tokens_again']:,} "
             f"| {point['checkpointed_tokens']:,} |"
         )
-    sizes = report["working_set"]
-    lines += [
-        "",
-        f"## Batches of growing size (chunk_tokens {sizes['chunk_tokens']:,}, live_tokens {sizes['live_tokens']:,})",
-        "",
-        "| batch | tree tokens | longest path | peak (MiB) | without ids and outputs of all tokens | and without the "
-        "path cache |",
-        "|---|---|---|---|---|---|",
-    ]
-    for row in sizes["rows"]:
-        net = row["working_set_bytes"]
-        lines.append(
-            f"| {row['case']} | {row['tree_tokens']:,} | {row['longest_path']:,} | {row['peak_bytes'] / 2**20:,.1f} "
-            f"| {net / 2**20:,.1f} | {(net - row['path_cache_bytes']) / 2**20:,.1f} |"
-        )
+    for sizes in report["working_sets"]:
+        lines += [
+            "",
+            f"## Batches of growing size (chunk_tokens {sizes['chunk_tokens']:,}, live_tokens "
+            f"{sizes['live_tokens']:,})",
+            "",
+            "| batch | tree tokens | longest path | peak (MiB) | working set: without ids and outputs of tokens | of"
+            " the first | and without the path cache | of the first |",
+            "|---|---|---|---|---|---|---|---|",
+        ]
+        first = sizes["rows"][0]
+        for row in sizes["rows"]:
+            net, bare = (
+                [one["working_set_bytes"] - cache * one["path_cache_bytes"] for one in (row, first)] for cache in (0, 1)
+            )
+            lines.append(
+                f"| {row['case']} | {row['tree_tokens']:,} | {row['longest_path']:,} "
+                f"| {row['peak_bytes'] / 2**20:,.1f} | {net[0] / 2**20:,.1f} | {net[0] / net[1]:.3f} "
+                f"| {bare[0] / 2**20:,.1f} | {bare[0] / bare[1]:.3f} |"
+            )
     return "\n".join(lines) + "\n"
 
 
@@ -213,8 +218,13 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--sizes", type=parse_size, nargs="+", default=[(1, 4), (2, 4), (8, 4)], help="working sets")
     parser.add_argument("--chunk", type=int, default=256, help="chunk_tokens of the curve")
     parser.add_argument("--head", type=int, default=64, help="head_tokens of the curve")
-    parser.add_argument("--set-chunk", type=int, default=1024, help="chunk_tokens of the working sets")
-    parser.add_argument("--set-live", type=int, default=2048, help="live_tokens of the working sets")
+    parser.add_argument(
+        "--budgets",
+        type=parse_size,
+        nargs="+",
+        default=[(1024, 2048), (2048, 8192)],
+        help="of the working sets: chunk_tokens x live_tokens",
+    )
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--toy", action="store_true", help="a tiny model on synthetic conversations, in seconds")
     parser.add_argument("--out", help="folder for the results")
@@ -224,13 +234,13 @@ def _parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     parser = _parser()
     args = parser.parse_args(argv)
-    for name in ("chunk", "head", "set_chunk", "set_live", "threads"):
+    for name in ("chunk", "head", "threads"):
         if getattr(args, name) < 1:
-            parser.error(f"--{name.replace('_', '-')} must be at least 1, got {getattr(args, name)}")
+            parser.error(f"--{name} must be at least 1, got {getattr(args, name)}")
     torch.set_num_threads(args.threads)
-    fractions, chunk, set_chunk, set_live = FRACTIONS, args.chunk, args.set_chunk, args.set_live
+    fractions, chunk, budgets = FRACTIONS, args.chunk, args.budgets
     if args.toy:
-        fractions, chunk, set_chunk, set_live = FRACTIONS[-2:], 32, 32, 64
+        fractions, chunk, budgets = FRACTIONS[-2:], 32, [(32, 64)]
     source, recorded = conversations(args.data, args.toy)
     model = build_model(toy=args.toy)
     vocabulary = model.config.vocab_size
@@ -241,7 +251,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
         "model": describe(model, "float32"),
         "target": {"fraction": TARGET_FRACTION, "of_dense": TARGET},
         "curve": curve(model, cases[0], chunk, args.head, fractions),
-        "working_set": working_set(model, cases[1:], set_chunk, set_live),
+        "working_sets": [working_set(model, cases[1:], *pair) for pair in budgets],
     }
     if args.out:
         folder = Path(args.out)

@@ -164,7 +164,7 @@ def test_memory_falls_with_the_budget_and_does_not_follow_the_batch(tmp_path: Pa
     assert [p["live_tokens"] for p in points] == sorted((p["live_tokens"] for p in points), reverse=True)
     assert all(p["peak_live_tokens"] <= p["live_tokens"] for p in points)
     assert points[-1]["peak_bytes"] < 0.5 * points[0]["peak_bytes"] and points[-1]["extra_forward_tokens"] > 0
-    small, large = report["working_set"]["rows"]
+    small, large = report["working_sets"][0]["rows"]
     assert large["tree_tokens"] > 2 * small["tree_tokens"]
     assert large["working_set_bytes"] < 1.1 * small["working_set_bytes"]
     assert (tmp_path / "tree_memory.png").exists() and "| turns 3x2 |" in (tmp_path / "tree_memory.md").read_text()
