@@ -29,7 +29,7 @@ def tau_tools(folder: Path) -> list[dict[str, Any]]:
     for path in modules:
         for function in _functions(_parse(path)):
             if function.name == "get_info":
-                returned = [node.value for node in ast.walk(function) if isinstance(node, ast.Return)]
+                returned = [node.value for node in ast.walk(function) if isinstance(node, ast.Return) and node.value]
                 try:
                     tools.append(ast.literal_eval(returned[0]))
                 except (IndexError, ValueError, TypeError) as error:
@@ -43,7 +43,8 @@ def tau2_tools(path: Path) -> tuple[list[dict[str, Any]], list[str]]:
     """The JSON schemas of a tau2-bench domain in source order, and notes on argument types left open."""
     if not path.is_file():
         raise RecordedDataError(f"{path}: no such file; the checkout is not the tau2-bench its results belong to")
-    tools, notes = [], []
+    tools: list[dict[str, Any]] = []
+    notes: list[str] = []
     for function in _functions(_parse(path)):
         if any(_called(decorator) == "is_tool" for decorator in function.decorator_list):
             tools.append(_schema(function, path, notes))
@@ -59,11 +60,12 @@ def read_system_template(path: Path) -> Callable[[str], str]:
     constants: dict[str, str] = {}
     for node in _parse(path).body:
         if isinstance(node, ast.Assign) and len(node.targets) == 1 and isinstance(node.targets[0], ast.Name):
-            value = node.value
-            strip = isinstance(value, ast.Call) and isinstance(value.func, ast.Attribute) and value.func.attr == "strip"
-            literal = value.func.value if strip else value
+            literal = node.value
+            called = literal.func if isinstance(literal, ast.Call) else None
+            if isinstance(called, ast.Attribute) and called.attr == "strip":
+                literal = called.value
             if isinstance(literal, ast.Constant) and isinstance(literal.value, str):
-                constants[node.targets[0].id] = literal.value.strip() if strip else literal.value
+                constants[node.targets[0].id] = literal.value.strip() if called else literal.value
     for name in ("SYSTEM_PROMPT", "AGENT_INSTRUCTION"):
         if name not in constants:
             raise RecordedDataError(f"{path}: no string constant {name}; this version of tau2-bench is not supported")

@@ -16,6 +16,7 @@ import os
 import shutil
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -78,7 +79,7 @@ def import_gsm8k(checkout: Path, out: Path) -> None:
             count += 1
         if not count:
             raise RecordedDataError(f"{source}: there is no problem in it; check out the file again")
-        _write(out / "gsm8k" / name, lambda path, data=data: path.write_bytes(data), f"{count} problems")
+        _write(out / "gsm8k" / name, partial(Path.write_bytes, data=data), f"{count} problems")
     _copy_licence(checkout, out, "grade-school-math")
 
 
@@ -97,11 +98,11 @@ def import_tau(checkout: Path, out: Path, tokenizer: str | None = None, results:
         text = json.dumps(
             {"policy": system.policy, "system_prompt": system.prompt.text, "tools": system.prompt.tools}, indent=1
         )
-        _write(out / "tau" / f"{domain}_system.json", lambda path, text=text: path.write_text(text + "\n"), domain)
+        _write(out / "tau" / f"{domain}_system.json", partial(Path.write_text, data=text + "\n"), domain)
     for file in found.files:
         target = out / "tau" / f"{_file_name(file.domain, file.model, file.transcripts)}.jsonl.gz"
         lines = [_line(file.domain, transcript, file.termination[i]) for i, transcript in enumerate(file.transcripts)]
-        _write(target, lambda path, lines=lines: _write_lines(path, lines), f"{len(lines)} conversations")
+        _write(target, partial(_write_lines, lines=lines), f"{len(lines)} conversations")
     refused = list(found.refused)
     if chat_tokenizer is not None:
         for domain, system in found.systems.items():
@@ -109,7 +110,7 @@ def import_tau(checkout: Path, out: Path, tokenizer: str | None = None, results:
             conversations = _encode(found, domain, encoder, refused)
             if conversations:
                 target = out / "tau" / f"{domain}_tokens.npz"
-                _write(target, lambda path, c=conversations: save_npz(path, c), f"{len(conversations)} conversations")
+                _write(target, partial(save_npz, conversations=conversations), f"{len(conversations)} conversations")
     _copy_licence(checkout, out, found.repository)
     return refused
 

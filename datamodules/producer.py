@@ -348,7 +348,7 @@ class Producer:
         prompt_id = pending.prompt_id if pending.prompt_id != "?" else f"index {pending.index}"
         reason = f"{type(error).__name__}: {error}"
         _log.warning("group dropped, prompt '%s': %s", prompt_id, reason)
-        failure = self._drought.failed(prompt_id, reason)
+        failure: RuntimeError | None = self._drought.failed(prompt_id, reason)
         if failure is None and not self.player.engine.health().get("alive", True):
             failure = RuntimeError(f"the inference engine has failed; prompt '{prompt_id}': {reason}")
         if failure is not None:

@@ -5,10 +5,12 @@ Promise: a selection that the recordings cannot give is refused by name and sour
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from datamodules.recorded_tokens import Conversation, RecordedDataError
 
 
-def grouped(conversations: list[Conversation]) -> dict[tuple[str, str], list[Conversation]]:
+def grouped(conversations: Sequence[Conversation]) -> dict[tuple[str, str], list[Conversation]]:
     """Conversations of one task and one policy, ordered by trial, in the file's order of tasks."""
     groups: dict[tuple[str, str], list[Conversation]] = {}
     for conversation in conversations:

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from math import comb
+from typing import cast
 
 import torch
 from torch import nn
@@ -45,26 +46,25 @@ class EvaluationMetrics(nn.Module):
         found = {} if handle.batch is None else _measure(handle, handle.batch)
         if names:
             self._of(handle.prefix, names).update({name: found[name] for name in names if name in found})
-        self._overall().update({"accuracy": found.get("accuracy", (0.0, 0))})
+        self._all()[0].update({"accuracy": found.get("accuracy", (0.0, 0))})
 
     def compute(self) -> dict[str, torch.Tensor]:
         """Collective: name -> scalar float64; names without data are left out."""
-        pairs = zip(self._prefixes, self._metrics, strict=True)
+        pairs = zip(self._prefixes, self._all(), strict=True)
         return {f"{prefix}{name}": value for prefix, one in pairs for name, value in one.compute().items()}
 
     def reset(self) -> None:
-        for one in self._metrics:
+        for one in self._all():
             one.reset()
 
-    def _overall(self) -> NamedMetrics:
-        first: NamedMetrics = self._metrics[0]  # type: ignore[assignment]
-        return first
+    def _all(self) -> list[NamedMetrics]:
+        return [cast(NamedMetrics, one) for one in self._metrics]
 
     def _of(self, prefix: str, names: Sequence[str]) -> NamedMetrics:
-        for known, one in zip(self._prefixes[1:], list(self._metrics)[1:]):
+        for known, one in zip(self._prefixes[1:], self._all()[1:]):
             if known == prefix:
-                return one  # type: ignore[return-value]
-        made = NamedMetrics(means=names).to(self._overall().sums_state.device)
+                return one
+        made = NamedMetrics(means=names).to(self._all()[0].sums_state.device)
         self._prefixes.append(prefix)
         self._metrics.append(made)
         return made

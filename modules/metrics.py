@@ -7,6 +7,7 @@ there are two reductions.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -59,7 +60,7 @@ class NamedMetrics(Metric):
         become 1,936."""
         super()._apply(fn, exclude_state)
         for name in self._defaults:
-            self._defaults[name] = self._defaults[name].double()
+            self._defaults[name] = cast(Tensor, self._defaults[name]).double()
             setattr(self, name, getattr(self, name).double())
         return self
 

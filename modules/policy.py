@@ -263,10 +263,9 @@ class PolicyModule(TreeModule):
         if "recorded" in columns:
             old = torch.where(columns["recorded"], old, anchor.to(now))
             behavior = torch.where(columns["recorded"], behavior, old)
-        inputs = {name: columns[name] for name in ("reference", "advantages", "mask") if name in columns}
         cu_seqlens = out.cu_seqlens.to(now.device)
         return {
-            **inputs,
+            **{name: columns[name] for name in ("reference", "advantages", "mask") if name in columns},
             "logprobs": out.logprobs,
             "entropy": out.entropy,
             "old": old,

@@ -67,7 +67,8 @@ class ReferencePolicy(nn.Module):
         super().__init__()
         model = copy.deepcopy(policy) if source == "initial" else build_model(source)
         self.model: PreTrainedModel = model.requires_grad_(False).eval()
-        self._make_engine, self._engine = make_engine, None
+        self._make_engine = make_engine
+        self._engine: TreeEngine | None = None
         self._refresh, self._offload = refresh, offload
         if refresh is not None and _shapes(model) != _shapes(policy):
             raise ValueError(

@@ -98,7 +98,7 @@ class TreeModule(L.LightningModule):
         self.make_optimizer, self.make_lr_scheduler = optimizer, lr_scheduler
         self.share_mode = "leaf" if tree_training_mode == "disabled" else "tree"
         # The planner caps chunks at live_tokens, so without a limit of their own they are as large as that.
-        self._engine_options = {
+        self._engine_options: dict[str, Any] = {
             "chunk_tokens": chunk_tokens if tree_training_mode == "dta" else sys.maxsize,
             "live_tokens": live_tokens,
             "attention": attention,
@@ -113,7 +113,7 @@ class TreeModule(L.LightningModule):
         self.last_tree: PrefixTree | None = None
         self.batch: RolloutBatch | None = None
         self.train_metrics = NamedMetrics(sums=("loss", *TOKEN_COUNTS))
-        self.eval_metrics = NamedMetrics()
+        self.eval_metrics: Any = NamedMetrics()
         self._handle: StepHandle | None = None
         self._step: TreeStep | None = None
         self._step_start = 0.0
@@ -297,8 +297,8 @@ class TreeModule(L.LightningModule):
             self.train_metrics.update(sums=dict(zip(TOKEN_COUNTS, counts, strict=True)))
         self.step_seconds["tree"] = time.perf_counter() - start
         if self._sums_gradients:
-            counts = (step.tree.num_tokens, step.tree.num_attention_pairs)
-            self.trainer.strategy.observe_tree_pass(*counts, self.step_seconds["tree"])
+            work = (step.tree.num_tokens, step.tree.num_attention_pairs)
+            self.trainer.strategy.observe_tree_pass(*work, self.step_seconds["tree"])
         self.end_step(step)
 
     def on_before_optimizer_step(self, optimizer: Optimizer) -> None:

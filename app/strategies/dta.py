@@ -45,7 +45,7 @@ from app.strategies.balance import Calibration
 from app.strategies.checkpoints import CheckpointError, CheckpointWriter, pack
 from app.strategies.collectives import Communicator
 from app.strategies.optimizer_state import load_sharded, load_whole, save_sharded
-from app.strategies.pieces import load_pieces
+from app.strategies.pieces import Piece, load_pieces
 from app.strategies.rendezvous import fresh_store, leave_at_exit, started_by_agent
 from app.strategies.sharing import RankTraffic
 from app.strategies.trainer_state import put_together, take_apart
@@ -337,7 +337,9 @@ class DTAStrategy(DDPStrategy):
                 "Trainer.save_checkpoint(storage_options=...) has no effect under DTAStrategy: leave it out"
             )
         assert self.lightning_module is not None and self._writer is not None
-        error, packed, pieces = None, None, {}
+        error: Exception | None = None
+        packed = None
+        pieces: dict[str, Piece] = {}
         try:
             contents, pieces = take_apart(checkpoint, self.lightning_module, self.ranks)
             packed = pack(contents) if self.is_global_zero else None

@@ -119,7 +119,7 @@ def _pack_flat(payload: _Payload, name: str, values: Array) -> None:
     starts = np.flatnonzero(np.concatenate([[True], bits[1:] != bits[:-1]]))
     edges = np.flatnonzero(np.diff(np.concatenate([[False], bits != 0, [False]])))
     runs = len(starts) * (4 + values.itemsize)
-    between = len(edges) * 4 + np.count_nonzero(bits) * values.itemsize
+    between = len(edges) * 4 + int(np.count_nonzero(bits)) * values.itemsize
     if values.nbytes <= min(runs, between):
         payload.add(name, values)
     elif runs <= between:

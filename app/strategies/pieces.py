@@ -20,7 +20,13 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
 from torch.distributed.checkpoint.planner import LoadPlan, SavePlan, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
@@ -187,8 +193,9 @@ class _LoadPlanner(DefaultLoadPlanner):
         items = []
         for name, piece in self._pieces.items():
             if piece.local.numel():
-                known = self.metadata.state_dict_metadata
-                items += create_read_items_for_chunk_list(name, known[name], [piece.chunk])
+                known = self.metadata.state_dict_metadata[name]
+                assert isinstance(known, TensorStorageMetadata), f"'{name}' was saved as a tensor"
+                items += create_read_items_for_chunk_list(name, known, [piece.chunk])
         return LoadPlan(items)
 
     def lookup_tensor(self, index: MetadataIndex) -> Tensor:

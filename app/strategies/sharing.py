@@ -118,10 +118,11 @@ class RankTraffic:
 
     def _answer(self, own: Tensor | Exception) -> list[Tensor | str]:
         """Collective. On rank 0 all ranks' tensors, or what they say of their errors; [] elsewhere."""
-        failed = isinstance(own, Exception)
-        text = f"{type(own).__name__}: {own}".encode()
-        data = np.frombuffer(text, np.uint8) if failed else own.contiguous().numpy().reshape(-1).view(np.uint8)
-        flag = np.array([failed], np.uint8)  # comes last: the numbers before it stay aligned
+        if isinstance(own, Exception):
+            data = np.frombuffer(f"{type(own).__name__}: {own}".encode(), np.uint8)
+        else:
+            data = own.contiguous().numpy().reshape(-1).view(np.uint8)
+        flag = np.array([isinstance(own, Exception)], np.uint8)  # comes last: the numbers before it stay aligned
         message = torch.from_numpy(np.concatenate([data, flag]))
         found = self._ranks.collect(message, "answers to rank 0")
         return [bytes(m[:-1].numpy()).decode() if m[-1] else m[:-1].view(torch.float32) for m in found]

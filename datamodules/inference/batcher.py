@@ -158,7 +158,8 @@ class Batcher:
         first = self.running[leaders[0]]
         if first.computed or len(first.tokens) > self.max_batch_tokens:
             return self._chunk(leaders[0], groups[first.share])
-        chosen, longest = [], 0
+        chosen: list[int] = []
+        longest = 0
         for row in leaders:
             longest = max(longest, len(self.running[row].tokens))
             if self.running[row].computed or (len(chosen) + 1) * longest > self.max_batch_tokens:

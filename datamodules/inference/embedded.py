@@ -243,7 +243,7 @@ class EmbeddedEngine:
                 f"WeightUpdate.version: {update.version} is not above the engine's {self._version}; versions rise with"
                 " every update (close() and start() the engine to go back)"
             )
-        weights = update.state_dict if update.path is None else read(update.path)
+        weights = read(update.path) if update.path is not None else update.state_dict or {}
         pairs = matched(batcher.model, weights)
         still = time.perf_counter()
         with self._hold("update_weights", update.deadline_s - (time.monotonic() - begin)):
@@ -302,6 +302,7 @@ class EmbeddedEngine:
     def _running_batcher(self) -> Batcher:
         with self._condition:
             self._raise_unless_running()
+            assert self._batcher is not None
             return self._batcher
 
     # -------------------------------------------------------------------------------------------------- the thread

@@ -8,7 +8,7 @@ load as another model, is refused here. peft itself is not imported: its layers 
 from __future__ import annotations
 
 import copy
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -23,7 +23,7 @@ class ExportError(ValueError):
 
 def base_model(policy: Module) -> PreTrainedModel:
     """The transformers model inside `policy`: itself, or what a `peft.PeftModel` wraps (adapters still in place)."""
-    return policy.get_base_model() if hasattr(policy, "get_base_model") else policy
+    return cast(Any, policy).get_base_model() if hasattr(policy, "get_base_model") else policy
 
 
 def merged_weights(policy: Module) -> dict[str, Tensor]:

@@ -11,6 +11,8 @@ change the result and is not honoured here raises.
 
 from __future__ import annotations
 
+from typing import cast
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -113,6 +115,7 @@ class KVSlots:
 
     @property
     def step(self) -> PromptStep | CachedStep:
+        assert self._step is not None, "set before the model runs"
         return self._step
 
     @step.setter
@@ -143,7 +146,10 @@ class KVSlots:
 
     def read(self, layer: int, first: int, count: int, keys: int) -> tuple[Tensor, Tensor]:
         """Views [count, H, keys, D] of keys and values; nothing is copied."""
-        return tuple(grid[first : first + count, :keys].transpose(1, 2) for grid in self._grids(layer, self.width))
+        keys_grid, values_grid = (
+            grid[first : first + count, :keys].transpose(1, 2) for grid in self._grids(layer, self.width)
+        )
+        return keys_grid, values_grid
 
     def copy_rows(self, sources: list[int], targets: list[int], length: int) -> None:
         """Copies the first `length` tokens of rows `sources` to rows `targets`, in all layers."""
@@ -161,7 +167,8 @@ class KVSlots:
 
     def _grids(self, layer: int, width: int) -> tuple[Tensor, Tensor]:
         rows = self.capacity // width
-        return tuple(buffer[: rows * width].view(rows, width, *buffer.shape[1:]) for buffer in self._layers[layer])
+        keys, values = (buffer[: rows * width].view(rows, width, *buffer.shape[1:]) for buffer in self._layers[layer])
+        return keys, values
 
 
 def attend(
@@ -185,7 +192,8 @@ def attend(
             f"the embedded engine's attention does not honour {', '.join(names)} of {type(module).__name__}"
         )
     step = slots.step
-    slots.write(module.layer_idx, key, value, step.write)
+    layer = cast(int, module.layer_idx)
+    slots.write(layer, key, value, step.write)
     if isinstance(step, PromptStep):
         q, k, v = step.unfold(query), step.unfold(key), step.unfold(value)
         mask = step.mask(sliding_window)
@@ -193,7 +201,7 @@ def attend(
             q, k, v, mask, is_causal=mask is None, scale=scaling, enable_gqa=q.shape[1] > k.shape[1]
         )
         return step.fold(out), None
-    k, v = slots.read(module.layer_idx, step.first, step.count, step.keys)
+    k, v = slots.read(layer, step.first, step.count, step.keys)
     q = query.view(query.shape[1], step.count, step.queries, -1).transpose(0, 1)
     out = _masked(q, k, v, step.bias(sliding_window, query.dtype), scaling)
     return out.transpose(1, 2).reshape(1, step.count * step.queries, query.shape[1], -1), None

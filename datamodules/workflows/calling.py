@@ -34,7 +34,8 @@ async def call(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
             future.set_result(result)
 
     def work() -> None:
-        result, error = None, None
+        result: Any = None
+        error: Exception | None = None
         try:
             result = function(*args, **kwargs)
         except StopIteration as stop:  # a future takes no such exception

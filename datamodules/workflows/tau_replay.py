@@ -71,7 +71,8 @@ class TauReplayWorkflow:
 
     def encode(self, prompt: Prompt) -> tuple[int, ...]:
         """The longest of the prompts its trials begin with. Raises ValueError for a prompt that is no recording."""
-        return tuple(max((trial["prompt"] for trial in _trials(prompt)), key=len))
+        longest: list[int] = max((trial["prompt"] for trial in _trials(prompt)), key=len)
+        return tuple(longest)
 
     async def run(self, engine: EpisodeEngine, prompt: Prompt) -> list[Trajectory]:
         trials = _trials(prompt)

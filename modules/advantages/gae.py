@@ -39,9 +39,9 @@ def gae(
     Returns:
         advantages float32 [T], 0 on tokens that are not trained; returns A + V before whitening.
     """
-    for name, value in (("gamma", gamma), ("lam", lam), ("value_lam", value_lam)):
-        if value is not None and not 0 <= value <= 1:
-            raise ValueError(f"advantage_options.{name}: must be between 0 and 1, got {value}")
+    for name, given in (("gamma", gamma), ("lam", lam), ("value_lam", value_lam)):
+        if given is not None and not 0 <= given <= 1:
+            raise ValueError(f"advantage_options.{name}: must be between 0 and 1, got {given}")
     rewards, _, of_sequence = episodes(batch)
     found = turns(batch, of_sequence)
     trained = batch.loss_mask.nonzero()[:, 0]

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -109,7 +109,7 @@ class ServerClient:
 
     # ------------------------------------------------------------------------------------------------- generation
 
-    async def generate(self, body: dict[str, Any]) -> AsyncIterator[dict[str, Any]]:
+    async def generate(self, body: dict[str, Any]) -> AsyncGenerator[dict[str, Any], None]:
         """Posts to /generate with `stream: true` and yields each report of the server as it comes.
 
         Without a deadline of its own: who iterates watches the progress and closes the iterator.

@@ -198,7 +198,6 @@ class Fleet:
                 return
             self._waiting.popleft()
             server = self.router.choose(tokens, places)
-            assert isinstance(server, Server)
             future.set_result(server.open(request_id))
 
     def notice(self) -> None:

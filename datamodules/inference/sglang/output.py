@@ -85,9 +85,11 @@ class Output:
 
     def keep(self) -> int:
         """Ends the attempt; returns how many of its tokens are certain, and kept."""
-        for mine, attempt in zip((self.tokens, self.logprobs, self.versions), self._attempt):
-            mine += attempt[: self._certain]
+        tokens, logprobs, versions = self._attempt
         kept = self._certain
+        self.tokens += tokens[:kept]
+        self.logprobs += logprobs[:kept]
+        self.versions += versions[:kept]
         self.begin(self._label)
         return kept
 

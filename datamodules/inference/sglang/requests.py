@@ -101,8 +101,9 @@ class _TakenAway(Exception):
 
 async def _fly(fleet: Fleet, flight: Flight, output: Output, report_tokens: int) -> None:
     """One attempt, in a task of its own, so that the fleet can end it without ending the request."""
-    if flight.taken_away:
-        raise _TakenAway(flight.taken_away)
+    reason = flight.taken_away
+    if reason:
+        raise _TakenAway(reason)
     flight.task = asyncio.create_task(_attempt(fleet, flight, output, report_tokens))
     try:
         await flight.task

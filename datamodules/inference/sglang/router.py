@@ -14,7 +14,9 @@ import hashlib
 from array import array
 from collections import OrderedDict
 from collections.abc import Hashable, Iterator, Mapping, Sequence
+from typing import TypeVar
 
+_Server = TypeVar("_Server", bound=Hashable)
 _BLOCK = 64  # tokens; prefixes are compared at multiples of it and at the ends of prompts
 
 
@@ -34,7 +36,7 @@ class PrefixRouter:
         self._memory = memory
         self._seen: OrderedDict[bytes, set[Hashable]] = OrderedDict()  # prefix -> servers that have it
 
-    def choose(self, tokens: Sequence[int], running: Mapping[Hashable, int]) -> Hashable:
+    def choose(self, tokens: Sequence[int], running: Mapping[_Server, int]) -> _Server:
         """One of the servers in `running` (server -> requests it runs, at least one server), remembered as having it.
 
         Ties go to the server with fewer requests, then to the one that comes first.
@@ -61,13 +63,12 @@ class PrefixRouter:
             if not self._seen[prefix]:
                 del self._seen[prefix]
 
-    def _cached(self, prefixes: list[tuple[int, bytes]], running: Mapping[Hashable, int]) -> dict[Hashable, int]:
+    def _cached(self, prefixes: list[tuple[int, bytes]], running: Mapping[_Server, int]) -> dict[_Server, int]:
         """Length of the longest remembered prefix, for each server."""
         cached = dict.fromkeys(running, 0)
         for length, prefix in prefixes:
-            for server in self._seen.get(prefix, ()):
-                if server in cached:
-                    cached[server] = length
+            having = self._seen.get(prefix, ())
+            cached.update({server: length for server in running if server in having})
         return cached
 
 

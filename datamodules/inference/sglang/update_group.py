@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
-from typing import Any
+from typing import Any, cast
 from urllib.parse import urlsplit
 from uuid import uuid4
 
@@ -109,7 +109,7 @@ class UpdateGroup:
             self._pg = dist.ProcessGroupNCCL(store, 0, self._size, options)
             return  # NCCL connects with the first broadcast
         store.set_timeout(timedelta(seconds=left))
-        options = dist.ProcessGroupGloo._Options()
+        options = cast(Any, dist.ProcessGroupGloo)._Options()
         options._devices = [dist.ProcessGroupGloo.create_device(hostname=self.address)]
         options._timeout = timedelta(seconds=left)
         self._pg = dist.ProcessGroupGloo(store, 0, self._size, options)

@@ -23,6 +23,8 @@ import torch
 class _StandIn(types.ModuleType):
     """Answers to names ending in _cpu, sglang's mark of a CPU helper; unknown names are unknown."""
 
+    __version__ = "0.0.0"
+
     def __getattr__(self, name: str) -> Callable[..., Any]:
         if not name.endswith("_cpu"):
             raise AttributeError(f"sgl_kernel has no {name} on this machine")
@@ -40,7 +42,6 @@ def install() -> None:
     if "sgl_kernel" not in sys.modules and importlib.util.find_spec("sgl_kernel") is None:
         module = _StandIn("sgl_kernel")
         module.__spec__ = importlib.machinery.ModuleSpec("sgl_kernel", None)
-        module.__version__ = "0.0.0"
         sys.modules["sgl_kernel"] = module
 
 
