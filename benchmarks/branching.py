@@ -1,8 +1,8 @@
 """A task whose episodes branch: at every turn one digit has to be said, and only the end of the episode is rewarded.
 
-"3174=" asks for 8, 1, 5, 7 in four turns (each digit plus the next one, modulo 10); the reward is the share of right
-turns, given once. Samples of a prompt share their first turns as long as they say the same, so a prefix tree of a group
-has forks in it, with several episodes below each.
+The prompt "3174" is played as "3+1=" 4, "-1+7=" 8, "-7+4=" 1, "-4+3=" 7: four sums modulo 10, one after the other.
+The reward is the share of right turns, given once. Samples of a prompt share their first turns as long as they say the
+same, so a prefix tree of a group has forks in it, with several episodes below each.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from datamodules.workflows.base import EpisodeEngine, to_trajectory
 
 
 class StepPrompts(PromptSource):
-    """Digits to add up, one turn a digit.
+    """Digits, each to be added to the next one (the last to the first) in a turn of its own.
 
     Args:
         turns: digits of a prompt.
@@ -44,27 +44,37 @@ class StepPrompts(PromptSource):
             digits = "".join(rng.choice("0123456789") for _ in range(self.turns))
             if (zlib.crc32(digits.encode()) % 10 == 0) == (self.split == "validation"):
                 break
-        following = digits[1:] + digits[0]
-        answer = "".join(str((int(a) + int(b)) % 10) for a, b in zip(digits, following))
-        return Prompt(id=digits, text=f"{digits}=", answer=answer, solution="=".join(answer))
+        first, *others = questions(digits)
+        answer = "".join(str((int(a) + int(b)) % 10) for a, b in pairs(digits))
+        solution = answer[0] + "".join(asked + said for asked, said in zip(others, answer[1:]))
+        return Prompt(id=digits, text=first, answer=answer, solution=solution)
+
+
+def pairs(digits: str) -> list[tuple[str, str]]:
+    return list(zip(digits, digits[1:] + digits[0]))
+
+
+def questions(digits: str) -> list[str]:
+    """What the environment says in each turn."""
+    return [("-" if turn else "") + f"{a}+{b}=" for turn, (a, b) in enumerate(pairs(digits))]
 
 
 class StepsWorkflow:
-    """Plays the task: a token a turn, then "=" from the environment."""
+    """Plays the task: a token a turn, then the next question."""
 
     max_new_tokens = 1
 
     async def run(self, engine: EpisodeEngine, prompt: Prompt) -> list[Trajectory]:
         tokens = list(prompt.tokens)
-        said = engine.tokenizer.encode("=", add_special_tokens=False)
+        following = [*questions(prompt.id)[1:], ""]
         played: list[Trajectory] = []
         right = 0
-        for turn, wanted in enumerate(prompt.answer):
+        for turn, (wanted, question) in enumerate(zip(prompt.answer, following)):
             request = GenerationRequest(list(tokens), max_new_tokens=1)
             response = await engine.generate(request)
             played.append(to_trajectory(prompt, request, response, turn))
             right += engine.tokenizer.decode(response.tokens) == wanted
-            tokens += [*response.tokens, *said]
+            tokens += [*response.tokens, *engine.tokenizer.encode(question, add_special_tokens=False)]
         for one in played:
             one.reward = right / len(prompt.answer)
         return played
