@@ -19,6 +19,7 @@ from torch import Tensor
 
 from app.batch import EvalHandle, RolloutBatch
 from app.tree import FlatOutputs, TreeEngine
+from app.tree.transfer import on_device
 from modules.advantages import Estimate
 from modules.algorithm import STEP_INPUTS, Algorithm, Proximal, Regulariser, with_rewards
 from modules.engine_check import SelfCheck
@@ -263,7 +264,7 @@ class PolicyModule(TreeModule):
         if "recorded" in columns:
             old = torch.where(columns["recorded"], old, anchor.to(now))
             behavior = torch.where(columns["recorded"], behavior, old)
-        cu_seqlens = out.cu_seqlens.to(now.device)
+        cu_seqlens = on_device(out.cu_seqlens.numpy(), now.device)
         return {
             **{name: columns[name] for name in ("reference", "advantages", "mask") if name in columns},
             "logprobs": out.logprobs,

@@ -14,6 +14,7 @@ from transformers import PretrainedConfig
 
 from app.batch import BatchError, EvalHandle, RolloutBatch, StepHandle
 from app.tree import PrefixTree
+from app.tree.transfer import on_device
 from modules.episodes import episodes
 from modules.minibatches import build_tree
 from modules.objectives import Aggregation, token_weights
@@ -110,6 +111,6 @@ class TreeStep:
         assert self.batch is not None, "a rank without sequences computes no loss"
         if len(indices) == len(self.batch) and bool((indices.diff() == 1).all()):
             return self.columns
-        flat = self.batch.flat_index(indices)
-        on: dict[torch.device, Tensor] = {}
-        return {name: c[on.setdefault(c.device, flat.to(c.device))] for name, c in self.columns.items()}
+        flat = self.batch.flat_index(indices).numpy()
+        on = {device: on_device(flat, device) for device in {column.device for column in self.columns.values()}}
+        return {name: column[on[column.device]] for name, column in self.columns.items()}

@@ -17,6 +17,7 @@ from torch import Tensor
 from app.tree.layout import Layout, Part
 from app.tree.path_cache import KeyValue, PathCache
 from app.tree.prefix_tree import Bools, Ints
+from app.tree.transfer import on_device
 from app.tree.windows import layer_parts
 
 
@@ -97,7 +98,7 @@ class ChunkAttention:
             return None
         key = ("mask", id(mask), like.dtype)  # parts stay alive with the chunk, so ids stay theirs
         if key not in self.kept:
-            hidden = torch.from_numpy(~mask).to(like.device)
+            hidden = on_device(~mask, like.device)
             self.kept[key] = torch.zeros_like(hidden, dtype=like.dtype).masked_fill(hidden, float("-inf"))
         additive: Tensor = self.kept[key]
         return additive

@@ -9,13 +9,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
-import torch
 
 from app.tree.chunk_attention import ChunkAttention
 from app.tree.executor import Executor, _Run
 from app.tree.layout import layout
 from app.tree.plan import Chunk, ExecutionPlan, Piece, Step
 from app.tree.prefix_tree import PrefixTree
+from app.tree.transfer import on_device
 
 
 def dense_plan(tree: PrefixTree) -> ExecutionPlan:
@@ -37,7 +37,7 @@ class DenseExecutor(Executor):
     def _run(self, index: int, only: Sequence[int] | None, store: bool) -> _Run:
         chunk = self.plan.chunks[index]
         rows = layout(chunk)
-        ids = self.tokens[torch.from_numpy(rows.tokens).to(self.device)]
+        ids = self.tokens[on_device(rows.tokens, self.device)]
         hidden = self.body(input_ids=ids.unsqueeze(0), use_cache=False).last_hidden_state[0]
         attention = ChunkAttention(rows, self.cache, 0, self.plan.tree.token_depth[rows.tokens], self.backend, False)
-        return _Run(rows, attention, hidden, *self._scored_rows(index, rows, partial=False))
+        return _Run(rows, attention, hidden, *self._scored_rows(index, rows))

@@ -22,8 +22,9 @@ from app.tree.heads import Heads, Kept
 from app.tree.layout import Layout, layout
 from app.tree.outputs import FlatOutputs
 from app.tree.path_cache import KeyValue, PathCache
-from app.tree.plan import Chunk, ExecutionPlan, Step
+from app.tree.plan import ExecutionPlan, Step
 from app.tree.prefix_tree import Ints
+from app.tree.transfer import on_device
 
 BatchedLoss = Callable[[FlatOutputs, Tensor], Tensor]
 
@@ -71,7 +72,7 @@ class Executor:
         parameter = next(model.parameters())
         self.device = parameter.device
         self.dtype = torch.promote_types(torch.float32, parameter.dtype)
-        self.tokens = torch.from_numpy(tree.tokens).to(self.device)
+        self.tokens = on_device(tree.tokens, self.device)
         self.values = {name: self._per_token() for name in want}
         self.grads: dict[str, Tensor] = {}  # of the outputs that losses use: an unused entropy costs backward nothing
         self.temperature: Tensor | float = temperature
@@ -126,7 +127,8 @@ class Executor:
                     if first:
                         self._score(run, keep=at_once)
                     else:
-                        self._score(self._without_anchors(run, chunk))
+                        fresh = self._scored_rows(step.chunk, run.layout, without=chunk.anchors)
+                        self._score(_Run(run.layout, run.attention, run.hidden, *fresh))
                     self._losses(step.chunk, loss_fn)
             elif step.action == "push":
                 self._push(step)
@@ -154,10 +156,10 @@ class Executor:
         rows = layout(chunk, only, self.backend.masked_block)
         depths = self.plan.tree.token_depth[rows.tokens]
         attention = ChunkAttention(rows, self.cache, chunk.path_tokens, depths, self.backend, store)
-        ids = self.tokens[torch.from_numpy(rows.tokens).to(self.device)]
+        ids = self.tokens[on_device(rows.tokens, self.device)]
         out = self.body(
             input_ids=ids.unsqueeze(0),
-            position_ids=torch.from_numpy(depths).to(self.device).unsqueeze(0),
+            position_ids=on_device(depths, self.device).unsqueeze(0),
             use_cache=False,
             tree_chunk=attention,
         )
@@ -174,33 +176,26 @@ class Executor:
                 " interface; tree training cannot compute them"
             )
         hidden = out.last_hidden_state[0]
-        scored = self._scored_rows(index, rows, partial=only is not None)
-        return _Run(rows, attention, hidden, *scored)
+        return _Run(rows, attention, hidden, *self._scored_rows(index, rows))
 
-    def _scored_rows(self, index: int, rows: Layout, partial: bool) -> tuple[Tensor, Tensor]:
-        """Rows of a run whose hidden states predict scored tokens, and these tokens."""
+    def _scored_rows(self, index: int, rows: Layout, without: Sequence[int] = ()) -> tuple[Tensor, Tensor]:
+        """Rows of a run whose hidden states predict scored tokens, and these tokens, but for those of some pieces."""
+        chunk, count = self.plan.chunks[index], len(rows.tokens)
         predicted = self._scored[self._scored_bounds[index] : self._scored_bounds[index + 1]]
-        self._row_of[rows.tokens] = np.arange(len(rows.tokens))
+        self._row_of[rows.tokens] = np.arange(count)
+        for piece in without:
+            first = rows.piece_rows[piece]
+            self._row_of[rows.tokens[first : first + chunk.pieces[piece].tokens]] = -1
         source = self._row_of[self.plan.tree.token_parent[predicted]]
-        if partial:
-            predicted, source = predicted[source >= 0], source[source >= 0]
         self._row_of[rows.tokens] = -1
-        return torch.from_numpy(source).to(self.device), torch.from_numpy(predicted).to(self.device)
+        here = source >= 0
+        return on_device(source[here], self.device), on_device(predicted[here], self.device)
 
     def _provide(self, state: _Open, index: int, run: _Run, only: Sequence[int] | None) -> None:
         """Remembers a run's keys and values for the pushes that follow."""
         pieces = range(len(self.plan.chunks[index].pieces)) if only is None else only
         state.pieces = dict(zip(pieces, run.layout.piece_rows, strict=True))
         state.keys_values = run.attention.keys_values
-
-    def _without_anchors(self, run: _Run, chunk: Chunk) -> _Run:
-        """The run's rows that its anchors have not predicted from already."""
-        fresh = np.ones(len(run.layout.tokens), bool)
-        for piece in chunk.anchors:
-            first = run.layout.piece_rows[piece]
-            fresh[first : first + chunk.pieces[piece].tokens] = False
-        chosen = torch.from_numpy(fresh).to(self.device)[run.rows]
-        return _Run(run.layout, run.attention, run.hidden, run.rows[chosen], run.predicted[chosen])
 
     def _score(self, run: _Run, keep: bool = False) -> None:
         """Values of the scored tokens that a run's rows predict; `keep`: its backward is the next thing to run."""
@@ -267,8 +262,8 @@ class Executor:
         """Tree token and scored flag (1.0 or 0.0) of every position of `sequences`, and their bounds."""
         tree = self.plan.tree
         picks = np.array(sequences, np.int64)
-        index = torch.from_numpy(tree.sequence_tokens(picks)).to(self.device)
-        scored = torch.from_numpy(tree.sequence_scored(picks)).to(self.device, self.dtype)
+        index = on_device(tree.sequence_tokens(picks), self.device)
+        scored = on_device(tree.sequence_scored(picks), self.device, self.dtype)
         bounds = np.concatenate([[0], np.cumsum(tree.sequence_length[picks])])
         return index, scored, torch.from_numpy(bounds)
 
@@ -304,7 +299,7 @@ class Executor:
             )
         if (low == low[0]).all():
             return float(low[0])
-        return torch.from_numpy(np.repeat(low, tree.segment_length)).to(self.device, self.dtype)
+        return on_device(np.repeat(low, tree.segment_length), self.device, self.dtype)
 
 
 def check_scalar(loss: Tensor, where: str) -> None:

@@ -13,6 +13,7 @@ from __future__ import annotations
 from itertools import pairwise
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -20,6 +21,7 @@ from app.tree.chunk_attention import ChunkAttention, LayerCall
 from app.tree.kernels import FLASH_DTYPES, FLASH_HEAD_DIM, Kernel, fits_flash
 from app.tree.layout import Part
 from app.tree.part_attention import PartBackend
+from app.tree.transfer import on_device
 
 _aten = torch.ops.aten
 
@@ -85,7 +87,7 @@ class FlashSquares:
     """
 
     def __init__(self, bounds: list[int], window: int | None, device: torch.device) -> None:
-        self.bounds = torch.tensor(bounds, dtype=torch.int32, device=device)
+        self.bounds = on_device(np.array(bounds, np.int32), device)
         self.longest = max(stop - start for start, stop in pairwise(bounds))
         before = None if window is None or window >= self.longest else window - 1
         self.window = {"window_size_left": before, "window_size_right": None if before is None else 0}

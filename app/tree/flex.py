@@ -20,6 +20,7 @@ from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attent
 
 from app.tree.chunk_attention import ChunkAttention, LayerCall
 from app.tree.prefix_tree import Bools, Ints
+from app.tree.transfer import on_device
 
 BLOCK = 128
 """Queries and keys of one block of the mask."""
@@ -113,7 +114,7 @@ def _own_mask(chunk: ChunkAttention, window: int | None, device: torch.device) -
     key = ("own mask", window)
     if key not in chunk.kept:
         some, only = interval_blocks(ends, depths, window)
-        mask_mod = _interval_mod(torch.from_numpy(ends).to(device), _depths_seen(depths, window, device))
+        mask_mod = _interval_mod(on_device(ends, device), _depths_seen(depths, window, device))
         chunk.kept[key] = _block_mask(some, only, mask_mod, (len(ends), len(ends)), device)
     mask: BlockMask = chunk.kept[key]
     return mask
@@ -126,7 +127,7 @@ def _path_mask(chunk: ChunkAttention, window: int | None, device: torch.device) 
         return None
     key = ("path mask", window)
     if key not in chunk.kept:
-        lowest = torch.from_numpy(depths - (window - 1)).to(device)
+        lowest = on_device(depths - (window - 1), device)
 
         def visible(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
             return key >= lowest[query]
@@ -142,7 +143,7 @@ def _depths_seen(depths: Ints, window: int | None, device: torch.device) -> tupl
     because a number in a mask's closure would be compiled anew for every window, or not at all."""
     if window is None:
         return None
-    return torch.from_numpy(depths - (window - 1)).to(device), torch.from_numpy(depths).to(device)
+    return on_device(depths - (window - 1), device), on_device(depths, device)
 
 
 def _interval_mod(end: Tensor, seen: tuple[Tensor, Tensor] | None) -> Callable[..., Tensor]:
@@ -202,17 +203,18 @@ def _distances(low_q: Ints, high_q: Ints, low_k: Ints, high_k: Ints) -> tuple[In
 def _block_mask(
     some: Bools, only: Bools, mask_mod: Callable[..., Tensor], lengths: tuple[int, int], device: torch.device
 ) -> BlockMask:
-    partial_count, partial = (x.to(device) for x in _ordered(some & ~only))
-    full_count, full = (x.to(device) for x in _ordered(only))
+    partial_count, partial = _ordered(some & ~only, device)
+    full_count, full = _ordered(only, device)
     return BlockMask.from_kv_blocks(
         partial_count, partial, full_count, full, BLOCK_SIZE=BLOCK, mask_mod=mask_mod, seq_lengths=lengths
     )
 
 
-def _ordered(blocks: Bools) -> tuple[Tensor, Tensor]:
+def _ordered(blocks: Bools, device: torch.device) -> tuple[Tensor, Tensor]:
     """Counts [1, 1, Q] and indices [1, 1, Q, K] of the True entries of each row, these first."""
     order = np.argsort(~blocks, axis=1, kind="stable").astype(np.int32)
-    return torch.from_numpy(blocks.sum(1).astype(np.int32))[None, None], torch.from_numpy(order)[None, None]
+    counts = blocks.sum(1).astype(np.int32)
+    return on_device(counts, device)[None, None], on_device(order, device)[None, None]
 
 
 class _Path(torch.autograd.Function):

@@ -1,0 +1,22 @@
+"""Index arrays from the host to the model's device, without waiting for it.
+
+Promise: no call synchronises: on CUDA devices arrays go through pinned memory, so that the host can prepare the next
+chunk while this one runs (a plain `.to(device)` waits until all queued work is done).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+
+def on_device(values: npt.NDArray[Any] | list[int], device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
+    """`values` on `device`, in their own dtype (lists: int64) or in `dtype`; on CPUs they share memory."""
+    host = torch.from_numpy(np.asarray(values))
+    if device.type == "cuda":
+        host = host.pin_memory()
+    return host.to(device, dtype, non_blocking=True)
