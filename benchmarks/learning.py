@@ -28,7 +28,7 @@ from typing import Any
 import yaml
 
 ROOT = Path(__file__).resolve().parents[1]
-TARGETS = {"sums": 0.85, "steps": 0.9}
+TARGETS = {"sums": 0.85, "steps": 0.75}
 WARM = {"sums": 1.0, "steps": 0.16}  # part of the warm steps that leaves a task about a third learned
 LEARNING_RATE = 5e-4  # half of the quickstart's: with it four versions of staleness are as good as none
 FILTER = {"class_path": "datamodules.filters.NoSignal"}
@@ -157,7 +157,8 @@ def markdown(report: dict[str, Any]) -> str:
     lines = [
         "# Learning",
         "",
-        f"`{report['command']}`: held-out accuracy (greedy) from one warm start a task, over seeds.",
+        f"`{report['command']}`: held-out accuracy (greedy) from one warm start a task, over seeds. A step is 512"
+        " episodes (dapo: 256), on the branching task 128 episodes of four turns.",
         "",
         "| case | target | reached by | steps to it: median (range) | at the start | at the end, by seed | seconds |",
         "|---|---|---|---|---|---|---|",
