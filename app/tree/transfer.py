@@ -19,4 +19,5 @@ def on_device(values: npt.NDArray[Any] | list[int], device: torch.device, dtype:
     host = torch.from_numpy(np.asarray(values))
     if device.type == "cuda":
         host = host.pin_memory()
-    return host.to(device, dtype, non_blocking=True)
+    there = host.to(device, non_blocking=True)
+    return there if dtype is None else there.to(dtype)  # one copy that also converts would do so on the host, and wait
