@@ -101,7 +101,7 @@ def markdown(report: dict[str, Any], name: str = "tree") -> str:
         f"![time of the baselines over ours]({name}.png)",
         "",
         "| case | tree tokens | ours, s | dense / ours (of limit) | dense-leaf / ours (of limit) "
-        "| ours / path-at-a-time | ours / sparse | repeats |",
+        "| ours / path-at-a-time (FLOPs) | ours / sparse | repeats |",
         "|---|---|---|---|---|---|---|---|",
         *(_summary(result) for result in report["cases"]),
     ]
@@ -122,11 +122,20 @@ def _summary(result: dict[str, Any]) -> str:
         found = versus.get(name)
         return "-" if found is None else f"{found['ratio']:.2f} ({found['of_limit']:.2f})"
 
-    def under(name: str) -> str:
-        return "-" if name not in versus else f"{1 / versus[name]['ratio']:.2f}"
+    def under(name: str, flops: bool = False) -> str:
+        found = versus.get(name)
+        if found is None:
+            return "-"
+        return f"{1 / found['ratio']:.2f}" + (f" ({found['of_limit'] / found['ratio']:.2f})" if flops else "")
 
     cells = [result["case"], f"{ours['tokens']:,}", f"{ours[result['clock']]['median']:,.2f}"]
-    cells += [over("dense"), over("dense-leaf"), under("path-at-a-time"), under("sparse"), str(result["repeats"])]
+    cells += [
+        over("dense"),
+        over("dense-leaf"),
+        under("path-at-a-time", flops=True),
+        under("sparse"),
+        str(result["repeats"]),
+    ]
     return "| " + " | ".join(cells) + " |"
 
 
