@@ -62,6 +62,7 @@ class Dumper:
         path.parent.mkdir(parents=True, exist_ok=True)
         self._file: IO[str] = path.open("a", encoding="utf-8")  # stays open: the handler in C writes to its descriptor
         self._closing = threading.Event()
+        self._answered = os.fstat(self._file.fileno()).st_size  # before anybody can ask: what comes later is a question
         faulthandler.unregister(SIGNAL)  # a handler that others replaced would count as installed
         faulthandler.register(SIGNAL, file=self._file, all_threads=True, chain=False)
         self._thread = threading.Thread(target=self._run, name="hang-dump", daemon=True)
@@ -82,10 +83,9 @@ class Dumper:
                 self.path.parent.rmdir()  # when it is empty
 
     def _run(self) -> None:
-        known = os.fstat(self._file.fileno()).st_size
         while not self._closing.wait(_LOOK_S):
             size = os.fstat(self._file.fileno()).st_size
-            if size == known:
+            if size == self._answered:
                 continue
             while True:  # until the handler has written all of it
                 time.sleep(_LOOK_S / 2)
@@ -95,7 +95,7 @@ class Dumper:
                 size = grown
             self._file.write(self._report())
             self._file.flush()
-            known = os.fstat(self._file.fileno()).st_size
+            self._answered = os.fstat(self._file.fileno()).st_size
 
     def _report(self) -> str:
         names = "".join(f"\n  0x{one.ident:016x} {one.name}" for one in threading.enumerate() if one.ident)

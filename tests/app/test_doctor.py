@@ -212,6 +212,19 @@ def test_a_source_that_hangs_or_fails_costs_its_own_part_only(tmp_path: Path, mo
     assert "== rank 3, pid" in text and "test_doctor.py" in text
 
 
+def test_who_asks_before_the_thread_runs_is_answered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from callbacks import hang_dump
+
+    run = hang_dump.Dumper._run
+    monkeypatch.setattr(hang_dump.Dumper, "_run", lambda self: (time.sleep(0.5), run(self)))
+    dumper = hang_dump.Dumper(hang_dump.dump_path(tmp_path, 0), 0)
+    try:
+        os.kill(os.getpid(), hang_dump.SIGNAL)
+        wait_until(lambda: hang_dump.END in dumper.path.read_text(), 30)
+    finally:
+        dumper.close()
+
+
 def test_nobody_asked_leaves_no_file(tmp_path: Path) -> None:
     from callbacks import hang_dump
 
