@@ -41,7 +41,7 @@ help:
 	@echo "make sglang       an environment for SGLang servers on CPU, used by 'arborist serve' and the tests"
 	@echo "make soak         every fault at random moments of real runs, ten times each; about half an hour"
 	@echo "make trl          an environment with TRL, whose losses the tests compare with (they are skipped without it)"
-	@echo "make bench-learning   every algorithm from one warm start, three seeds (about 45 minutes; benchmarks/results)"
+	@echo "make bench-learning   every algorithm from one warm start, three seeds (about an hour; benchmarks/results)"
 	@echo "make clean        remove the environments and caches (runs/ stays)"
 
 # One run directory for both parts: the supervised warm start below it, the reinforcement learning in it.

@@ -1,6 +1,6 @@
 """Does every algorithm learn, from the same warm start, and how many steps does it take?
 
-    python -m benchmarks.learning --out benchmarks/results                    # about 45 minutes on 2 cores
+    python -m benchmarks.learning --out benchmarks/results                    # about an hour on 2 cores
     python -m benchmarks.learning --out DIR --only grpo,rloo --seeds 1 --steps 40 --warm_steps 50    # a try
 
 Every run is `python -m app fit` on a configuration of this file's making, in a process of its own. On the quickstart's

@@ -194,7 +194,7 @@ class _LoadPlanner(DefaultLoadPlanner):
         for name, piece in self._pieces.items():
             if piece.local.numel():
                 known = self.metadata.state_dict_metadata[name]
-                assert isinstance(known, TensorStorageMetadata), f"'{name}' was saved as a tensor"
+                assert isinstance(known, TensorStorageMetadata), "safetensors files hold nothing else"
                 items += create_read_items_for_chunk_list(name, known, [piece.chunk])
         return LoadPlan(items)
 

@@ -180,9 +180,9 @@ class Executor:
 
     def _scored_rows(self, index: int, rows: Layout, without: Sequence[int] = ()) -> tuple[Tensor, Tensor]:
         """Rows of a run whose hidden states predict scored tokens, and these tokens, but for those of some pieces."""
-        chunk, count = self.plan.chunks[index], len(rows.tokens)
+        chunk = self.plan.chunks[index]
         predicted = self._scored[self._scored_bounds[index] : self._scored_bounds[index + 1]]
-        self._row_of[rows.tokens] = np.arange(count)
+        self._row_of[rows.tokens] = np.arange(len(rows.tokens))
         for piece in without:
             first = rows.piece_rows[piece]
             self._row_of[rows.tokens[first : first + chunk.pieces[piece].tokens]] = -1

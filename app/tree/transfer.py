@@ -8,15 +8,14 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
 
-def on_device(values: npt.NDArray[Any] | list[int], device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
-    """`values` on `device`, in their own dtype (lists: int64) or in `dtype`; on CPUs they share memory."""
-    host = torch.from_numpy(np.asarray(values))
+def on_device(values: npt.NDArray[Any], device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
+    """`values`, of any shape, on `device`: in their own dtype (on CPUs: the same memory), or converted to `dtype`."""
+    host = torch.from_numpy(values)
     if device.type == "cuda":
         host = host.pin_memory()
     there = host.to(device, non_blocking=True)
