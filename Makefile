@@ -1,4 +1,4 @@
-# `make quickstart`, `make test`, `make lint`, `make sglang`, `make clean`. Each makes .venv by itself when it is missing
+# `make quickstart`, `make test`, `make test-all`, `make lint`, `make sglang`, `make clean`. Each makes .venv by itself when it is missing
 # or when pyproject.toml changed. Variables: PYTHON=python3.12 (interpreter), TORCH="torch==2.13.0" (what to install first).
 
 SHELL := /bin/bash
@@ -32,11 +32,12 @@ SMALL := OMP_NUM_THREADS=1
 RUN   := runs/quickstart/$(shell date +%Y-%m-%d_%H-%M-%S)
 PIP   := $(PY) -m pip --disable-pip-version-check -q
 
-.PHONY: help quickstart test lint sglang soak trl bench-learning clean
+.PHONY: help quickstart test test-all lint sglang soak trl bench-learning clean
 
 help:
 	@echo "make quickstart   train a tiny model in a few minutes (CPU); results in runs/quickstart/<time>/"
-	@echo "make test         lint, then every test"
+	@echo "make test         lint, then the tests (but those that take long: real servers, kills, whole runs many times)"
+	@echo "make test-all     lint, then every test"
 	@echo "make lint         ruff, mypy, import-linter"
 	@echo "make sglang       an environment for SGLang servers on CPU, used by 'arborist serve' and the tests"
 	@echo "make soak         every fault at random moments of real runs, ten times each; about half an hour"
@@ -52,8 +53,11 @@ quickstart: $(STAMP)
 
 # One thread: the models are tiny, and the tests that start processes would otherwise fight over the cores. Files stay
 # whole: the tests of some share servers.
-test: export OMP_NUM_THREADS := 1
+test test-all: export OMP_NUM_THREADS := 1
 test: lint $(TESTED_SERVER)
+	$(PY) -m pytest --numprocesses $(WORKERS) --dist loadfile -m "not slow"
+
+test-all: lint $(TESTED_SERVER)
 	$(PY) -m pytest --numprocesses $(WORKERS) --dist loadfile
 
 sglang: $(SERVER_STAMP)

@@ -8,10 +8,12 @@ precision conversions see an opaque object). Imports nothing of the project.
 
 from __future__ import annotations
 
+import numbers
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -28,12 +30,62 @@ _SEQUENCE_DTYPES = {
     "turn_indices": torch.int64,
     "temperatures": torch.float32,
 }
+_IDS = ("group_id", "episode_id", "turn_index")
+_HIGHEST_LOGPROB, _LOWEST_LOGPROB = 1e-3, -1e3  # rounding above 0; nothing that unlikely was ever drawn
+LARGEST_REWARD = 1e9
+"""Beyond it squares of rewards come near the end of float32."""
+TEMPERATURES = (1e-3, 1e3)
+"""Range of sampling temperatures. Beyond it sampling is greedy or uniform, and logits / temperature overflow."""
 FINAL_ANSWER = "final_answer"
 """Key of a held-out episode's metadata with the answer it votes for; "" for none."""
 
 
 class BatchError(ValueError):
     """Data that cannot be trained on; the message names the field, the sequence and the remedy."""
+
+
+def _tensor(value: Any, key: str, name: str) -> Tensor:
+    """1-D `value` (tensor, array or list of numbers) in the dtype of the token field `key`.
+
+    Lists go through numpy: torch would make them its default dtype, which is another one inside some contexts. Refuses
+    what a conversion would change in silence.
+    """
+    where, dtype = f"Trajectory.{key} of {name}", _TOKEN_DTYPES[key]
+    if not isinstance(value, Tensor):
+        try:
+            value = np.asarray(value)
+        except ValueError as error:  # lists of several lengths
+            raise BatchError(f"{where}: expected one number a token, got {type(value).__name__} ({error})") from error
+        if value.dtype.kind not in "biuf":
+            raise BatchError(f"{where}: expected numbers, got {value.dtype} ({str(value)[:40]})")
+        value = torch.from_numpy(value) if value.size else torch.zeros(value.shape, dtype=dtype)
+    if value.dim() != 1:
+        raise BatchError(f"{where}: expected a 1-D tensor, got shape {tuple(value.shape)}")
+    if dtype == torch.int64 and (value.is_floating_point() or value.dtype == torch.bool):
+        raise BatchError(f"{where}: expected integers, got {value.dtype}")
+    if dtype == torch.bool and value.dtype != torch.bool and not bool(((value == 0) | (value == 1)).all()):
+        raise BatchError(f"{where}: expected True or False for each token, got numbers other than 0 and 1")
+    if dtype == torch.float32 and value.is_complex():
+        raise BatchError(f"{where}: expected real numbers, got {value.dtype}")
+    if dtype == torch.float32 and value.is_floating_point() and value.itemsize < 4:
+        raise BatchError(
+            f"{where}: {value.dtype} has lost digits that importance ratios need; make it float32 where it is created"
+            " (dtype=torch.float32, whatever torch's default dtype is at the time)"
+        )
+    return value.to(dtype)
+
+
+def _number(value: Any, key: str, name: str, kind: type = numbers.Real) -> Any:
+    """The scalar `value` of a trajectory's field `key`: a float, or of kind `numbers.Integral` an int."""
+    try:
+        plain: Any = value.item() if hasattr(value, "item") else value  # of tensors, and of numpy's scalars
+        fits, convert = isinstance(plain, kind), int if kind is numbers.Integral else float
+        if fits:
+            return convert(plain)
+    except (RuntimeError, ValueError, OverflowError):  # several numbers, or a whole one beyond all floats
+        pass
+    expected = "an integer" if kind is numbers.Integral else "a number"
+    raise BatchError(f"Trajectory.{key} of {name}: expected {expected}, got {str(value)[:40]!r}")
 
 
 @dataclass(eq=False)
@@ -44,7 +96,7 @@ class Trajectory:
         tokens: int64 [L], prompt and generated tokens in order.
         loss_mask: bool [L], True on tokens that are trained.
         behavior_logprobs: float32 [L], the sampler's log-probability of each generated token, in nats, of
-            softmax(logits / temperature); 0.0 where not generated.
+            softmax(logits / temperature); 0.0 where not generated. Narrower floats are refused.
         versions: int64 [L], policy version that generated the token; -1 where not generated.
         reward: the episode's scalar reward.
         group_id: samples of one prompt share it; group statistics are taken over its episodes.
@@ -54,6 +106,11 @@ class Trajectory:
         finish_reason: why generation ended ("stop", "length", ...).
         temperature: sampling temperature, > 0.
         metadata: anything JSON-able a workflow wants to see again in logs.
+
+    Per-token fields may be given as lists or arrays.
+
+    Raises:
+        BatchError: a field that is no such number, or of another length, naming it.
     """
 
     tokens: Tensor
@@ -70,14 +127,13 @@ class Trajectory:
     metadata: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        name = self.prompt_id or f"episode {self.episode_id}"
-        for key, dtype in _TOKEN_DTYPES.items():
-            value = torch.as_tensor(getattr(self, key))
-            if value.dim() != 1:
-                raise BatchError(f"Trajectory.{key} of {name}: expected a 1-D tensor, got shape {tuple(value.shape)}")
-            if key in ("tokens", "versions") and value.is_floating_point():
-                raise BatchError(f"Trajectory.{key} of {name}: expected integers, got {value.dtype}")
-            setattr(self, key, value.to(dtype))
+        name = self.name
+        for key in _TOKEN_DTYPES:
+            setattr(self, key, _tensor(getattr(self, key), key, name))
+        for key in ("reward", "temperature"):
+            setattr(self, key, _number(getattr(self, key), key, name))
+        for key in _IDS:
+            setattr(self, key, _number(getattr(self, key), key, name, numbers.Integral))
         length = self.tokens.numel()
         if length == 0:
             raise BatchError(f"Trajectory.tokens of {name} is empty: a training sequence needs at least one token")
@@ -85,6 +141,11 @@ class Trajectory:
             got = getattr(self, key).numel()
             if got != length:
                 raise BatchError(f"Trajectory.{key} of {name} has {got} entries but tokens has {length}: align them")
+
+    @property
+    def name(self) -> str:
+        """What errors call it."""
+        return self.prompt_id or f"episode {self.episode_id}"
 
 
 class RolloutBatch:
@@ -101,8 +162,8 @@ class RolloutBatch:
         columns: named float32 [T] tensors added on the way (reference, proximal, values, advantages).
 
     Raises:
-        BatchError: empty batch, field of another length or dtype, negative token id, non-finite reward or
-            log-probability on a trained token, temperature not above 0.
+        BatchError: empty batch, field of another length or dtype, negative token id; a reward beyond 1e9, a temperature
+            outside [1e-3, 1e3], or a trained token's log-probability outside [-1e3, 1e-3] (not finite included).
     """
 
     def __init__(
@@ -154,7 +215,8 @@ class RolloutBatch:
             behavior_logprobs=torch.cat([t.behavior_logprobs for t in items]),
             versions=torch.cat([t.versions for t in items]),
             cu_seqlens=lengths.cumsum(0),
-            rewards=torch.tensor([t.reward for t in items], dtype=torch.float32),
+            # Workflows set rewards late, after a trajectory has checked its own.
+            rewards=torch.tensor([_number(t.reward, "reward", t.name) for t in items], dtype=torch.float32),
             group_ids=torch.tensor([t.group_id for t in items], dtype=torch.int64),
             episode_ids=torch.tensor([t.episode_id for t in items], dtype=torch.int64),
             turn_indices=torch.tensor([t.turn_index for t in items], dtype=torch.int64),
@@ -278,21 +340,35 @@ class RolloutBatch:
             )
         if int(bounds[0]) != 0 or int(bounds[-1]) != total or bool((bounds.diff() < 1).any()):
             raise BatchError(f"RolloutBatch.cu_seqlens: must rise strictly from 0 to {total} (no empty sequence)")
+        logprobs, mask = self.behavior_logprobs, self.loss_mask
         checks = (
             ("tokens", self.tokens < 0, "token ids are never negative"),
             (
                 "behavior_logprobs",
-                self.loss_mask & ~torch.isfinite(self.behavior_logprobs),
+                mask & ~torch.isfinite(logprobs),
                 "a trained token needs a finite log-probability from its sampler",
+            ),
+            (
+                "behavior_logprobs",
+                mask & (logprobs > _HIGHEST_LOGPROB),
+                "log-probabilities are never above 0; give natural logarithms, not probabilities",
+            ),
+            (
+                "behavior_logprobs",
+                mask & (logprobs < _LOWEST_LOGPROB),
+                "no sampler draws a token so unlikely; do not train tokens whose log-probability is a placeholder",
             ),
         )
         for name, bad, remedy in checks:
             if bool(bad.any()):
                 at = int(bad.nonzero()[0])
                 raise BatchError(f"RolloutBatch.{name}: {getattr(self, name)[at]} at {self._where(at)}: {remedy}")
+        coldest, hottest = TEMPERATURES
+        extreme = ~((self.temperatures >= coldest * (1 - 1e-6)) & (self.temperatures <= hottest))  # nan too
         for name, bad, remedy in (
             ("rewards", ~torch.isfinite(self.rewards), "drop the group whose reward failed"),
-            ("temperatures", ~(self.temperatures > 0), "sampling temperature must be above 0"),
+            ("rewards", self.rewards.abs() > LARGEST_REWARD, f"must lie within {LARGEST_REWARD:g}: scale it down"),
+            ("temperatures", extreme, f"sampling temperature must be between {coldest:g} and {hottest:g}"),
         ):
             if bool(bad.any()):
                 i = int(bad.nonzero()[0])
@@ -304,7 +380,8 @@ class RolloutBatch:
 
 class StepHandle:
     """One optimizer step of a training batch: a loader yields a batch `count` times (minibatches x epochs), with rising
-    `index`. Opaque to Lightning, as the batch.
+    `index`; one that was left in the middle is taken up at the step after the last that was done. Opaque to Lightning,
+    as the batch.
 
     Attributes:
         batch: the whole rollout batch, or None on ranks that do not own the stream.

@@ -16,8 +16,10 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from transformers import AutoConfig, AutoModelForCausalLM
 
-from app.tree import flash, kernels
+from app.tree import TreeEngine
+from app.tree.attention import flash, kernels
 from benchmarks.systems import NAMES, Settings, gradient_error, gradients, make_systems, qwen3
 from benchmarks.workloads import Case
 
@@ -27,6 +29,15 @@ EXACT = {torch.float64: 1e-12, torch.float32: 1e-5}
 HALF_KERNEL, HALF_MODEL = 2.0, 1.1
 """Low precision: error against the float64 truth, over that of torch's own dense attention (one call, so it rounds
 once where parts round several times) and of the dense model."""
+TINY = {"vocab_size": 512, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2}
+TINY |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64, "max_position_embeddings": 1024}
+TINY |= {"pad_token_id": None, "bos_token_id": None, "eos_token_id": None}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "qwen3": {},
+    "mistral": {"sliding_window": 70},
+    "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64},
+}
 SHAPES = ((4, 4, 64), (8, 2, 128), (6, 1, 64))
 LENGTHS = ((37, 50), (130, 391))
 
@@ -97,7 +108,7 @@ def _served(device: torch.device, dtype: torch.dtype) -> Iterator[tuple[Any, str
         yield chosen, own
         if not isinstance(chosen, kernels.Math):
             yield kernels.Math(), own
-    if device.type == "cuda" and kernels.fits_flash(q):
+    if kernels.flash_refusal(device, dtype, q.shape[-1]) is None:
         yield kernels.pick_kernel(q, None), "squares"
 
 
@@ -178,16 +189,33 @@ def _error(got: Tensor, truth: Tensor) -> float:
     return float((got - truth).norm() / truth.norm())
 
 
-def check_engine(device: torch.device, seed: int = 0) -> list[dict[str, Any]]:
+def check_margin(device: torch.device, seeds: int) -> list[dict[str, Any]]:
+    """The engine's own self-check in bf16 on models that are right: how far tree and dense execution differ, in times
+    of what dense execution differs from itself under rounding. Near `margin` a healthy run would be stopped."""
+    rows = []
+    for name, options in FAMILIES.items():
+        for seed in range(seeds):
+            torch.manual_seed(seed)
+            config = AutoConfig.for_model(name, **TINY, **options)
+            with torch.device(device):
+                model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa", dtype=torch.bfloat16)
+            report = TreeEngine(model.train()).verify(_fork_case(seed).tree())
+            assert report is not None, "the case has forks"
+            ratios = {"outputs": report.outputs[0] / report.outputs[1]}
+            ratios["gradients"] = report.gradients[0] / report.gradients[1]
+            rows.append({"family": name, "seed": seed, "ok": report.passed, "margin": report.margin, **ratios})
+    return rows
+
+
+def check_engine(device: torch.device, trained: Sequence[str], seed: int = 0) -> list[dict[str, Any]]:
     """Gradients over a tree with forks at every depth: float32 against the CPU's dense float32, bf16 against the CPU's
     float64 beside the error that the dense model has in bf16 on this device. A small Qwen3, with and without sliding
-    windows, by every attention backend that trains on this device, and for `auto` every benchmark system."""
+    windows, by every attention backend of `trained`, and for `auto` every benchmark system."""
     rows = []
     for window in (None, 70):
         run = functools.partial(_run_engine, _fork_case(seed), window)
         cpu = torch.device("cpu")
         single, truth = (run("auto", dtype, cpu, ["dense"])["dense"] for dtype in (torch.float32, torch.float64))
-        trained = backends(device)
         for attention in ("auto", *(trained if len(trained) > 1 else ())):
             names = NAMES if attention == "auto" and window is None else ("dense", "ours")
             found = _engine(functools.partial(run, attention), device, names, single, truth, attention != "flash")
@@ -195,9 +223,12 @@ def check_engine(device: torch.device, seed: int = 0) -> list[dict[str, Any]]:
     return rows
 
 
-def backends(device: torch.device) -> tuple[str, ...]:
-    """Attention backends that train on this device."""
-    return ("sdpa", "flex", "flash") if device.type == "cuda" else ("sdpa",)
+def backends(device: torch.device, compiled: bool = True) -> tuple[str, ...]:
+    """Attention backends that train on this device; `compiled`: also FlexAttention, which takes minutes to compile."""
+    if device.type != "cuda":
+        return ("sdpa",)
+    flash = kernels.flash_refusal(device, torch.bfloat16, 64) is None
+    return ("sdpa", *(["flash"] if flash else []), *(["flex"] if compiled else []))
 
 
 def _run_engine(

@@ -1,14 +1,20 @@
-"""On a CUDA machine: checks torch, attention kernels and gradients, then measures tree training for one model size.
+"""On a CUDA machine: checks torch, attention kernels and gradients, measures tree training; one command a question.
 
-    python -m benchmarks.gpu_suite --size 0.6B --out benchmarks/results       # 0.6B, 1.7B, 4B, 8B; under ten minutes
-    python -m benchmarks.gpu_suite --toy --out DIR                            # no GPU needed; figures mean nothing
+    python -m benchmarks.gpu_suite --checks flash --workloads none --out DIR                # does it run? 3 minutes
+    python -m benchmarks.gpu_suite --checks none --size 0.6B --workloads whole think --profile \\
+        --sweep chunk=2048,8192,32768 head=220,2048,4096 --out DIR                          # is it faster? 9 minutes
+    python -m benchmarks.gpu_suite --checks none --size 8B --workloads whole --out DIR      # and at 8B? 9 minutes
+    python -m benchmarks.gpu_suite --checks none --workloads none --train 4B --out DIR      # whole steps, 6 minutes
+    python -m benchmarks.gpu_suite --checks flex --workloads none --out DIR                 # FlexAttention, compiled
+    python -m benchmarks.gpu_suite --toy --out DIR                        # no GPU needed; figures mean nothing
 
 Data: --data FILE or ${ARBORIST_DATA}/tau/airline_tokens.npz, else synthetic conversations. Qwen3 shapes with random
-bf16 weights and float32 gradients; forward and backward, no optimizer. Against dense with gradient checkpointing,
-dense-leaf (checkpointing only where its activations do not fit), path-at-a-time and sparse (benchmarks.systems).
-Writes gpu_SIZE.json and, where matplotlib is installed, gpu_SIZE.png. Exit code 1 when a check fails.
-With --backends the first workload's tree pass is also timed with every attention backend. Needs torch >= 2.11 and
-transformers >= 5.17; flash attention is ATen's own, no package.
+bf16 weights and float32 gradients; forward and backward, no optimizer (but with --train). Against dense with gradient
+checkpointing, dense-leaf (checkpointing only where its activations do not fit; on a GPU also kept to flash kernels, as
+ours are), path-at-a-time and sparse (benchmarks.systems). Every size writes gpu_SIZE.json, anew after each case and
+sweep, and gpu_SIZE.png where matplotlib is installed; checks write gpu_checks.json, --train gpu_train.json (it needs
+the package lightning). Exit code 1 when a check fails. Needs torch >= 2.11 and transformers >= 5.17; flash attention
+is ATen's own, no package.
 """
 
 from __future__ import annotations
@@ -17,17 +23,18 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import PreTrainedModel
 
-from app.tree.cost import ModelShape
 from app.tree.memory import auto_budgets
-from benchmarks.gpu_parity import backends, check_engine, check_kernels, check_torch
+from app.tree.planning.cost import ModelShape
+from benchmarks.gpu_parity import backends, check_engine, check_kernels, check_margin, check_torch
 from benchmarks.measure import compare, environment, measure, profile, seconds, spread, table
 from benchmarks.models import TOY_SHAPE
 from benchmarks.systems import Settings, System, make_systems, qwen3
@@ -39,15 +46,23 @@ SHAPES: dict[str, dict[str, Any]] = {
     "4B": {"hidden": 2560, "layers": 36, "heads": 32, "key_value_heads": 8, "intermediate": 9728, "tied": True},
     "8B": {"hidden": 4096, "layers": 36, "heads": 32, "key_value_heads": 8, "intermediate": 12288, "tied": False},
 }
+VOCABULARY = 151_936
+SWEPT = {"chunk": "chunk_tokens", "live": "live_tokens", "head": "head_tokens", "attention": "attention"}
+"""What --sweep may change, and the setting it is."""
 
 
-def checks(device: torch.device) -> dict[str, list[dict[str, Any]]]:
-    """All checks; matrix products in full float32 meanwhile."""
+def checks(device: torch.device, level: str, seeds: int = 3) -> dict[str, list[dict[str, Any]]]:
+    """The checks of a level: "flash", all but compiled kernels; "flex", gradients with compiled kernels alone; "all".
+    Matrix products in full float32 meanwhile."""
+    trained = backends(device) if level == "all" else backends(device, compiled=False)
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("highest")
     try:
+        if level == "flex":
+            return {"engine": check_engine(device, ("flex",) if device.type == "cuda" else ("sdpa",))}
         found = {"torch": check_torch(device), "kernels": check_kernels(device)}
-        found["engine"] = check_engine(device) if all(row["ok"] for row in found["torch"]) else []
+        found["engine"] = check_engine(device, trained) if all(row["ok"] for row in found["torch"]) else []
+        found["self_check"] = check_margin(device, seeds)
     finally:
         torch.set_float32_matmul_precision(before)
     return found
@@ -58,7 +73,10 @@ def measure_case(model: PreTrainedModel, case: Case, args: argparse.Namespace, d
     device = next(model.parameters()).device
     settings = Settings(args.chunk, args.live, args.sample, True, not _leaf_fits(model, case), args.attention)
     systems = make_systems(model, case, settings)
-    rows = measure(model, systems, args.repeats, deadline)
+    if device.type == "cuda":  # there, transformers' attention may choose cuDNN's kernels, another family than ours
+        leaf = next(system for system in systems if system.name == "dense-leaf")
+        systems.append(replace(leaf, name="dense-leaf, flash", run=_with_flash(leaf.run)))
+    rows = measure(model, systems, args.repeats, deadline, _say)
     result = {
         "case": case.name,
         "source": case.source,
@@ -67,6 +85,7 @@ def measure_case(model: PreTrainedModel, case: Case, args: argparse.Namespace, d
         "systems": rows,
         "against_ours": {"wall_seconds": compare(rows, "wall_seconds")},
         "utilisation": utilisation(model, case, settings, rows),
+        "memory_of_predicted": _of_predicted(rows),
     }
     if args.profile:
         ours = next(system for system in systems if system.name == "ours")
@@ -74,19 +93,37 @@ def measure_case(model: PreTrainedModel, case: Case, args: argparse.Namespace, d
     return result
 
 
-def compare_backends(model: PreTrainedModel, case: Case, args: argparse.Namespace, deadline: float) -> dict[str, Any]:
-    """Times and memory of the tree pass with every attention backend that trains on this device, interleaved."""
-    device = next(model.parameters()).device
+def sweep(model: PreTrainedModel, case: Case, args: argparse.Namespace, deadline: float) -> dict[str, Any]:
+    """Times and memory of the tree pass at other settings, one changed at a time, interleaved with the usual ones."""
+    usual = Settings(args.chunk, args.live, args.sample, attention=args.attention)
+    points = [("ours", usual)]
+    for name, values in args.sweep:
+        points += [(f"{name}={value}", replace(usual, **{SWEPT[name]: value})) for value in values]
     systems = []
-    for name in backends(device):
-        made = make_systems(model, case, Settings(args.chunk, args.live, args.sample, attention=name))
+    for name, settings in points:
+        made = make_systems(model, case, settings)
         systems.append(replace(next(system for system in made if system.name == "ours"), name=name))
-    rows = measure(model, systems, args.repeats, deadline)
+    rows = measure(model, systems, args.repeats, deadline, _say)
     return {
         "case": case.name,
         "systems": rows,
-        "utilisation": {name: row["least_flops"] / row["wall_seconds"]["median"] / 1e12 for name, row in rows.items()},
+        "tflops": {name: row["least_flops"] / row["wall_seconds"]["median"] / 1e12 for name, row in rows.items()},
+        "memory_of_predicted": _of_predicted(rows),
     }
+
+
+def _with_flash(run: Callable[[], Any]) -> Callable[[], Any]:
+    def restricted() -> None:
+        with sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]):
+            run()
+
+    return restricted
+
+
+def _of_predicted(rows: dict[str, dict[str, Any]]) -> dict[str, float]:
+    """Measured peak memory over the prediction that budgets are made of, by system."""
+    known = {name: row for name, row in rows.items() if row["peak_bytes"] and row["predicted_bytes"]}
+    return {name: row["peak_bytes"] / row["predicted_bytes"] for name, row in known.items()}
 
 
 def _leaf_fits(model: PreTrainedModel, case: Case) -> bool:
@@ -162,19 +199,50 @@ def _summary(found: dict[str, list[dict[str, Any]]]) -> str:
         failed = [row for row in rows if not row["ok"]]
         lines.append(f"checks of {name}: {len(rows) - len(failed)} of {len(rows)} passed")
         lines += [f"  FAILED: {row}" for row in failed]
+    largest = max((max(row["outputs"], row["gradients"]) for row in found.get("self_check", [])), default=None)
+    if largest is not None:
+        lines.append(
+            f"self-check of right models: at most {largest:.2f} of {found['self_check'][0]['margin']:g} allowed"
+        )
     return "\n".join(lines)
+
+
+def _say(line: str) -> None:
+    print(f"  {line}", flush=True)
+
+
+def _swept(text: str) -> tuple[str, list[int | str]]:
+    name, _, values = text.partition("=")
+    if name not in SWEPT or not values:
+        raise argparse.ArgumentTypeError(f"{text!r}: expected NAME=VALUE,VALUE with NAME out of {sorted(SWEPT)}")
+    if name == "attention":
+        return name, list(values.split(","))
+    if not all(value.isdigit() and int(value) for value in values.split(",")):
+        raise argparse.ArgumentTypeError(f"{text!r}: expected numbers of tokens of at least 1 after {name}=")
+    return name, [int(value) for value in values.split(",")]
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu_suite", description=__doc__.split("\n\n")[0])
-    parser.add_argument("--size", choices=list(SHAPES), default="0.6B", help="Qwen3 shape")
-    parser.add_argument("--batch", type=parse_size, help="tasks x trials (default 1x4; toy 1x2)")
-    parser.add_argument("--workloads", nargs="+", choices=WORKLOADS, default=["turns", "think", "whole"])
+    parser.add_argument(
+        "--checks", choices=("none", "flash", "flex", "all"), default="all", help="what is checked first"
+    )
+    parser.add_argument("--size", nargs="+", choices=list(SHAPES), default=["0.6B"], help="Qwen3 shapes, one by one")
+    parser.add_argument("--batch", type=parse_size, help="tasks x trials (default 8x4; toy 1x2)")
+    parser.add_argument("--workloads", nargs="+", choices=(*WORKLOADS, "none"), default=["turns", "think", "whole"])
     parser.add_argument("--data", help=f"token arrays (default {DEFAULT_DATA}, else synthetic conversations)")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--sample", type=int, default=4, help="sequences that stand for all in dense (0: run all)")
     parser.add_argument("--attention", default="auto", help="attention backend of the tree systems")
-    parser.add_argument("--backends", action="store_true", help="also time the tree pass with every backend")
+    parser.add_argument(
+        "--sweep",
+        nargs="+",
+        type=_swept,
+        default=[],
+        metavar="NAME=VALUE,VALUE",
+        help="also time the first workload's tree pass at these settings: chunk, live and head (tokens), attention",
+    )
+    parser.add_argument("--train", choices=list(SHAPES), help="also whole optimizer steps under DTAStrategy, this size")
     parser.add_argument("--limit", type=float, default=540, help="seconds after which no further work is begun")
     parser.add_argument("--profile", action="store_true", help="also list what the tree pass spends its time on")
     parser.add_argument("--toy", action="store_true", help="the same code at toy size, on the CPU if need be")
@@ -183,6 +251,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
+    """Runs what `argv` asks for; returns the report of the last size, or of the checks where nothing is measured."""
     begin = time.perf_counter()
     parser = _parser()
     args = parser.parse_args(argv)
@@ -192,50 +261,77 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     if device.type == "cpu":
         torch.set_num_threads(1)  # matrices this small only lose time to a thread pool
     args.chunk, args.live = (64, 96) if args.toy else ("auto", "auto")
-    name, shape, vocabulary = args.size, SHAPES[args.size], 151_936
-    if args.toy:
-        name, shape, vocabulary = "toy", TOY_SHAPE, 512
-    tasks, trials = args.batch or ((1, 2) if args.toy else (1, 4))
-
-    report: dict[str, Any] = {
-        "model": f"Qwen3 {name}",
+    args.workloads = [workload for workload in args.workloads if workload != "none"]
+    common: dict[str, Any] = {
         "toy": args.toy,
         "figures": "GPU" if device.type == "cuda" and not args.toy else "toy size or CPU: these are not GPU figures",
         "attention": args.attention,
         "environment": environment(device),
-        "checks": checks(device),
-        "cases": [],
+        "checks": {} if args.checks == "none" else checks(device, args.checks, 1 if args.toy else 3),
         "left_out": [],
     }
-    print(_summary(report["checks"]), flush=True)
-    report["passed"] = all(row["ok"] for rows in report["checks"].values() for row in rows)
+    print(_summary(common["checks"]), flush=True)
+    report = common | {"passed": all(row["ok"] for rows in common["checks"].values() for row in rows)}
+    _write(report, args.out, "checks")
+    sizes = (["toy"] if args.toy else args.size) if args.workloads else []
+    for k, name in enumerate(sizes):
+        now = time.perf_counter()
+        share = now + (begin + args.limit - now) / (len(sizes) - k)
+        report = measure_size(name, args, device, report | {"left_out": []}, share)
+    if args.train:
+        report |= {"train": _train("toy" if args.toy else args.train, args, device)}
+        _write(report, args.out, "train")
+    return report
+
+
+def measure_size(
+    name: str, args: argparse.Namespace, device: torch.device, report: dict[str, Any], deadline: float
+) -> dict[str, Any]:
+    """All workloads and the sweep of one size, written after each; `deadline` of `time.perf_counter`."""
+    begin = time.perf_counter()
+    shape, vocabulary = (TOY_SHAPE, 512) if args.toy else (SHAPES[name], VOCABULARY)
+    tasks, trials = args.batch or ((1, 2) if args.toy else (8, 4))
     source, recorded = conversations(args.data, args.toy)
     model = qwen3(**shape, vocabulary=vocabulary, dtype=torch.bfloat16, device=device)
-    report["parameters"] = sum(p.numel() for p in model.parameters())
+    report = report | {"model": f"Qwen3 {name}", "parameters": sum(p.numel() for p in model.parameters()), "cases": []}
     report["shape"] = vars(ModelShape.of(model.config))
-    for k, workload in enumerate(args.workloads):
+    works = [*args.workloads[:1], *(["sweep"] if args.sweep else []), *args.workloads[1:]]
+    for k, work in enumerate(works):
         now = time.perf_counter()
-        left = begin + args.limit - now
-        if left <= 0:
-            report["left_out"].append(workload)
+        if now >= deadline:
+            report["left_out"].append(work)
             continue
-        case = make_case(source, recorded, workload, tasks, trials, vocabulary)
-        result = measure_case(model, case, args, now + left / (len(args.workloads) - k))
-        report["cases"].append(result)
-        print(f"\n## {report['model']}, {case.name}: {report['figures']}\n\n{table(result, 'wall_seconds')}")
-        print(json.dumps({"utilisation": result["utilisation"]}), flush=True)
+        until = now + (deadline - now) / (len(works) - k)
+        case = make_case(source, recorded, args.workloads[0] if work == "sweep" else work, tasks, trials, vocabulary)
+        if work == "sweep":
+            report["sweep"] = sweep(model, case, args, until)
+            print(json.dumps({"TFLOP/s": report["sweep"]["tflops"]}), flush=True)
+        else:
+            result = measure_case(model, case, args, until)
+            report["cases"].append(result)
+            print(f"\n## {report['model']}, {case.name}: {report['figures']}\n\n{table(result, 'wall_seconds')}")
+            print(json.dumps({key: result[key] for key in ("utilisation", "memory_of_predicted")}), flush=True)
         _write(report, args.out, name)
-        if args.backends and k == 0:
-            report["backends"] = compare_backends(model, case, args, now + left / (len(args.workloads) - k))
-            print(json.dumps({"tflops by backend": report["backends"]["utilisation"]}), flush=True)
     if report["left_out"]:
         print(f"out of time, not measured: {', '.join(report['left_out'])}")
     if args.out:
-        folder = Path(args.out)
-        report["plot"] = plot(report, folder / f"gpu_{name}.png")
+        report["plot"] = plot(report, Path(args.out) / f"gpu_{name}.png")
     report["seconds"] = time.perf_counter() - begin
     _write(report, args.out, name)
     return report
+
+
+def _train(name: str, args: argparse.Namespace, device: torch.device) -> dict[str, Any]:
+    try:
+        from benchmarks.gpu_train import train
+    except ImportError as error:  # images carry torch and transformers, not always Lightning
+        print(f"--train is left out: {error}; install the package lightning")
+        return {"left_out": str(error)}
+    shape, vocabulary = (TOY_SHAPE, 512) if args.toy else (SHAPES[name], VOCABULARY)
+    source, recorded = conversations(args.data, args.toy)
+    found = train(shape, vocabulary, source, recorded, device, args.toy)
+    print(json.dumps({"train": found}), flush=True)
+    return found
 
 
 def _write(report: dict[str, Any], out: str | None, name: str) -> None:

@@ -30,20 +30,24 @@ def measure(
 ) -> dict[str, dict[str, Any]]:
     """Each system's row: counts, seconds scaled to all of the case, peak memory.
 
-    With more than one repeat, or on a GPU, a first round is not timed; it warms up and measures `peak_bytes`; systems
-    that run out of GPU memory there are left out. `resident_bytes` is the least of the timed rounds', and rough.
+    With more than one repeat, or on a GPU, a first round warms up and measures `peak_bytes`, and on a GPU
+    `first_seconds`: what new shapes cost (kernels that are loaded or compiled, cuDNN's plans). Systems that run out of
+    GPU memory there are left out. `resident_bytes` is the least of the timed rounds', and rough.
 
     Args:
         deadline: of `time.perf_counter`; no further repeat starts that would end after it; at least one is made.
         progress: is told what was done.
     """
     device = next(model.parameters()).device
-    rows = {system.name: _row(system) | {"peak_bytes": None} for system in systems}
+    rows = {system.name: _row(system) | {"peak_bytes": None, "first_seconds": None} for system in systems}
     if repeats > 1 or device.type == "cuda":
         for system in systems:
             zero_gradients(model)
+            begin = time.perf_counter()
             try:
                 rows[system.name]["peak_bytes"] = peak_bytes(system.run, device)
+                if device.type == "cuda":  # a CPU's allocations are traced meanwhile, which takes longer
+                    rows[system.name]["first_seconds"] = (time.perf_counter() - begin) / system.share
             except torch.OutOfMemoryError as error:
                 print(f"{system.name} ({system.detail}) is left out: {str(error).splitlines()[0]}", file=sys.stderr)
                 del rows[system.name]
@@ -97,6 +101,7 @@ def _row(system: System) -> dict[str, Any]:
         "measured_share": system.share,
         "extra_forward_tokens": system.extra,
         "detail": system.detail,
+        "predicted_bytes": system.predicted_bytes,
     }
 
 

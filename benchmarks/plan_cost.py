@@ -24,12 +24,13 @@ import torch
 from transformers import PreTrainedModel
 
 from app.tree import PrefixTree, TreeEngine
+from app.tree.attention import choose_backend
 from app.tree.calibrate import measure_rates
-from app.tree.cost import ModelShape
-from app.tree.packing import Packing
-from app.tree.plan import ExecutionPlan
-from app.tree.planner import plan
-from app.tree.timing import CPU_RATES, GPU_RATES, TimeModel
+from app.tree.planning.cost import ModelShape
+from app.tree.planning.packing import Packing
+from app.tree.planning.plan import ExecutionPlan
+from app.tree.planning.planner import plan
+from app.tree.planning.timing import CPU_RATES, GPU_RATES, TimeModel
 from benchmarks.measure import environment, seconds
 from benchmarks.systems import path_plan, qwen3, weighted_loss, zero_gradients
 from benchmarks.workloads import DEFAULT_DATA, WORKLOADS, Case, conversations, make_case, parse_size
@@ -173,7 +174,9 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     rates = GPU_RATES if device.type == "cuda" else CPU_RATES
     if args.calibrate:
         rates = measure_rates(model)
-    time_model = TimeModel(ModelShape.of(model.config), rates, next(model.parameters()).element_size())
+    time_model = TimeModel(
+        ModelShape.of(model.config), rates, choose_backend("auto", model), next(model.parameters()).element_size()
+    )
     source, recorded = conversations(args.data, args.toy)
     cases = [
         run_case(model, make_case(source, recorded, workload, *args.size, vocabulary), time_model, args.repeats)

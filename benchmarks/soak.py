@@ -16,6 +16,7 @@ import json
 import logging
 import os
 import random
+import signal
 import sys
 import tempfile
 import time
@@ -110,6 +111,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error("--times: must be at least 1")
     for name in _QUIET:
         logging.getLogger(name).setLevel(logging.ERROR)
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs, and theirs, would ignore it
     faults = args.only or list(FAULTS)
     given = [f"--times {args.times}"] * (args.times != 10) + [f"--only {' '.join(faults)}"] * bool(args.only)
     file = args.out / f"{args.name}.json"

@@ -27,11 +27,13 @@ from typing import Any
 
 import psutil
 
+from benchmarks.soak_endings import ENDINGS
 from benchmarks.soak_fit import Fit, accounts, engine_on, last_checkpoint, read_ledger, step_of
 from benchmarks.soak_outcome import Outcome, Place
-from benchmarks.soak_rewards import TurnsBad
+from benchmarks.soak_rewards import TurnsBad, right_digits
 from benchmarks.soak_servers import Servers
 from benchmarks.soak_traces import Traces
+from datamodules.files.recording import read_batch, versions
 from datamodules.inference.embedded import EmbeddedEngine
 from datamodules.inference.protocol import InferenceEngine
 
@@ -212,6 +214,47 @@ def _bad_reward(how: str, costs_a_group: bool) -> Callable[[Place, random.Random
     return fault
 
 
+def half_character(place: Place, rng: random.Random) -> Outcome:
+    """A reward raises half an emoji, and has it in its answers from then on: its group is dropped, samples are written,
+    the recording is read back."""
+    directory = place.fresh("half_character")
+    flag, samples = directory / "flag", directory / "samples.jsonl"
+    engine = EmbeddedEngine(kv_cache_tokens=4096, num_threads=1)
+    breaker = _Breaker(rng, flag.touch, lambda: samples.exists() and "ud83d" in samples.read_text(encoding="utf-8"))
+
+    def expect(counts: dict[str, Any]) -> str:
+        for line in samples.read_text(encoding="utf-8").splitlines():
+            json.loads(line)
+        for version in versions(directory / "rollouts"):
+            read_batch(directory / "rollouts", version)
+        return "" if counts["failed"] == 1 else f"{counts['failed']} groups failed of one bad reward"
+
+    settings: dict[str, Any] = {"directory": directory, "reward": TurnsBad("half", str(flag)), "samples": True}
+    return _survive("half_character", place, engine, breaker, expect, **settings)
+
+
+def reward_forks(place: Place, rng: random.Random) -> Outcome:
+    """A reward forks children that come back with another number, by an exception or by an exit: every recorded reward
+    is its own completion's, no group is dropped, no process is left."""
+    directory = place.fresh("reward_forks")
+    flag = directory / "flag"
+    engine = EmbeddedEngine(kv_cache_tokens=4096, num_threads=1)
+    breaker = _Breaker(rng, flag.touch, lambda: not flag.exists())
+
+    def expect(counts: dict[str, Any]) -> str:
+        recorded = directory / "rollouts"
+        groups = [group for version in versions(recorded) for group in read_batch(recorded, version)]
+        rolled_out = [one for group in groups for one in group.trajectories]
+        own = [right_digits(one.metadata["answer"], one.metadata["completion"]) for one in rolled_out]
+        wrong = [one for one, right in zip(rolled_out, own, strict=True) if abs(one.reward - right) > 1e-6]
+        if wrong or not rolled_out:
+            return f"{len(wrong)} of {len(rolled_out)} rewards are not their own completion's"
+        return "" if counts["failed"] == 0 else f"{counts['failed']} groups failed"
+
+    settings: dict[str, Any] = {"directory": directory, "reward": TurnsBad("fork", str(flag)), "samples": True}
+    return _survive("reward_forks", place, engine, breaker, expect, **settings)
+
+
 def _replaced(breaker: _Breaker) -> bool:
     assert breaker.fit is not None
     pool = breaker.fit.data._pool
@@ -369,5 +412,7 @@ WITHOUT_SERVERS = {
     "reward_hang": _bad_reward("hang", True),
     "reward_segfault": _bad_reward("segfault", True),
     "reward_leak": _bad_reward("leak", False),
+    "reward_forks": reward_forks,
+    "half_character": half_character,
 }
-FAULTS: dict[str, Callable[[Place, random.Random], Outcome]] = {**WITH_SERVERS, **WITHOUT_SERVERS}
+FAULTS: dict[str, Callable[[Place, random.Random], Outcome]] = {**WITH_SERVERS, **WITHOUT_SERVERS, **ENDINGS}

@@ -26,11 +26,11 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 
 from app.strategies import DTAStrategy
 from benchmarks.soak_rewards import TurnsBad
-from callbacks import WeightSync
+from callbacks import RewardLogger, WeightSync
 from datamodules import RolloutDataModule
-from datamodules.gate import unaccounted
 from datamodules.inference.protocol import InferenceEngine
 from datamodules.inference.sglang import SGLangEngine
+from datamodules.pipeline.gate import unaccounted
 from datamodules.prompts import ArithmeticPrompts
 from datamodules.rewards import RewardOptions
 from datamodules.workflows import RLVRWorkflow
@@ -106,6 +106,7 @@ class Fit:
         reward: None for the well-behaved one.
         weights: directory for weight updates by disk; None lets WeightSync choose its method.
         checkpoints: writes one every step.
+        samples: writes samples.jsonl and records the batches.
         max_steps: most optimizer steps.
         seed: of everything.
 
@@ -122,6 +123,7 @@ class Fit:
         reward: TurnsBad | None = None,
         weights: Path | None = None,
         checkpoints: bool = False,
+        samples: bool = False,
         max_steps: int = -1,
         seed: int = 0,
     ) -> None:
@@ -145,10 +147,13 @@ class Fit:
             reward_options=RewardOptions(memory_mb=800.0),
             collect_deadline_s=200.0,
             stall_after_s=60.0,
+            record="rollouts" if samples else None,
             seed=seed,
         )
         sync = WeightSync(deadline_s=UPDATE_S) if weights is None else WeightSync("disk", str(weights), UPDATE_S)
         callbacks: list[Callback] = [self.ledger, sync]
+        if samples:
+            callbacks.append(RewardLogger(1, BATCH * GROUP))
         if checkpoints:
             callbacks.append(ModelCheckpoint(directory / "checkpoints", "{step}", save_top_k=-1, every_n_train_steps=1))
         self._trainer = Trainer(

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import sys
 import time
 
 from datamodules.prompts.base import Prompt
@@ -14,13 +15,23 @@ from datamodules.prompts.base import Prompt
 _LEAKED: list[bytes] = []
 LEAK_BYTES = 30 * 10**6
 _LEAKING = False
+HALF = "half \ud83d"
+_HALF = False
+_FORKING = False
+
+
+def right_digits(answer: str, completion: str) -> float:
+    """The share of the answer's digits that the completion has in their places."""
+    return sum(said == right for said, right in zip(completion, answer)) / len(answer)
 
 
 class TurnsBad:
     """The share of right digits; but the call that finds the file takes it away and does as `how` says.
 
     Args:
-        how: "hang", "segfault" or "leak" (this call and every later one of that process keep 30 MB).
+        how: "hang", "segfault", "leak" (this call and every later one of that process keep 30 MB), "half" (this call
+            raises half an emoji, every later one of that process has it in the name of a part) or "fork" (this call and
+            every later one of that process fork children that return another number, raise and leave).
         flag: path of the file.
     """
 
@@ -28,17 +39,29 @@ class TurnsBad:
         self.how = how
         self.flag = flag
 
-    def __call__(self, prompt: Prompt, completion: str) -> float:
-        global _LEAKING
+    def __call__(self, prompt: Prompt, completion: str) -> float | tuple[float, dict[str, float]]:
+        global _LEAKING, _HALF, _FORKING
         if self._taken():
             if self.how == "segfault":
                 ctypes.string_at(0)
             while self.how == "hang":
                 time.sleep(1.0)
-            _LEAKING = True
+            if self.how == "half":
+                _HALF = True
+                raise ValueError(HALF)
+            _LEAKING = self.how == "leak"
+            _FORKING = self.how == "fork"
         if _LEAKING:
             _LEAKED.append(b"x" * LEAK_BYTES)
-        return sum(said == right for said, right in zip(completion, prompt.answer)) / len(prompt.answer)
+        reward = right_digits(prompt.answer, completion)
+        if _FORKING:
+            if os.fork() == 0:
+                return reward + 7.0
+            if os.fork() == 0:
+                raise RuntimeError("a child")
+            if os.fork() == 0:
+                sys.exit(0)
+        return (reward, {HALF: reward}) if _HALF else reward
 
     def _taken(self) -> bool:
         try:

@@ -92,12 +92,7 @@ def _listens(port: int) -> bool:
 def _is_helper(process: psutil.Process) -> bool:
     """Python's own fork server and resource tracker last as long as the process that uses them."""
     line = " ".join(process.cmdline())
-    return ("multiprocessing.forkserver" in line and not _parent_is_forkserver(process)) or "resource_tracker" in line
-
-
-def _parent_is_forkserver(process: psutil.Process) -> bool:
-    parent = process.parent()
-    return parent is not None and "multiprocessing.forkserver" in " ".join(parent.cmdline())
+    return "multiprocessing.forkserver" in line or "resource_tracker" in line
 
 
 def _runs(process: psutil.Process) -> bool:

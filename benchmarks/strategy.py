@@ -29,7 +29,7 @@ from torch import nn
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
-from app.strategies.collectives import Communicator
+from app.strategies.ranks.collectives import Communicator
 from app.strategies.zero1 import ShardedOptimizer
 from app.tree import PrefixTree, TreeEngine, partition
 

@@ -23,9 +23,10 @@ import numpy as np
 import torch
 
 from app.tree import PrefixTree, partition
-from app.tree.cost import ModelShape
-from app.tree.planner import plan
-from app.tree.timing import CPU_RATES, TimeModel
+from app.tree.attention import BACKENDS
+from app.tree.planning.cost import ModelShape
+from app.tree.planning.planner import plan
+from app.tree.planning.timing import CPU_RATES, TimeModel
 from benchmarks.measure import environment, spread
 from benchmarks.models import build_model
 from benchmarks.workloads import DEFAULT_DATA, WORKLOADS, Case, conversations, make_case
@@ -142,7 +143,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     count, sizes = (200, (2, tasks)) if args.toy else (MANY, (8, tasks))
     cases = {f"{n}x{trials}": make_case(source, recorded, "turns", n, trials, 2**40) for n in sizes}
     model = build_model()
-    times = TimeModel(ModelShape.of(model.config), CPU_RATES, 4)
+    times = TimeModel(ModelShape.of(model.config), CPU_RATES, BACKENDS["sdpa"])
     largest = make_case(source, recorded, "think", sizes[-1], trials, 2**40)
     short = Case("10-token answers", 0, 0, "synthetic", *_answers(count))
     crowd = many(cases[f"{sizes[0]}x{trials}"], count)

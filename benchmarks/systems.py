@@ -28,11 +28,11 @@ from torch.nn import functional
 from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3Config
 
 from app.tree import FlatOutputs, PrefixTree, TreeEngine
-from app.tree.cost import ModelShape, plan_flops
-from app.tree.memory import auto_budgets
-from app.tree.packing import Packing
-from app.tree.plan import Chunk, ExecutionPlan, Piece, Step
-from app.tree.planner import plan
+from app.tree.memory import auto_budgets, pass_memory
+from app.tree.planning.cost import ModelShape, plan_flops
+from app.tree.planning.packing import Packing
+from app.tree.planning.plan import Chunk, ExecutionPlan, Piece, Step
+from app.tree.planning.planner import plan
 from benchmarks.workloads import Case, Ints
 
 NAMES = ("dense", "dense-leaf", "path-at-a-time", "sparse", "ours")
@@ -40,8 +40,8 @@ NAMES = ("dense", "dense-leaf", "path-at-a-time", "sparse", "ours")
 
 @dataclass(frozen=True)
 class Settings:
-    """Budgets (tokens) and attention backend of the tree systems; `sample` sequences stand for all in dense ones (0:
-    run all)."""
+    """Budgets (tokens), attention backend and rows of logits at a time of the tree systems; `sample` sequences stand
+    for all in dense ones (0: run all)."""
 
     chunk_tokens: int | str = "auto"
     live_tokens: int | str = "auto"
@@ -49,6 +49,7 @@ class Settings:
     checkpoint_dense: bool = False
     checkpoint_leaf: bool = False
     attention: str = "auto"
+    head_tokens: int | str = "auto"
 
 
 @dataclass(frozen=True, eq=False)
@@ -61,6 +62,7 @@ class System:
             without recomputation by checkpointing; least: of these, what is left when nothing runs twice.
         extra: tokens that go forward a second time.
         detail: what a reader has to know (subsample, checkpointing, chunks).
+        predicted_bytes: beyond model and gradients, as the engine's budgets count them; None for dense systems.
     """
 
     name: str
@@ -72,6 +74,7 @@ class System:
     share: float = 1.0
     extra: int = 0
     detail: str = ""
+    predicted_bytes: int | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -167,9 +170,10 @@ def make_systems(model: PreTrainedModel, case: Case, settings: Settings) -> list
     leaf_items = merged(case)
     items = [_item(case, i) for i in range(len(case.sequences))]
     tree = case.tree()
-    chunk, live = auto_budgets(model, settings.chunk_tokens, settings.live_tokens, tree)
+    head = None if isinstance(settings.head_tokens, str) else settings.head_tokens
+    chunk, live = auto_budgets(model, settings.chunk_tokens, settings.live_tokens, tree, head)
     whole = max(1, min(tree.num_tokens, live))
-    common: Any = {"attention": settings.attention, "self_check": False}
+    common: Any = {"attention": settings.attention, "head_tokens": settings.head_tokens, "self_check": False}
     engines = {
         "path-at-a-time": PathEngine(model, chunk_tokens=chunk, live_tokens=chunk, **common),
         "sparse": SparseEngine(model, chunk_tokens=whole, live_tokens=whole, **common),
@@ -262,6 +266,9 @@ def _checkpointing(model: PreTrainedModel, verb: str, *args: Any) -> None:
 def _tree(name: str, engine: TreeEngine, case: Case, shape: ModelShape) -> System:
     tree = case.tree()
     execution = engine.plan(tree)
+    memory = pass_memory(
+        engine.model, execution.chunk_tokens, execution.peak_live_tokens, tree, engine.heads.head_tokens
+    )
     loss_fn = weighted_loss(case, next(engine.model.parameters()).device)
     return System(
         name,
@@ -273,6 +280,7 @@ def _tree(name: str, engine: TreeEngine, case: Case, shape: ModelShape) -> Syste
         extra=execution.extra_forward_tokens,
         detail=f"{len(execution.chunks)} chunks of at most {execution.chunk_tokens:,}, "
         f"{execution.peak_live_tokens:,} tokens live",
+        predicted_bytes=memory.total - memory.parameters,
     )
 
 

@@ -23,8 +23,8 @@ from typing import Any, get_args
 import numpy as np
 
 from app.tree import PrefixTree
-from datamodules.data_files import resolve
-from datamodules.recorded_tokens import Conversation, Workload, load_npz
+from datamodules.conversations.tokens import Conversation, Workload, load_npz
+from datamodules.files.data_files import resolve
 
 DEFAULT_NPZ = "${ARBORIST_DATA}/tau/airline_tokens.npz"
 TASKS = (1, 8, 20, None)  # None: all

@@ -30,7 +30,7 @@ from benchmarks.models import DTYPES, OptionError, build_model, describe
 from benchmarks.report import Report
 from benchmarks.systems import Settings, gradient_error, gradients, make_systems
 from benchmarks.workloads import DEFAULT_DATA, WORKLOADS, Case, conversations, make_case, parse_size, recorded_case
-from datamodules.data_files import DataFileError, resolve
+from datamodules.files.data_files import DataFileError, resolve
 
 Progress = Callable[[str], None]
 

@@ -23,7 +23,7 @@ import torch
 from transformers import PreTrainedModel
 
 from app.tree import TreeEngine
-from app.tree.cost import ModelShape
+from app.tree.planning.cost import ModelShape
 from benchmarks.measure import environment
 from benchmarks.memory import peak_bytes
 from benchmarks.models import build_model, describe

@@ -2,7 +2,7 @@
 
     python -m benchmarks.workloads [--data FILE] [--size 1x2] [--vocabulary 8192]      # prints what a size contains
 
-`turns`, `whole` and `think` are those of `datamodules.recorded_tokens`; scored are the assistant turns alone. The
+`turns`, `whole` and `think` are those of `datamodules.conversations.tokens`; scored are the assistant turns alone. The
 recordings come from --data FILE or ${ARBORIST_DATA}/tau/airline_tokens.npz; without either, conversations of the same
 shape (one system prompt, trials of a task that part at the first turn) are drawn from a seed, and results say so.
 """
@@ -21,9 +21,9 @@ import numpy as np
 import numpy.typing as npt
 
 from app.tree import PrefixTree
-from datamodules.data_files import DataFileError, resolve
-from datamodules.recorded_tokens import Conversation, Workload, load_npz
-from datamodules.sequence_files import load_sequences
+from datamodules.conversations.sequence_files import load_sequences
+from datamodules.conversations.tokens import Conversation, Workload, load_npz
+from datamodules.files.data_files import DataFileError, resolve
 
 Ints = npt.NDArray[np.int64]
 Bools = npt.NDArray[np.bool_]
@@ -109,7 +109,7 @@ def make_case(
 
 def recorded_case(path: Path, first: int | None, vocabulary: int) -> Case:
     """The first sequences (None: all) of a file that holds sequences, ids modulo `vocabulary`; loss weights as in
-    `make_case`. Raises RecordedDataError and RecordingError (`datamodules.sequence_files`)."""
+    `make_case`. Raises RecordedDataError and RecordingError (`datamodules.conversations.sequence_files`)."""
     found = load_sequences(path)
     sequences = tuple(tokens.astype(np.int64) % vocabulary for tokens in found.tokens[:first])
     scored = tuple(found.trained[:first])

@@ -20,13 +20,14 @@ import faulthandler
 import os
 import signal
 import socket
+import sys
 import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 
@@ -60,9 +61,11 @@ class Dumper:
         self.rank = rank
         self.sources: dict[str, Source] = {}
         path.parent.mkdir(parents=True, exist_ok=True)
-        self._file: IO[str] = path.open("a", encoding="utf-8")  # stays open: the handler in C writes to its descriptor
+        # Stays open: the handler in C writes to its descriptor. Without a buffer, so that nothing is left to be written
+        # when it closes: the disk may be full.
+        self._file = path.open("ab", buffering=0)
         self._closing = threading.Event()
-        self._answered = os.fstat(self._file.fileno()).st_size  # before anybody can ask: what comes later is a question
+        self._answered = self._size()  # before anybody can ask: what comes later is a question
         faulthandler.unregister(SIGNAL)  # a handler that others replaced would count as installed
         faulthandler.register(SIGNAL, file=self._file, all_threads=True, chain=False)
         self._thread = threading.Thread(target=self._run, name="hang-dump", daemon=True)
@@ -84,18 +87,30 @@ class Dumper:
 
     def _run(self) -> None:
         while not self._closing.wait(_LOOK_S):
-            size = os.fstat(self._file.fileno()).st_size
-            if size == self._answered:
-                continue
-            while True:  # until the handler has written all of it
-                time.sleep(_LOOK_S / 2)
-                grown = os.fstat(self._file.fileno()).st_size
-                if grown == size:
-                    break
-                size = grown
-            self._file.write(self._report())
-            self._file.flush()
-            self._answered = os.fstat(self._file.fileno()).st_size
+            try:
+                self._look()
+            except Exception as error:  # a full disk: the next question may find room
+                self._answered = self._size()
+                with suppress(OSError, ValueError):
+                    sys.stderr.write(f"warning: {self.path} is not complete: {type(error).__name__}: {error}\n")
+
+    def _look(self) -> None:
+        size = self._size()
+        if size == self._answered:
+            return
+        while True:  # until the handler has written all of it
+            time.sleep(_LOOK_S / 2)
+            grown = self._size()
+            if grown == size:
+                break
+            size = grown
+        left = memoryview(self._report().encode(errors="backslashreplace"))
+        while left:
+            left = left[self._file.write(left) :]
+        self._answered = self._size()
+
+    def _size(self) -> int:
+        return os.fstat(self._file.fileno()).st_size
 
     def _report(self) -> str:
         names = "".join(f"\n  0x{one.ident:016x} {one.name}" for one in threading.enumerate() if one.ident)

@@ -15,6 +15,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.utilities import rank_zero_warn
 
+from app.interruption import Interrupted
 from callbacks import drawing
 from callbacks.run_dir import run_dir
 
@@ -31,13 +32,14 @@ class Pictures(Callback):
     """Draws the run's pictures at the end of `fit`.
 
     Args:
-        reward: logged name of the training reward. accuracy: of the held-out one.
+        reward: logged name of the training reward; None for `rollouts/reward` where it was logged, of all that was
+            played, else `reward`, of what was trained on. accuracy: of the held-out one.
 
     Raises:
         ValueError: (at set-up) no CSVLogger among the trainer's loggers.
     """
 
-    def __init__(self, reward: str = "reward", accuracy: str = "val/accuracy") -> None:
+    def __init__(self, reward: str | None = None, accuracy: str = "val/accuracy") -> None:
         self.reward = reward
         self.accuracy = accuracy
         self._directory: Path | None = None
@@ -54,7 +56,7 @@ class Pictures(Callback):
         self._draw(trainer, pl_module)
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        if isinstance(exception, KeyboardInterrupt):
+        if isinstance(exception, KeyboardInterrupt | Interrupted):
             self._draw(trainer, pl_module)
 
     def _draw(self, trainer: Trainer, module: Any) -> None:
@@ -66,8 +68,9 @@ class Pictures(Callback):
         name = f"{self._directory.parent.name}, {self._directory.name}"
         figures: dict[str, Any] = {}
         held_out = list(zip(*series.get(self.accuracy, ((), ())), strict=True))
-        if self.reward in series:
-            steps, rewards = series[self.reward]
+        reward = self.reward or ("rollouts/reward" if "rollouts/reward" in series else "reward")
+        if reward in series:
+            steps, rewards = series[reward]
             figures["reward_curve.png"] = drawing.reward_curve(steps, rewards, held_out, f"Reward ({name})")
         if "time/step" in series:
             steps, whole = series["time/step"]
@@ -80,7 +83,7 @@ class Pictures(Callback):
             figures["tree.png"] = drawing.prefix_tree(tree, f"Prefix tree of the last batch ({name})")
         self._directory.mkdir(parents=True, exist_ok=True)
         for file, needs in (
-            ("reward_curve.png", f"no '{self.reward}' was logged"),
+            ("reward_curve.png", f"no '{reward}' was logged"),
             ("step_time.png", "no 'time/step' was logged (add the Throughput callback)"),
             ("tree.png", "the model keeps no last_tree"),
         ):

@@ -1,8 +1,9 @@
 """Sample transcripts with their rewards, so that a human sees what the reward rewards.
 
 Promises: `samples.jsonl` in the run directory, one JSON object a line, complete lines at any time; the same samples
-go to every logger that takes tables (W&B) or text (TensorBoard). Only global rank 0 writes; nothing is re-tokenized
-for training, text is decoded for reading only.
+go to every logger that takes tables (W&B) or text (TensorBoard); no text that a model, a tool or a data file made can
+stop it (lone surrogates are written as escapes). Only global rank 0 writes; nothing is re-tokenized for training, text
+is decoded for reading only.
 """
 
 from __future__ import annotations
@@ -15,7 +16,9 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Callback
 
 from app.batch import RolloutBatch
+from app.text import well_formed
 from callbacks.run_dir import run_dir
+from modules.metrics import forget
 
 
 class RewardLogger(Callback):
@@ -28,7 +31,8 @@ class RewardLogger(Callback):
     before and from the first trained token; token ids when the datamodule has no tokenizer) and `metadata`.
 
     Every training batch also logs, as means over its episodes, what their rewards are made of (`reward/<part>`), and
-    how many were scored because their reward failed (`reward/failed`), where there are any.
+    how many were scored because their reward failed (`reward/failed`) or took them for wrong because it could not read
+    them (`reward/unreadable`), where there are any.
 
     Args:
         every_n_batches: rollout batches between two logged ones.
@@ -42,6 +46,7 @@ class RewardLogger(Callback):
         self.every_n_batches = every_n_batches
         self.samples = samples
         self._batches = 0
+        self._parts: set[str] = set()  # logged with the last step
         self._path: Path | None = None
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -51,10 +56,13 @@ class RewardLogger(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        if batch.index != 0:  # one rollout batch may be trained on several times
+        # One rollout batch may be trained on several times; what is not measured in a step is not logged with it.
+        parts = reward_parts(batch.batch) if batch.index == 0 and trainer.is_global_zero else {}
+        forget(trainer, "on_train_batch_end", self._parts - parts.keys())
+        self._parts = set(parts)
+        if batch.index != 0:
             return
         if trainer.is_global_zero:
-            parts = reward_parts(batch.batch)
             pl_module.log_dict(parts, on_step=True, on_epoch=False, batch_size=1, rank_zero_only=True)
         if self._batches % self.every_n_batches == 0:
             self._write(trainer, batch.batch, "train")
@@ -94,22 +102,25 @@ class RewardLogger(Callback):
         rows = [{"step": trainer.global_step, "set": name, **row} for row in rows]
         assert self._path is not None
         self._path.parent.mkdir(parents=True, exist_ok=True)
-        with self._path.open("a", encoding="utf-8") as file:
+        with self._path.open("a", encoding="utf-8", errors="backslashreplace") as file:  # \ud83d: as JSON writes it
             file.writelines(json.dumps(row, ensure_ascii=False, default=str) + "\n" for row in rows)
         _to_loggers(trainer, f"samples/{name}", rows)
 
 
 def reward_parts(batch: RolloutBatch) -> dict[str, float]:
     """`reward/<part>`: mean over the episodes whose reward has that part; `reward/failed`: episodes whose reward failed
-    and was scored instead, left out when there are none."""
+    and was scored instead; `reward/unreadable`: those that the reward could not read and took for wrong. The last two
+    are left out when there are none."""
     of_episode = dict(zip(batch.episode_ids.tolist(), batch.metadata, strict=True))
     values: dict[str, list[float]] = {}
     for metadata in of_episode.values():
         for name, part in metadata.get("reward_parts", {}).items():
-            values.setdefault(name, []).append(part)
+            values.setdefault(well_formed(name), []).append(part)
     found = {f"reward/{name}": sum(parts) / len(parts) for name, parts in values.items()}
-    failed = sum("reward_failed" in metadata for metadata in of_episode.values())
-    return {**found, "reward/failed": float(failed)} if failed else found
+    for name in ("failed", "unreadable"):
+        if count := sum(f"reward_{name}" in metadata for metadata in of_episode.values()):
+            found[f"reward/{name}"] = float(count)
+    return found
 
 
 def _spread(batch: RolloutBatch, count: int) -> list[int]:
@@ -146,7 +157,8 @@ def _describe(batch: RolloutBatch, index: int, tokenizer: Any) -> dict[str, Any]
 def _to_loggers(trainer: Trainer, key: str, rows: list[dict[str, Any]]) -> None:
     columns = [name for name in rows[0] if name != "metadata"]
     table = [
-        [row[name] if isinstance(row[name], int | float | str) else str(row[name]) for name in columns] for row in rows
+        [row[name] if isinstance(row[name], int | float) else well_formed(str(row[name])) for name in columns]
+        for row in rows
     ]
     for logger in trainer.loggers:
         experiment: Any = logger.experiment
@@ -154,4 +166,4 @@ def _to_loggers(trainer: Trainer, key: str, rows: list[dict[str, Any]]) -> None:
             logger.log_table(key, columns=columns, data=table, step=trainer.global_step)
         elif hasattr(experiment, "add_text"):
             text = "\n\n".join(f"**{row['reward']:g}** {row['prompt']}`{row['completion']}`" for row in rows)
-            experiment.add_text(key, text, trainer.global_step)
+            experiment.add_text(key, well_formed(text), trainer.global_step)

@@ -4,8 +4,10 @@ Promises: `time/wait`, `time/prepare`, `time/tree`, `time/optimizer`, `time/sync
 global rank 0, every optimizer step; validation is in none of them. `time/step` runs from the end of the step before, so
 the parts add up to it but for what Lightning and other callbacks take. Where the datamodule counts its rollouts, the
 counts at the batch's arrival are logged too, as `rollouts/accepted`, `rollouts/dropped_stale` and so on (at its end
-the producer would race with the reading, and synchronous runs would not repeat); where the strategy measures what
-several ranks cost, that too (`DTAStrategy.step_metrics`).
+the producer would race with the reading, and synchronous runs would not repeat), and what the groups were worth that
+finished since the batch before, filtered ones included: `rollouts/reward`, `rollouts/solved` and so on (`Tally.take`;
+with the first step of the batch). That is the learning curve: `reward` is the mean of what is trained on, which a
+filter decides. Where the strategy measures what several ranks cost, that too (`DTAStrategy.step_metrics`).
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch.optim import Optimizer
 
 from callbacks.weight_sync import WeightSync
+from modules.metrics import forget
 
 PARTS = ("wait", "prepare", "tree", "optimizer", "sync")
 
@@ -33,6 +36,7 @@ class Throughput(Callback):
         self._step_end = self._validation_start = self._optimizer_start = 0.0
         self._wait = 0.0
         self._rollouts: dict[str, float] = {}
+        self._logged: set[str] = set()
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         callbacks: list[Any] = trainer.callbacks
@@ -47,6 +51,8 @@ class Throughput(Callback):
         data: Any = trainer.datamodule
         if trainer.is_global_zero and hasattr(data, "counters"):
             self._rollouts = {f"rollouts/{name}": float(count) for name, count in data.counters().items()}
+            if batch.index == 0 and hasattr(data, "tally"):
+                self._rollouts |= {f"rollouts/{name}": value for name, value in data.tally().items()}
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
         self._optimizer_start = time.perf_counter()
@@ -63,6 +69,8 @@ class Throughput(Callback):
         parts["optimizer"] = getattr(strategy, "optimizer_seconds", own)
         values = {f"time/{name}": parts.get(name, 0.0) for name in PARTS}
         values["time/step"] = now - self._step_end
+        forget(trainer, "on_train_batch_end", self._logged - self._rollouts.keys())
+        self._logged = set(self._rollouts)
         values.update(self._rollouts)
         if hasattr(strategy, "step_metrics"):
             values.update(strategy.step_metrics())

@@ -1,19 +1,21 @@
 """Validation before the first and after the last optimizer step, so that a run has a before and an after.
 
 Promises: both go through Lightning's own validation loop (same data, hooks, metrics and loggers as every other
-validation); a resumed run is not validated again at its start, nor a last step that was validated already.
+validation); a resumed run is not validated again at its start, nor a last step that was validated already. A run that
+ends in the middle of a batch of several steps is not validated there: the engine does not serve those weights.
 """
 
 from __future__ import annotations
 
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.utilities import rank_zero_warn
 
 
 class ValidateEnds(Callback):
     """Runs the validation loop at both ends of `fit`.
 
     Raises:
-        ValueError: (when training starts) there is no validation data.
+        ValueError: (when training starts) there is no validation data; `max_steps` ends in the middle of a batch.
     """
 
     def __init__(self) -> None:
@@ -23,6 +25,13 @@ class ValidateEnds(Callback):
         self._validated_at = trainer.global_step
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        steps = getattr(pl_module, "steps_per_batch", 1)
+        if trainer.max_steps > 0 and trainer.max_steps % steps and not trainer.fast_dev_run:
+            raise ValueError(
+                f"trainer.max_steps: {trainer.max_steps} ends in the middle of a batch of {steps} steps"
+                " (model.minibatches x model.epochs), where ValidateEnds cannot validate: set it to"
+                f" {nearest_multiples(trainer.max_steps, steps)}, or remove ValidateEnds"
+            )
         if trainer.global_step == 0:
             self._validate(trainer)
             if self._validated_at != 0:
@@ -32,7 +41,9 @@ class ValidateEnds(Callback):
                 )
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if self._validated_at != trainer.global_step:
+        if getattr(pl_module, "steps_done", 0):
+            rank_zero_warn("ValidateEnds: the run ends in the middle of a batch, whose weights are not validated")
+        elif self._validated_at != trainer.global_step:
             self._validate(trainer)
 
     def _validate(self, trainer: Trainer) -> None:
@@ -43,3 +54,9 @@ class ValidateEnds(Callback):
         trainer.fit_loop.epoch_loop.val_loop.run()
         trainer.training = True
         connector._first_loop_iter = first_iteration
+
+
+def nearest_multiples(number: int, of: int) -> str:
+    """Those above 0, in words."""
+    lower = number // of * of
+    return f"{lower} or {lower + of}" if lower else str(of)

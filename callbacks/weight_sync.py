@@ -3,6 +3,9 @@
 Promises: rollouts and validation start with the trainer's (restored) weights; when `on_train_batch_end` returns
 the engine serves the version the trainer has, and the staleness gate knows it. Only global rank 0 talks to the engine.
 
+A version is one set of weights, so the engine never serves those in the middle of a batch of several steps. Validation
+there would score other weights than a checkpoint saves with that score: it is refused when training starts.
+
 A version that does not reach the engine (a full disk, no server that takes it) stops the run with an error that says
 why. Training on would be no remedy: the gate counts in versions the engine serves, so rollouts would grow older than
 `max_staleness` allows without anyone noticing. Where some of several servers fail, the engine takes them out, goes on
@@ -12,6 +15,7 @@ with the others and brings them up to date later.
 from __future__ import annotations
 
 import logging
+import math
 import time
 from pathlib import Path
 from typing import Any, Literal
@@ -19,6 +23,7 @@ from typing import Any, Literal
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from callbacks.run_dir import run_dir
+from callbacks.validate_ends import nearest_multiples
 from datamodules.inference.export import checkpoint_weights, merged_weights, num_bytes
 from datamodules.inference.protocol import WeightUpdate
 from datamodules.inference.weight_files import WeightFiles
@@ -44,7 +49,8 @@ class WeightSync(Callback):
 
     Raises:
         ValueError: an option out of range or without effect; (at set-up) the datamodule has no inference engine to
-            keep in step, or one that does not take weights that way.
+            keep in step, or one that does not take weights that way; (when training starts) validation would fall into
+            the middle of a batch.
         ExportError: the weights cannot be exported, for example for want of disk space.
         GenerationError: the engine did not take them.
         RuntimeError: the engine already serves a newer version than the policy's.
@@ -58,8 +64,8 @@ class WeightSync(Callback):
     ) -> None:
         if method not in ("auto", "memory", "disk", "distributed"):
             raise ValueError(f"WeightSync.method: {method!r} is not one of auto, memory, disk, distributed")
-        if not deadline_s > 0:
-            raise ValueError(f"WeightSync.deadline_s: {deadline_s}, must be above 0")
+        if not 0 < deadline_s < math.inf:
+            raise ValueError(f"WeightSync.deadline_s: {deadline_s}, must be above 0 and finite")
         if directory is not None and method in ("memory", "distributed"):
             raise ValueError(_no_effect(directory, method, method))
         self.method = method
@@ -96,6 +102,7 @@ class WeightSync(Callback):
             raise ValueError(_no_effect(self.directory, self.method, self._way))
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        _refuse_validation_inside_batches(trainer, pl_module)
         # Here, not in on_fit_start: weights may be restored from a checkpoint between the two.
         self._start(trainer, pl_module)
 
@@ -157,6 +164,34 @@ class WeightSync(Callback):
             return WeightUpdate(version, path=str(path), deadline_s=self.deadline_s), size
         weights = merged_weights(policy) if self._way == "memory" else checkpoint_weights(policy)
         return WeightUpdate(version, state_dict=weights, deadline_s=self.deadline_s), num_bytes(weights)
+
+
+def _refuse_validation_inside_batches(trainer: Trainer, module: Any) -> None:
+    steps = getattr(module, "steps_per_batch", 1)
+    validates = trainer.enable_validation and getattr(trainer.datamodule, "val_sets", ())
+    if steps == 1 or not validates or trainer.fast_dev_run:
+        return
+    inside = f"a batch of {steps} steps (model.minibatches x model.epochs), whose weights no engine serves there"
+    if trainer._val_check_time_interval is not None:
+        raise ValueError(
+            f"trainer.val_check_interval: {trainer._val_check_time_interval:g} seconds may end in the middle of"
+            f" {inside}: set a number of steps, a multiple of {steps}, and trainer.check_val_every_n_epoch: null"
+        )
+    every, epoch = trainer.val_check_batch, trainer.num_training_batches
+    if trainer.check_val_every_n_epoch is not None and epoch % steps:
+        raise ValueError(
+            f"trainer.limit_train_batches: {trainer.limit_train_batches} makes epochs of {epoch} steps, so that"
+            f" validation falls in the middle of {inside}: set limit_train_batches to"
+            f" {nearest_multiples(int(epoch), steps)}, or trainer.check_val_every_n_epoch: null and"
+            f" val_check_interval to a multiple of {steps}"
+        )
+    assert every is not None  # it is only where a time is given
+    if every % steps:
+        given = f" ({every} steps)" if every != trainer.val_check_interval else ""
+        raise ValueError(
+            f"trainer.val_check_interval: {trainer.val_check_interval}{given} ends in the middle of {inside}: set it to"
+            f" {nearest_multiples(int(every), steps)} steps"
+        )
 
 
 def _no_effect(directory: str, method: str, way: str) -> str:

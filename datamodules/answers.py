@@ -6,8 +6,9 @@ Promises: functions from text to text, "" for no answer (which casts no vote); e
 
 from __future__ import annotations
 
-import re
+from collections import deque
 
+from datamodules.files.expressions import Pattern
 from datamodules.rewards.functions import MARKED
 
 
@@ -41,13 +42,11 @@ class RegexAnswer:
     """
 
     def __init__(self, pattern: str) -> None:
-        try:
-            self.pattern = re.compile(pattern, re.DOTALL)
-        except re.error as error:
-            raise ValueError(f"RegexAnswer.pattern: {pattern!r} is no regular expression: {error}") from None
-        if self.pattern.groups < 1:
-            raise ValueError(f"RegexAnswer.pattern: {pattern!r} has no group; put the answer in (...)")
+        self.pattern = Pattern(pattern, "RegexAnswer.pattern", dotall=True)
 
     def __call__(self, completion: str) -> str:
-        found = [match[1] for match in self.pattern.finditer(completion)]
-        return (found[-1] or "").strip() if found else ""
+        try:
+            found = deque(self.pattern.find(completion), maxlen=1)
+        except ValueError:  # past the deadline: a completion that defeats the pattern has no vote
+            return ""
+        return (found[0] or "").strip() if found else ""

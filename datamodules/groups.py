@@ -55,13 +55,16 @@ def pack(groups: list[Group]) -> dict[str, Any]:
 
 
 def unpack(packed: dict[str, Any]) -> list[Group]:
-    """The inverse of `pack`."""
+    """The inverse of `pack`. Raises ValueError for groups that do not hold every trajectory once."""
     if not packed:
         return []
     batch = RolloutBatch.from_tensors(
         packed["tensors"], packed["prompt_ids"], packed["finish_reasons"], json.loads(packed["metadata"])
     )
     trajectories = _trajectories(batch)
+    counts = [count for *_, count in packed["groups"]]
+    if any(count < 1 for count in counts) or sum(counts) != len(trajectories):
+        raise ValueError(f"groups: of {counts} trajectories, but there are {len(trajectories)}")
     groups = []
     for index, prompt_id, admitted_at, count in packed["groups"]:
         groups.append(Group(index, prompt_id, admitted_at, trajectories[:count]))

@@ -18,7 +18,7 @@ class PairsDataModule(SupervisedDataModule):
 
     Args:
         prompts: source of prompts with both answers (a `PromptSource`); its seed decides the order.
-        tokenizer: "char:<alphabet>", "train:<size>" or a directory (see `datamodules.tokenizers`).
+        tokenizer: "char:<alphabet>", "train:<size>" or a directory (see `datamodules.prompts.tokenizers`).
         rejected_field: key of the prompt's metadata with the other answer, as text or as chat messages whose last is
             the answer.
         batch_size: pairs a batch, over all ranks.

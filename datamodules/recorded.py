@@ -19,11 +19,13 @@ import lightning as L
 import numpy as np
 import torch
 
-from app.batch import RolloutBatch, StepHandle, Trajectory
-from datamodules.data_files import resolve
-from datamodules.recorded_chat import ChatEncoder, load_chat_tokenizer, load_system, load_transcripts
-from datamodules.recorded_groups import choose, first_trials, grouped
-from datamodules.recorded_tokens import QWEN3_THINK_IDS, Conversation, RecordedDataError, Workload, load_npz
+from app.batch import RolloutBatch, Trajectory
+from datamodules.conversations.chat import ChatEncoder, load_chat_tokenizer, load_system, load_transcripts
+from datamodules.conversations.selection import choose, first_trials, grouped
+from datamodules.conversations.tokens import QWEN3_THINK_IDS, Conversation, RecordedDataError, Workload, load_npz
+from datamodules.files.data_files import resolve
+from datamodules.pipeline import fingerprint
+from datamodules.pipeline.steps import Position, StepLoader
 
 _log = logging.getLogger(__name__)
 
@@ -80,6 +82,8 @@ class RecordedDataModule(L.LightningDataModule):
         ):
             if value is not None and value < 1:
                 raise ValueError(f"{key}: must be at least 1, got {value}")
+        if not path:
+            raise ValueError("path: it is empty; name a file of recorded conversations")
         text = not path.endswith(".npz")
         if text and tokenizer is None:
             raise ValueError(f"tokenizer: '{path}' holds text; give the directory of a tokenizer with a chat template")
@@ -93,7 +97,10 @@ class RecordedDataModule(L.LightningDataModule):
         self._batches_per_epoch = batches_per_epoch
         self._think_ids: tuple[int, ...] = QWEN3_THINK_IDS
         self._groups: list[list[Conversation]] = []
-        self._position = 0  # batches dealt, whose last optimizer step has been handed out
+        self._position = Position()
+        chosen = {"workload": workload, "tasks_per_batch": tasks_per_batch, "trials": trials, "tasks": tasks}
+        dealt = {"min_reward": min_reward, "shuffle": shuffle, "seed": seed}
+        self._made_with = {key: str(value) for key, value in (chosen | dealt).items()}
 
     def setup(self, stage: str | None = None) -> None:
         """Reads and checks the file (once); every rank does, since all of them need the number of batches."""
@@ -103,6 +110,7 @@ class RecordedDataModule(L.LightningDataModule):
         if self._groups:
             return
         conversations = self._good(self._load())
+        self._made_with["path"] = fingerprint.of_file(resolve(self.path, "data.path"))
         groups = choose(grouped(conversations), self.tasks, self.path)
         self._groups = [first_trials(group, self.trials) for group in groups.values()]
         if self.tasks_per_batch > len(self._groups):
@@ -133,14 +141,31 @@ class RecordedDataModule(L.LightningDataModule):
         chosen = order[slot * self.tasks_per_batch : (slot + 1) * self.tasks_per_batch].tolist()
         return RolloutBatch.from_trajectories(t for group in chosen for t in self._trajectories(group))
 
-    def train_dataloader(self) -> _RecordedLoader:
-        return _RecordedLoader(self)
+    def train_dataloader(self) -> StepLoader:
+        return StepLoader(self)
 
-    def state_dict(self) -> dict[str, int]:
-        return {"position": self._position}
+    @property
+    def groups_per_batch(self) -> tuple[str, int]:
+        """The option that says how many groups a batch holds, and its value."""
+        return "tasks_per_batch", self.tasks_per_batch
 
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        self._position = state["position"]
+    def is_under_way(self, version: int) -> bool:
+        """See `BatchStream`."""
+        return self._position.is_under_way(version)
+
+    def hand_out(self, version: int) -> RolloutBatch | None:
+        """See `BatchStream`."""
+        number = self._position.hand_out(version)
+        return self.batch(number) if self.trainer.is_global_zero else None
+
+    def state_dict(self) -> dict[str, Any]:
+        position = self._position.state_dict(self.trainer.lightning_module.policy_version)
+        return {**position, fingerprint.KEY: dict(self._made_with)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Warns of another stream's settings (`pipeline/fingerprint.py`)."""
+        fingerprint.compare(state, self._made_with)
+        self._position.load_state_dict(state)
 
     def _good(self, conversations: list[Conversation]) -> list[Conversation]:
         least = self.min_reward
@@ -182,7 +207,7 @@ class RecordedDataModule(L.LightningDataModule):
                 yield Trajectory(
                     tokens=torch.from_numpy(tokens.astype(np.int64)),
                     loss_mask=torch.from_numpy(mask),
-                    behavior_logprobs=torch.zeros(len(tokens)),
+                    behavior_logprobs=torch.zeros(len(tokens), dtype=torch.float32),
                     versions=torch.full((len(tokens),), -1),
                     reward=conversation.reward,
                     group_id=group,
@@ -191,26 +216,3 @@ class RecordedDataModule(L.LightningDataModule):
                     prompt_id=conversation.task,
                     metadata=metadata,
                 )
-
-
-class _RecordedLoader:
-    """Handles on the stream's next batches; iterating again continues where the last iteration stopped."""
-
-    def __init__(self, data: RecordedDataModule) -> None:
-        self.data = data
-
-    def __len__(self) -> int:
-        return self.data.batches_per_epoch * self._count()
-
-    def __iter__(self) -> Iterator[StepHandle]:
-        data, count = self.data, self._count()
-        for _ in range(data.batches_per_epoch):
-            batch = data.batch(data._position) if data.trainer.global_rank == 0 else None
-            for index in range(count):
-                if index == count - 1:
-                    # Before the yield: a checkpoint written after this step must count the batch as consumed.
-                    data._position += 1
-                yield StepHandle(batch, index, count)
-
-    def _count(self) -> int:
-        return self.data.trainer.lightning_module.steps_per_batch

@@ -14,9 +14,9 @@ from typing import Any
 import lightning as L
 
 from app.batch import StepHandle
-from datamodules.data_files import resolve
+from datamodules.files.data_files import resolve
+from datamodules.files.recording import RecordingError, read_batch, versions
 from datamodules.groups import to_batch
-from datamodules.recording import RecordingError, read_batch, versions
 
 _log = logging.getLogger(__name__)
 
@@ -24,9 +24,9 @@ _log = logging.getLogger(__name__)
 class ReplayDataModule(L.LightningDataModule):
     """Recorded rollouts as training batches; training ends with the last one.
 
-    It has no state of its own: which batch comes next follows from the policy's version, so a run that goes on from a
-    checkpoint (of a replay, or of the recorded run) goes on with the right batch. Remove WeightSync from the callbacks:
-    there is no engine to keep up to date.
+    It has no state of its own: which step comes next follows from the policy's version and its steps done, so a run
+    that goes on from a checkpoint (of a replay, or of the recorded run) goes on with the right one. Remove WeightSync
+    from the callbacks: there is no engine to keep up to date.
 
     Args:
         path: the directory the batches were recorded in. Environment variables are expanded.
@@ -57,7 +57,7 @@ class ReplayDataModule(L.LightningDataModule):
 
 
 class _ReplayLoader:
-    """Handles on the recorded batches, from the policy's version on."""
+    """Handles on the recorded batches, from the policy's version, and the first step of it that is not done, on."""
 
     def __init__(self, data: ReplayDataModule) -> None:
         self._data = data
@@ -76,7 +76,7 @@ class _ReplayLoader:
             )
         for version in range(module.policy_version, last + 1):
             batch = to_batch(read_batch(self._data.directory, version)) if trainer.is_global_zero else None
-            for index in range(count):
+            for index in range(module.steps_done, count):
                 if version == last and index == count - 1:
                     _log.info("the recording ends with this batch, of version %d", last)
                     trainer.should_stop = True  # after this step; not after max_epochs empty epochs

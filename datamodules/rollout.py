@@ -7,6 +7,7 @@ restarts; everything it started ends with `teardown`, also after an error.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
@@ -14,24 +15,30 @@ from typing import Any, Literal
 import lightning as L
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from datamodules import rollout_options as check
-from datamodules.diagnosis import everything
-from datamodules.episodes import EpisodePlayer
+from app.batch import RolloutBatch
+from datamodules.files.recording import RolloutRecorder, versions
 from datamodules.filters import GroupFilter
-from datamodules.gate import StalenessGate
-from datamodules.groups import Group
+from datamodules.groups import Group, to_batch
 from datamodules.inference.protocol import InferenceEngine
-from datamodules.producer import Producer
+from datamodules.pipeline import fingerprint
+from datamodules.pipeline import rollout_options as check
+from datamodules.pipeline.diagnosis import everything
+from datamodules.pipeline.episodes import EpisodePlayer
+from datamodules.pipeline.gate import StalenessGate
+from datamodules.pipeline.producer import Producer
+from datamodules.pipeline.rollout_loaders import EvalLoader, PredictLoader
+from datamodules.pipeline.steps import StepLoader
+from datamodules.pipeline.val_sets import ValOptions, ValSet, val_sets, with_answers
+from datamodules.pipeline.watchdog import OnStall, StallOptions, Watchdog
 from datamodules.prompts.base import Prompt, PromptSource
 from datamodules.prompts.dealer import PromptDealer
-from datamodules.recording import RolloutRecorder
+from datamodules.prompts.tokenizers import load_tokenizer, texts_of
 from datamodules.rewards.options import RewardOptions
 from datamodules.rewards.pool import RewardPool
-from datamodules.rollout_loaders import EvalLoader, PredictLoader, TrainLoader
-from datamodules.tokenizers import load_tokenizer, texts_of
-from datamodules.val_sets import ValOptions, ValSet, val_sets, with_answers
-from datamodules.watchdog import OnStall, StallOptions, Watchdog
 from datamodules.workflows.base import Workflow
+from datamodules.workflows.turn_ends import TurnEnds
+
+_log = logging.getLogger(__name__)
 
 
 class RolloutDataModule(L.LightningDataModule):
@@ -42,14 +49,16 @@ class RolloutDataModule(L.LightningDataModule):
         workflow: plays an episode: any class with `async def run(engine, prompt) -> list[Trajectory]` and
             `max_new_tokens`.
         engine: an `InferenceEngine`.
-        tokenizer: "char:<alphabet>", "train:<size>" or a directory (see `datamodules.tokenizers`).
+        tokenizer: "char:<alphabet>", "train:<size>" or a directory (see `datamodules.prompts.tokenizers`).
         reward: `(prompt, completion) -> float`, as the import path of a function, or class_path and init_args of a
             callable class; runs in worker processes. None when the workflow sets rewards itself.
         val_prompts: source of held-out prompts, with an end, or several by name; None for no validation.
         batch_size: groups a batch, over all ranks.
         group_size: episodes of each prompt (advantages from group statistics need at least 2).
         max_staleness: most policy versions between a group's admission and its training; 0 is synchronous, and
-            reproducible under a seed (to the last bit if `max_concurrent` is at least `batch_size`).
+            reproducible under a seed: to the last bit with workflows of one turn, if `max_concurrent` is at least
+            `batch_size` and no group is filtered or fails. Otherwise who is computed beside whom depends on when
+            rewards arrive: the same draws, up to float rounding, until a rounding flips a token.
         max_concurrent: most groups played at once; None for all that may be.
         over_sampling: prompts started for each one a batch needs, at least 1.0. With 1.5, half a batch more than is
             needed is played; the first to finish are taken, and as soon as enough are finished the others are cancelled
@@ -64,7 +73,8 @@ class RolloutDataModule(L.LightningDataModule):
             them out, with a logged count.
         val_samples: episodes of each validation prompt, or of each set's by name.
         val_temperature: of their sampling; 0 is greedy.
-        val_options: when a prompt counts as solved, and how votes are counted (`datamodules.val_sets.ValOptions`).
+        val_options: when a prompt counts as solved, and how votes are counted
+            (`datamodules.pipeline.val_sets.ValOptions`).
         val_batch_size: validation prompts rolled out at a time.
         reward_workers: processes for rewards.
         reward_deadline_s: seconds one reward may take; then its worker is killed and its group dropped.
@@ -122,8 +132,14 @@ class RolloutDataModule(L.LightningDataModule):
         counts = {"batch_size": batch_size, "group_size": group_size, "batches_per_epoch": batches_per_epoch}
         check.at_least(1, {**counts, "val_batch_size": val_batch_size})
         check.at_least(1, {"max_failures": max_failures, "max_filtered": max_filtered or 1000})
-        check.at_least(0, {"max_staleness": max_staleness, "val_temperature": val_temperature})
-        check.above_zero({"episode_deadline_s": episode_deadline_s, "collect_deadline_s": collect_deadline_s})
+        check.at_least(0, {"max_staleness": max_staleness})
+        check.temperature("val_temperature", val_temperature)
+        check.deadline({"episode_deadline_s": episode_deadline_s, "collect_deadline_s": collect_deadline_s})
+        check.deadline({"stall_after_s": 1.0 if stall_after_s is None else stall_after_s})
+        check.at_most(check.MOST_EPISODES, {"batch_size": batch_size, "group_size": group_size})
+        check.at_most(check.MOST_EPISODES, {"batch_size x group_size": batch_size * group_size})
+        check.at_most(check.MOST_EPISODES, {"max_concurrent": max_concurrent, "val_batch_size": val_batch_size})
+        check.at_most(1000, {"max_staleness": max_staleness, "over_sampling": over_sampling})
         check.one_of("long_prompts", long_prompts, ("error", "skip"))
         if max_filtered is not None and filter is None:
             raise ValueError(f"max_filtered: {max_filtered} has no effect without filter; remove it or set filter")
@@ -173,26 +189,38 @@ class RolloutDataModule(L.LightningDataModule):
         )
         self._filter = filter
         self._max_filtered = max_filtered or 1000
+        self._solved_at = (val_options or ValOptions()).solved_at
         self._seed = seed
+        self._made_with = {
+            "workflow": fingerprint.of_object(workflow),
+            "group_size": str(group_size),
+            "batch_size": str(batch_size),
+            "seed": str(seed),
+        }
         self._producer: Producer | None = None
         self._watchdog: Watchdog | None = None
         self._record = record
         self._recorder: RolloutRecorder | None = None
+        self._ends: tuple[int, ...] = ()
         self._val_dealers: dict[str, PromptDealer] = {}
         self._started = False
+        self._worker_logs: Path | None = None
         self._stream: dict[str, Any] | None = None  # where the next start goes on
-        self._handed_out: tuple[int, list[Group]] = (-1, [])  # the last batch, and the version it trains
+        self._handed_out_at: int | None = None  # the version that the last batch trains; on every rank
 
     # ---- Lightning's hooks
 
     def setup(self, stage: str) -> None:
         """Loads the tokenizer, on every rank; one trained here is saved in the run directory."""
         trainer = self.its_trainer()
+        directory = trainer.log_dir  # asked on every rank: Lightning broadcasts it
+        self._worker_logs = Path(directory or trainer.default_root_dir) / "reward_workers"
         if self.tokenizer is None:
             self.tokenizer = load_tokenizer(self.tokenizer_spec, texts_of(self.prompts))
-            directory = trainer.log_dir  # asked on every rank: Lightning broadcasts it
             if self.tokenizer_spec.startswith("train:") and trainer.is_global_zero and directory:
                 self.tokenizer.save_pretrained(Path(directory) / "tokenizer")
+            self._made_with |= fingerprint.of_tokenizer(self.tokenizer)
+            self._made_with["prompts"] = fingerprint.of_prompts(self.prompts)
         if stage == "fit" and trainer.accumulate_grad_batches != 1:
             raise ValueError(
                 f"trainer.accumulate_grad_batches: {trainer.accumulate_grad_batches}, but a rollout batch is one or"
@@ -203,8 +231,8 @@ class RolloutDataModule(L.LightningDataModule):
             directory = Path(trainer.log_dir or trainer.default_root_dir)  # asked on every rank, as above
             self._recorder = RolloutRecorder(directory / self._record) if trainer.is_global_zero else None
 
-    def train_dataloader(self) -> TrainLoader:
-        return TrainLoader(self)
+    def train_dataloader(self) -> StepLoader:
+        return StepLoader(self)
 
     def val_dataloader(self) -> EvalLoader | list[EvalLoader]:
         """A loader a set of held-out prompts."""
@@ -219,16 +247,25 @@ class RolloutDataModule(L.LightningDataModule):
         return PredictLoader(self)
 
     def state_dict(self) -> dict[str, Any]:
-        """The stream: position, prompts in progress (to be played again), finished groups, counters."""
+        """The stream: position, prompts in progress (to be played again), finished groups, the groups of a batch under
+        way, counters."""
         if self._producer is None:
-            return dict(self._stream or {})
-        return self._producer.state_dict(self._untrained())
+            state = dict(self._stream or {})
+        else:
+            state = self._producer.state_dict(**self._in_training(self._producer))
+        return {**state, fingerprint.KEY: dict(self._made_with)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Takes effect with the next `start`. Raises RuntimeError when rollouts already run."""
+        """Takes effect with the next `start`. Warns of another stream's settings (`pipeline/fingerprint.py`).
+
+        Raises:
+            RuntimeError: rollouts already run. ValueError: it was made with another tokenizer.
+        """
         if self._producer is not None:
             raise RuntimeError("RolloutDataModule.load_state_dict: rollouts are running; load before start")
+        fingerprint.compare(state_dict, self._made_with)
         self._stream = dict(state_dict)
+        self._handed_out_at = state_dict.get("version")
 
     def teardown(self, stage: str) -> None:
         """Ends producer, engine and reward workers. A later `start` goes on with the stream."""
@@ -264,6 +301,11 @@ class RolloutDataModule(L.LightningDataModule):
         """Where the groups of the stream are; see `StalenessGate.counters`."""
         return self.gate.counters()
 
+    def tally(self) -> dict[str, float]:
+        """What the groups were worth that finished since this was last asked, before filter and staleness; see
+        `Tally.take`."""
+        return {} if self._producer is None else self._producer.tally()
+
     def diagnose(self) -> str:
         """For a run that hangs: what is pending where, and where every task waits. From any thread."""
         producer = self._producer
@@ -276,21 +318,45 @@ class RolloutDataModule(L.LightningDataModule):
             self._watchdog = None
         producer, self._producer = self._producer, None
         if producer is not None:
-            self._stream = producer.state_dict(self._untrained())
+            self._stream = producer.state_dict(**self._in_training(producer))
             producer.close()
         if self._pool is not None:
             self._pool.close()
+        if self._started and hasattr(self.workflow, "close"):
+            self.workflow.close()
         if self._started:
             self.engine.close()
         self._started = False
-        self._handed_out = (-1, [])
 
-    # ---- called by the loaders, on global rank 0
+    # ---- called by the loaders: the first two on every rank, the others on global rank 0
+
+    @property
+    def groups_per_batch(self) -> tuple[str, int]:
+        """The option that says how many groups a batch holds, and its value."""
+        return "batch_size", self.batch_size
+
+    def is_under_way(self, version: int) -> bool:
+        """See `BatchStream`."""
+        return version == self._handed_out_at
+
+    def hand_out(self, version: int) -> RolloutBatch | None:
+        """See `BatchStream`; None, too, when the run is asked to end meanwhile. Raises as `collect`."""
+        if not self.its_trainer().is_global_zero:
+            self._handed_out_at = version
+            return None
+        stream = self._running_producer().stream
+        if not self.is_under_way(version):
+            stream.release()
+            self._handed_out_at = version  # before they are taken: no interruption finds groups that are nobody's
+        groups = stream.taken or self.collect()
+        return to_batch(groups) if groups else None
 
     def collect(self) -> list[Group]:
-        """The next batch's groups. Raises TimeoutError and RuntimeError as `Producer.collect`."""
+        """The next batch's groups; empty when the run is asked to end. Raises TimeoutError and RuntimeError
+        as `Producer.collect`."""
         groups = self._running_producer().collect(self.batch_size, self.collect_deadline_s)
-        self._handed_out = (self._policy_version(), groups)
+        if not groups:
+            return []
         if self._recorder is not None:
             self._recorder.write(self.gate.version, groups)
         return groups
@@ -298,7 +364,7 @@ class RolloutDataModule(L.LightningDataModule):
     def let_go(self) -> None:
         """The batch collected last will not be trained on: it counts as a version of its own, so that there is room for
         the next one while the weights stay as they are."""
-        self._handed_out = (-1, [])
+        self._running_producer().stream.release()
         self._running_producer().publish(self.gate.version + 1)
 
     def evaluate(self, prompts: ValSet, first: int, last: int) -> list[Group]:
@@ -307,25 +373,31 @@ class RolloutDataModule(L.LightningDataModule):
         dealt = [prompt for prompt in map(dealer.deal, range(first, last)) if prompt is not None]
         groups = producer.evaluate(dealt, prompts.samples, self.val_temperature, self.collect_deadline_s)
         assert self.tokenizer is not None
-        return with_answers(groups, self.tokenizer, prompts.answer) if prompts.samples > 1 else groups
+        return with_answers(groups, self.tokenizer, prompts.answer, self._ends) if prompts.samples > 1 else groups
 
     def _launch(self, model: PreTrainedModel, version: int) -> None:
         assert self.tokenizer is not None, "start comes after setup"
+        under_way = (self._stream or {}).get("version") == version
         if self._recorder is not None:
-            self._recorder.begin(version)
+            self._recorder.begin(version + under_way)  # a batch under way was recorded when it was handed out
         if self._pool is not None:
-            self._pool.start()  # before there are threads
+            self._pool.start(self._worker_logs)
         self.engine.start(model, version, self._seed)
         if self.tokenizer.eos_token_id >= self.engine.vocab_size:
             raise ValueError(
                 f"tokenizer: its end of sequence is token {self.tokenizer.eos_token_id}, outside the model's vocabulary"
                 f" of {self.engine.vocab_size}; use the tokenizer that belongs to the model"
             )
+        ends = TurnEnds.of(self.tokenizer, model, self.engine.vocab_size)
+        # Seen without asking where replies end with more than the tokenizer's end of sequence.
+        level = logging.WARNING if len(ends.ids) > 1 else logging.INFO
+        _log.log(level, "%s", ends.line(self.tokenizer, getattr(self.workflow, "stop", ())))
         if hasattr(self.workflow, "prepare"):
             self.workflow.prepare(self.tokenizer)
         dealer = self._dealer(self.prompts)
         self._val_dealers = {one.name: self._dealer(one.source) for one in self.val_sets}
-        player = EpisodePlayer(self.workflow, self.engine, self.tokenizer, self._pool, self._episode_deadline_s)
+        self._ends = ends.ids
+        player = EpisodePlayer(self.workflow, self.engine, self.tokenizer, self._pool, self._episode_deadline_s, ends)
         self._producer = Producer(
             player,
             dealer,
@@ -335,8 +407,11 @@ class RolloutDataModule(L.LightningDataModule):
             max_failures=self._max_failures,
             group_filter=self._filter,
             max_filtered=self._max_filtered,
+            solved_at=self._solved_at,
         )
         self._producer.start(version, self._stream)
+        if self._recorder is not None and under_way and version not in versions(self._recorder.directory):
+            self._recorder.write(version, self._producer.stream.taken)  # by a run in another directory
         self._watchdog = Watchdog(self._stall, self._producer)
         self._watchdog.start()
 
@@ -356,19 +431,17 @@ class RolloutDataModule(L.LightningDataModule):
 
     def _running_producer(self) -> Producer:
         if self._producer is None:
-            raise RuntimeError(
+            raise ValueError(
                 "RolloutDataModule: nothing rolls out; add callbacks.WeightSync to trainer.callbacks, which starts it"
             )
         return self._producer
 
-    def _policy_version(self) -> int:
-        version: int = self.its_trainer().lightning_module.policy_version
-        return version
-
-    def _untrained(self) -> list[Group]:
-        """The groups of a batch that was handed out and whose last optimizer step is not done."""
-        version, groups = self._handed_out
-        return groups if groups and self._policy_version() == version else []
+    def _in_training(self, producer: Producer) -> dict[str, list[Group]]:
+        """The groups of a batch whose last optimizer step is not done, as `Producer.state_dict` takes them."""
+        module: Any = self.its_trainer().lightning_module
+        if not producer.stream.taken or not self.is_under_way(module.policy_version):
+            return {}
+        return {"under_way" if module.steps_done else "in_training": producer.stream.taken}
 
     def its_trainer(self) -> L.Trainer:
         """The trainer this datamodule was given to. Raises RuntimeError without one."""

@@ -1,22 +1,26 @@
 """`SupervisedDataModule`: prompts with their solutions as training sequences, for a supervised (warm) start.
 
 Promises: batch k holds prompts `k * batch_size` to `(k + 1) * batch_size - 1` of the source, whatever the ranks; the
-solution and the end-of-sequence token are trained, the prompt is not; the stream goes on over epochs and resumes.
+solution and the token that ends it are trained, the prompt is not; the stream goes on over epochs and resumes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from functools import cached_property
 from itertools import chain
 from pathlib import Path
+from typing import Any
 
 import lightning as L
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from app.batch import RolloutBatch, StepHandle, Trajectory
+from app.batch import RolloutBatch, Trajectory
+from datamodules.pipeline import fingerprint
+from datamodules.pipeline.steps import Position, StepLoader
 from datamodules.prompts.base import Prompt, PromptSource
-from datamodules.tokenizers import encode_prompt, load_tokenizer, texts_of
+from datamodules.prompts.tokenizers import encode_prompt, load_tokenizer, texts_of
+from datamodules.workflows.turn_ends import template_end
 
 
 class SupervisedDataModule(L.LightningDataModule):
@@ -24,7 +28,7 @@ class SupervisedDataModule(L.LightningDataModule):
 
     Args:
         prompts: source of prompts with solutions or answers (a `PromptSource`); its seed decides the order.
-        tokenizer: "char:<alphabet>", "train:<size>" or a directory (see `datamodules.tokenizers`).
+        tokenizer: "char:<alphabet>", "train:<size>" or a directory (see `datamodules.prompts.tokenizers`).
         batch_size: sequences a batch, over all ranks.
         batches_per_epoch: batches an epoch.
         max_tokens: sequences longer than this are refused, by name; None for no limit of our own.
@@ -60,7 +64,8 @@ class SupervisedDataModule(L.LightningDataModule):
         self.batch_size = batch_size
         self.batches_per_epoch = batches_per_epoch
         self.max_tokens = max_tokens
-        self._position = 0  # batches whose last optimizer step has been handed out
+        self._position = Position()
+        self._made_with = {"batch_size": str(batch_size)}
 
     def setup(self, stage: str) -> None:
         if self.tokenizer is not None:
@@ -70,6 +75,8 @@ class SupervisedDataModule(L.LightningDataModule):
         directory = trainer.log_dir if trainer else None  # asked on every rank: Lightning broadcasts it
         if self.tokenizer_spec.startswith("train:") and trainer and trainer.is_global_zero and directory:
             self.tokenizer.save_pretrained(Path(directory) / "tokenizer")
+        self._made_with |= fingerprint.of_tokenizer(self.tokenizer)
+        self._made_with["prompts"] = fingerprint.of_prompts(self.prompts)
 
     def batch(self, position: int) -> RolloutBatch:
         """Batch number `position`, from 0, of the endless stream."""
@@ -77,14 +84,38 @@ class SupervisedDataModule(L.LightningDataModule):
         positions = range(first, first + self.batch_size)
         return RolloutBatch.from_trajectories(chain.from_iterable(map(self.trajectories, positions)))
 
-    def train_dataloader(self) -> _SupervisedLoader:
-        return _SupervisedLoader(self)
+    @cached_property
+    def _chat_end(self) -> int | None:
+        assert self.tokenizer is not None
+        return template_end(self.tokenizer)
 
-    def state_dict(self) -> dict[str, int]:
-        return {"position": self._position}
+    def train_dataloader(self) -> StepLoader:
+        return StepLoader(self)
 
-    def load_state_dict(self, state_dict: dict[str, int]) -> None:
-        self._position = state_dict["position"]
+    @property
+    def groups_per_batch(self) -> tuple[str, int]:
+        """The option that says how many groups a batch holds, and its value."""
+        return "batch_size", self.batch_size
+
+    def is_under_way(self, version: int) -> bool:
+        """See `BatchStream`."""
+        return self._position.is_under_way(version)
+
+    def hand_out(self, version: int) -> RolloutBatch | None:
+        """See `BatchStream`."""
+        number = self._position.hand_out(version)
+        assert self.trainer is not None
+        return self.batch(number) if self.trainer.is_global_zero else None
+
+    def state_dict(self) -> dict[str, Any]:
+        assert self.trainer is not None
+        position = self._position.state_dict(self.trainer.lightning_module.policy_version)
+        return {**position, fingerprint.KEY: dict(self._made_with)}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Warns of another stream's settings. Raises ValueError where it was made with another tokenizer."""
+        fingerprint.compare(state_dict, self._made_with)
+        self._position.load_state_dict(state_dict)
 
     def trajectories(self, index: int) -> list[Trajectory]:
         """The training sequences of the prompt at stream position `index`."""
@@ -92,12 +123,16 @@ class SupervisedDataModule(L.LightningDataModule):
         return [self.imitation(prompt, prompt.solution or prompt.answer, group=index, episode=index)]
 
     def imitation(self, prompt: Prompt, solution: str, group: int, episode: int, reward: float = 0.0) -> Trajectory:
-        """The prompt, then `solution` and the end of sequence, which are trained. Raises ValueError as the class."""
+        """The prompt, then `solution` and what ends it, which are trained. Raises ValueError as the class.
+
+        A chat's end is that of the chat template, where it has one; a text's is the tokenizer's end of sequence.
+        """
         assert self.tokenizer is not None, "batches come after setup"
         if not solution:
             raise ValueError(f"prompt '{prompt.id}' has neither solution nor answer to imitate; set answer_field")
         given = encode_prompt(self.tokenizer, prompt)
         made = encode_prompt(self.tokenizer, Prompt(id=f"{prompt.id} (solution)", text=solution), bare=True)
+        end = self._chat_end if prompt.messages else None
         length = len(given) + len(made) + 1
         if self.max_tokens is not None and length > self.max_tokens:
             raise ValueError(
@@ -105,37 +140,12 @@ class SupervisedDataModule(L.LightningDataModule):
                 " raise max_tokens or remove it from the data"
             )
         return Trajectory(
-            tokens=torch.tensor([*given, *made, self.tokenizer.eos_token_id]),
+            tokens=torch.tensor([*given, *made, self.tokenizer.eos_token_id if end is None else end]),
             loss_mask=torch.arange(length) >= len(given),
-            behavior_logprobs=torch.zeros(length),
+            behavior_logprobs=torch.zeros(length, dtype=torch.float32),
             versions=torch.full((length,), -1),
             reward=reward,
             group_id=group,
             episode_id=episode,
             prompt_id=prompt.id,
         )
-
-
-class _SupervisedLoader:
-    """Handles on the stream's next batches; iterating again goes on where the last iteration stopped."""
-
-    def __init__(self, data: SupervisedDataModule) -> None:
-        self._data = data
-
-    def __len__(self) -> int:
-        return self._data.batches_per_epoch * self._steps()
-
-    def __iter__(self) -> Iterator[StepHandle]:
-        data, count = self._data, self._steps()
-        assert data.trainer is not None
-        for _ in range(data.batches_per_epoch):
-            batch = data.batch(data._position) if data.trainer.is_global_zero else None
-            for index in range(count):
-                if index == count - 1:  # before the yield: a checkpoint after this step counts the batch as used
-                    data._position += 1
-                yield StepHandle(batch, index, count)
-
-    def _steps(self) -> int:
-        assert self._data.trainer is not None
-        steps: int = self._data.trainer.lightning_module.steps_per_batch
-        return steps

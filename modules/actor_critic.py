@@ -7,6 +7,7 @@ number of value targets of the whole optimizer step over all ranks; during the w
 
 from __future__ import annotations
 
+import math
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -66,8 +67,8 @@ class ActorCriticModule(PolicyModule):
                 " modules.PolicyModule as class_path"
             )
         for key, given in (("value_coef", value_coef), ("value_clip", value_clip), ("critic_lr", critic_lr)):
-            if given is not None and not given > 0:
-                raise ValueError(f"{key}: must be above 0, got {given}")
+            if given is not None and not 0 < given < math.inf:
+                raise ValueError(f"{key}: must be above 0 and finite, got {given}")
         if critic_warmup < 0:
             raise ValueError(f"critic_warmup: must not be negative, got {critic_warmup}")
         if self.algorithm.whole_step:

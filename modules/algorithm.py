@@ -7,8 +7,10 @@ composed, or would have no effect, is refused when it is made, by an error that 
 from __future__ import annotations
 
 import copy
+import inspect
+import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -29,7 +31,8 @@ PROXIMAL = ("sampler", "recomputed", "interpolated")
 
 TOKEN_INPUTS = ("logprobs", "entropy", "old", "behavior", "reference", "advantages", "mask", "cu_seqlens")
 STEP_INPUTS = ("groups", "episodes", "rewards")
-REWARD_INPUTS = ("logprobs", "reference", "mask", "cu_seqlens")
+SEQUENCE_INPUTS = ("episodes", "turns")  # of costs in the reward, from the batch itself
+REWARD_INPUTS = ("logprobs", "reference", "mask", "cu_seqlens", *SEQUENCE_INPUTS)
 CORRECTION_INPUTS = ("old", "behavior", "mask", "cu_seqlens")
 ADVANTAGE_INPUTS = ("batch", "values", "token_rewards")
 
@@ -40,7 +43,7 @@ class Regulariser:
 
     Attributes:
         name: a function of `modules.regularisers`, or the import path of one.
-        coef: its weight, not 0; above 0 the cost is made small.
+        coef: its weight, above 0: the cost is made small.
         where: "loss" adds coef x cost to each token's loss; "reward" takes it from the reward before advantages are
             computed.
         options: of the function.
@@ -101,6 +104,7 @@ class Algorithm:
         self.correction: Choice | None = None
         if correction is not None:
             self.correction = choose("correction", correction, correction_options, CORRECTIONS, CORRECTION_INPUTS)
+            self.correction = _at_level_of(self.correction, self.traits.sequence_ratio)
         self.loss_costs = [(r, self._cost(r)) for r in regularisers if r.where == "loss"]
         self.reward_costs = [(r, self._cost(r)) for r in regularisers if r.where == "reward"]
         given = {"advantage": advantage, "advantage_options": advantage_options}
@@ -124,12 +128,14 @@ class Algorithm:
         """What the regularisers take from the reward.
 
         Args:
-            inputs: REWARD_INPUTS of the whole batch, as far as they are needed.
+            inputs: REWARD_INPUTS of the whole batch, as far as they are needed and not SEQUENCE_INPUTS.
 
         Returns:
             float32 [T], 0 on tokens that are not trained; the sum of each penalty over the batch, by metric name.
         """
         total, sums = torch.zeros(batch.num_tokens, dtype=torch.float32), {}
+        if self.reward_costs:
+            inputs = {**inputs, "episodes": episodes(batch)[2], "turns": batch.turn_indices}
         for name, (regulariser, choice) in zip(self.penalties, self.reward_costs):
             penalty = (regulariser.coef * _shaped(choice(inputs), batch.tokens, choice)).masked_fill(
                 ~batch.loss_mask, 0.0
@@ -186,16 +192,26 @@ class Algorithm:
     # Checks
 
     def _cost(self, regulariser: Regulariser) -> Choice:
-        inputs = TOKEN_INPUTS if regulariser.where == "loss" else REWARD_INPUTS
+        inputs = (*TOKEN_INPUTS, *SEQUENCE_INPUTS) if regulariser.where == "loss" else REWARD_INPUTS
         choice = choose(
             "regularisers", regulariser.name, regulariser.options, REGULARISERS, inputs, "regularisers.options"
         )
-        if regulariser.coef == 0:
+        coef: Any = regulariser.coef
+        if coef == 0:
             raise ValueError(f"regularisers.{choice.name}: coef=0 has no effect; remove it or give it a weight")
+        if isinstance(coef, bool) or not isinstance(coef, int | float) or not 0 < coef < math.inf:
+            raise ValueError(
+                f"regularisers.{choice.name}: coef={coef!r} must be a finite number above 0: costs are made small"
+            )
         if regulariser.where == "loss":
             if not choice.needs & {"logprobs", "entropy"}:
                 raise ValueError(
                     f"regularisers.{choice.name} has no gradient, so it has no effect in the loss: set where: reward"
+                )
+            if choice.needs & {*SEQUENCE_INPUTS}:
+                raise ValueError(
+                    f"regularisers.{choice.name} asks for {' and '.join(SEQUENCE_INPUTS)}, which costs in the loss are"
+                    " not given: set where: reward"
                 )
             if choice.name == "kl" and choice.options.get("estimator") == "k1":
                 raise ValueError(
@@ -250,7 +266,8 @@ class Algorithm:
             }
             mask = torch.tensor([False, True, False, True])
             cu_seqlens, pair = torch.tensor([0, 2, 4]), torch.tensor([0, 1])
-            step = {"groups": torch.zeros_like(pair), "episodes": pair, "rewards": torch.tensor([0.0, 1.0])}
+            step = {"groups": torch.zeros_like(pair), "episodes": pair, "turns": torch.zeros_like(pair)}
+            step["rewards"] = torch.tensor([0.0, 1.0])
             inputs = {**tokens, "mask": mask, "cu_seqlens": cu_seqlens, **step}
             stats = tuple(self.losses(inputs)[1])
             for _, choice in self.loss_costs + self.reward_costs:
@@ -269,6 +286,15 @@ def with_rewards(batch: RolloutBatch, token_rewards: Tensor) -> RolloutBatch:
     other = copy.copy(batch)
     other.rewards = rewards.index_add(0, of_token, token_rewards.double())[of_sequence].float()
     return other
+
+
+def _at_level_of(correction: Choice, sequence_ratio: bool) -> Choice:
+    """With an objective whose ratio is a sequence's, corrections are by default too: as the ratio, the mean of the
+    logarithms. (With weights of single tokens the gradient would not be that of the weighted loss.)"""
+    takes_level = "level" in inspect.signature(correction.function).parameters
+    if not sequence_ratio or not takes_level or "level" in correction.options:
+        return correction
+    return replace(correction, options={**correction.options, "level": "geometric"})
 
 
 def _with_stats(result: Any, like: Tensor, choice: Choice) -> tuple[Tensor, dict[str, Tensor]]:

@@ -9,6 +9,9 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import math
+import types
+import typing
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -74,4 +77,25 @@ def choose(
         raise ValueError(
             f"{where}: {name}: {error} (its parameters named after inputs are filled in: {', '.join(inputs)})"
         ) from error
+    _check_values(f"{where}: {name}", function, options)
     return Choice(name, function, options, needs)
+
+
+def _check_values(where: str, function: Callable[..., Any], options: Mapping[str, Any]) -> None:
+    """Raises ValueError for numbers that are not finite, and for text where a number belongs."""
+    try:
+        hints = typing.get_type_hints(function)
+    except (NameError, TypeError, AttributeError):  # of a user's function, or of an object that is called
+        hints = {}
+    for key, value in options.items():
+        if isinstance(value, float) and not math.isfinite(value):
+            raise ValueError(f"{where}: {key}={value} must be a finite number")
+        hint = hints.get(key)
+        kinds: set[Any] = set(typing.get_args(hint)) if isinstance(hint, types.UnionType) else {hint}
+        if not kinds <= {int, float, bool, str, type(None)}:
+            continue
+        kind = next((one for one in (bool, int, float) if isinstance(value, one)), type(value))  # numpy's float64, too
+        fits = kind in kinds or (kind is int and float in kinds)
+        if not fits:
+            wanted = " or ".join(sorted("null" if one is type(None) else one.__name__ for one in kinds))
+            raise ValueError(f"{where}: {key}={value!r} is {type(value).__name__}, must be {wanted}")

@@ -30,7 +30,7 @@ def check_together(
     Raises:
         SelfCheckError: some rank's tree and dense execution differ, and `fall_back` is False.
     """
-    report = engine.check(tree, want)
+    report = engine.verify(tree, want)
     failed = report is not None and not report.passed
     device = next(engine.model.parameters()).device
     compared, mismatches = sum_over_ranks(

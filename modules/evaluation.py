@@ -12,6 +12,11 @@ For each set, with n samples a prompt:
     mean@n     mean over prompts of the mean reward of their episodes
     maj@n      share of prompts whose most frequent final answer is right (ties: the mean of those tied)
 
+And over all sets together, on a sample of their tokens (`mismatch.py`):
+
+    mismatch_kl       KL(sampler || policy), nats a token
+    logprob_diff_max  the largest difference of a token's log-probabilities, nats
+
 The last two need n > 1; all but accuracy are reported where `EvalHandle.ks` asks for pass@k.
 """
 
@@ -35,7 +40,7 @@ class EvaluationMetrics(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self._prefixes: list[str] = [""]
-        self._metrics = nn.ModuleList([NamedMetrics(means=("accuracy",))])
+        self._metrics = nn.ModuleList([NamedMetrics(("accuracy", "mismatch_kl"), maxima=("logprob_diff_max",))])
 
     def update(self, handle: EvalHandle) -> None:
         """Adds the episodes of a batch; to be called on every rank, with or without one."""
@@ -47,6 +52,10 @@ class EvaluationMetrics(nn.Module):
         if names:
             self._of(handle.prefix, names).update({name: found[name] for name in names if name in found})
         self._all()[0].update({"accuracy": found.get("accuracy", (0.0, 0))})
+
+    def compared(self, divergence: float, tokens: int, largest: float) -> None:
+        """Adds what `mismatch.compare` found on some episodes; on the rank that has them."""
+        self._all()[0].update({"mismatch_kl": (divergence, tokens)}, maxima={"logprob_diff_max": largest})
 
     def compute(self) -> dict[str, torch.Tensor]:
         """Collective: name -> scalar float64; names without data are left out."""
@@ -64,7 +73,9 @@ class EvaluationMetrics(nn.Module):
         for known, one in zip(self._prefixes[1:], self._all()[1:]):
             if known == prefix:
                 return one
-        made = NamedMetrics(means=names).to(self._all()[0].sums_state.device)
+        first = self._all()[0]
+        made = NamedMetrics(means=names).to(first.sums_state.device)
+        made.dist_sync_fn = first.dist_sync_fn
         self._prefixes.append(prefix)
         self._metrics.append(made)
         return made

@@ -13,7 +13,7 @@ def example_batch() -> RolloutBatch:
         Trajectory(
             tokens=torch.tensor([1, 2 + episode]),
             loss_mask=torch.tensor([False, True]),
-            behavior_logprobs=torch.tensor([0.0, -1.0]),
+            behavior_logprobs=torch.tensor([0.0, -1.0], dtype=torch.float32),
             versions=torch.tensor([-1, 0]),
             reward=float(episode),
             group_id=0,

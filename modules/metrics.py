@@ -6,8 +6,8 @@ there are two reductions.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import cast
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -96,6 +96,15 @@ class TokenSums:
     def means(self, weight: Tensor | float) -> dict[str, tuple[Tensor, Tensor | float]]:
         """name -> (sum, weight), as `NamedMetrics.update` takes them."""
         return {name: (total, weight) for name, total in zip(self.names, self._sums)}
+
+
+def forget(trainer: Any, hook: str, names: Iterable[str]) -> None:
+    """Removes metrics that were logged in `hook` and are not measured any more. Lightning would log their last values
+    again, and show them to early stopping, checkpoints and sweeps, as if they were of this step."""
+    for name in names:
+        trainer._results.pop(f"{hook}.{name}", None)
+        for shown in (trainer.callback_metrics, trainer.logged_metrics, trainer.progress_bar_metrics):
+            shown.pop(name, None)
 
 
 def episode_reward(batch: RolloutBatch | None) -> tuple[float, int]:

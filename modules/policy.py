@@ -20,6 +20,7 @@ from torch import Tensor
 from app.batch import EvalHandle, RolloutBatch
 from app.tree import FlatOutputs, TreeEngine
 from app.tree.transfer import on_device
+from modules import mismatch
 from modules.advantages import Estimate
 from modules.algorithm import STEP_INPUTS, Algorithm, Proximal, Regulariser, with_rewards
 from modules.engine_check import SelfCheck
@@ -28,7 +29,14 @@ from modules.metrics import NamedMetrics, TokenSums, episode_reward
 from modules.minibatches import split_minibatches
 from modules.model_source import ModelSource
 from modules.objectives import Aggregation
-from modules.policy_options import check_aggregation, check_reference, check_steps
+from modules.policy_options import (
+    check_aggregation,
+    check_groups,
+    check_proximal,
+    check_reference,
+    check_steps,
+    note_aggregation,
+)
 from modules.prepare import TreeStep
 from modules.reference import ReferencePolicy, Refresh
 from modules.regularisers import k3
@@ -57,8 +65,8 @@ class PolicyModule(TreeModule):
             recorded while sampling. "recomputed" (the default with a correction or a decoupled objective): the policy
             at the start of the batch; an extra pass, except with one step a batch. "interpolated": between sampler and
             current policy, log-linearly by version, as far as the version at the start of the batch lies between them;
-            never an extra pass (AReaL). Tokens that carry no log-probabilities (version -1) always take the policy at
-            the start of the batch.
+            never an extra pass (AReaL); with one step a batch it is refused, "recomputed" being exact and free there.
+            Tokens that carry no log-probabilities (version -1) always take the policy at the start of the batch.
         aggregation: "token_mean", "sequence_mean", "episode_mean" or "constant" (see `token_weights`); default: the
             objective's own.
         aggregation_constant: tokens, the divisor of aggregation "constant".
@@ -66,17 +74,22 @@ class PolicyModule(TreeModule):
             of the checkpoint, so a resumed run keeps it.
         reference_refresh: lets the reference follow the policy every so many rollout batches.
         reference_offload: keep the reference in CPU memory between its passes.
-        minibatches: optimizer steps one pass over a rollout batch takes.
+        minibatches: optimizer steps one pass over a rollout batch takes, at most the groups it holds. A run may stop
+            and go on after each of them; validation falls between batches.
         epochs: passes over a rollout batch; each shuffles anew.
         seed: of that shuffling.
 
-    Logs, every optimizer step, over all ranks: reward, loss, entropy, what objective, correction and regularisers
-    report, approx_kl (`old` against the policy), grad_norm, staleness and staleness_max (versions between sampling and
-    training), tokens/*; with a correction correction_weight and correction_ess, the effective share of the samples; at
-    index 0, where the batch has not moved the weights yet, penalty/* (an episode), and on tokens that the current
-    version sampled only: mismatch_kl and logprob_diff_max (sampler against trainer; left out when there are none).
-    Validation and test: `val/accuracy`, `test/accuracy`, the mean reward over episodes; `val/pass@k` and so on, behind
-    a set's name `val/<set>/` where sets have names: see `modules.evaluation`.
+    Logs, every optimizer step, over all ranks: reward (the mean over the batch's episodes: what is left after the
+    datamodule's filter, so no learning curve with one; `rollouts/reward` is), loss, entropy, what objective, correction
+    and regularisers report, approx_kl (`old` against the policy), grad_norm, staleness and staleness_max (versions
+    between sampling and training), tokens/*, tokens/s (dense tokens of all ranks by rank 0's wall seconds of the step,
+    whichever passes it ran); with a correction correction_weight and correction_ess, the effective share of the
+    samples; at index 0, where the batch has not moved the weights yet, penalty/* (an episode), and on tokens that the
+    current version sampled only: mismatch_kl and logprob_diff_max (sampler against trainer; left out when there are
+    none, as in asynchronous runs once rollouts are ahead).
+    Validation and test: `val/accuracy`, `test/accuracy`, the mean reward over episodes; `val/mismatch_kl` and
+    `val/logprob_diff_max`, the same comparison on a sample of their episodes; `val/pass@k` and so on, behind a set's
+    name `val/<set>/` where sets have names: see `modules.evaluation`.
 
     Raises:
         ValueError: an option out of range, or one that has no effect, naming it and the remedy.
@@ -130,16 +143,17 @@ class PolicyModule(TreeModule):
             proximal,
         )
         check_steps(minibatches, epochs)
+        check_proximal(self.algorithm.proximal, minibatches * epochs)
         check_reference(self.algorithm, reference, reference_refresh, reference_offload, self.has_critic)
         self.aggregation_mode: Aggregation = aggregation or self.algorithm.traits.aggregation
         self.aggregation_constant = aggregation_constant
         check_aggregation(self.aggregation_mode, aggregation_constant)
+        note_aggregation(self.algorithm, aggregation, self.aggregation_mode)
         self.reference_source = reference
         self._reference_options = (reference_refresh, reference_offload)
         self.minibatches, self.epochs, self.seed = minibatches, epochs, seed
         self.steps_per_batch = minibatches * epochs
         self.reference: ReferencePolicy | None = None
-        self._splits: list[list[int]] = []
         self._penalties: dict[str, float] = {}
         self._sums = TokenSums((), self.device)
         self._peak = torch.zeros(())
@@ -147,6 +161,7 @@ class PolicyModule(TreeModule):
         means = ("reward", *self._token_metrics, "staleness", "mismatch_kl", *self.algorithm.penalties)
         self.train_metrics = NamedMetrics(means, ("loss", *TOKEN_COUNTS), ("staleness_max", "logprob_diff_max"))
         self.eval_metrics = EvaluationMetrics()
+        self._compared: set[str] = set()  # sets of held-out prompts, in this validation
 
     @property
     def _has_old(self) -> bool:
@@ -161,6 +176,11 @@ class PolicyModule(TreeModule):
 
     def aggregation(self) -> tuple[Aggregation, float | None]:
         return self.aggregation_mode, self.aggregation_constant
+
+    def setup(self, stage: str) -> None:
+        super().setup(stage)
+        if stage == "fit":
+            check_groups(self.minibatches, getattr(self.trainer, "datamodule", None))
 
     def engine_for(self, name: str) -> AbstractContextManager[TreeEngine]:
         if name == "reference":
@@ -177,9 +197,6 @@ class PolicyModule(TreeModule):
             for name, column in outputs.items():
                 batch.add_column(_LOGPROBS[engine] if name == "logprobs" else name, column)
         self._credit(batch)
-        self._splits = []
-        for epoch in range(self.epochs):
-            self._splits += split_minibatches(batch, self.minibatches, (self.seed, self.policy_version, epoch))
 
     def passes(self, batch: RolloutBatch) -> dict[str, tuple[str, ...]]:
         """Forward passes at the start of the batch. With one step a batch the policy at its start is the policy of the
@@ -213,7 +230,12 @@ class PolicyModule(TreeModule):
             batch.add_column("value_mask", found.value_mask)
 
     def step_sequences(self, batch: RolloutBatch, index: int) -> list[int]:
-        return self._splits[index]
+        epoch, part = divmod(index, self.minibatches)
+        couples = bool(set(STEP_INPUTS) & self.algorithm.objective.needs)  # the episodes of a group
+        return split_minibatches(batch, self.minibatches, (self.seed, self.policy_version, epoch), couples)[part]
+
+    def step_plan(self) -> dict[str, int]:
+        return {"minibatches": self.minibatches, "epochs": self.epochs, "seed": self.seed}
 
     def step_columns(self, batch: RolloutBatch, indices: list[int]) -> dict[str, Tensor]:
         columns = super().step_columns(batch, indices)
@@ -244,7 +266,7 @@ class PolicyModule(TreeModule):
         if self.algorithm.proximal == "interpolated":
             # What the current policy counts in `old`: it will be one version further when the batch is done.
             age = (self.policy_version - batch.versions).clamp(min=0)
-            columns["current_share"] = age / (age + 1.0)
+            columns["current_share"] = age.float() / (age + 1)
         if not bool((recorded | ~mask).all()):
             columns["recorded"] = recorded
         return columns
@@ -297,7 +319,8 @@ class PolicyModule(TreeModule):
         """Rank 0: the gradient of the step's objective by the log-probability of each token, float32 [T] of the whole
         batch. The ranks run their shares forward; the arithmetic on all of it is done here."""
         part = batch.select(indices)
-        logprobs = self.forward_columns(part, {"policy": ("logprobs",)})["policy"]["logprobs"].requires_grad_()
+        scored = self.forward_columns(batch, {"policy": ("logprobs",)}, indices)["policy"]["logprobs"]
+        logprobs = scored[batch.flat_index(indices)].requires_grad_()
         inputs = self._inputs(FlatOutputs(part.cu_seqlens, logprobs=logprobs), self._token_columns(part))
         if set(STEP_INPUTS) & self.algorithm.objective.needs:
             rewards = with_rewards(part, part.columns["token_rewards"]).rewards
@@ -346,5 +369,32 @@ class PolicyModule(TreeModule):
             assert self.policy is not None
             self.reference.follow(self.policy, self.policy_version)
 
+    def on_validation_epoch_start(self) -> None:
+        super().on_validation_epoch_start()
+        self._compared.clear()
+
+    def on_test_epoch_start(self) -> None:
+        super().on_test_epoch_start()
+        self._compared.clear()
+
     def evaluate(self, handle: EvalHandle) -> None:
         self.eval_metrics.update(handle)
+        # Inside of a batch the engine serves other weights. Alike on all ranks.
+        if not self.steps_done and handle.name not in self._compared:
+            self._compared.add(handle.name)
+            self._compare(handle)
+
+    def _compare(self, handle: EvalHandle) -> None:
+        """The sampler's log-probabilities with the policy's, on a sample of held-out episodes."""
+        version, found = self.policy_version, list[tuple[float, int, float]]()
+
+        def work() -> None:
+            part = mismatch.sample(handle.batch, version) if handle.batch is not None else None
+            if part is not None:
+                logprobs = self.forward_columns(part, {"policy": ("logprobs",)})["policy"]["logprobs"]
+                found.append(mismatch.compare(part, logprobs, version))
+
+        with torch.inference_mode(False), torch.no_grad():  # what engines keep must serve training too
+            self.rank_work.lead(handle, work)
+        for one in found:
+            self.eval_metrics.compared(*one)

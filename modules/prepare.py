@@ -6,6 +6,7 @@ without a loop over tokens or sequences.
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import dataclass, field
 
 import torch
@@ -41,6 +42,12 @@ def check_batch(handle: StepHandle | EvalHandle, config: PretrainedConfig, polic
         raise BatchError(
             "RolloutBatch.loss_mask: no token of the batch is trained; the workflow must mark the generated tokens True"
         )
+    if int(_trained_tokens(batch).min()) == 0:
+        warnings.warn(
+            "RolloutBatch.loss_mask: some sequences have no trained token. They teach nothing, and their rewards still"
+            " count in the baseline of their group; if that is not meant, mark generated tokens True in the workflow",
+            stacklevel=1,
+        )
     first = batch.loss_mask[batch.cu_seqlens[:-1]]
     if bool(first.any()):
         i = int(first.nonzero()[0])
@@ -57,6 +64,12 @@ def check_batch(handle: StepHandle | EvalHandle, config: PretrainedConfig, polic
     return batch
 
 
+def _trained_tokens(batch: RolloutBatch) -> Tensor:
+    """int64 [N]: of each sequence."""
+    of_token = torch.arange(len(batch)).repeat_interleave(batch.lengths())
+    return torch.zeros(len(batch), dtype=torch.int64).index_add(0, of_token, batch.loss_mask.long())
+
+
 def token_loss_weights(
     batch: RolloutBatch, indices: list[int], mode: Aggregation, constant: float | None = None
 ) -> Tensor:
@@ -70,8 +83,8 @@ def token_loss_weights(
         float32 [T]; 0 for tokens that are not trained, and for sequences of other steps.
     """
     of_token = torch.arange(len(batch)).repeat_interleave(batch.lengths())
-    trained = torch.zeros(len(batch), dtype=torch.int64).index_add(0, of_token, batch.loss_mask.long())
-    of_episode = episodes(batch)[2][indices] if mode == "episode_mean" else None
+    trained = _trained_tokens(batch)
+    of_episode = episodes(batch)[2][indices] if mode != "token_mean" else None
     of_sequence = torch.zeros(len(batch), dtype=torch.float64)
     of_sequence[indices] = token_weights(trained[indices], mode, constant, of_episode)
     return (of_sequence[of_token] * batch.loss_mask).float()
@@ -104,7 +117,7 @@ class TreeStep:
     @property
     def temperatures(self) -> Tensor:
         """float32 [N]."""
-        return torch.ones(0) if self.batch is None else self.batch.temperatures
+        return torch.ones(0, dtype=torch.float32) if self.batch is None else self.batch.temperatures
 
     def gather(self, indices: Tensor) -> dict[str, Tensor]:
         """The columns of the sequences `indices`, concatenated in that order."""

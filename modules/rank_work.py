@@ -1,8 +1,9 @@
-"""What a module's ranks are given to do: rank 0 cuts a batch into parts, and puts what comes back in its place.
+"""What ranks are given to do: rank 0 cuts the work on a batch into shares, each rank takes its own of the batch.
 
-Promises: only rank 0, which owns the stream, ever holds a whole batch; another rank is given its own sequences of one
-piece of work at a time, with the columns that it reads. Parts may be empty. On one process nothing is cut, packed or
-copied, whatever the Trainer's strategy.
+Promises: rank 0, which owns the stream, decides everything (who runs which sequences, what columns they read), so that
+nothing depends on ranks computing the same. Of a batch it sends the sequences, once, which the others keep packed; and
+for every piece of work the shares and the columns' values of trained tokens. Metadata stays on rank 0. Shares may be
+empty. On one process nothing is cut, packed or copied, whatever the Trainer's strategy.
 """
 
 from __future__ import annotations
@@ -10,8 +11,10 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -19,11 +22,25 @@ from app.batch import BatchError, EvalHandle, RolloutBatch, StepHandle
 from app.tree import PrefixTree, TreeEngine
 from modules.minibatches import build_tree, rank_shares
 
-Parts = list[RolloutBatch | None]
-"""The sequences of each rank, by rank; None for a rank that has none."""
 Passes = Mapping[str, Sequence[str]]
 """Forward passes: the outputs that are wanted, by the name of the engine, as `{"policy": ["logprobs", "values"]}`."""
 EngineFor = Callable[[str], AbstractContextManager[TreeEngine]]
+
+
+@dataclass
+class Step:
+    """What all ranks together do in one optimizer step.
+
+    Attributes:
+        batch: a whole batch. indices: the sequences of the step, ascending, one at least.
+        columns: what their loss reads, [T] of the whole batch.
+        tree: their prefix tree, of mode "tree".
+    """
+
+    batch: RolloutBatch
+    indices: list[int]
+    columns: Mapping[str, Tensor]
+    tree: PrefixTree
 
 
 class RankWork:
@@ -39,36 +56,58 @@ class RankWork:
         self._trainer, self._share, self._engine_for = trainer, share, engine_for
         self._traffic = getattr(trainer.strategy, "traffic", None)
 
-    def lead(self, handle: StepHandle | EvalHandle, work: Callable[[], Parts | None]) -> RolloutBatch | None:
-        """Collective: this rank's part of what `work` returns. Rank 0 does `work`, which may call `outputs`; the others
-        run the passes it asks for until it is done, and hear of its errors.
+    def lead(self, handle: StepHandle | EvalHandle, work: Callable[[], Step | None]) -> RolloutBatch | None:
+        """Collective: this rank's sequences of the step that `work` returns, with their columns and no others. Rank 0
+        does `work`, which may call `outputs`; the others run the passes it asks for until it is done, and hear of its
+        errors.
 
         Raises:
             BatchError: another rank than 0 holds the batch of `handle`.
         """
         if not self._trainer.is_global_zero and handle.batch is not None:
             raise BatchError(f"{handle} on rank {self._trainer.global_rank}: only rank 0 owns the stream of batches")
-        if self._traffic is not None:
-            return self._traffic.lead(work, self._run)
-        return (work() or [None])[0]
+        if self._traffic is None or self._trainer.world_size == 1:
+            step = work()
+            return None if step is None else _pick(step.batch, step.indices, step.columns)
+        led: list[tuple[Step, list[list[int]]]] = []
 
-    def cut(self, batch: RolloutBatch, tree: PrefixTree | None = None) -> Parts:
-        """A batch as parts of similar predicted cost. `tree`: that of the batch, where it is at hand."""
-        return [_pick(batch, own) for own in self._shares(batch, tree)]
+        def cut() -> tuple[Any, RolloutBatch | None, Mapping[str, Tensor]]:
+            step = work()
+            if step is None:
+                return None, None, {}
+            shares = self._shares(step.batch, step.indices, step.tree if self._share == "tree" else None)
+            led.append((step, shares))
+            values, bounds = trained_values(step.batch, shares, step.columns)
+            return {"shares": shares, "bounds": bounds}, step.batch, values
 
-    def outputs(self, batch: RolloutBatch, passes: Passes) -> dict[str, dict[str, Tensor]]:
-        """Rank 0, while it leads: float32 [T] on the CPU by engine and output, 0 where not trained. The ranks compute
-        a balanced share each; they are not sent what passes do not read."""
-        seen = copy.copy(batch)
-        seen.columns, seen.metadata = {}, [{}] * len(batch)
-        seen.behavior_logprobs = torch.zeros((), dtype=torch.float32).expand(batch.num_tokens)
-        seen.versions = torch.tensor(-1).expand(batch.num_tokens)
-        shares = self._shares(seen)
-        parts = [_pick(seen, own) for own in shares]
+        words, batch, values = self._traffic.lead(cut, self._serve)
+        rank = self._trainer.global_rank
+        if led:  # not before the others have theirs
+            step, shares = led[0]
+            return _pick(step.batch, shares[rank], step.columns)
+        if batch is None or not words["shares"][rank]:
+            return None
+        own = batch.select(words["shares"][rank])
+        own.columns = own_values(own, values, words["bounds"], rank)
+        return own
+
+    def forget(self) -> None:
+        """On every rank: the batch of the last `lead` has been trained on."""
         if self._traffic is not None:
-            answers = self._traffic.ask(passes, parts, self._run)
+            self._traffic.forget()
+
+    def outputs(
+        self, batch: RolloutBatch, passes: Passes, indices: list[int] | None = None
+    ) -> dict[str, dict[str, Tensor]]:
+        """Rank 0, while it leads: float32 [T] of the whole batch, on the CPU, by engine and output, 0 where not trained
+        and for sequences that are not among `indices` (ascending; default: all). The ranks compute a balanced share
+        each."""
+        shares = self._shares(batch, list(range(len(batch))) if indices is None else indices)
+        words = {"passes": {name: list(want) for name, want in passes.items()}, "shares": shares}
+        if self._traffic is not None:
+            answers = self._traffic.ask(words, batch, self._serve)
         else:
-            answers = [self._run(passes, parts[0])]
+            answers = [self._serve(words, batch)]
         flat = torch.zeros(sum(map(len, passes.values())), batch.num_tokens, dtype=torch.float32)
         for own, answer in zip(shares, answers, strict=True):
             at = batch.flat_index(own)
@@ -77,10 +116,13 @@ class RankWork:
         rows = iter(flat)
         return {engine: {name: next(rows) for name in want} for engine, want in passes.items()}
 
-    def _run(self, passes: Passes, part: RolloutBatch | None) -> Tensor:
-        """Float32 [outputs, M] on the CPU: of the M trained tokens of a part, in the order of `passes`."""
-        if part is None:
+    def _serve(self, words: dict[str, Any], batch: Any) -> Tensor:
+        """Float32 [outputs, M] on the CPU: of the M trained tokens of this rank's share, in the order of the passes."""
+        passes: Passes = words["passes"]
+        share = words["shares"][self._trainer.global_rank]
+        if not share:
             return torch.zeros(sum(map(len, passes.values())), 0, dtype=torch.float32)
+        part: Any = _pick(batch, share, {}) if isinstance(batch, RolloutBatch) else batch.select(share)
         tree, rows = build_tree(part, self._share), []
         for name, want in passes.items():
             with self._engine_for(name) as engine:
@@ -89,20 +131,62 @@ class RankWork:
             rows += [column[part.loss_mask.to(column.device)].float().cpu() for column in columns]
         return torch.stack(rows)
 
-    def _shares(self, batch: RolloutBatch, tree: PrefixTree | None = None) -> list[list[int]]:
+    def _shares(self, batch: RolloutBatch, indices: list[int], tree: PrefixTree | None = None) -> list[list[int]]:
+        """The sequences of each rank, ascending, of similar predicted cost. `tree`: that of `indices`, if at hand."""
         options = self._trainer.strategy.partition_options if self._traffic is not None else {}
-        return rank_shares(batch, self._share, self._trainer.world_size, tree, **options)
+        shares = rank_shares(batch, self._share, self._trainer.world_size, tree, indices, **options)
+        return [[indices[i] for i in share] for share in shares]
 
 
-def step_batch(batch: RolloutBatch, indices: list[int], columns: dict[str, Tensor]) -> RolloutBatch | None:
-    """The sequences of an optimizer step with these columns ([T] of the whole batch) and no others; None for none."""
-    seen = copy.copy(batch)
-    seen.columns, seen.metadata = columns, [{}] * len(batch)
-    return _pick(seen, indices)
+def trained_values(
+    batch: RolloutBatch, shares: list[list[int]], columns: Mapping[str, Tensor]
+) -> tuple[dict[str, Tensor], dict[str, list[int]]]:
+    """What ranks need of the columns ([T] of the whole batch).
+
+    Returns:
+        By name the values of the shares' sequences, in that order: of trained tokens alone where the column is 0 on all
+        others of the batch. And where each rank's values begin in them, [ranks + 1].
+    """
+    order = [sequence for share in shares for sequence in share]
+    trained = torch.from_numpy(np.flatnonzero(batch.loss_mask.numpy()))
+    edges = torch.searchsorted(trained, batch.cu_seqlens)
+    at = trained[_concatenated(edges, order)]
+    values, bounds = {}, {}
+    for name, column in columns.items():
+        array = column.numpy()
+        sparse = np.count_nonzero(array) == np.count_nonzero(array[trained.numpy()])
+        values[name] = column[at if sparse else batch.flat_index(order)]
+        sizes = edges.diff() if sparse else batch.lengths()
+        bounds[name] = [0, *np.cumsum([int(sizes[share].sum()) if share else 0 for share in shares]).tolist()]
+    return values, bounds
 
 
-def _pick(batch: RolloutBatch, indices: list[int]) -> RolloutBatch | None:
-    """`indices` ascending."""
+def own_values(
+    own: RolloutBatch, values: Mapping[str, Tensor], bounds: Mapping[str, list[int]], rank: int
+) -> dict[str, Tensor]:
+    """The inverse of `trained_values` for the sequences of `rank`: [T] of them."""
+    found = {}
+    for name, column in values.items():
+        piece = column[bounds[name][rank] : bounds[name][rank + 1]]
+        if len(piece) < own.num_tokens:  # the first token of a sequence is never trained
+            piece = torch.zeros(own.num_tokens, dtype=column.dtype).masked_scatter_(own.loss_mask, piece)
+        found[name] = piece
+    return found
+
+
+def _concatenated(bounds: Tensor, chosen: Sequence[int]) -> Tensor:
+    """int64: the ranges [bounds[i], bounds[i + 1]) of `chosen`, one after another."""
+    picked = torch.as_tensor(chosen, dtype=torch.int64)
+    starts, lengths = bounds[:-1][picked], bounds.diff()[picked]
+    ends = lengths.cumsum(0)
+    return torch.arange(int(lengths.sum())) + (starts - (ends - lengths)).repeat_interleave(lengths)
+
+
+def _pick(batch: RolloutBatch, indices: list[int], columns: Mapping[str, Tensor]) -> RolloutBatch | None:
+    """The sequences `indices` (ascending) with these columns ([T] of the whole batch) and no others, without metadata;
+    None for none."""
     if not indices:
         return None
-    return batch if len(indices) == len(batch) else batch.select(indices)
+    seen = copy.copy(batch)
+    seen.columns, seen.metadata = dict(columns), [{}] * len(batch)
+    return seen if len(indices) == len(batch) else seen.select(indices)

@@ -5,10 +5,16 @@ Promises: every error is a ValueError that names the key and the remedy.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from typing import Any
+
+import torch
+from lightning.pytorch.strategies import ParallelStrategy
 
 from modules.engine_check import SELF_CHECKS
 
+_LARGEST_LR = 1e3  # of plain gradient descent on toys; Adam's are below 0.1
 TREE_TRAINING_MODES = ("disabled", "sparse", "dta")
 
 
@@ -27,7 +33,7 @@ def refuse_options(tree_training_mode: str, chunk_tokens: Any, self_check: str) 
 
 def refuse_trainer(trainer: Any, stage: str, sums_gradients: bool) -> None:
     """Settings of the Trainer. `sums_gradients`: whether its strategy adds up the gradients of all ranks."""
-    if not sums_gradients and trainer.world_size > 1:
+    if not sums_gradients and (trainer.world_size > 1 or isinstance(trainer.strategy, ParallelStrategy)):
         raise ValueError(
             f"trainer.strategy: {type(trainer.strategy).__name__} on {trainer.world_size} processes does not sum"
             " gradients as tree training needs: set trainer.strategy to app.strategies.DTAStrategy"
@@ -37,8 +43,38 @@ def refuse_trainer(trainer: Any, stage: str, sums_gradients: bool) -> None:
             f"trainer.accumulate_grad_batches={trainer.accumulate_grad_batches}: losses are already divided by the"
             " count of a whole optimizer step; set it to 1 and raise the data's batch_size instead"
         )
+    if trainer.precision == "bf16-true" and not sums_gradients:
+        raise ValueError(
+            f"trainer.precision=bf16-true with trainer.strategy {type(trainer.strategy).__name__}: it keeps no float32"
+            " masters of bfloat16 parameters, and changes torch's default dtype under the rollouts' threads; set"
+            " trainer.strategy to app.strategies.DTAStrategy (one process will do), or trainer.precision to bf16-mixed"
+        )
     if getattr(trainer.precision_plugin, "scaler", None) is not None:
         raise ValueError(
             f"trainer.precision={trainer.precision}: the tree pass does not scale losses, which float16 needs;"
             " use bf16-mixed, bf16-true or 32-true"
+        )
+
+
+def refuse_optimizer(make_optimizer: Callable[..., Any], make_lr_scheduler: Callable[..., Any] | None) -> None:
+    """Options of optimizer and scheduler, tried on a parameter of their own before a model is built."""
+    key = "optimizer"
+    try:
+        optimizer = make_optimizer([torch.nn.Parameter(torch.zeros(2, 2))])
+        key = "lr_scheduler"
+        if make_lr_scheduler is not None:
+            make_lr_scheduler(optimizer)
+    except (ValueError, TypeError, ArithmeticError, RuntimeError) as error:
+        first = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise ValueError(f"{key}: {first}") from error
+    for name, value in optimizer.defaults.items():
+        if isinstance(value, int | float) and not math.isfinite(value):
+            raise ValueError(f"optimizer.{name}: {value} is not finite")
+    lr = float(optimizer.defaults.get("lr") or 0.0)  # None: of optimizers that find their own
+    if not 0 <= lr <= _LARGEST_LR:
+        raise ValueError(f"optimizer.lr: {lr:g}, must be between 0 and {_LARGEST_LR:g}: larger steps leave no model")
+    decay = float(optimizer.defaults.get("weight_decay") or 0.0)
+    if lr * decay > 1:
+        raise ValueError(
+            f"optimizer.weight_decay: {decay:g} times lr {lr:g} is above 1: a step would turn weights round"
         )

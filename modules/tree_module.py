@@ -1,17 +1,20 @@
 """`TreeModule`, under all other modules: it owns policy and tree engine, and makes an optimizer step of a `StepHandle`.
 
 Promises: Lightning's automatic optimization works as usual, the forward and backward passes being the tree pass inside
-`backward`; rank 0, which alone holds the batch, checks and prepares it once, at index 0, and cuts every optimizer step
-into the parts of the ranks (`rank_work.py`), whose losses are divided by counts of the whole step; `policy_version`
-rises once a batch, after its last optimizer step, and is in the checkpoint. A subclass says what is prepared
-(`prepare`), which sequences a step takes (`step_sequences`), what of the whole batch their loss needs (`step_columns`),
-and what the loss of a group of sequences is (`loss`).
+`backward`; rank 0, which owns the batch, checks and prepares it once, at index 0, and cuts every optimizer step
+into the shares of the ranks (`rank_work.py`), whose losses are divided by counts of the whole step; `policy_version`
+rises once a batch, after its last optimizer step; a step without sequences moves nothing. A checkpoint may be written
+after any step: it holds the version, how far the batch under way is and what was prepared of it (`batch_state.py`). A
+subclass says what is prepared (`prepare`), which sequences a step takes (`step_sequences`), what of the whole batch
+their loss needs (`step_columns`), and what the loss of a group of sequences is (`loss`).
 
-Works under a plain Trainer on one process; on several it needs `DTAStrategy`, which sums gradients.
+Works under a plain Trainer on one process, where a gradient that is not finite ends the run (`DTAStrategy` skips its
+step); on several it needs `DTAStrategy`, which sums gradients.
 """
 
 from __future__ import annotations
 
+import logging
 import sys
 import time
 from collections.abc import Mapping
@@ -21,6 +24,7 @@ from typing import Any, Literal
 import lightning as L
 import torch
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
+from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
@@ -28,17 +32,21 @@ from transformers import PreTrainedModel
 
 from app.batch import BatchError, EvalHandle, RolloutBatch, StepHandle
 from app.tree import FlatOutputs, PrefixTree, TreeEngine
+from modules import batch_state
 from modules.engine_check import SelfCheck, check_together
-from modules.metrics import NamedMetrics, episode_reward
+from modules.metrics import NamedMetrics, episode_reward, forget
 from modules.minibatches import build_tree
 from modules.model_source import ModelSource, build_model
 from modules.objectives import Aggregation
 from modules.prepare import TreeStep, check_batch, token_loss_weights
-from modules.rank_work import Parts, Passes, RankWork, step_batch
-from modules.refusals import refuse_options, refuse_trainer
+from modules.rank_work import Passes, RankWork, Step
+from modules.refusals import refuse_optimizer, refuse_options, refuse_trainer
+
+_log = logging.getLogger(__name__)
 
 TreeTrainingMode = Literal["disabled", "sparse", "dta"]
 TokenBudget = int | Literal["auto"]
+_EVALUATIONS = {"val": "validation", "test": "test"}
 TOKEN_COUNTS = ("tokens/dense", "tokens/leaf", "tokens/tree")
 
 
@@ -68,6 +76,7 @@ class TreeModule(L.LightningModule):
         policy: the model, from `configure_model` on.
         steps_per_batch: optimizer steps a rollout batch takes; datamodules yield it so many times.
         policy_version: how many rollout batches the policy has been trained on.
+        steps_done: optimizer steps of the batch under way, below `steps_per_batch`; 0 between batches.
         step_seconds: wall seconds of the last training step by part: "prepare" and "tree", to which callbacks add.
         last_tree: the prefix tree of the last training step's sequences, those of all ranks together, whatever the
             mode; on rank 0, None elsewhere.
@@ -94,6 +103,7 @@ class TreeModule(L.LightningModule):
     ) -> None:
         super().__init__()
         refuse_options(tree_training_mode, chunk_tokens, self_check)
+        refuse_optimizer(optimizer, lr_scheduler)
         self.model_source = model
         self.make_optimizer, self.make_lr_scheduler = optimizer, lr_scheduler
         self.share_mode = "leaf" if tree_training_mode == "disabled" else "tree"
@@ -109,16 +119,21 @@ class TreeModule(L.LightningModule):
         self.policy: PreTrainedModel | None = None
         self._engine: TreeEngine | None = None
         self.policy_version = 0
+        self.steps_done = 0
         self.step_seconds: dict[str, float] = {}
         self.last_tree: PrefixTree | None = None
         self.batch: RolloutBatch | None = None
         self.train_metrics = NamedMetrics(sums=("loss", *TOKEN_COUNTS))
         self.eval_metrics: Any = NamedMetrics()
+        self._restored: batch_state.State | None = None  # of the batch under way, until it is offered again
         self._handle: StepHandle | None = None
         self._step: TreeStep | None = None
+        self._idle = False  # no rank has a sequence in this step
+        self._stop_asked = False
         self._step_start = 0.0
         self._grad_norm: Tensor | None = None
         self._logged: set[str] = set()
+        self._evaluated: set[str] = set()
 
     # What subclasses define
 
@@ -128,6 +143,10 @@ class TreeModule(L.LightningModule):
     def step_sequences(self, batch: RolloutBatch, index: int) -> list[int]:
         """Rank 0: the sequences of optimizer step `index`, over all ranks."""
         return list(range(len(batch)))
+
+    def step_plan(self) -> dict[str, int]:
+        """What `step_sequences` depends on besides batch, index and policy version, by option."""
+        return {"steps_per_batch": self.steps_per_batch}
 
     def step_columns(self, batch: RolloutBatch, indices: list[int]) -> dict[str, Tensor]:
         """Rank 0: what the loss of a step on the sequences `indices` (one at least) needs, float32 [T] of the whole
@@ -198,6 +217,9 @@ class TreeModule(L.LightningModule):
 
     def setup(self, stage: str) -> None:
         refuse_trainer(self.trainer, stage, self._sums_gradients)
+        for metrics in self.modules():  # left alone, torchmetrics talks where gradients travel
+            if isinstance(metrics, NamedMetrics):
+                metrics.dist_sync_fn = getattr(self.trainer.strategy, "gather_over_ranks", None)
 
     def object_hparams(self) -> list[str]:
         """Names of the hyper-parameters saved so far that are objects (callables, sources): a checkpoint could not load
@@ -219,16 +241,22 @@ class TreeModule(L.LightningModule):
         """Collective: the sum of `tensor` over ranks."""
         return self.trainer.strategy.sum_over_ranks(tensor) if self._sums_gradients else tensor
 
-    def forward_columns(self, batch: RolloutBatch, passes: Passes) -> dict[str, dict[str, Tensor]]:
-        """Rank 0, while it leads: outputs of the trained tokens of a batch, float32 [T] on the CPU, by engine (see
-        `engine_for`) and name. One exchange with the other ranks, however many engines there are."""
-        return self.rank_work.outputs(batch, passes)
+    def forward_columns(
+        self, batch: RolloutBatch, passes: Passes, indices: list[int] | None = None
+    ) -> dict[str, dict[str, Tensor]]:
+        """Rank 0, while it leads: outputs of the trained tokens of a batch (of its sequences `indices` alone), float32
+        [T] on the CPU, by engine (see `engine_for`) and name. One exchange with the other ranks, however many engines
+        there are."""
+        return self.rank_work.outputs(batch, passes, indices)
 
     def engine_for(self, name: str) -> AbstractContextManager[TreeEngine]:
         """What runs the forward passes that `forward_columns` calls `name`."""
         return nullcontext(self.engine)
 
     # One step
+
+    def on_train_start(self) -> None:
+        self._stop_asked = False
 
     def on_train_batch_start(self, batch: StepHandle, batch_idx: int) -> None:
         self._step_start = time.perf_counter()
@@ -242,33 +270,34 @@ class TreeModule(L.LightningModule):
                 f" {self.steps_per_batch} steps: its loader must read trainer.lightning_module.steps_per_batch"
             )
         self._handle = handle
+        if handle.index == 0 and self.steps_done:
+            _log.warning("the datamodule begins a new batch; of the last one only %d steps were done", self.steps_done)
+            self.steps_done = 0
         self.train_metrics.reset()
         part = self.rank_work.lead(handle, lambda: self._cut_step(handle))
         self._step = TreeStep.build(part, self.share_mode, self.last_tree)
+        self._idle = self.steps_per_batch > 1 and not bool(self.sum_over_ranks(torch.tensor(part is not None).long()))
         self.begin_step(self._step, handle.index)
         self._step.columns = {name: column.to(self.device) for name, column in self._step.columns.items()}
         self.step_seconds = {"prepare": time.perf_counter() - start}
         return torch.zeros((), requires_grad=True, device=self.device)
 
-    def _cut_step(self, handle: StepHandle) -> Parts | None:
-        """Rank 0: prepares a new batch; the parts of the step."""
+    def _cut_step(self, handle: StepHandle) -> Step | None:
+        """Rank 0: prepares a new batch, or takes up the one under way; the parts of the step."""
         assert self.policy is not None
         if handle.index == 0:
             self.batch = check_batch(handle, self.policy.config, self.policy_version)
             self.prepare(self.batch)
-        if self.batch is None:
-            raise BatchError(
-                f"StepHandle.index: step {handle.index} of a batch whose step 0 did not run here; resume from a"
-                " checkpoint written at the end of a batch"
-            )
+        elif self.batch is None or handle.batch is not self.batch:
+            offered = check_batch(handle, self.policy.config, self.policy_version)
+            self.batch = batch_state.take_up(offered, self.batch, self._restored)
+        self._restored = None
         indices = self.step_sequences(self.batch, handle.index)
-        columns = self.step_columns(self.batch, indices) if indices else {}
-        step = step_batch(self.batch, indices, columns)
         # Ranks compute shared prefixes again and other modes share less, so token counts need a tree of their own.
-        self.last_tree = build_tree(step, "tree") if step is not None else PrefixTree.build([])
-        if step is None:
+        self.last_tree = build_tree(self.batch, "tree", indices)
+        if not indices:
             return None
-        return self.rank_work.cut(step, self.last_tree if self.share_mode == "tree" else None)
+        return Step(self.batch, indices, self.step_columns(self.batch, indices), self.last_tree)
 
     def tree_pass(self, step: TreeStep) -> None:
         """Accumulates this rank's gradients of one optimizer step."""
@@ -302,16 +331,30 @@ class TreeModule(L.LightningModule):
         self.end_step(step)
 
     def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
+        if self._idle:  # None, not zeros: momentum and weight decay would move the parameters
+            for group in optimizer.param_groups:
+                for param in group["params"]:
+                    param.grad = None
         if hasattr(self.trainer.strategy, "grad_norm"):
             return  # gradients are in its own buffers by now, and it knows their norm
         grads = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
         self._grad_norm = torch.nn.utils.get_total_norm(grads) if grads else None
+        scales = getattr(self.trainer.precision_plugin, "scaler", None) is not None  # and skips such steps by itself
+        if self._grad_norm is not None and not scales and not self._grad_norm.isfinite():
+            raise ValueError(
+                f"the gradient norm of step {self.trainer.global_step + 1} is {float(self._grad_norm)}: this strategy"
+                " cannot leave a step out, and the weights would be lost. Use trainer.strategy=app.strategies."
+                "DTAStrategy, which can, or a lower learning rate or trainer.gradient_clip_val"
+            )
 
     def optimizer_step(self, *args: Any, **kwargs: Any) -> None:
         super().optimizer_step(*args, **kwargs)
         assert self._handle is not None, "the closure inside ran training_step"
-        if self._handle.index == self._handle.count - 1:
-            self.policy_version += 1
+        if self._handle.index < self._handle.count - 1:
+            self.steps_done = self._handle.index + 1
+        else:
+            self.policy_version += 1  # first: with it, whatever interrupts, the batch is no longer under way
+            self.steps_done = 0
             self.end_batch()
 
     def on_train_batch_end(self, outputs: Any, batch: StepHandle, batch_idx: int) -> None:
@@ -324,11 +367,19 @@ class TreeModule(L.LightningModule):
         self._step = None
         if batch.index == batch.count - 1:
             self.batch = None
+            self.rank_work.forget()
+        self._stop_between_batches()
+
+    def _stop_between_batches(self) -> None:
+        """Lightning validates where it is asked to stop: in the middle of a batch it would score weights that no engine
+        serves, so the run then stops at the end of the batch."""
+        if self.steps_done and self.trainer.should_stop and self.trainer.enable_validation:
+            self._stop_asked, self.trainer.should_stop = True, False
+        elif self._stop_asked and not self.steps_done:
+            self._stop_asked, self.trainer.should_stop = False, True
 
     def _log_step(self, values: dict[str, Tensor]) -> None:
-        # Lightning would repeat the last value of a metric that this step has none of, as if measured again.
-        for name in self._logged - values.keys():
-            self.trainer._results.pop(f"on_train_batch_end.{name}", None)
+        forget(self.trainer, "on_train_batch_end", self._logged - values.keys())
         self._logged = set(values)
         for name, value in values.items():
             self.log(name, value, batch_size=1, prog_bar=name == "reward")
@@ -354,8 +405,11 @@ class TreeModule(L.LightningModule):
         self._log_evaluation("test")
 
     def _log_evaluation(self, stage: str) -> None:
-        for name, value in self.eval_metrics.compute().items():
-            self.log(f"{stage}/{name}", value.float(), prog_bar=True, sync_dist=True)  # equal on all ranks already
+        values = {f"{stage}/{name}": value.float() for name, value in self.eval_metrics.compute().items()}
+        forget(self.trainer, f"on_{_EVALUATIONS[stage]}_epoch_end", self._evaluated - values.keys())
+        self._evaluated = set(values)
+        for name, value in values.items():
+            self.log(name, value, prog_bar=True, sync_dist=True)  # equal on all ranks already
 
     # Rolling out without training
 
@@ -373,11 +427,21 @@ class TreeModule(L.LightningModule):
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         checkpoint["policy_version"] = self.policy_version
+        if self.steps_done:  # on ranks but 0 without what rank 0 holds; its checkpoint counts
+            state = batch_state.pack(self.batch, self.steps_done, self.step_plan())
+            checkpoint["batch_under_way"] = self._restored or state
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         if "policy_version" not in checkpoint:
             raise ValueError("ckpt_path: the checkpoint has no policy_version, so no module of this project wrote it")
         self.policy_version = checkpoint["policy_version"]
+        state = checkpoint.get("batch_under_way")
+        self.steps_done = 0 if state is None else state["steps_done"]
+        if state is not None and self._trainer is not None:
+            if self.trainer.state.fn == TrainerFn.FITTING:
+                batch_state.check_plan(state, self.step_plan())
+            state = state if self.trainer.is_global_zero else None
+        self.batch, self._restored = None, state
 
 
 def _is_plain(value: Any) -> bool:

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from app.strategies.collectives import Communicator
+from app.strategies.ranks.collectives import Communicator
 
 DEFAULT_RATIO = 1 / 8192  # pairs to a token; see app.tree.partition
 _KEPT = 64  # measurements a rank remembers

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from app.strategies.collectives import Communicator
 from app.strategies.pieces import Piece
+from app.strategies.ranks.collectives import Communicator
 
 # Elements. Every parameter starts at a multiple of it: kernels want aligned rows (64 bytes in bfloat16), and a matrix
 # product may round differently on unaligned memory. Padding is zeros and stays zeros under element-wise optimizers.

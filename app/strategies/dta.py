@@ -5,14 +5,14 @@
       devices: 2
 
 Promises: Lightning's automatic optimization works as its users expect (LR schedulers, `global_step`, `ModelCheckpoint`,
-`gradient_clip_val`, callbacks) on one process and on many; gradients are SUMMED over ranks, so a loss divides by
-the global count of its optimizer step; a rank without work contributes zeros and keeps nobody waiting; a gradient
-that is not finite costs that step only, on all ranks together. What is not supported is refused by name at the start
-of fit. Checkpoints are directories, written in the background (`checkpoints.py`).
+`gradient_clip_val`, callbacks) on one process and on many; gradients are SUMMED over ranks, so a loss divides by the
+global count of its optimizer step; a rank without work contributes zeros and keeps nobody waiting; a gradient that is
+not finite costs that step only, on all ranks together, and too many in a row end the run (`divergence.py`). What is not
+supported is refused by name at the start of fit. Checkpoints are directories, written in the background.
 
-There is no DDP wrapper: a tree's gradients are complete only when its root is done, so nothing is to be
-overlapped and hooks on single gradients would fire too early. After the backward pass gradients are one
-reduce-scatter a bucket (see `zero1.py`), and `param.grad` is None until the next `zero_grad`: read `grad_norm` instead.
+There is no DDP wrapper: a tree's gradients are complete only when its root is done, so hooks on single gradients would
+fire too early. After the backward pass gradients are one reduce-scatter a bucket (see `zero1.py`), and `param.grad` is
+None until the next `zero_grad`: read `grad_norm` instead.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ import math
 import time
 import warnings
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, NoReturn
@@ -35,21 +34,24 @@ from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 from torch.nn import Module
 from torch.optim import Optimizer
 
+from app.interruption import Interrupted
 from app.strategies import refusals
 from app.strategies.balance import Calibration
-from app.strategies.checkpoints import CheckpointError, CheckpointWriter, pack
-from app.strategies.collectives import Communicator
-from app.strategies.optimizer_state import load_sharded, load_whole, save_sharded
-from app.strategies.pieces import Piece, load_pieces
-from app.strategies.rendezvous import fresh_store, leave_at_exit, started_by_agent
-from app.strategies.sharing import RankTraffic
-from app.strategies.trainer_state import put_together, take_apart
-from app.strategies.watch import RankWatch
+from app.strategies.checkpoint.checkpoints import CheckpointError, CheckpointWriter, check, pack, unreadable
+from app.strategies.checkpoint.optimizer_state import load_sharded, load_whole, save_sharded
+from app.strategies.checkpoint.trainer_state import mismatch, put_together, take_apart
+from app.strategies.divergence import Divergence
+from app.strategies.pieces import CheckpointMismatch, Piece, load_pieces
+from app.strategies.precision import keep_default_dtype
+from app.strategies.ranks.collectives import Communicator
+from app.strategies.ranks.listening import LOOPBACK, gloo_on_loopback, is_local
+from app.strategies.ranks.rendezvous import leave_at_exit, meet
+from app.strategies.ranks.sharing import RankTraffic
+from app.strategies.ranks.watch import GRACE, RankWatch
 from app.strategies.zero1 import ShardedOptimizer
 
 _MEETING = timedelta(minutes=10)  # until every process of a job has started
@@ -64,11 +66,14 @@ class DTAStrategy(DDPStrategy):
         timeout: how long a rank waits for the others in one collective before the run ends with an error. It must
             outlast the longest time rank 0 alone is busy (waiting for rollouts, preparing a batch, validating). Finite
             by rule.
+        max_skipped_steps: steps in a row whose gradient is not finite, and that therefore change nothing, which end the
+            run. After such a step no checkpoint is written, and none deleted, until a step has an effect again.
         background_checkpoints: write checkpoints while training goes on; otherwise training waits for the disk.
         death_timeout: how long a rank may give no sign of life before the run ends on all ranks, naming it. Deaths on
             the same host are seen within seconds.
         calibrate: balance ranks by the times this run measures, every ten steps. Off, the cut depends on the batch
-            alone, and a seeded run on several ranks repeats bit for bit.
+            alone, and a seeded run on several ranks repeats: bit for bit on CPUs; on GPUs, whose plans follow rates
+            that each start measures, up to rounding.
         max_tokens_per_rank: most dense tokens of one rank in one step, where per-token columns are what fills memory.
         offload_optimizer: keep optimizer state and masters in CPU memory and step there; for CUDA devices.
         bucket_cap_mb: most MiB of float32 gradients in one reduce-scatter (a larger parameter has a bucket of its own).
@@ -91,6 +96,7 @@ class DTAStrategy(DDPStrategy):
         offload_optimizer: bool = False,
         bucket_cap_mb: int = 256,
         background_checkpoints: bool = True,
+        max_skipped_steps: int = 10,
         process_group_backend: str | None = None,
         accelerator: Accelerator | None = None,
         parallel_devices: list[torch.device] | None = None,
@@ -98,7 +104,7 @@ class DTAStrategy(DDPStrategy):
         checkpoint_io: CheckpointIO | None = None,
         precision_plugin: Precision | None = None,
     ) -> None:
-        refusals.check_arguments(timeout, death_timeout, bucket_cap_mb, max_tokens_per_rank)
+        refusals.check_arguments(timeout, death_timeout, bucket_cap_mb, max_tokens_per_rank, max_skipped_steps)
         super().__init__(
             accelerator=accelerator,
             parallel_devices=parallel_devices,
@@ -109,7 +115,7 @@ class DTAStrategy(DDPStrategy):
             timeout=timeout,
         )
         self.optimizer_seconds = 0.0
-        self.skipped_steps = 0
+        self._divergence = Divergence(max_skipped_steps)
         self._bucket_elements = bucket_cap_mb * 2**20 // 4
         self._calibration = Calibration(calibrate)
         self._offload = offload_optimizer
@@ -137,13 +143,22 @@ class DTAStrategy(DDPStrategy):
 
     @property
     def process_group(self) -> dist.ProcessGroup:
-        """The group of all ranks; pass it to collectives explicitly."""
+        """The group of all ranks, for gradients and weights; pass it to collectives explicitly."""
         assert self.ranks.group is not None
         return self.ranks.group
 
     @property
     def grad_norm(self) -> float:
         return self._sharded.grad_norm if self._sharded is not None else float("nan")
+
+    @property
+    def skipped_steps(self) -> int:
+        return self._divergence.skipped
+
+    @property
+    def holds_back(self) -> bool:
+        """Whether the last checkpoint asked for was left out; see `divergence.py`."""
+        return self._divergence.held_back
 
     @property
     def partition_options(self) -> dict[str, Any]:
@@ -156,7 +171,7 @@ class DTAStrategy(DDPStrategy):
 
     def step_metrics(self) -> dict[str, float]:
         """What ranks cost in the last step, for loggers: shipping its parts (rank 0's seconds of packing and sending;
-        MB it sent to all ranks together), skipped steps so far, and of the last ten steps the slowest rank's time over
+        MB it sent to every other rank), skipped steps so far, and of the last ten steps the slowest rank's time over
         the mean, and the cost of a pair in tokens."""
         values = {"strategy/skipped_steps": float(self.skipped_steps)}
         if self.ranks.size > 1:
@@ -168,69 +183,87 @@ class DTAStrategy(DDPStrategy):
         """Collective: a new tensor, the sum of `tensor` over ranks (same shape, dtype and device)."""
         return self.ranks.sum(tensor)
 
+    def gather_over_ranks(self, tensor: Tensor, group: Any = None) -> list[Tensor]:
+        """Collective: every rank's `tensor` (same shape, dtype and device), in rank order. `group` is accepted for
+        torchmetrics, whose `dist_sync_fn` this can be; there is one."""
+        return list(self.ranks.gather(tensor, "metrics").to(tensor.device))
+
     # Set-up
 
     def setup_distributed(self) -> None:
-        if started_by_agent():
-            self._meet_again()
-        super().setup_distributed()  # leaves a group that exists alone
-        self._ranks = Communicator(dist.group.WORLD, self.root_device)
+        self.set_world_ranks()
+        with gloo_on_loopback(is_local(self._address)):
+            if not dist.is_initialized():
+                self._meet()
+            super().setup_distributed()  # leaves a group that exists alone
+            gloo = dist.get_backend() == "gloo"
+            control = None if gloo else dist.new_group(backend="gloo", timeout=self._timeout)
+            # The writer's threads talk while training does, in an order of their own: not in the group for control.
+            group = dist.new_group(backend="gloo", timeout=self._timeout)
+        self._ranks = Communicator(dist.group.WORLD, self.root_device, control, self._timeout.total_seconds())
         self.traffic = RankTraffic(self._ranks)
         leave_at_exit(self._ranks)
         self._start_watch(self._ranks)
-        # The writer's threads talk while training does: a group of their own, on the CPU.
-        group = dist.new_group(backend="gloo", timeout=self._timeout)
         watch = self._ranks.watch
         self._writer = CheckpointWriter(
             group, self._timeout.total_seconds(), lambda: watch.explain(_SIGNS) if watch is not None else ""
         )
         self._failed = False
 
-    def _meet_again(self) -> None:
+    def _meet(self) -> None:
         assert self.cluster_environment is not None
-        self.set_world_ranks()
-        rank, backend = self.cluster_environment.global_rank(), self._get_process_group_backend()
-        store = fresh_store(rank, min(self._timeout, _MEETING))
+        rank, size = self.cluster_environment.global_rank(), self.cluster_environment.world_size()
+        # Nobody has to find a rank that is alone, and an earlier run of this process may still hold the port it had.
+        port = self.cluster_environment.main_port if size > 1 else 0
+        store = meet(rank, self._address, port, min(self._timeout, _MEETING))
         device = self.root_device if self.root_device.type != "cpu" else None
-        size = self.cluster_environment.world_size()
+        backend = self._get_process_group_backend()
+        # NCCL's own watchdog aborts the process, with nothing said of who is missing: ours come first.
+        later = timedelta() if backend == "gloo" else self._death_timeout + timedelta(seconds=3 * GRACE)
         dist.init_process_group(
-            backend, store=store, rank=rank, world_size=size, timeout=self._timeout, device_id=device
+            backend, store=store, rank=rank, world_size=size, timeout=self._timeout + later, device_id=device
         )
+
+    @property
+    def _address(self) -> str:
+        """Where rank 0 is reached: loopback when all ranks share a machine, whatever the cluster calls it."""
+        assert self.cluster_environment is not None
+        address = self.cluster_environment.main_address
+        alone = self.num_nodes == 1 and self.cluster_environment.world_size() == self.num_processes
+        return LOOPBACK if alone or is_local(address) else address
 
     def _start_watch(self, ranks: Communicator) -> None:
         if ranks.size == 1:
             return
-        assert self.cluster_environment is not None
         seconds = (self._timeout.total_seconds(), self._death_timeout.total_seconds())
-        address = self.cluster_environment.main_address
-        watch = RankWatch(ranks.rank, ranks.size, address, ranks.progress, *seconds)
-        port = torch.tensor([watch.open_store() if ranks.rank == 0 else 0])
-        watch.start(int(ranks.broadcast_(port, "the port of the ranks' watch")))
+        watch = RankWatch(ranks.rank, ranks.size, self._address, ranks.progress, *seconds)
+        watch.start(ranks.broadcast_(watch.invitation(), "the store of the ranks' watch"))
         ranks.watch = watch
 
     # Lightning's own collectives
 
     def barrier(self, name: str | None = None) -> None:
-        with self._named(f"barrier {name or ''}".strip()):
-            super().barrier(name)
+        if self._ranks is None:
+            return super().barrier(name)
+        self._ranks.barrier(f"barrier {name or ''}".strip())
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
-        with self._named(f"broadcast of {type(obj).__name__}"):
+        if self._ranks is None:
             return super().broadcast(obj, src)
+        return self._ranks.broadcast_object(obj, src, f"broadcast of {type(obj).__name__}")
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        with self._named("reduction of a metric"):
+        if self._ranks is None or group is not None or not isinstance(tensor, Tensor):
             return super().reduce(tensor, group, reduce_op)
-
-    def _named(self, what: str) -> AbstractContextManager[None]:
-        return self._ranks.named(what) if self._ranks is not None else nullcontext()
+        with self._ranks.control_traffic("reduction of a metric"):
+            return super().reduce(tensor.cpu(), self._ranks.control, reduce_op).to(tensor.device)
 
     def setup(self, trainer: pl.Trainer) -> None:
         assert self.lightning_module is not None
         refusals.check_trainer(trainer, self.lightning_module, str(self.precision_plugin.precision))
         if self._offload:
             refusals.check_offload(self.root_device)
-        self.skipped_steps = 0
+        self._divergence = Divergence(self._divergence.limit, Path(trainer.ckpt_path) if trainer.ckpt_path else None)
         self.optimizer_seconds = 0.0
         # A link is made as soon as `save_checkpoint` returns: what it points to must be there by then.
         self._links = any(getattr(callback, "save_last", None) == "link" for callback in trainer.checkpoint_callbacks)
@@ -246,7 +279,7 @@ class DTAStrategy(DDPStrategy):
             "build the same model on every rank",
         )
         for name, tensor in tensors:
-            self.ranks.broadcast_(tensor, name)
+            self.ranks.broadcast_weights_(tensor, name)
 
     def setup_optimizers(self, trainer: pl.Trainer) -> None:
         super().setup_optimizers(trainer)
@@ -260,6 +293,14 @@ class DTAStrategy(DDPStrategy):
             self.optimizers[0], self.lightning_module, self.ranks, self._bucket_elements, self._offload
         )
 
+    @property
+    def precision_plugin(self) -> Precision:
+        return super().precision_plugin
+
+    @precision_plugin.setter
+    def precision_plugin(self, plugin: Precision | None) -> None:
+        self._precision_plugin = keep_default_dtype(plugin)
+
     def setup_precision_plugin(self) -> None:
         super().setup_precision_plugin()
         # Every precision plugin clips through this method, over the optimizer's parameters: here shards, whose own
@@ -270,22 +311,29 @@ class DTAStrategy(DDPStrategy):
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         self.traffic.reset()
+        assert self.lightning_module is not None
+        trainer = self.lightning_module.trainer
+        self._divergence.begin_step(lambda: trainer.callback_metrics)
 
     def block_backward_sync(self) -> NoReturn:
         """Lightning enters this only to accumulate batches (a scheduler callback can ask for it after set-up)."""
         raise MisconfigurationException(refusals.accumulation("> 1"))
 
     def post_backward(self, closure_loss: Tensor) -> None:
-        """Sums gradients over ranks; all ranks learn together whether they are finite."""
-        assert self._sharded is not None
+        """Sums gradients over ranks; all ranks learn together whether they are finite.
+
+        Raises:
+            Diverged: they were not in `max_skipped_steps` steps in a row.
+        """
+        assert self._sharded is not None and self.lightning_module is not None
         self._synchronize()
         start = time.perf_counter()
-        if not self._sharded.reduce():
-            self.skipped_steps += 1
-            rank_zero_warn(
-                f"gradient norm is {self._sharded.grad_norm}: optimizer step skipped on all ranks"
-                f" ({self.skipped_steps} so far)"
-            )
+        if self._sharded.reduce():
+            self._divergence.worked()
+        else:
+            rate = max(group["lr"] for group in self._sharded.optimizer.param_groups)
+            step = self.lightning_module.trainer.global_step + 1
+            self._divergence.failed(step, self._sharded.grad_norm, float(rate))
         self._reduce_seconds = time.perf_counter() - start
 
     def optimizer_step(
@@ -319,6 +367,7 @@ class DTAStrategy(DDPStrategy):
     def _synchronize(self) -> None:
         """Waits for the device, so that seconds are charged to who spent them; the norm needs the host once a
         step anyway."""
+        self.ranks.settle()
         if self.root_device.type == "cuda":
             torch.cuda.synchronize(self.root_device)
 
@@ -331,12 +380,22 @@ class DTAStrategy(DDPStrategy):
         return {"description": description, "pieces": pieces}
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None) -> None:
-        """Collective: writes a checkpoint directory (see `checkpoints.py`), in the background while `fit` runs."""
+        """Collective: writes a checkpoint directory (see `checkpoint/checkpoints.py`), in the background while `fit`
+        runs; none while training seems to have diverged (see `divergence.py`)."""
         if storage_options is not None:
             raise TypeError(
                 "Trainer.save_checkpoint(storage_options=...) has no effect under DTAStrategy: leave it out"
             )
         assert self.lightning_module is not None and self._writer is not None
+        path, trainer = Path(filepath), self.lightning_module.trainer
+        bad = self._sharded.bad_parameter() if self._sharded is not None else None
+        forced = trainer.state.status == TrainerStatus.FINISHED  # a user's own call: the last chance
+        # Where there is no good one nothing can be lost, and what is linked to must be there.
+        forced |= self._divergence.last_good is None and (bad is None or self._links)
+        if self._divergence.holds_back(path, bad, forced):
+            if self._links and self.is_global_zero:
+                self._divergence.link(path)
+            return
         error: Exception | None = None
         packed = None
         pieces: dict[str, Piece] = {}
@@ -346,19 +405,59 @@ class DTAStrategy(DDPStrategy):
         except Exception as failure:
             error = failure
         self.ranks.raise_together(error, f"checkpoint {filepath}")
-        self._writer.save(Path(filepath), packed, pieces)
-        trainer = self.lightning_module.trainer
+        self._writer.save(path, packed, pieces)
+        for old in self._divergence.written(path):
+            self._writer.remove(old)
         running = trainer.state.fn == TrainerFn.FITTING and trainer.state.status == TrainerStatus.RUNNING
         # SLURM's signal handler ends the job when this returns.
-        if not running or not self._background or self._links or Path(filepath).name.startswith("hpc_ckpt"):
+        if not running or not self._background or self._links or path.name.startswith("hpc_ckpt"):
             self._writer.wait(self._timeout.total_seconds())
 
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
-        """A checkpoint directory, or a file of another strategy. Only tensors and primitives are unpickled."""
+        """Collective: a checkpoint directory, or a file of another strategy. Only tensors and primitives are unpickled;
+        the ranks share the checking of a directory's bytes, and what one of them finds ends the run on all.
+
+        Raises:
+            CheckpointError: it is damaged, or no checkpoint.
+            MisconfigurationException: `trainer.max_steps` is below its step.
+        """
         path = Path(checkpoint_path)
         if path.is_dir():
-            return put_together(path)
-        return super().load_checkpoint(checkpoint_path, weights_only=True)
+            self._together(path, lambda: check(path, self.ranks.rank, self.ranks.size))
+            contents: dict[str, Any] = self._together(path, lambda: put_together(path, checked=True))
+        else:
+            load = super().load_checkpoint
+            contents = self._together(path, lambda: load(checkpoint_path, weights_only=True))
+        if self.lightning_module is not None:
+            refusals.check_steps(self.lightning_module.trainer, contents)
+        return contents
+
+    def _together(self, path: Path, read: Callable[[], Any]) -> Any:
+        """Collective: what `read` returns. Every rank raises CheckpointError when it fails on one of them."""
+        result, error = None, None
+        try:
+            result = read()
+        except Exception as failure:  # whatever damaged archives and pickles raise
+            error = failure if isinstance(failure, CheckpointError) else unreadable(path, failure)
+        try:
+            self.ranks.raise_together(error, f"ckpt_path: {path}")
+        except CheckpointError:
+            raise
+        except RuntimeError as failure:
+            raise CheckpointError(str(failure)) from failure
+        return result
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        """Raises CheckpointMismatch, naming a parameter and what the models differ in, where the weights do not fit."""
+        assert self.lightning_module is not None
+        try:
+            super().load_model_state_dict(checkpoint, strict)
+        except RuntimeError as error:
+            found = mismatch(checkpoint, self.lightning_module) or " ".join(str(error).split())[:500]
+            raise CheckpointMismatch(
+                f"ckpt_path: the checkpoint is of another model: {found}. Resume with the model that wrote it"
+                " (model.model)"
+            ) from error
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Collective: every rank takes its shard, whatever number of ranks wrote the checkpoint."""
@@ -370,11 +469,14 @@ class DTAStrategy(DDPStrategy):
             load_whole(self._sharded, state)
 
     def remove_checkpoint(self, filepath: str | Path) -> None:
-        """Rank 0 deletes it after the checkpoints that were begun before are complete."""
+        """Rank 0 deletes it after the checkpoints that were begun before are complete, and good."""
         assert self._writer is not None
-        self._writer.remove(Path(filepath))
+        if not self._divergence.keeps(Path(filepath)):
+            self._writer.remove(Path(filepath))
 
     def on_exception(self, exception: BaseException) -> None:
+        if isinstance(exception, Interrupted):
+            return  # on all ranks together
         self._failed = True
         if self._ranks is not None and self._ranks.watch is not None:
             self._ranks.watch.fail(exception)

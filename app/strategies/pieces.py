@@ -1,15 +1,18 @@
 """Pieces: what one rank holds of a tensor, saved and loaded through `torch.distributed.checkpoint`.
 
 Promises: what some ranks saved as pieces loads as any other pieces, on any number of ranks, because only places in the
-whole tensor are written down. Files are safetensors, their table of contents is JSON: nothing is unpickled. Knows
-nothing of optimizers or Lightning.
+whole tensor are written down. Files are safetensors, their table of contents is JSON: nothing is unpickled; they are
+hashed as they are written. Knows nothing of optimizers or Lightning.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import hashlib
+import os
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +22,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
@@ -27,8 +31,19 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import LoadPlan, SavePlan, TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.planner import (
+    LoadPlan,
+    SavePlan,
+    SavePlanner,
+    TensorWriteData,
+    WriteItem,
+    WriteItemType,
+)
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+from torch.futures import Future
+
+from app.strategies.checkpoint.manifest import CheckpointError, Written
+from app.text import printable
 
 _FILE_BYTES = 1 << 30  # a file is put together in memory before it is written
 
@@ -70,16 +85,16 @@ def save_pieces(
     pieces: Mapping[str, Piece],
     directory: Path,
     group: dist.ProcessGroup,
-    finish: Callable[[], None],
+    finish: Callable[[dict[str, Written]], None],
 ) -> None:
     """Collective over `group` (CPU tensors): writes all ranks' pieces below `directory`, which all ranks share.
 
     Args:
         pieces: staged pieces by name, the same names on every rank; at most one a name and rank.
-        finish: called on rank 0 when every rank's files are complete.
+        finish: called on rank 0 with all ranks' files, by name, when they are complete.
 
     Raises:
-        RuntimeError: on every rank, when any rank failed; says which and why.
+        RuntimeError: on every rank, when any rank failed; says which and why, and its cause is the first one's error.
     """
     files: dict[str, int] = {}
     number, filled = 1, 0
@@ -96,7 +111,9 @@ def save_pieces(
     try:
         dcp.save(tensors, storage_writer=writer, planner=_SavePlanner(pieces), process_group=group)
     except dcp.CheckpointException as error:  # not an Exception: nobody would catch it
-        raise RuntimeError(f"{directory}: {error}") from error
+        failures = [(rank, failure) for rank, (failure, _) in sorted(error.failures.items())]
+        text = "; ".join(f"rank {rank}: {type(failure).__name__}: {failure}" for rank, failure in failures)
+        raise RuntimeError(text) from failures[0][1]
 
 
 def load_pieces(pieces: Mapping[str, Piece], directory: Path) -> None:
@@ -104,6 +121,7 @@ def load_pieces(pieces: Mapping[str, Piece], directory: Path) -> None:
 
     Raises:
         CheckpointMismatch: a tensor is missing or has another shape.
+        CheckpointError: files cannot be read.
     """
     known = _contents(directory)
     for name, piece in pieces.items():
@@ -116,12 +134,9 @@ def load_pieces(pieces: Mapping[str, Piece], directory: Path) -> None:
             )
     wanted: dict[str, Any] = {name: piece.local for name, piece in pieces.items()}
     reader = HuggingFaceStorageReader(str(directory))
-    try:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # meant: each rank by itself
-            dcp.load(wanted, storage_reader=reader, planner=_LoadPlanner(pieces), no_dist=True)
-    except dcp.CheckpointException as error:  # not an Exception: nobody would catch it
-        raise RuntimeError(f"{directory}: the checkpoint cannot be read: {error}") from error
+    with _readable(directory), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # meant: each rank by itself
+        dcp.load(wanted, storage_reader=reader, planner=_LoadPlanner(pieces), no_dist=True)
 
 
 def load_whole(directory: Path, wanted: Callable[[str], bool]) -> dict[str, Tensor]:
@@ -136,12 +151,55 @@ def load_whole(directory: Path, wanted: Callable[[str], bool]) -> dict[str, Tens
 
 
 def _contents(directory: Path) -> dict[str, Any]:
-    return HuggingFaceStorageReader(str(directory)).read_metadata().state_dict_metadata
+    with _readable(directory):
+        return HuggingFaceStorageReader(str(directory)).read_metadata().state_dict_metadata
+
+
+@contextmanager
+def _readable(directory: Path) -> Iterator[None]:
+    """Around reading files that may be damaged: only hashes tell that, and old checkpoints have none."""
+    try:
+        yield
+    except (Exception, dcp.CheckpointException) as error:  # the latter is no Exception: nobody would catch it
+        reason = printable(" ".join(str(error).split()))[-200:]
+        raise CheckpointError(
+            f"ckpt_path: the shards in {directory} cannot be read ({reason}): copy the whole directory again, or take"
+            " another checkpoint"
+        ) from error
+
+
+class _HashedFiles(FileSystem):
+    """Hashes what is written, on the way to the disk."""
+
+    def __init__(self) -> None:
+        self.written: dict[str, Written] = {}
+
+    @contextmanager
+    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[Any]:
+        with super().create_stream(path, mode) as stream:
+            hashed = _HashedStream(stream)
+            yield hashed
+        self.written[Path(path).name] = Written(hashed.bytes, hashed.hash.hexdigest())
+
+
+class _HashedStream:
+    def __init__(self, stream: Any) -> None:
+        self._stream = stream
+        self.bytes, self.hash = 0, hashlib.sha256()
+
+    def write(self, data: bytes) -> int:
+        self.bytes += len(data)
+        self.hash.update(data)
+        return int(self._stream.write(data))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
 
 
 class _Writer(HuggingFaceStorageWriter):
-    def __init__(self, path: str, finish: Callable[[], None], files: dict[str, int]) -> None:
+    def __init__(self, path: str, finish: Callable[[dict[str, Written]], None], files: dict[str, int]) -> None:
         super().__init__(path, fqn_to_index_mapping=files, save_distributed=True)
+        self.fs = self._files = _HashedFiles()
         self._finish = finish
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
@@ -152,9 +210,16 @@ class _Writer(HuggingFaceStorageWriter):
             )
         return super().prepare_local_plan(plan)
 
-    def finish(self, metadata: Metadata, results: Any) -> None:
-        super().finish(metadata, results)
-        self._finish()
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[Any]]:
+        """What was written where, as torch wants it, and behind that this rank's files: they travel to rank 0."""
+        results = super().write_data(plan, planner).value()
+        done: Future[list[Any]] = Future()
+        done.set_result([*results, self._files.written])
+        return done
+
+    def finish(self, metadata: Metadata, results: list[list[Any]]) -> None:
+        super().finish(metadata, [result[:-1] for result in results])
+        self._finish({name: file for result in results for name, file in result[-1].items()})
 
 
 class _SavePlanner(DefaultSavePlanner):

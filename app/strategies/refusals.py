@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from datetime import timedelta
+from typing import Any
 
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 _PRECISIONS = ("32-true", "64-true", "bf16-true", "bf16-mixed")
 
 
 def check_arguments(
-    timeout: timedelta, death_timeout: timedelta, bucket_cap_mb: int, max_tokens_per_rank: int | None
+    timeout: timedelta,
+    death_timeout: timedelta,
+    bucket_cap_mb: int,
+    max_tokens_per_rank: int | None,
+    max_skipped_steps: int,
 ) -> None:
     """Raises MisconfigurationException for an argument out of range."""
     for name, value in (("timeout", timeout), ("death_timeout", death_timeout)):
@@ -23,6 +30,8 @@ def check_arguments(
         raise MisconfigurationException(f"DTAStrategy(max_tokens_per_rank={max_tokens_per_rank}): at least 1 is needed")
     if bucket_cap_mb < 1:
         raise MisconfigurationException(f"DTAStrategy(bucket_cap_mb={bucket_cap_mb}): at least 1 MiB is needed")
+    if max_skipped_steps < 1:
+        raise MisconfigurationException(f"DTAStrategy(max_skipped_steps={max_skipped_steps}): at least 1 is needed")
 
 
 def check_trainer(trainer: pl.Trainer, module: pl.LightningModule, precision: str) -> None:
@@ -41,6 +50,19 @@ def check_trainer(trainer: pl.Trainer, module: pl.LightningModule, precision: st
             f"{type(module).__name__}.automatic_optimization=False is not supported by DTAStrategy, which reduces"
             " gradients once per automatic optimizer step: override LightningModule.backward instead"
         )
+
+
+def check_steps(trainer: pl.Trainer, checkpoint: Mapping[str, Any]) -> None:
+    """Before fitting goes on from `checkpoint`. Raises MisconfigurationException when it is beyond the last step."""
+    done, last = checkpoint.get("global_step", 0), trainer.max_steps
+    if trainer.state.fn != TrainerFn.FITTING or last == -1 or done < last:
+        return
+    told = (
+        f"trainer.max_steps={last}: the checkpoint {trainer.ckpt_path} is of step {done}, so nothing is left to train"
+    )
+    if done > last:
+        raise MisconfigurationException(f"{told}: steps count from the beginning of the first run, raise max_steps")
+    rank_zero_warn(f"{told}; raise max_steps to go on")
 
 
 def check_offload(device: torch.device) -> None:

@@ -16,7 +16,7 @@ masters.
 Bytes per rank for a bfloat16 parameter under Adam on N ranks: 2 + 4 (gradient) + 12 / N; the last in CPU memory with
 `offload`.
 
-Checkpoints: see `optimizer_state.py`.
+Checkpoints: see `checkpoint/optimizer_state.py`.
 """
 
 from __future__ import annotations
@@ -31,8 +31,9 @@ from torch.nn import Module, Parameter
 from torch.optim import Optimizer
 
 from app.strategies.buckets import Bucket, build_buckets
-from app.strategies.collectives import Communicator
+from app.strategies.ranks.collectives import Communicator
 
+_ABSURD = 1e12  # parameters beyond it have diverged, although they are numbers: no gradient of theirs will be one
 _NOT_ELEMENTWISE = ("LBFGS", "Muon", "Adafactor", "SparseAdam")
 
 
@@ -50,6 +51,7 @@ class ShardedOptimizer:
         grad_norm: global 2-norm of the last reduced gradient, before clipping; nan before the first.
         finite: whether the last reduced gradient was; False means that the step was (or will be) skipped.
         groups: the parameters of each parameter group, as the module's optimizer had them (frozen ones included).
+        configured: the options of each parameter group as configured, before schedulers and checkpoints change them.
         buckets_by_group: the buckets of each.
 
     Raises:
@@ -70,6 +72,10 @@ class ShardedOptimizer:
         self.ranks = ranks
         self.grad_norm = math.nan
         self.finite = True
+        self.configured = [
+            {key: group.get(f"initial_{key}", group[key]) for key in optimizer.defaults if _is_plain(group[key])}
+            for group in optimizer.param_groups
+        ]
         self._reduced = False
         # remove_duplicate keeps a tied parameter's first name.
         self._names = {id(param): name for name, param in module.named_parameters()}
@@ -154,6 +160,18 @@ class ShardedOptimizer:
         for bucket in self.buckets:
             bucket.gather_parameters()
 
+    @torch.no_grad()
+    def bad_parameter(self) -> str | None:
+        """Collective: what is wrong with the first trained parameter that holds nan, inf or absurd numbers, or None.
+        Reads every element once, in shards, without memory of its own; the name is looked for only when needed."""
+        ends = [torch.stack(self.ranks.slice_of(b.flat).aminmax()).double() for b in self.buckets]
+        sound = torch.stack(ends).abs().lt(_ABSURD).all()  # nan is not
+        if not self.ranks.sum_float((~sound).double(), "parameters that are not finite"):
+            return None
+        named = (pair for bucket in self.buckets for pair in zip(bucket.names, bucket.params))
+        name = next(name for name, param in named if not param.abs().lt(_ABSURD).all())
+        return f"parameter '{name}' is not finite or beyond {_ABSURD:g}"
+
     def release_gradients(self) -> None:
         """Frees gradient memory after the last step; the state can still be saved."""
         for bucket in self.buckets:
@@ -214,3 +232,9 @@ class ShardedOptimizer:
 
     def _name(self, param: Parameter) -> str:
         return self._names.get(id(param), "(a parameter that is not the module's)")
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, tuple | list):
+        return all(map(_is_plain, value))
+    return value is None or isinstance(value, bool | int | float | str)

@@ -13,15 +13,17 @@ import torch
 from torch.nn import functional
 from transformers import PreTrainedModel
 
-from app.tree.cost import ModelShape
-from app.tree.kernels import pick_kernel
-from app.tree.timing import CPU_RATES, GPU_RATES, Rates
+from app.tree.attention.kernels import pick_kernel
+from app.tree.planning.cost import ModelShape
+from app.tree.planning.timing import CPU_RATES, GPU_RATES, Rates
 
 
 def measure_rates(model: PreTrainedModel, repeats: int = 5) -> Rates:
-    """The rates of `model`'s device, for its shapes and dtype."""
+    """The rates of `model`'s device, for its shapes and its dtype (that of autocast, inside such a context)."""
     shape, parameter = ModelShape.of(model.config), next(model.parameters())
     device, dtype = parameter.device, parameter.dtype
+    if torch.is_autocast_enabled(device.type):
+        dtype = torch.get_autocast_dtype(device.type)
     default = GPU_RATES if device.type == "cuda" else CPU_RATES
 
     def best(run: Callable[[], object]) -> float:

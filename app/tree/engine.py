@@ -10,8 +10,7 @@ makes their gradients accumulate in float32).
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 import numpy as np
@@ -19,20 +18,21 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from app.tree.attention import BACKENDS, choose_backend, tree_attention_on
+from app.tree.attention import BACKENDS, choose_backend
+from app.tree.calibrate import measure_rates
 from app.tree.checkpointing import checkpointable
-from app.tree.cost import ModelShape
-from app.tree.dense import DenseExecutor, dense_plan
-from app.tree.executor import Executor, check_scalar
+from app.tree.executor import BatchedLoss, Executor, check_scalar
 from app.tree.heads import Heads
 from app.tree.memory import auto_budgets
 from app.tree.outputs import OUTPUT_NAMES, FlatOutputs, TreeOutputs
-from app.tree.plan import ExecutionPlan
-from app.tree.planner import plan
+from app.tree.planning.cost import ModelShape
+from app.tree.planning.dense import dense_plan
+from app.tree.planning.plan import ExecutionPlan
+from app.tree.planning.planner import plan
+from app.tree.planning.timing import CPU_RATES, Rates, TimeModel
 from app.tree.prefix_tree import PrefixTree
 from app.tree.refusals import refuse_dropout, refuse_unsupported, transformers_model
-from app.tree.self_check import CheckReport, SelfCheckError, compare
-from app.tree.timing import CPU_RATES, GPU_RATES, Rates, TimeModel
+from app.tree.self_check import Budgets, CheckReport, SelfCheckError, Subject, compare
 
 LossFn = Callable[[Any, Any], Tensor]
 
@@ -50,7 +50,8 @@ class TreeEngine:
         value_head: maps hidden states [n, H] to values [n] or [n, 1]; default `model.value_head` or `model.score`.
         head_tokens: rows of logits held at a time; "auto" aims at 128 MiB a block.
         checkpointing: whether the planner may choose chunks whose layers run again in backward.
-        rates: what the planner predicts times with, from `app.tree.calibrate.measure_rates`; default the device's kind.
+        rates: what the planner predicts times with, from `app.tree.calibrate.measure_rates`. By default a GPU's are
+            measured at the first plan (a fraction of a second), and a CPU's are constants, so that plans repeat there.
         self_check: whether the first backward also runs a small part of its batch densely and compares; see
             `app.tree.self_check`.
         on_mismatch: what happens when they differ: "error", or "fallback" to dense-leaf execution from then on.
@@ -87,7 +88,7 @@ class TreeEngine:
             raise ValueError(f"on_mismatch must be 'error' or 'fallback', got {on_mismatch!r}")
         if on_mismatch != "error" and not self_check:
             raise ValueError(f"on_mismatch={on_mismatch!r} has no effect without self_check; set self_check=True")
-        self.self_check, self.on_mismatch, self.dense = self_check, on_mismatch, False
+        self.on_mismatch, self.dense, self._verified = on_mismatch, False, not self_check
         self.model = transformers_model(model)
         refuse_unsupported(self.model)
         self.chunk_tokens, self.live_tokens = chunk_tokens, live_tokens
@@ -100,11 +101,7 @@ class TreeEngine:
     def plan(self, tree: PrefixTree) -> ExecutionPlan:
         """The plan that `forward` and `backward` execute for `tree`: of a few candidates within the budgets, the one
         of least predicted time."""
-        shape, parameter = ModelShape.of(self.model.config), next(self.model.parameters())
-        rates = self.rates or (GPU_RATES if parameter.device.type == "cuda" else CPU_RATES)
-        chunk, live = auto_budgets(self.model, self.chunk_tokens, self.live_tokens, tree, self.heads.head_tokens)
-        share = shape.checkpoint_share() if self.checkpointing and checkpointable(self.model) else 1.0
-        return plan(tree, chunk, live, TimeModel(shape, rates, parameter.element_size()), share)
+        return dense_plan(tree) if self.dense else self._plan(tree, self.chunk_tokens, self.live_tokens)
 
     def forward(
         self, tree: PrefixTree, want: Sequence[str] = ("logprobs",), temperatures: Any | None = None
@@ -117,9 +114,8 @@ class TreeEngine:
             temperatures: float [N], one a sequence, instead of the engine's; sequences that share tokens need
                 equal ones (build the tree with `keys`).
         """
-        executor = self._executor(tree, want, temperatures)
-        with torch.no_grad(), self._pass():
-            executor.forward()
+        executor = self._executor(tree, want, temperatures, with_grads=False)
+        executor.run()
         return TreeOutputs(executor.outputs(range(tree.num_sequences)))
 
     def backward(
@@ -141,12 +137,9 @@ class TreeEngine:
         Raises:
             SelfCheckError: the first time, when the self-check fails; gradients are as before then.
         """
-        self._first_use(tree, want)
+        self._verify_once(tree, want)
         executor = self._executor(tree, want, temperatures)
-        _accumulate_in_float32(self.model, self.value_head)
-        with torch.enable_grad(), self._pass():
-            total = executor.backward(loss_fn if batched else _one_by_one(loss_fn))
-        return float(total)
+        return float(executor.run(loss_fn if batched else _one_by_one(loss_fn)))
 
     def backward_coupled(
         self,
@@ -195,27 +188,32 @@ class TreeEngine:
                     f" {tuple(grad.shape)}; concatenate those of all sequences in the tree's order"
                 )
             flat[name] = grad.detach()
-        self._first_use(tree, tuple(flat))
+        self._verify_once(tree, tuple(flat))
         executor = self._executor(tree, tuple(flat), temperatures)
         executor.set_grads(flat)
-        _accumulate_in_float32(self.model, self.value_head)
-        with torch.enable_grad(), self._pass():
-            executor.backward(None)
+        executor.run()
 
-    def check(self, tree: PrefixTree, want: Sequence[str] = ("logprobs",)) -> CheckReport | None:
-        """Runs the self-check on a small part of `tree`, whatever `self_check` says, and changes nothing. None when
-        there is nothing to compare: no sequences, or no trainable parameter."""
-        self._check(tree)
-        return compare(self, tree, frozenset(want))
+    def verify(self, tree: PrefixTree, want: Sequence[str] = ("logprobs",)) -> CheckReport | None:
+        """Compares tree with dense execution on a small part of `tree`, and changes nothing. None when there is nothing
+        to compare: no sequences, or no trainable parameter."""
+        self._validate(tree, want)
 
-    def _first_use(self, tree: PrefixTree, want: Sequence[str]) -> None:
-        if not self.self_check or isinstance(want, str) or not set(want) or set(want) - set(OUTPUT_NAMES):
-            return  # what `want` lacks is said by the pass itself
-        report = self.check(tree, want)
-        if report is None:
-            return
-        self.self_check = False
-        if report.passed:
+        def run(small: PrefixTree, loss_fn: BatchedLoss, budgets: Budgets | None) -> None:
+            execution = dense_plan(small) if budgets is None else self._plan(small, *budgets)
+            self._executor(small, want, execution=execution).run(loss_fn)
+
+        return compare(Subject(self.model, self.value_head, self.temperature, run), tree, frozenset(want))
+
+    def fall_back(self, findings: str) -> None:
+        """From now on every leaf sequence runs alone, through the model's own attention; warns why."""
+        warnings.warn(f"{type(self.model).__name__}: {findings}. Falling back to dense-leaf execution", stacklevel=3)
+        self.dense = True
+
+    def _verify_once(self, tree: PrefixTree, want: Sequence[str]) -> None:
+        """`verify` at the first use that has something to compare, and what `on_mismatch` says when it fails."""
+        report = None if self._verified else self.verify(tree, want)
+        self._verified |= report is not None
+        if report is None or report.passed:
             return
         if self.on_mismatch == "error":
             raise SelfCheckError(
@@ -225,21 +223,31 @@ class TreeEngine:
             )
         self.fall_back(str(report))
 
-    def fall_back(self, findings: str) -> None:
-        """From now on every leaf sequence runs alone, through the model's own attention; warns why."""
-        warnings.warn(f"{type(self.model).__name__}: {findings}. Falling back to dense-leaf execution", stacklevel=3)
-        self.dense = True
+    def _plan(self, tree: PrefixTree, chunk_tokens: int | str, live_tokens: int | str) -> ExecutionPlan:
+        shape, parameter = ModelShape.of(self.model.config), next(self.model.parameters())
+        if self.rates is None:
+            self.rates = measure_rates(self.model) if parameter.device.type == "cuda" else CPU_RATES
+        backend = choose_backend(self.attention, self.model)
+        chunk, live = auto_budgets(self.model, chunk_tokens, live_tokens, tree, self.heads.head_tokens)
+        share = shape.checkpoint_share() if self.checkpointing and checkpointable(self.model) else 1.0
+        return plan(tree, chunk, live, TimeModel(shape, self.rates, backend, parameter.element_size()), share)
 
-    @contextmanager
-    def _pass(self) -> Iterator[None]:
-        """The model attends over trees inside; scratch memory goes back afterwards."""
-        try:
-            with nullcontext() if self.dense else tree_attention_on(self.model):
-                yield
-        finally:
-            self.heads.release()
+    def _executor(
+        self,
+        tree: PrefixTree,
+        want: Sequence[str],
+        temperatures: Any | None = None,
+        with_grads: bool = True,
+        execution: ExecutionPlan | None = None,
+    ) -> Executor:
+        self._validate(tree, want)
+        per_sequence = None if temperatures is None else _temperatures(tree, temperatures)
+        backend = choose_backend(self.attention, self.model)
+        execution, names = execution or self.plan(tree), frozenset(want)
+        return Executor(self.model, self.heads, execution, names, self.temperature, per_sequence, backend, with_grads)
 
-    def _executor(self, tree: PrefixTree, want: Sequence[str], temperatures: Any | None) -> Executor:
+    def _validate(self, tree: PrefixTree, want: Sequence[str]) -> None:
+        """Refuses input the model cannot compute, naming the output or the sequence."""
         names = frozenset(want)
         if isinstance(want, str) or not names or names - set(OUTPUT_NAMES):
             raise ValueError(f"want: expected a non-empty tuple out of {OUTPUT_NAMES}, got {want!r}")
@@ -247,16 +255,6 @@ class TreeEngine:
             raise ValueError("want: 'values' needs a value head; pass value_head=... to TreeEngine")
         if names & {"logprobs", "entropy"} and self.heads.projection is None:
             raise ValueError(f"want: {type(self.model).__name__} has no output projection; use a ...ForCausalLM model")
-        self._check(tree)
-        per_sequence = None if temperatures is None else _temperatures(tree, temperatures)
-        backend = choose_backend(self.attention, self.model)
-        if self.dense:
-            own = dense_plan(tree)
-            return DenseExecutor(self.model, self.heads, own, names, self.temperature, per_sequence, backend)
-        return Executor(self.model, self.heads, self.plan(tree), names, self.temperature, per_sequence, backend)
-
-    def _check(self, tree: PrefixTree) -> None:
-        """Refuses input the model cannot compute, naming the sequence."""
         vocabulary = self.model.get_input_embeddings().weight.shape[0]
         if tree.num_tokens and int(tree.tokens.max()) >= vocabulary:
             i, position, token = _find_token(tree, int(np.argmax(tree.tokens >= vocabulary)))
@@ -306,12 +304,3 @@ def _find_token(tree: PrefixTree, token: int) -> tuple[int, int, int]:
         if len(found):
             return i, int(found[0]), int(tree.tokens[token])
     raise AssertionError("every tree token belongs to a sequence")
-
-
-def _accumulate_in_float32(*modules: nn.Module | None) -> None:
-    """Low-precision parameters accumulate their gradients in float32 (bf16 sums over chunks lose whole percents)."""
-    for module in modules:
-        for parameter in module.parameters() if module is not None else ():
-            wanted = torch.promote_types(torch.float32, parameter.dtype)
-            if parameter.requires_grad and parameter.grad is None and parameter.dtype != wanted:
-                parameter.grad_dtype = wanted

@@ -7,22 +7,24 @@ reaches chunks above before they run backward. Nothing is synchronised with the 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from app.tree.attention import tree_attention_on
+from app.tree.attention.chunk_attention import Backend, ChunkAttention
+from app.tree.attention.path_cache import KeyValue, PathCache
 from app.tree.checkpointing import checkpointed
-from app.tree.chunk_attention import Backend, ChunkAttention
 from app.tree.heads import Heads, Kept
-from app.tree.layout import Layout, layout
 from app.tree.outputs import FlatOutputs
-from app.tree.path_cache import KeyValue, PathCache
-from app.tree.plan import ExecutionPlan, Step
+from app.tree.planning.layout import Layout, layout
+from app.tree.planning.plan import ExecutionPlan
 from app.tree.prefix_tree import Ints
 from app.tree.transfer import on_device
 
@@ -45,15 +47,15 @@ class _Run:
 class _Open:
     """State of a chunk between its first step and its backward."""
 
-    run: _Run | None = None
-    pieces: dict[int, int] = field(default_factory=dict)  # piece -> first row in the run that provided keys
-    keys_values: dict[int, KeyValue] = field(default_factory=dict)  # until the last piece is in the path cache
+    pieces: dict[int, int]  # piece -> first row in the run that provided keys
+    keys_values: dict[int, KeyValue]  # until the last piece is in the path cache
+    run: _Run | None = None  # with the graph
     pushed: int = 0  # pieces
     returned: dict[int, dict[int, KeyValue]] = field(default_factory=dict)  # piece -> gradients, by layer
 
 
 class Executor:
-    """One forward or backward pass of `plan`; single use."""
+    """One pass over `plan`, single use: a backward pass, or (without `with_grads`) a forward pass."""
 
     def __init__(
         self,
@@ -64,9 +66,10 @@ class Executor:
         temperature: float,
         per_sequence: np.ndarray[Any, np.dtype[np.float64]] | None,
         backend: Backend,
+        with_grads: bool,
     ) -> None:
-        self.backend = backend
-        self.body, self.heads, self.plan, self.want = model.base_model, heads, plan, want
+        self.model, self.body, self.heads, self.plan, self.want = model, model.base_model, heads, plan, want
+        self.backend, self.with_grads = backend, with_grads
         self.layers = model.config.get_text_config().num_hidden_layers
         tree = plan.tree
         parameter = next(model.parameters())
@@ -84,63 +87,35 @@ class Executor:
         self._ending = _group(chunk, len(plan.chunks) + 1)  # the last group: sequences of which nothing runs
         self._row_of = np.full(tree.num_tokens, -1, np.int64)
         self.total = torch.zeros((), dtype=self.dtype, device=self.device)
-
-    def forward(self) -> None:
-        """Fills `values` for the whole tree."""
-        self.cache = PathCache(self.plan.longest_path, with_grads=False)
+        self.loss_fn: BatchedLoss | None = None
+        self.cache = PathCache(plan.longest_path, with_grads)
         self.open: dict[int, _Open] = {}
-        for step in self.plan.steps:
-            if step.action == "anchor" or (step.action == "forward" and step.chunk not in self.open):
-                state = self.open[step.chunk] = _Open()
-                run = self._run(step.chunk, None, store=bool(self.plan.chunks[step.chunk].anchors))
-                self._provide(state, step.chunk, run, None)
-                self._score(run)
-            elif step.action == "push":
-                self._push(step)
-            elif step.action == "backward":
-                del self.open[step.chunk]
 
-    def backward(self, loss_fn: BatchedLoss | None) -> Tensor:
-        """Runs the plan; returns the summed loss as a tensor on the model's device. Without `loss_fn` the gradients
-        are those given to `set_grads`, and no output is computed."""
-        self.cache = PathCache(self.plan.longest_path, with_grads=True)
-        self.open = {}
-        self._losses(len(self.plan.chunks), loss_fn)
-        for position, step in enumerate(self.plan.steps):
-            state = self.open.setdefault(step.chunk, _Open())
-            chunk = self.plan.chunks[step.chunk]
-            if step.action == "anchor":
-                with torch.no_grad():
-                    run = self._run(step.chunk, chunk.anchors, store=True)
-                self._provide(state, step.chunk, run, chunk.anchors)
-                if loss_fn is not None:
-                    self._score(run)
-            elif step.action == "forward":
-                first = not state.pieces
-                with checkpointed(self.body, chunk.checkpoint):
-                    run = self._run(step.chunk, None, store=first and bool(chunk.anchors))
-                if first:
-                    self._provide(state, step.chunk, run, None)
-                state.run = run
-                if loss_fn is not None:
-                    at_once = self.plan.steps[position + 1].action == "backward"
-                    if first:
-                        self._score(run, keep=at_once)
-                    else:
-                        fresh = self._scored_rows(step.chunk, run.layout, without=chunk.anchors)
-                        self._score(_Run(run.layout, run.attention, run.hidden, *fresh))
-                    self._losses(step.chunk, loss_fn)
-            elif step.action == "push":
-                self._push(step)
-            elif step.action == "pop":
-                start, stop = self._depths(step)
-                state.returned[step.piece] = self.cache.pop(start, stop)
-            else:
-                self._backward(self.open.pop(step.chunk))
+    def run(self, loss_fn: BatchedLoss | None = None) -> Tensor:
+        """Executes the plan; returns the summed loss as a tensor on the model's device.
+
+        A forward pass fills `values` for the whole tree. A backward pass accumulates the gradients of `loss_fn`, or
+        without one those of what was given to `set_grads`, and then computes no output.
+        """
+        self.loss_fn = loss_fn
+        with self._pass():
+            self._losses(len(self.plan.chunks))  # sequences of which nothing runs have losses too
+            for step in self.plan.steps:
+                match step.action:
+                    case "anchor":
+                        self._anchor(step.chunk)
+                    case "forward":
+                        self._forward(step.chunk)
+                    case "push":
+                        self._push(step.chunk, step.piece)
+                    case "pop":
+                        self._pop(step.chunk, step.piece)
+                    case "backward":
+                        self._backward(step.chunk)
         return self.total
 
     def set_grads(self, grads: dict[str, Tensor]) -> None:
-        """Gradients of the outputs of all sequences, concatenated [sum of L_i], for `backward` without a loss."""
+        """Gradients of the outputs of all sequences, concatenated [sum of L_i], for `run` without a loss."""
         index, scored, _ = self._gather_index(list(range(self.plan.tree.num_sequences)))
         for name, grad in grads.items():
             self.grads[name] = self._per_token().index_add_(0, index, grad.to(self.device, self.dtype) * scored)
@@ -150,33 +125,112 @@ class Executor:
         index, scored, bounds = self._gather_index(list(sequences))
         return FlatOutputs(bounds, **{name: x[index] * scored for name, x in self.values.items()})
 
+    @contextmanager
+    def _pass(self) -> Iterator[None]:
+        """The model attends over the tree inside; scratch memory goes back afterwards."""
+        if self.with_grads:
+            _accumulate_in_float32(self.model, self.heads.value_head)
+        attention = nullcontext() if self.plan.dense else tree_attention_on(self.model)
+        try:
+            with torch.set_grad_enabled(self.with_grads), attention:
+                yield
+        finally:
+            self.heads.release()
+
+    def _anchor(self, index: int) -> None:
+        """Keys and values for the chunks below, of a chunk whose graph has no room beside theirs."""
+        # Its turn with gradient comes after them, and until then only the way to them is needed. A forward pass has no
+        # such turn: there the whole chunk runs now.
+        only = self.plan.chunks[index].anchors if self.with_grads else None
+        with torch.no_grad():
+            run = self._run(index, only, store=True)
+        self._provide(index, run, only)
+        self._score(index, run)
+
+    def _forward(self, index: int) -> None:
+        """The whole chunk; the losses of the sequences that end in it follow."""
+        chunk, again = self.plan.chunks[index], index in self.open
+        if again and not self.with_grads:
+            return
+        with checkpointed(self.body, chunk.checkpoint and self.with_grads):
+            run = self._run(index, None, store=bool(chunk.anchors) and not again)
+        if not again:
+            self._provide(index, run, None)
+        self.open[index].run = run if self.with_grads else None
+        # Values of the anchors stand: losses below were taken of them, and a second run may round differently.
+        self._score(index, run, known=chunk.anchors if again else ())
+        self._losses(index)
+
+    def _push(self, index: int, piece: int) -> None:
+        """Keys and values of a piece go onto the live path, for the chunks below it."""
+        state = self.open[index]
+        start, stop = self._depths(index, piece)
+        first = state.pieces[piece]
+        for layer, (keys, values) in state.keys_values.items():
+            rows = slice(first, first + stop - start)
+            self.cache.push(layer, start, keys[:, :, rows], values[:, :, rows])
+        state.pushed += 1
+        if state.pushed == len(self.plan.chunks[index].anchors):
+            state.keys_values.clear()  # of anchors that ran without gradient: as large as the path cache itself
+
+    def _pop(self, index: int, piece: int) -> None:
+        """A piece leaves the path: all below it ran backward, so what they owe its keys and values is complete."""
+        self.open[index].returned[piece] = self.cache.pop(*self._depths(index, piece))
+
+    def _backward(self, index: int) -> None:
+        """The chunk's own gradients, and through the path cache those of the chunks above."""
+        state = self.open.pop(index)
+        run = state.run
+        if run is None:
+            return  # a forward pass
+        first = run.layout.piece_rows
+        # Chunks below read keys and values from the cache, past autograd: what came back through it is added to their
+        # gradients by each layer's own attention, inside the one backward of this graph.
+        run.attention.returned_grads = [(first[piece], by_layer) for piece, by_layer in state.returned.items()]
+        # Logits have no graph: the heads give the hidden states' gradient, in blocks. Rows that predict nothing scored
+        # get zero here, and their share through the attention of the rows that see them.
+        grad = torch.zeros_like(run.hidden)
+        if len(run.rows):
+            # Complete by now: losses of sequences through these tokens were evaluated at the latest with this chunk.
+            grads = {name: x[run.predicted] for name, x in self.grads.items()}
+            temperature = self._temperature(run.predicted)
+            row_grads = self.heads.backward(
+                run.hidden.detach()[run.rows], self.tokens[run.predicted], temperature, grads, run.kept
+            )
+            grad.index_add_(0, run.rows, row_grads)  # a state before a fork predicts several tokens
+        if run.hidden.requires_grad:
+            torch.autograd.backward(run.hidden, grad)
+
     def _run(self, index: int, only: Sequence[int] | None, store: bool) -> _Run:
-        """The model over a chunk's tokens: [n] rows of hidden states."""
+        """The model over a chunk's tokens, or those of its pieces `only`: [n] rows of hidden states."""
         chunk = self.plan.chunks[index]
         rows = layout(chunk, only, self.backend.masked_block)
         depths = self.plan.tree.token_depth[rows.tokens]
         attention = ChunkAttention(rows, self.cache, chunk.path_tokens, depths, self.backend, store)
-        ids = self.tokens[on_device(rows.tokens, self.device)]
-        out = self.body(
-            input_ids=ids.unsqueeze(0),
-            position_ids=on_device(depths, self.device).unsqueeze(0),
-            use_cache=False,
-            tree_chunk=attention,
-        )
-        if len(attention.calls) != self.layers or len(set(attention.calls)) != self.layers:
-            repeated = sorted({layer for layer in attention.calls if attention.calls.count(layer) > 1})
-            if repeated:
-                raise ValueError(
-                    f"layers {repeated} of {type(self.body).__name__} attend more than once a forward; tree training"
-                    " supports one attention a layer"
-                )
-            missing = sorted(set(range(self.layers)) - set(attention.calls))
+        ids = self.tokens[on_device(rows.tokens, self.device)].unsqueeze(0)
+        if self.plan.dense:
+            out = self.body(input_ids=ids, use_cache=False)
+        else:
+            positions = on_device(depths, self.device).unsqueeze(0)
+            out = self.body(input_ids=ids, position_ids=positions, use_cache=False, tree_chunk=attention)
+            self._refuse_other_attention(attention.calls)
+        return _Run(rows, attention, out.last_hidden_state[0], *self._scored_rows(index, rows))
+
+    def _refuse_other_attention(self, calls: list[int]) -> None:
+        """Every layer has to have attended over the tree, once."""
+        if len(calls) == self.layers == len(set(calls)):
+            return
+        repeated = sorted({layer for layer in calls if calls.count(layer) > 1})
+        if repeated:
             raise ValueError(
-                f"layers {missing} of {type(self.body).__name__} did not attend through transformers' attention"
-                " interface; tree training cannot compute them"
+                f"layers {repeated} of {type(self.body).__name__} attend more than once a forward; tree training"
+                " supports one attention a layer"
             )
-        hidden = out.last_hidden_state[0]
-        return _Run(rows, attention, hidden, *self._scored_rows(index, rows))
+        missing = sorted(set(range(self.layers)) - set(calls))
+        raise ValueError(
+            f"layers {missing} of {type(self.body).__name__} did not attend through transformers' attention"
+            " interface; tree training cannot compute them"
+        )
 
     def _scored_rows(self, index: int, rows: Layout, without: Sequence[int] = ()) -> tuple[Tensor, Tensor]:
         """Rows of a run whose hidden states predict scored tokens, and these tokens, but for those of some pieces."""
@@ -191,30 +245,34 @@ class Executor:
         here = source >= 0
         return on_device(source[here], self.device), on_device(predicted[here], self.device)
 
-    def _provide(self, state: _Open, index: int, run: _Run, only: Sequence[int] | None) -> None:
-        """Remembers a run's keys and values for the pushes that follow."""
+    def _provide(self, index: int, run: _Run, only: Sequence[int] | None) -> None:
+        """Opens a chunk, with a run's keys and values for the pushes that follow."""
         pieces = range(len(self.plan.chunks[index].pieces)) if only is None else only
-        state.pieces = dict(zip(pieces, run.layout.piece_rows, strict=True))
-        state.keys_values = run.attention.keys_values
+        first_rows = dict(zip(pieces, run.layout.piece_rows, strict=True))
+        self.open[index] = _Open(first_rows, run.attention.keys_values)
 
-    def _score(self, run: _Run, keep: bool = False) -> None:
-        """Values of the scored tokens that a run's rows predict; `keep`: its backward is the next thing to run."""
-        if not len(run.rows):
+    def _score(self, index: int, run: _Run, known: Sequence[int] = ()) -> None:
+        """Values of the scored tokens that a run's rows predict, but for those that the rows of some pieces do."""
+        if self.with_grads and self.loss_fn is None:
+            return  # gradients are given: nobody asks for values
+        rows, predicted = self._scored_rows(index, run.layout, known) if known else (run.rows, run.predicted)
+        if not len(rows):
             return
-        temperature = self._temperature(run.predicted)
-        hidden = run.hidden.detach()[run.rows]
-        outputs, run.kept = self.heads.forward(hidden, self.tokens[run.predicted], temperature, self.want, keep)
+        keep = self.with_grads and not self.plan.chunks[index].anchors  # with none below, backward is the next step
+        # Detached: losses are taken of leaves (`_losses`), and backward computes logits again block by block.
+        hidden, targets, temperature = run.hidden.detach()[rows], self.tokens[predicted], self._temperature(predicted)
+        outputs, run.kept = self.heads.forward(hidden, targets, temperature, self.want, keep)
         for name, values in outputs.items():
-            self.values[name][run.predicted] = values
+            self.values[name][predicted] = values
 
-    def _losses(self, group: int, loss_fn: BatchedLoss | None) -> None:
+    def _losses(self, group: int) -> None:
         """Losses of the sequences that end in a chunk; their gradients are added to the tokens' on their path."""
         sequences = self._ending[group]
-        if not sequences or loss_fn is None:
+        if not sequences or self.loss_fn is None:
             return
         gather, scored, bounds = self._gather_index(sequences)
         leaves = {name: (x[gather] * scored).requires_grad_() for name, x in self.values.items()}
-        loss = loss_fn(FlatOutputs(bounds, **leaves), torch.tensor(sequences))
+        loss = self.loss_fn(FlatOutputs(bounds, **leaves), torch.tensor(sequences))
         check_scalar(loss, "")
         self.total += loss.detach().to(self.total)
         if loss.requires_grad:
@@ -223,40 +281,14 @@ class Executor:
             if leaf.grad is not None:
                 if name not in self.grads:
                     self.grads[name] = self._per_token()
+                # A token shared by sequences receives the sum: this is where shared prefixes earn their gradient.
                 self.grads[name].index_add_(0, gather, leaf.grad * scored)
 
-    def _push(self, step: Step) -> None:
-        state = self.open[step.chunk]
-        start, stop = self._depths(step)
-        first = state.pieces[step.piece]
-        for layer, (keys, values) in state.keys_values.items():
-            rows = slice(first, first + stop - start)
-            self.cache.push(layer, start, keys[:, :, rows], values[:, :, rows])
-        state.pushed += 1
-        if state.pushed == len(self.plan.chunks[step.chunk].anchors):
-            state.keys_values.clear()  # of anchors that ran without gradient: as large as the path cache itself
-
-    def _backward(self, state: _Open) -> None:
-        run = state.run
-        assert run is not None, "a plan runs every chunk forward before backward"
-        rows = run.layout.piece_rows
-        run.attention.returned_grads = [(rows[piece], by_layer) for piece, by_layer in state.returned.items()]
-        grad = torch.zeros_like(run.hidden)
-        if len(run.rows):
-            grads = {name: x[run.predicted] for name, x in self.grads.items()}
-            temperature = self._temperature(run.predicted)
-            row_grads = self.heads.backward(
-                run.hidden.detach()[run.rows], self.tokens[run.predicted], temperature, grads, run.kept
-            )
-            grad.index_add_(0, run.rows, row_grads)
-        if run.hidden.requires_grad:
-            torch.autograd.backward(run.hidden, grad)
-
-    def _depths(self, step: Step) -> tuple[int, int]:
+    def _depths(self, index: int, piece: int) -> tuple[int, int]:
         """Depths [start, stop) of a piece."""
-        piece = self.plan.chunks[step.chunk].pieces[step.piece]
-        start = int(self.plan.tree.token_depth[piece.start])
-        return start, start + piece.tokens
+        tokens = self.plan.chunks[index].pieces[piece]
+        start = int(self.plan.tree.token_depth[tokens.start])
+        return start, start + tokens.tokens
 
     def _gather_index(self, sequences: list[int]) -> tuple[Tensor, Tensor, Tensor]:
         """Tree token and scored flag (1.0 or 0.0) of every position of `sequences`, and their bounds."""
@@ -306,6 +338,15 @@ def check_scalar(loss: Tensor, where: str) -> None:
     """Raises ValueError when a loss function returned anything but one number."""
     if loss.dim():
         raise ValueError(f"loss_fn: expected a scalar{where}, got shape {tuple(loss.shape)}; sum it")
+
+
+def _accumulate_in_float32(*modules: nn.Module | None) -> None:
+    """Low-precision parameters accumulate their gradients in float32 (bf16 sums over chunks lose whole percents)."""
+    for module in modules:
+        for parameter in module.parameters() if module is not None else ():
+            wanted = torch.promote_types(torch.float32, parameter.dtype)
+            if parameter.requires_grad and parameter.grad is None and parameter.dtype != wanted:
+                parameter.grad_dtype = wanted
 
 
 def _group(labels: Ints, count: int) -> list[list[int]]:

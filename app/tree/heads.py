@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 
 _aten = torch.ops.aten
 
+_DOT_ELEMENTS = (2**18, 2**24)  # on a CPU and on a GPU, where launches count
 BLOCK_BYTES = 128 * 2**20
 """Size of one block of logits that `head_tokens="auto"` aims at; a pass holds two blocks (logits and softmax)."""
 
@@ -238,5 +239,9 @@ def _divide(block: Tensor, temperature: Tensor | float, rows: slice) -> Tensor:
 
 
 def _row_dot(a: Tensor, b: Tensor) -> Tensor:
-    """Sum over the last dimension of a * b, both [n, V], without a temporary of their size."""
-    return torch.bmm(a.unsqueeze(1), b.unsqueeze(2)).flatten()
+    """Sum over the last dimension of a * b, both [n, V], a few rows at a time (what caches hold). Not a matrix product:
+    those may be told to round to TF32 or bf16 (`torch.set_float32_matmul_precision`), an error of 1e-3 here."""
+    rows = max(1, _DOT_ELEMENTS[a.is_cuda] // a.shape[-1])
+    product = a.new_empty(min(rows, len(a)), a.shape[-1])
+    pieces = zip(a.split(rows), b.split(rows), strict=True)
+    return torch.cat([torch.mul(x, y, out=product[: len(x)]).sum(-1) for x, y in pieces])

@@ -16,8 +16,8 @@ import torch.distributed as dist
 from transformers import PreTrainedModel
 
 from app.tree.checkpointing import checkpoints_itself
-from app.tree.cost import ModelShape
 from app.tree.heads import BLOCK_BYTES
+from app.tree.planning.cost import ModelShape
 from app.tree.prefix_tree import PrefixTree
 
 DEVICE_CHUNK = {"cpu": 2048, "cuda": 8192}

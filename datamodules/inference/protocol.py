@@ -110,8 +110,8 @@ class WeightUpdate:
     def __post_init__(self) -> None:
         if (self.state_dict is None) == (self.path is None):
             raise ValueError("WeightUpdate: give exactly one of state_dict and path")
-        if not self.deadline_s > 0:
-            raise ValueError(f"WeightUpdate.deadline_s: {self.deadline_s}, must be above 0")
+        if not 0 < self.deadline_s < math.inf:
+            raise ValueError(f"WeightUpdate.deadline_s: {self.deadline_s}, must be above 0 and finite")
 
 
 @runtime_checkable

@@ -15,7 +15,7 @@ from typing import Literal
 from transformers import PreTrainedTokenizerBase
 
 from datamodules.prompts.base import Prompt, PromptSource
-from datamodules.tokenizers import encode_prompt
+from datamodules.prompts.tokenizers import encode_prompt
 
 _log = logging.getLogger(__name__)
 

@@ -1,7 +1,7 @@
 """Prompts from a JSONL file on disk (`.jsonl` or `.jsonl.gz`): one JSON object a line, any field names.
 
-Promises: the whole file is checked when the source is made, and a broken line is an error with file and line number;
-nothing but blank lines is skipped. GSM8K, for example:
+Promises: the whole file is checked when the source is made, and a broken line is an error with file and line number
+(see `json_lines`); nothing but blank lines is skipped. GSM8K, for example:
 
     class_path: datamodules.prompts.JsonlPrompts
     init_args: {path: "${ARBORIST_DATA}/gsm8k/train.jsonl", answer_pattern: '#### (.+)'}
@@ -9,10 +9,8 @@ nothing but blank lines is skipped. GSM8K, for example:
 
 from __future__ import annotations
 
-import gzip
-import json
-
-from datamodules.data_files import resolve
+from datamodules.files.data_files import resolve
+from datamodules.files.json_lines import read_json_lines
 from datamodules.prompts.base import Prompt, PromptSource
 from datamodules.prompts.laps import Laps
 from datamodules.prompts.records import RecordFormat
@@ -25,9 +23,10 @@ class JsonlPrompts(PromptSource):
         path: the file; may contain `${ARBORIST_DATA}` or any other environment variable.
         question_field: field with the question, as text or as chat messages; dots lead into nested objects.
         answer_field: field with the answer, likewise; None for data without answers.
-        template: text of the prompt, with the line's fields in braces, such as "Q: {question}\\nA:".
+        template: text of the prompt, with the line's fields in braces, such as "Q: {question}\\nA:"; dots lead into
+            nested objects.
         answer_pattern: regular expression whose first group, found in the answer field, is the reference answer (the
-            whole field stays the solution supervised training imitates), such as '#### (.+)'.
+            whole field stays the solution supervised training imitates), such as '#### (.+)'; 5 s a search.
         chat: makes the text a user message, rendered with the tokenizer's chat template.
         system: system message before it (needs messages).
         shuffle: deals a new order every time through the file; False keeps the file's.
@@ -76,11 +75,10 @@ class JsonlPrompts(PromptSource):
         return self._prompts[self._laps.at(index)]
 
     def _load(self, offset: int, size: int | None) -> list[Prompt]:
-        prompts = []
-        with gzip.open(self.path) if self.path.suffix == ".gz" else self.path.open("rb") as file:
-            for number, line in enumerate(file, start=1):
-                if line.strip():
-                    prompts.append(self._parse(line, number))
+        prompts = [
+            self.format.prompt(record, f"{self.name}:{number}", f"{self.path}:{number}")
+            for number, record in read_json_lines(self.path)
+        ]
         if not prompts:
             raise ValueError(f"JsonlPrompts.path: {self.path} holds no prompts, only blank lines; name another file")
         chosen = prompts[offset : None if size is None else offset + size]
@@ -89,13 +87,3 @@ class JsonlPrompts(PromptSource):
                 f"JsonlPrompts: {self.path} has {len(prompts)} prompts; offset {offset} and size {size} ask for more"
             )
         return chosen
-
-    def _parse(self, line: bytes, number: int) -> Prompt:
-        where = f"{self.path}, line {number}"
-        try:
-            record = json.loads(line)
-        except ValueError as error:
-            raise ValueError(f"{where}: not JSON ({error}); repair or remove the line") from None
-        if not isinstance(record, dict):
-            raise ValueError(f"{where}: expected a JSON object, got {type(record).__name__}")
-        return self.format.prompt(record, f"{self.name}:{number}", where)

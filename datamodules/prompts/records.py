@@ -6,10 +6,12 @@ the record and the field, never a prompt with a hole in it.
 
 from __future__ import annotations
 
-import re
+import math
 from collections.abc import Mapping
 from typing import Any
 
+from app.text import printable
+from datamodules.files.expressions import Pattern, Template
 from datamodules.prompts.base import Prompt
 
 
@@ -22,13 +24,13 @@ class RecordFormat:
             nested records: "extra_info.question".
         answer_field: field with the answer: text, a number, or a list of chat messages whose last is the answer; None
             for data without answers.
-        template: text of the prompt, with the record's fields in braces.
+        template: text of the prompt, with the record's fields in braces (names alone; dots lead into nested records).
         answer_pattern: regular expression whose first group, found in the answer, is the reference answer.
         chat: makes the text a user message.
         system: system message before it; or before the question's messages.
 
     Raises:
-        ValueError: an option without effect, or no regular expression with a group.
+        ValueError: an option without effect, no regular expression with a group, or more than names in the template.
     """
 
     def __init__(
@@ -43,13 +45,11 @@ class RecordFormat:
     ) -> None:
         if answer_pattern is not None and answer_field is None:
             raise ValueError(f"{owner}.answer_pattern has no effect without answer_field; remove one of them")
-        if answer_pattern is not None and _compiled(answer_pattern, owner).groups < 1:
-            raise ValueError(f"{owner}.answer_pattern: {answer_pattern!r} has no group; put the answer in (...)")
         self.owner = owner
         self.question_field = question_field
         self.answer_field = answer_field
-        self.template = template
-        self.answer_pattern = None if answer_pattern is None else _compiled(answer_pattern, owner)
+        self.template = None if template is None else Template(template, f"{owner}.template")
+        self.answer_pattern = None if answer_pattern is None else Pattern(answer_pattern, f"{owner}.answer_pattern")
         self.chat = chat
         self.system = system
 
@@ -80,6 +80,8 @@ class RecordFormat:
         text = ""
         if isinstance(question, list):
             messages = tuple(dict(message) for message in question)
+            if not any(str(message.get("content") or "").strip() for message in messages):
+                raise ValueError(f"{where}: the prompt is empty; remove the record")
         else:
             text = self._text(str(question), record, where)
             if self.chat:
@@ -98,33 +100,42 @@ class RecordFormat:
         )
 
     def _field(self, record: Mapping[str, Any], path: str, where: str) -> Any:
-        value: Any = record
-        for part in [path] if path in record else path.split("."):
-            value = value.get(part) if isinstance(value, Mapping) else None
-        if isinstance(value, str | int | float) or (value and _is_messages(value)):
+        value = _lookup(record, path)
+        if _is_text(value) or (value and _is_messages(value)):
             return value
         raise ValueError(
-            f"{where}: no text in field '{path}' (the record has {', '.join(record) or 'no fields'});"
-            " set question_field and answer_field to your names"
+            f"{where}: no text in field '{path}' (the record has {_names(record)}); set question_field and answer_field"
+            " to your names"
         )
 
     def _text(self, question: str, record: Mapping[str, Any], where: str) -> str:
-        if self.template is None:
-            return question
-        try:
-            return self.template.format_map(record)
-        except (KeyError, IndexError, ValueError) as error:
-            raise ValueError(f"{where}: template {self.template!r} does not fit: {error!r}") from None
+        def value(name: str) -> Any:
+            found = _lookup(record, name)
+            if found is None:
+                raise ValueError(
+                    f"{where}: nothing in field '{name}' for template {self.template.text!r:.200} (the record has"  # type: ignore[union-attr]
+                    f" {_names(record)}); correct the name, or remove the record"
+                )
+            return found
+
+        text = question if self.template is None else self.template.fill(value)
+        if not text.strip():
+            raise ValueError(f"{where}: the prompt is empty; remove the record")
+        return text
 
     def _answer(self, solution: str, where: str) -> str:
         if self.answer_pattern is None:
             return solution
-        match = self.answer_pattern.search(solution)
-        if match is None:
+        try:
+            found = next(self.answer_pattern.find(solution), None)
+        except ValueError as error:
+            raise ValueError(f"{where}: {error}") from None
+        if found is None:
             raise ValueError(
-                f"{where}: answer_pattern {self.answer_pattern.pattern!r} is nowhere in field '{self.answer_field}'"
+                f"{where}: answer_pattern {self.answer_pattern.pattern!r:.200}, or its first group, is nowhere in field"
+                f" '{self.answer_field}'"
             )
-        return match[1].strip()
+        return found.strip()
 
 
 def reply_text(value: Any, where: str) -> str:
@@ -132,22 +143,38 @@ def reply_text(value: Any, where: str) -> str:
 
     Raises ValueError, naming `where`, for messages that do not end with text of the assistant, and for anything else.
     """
-    if isinstance(value, str | int | float):
+    if _is_text(value):
         return str(value)
     if not (isinstance(value, list) and value and _is_messages(value)):
         raise ValueError(f"{where}: expected a reply as text or messages, got {type(value).__name__}")
     last = value[-1]
     if last["role"] != "assistant" or not isinstance(last.get("content"), str):
-        raise ValueError(f"{where}: the last message is of the {last['role']}, not an answer of the assistant")
+        raise ValueError(f"{where}: the last message is of the {last['role']:.40}, not an answer of the assistant")
     return last["content"]
 
 
+def _lookup(record: Mapping[str, Any], path: str) -> Any:
+    """The value of field `path`, into nested records where there is none of that name; None for no such field."""
+    value: Any = record
+    for part in [path] if path in record else path.split("."):
+        value = value.get(part) if isinstance(value, Mapping) else None
+    return value
+
+
+def _names(record: Mapping[str, Any]) -> str:
+    return printable(", ".join(record) or "no fields", 200)
+
+
+def _is_text(value: Any) -> bool:
+    """Text, or a number that stands for it; what pandas writes for nothing (NaN) does not."""
+    return isinstance(value, str | int) or (isinstance(value, float) and math.isfinite(value))
+
+
 def _is_messages(value: Any) -> bool:
-    return isinstance(value, list) and all(isinstance(one, Mapping) and "role" in one for one in value)
+    return isinstance(value, list) and all(map(_is_message, value))
 
 
-def _compiled(pattern: str, owner: str) -> re.Pattern[str]:
-    try:
-        return re.compile(pattern)
-    except re.error as error:
-        raise ValueError(f"{owner}.answer_pattern: {pattern!r} is no regular expression: {error}") from None
+def _is_message(one: Any) -> bool:
+    if not isinstance(one, Mapping) or not isinstance(one.get("role"), str):
+        return False
+    return isinstance(one.get("content"), str | list) or (one.get("content") is None and bool(one.get("tool_calls")))

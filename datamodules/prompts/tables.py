@@ -13,7 +13,8 @@ import os
 from pathlib import Path
 from typing import Any
 
-from datamodules.data_files import resolve
+from app.text import reason
+from datamodules.files.data_files import resolve
 from datamodules.prompts.base import Prompt, PromptSource
 from datamodules.prompts.extras import needs
 from datamodules.prompts.laps import Laps
@@ -97,7 +98,13 @@ class DatasetPrompts(PromptSource):
         return self._prompt(self._offset + self._laps.at(index))
 
     def _prompt(self, row: int) -> Prompt:
-        return self.format.prompt(self._rows[row], f"{self.name}:{row}", f"{self.path}, row {row}")
+        where = f"{self.path}, row {row}"
+        try:
+            record = self._rows[row]
+        except Exception as error:  # rows are decoded when they are asked for
+            why = f"{type(error).__name__}: {reason(error)}"
+            raise ValueError(f"{where}: cannot be read ({why}); make the data set again") from error
+        return self.format.prompt(record, f"{self.name}:{row}", where)
 
 
 class _ParquetRows:
@@ -110,7 +117,9 @@ class _ParquetRows:
         try:
             self._table = parquet.read_table([str(file) for file in files], memory_map=True)
         except Exception as error:
-            raise ValueError(f"DatasetPrompts.path: {files[0]} cannot be read as Parquet: {error}") from error
+            raise ValueError(
+                f"DatasetPrompts.path: {files[0]} cannot be read as Parquet: {reason(error, 500)}"
+            ) from error
 
     def __len__(self) -> int:
         rows: int = self._table.num_rows
@@ -151,7 +160,7 @@ def _load(path: str, name: str | None, split: str | None, revision: str | None) 
     except Exception as error:
         raise ValueError(
             f"DatasetPrompts.path: the data set '{path}' (name {name}, split {split}) cannot be loaded:"
-            f" {type(error).__name__}: {error}"
+            f" {type(error).__name__}: {reason(error, 1000)}"
         ) from error
     if isinstance(whole, dict):
         raise ValueError(f"DatasetPrompts.split: '{path}' has the splits {', '.join(whole)}; name one")

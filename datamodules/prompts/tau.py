@@ -12,12 +12,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from datamodules.data_files import resolve
+from datamodules.files.data_files import resolve
 from datamodules.prompts.base import Prompt, PromptSource
 from datamodules.prompts.laps import Laps
 
 if TYPE_CHECKING:
-    from datamodules.recorded_tokens import Conversation
+    from datamodules.conversations.tokens import Conversation
 
 TOOL_RESPONSE_ID = 151665
 """`<tool_response>`, with which each result begins, in Qwen3's ids."""
@@ -70,7 +70,7 @@ class TauPrompts(PromptSource):
         for key, text in (("tokenizer", tokenizer), ("system", system)):
             if not is_text and text is not None:
                 raise ValueError(f"TauPrompts.{key} has no effect: '{path}' holds token ids already; remove it")
-        from datamodules.recorded_groups import choose, first_trials, grouped
+        from datamodules.conversations.selection import choose, first_trials, grouped
 
         self.path = resolve(path, "TauPrompts.path")
         self._vocab_size = vocab_size
@@ -110,7 +110,7 @@ class TauPrompts(PromptSource):
         return {"trial": one.trial, "reward": one.reward, "prompt": tokens[: starts[0]].tolist(), "turns": turns}
 
     def _read_arrays(self, tool_response_id: int) -> Sequence[Conversation]:
-        from datamodules.recorded_tokens import load_npz
+        from datamodules.conversations.tokens import load_npz
 
         conversations = load_npz(self.path)
         for one in conversations:
@@ -122,7 +122,7 @@ class TauPrompts(PromptSource):
         return conversations
 
     def _read_text(self, tokenizer: str, system: str | None) -> Sequence[Conversation]:
-        from datamodules.recorded_chat import ChatEncoder, load_chat_tokenizer, load_system, load_transcripts
+        from datamodules.conversations.chat import ChatEncoder, load_chat_tokenizer, load_system, load_transcripts
 
         before = None if system is None else load_system(resolve(system, "TauPrompts.system"))
         encoder = ChatEncoder(load_chat_tokenizer(tokenizer, "TauPrompts.tokenizer"), before)

@@ -1,16 +1,25 @@
 """Reward functions: `(prompt, completion) -> Reward`, run in worker processes by `RewardPool`.
 
-Promises: an answer that cannot be judged raises (its group is dropped and counted) instead of scoring 0 in silence; a
-completion without an answer is wrong, 0.0.
+Promises: a reference answer that cannot be judged by raises (its group is dropped and counted) instead of scoring 0 in
+silence; a completion without an answer is wrong, 0.0, and so is one that cannot be read within bounds, which is
+counted: no completion makes its own group vanish.
 """
 
 from __future__ import annotations
 
+import logging
 import re
-from collections.abc import Callable
-from typing import TypeAlias
+import signal
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any, TypeAlias
 
+from datamodules.processes.foreign import described
 from datamodules.prompts.base import Prompt
+
+_MATH_S = 3.0
+_RINGS_AGAIN_S = 0.1
+_UNREADABLE: list[bool] = []  # a worker judges one completion at a time
 
 Reward: TypeAlias = float | tuple[float, dict[str, float]]
 """A number; or a number and what it is made of, by name, which is logged as `reward/<name>`."""
@@ -28,22 +37,100 @@ def math_verify(prompt: Prompt, completion: str) -> float:
     """1.0 when the completion's answer equals the prompt's, as mathematics (library math-verify).
 
     Its answer is a last line "#### ..." (GSM8K's mark); else what the library takes for one: boxed, announced ("the
-    answer is ..."), or the last expression. "1,000", "1000.0" and "$\\boxed{1000}$" are equal. The library's own time
-    limits use a signal, which works in the main thread of a process only: there the pool runs its rewards.
+    answer is ..."), or the last expression. "1,000", "1000.0" and "$\\boxed{1000}$" are equal. An answer that the
+    library cannot read or compare within 3 s of processor time (a tower of powers, say) is wrong and counted
+    (`note_unreadable`). That limit is a signal: it needs the main thread, where the pool runs its rewards.
 
     Raises:
-        ValueError: the prompt's answer is no mathematical expression.
-        math_verify.errors.TimeoutException: parsing or comparing took longer than its 5 s.
+        ValueError: the prompt's answer is no mathematical expression, or cannot be compared with itself.
     """
-    import math_verify as library  # seconds of imports that other rewards need not pay
+    import math_verify as library
 
-    reference = library.parse(_mathematical(prompt.answer), raise_on_error=True)
+    reference: Any = []
+    try:
+        with _processor_time(_MATH_S):
+            reference = library.parse(_mathematical(prompt.answer), parsing_timeout=None, raise_on_error=True)
+    except (Exception, _OutOfTime) as error:
+        raise _no_reference(prompt, described(error)) from error
     if not reference:
-        raise ValueError(f"the answer of prompt '{prompt.id}', {prompt.answer!r}, is no mathematical expression")
+        raise _no_reference(prompt, "it holds no expression")
     # Without this, "She answered 5 calls a day.\n#### 40" is read as an announced 5.
     marked = MARKED.search(completion)
-    found = library.parse(marked[1] if marked else completion, raise_on_error=True)
-    return float(library.verify(reference, found, raise_on_error=True)) if found else 0.0
+    try:
+        with _processor_time(_MATH_S):
+            found = library.parse(marked[1] if marked else completion, parsing_timeout=None, raise_on_error=True)
+            return float(_equal(reference, found)) if found else 0.0
+    except (Exception, _OutOfTime):
+        try:
+            with _processor_time(_MATH_S):
+                _equal(reference, reference)
+        except (Exception, _OutOfTime) as error:
+            raise _no_reference(prompt, described(error)) from error
+        note_unreadable()
+        return 0.0
+
+
+def _prepare_math_verify() -> None:
+    """Seconds of imports, which other rewards need not pay and which are no call's fault."""
+    import math_verify as library
+
+    logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that it has no limits of its own
+    library.parse("$1$", parsing_timeout=None)
+
+
+math_verify.prepare = _prepare_math_verify  # type: ignore[attr-defined]
+
+
+def _equal(reference: Any, found: Any) -> bool:
+    import math_verify as library
+
+    return bool(library.verify(reference, found, timeout_seconds=None, raise_on_error=True))
+
+
+def _no_reference(prompt: Prompt, why: str) -> ValueError:
+    return ValueError(
+        f"the answer of prompt '{prompt.id}', {prompt.answer[:200]!r}, is no mathematical expression: {why}"
+    )
+
+
+class _OutOfTime(BaseException):
+    """No Exception: libraries catch those in the middle of their work."""
+
+
+@contextmanager
+def _processor_time(seconds: float) -> Iterator[None]:
+    """Raises _OutOfTime inside once this process has computed for so long. Waiting, for a busy machine say, is free.
+
+    It rings again: what is raised inside of a weak reference's callback or a `__del__` is printed and forgotten.
+    """
+    over = False
+
+    def ring(number: int, frame: object) -> None:
+        if not over:
+            raise _OutOfTime(f"not done after {seconds:g} s of processor time")
+
+    before = signal.signal(signal.SIGPROF, ring)
+    signal.setitimer(signal.ITIMER_PROF, seconds, _RINGS_AGAIN_S)
+    try:
+        try:
+            yield
+        finally:
+            over = True
+    finally:
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        signal.signal(signal.SIGPROF, before)
+
+
+def note_unreadable() -> None:
+    """Called by a reward: nobody could read this completion, which counts as wrong. Logged as `reward/unreadable`."""
+    _UNREADABLE.append(True)
+
+
+def was_unreadable() -> bool:
+    """Whether `note_unreadable` was called since the last time this was asked."""
+    found = bool(_UNREADABLE)
+    _UNREADABLE.clear()
+    return found
 
 
 class RegexMatch:
@@ -98,6 +185,9 @@ class WeightedSum:
         self.rewards = rewards
         self.weights = {name: (weights or {}).get(name, 1.0) for name in rewards}
 
+    def prepare(self) -> None:
+        prepare(self.rewards.values())
+
     def __call__(self, prompt: Prompt, completion: str) -> tuple[float, dict[str, float]]:
         parts = {}
         for name, reward in self.rewards.items():
@@ -121,6 +211,9 @@ class BySource:
             raise ValueError("BySource.rewards: empty; give each of the mixed sources its reward")
         self.rewards = rewards
 
+    def prepare(self) -> None:
+        prepare(self.rewards.values())
+
     def __call__(self, prompt: Prompt, completion: str) -> Reward:
         source = prompt.metadata.get("source")
         if source not in self.rewards:
@@ -129,6 +222,13 @@ class BySource:
                 " name the sources as in MixedPrompts.sources"
             )
         return self.rewards[source](prompt, completion)
+
+
+def prepare(rewards: Iterable[Callable[..., Any]]) -> None:
+    """Calls `prepare()` of those rewards that have one: what they need and no single call is to pay for."""
+    for reward in rewards:
+        if callable(own := getattr(reward, "prepare", None)):
+            own()
 
 
 def _mathematical(answer: str) -> str:

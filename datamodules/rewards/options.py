@@ -10,6 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
+from datamodules.processes.limits import looks_secret
+
 Failure = Literal["exception", "crash", "timeout", "memory", "nan"]
 _RETRIED: tuple[Failure, ...] = ("exception", "crash", "timeout")
 
@@ -22,15 +24,18 @@ class Judgement:
         value: finite.
         parts: what it is made of, by name, for the logs (empty when the reward is one number).
         failed: why there is no real reward and `value` is the configured one instead; "" when there is.
+        unreadable: the reward could not read the completion within its bounds and took it for wrong.
     """
 
     value: float
     parts: dict[str, float] = field(default_factory=dict)
     failed: str = ""
+    unreadable: bool = False
 
     def metadata(self) -> dict[str, Any]:
-        """What of this goes into a trajectory's metadata: `reward_parts` and `reward_failed`, where there are any."""
-        found = {"reward_parts": dict(self.parts), "reward_failed": self.failed}
+        """What of this goes into a trajectory's metadata, where there is any: `reward_parts`, `reward_failed`,
+        `reward_unreadable`."""
+        found = {"reward_parts": dict(self.parts), "reward_failed": self.failed, "reward_unreadable": self.unreadable}
         return {name: value for name, value in found.items() if value}
 
 
@@ -47,9 +52,13 @@ class RewardOptions:
             keeps none: right for rewards that are not a function of what they see.
         on_failure: "drop" drops the group of a failed call; a number is its score instead (logged with the prompt's
             name, counted, marked in the trajectory's metadata).
-        memory_mb: most resident memory of a worker process, in 10^6 bytes (its children not counted). A worker above it
-            is replaced; if that is so in its first call, it is the call's doing, which fails. None for no limit.
+        memory_mb: most memory of a worker process with all it started, in 10^6 bytes. A worker above it is replaced; if
+            that is so in its first call, it is the call's doing, which fails. None for its share, among the workers, of
+            a quarter of the machine's memory, at least 1000. The largest allocation is bounded by the kernel, as
+            RLIMIT_DATA, at twice as much and 2000.
         max_calls: calls after which a worker is replaced, against whatever else leaks. None for no limit.
+        keep_environment: environment variables that rewards may see though their names look like secrets (those with
+            `_KEY`, `_TOKEN`, `SECRET`, `PASSWORD`, `CREDENTIALS` and the like, which workers do not get).
 
     Raises:
         ValueError: an option out of range or without effect.
@@ -61,6 +70,7 @@ class RewardOptions:
     on_failure: Literal["drop"] | float = "drop"
     memory_mb: float | None = None
     max_calls: int | None = None
+    keep_environment: Sequence[str] | None = None
 
     def __post_init__(self) -> None:
         if self.retries < 0:
@@ -73,16 +83,20 @@ class RewardOptions:
                 )
             if self.retries == 0:
                 raise ValueError("reward_options.retry_on has no effect with retries: 0; raise retries or remove it")
-            if "memory" in self.retry_on and self.memory_mb is None:
-                raise ValueError("reward_options.retry_on: 'memory' has no effect without memory_mb; set memory_mb")
         if self.cache < 0:
             raise ValueError(f"reward_options.cache: {self.cache}, must be at least 0")
         if self.on_failure != "drop" and not (
             isinstance(self.on_failure, int | float) and math.isfinite(self.on_failure)
         ):
             raise ValueError(f"reward_options.on_failure: {self.on_failure!r}, must be 'drop' or a finite score")
-        if self.memory_mb is not None and not self.memory_mb > 0:
-            raise ValueError(f"reward_options.memory_mb: {self.memory_mb}, must be above 0")
+        if self.memory_mb is not None and not (self.memory_mb > 0 and math.isfinite(self.memory_mb)):
+            raise ValueError(f"reward_options.memory_mb: {self.memory_mb}, must be above 0 and finite")
+        for name in self.keep_environment or ():
+            if not looks_secret(name):
+                raise ValueError(
+                    f"reward_options.keep_environment: {name!r} has no effect, it looks like no secret and is there"
+                    " anyway; remove it"
+                )
         if self.max_calls is not None and self.max_calls < 1:
             raise ValueError(f"reward_options.max_calls: {self.max_calls}, must be at least 1")
 
@@ -90,7 +104,3 @@ class RewardOptions:
     def retried(self) -> tuple[Failure, ...]:
         """The failures that are tried again while retries are left."""
         return _RETRIED if self.retry_on is None else tuple(self.retry_on)
-
-    @property
-    def memory_bytes(self) -> int | None:
-        return None if self.memory_mb is None else int(self.memory_mb * 1e6)

@@ -2,8 +2,8 @@
 
 Promises: a reward that raises, crashes, hangs, takes too much memory or returns no finite number costs the one call it
 was asked for, after as many retries as configured: `RewardError` naming the prompt, or the configured score, logged and
-counted. A worker that cannot be trusted any more is killed with everything it started and replaced, and the calls
-waiting behind it go on elsewhere. Processes come from a fork server, so no thread or lock of the trainer is in them.
+counted. A reward is the answer to its own call and no other's, whatever forks. A worker that cannot be trusted any more
+is killed with everything it started and replaced, and the calls waiting behind it go on elsewhere.
 """
 
 from __future__ import annotations
@@ -11,14 +11,20 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import logging
+import math
 import pickle
 from collections import OrderedDict, deque
 from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
+from datamodules.processes.foreign import described
+from datamodules.processes.limits import hidden_variables, memory_limit
+from datamodules.processes.process import Garbled, OverMemory, WorkerProcess, end_all
 from datamodules.prompts.base import Prompt
 from datamodules.rewards.functions import Reward
 from datamodules.rewards.options import Judgement, RewardOptions
-from datamodules.rewards.process import OverMemory, WorkerProcess
+from datamodules.rewards.worker import RewardCalls
 
 _log = logging.getLogger(__name__)
 _MOST_AT_ONCE = (
@@ -45,7 +51,7 @@ class _Call:
         self.prompt_id = prompt.id
         self.retries = retries  # left
         try:
-            self.payload = pickle.dumps((prompt, completion))
+            self.payload = pickle.dumps(((prompt, completion), {}))
         except Exception as error:
             raise RewardError(f"prompt '{prompt.id}' cannot be sent to a reward worker: {error}") from error
         self.future: asyncio.Future[Judgement] = asyncio.get_running_loop().create_future()
@@ -63,7 +69,8 @@ class RewardPool:
             gives a number, or a number and what it is made of, by name (see `functions.Reward`).
         workers: processes, at least 1.
         deadline_s: seconds one call may take, time spent waiting for a worker not counted.
-        start_deadline_s: seconds a worker may take to start and import the reward.
+        start_deadline_s: seconds a worker may take to start, import the reward and `prepare` it (see
+            `worker.RewardCalls`). What the reward imports when it is called counts for that call.
         options: retries, cache, limits and what a failed call means; see `RewardOptions`.
 
     Attributes:
@@ -84,10 +91,10 @@ class RewardPool:
     ) -> None:
         if workers < 1:
             raise ValueError(f"reward_workers: {workers}, must be at least 1")
-        if not deadline_s > 0:
-            raise ValueError(f"reward_deadline_s: {deadline_s}, must be above 0")
+        if not 0 < deadline_s < math.inf:
+            raise ValueError(f"reward_deadline_s: {deadline_s}, must be above 0 and finite")
         try:
-            self._pickled = pickle.dumps(reward)
+            self._pickled = pickle.dumps(RewardCalls(reward))
         except Exception as error:
             raise ValueError(
                 f"reward: {reward!r} cannot be sent to a worker process ({error}); define it at the top of a module"
@@ -96,6 +103,8 @@ class RewardPool:
         self._deadline_s = deadline_s
         self._start_deadline_s = start_deadline_s
         self._options = options or RewardOptions()
+        self._memory_bytes = memory_limit(self._options.memory_mb, workers)
+        self._logs: Path | None = None
         self._workers: list[WorkerProcess | None] = []
         self._servers: list[asyncio.Task[None]] = []
         self._waiting: deque[_Call] = deque()
@@ -103,10 +112,20 @@ class RewardPool:
         self._cache: OrderedDict[bytes, Judgement] = OrderedDict()
         self.restarts = self.failures = self.cache_hits = self.retries = 0
 
-    def start(self) -> None:
-        """Starts the processes, and returns before they are ready. Call it before threads are started."""
+    def start(self, logs: Path | None = None) -> None:
+        """Starts the processes, and returns before they are ready.
+
+        Args:
+            logs: directory for what rewards print, a file a worker that keeps about the last megabyte; None for none.
+
+        Raises:
+            OSError: no process can be started.
+        """
         if not self._workers:
-            self._workers = [self._new_worker() for _ in range(self._count)]
+            self._logs = logs
+            if hidden := hidden_variables(self._options.keep_environment or ()):
+                _log.info("rewards do not see %s (reward_options.keep_environment)", ", ".join(hidden))
+            self._workers = [self._new_worker(slot) for slot in range(self._count)]
 
     async def open(self) -> None:
         """Waits until every worker is ready, and serves calls of this event loop from then on.
@@ -123,6 +142,8 @@ class RewardPool:
             except RewardError as error:
                 raise ValueError(str(error)) from error
         self._servers = [asyncio.create_task(self._serve(slot)) for slot in range(self._count)]
+        for server in self._servers:
+            server.add_done_callback(self._served)
 
     async def score(self, prompt: Prompt, completion: str) -> float:
         """The reward of one completion, a finite number. Raises RewardError as `judge`."""
@@ -160,14 +181,9 @@ class RewardPool:
             if not server.get_loop().is_closed():
                 server.cancel()
         self._servers = []
-        for one in self._workers:
-            if one is not None:
-                one.kill()
+        end_all(one for one in self._workers if one is not None)
         self._workers = []
-        while self._waiting:
-            call = self._waiting.popleft()
-            if not call.future.get_loop().is_closed():
-                call.fail("will not come: the reward workers were closed")
+        self._fail_waiting("the reward workers were closed")
 
     def _failed(self, error: RewardError) -> Judgement:
         """The configured score in place of a failed call's reward; raises `error` where groups are dropped instead."""
@@ -180,22 +196,32 @@ class RewardPool:
         _log.warning("%s; scored %g (reward_options.on_failure)", error, score)
         return Judgement(float(score), failed=str(error))
 
-    def _new_worker(self) -> WorkerProcess:
-        return WorkerProcess(self._pickled, self._options.memory_bytes)
+    def _fail_waiting(self, why: str) -> None:
+        while self._waiting:
+            call = self._waiting.popleft()
+            if not call.future.get_loop().is_closed():
+                call.fail(f"will not come: {why}")
+
+    def _new_worker(self, slot: int) -> WorkerProcess:
+        log = None if self._logs is None else self._logs / f"{slot}.log"
+        return WorkerProcess(self._pickled, self._memory_bytes, self._options.keep_environment or (), log)
 
     async def _greet(self, one: WorkerProcess) -> None:
         failure = "crash"
         try:
-            status, why = await one.receive(self._start_deadline_s)
-            if status == "ready":
-                one.check_memory()
-                return
+            await one.greet(self._start_deadline_s)
+            return
         except TimeoutError:
             why = f"no sign of life within {self._start_deadline_s:g} s"
         except OverMemory as error:
-            why, failure = f"before its first call it holds {error}; raise the limit", "memory"
+            why, failure = (
+                f"before its first call it holds {error} (reward_options.memory_mb); raise the limit",
+                "memory",
+            )
         except (EOFError, OSError):
-            why = f"it {one.kill(is_gone=True)} before it was ready"
+            why = f"it {await one.end(is_gone=True)} before it was ready"
+        except (ValueError, Garbled) as error:
+            why = str(error)
         raise RewardError(f"reward: a worker process could not be started: {why}", failure)
 
     async def _serve(self, slot: int) -> None:
@@ -210,43 +236,53 @@ class RewardPool:
                 continue
             await self._exchange(one, slot, calls)
 
+    def _served(self, server: asyncio.Task[None]) -> None:
+        """A server that ended by itself is a fault of ours: nobody may wait for it in vain."""
+        if not server.cancelled() and (error := server.exception()) is not None and server in self._servers:
+            _log.error("the reward workers are given up", exc_info=error)
+            self.close()
+
     async def _exchange(self, one: WorkerProcess, slot: int, calls: deque[_Call]) -> None:
         """Has the calls answered one by one; all of them are done, failed or given back in the end."""
         failure, why = "", ""
         try:
-            one.connection.send([call.payload for call in calls])
+            await one.ask([call.payload for call in calls], self._deadline_s)
             while calls:
-                status, content = await one.receive(self._deadline_s)
+                status, content, over = await one.answer(self._deadline_s)
+                judged = _judgement(status, content)
                 call = calls.popleft()
-                if status != "ok":
+                if judged is None:
                     self._give_up(call, status, content)
                 elif not call.future.done():
-                    call.future.set_result(Judgement(*content))
-                one.answers += 1
-                if one.answers == self._options.max_calls:
-                    self._replace(slot, one, calls, "reward_options.max_calls")
+                    call.future.set_result(judged)
+                if over or one.answers == self._options.max_calls:
+                    await self._replace(slot, one, calls, over or "reward_options.max_calls")
                     return
-                one.check_memory()
         except TimeoutError:
-            failure, why = "timeout", f"did not return within {self._deadline_s:g} s; its worker {one.kill()}"
+            failure, why = "timeout", f"did not return within {self._deadline_s:g} s; its worker {await one.end()}"
         except OverMemory as error:
             if one.answers > 0:  # what earlier calls left behind may be to blame: a fresh worker will tell
-                self._replace(slot, one, calls, error)
+                await self._replace(slot, one, calls, error)
                 return
-            failure, why = "memory", f"took {error}; its worker {one.kill()}"
+            failure, why = "memory", f"took {error} (reward_options.memory_mb); its worker {await one.end()}"
         except (EOFError, OSError):
-            failure, why = "crash", f"was lost: its worker {one.kill(is_gone=True)}"
+            failure, why = "crash", f"was lost: its worker {await one.end(is_gone=True)}"
+        except Exception as error:  # Garbled, and whatever else a broken worker can bring about
+            failure, why = "crash", f"was lost: {described(error)}; its worker {await one.end()}"
         if failure:
             self._workers[slot] = None
-            self._give_up(calls.popleft(), failure, why)
+            if calls:
+                self._give_up(calls.popleft(), failure, why)
             self._give_back(calls)
 
-    def _replace(self, slot: int, one: WorkerProcess, calls: deque[_Call], why: object) -> None:
+    async def _replace(self, slot: int, one: WorkerProcess, calls: deque[_Call], why: object) -> None:
         """Ends a worker through no fault of `calls`, which go on elsewhere."""
         _log.info("reward worker replaced after %d calls: %s", one.answers, why)
+        try:
+            await one.end()
+        finally:  # where the pool is closed meanwhile too
+            self._give_back(calls)
         self._workers[slot] = None
-        one.kill()
-        self._give_back(calls)
 
     def _give_up(self, call: _Call, failure: str, why: str) -> None:
         """On this attempt: the call waits for another one, or fails."""
@@ -266,15 +302,21 @@ class RewardPool:
 
     async def _worker(self, slot: int) -> WorkerProcess:
         one = self._workers[slot]
+        if one is not None and one.is_gone:  # between two calls, neither of which is to blame
+            _log.info("reward worker replaced after %d calls: it %s", one.answers, await one.end())
+            one = None
         if one is None:
             self.restarts += 1
-            one = self._new_worker()
+            try:
+                one = self._new_worker(slot)
+            except OSError as error:
+                raise RewardError(f"reward: a worker process could not be started: {error}", "crash") from error
             self._workers[slot] = one  # at once, so that close() finds it
             try:
                 await self._greet(one)
             except RewardError:
+                await one.end()
                 self._workers[slot] = None
-                one.kill()
                 raise
         return one
 
@@ -291,3 +333,17 @@ class RewardPool:
                 return calls
             self._arrived.clear()
             await self._arrived.wait()
+
+
+def _judgement(status: str, content: Any) -> Judgement | None:
+    """The reward in an answer, None where it says why there is none. Raises Garbled."""
+    if status in ("exception", "nan") and isinstance(content, str):
+        return None
+    try:
+        value, parts, unreadable = content
+        if status == "ok" and math.isfinite(value):
+            named = {str(name): float(part) for name, part in parts.items()}
+            return Judgement(float(value), named, unreadable=bool(unreadable))
+    except (TypeError, ValueError, AttributeError):
+        pass
+    raise Garbled(f"it sent {str(content)[:100]} as {status[:20]!r}")

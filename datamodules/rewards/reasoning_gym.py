@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 import re
+from importlib import import_module
 from typing import Any
 
 from datamodules.prompts.base import Prompt
+from datamodules.prompts.extras import needs
 from datamodules.prompts.reasoning_gym import METADATA, make_task
+from datamodules.rewards.functions import note_unreadable
 
 
 class ReasoningGym:
@@ -28,6 +31,10 @@ class ReasoningGym:
         self._tagged = None if tag is None else re.compile(f"<{re.escape(tag)}>(.*?)</{re.escape(tag)}>", re.DOTALL)
         self._tasks: dict[str, Any] = {}  # some are slow to make
 
+    def prepare(self) -> None:
+        needs("reasoning_gym", "reasoning-gym", "ReasoningGym")
+        import_module("reasoning_gym")  # seconds, which are no call's fault
+
     def __call__(self, prompt: Prompt, completion: str) -> float:
         if METADATA not in prompt.metadata:
             raise ValueError(
@@ -44,6 +51,7 @@ class ReasoningGym:
         except Exception:
             # Some verifiers raise on text they cannot read. Those that raise on the right answer are broken.
             task.score_answer(str(entry["answer"]), entry)
+            note_unreadable()
             return 0.0
 
     def _task(self, name: str, options: dict[str, Any]) -> Any:

@@ -1,70 +1,62 @@
-"""What runs in a reward worker process: one reward function, called in the process's main thread.
+"""What runs in a reward worker: one reward function, its answers checked.
 
-Promises: the worker is the head of a process group of its own (killing the group takes along whatever the reward
-started), is deaf to Ctrl-C in the terminal, and ends when the process that started it does.
+Promises: what leaves is a finite number with at most 64 finite parts of short names; text is no number.
 """
 
 from __future__ import annotations
 
 import math
-import os
-import pickle
-import signal
-import threading
 from collections.abc import Callable
-from multiprocessing import parent_process
-from multiprocessing.connection import Connection, wait
 from typing import Any
 
+from app.text import well_formed
+from datamodules.processes.worker import NotAnAnswer
 from datamodules.prompts.base import Prompt
-from datamodules.rewards.functions import Reward
+from datamodules.rewards.functions import Reward, prepare, was_unreadable
+
+MOST_PARTS = 64
+_MOST_NAME = 100
 
 
-def main(connection: Connection, pickled_reward: bytes) -> None:
-    """Says ("ready", "") or ("error", why); then answers lists of pickled (prompt, completion), one by one.
+class RewardCalls:
+    """Calls `reward` for a worker process.
 
-    An answer is ("ok", (reward, parts)), ("exception", why) or ("nan", why).
+    Args:
+        reward: see `functions.Reward`. Where it has a method `prepare()`, that is called before the first call; what it
+            does (imports, say) counts for the worker's start and not for a call's deadline.
     """
-    os.setsid()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    threading.Thread(target=_end_with_parent, daemon=True).start()
+
+    def __init__(self, reward: Callable[[Prompt, str], Reward]) -> None:
+        self._reward = reward
+
+    def prepare(self) -> None:
+        prepare([self._reward])
+
+    def __call__(self, prompt: Prompt, completion: str) -> tuple[float, dict[str, float], bool]:
+        """Number, parts, and whether nobody could read the completion.
+
+        Raises NotAnAnswer where the reward gives no finite number ("nan"), too many parts included ("exception")."""
+        was_unreadable()
+        result: Any = self._reward(prompt, completion)
+        unreadable = was_unreadable()
+        value, parts = result if isinstance(result, tuple) and len(result) == 2 else (result, {})
+        if not isinstance(parts, dict):
+            raise NotAnAnswer(f"returned parts that are a {type(parts).__name__}, not a dictionary", "exception")
+        if len(parts) > MOST_PARTS:
+            raise NotAnAnswer(f"returned {len(parts)} parts, at most {MOST_PARTS} are taken", "exception")
+        named = {well_formed(str(name))[:_MOST_NAME]: part for name, part in parts.items()}
+        checked = {name: _number(part, f" for its part '{name}'") for name, part in named.items()}
+        return _number(value, ""), checked, unreadable
+
+
+def _number(value: Any, where: str) -> float:
+    if isinstance(value, str | bytes | bytearray):  # float() would read them
+        raise NotAnAnswer(f"returned a {type(value).__name__}{where}, not a number", "exception")
     try:
-        reward = pickle.loads(pickled_reward)
-    except BaseException as error:
-        connection.send(("error", _describe(error)))
-        return
-    connection.send(("ready", ""))
-    while True:
-        try:
-            jobs = connection.recv()
-        except EOFError:
-            return
-        for job in jobs:
-            connection.send(_answer(reward, job))
-
-
-def _answer(reward: Callable[[Prompt, str], Reward], job: bytes) -> tuple[str, Any]:
-    try:
-        prompt, completion = pickle.loads(job)
-        result = reward(prompt, completion)
-        value, parts = result if isinstance(result, tuple) else (result, {})
-        value, parts = float(value), {str(name): float(part) for name, part in parts.items()}
-    except BaseException as error:  # SystemExit and time-outs that are no Exception included
-        return "exception", f"raised {_describe(error)}"
-    if not math.isfinite(value):
-        return "nan", f"returned {value}"
-    bad = next((name for name, part in parts.items() if not math.isfinite(part)), None)
-    if bad is not None:
-        return "nan", f"returned {parts[bad]} for its part '{bad}'"
-    return "ok", (value, parts)
-
-
-def _describe(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
-
-
-def _end_with_parent() -> None:
-    parent = parent_process()
-    assert parent is not None
-    wait([parent.sentinel])
-    os.killpg(0, signal.SIGKILL)
+        found = float(value)
+    except (TypeError, ValueError, OverflowError) as error:
+        said = well_formed(str(error))[:200]
+        raise NotAnAnswer(f"returned a {type(value).__name__}{where}, not a number: {said}", "exception") from error
+    if not math.isfinite(found):
+        raise NotAnAnswer(f"returned {found}{where}", "nan")
+    return found

@@ -6,8 +6,9 @@ configured reward, and returns one trajectory a training sequence, each with the
 anything else, a tool say, it does so inside `engine.waiting("tool", name)`, so that a stall can be told.
 
 Promises: seeds, sampling temperature of validation and request names are filled in here, group and episode ids by the
-producer, so that a workflow knows nothing of streams, versions or validation. An exception in a workflow costs its
-group, never the run.
+producer, so that a workflow knows nothing of streams, versions or validation. A request with stop tokens is ended by
+whatever else ends a turn of this model, too (`engine.ends`); one without, by nothing. An exception in a workflow costs
+its group, never the run.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from datamodules.inference.protocol import (
 from datamodules.pending import Pending
 from datamodules.prompts.base import Prompt
 from datamodules.rewards.options import Judgement
+from datamodules.workflows.turn_ends import TurnEnds
 
 
 class Workflow(ABC):
@@ -40,7 +42,8 @@ class Workflow(ABC):
     `max_new_tokens` is the most tokens of one reply, so that prompts without room for it are found before training.
     A method `prepare(tokenizer)`, where there is one, is called before the first episode. A method `encode(prompt)`,
     where there is one, gives the token ids with which a prompt's episodes begin (tools in the chat template, say); the
-    prompt's own text or messages are encoded otherwise.
+    prompt's own text or messages are encoded otherwise. A method `close()`, where there is one, is called when rollouts
+    end.
     """
 
     max_new_tokens: int
@@ -68,6 +71,7 @@ class EpisodeEngine:
         temperature: replaces the workflow's own (validation); None leaves it.
         before: awaited before every request (held while training rollouts are paused).
         pending: kept up to date with the requests and rewards the episode waits for.
+        ends: what ends a turn of the model; None for what the tokenizer says of it.
     """
 
     def __init__(
@@ -82,8 +86,10 @@ class EpisodeEngine:
         temperature: float | None = None,
         before: Callable[[], Awaitable[Any]] | None = None,
         pending: Pending | None = None,
+        ends: TurnEnds | None = None,
     ) -> None:
         self.tokenizer = tokenizer
+        self.ends = TurnEnds.of(tokenizer) if ends is None else ends
         self.sample = sample
         self._engine = engine
         self._score = score
@@ -119,7 +125,8 @@ class EpisodeEngine:
         return self._pending.waiting(what, name)
 
     async def generate(self, request: GenerationRequest) -> GenerationResponse:
-        """Samples one reply. Fills in the request's `seed` and `request_id` where empty, and validation's temperature.
+        """Samples one reply. Fills in the request's `seed` and `request_id` where empty, and validation's temperature,
+        and adds what ends a turn of this model to its stop tokens where there are any.
 
         Raises GenerationError: the request is invalid, the engine failed, or it ended the reply early.
         """
@@ -129,6 +136,8 @@ class EpisodeEngine:
         if self._temperature is not None:
             request.temperature = self._temperature
         request.request_id = request.request_id or f"{self._name}/{turn}"
+        if request.stop_token_ids:
+            request.stop_token_ids = tuple(dict.fromkeys([*request.stop_token_ids, *self.ends.ids]))
         if self._before is not None:
             await self._before()
         with self._pending.waiting("reply", request.request_id):

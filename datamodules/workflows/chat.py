@@ -1,12 +1,14 @@
 """A tokenizer's chat template, as conversations of several turns need it: a beginning, and what follows a reply.
 
 Promises: what follows a reply is exactly what the template puts there, the end of the turn included where the reply
-was cut off before it; the reply itself is not looked at again. A template that cannot do so is refused by name.
+was cut off before it, and not said again where the reply ended with it, whatever `eos_token` is; the reply itself is
+not looked at again. A template that cannot do so is refused by name.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
+from functools import cached_property
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -41,8 +43,11 @@ class Chat:
         self._tokenizer = tokenizer
         self._tools = tools
         self._options = options or {}
-        self._end = tokenizer.eos_token
-        self._special = [token for token in tokenizer.all_special_tokens if len(token) > 1]
+        # By id: whatever is no piece of text. Families differ in which of these they mark as special.
+        added = {token: str(one) for token, one in tokenizer.added_tokens_decoder.items() if str(one).strip()}
+        self._marks = {*tokenizer.all_special_ids, *added}
+        special = (str(one) for one in tokenizer.added_tokens_decoder.values() if one.special)
+        self._special = [token for token in {*tokenizer.all_special_tokens, *special} if len(token) > 1]
         if tools:
             probe = [{"role": "user", "content": "."}]
             if self._render(probe, tools) == self._render(probe, None):
@@ -55,30 +60,87 @@ class Chat:
         """A whole conversation, up to where the next reply begins. Raises ValueError as `after_reply`."""
         return self._encode(self._render(messages, self._tools))
 
-    def after_reply(self, messages: Sequence[Message], ended: bool) -> list[int]:
+    def after_reply(
+        self, messages: Sequence[Message], last: int | None = None, ends: Collection[int] = ()
+    ) -> list[int]:
         """What comes between a reply and the next one when `messages` do.
 
         Args:
             messages: what the model is told.
-            ended: the reply closed with the tokenizer's end-of-sequence token; it is added where it did not and the
-                template ends turns with it.
+            last: the reply's own last token where that ended it, None where the reply was cut off: then the template's
+                end of turn comes first.
+            ends: tokens that end a turn as the template's own does, which is not said after them.
 
         Raises:
             ValueError: the template cannot render them, does not show what the assistant said, or text the tokenizer
                 has no tokens for.
         """
-        text = self._render(
-            [{"role": "user", "content": "."}, {"role": "assistant", "content": _REPLY}, *messages], None
-        )
-        _before, found, after = text.partition(_REPLY)
+        after = self._after(messages, goes_on=True)
+        closing = self._closing(after)
+        if last in after[: max(closing, 1)]:
+            return after[after.index(last) + 1 :]
+        return after[closing:] if last in ends else after
+
+    @cached_property
+    def end(self) -> int | None:
+        """The token with which the template says that a reply is over, None where it has no such token.
+
+        It is the one behind the last reply of a conversation: GPT-OSS' differs from the one behind earlier replies.
+        Where nothing is behind the last one, it is what begins the next message (GLM's `<|user|>`).
+        """
+        after = self._probe()
+        shared = self._closing(after)
+        final = [token for token in self._final if token in self._marks]
+        if after[:shared] == self._final[:shared] and shared:
+            return after[shared - 1]
+        return final[0] if final else next((token for token in after[:1] if token in self._marks), None)
+
+    @cached_property
+    def closing(self) -> int | None:
+        """The token that the template puts behind a reply once the conversation went on; None for no such token."""
+        after = self._probe()
+        count = self._closing(after)
+        return after[count - 1] if count else None
+
+    def _probe(self) -> list[int]:
+        try:
+            return self._after([{"role": "user", "content": "."}], goes_on=True)
+        except ValueError:  # said by whoever renders a conversation
+            return []
+
+    @cached_property
+    def _final(self) -> list[int]:
+        """What the template puts behind the last reply of a conversation."""
+        try:
+            return self._after([], goes_on=False)
+        except ValueError:
+            return []
+
+    def _closing(self, after: Sequence[int]) -> int:
+        """Tokens at the beginning of `after` that close the reply, up to its end of turn; 0 for a template without."""
+        shared = 0
+        while shared < min(len(after), len(self._final)) and after[shared] == self._final[shared]:
+            shared += 1
+        while shared and after[shared - 1] not in self._marks:
+            shared -= 1
+        if shared == 0 and self._marks & {*self._final} and self._marks & {*after[:1]}:
+            return 1  # another end of turn than behind the last reply
+        return shared
+
+    def _after(self, messages: Sequence[Message], goes_on: bool) -> list[int]:
+        said = [{"role": "user", "content": "."}, {"role": "assistant", "content": _REPLY}]
+        _before, found, after = self._render([*said, *messages], None, goes_on).partition(_REPLY)
         if not found:
             raise ValueError(
                 "tokenizer: its chat template does not show what the assistant said; set sequences: rendered"
             )
-        closed, _, rest = after.partition(self._end)
-        if closed.strip() == "" and len(closed) < len(after):  # templates of models trained from nothing have no end
-            after = rest if ended else self._end + rest
-        return self._encode(after)
+        # The end of turn is encoded with what follows: some tokenizers let it take the line break behind it along.
+        return self._encode(after) if after else []
+
+    def shows(self, role: str) -> bool:
+        """Whether messages of `role` that follow a reply are in what the template makes of them."""
+        said = [{"role": "user", "content": "."}, {"role": "assistant", "content": "."}]
+        return _REPLY in self._render([*said, {"role": role, "content": _REPLY}], None)
 
     def quoted(self, text: str) -> str:
         """`text` with a space in each special token it spells: what a tool returns cannot end its own message."""
@@ -86,10 +148,12 @@ class Chat:
             text = text.replace(token, f"{token[0]} {token[1:]}")
         return text
 
-    def _render(self, messages: Sequence[Message], tools: list[dict[str, Any]] | None) -> str:
+    def _render(self, messages: Sequence[Message], tools: list[dict[str, Any]] | None, goes_on: bool = True) -> str:
         render: Callable[..., Any] = self._tokenizer.apply_chat_template
         try:
-            return str(render(list(messages), tools=tools, tokenize=False, add_generation_prompt=True, **self._options))
+            return str(
+                render(list(messages), tools=tools, tokenize=False, add_generation_prompt=goes_on, **self._options)
+            )
         except Exception as error:  # templates raise whatever they like
             roles = ", ".join(dict.fromkeys(str(message.get("role")) for message in messages))
             raise ValueError(

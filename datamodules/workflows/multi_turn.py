@@ -6,7 +6,6 @@ Promises: the ids of every turn are exactly those served, the feedback's tokens 
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -14,13 +13,15 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from app.batch import Trajectory
+from datamodules.processes.calls import DeadlinePassed
 from datamodules.prompts.base import Prompt
-from datamodules.tokenizers import encode_prompt
+from datamodules.prompts.tokenizers import encode_prompt
 from datamodules.workflows.base import EpisodeEngine
-from datamodules.workflows.calling import call
+from datamodules.workflows.calling import Caller
 from datamodules.workflows.chat import Chat, Message
 from datamodules.workflows.turns import ReplyOptions, Sequences, Turns, check_sequences
 
+_MOST_AT_ONCE = 8  # feedback functions that are not asynchronous
 Feedback = Callable[[Prompt, list[str]], str | Awaitable[str | None] | None]
 
 
@@ -36,11 +37,15 @@ class MultiTurnWorkflow:
         max_turns: most replies, at least 2.
         max_new_tokens: most tokens of a reply, at least 1.
         temperature: of sampling, above 0.
-        stop: tokens, besides the tokenizer's end of sequence, that end a reply (each must be one token).
+        stop: tokens, besides what ends a turn anyway (see `datamodules.workflows.turn_ends`), that end a reply (each
+            must be one token).
         feedback: `(prompt, replies so far) -> str | None`: what the model is told, None when it is done; the import
             path of a function, or class_path and init_args of a callable class. An asynchronous one is awaited, another
-            runs on a thread of its own. One that fails costs the group.
+            runs in worker processes, each with state of its own and without environment variables that look like
+            secrets (an API key, say). One that fails costs the group.
         feedback_deadline_s: seconds that may take; None for 30. With `feedback` only.
+        feedback_isolated: False runs a feedback that is not asynchronous on threads of the training process, where one
+            that keeps the interpreter's lock stops everything; None for True. With `feedback` only.
         retry_message: None for "That is not right. Try again.". Without `feedback` only.
         success: the reward a reply must have to be right; None for 1.0. Without `feedback` only.
         turn_discount: the last reply's reward times this for every turn before it, above 0 and at most 1.
@@ -59,6 +64,7 @@ class MultiTurnWorkflow:
         stop: Sequence[str] = (),
         feedback: Feedback | None = None,
         feedback_deadline_s: float | None = None,
+        feedback_isolated: bool | None = None,
         retry_message: str | None = None,
         success: float | None = None,
         turn_discount: float = 1.0,
@@ -73,8 +79,9 @@ class MultiTurnWorkflow:
         for key, value in (("retry_message", retry_message), ("success", success)):
             if feedback is not None and value is not None:
                 raise ValueError(f"{name}.{key} has no effect with feedback, which decides; remove one of them")
-        if feedback is None and feedback_deadline_s is not None:
-            raise ValueError(f"{name}.feedback_deadline_s has no effect without feedback; remove it or set feedback")
+        for key, value in (("feedback_deadline_s", feedback_deadline_s), ("feedback_isolated", feedback_isolated)):
+            if feedback is None and value is not None:
+                raise ValueError(f"{name}.{key} has no effect without feedback; remove it or set feedback")
         if feedback_deadline_s is not None and not feedback_deadline_s > 0:
             raise ValueError(f"{name}.feedback_deadline_s: {feedback_deadline_s}, must be above 0")
         check_sequences(name, sequences)
@@ -82,8 +89,18 @@ class MultiTurnWorkflow:
         self.max_new_tokens = max_new_tokens
         self.turn_discount = turn_discount
         self.sequences: Sequences = sequences
+        self.stop = tuple(stop)
         self._options = ReplyOptions(name, max_new_tokens, temperature, stop)
-        self._feedback = feedback
+        self._feedback: Caller | None = None
+        if feedback is not None:
+            isolated = feedback_isolated is not False
+            self._feedback = Caller(
+                {"feedback": feedback},
+                isolated=isolated,
+                workers=_MOST_AT_ONCE,
+                owner=name,
+                option="feedback_isolated",
+            )
         self._feedback_deadline_s = feedback_deadline_s or 30.0
         self._retry_message = "That is not right. Try again." if retry_message is None else retry_message
         self._success = 1.0 if success is None else success
@@ -111,13 +128,18 @@ class MultiTurnWorkflow:
             )
         return tuple(encode_prompt(self._tokenizer, prompt))
 
+    def close(self) -> None:
+        """Ends the processes that feedback runs in."""
+        if self._feedback is not None:
+            self._feedback.stop()
+
     async def run(self, engine: EpisodeEngine, prompt: Prompt) -> list[Trajectory]:
         turns = Turns(prompt, self._options)
         messages: list[Message] = list(prompt.messages)
         replies: list[str] = []
         reward: float | None = None
         while (response := await turns.generate(engine)) is not None:
-            replies.append(self._options.text(engine.tokenizer, response.tokens))
+            replies.append(turns.reply(engine.tokenizer))
             is_last = turns.count == self.max_turns or response.finish_reason == "length"
             if self._feedback is None:
                 reward = await engine.score(prompt, replies[-1])
@@ -127,15 +149,15 @@ class MultiTurnWorkflow:
                 told = None if is_last else await self._ask(engine, prompt, replies)
             if is_last or told is None:
                 break
-            said = self._options.text(engine.tokenizer, response.tokens, special=True)
+            said = turns.reply(engine.tokenizer, special=True)
             messages += [{"role": "assistant", "content": said}, {"role": "user", "content": told}]
-            self._tell(turns, prompt, messages, ended=response.tokens[-1:] == [engine.tokenizer.eos_token_id])
+            self._tell(turns, prompt, messages, engine.ends.ids)
         if reward is None:
             reward = await engine.score(prompt, replies[-1])
         metadata: dict[str, object] = {"completion": replies[-1], "answer": prompt.answer, "replies": replies}
         return turns.trajectories(self.sequences, reward * self.turn_discount ** (turns.count - 1), metadata)
 
-    def _tell(self, turns: Turns, prompt: Prompt, messages: list[Message], ended: bool) -> None:
+    def _tell(self, turns: Turns, prompt: Prompt, messages: list[Message], ends: Sequence[int]) -> None:
         """The model's next prompt is the conversation so far and the last of the messages."""
         if not prompt.messages:
             assert self._tokenizer is not None
@@ -146,22 +168,18 @@ class MultiTurnWorkflow:
         if self.sequences == "rendered":
             turns.rewrite(self._chat.prompt(messages))
         else:
-            turns.extend(self._chat.after_reply(messages[-1:], ended))
+            turns.extend(self._chat.after_reply(messages[-1:], turns.end, ends))
 
     async def _ask(self, engine: EpisodeEngine, prompt: Prompt, replies: list[str]) -> str | None:
         assert self._feedback is not None
-        limit = asyncio.timeout(self._feedback_deadline_s)
         try:
-            async with limit:
-                with engine.waiting("feedback", prompt.id):
-                    told = await call(self._feedback, prompt, list(replies))
-        except TimeoutError as error:
-            if limit.expired():
-                raise TimeoutError(
-                    f"feedback on prompt '{prompt.id}' was not there after {self._feedback_deadline_s:g} s"
-                    " (feedback_deadline_s)"
-                ) from error
-            raise
+            with engine.waiting("feedback", prompt.id):
+                told = await self._feedback.call("feedback", (prompt, list(replies)), {}, self._feedback_deadline_s)
+        except DeadlinePassed as error:
+            raise TimeoutError(
+                f"feedback on prompt '{prompt.id}' was not there after {self._feedback_deadline_s:g} s"
+                " (feedback_deadline_s)"
+            ) from error
         if told is not None and (not isinstance(told, str) or not told):
             raise TypeError(f"feedback on prompt '{prompt.id}' is {told!r}; it must be a text, or None when done")
         return told

@@ -21,7 +21,8 @@ class RLVRWorkflow:
     Args:
         max_new_tokens: most tokens of a reply, at least 1.
         temperature: of sampling, above 0.
-        stop: tokens, besides the tokenizer's end of sequence, that end a reply (each must be one token).
+        stop: tokens, besides what ends a turn anyway (see `datamodules.workflows.turn_ends`), that end a reply (each
+            must be one token).
 
     Raises:
         ValueError: an argument out of range, a stop text that is not one token.
@@ -29,6 +30,7 @@ class RLVRWorkflow:
 
     def __init__(self, max_new_tokens: int = 256, temperature: float = 1.0, stop: Sequence[str] = ()) -> None:
         self.max_new_tokens = max_new_tokens
+        self.stop = tuple(stop)
         self._options = ReplyOptions("RLVRWorkflow", max_new_tokens, temperature, stop)
 
     def prepare(self, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -39,7 +41,8 @@ class RLVRWorkflow:
         request = self._options.request(prompt.tokens)
         response = await engine.generate(request)
         trajectory = to_trajectory(prompt, request, response)
-        text = engine.tokenizer.decode(response.tokens, skip_special_tokens=True)
+        ended = response.tokens[-1:] and response.tokens[-1] in engine.ends.ids
+        text = engine.tokenizer.decode(response.tokens[:-1] if ended else response.tokens, skip_special_tokens=True)
         trajectory.reward = await engine.score(prompt, text)
         trajectory.metadata = {"completion": text, "answer": prompt.answer}
         return [trajectory]

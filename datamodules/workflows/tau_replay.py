@@ -87,7 +87,7 @@ class TauReplayWorkflow:
             response = await turns.generate(engine, asked if as_recorded else None)
             if response is None:
                 break
-            replies.append(self._options.text(engine.tokenizer, response.tokens))
+            replies.append(turns.reply(engine.tokenizer))
             if as_recorded and len(response.tokens) == asked:
                 turns.finish_reason = "stop"  # as long as it was to be
             if turns.count == len(recorded):
@@ -96,7 +96,7 @@ class TauReplayWorkflow:
                 with engine.waiting("tool", "recorded"):
                     await asyncio.sleep(self.tool_latency_s)
             results += turn["results"]
-            if not as_recorded and not self._options.ended(response.tokens):
+            if not as_recorded and turns.end is None:
                 turns.extend([turn["end"]])
             turns.extend(turn["after"])
         if turns.count == len(recorded) < len(trial["turns"]):

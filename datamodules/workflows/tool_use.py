@@ -16,10 +16,13 @@ from transformers import PreTrainedTokenizerBase
 from app.batch import Trajectory
 from datamodules.prompts.base import Prompt
 from datamodules.workflows.base import EpisodeEngine
+from datamodules.workflows.calling import within
 from datamodules.workflows.chat import Chat, messages_of
 from datamodules.workflows.tool_calls import ToolCall, hermes_calls
 from datamodules.workflows.tools import Toolbox, ToolRunner
 from datamodules.workflows.turns import ReplyOptions, Sequences, Turns, check_sequences
+
+_CLOSE_S = 60.0
 
 
 class ToolWorkflow:
@@ -37,7 +40,8 @@ class ToolWorkflow:
         max_turns: most replies, at least 2.
         max_new_tokens: most tokens of a reply, at least 1.
         temperature: of sampling, above 0.
-        stop: tokens, besides the tokenizer's end of sequence, that end a reply (each must be one token).
+        stop: tokens, besides what ends a turn anyway (see `datamodules.workflows.turn_ends`), that end a reply (each
+            must be one token).
         parser: finds the calls in a reply's text: `datamodules.workflows.hermes_calls`, `json_calls` or a function of
             your own.
         sequences: "whole", "turns" or "rendered"; see `datamodules.workflows.turns.Sequences`. Templates that drop old
@@ -84,6 +88,7 @@ class ToolWorkflow:
         self.max_new_tokens = max_new_tokens
         self.sequences: Sequences = sequences
         self.tool_role = tool_role
+        self.stop = tuple(stop)
         self._options = ReplyOptions(name, max_new_tokens, temperature, stop)
         self._parser = parser
         self._runner = ToolRunner(tools.tools, tool_deadline_s, tool_deadlines_s, max_calls, max_result_chars)
@@ -96,11 +101,21 @@ class ToolWorkflow:
         self._options.prepare(tokenizer)
         self._chat = Chat(tokenizer, self._shown, self._template_options)
         if self.sequences != "rendered":
-            self._chat.after_reply([{"role": self.tool_role, "content": "."}], ended=True)
+            self._chat.after_reply([{"role": self.tool_role, "content": "."}])
+        if not self._chat.shows(self.tool_role):
+            raise ValueError(
+                f"ToolWorkflow.tool_role: the tokenizer's chat template does not show messages of the role"
+                f" '{self.tool_role}' that follow a reply, so the model would never see a result; set tool_role: user"
+            )
 
     def encode(self, prompt: Prompt) -> tuple[int, ...]:
         """The ids an episode begins with, the tools' descriptions included."""
         return tuple(self._template().prompt(messages_of(prompt)))
+
+    def close(self) -> None:
+        """Ends what the tools started for all episodes."""
+        if hasattr(self.tools, "stop"):
+            self.tools.stop()
 
     async def run(self, engine: EpisodeEngine, prompt: Prompt) -> list[Trajectory]:
         box: Any = self.tools
@@ -112,7 +127,7 @@ class ToolWorkflow:
             reward = await (box.reward(prompt, reply) if hasattr(box, "reward") else engine.score(prompt, reply))
         finally:
             if box is not self.tools and hasattr(box, "close"):
-                await box.close()
+                await within(_CLOSE_S, box.close())  # the episode's own deadline may have passed already
         metadata: dict[str, object] = {"completion": reply, "answer": prompt.answer, **counts}
         return turns.trajectories(self.sequences, float(reward), metadata)
 
@@ -124,10 +139,10 @@ class ToolWorkflow:
         counts: Counter[str] = Counter()
         reply = ""
         while (response := await turns.generate(engine)) is not None:
-            reply = self._options.text(tokenizer, response.tokens)
+            reply = turns.reply(tokenizer)
             if response.finish_reason == "length":
                 break
-            said = self._options.text(tokenizer, response.tokens, special=True)
+            said = turns.reply(tokenizer, special=True)
             calls = self._calls(said)
             if not calls:
                 break
@@ -146,7 +161,7 @@ class ToolWorkflow:
             if self.sequences == "rendered":
                 turns.rewrite(chat.prompt(messages))
             else:
-                turns.extend(chat.after_reply(answers, ended=response.tokens[-1:] == [tokenizer.eos_token_id]))
+                turns.extend(chat.after_reply(answers, turns.end, engine.ends.ids))
         return turns, reply, counts
 
     def _calls(self, text: str) -> list[ToolCall]:

@@ -19,8 +19,10 @@ from jsonschema import Draft202012Validator
 from jsonschema.exceptions import SchemaError, best_match
 from transformers.utils import get_json_schema
 
+from datamodules.processes import foreign
+from datamodules.processes.calls import CallFailed, DeadlinePassed
 from datamodules.workflows.base import EpisodeEngine
-from datamodules.workflows.calling import call
+from datamodules.workflows.calling import Caller, within
 from datamodules.workflows.tool_calls import ToolCall
 
 
@@ -31,6 +33,10 @@ class Toolbox(ABC):
         open(prompt) -> Toolbox: fresh tools for one episode (a database of its own, say).
         async close(): of what `open` gave, when the episode ends, however it does.
         async reward(prompt, reply) -> float: of the episode, in place of the configured reward.
+        stop(): of what is shared by all episodes, when rollouts end.
+
+    The methods run in the rollouts' event loop: one that computes for long, or waits without `await`, holds up all
+    episodes, whatever its deadline. `FunctionTools` runs plain functions elsewhere.
 
     Attributes:
         tools: JSON schemas in OpenAI's form: `{"type": "function", "function": {"name", "description", "parameters"}}`.
@@ -50,26 +56,68 @@ class Toolbox(ABC):
 class FunctionTools(Toolbox):
     """Functions as tools; their schemas are made from annotations and Google-style docstrings.
 
+    Asynchronous functions are awaited in the rollouts' event loop: the right choice for tools that wait (network,
+    databases). Others run in worker processes, each with state of its own, so that one that computes, hangs or crashes
+    holds up nobody and is killed at its deadline with what it started; what they print is dropped.
+
     Args:
-        functions: import paths; asynchronous ones are awaited, others run on threads of their own.
+        functions: import paths.
+        isolated: False runs functions that are not asynchronous on threads of the training process instead, where they
+            share its state; there one that keeps the interpreter's lock (a regular expression, say) stops everything,
+            whatever its deadline.
+        workers: most processes, or threads, at once. Further calls wait; for a process, that does not count for their
+            deadlines.
+        memory_mb: most memory of a process with all it started, in 10^6 bytes; None for its share of a quarter of the
+            machine's, at least 1000.
+        keep_environment: environment variables that the processes may see though their names look like secrets; see
+            `datamodules.rewards.RewardOptions`.
 
     Raises:
-        ValueError: a function whose schema cannot be made (an argument without annotation or description).
+        ValueError: a function whose schema cannot be made (an argument without annotation or description), two of one
+            name, one that cannot be isolated (a local function, a method), an option out of range or without effect.
     """
 
-    def __init__(self, functions: Sequence[Callable[..., Any]]) -> None:
+    def __init__(
+        self,
+        functions: Sequence[Callable[..., Any]],
+        isolated: bool = True,
+        workers: int = 8,
+        memory_mb: float | None = None,
+        keep_environment: Sequence[str] | None = None,
+    ) -> None:
         self.tools = []
-        self._functions: dict[str, Callable[..., Any]] = {}
+        named: dict[str, Callable[..., Any]] = {}
         for function in functions:
             name = getattr(function, "__name__", repr(function))
             try:
                 self.tools.append(get_json_schema(function))
             except Exception as error:  # of a class of the library's own for each fault
                 raise ValueError(f"FunctionTools.functions: {name} cannot be described to a model: {error}") from error
-            self._functions[name] = function
+            if name in named:
+                raise ValueError(f"FunctionTools.functions: there is a tool '{name}' already; name each once")
+            named[name] = function
+        self._caller = Caller(
+            named,
+            isolated=isolated,
+            workers=workers,
+            memory_mb=memory_mb,
+            keep_environment=keep_environment,
+            owner="FunctionTools",
+        )
 
     async def call(self, name: str, arguments: dict[str, Any]) -> Any:
-        return await call(self._functions[name], **arguments)
+        return await self.call_within(None, name, arguments)
+
+    async def call_within(self, seconds: float | None, name: str, arguments: dict[str, Any]) -> Any:
+        """As `call`, with a deadline for the time that the function runs. Raises DeadlinePassed."""
+        return await self._caller.call(name, (), arguments, seconds)
+
+    async def close(self) -> None:
+        self.stop()
+
+    def stop(self) -> None:
+        """Ends the worker processes; the next call starts others."""
+        self._caller.stop()
 
 
 class ToolRunner:
@@ -134,16 +182,21 @@ class ToolRunner:
         if fault is not None:
             where = "".join(f" at {part}" for part in fault.absolute_path)
             return refuse("invalid_arguments", f"arguments of {one.name}{where}: {fault.message[:300]}")
-        limit = asyncio.timeout(self._deadlines[one.name])
+        seconds = self._deadlines[one.name]
         try:
-            async with limit:
-                with engine.waiting("tool", one.name):
-                    result = await box.call(one.name, one.arguments)
+            with engine.waiting("tool", one.name):
+                if isinstance(box, FunctionTools):
+                    result = await box.call_within(seconds, one.name, one.arguments)
+                else:
+                    result = await within(seconds, box.call(one.name, one.arguments))
             text = result if isinstance(result, str) else json.dumps(result, ensure_ascii=False)
-        except Exception as error:
-            if isinstance(error, TimeoutError) and limit.expired():
-                return refuse("timed_out_calls", f"{one.name} did not answer within {self._deadlines[one.name]:g} s")
-            return refuse("failed_calls", f"{one.name} failed: {type(error).__name__}: {error}")
+        except BaseException as error:  # SystemExit would end the event loop
+            if foreign.must_pass(error):
+                raise
+            if isinstance(error, DeadlinePassed):
+                return refuse("timed_out_calls", f"{one.name} did not answer within {seconds:g} s")
+            said = str(error) if isinstance(error, CallFailed) else foreign.described(error)
+            return refuse("failed_calls", f"{one.name} failed: {said}")
         over = 0 if self._max_result_chars is None else len(text) - self._max_result_chars
         if over <= 0:
             return text

@@ -15,7 +15,7 @@ from typing import Literal, get_args
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from app.batch import Trajectory
+from app.batch import TEMPERATURES, Trajectory
 from datamodules.inference.protocol import GenerationRequest, GenerationResponse
 from datamodules.prompts.base import Prompt
 from datamodules.workflows.base import EpisodeEngine
@@ -28,6 +28,10 @@ Sequences = Literal["whole", "turns", "rendered"]
     rendered  one a turn, its prompt rendered anew from the messages so far by the chat template, which may leave out
               what it likes (thoughts of earlier turns): what was generated is trained as generated, and what later
               turns see of it is the template's text, tokenized again
+
+Whichever it is, an episode counts once in advantages and in the loss (`modules.objectives.aggregation`; token_mean
+counts its tokens). What `sequence_mean`, GSPO and corrections of sequences call a sequence is the whole episode in the
+first and a turn in the others.
 """
 
 
@@ -37,8 +41,9 @@ class ReplyOptions:
     Args:
         owner: class that was configured, for errors.
         max_new_tokens: most tokens of a reply, at least 1.
-        temperature: of sampling, above 0.
-        stop: texts, besides the tokenizer's end of sequence, that end a reply (each must be one token).
+        temperature: of sampling, within `app.batch.TEMPERATURES`.
+        stop: texts, besides what ends a turn anyway (see `datamodules.workflows.turn_ends`), that end a reply (each
+            must be one token).
 
     Raises:
         ValueError: an argument out of range.
@@ -47,10 +52,11 @@ class ReplyOptions:
     def __init__(self, owner: str, max_new_tokens: int, temperature: float, stop: Sequence[str] = ()) -> None:
         if max_new_tokens < 1:
             raise ValueError(f"{owner}.max_new_tokens: {max_new_tokens}, must be at least 1")
-        if not temperature > 0:
+        coldest, hottest = TEMPERATURES
+        if not coldest <= temperature <= hottest:
             raise ValueError(
-                f"{owner}.temperature: {temperature}, must be above 0; greedy samples of one prompt would all be"
-                " alike (validation has val_temperature)"
+                f"{owner}.temperature: {temperature}, must be between {coldest:g} and {hottest:g}; greedy samples of"
+                " one prompt would all be alike (validation has val_temperature)"
             )
         self.owner = owner
         self.max_new_tokens = max_new_tokens
@@ -77,15 +83,6 @@ class ReplyOptions:
             list(tokens), max_new_tokens=count, temperature=self.temperature, stop_token_ids=self.stop_ids
         )
 
-    def text(self, tokenizer: PreTrainedTokenizerBase, tokens: Sequence[int], special: bool = False) -> str:
-        """A reply as text, without the token that ended it; `special`: with special tokens it contains."""
-        kept = tokens[:-1] if self.ended(tokens) else tokens
-        return str(tokenizer.decode(list(kept), skip_special_tokens=not special))
-
-    def ended(self, tokens: Sequence[int]) -> bool:
-        """Whether a reply ends with a stop token."""
-        return len(tokens) > 0 and tokens[-1] in self.stop_ids
-
 
 @dataclass
 class _Turn:
@@ -106,14 +103,17 @@ class Turns:
     Attributes:
         tokens: what the next request will send.
         count: turns generated.
+        end: the token that ended the last reply; None where it was cut off.
     """
 
     def __init__(self, prompt: Prompt, options: ReplyOptions, tokens: Sequence[int] | None = None) -> None:
         self.tokens = list(prompt.tokens if tokens is None else tokens)
         self.count = 0
+        self.end: int | None = None
         self._prompt = prompt
         self._options = options
         self._turns: list[_Turn] = []  # whose tokens are in `tokens`
+        self._reply: list[int] = []  # the last one's tokens
         self._closed: list[Trajectory] = []  # of turns before the conversation was rewritten
 
     @property
@@ -149,7 +149,15 @@ class Turns:
         self._turns.append(_Turn(len(self.tokens), response, request.temperature or 1.0, response.finish_reason))
         self.tokens += response.tokens
         self.count += 1
+        self._reply = response.tokens
+        # The engine has completed the request's stop tokens by what ends a turn of this model.
+        self.end = next((token for token in response.tokens[-1:] if token in request.stop_token_ids), None)
         return response
+
+    def reply(self, tokenizer: PreTrainedTokenizerBase, special: bool = False) -> str:
+        """The last reply as text, without the token that ended it; `special`: with special tokens it contains."""
+        kept = self._reply if self.end is None else self._reply[:-1]
+        return str(tokenizer.decode(list(kept), skip_special_tokens=not special))
 
     def extend(self, tokens: Sequence[int]) -> None:
         """Appends what the model is told next."""
@@ -179,12 +187,12 @@ class Turns:
         """Everything up to the end of the last of these turns, all of them trained."""
         length = turns[-1].start + len(turns[-1].response.tokens)
         mask = torch.zeros(length, dtype=torch.bool)
-        logprobs = torch.zeros(length)
+        logprobs = torch.zeros(length, dtype=torch.float32)
         versions = torch.full((length,), -1)
         for turn in turns:
             made = slice(turn.start, turn.start + len(turn.response.tokens))
             mask[made] = True
-            logprobs[made] = torch.tensor(turn.response.logprobs)
+            logprobs[made] = torch.tensor(turn.response.logprobs, dtype=torch.float32)
             versions[made] = torch.tensor(turn.response.versions)
         return Trajectory(
             tokens=torch.tensor(self.tokens[:length]),

@@ -3,7 +3,7 @@ weights): one short file each; weights of tokens, computed from exp(old - behavi
 
     model:
       correction: truncated                # or the import path of your own function
-      correction_options: {level: token, cap: 2.0}
+      correction_options: {level: token, cap: 2.0}   # with gspo the default level is geometric
 
 A function is called with what its parameters are named after, as an objective is: `old` [T], the trainer's policy at
 the start of the batch; `behavior` [T], the sampler; `mask`, `cu_seqlens`. It returns weights [T] that multiply the

@@ -21,7 +21,7 @@ def masked(
 
     Args:
         old, behavior: [T], nats. mask: bool [T]. cu_seqlens: int64 [n + 1].
-        level: see `importance_ratio`.
+        level: see `importance_ratio`; with an objective whose ratio is a sequence's (`gspo`) "geometric" by default.
         low, high: 0 <= low <= 1 <= high.
 
     Returns:

@@ -15,7 +15,7 @@ def truncated(
 
     Args:
         old, behavior: [T], nats. mask: bool [T]. cu_seqlens: int64 [n + 1].
-        level: see `importance_ratio`.
+        level: see `importance_ratio`; with an objective whose ratio is a sequence's (`gspo`) "geometric" by default.
         cap: at least 1.
 
     Returns:

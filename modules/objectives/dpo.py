@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from app.batch import BatchError
+from modules.objectives.ratio import check_above
 from modules.objectives.traits import traits
 from modules.segments import sequence_sums, spread
 
@@ -41,8 +42,7 @@ def dpo(
     Raises:
         BatchError: a group that is no pair, naming it.
     """
-    if not beta > 0:
-        raise ValueError(f"objective_options.beta: must be above 0, got {beta}")
+    check_above("beta", beta)
     if not 0 <= label_smoothing < 0.5:
         raise ValueError(f"objective_options.label_smoothing: must be at least 0 and below 0.5, got {label_smoothing}")
     pairs, of_sequence = torch.stack([groups, episodes], dim=1).unique(dim=0, return_inverse=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from modules.objectives.ratio import check_clip, ratio_of
+from modules.objectives.ratio import check_above, check_clip, ratio_of
 
 
 def ppo_clip(
@@ -30,8 +30,8 @@ def ppo_clip(
         loss [T]; "clip_fraction": whether clipping cut a token's gradient off.
     """
     check_clip(clip_low, clip_high)
-    if dual_clip is not None and not dual_clip > 1:
-        raise ValueError(f"objective_options.dual_clip: must be above 1, got {dual_clip}")
+    if dual_clip is not None:
+        check_above("dual_clip", dual_clip, 1.0)
     ratio = ratio_of(logprobs, old)
     free = ratio * advantages
     bounded = ratio.clamp(1 - clip_low, 1 + clip_high) * advantages

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from modules.objectives.ratio import ratio_of
+from modules.objectives.ratio import check_above, ratio_of
 from modules.objectives.traits import traits
 
 
@@ -25,8 +25,7 @@ def sapo(
         loss [T]; "gate": 4 p (1 - p) with p the sigmoid, the share of the gradient that is left, in (0, 1].
     """
     for name, value in (("tau_pos", tau_pos), ("tau_neg", tau_neg)):
-        if not value > 0:
-            raise ValueError(f"objective_options.{name}: must be above 0, got {value}")
+        check_above(name, value)
     tau = torch.where(advantages > 0, tau_pos, tau_neg).to(logprobs)
     gate = torch.sigmoid(tau * (ratio_of(logprobs, old) - 1))
     return -4 / tau * gate * advantages, {"gate": 4 * gate * (1 - gate)}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from modules.objectives.ratio import check_above
 from modules.objectives.traits import traits
 from modules.segments import sequence_sums, spread
 
@@ -35,8 +36,7 @@ def tba(
     Returns:
         loss [T], nats^2, one value for all tokens of an episode; "log_z_gap": its root, signed, in nats.
     """
-    if not beta > 0:
-        raise ValueError(f"objective_options.beta: must be above 0, got {beta}")
+    check_above("beta", beta)
     pairs, of_sequence = torch.stack([groups, episodes], dim=1).unique(dim=0, return_inverse=True)
     per_sequence = sequence_sums(logprobs - reference, mask, cu_seqlens)
     drift = per_sequence.new_zeros(len(pairs)).index_add(0, of_sequence, per_sequence)

@@ -145,7 +145,7 @@ def test_mistakes_in_yaml(text: str, words: list[str], capsys: pytest.CaptureFix
 
 
 def test_failures_keep_their_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("app.cli.ArboristCLI", lambda args: int("not ours"))
+    monkeypatch.setattr("app.cli.fit.ArboristCLI", lambda args: int("not ours"))
     with pytest.raises(ValueError, match="not ours"):
         main(["fit"])
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import resource
 import signal
 import subprocess
 import sys
@@ -17,9 +18,8 @@ import pytest
 import yaml
 from packaging.requirements import Requirement
 
-from app import doctor
-from app.cli import main
-from app.hang_report import NoSuchRun, dump
+from app.cli import doctor, main
+from app.cli.hang_report import NoSuchRun, dump
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -142,13 +142,13 @@ def test_a_run_that_hangs_is_asked_where(tmp_path: Path, launch: Callable[..., s
             report = dump(process.pid).read_text()
         except NoSuchRun:
             return False
-        return all(sign in report for sign in ("(index 2, admitted", "'queued': 2", "in collect", "broadcast_"))
+        return all(sign in report for sign in ("(index 2, admitted", "'queued': 2", "in collect", "in reduce"))
 
     wait_until(hangs)
     zero, one = re.split(r"#{8} rank 1, pid", report)
     assert "2 ranks on" in zero
     # rank 0: the main thread's stack, the pending table, the gate, the engine, and where the tasks wait
-    assert "in collect" in zero and "rollout_loaders.py" in zero, zero
+    assert "in collect" in zero and "in hand_out" in zero, zero
     assert re.search(r"the trainer waits for a batch: yes", zero)
     assert re.search(r"'[^']+' \(index 2, admitted at version 0\): \d+\.\d s, 0 of 2 done", zero), zero
     assert len(re.findall(r"waits \d+\.\d s for reward '[^']+#[01]'", zero)) >= 2
@@ -157,7 +157,7 @@ def test_a_run_that_hangs_is_asked_where(tmp_path: Path, launch: Callable[..., s
     assert re.search(r"0x[0-9a-f]{16} MainThread", zero) and "rollout-producer" in zero
     assert "fit, train, rank 0 of 2, step 0, policy version 0" in zero
     # rank 1: blocked in a collective on its main thread, and it still answers in full
-    assert "broadcast_" in one and "fit, train, rank 1 of 2" in one and "== end of this rank's answer ==" in one
+    assert "in reduce" in one and "fit, train, rank 1 of 2" in one and "== end of this rank's answer ==" in one
 
     # the command says where it wrote; any process of the run will do, here the second rank
     (second,) = {int(path.name.split(".")[-2]) for path in (run_dir / "doctor").glob("rank1.*.txt")}
@@ -222,6 +222,39 @@ def test_who_asks_before_the_thread_runs_is_answered(tmp_path: Path, monkeypatch
         os.kill(os.getpid(), hang_dump.SIGNAL)
         wait_until(lambda: hang_dump.END in dumper.path.read_text(), 30)
     finally:
+        dumper.close()
+
+
+def test_a_full_disk_costs_one_answer(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """The thread that answers goes on, and the next question finds room."""
+    from callbacks import hang_dump
+
+    path, full = hang_dump.dump_path(tmp_path, 0), 64 * 2**20
+    path.parent.mkdir(parents=True)
+    with path.open("wb") as file:
+        file.truncate(full - 100)  # sparse; no other file of this process is as large
+    dumper = hang_dump.Dumper(path, 0)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (full, limits[1]))
+    said: list[str] = []
+
+    def complains() -> bool:
+        said.append(capfd.readouterr().err)
+        return f"{path} is not complete: OSError" in "".join(said)
+
+    def answer() -> str:
+        with path.open("rb") as file:
+            file.seek(full - 100)
+            return file.read().decode()
+
+    try:
+        os.kill(os.getpid(), hang_dump.SIGNAL)
+        wait_until(complains, 30)
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        os.kill(os.getpid(), hang_dump.SIGNAL)
+        wait_until(lambda: hang_dump.END in answer(), 30)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
         dumper.close()
 
 

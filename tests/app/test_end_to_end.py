@@ -122,6 +122,7 @@ def test_bad_rewards_cost_their_groups_only(caplog: pytest.LogCaptureFixture, wo
     logged = metrics(workplace / "run")
     assert logged["rollouts/failed"] == [3.0] and logged["rollouts/accepted"] == [5.0]
     assert np.isfinite(logged["reward"]).all() and np.isfinite(logged["loss"]).all()
+    assert logged["rollouts/reward"] == pytest.approx(logged["reward"])  # nothing is filtered
     dropped = [record.getMessage() for record in caplog.records if "group dropped" in record.getMessage()]
     for number, said in ((2, "returned nan"), (4, "no such answer key"), (5, "did not return within 1 s")):
         (message,) = (one for one in dropped if f":{number}'" in one)
@@ -232,8 +233,8 @@ def test_a_broken_conversation_is_named_by_file_and_line(workplace: Path, capsys
     [
         ("", [], ["JsonlPrompts.path", "problems.jsonl holds no prompts"]),
         ("\n\n", [], ["JsonlPrompts.path", "problems.jsonl holds no prompts"]),
-        ('{"question": "1+1="}\n', [], ["problems.jsonl, line 1", "'answer'", "answer_field"]),
-        ('{"question": "", "answer": "2"}\n', [], ["problems:1", "no tokens"]),
+        ('{"question": "1+1="}\n', [], ["problems.jsonl:1", "'answer'", "answer_field"]),
+        ('{"question": "", "answer": "2"}\n', [], ["problems.jsonl:1", "the prompt is empty"]),
         ('{"question": "what?", "answer": "2"}\n', [], ["problems:1", "cannot be tokenized"]),
         ('{"question": "1+1=", "answer": "2"}\n', [f"{MODEL_KEY}.vocab_size=3"], ["vocabulary of 3", "tokenizer"]),
         ('{"question": "%s=", "answer": "2"}\n' % ("1+" * 40), [], ["context of 64", "max_new_tokens", "long_prompts"]),

@@ -64,7 +64,7 @@ def test_an_agent_with_tools(tmp_path: Path) -> None:
             "init_args": {
                 "tools": {
                     "class_path": "datamodules.workflows.FunctionTools",
-                    "init_args": {"functions": ["tests.datamodules.toolboxes.count"]},
+                    "init_args": {"functions": ["tests.datamodules.tool_functions.count"]},
                 },
                 # A random model calls no tools: whatever it says is taken for a call.
                 "parser": "tests.datamodules.toolboxes.every_reply_counts",

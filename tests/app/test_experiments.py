@@ -162,6 +162,20 @@ def test_there_is_an_overlay_for_each() -> None:
 
 
 @pytest.mark.parametrize("path", EXPERIMENTS, ids=lambda path: path.stem)
+def test_prompts_are_validated_in_the_form_they_are_trained_in(path: Path) -> None:
+    data = yaml.safe_load(path.read_text())["data"]["init_args"]
+
+    def forms(source: dict[str, Any]) -> set[bool]:
+        """Whether the sources in `source` give chats."""
+        inner = [one for one in source.values() if isinstance(one, dict)]
+        if "class_path" in source and "class_path" not in str(source["init_args"]):
+            return {bool(source["init_args"].get("chat"))}
+        return set().union(*map(forms, inner))
+
+    assert forms(data.get("val_prompts", {})) <= forms(data.get("prompts", {}))
+
+
+@pytest.mark.parametrize("path", EXPERIMENTS, ids=lambda path: path.stem)
 def test_an_experiment(
     path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -15,9 +15,9 @@ import torch
 
 from app.batch import Trajectory
 from app.cli import main
+from datamodules.conversations.tokens import Conversation, save_npz
+from datamodules.files.recording import RolloutRecorder
 from datamodules.groups import Group
-from datamodules.recorded_tokens import Conversation, save_npz
-from datamodules.recording import RolloutRecorder
 from tests.tree import brute
 
 SYSTEM = list(range(100, 140))
@@ -168,7 +168,7 @@ def test_temperatures_do_not_share_and_the_limit_cuts(tmp_path: Path) -> None:
         ('{"tokens": ["a"]}', "rollouts.jsonl:2: 'tokens' must be a flat list"),
         ('{"tokens": [1, 2], "loss_mask": [1]}', "rollouts.jsonl:2: 'loss_mask' must hold 0 or 1 for each of 2"),
         ('{"tokens": [1, 2], "loss_mask": [1, 7]}', "'loss_mask' must hold 0 or 1"),
-        ('{"tokens": [1, 2], "temperature": 0}', "'temperature' must be a number above 0"),
+        ('{"tokens": [1, 2], "temperature": 0}', "'temperature' must be a number from 0.001 to 1000"),
         ("[1, 2]", "rollouts.jsonl:2: expected a JSON object"),
         ("{", "rollouts.jsonl:2: not valid JSON"),
     ],
@@ -216,7 +216,7 @@ def test_parquet_without_the_column_is_refused(tmp_path: Path, capsys: pytest.Ca
     parquet.write_table(arrow.table({"text": ["a"]}), path)
     with pytest.raises(SystemExit):
         inspect(path, tmp_path / "out")
-    assert "no column 'tokens' or 'input_ids' (it has ['text'])" in capsys.readouterr().err
+    assert "no column 'tokens' or 'input_ids' among ['text']" in capsys.readouterr().err
     path.write_bytes(b"PAR1 not really")
     with pytest.raises(SystemExit):
         inspect(path, tmp_path / "out")

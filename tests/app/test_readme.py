@@ -9,6 +9,7 @@ import shutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import wandb
@@ -16,7 +17,8 @@ import yaml
 from wandb.sdk.launch.sweeps.utils import create_sweep_command, create_sweep_command_args
 
 from app.cli import main
-from datamodules.tokenizers import load_tokenizer
+from datamodules.prompts import Prompt
+from datamodules.prompts.tokenizers import load_tokenizer
 from modules.model_source import ModelSource, build_model
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -76,11 +78,33 @@ def steps(run: Path) -> int:
         return sum(1 for row in csv.DictReader(file) if row["reward"])
 
 
-def test_files_and_folders_exist() -> None:
-    for quoted in re.findall(r"`((?:app|modules|datamodules|callbacks|configs|tests|benchmarks)/[\w/.]*)`", README):
+@pytest.mark.parametrize(
+    ("completion", "score"),
+    [
+        ("def f(x): return 2 * x", 1.0),
+        ("def f(x): return x", 0.0),
+        ("def f(", 0.0),
+        ("import sys; sys.exit(0)", 0.0),
+        ("while True: pass", 0.0),
+        ("print('x' * 10**6)\ndef f(x): return 2 * x", 1.0),
+        ("half a character \ud83d", 0.0),
+    ],
+)
+def test_a_reward_that_runs_programs(completion: str, score: float) -> None:
+    """All but the sandbox, which the machine of the tests may not have."""
+    [block] = [one for one in blocks("python") if "SANDBOX" in one]
+    names: dict[str, Any] = {}
+    exec(block.replace("*SANDBOX, ", "").replace("timeout 5", "timeout 1"), names)
+    assert names["passes_its_tests"](Prompt(id="p", metadata={"tests": "assert f(2) == 4"}), completion) == score
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/design.md", "docs/extending.md", "docs/scaling.md"])
+def test_files_and_folders_exist(page: str) -> None:
+    text = (ROOT / page).read_text()
+    for quoted in re.findall(r"`((?:app|modules|datamodules|callbacks|configs|docs|tests|benchmarks)/[\w/.]*)`", text):
         assert (ROOT / quoted).exists(), quoted
-    for link in re.findall(r"\]\(([^)#]+)\)", README):
-        assert (ROOT / link).exists(), link
+    for link in re.findall(r"\]\(([^)#:]+)\)", text):
+        assert ((ROOT / page).parent / link).exists(), link
 
 
 def test_your_model_data_and_reward(workplace: Path) -> None:

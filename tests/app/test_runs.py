@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from datamodules.gate import unaccounted
+from datamodules.pipeline.gate import unaccounted
 
 ROOT = Path(__file__).parents[2]
 DATA = os.environ.get("ARBORIST_DATA", "")

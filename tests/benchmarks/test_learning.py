@@ -14,7 +14,7 @@ from lightning import LightningDataModule, LightningModule
 from benchmarks.branching import StepPrompts, StepsWorkflow
 from benchmarks.learning import CASES, curve, markdown, rl_config, steps_to, summary
 from datamodules.inference.protocol import GenerationResponse
-from datamodules.tokenizers import load_tokenizer
+from datamodules.prompts.tokenizers import load_tokenizer
 
 
 def test_steps_to_a_target() -> None:

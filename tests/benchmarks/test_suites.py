@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from app.tree.plan import ExecutionPlan
+from app.tree.planning.plan import ExecutionPlan
 from benchmarks import gpu_suite
 from benchmarks.gpu_parity import check_kernels, check_torch
 from benchmarks.systems import NAMES, gradient_error, merged, path_plan
@@ -41,12 +41,14 @@ def check_case(result: dict) -> None:
 
 
 def test_gpu_suite_at_toy_size(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    options = ["--repeats", "1", "--workloads", "think", "--profile", "--backends", "--attention", "sdpa"]
-    report = gpu_suite.main(["--toy", *options, "--out", str(tmp_path)])
+    options = ["--repeats", "1", "--workloads", "think", "--profile", "--attention", "sdpa", "--train", "0.6B"]
+    swept = ["--sweep", "chunk=32", "head=8,64", "attention=sdpa"]
+    report = gpu_suite.main(["--toy", *options, *swept, "--out", str(tmp_path)])
     assert report["passed"], capsys.readouterr().out
     written = json.loads((tmp_path / "gpu_toy.json").read_text())
     assert "not GPU figures" in written["figures"] and "not GPU figures" in capsys.readouterr().out
-    assert all(written["checks"][name] for name in ("torch", "kernels", "engine"))
+    assert all(written["checks"][name] for name in ("torch", "kernels", "engine", "self_check"))
+    assert all(0 < row["gradients"] < row["margin"] for row in written["checks"]["self_check"])
     (case,) = written["cases"]
     check_case(case)
     assert "checkpointing" in case["systems"]["dense"]["detail"]
@@ -54,14 +56,59 @@ def test_gpu_suite_at_toy_size(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert written["plot"] == (tmp_path / "gpu_toy.png").exists() and not written["left_out"]
     engine = written["checks"]["engine"]
     assert {row["window"] for row in engine} == {None, 70} and {row["attention"] for row in engine} >= {"auto"}
-    assert written["attention"] == "sdpa" and written["backends"]["utilisation"]["sdpa"] > 0
+    assert written["attention"] == "sdpa"
+    points = written["sweep"]["systems"]
+    assert list(points) == ["ours", "chunk=32", "head=8", "head=64", "attention=sdpa"]
+    assert written["sweep"]["tflops"].keys() == points.keys()
+    assert "chunks of at most 32" in points["chunk=32"]["detail"] != points["ours"]["detail"]
+    assert points["head=8"]["predicted_bytes"] < points["head=64"]["predicted_bytes"]
+    trained = json.loads((tmp_path / "gpu_train.json").read_text())["train"]
+    assert trained["ranks"] == 1 and len(trained["steps"]) == 3
+    assert all(step["seconds"] > 0 < step["tree_tokens"] for step in trained["steps"])
+
+
+def test_commands_of_the_suite_ask_for_what_they_say(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its help is the plan of a first hour on a GPU: every line parses, and does what it promises."""
+    lines = str(gpu_suite.__doc__).replace("\\\n", " ").splitlines()
+    commands = [line.split("#")[0].split()[3:] for line in lines if line.startswith("    python")]
+    asked = [gpu_suite._parser().parse_args(command) for command in commands]
+    assert len(asked) == 6 and [one.checks for one in asked] == ["flash", "none", "none", "none", "flex", "all"]
+    assert [dict(one.sweep) for one in asked if one.sweep] == [
+        {"chunk": [2048, 8192, 32768], "head": [220, 2048, 4096]}
+    ]
+    assert asked[3].train == "4B" and asked[2].size == ["8B"] and asked[1].profile
+    assert [one.workloads for one in asked[::3]] == [["none"], ["none"]]
+
+
+@pytest.mark.parametrize("level", ["none", "flex"])
+def test_checks_are_selected(level: str, tmp_path: Path) -> None:
+    report = gpu_suite.main(["--toy", "--checks", level, "--workloads", "none", "--out", str(tmp_path)])
+    wanted = {"none": set(), "flex": {"engine"}}[level]
+    written = json.loads((tmp_path / "gpu_checks.json").read_text())
+    assert set(report["checks"]) == set(written["checks"]) == wanted and report["passed"]
+
+
+@pytest.mark.parametrize("words", ["chunk", "rows=3", "chunk=0", "head=many"])
+def test_a_sweep_of_something_else_is_refused(words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        gpu_suite.main(["--toy", "--sweep", words])
+    assert words in capsys.readouterr().err
+
+
+def test_a_gpu_without_flash_kernels_is_not_asked_for_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    from app.tree.attention import kernels
+    from benchmarks.gpu_parity import backends
+
+    for capability, expected in (((7, 5), ("sdpa", "flex")), ((9, 0), ("sdpa", "flash", "flex"))):
+        monkeypatch.setattr(kernels, "capability", lambda device, found=capability: found)
+        assert backends(torch.device("cuda")) == expected
+        assert backends(torch.device("cuda"), compiled=False) == expected[:-1]
 
 
 def test_time_limit_leaves_workloads_out_by_name(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr(gpu_suite, "checks", lambda device: {})
-    report = gpu_suite.main(["--toy", "--limit", "0", "--workloads", "turns", "whole"])
+    report = gpu_suite.main(["--toy", "--checks", "none", "--limit", "0", "--workloads", "turns", "whole"])
     assert report["cases"] == [] and report["left_out"] == ["turns", "whole"]
     assert "not measured: turns, whole" in capsys.readouterr().out
 
@@ -76,7 +123,7 @@ def test_without_gpu_the_suite_says_what_to_do(capsys: pytest.CaptureFixture[str
 
 def test_checks_notice_a_wrong_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     """A log-sum-exp that is off shows in every dtype; an operator this torch lacks is named."""
-    from app.tree import kernels
+    from app.tree.attention import kernels
 
     right = kernels.CpuFlash.forward
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from benchmarks.token_ratios import count, main, markdown, measure
-from datamodules.recorded_tokens import Conversation, load_npz
+from datamodules.conversations.tokens import Conversation, load_npz
 from tests.datamodules.recorded_samples import real_file
 
 

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any, ClassVar
 
 import pytest
 import torch
+from lightning.pytorch.loggers import CSVLogger
 from PIL import Image
 from transformers import AutoModelForCausalLM, Qwen3Config
 
 from app.batch import StepHandle
-from callbacks import Pictures, RewardLogger, SavePretrained, Summary, Throughput, ValidateEnds, WeightSync
+from callbacks import Pictures, RewardLogger, SavePretrained, Summary, Throughput, ValidateEnds, WeightSync, drawing
 from callbacks.pictures import read_metrics
 from tests.callbacks.tiny import TinyData, TinyModule, trainer
 
@@ -88,6 +90,39 @@ def test_samples_hold_lowest_and_highest_reward(tmp_path: Path) -> None:
     assert [row["step"] for row in rows if row["set"] == "held-out"] == [0, 0, 6, 6]
 
 
+class StrictLogger(CSVLogger):
+    """Takes tables as W&B does, and what UTF-8 can express alone."""
+
+    tables: ClassVar[list[Any]] = []
+
+    def log_table(self, key: str, columns: list[str], data: list[list[Any]], step: int) -> None:
+        self.tables.append(json.dumps(data, ensure_ascii=False).encode())
+
+
+class HalfCharacters(TinyData):
+    """Half an emoji in everything that a data file, a tool or a workflow can name."""
+
+    def train_dataloader(self) -> Any:
+        for handle in super().train_dataloader():
+            batch = handle.batch
+            for texts in (batch.prompt_ids, batch.finish_reasons):
+                texts[:] = [f"{text} \ud83d" for text in texts]
+            half = {"answer": "\ud83d", "\ude00": ["\ud83d"], "reward_parts": {"f\ud83d": 1.0}}
+            batch.metadata[:] = [dict(half) for _ in batch.metadata]
+            yield handle
+
+
+def test_half_characters_do_not_end_a_run(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    StrictLogger.tables.clear()
+    options = {"logger": StrictLogger(str(tmp_path), name="", version="run"), "max_steps": 3}
+    trainer(run, RewardLogger(1, 2), Pictures(), **options).fit(TinyModule(), datamodule=HalfCharacters())
+    rows = [json.loads(line) for line in (run / "samples.jsonl").read_text(encoding="utf-8").splitlines()]
+    assert len(rows) == 6 and len(StrictLogger.tables) == 3
+    assert {row["metadata"]["answer"] for row in rows} == {"\ud83d"}  # an escape in the file, itself when read
+    assert "reward/f\\ud83d" in read_metrics(run / "metrics.csv")
+
+
 @pytest.mark.parametrize("name", ["every_n_batches", "samples"])
 def test_reward_logger_refuses_zero(name: str) -> None:
     with pytest.raises(ValueError, match=f"RewardLogger.{name}"):
@@ -97,6 +132,20 @@ def test_reward_logger_refuses_zero(name: str) -> None:
 def test_pictures_need_metrics(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="CSVLogger"):
         trainer(tmp_path, Pictures(), logger=False).fit(TinyModule(), datamodule=TinyData())
+
+
+@pytest.mark.parametrize(("given", "drawn"), [(None, [1.0, 2.0, 3.0]), ("reward", [0.5, 0.5, 0.5])])
+def test_the_reward_curve_is_of_all_that_was_played(
+    given: Any, drawn: list[float], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Logs(TinyModule):
+        def on_train_batch_end(self, *unused: Any) -> None:
+            self.log_dict({"rollouts/reward": float(self.trainer.global_step), "reward": 0.5})
+
+    draw, seen = drawing.reward_curve, list[list[float]]()
+    monkeypatch.setattr(drawing, "reward_curve", lambda *given: seen.append(list(given[1])) or draw(*given))
+    trainer(tmp_path / "run", Pictures(reward=given)).fit(Logs(), datamodule=TinyData(batches=3))
+    assert seen[-1] == drawn
 
 
 def test_pictures_name_what_they_cannot_draw(tmp_path: Path) -> None:

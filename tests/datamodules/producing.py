@@ -12,15 +12,15 @@ from typing import Any
 import torch
 
 from app.batch import Trajectory
-from datamodules.episodes import EpisodePlayer
-from datamodules.gate import StalenessGate
 from datamodules.groups import Group
 from datamodules.inference.protocol import GenerationError, GenerationRequest
-from datamodules.producer import Producer
+from datamodules.pipeline.episodes import EpisodePlayer
+from datamodules.pipeline.gate import StalenessGate
+from datamodules.pipeline.producer import Producer
 from datamodules.prompts import Prompt, PromptSource
 from datamodules.prompts.dealer import PromptDealer
+from datamodules.prompts.tokenizers import load_tokenizer
 from datamodules.rewards import RewardPool
-from datamodules.tokenizers import load_tokenizer
 from datamodules.workflows import EpisodeEngine, to_trajectory
 from tests.datamodules.fake_engine import VOCABULARY, FakeEngine
 

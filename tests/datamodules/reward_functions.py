@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import os
-import signal
-import subprocess
 import sys
 import time
 
@@ -34,11 +32,6 @@ def misbehave(prompt: Prompt, completion: str) -> Reward:
         case ["hang"]:
             while True:
                 time.sleep(1.0)
-        case ["stubborn"]:  # busy, and deaf to everything that can be ignored
-            for one in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGALRM):
-                signal.signal(one, signal.SIG_IGN)
-            while True:
-                pass
         case ["hog"]:  # takes memory and never returns
             held = []
             while True:
@@ -56,11 +49,6 @@ def misbehave(prompt: Prompt, completion: str) -> Reward:
             if not os.path.exists(path):
                 open(path, "w").close()
                 return misbehave(Prompt(id=prompt.id), how_first)
-        case ["child", *path]:  # leaves a process behind, then hangs
-            child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
-            with open("/" + "/".join(path), "w") as file:
-                file.write(str(child.pid))
-            time.sleep(60)
         case ["pid"]:
             return float(os.getpid())
         case ["slow pid"]:
@@ -84,6 +72,20 @@ class Scaled:
 
     def __call__(self, prompt: Prompt, completion: str) -> float:
         return self.factor * float(completion == prompt.answer)
+
+
+class SlowToPrepare:
+    """Needs a second once."""
+
+    def __init__(self) -> None:
+        self.ready = False
+
+    def prepare(self) -> None:
+        time.sleep(1.0)
+        self.ready = True
+
+    def __call__(self, prompt: Prompt, completion: str) -> float:
+        return float(self.ready)
 
 
 class FailsToLoad:

@@ -7,14 +7,16 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
 from app.batch import Trajectory
-from datamodules.episodes import EpisodePlayer
 from datamodules.inference.protocol import GenerationRequest, GenerationResponse
+from datamodules.pipeline.episodes import EpisodePlayer
 from datamodules.prompts.base import Prompt
+from datamodules.prompts.tokenizers import encode_prompt
 from datamodules.rewards.options import Judgement
 from tests.datamodules.fake_engine import FakeEngine
 
@@ -109,10 +111,15 @@ def play(
 ) -> list[Trajectory]:
     """One episode, as the producer plays it: prepared, encoded, with a deadline, checked."""
     workflow.prepare(tokenizer)
-    given = Prompt(**{**vars(prompt), "tokens": tuple(workflow.encode(prompt))})
+    encode = getattr(workflow, "encode", None) or partial(encode_prompt, tokenizer)
+    given = Prompt(**{**vars(prompt), "tokens": tuple(encode(prompt))})
     pool: Any = Pool(reward) if callable(reward) else reward
     player = EpisodePlayer(workflow, engine, tokenizer, pool, deadline_s=60.0)
-    return asyncio.run(player.play(given, name="e", seed="s", sample=sample))
+    try:
+        return asyncio.run(player.play(given, name="e", seed="s", sample=sample))
+    finally:
+        if hasattr(workflow, "close"):
+            workflow.close()
 
 
 def generated(trajectory: Trajectory) -> list[int]:

@@ -10,10 +10,10 @@ import random
 from typing import Any
 
 from app.batch import Trajectory
-from datamodules.gate import StalenessGate, unaccounted
 from datamodules.groups import Group, label
 from datamodules.pending import Pending
-from datamodules.stream import Stream
+from datamodules.pipeline.gate import StalenessGate, unaccounted
+from datamodules.pipeline.stream import Stream
 
 SAMPLES = 2
 EVENTS = {
@@ -50,6 +50,9 @@ class Simulation:
         self.trained: dict[int, int] = {}  # prompt -> version it was trained at
         self.lost: set[int] = set()  # prompts dropped for good
         self.saved: tuple[Any, ...] = self.checkpoint()
+
+    def _filter(self, pending: Pending) -> bool:
+        return self.stream.filter(pending, group_of(pending))
 
     def begin(self, version: int, state: dict[str, Any]) -> None:
         self.gate = StalenessGate(*self.gate_options)
@@ -124,7 +127,7 @@ class Simulation:
         pending = self.pick()
         if pending is None:
             return False
-        move = {"failed": self.stream.fail, "filtered": self.stream.filter, "skipped": self.stream.skip}[how]
+        move = {"failed": self.stream.fail, "filtered": self._filter, "skipped": self.stream.skip}[how]
         if move(pending):
             self.lost.add(pending.index)
             return True

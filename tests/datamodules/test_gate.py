@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from datamodules.gate import StalenessGate, unaccounted
-from datamodules.stream import Stream
+from datamodules.pipeline.gate import StalenessGate, unaccounted
+from datamodules.pipeline.stream import Stream
 from tests.datamodules.simulation import EVENTS, Simulation, group_of
 
 
@@ -136,6 +136,21 @@ def test_resume_keeps_counters_and_places() -> None:
     again.open(1, queued=1, counters=gate.counters())
     assert again.counters() == gate.counters()
     assert again.room() == gate.room() == 3
+
+
+def test_a_batch_under_way_counts_as_trained() -> None:
+    gate = StalenessGate(batch_size=2, max_staleness=1)
+    for _ in range(3):
+        gate.admit()
+        gate.finish()
+    gate.collect(2)
+    again = StalenessGate(batch_size=2, max_staleness=1)
+    again.open(0, queued=1, counters=gate.counters(), under_way=True)
+    assert again.room() == gate.room() == 1
+    assert again.counters() == gate.counters()
+    other = StalenessGate(batch_size=2, max_staleness=1)
+    other.open(100, queued=1, under_way=True)  # by a run whose counters are not known
+    assert other.room() == 1
 
 
 def test_books_that_do_not_balance_are_noticed() -> None:

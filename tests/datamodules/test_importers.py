@@ -13,11 +13,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from datamodules import importers
-from datamodules.import_tools import tau2_tools
+from datamodules.conversations import importers
+from datamodules.conversations.chat import load_transcripts
+from datamodules.conversations.tokens import RecordedDataError, load_npz
+from datamodules.conversations.tools import tau2_tools
 from datamodules.recorded import RecordedDataModule
-from datamodules.recorded_chat import load_transcripts
-from datamodules.recorded_tokens import RecordedDataError, load_npz
 from tests.datamodules.recorded_samples import byte_tokenizer, line, real_file
 
 
@@ -382,7 +382,7 @@ def test_real_airline_conversations_survive_the_import_unchanged(tmp_path: Path)
 
 def test_importers_run_no_foreign_code() -> None:
     """The schema readers parse source; nothing in them imports or evaluates it."""
-    for name in ("import_tools.py", "import_tau.py"):
+    for name in ("tools.py", "tau.py"):
         tree = ast.parse((Path(importers.__file__).parent / name).read_text())
         called = {n.func.id for n in ast.walk(tree) if isinstance(n, ast.Call) and isinstance(n.func, ast.Name)}
         assert not called & {"eval", "exec", "compile", "__import__"}

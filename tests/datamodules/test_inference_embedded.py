@@ -217,7 +217,7 @@ def test_an_update_that_breaks_off_ends_the_engine(monkeypatch) -> None:
     """Weights of two versions mixed must never generate."""
     engine = started()
     monkeypatch.setattr(
-        "datamodules.inference.embedded.matched", lambda model, weights: [(torch.zeros(2), torch.zeros(3))]
+        "datamodules.inference.embedded.engine.matched", lambda model, weights: [(torch.zeros(2), torch.zeros(3))]
     )
     with pytest.raises(RuntimeError, match="size"):
         engine.update_weights(WeightUpdate(1, state_dict={}))

@@ -13,9 +13,9 @@ import pytest
 
 from app.batch import Trajectory
 from datamodules.filters import NoSignal
-from datamodules.gate import unaccounted
 from datamodules.groups import Group
 from datamodules.inference.protocol import GenerationError, GenerationRequest
+from datamodules.pipeline.gate import unaccounted
 from datamodules.prompts import Prompt
 from datamodules.workflows import EpisodeEngine
 from tests.datamodules.fake_engine import FakeEngine
@@ -76,7 +76,7 @@ def test_skipping_everything_is_no_endless_loop(build: Build, monkeypatch: pytes
         def deal(self, index: int) -> Prompt:
             return Prompt(id=f"p{index}", text="1" * 30)
 
-    monkeypatch.setattr("datamodules.drought._MAX_SKIPPED", 50)
+    monkeypatch.setattr("datamodules.pipeline.drought._MAX_SKIPPED", 50)
     producer = build(source=Long(), max_context=16, long_prompts="skip")
     with pytest.raises(RuntimeError, match="50 prompts in a row were too long for the model's context and skipped"):
         producer.collect(2, 10.0)
@@ -158,7 +158,7 @@ def test_a_storm_of_events_crashes_and_checkpoints_at_random_moments(
     producer = build(FakeEngine(storm.before), **options)
     version, trained = 0, dict[int, int]()
     saved: Any = (0, {}, dict(trained))
-    crashes = 0
+    crashes = taken_up = 0
     while storm.events < 2500:
         groups = _collect(producer, 3)
         for group in groups:
@@ -169,6 +169,8 @@ def test_a_storm_of_events_crashes_and_checkpoints_at_random_moments(
         producer.stream.check()
         if rng.random() < 0.3:  # in mid-flight, the batch not yet trained on
             saved = (version, through_a_file(producer.state_dict(groups)), dict(trained.items() - _of(groups, version)))
+        elif rng.random() < 0.3:  # some of the batch's steps being done, the others follow after a crash
+            saved = (version, through_a_file(producer.state_dict(under_way=groups)), dict(trained))
         version += 1
         producer.player.engine.version = version
         producer.publish(version)
@@ -180,7 +182,13 @@ def test_a_storm_of_events_crashes_and_checkpoints_at_random_moments(
             version, state, trained = saved[0], saved[1], dict(saved[2])
             producer = build(FakeEngine(storm.before), version=version, state=state, **options)
             producer.stream.check()
-    assert crashes > 2
+            if state and "under_way" in state:
+                taken_up += 1
+                assert {(group.index, version) for group in producer.stream.taken} <= trained.items()
+                version += 1
+                producer.player.engine.version = version
+                producer.publish(version)
+    assert crashes > 2 and taken_up > 0
     producer.close()
     counters = producer.gate.counters()
     state = producer.state_dict()

@@ -7,10 +7,10 @@ import asyncio
 import pytest
 
 from app.batch import Trajectory
-from datamodules.episodes import EpisodePlayer
 from datamodules.inference.protocol import GenerationRequest
+from datamodules.pipeline.episodes import EpisodePlayer
 from datamodules.prompts import Prompt
-from datamodules.tokenizers import load_tokenizer
+from datamodules.prompts.tokenizers import load_tokenizer
 from datamodules.workflows import EpisodeEngine
 from tests.datamodules.fake_engine import VOCABULARY, FakeEngine
 from tests.datamodules.producing import Build, Flow, fail, hang, ids

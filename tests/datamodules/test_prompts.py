@@ -10,10 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tokenizers.processors import TemplateProcessing
 
 from datamodules.prompts import ArithmeticPrompts, JsonlPrompts, Prompt, PromptSource
 from datamodules.prompts.dealer import PromptDealer, PromptTooLong
-from datamodules.tokenizers import encode_prompt, load_tokenizer, texts_of
+from datamodules.prompts.tokenizers import encode_prompt, load_tokenizer, texts_of
 
 ALPHABET = "0123456789+-*="
 GSM8K = Path(os.environ.get("ARBORIST_DATA", "nowhere")) / "gsm8k" / "train.jsonl"
@@ -120,19 +121,19 @@ def test_jsonl_reads_gzip(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("line", "said"),
     [
-        ('{"question": "q", "answer"', "not JSON"),
+        ('{"question": "q", "answer"', "not valid JSON"),
         ('["question"]', "expected a JSON object, got list"),
         ('{"question": "q"}', "no text in field 'answer'"),
         ('{"question": null, "answer": "a"}', "no text in field 'question'"),
         ('{"question": "q", "answer": "no mark", "hint": "h"}', "answer_pattern"),
         ('{"question": "q", "answer": "#### 1"}', "template"),
-        ("\xff\xfe", "not JSON"),
+        ("\xff\xfe", "not valid JSON"),
     ],
 )
 def test_a_broken_line_is_named_by_file_and_number(tmp_path: Path, line: str, said: str) -> None:
     path = tmp_path / "broken.jsonl"
     path.write_bytes(b'{"question": "q", "answer": "#### 1", "hint": "h"}\n' + line.encode("latin-1") + b"\n")
-    with pytest.raises(ValueError, match=rf"broken\.jsonl, line 2: .*{said}"):
+    with pytest.raises(ValueError, match=rf"broken\.jsonl:2: .*{said}"):
         JsonlPrompts(str(path), template="{question} {hint}", answer_pattern="#### (.+)")
 
 
@@ -177,6 +178,20 @@ def test_character_tokenizer() -> None:
         encode_prompt(tokenizer, Prompt(id="p"))
     with pytest.raises(ValueError, match=r"'1' more than once"):
         load_tokenizer("char:0121")
+
+
+@pytest.mark.parametrize(
+    ("template", "begins"), [("<pad> $A <eos>", [0]), ("$A <eos>", []), ("$A", []), ("<pad> $A", [0])]
+)
+def test_a_prompt_does_not_end_where_the_tokenizer_ends_texts(template: str, begins: list[int]) -> None:
+    tokenizer = load_tokenizer("char:0123456789+=")
+    core: Any = tokenizer._tokenizer  # type: ignore[attr-defined]
+    core.post_processor = TemplateProcessing(single=template, special_tokens=[("<pad>", 0), ("<eos>", 1)])
+    bare = load_tokenizer("char:0123456789+=").encode("17+25=")
+    assert list(encode_prompt(tokenizer, Prompt(id="p", text="17+25="))) == begins + bare
+    assert list(encode_prompt(tokenizer, Prompt(id="p", text="17+25="), bare=True)) == bare
+    asked = encode_prompt(tokenizer, Prompt(id="p", text="17<eos>"))  # of the text itself
+    assert asked[-1] == tokenizer.eos_token_id and asked[-2] != tokenizer.eos_token_id
 
 
 def test_trained_tokenizer_is_lossless_and_reproducible() -> None:

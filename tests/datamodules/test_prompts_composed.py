@@ -19,7 +19,7 @@ from datamodules.prompts import (
     StagedPrompts,
 )
 from datamodules.prompts.dealer import PromptDealer
-from datamodules.tokenizers import load_tokenizer
+from datamodules.prompts.tokenizers import load_tokenizer
 from tests.datamodules.test_prompts import ALPHABET, Listed
 
 

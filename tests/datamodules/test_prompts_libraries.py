@@ -10,8 +10,8 @@ import pytest
 
 from datamodules.prompts import DatasetPrompts, Prompt, ReasoningGymPrompts
 from datamodules.prompts.dealer import PromptDealer
+from datamodules.prompts.tokenizers import load_tokenizer
 from datamodules.rewards import BySource, ReasoningGym, RewardError, RewardPool, exact_match
-from datamodules.tokenizers import load_tokenizer
 from tests.datamodules.test_rewards import with_pool
 
 ROWS = [

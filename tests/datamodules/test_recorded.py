@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,10 +16,11 @@ import torch
 from lightning.pytorch.trainer.states import TrainerFn
 
 from app.batch import StepHandle
-from datamodules.data_files import DataFileError
+from datamodules.conversations.chat import ChatEncoder, SystemPrompt, Transcript, load_transcripts
+from datamodules.conversations.tokens import Conversation, RecordedDataError, load_npz, save_npz
+from datamodules.files.data_files import DataFileError
 from datamodules.recorded import RecordedDataModule
-from datamodules.recorded_chat import ChatEncoder, SystemPrompt, Transcript, load_transcripts
-from datamodules.recorded_tokens import Conversation, RecordedDataError, load_npz, save_npz
+from tests.datamodules.chat_families import FAMILIES
 from tests.datamodules.recorded_samples import (
     REWRITING_TEMPLATE,
     THINK_TEMPLATE,
@@ -28,6 +30,7 @@ from tests.datamodules.recorded_samples import (
     real_file,
     write_jsonl,
 )
+from tests.datamodules.test_rollout import count_step
 
 SYSTEM = np.array([5, 6, 7])
 
@@ -54,9 +57,17 @@ def npz(path: Path, tasks: int = 5, trials: int = 3) -> Path:
 def module(path: Path, steps: int = 1, rank: int = 0, **options: Any) -> RecordedDataModule:
     data = RecordedDataModule(path=str(path), **options)
     data.setup()
-    model = SimpleNamespace(steps_per_batch=steps)
-    data.trainer = SimpleNamespace(lightning_module=model, global_rank=rank)  # type: ignore[assignment]
+    model = SimpleNamespace(steps_per_batch=steps, policy_version=0, steps_done=0)
+    data.trainer = SimpleNamespace(lightning_module=model, is_global_zero=rank == 0)  # type: ignore[assignment]
     return data
+
+
+def stepped(data: RecordedDataModule, handles: Iterable[StepHandle]) -> Iterator[StepHandle]:
+    """The handles, each with its step done."""
+    assert data.trainer is not None
+    for handle in handles:
+        count_step(data.trainer.lightning_module, handle)
+        yield handle
 
 
 def test_workloads_of_one_conversation() -> None:
@@ -151,16 +162,30 @@ def test_think_template_gives_the_same_history() -> None:
     assert plain.tokens.tolist() == think.tokens.tolist()
 
 
+@pytest.mark.parametrize("name", ["Gemma 2", "Phi 3", "Qwen2.5 base", "Aya", "Llama 3"])
+def test_a_turn_ends_as_the_template_ends_it_whatever_eos_token_is(name: str) -> None:
+    family = FAMILIES[name]
+    tokenizer = family.tokenizer()
+    said = ["Which one?", "Done."]
+    chat = [{"role": role, "content": text} for text in said for role, text in (("user", "Now?"), ("assistant", text))]
+    one = ChatEncoder(tokenizer).encode(Transcript("0", 0, "m", 1.0, chat, "here"))
+    turns = [one.tokens[start:end].tolist() for start, end in zip(one.starts, one.ends)]
+    end = tokenizer.convert_tokens_to_ids(family.end)
+    assert turns == [[*tokenizer.encode(text, add_special_tokens=False), end] for text in said]
+    # What is between them is what generation gives: white space that belongs to the end of turn is no token.
+    whole = tokenizer.apply_chat_template(chat[:3], tokenize=False, add_generation_prompt=True)
+    assert one.tokens[: one.starts[1]].tolist() == tokenizer.encode(whole, add_special_tokens=False)
+
+
 def test_chat_refusals() -> None:
     transcript = Transcript("0", 0, "m", 1.0, messages(), "FILE:3")
     with pytest.raises(RecordedDataError, match=r"FILE:3: messages\[1\]: the chat template rewrites"):
         ChatEncoder(byte_tokenizer(REWRITING_TEMPLATE)).encode(transcript)
     with pytest.raises(RecordedDataError, match=r"FILE:3: messages\[5\]\.content contains the end-of-turn"):
         ChatEncoder(byte_tokenizer()).encode(Transcript("0", 0, "m", 1.0, messages("x<|end|>y"), "FILE:3"))
-    tokenizer = byte_tokenizer()
-    tokenizer.eos_token = "<tool>"
-    with pytest.raises(RecordedDataError, match=r"FILE:3: messages\[1\]: no '<tool>'"):
-        ChatEncoder(tokenizer).encode(Transcript("0", 0, "m", 1.0, messages()[:2], "FILE:3"))
+    endless = byte_tokenizer("{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}")
+    with pytest.raises(RecordedDataError, match=r"FILE:3: messages\[1\]: no '<\|end\|>' follows .* no other token"):
+        ChatEncoder(endless).encode(Transcript("0", 0, "m", 1.0, messages()[:2], "FILE:3"))
     with pytest.raises(RecordedDataError, match=r"cannot render the conversation up to messages\[7\]: no"):
         ChatEncoder(byte_tokenizer("{{ raise_exception('no') }}")).encode(transcript)
 
@@ -250,31 +275,36 @@ def test_loader_repeats_a_batch_and_continues_over_epochs_and_resumes(tmp_path: 
     data = module(path, steps=3, batches_per_epoch=2)
     loader = data.train_dataloader()
     assert len(loader) == 6
-    seen = [(h.batch, h.index, h.count) for _ in range(2) for h in loader]
+    seen = [(h.batch, h.index, h.count) for _ in range(2) for h in stepped(data, loader)]
     assert [(i, n) for _, i, n in seen] == [(0, 3), (1, 3), (2, 3)] * 4
     assert seen[0][0] is seen[2][0] and seen[3][0] is not seen[2][0]
     order = [seen[k][0].prompt_ids[0] for k in (0, 3, 6, 9)]
     assert sorted(order) == ["t0", "t1", "t2", "t3"]
 
     data = module(path, steps=3, batches_per_epoch=2)
-    handles = iter(data.train_dataloader())
+    handles = stepped(data, data.train_dataloader())
     for _ in range(3):
         next(handles)
-    saved = data.state_dict()  # after the last step of the first batch: it must not come again
-    resumed = module(path, steps=3, batches_per_epoch=2)
-    resumed.load_state_dict(saved)
-    assert next(iter(resumed.train_dataloader())).batch.prompt_ids[0] == order[1]
-    next(handles)
-    saved = data.state_dict()  # inside the second batch: it must come again, whole
-    resumed.load_state_dict(saved)
-    assert next(iter(resumed.train_dataloader())).batch.prompt_ids[0] == order[1]
+    for done in range(3):  # after the last step of the first batch, then inside the second
+        resumed = module(path, steps=3, batches_per_epoch=2)
+        resumed.load_state_dict(data.state_dict())
+        vars(resumed.trainer.lightning_module).update(vars(data.trainer.lightning_module))
+        handle = next(iter(resumed.train_dataloader()))
+        assert (handle.batch.prompt_ids[0], handle.index) == (order[1], done)
+        next(handles)
+
+
+def test_a_module_that_does_not_count_its_batches_is_told(tmp_path: Path) -> None:
+    data = module(npz(tmp_path / "x.npz"), steps=2)
+    with pytest.raises(RuntimeError, match="policy_version: still 0 after all 2 steps of a batch"):
+        list(data.train_dataloader())
 
 
 def test_other_ranks_hold_no_batch_but_keep_step(tmp_path: Path) -> None:
     path = npz(tmp_path / "x.npz")
     first, second = module(path, steps=2), module(path, steps=2, rank=1)
     assert len(second.train_dataloader()) == len(first.train_dataloader()) == 10
-    assert [(h.batch, h.index) for h in second.train_dataloader()] == [(None, 0), (None, 1)] * 5
+    assert [(h.batch, h.index) for h in stepped(second, second.train_dataloader())] == [(None, 0), (None, 1)] * 5
 
 
 @pytest.mark.parametrize(
@@ -362,10 +392,12 @@ class _Watcher(L.LightningModule):
         super().__init__()
         self.weight = torch.nn.Parameter(torch.ones(()))
         self.seen: list[tuple[str, int]] = []
+        self.policy_version = self.steps_done = 0
 
     def training_step(self, handle: StepHandle, index: int) -> torch.Tensor:
         assert handle.batch is not None
         self.seen.append((handle.batch.prompt_ids[0], handle.index))
+        count_step(self, handle)
         return self.weight * 1.0
 
     def configure_optimizers(self) -> torch.optim.Optimizer:

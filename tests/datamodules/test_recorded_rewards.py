@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from datamodules.recorded_tokens import RecordedDataError
+from datamodules.conversations.tokens import RecordedDataError
 from tests.datamodules.test_recorded import module, npz
 
 

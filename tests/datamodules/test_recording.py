@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -10,13 +11,19 @@ import lightning as L
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.loggers import CSVLogger
 from safetensors.torch import load_file, save_file
 
 from app.batch import Trajectory
+from callbacks.pictures import Pictures, read_metrics
+from callbacks.reward_logger import RewardLogger
 from callbacks.weight_sync import WeightSync
-from datamodules.groups import Group, to_batch
-from datamodules.recording import RecordingError, RolloutRecorder, read_batch, versions
+from datamodules.files.recording import RecordingError, RolloutRecorder, read_batch, versions
+from datamodules.groups import Group, pack, to_batch
+from datamodules.prompts import Prompt, PromptSource
 from datamodules.replay import ReplayDataModule
+from datamodules.rollout import RolloutDataModule
+from datamodules.workflows import RLVRWorkflow
 from modules import ModelSource, PolicyModule
 from tests.datamodules.test_rollout import rollouts, tiny_model, trainer
 
@@ -103,10 +110,57 @@ def test_broken_files_are_refused_by_name(tmp_path: Path) -> None:
     path.write_bytes(whole)
     tensors = load_file(path)
     save_file(tensors, path, metadata={"format": "other"})
-    with pytest.raises(RecordingError, match="of format 'other', expected 'arborist-rollouts-1'"):
+    with pytest.raises(RecordingError, match="of format 'other', expected 'arborist-rollouts-2'"):
         read_batch(tmp_path, 1)
     with pytest.raises(RecordingError, match=r"no batch that was trained at version 2 .it holds versions 1 to 1"):
         read_batch(tmp_path, 2)
+
+
+def test_a_changed_bit_is_refused_by_name(tmp_path: Path) -> None:
+    path = RolloutRecorder(tmp_path).write(1, some_groups())
+    whole = path.read_bytes()
+    for at in range(len(whole) - 400, len(whole), 7):  # rewards, temperatures: numbers as good as others
+        path.write_bytes(whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :])
+        with pytest.raises(RecordingError, match=re.escape(f"{path}: damaged, its contents are not those of its SHA-")):
+            read_batch(tmp_path, 1)
+    path.write_bytes(whole)
+    path.rename(tmp_path / "batch_00000002.safetensors")
+    with pytest.raises(RecordingError, match=r"batch_00000002\.safetensors: holds the batch of version 1"):
+        read_batch(tmp_path, 2)
+
+
+def test_long_texts_do_not_fill_the_header(tmp_path: Path) -> None:
+    """safetensors takes headers of at most 100 MB."""
+    groups = some_groups()
+    groups[0].trajectories[0].metadata["completion"] = "long " * 100_000 + "\ud83d"
+    path = RolloutRecorder(tmp_path).write(1, groups)
+    assert int.from_bytes(path.read_bytes()[:8], "little") < 5_000
+    assert to_batch(read_batch(tmp_path, 1)).metadata == to_batch(groups).metadata
+
+
+def in_the_format_before(**changes: Any) -> dict[str, Any]:
+    packed = pack(some_groups()) | changes
+    tensors = packed.pop("tensors")
+    metadata = {"format": "arborist-rollouts-1", "version": "1", "batch": json.dumps(packed)}
+    return {"tensors": tensors, "metadata": metadata}
+
+
+def test_recordings_of_the_format_before_are_read(tmp_path: Path) -> None:
+    path = tmp_path / "batch_00000001.safetensors"
+    save_file(**in_the_format_before(), filename=path)
+    assert same(to_batch(read_batch(tmp_path, 1)).tensors(), to_batch(some_groups()).tensors())
+    for broken in (
+        {"groups": [[0, "p", 2, 3]]},
+        {"groups": [[0, "p", 2, 7], [1, "q", 2, -1]]},
+        {"groups": [[None, "p", 2, 6]]},
+        {"groups": [[0, "p", 2]]},
+        {"prompt_ids": [7] * 6},
+        {"metadata": "[" * 100_000},
+        {"metadata": "[1, 2, 3, 4, 5, 6]"},
+    ):
+        save_file(**in_the_format_before(**broken), filename=path)
+        with pytest.raises(RecordingError, match=r"batch_00000001.safetensors: not a recorded batch .*; record it"):
+            read_batch(tmp_path, 1)
 
 
 def test_a_recording_is_never_overwritten_and_a_full_disk_is_said(tmp_path: Path) -> None:
@@ -126,11 +180,66 @@ def test_a_recording_is_never_overwritten_and_a_full_disk_is_said(tmp_path: Path
 # ---- training
 
 
+class HalfCharacters(PromptSource):
+    """Prompts in which everything but what the model reads holds half an emoji."""
+
+    size = None
+
+    def deal(self, index: int) -> Prompt:
+        half = f"{index} \ud83d"
+        return Prompt(id=half, text="1+1=", answer=half, solution=half, metadata={half: [half]})
+
+
+class SaysHalf(RLVRWorkflow):
+    async def run(self, engine: Any, prompt: Prompt) -> list[Trajectory]:
+        trajectories = await super().run(engine, prompt)
+        for one in trajectories:
+            one.metadata |= {"tool": "\udc00", **prompt.metadata}
+        return trajectories
+
+
+def half_reward(prompt: Prompt, completion: str) -> tuple[float, dict[str, float]]:
+    return 0.5, {"f\ud83d": 1.0}
+
+
+def half_rollouts(**options: Any) -> RolloutDataModule:
+    made = {"prompts": HalfCharacters(), "workflow": SaysHalf(max_new_tokens=2), "reward": half_reward}
+    return rollouts(max_staleness=1, **made, **options)
+
+
+def test_half_characters_go_through_a_run_and_its_files(tmp_path: Path, initial: Path) -> None:
+    data = half_rollouts(batches_per_epoch=2, record="rollouts")
+    log = CSVLogger(str(tmp_path), name="", version="", flush_logs_every_n_steps=1)
+    checkpoint = ModelCheckpoint(tmp_path / "ckpt", every_n_train_steps=1, save_top_k=-1)
+    callbacks = [WeightSync(), RewardLogger(1, 12), checkpoint, Pictures()]
+    options = {
+        "callbacks": callbacks,
+        "max_epochs": 1,
+        "enable_checkpointing": True,
+        "logger": log,
+        "log_every_n_steps": 1,
+    }
+    trainer(tmp_path, **options).fit(policy(initial), datamodule=data)
+    assert versions(tmp_path / "rollouts") == [0, 1]
+    rows = [json.loads(one) for one in (tmp_path / "samples.jsonl").read_text(encoding="utf-8").splitlines()]
+    assert len(rows) == 24 and all("ud83d" in row["metadata"]["answer"] for row in rows)
+    assert "reward/f\\ud83d" in read_metrics(tmp_path / "metrics.csv")
+    for group in read_batch(tmp_path / "rollouts", 1):
+        assert all("tool" in one.metadata for one in group.trajectories)
+    resumed = policy(initial)
+    options |= {"callbacks": [WeightSync(), RewardLogger(1, 12)], "max_epochs": 2, "logger": False}
+    checkpoint_path = next((tmp_path / "ckpt").glob("*step=1.ckpt"))
+    trainer(tmp_path / "on", **options).fit(
+        resumed, datamodule=half_rollouts(batches_per_epoch=2), ckpt_path=checkpoint_path, weights_only=True
+    )
+    assert resumed.policy_version == 4
+
+
 def test_training_from_the_recording_ends_with_the_same_parameters(tmp_path: Path, initial: Path) -> None:
     """Asynchronous rollouts, two steps a batch: what no seed could repeat, a recording does."""
     recorded = policy(initial, minibatches=2, epochs=1)
     data = rollouts(max_staleness=2, batches_per_epoch=5, record="rollouts")
-    checkpoint = ModelCheckpoint(tmp_path / "ckpt", every_n_train_steps=4, save_top_k=-1, filename="{step}")
+    checkpoint = ModelCheckpoint(tmp_path / "ckpt", every_n_train_steps=3, save_top_k=-1, filename="{step}")
     options = {"max_epochs": 1, "enable_checkpointing": True}
     trainer(tmp_path, callbacks=[WeightSync(), checkpoint], **options).fit(recorded, datamodule=data)
     directory = tmp_path / "rollouts"
@@ -143,8 +252,8 @@ def test_training_from_the_recording_ends_with_the_same_parameters(tmp_path: Pat
     assert again.global_step == 10 and replayed.policy_version == 5
     assert same(parameters(replayed), parameters(recorded))
 
-    resumed = policy(initial, minibatches=2, epochs=1)  # from the recorded run's own checkpoint, after two batches
-    resume = {"ckpt_path": tmp_path / "ckpt" / "step=4.ckpt", "weights_only": True}
+    resumed = policy(initial, minibatches=2, epochs=1)  # from the recorded run's own checkpoint, within a batch
+    resume = {"ckpt_path": tmp_path / "ckpt" / "step=3.ckpt", "weights_only": True}
     trainer(tmp_path, callbacks=[], max_epochs=20).fit(resumed, datamodule=ReplayDataModule(str(directory)), **resume)
     assert resumed.policy_version == 5 and same(parameters(resumed), parameters(recorded))
 

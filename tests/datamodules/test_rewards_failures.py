@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 from pathlib import Path
 from typing import Any
 
@@ -28,14 +27,6 @@ def run(calls: list[str], deadline_s: float = 20.0, workers: int = 1, **options:
 
     results = with_pool(body, deadline_s=deadline_s, workers=workers, options=RewardOptions(**options))
     return [one if isinstance(one, BaseException) else one.value for one in results], pools[0]
-
-
-def test_a_busy_loop_that_ignores_signals_is_killed() -> None:
-    results, pool = run(["a", "stubborn", "bb"], deadline_s=3.0)
-    assert results[0] == 1.0 and results[2] == 2.0
-    assert isinstance(results[1], RewardError) and results[1].failure == "timeout"
-    assert "'task-7' did not return within 3 s; its worker was killed" in str(results[1])
-    assert pool.restarts == 1 and pool.failures == 1
 
 
 def test_a_call_that_eats_memory_is_killed_and_the_others_live() -> None:
@@ -147,11 +138,12 @@ def test_a_limit_below_an_idle_worker_is_refused_at_the_start() -> None:
         ({"retry_on": ["crash"]}, "retry_on has no effect with retries: 0"),
         ({"retries": 1, "retry_on": []}, "choose at least one"),
         ({"retries": 1, "retry_on": ["oom"]}, r"retry_on: \['oom'\]"),
-        ({"retries": 1, "retry_on": ["memory"]}, "set memory_mb"),
         ({"cache": -1}, "cache: -1"),
         ({"on_failure": float("nan")}, "on_failure: nan"),
         ({"on_failure": "zero"}, "on_failure: 'zero'"),
         ({"memory_mb": 0.0}, "memory_mb: 0.0"),
+        ({"memory_mb": float("inf")}, "memory_mb: inf"),
+        ({"keep_environment": ["PATH"]}, "keep_environment: 'PATH' has no effect"),
         ({"max_calls": 0}, "max_calls: 0"),
     ],
 )
@@ -166,14 +158,4 @@ def test_yaml_makes_options() -> None:
     given = {"retries": 2, "retry_on": ["crash", "timeout"], "cache": 100, "on_failure": 0.0, "memory_mb": 2000}
     made = parser.instantiate_classes(parser.parse_object({"reward_options": given})).reward_options
     assert made == RewardOptions(2, ["crash", "timeout"], 100, 0.0, 2000.0)
-    assert made.retried == ("crash", "timeout") and made.memory_bytes == 2_000_000_000
-
-
-def test_nothing_is_left_running() -> None:
-    async def body(pool: RewardPool) -> float:
-        return await pool.score(PROMPT, "pid")
-
-    pid = int(with_pool(body, options=RewardOptions(memory_mb=MEMORY)))
-    assert (
-        not os.path.exists(f"/proc/{pid}") or Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] == "Z"
-    )
+    assert made.retried == ("crash", "timeout")

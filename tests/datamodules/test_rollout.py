@@ -44,6 +44,13 @@ def tiny_model(vocab_size: int = 16, context: int = 32) -> Qwen3ForCausalLM:
     ).eval()
 
 
+def count_step(module: Any, handle: StepHandle) -> None:
+    """What datamodules read of a module, after a step."""
+    last = handle.index == handle.count - 1
+    module.policy_version += last
+    module.steps_done = 0 if last else handle.index + 1
+
+
 class Recorder(L.LightningModule):
     """Trains nothing; moves the weights a little each policy version and keeps what it was given."""
 
@@ -51,7 +58,7 @@ class Recorder(L.LightningModule):
         super().__init__()
         self.policy = tiny_model(**model)
         self.steps_per_batch = steps_per_batch
-        self.policy_version = 0
+        self.policy_version = self.steps_done = 0
         self.step_seconds: dict[str, float] = {}
         self.handles: list[tuple[RolloutBatch, int, int]] = []
         self.versions: list[int] = []
@@ -65,8 +72,8 @@ class Recorder(L.LightningModule):
         self.versions.append(self.policy_version)
         self._compare(handle.batch)
         self.optimizers().step()
-        if handle.index == handle.count - 1:
-            self.policy_version += 1
+        count_step(self, handle)
+        if not self.steps_done:
             with torch.no_grad():
                 self.policy.lm_head.weight.mul_(1.02)
 
@@ -78,10 +85,10 @@ class Recorder(L.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.0)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        checkpoint["policy_version"] = self.policy_version
+        checkpoint["progress"] = self.policy_version, self.steps_done
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        self.policy_version = checkpoint["policy_version"]
+        self.policy_version, self.steps_done = checkpoint["progress"]
 
     def _compare(self, batch: RolloutBatch) -> None:
         """Largest difference between the sampler's log-probabilities and the policy's, on tokens of its version."""
@@ -159,6 +166,25 @@ def test_synchronous_fit_is_reproducible_and_on_policy(tmp_path: Path) -> None:
     assert [flat(batch) for _, batch, _ in second.evaluated] == [flat(batch) for _, batch, _ in first.evaluated]
 
 
+def test_replies_end_where_the_model_says_and_the_log_says_where(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    module = Recorder()
+    ends = [1, *range(5, 11)]
+    module.policy.generation_config.eos_token_id = ends
+    trainer(tmp_path, max_steps=3).fit(module, datamodule=rollouts(max_staleness=0))
+    replies = [
+        tokens[mask].tolist()
+        for batch, _, _ in module.handles
+        for tokens, mask in zip(batch.sequences(), batch.split(batch.loss_mask))
+    ]
+    assert len(replies) == 36 and sum(len(reply) < 4 for reply in replies) > 9
+    for reply in replies:  # what ends a reply is sampled, so it is trained; nothing comes after it
+        assert not set(reply[:-1]) & {*ends} and (len(reply) == 4 or reply[-1] in ends)
+    (line,) = [one.getMessage() for one in caplog.records if "a reply ends with" in one.getMessage()]
+    assert line.startswith("a reply ends with '<eos>' = 1 (tokenizer, model), '3' = 5 (model), ")
+
+
 def test_asynchronous_fit_stays_within_the_bound(tmp_path: Path) -> None:
     module = Recorder()
     data = rollouts(max_staleness=2, batches_per_epoch=8)
@@ -209,7 +235,7 @@ def test_validate_alone_starts_no_training_rollouts_and_repeats(tmp_path: Path) 
 
 @pytest.mark.parametrize("every", [2, 3])
 def test_resume_loses_nothing_and_repeats_nothing(tmp_path: Path, every: int) -> None:
-    """Two steps a batch: a checkpoint after step 3 is in the middle of the second batch, which then comes again."""
+    """Two steps a batch: a checkpoint after step 3 is in the middle of the second batch, which then goes on."""
 
     def fit(**options: Any) -> Recorder:
         module = Recorder(steps_per_batch=2)
@@ -224,7 +250,7 @@ def test_resume_loses_nothing_and_repeats_nothing(tmp_path: Path, every: int) ->
     trained = [(flat(batch), index) for batch, index, _ in whole.handles]
     again = [(flat(batch), index) for batch, index, _ in resumed.handles]
     assert resumed.versions[0] == 1
-    assert again[:4] == trained[2:6]
+    assert again == trained[every:]
 
 
 @pytest.mark.parametrize("steps", [1, 2])
@@ -304,7 +330,7 @@ def test_gsm8k_with_a_trained_tokenizer_and_math_verify(tmp_path: Path) -> None:
 
 
 def test_nothing_rolls_out_without_weight_sync(tmp_path: Path) -> None:
-    with pytest.raises(RuntimeError, match=r"add callbacks\.WeightSync to trainer\.callbacks"):
+    with pytest.raises(ValueError, match=r"add callbacks\.WeightSync to trainer\.callbacks"):
         trainer(tmp_path, max_epochs=1, callbacks=[]).fit(Recorder(), datamodule=rollouts())
 
 

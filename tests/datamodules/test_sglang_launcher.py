@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import os
 import socket
 import stat
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
 import pytest
 
+from app.cli import serve
+from datamodules.inference.protocol import GenerationError
 from datamodules.inference.sglang import Launch, SGLangEngine
 from datamodules.inference.sglang.client import ServerClient, ServerLost
 from datamodules.inference.sglang.environment import NoServerEnvironment, server_python
 from datamodules.inference.sglang.launcher import ServerDidNotStart, ServerOptions, ServerProcess
+from datamodules.inference.sglang.loop_thread import LoopThread
+from datamodules.inference.sglang.roster import given_servers
 from datamodules.inference.sglang.server import leftovers
 from tests.datamodules.engine_suite import tiny_policy
 
@@ -113,6 +119,12 @@ file = open(f"/dev/shm/sglang_test_{os.getpid()}", "w")
 child = subprocess.Popen(["sleep", "600"])
 logging.basicConfig(level=logging.INFO, stream=sys.stdout)
 logging.info("arguments=%s", sys.argv)
+print("printed:", sys.argv, flush=True)
+try:
+    raise ValueError(f"raised: {sys.argv}")
+except ValueError:
+    import traceback; traceback.print_exc()
+    logging.exception("logged")
 logging.info("up: %s", file.name)
 time.sleep(600)
 """
@@ -149,7 +161,9 @@ def test_a_launcher_that_is_killed_takes_everything_with_it(tmp_path: Path) -> N
         while "up: " not in (text := (tmp_path / "log").read_text()):
             assert time.monotonic() < ends, text
             time.sleep(0.02)
-        assert "--api-key" in text and "***" in text and "k3y-k3y" not in text
+        assert "--api-key" in text and "k3y-k3y" not in text
+        assert all(word in text for word in ("arguments=", "printed:", "raised: ", "logged"))
+        assert text.count("***") >= 4
         files = leftovers.shared_memory(int(pid))
         assert len(files) == 1 and len(leftovers.members(int(pid))) == 2 and Path(scratch).exists()
         launcher.kill()
@@ -203,11 +217,78 @@ def test_settings_that_cannot_be(settings, message: str) -> None:
         ({"device": "tpu"}, "launch.device: 'tpu'"),
         ({"device": "cpu", "tensor_parallel": 2}, "no effect with launch.device: cpu"),
         ({"max_restarts": -1}, "launch.max_restarts: -1"),
+        ({"arguments": ("--tp-size", "1", "--host", "0.0.0.0")}, r"launch.arguments: --host \(--host\) would change"),
+        ({"arguments": ("--ho=0.0.0.0",)}, r"launch.arguments: --ho \(--host\)"),
+        ({"arguments": ["--port", "80"]}, r"launch.arguments: --port .* the key comes from ARBORIST_SGLANG_API_KEY"),
+        ({"arguments": ("--api_key=k",)}, r"launch.arguments: --api-key"),
+        ({"arguments": ("--config", "file.yaml")}, r"launch.arguments: --config"),
     ],
 )
 def test_launches_that_cannot_be(settings, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         Launch(**settings)
+
+
+@pytest.mark.parametrize("opening", [["--host", "0.0.0.0"], ["--hos=::"], ["--port=80"], ["--api-key", "K"]])
+def test_serve_is_not_opened_behind_its_own_options(
+    opening: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("ARBORIST_SGLANG_API_KEY", raising=False)
+    (tmp_path / "config.json").write_text("{}")
+    parser = argparse.ArgumentParser()
+    serve.add_arguments(parser)
+    given = ["--model", str(tmp_path), "--", "--mem-fraction-static", "0.5"]
+    (process,) = serve._processes(parser.parse_args(given))
+    assert process.options.command(1)[-2:] == ["--mem-fraction-static", "0.5"]
+    with pytest.raises(serve.CannotServe, match=rf"^-- {opening[0].partition('=')[0]} .*would change where"):
+        serve._processes(parser.parse_args([*given, *opening]))
+    with pytest.raises(serve.CannotServe, match=r"--host: 0\.0\.0\.0 opens the servers to the network"):
+        serve._processes(parser.parse_args(["--host", "0.0.0.0", *given]))
+
+
+@pytest.mark.parametrize(
+    ("url", "warned"),
+    [
+        ("http://10.1.2.3:30000", True),
+        ("http://a-server:30000", True),
+        ("https://a-server:30000", False),
+        ("http://127.0.0.9:30000", False),
+        ("http://localhost:30000", False),
+        ("http://[::1]:30000", False),
+    ],
+)
+def test_a_key_that_goes_over_a_network_in_clear_text_is_warned_of(
+    url: str, warned: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    given_servers([url], None, 4)
+    assert not caplog.records
+    given_servers([url], "k3y-k3y", 4)
+    assert [f"the API key, prompts and replies go to {url} in clear text" in one for one in caplog.messages] == (
+        [True] if warned else []
+    )
+    assert "k3y" not in caplog.text
+
+
+def test_a_loop_that_stands_still_is_an_error_in_time() -> None:
+    thread = LoopThread("a-loop")
+    stuck = threading.Event()
+
+    async def work() -> int:
+        return 3
+
+    async def late() -> None:
+        raise TimeoutError("of its own")
+
+    try:
+        assert thread.call(work(), 30.0) == 3
+        with pytest.raises(TimeoutError, match="of its own"):
+            thread.call(late(), 30.0)
+        thread.loop.call_soon_threadsafe(stuck.wait, 60.0)
+        with pytest.raises(GenerationError, match=r"the event loop of thread a-loop stands still: .* within 0\.2 s"):
+            thread.call(work(), 0.2)
+    finally:
+        stuck.set()
+        thread.stop(30.0)
 
 
 def test_gpus_seeds_and_limits_of_several_servers() -> None:

@@ -35,7 +35,7 @@ def reports(
 
 
 def an_output(count: int = 12) -> Output:
-    return Output(GenerationRequest([1, 2], count, request_id="r1"))
+    return Output(GenerationRequest([1, 2], count, request_id="r1"), 100)
 
 
 def assert_fits(output: Output) -> None:
@@ -114,6 +114,30 @@ def spoil_logprob(meta: dict[str, Any]) -> None:
     meta["output_token_logprobs"][0][0] = float("nan")
 
 
+def spoil_sign(meta: dict[str, Any]) -> None:
+    meta["output_token_logprobs"][1][0] = 0.2  # a probability, say
+
+
+def spoil_count(meta: dict[str, Any]) -> None:
+    del meta["output_token_logprobs"][1]
+
+
+def spoil_length(meta: dict[str, Any]) -> None:
+    meta["completion_tokens"] = -2
+
+
+def spoil_reason(meta: dict[str, Any]) -> None:
+    meta["finish_reason"] = {"type": "abort", "status_code": "nine"}
+
+
+def spoil_end(meta: dict[str, Any]) -> None:
+    meta["weight_versions"][0]["end"] = 10**15
+
+
+def spoil_start(meta: dict[str, Any]) -> None:
+    meta["weight_versions"] = [{"version": "1", "start": 5, "end": 7}]
+
+
 @pytest.mark.parametrize(
     ("spoil", "message"),
     [
@@ -121,6 +145,12 @@ def spoil_logprob(meta: dict[str, Any]) -> None:
         (spoil_order, "versions decrease"),
         (spoil_ids, "log-probabilities of"),
         (spoil_logprob, "not finite"),
+        (spoil_sign, r"a log-probability is 0\.2, which is above 0"),
+        (spoil_count, "2 tokens came with 1 log-probabilities"),
+        (spoil_length, "completion_tokens is -2"),
+        (spoil_reason, "status_code is a str"),
+        (spoil_end, "2 tokens came with the versions of tokens 0 to 1000000000000000"),
+        (spoil_start, "2 tokens came with the versions of tokens 5 to 7"),
     ],
 )
 def test_a_report_that_contradicts_itself_is_an_error(spoil: Any, message: str) -> None:
@@ -132,13 +162,44 @@ def test_a_report_that_contradicts_itself_is_an_error(spoil: Any, message: str) 
         output.add(one, 1, True)
 
 
+def test_more_than_was_asked_for_is_an_error() -> None:
+    tokens = list(range(20, 24))
+    for request, message in (
+        (GenerationRequest([1], 3), "4 tokens came where 3 were left"),
+        (GenerationRequest([1], 8, stop_token_ids=(21,)), "it goes on behind a stop token"),
+        (GenerationRequest([1], 8, stop_token_ids=(99,)), None),
+    ):
+        for cuts in ([4], [2, 4], [1, 2, 3, 4]):
+            output = Output(request, 100)
+            output.begin(0)
+            said = reports(tokens, cuts, [0] * len(cuts), [(0, 0, 4)], True)
+            if message is None:
+                assert [output.add(one, 0, True) for one in said][-1] and output.tokens == tokens
+            else:
+                with pytest.raises(GenerationError, match=message):
+                    for one in said:
+                        output.add(one, 0, True)
+    output = Output(GenerationRequest([1], 8), 23)
+    output.begin(0)
+    with pytest.raises(GenerationError, match="token 23 is outside the vocabulary of 23"):
+        output.add(reports(tokens, [4], [0], [(0, 0, 4)], True)[0], 0, True)
+
+
+def test_rounding_lifts_no_log_probability_above_zero() -> None:
+    output = an_output()
+    output.begin(0)
+    (one,) = reports([20], [1], [0], [(0, 0, 1)], True)
+    one["meta_info"]["output_token_logprobs"][0][0] = 2e-4
+    assert output.add(one, 0, True) and output.logprobs == [0.0]
+
+
 def test_requests_are_plain_sampling() -> None:
     request = GenerationRequest([1, 2], 640, temperature=0.7, stop_token_ids=(3,), seed=1 << 61)
-    body = request_body(Output(request), "name", 32, incremental=False)
+    body = request_body(Output(request, 100), "name", 32, incremental=False)
     sampling = body["sampling_params"]
     assert (sampling["top_p"], sampling["top_k"], sampling["min_p"], sampling["temperature"]) == (1.0, -1, 0.0, 0.7)
     assert sampling["stop_token_ids"] == [3] and "ignore_eos" not in sampling  # it would switch stop tokens off
     assert 0 <= sampling["sampling_seed"] < 1 << 31
     assert sampling["stream_interval"] == 40  # at most 16 reports that repeat everything
     assert "logprob_start_len" not in body  # asking for the prompt's would switch its prefix cache off
-    assert request_body(Output(GenerationRequest([1], 5)), "n", 32, True)["sampling_params"]["ignore_eos"]
+    assert request_body(Output(GenerationRequest([1], 5), 100), "n", 32, True)["sampling_params"]["ignore_eos"]

@@ -7,7 +7,9 @@ from pathlib import Path
 import pytest
 
 from datamodules.prompts import ArithmeticPrompts
+from datamodules.prompts.base import Prompt
 from datamodules.supervised import SupervisedDataModule
+from tests.datamodules.chat_families import FAMILIES
 from tests.datamodules.test_rollout import CHAR, Recorder, flat, trainer
 
 
@@ -23,10 +25,22 @@ def test_supervised_batches_train_the_answer_and_the_end(tmp_path: Path) -> None
             mask = batch.split(batch.loss_mask)[i]
             assert data.tokenizer.decode(tokens[~mask]) == prompt.text
             assert data.tokenizer.decode(tokens[mask]) == f"{prompt.answer}<eos>"
-    assert data.state_dict() == {"position": 4}
+    assert data.state_dict()["position"] == 4
     again = SupervisedDataModule(ArithmeticPrompts(digits=2), CHAR, batch_size=8)
     again.setup("fit")
     assert flat(again.batch(3)) == flat(batches[3])
+
+
+@pytest.mark.parametrize("name", ["Gemma 2", "Qwen2.5 base", "Llama 3.1"])
+def test_chats_end_as_their_template_ends_them(name: str, tmp_path: Path) -> None:
+    family = FAMILIES[name]
+    family.tokenizer().save_pretrained(tmp_path)
+    data = SupervisedDataModule(ArithmeticPrompts(), str(tmp_path))
+    data.setup("fit")
+    chat = Prompt(id="c", messages=({"role": "user", "content": "1+1?"},))
+    for prompt, end in ((chat, family.end), (Prompt(id="t", text="1+1="), family.eos)):
+        made = data.imitation(prompt, "2", group=0, episode=0)
+        assert data.tokenizer.decode(made.tokens[made.loss_mask]) == f"2{end}"
 
 
 def test_supervised_refuses_by_name() -> None:

@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 from benchmarks.token_ratios import count
-from datamodules.recorded_tokens import load_npz
+from datamodules.conversations.tokens import load_npz
 from tests.datamodules.recorded_samples import real_file
 
 ROOT = Path(__file__).parents[2]

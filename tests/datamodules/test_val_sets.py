@@ -8,14 +8,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from jsonargparse import ArgumentParser
 
-from app.batch import FINAL_ANSWER
+from app.batch import FINAL_ANSWER, Trajectory
 from callbacks import RewardLogger, WeightSync
 from datamodules.answers import RegexAnswer, math_answer, whole_text
+from datamodules.groups import Group
+from datamodules.pipeline.val_sets import ValOptions, val_sets, with_answers
 from datamodules.prompts import ArithmeticPrompts
+from datamodules.prompts.tokenizers import load_tokenizer
 from datamodules.rollout import RolloutDataModule
-from datamodules.val_sets import ValOptions, val_sets
 from modules import ModelSource, PolicyModule
 from tests.datamodules.fake_engine import FakeEngine
 from tests.datamodules.test_rollout import rollouts, trainer
@@ -111,7 +114,9 @@ def test_a_fit_counts_several_sets(tmp_path: Path, caplog: pytest.LogCaptureFixt
     names = {"sums": (1, 2, 3), "products": (1, 2)}
     expected = {f"val/{name}/pass@{k}" for name, ks in names.items() for k in ks}
     expected |= {f"val/{name}/{what}@{ks[-1]}" for name, ks in names.items() for what in ("mean", "maj")}
-    assert set(logged) == expected | {f"val/{name}/accuracy" for name in names} | {"val/accuracy"}
+    expected |= {f"val/{name}/accuracy" for name in names} | {"val/accuracy"}
+    assert set(logged) == expected | {"val/mismatch_kl", "val/logprob_diff_max"}
+    assert logged["val/logprob_diff_max"] < 1e-4  # the same weights on both sides
     assert len(seen) == 8
     for group in seen:
         for one in group.trajectories:
@@ -122,6 +127,26 @@ def test_a_fit_counts_several_sets(tmp_path: Path, caplog: pytest.LogCaptureFixt
     samples = [json.loads(line) for line in (tmp_path / "samples.jsonl").read_text().splitlines()]
     assert {one["set"] for one in samples} == {"train", "sums", "products"}
     assert "val_options.answer failed on" in caplog.text  # a random model does not always begin with a digit
+
+
+def test_a_vote_does_not_hold_what_ended_the_reply() -> None:
+    tokenizer = load_tokenizer("char:0123456789|")
+    groups = []
+    for text in ("42|", "42"):  # one ended with '|', which is no special token here, one was cut off
+        tokens = torch.tensor(tokenizer.encode(f"1{text}"))
+        made = torch.arange(len(tokens)) > 0
+        one = Trajectory(
+            tokens=tokens,
+            loss_mask=made,
+            behavior_logprobs=-0.5 * made.float(),
+            versions=torch.where(made, 0, -1),
+            reward=0.0,
+            group_id=0,
+            episode_id=0,
+        )
+        groups.append(Group(0, "p", 0, [one]))
+    found = with_answers(groups, tokenizer, whole_text, tokenizer.encode("|"))
+    assert [group.trajectories[0].metadata[FINAL_ANSWER] for group in found] == ["42", "42"]
 
 
 def first_digit(completion: str) -> str:

@@ -15,10 +15,10 @@ from app.batch import Trajectory
 from datamodules.inference.embedded import EmbeddedEngine
 from datamodules.inference.protocol import GenerationRequest
 from datamodules.inference.sglang import SGLangEngine
-from datamodules.producer import Producer
+from datamodules.pipeline.producer import Producer
+from datamodules.pipeline.watchdog import StallOptions, Watchdog
 from datamodules.prompts import Prompt
 from datamodules.rewards import RewardPool
-from datamodules.watchdog import StallOptions, Watchdog
 from datamodules.workflows import EpisodeEngine, RLVRWorkflow
 from tests.datamodules.fake_engine import FakeEngine
 from tests.datamodules.producing import Build, Flow, Numbered, hang, ids, only, wait_until
@@ -88,7 +88,7 @@ def look(watchdog: Watchdog, now: float) -> None:
 
 
 def lines(caplog: pytest.LogCaptureFixture) -> list[str]:
-    return [record.getMessage() for record in caplog.records if record.name == "datamodules.watchdog"]
+    return [record.getMessage() for record in caplog.records if record.name == "datamodules.pipeline.watchdog"]
 
 
 def test_one_line_says_what_is_pending_where_and_then_ever_more_rarely(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from datamodules.tokenizers import load_tokenizer
+from datamodules.prompts.tokenizers import load_tokenizer
 from datamodules.workflows.chat import Chat
 from tests.datamodules.recorded_samples import TEMPLATE, byte_tokenizer
 from tests.datamodules.scripted_engine import CHATML
@@ -25,17 +25,22 @@ def test_ids_that_follow_a_reply_are_those_of_the_whole_conversation(template: s
     reply = REPLY if told is not ASKED else REPLY.split("\n")[-1]
     served = [*chat.prompt(OPENING), *tokenizer.encode(reply), tokenizer.eos_token_id]
     whole = chat.prompt([*OPENING, {"role": "assistant", "content": reply}, *told])
-    assert served + chat.after_reply(told, ended=True) == whole
+    assert served + chat.after_reply(told, tokenizer.eos_token_id) == whole
     # A reply that was cut off is ended first.
-    assert served[:-1] + chat.after_reply(told, ended=False) == whole
+    assert served[:-1] + chat.after_reply(told) == whole
 
 
 def test_a_template_without_an_end_of_turn() -> None:
     tokenizer = load_tokenizer("char:0123456789+=?\n ")
     chat = Chat(tokenizer)
     assert tokenizer.decode(chat.prompt([{"role": "user", "content": "1+1="}])) == "1+1=\n"
-    for ended in (True, False):
-        assert tokenizer.decode(chat.after_reply([{"role": "user", "content": "?"}], ended)) == "\n?\n"
+    assert chat.end is None and chat.closing is None
+    for last in (None, tokenizer.eos_token_id):
+        after = chat.after_reply([{"role": "user", "content": "?"}], last, [tokenizer.eos_token_id])
+        assert tokenizer.decode(after) == "\n?\n"
+    # A stop of the user's own that is what the template puts there is not said twice.
+    after = chat.after_reply([{"role": "user", "content": "?"}], tokenizer.encode("\n")[0], [tokenizer.eos_token_id])
+    assert tokenizer.decode(after) == "?\n"
 
 
 def test_templates_that_cannot_do_it_are_refused() -> None:
@@ -44,10 +49,10 @@ def test_templates_that_cannot_do_it_are_refused() -> None:
         Chat(tokenizer, TOOLS)
     silent = byte_tokenizer("{% for m in messages %}{% if m.role == 'user' %}{{ m.content }}{% endif %}{% endfor %}")
     with pytest.raises(ValueError, match="does not show what the assistant said"):
-        Chat(silent).after_reply(ASKED, ended=True)
+        Chat(silent).after_reply(ASKED)
     strict = byte_tokenizer("{% for m in messages %}{{ raise_exception('no ' + m.role) }}{% endfor %}")
     with pytest.raises(ValueError, match="cannot render messages of the roles user, assistant, tool: no user"):
-        Chat(strict).after_reply(RESULTS, ended=True)
+        Chat(strict).after_reply(RESULTS)
     strict.chat_template = None
     with pytest.raises(ValueError, match="no chat template"):
         Chat(strict)

@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 from jsonargparse import ArgumentParser
 
+from datamodules.processes.calls import CallFailed
 from datamodules.prompts.base import Prompt
-from datamodules.tokenizers import load_tokenizer
+from datamodules.prompts.tokenizers import load_tokenizer
 from datamodules.workflows import MultiTurnWorkflow, Workflow
 from tests.datamodules import feedback_functions as feedback
 from tests.datamodules.recorded_samples import byte_tokenizer
@@ -90,11 +91,11 @@ def test_a_reply_cut_off_or_a_full_context_ends_the_episode() -> None:
 @pytest.mark.parametrize(
     ("function", "error", "said"),
     [
-        (feedback.fails, LookupError, "no such answer key"),
-        (feedback.stops, RuntimeError, "StopIteration"),
+        (feedback.fails, CallFailed, "LookupError: no such answer key"),
+        (feedback.stops, CallFailed, "StopIteration"),
         (feedback.numbers, TypeError, "feedback on prompt 'p' is 7"),
         (feedback.never, TimeoutError, "feedback on prompt 'p' was not there after 0.2 s"),
-        (feedback.never_on_a_thread, TimeoutError, "feedback on prompt 'p' was not there after 0.2 s"),
+        (feedback.never_in_c, TimeoutError, "feedback on prompt 'p' was not there after 0.2 s"),
     ],
 )
 def test_feedback_that_fails_costs_the_episode_and_says_why(function: Any, error: type, said: str) -> None:
@@ -105,9 +106,28 @@ def test_feedback_that_fails_costs_the_episode_and_says_why(function: Any, error
 
 
 @pytest.mark.parametrize(
+    ("function", "error", "said"),
+    [
+        (feedback.fails, LookupError, "no such answer key"),
+        (feedback.stops, RuntimeError, "StopIteration"),
+        (feedback.never_on_a_thread, TimeoutError, "feedback on prompt 'p' was not there after 0.2 s"),
+    ],
+)
+def test_feedback_may_run_on_threads(function: Any, error: type, said: str) -> None:
+    seconds = 0.2 if error is TimeoutError else 30.0
+    workflow = MultiTurnWorkflow(
+        max_new_tokens=4, feedback=function, feedback_deadline_s=seconds, feedback_isolated=False
+    )
+    with pytest.raises(error, match=said):
+        play(workflow, ScriptedEngine(CHARACTERS, ["1"]), CHARACTERS, SUM, right)
+
+
+@pytest.mark.parametrize(
     ("options", "said"),
     [
         ({"max_turns": 1}, "max_turns: 1"),
+        ({"feedback_isolated": False}, "feedback_isolated has no effect without feedback"),
+        ({"feedback": lambda prompt, replies: None}, "feedback cannot be sent .* set feedback_isolated: false"),
         ({"turn_discount": 0.0}, "turn_discount: 0"),
         ({"feedback": feedback.fails, "success": 1.0}, "success has no effect with feedback"),
         ({"feedback": feedback.fails, "retry_message": "?"}, "retry_message has no effect with feedback"),
@@ -117,7 +137,7 @@ def test_feedback_that_fails_costs_the_episode_and_says_why(function: Any, error
     ],
 )
 def test_arguments_without_sense_are_refused_by_name(options: dict[str, Any], said: str) -> None:
-    with pytest.raises(ValueError, match=f"MultiTurnWorkflow.{said}"):
+    with pytest.raises(ValueError, match=f"MultiTurnWorkflow(.|: ){said}"):
         MultiTurnWorkflow(**options)
 
 

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from datamodules.conversations.tokens import RecordedDataError, load_npz
 from datamodules.prompts import Prompt, TauPrompts
-from datamodules.recorded_tokens import RecordedDataError, load_npz
 from datamodules.workflows import TauReplayWorkflow
 from tests.app.doubles import conversations
 from tests.datamodules.recorded_samples import byte_tokenizer, line, real_file, write_jsonl

@@ -2,26 +2,34 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import os
+import threading
 from typing import Any
 
+import psutil
 import pytest
 
 from datamodules.prompts.base import Prompt
 from datamodules.workflows import FunctionTools, ToolCall, ToolWorkflow, hermes_calls, json_calls
 from tests.datamodules.recorded_samples import byte_tokenizer
 from tests.datamodules.scripted_engine import CHATML, Pool, ScriptedEngine, generated, play
-from tests.datamodules.toolboxes import (
-    Counters,
-    Sums,
+from tests.datamodules.tool_functions import (
     add,
-    broken_parser,
-    every_reply_counts,
+    crash,
     multiply,
-    schema,
+    named,
+    process,
+    refuse,
+    squared,
+    strange,
     stuck,
+    stuck_in_c,
+    token,
     undescribed,
 )
+from tests.datamodules.toolboxes import Counters, Sums, broken_parser, every_reply_counts, schema
 
 TOKENIZER = byte_tokenizer(CHATML)
 PROMPT = Prompt(id="p", messages=({"role": "user", "content": "2+3?"},), answer="5")
@@ -140,6 +148,8 @@ def test_calls_of_one_reply_run_at_the_same_time_and_are_answered_in_order() -> 
         (a_call("add", a=2), "invalid_arguments", "arguments of add: 'b' is a required property"),
         (a_call("add", a=2, b="3"), "invalid_arguments", "arguments of add at b: '3' is not of type 'integer'"),
         (a_call("fail"), "failed_calls", "fail failed: KeyError: 'no such order'"),
+        (a_call("exit"), "failed_calls", "exit failed: SystemExit: no such order"),
+        (a_call("cancel"), "failed_calls", "cancel failed: CancelledError: half \\ud83d"),
         (a_call("hang"), "timed_out_calls", "hang did not answer within 0.05 s"),
         (a_call("strange"), "failed_calls", "strange failed: TypeError: Object of type object is not JSON"),
         (a_call("long"), "cut_results", "xxx... (90 more characters are left out)"),
@@ -247,17 +257,85 @@ def test_episodes_have_tools_of_their_own() -> None:
     assert tools.opened[2].closed == 1
 
 
-def test_functions_are_tools() -> None:
-    tools = FunctionTools([add, multiply, stuck])
+def results(engine: ScriptedEngine) -> list[str]:
+    return [piece.split("\n</tool>")[0] for piece in told(engine).split("<tool>\n")[1:]]
+
+
+def test_functions_are_tools(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ARBORIST_TEST_TOKEN", "secret")
+    tools = FunctionTools([add, multiply, stuck_in_c, crash, refuse, strange, process, token, named, squared])
     assert tools.tools[0]["function"]["parameters"]["properties"]["a"] == {
         "type": "integer",
         "description": "the first",
     }
-    calls = a_call("add", a=2, b=3) + a_call("multiply", a=2, b=3) + a_call("stuck") + a_call("add", a=1, b=1, c=1)
-    engine, _ = run([calls, "5"], tools, max_new_tokens=500, tool_deadlines_s={"stuck": 0.1})
-    results = [piece.split("\n</tool>")[0] for piece in told(engine).split("<tool>\n")[1:]]
-    assert results[:3] == ["5", "6", "Error: stuck did not answer within 0.1 s"]
-    assert "unexpected keyword argument 'c'" in results[3]
+    calls = [a_call("add", a=2, b=3), a_call("multiply", a=2, b=3), a_call("stuck_in_c"), a_call("add", a=1, b=1, c=1)]
+    calls += [a_call("crash"), a_call("refuse", order="7 \ud83d"), a_call("strange"), a_call("token")]
+    calls += [a_call("named", name="n", function="f"), a_call("squared", a=3), a_call("process")]
+    engine, _ = run(["".join(calls), "5"], tools, max_new_tokens=900, tool_deadlines_s={"stuck_in_c": 1.0})
+    said = results(engine)
+    assert said[:3] == ["5", "6", "Error: stuck_in_c did not answer within 1 s"]
+    assert "unexpected keyword argument 'c'" in said[3]
+    assert said[4] == "Error: crash failed: its process exited with code -6"
+    assert said[5].startswith("Error: refuse failed: KeyError: 'no such order 7 ")
+    assert said[6] == "Error: strange failed: TypeError: Object of type object is not JSON serializable"
+    assert said[7:10] == ["null", "nf", "9"]
+    assert int(said[10]) != os.getpid()
+
+
+def test_functions_may_run_on_threads_of_a_bounded_number() -> None:
+    tools = FunctionTools([process, stuck], isolated=False, workers=2)
+    calls = a_call("process") + a_call("stuck") * 5
+    engine, _ = run([calls, "5"], tools, max_new_tokens=900, tool_deadlines_s={"stuck": 0.2})
+    assert results(engine) == [str(os.getpid()), *["Error: stuck did not answer within 0.2 s"] * 5]
+    assert sum(thread.name == "call-stuck" for thread in threading.enumerate()) == 2
+
+
+def test_processes_of_tools_are_used_again_and_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ARBORIST_TEST_TOKEN", "wanted")
+    tools = FunctionTools([process, token], workers=2, keep_environment=["ARBORIST_TEST_TOKEN"])
+
+    async def play() -> list[Any]:
+        assert await tools.call("token", {}) == "wanted"
+        return await asyncio.gather(*(tools.call("process", {}) for _ in range(12)))
+
+    for _ in range(2):  # in two event loops
+        pids = set(asyncio.run(play()))
+        assert len(pids) <= 2
+        tools.stop()
+        assert not any(psutil.pid_exists(pid) for pid in pids)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"functions": [Sums.call.__get__(Sums())]}, "call cannot be described"),
+        ({"functions": [add, add]}, "there is a tool 'add' already"),
+        ({"workers": 0}, "FunctionTools.workers: 0"),
+        ({"memory_mb": float("inf")}, "FunctionTools.memory_mb: inf"),
+        ({"memory_mb": 500.0, "isolated": False}, "no effect with isolated: false"),
+        ({"functions": [multiply], "memory_mb": 500.0}, "no effect without plain functions"),
+    ],
+)
+def test_options_of_functions_without_sense_are_refused(options: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        FunctionTools(**{"functions": [add], **options})
+
+
+def test_methods_keep_their_state_here() -> None:
+    class Shop:
+        def __init__(self) -> None:
+            self.sold = 0
+
+        def sell(self) -> int:
+            """Sells one."""
+            self.sold += 1
+            return self.sold
+
+    shop = Shop()
+    with pytest.raises(ValueError, match=r"FunctionTools: sell is a method: .*, or set isolated: false"):
+        FunctionTools([shop.sell])
+    engine, _ = run([a_call("sell"), "5"], FunctionTools([shop.sell], isolated=False))
+    assert results(engine) == ["1"] and shop.sold == 1
 
 
 def test_the_reward_is_asked_once_for_the_last_reply() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import threading
+import sys
 from typing import Any
 
 from datamodules.prompts.base import Prompt
@@ -25,6 +25,8 @@ class Sums:
         self.tools = [
             schema("add", a=NUMBER, b=NUMBER),
             schema("fail"),
+            schema("exit"),
+            schema("cancel"),
             schema("hang"),
             schema("strange"),
             schema("broken"),
@@ -42,6 +44,10 @@ class Sums:
                 return arguments["a"] + arguments["b"]
             case "fail":
                 raise KeyError("no such order")
+            case "exit":
+                sys.exit("no such order")
+            case "cancel":  # as cancel scopes of some libraries do
+                raise asyncio.CancelledError("half \ud83d")
             case "hang":
                 await asyncio.Event().wait()
             case "strange":
@@ -102,39 +108,3 @@ def every_reply_counts(text: str) -> list[ToolCall]:
 def broken_parser(text: str) -> list[ToolCall]:
     """A user's parser with a bug: it wants a colon."""
     return [ToolCall(text[: text.index(":")])] if text else []
-
-
-def add(a: int, b: int) -> int:
-    """Adds two numbers.
-
-    Args:
-        a: the first
-        b: the second
-    """
-    assert threading.current_thread() is not threading.main_thread()
-    return a + b
-
-
-async def multiply(a: int, b: int) -> int:
-    """Multiplies two numbers.
-
-    Args:
-        a: the first
-        b: the second
-    """
-    await asyncio.sleep(0)
-    return a * b
-
-
-async def count() -> str:
-    """Counts."""
-    return "one more"
-
-
-def stuck() -> None:
-    """Never returns."""
-    threading.Event().wait()
-
-
-def undescribed(a: int) -> int:
-    return a

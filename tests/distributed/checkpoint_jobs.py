@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import resource
+import signal
 import sys
 from datetime import timedelta
 from pathlib import Path
@@ -11,10 +13,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from app.strategies.checkpoints import CheckpointWriter, pack, unpack
-from app.strategies.collectives import Communicator
-from app.strategies.optimizer_state import load_sharded, save_sharded
+from app.strategies.checkpoint.checkpoints import CheckpointWriter, pack, unpack
+from app.strategies.checkpoint.optimizer_state import load_sharded, save_sharded
 from app.strategies.pieces import Piece, load_pieces, load_whole
+from app.strategies.ranks.collectives import Communicator
 from app.strategies.zero1 import ShardedOptimizer
 from tests.distributed import toy
 from tests.distributed.jobs import communicator
@@ -90,6 +92,49 @@ def blocked(directory: Path) -> str:
     saving.save(directory / "good.ckpt", pack({}), rows(torch.ones(4), ranks))
     saving.save(directory / "file" / "bad.ckpt", pack({}), rows(torch.ones(4), ranks))
     saving.remove(directory / "good.ckpt")
+    try:
+        saving.wait(SECONDS)
+    except RuntimeError as error:
+        return str(error)
+    return "no error"
+
+
+def too_large(directory: Path) -> str:
+    """A save of 4 MB after a good one, where a file may have 1 MB; the error's text."""
+    ranks, saving = communicator(), writer()
+    saving.save(directory / "good.ckpt", pack({}), rows(torch.ones(4), ranks))
+    saving.wait(SECONDS)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, before[1]))
+    try:
+        saving.save(directory / "big.ckpt", pack({}), rows(torch.ones(1_000_000), ranks))
+        saving.wait(SECONDS)
+    except RuntimeError as error:
+        return str(error)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    return "no error"
+
+
+def absent(directory: Path) -> str:
+    """Rank 1 does not come to a save; the other's error."""
+    saving = CheckpointWriter(dist.new_group(backend="gloo", timeout=timedelta(seconds=2)), 2.0)
+    message = ""
+    if dist.get_rank() == 0:
+        saving.save(directory / "alone.ckpt", pack({}), rows(torch.ones(4), communicator()))
+        try:
+            saving.wait(SECONDS)
+        except RuntimeError as error:
+            message = str(error)
+    dist.barrier()
+    return message
+
+
+def removed(path: Path) -> str:
+    """Asks for the deletion of `path`; the error's text."""
+    saving = writer()
+    saving.remove(path)
     try:
         saving.wait(SECONDS)
     except RuntimeError as error:

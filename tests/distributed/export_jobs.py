@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import peft
@@ -9,14 +10,17 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from app.strategies.checkpoints import pack
-from app.strategies.trainer_state import take_apart
+from app.strategies.checkpoint.checkpoints import pack
+from app.strategies.checkpoint.trainer_state import take_apart
 from tests.distributed.checkpoint_jobs import SECONDS, writer
 from tests.distributed.jobs import communicator
 
 
-def save_language_model(path: Path, adapters: bool) -> dict[str, Tensor]:
-    """Saves a module with a tiny language model as `policy`, and the weights it computes with."""
+def save_language_model(
+    path: Path, adapters: bool, smuggled: dict[str, str] | None = None, fields: dict[str, object] | None = None
+) -> dict[str, Tensor]:
+    """Saves a module with a tiny language model as `policy`, and the weights it computes with. `smuggled`: files added
+    to its configurations, `fields` to its config.json."""
     holder = nn.Module()
     torch.manual_seed(3)
     config = AutoConfig.for_model(
@@ -36,6 +40,9 @@ def save_language_model(path: Path, adapters: bool) -> dict[str, Tensor]:
         settings = peft.LoraConfig(r=4, target_modules=["q_proj", "down_proj"], init_lora_weights=False)
         holder.policy = peft.get_peft_model(holder.policy, settings)
     contents, pieces = take_apart({"state_dict": holder.state_dict()}, holder, communicator())
+    files = contents["transformers_models"]["policy"]
+    files["config.json"] = json.dumps(json.loads(files["config.json"]) | (fields or {}))
+    files |= smuggled or {}
     saving = writer()
     saving.save(path, pack(contents), pieces)
     saving.wait(SECONDS)

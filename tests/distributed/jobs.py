@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from app.strategies.balance import Calibration
-from app.strategies.collectives import Communicator
-from app.strategies.optimizer_state import load_whole, save_sharded
+from app.strategies.checkpoint.optimizer_state import load_whole, save_sharded
+from app.strategies.ranks.collectives import Communicator
 from app.strategies.zero1 import ShardedOptimizer
 from tests.distributed.toy import SAMPLES, Toy, sgd, values
 

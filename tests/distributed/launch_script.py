@@ -12,4 +12,6 @@ from tests.distributed.toy_module import fit
 if __name__ == "__main__":
     result = fit(Path(sys.argv[1]), devices=2, steps=3)
     rank = torch.distributed.get_rank()
-    torch.save(result["parameters"], Path(sys.argv[1]) / f"rank{rank}.pt")
+    torch.save(
+        {**result["parameters"], "listening": result["seen"][-1]["listening"]}, Path(sys.argv[1]) / f"rank{rank}.pt"
+    )

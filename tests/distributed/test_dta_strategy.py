@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from datetime import timedelta
@@ -17,8 +18,9 @@ from lightning.pytorch.plugins.precision import MixedPrecision
 from torch import Tensor
 
 from app.strategies import DTAStrategy
+from app.strategies.checkpoint.trainer_state import put_together
+from app.strategies.divergence import describe
 from app.strategies.pieces import load_whole
-from app.strategies.trainer_state import put_together
 from tests.distributed import toy, toy_module
 from tests.distributed.ranks import RankError, RankPool
 
@@ -121,7 +123,7 @@ def test_bf16_mixed(pools: dict[int, RankPool], tmp_path: Path) -> None:
 
 
 def test_nonfinite_gradient_costs_one_step(pools: dict[int, RankPool], tmp_path: Path) -> None:
-    pair = _fit(pools, tmp_path / "pair", 2, steps=3, module={"poison": (1, 1)})
+    pair = _fit(pools, tmp_path / "pair", 2, steps=3, module={"poison": (1, (1,))})
     for result in pair:
         assert result["skipped"] == 1
         assert [report["grad_norm"] < float("inf") for report in result["seen"]] == [True, False, True]
@@ -129,6 +131,65 @@ def test_nonfinite_gradient_costs_one_step(pools: dict[int, RankPool], tmp_path:
     assert _largest_difference(pair[0]["parameters"], pair[1]["parameters"]) == 0.0
     description = put_together(pair[0]["after_fit"])["optimizer_states"][0]["description"]
     assert {float(entry["step"]) for entry in description["scalars"].values()} == {2.0}
+
+
+class TestDivergence:
+    """No checkpoint after a step without effect, none deleted meanwhile; a bound on such steps in a row."""
+
+    def test_too_many_steps_without_effect_end_the_run(self, pools: dict[int, RankPool], tmp_path: Path) -> None:
+        options = {"every_n_train_steps": 1, "save_top_k": 1}
+        with pytest.raises(RankError) as caught:
+            module = {"poison": (1, range(2, 99))}
+            _fit(pools, tmp_path, 2, steps=6, module=module, checkpoint=options, max_skipped_steps=3)
+        assert len(caught.value.messages) == 2
+        for text in caught.value.messages.values():
+            [line] = [line for line in text.splitlines() if "Diverged: " in line]
+            assert "3 steps in a row (from step 3 on; max_skipped_steps=3)" in line and "grad_norm=inf" in line
+            assert "learning rate=0.0125." in line, line
+            assert "In the first of them not finite: falling=-inf" in line, line
+            assert re.search(r"Go on from \S+/(last|step=2)\.ckpt with a lower learning rate", line)
+        names = {path.name for path in tmp_path.iterdir()} - {"log"}
+        assert names == {"step=2.ckpt", "last.ckpt"}
+        assert all(put_together(tmp_path / name)["global_step"] == 2 for name in names - {"log"})
+
+    def test_what_waited_is_deleted_after_the_next_good_one(self, pools: dict[int, RankPool], tmp_path: Path) -> None:
+        options = {"every_n_train_steps": 1, "save_top_k": 1}
+        module = {"poison": (0, (2, 3))}
+        result = _fit(pools, tmp_path, 2, steps=5, module=module, checkpoint=options, max_skipped_steps=3)[0]
+        assert {path.name for path in tmp_path.iterdir()} == {"log", "after.ckpt", "step=5.ckpt", "last.ckpt"}
+        assert put_together(tmp_path / "last.ckpt")["global_step"] == 5
+        held = [text for text in result["warned"] if "is not written: the last step had no effect" in text]
+        assert len(held) == 4 and all(re.search(r"(last|step=2)\.ckpt stays", text) for text in held)
+
+    def test_metrics_that_show_it_are_named(self) -> None:
+        metrics = {"loss": torch.tensor(torch.nan), "reward": 3e38, "entropy": 2.0, "tokens/tree": 1e9}
+        assert describe(metrics) == " In the first of them not finite: loss=nan; very large: reward=3e+38."
+        assert describe({"loss": 1.0}) == ""
+        many = describe({f"m{i}": float("inf") for i in range(9)})
+        assert many.endswith("m5=inf and 3 more.") and "m6" not in many
+
+    def test_where_nothing_good_is_nothing_is_held_back(self, pools: dict[int, RankPool], tmp_path: Path) -> None:
+        options = {"every_n_train_steps": 1, "save_top_k": 1}
+        result = _fit(pools, tmp_path, 2, steps=1, module={"poison": (0, (0,))}, checkpoint=options)[0]
+        assert put_together(tmp_path / "last.ckpt")["global_step"] == 1
+        assert any("is written, but the last step had no effect" in text for text in result["warned"])
+
+    def test_a_link_never_points_to_nothing(self, pools: dict[int, RankPool], tmp_path: Path) -> None:
+        options = {"every_n_train_steps": 1, "save_top_k": 1, "save_last": "link"}
+        _fit(pools, tmp_path, 2, steps=4, module={"poison": (0, (2, 3))}, checkpoint=options)
+        assert put_together(tmp_path / "last.ckpt")["global_step"] == 2
+
+    @pytest.mark.parametrize("value", [float("nan"), 1e30])
+    def test_parameters_are_looked_at(self, pools: dict[int, RankPool], tmp_path: Path, value: float) -> None:
+        """Their gradient was finite: only a look at them tells."""
+        options = {"every_n_train_steps": 1, "save_top_k": 1}
+        module = {"spoil": (3, value)}
+        result = _fit(pools, tmp_path, 2, steps=3, module=module, checkpoint=options)[0]
+        assert put_together(tmp_path / "last.ckpt")["global_step"] == 2
+        assert any(
+            "step=3.ckpt is not written: parameter 'toy.hidden.weight' is not finite or beyond 1e+12" in text
+            for text in result["warned"]
+        )
 
 
 @pytest.mark.parametrize(
@@ -151,7 +212,63 @@ def test_16_mixed_is_refused_by_name() -> None:
         strategy.setup(pl.Trainer(logger=False, enable_checkpointing=False))
 
 
-@pytest.mark.parametrize("arguments", [{"timeout": None}, {"timeout": timedelta(0)}, {"bucket_cap_mb": 0}])
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        (
+            {"module": {"optimizer": "sgd", "spare": (2, 3)}},
+            r"ckpt_path: the checkpoint holds the state of torch\.optim\.adamw\.AdamW, this run's optimizer is"
+            r" torch\.optim\.sgd\.SGD: resume with the optimizer that wrote it \(model\.optimizer\)",
+        ),
+        (
+            {"module": {"spare": (2, 4)}},
+            r"CheckpointMismatch: ckpt_path: the checkpoint is of another model: 'spare' has shape \(2, 3\) in the"
+            r" checkpoint and \(2, 4\) in this run\. Resume with the model that wrote it \(model\.model\)\n",
+        ),
+        ({}, r"CheckpointMismatch: .*'spare' is in the checkpoint only"),
+        (
+            {"steps": 1, "module": {"spare": (2, 3)}},
+            r"trainer\.max_steps=1: the checkpoint \S+last\.ckpt is of step 2, so nothing is left to train: .* raise",
+        ),
+    ],
+)
+def test_a_checkpoint_of_another_run_is_refused_before_a_step(
+    pools: dict[int, RankPool], tmp_path: Path, changed: dict[str, Any], message: str
+) -> None:
+    _fit(pools, tmp_path, 1, steps=2, module={"spare": (2, 3)})
+    with pytest.raises(RankError, match=message):
+        _fit(pools, tmp_path, 1, ckpt_path=tmp_path / "last.ckpt", **{"steps": 4, **changed})
+
+
+def test_a_run_that_was_finished_says_that_nothing_is_left(pools: dict[int, RankPool], tmp_path: Path) -> None:
+    _fit(pools, tmp_path, 1, steps=2)
+    [again] = _fit(pools, tmp_path, 1, steps=2, ckpt_path=tmp_path / "last.ckpt")
+    assert again["seen"] == [] and any("nothing is left to train; raise max_steps" in text for text in again["warned"])
+
+
+def test_a_file_of_another_strategy_unpickles_no_code(pools: dict[int, RankPool], tmp_path: Path) -> None:
+    torch.save({"state_dict": os.system}, tmp_path / "some.ckpt")
+    with pytest.raises(RankError) as caught:
+        _fit(pools, tmp_path / "run", 1, ckpt_path=tmp_path / "some.ckpt")
+    last = caught.value.messages[0].splitlines()[-1]
+    assert re.search(r"CheckpointError: ckpt_path: \S+some\.ckpt cannot be read \(UnpicklingError: Weights only", last)
+
+
+def test_a_damaged_checkpoint_ends_all_ranks(pools: dict[int, RankPool], tmp_path: Path) -> None:
+    """Each rank checks a part of the files; the damage is in what rank 0 checks."""
+    _fit(pools, tmp_path, 2, steps=2)
+    file = sorted((tmp_path / "last.ckpt").glob("*.safetensors"))[0]
+    file.write_bytes(bytes(file.stat().st_size))
+    with pytest.raises(RankError) as caught:
+        _fit(pools, tmp_path, 2, steps=4, ckpt_path=tmp_path / "last.ckpt")
+    assert len(caught.value.messages) == 2
+    for text in caught.value.messages.values():
+        assert re.search(rf"CheckpointError: .*{file.name} does not hold the bytes that were written", text)
+
+
+@pytest.mark.parametrize(
+    "arguments", [{"timeout": None}, {"timeout": timedelta(0)}, {"bucket_cap_mb": 0}, {"max_skipped_steps": 0}]
+)
 def test_endless_or_empty_settings_are_refused(arguments: dict[str, Any]) -> None:
     with pytest.raises(Exception, match=next(iter(arguments))):
         DTAStrategy(**arguments)
@@ -166,5 +283,7 @@ def test_lightning_launches_two_processes_from_a_script(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stdout + done.stderr
     first, second = (torch.load(tmp_path / f"rank{rank}.pt", weights_only=True) for rank in (0, 1))
+    for rank in (first, second):  # stores of the ranks and of their watch on rank 0, gloo's on both
+        assert set(rank.pop("listening")) == {"127.0.0.1"}
     assert _largest_difference(first, second) == 0.0
     assert _largest_difference(first, toy.values(toy.Toy())) > 1e-3

@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from app.export import export
+from app.cli.export import export
 from tests.distributed import export_jobs as jobs
 from tests.distributed.ranks import RankPool
 
@@ -45,5 +45,24 @@ class TestOptions:
             export(path, tmp_path / "out", model="critic")
 
     def test_not_a_checkpoint(self, tmp_path: Path) -> None:
-        with pytest.raises(ValueError, match=r"--ckpt: .*no checkpoint of DTAStrategy"):
+        with pytest.raises(ValueError, match=rf"--ckpt: {tmp_path} is no checkpoint of DTAStrategy"):
             export(tmp_path, tmp_path / "out")
+
+
+class TestSomebodyElsesCheckpoint:
+    """What it holds is data: no file is written that it names, no code runs."""
+
+    @pytest.mark.parametrize("name", ["../escaped", "{directory}/escaped", "escaped.py", ""])
+    def test_names_no_file(self, one_rank: RankPool, tmp_path: Path, name: str) -> None:
+        path, out = tmp_path / "step.ckpt", tmp_path / "out"
+        smuggled = {name.format(directory=tmp_path): "text"}
+        one_rank.run(jobs.save_language_model, path=path, adapters=False, smuggled=smuggled)
+        with pytest.raises(ValueError, match=r"--ckpt: .* only config.json, generation_config.json, adapter_config"):
+            export(path, out)
+        assert {found.name for found in tmp_path.iterdir()} == {"step.ckpt"}
+
+    def test_names_no_kernel_of_the_hub(self, one_rank: RankPool, tmp_path: Path) -> None:
+        fields = {"attn_implementation": "somebody/kernel"}
+        one_rank.run(jobs.save_language_model, path=tmp_path / "step.ckpt", adapters=False, fields=fields)
+        export(tmp_path / "step.ckpt", tmp_path / "out")  # asked for it would be downloaded, or refused
+        assert (tmp_path / "out" / "model.safetensors").is_file()

@@ -12,9 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from app.batch import RolloutBatch, Trajectory
-from app.strategies.packing import pack, unpack
+from app.strategies.ranks.packing import PackedBatch, pack, pack_values, unpack, unpack_values
 
 FLOATS = st.sampled_from([0.0, -0.0, -1.5, 1e-38, -3.25e7])
+LOGPROBS = st.sampled_from([0.0, -0.0, -1.5, 1e-38, -3.25e2])
 
 
 @st.composite
@@ -28,7 +29,7 @@ def batches(draw: st.DrawFn) -> RolloutBatch:
                     draw(st.lists(st.sampled_from([0, 1, 2**32 - 1]), min_size=length, max_size=length))
                 ),
                 loss_mask=torch.tensor(draw(st.lists(st.booleans(), min_size=length, max_size=length))),
-                behavior_logprobs=torch.tensor(draw(st.lists(FLOATS, min_size=length, max_size=length))),
+                behavior_logprobs=torch.tensor(draw(st.lists(LOGPROBS, min_size=length, max_size=length))),
                 versions=torch.tensor(draw(st.lists(st.integers(-1, 2), min_size=length, max_size=length))),
                 reward=0.1 * i,
                 group_id=i // 2,
@@ -55,6 +56,22 @@ def test_round_trip(batch: RolloutBatch) -> None:
     for name, tensor in got.tensors().items():
         assert tensor.dtype == expected[name].dtype and _bits(tensor) == _bits(expected[name]), name
     assert (got.prompt_ids, got.metadata) == (batch.prompt_ids, batch.metadata)
+
+
+@given(batches(), st.data())
+def test_some_sequences_are_those_of_the_batch(batch: RolloutBatch, data: st.DataObject) -> None:
+    chosen = sorted(data.draw(st.sets(st.integers(0, len(batch) - 1), min_size=1)))
+    got, expected = PackedBatch(*pack(batch)).select(chosen), batch.select(chosen)
+    for name, tensor in expected.tensors().items():
+        assert tensor.dtype == got.tensors()[name].dtype and _bits(tensor) == _bits(got.tensors()[name]), name
+    assert (got.prompt_ids, got.metadata) == (expected.prompt_ids, expected.metadata)
+
+
+@given(st.dictionaries(st.sampled_from("abc"), st.lists(FLOATS, max_size=20)))
+def test_values_round_trip(lists: dict[str, list[float]]) -> None:
+    values = {name: torch.tensor(numbers) for name, numbers in lists.items()}
+    got = unpack_values(*pack_values(values))
+    assert {name: _bits(tensor) for name, tensor in got.items()} == {name: _bits(t) for name, t in values.items()}
 
 
 @pytest.mark.skipif("ARBORIST_DATA" not in os.environ, reason="needs ARBORIST_DATA (recorded airline episodes)")

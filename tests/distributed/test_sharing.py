@@ -1,8 +1,9 @@
-"""Parts travel from rank 0 bit for bit, each to its rank and no other; answers come back, errors reach everybody."""
+"""What rank 0 says travels bit for bit, a batch once; answers come back, errors reach everybody."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -21,7 +22,7 @@ def _batch(lengths: tuple[int, ...] = (3, 1, 8), seed: int = 3) -> RolloutBatch:
         Trajectory(
             tokens=torch.randint(0, 2**31, (length,), generator=generator),
             loss_mask=torch.arange(length) % 2 == 1,
-            behavior_logprobs=torch.randn(length, generator=generator),
+            behavior_logprobs=-torch.rand(length, generator=generator),
             versions=torch.full((length,), i - 1),
             reward=0.1 * i,
             group_id=i // 2,
@@ -38,52 +39,48 @@ def _batch(lengths: tuple[int, ...] = (3, 1, 8), seed: int = 3) -> RolloutBatch:
     return batch
 
 
-def _assert_equal(got: RolloutBatch | None, batch: RolloutBatch | None) -> None:
+def _assert_equal(got: RolloutBatch | None, batch: RolloutBatch | None, bare: bool) -> None:
+    """`bare`: without columns and metadata."""
     if got is None or batch is None:
         assert got is batch
         return
-    expected = batch.tensors()
+    expected = {name: tensor for name, tensor in batch.tensors().items() if not (bare and "columns" in name)}
     assert got.tensors().keys() == expected.keys()
     for name, tensor in got.tensors().items():
         assert tensor.dtype == expected[name].dtype and torch.equal(tensor, expected[name]), name
-    assert (got.prompt_ids, got.finish_reasons, got.metadata) == (
-        batch.prompt_ids,
-        batch.finish_reasons,
-        batch.metadata,
-    )
+    metadata = [{}] * len(batch) if bare else batch.metadata
+    assert (got.prompt_ids, got.finish_reasons, got.metadata) == (batch.prompt_ids, batch.finish_reasons, metadata)
 
 
 @pytest.mark.parametrize("size", [2, 4])
-def test_every_rank_gets_its_part_and_answers(size: int, two_ranks: RankPool, four_ranks: RankPool) -> None:
-    """Twice in one exchange; parts may be empty, all of them too."""
-    batch = _batch((3, 1, 8, 5))
-    shares = [[0, 2], [3], [], [1]] if size == 4 else [[0, 1, 2, 3], []]
-    first = [batch.select(own) if own else None for own in shares]
-    asked = [({"policy": ["logprobs"]}, first), ("nothing", [None] * size)]
-    results = {2: two_ranks, 4: four_ranks}[size].run(sharing.exchange, START, asked=asked, given=first[::-1])
+def test_every_rank_hears_and_answers(size: int, two_ranks: RankPool, four_ranks: RankPool) -> None:
+    """Of two batches, of one again, and of none; only the first time that one is named it travels."""
+    batches = [_batch((3, 1, 8, 5)), _batch((2, 40), seed=4)]
+    values = {"a": torch.randn(17), "runs": torch.ones(1000), "none": torch.zeros(0), "flags": torch.tensor([True])}
+    asked: list[Any] = [([2, "é"], 0), ([3], 0), ([1], None), ([4], 1)]
+    pool = {2: two_ranks, 4: four_ranks}[size]
+    results = pool.run(sharing.exchange, START, asked=asked, batches=batches, said=([[0], []], 1, values))
     for rank, seen in enumerate(results):
-        assert [words for words, _ in seen.served] == ["nothing" if k else {"policy": ["logprobs"]} for k in (0, 1)]
-        _assert_equal(seen.served[0][1], first[rank])
-        assert seen.served[1][1] is None
-        _assert_equal(seen.part, first[::-1][rank])
-        assert seen.answers == [] or rank == 0
-    for found, part in zip(results[0].answers[0], first, strict=True):
-        assert torch.equal(found, 2 * part.behavior_logprobs if part is not None else torch.zeros(0))
-    assert [len(found) for found in results[0].answers[1]] == [0] * size
+        assert [words for words, _ in seen.served] == [words for words, _ in asked]
+        for (_, batch), (_, number) in zip(seen.served, asked, strict=True):
+            _assert_equal(batch, None if number is None else batches[number], bare=rank > 0)
+        assert seen.said[0] == [[0], []]
+        _assert_equal(seen.said[1], batches[1], bare=rank > 0)
+        assert seen.said[2].keys() == values.keys()
+        assert all(torch.equal(seen.said[2][name], value) for name, value in values.items())
+        assert seen.said[2]["flags"].dtype == torch.bool
+        assert seen.received == results[0].received
+    first, again, nothing, other, said = results[0].received
+    assert again < first / 2 and nothing < first / 2 and other > 2 * again and said < 1500
+    assert [seen.bytes_sent for seen in results] == [sum(results[0].received)] + [0] * (size - 1)
+    for (words, number), answers in zip(asked, results[0].answers, strict=True):
+        expected = torch.zeros(0) if number is None else words[0] * batches[number].behavior_logprobs
+        assert len(answers) == size and all(torch.equal(answer, expected) for answer in answers)
 
 
-def test_bytes_follow_the_part(four_ranks: RankPool) -> None:
-    """Sequences that share nothing: a rank receives its own, and the sum is what rank 0 counted."""
-    batch = _batch((4000, 4000, 4000, 4000, 1000))
-    parts = [batch.select(own) for own in ([0], [1], [2, 3], [4])]
-    results = four_ranks.run(sharing.exchange, asked=[("x", parts)], given=None)
-    # Tokens, log-probabilities and a column of noise, 4 bytes each; a mask that changes at every token.
-    everything = batch.num_tokens * (4 + 4 + 4 + 1)
-    for seen, share in zip(results[1:], (4 / 17, 8 / 17, 1 / 17)):
-        assert share * everything < seen.received[0] < share * everything + 3000
-        assert seen.received[1] < 100
-    assert results[0].bytes_sent == sum(sum(seen.received) for seen in results[1:])
-    assert sum(results[0].received) == 0 and results[1].bytes_sent == 0
+def test_a_batch_is_forgotten_on_demand(two_ranks: RankPool) -> None:
+    first, again, anew = two_ranks.run(sharing.forgets, START, batch=_batch())[0]
+    assert again < first / 2 and anew == first
 
 
 def test_one_process_keeps_its_own_object() -> None:
@@ -100,12 +97,10 @@ def test_rank_zero_errors_reach_every_rank(two_ranks: RankPool, after: int) -> N
 
 
 def test_what_cannot_be_sent_is_such_an_error(two_ranks: RankPool) -> None:
-    batch = _batch()
-    batch.metadata[1]["when"] = {1, 2}
     with pytest.raises(RankError) as caught:
-        two_ranks.run(sharing.fail_at_rank_zero, error="", after=1, given=[None, batch])
+        two_ranks.run(sharing.fail_at_rank_zero, error="", after=1, said={1, 2})
     assert set(caught.value.messages) == {0, 1}
-    assert all("RolloutBatch.metadata cannot be shipped" in text for text in caught.value.messages.values())
+    assert all("set is not JSON serializable" in text for text in caught.value.messages.values())
 
 
 @pytest.mark.parametrize("failing", [(0,), (1,), (1, 3), (0, 2)])
@@ -118,11 +113,11 @@ def test_a_failed_forward_pass_ends_all_ranks_at_once(failing: tuple[int, ...], 
         assert f"MemoryError: rank {rank if rank in failing else failing[0]} has no memory left" in message
         assert ("RankZeroError" in message) == (rank not in (0, *failing))
     if 0 not in failing:
-        assert f"2 failed on rank {failing[0]}" in messages[0] and f"(ranks: {list(failing)})" in messages[0]
+        assert f"failed on rank {failing[0]}" in messages[0] and f"(ranks: {list(failing)})" in messages[0]
 
 
 def test_after_an_error_nothing_is_left_on_the_way(four_ranks: RankPool) -> None:
-    assert four_ranks.run(sharing.fail_while_serving, failing=(1,), then_go_on=True) == [(None, [4.0])] * 4
+    assert four_ranks.run(sharing.fail_while_serving, failing=(1,), then_go_on=True) == [(sharing.NOTHING, [4.0])] * 4
 
 
 def test_sum_leaves_its_argument_alone(two_ranks: RankPool) -> None:
@@ -145,9 +140,9 @@ def pair() -> Iterator[RankPool]:
     pool.close()
 
 
-def test_a_rank_that_never_fetches_its_part_is_named_in_time(pair: RankPool) -> None:
+def test_a_rank_that_never_hears_is_named_in_time(pair: RankPool) -> None:
     message = pair.run(sharing.lose_a_rank, START)[0]
-    assert message.startswith("rank 0 of 2: ") and "parts of a batch, from rank 0" in message
+    assert message.startswith("rank 0 of 2: ") and "a message of rank 0" in message
     assert "missing: rank 1 (host " in message and "lost_in_thought" in message
 
 

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import warnings
 from functools import partial
 from typing import Any
 
@@ -10,6 +11,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from app.strategies.checkpoint.optimizer_state import load_sharded, save_sharded
+from app.strategies.pieces import Piece
 from tests.distributed import jobs, toy
 from tests.distributed.ranks import RankError, RankPool
 
@@ -289,8 +292,12 @@ class TestRefusals:
         state["param_groups"][1]["param_names"][0] = "other.bias"
         with pytest.raises(ValueError, match=r"group 1.*other\.bias"):
             jobs.load_whole(sharded, state)
-        with pytest.raises(ValueError, match="1 parameter groups, this one 2"):
+        with pytest.raises(ValueError, match=r"without betas, .*this run's optimizer is torch\.optim\.adamw\.AdamW"):
             jobs.load_whole(sharded, jobs.train(toy.sgd)["state"])
+        state = jobs.train(toy.adamw)["state"]
+        del state["param_groups"][1]
+        with pytest.raises(ValueError, match="1 parameter groups, this one 2"):
+            jobs.load_whole(sharded, state)
 
     def test_state_missing_for_one_parameter(self) -> None:
         _, sharded = self._sharded()
@@ -298,3 +305,54 @@ class TestRefusals:
         del state["state"][1]
         with pytest.raises(ValueError, match=r"'hidden\.weight' is missing"):
             jobs.load_whole(sharded, state)
+
+
+class TestGoingOnWithOtherOptions:
+    """What a user configures otherwise than before has an effect, or is said to have none."""
+
+    def _go_on(self, changed: Any, make_scheduler: Any = None) -> list[dict[str, Any]]:
+        model = toy.Toy()
+        optimizer = toy.adamw(model)
+        scheduler = make_scheduler(optimizer) if make_scheduler else None
+        sharded = jobs.ShardedOptimizer(optimizer, model, jobs.communicator())
+        sharded.reduce()
+        optimizer.step()
+        if scheduler:
+            scheduler.step()
+        description, saved = save_sharded(sharded)
+
+        def read(pieces: dict[str, Piece]) -> None:
+            for name, piece in pieces.items():
+                piece.local.copy_(saved[name].local)
+
+        model = toy.Toy()
+        optimizer = toy.adamw(model)
+        for group in optimizer.param_groups:
+            group.update(changed)
+        if make_scheduler:
+            make_scheduler(optimizer)
+        load_sharded(jobs.ShardedOptimizer(optimizer, model, jobs.communicator()), description, read)
+        return optimizer.param_groups
+
+    def test_they_apply(self) -> None:
+        with pytest.warns(UserWarning) as caught:
+            groups = self._go_on({"lr": 1e-6, "betas": (0.5, 0.6)})
+        assert [(group["lr"], group["betas"], group["weight_decay"]) for group in groups] == [
+            (1e-6, (0.5, 0.6), 0.1),
+            (1e-6, (0.5, 0.6), 0.0),
+        ]
+        said = [str(warning.message) for warning in caught]
+        assert f"optimizer, parameter group 0: lr was {toy.LEARNING_RATE} and is 1e-06 from here on" in said
+        assert len(said) == 4
+
+    def test_a_schedule_goes_on_and_this_is_said(self) -> None:
+        with pytest.warns(
+            UserWarning, match="lr was .* and is 1e-06, which has no effect: the learning rate's schedule"
+        ):
+            groups = self._go_on({"lr": 1e-6}, partial(torch.optim.lr_scheduler.StepLR, step_size=1, gamma=0.5))
+        assert groups[0]["lr"] == toy.LEARNING_RATE / 2
+
+    def test_nothing_changed_is_not_mentioned(self) -> None:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            self._go_on({})

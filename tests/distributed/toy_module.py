@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Container
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
+import psutil
 import torch
 from lightning.pytorch.callbacks import Callback, LearningRateMonitor, ModelCheckpoint
 from torch import Tensor
@@ -17,11 +20,21 @@ from tests.distributed.toy import SAMPLES, Toy, adamw, sgd, values
 class ToyModule(pl.LightningModule):
     """A step's data depends on `global_step`; the loss is computed in `backward`, on this rank's samples."""
 
-    def __init__(self, optimizer: str = "adamw", poison: tuple[int, int] | None = None) -> None:
+    def __init__(
+        self,
+        optimizer: str = "adamw",
+        poison: tuple[int, Container[int]] | None = None,
+        spoil: tuple[int, float] | None = None,
+        spare: tuple[int, ...] | None = None,
+    ) -> None:
+        """`poison`: rank and steps of gradients that are not finite; `spoil`: after how many steps, and with what, a
+        parameter is overwritten; `spare`: shape of a buffer that nothing reads."""
         super().__init__()
         self.toy = Toy(seed=0)
+        if spare is not None:
+            self.register_buffer("spare", torch.zeros(spare))
         self.optimizer = {"adamw": adamw, "sgd": sgd}[optimizer]
-        self.poison = poison
+        self.poison, self.spoil = poison, spoil
         self.step = 0
 
     def configure_optimizers(self) -> Any:
@@ -37,13 +50,24 @@ class ToyModule(pl.LightningModule):
         rank, size = self.trainer.global_rank, self.trainer.world_size
         with self.trainer.precision_plugin.forward_context():
             self.toy.backward(range(rank, SAMPLES, size), self.step)
-        if self.poison == (rank, self.step):
+        if self.poison is not None and self.poison[0] == rank and self.step in self.poison[1]:
             assert self.toy.hidden.weight.grad is not None
             self.toy.hidden.weight.grad[0, 0] = float("inf")
+
+    def optimizer_step(self, *args: Any, **kwargs: Any) -> None:
+        super().optimizer_step(*args, **kwargs)
+        if self.spoil is not None and self.spoil[0] == self.step + 1:
+            self.toy.hidden.weight.data[0, 0] = self.spoil[1]
 
     def validation_step(self, batch: Tensor, batch_idx: int) -> None:
         loss = torch.stack([self.toy.sample_loss(i, int(batch)).detach() for i in range(SAMPLES)]).mean()
         self.log("val/loss", loss, sync_dist=True, batch_size=1)
+
+
+def listening() -> list[str]:
+    """The addresses at which this process listens."""
+    found = psutil.Process().net_connections(kind="inet")
+    return [one.laddr.ip for one in found if one.status in (psutil.CONN_LISTEN, psutil.CONN_NONE)]
 
 
 class Watch(Callback):
@@ -53,12 +77,14 @@ class Watch(Callback):
         self.seen: list[dict[str, Any]] = []
 
     def on_train_batch_end(self, trainer: pl.Trainer, module: pl.LightningModule, *unused: Any) -> None:
-        report = {"global_step": trainer.global_step, "lr": trainer.optimizers[0].param_groups[0]["lr"]}
+        rate = trainer.optimizers[0].param_groups[0]["lr"]
+        report = {"global_step": trainer.global_step, "lr": rate, "listening": listening()}
         if isinstance(trainer.strategy, DTAStrategy):
             report["seconds"] = trainer.strategy.optimizer_seconds
             report["grad_norm"] = trainer.strategy.grad_norm
         self.seen.append(report)
         module.log("rising", float(trainer.global_step))
+        module.log("falling", -report.get("grad_norm", 0.0))
 
 
 def fit(
@@ -70,6 +96,7 @@ def fit(
     strategy: str = "dta",
     module: dict[str, Any] | None = None,
     checkpoint: dict[str, Any] | None = None,
+    max_skipped_steps: int = 10,
     **trainer_arguments: Any,
 ) -> dict[str, Any]:
     """Fits `ToyModule` until `steps` optimizer steps; returns parameters, reports, checkpoints and rates by rank."""
@@ -80,7 +107,7 @@ def fit(
     trainer = pl.Trainer(
         accelerator="cpu",
         devices=devices,
-        strategy=DTAStrategy() if strategy == "dta" else strategy,
+        strategy=DTAStrategy(max_skipped_steps=max_skipped_steps) if strategy == "dta" else strategy,
         max_steps=steps,
         callbacks=[watch, monitor, saving],
         logger=pl.loggers.CSVLogger(str(directory), name="", version="log"),
@@ -92,8 +119,11 @@ def fit(
     )
     model = ToyModule(**(module or {}))
     loader = torch.utils.data.DataLoader(range(data_steps), batch_size=None)
-    trainer.fit(model, loader, ckpt_path=ckpt_path)
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        trainer.fit(model, loader, ckpt_path=ckpt_path)
     return {
+        "warned": [str(warning.message) for warning in warned],
         "parameters": values(model.toy),
         "seen": watch.seen,
         "skipped": getattr(trainer.strategy, "skipped_steps", 0),

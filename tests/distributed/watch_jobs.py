@@ -6,14 +6,16 @@ import contextlib
 import io
 import os
 import time
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
 
+import pytest
 import torch
 import torch.distributed as dist
 
-from app.strategies.collectives import Communicator
-from app.strategies.watch import RankWatch
+from app.strategies.ranks.collectives import Communicator
+from app.strategies.ranks.watch import Progress, RankWatch
 
 
 def watched(timeout: float, death_timeout: float) -> Communicator:
@@ -21,8 +23,7 @@ def watched(timeout: float, death_timeout: float) -> Communicator:
     group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout))
     ranks = Communicator(group, torch.device("cpu"))
     watch = RankWatch(ranks.rank, ranks.size, "127.0.0.1", ranks.progress, timeout, death_timeout)
-    port = torch.tensor([watch.open_store() if ranks.rank == 0 else 0])
-    watch.start(int(ranks.broadcast_(port, "the port")))
+    watch.start(ranks.broadcast_(watch.invitation(), "the store"))
     ranks.watch = watch
     return ranks
 
@@ -101,3 +102,65 @@ def slow_but_alive() -> str:
     assert ranks.watch is not None
     ranks.watch.close()
     return str(total.item())
+
+
+def two_watches(second: Progress | None = None) -> tuple[RankWatch, RankWatch]:
+    """Of two ranks, both in this process. `second`: the progress of rank 1."""
+    progress = (Progress(), second or Progress())
+    first, other = (RankWatch(rank, 2, "127.0.0.1", progress[rank], 60.0, 1.2) for rank in range(2))
+    return first, other
+
+
+def heard(watch: RankWatch) -> int:
+    """The number of rank 1's last beat that was heard."""
+    return watch._seen[1][0].number if 1 in watch._seen else 0
+
+
+@contextlib.contextmanager
+def watching(*watches: RankWatch) -> Iterator[int]:
+    """They run; the port of their store."""
+    invitations = [watch.invitation() for watch in watches]
+    for watch in watches:
+        watch.start(invitations[0])
+    try:
+        yield int(invitations[0][0])
+    finally:
+        for watch in reversed(watches):
+            watch.close()
+
+
+class Stumbling(Progress):
+    """The watch of it fails, once it runs."""
+
+    looks = 0
+
+    @property
+    def current(self) -> tuple[str, float] | None:
+        self.looks += 1
+        if 2 <= self.looks <= 3:
+            raise OSError("no space left on the moon")
+        return None
+
+    @current.setter
+    def current(self, value: tuple[str, float] | None) -> None:
+        pass
+
+
+def becomes(condition: Callable[[], bool], seconds: float = 20.0) -> bool:
+    end = time.monotonic() + seconds
+    while not condition() and time.monotonic() < end:
+        time.sleep(0.05)
+    return condition()
+
+
+def wait_for(capture: pytest.CaptureFixture[str], text: str, meanwhile: Callable[[], None] = lambda: None) -> str:
+    """What was printed to stderr until this was; `meanwhile` is called again and again."""
+    found: list[str] = []
+
+    def complete() -> bool:
+        meanwhile()
+        found.append(capture.readouterr().err)
+        return text in "".join(found)
+
+    assert becomes(complete), "".join(found)
+    return "".join(found)

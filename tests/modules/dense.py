@@ -147,7 +147,7 @@ class Dense:
             if self.aggregation == "token_mean":
                 weight = 1 / sum(counts)
             elif self.aggregation == "sequence_mean":
-                weight = 1 / (len(counts) * counts[i])
+                weight = 1 / (len(set(owners)) * owners.count(owners[i]) * counts[i])
             else:
                 weight = 1 / (len(set(owners)) * sum(n for n, e in zip(counts, owners) if e == owners[i]))
             rows.append(torch.full((length,), weight))

@@ -10,14 +10,14 @@ from app.batch import FINAL_ANSWER, EvalHandle, RolloutBatch, Trajectory
 from tests.modules.tiny import Batches
 
 
-def held_out(prompts: dict[str, list[tuple[float, str]]]) -> RolloutBatch:
-    """Prompt -> (reward, final answer) of its episodes."""
+def held_out(prompts: dict[str, list[tuple[float, str]]], version: int = -1) -> RolloutBatch:
+    """Prompt -> (reward, final answer) of its episodes, which `version` sampled (-1: no engine)."""
     return RolloutBatch.from_trajectories(
         Trajectory(
             tokens=torch.tensor([3, 4, 5]),
             loss_mask=torch.tensor([False, True, True]),
             behavior_logprobs=torch.zeros(3),
-            versions=torch.tensor([-1, 0, 0]),
+            versions=torch.tensor([-1, version, version]),
             reward=reward,
             group_id=group,
             episode_id=100 * group + number,
@@ -41,6 +41,7 @@ NAMED = {
     "games/accuracy": 0.5,
     "games/pass@1": 0.0,
 }
+COMPARED = {"mismatch_kl", "logprob_diff_max"}  # of the games, with the policy
 
 
 class Sets(Batches):
@@ -54,7 +55,7 @@ class Sets(Batches):
         sums = [
             EvalHandle(self._mine(held_out(part)), "sums", "sums/", 2, (1, 2)) for part in (first, {"r": SUMS["r"]})
         ]
-        games = [EvalHandle(self._mine(held_out(GAMES)), "games", "games/", 1, (1,))]
+        games = [EvalHandle(self._mine(held_out(GAMES, version=0)), "games", "games/", 1, (1,))]
         return [torch.utils.data.DataLoader(handles, batch_size=None) for handles in (sums, games)]
 
     test_dataloader = val_dataloader

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import torch
 from lightning.pytorch import Callback, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor
 
 from app.batch import RolloutBatch
@@ -43,8 +45,30 @@ def train(devices: int, kind: str, module: str = "policy", **options: Any) -> Re
     return parameters(made), metrics.steps, validation
 
 
+def resumed(devices: int, directory: str) -> list[Result]:
+    """Two batches of two steps, with a checkpoint after every step; the same, going on in the middle of the first."""
+
+    def run(*callbacks: Callback, ckpt_path: Path | None = None, **settings: Any) -> Result:
+        torch.manual_seed(0)
+        options: dict[str, Any] = {"proximal": "recomputed", "regularisers": [KL], "reference": "initial"}
+        made = PolicyModule(source(), optimizer=adamw, minibatches=2, **options)
+        metrics = Metrics()
+        ours = trainer(metrics, *callbacks, devices=devices, strategy=DTAStrategy(calibrate=False), **settings)
+        ours.fit(made, Batches([make_batch(), make_batch(1)]), ckpt_path=ckpt_path)
+        assert (made.policy_version, made.steps_done) == (2, 0)
+        return parameters(made), metrics.steps, {}
+
+    every = ModelCheckpoint(directory, filename="{step}", every_n_train_steps=1, save_top_k=-1)
+    return [run(every, enable_checkpointing=True), run(ckpt_path=Path(directory) / "step=1.ckpt")]
+
+
+def adamw(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(params, lr=0.02, weight_decay=0.1)
+
+
 def validate(devices: int) -> dict[str, float]:
     """What is logged of two named sets."""
+    torch.manual_seed(0)
     run = trainer(devices=devices, strategy=DTAStrategy())
     run.validate(PolicyModule(source(), optimizer=sgd), Sets(), verbose=False)
     return {name: float(value) for name, value in run.callback_metrics.items()}
@@ -102,9 +126,9 @@ def what_a_rank_sees(devices: int, **options: Any) -> tuple[list[Sequences], lis
         make(batch, **fields)
         held.append([tuple(tokens.tolist()) for tokens in batch.sequences()])
 
-    def noted(batch: RolloutBatch, share: str) -> Any:
+    def noted(batch: RolloutBatch, share: str, indices: Any = None) -> Any:
         run.append([tuple(tokens.tolist()) for tokens in batch.sequences()])
-        return build(batch, share)
+        return build(batch, share, indices)
 
     class Sent(Callback):
         def on_train_batch_end(self, trainer: Trainer, *unused: Any) -> None:

@@ -46,6 +46,7 @@ class Case:
             "cu_seqlens": torch.tensor([0, *lengths]).cumsum(0),
             "groups": torch.tensor(self.groups),
             "episodes": torch.tensor(self.episodes),
+            "turns": torch.tensor([self.episodes[:i].count(e) for i, e in enumerate(self.episodes)]),
             "rewards": torch.tensor(self.rewards, dtype=dtype),
         }
 
@@ -140,7 +141,40 @@ def sapo(case: Case, tau_pos: float = 1.0, tau_neg: float = 1.05) -> Rows:
     return _tokens(case, one, "logprobs", "old", "advantages")
 
 
-def m2po(case: Case, threshold: float = 0.04) -> Rows:
+def m2po(case: Case, tokens: str = "harmful", cap: float | None = None, **options: Any) -> Rows:
+    return _m2po_all(case, **options) if tokens == "all" else _m2po_harmful(case, cap, **options)
+
+
+def m2po_cap(case: Case, threshold: float = 0.04, **unused: Any) -> float:
+    """By halving: the cap on |log r| of the tokens that move further out, with which the mean square is `threshold`."""
+    moved = [
+        abs(logp - old)
+        for rows in zip(case.logprobs, case.old, case.advantages)
+        for logp, old, a in zip(*rows)
+        if (a > 0 and logp > old) or (a < 0 and logp < old)
+    ]
+
+    def moment(cap: float) -> float:
+        return sum(min(x, cap) ** 2 for x in moved) / max(len(moved), 1)
+
+    if moment(math.inf) <= threshold:
+        return math.inf
+    low, high = 0.0, max(moved)
+    for _ in range(200):
+        middle = (low + high) / 2
+        low, high = (middle, high) if moment(middle) < threshold else (low, middle)
+    return high
+
+
+def _m2po_harmful(
+    case: Case, cap: float | None, threshold: float = 0.04, clip_low: float = 0.3, clip_high: float = 0.5
+) -> Rows:
+    cap = m2po_cap(case, threshold) if cap is None else cap
+    lowest, highest = min(math.exp(-cap), 1 - clip_low), max(math.exp(cap), 1 + clip_high)
+    return ppo_clip(case, 1 - lowest, highest - 1)
+
+
+def _m2po_all(case: Case, threshold: float = 0.04) -> Rows:
     """Drops the largest until the mean of those left is within the threshold."""
     left = sorted((logp - old) ** 2 for pair in zip(case.logprobs, case.old) for logp, old in zip(*pair))
     while left and sum(left) / len(left) > threshold:
@@ -231,9 +265,11 @@ def entropy(case: Case) -> Rows:
 
 
 def overlong(case: Case, max_tokens: int, buffer_tokens: int) -> Rows:
-    rows = []
-    for row in case.logprobs:
-        start = max_tokens - buffer_tokens
-        cost = 0.0 if len(row) <= start else 1.0 if len(row) > max_tokens else (len(row) - start) / buffer_tokens
-        rows.append([0.0] * (len(row) - 1) + [cost] if row else [])
+    rows = [[0.0] * len(row) for row in case.logprobs]
+    for episode in set(case.episodes):
+        own = [row for row, e in zip(rows, case.episodes) if e == episode and row]
+        length, start = sum(map(len, own)), max_tokens - buffer_tokens
+        cost = 0.0 if length <= start else 1.0 if length > max_tokens else (length - start) / buffer_tokens
+        if own:
+            own[-1][-1] = cost
     return rows

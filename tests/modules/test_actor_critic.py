@@ -125,7 +125,8 @@ def test_checkpoint_keeps_the_critic(tmp_path: Any) -> None:
     half.fit(first, Batches(data[:1]))  # in the warm-up: the optimizer has no state for the policy yet
     half.save_checkpoint(tmp_path / "half.ckpt")
     torch.manual_seed(123)
-    trainer(max_epochs=2).fit(second, Batches(data[1:]), ckpt_path=tmp_path / "half.ckpt", weights_only=True)
+    rest = Batches([data[2], data[1]])  # it goes on at its second batch
+    trainer(max_epochs=2).fit(second, rest, ckpt_path=tmp_path / "half.ckpt", weights_only=True)
     for name, value in parameters(whole).items():
         torch.testing.assert_close(parameters(second)[name], value, atol=1e-6, rtol=0)
 
@@ -149,6 +150,7 @@ def test_value_loss_and_explained_variance() -> None:
         ({"objective": "sft"}, "advantage=none takes no values"),
         ({"objective": "m2po"}, "objective=m2po sees a whole step at once"),
         ({"value_coef": 0.0}, "value_coef: must be above 0"),
+        ({"value_coef": float("inf")}, "value_coef: must be above 0 and finite, got inf"),
         ({"value_clip": -1.0}, "value_clip: must be above 0"),
         ({"critic_lr": 0.0}, "critic_lr: must be above 0"),
         ({"critic_warmup": -1}, "critic_warmup: must not be negative"),

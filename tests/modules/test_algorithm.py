@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -111,7 +112,7 @@ def algorithm_costs() -> list[Regulariser]:
 
 def test_advantages_that_are_not_finite_or_of_another_shape() -> None:
     batch = make_batch()
-    nan = Algorithm(advantage=f"{HERE}.own_advantage", advantage_options={"value": float("nan")})
+    nan = Algorithm(advantage=lambda batch: torch.full((batch.num_tokens,), float("nan")))
     with pytest.raises(BatchError, match="advantage: not finite"):
         nan.credit(batch, torch.zeros(batch.num_tokens))
     short = Algorithm(advantage=lambda batch: torch.zeros(3))
@@ -151,6 +152,23 @@ KL_IN_REWARD = Regulariser("kl", 0.1, where="reward")
         ({"correction": "clipped"}, "correction: no function 'clipped'; name one of truncated, masked"),
         ({"correction_options": {"cap": 2.0}}, "correction_options has no effect without a correction"),
         ({"regularisers": [Regulariser("kl", 0.0)]}, "regularisers.kl: coef=0 has no effect"),
+        *(
+            (
+                {"regularisers": [Regulariser("kl", coef)]},
+                f"regularisers.kl: coef={coef!r} must be a finite number above 0",
+            )
+            for coef in (-1.0, float("nan"), float("inf"), -float("inf"), True, "much")
+        ),
+        (
+            {"objective_options": {"clip_high": float("inf")}},
+            "objective_options: ppo_clip: clip_high=inf must be a finite",
+        ),
+        ({"objective_options": {"dual_clip": float("nan")}}, "dual_clip=nan must be a finite number"),
+        ({"objective_options": {"clip_low": "0,2"}}, "clip_low='0,2' is str, must be float"),
+        ({"objective_options": {"clip_low": True}}, "clip_low=True is bool, must be float"),
+        ({"objective_options": {"dual_clip": "3"}}, "dual_clip='3' is str, must be float or null"),
+        ({"advantage": "reinforce_pp", "advantage_options": {"gamma": float("nan")}}, "gamma=nan must be a finite"),
+        ({"correction": "masked", "correction_options": {"high": float("inf")}}, "high=inf must be a finite"),
         ({"regularisers": [Regulariser("kl", 0.1)] * 2}, "regularisers: kl is given twice in the loss"),
         ({"regularisers": [Regulariser("kl", 0.1, options={"estimator": "k1"})]}, "k1 is zero in expectation"),
         ({"regularisers": [Regulariser(f"{HERE}.own_cost", 0.1)]}, "own_cost has no gradient.*where: reward"),
@@ -164,6 +182,26 @@ KL_IN_REWARD = Regulariser("kl", 0.1, where="reward")
 def test_what_cannot_be_composed(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         Algorithm(**options)
+
+
+@pytest.mark.parametrize("correction", ["truncated", "masked"])
+def test_a_correction_is_as_coarse_as_the_ratio(correction: str) -> None:
+    def level(objective: str, **options: Any) -> Any:
+        algorithm = Algorithm(objective=objective, correction=correction, correction_options=options or None)
+        assert algorithm.correction is not None
+        return algorithm.correction.options.get("level")
+
+    assert (level("gspo"), level("gspo", level="token"), level("ppo_clip")) == ("geometric", "token", None)
+    Algorithm(objective="gspo", correction=own_correction)  # has no levels
+
+
+def own_correction(old: torch.Tensor, behavior: torch.Tensor) -> torch.Tensor:
+    return (old - behavior).exp()
+
+
+def test_numbers_of_numpy_are_numbers() -> None:
+    """As sweeps sample them."""
+    assert Algorithm(objective_options={"clip_low": np.float64(0.1)}).objective.options["clip_low"] == 0.1
 
 
 def test_a_cost_that_is_put_nowhere() -> None:

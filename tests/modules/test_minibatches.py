@@ -32,6 +32,14 @@ def test_every_sequence_once_whole_units_and_deterministic(shape: tuple[int, int
         assert len(shares) == ranks and sorted(i for share in shares for i in share) == list(range(len(part)))
 
 
+def test_groups_stay_whole_where_an_objective_needs_them() -> None:
+    batch = make_batch(groups=2)
+    parts = split_minibatches(batch, 4, (0,), whole_groups=True)
+    assert sorted(map(len, parts)) == [0, 0, len(batch) // 2, len(batch) // 2]
+    assert all(len(batch.group_ids[part].unique()) == 1 for part in parts if part)
+    assert all(split_minibatches(batch, 4, (0,)))
+
+
 def test_the_order_of_sequences_in_a_rank_share_is_that_of_the_batch() -> None:
     batch = make_batch(groups=4)
     shares = rank_shares(batch, "tree", 3)

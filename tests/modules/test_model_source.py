@@ -24,6 +24,25 @@ def test_from_configuration_and_seed() -> None:
     assert models[0].lm_head.weight is models[0].model.embed_tokens.weight
 
 
+def test_a_model_from_a_configuration_names_no_end_of_sequence_of_its_own_accord(tmp_path: Path) -> None:
+    """Llama's configuration would say 2, which is the first letter of a tokenizer of ours."""
+    llama = {**CONFIG, "model_type": "llama"}
+    llama.pop("head_dim", None)
+    model = build_model(ModelSource(config=llama))
+    assert model.config.eos_token_id is None and model.generation_config.eos_token_id is None
+    model.save_pretrained(tmp_path)
+    assert build_model(ModelSource(path=str(tmp_path))).generation_config.eos_token_id is None
+    assert build_model(ModelSource(config={**llama, "eos_token_id": 3})).generation_config.eos_token_id == 3
+
+
+@pytest.mark.parametrize(
+    ("model_type", "key", "value"), [("llama", "eos_token_id", [3, 5]), ("gemma3n_text", "num_kv_shared_layers", 0)]
+)
+def test_several_ends_of_sequence_and_none_of_a_kind_of_layers(model_type: str, key: str, value: Any) -> None:
+    config = {**CONFIG, "model_type": model_type, "num_hidden_layers": 1, key: value}
+    assert getattr(build_model(ModelSource(config=config)).config, key) == value
+
+
 def test_from_a_directory(tmp_path: Path) -> None:
     model = naive_model(seed=3)
     model.save_pretrained(tmp_path)
@@ -61,3 +80,8 @@ def test_common_configuration_keys_are_accepted(key: str) -> None:
         "eos_token_id": 1,
     }
     build_model(ModelSource(config={**CONFIG, key: values[key]}))
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_embeddings_may_be_tied_or_not(tied: bool) -> None:
+    assert build_model(ModelSource(config={**CONFIG, "tie_word_embeddings": tied})).config.tie_word_embeddings is tied

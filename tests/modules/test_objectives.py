@@ -37,8 +37,10 @@ OBJECTIVE_CASES: list[tuple[str, str, dict[str, Any]]] = [
     ("objective", "sapo", {}),
     ("objective", "sapo", {"tau_pos": 2.0, "tau_neg": 0.5}),
     ("objective", "m2po", {}),
-    ("objective", "m2po", {"threshold": 1e-4}),
+    ("objective", "m2po", {"clip_low": 0.0, "clip_high": 0.0}),
+    ("objective", "m2po", {"clip_low": 0.01, "clip_high": 0.01, "threshold": 1e-4}),
     ("objective", "m2po", {"threshold": 10.0}),
+    *(("objective", "m2po", {"tokens": "all", **more}) for more in ({}, {"threshold": 1e-4}, {"threshold": 10.0})),
     ("objective", "reinforce", {}),
     ("objective", "sft", {}),
     ("objective", "tba", {}),
@@ -60,7 +62,7 @@ WEIGHT_CASES: list[tuple[str, str, dict[str, Any]]] = [
 
 
 def chosen(kind: str, name: str, options: dict[str, Any]) -> Choice:
-    return choose(kind, name, options, REGISTRIES[kind], (*TOKEN_INPUTS, *STEP_INPUTS))
+    return choose(kind, name, options, REGISTRIES[kind], (*TOKEN_INPUTS, *STEP_INPUTS, "turns"))
 
 
 def values(result: Any) -> tuple[Tensor, dict[str, Tensor]]:
@@ -111,6 +113,8 @@ def _moved(name: str, case: Case, options: dict[str, Any], row: int, t: int, by:
             for rows in zip(naive.cispo(case, **options), case.advantages, case.logprobs)
         ]
         return sum(-w * a * logp for rows in zip(weights, case.advantages, other.logprobs) for w, a, logp in zip(*rows))
+    if name == "m2po" and options.get("tokens") != "all":  # its cap is a constant
+        options = {**options, "cap": naive.m2po_cap(case, **options)}
     if name == "gspo":  # GSPO-token: the gradient of sum_t is len * mean; a token's ratio moves its own term alone
         drift = [a - b for a, b in zip(case.logprobs[row], case.old[row])]
         ratio = math.exp(sum(drift) / len(drift)) * math.exp(by)
@@ -202,6 +206,41 @@ def test_clip_fraction_is_where_the_gradient_is_cut() -> None:
         assert torch.equal(cut, grad[inputs["mask"]] == 0) and 0 < int(cut.sum()) < len(cut), name
 
 
+def test_m2po_leaves_the_tokens_alone_that_come_back() -> None:
+    """log r of 2 with A < 0 and of -0.8 with A > 0 are far off and on their way back: the authors' code keeps them."""
+    old = torch.zeros(4, dtype=torch.float64)
+    advantages, mask = torch.tensor([1.0, 1.0, -1.0, 1.0]).double(), torch.ones(4, dtype=torch.bool)
+    grads = {}
+    for tokens in ("harmful", "all"):
+        logp = torch.tensor([0.0, 0.05, 2.0, -0.8], dtype=torch.float64, requires_grad=True)
+        losses, stats = OBJECTIVES["m2po"](logp, old, advantages, mask, tokens=tokens)
+        losses.sum().backward()
+        assert logp.grad is not None
+        grads[tokens] = logp.grad
+        assert stats["clip_fraction"].tolist() == [False, False, *[tokens == "all"] * 2]
+    torch.testing.assert_close(grads["harmful"], -advantages * torch.tensor([0.0, 0.05, 2.0, -0.8]).double().exp())
+    assert grads["all"].tolist()[2:] == [0.0, 0.0]
+
+
+def test_m2po_caps_where_the_moment_of_harmful_tokens_meets_the_budget() -> None:
+    """Harmful: 0.1, 0.3, 1.0, 1.2. Capped at t the sum is 0.1 + 2 t^2 = 4 x 0.0975 where t^2 = 0.145; their own
+    budget, whatever the many tokens that come back do."""
+    logp = torch.tensor([0.1, 0.3, 1.0, -1.2, *[-3.0] * 20], dtype=torch.float64)
+    advantages = torch.tensor([1.0, 1.0, 1.0, -1.0, *[1.0] * 20]).double()
+    losses, stats = OBJECTIVES["m2po"](
+        logp,
+        torch.zeros_like(logp),
+        advantages,
+        torch.ones(24, dtype=torch.bool),
+        threshold=0.0975,
+        clip_low=0.0,
+        clip_high=0.0,
+    )
+    cap = math.sqrt(0.145)
+    assert losses[:4].tolist() == pytest.approx([-math.exp(0.1), -math.exp(0.3), -math.exp(cap), math.exp(-cap)])
+    assert stats["clip_fraction"].tolist() == [False, False, True, True, *[False] * 20]
+
+
 def test_dual_clip_bounds_the_loss_of_unlikely_bad_tokens() -> None:
     """Ye et al. 2020: A = -1 and r = e^3 would cost 20; with c = 3 it costs 3, without gradient."""
     logp = torch.tensor([3.0], requires_grad=True)
@@ -215,9 +254,29 @@ def test_overlong_of_the_paper() -> None:
     lengths = torch.tensor([16384, 18432, 20480, 21000])
     mask = torch.ones(int(lengths.sum()), dtype=torch.bool)
     cost = REGULARISERS["overlong"](
-        mask, torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)]), 20480, 4096
+        mask,
+        torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)]),
+        torch.arange(4),
+        torch.zeros(4, dtype=torch.int64),
+        20480,
+        4096,
     )
     assert cost[lengths.cumsum(0) - 1].tolist() == [0.0, 0.5, 1.0, 1.0] and float(cost.sum()) == 2.5
+
+
+def test_overlong_counts_the_turns_of_an_episode_together() -> None:
+    """An episode of 2, 0 and 3 tokens, its turns not in order, and one of 4: at most 5, from 1 on."""
+    lengths = torch.tensor([3, 4, 1, 2])
+    mask = torch.tensor([True] * 3 + [True] * 4 + [False] + [True] * 2)
+    cost = REGULARISERS["overlong"](
+        mask,
+        torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)]),
+        torch.tensor([8, 3, 8, 8]),
+        torch.tensor([1, 0, 2, 0]),
+        5,
+        4,
+    )
+    assert cost.tolist() == [0.0, 0.0, 1.0, 0.0, 0.0, 0.0, 0.75, 0.0, 0.0, 0.0]
 
 
 def test_dpo_without_drift_is_log_two_and_prefers_nobody() -> None:
@@ -260,12 +319,23 @@ def test_aggregation_denominators() -> None:
     }
     expected = {
         "token_mean": [1 / 10, 0, 1 / 10, 1 / 10],
-        "sequence_mean": [1 / 12, 0, 1 / 3, 1 / 15],
+        "sequence_mean": [1 / 16, 0, 1 / 2, 1 / 20],
         "episode_mean": [1 / 18, 0, 1 / 2, 1 / 18],
-        "constant": [1 / 24, 0, 1 / 24, 1 / 24],
+        "constant": [1 / 16, 0, 1 / 16, 1 / 16],
     }
     for mode, row in expected.items():
         torch.testing.assert_close(weights[mode], torch.tensor(row, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("mode", AGGREGATIONS)
+def test_an_episode_weighs_the_same_whole_and_split(mode: Any) -> None:
+    """One turn of 4 tokens beside four turns of 4: as a sequence, and as four."""
+    constant = 16.0 if mode == "constant" else None
+    whole = torch.tensor([4, 16]) * token_weights(torch.tensor([4, 16]), mode, constant, torch.tensor([0, 1]))
+    split = 4 * token_weights(torch.tensor([4] * 5), mode, constant, torch.tensor([0, 1, 1, 1, 1]))
+    torch.testing.assert_close(torch.stack([split[0], split[1:].sum()]), whole)
+    shares = {"token_mean": [0.2, 0.8], "constant": [0.125, 0.5]}
+    assert whole.tolist() == pytest.approx(shares.get(mode, [0.5, 0.5]))
 
 
 @pytest.mark.parametrize("mode", AGGREGATIONS)
@@ -277,7 +347,17 @@ def test_a_step_without_trained_tokens_weighs_nothing(mode: Any) -> None:
     ("kind", "name", "options", "message"),
     [
         ("objective", "ppo_clip", {"clip_low": 1.5}, "objective_options.clip_low: must be between 0 and 1"),
-        ("objective", "gspo", {"clip_high": -0.1}, "objective_options.clip_high: must not be negative"),
+        ("objective", "gspo", {"clip_high": -0.1}, "objective_options.clip_high: must be between 0 and 1000, got -0.1"),
+        ("objective", "cispo", {"clip_high": 1e30}, "objective_options.clip_high: must be between 0 and 1000"),
+        ("objective", "m2po", {"tokens": "some"}, "objective_options.tokens: 'some' is not one of harmful, all"),
+        (
+            "objective",
+            "m2po",
+            {"tokens": "all", "clip_low": 0.1},
+            "clip_low and clip_high have no effect with tokens=all",
+        ),
+        ("objective", "m2po", {"clip_low": 2.0}, "objective_options.clip_low: must be between 0 and 1"),
+        ("objective", "sapo", {"tau_pos": 1e30}, "objective_options.tau_pos: must be above 0 and at most 4.85e.08"),
         ("objective", "ppo_clip", {"dual_clip": 1.0}, "objective_options.dual_clip: must be above 1"),
         ("objective", "decoupled_ppo", {"over_cap": "drop"}, "objective_options.over_cap: 'drop' is not one of"),
         ("objective", "decoupled_ppo", {"weight_cap": 0.5}, "objective_options.weight_cap: must be at least 1"),

@@ -57,6 +57,11 @@ CASES: dict[str, tuple[Options, Dense, Callable[[], list[RolloutBatch]]]] = {
     "cispo, rloo": ({"objective": "cispo", "advantage": "rloo"}, Dense("cispo", {}, credit("rloo")), stale),
     "sapo": ({"objective": "sapo"}, Dense("sapo", {}, credit(), aggregation="sequence_mean"), stale),
     "dapo, tree": ({"objective": "dapo", "advantage": "tree"}, Dense("dapo", {}, credit("tree")), stale),
+    "m2po, all tokens": (
+        {"objective": "m2po", "objective_options": {"threshold": 0.3, "tokens": "all"}},
+        Dense("m2po", {"threshold": 0.3, "tokens": "all"}, credit()),
+        stale,
+    ),
     "m2po": (
         {"objective": "m2po", "objective_options": {"threshold": 0.3}},
         Dense("m2po", {"threshold": 0.3}, credit()),
@@ -72,6 +77,11 @@ CASES: dict[str, tuple[Options, Dense, Callable[[], list[RolloutBatch]]]] = {
     "ppo, masked by sequence": (
         {"correction": "masked", "correction_options": {"level": "geometric"}},
         Dense("ppo_clip", {}, credit(), "recomputed", "masked", {"level": "geometric"}),
+        stale,
+    ),
+    "gspo, truncated": (
+        {"objective": "gspo", "objective_options": FAR, "correction": "truncated", "correction_options": {"cap": 1.1}},
+        Dense("gspo", FAR, credit(), "recomputed", "truncated", {"cap": 1.1, "level": "geometric"}, "sequence_mean"),
         stale,
     ),
     "decoupled, recomputed": (
@@ -116,6 +126,10 @@ CASES: dict[str, tuple[Options, Dense, Callable[[], list[RolloutBatch]]]] = {
 @pytest.mark.parametrize("case", CASES)
 def test_equals_a_plain_dense_loop(case: str, steps: tuple[int, int]) -> None:
     options, dense, data = CASES[case]
+    if dense.proximal == "interpolated" and steps == (1, 1):
+        with pytest.raises(ValueError, match=r"proximal=interpolated with minibatches=1 and epochs=1.*recomputed"):
+            PolicyModule(source(), **options)
+        return
     dense = copy.copy(dense)
     dense.minibatches, dense.epochs = steps
     module = PolicyModule(
@@ -172,7 +186,10 @@ def test_penalties_are_logged_by_episode_and_the_reward_as_it_is() -> None:
     options = {"max_tokens": 3, "buffer_tokens": 2}
     long = Regulariser("overlong", 0.5, where="reward", options=options)
     steps = fit(PolicyModule(source(), optimizer=sgd, regularisers=[long], epochs=2), [batch])
-    cost = sum(min(max((int(mask.sum()) - 1) / 2, 0.0), 1.0) for mask in batch.split(batch.loss_mask))
+    tokens: dict[int, int] = {}
+    for episode, mask in zip(batch.episode_ids.tolist(), batch.split(batch.loss_mask)):
+        tokens[episode] = tokens.get(episode, 0) + int(mask.sum())
+    cost = sum(min(max((count - 1) / 2, 0.0), 1.0) for count in tokens.values())
     assert steps[0]["penalty/overlong"] == pytest.approx(0.5 * cost / 9) and "penalty/overlong" not in steps[1]
     rewards = {int(e): float(r) for e, r in zip(batch.episode_ids, batch.rewards)}
     assert steps[0]["reward"] == pytest.approx(sum(rewards.values()) / 9)
@@ -182,3 +199,9 @@ def test_a_pair_that_is_none_names_its_group() -> None:
     batch = make_batch(groups=2, episodes=3)
     with pytest.raises(BatchError, match=r"group 0 has 3 episodes.*dpo needs exactly two"):
         fit(PolicyModule(source(), optimizer=sgd, objective="dpo", reference="initial"), [batch])
+
+
+def test_pairs_stay_together_where_there_are_fewer_than_minibatches() -> None:
+    module = PolicyModule(source(), optimizer=sgd, objective="dpo", reference="initial", minibatches=3)
+    steps = fit(module, [make_batch(groups=2, episodes=2)])
+    assert sorted("margin" in step for step in steps) == [False, True, True]

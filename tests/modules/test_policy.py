@@ -6,11 +6,14 @@ import copy
 import functools
 from typing import Any
 
+import lightning as L
 import pytest
 import torch
 from torch import Tensor
+from transformers.optimization import Adafactor
 
 from app.batch import RolloutBatch
+from app.strategies import DTAStrategy
 from modules import ModelSource, PolicyModule, Regulariser
 from modules.minibatches import split_minibatches
 from tests.modules.tiny import (
@@ -118,6 +121,18 @@ def test_execution_modes_give_the_same_parameters(options: dict[str, Any]) -> No
             assert a[name] == b[name]
 
 
+def test_a_plain_trainer_ends_before_the_weights_are_lost() -> None:
+    """It cannot leave a step out; `DTAStrategy` does."""
+
+    def exploding(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
+        return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1e30 if step else 1.0)
+
+    module = PolicyModule(source(), optimizer=sgd, lr_scheduler=exploding)
+    with pytest.raises(ValueError, match=r"the gradient norm of step \d is nan: .* trainer\.strategy=app\.strategies"):
+        fit(module, batches(), strategy="auto")
+    assert all(bool(p.isfinite().all()) for p in module.policy.parameters())
+
+
 @pytest.mark.parametrize("kind", ["initial", "another model"])
 def test_kl_to_a_reference(kind: str, tmp_path: Any) -> None:
     anchor = naive_model(seed=9)
@@ -174,6 +189,27 @@ def test_generated_but_untrained_tokens_change_nothing() -> None:
     assert_same(modules[0].policy, modules[1].policy, atol=0)
 
 
+@pytest.mark.parametrize("strategy", ["auto", "dta"])
+def test_a_step_without_sequences_moves_nothing(strategy: str) -> None:
+    """Three episodes in six minibatches: momentum and weight decay would go on without gradients."""
+    moved: list[tuple[bool, bool]] = []
+
+    class Watch(L.Callback):
+        def on_train_batch_start(self, trainer: Any, module: Any, *unused: Any) -> None:
+            self.before = parameters(module)
+
+        def on_train_batch_end(self, trainer: Any, module: Any, *unused: Any) -> None:
+            now = parameters(module)
+            trained = module.last_tree.num_sequences > 0
+            moved.append((trained, any(not torch.equal(now[name], value) for name, value in self.before.items())))
+
+    torch.manual_seed(0)
+    module = PolicyModule(source(), optimizer=lambda params: torch.optim.AdamW(params, lr=0.01), minibatches=6)
+    options = {"strategy": DTAStrategy()} if strategy == "dta" else {}
+    trainer(Watch(), **options).fit(module, Batches([make_batch(groups=1)]))
+    assert moved == [(True, True)] * 3 + [(False, False)] * 3
+
+
 def test_more_minibatches_than_episodes() -> None:
     """Empty minibatches are ordinary: their step has no gradient."""
     data = make_batch(groups=1, episodes=2)
@@ -213,6 +249,12 @@ def test_checkpoint_keeps_version_and_reference(tmp_path: Any) -> None:
     assert second.policy_version == 3
     assert_same(second.policy, whole_run.policy, atol=1e-7)
     assert_same(second.reference, whole_run.reference, atol=0)
+
+
+def test_an_optimizer_may_find_its_own_learning_rate() -> None:
+    module = PolicyModule(source(), optimizer=Adafactor)  # lr=None
+    fit(module, [make_batch()])
+    assert module.trainer.optimizers[0].defaults["lr"] is None
 
 
 def test_learning_rate_schedule_follows_optimizer_steps() -> None:

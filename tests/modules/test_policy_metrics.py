@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import math
+import warnings
 from typing import Any
 
+import lightning as L
 import pytest
 import torch
 
-from app.batch import BatchError, RolloutBatch, StepHandle
+from app.batch import BatchError, EvalHandle, RolloutBatch, StepHandle
 from app.tree import PrefixTree
-from modules import ModelSource, PolicyModule, Refresh, Regulariser
+from modules import ModelSource, PolicyModule, Refresh, Regulariser, mismatch
 from modules.metrics import NamedMetrics
 from tests.modules.tiny import (
     VOCABULARY,
@@ -97,6 +99,82 @@ def test_mismatch_is_not_logged_where_it_cannot_be_measured() -> None:
     assert [step["staleness"] for step in steps] == [0, 0, 1, 1, 0, 0]
 
 
+class Shown(L.Callback):
+    """What callbacks (early stopping, checkpoints, sweeps) are shown after each step and validation."""
+
+    def __init__(self) -> None:
+        self.steps: list[set[str]] = []
+        self.validations: list[dict[str, float]] = []
+        self._seen = 0
+
+    def on_train_batch_start(self, trainer: L.Trainer, *unused: Any) -> None:
+        if trainer.global_step > self._seen:
+            self._seen = trainer.global_step
+            shown = (trainer.callback_metrics, trainer.logged_metrics, trainer.progress_bar_metrics)
+            self.steps.append({name for metrics in shown for name in metrics if not name.startswith("val/")})
+
+    on_train_epoch_end = on_train_batch_start
+
+    def on_validation_end(self, trainer: L.Trainer, *unused: Any) -> None:
+        found = {name: float(value) for name, value in trainer.callback_metrics.items() if name.startswith("val/")}
+        self.validations.append(found)
+
+
+def test_callbacks_are_not_shown_a_mismatch_of_earlier_steps() -> None:
+    shown = Shown()
+    module = PolicyModule(source(), optimizer=sgd, epochs=2)
+    data = [make_batch(0, version=0), make_batch(1, version=0), make_batch(2, version=2)]
+    trainer(shown).fit(module, Batches(data))
+    for name in ("mismatch_kl", "logprob_diff_max"):
+        assert [name in step for step in shown.steps] == [True, False, False, False, True, False]
+
+
+def test_validation_compares_sampler_and_trainer() -> None:
+    """In a run whose training batches never have tokens of the current version, and only where held-out ones do."""
+    held_out = [make_batch(7, groups=2, version=version) for version in (1, 0, 3)]  # the policy is at 1, 2 and 3
+
+    class Served(Batches):
+        def val_dataloader(self) -> Any:
+            return torch.utils.data.DataLoader(Played(self), batch_size=None)
+
+    class Played(torch.utils.data.Dataset):  # type: ignore[type-arg]
+        def __init__(self, data: Served) -> None:
+            self.data = data
+
+        def __len__(self) -> int:
+            return 2
+
+        def __getitem__(self, index: int) -> EvalHandle:
+            return EvalHandle(held_out[self.data.trainer.lightning_module.policy_version - 1], "held-out")
+
+    shown = Shown()
+    module = PolicyModule(source(), optimizer=lambda p: torch.optim.SGD(p, lr=0.0))
+    torch.manual_seed(0)
+    trainer(shown, max_epochs=3).fit(module, Served([make_batch(recorded=False)]))
+    for found, batch in zip(shown.validations, held_out):
+        if "val/mismatch_kl" not in found:  # asserted below
+            continue
+        logp, _ = trained(batch)
+        difference = logp - batch.behavior_logprobs[batch.loss_mask]
+        expected = float((difference.exp() - 1 - difference).mean())
+        assert found["val/mismatch_kl"] == pytest.approx(expected, rel=1e-4)
+        assert found["val/logprob_diff_max"] == pytest.approx(float(difference.abs().max()), rel=1e-4)
+    assert ["val/mismatch_kl" in found for found in shown.validations] == [True, False, True]
+    assert ["val/logprob_diff_max" in found for found in shown.validations] == [True, False, True]
+    assert all("val/accuracy" in found for found in shown.validations)
+
+
+def test_a_large_set_is_compared_on_a_sample() -> None:
+    batch = make_batch(1, groups=40, version=4)
+    part = mismatch.sample(batch, 4)
+    assert part is not None and len(part) == mismatch.MOST < len(batch)
+    assert part.group_ids[0] == 0 and part.group_ids[-1] == 39
+    assert mismatch.sample(batch, 5) is None
+    few = make_batch(1, groups=1, version=4)
+    whole = mismatch.sample(few, 4)
+    assert whole is not None and len(whole) == len(few)
+
+
 def test_validation_and_test_average_over_episodes() -> None:
     """A batch of one episode weighs less than one of many; turns weigh nothing; a handle without batch is skipped."""
     one, many = make_batch(1, groups=1, episodes=1), make_batch(2, groups=2, episodes=4)
@@ -105,9 +183,9 @@ def test_validation_and_test_average_over_episodes() -> None:
     module, data = PolicyModule(source(), optimizer=sgd), Batches([], held_out=[one, None, many])
     for _ in range(2):  # the second must not remember the first
         [metrics] = trainer().validate(module, data, verbose=False)
-        assert metrics == {"val/accuracy": pytest.approx(expected)}
+        assert metrics["val/accuracy"] == pytest.approx(expected)
     [metrics] = trainer().test(module, data, verbose=False)
-    assert metrics == {"test/accuracy": pytest.approx(expected)}
+    assert metrics["test/accuracy"] == pytest.approx(expected)
 
 
 def test_named_metrics_leave_out_what_has_no_data() -> None:
@@ -135,6 +213,15 @@ def test_step_seconds_and_tree_are_there_for_callbacks() -> None:
     fit(module, [make_batch()])
     assert set(module.step_seconds) == {"prepare", "tree"} and min(module.step_seconds.values()) > 0
     assert module.last_tree is not None and module.last_tree.num_dense_tokens == make_batch().num_tokens
+
+
+def test_sequences_that_train_nothing_are_said_to() -> None:
+    batch = make_batch()
+    start, stop = batch.cu_seqlens[1:3].tolist()
+    batch.loss_mask[start:stop] = False
+    with pytest.warns(UserWarning, match="loss_mask: some sequences have no trained token"):
+        [step] = fit(PolicyModule(source(), optimizer=sgd), [batch])
+    assert math.isfinite(step["loss"])
 
 
 def broken(name: str) -> RolloutBatch:
@@ -185,6 +272,10 @@ def test_batches_that_cannot_be_trained_on(name: str, message: str) -> None:
         ({"advantage": "gae"}, "advantage=gae needs a critic: set class_path to modules.ActorCriticModule"),
         ({"aggregation": "mean"}, "aggregation: 'mean' is not one of token_mean"),
         ({"aggregation": "constant"}, "aggregation=constant needs aggregation_constant"),
+        (
+            {"aggregation": "constant", "aggregation_constant": math.inf},
+            "aggregation=constant needs aggregation_constant",
+        ),
         ({"aggregation_constant": 5}, "aggregation_constant has no effect with aggregation=token_mean"),
         ({"minibatches": 0}, "minibatches: must be at least 1"),
         ({"epochs": 0}, "epochs: must be at least 1"),
@@ -233,3 +324,11 @@ def test_source_of_reference_may_be_a_model() -> None:
     kept = module.reference
     module.configure_model()
     assert module.reference is kept and not any(p.requires_grad for p in kept.parameters())
+
+
+def test_half_of_dr_grpo_is_said_to_be() -> None:
+    with pytest.warns(UserWarning, match=r"advantage=dr_grpo is half of Dr\.GRPO: aggregation is token_mean"):
+        PolicyModule(source(), advantage="dr_grpo")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        PolicyModule(source(), advantage="dr_grpo", aggregation="token_mean")

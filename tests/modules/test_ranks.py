@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from modules import ActorCriticModule, PolicyModule, Refresh, Regulariser
+from modules import PolicyModule, Refresh, Regulariser
 from tests.distributed.ranks import RankError, RankPool
 from tests.modules import jobs
-from tests.modules.tiny import Batches, fit, make_batch, parameters, sgd, source, trainer
+from tests.modules.tiny import fit, make_batch, parameters, sgd, source
 
 CASES: dict[str, dict[str, Any]] = {
     "one step a batch": {"kind": "groups"},
@@ -103,6 +104,16 @@ def test_two_ranks_equal_one(case: str, two_ranks: RankPool) -> None:
         assert got_validation == pytest.approx(validation, rel=1e-5) and validation
 
 
+def test_two_ranks_go_on_in_the_middle_of_a_batch(two_ranks: RankPool, tmp_path: Path) -> None:
+    """Rank 0 alone holds the batch and what was prepared of it; all ranks are at the same step of it."""
+    for (whole, steps, _), (again, rest, _) in two_ranks.run(jobs.resumed, devices=2, directory=str(tmp_path)):
+        rest = [one for one in rest if one]  # at its start nothing is logged
+        for mine, theirs in zip(rest, steps[1:], strict=True):
+            assert mine["loss"] == theirs["loss"] and mine["reward"] == theirs["reward"]
+        for name, value in whole.items():
+            assert torch.equal(again[name], value), name
+
+
 def test_dta_strategy_on_one_process_equals_a_plain_trainer() -> None:
     with_strategy, steps, _ = jobs.train(devices=1, kind="groups", minibatches=2)
     module = PolicyModule(source(), optimizer=sgd, minibatches=2)
@@ -120,14 +131,14 @@ def test_another_strategy_on_two_processes_is_refused(two_ranks: RankPool) -> No
         two_ranks.run(jobs.plain_ddp)
 
 
-def test_only_rank_zero_sees_what_others_run(two_ranks: RankPool) -> None:
-    """Of a batch in 2 minibatches x 2 epochs: parts for the forward passes at its start, and for every step."""
+def test_other_ranks_hear_of_a_batch_once_and_run_their_share(two_ranks: RankPool) -> None:
+    """Of a batch in 2 minibatches x 2 epochs: its sequences once, and what each piece of work takes of them."""
     batch = make_batch(groups=6, episodes=4)
     everything = [tuple(tokens.tolist()) for tokens in batch.sequences()]
     results = two_ranks.run(jobs.what_a_rank_sees, devices=2, minibatches=2, epochs=2)
     held, run, _ = results[1]
-    assert held == run and len(run) == 1 + 4  # what it is given is what it runs
-    for sequences in held:
+    assert held == run and len(run) == 1 + 4  # what it unpacks is what it runs
+    for sequences in run:
         assert 0 < sum(map(len, sequences)) < 0.65 * batch.num_tokens
     first = results[0][1][0] + run[0]
     assert sorted(first) == sorted(everything)
@@ -135,7 +146,7 @@ def test_only_rank_zero_sees_what_others_run(two_ranks: RankPool) -> None:
         assert set(one) & set(two) == set() and len(one) + len(two) < len(everything)
     flat = sum(tensor.nbytes for tensor in batch.tensors().values())
     sent = results[0][2]
-    assert len(sent) == 4 and all(0 < mb < flat / 1e6 for mb in sent) and sent[0] > max(sent[1:])
+    assert len(sent) == 4 and 0 < sent[0] < flat / 1e6 and all(0 < mb < 0.5 * sent[0] for mb in sent[1:])
     assert results[1][2] == [0.0] * 4
 
 
@@ -159,39 +170,3 @@ def test_all_ranks_refuse_a_batch_together(two_ranks: RankPool) -> None:
         two_ranks.run(jobs.broken)
     assert len(error.value.messages) == 2
     assert all("no token of the batch is trained" in message for message in error.value.messages.values())
-
-
-@pytest.mark.parametrize("precision", ["bf16-true", "bf16-mixed", "64-true"])
-def test_precisions_train(precision: str) -> None:
-    module = PolicyModule(source(), optimizer=sgd, regularisers=[Regulariser("kl", 0.1)], reference="initial", epochs=2)
-    torch.manual_seed(0)
-    run = trainer(precision=precision)
-    run.fit(module, Batches([make_batch()]))
-    reference = PolicyModule(
-        source(), optimizer=sgd, regularisers=[Regulariser("kl", 0.1)], reference="initial", epochs=2
-    )
-    fit(reference, [make_batch()])
-    rough = 1e-6 if precision == "64-true" else 0.03
-    moved = parameters(reference.policy)
-    for name, value in parameters(module.policy).items():
-        torch.testing.assert_close(value.float(), moved[name], atol=rough, rtol=rough)
-
-
-@pytest.mark.parametrize("precision", ["bf16-true", "64-true"])
-def test_advantages_do_not_depend_on_the_precision(precision: str) -> None:
-    """Lightning makes the precision's dtype torch's default, for whatever is computed in a step."""
-    for name in ("grpo", "rloo", "tree", "reinforce_pp", "gae", "gae_turn"):
-        make = ActorCriticModule if name.startswith("gae") else PolicyModule
-        found = []
-        for chosen in ("32-true", precision):
-            batch = make_batch()
-            fit(make(source(), optimizer=sgd, advantage=name), [batch], precision=chosen)
-            found.append(batch.columns["advantages"])
-        assert torch.equal(*found), name
-
-
-@pytest.mark.parametrize("precision", ["bf16-true", "64-true"])
-def test_objectives_of_whole_steps_train_in_every_precision(precision: str) -> None:
-    [step] = fit(PolicyModule(source(), optimizer=sgd, objective="m2po"), [make_batch()], precision=precision)
-    [expected] = fit(PolicyModule(source(), optimizer=sgd, objective="m2po"), [make_batch()])
-    assert step["loss"] == pytest.approx(expected["loss"], rel=0.1)

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from app.strategies import DTAStrategy
 from modules import ModelSource, PolicyModule, Refresh, Regulariser
 from modules.reference import ReferencePolicy
 from tests.modules.tiny import CONFIG, Batches, fit, make_batch, naive_model, parameters, sgd, source, trainer
@@ -51,6 +52,49 @@ def test_a_checkpoint_has_what_was_refreshed(tmp_path: Any) -> None:
     trainer(max_epochs=2).fit(second, Batches(data[2:]), ckpt_path=tmp_path / "half.ckpt", weights_only=True)
     assert_same(second.reference.model, parameters(whole.reference.model))
     assert_same(second.policy, parameters(whole.policy), atol=1e-7)
+
+
+def test_an_average_below_float32_follows_exact_arithmetic() -> None:
+    """Steps of a hundredth of the difference are less than half a digit of bfloat16, all of them."""
+    policy = naive_model().bfloat16()
+    reference = ReferencePolicy("initial", policy, lambda model: model, Refresh(1, 0.99))  # type: ignore[arg-type, return-value]
+    exact = {name: param.detach().double() for name, param in policy.named_parameters()}
+    start = dict(exact)
+    rng = torch.Generator().manual_seed(0)
+    for version in range(1, 41):
+        for name, param in policy.named_parameters():
+            param.data += 0.004 * torch.rand(param.shape, generator=rng).bfloat16()
+            exact[name] = 0.99 * exact[name] + 0.01 * param.detach().double()
+        reference.follow(policy, version)
+    for name, param in reference.model.named_parameters():
+        assert param.dtype == torch.bfloat16
+        torch.testing.assert_close(reference._masters[name].double(), exact[name], atol=1e-6, rtol=1e-6)
+        assert torch.equal(param, reference._masters[name].bfloat16())
+        assert float((exact[name] - start[name]).abs().max()) > 1e-3
+
+
+def test_a_resumed_average_below_float32_is_the_same(tmp_path: Any) -> None:
+    def run() -> Any:
+        return trainer(precision="bf16-true", strategy=DTAStrategy())
+
+    options = {"reference_refresh": Refresh(1, 0.9)}
+    data = [make_batch(k, version=k) for k in range(3)]
+    whole, first, second = make(**options), make(**options), make(**options)
+    torch.manual_seed(0)
+    run().fit(whole, Batches(data))
+    torch.manual_seed(0)
+    half = run()
+    half.fit(first, Batches(data[:2]))
+    half.save_checkpoint(tmp_path / "half.ckpt")
+    torch.manual_seed(123)
+    last = trainer(max_epochs=2, precision="bf16-true", strategy=DTAStrategy())
+    last.fit(second, Batches(data[2:]), ckpt_path=tmp_path / "half.ckpt", weights_only=True)
+    assert whole.reference._masters.keys() == second.reference._masters.keys() != set()
+    for name, master in whole.reference._masters.items():
+        assert torch.equal(second.reference._masters[name], master)
+    assert any(not torch.equal(master, master.bfloat16().float()) for master in whole.reference._masters.values())
+    assert_same(second.reference.model, parameters(whole.reference.model))
+    assert_same(second.policy, parameters(whole.policy))
 
 
 def test_offloaded_it_computes_the_same() -> None:

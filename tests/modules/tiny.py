@@ -6,14 +6,15 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import lightning as L
 import torch
 from torch import Tensor
 
-from app.batch import EvalHandle, RolloutBatch, StepHandle, Trajectory
+from app.batch import EvalHandle, RolloutBatch, Trajectory
+from datamodules.pipeline.steps import Position, StepLoader
 from modules import ModelSource, build_model
 
 VOCABULARY = 17
@@ -87,14 +88,28 @@ def make_batch(
 
 
 class Batches(L.LightningDataModule):
-    """Yields each batch as often as the module asks for; rank 0 owns them."""
+    """The batches again and again, an epoch a time; rank 0 owns them."""
 
     def __init__(self, batches: list[RolloutBatch], held_out: list[RolloutBatch | None] | None = None) -> None:
         super().__init__()
         self.batches, self.held_out = batches, held_out or []
+        self.batches_per_epoch = len(batches)
+        self.position = Position()
 
-    def train_dataloader(self) -> Any:
-        return _Loader(self)
+    def train_dataloader(self) -> StepLoader:
+        return StepLoader(self)
+
+    def is_under_way(self, version: int) -> bool:
+        return self.position.is_under_way(version)
+
+    def hand_out(self, version: int) -> RolloutBatch | None:
+        return self._mine(self.batches[self.position.hand_out(version) % len(self.batches)])
+
+    def state_dict(self) -> dict[str, int]:
+        return self.position.state_dict(self.trainer.lightning_module.policy_version)
+
+    def load_state_dict(self, state_dict: dict[str, int]) -> None:
+        self.position.load_state_dict(state_dict)
 
     def val_dataloader(self) -> Any:
         # A loader of a plain list would be taken for several loaders.
@@ -105,23 +120,6 @@ class Batches(L.LightningDataModule):
 
     def _mine(self, batch: RolloutBatch | None) -> RolloutBatch | None:
         return batch if self.trainer.global_rank == 0 else None
-
-
-class _Loader:
-    def __init__(self, data: Batches) -> None:
-        self.data = data
-
-    @property
-    def count(self) -> int:
-        return self.data.trainer.lightning_module.steps_per_batch
-
-    def __len__(self) -> int:
-        return len(self.data.batches) * self.count
-
-    def __iter__(self) -> Iterator[StepHandle]:
-        for batch in self.data.batches:
-            for index in range(self.count):
-                yield StepHandle(self.data._mine(batch), index, self.count)
 
 
 class Metrics(L.Callback):
@@ -214,16 +212,15 @@ def naive_policy_loss(
     advantage = naive_grpo(batch, normalize_std)[i]
     with torch.no_grad():
         anchor = naive_outputs(reference, batch, i)[0] if reference is not None else logp.detach()
+    owners, own = [int(batch.episode_ids[j]) for j in chosen], int(batch.episode_ids[i])
     if aggregation == "token_mean":
         weight = 1 / sum(int(masks[j].sum()) for j in chosen)
     elif aggregation == "sequence_mean":
-        weight = 1 / (len(chosen) * int(masks[i].sum()))
+        weight = 1 / (len(set(owners)) * owners.count(own) * int(masks[i].sum()))
     elif aggregation == "episode_mean":
-        owners = [int(batch.episode_ids[j]) for j in chosen]
-        own = int(batch.episode_ids[i])
         weight = 1 / (len(set(owners)) * sum(int(masks[j].sum()) for j, e in zip(chosen, owners) if e == own))
     else:
-        weight = 1 / (len(chosen) * constant)
+        weight = 1 / (len(set(owners)) * constant)
     total = torch.zeros(())
     for t in masks[i].nonzero()[:, 0].tolist():
         ratio = (logp[t] - before[t]).exp()

@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from app.export import export
+from app.cli.export import export
 from datamodules.inference.sglang.launcher import ServerProcess
 from tests.datamodules.engine_suite import reference_logprobs
 from tests.distributed import export_jobs
@@ -18,6 +18,7 @@ from tests.sglang.servers import KEY, START_S, options
 
 
 @pytest.mark.timeout(600)
+@pytest.mark.slow
 def test_a_server_serves_what_two_ranks_saved(tmp_path: Path) -> None:
     ranks = RankPool(2)
     try:

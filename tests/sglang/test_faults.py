@@ -106,6 +106,7 @@ def own(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SGLangEngine]:
     assert not any(leftovers.members(group) for group in groups)
 
 
+@pytest.mark.slow
 class TestOwnServers:
     """Two servers of our own. The tests are one story, in this order: they share the servers."""
 

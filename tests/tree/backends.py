@@ -19,9 +19,9 @@ from torch.nn.attention import flex_attention as flex_module
 from transformers import AttentionInterface, PreTrainedModel
 
 from app.tree.attention import BACKENDS
-from app.tree.flash import FlashBackend
-from app.tree.flex import FlexBackend
-from app.tree.kernels import Math
+from app.tree.attention.flash import FlashBackend
+from app.tree.attention.flex import FlexBackend
+from app.tree.attention.kernels import Math
 
 ON_CPU = ("sdpa", "flash_on_cpu", "flex_on_cpu")
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from app.tree import PrefixTree, TreeEngine
-from app.tree import layout as layout_module
+from app.tree.planning import layout as layout_module
 from tests.tree import oracle
 from tests.tree.losses import SequenceLoss
 from tests.tree.strategies import Case

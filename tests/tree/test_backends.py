@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import re
 from collections.abc import Iterator
 
 import numpy as np
@@ -13,11 +14,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from app.tree import PrefixTree, TreeEngine, flex
-from app.tree.attention import BACKENDS, choose_backend
-from app.tree.flex import interval_blocks, window_blocks
-from app.tree.layout import layout
-from app.tree.planner import plan
+from app.tree import PrefixTree, TreeEngine
+from app.tree.attention import BACKENDS, choose_backend, flex
+from app.tree.attention.flex import interval_blocks, window_blocks
+from app.tree.attention.kernels import flash_refusal
+from app.tree.planning.layout import layout
+from app.tree.planning.planner import plan
 from tests.tree import models, oracle
 from tests.tree.backends import ON_CPU, cuda_backends_on_cpu, float64_clean
 from tests.tree.families import EXPERTS
@@ -192,7 +194,7 @@ def test_flex_compiles_for_all_lengths(monkeypatch: pytest.MonkeyPatch) -> None:
     """Traced as on CUDA (only the code generator is left out): every kind of call is compiled a few times and then
     serves all lengths. torch's own limit would be reached within the first pass, and symbolic scales do not trace."""
     compiled = functools.partial(torch.compile, backend="aot_eager")
-    monkeypatch.setattr("app.tree.flex.torch.compile", compiled)
+    monkeypatch.setattr("app.tree.attention.flex.torch.compile", compiled)
     runner = flex._runner.__wrapped__("cuda")
     monkeypatch.setattr(flex, "_runner", lambda device: runner)
     torch._dynamo.reset()
@@ -250,25 +252,48 @@ def test_auto_is_sdpa_on_cpus() -> None:
 
 
 @pytest.mark.parametrize(
-    ("dtype", "options", "expected"),
+    ("dtype", "options", "capability", "expected"),
     [
-        (torch.bfloat16, {}, "flash"),
-        (torch.float32, {}, "flex"),
-        (torch.float64, {}, "sdpa"),
-        (torch.bfloat16, dict(head_dim=264), "flex"),
-        (torch.bfloat16, dict(head_dim=8, model_type="gemma2", attn_implementation="eager"), "flex"),
+        (torch.bfloat16, {}, (8, 0), "flash"),
+        (torch.float16, {}, (9, 0), "flash"),
+        (torch.float32, {}, (9, 0), "sdpa"),  # FlexAttention would be compiled for minutes first
+        (torch.float64, {}, (9, 0), "sdpa"),
+        (torch.bfloat16, {}, (7, 5), "sdpa"),  # flash kernels die there
+        (torch.float16, {}, (7, 0), "sdpa"),
+        (torch.bfloat16, dict(head_dim=264), (9, 0), "flex"),
+        (torch.bfloat16, dict(head_dim=16, model_type="gemma2", attn_implementation="eager"), (9, 0), "flex"),
+        (torch.bfloat16, dict(head_dim=8, model_type="gemma2", attn_implementation="eager"), (9, 0), "sdpa"),
     ],
 )
-def test_auto_on_cuda(dtype, options: dict, expected: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_auto_on_cuda(
+    dtype, options: dict, capability: tuple[int, int], expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The choice reads the device of the parameters and no kernel: a stand-in device is enough."""
+    options = dict(options)
     model = models.make(options.pop("model_type", "qwen3"), dtype, **options)
     parameter = next(model.parameters())
     stand_in = torch.empty(0, dtype=parameter.dtype)
     monkeypatch.setattr(type(model), "parameters", lambda self: iter([_On("cuda", stand_in.dtype)]))
-    monkeypatch.setattr("app.tree.attention.find_spec", lambda name: object())
+    monkeypatch.setattr("app.tree.attention.function.find_spec", lambda name: object())
+    for module in ("function", "kernels"):
+        monkeypatch.setattr(f"app.tree.attention.{module}.capability", lambda device: capability)
     assert choose_backend("auto", model).name == expected
-    monkeypatch.setattr("app.tree.attention.find_spec", lambda name: None)
+    monkeypatch.setattr("app.tree.attention.function.find_spec", lambda name: None)
     assert choose_backend("auto", model).name == ("sdpa" if expected == "flex" else expected)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "head_dim", "capability", "words"),
+    [
+        (torch.bfloat16, 64, (7, 5), r"compute capability 8\.0 .* this one has 7\.5"),
+        (torch.float32, 64, (9, 0), "computes bfloat16 and float16, not torch.float32"),
+        (torch.bfloat16, 260, (9, 0), "multiples of 8 and at most 256, not 260"),
+    ],
+)
+def test_flash_refuses_by_name(dtype, head_dim: int, capability, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("app.tree.attention.kernels.capability", lambda device: capability)
+    found = flash_refusal(torch.device("cuda"), dtype, head_dim)
+    assert found is not None and re.search(words, found)
 
 
 class _On:

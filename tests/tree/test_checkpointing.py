@@ -12,9 +12,9 @@ from torch.nn import Linear
 
 from app.tree import PrefixTree, TreeEngine
 from app.tree.checkpointing import checkpointable, checkpointed, checkpoints_itself
-from app.tree.packing import Packing
-from app.tree.plan import ExecutionPlan
-from app.tree.planner import plan
+from app.tree.planning.packing import Packing
+from app.tree.planning.plan import ExecutionPlan
+from app.tree.planning.planner import plan
 from tests.tree import models, oracle
 from tests.tree.losses import KINDS, SequenceLoss
 from tests.tree.parity import as_tensor, assert_unchanged, build, snapshot, take_grads

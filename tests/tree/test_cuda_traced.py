@@ -39,7 +39,7 @@ def traced(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 
 
 def test_every_case_runs_and_waits_for_the_loss_alone(traced: list[dict[str, Any]]) -> None:
-    assert len(traced) == 20
+    assert len(traced) == 24
     assert {(one["case"], one["backend"]): one["waits"] for one in traced if one["waits"] != [LOSS]} == {}
 
 
@@ -50,3 +50,12 @@ def test_low_precision_runs_on_flash_kernels(traced: list[dict[str, Any]]) -> No
     assert found["bf16", "sdpa"] == dense and found["autocast", "sdpa"] == dense
     assert found["bf16", "flash"] == dense | packed and found["window", "flash"] >= packed
     assert not found["float64", "sdpa"] and not found["soft-capping", "sdpa"]
+
+
+def test_float32_and_older_gpus_have_a_kernel_that_starts_at_once(traced: list[dict[str, Any]]) -> None:
+    """The memory-efficient one; bf16, which GPUs before Ampere do not compute, by plain operators."""
+    efficient = {"_scaled_dot_product_efficient_attention", "_scaled_dot_product_efficient_attention_backward"}
+    found = {(one["case"], one["backend"]): set(one["operators"]) for one in traced}
+    assert found["float32", "sdpa"] == found["auto", "auto"] == efficient
+    assert found["older GPU", "auto"] == found["older GPU", "sdpa"] == efficient
+    assert not found["older GPU, bf16", "auto"]

@@ -39,7 +39,7 @@ def test_the_support_matrix_is_current() -> None:
 
 def test_a_wrong_family_is_not_called_supported(monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards every cell: an engine whose branches see each other fails all columns."""
-    from app.tree import layout
+    from app.tree.planning import layout
 
     monkeypatch.setattr(layout, "_block", lambda start, stop, *rest: layout.Part(start, stop, start, stop, causal=True))
     for column, check in families.COLUMNS.items():

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from app.tree import PrefixTree, TreeEngine
 from app.tree.heads import Heads
@@ -94,3 +97,26 @@ def test_entropy_without_gradient_costs_backward_nothing(monkeypatch: pytest.Mon
 
         TreeEngine(model, 8, 8).backward(tree, loss, want=("logprobs", "entropy"))
         assert set(named) == {frozenset(["logprobs"] + ["entropy"] * used)}
+
+
+def test_entropy_asks_for_no_product_but_the_projection() -> None:
+    """Matrix products may be told to round to TF32 or bf16; of entropies that would be an error of 1e-3."""
+
+    class Products(TorchDispatchMode):
+        seen: list[tuple[int, ...]]
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if str(func).split(".")[1] in ("mm", "bmm", "addmm", "baddbmm", "mv", "dot"):
+                self.seen.append(tuple(args[0].shape))
+            return func(*args, **(kwargs or {}))
+
+    model = models.make("qwen2")
+    heads, vocabulary = Heads(model, None, 4), model.config.vocab_size
+    hidden, targets = torch.randn(ROWS, models.HIDDEN), torch.zeros(ROWS, dtype=torch.int64)
+    with Products() as products:
+        products.seen = []
+        heads.forward(hidden, targets, 1.0, frozenset(["entropy"]))
+        heads.backward(hidden, targets, 1.0, {"entropy": torch.ones(ROWS)})
+    blocks = {(4, models.HIDDEN), (3, models.HIDDEN)}  # by the projection
+    gradients = {(4, vocabulary), (3, vocabulary), (vocabulary, models.HIDDEN)}
+    assert blocks <= set(products.seen) <= blocks | gradients

@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from app.tree.kernels import CpuFlash, Kernel, Math
+from app.tree.attention import kernels
+from app.tree.attention.kernels import CpuFlash, CudaEfficient, Kernel, Math
 
 HEADS = [(4, 4), (4, 2), (6, 1)]
 
@@ -96,6 +97,49 @@ def test_one_query_and_one_key(kernel: Kernel) -> None:
     gq, gk, gv = kernel.backward(grad.contiguous(), q, k, v, out, lse, saved, True, None, SCALE)
     assert gq.abs().max() < 1e-12 and gk.abs().max() < 1e-12
     assert torch.allclose(gv, grad.unflatten(1, (2, 2)).sum(2))
+
+
+class Efficient:
+    """What torch documents of its memory-efficient kernel, in plain operators: no grouped heads, a log-sum-exp with
+    rows to a multiple of 32, which backward wants again, +inf where there is no query."""
+
+    @staticmethod
+    def _scaled_dot_product_efficient_attention(q, k, v, bias, compute_lse, dropout, causal, *, scale):
+        assert q.shape[:2] == k.shape[:2] == v.shape[:2] and bias is None and compute_lse and not dropout
+        visible = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool)
+        scores = (q @ k.transpose(-1, -2) * scale).masked_fill(~(visible.tril() if causal else visible), float("-inf"))
+        lse = scores.logsumexp(-1)
+        padded = torch.full((*lse.shape[:2], -(-lse.shape[2] // 32) * 32), float("inf"), dtype=lse.dtype)
+        padded[:, :, : lse.shape[2]] = lse
+        return scores.softmax(-1) @ v, padded, torch.tensor(1), torch.tensor(2)
+
+    @staticmethod
+    def _scaled_dot_product_efficient_attention_backward(
+        grad, q, k, v, bias, out, lse, seed, offset, dropout, wanted, causal, *, scale
+    ):
+        assert grad.shape == out.shape == q.shape and q.shape[:2] == k.shape[:2] and not dropout
+        assert (int(seed), int(offset), tuple(wanted)) == (1, 2, (True, True, True, False))
+        assert lse.shape[2] % 32 == 0 and (lse[:, :, q.shape[2] :] == float("inf")).all()
+        probs = (q @ k.transpose(-1, -2) * scale - lse[:, :, : q.shape[2], None]).exp()
+        probs = probs.tril() if causal else probs
+        scores = probs * (grad @ v.transpose(-1, -2) - (grad * out).sum(-1, keepdim=True)) * scale
+        return scores @ k, scores.transpose(-1, -2) @ q, probs.transpose(-1, -2) @ grad, None
+
+
+@pytest.mark.parametrize("heads", HEADS)
+def test_memory_efficient_kernel_without_grouped_heads(heads: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Against plain operators, in the layout it is given: the kernel itself needs a GPU."""
+    monkeypatch.setattr(kernels, "_aten", Efficient)
+    for n, m, causal in ((37, 37, True), (37, 50, False), (64, 3, False)):
+        q, k, v, grad = inputs(heads, n, m, torch.float64)
+        grad = grad.contiguous()
+        out, lse, saved = CudaEfficient().forward(q, k, v, causal, None, SCALE)
+        expected, expected_lse, _ = Math().forward(q, k, v, causal, None, SCALE)
+        assert (out - expected).abs().max() < 1e-12 and (lse - expected_lse).abs().max() < 1e-12
+        merged = (out * 0.7, lse + 0.3)  # as if there were another part
+        got = CudaEfficient().backward(grad, q, k, v, *merged, saved, causal, None, SCALE)
+        want = Math().backward(grad, q, k, v, *merged, None, causal, None, SCALE)
+        assert all(a.shape == b.shape and (a - b).abs().max() < 1e-12 for a, b in zip(got, want, strict=True))
 
 
 def test_scores_held_at_once_are_bounded() -> None:

@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from app.tree import PrefixTree
-from app.tree import layout as layout_module
-from app.tree.layout import Layout, layout
-from app.tree.planner import plan
+from app.tree.planning import layout as layout_module
+from app.tree.planning.layout import Layout, layout
+from app.tree.planning.planner import plan
 from tests.tree.strategies import Case, cases
 
 

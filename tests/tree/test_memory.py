@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from app.tree import PrefixTree, TreeEngine, memory
-from app.tree.cost import ModelShape
 from app.tree.memory import DEVICE_CHUNK, auto_budgets, pass_memory, token_bytes
+from app.tree.planning.cost import ModelShape
 from tests.tree import models
 from tests.tree.test_engine_memory import Meter
 

@@ -1,7 +1,7 @@
 """Properties of execution plans, checked by an interpreter of our own that only counts: no model, no torch.
 
-What a plan promises (app/tree/plan.py): every token that a scored one depends on forward with gradient exactly once
-and the others never, children before parents, both budgets kept, the live path always the one the next chunk hangs
+What a plan promises (app/tree/planning/plan.py): every token that a scored one depends on forward with gradient exactly
+once and the others never, children before parents, both budgets kept, the live path always the one the next chunk hangs
 below; whatever packing, predictor and checkpointing it was made with.
 """
 
@@ -15,15 +15,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from app.tree import PrefixTree
-from app.tree.cost import ModelShape
-from app.tree.packing import Packing
-from app.tree.plan import ExecutionPlan
-from app.tree.planner import plan
-from app.tree.timing import CPU_RATES, TimeModel
+from app.tree.attention.part_attention import PartBackend
+from app.tree.planning.cost import ModelShape
+from app.tree.planning.packing import Packing
+from app.tree.planning.plan import ExecutionPlan
+from app.tree.planning.planner import plan
+from app.tree.planning.timing import CPU_RATES, TimeModel
 from tests.tree.strategies import Case, cases
 
 SHAPE = ModelShape(2, 16, 24, 4, 2, 4, 31)
-PREDICTORS = (None, TimeModel(SHAPE, CPU_RATES))
+PARTS = PartBackend()
+PREDICTORS = (None, TimeModel(SHAPE, CPU_RATES, PARTS))
 shares = st.sampled_from([1.0, 0.6, 0.25])
 packings = st.sampled_from([None, *(dict(join=j, even=e, order=o) for j in (True, False) for e in (True, False)
                             for o in ("heaviest", "longest"))])  # fmt: skip
@@ -248,7 +250,7 @@ def test_checkpointing_replaces_a_long_recompute() -> None:
 def test_chunks_larger_than_the_live_budget_need_checkpointing() -> None:
     """Ten live tokens and many branches of one token: with checkpointing one chunk of 40 beats four of ten."""
     tree = PrefixTree.build([[1, 2, 3, i, 5] for i in range(10, 47)])
-    model = TimeModel(SHAPE, CPU_RATES)
+    model = TimeModel(SHAPE, CPU_RATES, PARTS)
     plain, checkpointed = plan(tree, 40, 10, model), plan(tree, 40, 10, model, 0.25)
     assert plain.chunk_tokens == 10 and len(plain.chunks) == 4
     assert checkpointed.chunk_tokens == 40 and [chunk.checkpoint for chunk in checkpointed.chunks] == [True]
@@ -281,7 +283,7 @@ def test_degenerate_trees(name: str) -> None:
     for some in (sequences[0], sequences[len(sequences) // 2], sequences[-1]):
         index = next(i for i, s in enumerate(sequences) if s is some)
         assert (tree.tokens[tree.sequence_tokens([index])] == some).all()
-    execution = plan(tree, 512, 1024, TimeModel(SHAPE, CPU_RATES), 0.25)
+    execution = plan(tree, 512, 1024, TimeModel(SHAPE, CPU_RATES, PARTS), 0.25)
     assert sum(chunk.tokens for chunk in execution.chunks) == tree.num_needed_tokens
     assert execution.peak_live_tokens <= 1024
     assert sum(step.action == "backward" for step in execution.steps) == len(execution.chunks)

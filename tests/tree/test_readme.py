@@ -47,6 +47,6 @@ def test_what_the_page_names_exists() -> None:
     folder = README.parent
     for target in re.findall(r"\]\(([^)#]+)\)", TEXT):
         assert (folder / target).exists(), target
-    for name in re.findall(r"`(\w+\.py)`", TEXT):
+    for name in re.findall(r"`([\w/]+\.py)`", TEXT):
         assert (folder / name).exists(), name
     assert all(f"| `{name}` |" in TEXT for name in BACKENDS)

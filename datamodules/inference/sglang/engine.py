@@ -16,6 +16,7 @@ option of SGLang for GPUs); others draw from streams of their own, and runs on t
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 import shutil
 import tempfile
@@ -40,6 +41,7 @@ from datamodules.inference.sglang.weights import DiskWeights, Weights, weights_o
 from datamodules.inference.weight_files import WeightFiles
 
 _LOOK_S = 0.5
+_GRACE_S = 60.0  # processes of ours may take 25 s to end
 _MOST_ATTEMPTS = 4
 
 
@@ -92,8 +94,8 @@ class SGLangEngine:
             "silence_s": silence_s,
         }
         for name, value in numbers.items():
-            if not value > 0:
-                raise ValueError(f"SGLangEngine.{name}: {value}, must be above 0")
+            if not 0 < value < math.inf:
+                raise ValueError(f"SGLangEngine.{name}: {value}, must be above 0 and finite")
         given_servers(urls or (), None, max_concurrent)  # an address that is none is an error at once
         self.urls = tuple(urls or ())
         self.launch = launch
@@ -112,6 +114,7 @@ class SGLangEngine:
         self._max_context = 0
         self._pending: set[Pending] = set()
         self._scratch = ""
+        self._update_s = 0.0  # the longest deadline of an update so far
         # Of the loop alone.
         self._steering = asyncio.Lock()
         self._clerk: asyncio.Task[None] | None = None
@@ -138,7 +141,7 @@ class SGLangEngine:
             servers = launched_servers(options, logs, key, self.max_concurrent, Path(self._scratch))
         self._thread = LoopThread("sglang-engine")
         try:
-            self._thread.call(self._open(servers, target))
+            self._thread.call(self._open(servers, target), self._patience(self.start_timeout_s))
         except BaseException:
             self.close()
             raise
@@ -148,7 +151,7 @@ class SGLangEngine:
         if thread is None:
             return
         try:
-            thread.call(self._shut())
+            thread.call(self._shut(), self._patience(self.control_timeout_s))
         finally:
             thread.stop(self.control_timeout_s)
             fleet, self._fleet = self._fleet, None
@@ -202,7 +205,7 @@ class SGLangEngine:
         if found is None or found.process is None:
             raise GenerationError(f"server '{server}' was not launched by this engine; restart it where it runs")
         assert self._thread is not None
-        self._thread.call(fleet.restart(found))
+        self._thread.call(fleet.restart(found), self._patience(self.start_timeout_s))
 
     # --------------------------------------------------------------------------------------------------- requests
 
@@ -214,7 +217,7 @@ class SGLangEngine:
         return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(self._serve(request), thread.loop))
 
     async def _serve(self, request: GenerationRequest) -> GenerationResponse:
-        pending = Pending(request, self._clock())
+        pending = Pending(request, self.vocab_size, self._clock())
         self._pending.add(pending)
         try:
             return await complete(self._running_fleet(), pending, self.report_tokens, _MOST_ATTEMPTS)
@@ -247,12 +250,12 @@ class SGLangEngine:
     def pause(self) -> None:
         self._running_fleet()
         assert self._thread is not None
-        self._thread.call(self._pause())
+        self._thread.call(self._pause(), self._patience(self.control_timeout_s))
 
     def resume(self) -> None:
         self._running_fleet()
         assert self._thread is not None
-        self._thread.call(self._resume())
+        self._thread.call(self._resume(), self._patience(self.control_timeout_s))
 
     def update_weights(self, update: WeightUpdate) -> float:
         if update.version <= self.version:
@@ -262,7 +265,14 @@ class SGLangEngine:
             )
         assert self._match is not None and self._thread is not None
         self._match.check_update(update)
-        return self._thread.call(self._update(weights_of(update), update.deadline_s))
+        weights = weights_of(update)
+        self._update_s = max(self._update_s, update.deadline_s)
+        return self._thread.call(self._update(weights, update.deadline_s), self._patience(update.deadline_s))
+
+    def _patience(self, seconds: float) -> float:
+        """Seconds after which a call that has a deadline of `seconds` has met a loop that stands still: what was asked
+        for before it may have to end first."""
+        return seconds + max(self._update_s, self.control_timeout_s) + _GRACE_S
 
     async def _pause(self) -> None:
         async with self._steering:

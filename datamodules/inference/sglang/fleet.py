@@ -66,6 +66,7 @@ class Fleet:
         self.start_s = start_s
         self.max_restarts = max_restarts
         self.counts = {"moved": 0, "kept_tokens": 0, "prompt_tokens": 0, "cached_tokens": 0}
+        self._told_ends: set[int] = set()
         self._waiting: deque[tuple[list[int], str, asyncio.Future[Flight]]] = deque()
         self._keepers: list[asyncio.Task[None]] = []
         self._errands: set[asyncio.Task[None]] = set()
@@ -165,6 +166,17 @@ class Fleet:
         if server.state in UP:
             server.holds = None
             server.enter("dirty", reason)
+
+    def tell_of_end(self, server: Server, token: int) -> None:
+        """A server stopped at a token at which the request does not; said once a token."""
+        if token not in self._told_ends:
+            self._told_ends.add(token)
+            _log.warning(
+                "%s stopped at token %d, which does not end this run's replies: they are continued. If it should, name"
+                " it in the eos_token_id of the trained model's generation_config.json, or in the workflow's stop",
+                server.client.url,
+                token,
+            )
 
     def abort(self, flight: Flight, name: str) -> None:
         """Tells a server, in the background, that nobody waits for a request any more."""

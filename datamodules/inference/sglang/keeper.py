@@ -19,6 +19,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from datamodules.inference.protocol import GenerationError
+from datamodules.inference.sglang.client import shown
 from datamodules.inference.sglang.server_state import UP, Server, WrongModel
 from datamodules.inference.sglang.weights import DiskWeights, Weights
 
@@ -163,7 +164,7 @@ class Keeper:
         server, fleet = self.server, self._fleet
         label = answer.get("weight_version")
         if label != str(server.version):
-            fleet.distrust(server, f"it serves weights '{label}' instead of '{server.version}'")
+            fleet.distrust(server, f"it serves weights {shown(label)} instead of '{server.version}'")
 
 
 async def cancelled(tasks: Iterable[asyncio.Task[Any]]) -> None:

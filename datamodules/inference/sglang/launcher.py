@@ -14,6 +14,7 @@ import socket
 import subprocess
 import tempfile
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,6 +37,23 @@ class ServerDidNotStart(GenerationError):
     """The server ended or was not healthy in time; the message ends with the last lines of its log."""
 
 
+# Where a server listens and which key it wants is decided here. A key on a command line is seen by every user of the
+# machine; a configuration file of SGLang may set all of them.
+_OURS = ("--host", "--port", "--api-key", "--admin-api-key", "--config")
+
+
+def refused_argument(arguments: Sequence[str]) -> str | None:
+    """What is wrong with more arguments for SGLang; None for nothing. Its parser takes beginnings of names, too."""
+    for argument in arguments:
+        name = argument.partition("=")[0].replace("_", "-")
+        if len(name) > 2 and (ours := next((one for one in _OURS if one.startswith(name)), None)):
+            return (
+                f"{name} ({ours}) would change where the server listens or which key it wants; only `arborist serve"
+                f" --host` and --port open it, and the key comes from {API_KEY_VARIABLE}"
+            )
+    return None
+
+
 @dataclass(frozen=True)
 class ServerOptions:
     """How a server runs.
@@ -56,6 +74,9 @@ class ServerOptions:
         seed: of its sampling.
         version: policy version of the weights in `model_path`; None for weights that are no version of a run.
         arguments: more arguments for SGLang, as on its command line.
+
+    Raises:
+        ValueError: arguments that say where the server listens or which key it wants.
     """
 
     model_path: str
@@ -72,6 +93,10 @@ class ServerOptions:
     seed: int = 0
     version: int | None = None
     arguments: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if problem := refused_argument(self.arguments):
+            raise ValueError(f"arguments: {problem}")
 
     def command(self, port: int) -> list[str]:
         """SGLang's arguments."""

@@ -1,4 +1,7 @@
-"""A thread with an event loop, and blocking calls into it from other threads."""
+"""A thread with an event loop, and blocking calls into it from other threads.
+
+Promises: no call waits longer than its deadline, whatever became of the loop.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,8 @@ import asyncio
 import threading
 from collections.abc import Coroutine
 from typing import Any, TypeVar
+
+from datamodules.inference.protocol import GenerationError
 
 _T = TypeVar("_T")
 
@@ -18,12 +23,24 @@ class LoopThread:
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
-    def call(self, work: Coroutine[Any, Any, _T]) -> _T:
-        """Result of `work`, which runs on the loop; an interrupt here cancels it. Not to be called on the loop."""
+    def call(self, work: Coroutine[Any, Any, _T], deadline_s: float) -> _T:
+        """Result of `work`, which runs on the loop; an interrupt here cancels it. Not to be called on the loop.
+
+        Args:
+            deadline_s: seconds, more than `work` takes by its own deadlines: only a loop that stands still passes it.
+
+        Raises:
+            GenerationError: the deadline passed. Besides, whatever `work` raises.
+        """
         future = asyncio.run_coroutine_threadsafe(work, self.loop)
         try:
-            return future.result()
-        except BaseException:
+            return future.result(deadline_s)
+        except BaseException as error:
+            if isinstance(error, TimeoutError) and not future.done():
+                future.cancel()
+                raise GenerationError(
+                    f"the event loop of thread {self._thread.name} stands still: no answer within {deadline_s:g} s"
+                ) from None
             future.cancel()
             raise
 

@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 
 from datamodules.inference.export import base_model, checkpoint_weights
 from datamodules.inference.protocol import GenerationError, WeightUpdate
+from datamodules.inference.sglang.client import shown
 from datamodules.inference.sglang.server_state import Server, WrongModel
 
 _ASK_S = 30.0
@@ -46,19 +47,24 @@ class ModelMatch:
         model, info = await asyncio.gather(
             server.client.get("/model_info", _ASK_S), server.client.get("/server_info", _ASK_S)
         )
-        theirs = (model.get("architectures") or [self.architecture])[0]
-        if not model.get("is_generation", True) or theirs != self.architecture:
+        named = model.get("architectures") or [self.architecture]
+        theirs = named[0] if isinstance(named, list) else named
+        if model.get("is_generation", True) is not True or theirs != self.architecture:
             raise WrongModel(
-                f"{server.client.url} serves a {theirs} ({model.get('model_path')}), the trainer's model is a"
-                f" {self.architecture}; start the server with the model that is trained"
+                f"{server.client.url} serves a {shown(theirs)} ({shown(model.get('model_path'))}), the trainer's model"
+                f" is a {self.architecture}; start the server with the model that is trained"
             )
-        states = info.get("internal_states") or [{}]
-        runs = states[0].get("effective_max_running_requests_per_dp") or info.get("max_running_requests")
+        whole = server.client.whole
+        states = info.get("internal_states")
+        state = states[0] if isinstance(states, list) and states and isinstance(states[0], dict) else {}
+        runs = whole(state, "effective_max_running_requests_per_dp", None, 1) or whole(
+            info, "max_running_requests", None, 1
+        )
         if runs:
-            server.limit = min(server.limit, int(runs) * int(info.get("dp_size") or 1))
-        server.incremental = bool(info.get("incremental_streaming_output"))
+            server.limit = min(server.limit, runs * (whole(info, "dp_size", 1, 1) or 1))
+        server.incremental = info.get("incremental_streaming_output") is True
         # Prompts of this length are refused already; a request of this length, output included, is served in full.
-        server.max_context = min(self.positions, int(info.get("max_req_input_len") or self.positions))
+        server.max_context = min(self.positions, whole(info, "max_req_input_len", self.positions, 1) or self.positions)
 
     def check_update(self, update: WeightUpdate) -> None:
         """Raises GenerationError when names or shapes are not those of the model."""

@@ -4,16 +4,17 @@ A report holds the tokens since the last one, with log-probabilities; the last r
 which tokens belong to which weights. A server that is lost gives no last report: then those tokens are kept whose
 version is certain, because the reports before and after them carry the same one.
 
-Promises: the three lists always fit together; versions never decrease; a report that contradicts itself, or weights
-that are not this run's, are errors and never training data.
+Promises: the three lists always fit together, and never hold more than was asked for; versions never decrease; a report
+that makes no sense (see `report`) or contradicts itself, or weights that are not this run's, are errors and never
+training data.
 """
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 from datamodules.inference.protocol import GenerationError, GenerationRequest, GenerationResponse
+from datamodules.inference.sglang.report import Report
 
 
 class ForeignWeights(GenerationError):
@@ -21,10 +22,20 @@ class ForeignWeights(GenerationError):
 
 
 class Output:
-    """The output of `request`: `begin` an attempt, `add` reports until it returns True, or `keep` what is certain."""
+    """The output of `request`: `begin` an attempt, `add` reports until it returns True, or `keep` what is certain.
 
-    def __init__(self, request: GenerationRequest) -> None:
+    Args:
+        request: what is to be generated.
+        vocab_size: ids below it may come.
+
+    Attributes:
+        last: the last report.
+    """
+
+    def __init__(self, request: GenerationRequest, vocab_size: int) -> None:
         self.request = request
+        self.last: Report | None = None
+        self._vocab_size = vocab_size
         self.tokens: list[int] = []
         self.logprobs: list[float] = []
         self.versions: list[int] = []
@@ -46,41 +57,44 @@ class Output:
         """An attempt on a server that has weights `version`."""
         self._attempt, self._label, self._certain = ([], [], []), version, 0
 
-    def add(self, report: dict[str, Any], newest: int, incremental: bool) -> bool:
+    def add(self, said: Any, newest: int, incremental: bool) -> bool:
         """Takes a report in; True when it is the last of the attempt, whose tokens then count.
 
         Args:
+            said: by the server.
             newest: the newest version any server was given.
             incremental: reports hold new tokens only; otherwise all of the attempt's.
 
         Raises:
             ForeignWeights: it carries weights that are not this run's.
-            GenerationError: it contradicts itself.
+            GenerationError: it makes no sense, or contradicts itself.
         """
-        meta = report["meta_info"]
+        try:
+            report = self.last = Report.of(said, self._vocab_size)
+        except ValueError as error:
+            raise self._wrong(str(error)) from error
         tokens, logprobs, versions = self._attempt
-        known, ended = len(tokens), meta.get("finish_reason")
+        known = len(tokens)
         fresh = slice(0, None) if incremental else slice(known, None)
-        pairs = (meta.get("output_token_logprobs") or [])[fresh]
-        ids = report["output_ids"][fresh]
-        if known + len(ids) > meta["completion_tokens"] and ended:
-            ids, pairs = [], []  # the last report of an aborted request repeats the last token
-        if len(pairs) != len(ids) or any(pair[1] != one for pair, one in zip(pairs, ids)):
-            raise self._wrong(f"{len(ids)} tokens came with the log-probabilities of {len(pairs)} others")
-        if not all(pair[0] is not None and math.isfinite(pair[0]) for pair in pairs):
-            raise self._wrong("a log-probability is not finite")
-        label = self._version(meta.get("weight_version"), newest)
+        ids, values = report.tokens[fresh], report.logprobs[fresh]
+        if known + len(ids) > report.completion_tokens and report.ended:
+            ids, values = [], []  # the last report of an aborted request repeats the last token
+        if known + len(ids) > self.left:
+            raise self._wrong(f"{known + len(ids)} tokens came where {self.left} were left")
+        label = self._version(report.label, newest)
         tokens += ids
-        logprobs += [pair[0] for pair in pairs]
+        logprobs += values
         versions += [label] * len(ids)
+        if not set(self.request.stop_token_ids).isdisjoint(tokens[max(known - 1, 0) : -1]):
+            raise self._wrong("it goes on behind a stop token")
         if label == self._label and self._certain == known:
             self._certain = len(tokens)
         self._label = label
-        if not ended:
+        if not report.ended:
             return False
-        self._certain = self._apply_spans(meta.get("weight_versions"), newest)
+        self._certain = self._apply_spans(report.spans, newest)
         self.keep()
-        self.finish_reason = str(ended.get("type", ended)) if isinstance(ended, dict) else str(ended)
+        self.finish_reason = report.ended
         return True
 
     def keep(self) -> int:
@@ -96,12 +110,14 @@ class Output:
     def response(self) -> GenerationResponse:
         return GenerationResponse(self.tokens, self.logprobs, self.versions, self.finish_reason)
 
-    def _apply_spans(self, spans: list[dict[str, Any]] | None, newest: int) -> int:
+    def _apply_spans(self, spans: list[tuple[str, int, int]], newest: int) -> int:
         """Versions of the whole attempt as its last report says; returns its number of tokens."""
         versions, count = self._attempt[2], len(self._attempt[0])
         exact: list[int] = []
-        for span in spans or []:
-            exact += [self._version(span["version"], newest)] * (span["end"] - span["start"])
+        for label, start, end in spans:
+            if start != len(exact) or not start <= end <= count:
+                raise self._wrong(f"{count} tokens came with the versions of tokens {start} to {end}")
+            exact += [self._version(label, newest)] * (end - start)
         if len(exact) != count:
             raise self._wrong(f"{count} tokens came with the versions of {len(exact)}")
         if exact != sorted(exact) or (exact and self.versions and exact[0] < self.versions[-1]):
@@ -109,11 +125,8 @@ class Output:
         versions[:] = exact
         return count
 
-    def _version(self, label: Any, newest: int) -> int:
-        try:
-            version = int(label)
-        except (TypeError, ValueError):
-            version = -1
+    def _version(self, label: str, newest: int) -> int:
+        version = int(label) if label.isascii() and label.isdecimal() and len(label) < 19 else -1
         if not 0 <= version <= newest:
             raise ForeignWeights(
                 f"it serves weights '{label}' while this run is at version {newest}: it was started anew, or another"

@@ -27,8 +27,8 @@ _OVERLOADED = (429, 502, 503, 504)  # or ending
 class Pending:
     """A request being served; `expire` ends it with a message."""
 
-    def __init__(self, request: GenerationRequest, began: float) -> None:
-        self.output = Output(request)
+    def __init__(self, request: GenerationRequest, vocab_size: int, began: float) -> None:
+        self.output = Output(request, vocab_size)
         self.began = began
         self.task: asyncio.Task[Any] | None = asyncio.current_task()
         self.flight: Flight | None = None
@@ -54,6 +54,7 @@ async def complete(fleet: Fleet, pending: Pending, report_tokens: int, max_attem
     name = output.request.request_id
     while True:
         flight = pending.flight = await fleet.acquire(output.prompt(), name)
+        before = len(output.tokens)
         try:
             await _fly(fleet, flight, output, report_tokens)
         except ServerLost as error:
@@ -73,7 +74,12 @@ async def complete(fleet: Fleet, pending: Pending, report_tokens: int, max_attem
             if output.finish_reason != "abort" and _is_complete(output):
                 return output.response()
             if output.finish_reason != "abort":
-                continue  # the model's own end of sequence, which this request does not stop at
+                # An end of sequence that the request does not name: workflows' requests name all that end a reply of
+                # the model (see workflows/turn_ends), so this one is to go on, or the server's model names others.
+                if len(output.tokens) == before:
+                    raise GenerationError(f"request '{name}': {flight.server.client.url} ended it without a token")
+                fleet.tell_of_end(flight.server, output.tokens[-1])
+                continue
             reason = f"{flight.server.client.url} aborted it"
         finally:
             pending.flight = None
@@ -88,11 +94,10 @@ async def complete(fleet: Fleet, pending: Pending, report_tokens: int, max_attem
             kept,
             reason,
         )
+        if _has_all(output):  # only the last report was lost
+            return output.response()
         if lost == max_attempts:
             raise GenerationError(f"request '{name}': {lost} places were lost while it ran, the last one: {reason}")
-        if not output.left:
-            output.finish_reason = "length"
-            return output.response()
 
 
 class _TakenAway(Exception):
@@ -128,10 +133,12 @@ async def _attempt(fleet: Fleet, flight: Flight, output: Output, report_tokens: 
                 newest = max(fleet.target.version, server.version)
                 if output.add(report, newest, server.incremental):
                     over = True
-                    meta = report["meta_info"]
-                    _raise_if_refused(server.client.url, meta["finish_reason"])
-                    fleet.counts["prompt_tokens"] += int(meta.get("prompt_tokens") or 0)
-                    fleet.counts["cached_tokens"] += int(meta.get("cached_tokens") or 0)
+                    said = output.last
+                    assert said is not None
+                    if said.ended == "abort" and said.status:
+                        raise ServerRefused(f"{server.client.url}/generate: {said.status}: {said.message}", said.status)
+                    fleet.counts["prompt_tokens"] += said.prompt_tokens
+                    fleet.counts["cached_tokens"] += said.cached_tokens
                     return
         raise ServerLost(f"{server.client.url}/generate: the answer ended without its last report")
     except ServerRefused:
@@ -173,18 +180,9 @@ def request_body(output: Output, name: str, report_tokens: int, incremental: boo
     }
 
 
-def _raise_if_refused(url: str, reason: Any) -> None:
-    if isinstance(reason, dict) and reason.get("type") == "abort" and reason.get("status_code"):
-        status = int(reason["status_code"])
-        raise ServerRefused(f"{url}/generate: {status}: {reason.get('message')}", status)
-
-
 def _is_complete(output: Output) -> bool:
     request = output.request
-    if output.finish_reason == "stop" and output.tokens[-1] in request.stop_token_ids:
-        return True
-    if not output.left:
-        output.finish_reason = "length"
+    if _has_all(output):
         return True
     if output.finish_reason == "stop":
         return False
@@ -192,3 +190,14 @@ def _is_complete(output: Output) -> bool:
         f"request '{request.request_id}': the server ended it after {len(output.tokens)} of {request.max_new_tokens}"
         f" tokens with finish reason '{output.finish_reason}'; give the server a longer context (--context-length)"
     )
+
+
+def _has_all(output: Output) -> bool:
+    """Whether nothing is left to generate, whatever the server said of it; the finish reason is set then."""
+    if output.tokens and output.tokens[-1] in output.request.stop_token_ids:
+        output.finish_reason = "stop"
+    elif not output.left:
+        output.finish_reason = "length"
+    else:
+        return False
+    return True

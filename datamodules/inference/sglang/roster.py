@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,8 +11,10 @@ from pathlib import Path
 import torch
 
 from datamodules.inference.sglang.client import ServerClient
-from datamodules.inference.sglang.launcher import ServerOptions, ServerProcess
+from datamodules.inference.sglang.launcher import ServerOptions, ServerProcess, refused_argument
 from datamodules.inference.sglang.server_state import Server
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass
@@ -29,7 +32,7 @@ class Launch:
         num_threads: CPU threads of one server; null leaves torch's default.
         max_restarts: so often in a row a server that ended is started again; then it is given up.
         log_dir: directory of their logs; null for a temporary one, which stays when a server failed.
-        arguments: more arguments, as on SGLang's command line.
+        arguments: more arguments, as on SGLang's command line; none of --host, --port, --api-key and --config.
 
     Raises:
         ValueError: a value out of range, or without effect.
@@ -59,6 +62,8 @@ class Launch:
                 raise ValueError(f"launch.{name}: {value}, must be at least {least}")
         if self.device not in ("auto", "cuda", "cpu"):
             raise ValueError(f"launch.device: '{self.device}', must be auto, cuda or cpu")
+        if problem := refused_argument(self.arguments):
+            raise ValueError(f"launch.arguments: {problem}")
         if self.chosen_device == "cpu" and (self.first_gpu, self.tensor_parallel) != (0, 1):
             raise ValueError("launch.first_gpu, launch.tensor_parallel: have no effect with launch.device: cpu")
 
@@ -92,8 +97,17 @@ class Launch:
 
 
 def given_servers(urls: Sequence[str], api_key: str | None, limit: int) -> list[Server]:
-    """Servers that somebody else runs. Raises ValueError for an address that is none, or is there twice."""
+    """Servers that somebody else runs. Raises ValueError for an address that is none, or is there twice.
+
+    Warns, once, of a key that would go over a network as it is.
+    """
     clients = [ServerClient(url, api_key) for url in urls]
+    if open_to_all := [client.url for client in clients if client.exposes_key]:
+        _log.warning(
+            "the API key, prompts and replies go to %s in clear text: whoever sees the traffic can use the servers; use"
+            " https:// addresses or a tunnel",
+            ", ".join(open_to_all),
+        )
     for client in clients:
         if sum(other.url == client.url for other in clients) > 1:
             raise ValueError(f"urls: {client.url} is there twice; name each server once")

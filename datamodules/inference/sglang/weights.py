@@ -157,7 +157,7 @@ class ServerWeights:
                     _log.warning("%s: %s; once more, with a new process group", self._client.url, error)
                     paused, update_s = await self._update(weights, deadline)
                 if not stay_paused:
-                    await self._post("/continue_generation", {}, deadline)
+                    await self._post("/continue_generation", {}, deadline, confirmed=False)
         except GenerationError as error:
             what = f"version {weights.version} of the weights did not reach {self._client.url}"
             raise SyncFailed(
@@ -195,7 +195,7 @@ class ServerWeights:
                 self._group = await self._join(weights.device, deadline)
             self._begun = True
             paused = time.monotonic()
-            await self._post("/pause_generation", {"mode": "retract"}, deadline)
+            await self._post("/pause_generation", {"mode": "retract"}, deadline, confirmed=False)
             began = time.monotonic()
             await self._load(weights, deadline)
             self._begun = False
@@ -233,11 +233,12 @@ class ServerWeights:
 
     async def _join(self, device: torch.device, deadline: Deadline) -> UpdateGroup:
         info = await self._client.get("/server_info", deadline.left("/server_info"))
-        if info.get("pp_size", 1) > 1:
+        whole = self._client.whole
+        if (whole(info, "pp_size", 1, 1) or 1) > 1:
             raise GenerationError(
                 "pipeline-parallel servers cannot take broadcast weights; set WeightSync.method: disk"
             )
-        size = 1 + int(info.get("tp_size", 1))
+        size = 1 + (whole(info, "tp_size", 1, 1) or 1)
         group = UpdateGroup(self._client.url, size, device if info.get("device") == "cuda" else torch.device("cpu"))
         body = {
             "master_address": group.address,
@@ -267,8 +268,11 @@ class ServerWeights:
             with suppress(GenerationError):  # it may know nothing of it
                 await self._post("/destroy_weights_update_group", {"group_name": name}, deadline.at_most(_TIDY_S))
 
-    async def _post(self, path: str, body: dict[str, Any], deadline: Deadline) -> dict[str, Any]:
-        return await self._client.post(path, body, deadline.left(f"{self._client.url}{path}"))  # checks `success`
+    async def _post(
+        self, path: str, body: dict[str, Any], deadline: Deadline, confirmed: bool = True
+    ) -> dict[str, Any]:
+        """`confirmed`: the answer has to say that it succeeded."""
+        return await self._client.post(path, body, deadline.left(f"{self._client.url}{path}"), confirmed)
 
 
 async def _both(request: Any, collective: Any) -> None:

@@ -30,23 +30,29 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTens
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 
 from app.tree import PrefixTree, TreeEngine  # noqa: E402
+from app.tree.attention import kernels  # noqa: E402
+from app.tree.planning.timing import GPU_RATES  # noqa: E402
 from tests.tree import models  # noqa: E402
 
-BF16, F32, F64 = torch.bfloat16, torch.float32, torch.float64
+BF16, F16, F32, F64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 SHARED = list(range(20))
 SEQUENCES = [np.array(SHARED + [i] * count) for i, count in ((3, 5), (4, 7), (5, 30), (3, 2))]
-CAPPED = dict(attn_implementation="eager", head_dim=8, sliding_window=4, attn_logit_softcapping=2.0)
-# label, model, its options, dtype, options of `backward`, backends
+WIDE = dict(head_dim=16)  # the smallest that FlexAttention compiles
+CAPPED = dict(attn_implementation="eager", head_dim=16, sliding_window=4, attn_logit_softcapping=2.0)
+# label, model, its options, dtype, options of `backward` and of the device, backends
 CASES: list[tuple[str, str, dict[str, Any], torch.dtype, dict[str, Any], str]] = [
-    ("bf16", "qwen3", {}, BF16, {}, "sdpa flash flex"),
-    ("entropy", "qwen3", {}, BF16, {"want": ("logprobs", "entropy")}, "sdpa flash flex"),
-    ("temperatures", "qwen3", {}, BF16, {"temperatures": [1.0, 0.5, 1.0, 0.5]}, "flash"),
-    ("autocast", "qwen3", {}, F32, {"autocast": True}, "sdpa flash flex"),
-    ("checkpointing", "qwen3", {}, BF16, {"checkpointing": True}, "flash flex"),
-    ("float32", "qwen3", {}, F32, {}, "sdpa flex"),
+    ("bf16", "qwen3", WIDE, BF16, {}, "sdpa flash flex"),
+    ("entropy", "qwen3", WIDE, BF16, {"want": ("logprobs", "entropy")}, "sdpa flash flex"),
+    ("temperatures", "qwen3", WIDE, BF16, {"temperatures": [1.0, 0.5, 1.0, 0.5]}, "flash"),
+    ("autocast", "qwen3", WIDE, F32, {"autocast": True}, "sdpa flash flex"),
+    ("checkpointing", "qwen3", WIDE, BF16, {"checkpointing": True}, "flash flex"),
+    ("float32", "qwen3", WIDE, F32, {}, "sdpa flex"),
     ("float64", "starcoder2", {}, F64, {}, "sdpa"),
-    ("window", "mistral", {"head_dim": 8, "sliding_window": 5}, BF16, {}, "sdpa flash flex"),
+    ("window", "mistral", {"head_dim": 16, "sliding_window": 5}, BF16, {}, "sdpa flash flex"),
     ("soft-capping", "gemma2", CAPPED, BF16, {}, "sdpa flex"),
+    ("older GPU", "qwen3", WIDE, F16, {"capability": (7, 5)}, "auto sdpa"),
+    ("older GPU, bf16", "qwen3", WIDE, BF16, {"capability": (7, 5)}, "auto"),
+    ("auto", "qwen3", WIDE, F32, {}, "auto"),
 ]
 
 
@@ -97,13 +103,18 @@ def run(label: str, name: str, options: dict[str, Any], dtype: torch.dtype, how:
     model, waits = models.make(name, **options), Waits()
     how = dict(how)
     temperatures, want = how.pop("temperatures", None), how.pop("want", ("logprobs",))
+    compute = how.pop("capability", (9, 0))
+    kernels.capability.cache_clear()
+    torch.cuda.get_device_capability = lambda *args: compute  # type: ignore[assignment]
     with FakeTensorMode(allow_non_fake_inputs=True):
         moved(model, dtype)
         if how.pop("checkpointing", False):
             model.activation_checkpointing_enable()
         precision = torch.autocast("cuda", BF16) if how.pop("autocast", False) else nullcontext()
         assert not how
-        engine = TreeEngine(model, chunk_tokens=16, live_tokens=40, attention=backend, self_check=False)
+        engine = TreeEngine(
+            model, chunk_tokens=16, live_tokens=40, attention=backend, rates=GPU_RATES, self_check=False
+        )
         keys = None if temperatures is None else [int(2 * t) for t in temperatures]
         tree = PrefixTree.build(SEQUENCES, keys=keys)
 

@@ -4,7 +4,8 @@ LIFELINE is the number of an inherited pipe whose other end the launcher holds. 
 ends, the pipe closes and this process takes its whole process group and their shared memory down with it.
 
 Imports of this project are out of reach here, sglang's and torch's in the launcher. The API key comes in the
-environment, where other users' `ps` cannot see it, and is blotted out of every log record (sglang logs its arguments).
+environment, where other users' `ps` cannot see it, and is blotted out of every log record (sglang logs its arguments)
+and of whatever Python code prints or a traceback shows.
 Everything at module level also runs in the processes sglang spawns: they import the main module again.
 """
 
@@ -29,7 +30,26 @@ if os.environ.get("ARBORIST_SGLANG_DEVICE") == "cpu":
     cpu_shims.install()
 
 
+class _Blotted:
+    """A text stream that never writes `key`."""
+
+    def __init__(self, stream: Any, key: str) -> None:
+        self._stream, self._key = stream, key
+
+    def write(self, text: str) -> int:
+        self._stream.write(text.replace(self._key, "***"))
+        return len(text)
+
+    def writelines(self, lines: Any) -> None:
+        for line in lines:
+            self.write(line)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
 def _blot_out(key: str) -> None:
+    sys.stdout, sys.stderr = _Blotted(sys.stdout, key), _Blotted(sys.stderr, key)
     make = logging.getLogRecordFactory()
 
     def record(*args: Any, **options: Any) -> logging.LogRecord:

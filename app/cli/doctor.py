@@ -1,0 +1,229 @@
+"""Checks whether this machine can run Arborist, or asks a run that hangs where it is.
+
+    arborist doctor               one line a check; what is wrong comes with its remedy; exit code 1 if something is
+    arborist doctor --dump PID    stacks of all threads of all ranks of that run, pending prompts, gate and tasks, in
+                                  a file in the run directory, whose path is printed
+
+Versions are compared with pyproject.toml, so there is one support matrix. Checks look and measure; none changes
+anything.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import importlib.util
+import os
+import platform
+import shutil
+import socket
+import subprocess
+import sys
+import tomllib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import psutil
+import torch
+from packaging.requirements import Requirement
+
+from app.cli.hang_report import dump
+from datamodules.files.data_files import VARIABLE as DATA_VARIABLE
+
+_ROOT = Path(__file__).resolve().parents[2]
+_GIB = 2**30
+_MARKS = {"ok": "ok  ", "note": "note", "bad": "BAD "}
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line: `level` "ok", "note" (works, with a limit or without an optional part) or "bad"; what was looked at;
+    the finding, with the remedy where there is one."""
+
+    level: Literal["ok", "note", "bad"]
+    what: str
+    text: str
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--dump", type=int, metavar="PID", help="any process of a run that hangs")
+    parser.add_argument(
+        "--deadline", type=float, default=15.0, metavar="SECONDS", help="for the answers to --dump (default: 15)"
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Does what was asked for and prints it; returns the exit code."""
+    if args.dump is not None:
+        print(dump(args.dump, args.deadline))
+        return 0
+    findings = list(examine())
+    width = max(len(finding.what) for finding in findings)
+    for finding in findings:
+        print(f"{_MARKS[finding.level]}  {finding.what:<{width}}  {finding.text}")
+    bad = sum(finding.level == "bad" for finding in findings)
+    print(f"\n{bad} of {len(findings)} checks failed" if bad else f"\nall {len(findings)} checks passed")
+    return 1 if bad else 0
+
+
+def examine() -> Iterator[Finding]:
+    """All checks; one that fails itself is a finding."""
+    checks: list[Callable[[], Iterator[Finding]]] = [
+        _python,
+        _packages,
+        _processor,
+        _gpus,
+        _servers,
+        _shared_memory,
+        _loopback,
+        _files,
+        _disk,
+        _data,
+    ]
+    for check in checks:
+        try:
+            yield from check()
+        except Exception as error:
+            yield Finding("bad", check.__name__.strip("_"), f"could not be checked: {type(error).__name__}: {error}")
+
+
+def requirements(pyproject: Path = _ROOT / "pyproject.toml") -> tuple[Requirement, list[Requirement]]:
+    """The supported Python, as a requirement of that name, and the packages that are needed."""
+    project = tomllib.loads(pyproject.read_text())["project"]
+    packages = [Requirement(text) for text in project["dependencies"]]
+    return Requirement(f"python{project['requires-python']}"), packages
+
+
+def judge(wanted: Requirement, found: str | None) -> Finding:
+    """Whether a version, or None for a package that is not there, is a supported one."""
+    name, matrix = wanted.name, str(wanted.specifier) or "any"
+    if found is None:
+        return Finding("bad", name, f"not installed; wanted {matrix}: pip install '{wanted}'")
+    if not wanted.specifier.contains(found, prereleases=True):
+        return Finding("bad", name, f"{found}, wanted {matrix}: pip install '{wanted}'")
+    return Finding("ok", name, f"{found} (wanted {matrix})")
+
+
+def _python() -> Iterator[Finding]:
+    yield judge(requirements()[0], platform.python_version())
+    inside = sys.prefix != sys.base_prefix
+    yield Finding(
+        "ok" if inside else "note", "environment", sys.prefix if inside else f"{sys.prefix}, not a virtual one"
+    )
+
+
+def _packages() -> Iterator[Finding]:
+    for wanted in requirements()[1]:
+        try:
+            found: str | None = importlib.metadata.version(wanted.name)
+        except importlib.metadata.PackageNotFoundError:
+            found = None
+        yield judge(wanted, found)
+
+
+def _processor() -> Iterator[Finding]:
+    memory = psutil.virtual_memory()
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    text = f"{cores} cores, {memory.available / _GIB:.1f} of {memory.total / _GIB:.1f} GiB memory free"
+    yield Finding("ok" if memory.available > 2 * _GIB else "note", "machine", text)
+
+
+def _gpus() -> Iterator[Finding]:
+    built = torch.version.cuda or getattr(torch.version, "hip", None)
+    if not torch.cuda.is_available():
+        why = "torch is built without CUDA" if built is None else f"torch is built for {built} and sees none"
+        yield Finding("note", "GPU", f"none ({why}): everything runs on the CPU")
+        return
+    for index in range(torch.cuda.device_count()):
+        free, total = torch.cuda.mem_get_info(index)
+        name = torch.cuda.get_device_name(index)
+        yield Finding("ok", f"GPU {index}", f"{name}, {free / _GIB:.1f} of {total / _GIB:.1f} GiB free")
+    if importlib.util.find_spec("flash_attn") is None:
+        yield Finding("note", "flash-attn", "not installed; torch's own kernels are used (pip install flash-attn)")
+    else:
+        yield Finding("ok", "flash-attn", importlib.metadata.version("flash_attn"))
+
+
+def _servers() -> Iterator[Finding]:
+    from datamodules.inference.sglang.environment import NoServerEnvironment, server_python
+
+    try:
+        python = server_python()
+    except NoServerEnvironment as error:
+        yield Finding("note", "SGLang", f"{error}; EmbeddedEngine works without")
+        return
+    ask = "import importlib.metadata; print(importlib.metadata.version('sglang'))"
+    asked = subprocess.run([str(python), "-c", ask], capture_output=True, text=True, timeout=60)
+    if asked.returncode != 0:
+        last = asked.stderr.strip().rpartition("\n")[2]
+        yield Finding("bad", "SGLang", f"{python} has none ({last}): build that environment again")
+        return
+    yield Finding("ok", "SGLang", f"{asked.stdout.strip()} in {python}")
+
+
+def _shared_memory() -> Iterator[Finding]:
+    path = Path("/dev/shm")
+    if not path.is_dir():
+        yield Finding("note", "/dev/shm", "not there (not Linux?); servers and several ranks may need it")
+        return
+    free = shutil.disk_usage(path).free
+    enough = free >= _GIB
+    remedy = "" if enough else "; SGLang servers and NCCL need about 1 GiB (containers: --shm-size=8g)"
+    yield Finding("ok" if enough else "note", "/dev/shm", f"{free / _GIB:.1f} GiB free{remedy}")
+
+
+def _loopback() -> Iterator[Finding]:
+    try:
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            port = server.getsockname()[1]
+            with socket.create_connection(("127.0.0.1", port), timeout=5.0) as client:
+                accepted, _ = server.accept()
+                with accepted:
+                    client.sendall(b"?")
+                    assert accepted.recv(1) == b"?"
+    except OSError as error:
+        yield Finding(
+            "bad", "loopback", f"{error}; ranks and servers talk over 127.0.0.1: look at firewall and sandbox"
+        )
+        return
+    yield Finding("ok", "loopback", "ports can be opened and reached on 127.0.0.1")
+
+
+def _files() -> Iterator[Finding]:
+    try:
+        import resource
+    except ImportError:  # not on Windows
+        return
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    enough = soft >= 4096 or soft == resource.RLIM_INFINITY
+    remedy = "" if enough else "; hundreds of concurrent requests need more: ulimit -n 65536"
+    yield Finding("ok" if enough else "note", "open files", f"at most {soft}{remedy}")
+
+
+def _disk() -> Iterator[Finding]:
+    runs = Path("runs")
+    place = runs if runs.is_dir() else Path()
+    free = shutil.disk_usage(place).free
+    where = f"{free / _GIB:.1f} GiB free at {place.absolute()}"
+    if not os.access(place, os.W_OK):
+        yield Finding(
+            "bad", "runs/", f"{place.absolute()} is not writable; start from another directory, or set --run_dir"
+        )
+    elif free < _GIB:
+        yield Finding(
+            "bad", "runs/", f"{where}; checkpoints need several copies of the model: free some, or set --run_dir"
+        )
+    else:
+        yield Finding("ok" if free >= 10 * _GIB else "note", "runs/", where)
+
+
+def _data() -> Iterator[Finding]:
+    value = os.environ.get(DATA_VARIABLE)
+    if value is None:
+        yield Finding("note", DATA_VARIABLE, "not set; configs on imported data need it (arborist data --help)")
+    elif not Path(value).expanduser().is_dir():
+        yield Finding("bad", DATA_VARIABLE, f"{value} is no directory; correct or unset it")
+    else:
+        yield Finding("ok", DATA_VARIABLE, value)

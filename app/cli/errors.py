@@ -1,0 +1,125 @@
+"""What the command line says about a user's mistake: the key, what is wrong with it, and what would be accepted.
+
+Promises: one short message instead of a usage page or a traceback; exit code 2. Knows jsonargparse's wording, and
+leaves a message it does not recognise as it is.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import inspect
+import re
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, NoReturn
+
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.cli import LightningArgumentParser
+
+from app.cli.run_directory import RunDirectoryError, disk_trouble
+from app.text import printable
+
+_PROJECT = Path(__file__).resolve().parents[2]
+_PACKAGES = ("app", "modules", "datamodules", "callbacks", "benchmarks")
+
+_LONGEST = 500  # characters in a line of a message
+
+# jsonargparse lists every alternative of a type; these lines tell a user nothing about the one that was meant.
+_NOISE = (
+    "Does not validate against any of the Union subtypes",
+    "Subtypes: ",
+    "Errors:",
+    "- Expected a <class 'NoneType'>",
+    "- Not a valid subclass of",
+    "Subclass types expect one of:",
+    "- a class path (str)",
+    "- a dict with ",
+    "- a dict without ",
+    "Given value type",
+)
+
+
+class ArboristParser(LightningArgumentParser):
+    """LightningArgumentParser that takes no abbreviated keys and explains mistakes shortly."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        kwargs.setdefault("prog", "arborist")
+        super().__init__(*args, allow_abbrev=False, **kwargs)
+
+    def error(self, message: str, ex: Exception | None = None) -> NoReturn:
+        if not self.exit_on_error:
+            super().error(message, ex)
+        parser = getattr(ex, "subcommand_parser", None) or self
+        known = [action.dest for action in parser._actions]
+        prog = parser.prog.replace(" [options]", "")
+        sys.stderr.write(f"error: {printable(explain(message, known))}\nAll options: {prog} --help\n")
+        raise SystemExit(2)
+
+
+def explain(message: str, known: Iterable[str]) -> str:
+    """`message` of jsonargparse without its noise, and with the options that are accepted where one was not.
+
+    Args:
+        known: the keys of the parser that refused, for a suggestion.
+    """
+    lines = [line for line in message.splitlines() if not line.strip().startswith(_NOISE)]
+    lines = [line for line in lines if len(line) < 200 or not line.strip().startswith("Given value:")]
+    lines = [cut(line) for line in lines]
+    hints = [
+        _class_hint(*found) for found in re.findall(r"class_path '([\w.]+)':\s+Option '([\w.]+)'", "\n".join(lines))
+    ]
+    unknown = re.search(r"does not accept option '([\w.]+)'|unrecognized arguments: --([\w.]+)", message, re.IGNORECASE)
+    if unknown:
+        hints.append(_closest(unknown.group(1) or unknown.group(2), known))
+    return "\n".join([*lines, *(hint for hint in hints if hint)])
+
+
+def cut(text: str) -> str:
+    """`text`, or its beginning where it is too long to be read."""
+    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}... ({len(text):,} characters)"
+
+
+def users_mistake(error: BaseException) -> BaseException | None:
+    """The error in `error`'s chain of causes that is written for a user: of a class of this project, of Lightning's
+    configuration checks, or a ValueError or FileNotFoundError that this project's code raised; or, when there is none,
+    what a full or read-only disk said. None for failures."""
+    found: BaseException | None = None
+    current: BaseException | None = error
+    while current is not None:
+        if _is_for_users(current):
+            found = current
+        current = current.__cause__
+    trouble = disk_trouble(error) if found is None else None
+    return found if trouble is None else RunDirectoryError(trouble)
+
+
+def _is_for_users(error: BaseException) -> bool:
+    if isinstance(error, MisconfigurationException) or type(error).__module__.split(".")[0] in _PACKAGES:
+        return True
+    if not isinstance(error, ValueError | FileNotFoundError):
+        return False
+    last = error.__traceback__
+    while last is not None and last.tb_next is not None:
+        last = last.tb_next
+    if last is None:
+        return False
+    raised_in = Path(last.tb_frame.f_code.co_filename).resolve()
+    return any(raised_in.is_relative_to(_PROJECT / package) for package in _PACKAGES)
+
+
+def _class_hint(class_path: str, option: str) -> str:
+    module, _, name = class_path.rpartition(".")
+    try:
+        accepted = list(inspect.signature(getattr(importlib.import_module(module), name)).parameters)
+    except (ImportError, AttributeError, TypeError, ValueError):
+        return ""
+    return f"{_closest(option, accepted)} {name} accepts: {', '.join(accepted) or 'no options'}".strip()
+
+
+def _closest(key: str, known: Iterable[str]) -> str:
+    keys = list(known)
+    first = key.split(".")[0]  # `modle.class_path` is a mistake in its first part
+    close = difflib.get_close_matches(key, keys, n=1) or difflib.get_close_matches(first, keys, n=1)
+    return f"Did you mean '{close[0]}'?" if close else ""

@@ -1,0 +1,346 @@
+"""The command line: `python -m app fit|validate|test|predict --config X.yaml [--key value ...]`, and the verbs below.
+
+Promises: everything is configured by YAML and flags, where a flag beats YAML and both beat what a checkpoint
+remembers; every launch gets a run directory of its own (`runs/<config name>/<time>`, or `--run_dir`), but `fit
+--run_dir X --ckpt_path last` goes on with the run in X (its earlier metrics stay, as `metrics_1.csv` and so on); every
+`fit` saves `last.ckpt` by time, and Ctrl-C or SIGTERM lets it finish the step, save and print the command that goes on
+(exit codes 130 and 143); what the user got wrong ends in one message that names the key and the remedy and in exit
+code 2, without a traceback (`ARBORIST_DEBUG=1` shows it, and every log line this file silences).
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import importlib
+import logging
+import os
+import shlex
+import signal
+import sys
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch.distributed as dist
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
+from lightning.pytorch.callbacks import Checkpoint, ModelCheckpoint, ProgressBar
+from lightning.pytorch.cli import LightningCLI
+from lightning.pytorch.loggers import CSVLogger, Logger
+from lightning.pytorch.utilities import rank_zero_only
+from transformers.utils import logging as transformers_logging
+
+from app import interruption
+from app.cli import configuration as cli_yaml
+from app.cli import run_directory
+from app.cli.checks import (
+    check_checkpoint,
+    check_config_files,
+    check_parts,
+    check_run_dir,
+    check_trainer,
+    check_values,
+    last_checkpoints,
+    restarted_by_agent,
+)
+from app.cli.errors import ArboristParser, cut, users_mistake
+from app.cli.run_directory import RunDirectory
+from app.interruption import Interrupted
+from app.text import print_exception, printable, printable_output
+from callbacks.hang_dump import HangDump, install
+from callbacks.interruption import Interruption
+from callbacks.progress import Progress
+from callbacks.save_last import SaveLast
+
+# Loaded when asked for: each is a file with `add_arguments(parser)` and `run(args)`, its docstring the help.
+VERBS = {
+    "data": "datamodules.conversations.importers",
+    "inspect": "app.cli.inspect",
+    "bench": "app.cli.bench",
+    "serve": "app.cli.serve",
+    "export": "app.cli.export",
+    "doctor": "app.cli.doctor",
+}
+
+_TRAINER_DEFAULTS = {
+    "strategy": {"class_path": "app.strategies.DTAStrategy"},
+    "use_distributed_sampler": False,  # rank 0 owns the stream and ships it
+    "num_sanity_val_steps": 0,
+    "log_every_n_steps": 1,  # an RL step takes long, and every one counts
+    "enable_model_summary": False,  # the model is built after the summary would be made
+}
+
+_RUN_DIR_VARIABLE = "ARBORIST_RUN_DIR"
+
+# Lightning's advice that does not apply here. Warnings of other libraries and of other kinds stay.
+_HARMLESS = (
+    r".*does not have many workers.*",
+    r".*isinstance\(treespec, LeafSpec\).*",
+    r".*resuming from a checkpoint that ended before the epoch.*",  # the datamodule's state holds the stream
+    r".*The dirpath has changed from.*",  # every launch has a run directory of its own
+    r".*Experiment logs directory .* exists and is not empty.*",  # made by this file, or holding a warm start
+    r".*Total length of `list` across ranks is zero.*",  # no validation prompts
+    r".*You defined a `validation_step` but have no `val_dataloader`.*",  # supervised warm starts have none
+)
+
+
+class Metrics(CSVLogger):
+    """`metrics.csv`. A disk that refuses it is an error that names the file."""
+
+    def save(self) -> None:
+        with run_directory.naming(Path(self.log_dir) / "metrics.csv"):
+            super().save()
+
+
+class ArboristCLI(LightningCLI):
+    """LightningCLI with this project's defaults, its run directories and `--run_dir`."""
+
+    def __init__(self, args: list[str] | None = None) -> None:
+        super().__init__(
+            LightningModule,
+            LightningDataModule,
+            subclass_mode_model=True,
+            subclass_mode_data=True,
+            save_config_kwargs={"overwrite": True},  # the run directory is fresh; ranks and `validate` share it
+            trainer_defaults=dict(_TRAINER_DEFAULTS),
+            seed_everything_default=0,
+            auto_configure_optimizers=False,
+            parser_class=ArboristParser,
+            parser_kwargs={
+                "description": "Asynchronous RL post-training on Lightning. "
+                "More verbs: data, inspect, bench, serve, export, doctor."
+            },
+            args=args,
+        )
+
+    def add_arguments_to_parser(self, parser: Any) -> None:
+        parser.add_argument(
+            "--run_dir",
+            type=str | None,
+            default=None,
+            help="where this run writes; a fresh runs/<config name>/<time> when left out",
+        )
+
+    def _parse_ckpt_path(self) -> None:
+        """Keeps YAML and flags as they are: Lightning would let the checkpoint's hyper-parameters overrule them. The
+        first hook after parsing: what is refused here has done nothing."""
+        subcommand = self.config.get("subcommand")
+        if subcommand is None:
+            return
+        config = self.config[subcommand].as_dict()
+        check_values({name: value for name, value in config.items() if name != "config"})
+        check_parts(config)
+        check_trainer(config.get("seed_everything"), config["trainer"])
+        check_run_dir(config.get("run_dir"))
+        directories = _checkpoint_directories(config["trainer"])
+        check_checkpoint(config.get("ckpt_path"), config.get("run_dir"), directories, subcommand)
+
+    def before_instantiate_classes(self) -> None:
+        self._asked_run_dir = self._get(self.config, "run_dir")
+        # Not part of the configuration that is saved: that one starts a new run, elsewhere.
+        self.config[self.subcommand]["run_dir"] = None
+
+    def instantiate_trainer(self, **kwargs: Any) -> Trainer:
+        """Adds what every run needs and no configuration should have to say: run directory, metrics.csv, progress, a
+        checkpoint by time, and an end by signals that loses nothing."""
+        run_dir = self._choose_run_dir()
+        _answer_the_doctor(run_dir)
+        given = self._get(self.config_init, "trainer")
+        kwargs.setdefault("default_root_dir", given.get("default_root_dir") or str(run_dir))
+        kwargs.setdefault("logger", _with_csv(given.get("logger"), run_dir))
+        callbacks: list[Callback] = _as_list(given.get("callbacks"))
+        wants_bar = given.get("enable_progress_bar") is not False
+        if wants_bar and not _has(callbacks, ProgressBar):
+            callbacks.append(Progress())
+        if not _has(callbacks, HangDump):
+            callbacks.append(HangDump())
+        if self.subcommand == "fit":
+            callbacks.append(Interruption())
+            if given.get("enable_checkpointing") is not False and not any(map(_saves_the_last, callbacks)):
+                callbacks.append(SaveLast())
+        try:
+            return super().instantiate_trainer(callbacks=callbacks, **kwargs)
+        except (ValueError, TypeError) as error:  # the Trainer refuses a value: the user's, not a failure
+            raise MisconfigurationException(f"trainer: {error}") from error
+
+    def _choose_run_dir(self) -> Path:
+        if not _leads():
+            # Not used: only rank 0 writes, and `trainer.log_dir` is its answer on every rank.
+            return Path(self._asked_run_dir or "runs")
+        if self._asked_run_dir is None:
+            return _hold(run_directory.fresh(self._run_name()))
+        directory = RunDirectory(Path(self._asked_run_dir))
+        path = _hold(directory)
+        if directory.holds_a_run():
+            if self.subcommand != "fit" or self._get(self.config, "ckpt_path") != "last":
+                raise ValueError(
+                    f"run_dir: {path} already holds a run; name another directory, leave run_dir out, or go on with"
+                    " that run: fit --ckpt_path last"
+                )
+            directory.keep_metrics()
+        return path
+
+    def _run_name(self) -> str:
+        configs = self._get(self.config, "config") or []
+        path = Path(str(configs[-1])) if configs else Path("run")
+        if path.name == "config.yaml" and path.absolute().parent.parent.name:  # saved in a run directory
+            path = path.absolute().parent.parent
+        return path.stem if self.subcommand == "fit" else f"{path.stem}_{self.subcommand}"
+
+
+_held: list[RunDirectory] = []  # the run directory of this process, whose lock it keeps to its end
+
+
+def _hold(directory: RunDirectory) -> Path:
+    _held.append(directory)
+    return directory.path
+
+
+def _leads() -> bool:
+    """Whether this is the process that writes the run directory: rank 0 of the first node."""
+    return (rank_zero_only.rank or 0) == 0 and os.environ.get("NODE_RANK", "0") == "0"
+
+
+def _checkpoint_directories(trainer: Mapping[str, Any]) -> list[Path]:
+    """Where the configuration's own callbacks, and its root directory, have checkpoints."""
+    callbacks = [one for one in _as_list(trainer.get("callbacks")) if isinstance(one, Mapping)]
+    configured = [one.get("init_args") or {} for one in callbacks]
+    found = [Path(str(options["dirpath"])) for options in configured if options.get("dirpath")]
+    root = trainer.get("default_root_dir")
+    return [*found, *([Path(str(root)) / "checkpoints"] if root else [])]
+
+
+def _has(callbacks: list[Callback], kind: type) -> bool:
+    return any(isinstance(callback, kind) for callback in callbacks)
+
+
+def _saves_the_last(callback: Callback) -> bool:
+    if not isinstance(callback, ModelCheckpoint):
+        return isinstance(callback, Checkpoint)
+    return bool(callback.save_last) or callback._train_time_interval is not None
+
+
+def _answer_the_doctor(run_dir: Path) -> None:
+    """From here on, not only from `HangDump.setup` on: a run may hang where its ranks meet, or building its model."""
+    rank = rank_zero_only.rank or 0
+    if _leads():
+        os.environ[_RUN_DIR_VARIABLE] = str(run_dir.absolute())  # for the ranks that this one launches
+    directory = os.environ.get(_RUN_DIR_VARIABLE)
+    if directory is not None:
+        install(Path(directory), rank)
+
+
+def _with_csv(logger: Any, run_dir: Path) -> list[Logger] | bool:
+    """The user's loggers behind a CSVLogger for `run_dir` (the first logger decides `trainer.log_dir`)."""
+    if logger is False:
+        return False
+    given = [] if logger is True else _as_list(logger)
+    if any(isinstance(one, CSVLogger) for one in given):
+        return given
+    return [Metrics(save_dir=str(run_dir.parent), name="", version=run_dir.name, flush_logs_every_n_steps=1), *given]
+
+
+def _as_list(value: Any) -> list[Any]:
+    return [] if value is None else list(value) if isinstance(value, list | tuple) else [value]
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Runs one command (`sys.argv` when `argv` is None); a user's mistake ends in exit code 2, Ctrl-C in 130, SIGTERM
+    in 143."""
+    if argv is None:  # a process of its own
+        sys.excepthook = print_exception
+    args = sys.argv[1:] if argv is None else argv
+    if os.getcwd() not in sys.path:  # the console script leaves it out, and a user's own classes are named in YAML
+        sys.path.insert(0, os.getcwd())
+    debug = os.environ.get("ARBORIST_DEBUG", "0") not in ("", "0")
+    if not debug:
+        _quiet()
+    cli_yaml.install()
+    try:
+        with printable_output():
+            if args and args[0] in VERBS:
+                _run_verb(args[0], args[1:])
+            else:
+                check_config_files(args)
+                _run_trainer(argv)
+    except KeyboardInterrupt:
+        raise SystemExit(128 + signal.SIGINT) from None
+    except Exception as error:
+        mistake = users_mistake(error)
+        if debug or mistake is None:
+            raise
+        said = "\n".join(map(cut, printable(str(mistake)).splitlines()))
+        sys.stderr.write(f"error: {said}\n(ARBORIST_DEBUG=1 shows where it was raised)\n")
+        raise SystemExit(2) from None
+
+
+def _run_trainer(argv: list[str] | None) -> None:
+    try:
+        with interruption.listening():
+            _leave_process_group(ArboristCLI(argv))
+    except Interrupted as end:
+        _say_goodbye(end.signum, end)
+    except (KeyboardInterrupt, SystemExit) as end:  # Lightning ends with code 1 after KeyboardInterrupt
+        signum = interruption.received()
+        interrupted = isinstance(end, KeyboardInterrupt) or isinstance(end.__context__, KeyboardInterrupt)
+        if signum is None or not interrupted:
+            raise
+        _say_goodbye(signum, None)
+    finally:
+        while _held:
+            _held.pop().close()
+
+
+def _say_goodbye(signum: int, end: Interrupted | None) -> NoReturn:
+    """What was saved, and the command that goes on; exit code 128 + `signum`."""
+    launched = "LOCAL_RANK" in os.environ and not _leads() and not restarted_by_agent()
+    if _leads():
+        name = signal.Signals(signum).name
+        checkpoint = end.checkpoint if end is not None else None
+        steps = f" after step {end.steps}" if end is not None else ""
+        said = f"saved as {checkpoint}" if checkpoint is not None else "nothing new was saved"
+        sys.stderr.write(f"\n{name}: ended{steps}, {said}\n")
+        path = _held[0].path if _held else None
+        if path is not None and (checkpoint is not None or last_checkpoints([path / "checkpoints"])):
+            sys.stderr.write(f"go on with: {going_on(path)}\n")
+    # The process that launched this rank takes any other code for a failure, and ends the others.
+    raise SystemExit(0 if launched and end is not None else 128 + signum) from None
+
+
+def going_on(run_dir: Path) -> str:
+    """The command that goes on with the run in `run_dir`."""
+    place = shlex.quote(str(run_dir))
+    return f"python -m app fit --config {shlex.quote(str(run_dir / 'config.yaml'))} --run_dir {place} --ckpt_path last"
+
+
+def _leave_process_group(cli: ArboristCLI) -> None:
+    """Joins gloo's threads before the interpreter ends: one that lets go of its last tensor during that end aborts
+    the process (seen in 1 of 10 two-rank runs), and the launcher then ends the other ranks."""
+    if dist.is_initialized():
+        cli.__dict__.clear()  # the threads end with the last reference to their group; jsonargparse keeps the CLI alive
+        gc.collect()
+        dist.destroy_process_group()
+
+
+def _run_verb(verb: str, args: list[str]) -> None:
+    module = importlib.import_module(VERBS[verb])
+    parser = argparse.ArgumentParser(
+        prog=f"arborist {verb}", description=module.__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    module.add_arguments(parser)
+    exit_code = module.run(parser.parse_args(args))
+    if exit_code is not None:
+        raise SystemExit(exit_code)
+
+
+def _quiet() -> None:
+    """Silences start-up chatter and known-harmless advice, here and in the ranks a launcher starts."""
+    for name in ("lightning.pytorch.utilities.rank_zero", "lightning.fabric.utilities.rank_zero"):
+        logging.getLogger(name).setLevel(logging.WARNING)
+    for name in ("lightning.fabric.utilities.seed", "lightning.fabric.utilities.distributed"):
+        logging.getLogger(name).setLevel(logging.WARNING)
+    transformers_logging.disable_progress_bar()  # a bar for every load and save of a model
+    for message in _HARMLESS:
+        warnings.filterwarnings("ignore", message=message)

@@ -1,0 +1,241 @@
+"""Optimizer state to and from checkpoints: what a `ShardedOptimizer` saves, and how it takes it back on any number of
+ranks.
+
+Two forms are read. *Sharded*: a description of primitives (the optimizer's class, parameter groups, scalars such as
+`step`, which state each parameter has), by parameter names, and beside it one flat tensor
+`optimizer/<key>/<parameter>` a parameter and key, of which each rank writes and reads its own part. *Whole*: what a
+plain torch optimizer saves, for runs that began under another strategy. Masters are the key `master`, where parameters
+are bfloat16.
+
+Promises: on restore masters come from the checkpoint, not from rounded weights; an option that was configured
+otherwise than for the checkpoint keeps its new value; a checkpoint that does not fit is refused before anything is
+changed, naming the parameter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from torch import Tensor
+from torch.optim import Optimizer
+
+from app.strategies.buckets import Bucket
+from app.strategies.pieces import Piece
+from app.strategies.zero1 import ShardedOptimizer
+
+_MASTER = "master"
+# State that torch.optim keeps once a parameter; its shape does not tell where parameters are scalars themselves.
+_SCALARS = ("step", "eta", "mu", "mu_product")
+Read = Callable[[dict[str, Piece]], None]
+
+
+@torch.no_grad()
+def save_sharded(sharded: ShardedOptimizer) -> tuple[dict[str, Any], dict[str, Piece]]:
+    """The description (equal on all ranks, primitives and scalar tensors) and this rank's pieces by name (views)."""
+    scalars: dict[str, dict[str, Any]] = {}
+    tensors: dict[str, list[str]] = {}
+    pieces: dict[str, Piece] = {}
+    for bucket in sharded.buckets:
+        keyed = dict(sharded.optimizer.state.get(bucket.master, {}))
+        if not bucket.master_is_parameter:
+            bucket.adopt_written()
+            keyed[_MASTER] = bucket.master
+        for key, value in keyed.items():
+            if _is_sharded(key, value, bucket):
+                for name, piece in zip(bucket.names, bucket.pieces(value)):
+                    pieces[_file_name(key, name)] = piece
+                    tensors.setdefault(name, []).append(key)
+            else:
+                for name in bucket.names:  # clones: optimizers count steps in place
+                    scalars.setdefault(name, {})[key] = value.cpu().clone() if isinstance(value, Tensor) else value
+    groups = [
+        {**{key: value for key, value in group.items() if key != "params"}, "params": sharded.names_of(params)}
+        for group, params in zip(sharded.optimizer.param_groups, sharded.groups)
+    ]
+    kind = _kind(sharded.optimizer)
+    description = {"optimizer": kind, "configured": sharded.configured, "param_groups": groups}
+    return {**description, "scalars": scalars, "tensors": tensors}, pieces
+
+
+@torch.no_grad()
+def load_sharded(sharded: ShardedOptimizer, description: Mapping[str, Any], read: Read) -> None:
+    """Collective: the inverse of `save_sharded`; `read` fills pieces in place (see `load_pieces`).
+
+    Raises:
+        ValueError: class, groups, parameters or state do not match this optimizer; the message names the parameter.
+    """
+    saved = description["param_groups"]
+    _check_kind(sharded, description.get("optimizer"), saved)
+    _check_groups(sharded, [group["params"] for group in saved])
+    states: list[dict[str, Any]] = []
+    wanted: dict[str, Piece] = {}
+    for bucket in sharded.buckets:
+        state: dict[str, Any] = {}
+        for key in _common_keys(bucket, [description["tensors"].get(name, ()) for name in bucket.names]):
+            state[key] = torch.zeros_like(bucket.master, device="cpu")
+            named = zip(bucket.names, bucket.pieces(state[key]))
+            wanted.update({_file_name(key, name): piece for name, piece in named})
+        per_param = [description["scalars"].get(name, {}) for name in bucket.names]
+        for key in _common_keys(bucket, per_param):
+            state[key] = _common_scalar(bucket, key, [entry[key] for entry in per_param])
+        states.append(state)
+    read(wanted)
+    _adopt(sharded, saved, states)
+    if "configured" in description:
+        _keep_changes(sharded, description["configured"])
+
+
+@torch.no_grad()
+def load_whole(sharded: ShardedOptimizer, full: Mapping[str, Any]) -> None:
+    """Collective: takes a plain torch optimizer's `state_dict`; every rank passes the whole and keeps its shard.
+
+    Raises:
+        ValueError: as `load_sharded`.
+    """
+    saved = full["param_groups"]
+    _check_kind(sharded, None, saved)
+    mine = [sharded.names_of(params) for params in sharded.groups]
+    names = [group.get("param_names", own) for group, own in zip(saved, mine)]
+    _check_groups(sharded, [n if len(n) == len(g["params"]) else g["params"] for n, g in zip(names, saved)])
+    entries = {
+        name: full["state"].get(index, {})
+        for own, group in zip(mine, saved)
+        for name, index in zip(own, group["params"])
+    }
+    states = []
+    for bucket in sharded.buckets:
+        per_param = [entries[name] for name in bucket.names]
+        state: dict[str, Any] = {}
+        for key in _common_keys(bucket, per_param):
+            values = [entry[key] for entry in per_param]
+            for name, param, value in zip(bucket.names, bucket.params, values):
+                if isinstance(value, Tensor) and value.dim() > 0 and value.shape != param.shape:
+                    raise ValueError(
+                        f"optimizer state '{key}' of '{name}' has shape {tuple(value.shape)}, the parameter"
+                        f" {tuple(param.shape)}: the checkpoint belongs to another model"
+                    )
+            like_params = (isinstance(v, Tensor) and v.shape == p.shape for v, p in zip(values, bucket.params))
+            whole = key not in _SCALARS and all(like_params)
+            state[key] = bucket.cut(values) if whole else _common_scalar(bucket, key, values)
+        states.append(state)
+    _adopt(sharded, saved, states)
+
+
+def _adopt(sharded: ShardedOptimizer, saved: list[dict[str, Any]], states: list[dict[str, Any]]) -> None:
+    """Hands the buckets' states to the optimizer; parameters are set from the masters."""
+    masters = [state.pop(_MASTER, None) for state in states]
+    counter = iter(range(len(states)))
+    groups = [
+        {
+            **{key: value for key, value in group.items() if key not in ("params", "param_names")},
+            "params": [next(counter) for _ in buckets],
+        }
+        for group, buckets in zip(saved, sharded.buckets_by_group)
+    ]
+    filled = {i: state for i, state in enumerate(states) if state}
+    sharded.optimizer.load_state_dict({"state": filled, "param_groups": groups})
+    for bucket, master in zip(sharded.buckets, masters):
+        if master is not None:
+            bucket.master.copy_(master)
+        elif not bucket.master_is_parameter and filled and bucket.master.dtype != bucket.flat.dtype:
+            rank_zero_warn(
+                f"the checkpoint has no float32 masters for {bucket.label} (it was trained in another precision):"
+                f" masters start from the {bucket.flat.dtype} weights"
+            )
+    sharded.gather_parameters()
+
+
+def _keep_changes(sharded: ShardedOptimizer, before: list[dict[str, Any]]) -> None:
+    """Options that the user has changed since the checkpoint, which `_adopt` has set back, apply; this is said."""
+    for number, (group, then, now) in enumerate(zip(sharded.optimizer.param_groups, before, sharded.configured)):
+        changed = [key for key in now if key in then and not _same(then[key], now[key])]
+        for key in changed:
+            told = f"optimizer, parameter group {number}: {key} was {then[key]} and is {now[key]}"
+            if f"initial_{key}" in group:  # the scheduler computes it, from its own state
+                rank_zero_warn(
+                    f"{told}, which has no effect: the learning rate's schedule goes on as in the checkpoint"
+                )
+            else:
+                group[key] = now[key]
+                rank_zero_warn(f"{told} from here on")
+
+
+def _same(one: Any, other: Any) -> bool:
+    return (list(one) if isinstance(one, tuple) else one) == (list(other) if isinstance(other, tuple) else other)
+
+
+def _kind(optimizer: Optimizer) -> str:
+    return f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
+
+
+def _check_kind(sharded: ShardedOptimizer, saved: str | None, groups: list[dict[str, Any]]) -> None:
+    """`saved`: the class that the checkpoint names, where it does. Groups of another one lack what this one reads in
+    its first step."""
+    mine = _kind(sharded.optimizer)
+    lacking = [key for key in sharded.optimizer.defaults if any(key not in group for group in groups)]
+    if saved not in (None, mine) or (saved is None and lacking):
+        theirs = saved or f"an optimizer without {', '.join(lacking)}"
+        raise ValueError(
+            f"ckpt_path: the checkpoint holds the state of {theirs}, this run's optimizer is {mine}: resume with the"
+            " optimizer that wrote it (model.optimizer), or start from the checkpoint's weights alone (arborist export,"
+            " then model.model.path)"
+        )
+
+
+def _check_groups(sharded: ShardedOptimizer, saved: list[list[Any]]) -> None:
+    if len(saved) != len(sharded.groups):
+        raise ValueError(
+            f"the checkpoint's optimizer has {len(saved)} parameter groups, this one {len(sharded.groups)}: resume"
+            " with the configure_optimizers that wrote it"
+        )
+    for number, (names, params) in enumerate(zip(saved, sharded.groups)):
+        mine = sharded.names_of(params)
+        if names != mine:
+            odd = sorted(map(str, set(names) ^ set(mine))) or "(another order or number)"
+            raise ValueError(
+                f"parameter group {number} of the checkpoint's optimizer has {len(names)} parameters, this one"
+                f" {len(mine)}; they differ in {odd}: resume with the model and configure_optimizers that wrote it"
+            )
+
+
+def _common_keys(bucket: Bucket, per_param: list[Any]) -> list[str]:
+    """State keys of a bucket's parameters, which share one flat shard and so must all have them."""
+    keys = list(dict.fromkeys(key for entry in per_param for key in entry))
+    for key in keys:
+        for name, entry in zip(bucket.names, per_param):
+            if key not in entry:
+                raise ValueError(
+                    f"optimizer state '{key}' of '{name}' is missing although {bucket.label} share one flat shard: was"
+                    " the parameter frozen when the checkpoint was written? Start from its weights alone instead"
+                )
+    return keys
+
+
+def _common_scalar(bucket: Bucket, key: str, values: list[Any]) -> Any:
+    for name, value in zip(bucket.names, values):
+        if value != values[0]:
+            raise ValueError(
+                f"optimizer state '{key}' is {value} for '{name}' but {values[0]} for '{bucket.names[0]}', which share"
+                " one flat shard: the checkpoint trained them for different numbers of steps; start from its"
+                " weights alone instead"
+            )
+    return values[0].clone() if isinstance(values[0], Tensor) else values[0]
+
+
+def _is_sharded(key: str, value: Any, bucket: Bucket) -> bool:
+    """Whether a piece of optimizer state is element-wise (a shard) rather than a scalar that all ranks share."""
+    if isinstance(value, Tensor) and value.shape == bucket.master.shape:
+        return True
+    if isinstance(value, Tensor) and value.dim() > 0:
+        raise ValueError(
+            f"optimizer state '{key}' of {bucket.label} has shape {tuple(value.shape)}, neither a scalar nor one value"
+            " per element: this optimizer is not element-wise and cannot be saved re-shardably"
+        )
+    return False
+
+
+def _file_name(key: str, parameter: str) -> str:
+    return f"optimizer/{key}/{parameter}"

@@ -1,0 +1,149 @@
+"""Lightning's checkpoint dictionary, taken apart for a checkpoint directory and put together again.
+
+Promises: large tensors of `state_dict` become pieces (every rank writes a share of what all of them hold; tied
+tensors once); the rest, of rank 0, is what `trainer.pt` holds. Architecture and generation configuration of every
+transformers model among the module's children are part of it, so that a checkpoint can be exported by itself.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Module
+
+from app.strategies.checkpoint.checkpoints import CheckpointError, unpack
+from app.strategies.pieces import Piece, load_whole
+from app.strategies.ranks.collectives import Communicator
+
+_WEIGHTS = "model/"
+CONFIG_FILE, GENERATION_FILE, ADAPTER_FILE = "config.json", "generation_config.json", "adapter_config.json"
+_UNTOLD = ("transformers_version", "dtype", "architectures", "layer_types", "_name_or_path")  # shape no parameter
+CONFIGURATIONS = (CONFIG_FILE, GENERATION_FILE, ADAPTER_FILE)
+"""Names of a model's configurations in a checkpoint; there are no others."""
+_OPTIMIZER, _ALIASES, _MODELS = "optimizer_description", "tied_weights", "transformers_models"
+
+
+def take_apart(
+    checkpoint: dict[str, Any], module: Module, ranks: Communicator
+) -> tuple[dict[str, Any], dict[str, Piece]]:
+    """What `trainer.pt` holds, and this rank's pieces (views of the live tensors) by name."""
+    contents = dict(checkpoint)
+    weights = contents.pop("state_dict")
+    small, aliases, pieces = {}, {}, {}
+    first_of: dict[tuple[int, torch.Size, tuple[int, ...]], str] = {}
+    for name, value in weights.items():
+        if not isinstance(value, Tensor) or not value.numel() or not value.dim() or value.is_complex():
+            small[name] = value.detach().cpu().clone() if isinstance(value, Tensor) else value
+            continue
+        first = first_of.setdefault((value.data_ptr(), value.shape, value.stride()), name)
+        if first != name:
+            aliases[name] = first
+        else:
+            pieces[_WEIGHTS + name] = Piece.rows(value.detach(), ranks.rank, ranks.size)
+    contents["state_dict"] = small
+    contents[_ALIASES] = aliases
+    contents[_MODELS] = {name: _configuration(child) for name, child in module.named_children() if _is_model(child)}
+    for state in contents.pop("optimizer_states", []):
+        contents[_OPTIMIZER], optimizer_pieces = state["description"], state["pieces"]
+        pieces |= optimizer_pieces
+    return contents, pieces
+
+
+def put_together(path: Path, checked: bool = False) -> dict[str, Any]:
+    """The dictionary Lightning restores from: whole weights in CPU memory; in place of optimizer states
+    `{"description", "path"}`, since every rank reads only its own pieces of these. `checked`: its files
+    were compared with what was written before.
+
+    Raises:
+        CheckpointError: it is damaged, or no checkpoint.
+    """
+    contents = _contents(path, checked)
+    weights: dict[str, Any] = contents["state_dict"]
+    weights.update({n.removeprefix(_WEIGHTS): t for n, t in load_whole(path, _is_weight).items()})
+    weights.update({name: weights[first] for name, first in contents.pop(_ALIASES).items()})
+    if _OPTIMIZER in contents:
+        contents["optimizer_states"] = [{"description": contents.pop(_OPTIMIZER), "path": path}]
+    return contents
+
+
+def mismatch(checkpoint: Mapping[str, Any], module: Module) -> str:
+    """Of a checkpoint (as `put_together` returns it) whose weights are not of `module`: the first parameter that shows
+    it, and by which options the models differ; one line, "" where nothing is found."""
+    own, saved = module.state_dict(), checkpoint["state_dict"]
+    found = ""
+    for name in (name for name in own if name in saved):
+        here, there = (tuple(getattr(values[name], "shape", ())) for values in (own, saved))
+        if here != there:
+            found = f"'{name}' has shape {there} in the checkpoint and {here} in this run"
+            break
+    else:
+        missing, unknown = sorted(own.keys() - saved.keys()), sorted(saved.keys() - own.keys())
+        if missing or unknown:
+            name, where = (missing[0], "in this run only") if missing else (unknown[0], "in the checkpoint only")
+            found = f"'{name}' is {where} (and {len(missing) + len(unknown) - 1} more are on one side only)"
+    options = []
+    for child, files in checkpoint.get(_MODELS, {}).items():
+        model = getattr(module, child, None)
+        if model is not None and _is_model(model):
+            here, there = (json.loads(text[CONFIG_FILE]) for text in (_configuration(model), files))
+            keys = [key for key in there if key in here and here[key] != there[key] and key not in _UNTOLD]
+            options += [f"{child}'s {key} is {there[key]!r:.80} there and {here[key]!r:.80} here" for key in keys[:3]]
+    return "; ".join([found, *options]) if found else ""
+
+
+def model_weights(path: Path, name: str) -> tuple[dict[str, str], dict[str, Tensor]]:
+    """Of the transformers model that was the module's child `name`: its configurations by file name (JSON text) and its
+    weights by their names in it.
+
+    Raises:
+        CheckpointError: it is damaged, or no checkpoint.
+        ValueError: there is no such model; names those there are.
+    """
+    contents = _contents(path)
+    models = contents[_MODELS]
+    if name not in models:
+        raise ValueError(f"{path} holds no transformers model '{name}'; it holds {sorted(models) or 'none'}")
+    prefix = f"{_WEIGHTS}{name}."
+    weights = {n.removeprefix(prefix): t for n, t in load_whole(path, lambda n: n.startswith(prefix)).items()}
+    for small, value in contents["state_dict"].items():
+        if small.startswith(f"{name}."):
+            weights[small.removeprefix(f"{name}.")] = value
+    for alias, first in contents[_ALIASES].items():
+        if alias.startswith(f"{name}.") and first.startswith(f"{name}."):
+            weights[alias.removeprefix(f"{name}.")] = weights[first.removeprefix(f"{name}.")]
+    return models[name], weights
+
+
+def _contents(path: Path, checked: bool = False) -> dict[str, Any]:
+    contents = unpack(path, checked)
+    for key in ("state_dict", _ALIASES, _MODELS):
+        if not isinstance(contents.get(key), dict):
+            raise CheckpointError(f"ckpt_path: {path} holds no {key}: this project did not write it")
+    return contents
+
+
+def _is_weight(name: str) -> bool:
+    return name.startswith(_WEIGHTS)
+
+
+def _is_model(module: Any) -> bool:
+    return hasattr(module, "save_pretrained") and hasattr(module, "config")
+
+
+def _configuration(model: Any) -> dict[str, str]:
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    files = {CONFIG_FILE: base.config.to_json_string(use_diff=False)}
+    generation = getattr(base, "generation_config", None)
+    if generation is not None:
+        files[GENERATION_FILE] = generation.to_json_string(use_diff=True)
+    for adapter in getattr(model, "peft_config", {}).values():
+        with tempfile.TemporaryDirectory() as directory:  # peft offers its own form of JSON as a file only
+            adapter.save_pretrained(directory)
+            files[ADAPTER_FILE] = (Path(directory) / ADAPTER_FILE).read_text()
+    return files

@@ -1,0 +1,1 @@
+"""How ranks meet, talk to each other, and notice that one is gone."""

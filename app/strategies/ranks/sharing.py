@@ -1,0 +1,184 @@
+"""Rank 0 owns the stream and leads: it tells all ranks what to do next, which they do, and answer.
+
+    rank 0                                      every other rank
+    traffic.lead(work, serve)                   traffic.lead(work, serve)
+      work() calls traffic.ask(words, batch,      serve(words, batch), as often as it is asked
+      serve) and returns what is to be said       returns what rank 0 said last
+
+Promises: the other ranks need not know what rank 0 is about to do. A batch travels once, however many messages are
+about it: ranks keep it, packed, until a message is about another one, or `forget`. An error of rank 0 while it leads,
+or of any rank while it serves, is raised on all ranks, with the words of the rank that had it; nobody is left waiting.
+A message is two broadcasts (its size, and itself), so that rank 0's own work does not grow with the ranks; an answer is
+one small all-gather and one transfer. A rank that is missing from one is named as in any other collective. One process
+sends nothing and packs nothing.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from app.batch import RolloutBatch
+from app.strategies.ranks.collectives import CollectiveError, Communicator
+from app.strategies.ranks.packing import PackedBatch, pack, pack_values, unpack_values
+from app.text import well_formed
+
+_WHAT = "a message of rank 0"
+
+
+Batch = RolloutBatch | PackedBatch
+Said = tuple[Any, Batch | None, Mapping[str, Tensor]]
+"""What rank 0 tells all ranks alike: words (JSON-able), the batch they are about (on other ranks packed, without
+columns and metadata, as it was when they first heard of it), and tensors [M] on the CPU by name, M of each's own."""
+Serve = Callable[[Any, Batch | None], Tensor]
+"""Called with the words and the batch of what rank 0 asks for; returns a float32 tensor on the CPU."""
+
+
+class RankZeroError(RuntimeError):
+    """Rank 0, the owner of the stream, failed while it led; the message is rank 0's own."""
+
+
+class RankTraffic:
+    """One rank's end of it.
+
+    Attributes:
+        bytes: that rank 0 sent to every other rank since `reset`; 0 on the others.
+        seconds: rank 0's wall seconds of packing and sending since then.
+    """
+
+    def __init__(self, ranks: Communicator) -> None:
+        self._ranks = ranks
+        self._held: Batch | None = None
+        self.reset()
+
+    def reset(self) -> None:
+        self.bytes, self.seconds = 0, 0.0
+
+    def forget(self) -> None:
+        """On every rank alike: the batch that is held will not be needed again."""
+        self._held = None
+
+    def lead(self, work: Callable[[], Said], serve: Serve) -> Said:
+        """Collective. Rank 0 does `work`, in which it may `ask`; the others serve until it is done.
+
+        Returns:
+            What `work` returned: rank 0's own object there, an equal one elsewhere.
+
+        Raises:
+            RankZeroError: on all ranks but 0, with type and message of rank 0's error, which rank 0 raises itself.
+        """
+        if self._ranks.rank != 0:
+            return self._follow(serve)
+        try:
+            said = work()
+            self._send("done", said)
+        except CollectiveError:
+            raise  # there is no way to tell the others; their own watch does
+        except Exception as error:
+            self._send("error", (f"{type(error).__name__}: {error}", None, {}))
+            raise
+        return said
+
+    def ask(self, words: Any, batch: Batch | None, serve: Serve) -> list[Tensor]:
+        """Rank 0 only, inside of `lead`: what each rank's `serve(words, batch)` returned, flat float32, by rank.
+
+        Raises:
+            RuntimeError: another rank failed, naming it and its error; rank 0's own error is raised as it is.
+        """
+        if self._ranks.size == 1:
+            return [serve(words, batch).view(-1)]
+        self._send("serve", (words, batch, {}))
+        own = _attempt(serve, words, batch)
+        answers = self._answer(own)
+        if isinstance(own, Exception):
+            raise own
+        failed = {rank: answer for rank, answer in enumerate(answers) if isinstance(answer, str)}
+        if failed:
+            first = min(failed)
+            raise RuntimeError(
+                f"what rank 0 asked for failed on rank {first}: {failed[first]} (ranks: {sorted(failed)})"
+            )
+        return [answer for answer in answers if not isinstance(answer, str)]
+
+    def _follow(self, serve: Serve) -> Said:
+        own: Exception | None = None
+        while True:
+            verb, said = self._decode(self._ranks.broadcast_bytes(None, _WHAT))
+            if verb == "done":
+                return said
+            if verb == "error":
+                if own is not None:
+                    raise own
+                raise RankZeroError(f"rank 0 failed: {said[0]}")
+            answer = _attempt(serve, *said[:2])
+            own = answer if isinstance(answer, Exception) else None
+            self._answer(answer)
+
+    def _send(self, verb: str, said: Said) -> None:
+        if self._ranks.size == 1:
+            return
+        start = time.perf_counter()
+        data = _encode(verb, said, held=self._held)
+        self._ranks.broadcast_bytes(data, _WHAT)
+        if said[1] is not None:
+            self._held = said[1]
+        self.bytes += len(data)
+        self.seconds += time.perf_counter() - start
+
+    def _decode(self, data: Tensor) -> tuple[str, Said]:
+        pieces = _split(data)
+        verb, words, about = json.loads(bytes(pieces[-1].numpy()))
+        if about == "new":
+            self._held = PackedBatch(bytes(pieces[2].numpy()), pieces[0].clone())  # not the rest of the message
+        values = unpack_values(bytes(pieces[3].numpy()), pieces[1])
+        return verb, (words, self._held if about != "nothing" else None, values)
+
+    def _answer(self, own: Tensor | Exception) -> list[Tensor | str]:
+        """Collective. On rank 0 all ranks' tensors, or what they say of their errors; [] elsewhere."""
+        if isinstance(own, Exception):
+            data = np.frombuffer(well_formed(f"{type(own).__name__}: {own}").encode(), np.uint8)
+        else:
+            data = own.contiguous().numpy().reshape(-1).view(np.uint8)
+        flag = np.array([isinstance(own, Exception)], np.uint8)  # comes last: the numbers before it stay aligned
+        message = torch.from_numpy(np.concatenate([data, flag]))
+        found = self._ranks.collect(message, "answers to rank 0")
+        return [bytes(m[:-1].numpy()).decode() if m[-1] else m[:-1].view(torch.float32) for m in found]
+
+
+def _attempt(serve: Serve, words: Any, batch: Batch | None) -> Tensor | Exception:
+    try:
+        return serve(words, batch)
+    except Exception as error:
+        return error
+
+
+def _encode(verb: str, said: Said, held: Batch | None) -> Tensor:
+    """uint8: the payloads of batch and values (first, to be aligned), their headers, the words, and all lengths."""
+    words, batch, values = said
+    batch_header, batch_payload = b"", torch.empty(0, dtype=torch.uint8)
+    about = "nothing" if batch is None else "held"
+    if batch is not None and batch is not held:
+        assert isinstance(batch, RolloutBatch), "rank 0 has it whole"
+        bare = copy.copy(batch)
+        bare.columns, bare.metadata = {}, [{}] * len(bare)
+        batch_header, batch_payload = pack(bare)
+        about = "new"
+    header, payload = pack_values(values)
+    text = json.dumps([verb, words, about]).encode()
+    pieces = [batch_payload.numpy(), payload.numpy()]
+    pieces += [np.frombuffer(piece, np.uint8) for piece in (batch_header, header, text)]
+    lengths = np.array([len(piece) for piece in pieces])
+    return torch.from_numpy(np.concatenate([*pieces, lengths.view(np.uint8)]))
+
+
+def _split(data: Tensor) -> list[Tensor]:
+    """The pieces of `_encode`."""
+    lengths = data[-40:].clone().view(torch.int64)
+    return list(data[:-40].split(lengths.tolist()))

@@ -1,0 +1,107 @@
+"""What an attention backend is, and what it gets to know about the chunk that is running and the layer that calls.
+
+Promises: a backend computes exact attention of the chunk's queries over [path | chunk]; inside its own backward it adds
+the gradients of the path's keys and values to the path cache, and what came back from chunks below to those of the
+chunk's own (so activation checkpointing inside a chunk is harmless). What it cannot do it says in `refusal`, before
+anything runs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from app.tree.attention.path_cache import KeyValue, PathCache
+from app.tree.planning.layout import Layout, Part
+from app.tree.planning.windows import layer_parts
+from app.tree.planning.work import Calls
+from app.tree.prefix_tree import Bools, Ints
+from app.tree.transfer import on_device
+
+
+@dataclass(frozen=True)
+class LayerCall:
+    """What one layer asks for.
+
+    Attributes:
+        layer: its index.
+        scale: factor of the scores.
+        window: tokens a query sees, itself included; None: all.
+        softcap: scores become softcap * tanh(scores / softcap); None: as they are.
+    """
+
+    layer: int
+    scale: float
+    window: int | None = None
+    softcap: float | None = None
+
+
+class Backend(Calls, Protocol):
+    """One way to compute tree attention."""
+
+    name: str
+
+    def refusal(self, q: Tensor, call: LayerCall) -> str | None:
+        """Why queries q [1, Hq, n, d] of this layer cannot be computed, with the remedy; None when they can."""
+        ...
+
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, chunk: ChunkAttention, call: LayerCall
+    ) -> Tensor:
+        """q [1, Hq, n, d], k and v [1, Hk, n, d] of the chunk's rows -> [1, Hq, n, d] in q's dtype. `sinks` [Hq]: a
+        score per head that takes part in the softmax and has no value."""
+        ...
+
+
+@dataclass(eq=False)
+class ChunkAttention:
+    """The chunk that is running.
+
+    Attributes:
+        layout: its rows; depths: int64 [n], the depth of each.
+        path_tokens: length of the path, read from `cache`.
+        backend: what computes attention.
+        store: whether `keys_values` is filled by the run: detached, by layer.
+        returned_grads: gradients of keys and values from chunks below: (first row, by layer) for each piece.
+        calls: layers that have called the attention function, in order.
+        kept: whatever a backend prepares once a chunk, by its own keys.
+    """
+
+    layout: Layout
+    cache: PathCache
+    path_tokens: int
+    depths: Ints
+    backend: Backend
+    store: bool
+    keys_values: dict[int, KeyValue] = field(default_factory=dict)
+    returned_grads: list[tuple[int, dict[int, KeyValue]]] = field(default_factory=list)
+    calls: list[int] = field(default_factory=list)
+    kept: dict[Any, Any] = field(default_factory=dict)
+
+    def parts(self, window: int | None, cut_squares: bool = True) -> list[Part]:
+        """Attention parts of layers with this window; see `layer_parts`."""
+        key = ("parts", window, cut_squares)
+        if key not in self.kept:
+            self.kept[key] = layer_parts(self.layout, self.depths, self.path_tokens, window, cut_squares)
+        parts: list[Part] = self.kept[key]
+        return parts
+
+    def additive(self, mask: Bools | None, like: Tensor) -> Tensor | None:
+        """The mask of a part as 0 and -inf, in the dtype and on the device of `like`."""
+        if mask is None:
+            return None
+        key = ("mask", id(mask), like.dtype)  # parts stay alive with the chunk, so ids stay theirs
+        if key not in self.kept:
+            hidden = on_device(~mask, like.device)
+            self.kept[key] = torch.zeros_like(hidden, dtype=like.dtype).masked_fill(hidden, float("-inf"))
+        additive: Tensor = self.kept[key]
+        return additive
+
+    def add_returned(self, layer: int, grad_k: Tensor, grad_v: Tensor) -> None:
+        """Adds to [1, Hk, n, d] gradients of the chunk's own keys and values what chunks below sent back."""
+        for first, by_layer in self.returned_grads:
+            for grad, below in zip((grad_k, grad_v), by_layer[layer], strict=True):
+                grad[:, :, first : first + below.shape[2]] += below

@@ -1,0 +1,135 @@
+"""The attention function transformers calls inside `TreeEngine` passes, and the registry of backends behind it.
+
+Promises: every query sees exactly its ancestors (within the layer's window) and itself; an argument the model passes
+that is not honoured is an error naming argument and layer, never ignored; a backend that cannot run here is refused
+with the remedy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, PreTrainedModel
+
+from app.tree.attention.chunk_attention import Backend, ChunkAttention, LayerCall
+from app.tree.attention.flash import FlashBackend
+from app.tree.attention.flex import FLEX_HEAD_DIM, FlexBackend
+from app.tree.attention.kernels import AMPERE, FLASH_DTYPES, capability, flash_refusal
+from app.tree.attention.part_attention import PartBackend
+
+ATTENTION_NAME = "arborist_tree"
+
+BACKENDS: dict[str, Backend] = {backend.name: backend for backend in (PartBackend(), FlexBackend(), FlashBackend())}
+"""Attention backends by name."""
+
+_HARMLESS = frozenset({"position_ids", "use_cache", "output_attentions", "output_hidden_states", "cache_position"})
+"""Arguments models pass along that do not change what a layer attends to."""
+
+
+def choose_backend(name: str, model: PreTrainedModel) -> Backend:
+    """The backend called `name`, or for "auto" the fastest for the model's device, dtype (autocast counts) and heads.
+
+    On CPUs that is `sdpa`. On CUDA devices `flash` for bf16 and float16 from compute capability 8.0 on; `flex` for
+    what is left of these two (soft-capped scores, heads that flash kernels do not take), compiled at the first step;
+    `sdpa`, whose kernels start at once, for float32 and float64, for older GPUs, and where Triton is missing.
+
+    Raises:
+        ValueError: a name that is not in `BACKENDS`.
+    """
+    if name != "auto":
+        if name not in BACKENDS:
+            raise ValueError(f"attention must be 'auto' or one of {sorted(BACKENDS)}, got {name!r}")
+        return BACKENDS[name]
+    parameter = next(model.parameters())
+    device, dtype = parameter.device, parameter.dtype
+    if device.type != "cuda":
+        return BACKENDS["sdpa"]
+    if torch.is_autocast_enabled(device.type):
+        dtype = torch.get_autocast_dtype(device.type)
+    if dtype not in FLASH_DTYPES or capability(device) < AMPERE:
+        return BACKENDS["sdpa"]
+    config = model.config.get_text_config()
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    capped = getattr(config, "attn_logit_softcapping", None) is not None
+    if not capped and flash_refusal(device, dtype, head_dim) is None:
+        return BACKENDS["flash"]
+    return BACKENDS["sdpa" if head_dim < FLEX_HEAD_DIM or find_spec("triton") is None else "flex"]
+
+
+def tree_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    tree_chunk: ChunkAttention | None = None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    is_causal: bool | None = None,
+    **others: Any,
+) -> tuple[Tensor, None]:
+    """transformers' attention function: query [1, Hq, n, d], key and value [1, Hk, n, d] -> [1, n, Hq, d].
+
+    `sliding_window`: tokens a query sees, itself included; `softcap`: of the scores; `s_aux` [Hq]: attention sinks.
+
+    Raises:
+        ValueError: an argument that would change the result and is not supported (dropout, a mask, non-causal
+            attention, ...), or that this backend cannot honour, naming argument and layer.
+    """
+    layer = getattr(module, "layer_idx", None)
+    where = f"layer {layer} ({type(module).__name__})"
+    if tree_chunk is None or layer is None:
+        raise ValueError(f"{where}: tree attention runs inside TreeEngine calls and needs the layer's index")
+    if attention_mask is not None:
+        raise ValueError(f"{where}: received attention_mask; tree attention takes none")
+    if dropout:
+        raise ValueError(f"{where}: attention dropout {dropout}; set attention_dropout to 0 or call model.eval()")
+    if is_causal is False:
+        raise ValueError(f"{where}: is_causal=False; only causal attention is supported")
+    if sliding_window is not None and sliding_window < 1:
+        raise ValueError(f"{where}: sliding_window={sliding_window}; set it to at least 1, or to None for no window")
+    unknown = {name for name, given in others.items() if given is not None and name not in _HARMLESS}
+    if unknown:
+        raise ValueError(f"{where}: unsupported attention arguments {sorted(unknown)}; they would be ignored silently")
+    narrow = query.shape[-1] - value.shape[-1]
+    if narrow < 0:
+        raise ValueError(f"{where}: values are wider than keys ({value.shape[-1]} > {query.shape[-1]}); not supported")
+    tree_chunk.calls.append(layer)
+    scale = scaling if scaling is not None else query.shape[-1] ** -0.5
+    call = LayerCall(layer, scale, sliding_window, softcap)
+    device = query.device.type
+    if torch.is_autocast_enabled(device):  # norms leave float32 queries and keys beside low-precision values
+        query, key, value = (x.to(torch.get_autocast_dtype(device)) for x in (query, key, value))
+    refusal = tree_chunk.backend.refusal(query, call)
+    if refusal is not None:
+        raise ValueError(f"{where}: attention='{tree_chunk.backend.name}' {refusal}")
+    if narrow:  # kernels take values as wide as keys (latent attention has narrower ones); zeros change nothing
+        value = nn.functional.pad(value, (0, narrow))
+    if tree_chunk.store:
+        tree_chunk.keys_values[layer] = (key.detach(), value.detach())
+    with torch.autocast(device, enabled=False):
+        out = tree_chunk.backend.attend(query, key, value, s_aux, tree_chunk, call)
+    return out[..., : out.shape[-1] - narrow].transpose(1, 2), None
+
+
+AttentionInterface.register(ATTENTION_NAME, tree_attention)
+
+
+@contextmanager
+def tree_attention_on(model: PreTrainedModel) -> Iterator[None]:
+    """The model attends through `tree_attention` inside, and as before afterwards."""
+    before = model.config._attn_implementation
+    model.config._attn_implementation = ATTENTION_NAME
+    try:
+        yield
+    finally:
+        model.config._attn_implementation = before

@@ -1,0 +1,210 @@
+"""The figures of `arborist inspect`: a tree's counts, and what a model's configuration makes of them.
+
+Promises: pure counting on the tree and arithmetic on the configuration; the model is built without memory for its
+weights (on torch's meta device).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from app.tree import PrefixTree
+from app.tree.attention import BACKENDS
+from app.tree.checkpointing import checkpointable
+from app.tree.memory import DEVICE_CHUNK, PassMemory, pass_memory
+from app.tree.planning.cost import ModelShape, plan_flops
+from app.tree.planning.plan import ExecutionPlan
+from app.tree.planning.planner import plan
+from app.tree.planning.timing import CPU_RATES, GPU_RATES, TimeModel
+from app.tree.planning.work import Work
+from app.tree.prefix_tree import Ints
+
+
+@dataclass(frozen=True)
+class Inspection:
+    """Counts of a tree; `depths`: forks above a leaf -> leaves; `fan_outs`: children -> forks that have so many.
+    Dense: every sequence alone; leaf: without those that are prefixes of (or equal to) others."""
+
+    sequences: int
+    shortest: int
+    longest: int
+    trained: int
+    dense_tokens: int
+    leaf_tokens: int
+    tree_tokens: int
+    needed_tokens: int
+    dense_pairs: int
+    leaf_pairs: int
+    tree_pairs: int
+    leaves: int
+    forks: int
+    roots: int
+    depths: dict[int, int]
+    fan_outs: dict[int, int]
+
+    def rows(self) -> Iterator[tuple[str, int, int]]:
+        """(name, tokens, attention pairs) of each way to run the sequences."""
+        yield "dense", self.dense_tokens, self.dense_pairs
+        yield "dense-leaf", self.leaf_tokens, self.leaf_pairs
+        yield "tree", self.tree_tokens, self.tree_pairs
+
+    def figures(self) -> dict[str, Any]:
+        """All of it, for JSON."""
+        return dict(vars(self))
+
+
+@dataclass(frozen=True, eq=False)
+class ModelReport:
+    """Predictions for one model; FLOPs and seconds are of forward and backward of everything."""
+
+    name: str
+    parameters: int
+    dtype: str
+    device: str
+    dense_flops: float
+    leaf_flops: float
+    tree_flops: float
+    dense_seconds: float
+    leaf_seconds: float
+    tree_seconds: float
+    memory: PassMemory
+    plan: ExecutionPlan
+
+    def rows(self) -> Iterator[tuple[str, float, float]]:
+        """(name, FLOPs, predicted seconds) of each way to run the sequences."""
+        yield "dense", self.dense_flops, self.dense_seconds
+        yield "dense-leaf", self.leaf_flops, self.leaf_seconds
+        yield "tree", self.tree_flops, self.tree_seconds
+
+    def figures(self) -> dict[str, Any]:
+        """All of it but the chunks of the plan, for JSON."""
+        values = {name: value for name, value in vars(self).items() if name not in ("memory", "plan")}
+        execution = self.plan
+        return values | {
+            "speed_up_over_dense": self.dense_seconds / self.tree_seconds,
+            "speed_up_over_leaf": self.leaf_seconds / self.tree_seconds,
+            "memory": vars(self.memory) | {"total": self.memory.total},
+            "plan": {
+                "packing": execution.packing,
+                "chunks": len(execution.chunks),
+                "chunk_tokens": execution.chunk_tokens,
+                "live_tokens": execution.live_tokens,
+                "peak_live_tokens": execution.peak_live_tokens,
+                "extra_forward_tokens": execution.extra_forward_tokens,
+            },
+        }
+
+
+def inspect_tree(tree: PrefixTree) -> Inspection:
+    """Counts `tree`, which has at least one sequence."""
+    parents = tree.segment_parent
+    children = np.bincount(parents[parents >= 0], minlength=tree.num_segments)
+    depth = np.zeros(tree.num_segments, np.int64)
+    for segment, parent in enumerate(parents.tolist()):  # parents come first
+        if parent >= 0:
+            depth[segment] = depth[parent] + 1
+    leaves = children == 0
+    return Inspection(
+        sequences=tree.num_sequences,
+        shortest=int(tree.sequence_length.min()),
+        longest=int(tree.sequence_length.max()),
+        trained=int(tree.sequence_scored(np.arange(tree.num_sequences)).sum()),
+        dense_tokens=tree.num_dense_tokens,
+        leaf_tokens=tree.num_leaf_tokens,
+        tree_tokens=tree.num_tokens,
+        needed_tokens=tree.num_needed_tokens,
+        dense_pairs=_pairs(tree.sequence_length),
+        leaf_pairs=_pairs(tree.sequence_length[tree.leaf_sequences]),
+        tree_pairs=tree.num_attention_pairs,
+        leaves=int(leaves.sum()),
+        forks=int((children > 1).sum()),
+        roots=int((parents < 0).sum()),
+        depths=_counts(depth[leaves]),
+        fan_outs=_counts(children[children > 0]),
+    )
+
+
+def inspect_model(
+    tree: PrefixTree, config: Any, device: str, dtype: str, chunk_tokens: int | None, live_tokens: int | None
+) -> ModelReport:
+    """Plans `tree` for a model of this transformers configuration, and predicts.
+
+    Args:
+        chunk_tokens: default the device's; live_tokens: default everything at once.
+    """
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype))
+    shape, element = ModelShape.of(config), 2 if dtype == "bfloat16" else 4
+    if device == "cuda":
+        times = TimeModel(shape, GPU_RATES, BACKENDS["flash"], element)
+    else:
+        times = TimeModel(shape, CPU_RATES, BACKENDS["sdpa"], element)
+    chunk, live = chunk_tokens or DEVICE_CHUNK[device], live_tokens or tree.num_tokens
+    share = shape.checkpoint_share() if checkpointable(model) else 1.0
+    execution = plan(tree, chunk, live, times, share)
+    assert execution.seconds is not None, "there is a predictor"
+    every = np.arange(tree.num_sequences)
+    scored = np.add.reduceat(tree.sequence_scored(every), np.cumsum(tree.sequence_length) - tree.sequence_length)
+    dense = _alone(tree.sequence_length, scored)
+    # A leaf carries the trained positions of the prefixes dropped for it: those of the tree on its path.
+    on_path = np.isin(tree.sequence_tokens(tree.leaf_sequences), tree.scored_tokens)
+    leaf_lengths = tree.sequence_length[tree.leaf_sequences]
+    leaf = _alone(leaf_lengths, np.array([on_path.sum()]))
+    return ModelReport(
+        name=f"{config.model_type}, hidden {shape.hidden}, {shape.layers} layers",
+        parameters=sum(p.numel() for p in model.parameters()),
+        dtype=dtype,
+        device=device,
+        dense_flops=3 * shape.forward_flops(dense.tokens, dense.pairs, dense.scored),
+        leaf_flops=3 * shape.forward_flops(leaf.tokens, leaf.pairs, leaf.scored),
+        tree_flops=plan_flops(execution, shape),
+        dense_seconds=times.seconds(dense),
+        leaf_seconds=times.seconds(leaf),
+        tree_seconds=execution.seconds,
+        memory=pass_memory(model, execution.chunk_tokens, execution.peak_live_tokens, tree),
+        plan=execution,
+    )
+
+
+def read_config(path: Path) -> Any:
+    """The transformers configuration of a model's directory or configuration file.
+
+    Raises:
+        ValueError: naming what is missing or unknown.
+    """
+    file = path / "config.json" if path.is_dir() else path
+    try:
+        fields = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            f"--model: {file} is no readable JSON ({error}); name a model's directory or config"
+        ) from error
+    if not isinstance(fields, dict) or "model_type" not in fields:
+        raise ValueError(f"--model: {file} has no field 'model_type'; name a transformers configuration")
+    try:
+        return AutoConfig.for_model(**fields)
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"--model: {file}: {error}") from error
+
+
+def _alone(lengths: Ints, scored: Ints) -> Work:
+    """The work of running sequences one by one."""
+    count = len(lengths)
+    return Work(int(lengths.sum()), _pairs(lengths), count, count, 0, 0, 0, 0, 0, int(scored.sum()))
+
+
+def _pairs(lengths: Ints) -> int:
+    return int((lengths * (lengths + 1) // 2).sum())
+
+
+def _counts(values: Ints) -> dict[int, int]:
+    found, counts = np.unique(values, return_counts=True)
+    return dict(zip(found.tolist(), counts.tolist(), strict=True))

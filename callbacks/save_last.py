@@ -1,0 +1,64 @@
+"""`last.ckpt`, by time: what a run loses when it is killed is bounded without anybody asking for it.
+
+The command line adds it to every `fit`, unless a configured ModelCheckpoint has `save_last` or `train_time_interval`,
+or `trainer.enable_checkpointing` is false.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from datetime import timedelta
+from typing import Any
+
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
+
+
+class SaveLast(ModelCheckpoint):
+    """Replaces `checkpoints/last.ckpt` every `minutes`, after an optimizer step, and at the end of training.
+
+    Args:
+        minutes: between two checkpoints, above 0. The first comes that long after training began.
+
+    Raises:
+        ValueError: `minutes` is not above 0, or not finite.
+    """
+
+    def __init__(self, minutes: float = 10.0) -> None:
+        if not (minutes > 0 and math.isfinite(minutes)):
+            raise ValueError(f"SaveLast.minutes: {minutes}, must be above 0 and finite")
+        super().__init__(
+            save_last=True,
+            save_top_k=0,
+            train_time_interval=timedelta(minutes=minutes),
+            enable_version_counter=False,  # one name, whoever wrote it
+        )
+        self.minutes = minutes
+        self._last_time = 0.0
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        super().on_train_start(trainer, pl_module)
+        self._last_time = time.monotonic()
+        self._last_step = trainer.global_step
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        # Rank 0's clock decides for all; Lightning's own way is an exchange of pickled objects every step.
+        due = trainer.is_global_zero and time.monotonic() - self._last_time >= 60 * self.minutes
+        if trainer.strategy.reduce_boolean_decision(due, all=False):
+            self._save(trainer)
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if trainer.fit_loop.done:  # before whatever comes at the end: a last validation may be long
+            self._save(trainer)
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._save(trainer)
+
+    def _save(self, trainer: Trainer) -> None:
+        if self._last_step != trainer.global_step and not self._should_skip_saving_checkpoint(trainer):
+            self._last_step = trainer.global_step
+            self._last_time = time.monotonic()
+            self._save_last_checkpoint(trainer, self._monitor_candidates(trainer))

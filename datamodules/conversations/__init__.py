@@ -1,0 +1,1 @@
+"""Recorded conversations: as token arrays or text, imported from the files of others, chosen by task."""

@@ -1,0 +1,246 @@
+"""Recorded conversations as text (JSONL) and their token ids under a tokenizer's chat template.
+
+Promises: a broken line is refused by file and line number, before anything is trained on; the token ids of a turn
+follow exactly the prompt the template would have given the policy, tokenized as generation sees it (prompt and turn
+apart, never merged across their boundary); trained tokens are those of assistant messages, up to and including
+the token with which the template ends a turn (`eos_token` where it has none of its own).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from app.text import printable, reason
+from datamodules.conversations.tokens import Conversation, is_reward
+from datamodules.files.data_files import RecordedDataError
+from datamodules.files.json_lines import parse_json, read_json_lines
+from datamodules.workflows.chat import Chat
+
+_ROLES = ("system", "user", "assistant", "tool")
+THINK_TEXT = "<think>\n\n</think>\n\n"
+
+
+@dataclass(frozen=True)
+class Transcript:
+    """One conversation as text: task, trial, model, reward and messages as in the JSONL file; source for errors."""
+
+    task: str
+    trial: int
+    model: str
+    reward: float
+    messages: list[dict[str, Any]]
+    source: str
+
+
+@dataclass(frozen=True)
+class SystemPrompt:
+    """What precedes every conversation of a file: the system prompt and the tools' JSON schemas."""
+
+    text: str = ""
+    tools: list[dict[str, Any]] = field(default_factory=list)
+
+
+def load_transcripts(path: str | Path) -> list[Transcript]:
+    """Reads a `.jsonl` or `.jsonl.gz` file, one conversation a line.
+
+    A line holds `task_id`, `trial` (default 0), `model` (default ""), `reward` and `messages`; other keys are ignored.
+    A message has `role` (system, user, assistant, tool), `content` and, on assistant messages, `tool_calls`:
+    `[{"id", "name", "arguments"}]`.
+
+    Raises:
+        RecordedDataError: naming file, line and field.
+    """
+    path = Path(path)
+    result = [_parse(data, f"{path}:{number}") for number, data in read_json_lines(path)]
+    if not result:
+        raise RecordedDataError(
+            f"{path}: no conversation in it; name another file in data.path, or make this one again"
+        )
+    return result
+
+
+def check_messages(messages: Any, source: str) -> list[dict[str, Any]]:
+    """`messages` itself if all have the documented form; raises RecordedDataError naming the first that has not."""
+
+    def refuse(where: str, problem: str) -> None:
+        raise RecordedDataError(f"{source}: {where} {problem}; correct or remove the conversation")
+
+    if not isinstance(messages, list) or not messages:
+        refuse("messages", "must be a non-empty list")
+    for k, message in enumerate(messages):
+        where = f"messages[{k}]"
+        if not isinstance(message, dict) or message.get("role") not in _ROLES:
+            refuse(f"{where}.role", f"must be one of {_ROLES}")
+        if not isinstance(message.get("content"), str):
+            refuse(f"{where}.content", "must be a string (empty where there is none)")
+        calls = message.get("tool_calls", [])
+        if not isinstance(calls, list) or (calls and message["role"] != "assistant"):
+            refuse(f"{where}.tool_calls", "must be a list, on an assistant message")
+        for n, call in enumerate(calls):
+            if not isinstance(call, dict) or not isinstance(call.get("name"), str):
+                refuse(f"{where}.tool_calls[{n}].name", "must be a string")
+            if not isinstance(call.get("arguments"), dict):
+                refuse(f"{where}.tool_calls[{n}].arguments", "must be an object")
+    if not any(message["role"] == "assistant" for message in messages):
+        refuse("messages", "holds no assistant message, so nothing to train on")
+    return messages
+
+
+def load_system(path: str | Path) -> SystemPrompt:
+    """Reads a `*_system.json` file: `system_prompt` and, if the policy had tools, `tools` (JSON schemas)."""
+    try:
+        data = parse_json(Path(path).read_bytes())
+    except (OSError, ValueError) as error:
+        raise RecordedDataError(f"{path}: not valid JSON ({reason(error)}); make it again") from None
+    if not isinstance(data, dict) or not isinstance(data.get("system_prompt"), str):
+        raise RecordedDataError(f"{path}: 'system_prompt' must be a string")
+    tools = data.get("tools", [])
+    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
+        raise RecordedDataError(f"{path}: 'tools' must be a list of JSON schemas")
+    return SystemPrompt(data["system_prompt"], tools)
+
+
+def load_chat_tokenizer(spec: str, key: str = "tokenizer") -> PreTrainedTokenizerBase:
+    """The tokenizer of directory (or hub name) `spec`; refused without a chat template or an end-of-turn token."""
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(spec)
+    except (OSError, ValueError) as error:
+        raise RecordedDataError(f"{key}: no tokenizer could be loaded from '{spec}': {reason(error, 500)}") from error
+    if not tokenizer.chat_template:
+        raise RecordedDataError(
+            f"{key}: the tokenizer of '{spec}' has no chat_template; use an instruction-tuned model's"
+        )
+    if not tokenizer.eos_token:
+        raise RecordedDataError(f"{key}: the tokenizer of '{spec}' has no eos_token; set the one that ends a turn")
+    return tokenizer
+
+
+class ChatEncoder:
+    """Transcripts -> `Conversation`s under one tokenizer and system prompt.
+
+    The conversation is rendered once, as history (with one more user message behind it, so that no turn is the last
+    one: templates such as Qwen3's give the last turn an empty think block that was never recorded). Generated turn k
+    begins where the template's generation prompt for the messages before it ends, and stops after the first
+    end-of-turn token. Generation prompts that are not a beginning of the rendered history mean that the template
+    rewrites earlier turns: refused, because no single sequence would hold such a conversation.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, system: SystemPrompt | None = None) -> None:
+        self.tokenizer = tokenizer
+        self.system = system or SystemPrompt()
+        closing = Chat(tokenizer).closing
+        self._end = tokenizer.eos_token if closing is None else str(tokenizer.convert_ids_to_tokens(closing))
+
+    def encode(self, transcript: Transcript) -> Conversation:
+        """Tokens and turns of one transcript. Raises RecordedDataError naming its source and the message."""
+        source, messages = transcript.source, transcript.messages
+        end_of_turn = self._end
+        for k, message in enumerate(messages):
+            if end_of_turn in message["content"]:
+                raise RecordedDataError(
+                    f"{source}: messages[{k}].content contains the end-of-turn token '{end_of_turn}': remove it"
+                )
+        chat = [_for_template(message) for message in messages]
+        if self.system.text:
+            chat.insert(0, {"role": "system", "content": self.system.text})
+        shift = len(chat) - len(messages)
+        text = self._render([*chat, {"role": "user", "content": "."}], False, source, len(messages))
+
+        tokens: list[int] = []
+        starts, ends, steps = [], [], []
+        done = 0
+        for k, message in enumerate(messages):
+            if message["role"] != "assistant":
+                continue
+            prompt = self._render(chat[: k + shift], True, source, k)
+            end = text.find(end_of_turn, len(prompt))
+            if not text.startswith(prompt) or len(prompt) < done:
+                raise RecordedDataError(
+                    f"{source}: messages[{k}]: the chat template rewrites the conversation before this turn, so its "
+                    "prompt is no beginning of the whole; use one whose history does not depend on later messages"
+                )
+            if end < 0:
+                raise RecordedDataError(
+                    f"{source}: messages[{k}]: no '{end_of_turn}' follows the rendered turn, and the chat template "
+                    "ends it with no other token; set tokenizer.eos_token to what ends a turn in it"
+                )
+            tokens += self._encode(text[done : len(prompt)], behind=end_of_turn if done else "")
+            starts.append(len(tokens))
+            done = end + len(end_of_turn)
+            tokens += self._encode(text[len(prompt) : done])
+            ends.append(len(tokens))
+            steps.append(k)
+        return Conversation(
+            task=transcript.task,
+            trial=transcript.trial,
+            model=transcript.model,
+            reward=transcript.reward,
+            source=source,
+            tokens=np.array(tokens, np.int64),
+            starts=np.array(starts, np.int64),
+            ends=np.array(ends, np.int64),
+            steps=np.array(steps, np.int64),
+        )
+
+    def think_ids(self) -> list[int]:
+        """An empty think block in this tokenizer's ids."""
+        return self._encode(THINK_TEXT)
+
+    def _encode(self, text: str, behind: str = "") -> list[int]:
+        """`behind`: the token before it, which in some tokenizers takes white space behind it along."""
+        tokens: list[int] = self.tokenizer.encode(behind + text, add_special_tokens=False)
+        return tokens[1:] if behind else tokens
+
+    def _render(self, chat: list[dict[str, Any]], generation_prompt: bool, source: str, k: int) -> str:
+        render: Callable[..., Any] = self.tokenizer.apply_chat_template
+        try:
+            return render(
+                chat, tools=self.system.tools or None, tokenize=False, add_generation_prompt=generation_prompt
+            )
+        except Exception as error:  # templates raise whatever they like
+            raise RecordedDataError(
+                f"{source}: the chat template cannot render the conversation up to messages[{k}]: {reason(error)}"
+            ) from error
+
+
+def _parse(data: dict[str, Any], source: str) -> Transcript:
+    for name, good in (
+        ("task_id", isinstance(data.get("task_id"), str | int)),
+        ("trial", type(data.get("trial", 0)) is int and data.get("trial", 0) >= 0),
+        ("reward", is_reward(data.get("reward"))),
+    ):
+        if not good:
+            got = printable(repr(data[name]), 40) if name in data else "nothing"
+            want = {"task_id": "a string", "trial": "an integer from 0 up", "reward": "a finite number"}[name]
+            raise RecordedDataError(f"{source}: '{name}' must be {want}, got {got}; correct or remove the line")
+    return Transcript(
+        task=str(data["task_id"]),
+        trial=data.get("trial", 0),
+        model=str(data.get("model", "")),
+        reward=float(data["reward"]),
+        messages=check_messages(data.get("messages"), source),
+        source=source,
+    )
+
+
+def _for_template(message: dict[str, Any]) -> dict[str, Any]:
+    """A message in the form chat templates expect (OpenAI's): calls under `function`, results with `tool_call_id`."""
+    result = {"role": message["role"], "content": message["content"]}
+    if message.get("tool_calls"):
+        result["tool_calls"] = [
+            {
+                "type": "function",
+                "id": call.get("id", ""),
+                "function": {"name": call["name"], "arguments": call["arguments"]},
+            }
+            for call in message["tool_calls"]
+        ]
+    if message["role"] == "tool" and "id" in message:
+        result["tool_call_id"] = message["id"]
+    return result

@@ -1,0 +1,82 @@
+"""The weights of an embedded engine: a copy of the trainer's model, and what may be loaded into it.
+
+Promises: the trainer's model and all random generators stay as they are; a policy with adapters becomes a plain model
+of its merged weights; weights that do not fit are refused as a whole, before any of them is written.
+"""
+
+from __future__ import annotations
+
+import copy
+from contextlib import AbstractContextManager
+
+import torch
+from torch import Tensor
+from torch.nn import Module
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from datamodules.inference.embedded.kv_slots import ATTENTION
+from datamodules.inference.export import base_model, merged_weights
+from datamodules.inference.protocol import GenerationError
+
+_KV_LAYERS = {"full_attention", "sliding_attention"}  # layer types whose whole state is keys and values
+
+
+def copy_of(policy: Module, dtype: str | None, device: str | None) -> PreTrainedModel:
+    """A second model of the same configuration and weights, its attention reading the slots.
+
+    `policy`, a transformers model or a `peft` model around one, stays as it is.
+    """
+    model = base_model(policy)
+    config = copy.deepcopy(model.config)
+    text = config.get_text_config()
+    foreign = sorted(set(getattr(text, "layer_types", None) or ()) - _KV_LAYERS)
+    if config.is_encoder_decoder or foreign:
+        what = f"layers of type {', '.join(foreign)}" if foreign else "an encoder"
+        raise GenerationError(
+            f"EmbeddedEngine.start: {type(model).__name__} has {what}, whose state is not keys and values of tokens;"
+            " generate with an SGLang server instead"
+        )
+    target = torch.device(device) if device is not None else model.device
+    with _unmoved_generators(target), target:
+        own = AutoModelForCausalLM.from_config(
+            config, dtype=getattr(torch, dtype) if dtype else model.dtype, attn_implementation=ATTENTION
+        )
+    with torch.no_grad():
+        for mine, theirs in matched(own, merged_weights(policy)):
+            mine.copy_(theirs)
+    return own.eval().requires_grad_(False)
+
+
+def _unmoved_generators(device: torch.device) -> AbstractContextManager[None]:
+    """Building a model draws initial weights, overwritten at once: the trainer's streams must not notice."""
+    return torch.random.fork_rng(devices=[device] if device.type == "cuda" else [])
+
+
+def read(path: str) -> dict[str, Tensor]:
+    """state_dict of the model that `save_pretrained` wrote to the directory `path`."""
+    try:
+        with _unmoved_generators(torch.device("cpu")):
+            return AutoModelForCausalLM.from_pretrained(path, local_files_only=True).state_dict()
+    except (OSError, ValueError) as error:
+        raise GenerationError(f"WeightUpdate.path: {path} holds no model of save_pretrained: {error}") from error
+
+
+def matched(model: PreTrainedModel, weights: dict[str, Tensor]) -> list[tuple[Tensor, Tensor]]:
+    """(tensor of the model, new value) pairs; raises GenerationError, nothing changed, when names or shapes differ."""
+    own = model.state_dict()
+    # A tied tensor may come under one of its names only.
+    given = {own[name].data_ptr() for name in weights if name in own}
+    missing = sorted(name for name in own if name not in weights and own[name].data_ptr() not in given)
+    unknown = sorted(name for name in weights if name not in own)
+    if missing or unknown:
+        raise GenerationError(
+            f"WeightUpdate.state_dict: does not fit {type(model).__name__}; missing {missing[:3]} ({len(missing)}),"
+            f" unknown {unknown[:3]} ({len(unknown)}); send the state_dict of a model of the same configuration"
+        )
+    for name, value in weights.items():
+        if value.shape != own[name].shape:
+            raise GenerationError(
+                f"WeightUpdate.state_dict: '{name}' has shape {tuple(value.shape)}, the engine's is"
+                f" {tuple(own[name].shape)}; send the state_dict of a model of the same configuration"
+            )
+    return [(own[name], value) for name, value in weights.items()]

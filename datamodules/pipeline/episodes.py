@@ -1,0 +1,159 @@
+"""Plays one episode: a workflow against the engine, with a deadline, and its result checked.
+
+Promises: what comes back can be trained on and written down; everything else is an exception that says why,
+`EpisodeError` for what this file finds itself. Whatever a workflow raises leaves here as an `Exception`; a cancellation
+that was asked for stays one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import suppress
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from app.batch import Trajectory
+from datamodules.inference.protocol import InferenceEngine
+from datamodules.pending import Pending
+from datamodules.processes import foreign
+from datamodules.prompts.base import Prompt
+from datamodules.rewards.pool import RewardPool
+from datamodules.workflows.base import EpisodeEngine, Workflow
+from datamodules.workflows.turn_ends import TurnEnds
+
+
+class EpisodeError(RuntimeError):
+    """An episode that took too long or that no one can train on."""
+
+
+class EpisodePlayer:
+    """Plays episodes of one workflow.
+
+    Args:
+        workflow: what an episode is.
+        engine: where its tokens come from.
+        tokenizer: the model's.
+        pool: opened reward workers, None when the workflow brings its own rewards.
+        deadline_s: seconds an episode may take, waits for `unpaused` not counted.
+        ends: what ends a turn of the model; None for what the tokenizer says of it.
+    """
+
+    def __init__(
+        self,
+        workflow: Workflow,
+        engine: InferenceEngine,
+        tokenizer: PreTrainedTokenizerBase,
+        pool: RewardPool | None,
+        deadline_s: float,
+        ends: TurnEnds | None = None,
+    ) -> None:
+        self.engine = engine
+        self.pool = pool
+        self._workflow = workflow
+        self._tokenizer = tokenizer
+        self._deadline_s = deadline_s
+        self._ends = TurnEnds.of(tokenizer) if ends is None else ends
+
+    async def play(
+        self,
+        prompt: Prompt,
+        *,
+        name: str,
+        seed: str,
+        sample: int = 0,
+        temperature: float | None = None,
+        unpaused: asyncio.Event | None = None,
+        pending: Pending | None = None,
+    ) -> list[Trajectory]:
+        """One episode.
+
+        Args:
+            prompt: encoded.
+            name: of the episode, for request ids.
+            seed: of its sampling.
+            sample: its number among the prompt's episodes.
+            temperature: replaces the workflow's.
+            unpaused: no request is sent while it is not set.
+            pending: kept up to date with what the episode waits for.
+
+        Raises:
+            EpisodeError: the deadline passed, the workflow returned something else than trajectories, or it raised what
+                is no Exception (SystemExit, a CancelledError that nobody asked for).
+            Exception: whatever the workflow, the engine or the reward raised.
+        """
+        loop = asyncio.get_running_loop()
+        limit = asyncio.timeout(self._deadline_s)
+        table = pending or Pending(prompt.id)
+
+        held, left = 0, self._deadline_s
+
+        async def wait() -> None:
+            nonlocal held, left
+            if unpaused is None or unpaused.is_set():
+                return
+            ends = limit.when()
+            if ends is not None:
+                left = ends - loop.time()
+                limit.reschedule(None)
+            held += 1
+            try:
+                with table.waiting("resume"):
+                    await unpaused.wait()
+            finally:
+                held -= 1
+                if held == 0:  # several requests of one episode may have been held
+                    with suppress(RuntimeError):  # the episode is over
+                        limit.reschedule(loop.time() + left)
+
+        episode = EpisodeEngine(
+            self.engine,
+            self._tokenizer,
+            self.pool.judge if self.pool is not None else None,
+            name=name,
+            seed=seed,
+            sample=sample,
+            temperature=temperature,
+            before=wait,
+            pending=table,
+            ends=self._ends,
+        )
+        try:
+            async with limit:
+                result = await self._workflow.run(episode, prompt)
+        except TimeoutError as error:
+            if limit.expired():
+                raise EpisodeError(
+                    f"the episode was not over after {self._deadline_s:g} s (episode_deadline_s)"
+                ) from error
+            raise
+        except Exception:
+            raise
+        except BaseException as error:
+            if foreign.must_pass(error):
+                raise
+            raise EpisodeError(f"{type(self._workflow).__name__}.run raised {foreign.described(error)}") from error
+        return self._checked(result, episode)
+
+    def _checked(self, result: Any, episode: EpisodeEngine) -> list[Trajectory]:
+        workflow = type(self._workflow).__name__
+        if not isinstance(result, list) or not result or not all(isinstance(one, Trajectory) for one in result):
+            raise EpisodeError(f"{workflow}.run returned {_describe(result)}, not a list of trajectories")
+        if self.pool is not None and episode.judgement is None:
+            raise EpisodeError(
+                f"a reward is configured and {workflow}.run never asked for it;"
+                " await engine.score(prompt, text) there, or remove reward from the data's arguments"
+            )
+        judged = {} if episode.judgement is None else episode.judgement.metadata()
+        for one in result:
+            try:
+                one.metadata = {**foreign.metadata(one.metadata), **judged}
+            except ValueError as error:
+                raise EpisodeError(f"{workflow}.run returned a trajectory whose {error}") from None
+        return result
+
+
+def _describe(value: Any) -> str:
+    if isinstance(value, list):
+        return f"a list of {type(value[0]).__name__}" if value else "an empty list"
+    return type(value).__name__

@@ -1,0 +1,234 @@
+"""The rollout stream's books: which prompt is where, from its admission to the trainer. No thread and no clock.
+
+    prompts given back, else the next of the source -> running -> ready -> taken by the trainer
+                     ^                                   |         |
+                     '------ re-queued, restored --------'         '-> dropped as stale
+                                                         '-> dropped: failed, filtered, skipped
+
+Promises: a prompt's group and its place in the gate's books move under one lock, so that `state_dict` taken at any
+moment misses no prompt and holds none twice, and `check` can account for every one; what a move says about a group
+that was given up meanwhile is ignored.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from datamodules.groups import Group, pack, unpack
+from datamodules.pending import Pending, Pulse
+from datamodules.pipeline.gate import StalenessGate, unaccounted
+from datamodules.pipeline.tally import Tally
+
+_log = logging.getLogger(__name__)
+
+
+class Stream:
+    """The books of one stream.
+
+    Args:
+        gate: decides how far to run ahead.
+        group_size: samples of each prompt.
+        solved_at: reward from which an episode counts as solved, in the tally.
+
+    Attributes:
+        tally: what finished groups were worth; see there.
+        changed: guards everything here; notified when a group is ready.
+        pulse: when something last arrived.
+        taken: the groups the trainer took last, until they are `released`.
+    """
+
+    def __init__(self, gate: StalenessGate, group_size: int, solved_at: float = 1.0) -> None:
+        self.gate = gate
+        self.tally = Tally(solved_at)
+        self.changed = threading.Condition()
+        self.pulse = Pulse()
+        self._group_size = group_size
+        self._position = 0  # next index of the source
+        self._again: dict[int, tuple[int, int]] = {}  # index: attempts and stalls, of prompts to be played again
+        self._running: dict[int, Pending] = {}
+        self._ready: list[Group] = []
+        self.taken: list[Group] = []
+
+    # ---- the producer's moves
+
+    def admit(self) -> Pending | None:
+        """The next prompt to play, those given back first; None where the gate has no place."""
+        with self.changed:
+            admitted_at = self.gate.admit()
+            if admitted_at is None:
+                return None
+            if self._again:
+                index = min(self._again)
+                attempt, stalls = self._again.pop(index)
+            else:
+                index, attempt, stalls = self._position, 0, 0
+                self._position += 1
+            pending = Pending(
+                pulse=self.pulse,
+                index=index,
+                admitted_at=admitted_at,
+                samples=self._group_size,
+                attempt=attempt,
+                stalls=stalls,
+            )
+            self._running[index] = pending
+            return pending
+
+    def finish(self, pending: Pending, group: Group) -> list[Pending]:
+        """Its group is complete.
+
+        Returns:
+            The surplus: with this group the bound is full, so these prompts were given back, and whoever plays them
+            is to stop. Empty without over-sampling.
+        """
+        with self.changed:
+            if not self._end(pending):
+                return []
+            self.tally.finished(group)
+            self._ready.append(group)
+            self.gate.finish()
+            self.gate.truncate(len({one.episode_id for one in group.trajectories if one.finish_reason == "length"}))
+            surplus = list(self._running.values()) if self.gate.is_full() else []
+            self.requeue(surplus)
+            self.changed.notify_all()
+            return surplus
+
+    def fail(self, pending: Pending) -> bool:
+        """Its group failed. False when it had been given up before."""
+        return self._drop(pending, "failed")
+
+    def filter(self, pending: Pending, group: Group) -> bool:
+        """Its group was complete and filtered out. False when it had been given up before."""
+        with self.changed:
+            dropped = self._drop(pending, "filtered")
+            if dropped:
+                self.tally.finished(group)
+            return dropped
+
+    def skip(self, pending: Pending) -> bool:
+        """Its prompt cannot be played. False when it had been given up before."""
+        return self._drop(pending, "skipped")
+
+    def requeue(self, given_up: Iterable[Pending], stalled: bool = False) -> None:
+        """These prompts are played again, before any new one. `stalled`: it is counted against them."""
+        with self.changed:
+            for pending in given_up:
+                if self._end(pending):
+                    self._again[pending.index] = (pending.attempt + 1, pending.stalls + stalled)
+                    self.gate.drop("requeued")
+
+    def running(self) -> list[Pending]:
+        """What is being played; without the lock, so that it can be asked for in a run that hangs."""
+        return list(self._running.values())
+
+    # ---- the trainer's moves
+
+    def take(self, count: int) -> list[Group] | None:
+        """The `count` oldest of the finished groups, in prompt order; None while there are fewer.
+
+        Drops those too old to be trained on first.
+        """
+        with self.changed:
+            self._drop_stale()
+            if len(self._ready) < count:
+                return None
+            self._ready.sort(key=lambda group: group.index)
+            self.taken, self._ready = self._ready[:count], self._ready[count:]
+            self.gate.collect(count)
+            return self.taken
+
+    def release(self) -> None:
+        """The groups taken last are trained on, or never will be."""
+        with self.changed:
+            self.taken = []
+
+    @property
+    def ready(self) -> int:
+        """Finished groups that wait for the trainer."""
+        return len(self._ready)
+
+    # ---- state
+
+    def state_dict(self, in_training: Sequence[Group] = (), under_way: Sequence[Group] = ()) -> dict[str, Any]:
+        """Next index, unfinished indices, finished groups and counters, as primitives and tensors.
+
+        Args:
+            in_training: taken groups that are not yet trained on; saved as if they had not been taken.
+            under_way: taken groups that are trained on in part; saved as taken, with the version they train.
+        """
+        with self.changed:
+            ready = [*in_training, *self._ready]
+            state = {
+                "position": self._position,
+                "unfinished": sorted([*self._again, *self._running]),
+                "counters": self.gate.counters(),
+            }
+            if under_way:
+                state |= {"version": self.gate.version, "under_way": pack(list(under_way))}
+        return {**state, "ready": pack(sorted(ready, key=lambda group: group.index))}
+
+    def restore(self, version: int, state: dict[str, Any]) -> None:
+        """Begins at policy `version`, or goes on from `state`.
+
+        Finished groups that newer weights made, or of another group size, are played again; groups that were under way
+        are taken again at the version they train, and finished groups at another.
+        """
+        groups, taken = unpack(state.get("ready", {})), unpack(state.get("under_way", {}))
+        if state.get("version") != version:
+            groups, taken = taken + groups, []
+        kept = [group for group in groups if group.admitted_at <= version and self._is_whole(group)]
+        lost = [group.index for group in groups if group not in kept]
+        counters = dict(state.get("counters", {}))
+        if lost:
+            counters["accepted"] -= len(lost)
+        with self.changed:
+            self._position = state.get("position", 0)
+            self._again = {index: (0, 0) for index in [*state.get("unfinished", []), *lost]}
+            self._running = {}
+            self._ready, self.taken = kept, taken
+            self.gate.open(version, queued=len(kept), counters=counters, under_way=bool(taken))
+
+    def check(self) -> None:
+        """Raises RuntimeError unless every prompt dealt so far is in exactly one place, and the gate agrees."""
+        with self.changed:
+            counters = self.gate.counters()
+            places = [*self._again, *self._running, *(group.index for group in self._ready)]
+            left = sum(counters[name] for name in ("trained", "dropped_stale", "dropped_filtered", "failed", "skipped"))
+            held = (counters["running"], counters["queued"]) == (len(self._running), len(self._ready))
+            balanced = self._position == left + len(places) and unaccounted(counters) == 0
+            if not (held and balanced and len(set(places)) == len(places)):
+                raise RuntimeError(
+                    f"the rollout stream's books do not balance: {self._position} prompts dealt, {len(self._again)} to"
+                    f" be played again, {len(self._running)} running, {len(self._ready)} ready; gate: {counters}"
+                )
+
+    # ---- inside
+
+    def _end(self, pending: Pending) -> bool:
+        if self._running.get(pending.index) is not pending:
+            return False
+        del self._running[pending.index]
+        return True
+
+    def _drop(self, pending: Pending, reason: Any) -> bool:
+        with self.changed:
+            if not self._end(pending):
+                return False
+            self.gate.drop(reason)
+            return True
+
+    def _is_whole(self, group: Group) -> bool:
+        return len({one.episode_id for one in group.trajectories}) == self._group_size
+
+    def _drop_stale(self) -> None:
+        stale = [group for group in self._ready if self.gate.is_stale(group.admitted_at)]
+        if stale:
+            self._ready = [group for group in self._ready if not self.gate.is_stale(group.admitted_at)]
+            self.gate.drop_stale(len(stale))
+            for group in stale:
+                self.tally.stale(group)
+            names = ", ".join(f"'{group.prompt_id}' (version {group.admitted_at})" for group in stale[:5])
+            _log.info("%d groups dropped as stale at version %d: %s", len(stale), self.gate.version, names)

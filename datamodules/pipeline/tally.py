@@ -1,0 +1,61 @@
+"""What finished groups were worth, before any of them is filtered out or dropped as stale.
+
+The reward of the groups that are trained on is no learning curve: a filter for groups with a signal keeps it near the
+middle whatever the policy learns. And what is dropped as stale is what took long: its length says which prompts a run
+sees less of.
+"""
+
+from __future__ import annotations
+
+from datamodules.filters import episode_rewards
+from datamodules.groups import Group
+
+
+class Tally:
+    """Sums over the groups that finished since they were last taken. No lock of its own.
+
+    Args:
+        solved_at: an episode with at least this reward has solved its prompt.
+    """
+
+    def __init__(self, solved_at: float = 1.0) -> None:
+        self._solved_at = solved_at - 1e-6  # rewards are sums of parts: 0.1 + 0.9 may fall short of 1.0
+        self._clear()
+
+    def _clear(self) -> None:
+        self._reward = 0.0
+        self._episodes = self._groups = self._solved = self._unsolved = 0
+        self._tokens = self._stale_tokens = self._stale_episodes = 0
+
+    def finished(self, group: Group) -> None:
+        """All its episodes have ended, and have their rewards."""
+        rewards = episode_rewards(group).values()
+        solved = sum(reward >= self._solved_at for reward in rewards)
+        self._reward += sum(rewards)
+        self._episodes += len(rewards)
+        self._groups += 1
+        self._solved += solved == len(rewards)
+        self._unsolved += solved == 0
+        self._tokens += _generated(group)
+
+    def stale(self, group: Group) -> None:
+        """It was dropped because the policy had moved on."""
+        self._stale_episodes += len(episode_rewards(group))
+        self._stale_tokens += _generated(group)
+
+    def take(self) -> dict[str, float]:
+        """`reward` and `length` (generated tokens), means over the episodes of all finished groups; `solved` and
+        `unsolved`, the shares of these groups all of whose episodes, or none, solved the prompt; `stale_length`, as
+        `length`, of groups dropped as stale. Names without data are left out; what is taken is forgotten."""
+        found = {}
+        if self._groups:
+            found = {"reward": self._reward / self._episodes, "length": self._tokens / self._episodes}
+            found |= {"solved": self._solved / self._groups, "unsolved": self._unsolved / self._groups}
+        if self._stale_episodes:
+            found["stale_length"] = self._stale_tokens / self._stale_episodes
+        self._clear()
+        return found
+
+
+def _generated(group: Group) -> int:
+    return sum(int(one.loss_mask.sum()) for one in group.trajectories)

@@ -1,0 +1,201 @@
+"""Notices rollouts that have stopped coming, says once what is pending where, and acts as configured.
+
+    nothing has arrived for 120 s (stall_after_s): 2 being played, the oldest: 'p7' (131.0 s, 1 of 8 done, waits 128.4 s
+    for reply 'p7#1/0' at http://127.0.0.1:30001 and 6 more); gate: {...} at version 3; engine: {...}; on_stall: requeue
+
+Promises: it runs on a thread of its own, so it also speaks when the rollout thread is stuck in somebody's blocking
+call, and names that call's line; one line a stall, then at 2, 4, 8 ... times the span while it lasts, and one when it
+is over; an action is taken as often as a line is written, unless it could not help, and then the line says why.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import sys
+import threading
+import time
+import traceback
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol, get_args
+
+from datamodules.pending import Pending, servers
+
+_log = logging.getLogger(__name__)
+_CLOSE_S = 5.0
+OnStall = Literal["warn", "requeue", "restart_server", "stop"]
+
+
+class RolloutsStalled(RuntimeError):
+    """Nothing arrived for too long and `on_stall` says stop; the message is the watchdog's line."""
+
+
+@dataclass(frozen=True)
+class StallOptions:
+    """When and what to do.
+
+    Attributes:
+        after_s: seconds without an arrival (a reply, a reward, the end of an episode) that count as a stall.
+        action: "warn" logs only; "requeue" gives up what is being played and plays the prompts again; "restart_server"
+            restarts the servers at which replies are waited for; "stop" ends the run with an error.
+        max_requeues: "requeue" only: a prompt that stalled more often fails, which costs its group.
+    """
+
+    after_s: float
+    action: OnStall = "warn"
+    max_requeues: int = 2
+
+    def __post_init__(self) -> None:
+        if not 0 < self.after_s < math.inf:
+            raise ValueError(f"stall_after_s: {self.after_s}, must be above 0 and finite")
+        if self.action not in get_args(OnStall):
+            raise ValueError(f"on_stall: {self.action!r}, must be one of {', '.join(get_args(OnStall))}")
+        if self.max_requeues < 1:
+            raise ValueError(f"max_requeues: {self.max_requeues}, must be at least 1")
+
+
+class Watched(Protocol):
+    """What a watchdog looks at: a `Producer`."""
+
+    trainer_waits: bool
+    thread: threading.Thread | None
+    stream: Any
+    player: Any
+
+    @property
+    def is_validating(self) -> bool: ...
+
+    def pending(self) -> list[Pending]: ...
+    def describe(self) -> str: ...
+    def requeue_stalled(self, most: int) -> None: ...
+    def fail(self, error: BaseException) -> None: ...
+    def ping(self, pong: threading.Event) -> None:
+        """Sets `pong` from the rollout thread's event loop."""
+
+
+class Watchdog:
+    """Watches one producer.
+
+    Args:
+        options: when and what to do.
+        watched: the producer.
+    """
+
+    def __init__(self, options: StallOptions, watched: Watched) -> None:
+        self.options = options
+        self._watched = watched
+        self._owed_since: float | None = None  # since when something should arrive
+        self._lines = 0  # about the stall that lasts
+        self._pong = threading.Event()
+        self._ping_at: float | None = None
+        self._closing = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def start(self) -> None:
+        """Starts looking, ten times in the span that counts as a stall, once a second at most."""
+        self._thread = threading.Thread(target=self._run, name="rollout-watchdog", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Stops looking. A restart of a server that is under way ends by itself."""
+        self._closing.set()
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join(_CLOSE_S)
+
+    def look(self, now: float) -> None:
+        """One look; `now` is a `time.monotonic` time."""
+        watched, after = self._watched, self.options.after_s
+        if not (watched.pending() or watched.trainer_waits):
+            self._owed_since = None
+            self._over(now)
+            return
+        if self._owed_since is None:
+            self._owed_since = now
+        blocked_s = self._blocked_for(now)
+        idle = now - max(watched.stream.pulse.last, self._owed_since)
+        if idle < after:
+            self._over(now)
+            return
+        if idle < after * 2**self._lines:
+            return
+        self._lines += 1
+        where = f"; {self._blocked_line(blocked_s)}" if blocked_s >= after / 2 else ""
+        line = f"nothing has arrived for {idle:.1f} s (stall_after_s: {after:g}): {watched.describe()}{where}"
+        self._act(line, blocked=bool(where))
+
+    def _run(self) -> None:
+        while not self._closing.wait(max(0.01, min(1.0, self.options.after_s / 10))):
+            try:
+                self.look(time.monotonic())
+            except Exception:  # its own fault must not end the run, nor the watch
+                _log.exception("the rollout watchdog failed to look; it will look again")
+
+    def _over(self, now: float) -> None:
+        if self._lines:
+            self._lines = 0
+            _log.warning("rollouts arrive again")
+
+    # ---- acting
+
+    def _act(self, line: str, blocked: bool) -> None:
+        action = self.options.action
+        if action == "warn":
+            _log.warning("%s; on_stall: warn", line)
+        elif action == "stop":
+            _log.error("%s; on_stall: stop", line)
+            self._watched.fail(RolloutsStalled(line))
+        elif reason := self._helpless(blocked):
+            _log.warning("%s; on_stall: %s does nothing: %s", line, action, reason)
+        elif action == "requeue":
+            _log.warning("%s; on_stall: requeue", line)
+            self._watched.requeue_stalled(self.options.max_requeues)
+        else:
+            self._restart(line)
+
+    def _helpless(self, blocked: bool) -> str:
+        """Why nothing but a warning would help; "" when something might."""
+        if blocked:
+            return "the rollout thread itself is stuck"
+        if self._watched.is_validating and self.options.action == "requeue":
+            return "validation is being played, which collect_deadline_s ends"
+        if self._watched.player.engine.health().get("paused"):
+            return "the engine is paused"
+        if not self._watched.pending():
+            return "nothing is being played"
+        return ""
+
+    def _restart(self, line: str) -> None:
+        engine = self._watched.player.engine
+        names = servers(self._watched.pending(), getattr(engine, "where", None))
+        if not names:
+            _log.warning("%s; on_stall: restart_server does nothing: no reply is waited for at a server", line)
+            return
+        _log.warning("%s; on_stall: restart_server, %s", line, ", ".join(names))
+        for name in names:
+            try:
+                engine.restart(name)
+            except Exception as error:
+                _log.error("server %s could not be restarted: %s: %s", name, type(error).__name__, error)
+
+    # ---- a rollout thread that is stuck
+
+    def _blocked_for(self, now: float) -> float:
+        """Seconds since which the rollout thread's event loop has answered nothing; 0 when it answers."""
+        if self._ping_at is None or self._pong.is_set():
+            self._pong.clear()
+            self._ping_at = now
+            self._watched.ping(self._pong)
+            return 0.0
+        return now - self._ping_at
+
+    def _blocked_line(self, seconds: float) -> str:
+        thread = self._watched.thread
+        frame = sys._current_frames().get(thread.ident) if thread is not None and thread.ident is not None else None
+        if frame is None:
+            return "the rollout thread is gone"
+        stack = traceback.extract_stack(frame)
+        calls = " < ".join(f"{one.name} ({one.filename}:{one.lineno})" for one in reversed(stack[-3:]))
+        return (
+            f"the rollout thread has been stuck for {seconds:.0f} s in {calls}: workflows must await what takes long,"
+            " or run it with asyncio.to_thread"
+        )

@@ -1,0 +1,4 @@
+"""Worker processes for code that is not ours: rewards and tools run in them.
+
+trainer (`process.WorkerProcess`) -> guardian (`guardian`, runs nothing foreign) -> worker (`worker`) -> what it starts.
+"""

@@ -1,0 +1,158 @@
+"""Plain functions in worker processes, for an event loop that must go on whatever they do.
+
+Promises: a function that holds the interpreter's lock, crashes or hangs costs its own call and process; a caller that
+stops waiting ends the process with all it started; there are never more than `workers` of them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import logging
+import pickle
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Any
+
+from datamodules.processes.limits import hidden_variables, memory_limit
+from datamodules.processes.process import Garbled, OverMemory, WorkerProcess, end_all
+
+_log = logging.getLogger(__name__)
+_START_S = 120.0
+
+
+class CallFailed(RuntimeError):
+    """A call without a result: what the function raised there, or what became of its process."""
+
+
+class DeadlinePassed(RuntimeError):
+    """A call that ran for too long."""
+
+    def __init__(self, seconds: float | None) -> None:
+        super().__init__(f"not over after {seconds:g} s" if seconds is not None else "not over in time")
+
+
+class ProcessCalls:
+    """Calls functions in processes that are started when they are needed, one call of a process at a time.
+
+    Args:
+        functions: by name; plain functions that other processes can import.
+        workers: most processes.
+        memory_mb: most memory of one with all it started, in 10^6 bytes; None for its share of a quarter of the
+            machine's, at least 1000.
+        keep_environment: environment variables they may see though their names look like secrets.
+
+    Raises:
+        ValueError: a function that another process cannot import, or one that keeps state in this one.
+    """
+
+    def __init__(
+        self,
+        functions: Mapping[str, Callable[..., Any]],
+        workers: int,
+        memory_mb: float | None = None,
+        keep_environment: Sequence[str] | None = None,
+    ) -> None:
+        for name, function in functions.items():
+            if inspect.ismethod(function) and not inspect.isclass(function.__self__):
+                raise ValueError(f"{name} is a method: what it keeps in its object would be kept in another process")
+            try:
+                pickle.dumps(function)
+            except Exception as error:
+                raise ValueError(f"{name} cannot be sent to a worker process ({error})") from error
+        self._pickled = pickle.dumps(_Functions(dict(functions)))
+        self._names = list(functions)
+        self._workers = workers
+        self._memory_bytes = memory_limit(memory_mb, workers)
+        self._keep = tuple(keep_environment or ())
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._idle: list[WorkerProcess] = []
+        self._all: set[WorkerProcess] = set()
+
+    async def call(self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any], seconds: float | None) -> Any:
+        """What the function returns (awaited there if need be), as JSON has it. Cancelled, it ends the call's process.
+
+        Args:
+            name: of the function.
+            args, kwargs: its arguments.
+            seconds: it may run, time spent waiting for a process not counted; None for a caller that sees to that.
+
+        Raises:
+            CallFailed: the function raised, returned what JSON cannot have or more than 1 MB, or lost its process.
+            DeadlinePassed: it ran too long and was killed.
+        """
+        if self._loop is not asyncio.get_running_loop():  # the first call, or rollouts begin again
+            self.stop()
+            self._loop = asyncio.get_running_loop()
+            self._free = asyncio.Semaphore(self._workers)
+            if hidden := hidden_variables(self._keep):
+                _log.info("%s do not see %s, which look like secrets", ", ".join(self._names), ", ".join(hidden))
+        try:
+            job = pickle.dumps(((name, *args), dict(kwargs)))
+        except Exception as error:
+            raise CallFailed(f"its arguments cannot be sent to a worker process: {error}") from error
+        async with self._free:
+            one = await self._process()
+            try:
+                await one.ask([job], seconds)
+                status, content, over = await one.answer(seconds)
+            except BaseException as error:  # a cancellation too: what runs there is not to go on
+                self._all.discard(one)
+                ended = await one.end(is_gone=isinstance(error, EOFError | ConnectionError))
+                if isinstance(error, TimeoutError):
+                    raise DeadlinePassed(seconds) from error
+                if isinstance(error, EOFError | OSError):
+                    raise CallFailed(f"its process {ended}") from error
+                if isinstance(error, OverMemory | Garbled):
+                    raise CallFailed(f"{error}; its process {ended}") from error
+                raise
+            if over:
+                self._all.discard(one)
+                await one.end()
+            else:
+                self._idle.append(one)
+        if status != "ok":
+            raise CallFailed(str(content).removeprefix("raised "))
+        return content
+
+    def stop(self) -> None:
+        """Ends all processes. The next call starts others."""
+        end_all(self._all)
+        self._all.clear()
+        self._idle.clear()
+
+    async def _process(self) -> WorkerProcess:
+        while self._idle:
+            one = self._idle.pop()
+            if not one.is_gone:
+                return one
+            self._all.discard(one)
+            await one.end()
+        try:
+            one = WorkerProcess(self._pickled, self._memory_bytes, self._keep)
+        except OSError as error:
+            raise CallFailed(f"no process can be started: {error}") from error
+        self._all.add(one)
+        try:
+            await one.greet(_START_S)
+        except BaseException as error:
+            self._all.discard(one)
+            ended = await one.end()
+            if isinstance(error, Exception):
+                why = str(error) or type(error).__name__
+                raise CallFailed(f"its process {ended} before it was ready: {why}") from error
+            raise
+        return one
+
+
+class _Functions:
+    def __init__(self, functions: dict[str, Callable[..., Any]]) -> None:
+        self._functions = functions
+
+    def __call__(self, name: str, /, *args: Any, **kwargs: Any) -> Any:
+        result = self._functions[name](*args, **kwargs)
+        return asyncio.run(_awaited(result)) if inspect.isawaitable(result) else result
+
+
+async def _awaited(result: Awaitable[Any]) -> Any:
+    """Of a plain function that gives something to await: a decorated asynchronous one, say."""
+    return await result

@@ -1,0 +1,146 @@
+"""What runs in a worker process: a function that is not ours, called in the process's main thread.
+
+Promises: every job is answered once, by its number, by this process alone: a child that the function forked ends when
+it comes back here, and has no hold on the channel. An answer is a line of JSON of bounded length, whatever the function
+returns, raises or prints: nobody has to unpickle what it made.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing.process
+import multiprocessing.spawn
+import os
+import pickle
+import resource
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+from datamodules.processes.foreign import described
+from datamodules.processes.guardian import ignore, read_message, resident
+
+MOST_ANSWER_BYTES = 1 << 20
+_MOST_SAID = 2000
+_TIMERS = (signal.ITIMER_REAL, signal.ITIMER_VIRTUAL, signal.ITIMER_PROF)
+_LOOK_S = 0.01  # how often the own memory is looked at after a call
+
+
+class NotAnAnswer(ValueError):
+    """What the function returned is none. Attributes: status, the kind of failure."""
+
+    def __init__(self, message: str, status: str) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+def main(connection: socket.socket, setup: dict[str, Any]) -> None:
+    """Says `["ready", bytes held]` or `["error", why]`; then answers lists of jobs until the trainer closes.
+
+    A job is (number, pickled arguments); its answer is `[number, status, content, bytes held]`, where status is "ok",
+    "exception" or that of a `NotAnAnswer`, and content what the function returned, or why not.
+
+    Args:
+        connection: to the trainer.
+        setup: "function", pickled; "main", how to import the trainer's main module; "memory_bytes".
+    """
+    _limit(setup["memory_bytes"])
+    for stream in (sys.stdout, sys.stderr):  # the log; what half a character is printed to must not raise
+        stream.reconfigure(errors="backslashreplace", line_buffering=True)  # type: ignore[union-attr]
+    sys.argv[:] = setup["argv"]
+    pid = os.getpid()
+    os.register_at_fork(after_in_child=lambda: _leave(connection))
+    unpickle = _Unpickler(setup["main"])
+    try:
+        function = unpickle(setup["function"])
+        if prepare := getattr(function, "prepare", None):
+            prepare()
+    except BaseException as error:
+        if os.getpid() != pid:
+            os._exit(1)
+        _write(connection, ["error", described(error)])
+        return
+    held, look = resident("self"), 0.0
+    _write(connection, ["ready", held])
+    while True:
+        try:
+            jobs = pickle.loads(read_message(connection))
+        except EOFError:
+            return
+        for number, arguments in jobs:
+            status, content = _call(function, unpickle, arguments)
+            if os.getpid() != pid:  # a child that the function forked
+                os._exit(1)
+            if time.monotonic() >= look:
+                held, look = resident("self"), time.monotonic() + _LOOK_S
+            connection.sendall(f'[{number}, "{status}", {content}, {held}]\n'.encode())
+
+
+def _leave(connection: socket.socket) -> None:
+    """A forked child has no hold on the channel, and can be ended by its parent's SIGTERM."""
+    connection.close()
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) is ignore:
+            with suppress(ValueError):
+                signal.signal(number, signal.SIG_DFL)
+
+
+def _call(function: Callable[..., Any], unpickle: Callable[[bytes], Any], arguments: bytes) -> tuple[str, str]:
+    """Status, and content in JSON."""
+    try:
+        positional, named = unpickle(arguments)
+        content = json.dumps(function(*positional, **named))
+        if len(content) > MOST_ANSWER_BYTES - 1000:
+            raise NotAnAnswer(f"returned {len(content) / 1e6:.1f} MB, more than 1 MB", "exception")
+        return "ok", content
+    except NotAnAnswer as error:
+        return error.status, json.dumps(str(error)[:_MOST_SAID])
+    except BaseException as error:  # SystemExit and time-outs that are no Exception included
+        return "exception", json.dumps(f"raised {described(error)}")
+    finally:
+        for timer in _TIMERS:
+            signal.setitimer(timer, 0)  # an alarm that was left must not ring in another's call
+
+
+def _write(connection: socket.socket, message: list[Any]) -> None:
+    connection.sendall(json.dumps(message).encode() + b"\n")
+
+
+class _Unpickler:
+    """Imports the trainer's main module where something of it is asked for, a function defined in a script, say."""
+
+    def __init__(self, main: dict[str, Any]) -> None:
+        self._main = main
+
+    def __call__(self, data: bytes) -> Any:
+        try:
+            return pickle.loads(data)
+        except AttributeError:
+            if not self._main or b"__main__" not in data:
+                raise
+        main, self._main = self._main, {}
+        process: Any = multiprocessing.process.current_process()
+        process._inheriting = True  # as where multiprocessing does this: a script that starts processes when it is
+        try:  # imported is told so, and does not train once more in here
+            multiprocessing.spawn.prepare(main)
+        finally:
+            del process._inheriting
+        return pickle.loads(data)
+
+
+def _limit(memory_bytes: int) -> None:
+    """What the kernel bounds, behind what the guardian looks at every tenth of a second.
+
+    RLIMIT_DATA counts private memory that can be written: an allocation too large at once is a MemoryError. Not
+    RLIMIT_AS, which counts address space that libraries (CUDA, arenas of threads) reserve and never use. Processor time
+    is bounded by the deadline of each call, which ends all processes; RLIMIT_CPU would end long-lived workers. A core
+    file of a crash has the size of the memory.
+    """
+    for kind, most in ((resource.RLIMIT_DATA, 2 * memory_bytes + 2 * 10**9), (resource.RLIMIT_CORE, 0)):
+        _, hard = resource.getrlimit(kind)
+        with suppress(ValueError, OSError):  # lower already
+            resource.setrlimit(kind, (most, most) if hard == resource.RLIM_INFINITY else (min(most, hard), hard))

@@ -1,0 +1,142 @@
+"""Tokenizers by one line of configuration, and prompts turned into token ids.
+
+    char:0123456789+-=      one token a character, for tiny models trained from nothing
+    train:2048              byte-level BPE of at most 2,048 tokens, trained on the prompts of the run
+    PATH                    a directory written by `save_pretrained` (its own chat template and special tokens)
+
+Promises: the same specification and texts give the same ids; a character outside a "char:" alphabet is an error,
+never an unknown token. The first two have `<pad>` = 0, `<eos>` = 1, no BOS, and a plain chat template that puts one
+message on a line.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
+from app.text import has_surrogate, reason
+from datamodules.prompts.base import Prompt, PromptSource
+
+_SPECIALS = ["<pad>", "<eos>"]
+_SMALLEST = 256 + len(_SPECIALS)  # every byte must have a token
+_TEMPLATE = "{% for message in messages %}{{ message['content'] }}\n{% endfor %}"
+
+
+def load_tokenizer(spec: str, texts: Iterable[str] | None = None) -> PreTrainedTokenizerBase:
+    """The tokenizer `spec` describes (see the head of this file).
+
+    Args:
+        spec: "char:<alphabet>", "train:<vocabulary size>" or a directory.
+        texts: what "train:" learns from.
+
+    Raises:
+        ValueError: a specification that makes no tokenizer, a tokenizer without an end-of-sequence token.
+        FileNotFoundError: no such directory.
+    """
+    if spec.startswith("char:"):
+        return _characters(spec.removeprefix("char:"))
+    if spec.startswith("train:"):
+        return _trained(spec.removeprefix("train:"), texts)
+    if not Path(spec).expanduser().is_dir():
+        raise FileNotFoundError(
+            f"tokenizer: no directory {spec}; give one written by save_pretrained, 'char:<alphabet>' or 'train:<size>'"
+        )
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(Path(spec).expanduser())
+    except Exception as error:  # a directory of anything else fails anywhere in transformers
+        first = str(error).strip().splitlines()[0][:300] if str(error).strip() else type(error).__name__
+        raise ValueError(f"tokenizer: {spec} holds no tokenizer: {first}") from error
+    if tokenizer.eos_token_id is None:
+        raise ValueError(f"tokenizer: {spec} has no eos_token; set one in its tokenizer_config.json")
+    return tokenizer
+
+
+def encode_prompt(tokenizer: PreTrainedTokenizerBase, prompt: Prompt, bare: bool = False) -> tuple[int, ...]:
+    """Token ids of a prompt: its messages through the chat template, or its text.
+
+    Args:
+        tokenizer: the model's.
+        prompt: text or messages.
+        bare: leaves out the special tokens (BOS) that the tokenizer puts before a text.
+
+    Raises:
+        ValueError: an empty prompt, characters the tokenizer has no token for, messages without a chat template.
+    """
+    try:
+        if prompt.messages:
+            if not tokenizer.chat_template:
+                raise ValueError("the tokenizer has no chat template for its messages; give text instead (chat: false)")
+            rendered = tokenizer.apply_chat_template(
+                list(prompt.messages), add_generation_prompt=True, return_dict=True
+            )
+            tokens = rendered["input_ids"]
+        else:
+            tokens = tokenizer.encode(prompt.text, add_special_tokens=False)
+            if not bare:
+                tokens = _with_beginning(tokenizer, prompt.text, tokens)
+    except Exception as error:  # the tokenizers library raises bare Exception
+        raise ValueError(f"prompt '{prompt.id}' cannot be tokenized: {reason(error)}") from None
+    if not tokens:
+        raise ValueError(f"prompt '{prompt.id}' has no tokens; give it text or messages")
+    return tuple(tokens)
+
+
+def _with_beginning(tokenizer: PreTrainedTokenizerBase, text: str, bare: list[int]) -> list[int]:
+    """The ids of a text to go on from: with the special tokens that the tokenizer puts before it, and without an end of
+    sequence behind it, with which some tokenizers say that nothing follows."""
+    tokens: list[int] = tokenizer.encode(text)
+    ended = tokens[-1:] == [tokenizer.eos_token_id] and tokens[-1 - len(bare) : -1] == bare
+    return tokens[:-1] if ended else tokens
+
+
+def texts_of(source: PromptSource) -> Iterator[str]:
+    """What "train:" learns from: prompts and solutions of the source, the first 20,000 (2,000 where it has no end).
+
+    Raises ValueError for a prompt with half a character in it, by name.
+    """
+    for prompt in source.first(2_000 if source.size is None else 20_000):
+        messages = (str(message.get("content") or "") for message in prompt.messages)
+        for text in (prompt.text, *messages, prompt.solution or prompt.answer):
+            if has_surrogate(text):
+                raise ValueError(f"prompt '{prompt.id}' holds half a character (a lone surrogate); write the whole one")
+            yield text
+
+
+def _characters(alphabet: str) -> PreTrainedTokenizerBase:
+    if not alphabet:
+        raise ValueError("tokenizer: 'char:' has no alphabet; write its characters after the colon")
+    twice = sorted({character for character in alphabet if alphabet.count(character) > 1})
+    if twice:
+        raise ValueError(f"tokenizer: {''.join(twice)!r} more than once in the alphabet of 'char:{alphabet}'")
+    vocabulary = {token: index for index, token in enumerate([*_SPECIALS, *alphabet])}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary))  # no unknown token: other characters raise
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    return _wrap(tokenizer)
+
+
+def _trained(size: str, texts: Iterable[str] | None) -> PreTrainedTokenizerBase:
+    if not size.isdecimal() or int(size) < _SMALLEST:
+        raise ValueError(f"tokenizer: 'train:{size}', the vocabulary size must be a number from {_SMALLEST} up")
+    if texts is None:
+        raise ValueError(f"tokenizer: 'train:{size}' needs texts to learn from")
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=int(size),
+        special_tokens=_SPECIALS,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    return _wrap(tokenizer)
+
+
+def _wrap(tokenizer: Tokenizer) -> PreTrainedTokenizerBase:
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>", chat_template=_TEMPLATE
+    )

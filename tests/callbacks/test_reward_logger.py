@@ -1,0 +1,26 @@
+"""What rewards are made of is logged with the batch that has it, and with no later step."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+
+from callbacks import RewardLogger
+from modules import PolicyModule
+from tests.modules.tiny import Batches, make_batch, sgd, source, trainer
+
+
+def test_parts_of_earlier_batches_are_not_shown_again(tmp_path: Path) -> None:
+    class Shown(L.Callback):
+        def on_train_batch_end(self, trainer: L.Trainer, *unused: Any) -> None:
+            shown.append({name for name in trainer.callback_metrics if name.startswith("reward/")})
+
+    shown: list[set[str]] = []
+    first, second = make_batch(0), make_batch(1)
+    for metadata in first.metadata:
+        metadata |= {"reward_parts": {"form": 1.0}, "reward_failed": "timeout", "reward_unreadable": True}
+    run = trainer(RewardLogger(), Shown(), default_root_dir=tmp_path)
+    run.fit(PolicyModule(source(), optimizer=sgd, epochs=2), Batches([first, second]))
+    assert shown == [{"reward/form", "reward/failed", "reward/unreadable"}, set(), set(), set()]

@@ -1,0 +1,46 @@
+"""`SaveLast`: by time, at the end, and in every run that does not say otherwise."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import yaml
+from lightning.pytorch.callbacks import ModelCheckpoint
+
+from app.cli.fit import _saves_the_last
+from callbacks import SaveLast
+from tests.callbacks.tiny import TinyData, TinyModule, trainer
+
+CONFIGS = sorted((Path(__file__).resolve().parents[2] / "configs").rglob("*.yaml"))
+
+
+class _Counting(SaveLast):
+    """Remembers the steps it saved at."""
+
+    def __init__(self, minutes: float) -> None:
+        super().__init__(minutes)
+        self.steps: list[int] = []
+
+    def on_save_checkpoint(self, trainer, pl_module, checkpoint) -> None:  # type: ignore[no-untyped-def]
+        self.steps.append(checkpoint["global_step"])
+
+
+@pytest.mark.parametrize(("minutes", "steps"), [(1e-9, [1, 2, 3, 4]), (60.0, [4])])
+def test_saves_by_time_and_once_at_the_end(tmp_path: Path, minutes: float, steps: list[int]) -> None:
+    saving = _Counting(minutes)
+    fit = trainer(tmp_path, saving, enable_checkpointing=True, max_epochs=2)
+    fit.fit(TinyModule(), datamodule=TinyData(batches=2, validate=False))
+    assert saving.steps == steps
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["last.ckpt"]
+
+
+def test_whoever_saves_the_last_is_left_alone() -> None:
+    assert all(map(_saves_the_last, (SaveLast(), ModelCheckpoint(save_last=True))))
+    assert not _saves_the_last(ModelCheckpoint(monitor="val/accuracy"))
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_no_shipped_configuration_keeps_it_out(path: Path) -> None:
+    trainer = yaml.safe_load(path.read_text()).get("trainer") or {}
+    assert trainer.get("enable_checkpointing", True) is True
