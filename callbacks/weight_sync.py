@@ -25,7 +25,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from callbacks.run_dir import run_dir
 from callbacks.validate_ends import nearest_multiples
 from datamodules.inference.export import checkpoint_weights, merged_weights, num_bytes
-from datamodules.inference.protocol import WeightUpdate
+from datamodules.inference.protocol import RolloutData, WeightUpdate
 from datamodules.inference.weight_files import WeightFiles
 
 _log = logging.getLogger(__name__)
@@ -77,7 +77,7 @@ class WeightSync(Callback):
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         data: Any = trainer.datamodule
-        if not hasattr(data, "engine") or not hasattr(data, "publish"):
+        if not isinstance(data, RolloutData):
             raise ValueError(
                 "trainer.callbacks: WeightSync keeps an inference engine up to date and"
                 f" {type(data).__name__} has none;"

@@ -19,7 +19,7 @@ from app.batch import RolloutBatch
 from datamodules.files.recording import RolloutRecorder, versions
 from datamodules.filters import GroupFilter
 from datamodules.groups import Group, to_batch
-from datamodules.inference.protocol import InferenceEngine
+from datamodules.inference.protocol import InferenceEngine, ServerEngine
 from datamodules.pipeline import fingerprint
 from datamodules.pipeline import rollout_options as check
 from datamodules.pipeline.diagnosis import everything
@@ -176,8 +176,7 @@ class RolloutDataModule(L.LightningDataModule):
             )
         if max_requeues is not None and on_stall != "requeue":
             raise ValueError(f"max_requeues: {max_requeues} has no effect with on_stall: {on_stall}; remove it")
-        starts_servers = callable(getattr(type(engine), "restart", None)) and not getattr(engine, "urls", ())
-        if on_stall == "restart_server" and not starts_servers:
+        if on_stall == "restart_server" and not (isinstance(engine, ServerEngine) and engine.owns_servers):
             raise ValueError(
                 f"on_stall: restart_server needs servers that the engine started; engine: {type(engine).__name__} has"
                 " none of its own: set on_stall to warn, requeue or stop, or use SGLangEngine with launch"

@@ -1,4 +1,5 @@
-"""Inference engines that roll out episodes: `EmbeddedEngine` (in this process); `InferenceEngine` is their protocol."""
+"""Inference engines that roll out episodes: `EmbeddedEngine` (in this process); `InferenceEngine` is their protocol,
+`ServerEngine` what those with servers add."""
 
 from datamodules.inference.embedded import EmbeddedEngine
 from datamodules.inference.protocol import (
@@ -6,6 +7,7 @@ from datamodules.inference.protocol import (
     GenerationRequest,
     GenerationResponse,
     InferenceEngine,
+    ServerEngine,
     WeightUpdate,
 )
 
@@ -15,5 +17,6 @@ __all__ = [
     "GenerationRequest",
     "GenerationResponse",
     "InferenceEngine",
+    "ServerEngine",
     "WeightUpdate",
 ]

@@ -8,6 +8,7 @@ Imports torch and transformers for types only, so engines of any kind can be wri
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
@@ -172,14 +173,37 @@ class InferenceEngine(Protocol):
         """Fails whatever is pending with GenerationError, ends threads or connections, frees memory; idempotent."""
 
 
-class ServerEngine(InferenceEngine, Protocol):
-    """What an engine of several servers may offer besides; asked for by name, from any thread (see the watchdog)."""
+class ServerEngine(ABC):
+    """What an engine offers besides when servers generate for it: a base class, asked for with `isinstance`.
 
+    Its methods may be called from any thread.
+    """
+
+    @property
+    @abstractmethod
+    def owns_servers(self) -> bool:
+        """Whether it started its servers, so that `restart` can help. Known before `start`."""
+
+    @abstractmethod
     def where(self, request_id: str) -> str:
         """The server that works on the request now; "" when it is at none, or unknown. Never blocks."""
 
+    @abstractmethod
     def restart(self, server: str) -> None:
         """Ends the server and starts it again; what it worked on goes on elsewhere, or there once it is back.
 
         Raises GenerationError, with the reason, when this server cannot be restarted by us. Bounded by a deadline.
         """
+
+
+@runtime_checkable
+class RolloutData(Protocol):
+    """A datamodule that rolls out, as `callbacks.WeightSync` uses it: on global rank 0, but for `engine`."""
+
+    engine: InferenceEngine
+
+    def start(self, model: PreTrainedModel, version: int) -> None:
+        """Starts the engine, and whatever uses it, with these weights; does nothing where they run already."""
+
+    def publish(self, version: int) -> None:
+        """The engine serves `version` from now on."""

@@ -10,7 +10,8 @@ import asyncio
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 
-from datamodules.pending import describe, table
+from datamodules.inference.protocol import ServerEngine
+from datamodules.pending import Where, describe, table
 
 if TYPE_CHECKING:
     from datamodules.pipeline.producer import Producer
@@ -21,7 +22,7 @@ _AWAITED = ("cr_await", "gi_yieldfrom", "ag_await")
 
 def one_line(producer: Producer) -> str:
     """What is pending where, the gate's counters, the engine's health."""
-    where = getattr(producer.player.engine, "where", None)
+    where = _where(producer.player.engine)
     pending = describe(producer.pending(), where)
     if producer.evaluating:
         pending += f"; training: {describe(producer.stream.running(), where)}"
@@ -34,7 +35,7 @@ def one_line(producer: Producer) -> str:
 
 def everything(producer: Producer) -> str:
     """Many lines: all that is pending, where every task of the rollout thread waits, gate and engine."""
-    where = getattr(producer.player.engine, "where", None)
+    where = _where(producer.player.engine)
     waits = "yes" if producer.trainer_waits else "no"
     parts = [
         f"{producer.stream.ready} groups ready; the trainer waits for a batch: {waits}",
@@ -45,6 +46,10 @@ def everything(producer: Producer) -> str:
         parts += ["validation prompts being played:", table(list(producer.evaluating.values()), where)]
     parts += ["tasks of the rollout thread:", describe_tasks(producer.loop), one_line(producer)]
     return "\n".join(parts)
+
+
+def _where(engine: object) -> Where | None:
+    return engine.where if isinstance(engine, ServerEngine) else None
 
 
 def describe_tasks(loop: asyncio.AbstractEventLoop | None) -> str:

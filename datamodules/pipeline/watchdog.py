@@ -19,6 +19,7 @@ import traceback
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol, get_args
 
+from datamodules.inference.protocol import ServerEngine
 from datamodules.pending import Pending, servers
 
 _log = logging.getLogger(__name__)
@@ -166,7 +167,7 @@ class Watchdog:
 
     def _restart(self, line: str) -> None:
         engine = self._watched.player.engine
-        names = servers(self._watched.pending(), getattr(engine, "where", None))
+        names = servers(self._watched.pending(), engine.where) if isinstance(engine, ServerEngine) else []
         if not names:
             _log.warning("%s; on_stall: restart_server does nothing: no reply is waited for at a server", line)
             return

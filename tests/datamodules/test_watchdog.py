@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import re
 import threading
 import time
@@ -13,7 +14,7 @@ import pytest
 
 from app.batch import Trajectory
 from datamodules.inference.embedded import EmbeddedEngine
-from datamodules.inference.protocol import GenerationRequest
+from datamodules.inference.protocol import GenerationRequest, ServerEngine
 from datamodules.inference.sglang import SGLangEngine
 from datamodules.pipeline.producer import Producer
 from datamodules.pipeline.watchdog import StallOptions, Watchdog
@@ -26,7 +27,7 @@ from tests.datamodules.reward_functions import misbehave
 from tests.datamodules.test_rollout import rollouts
 
 
-class Servers(FakeEngine):
+class Servers(FakeEngine, ServerEngine):
     """Two servers by the number of the prompt; "b" hangs until it is restarted."""
 
     def __init__(self, stuck: bool = True) -> None:
@@ -35,6 +36,8 @@ class Servers(FakeEngine):
         self.stuck = stuck
         self.restarted: list[str] = []
         self._loop: asyncio.AbstractEventLoop | None = None
+
+    owns_servers = True
 
     def where(self, request_id: str) -> str:
         return "b" if int(re.split(r"[p#]", request_id)[1]) % 2 else "a"
@@ -75,9 +78,9 @@ class Collecting(threading.Thread):
 
 
 def stalled(producer: Producer, running: int = 1) -> float:
-    """Waits until `running` groups hang and the others have arrived; the time then."""
+    """Waits until `running` groups hang and the others have arrived; the time then, in whole seconds: they add up."""
     wait_until(lambda: len(producer.stream.running()) == running and producer.gate.counters()["queued"] > 0)
-    return time.monotonic()
+    return math.ceil(time.monotonic())
 
 
 def look(watchdog: Watchdog, now: float) -> None:

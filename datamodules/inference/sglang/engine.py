@@ -28,7 +28,13 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from datamodules.inference.protocol import GenerationError, GenerationRequest, GenerationResponse, WeightUpdate
+from datamodules.inference.protocol import (
+    GenerationError,
+    GenerationRequest,
+    GenerationResponse,
+    ServerEngine,
+    WeightUpdate,
+)
 from datamodules.inference.sglang.environment import API_KEY_VARIABLE, server_python
 from datamodules.inference.sglang.fleet import Fleet
 from datamodules.inference.sglang.loop_thread import LoopThread
@@ -45,8 +51,8 @@ _GRACE_S = 60.0  # processes of ours may take 25 s to end
 _MOST_ATTEMPTS = 4
 
 
-class SGLangEngine:
-    """An `InferenceEngine` on SGLang servers (see the protocol for its methods).
+class SGLangEngine(ServerEngine):
+    """An `InferenceEngine` and `ServerEngine` on SGLang servers (see there for its methods).
 
     Args:
         urls: addresses of running servers, "http://host:port"; those that do not answer yet join when they do.
@@ -191,6 +197,10 @@ class SGLangEngine:
             "servers": servers,
             **({} if fleet is None else fleet.counts),
         }
+
+    @property
+    def owns_servers(self) -> bool:
+        return self.launch is not None
 
     def where(self, request_id: str) -> str:
         for pending in list(self._pending):
