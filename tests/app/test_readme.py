@@ -1,4 +1,4 @@
-"""README.md: its files exist, its snippets run as written, its numbers are those of the result files."""
+"""README.md and docs/: their files exist, their snippets run as written, their numbers are the measured ones."""
 
 from __future__ import annotations
 
@@ -23,14 +23,17 @@ from modules.model_source import ModelSource, build_model
 
 ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text()
+CONFIGURATION = (ROOT / "docs" / "configuration.md").read_text()
+RESULTS = (ROOT / "docs" / "results.md").read_text()
+PAGES = ["README.md", "CONTRIBUTING.md", *(f"docs/{path.name}" for path in sorted((ROOT / "docs").glob("*.md")))]
 SWEEP = ROOT / "configs" / "sweeps" / "quickstart_lr.yaml"
 TINY = dict(hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1)
 LR = "model.optimizer.init_args.lr"
 SMALL = ["--trainer.accelerator=cpu", "--trainer.max_steps=2", "--trainer.val_check_interval=2"]
 
 
-def blocks(language: str) -> list[str]:
-    fenced = re.findall(r"^```(\w*)\n(.*?)^```$", README, flags=re.MULTILINE | re.DOTALL)
+def blocks(language: str, page: str = README + CONFIGURATION) -> list[str]:
+    fenced = re.findall(r"^```(\w*)\n(.*?)^```$", page, flags=re.MULTILINE | re.DOTALL)
     return [text for name, text in fenced if name == language]
 
 
@@ -98,13 +101,17 @@ def test_a_reward_that_runs_programs(completion: str, score: float) -> None:
     assert names["passes_its_tests"](Prompt(id="p", metadata={"tests": "assert f(2) == 4"}), completion) == score
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/design.md", "docs/extending.md", "docs/scaling.md"])
+@pytest.mark.parametrize("page", PAGES)
 def test_files_and_folders_exist(page: str) -> None:
     text = (ROOT / page).read_text()
     for quoted in re.findall(r"`((?:app|modules|datamodules|callbacks|configs|docs|tests|benchmarks)/[\w/.]*)`", text):
         assert (ROOT / quoted).exists(), quoted
-    for link in re.findall(r"\]\(([^)#:]+)\)", text):
-        assert ((ROOT / page).parent / link).exists(), link
+    for link, place in re.findall(r"\]\(([^)#:]*)(?:#([\w-]+))?\)", text):
+        target = (ROOT / page).parent / link if link else ROOT / page
+        assert target.exists(), link
+        if place:
+            titles = re.findall(r"^#+ (.+)$", target.read_text(), flags=re.MULTILINE)
+            assert place in {re.sub(r"[^\w-]", "", title.lower().replace(" ", "-")) for title in titles}, place
 
 
 def test_your_model_data_and_reward(workplace: Path) -> None:
@@ -115,7 +122,7 @@ def test_your_model_data_and_reward(workplace: Path) -> None:
     for split, count in (("train", 20), ("test", 64)):
         (workplace / "my_data" / f"{split}.jsonl").write_text(problem * count)
     save_model(workplace / "my_model", "train:300", [problem])
-    command = next(line for line in blocks("") if "--config my_model.yaml" in line)
+    command = next(line for line in blocks("") if "--config my_run.yaml" in line)
     flags = command.strip().removeprefix("python -m app ").split()
     main([*flags, "--config", "my_wandb.yaml", "--config", "my_algorithm.yaml", "--run_dir", "run", *SMALL])
     assert steps(workplace / "run") == 2  # of two minibatches a batch
@@ -144,19 +151,9 @@ def test_snippets_of_agents_and_servers_are_understood(
 
 
 def test_every_yaml_snippet_has_a_file_and_is_used() -> None:
-    assert set(named("yaml")) == {
-        *("my_model.yaml", "my_data.yaml", "my_reward.yaml", "my_wandb.yaml"),
-        *("my_algorithm.yaml", "my_agent.yaml", "my_servers.yaml"),
-    }
+    tried = {"my_run.yaml", "my_wandb.yaml", "my_algorithm.yaml", "my_agent.yaml", "my_servers.yaml"}
+    assert set(named("yaml")) == tried
     assert len(blocks("yaml")) == len(named("yaml"))
-
-
-def test_the_tree_engine_alone(capsys: pytest.CaptureFixture[str]) -> None:
-    (snippet,) = (block for block in blocks("python") if "TreeEngine" in block)
-    scope: dict[str, object] = {}
-    exec(snippet, scope)  # the README's own code
-    assert capsys.readouterr().out == "14 tokens one by one, 9 as a tree\n"
-    assert isinstance(scope["loss"], float)
 
 
 def test_the_sweep_starts_what_it_says(workplace: Path) -> None:
@@ -175,12 +172,25 @@ def test_the_sweep_starts_what_it_says(workplace: Path) -> None:
     assert sweep["metric"]["name"] in (workplace / "run" / "metrics.csv").read_text()
 
 
+def test_tables_are_those_of_the_result_files() -> None:
+    """A table of docs/results.md stands in the file whose link was last before it."""
+    checked, measured = 0, ""
+    for line in RESULTS.splitlines():
+        for link in re.findall(r"\(\.\./(benchmarks/results/\w+\.md)\)", line):
+            measured = (ROOT / link).read_text()
+        if line.startswith("|"):
+            assert line in measured
+            checked += 1
+    assert checked > 100
+
+
 def test_gains_are_the_measured_ones() -> None:
-    table = (ROOT / "benchmarks" / "results" / "token_ratios.md").read_text()
-    rows = [line.split(" | ") for line in table.splitlines() if re.match(r"\| (\d|all)", line)]
-    assert len(rows) == 4
-    for size, _, _, *ratios in rows:
-        assert " | ".join([size, *ratios]) in README
-    summary = json.loads(next(block for block in blocks("json") if "accuracy_before" in block))
+    summary = json.loads(next(block for block in blocks("json", RESULTS) if "accuracy_before" in block))
     for name, words in (("dense_tokens", "{:.1f} against dense"), ("leaf_tokens", "{:.2f} against dense-leaf")):
-        assert words.format(summary[name] / summary["tree_tokens"]) in README
+        assert words.format(summary[name] / summary["tree_tokens"]) in " ".join(RESULTS.split())
+    rows = [line.strip("| ").split(" | ") for line in RESULTS.splitlines() if line.startswith("|")]
+    ratios = {row[0]: [cell.split(" (")[0] for cell in row[1:]] for row in reversed(rows)}  # the first of a name
+    dense, leaf, _, _, think_dense, think_leaf = ratios["8 x 4"][2:]
+    assert f"{dense} : {leaf} : 1 for `turns`, {think_dense} : {think_leaf} : 1 for `think`" in README
+    turns, think = ([float(one) for one in ratios[f"{name} 8x4"][2:4]] for name in ("turns", "think"))
+    assert f"{turns[0]:.1f} : {turns[1]:.2f} : 1 and {think[0]:.1f} : {think[1]:.1f} : 1" in README
