@@ -12,6 +12,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 
+from app import checks
 from datamodules.groups import Group
 
 
@@ -39,8 +40,7 @@ class NoSignal(GroupFilter):
     """
 
     def __init__(self, tolerance: float = 0.0) -> None:
-        if not tolerance >= 0:
-            raise ValueError(f"NoSignal.tolerance: {tolerance}, must be at least 0")
+        checks.at_least(0, {"NoSignal.tolerance": tolerance})
         self.tolerance = tolerance
 
     def reason(self, group: Group) -> str | None:

@@ -19,6 +19,7 @@ import lightning as L
 import numpy as np
 import torch
 
+from app import checks
 from app.batch import RolloutBatch, Trajectory
 from datamodules.conversations.chat import ChatEncoder, load_chat_tokenizer, load_system, load_transcripts
 from datamodules.conversations.selection import choose, first_trials, grouped
@@ -75,22 +76,16 @@ class RecordedDataModule(L.LightningDataModule):
         min_reward: float | None = None,
     ) -> None:
         super().__init__()
-        for key, value in (
-            ("tasks_per_batch", tasks_per_batch),
-            ("trials", trials),
-            ("batches_per_epoch", batches_per_epoch),
-        ):
-            if value is not None and value < 1:
-                raise ValueError(f"{key}: must be at least 1, got {value}")
+        counts = {"tasks_per_batch": tasks_per_batch, "trials": trials, "batches_per_epoch": batches_per_epoch}
+        checks.at_least(1, counts)
         if not path:
             raise ValueError("path: it is empty; name a file of recorded conversations")
         text = not path.endswith(".npz")
         if text and tokenizer is None:
             raise ValueError(f"tokenizer: '{path}' holds text; give the directory of a tokenizer with a chat template")
-        if not text and tokenizer is not None and workload != "think":
-            raise ValueError(f"tokenizer: has no effect, '{path}' holds token ids already; remove it")
-        if not text and system is not None:
-            raise ValueError(f"system: has no effect, the token arrays of '{path}' begin with it already; remove it")
+        if not text:
+            unused = None if workload == "think" else tokenizer
+            checks.no_effect(f"on the token arrays of '{path}'", {"tokenizer": unused, "system": system})
         self.path, self.workload, self.tokenizer, self.system = path, workload, tokenizer, system
         self.tasks_per_batch, self.trials, self.tasks = tasks_per_batch, trials, tasks
         self.shuffle, self.seed, self.min_reward = shuffle, seed, min_reward

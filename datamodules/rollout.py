@@ -7,6 +7,7 @@ restarts; everything it started ends with `teardown`, also after an error.
 
 from __future__ import annotations
 
+import inspect
 import logging
 from collections.abc import Callable
 from pathlib import Path
@@ -15,13 +16,13 @@ from typing import Any, Literal
 import lightning as L
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from app import checks
 from app.batch import RolloutBatch
 from datamodules.files.recording import RolloutRecorder, versions
 from datamodules.filters import GroupFilter
 from datamodules.groups import Group, to_batch
 from datamodules.inference.protocol import InferenceEngine, ServerEngine
 from datamodules.pipeline import fingerprint
-from datamodules.pipeline import rollout_options as check
 from datamodules.pipeline.diagnosis import everything
 from datamodules.pipeline.episodes import EpisodePlayer
 from datamodules.pipeline.gate import StalenessGate
@@ -30,7 +31,7 @@ from datamodules.pipeline.rollout_loaders import EvalLoader, PredictLoader
 from datamodules.pipeline.steps import StepLoader
 from datamodules.pipeline.val_sets import ValOptions, ValSet, val_sets, with_answers
 from datamodules.pipeline.watchdog import OnStall, StallOptions, Watchdog
-from datamodules.prompts.base import Prompt, PromptSource
+from datamodules.prompts.base import Prompt, PromptSource, prompt_source
 from datamodules.prompts.dealer import PromptDealer
 from datamodules.prompts.tokenizers import load_tokenizer, texts_of
 from datamodules.rewards.options import RewardOptions
@@ -39,6 +40,7 @@ from datamodules.workflows.base import Workflow
 from datamodules.workflows.turn_ends import TurnEnds
 
 _log = logging.getLogger(__name__)
+_MOST_EPISODES = 1_000_000  # in one batch; each is a task, and memory, from its first request on
 
 
 class RolloutDataModule(L.LightningDataModule):
@@ -130,26 +132,26 @@ class RolloutDataModule(L.LightningDataModule):
     ) -> None:
         super().__init__()
         counts = {"batch_size": batch_size, "group_size": group_size, "batches_per_epoch": batches_per_epoch}
-        check.at_least(1, {**counts, "val_batch_size": val_batch_size})
-        check.at_least(1, {"max_failures": max_failures, "max_filtered": max_filtered or 1000})
-        check.at_least(0, {"max_staleness": max_staleness})
-        check.temperature("val_temperature", val_temperature)
-        check.deadline({"episode_deadline_s": episode_deadline_s, "collect_deadline_s": collect_deadline_s})
-        check.deadline({"stall_after_s": 1.0 if stall_after_s is None else stall_after_s})
-        check.at_most(check.MOST_EPISODES, {"batch_size": batch_size, "group_size": group_size})
-        check.at_most(check.MOST_EPISODES, {"batch_size x group_size": batch_size * group_size})
-        check.at_most(check.MOST_EPISODES, {"max_concurrent": max_concurrent, "val_batch_size": val_batch_size})
-        check.at_most(1000, {"max_staleness": max_staleness, "over_sampling": over_sampling})
-        check.one_of("long_prompts", long_prompts, ("error", "skip"))
+        checks.at_least(1, {**counts, "val_batch_size": val_batch_size})
+        checks.at_least(1, {"max_failures": max_failures, "max_filtered": max_filtered or 1000})
+        checks.at_least(0, {"max_staleness": max_staleness})
+        checks.temperature("val_temperature", val_temperature)
+        checks.deadline({"episode_deadline_s": episode_deadline_s, "collect_deadline_s": collect_deadline_s})
+        checks.deadline({"stall_after_s": 1.0 if stall_after_s is None else stall_after_s})
+        checks.at_most(_MOST_EPISODES, {"batch_size": batch_size, "group_size": group_size})
+        checks.at_most(_MOST_EPISODES, {"batch_size x group_size": batch_size * group_size})
+        checks.at_most(_MOST_EPISODES, {"max_concurrent": max_concurrent, "val_batch_size": val_batch_size})
+        checks.at_most(1000, {"max_staleness": max_staleness, "over_sampling": over_sampling})
+        checks.one_of("long_prompts", long_prompts, ("error", "skip"))
         if max_filtered is not None and filter is None:
             raise ValueError(f"max_filtered: {max_filtered} has no effect without filter; remove it or set filter")
-        self.prompts = check.prompt_source(prompts, "prompts")
+        self.prompts = prompt_source(prompts, "prompts")
         self.val_prompts = val_prompts
         self.val_sets = val_sets(val_prompts, val_samples, val_temperature, val_options)
         if not hasattr(workflow, "run") or not hasattr(workflow, "max_new_tokens"):
             raise ValueError(f"workflow: {type(workflow).__name__} needs a method run and an attribute max_new_tokens")
         self.workflow: Any = workflow
-        self.engine: InferenceEngine = check.inference_engine(engine)
+        self.engine: InferenceEngine = _checked_engine(engine)
         self.tokenizer_spec = tokenizer
         self.tokenizer: PreTrainedTokenizerBase | None = None
         self.batch_size = batch_size
@@ -449,3 +451,14 @@ class RolloutDataModule(L.LightningDataModule):
                 "RolloutDataModule: no trainer; pass it to trainer.fit or trainer.validate as datamodule"
             )
         return self.trainer
+
+
+def _checked_engine(value: Any) -> InferenceEngine:
+    """`value`, if it has all methods of an engine; else ValueError names those it lacks."""
+    # Looked up without running properties: an engine's may fail before its start.
+    names = [name for name in vars(InferenceEngine) if not name.startswith("_")]
+    missing = [name for name in names if inspect.getattr_static(value, name, None) is None]
+    if missing:
+        raise ValueError(f"engine: {type(value).__name__} is no InferenceEngine, it lacks {', '.join(missing)}")
+    engine: InferenceEngine = value
+    return engine

@@ -15,10 +15,11 @@ import lightning as L
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from app import checks
 from app.batch import RolloutBatch, Trajectory
 from datamodules.pipeline import fingerprint
 from datamodules.pipeline.steps import Position, StepLoader
-from datamodules.prompts.base import Prompt, PromptSource
+from datamodules.prompts.base import Prompt, PromptSource, prompt_source
 from datamodules.prompts.tokenizers import encode_prompt, load_tokenizer, texts_of
 from datamodules.workflows.turn_ends import template_end
 
@@ -47,18 +48,9 @@ class SupervisedDataModule(L.LightningDataModule):
         max_tokens: int | None = None,
     ) -> None:
         super().__init__()
-        for name, value in (
-            ("batch_size", batch_size),
-            ("batches_per_epoch", batches_per_epoch),
-            ("max_tokens", max_tokens),
-        ):
-            if value is not None and value < 1:
-                raise ValueError(f"{name}: {value}, must be at least 1")
-        if not isinstance(prompts, PromptSource):
-            raise ValueError(
-                f"prompts: {type(prompts).__name__} is no PromptSource; subclass datamodules.prompts.PromptSource"
-            )
-        self.prompts = prompts
+        counts = {"batch_size": batch_size, "batches_per_epoch": batches_per_epoch, "max_tokens": max_tokens}
+        checks.at_least(1, counts)
+        self.prompts = prompt_source(prompts, "prompts")
         self.tokenizer_spec = tokenizer
         self.tokenizer: PreTrainedTokenizerBase | None = None
         self.batch_size = batch_size

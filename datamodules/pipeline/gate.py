@@ -21,6 +21,8 @@ import threading
 from collections.abc import Mapping
 from typing import Literal
 
+from app import checks
+
 Drop = Literal["failed", "filtered", "skipped", "requeued"]
 
 _DROPS: dict[Drop, str] = {
@@ -56,14 +58,9 @@ class StalenessGate:
     def __init__(
         self, batch_size: int, max_staleness: int, max_concurrent: int | None = None, over_sampling: float = 1.0
     ) -> None:
-        for name, value, least in (
-            ("batch_size", batch_size, 1),
-            ("max_staleness", max_staleness, 0),
-            ("max_concurrent", 1 if max_concurrent is None else max_concurrent, 1),
-            ("over_sampling", over_sampling, 1.0),
-        ):
-            if not value >= least:
-                raise ValueError(f"{name}: {value}, must be at least {least}")
+        checks.at_least(1, {"batch_size": batch_size, "max_concurrent": max_concurrent})
+        checks.at_least(0, {"max_staleness": max_staleness})
+        checks.at_least(1.0, {"over_sampling": over_sampling})
         self.batch_size = batch_size
         self.max_staleness = max_staleness
         self.spare = math.ceil((over_sampling - 1.0) * batch_size - 1e-9)

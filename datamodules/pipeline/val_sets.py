@@ -11,11 +11,11 @@ from dataclasses import dataclass, replace
 
 from transformers import PreTrainedTokenizerBase
 
+from app import checks
 from app.batch import FINAL_ANSWER
 from datamodules.answers import whole_text
 from datamodules.groups import Group
-from datamodules.pipeline.rollout_options import at_least, prompt_source
-from datamodules.prompts.base import PromptSource
+from datamodules.prompts.base import PromptSource, prompt_source
 
 _log = logging.getLogger(__name__)
 
@@ -73,7 +73,7 @@ def val_sets(
     Raises ValueError: an argument out of range or without effect.
     """
     for count in samples.values() if isinstance(samples, Mapping) else [samples]:
-        at_least(1, {"val_samples": count})
+        checks.at_least(1, {"val_samples": count})
         if temperature == 0 and count > 1:
             raise ValueError(
                 f"val_samples: {count} greedy episodes (val_temperature: 0) of a prompt are all alike;"

@@ -11,7 +11,6 @@ is over; an action is taken as often as a line is written, unless it could not h
 from __future__ import annotations
 
 import logging
-import math
 import sys
 import threading
 import time
@@ -19,6 +18,7 @@ import traceback
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol, get_args
 
+from app import checks
 from datamodules.inference.protocol import ServerEngine
 from datamodules.pending import Pending, servers
 
@@ -47,12 +47,9 @@ class StallOptions:
     max_requeues: int = 2
 
     def __post_init__(self) -> None:
-        if not 0 < self.after_s < math.inf:
-            raise ValueError(f"stall_after_s: {self.after_s}, must be above 0 and finite")
-        if self.action not in get_args(OnStall):
-            raise ValueError(f"on_stall: {self.action!r}, must be one of {', '.join(get_args(OnStall))}")
-        if self.max_requeues < 1:
-            raise ValueError(f"max_requeues: {self.max_requeues}, must be at least 1")
+        checks.deadline({"stall_after_s": self.after_s})
+        checks.one_of("on_stall", self.action, get_args(OnStall))
+        checks.at_least(1, {"max_requeues": self.max_requeues})
 
 
 class Watched(Protocol):

@@ -11,6 +11,7 @@ import zlib
 from functools import reduce
 from typing import Literal
 
+from app import checks
 from datamodules.prompts.base import Prompt, PromptSource
 
 _APPLY = {"+": lambda a, b: a + b, "-": lambda a, b: a - b, "*": lambda a, b: a * b}
@@ -44,18 +45,11 @@ class ArithmeticPrompts(PromptSource):
         holdout: int = 10,
         seed: int = 0,
     ) -> None:
-        if digits < 1:
-            raise ValueError(f"ArithmeticPrompts.digits: {digits}, must be at least 1")
+        checks.at_least(1, {"ArithmeticPrompts.digits": digits, "ArithmeticPrompts.size": size})
+        checks.at_least(2, {"ArithmeticPrompts.operands": operands, "ArithmeticPrompts.holdout": holdout})
+        checks.one_of("ArithmeticPrompts.split", split, ("train", "validation"))
         if not operators or set(operators) - set(_APPLY):
             raise ValueError(f"ArithmeticPrompts.operators: {operators!r}, choose from '+-*'")
-        if operands < 2:
-            raise ValueError(f"ArithmeticPrompts.operands: {operands}, must be at least 2")
-        if split not in ("train", "validation"):
-            raise ValueError(f"ArithmeticPrompts.split: {split!r}, must be 'train' or 'validation'")
-        if size is not None and size < 1:
-            raise ValueError(f"ArithmeticPrompts.size: {size}, must be at least 1 or left out")
-        if holdout < 2:
-            raise ValueError(f"ArithmeticPrompts.holdout: {holdout}, must be at least 2 (one in two is held out)")
         self.digits = digits
         self.operators = operators
         self.operands = operands

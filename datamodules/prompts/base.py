@@ -63,3 +63,10 @@ class PromptSource(ABC):
     def samples(self) -> Iterator[Prompt]:
         """What is looked at before training, for mistakes: every prompt once; 256 of a source without end."""
         return self.first(_SAMPLE if self.size is None else self.size)
+
+
+def prompt_source(value: object, key: str) -> PromptSource:
+    """`value`, if it is a source of prompts; else ValueError names the option `key`."""
+    if not isinstance(value, PromptSource):
+        raise ValueError(f"{key}: {type(value).__name__} is no PromptSource; subclass datamodules.prompts.PromptSource")
+    return value

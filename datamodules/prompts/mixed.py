@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from math import gcd
 
+from app import checks
 from datamodules.prompts.base import Prompt, PromptSource
 
 SOURCE = "source"
@@ -41,9 +42,8 @@ class MixedPrompts(PromptSource):
             raise ValueError(f"MixedPrompts.weights: '{stray[0]}' is none of the sources {list(sources)}")
         self.sources = sources
         shares = [(weights or {}).get(name, 1.0) for name in sources]
-        bad = next((name for name, share in zip(sources, shares) if not 0 < share < float("inf")), None)
-        if bad is not None:
-            raise ValueError(f"MixedPrompts.weights.{bad}: must be above 0 and finite; leave the source out instead")
+        weighed = {f"MixedPrompts.weights.{name}": share for name, share in zip(sources, shares)}
+        checks.positive(weighed, "; leave the source out instead")
         self._counts = _rounded(shares)
         if 0 in self._counts:
             name = list(sources)[self._counts.index(0)]

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from itertools import islice
 from typing import Any
 
+from app import checks
 from datamodules.prompts.base import Prompt, PromptSource
 from datamodules.prompts.extras import needs
 from datamodules.prompts.records import RecordFormat
@@ -54,8 +55,7 @@ class ReasoningGymPrompts(PromptSource):
     ) -> None:
         if not 1 <= size <= _APART:
             raise ValueError(f"ReasoningGymPrompts.size: {size}, must be from 1 to {_APART:,}")
-        if seed < 0:
-            raise ValueError(f"ReasoningGymPrompts.seed: {seed}, must be at least 0")
+        checks.at_least(0, {"ReasoningGymPrompts.seed": seed})
         stray = [key for key in options or {} if key in ("size", "seed")]
         if stray:
             raise ValueError(f"ReasoningGymPrompts.options.{stray[0]}: set ReasoningGymPrompts.{stray[0]} instead")

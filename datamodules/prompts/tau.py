@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from app import checks
 from datamodules.files.data_files import resolve
 from datamodules.prompts.base import Prompt, PromptSource
 from datamodules.prompts.laps import Laps
@@ -60,9 +61,7 @@ class TauPrompts(PromptSource):
         seed: int = 0,
     ) -> None:
         is_text = not path.endswith(".npz")
-        for key, value in (("trials", trials), ("vocab_size", vocab_size)):
-            if value is not None and value < 1:
-                raise ValueError(f"TauPrompts.{key}: {value}, must be at least 1")
+        checks.at_least(1, {"TauPrompts.trials": trials, "TauPrompts.vocab_size": vocab_size})
         if is_text and tokenizer is None:
             raise ValueError(f"TauPrompts.tokenizer: '{path}' holds text; give the directory of a chat tokenizer")
         if is_text and tool_response_id is not None:

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
+from app import checks
 from datamodules.processes.limits import looks_secret
 
 Failure = Literal["exception", "crash", "timeout", "memory", "nan"]
@@ -73,8 +74,10 @@ class RewardOptions:
     keep_environment: Sequence[str] | None = None
 
     def __post_init__(self) -> None:
-        if self.retries < 0:
-            raise ValueError(f"reward_options.retries: {self.retries}, must be at least 0")
+        name = "reward_options."
+        checks.at_least(0, {f"{name}retries": self.retries, f"{name}cache": self.cache})
+        checks.at_least(1, {f"{name}max_calls": self.max_calls})
+        checks.positive({f"{name}memory_mb": self.memory_mb})
         if self.retry_on is not None:
             unknown = [one for one in self.retry_on if one not in get_args(Failure)]
             if unknown or not self.retry_on:
@@ -83,22 +86,16 @@ class RewardOptions:
                 )
             if self.retries == 0:
                 raise ValueError("reward_options.retry_on has no effect with retries: 0; raise retries or remove it")
-        if self.cache < 0:
-            raise ValueError(f"reward_options.cache: {self.cache}, must be at least 0")
         if self.on_failure != "drop" and not (
             isinstance(self.on_failure, int | float) and math.isfinite(self.on_failure)
         ):
             raise ValueError(f"reward_options.on_failure: {self.on_failure!r}, must be 'drop' or a finite score")
-        if self.memory_mb is not None and not (self.memory_mb > 0 and math.isfinite(self.memory_mb)):
-            raise ValueError(f"reward_options.memory_mb: {self.memory_mb}, must be above 0 and finite")
-        for name in self.keep_environment or ():
-            if not looks_secret(name):
+        for variable in self.keep_environment or ():
+            if not looks_secret(variable):
                 raise ValueError(
-                    f"reward_options.keep_environment: {name!r} has no effect, it looks like no secret and is there"
+                    f"reward_options.keep_environment: {variable!r} has no effect, it looks like no secret and is there"
                     " anyway; remove it"
                 )
-        if self.max_calls is not None and self.max_calls < 1:
-            raise ValueError(f"reward_options.max_calls: {self.max_calls}, must be at least 1")
 
     @property
     def retried(self) -> tuple[Failure, ...]:

@@ -18,6 +18,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from app import checks
 from datamodules.processes.foreign import described
 from datamodules.processes.limits import hidden_variables, memory_limit
 from datamodules.processes.process import Garbled, OverMemory, WorkerProcess, end_all
@@ -89,10 +90,8 @@ class RewardPool:
         start_deadline_s: float = 120.0,
         options: RewardOptions | None = None,
     ) -> None:
-        if workers < 1:
-            raise ValueError(f"reward_workers: {workers}, must be at least 1")
-        if not 0 < deadline_s < math.inf:
-            raise ValueError(f"reward_deadline_s: {deadline_s}, must be above 0 and finite")
+        checks.at_least(1, {"reward_workers": workers})
+        checks.deadline({"reward_deadline_s": deadline_s})
         try:
             self._pickled = pickle.dumps(RewardCalls(reward))
         except Exception as error:

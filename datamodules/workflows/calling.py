@@ -14,6 +14,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
+from app import checks
 from datamodules.processes.calls import DeadlinePassed, ProcessCalls
 
 
@@ -43,10 +44,8 @@ class Caller:
         owner: str,
         option: str = "isolated",
     ) -> None:
-        if workers < 1:
-            raise ValueError(f"{owner}.workers: {workers}, must be at least 1")
-        if memory_mb is not None and not 0 < memory_mb < float("inf"):
-            raise ValueError(f"{owner}.memory_mb: {memory_mb}, must be above 0 and finite")
+        checks.at_least(1, {f"{owner}.workers": workers})
+        checks.positive({f"{owner}.memory_mb": memory_mb})
         self._functions = dict(functions)
         plain = {name: function for name, function in functions.items() if not is_asynchronous(function)}
         self._processes: ProcessCalls | None = None

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, get_args
 
 from transformers import PreTrainedTokenizerBase
 
+from app import checks
 from app.batch import Trajectory
 from datamodules.processes.calls import DeadlinePassed
 from datamodules.prompts.base import Prompt
@@ -19,7 +20,7 @@ from datamodules.prompts.tokenizers import encode_prompt
 from datamodules.workflows.base import EpisodeEngine
 from datamodules.workflows.calling import Caller
 from datamodules.workflows.chat import Chat, Message
-from datamodules.workflows.turns import ReplyOptions, Sequences, Turns, check_sequences
+from datamodules.workflows.turns import ReplyOptions, Sequences, Turns
 
 _MOST_AT_ONCE = 8  # feedback functions that are not asynchronous
 Feedback = Callable[[Prompt, list[str]], str | Awaitable[str | None] | None]
@@ -72,19 +73,18 @@ class MultiTurnWorkflow:
         template_options: dict[str, Any] | None = None,
     ) -> None:
         name = type(self).__name__
-        if max_turns < 2:
-            raise ValueError(f"{name}.max_turns: {max_turns}, must be at least 2; RLVRWorkflow has one turn")
-        if not 0 < turn_discount <= 1:
-            raise ValueError(f"{name}.turn_discount: {turn_discount}, must be above 0 and at most 1")
-        for key, value in (("retry_message", retry_message), ("success", success)):
-            if feedback is not None and value is not None:
-                raise ValueError(f"{name}.{key} has no effect with feedback, which decides; remove one of them")
-        for key, value in (("feedback_deadline_s", feedback_deadline_s), ("feedback_isolated", feedback_isolated)):
-            if feedback is None and value is not None:
-                raise ValueError(f"{name}.{key} has no effect without feedback; remove it or set feedback")
-        if feedback_deadline_s is not None and not feedback_deadline_s > 0:
-            raise ValueError(f"{name}.feedback_deadline_s: {feedback_deadline_s}, must be above 0")
-        check_sequences(name, sequences)
+        checks.at_least(2, {f"{name}.max_turns": max_turns}, "; RLVRWorkflow has one turn")
+        checks.fraction({f"{name}.turn_discount": turn_discount})
+        checks.one_of(f"{name}.sequences", sequences, get_args(Sequences))
+        unused: dict[str, object]
+        if feedback is None:
+            unused = {"feedback_deadline_s": feedback_deadline_s, "feedback_isolated": feedback_isolated}
+            why, remedy = "without feedback", "remove it or set feedback"
+        else:
+            unused = {"retry_message": retry_message, "success": success}
+            why, remedy = "with feedback, which decides", "remove one of them"
+        checks.no_effect(why, {f"{name}.{key}": value for key, value in unused.items()}, remedy)
+        checks.deadline({f"{name}.feedback_deadline_s": feedback_deadline_s})
         self.max_turns = max_turns
         self.max_new_tokens = max_new_tokens
         self.turn_discount = turn_discount

@@ -14,10 +14,11 @@ from typing import Any, Literal
 
 from transformers import PreTrainedTokenizerBase
 
+from app import checks
 from app.batch import Trajectory
 from datamodules.prompts.base import Prompt
 from datamodules.workflows.base import EpisodeEngine
-from datamodules.workflows.turns import ReplyOptions, Turns, check_sequences
+from datamodules.workflows.turns import ReplyOptions, Turns
 
 
 class TauReplayWorkflow:
@@ -50,13 +51,10 @@ class TauReplayWorkflow:
         sequences: Literal["whole", "turns"] = "whole",
     ) -> None:
         name = type(self).__name__
-        if max_turns is not None and max_turns < 1:
-            raise ValueError(f"{name}.max_turns: {max_turns}, must be at least 1")
-        if lengths not in ("recorded", "model"):
-            raise ValueError(f"{name}.lengths: {lengths!r}, must be 'recorded' or 'model'")
-        if not tool_latency_s >= 0:
-            raise ValueError(f"{name}.tool_latency_s: {tool_latency_s}, must be at least 0")
-        check_sequences(name, sequences, ("whole", "turns"))
+        checks.at_least(1, {f"{name}.max_turns": max_turns})
+        checks.at_least(0, {f"{name}.tool_latency_s": tool_latency_s})
+        checks.one_of(f"{name}.lengths", lengths, ("recorded", "model"))
+        checks.one_of(f"{name}.sequences", sequences, ("whole", "turns"))
         self.max_new_tokens = max_new_tokens
         self.max_turns = max_turns
         self.lengths = lengths

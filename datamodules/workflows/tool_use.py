@@ -9,10 +9,11 @@ from __future__ import annotations
 import inspect
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from transformers import PreTrainedTokenizerBase
 
+from app import checks
 from app.batch import Trajectory
 from datamodules.prompts.base import Prompt
 from datamodules.workflows.base import EpisodeEngine
@@ -20,7 +21,7 @@ from datamodules.workflows.calling import within
 from datamodules.workflows.chat import Chat, messages_of
 from datamodules.workflows.tool_calls import ToolCall, hermes_calls
 from datamodules.workflows.tools import Toolbox, ToolRunner
-from datamodules.workflows.turns import ReplyOptions, Sequences, Turns, check_sequences
+from datamodules.workflows.turns import ReplyOptions, Sequences, Turns
 
 _CLOSE_S = 60.0
 
@@ -76,13 +77,11 @@ class ToolWorkflow:
         template_options: dict[str, Any] | None = None,
     ) -> None:
         name = type(self).__name__
-        if max_turns < 2:
-            raise ValueError(f"{name}.max_turns: {max_turns}, must be at least 2: a call, and an answer")
-        if tool_role not in ("tool", "user"):
-            raise ValueError(f"{name}.tool_role: {tool_role!r}, must be 'tool' or 'user'")
+        checks.at_least(2, {f"{name}.max_turns": max_turns}, ": a call, and an answer")
+        checks.one_of(f"{name}.tool_role", tool_role, ("tool", "user"))
         if not inspect.iscoroutinefunction(getattr(tools, "call", None)) or not hasattr(tools, "tools"):
             raise ValueError(f"{name}.tools: {type(tools).__name__} needs an attribute tools and an async method call")
-        check_sequences(name, sequences)
+        checks.one_of(f"{name}.sequences", sequences, get_args(Sequences))
         self.tools = tools
         self.max_turns = max_turns
         self.max_new_tokens = max_new_tokens

@@ -19,6 +19,7 @@ from jsonschema import Draft202012Validator
 from jsonschema.exceptions import SchemaError, best_match
 from transformers.utils import get_json_schema
 
+from app import checks
 from datamodules.processes import foreign
 from datamodules.processes.calls import CallFailed, DeadlinePassed
 from datamodules.workflows.base import EpisodeEngine
@@ -147,12 +148,8 @@ class ToolRunner:
         if stray:
             raise ValueError(f"tool_deadlines_s: '{stray[0]}' is none of the tools {list(self._validators)}")
         self._deadlines = {name: (deadlines or {}).get(name, deadline_s) for name in self._validators}
-        for name, seconds in self._deadlines.items():
-            if not seconds > 0:
-                raise ValueError(f"tool_deadline_s of '{name}': {seconds}, must be above 0")
-        for key, value in (("max_calls", max_calls), ("max_result_chars", max_result_chars)):
-            if value is not None and value < 1:
-                raise ValueError(f"{key}: {value}, must be at least 1")
+        checks.deadline({f"tool_deadline_s of '{name}'": seconds for name, seconds in self._deadlines.items()})
+        checks.at_least(1, {"max_calls": max_calls, "max_result_chars": max_result_chars})
         self._max_calls = max_calls
         self._max_result_chars = max_result_chars
 

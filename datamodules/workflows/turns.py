@@ -10,12 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Literal
 
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from app.batch import TEMPERATURES, Trajectory
+from app import checks
+from app.batch import Trajectory
 from datamodules.inference.protocol import GenerationRequest, GenerationResponse
 from datamodules.prompts.base import Prompt
 from datamodules.workflows.base import EpisodeEngine
@@ -50,14 +51,9 @@ class ReplyOptions:
     """
 
     def __init__(self, owner: str, max_new_tokens: int, temperature: float, stop: Sequence[str] = ()) -> None:
-        if max_new_tokens < 1:
-            raise ValueError(f"{owner}.max_new_tokens: {max_new_tokens}, must be at least 1")
-        coldest, hottest = TEMPERATURES
-        if not coldest <= temperature <= hottest:
-            raise ValueError(
-                f"{owner}.temperature: {temperature}, must be between {coldest:g} and {hottest:g}; greedy samples of"
-                " one prompt would all be alike (validation has val_temperature)"
-            )
+        checks.at_least(1, {f"{owner}.max_new_tokens": max_new_tokens})
+        alike = "; greedy samples of one prompt would all be alike (validation has val_temperature)"
+        checks.temperature(f"{owner}.temperature", temperature, greedy=False, remedy=alike)
         self.owner = owner
         self.max_new_tokens = max_new_tokens
         self.temperature = temperature
@@ -207,9 +203,3 @@ class Turns:
             finish_reason=turns[-1].finish_reason,
             temperature=turns[-1].temperature,
         )
-
-
-def check_sequences(owner: str, value: str, allowed: Sequence[str] = get_args(Sequences)) -> None:
-    """Raises ValueError when `value` is none of the allowed ways to make sequences."""
-    if value not in allowed:
-        raise ValueError(f"{owner}.sequences: {value!r}, must be one of {tuple(allowed)}")

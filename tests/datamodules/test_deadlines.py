@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
+from app import checks
 from callbacks import SaveLast, WeightSync
 from datamodules.inference import EmbeddedEngine
 from datamodules.inference.protocol import WeightUpdate
 from datamodules.inference.sglang import SGLangEngine
-from datamodules.pipeline import rollout_options
 from datamodules.pipeline.watchdog import StallOptions
 from datamodules.rewards import RewardPool, exact_match
 
@@ -21,7 +21,7 @@ from datamodules.rewards import RewardPool, exact_match
 @pytest.mark.parametrize(
     "make",
     [
-        lambda s: rollout_options.deadline({"episode_deadline_s": s}),
+        lambda s: checks.deadline({"episode_deadline_s": s}),
         lambda s: StallOptions(after_s=s),
         lambda s: RewardPool(exact_match, deadline_s=s),
         lambda s: WeightUpdate(1, path="weights", deadline_s=s),

@@ -314,9 +314,9 @@ def test_other_ranks_hold_no_batch_but_keep_step(tmp_path: Path) -> None:
         ({"tasks": ["t0", "no"]}, RecordedDataError, "tasks: 'no' is not in"),
         ({"tasks": ["t0", "t0"]}, RecordedDataError, "tasks: 't0' is listed twice"),
         ({"tasks_per_batch": 9}, RecordedDataError, "tasks_per_batch: 9, but 5 tasks"),
-        ({"tasks_per_batch": 0}, ValueError, "tasks_per_batch: must be at least 1"),
-        ({"tokenizer": "x"}, ValueError, "tokenizer: has no effect"),
-        ({"system": "x"}, ValueError, "system: has no effect"),
+        ({"tasks_per_batch": 0}, ValueError, "tasks_per_batch: 0, must be at least 1"),
+        ({"tokenizer": "x"}, ValueError, "tokenizer has no effect"),
+        ({"system": "x"}, ValueError, "system has no effect"),
     ],
 )
 def test_options_are_checked(tmp_path: Path, options: dict[str, Any], error: type, message: str) -> None:
