@@ -2,8 +2,8 @@
 
     python -m benchmarks.support_matrix
 
-Every cell is what the checks of `tests/tree/families.py` find when this runs: tiny models of each family, in small
-chunks with recomputation, against every sequence alone. A test compares the file with a fresh one.
+Every cell is what the checks of `tests/app/tree/engine/families.py` find when this runs: tiny models of each family, in
+small chunks with recomputation, against every sequence alone. A test compares the file with a fresh one.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from tests.tree import families
+from tests.app.tree.engine import families
 
 DOCUMENT = Path(__file__).parents[1] / "docs" / "support_matrix.md"
 EXPLAINED = {

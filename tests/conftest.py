@@ -1,7 +1,8 @@
-"""What every test may rely on: nothing left over from a run in this process.
+"""What every test may rely on: nothing left over from a run in this process, and ranks that are up already.
 
 Lightning leaves a seed, a launcher's variables (LOCAL_RANK, MASTER_PORT) and a process group behind. A later run
-would take another seed from them, or believe that somebody else starts its ranks and wait for them.
+would take another seed from them, or believe that somebody else starts its ranks and wait for them. Tests with whole
+runs in this process come last all the same.
 """
 
 from __future__ import annotations
@@ -12,6 +13,10 @@ from collections.abc import Iterator
 
 import pytest
 import torch.distributed as dist
+
+from tests.helpers.rank_pool import RankPool
+
+WHOLE_RUNS = ("tests/app/cli/", "tests/docs/")
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # in the background of a script; the ranks of tests inherit it
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -26,3 +31,29 @@ def _a_clean_process() -> Iterator[None]:
         dist.destroy_process_group()
     os.environ.clear()
     os.environ.update(before)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: item.nodeid.startswith(WHOLE_RUNS))
+
+
+@pytest.fixture(scope="session")
+def one_rank() -> Iterator[RankPool]:
+    """Pools of ranks live as long as the session: starting processes costs more than most tests."""
+    pool = RankPool(1)
+    yield pool
+    pool.close()
+
+
+@pytest.fixture(scope="session")
+def two_ranks() -> Iterator[RankPool]:
+    pool = RankPool(2)
+    yield pool
+    pool.close()
+
+
+@pytest.fixture(scope="session")
+def four_ranks() -> Iterator[RankPool]:
+    pool = RankPool(4)
+    yield pool
+    pool.close()

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from benchmarks import rollouts
-from tests.app.doubles import conversations
-from tests.sglang.servers import skip_unless_wanted
+from tests.datamodules.inference.sglang.real_servers.servers import skip_unless_wanted
+from tests.helpers.doubles import conversations
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 

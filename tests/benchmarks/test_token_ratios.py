@@ -11,7 +11,7 @@ import pytest
 
 from benchmarks.token_ratios import count, main, markdown, measure
 from datamodules.conversations.tokens import Conversation, load_npz
-from tests.datamodules.recorded_samples import real_file
+from tests.helpers.recorded_samples import real_file
 
 
 def trie_counts(sequences: Sequence[np.ndarray]) -> tuple[int, int, int]:

@@ -13,13 +13,13 @@ from pathlib import Path
 import pytest
 
 from callbacks import Progress, ValidateEnds
-from tests.callbacks.tiny import TinyData, TinyModule, trainer
+from tests.helpers.tiny_run import TinyData, TinyModule, trainer
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = """
 import sys, pathlib
 from callbacks import Progress
-from tests.callbacks.tiny import TinyData, TinyModule, trainer
+from tests.helpers.tiny_run import TinyData, TinyModule, trainer
 fit = trainer(pathlib.Path(sys.argv[1]), Progress(), enable_progress_bar=True)
 fit.fit(TinyModule(), datamodule=TinyData(batches=5))
 """

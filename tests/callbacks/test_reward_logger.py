@@ -9,7 +9,7 @@ import lightning as L
 
 from callbacks import RewardLogger
 from modules import PolicyModule
-from tests.modules.tiny import Batches, make_batch, sgd, source, trainer
+from tests.helpers.tiny_policy import Batches, make_batch, sgd, source, trainer
 
 
 def test_parts_of_earlier_batches_are_not_shown_again(tmp_path: Path) -> None:

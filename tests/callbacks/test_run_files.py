@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, Qwen3Config
 from app.batch import StepHandle
 from callbacks import Pictures, RewardLogger, SavePretrained, Summary, Throughput, ValidateEnds, WeightSync, drawing
 from callbacks.pictures import read_metrics
-from tests.callbacks.tiny import TinyData, TinyModule, trainer
+from tests.helpers.tiny_run import TinyData, TinyModule, trainer
 
 
 def test_run_directory_is_complete(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 
 from app.cli.fit import _saves_the_last
 from callbacks import SaveLast
-from tests.callbacks.tiny import TinyData, TinyModule, trainer
+from tests.helpers.tiny_run import TinyData, TinyModule, trainer
 
 CONFIGS = sorted((Path(__file__).resolve().parents[2] / "configs").rglob("*.yaml"))
 

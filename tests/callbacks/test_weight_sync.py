@@ -8,7 +8,7 @@ import pytest
 
 from callbacks import Throughput, ValidateEnds, WeightSync
 from callbacks.pictures import read_metrics
-from tests.callbacks.tiny import TinyData, TinyModule, trainer
+from tests.helpers.tiny_run import TinyData, TinyModule, trainer
 
 
 class NoEngine(TinyData):

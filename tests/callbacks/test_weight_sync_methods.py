@@ -10,10 +10,10 @@ from callbacks import WeightSync
 from callbacks.pictures import read_metrics
 from datamodules.inference import EmbeddedEngine
 from datamodules.inference.export import ExportError
-from tests.callbacks.on_trial import EngineData, PolicyOnTrial
-from tests.callbacks.tiny import TinyData, TinyModule, trainer
-from tests.datamodules.adapters import with_lora
-from tests.datamodules.engine_suite import tiny_policy
+from tests.callbacks.engine_run import EngineData, PolicyOnTrial
+from tests.datamodules.inference.adapters import with_lora
+from tests.datamodules.inference.engine_suite import tiny_policy
+from tests.helpers.tiny_run import TinyData, TinyModule, trainer
 
 
 @pytest.fixture

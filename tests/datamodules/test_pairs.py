@@ -13,8 +13,8 @@ from app.tree import PrefixTree
 from datamodules import PairsDataModule
 from datamodules.prompts import JsonlPrompts
 from modules import ModelSource, PolicyModule
-from tests.modules.tiny import CONFIG, Metrics
-from tests.modules.tiny import trainer as tiny_trainer
+from tests.helpers.tiny_policy import CONFIG, Metrics
+from tests.helpers.tiny_policy import trainer as tiny_trainer
 
 CHAR = "char:0123456789+="
 

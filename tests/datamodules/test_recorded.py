@@ -20,8 +20,9 @@ from datamodules.conversations.chat import ChatEncoder, SystemPrompt, Transcript
 from datamodules.conversations.tokens import Conversation, RecordedDataError, load_npz, save_npz
 from datamodules.files.data_files import DataFileError
 from datamodules.recorded import RecordedDataModule
-from tests.datamodules.chat_families import FAMILIES
-from tests.datamodules.recorded_samples import (
+from tests.datamodules.test_rollout import count_step
+from tests.datamodules.workflows.chat_families import FAMILIES
+from tests.helpers.recorded_samples import (
     REWRITING_TEMPLATE,
     THINK_TEMPLATE,
     byte_tokenizer,
@@ -30,7 +31,6 @@ from tests.datamodules.recorded_samples import (
     real_file,
     write_jsonl,
 )
-from tests.datamodules.test_rollout import count_step
 
 SYSTEM = np.array([5, 6, 7])
 

@@ -287,7 +287,7 @@ def test_single_samples_are_rolled_out(tmp_path: Path) -> None:
 
 
 def test_a_reward_that_cannot_be_loaded_stops_before_training(tmp_path: Path) -> None:
-    from tests.datamodules.reward_functions import FailsToLoad
+    from tests.datamodules.rewards.reward_functions import FailsToLoad
 
     data = rollouts(reward=FailsToLoad())
     with pytest.raises(ValueError, match="reward: a worker process could not be started: ImportError"):
@@ -389,6 +389,6 @@ data:
     assert data.gate.max_concurrent == 48
     assert "math_verify" in parser.dump(config)  # what a run directory's config.yaml shows
 
-    scaled = "reward: {class_path: tests.datamodules.reward_functions.Scaled, init_args: {factor: 3.0}}"
+    scaled = "reward: {class_path: tests.datamodules.rewards.reward_functions.Scaled, init_args: {factor: 3.0}}"
     config = parser.parse_string(written.replace("reward: datamodules.rewards.math_verify", scaled))
     assert parser.instantiate_classes(config).data._pool is not None

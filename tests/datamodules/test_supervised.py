@@ -9,8 +9,8 @@ import pytest
 from datamodules.prompts import ArithmeticPrompts
 from datamodules.prompts.base import Prompt
 from datamodules.supervised import SupervisedDataModule
-from tests.datamodules.chat_families import FAMILIES
 from tests.datamodules.test_rollout import CHAR, Recorder, flat, trainer
+from tests.datamodules.workflows.chat_families import FAMILIES
 
 
 def test_supervised_batches_train_the_answer_and_the_end(tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ import pytest
 import yaml
 
 from app.cli import main
-from tests.app.doubles import conversations
+from tests.helpers.doubles import conversations
 
 CASES = int(os.environ.get("ARBORIST_FUZZ", "40"))
 DEADLINE_S = 60.0  # for one case: a machine may be busy
@@ -54,7 +54,7 @@ ROLLED_OUT = {
     "class_path": "datamodules.RolloutDataModule",
     "init_args": {
         "prompts": {"class_path": "datamodules.prompts.ArithmeticPrompts", "init_args": {"digits": 1, "seed": 2}},
-        "workflow": {"class_path": "tests.datamodules.producing.Flow"},
+        "workflow": {"class_path": "tests.datamodules.pipeline.producers.Flow"},
         "engine": {"class_path": "datamodules.inference.EmbeddedEngine", "init_args": {"kv_cache_tokens": 512}},
         "tokenizer": "char:0123456789+-*=",
         "batch_size": 2,

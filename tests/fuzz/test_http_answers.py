@@ -27,7 +27,7 @@ from datamodules.inference.weight_files import WeightFiles
 from datamodules.prompts.tokenizers import load_tokenizer
 from datamodules.workflows.base import EpisodeEngine
 from datamodules.workflows.turn_ends import TurnEnds
-from tests.datamodules.engine_suite import VOCABULARY, tiny_policy
+from tests.datamodules.inference.engine_suite import VOCABULARY, tiny_policy
 from tests.fuzz.damage import VALUES
 from tests.fuzz.hostile_server import MODEL_INFO, SERVER_INFO, TOKENS, Answer, HostileServer, http, report, stream
 

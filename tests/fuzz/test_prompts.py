@@ -16,8 +16,8 @@ from datamodules.answers import RegexAnswer
 from datamodules.files import expressions
 from datamodules.prompts import DatasetPrompts, JsonlPrompts, Prompt, PromptSource
 from datamodules.prompts.tokenizers import encode_prompt
-from tests.datamodules.recorded_samples import byte_tokenizer
 from tests.fuzz.damage import DEEP, VALUES, Refused, damaged, edits, examples, gzipped, is_sound_text, outcome
+from tests.helpers.recorded_samples import byte_tokenizer
 
 TEXTS = [
     {"question": f"{n} + {n}?", "answer": f"easy\n#### {2 * n}", "level": n, "more": {"hint": "é"}} for n in range(4)

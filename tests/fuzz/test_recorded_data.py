@@ -27,10 +27,10 @@ from datamodules.files import recording
 from datamodules.files.recording import RolloutRecorder, read_batch
 from datamodules.groups import to_batch
 from datamodules.recorded import RecordedDataModule
-from tests.datamodules.recorded_samples import byte_tokenizer, line
-from tests.datamodules.test_importers import TOOLS, airline, tau_checkout
-from tests.datamodules.test_recording import in_the_format_before, some_groups
+from tests.datamodules.conversations.test_importers import TOOLS, airline, tau_checkout
+from tests.datamodules.files.test_recording import in_the_format_before, some_groups
 from tests.fuzz.damage import DEEP, VALUES, Refused, damaged, edits, examples, gzipped, is_sound_text, outcome
+from tests.helpers.recorded_samples import byte_tokenizer, line
 
 SEQUENCES: list[dict[str, Any]] = [
     {"tokens": [5, 6, 7], "loss_mask": [0, 1, 1], "temperature": 0.7},

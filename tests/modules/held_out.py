@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from app.batch import FINAL_ANSWER, EvalHandle, RolloutBatch, Trajectory
-from tests.modules.tiny import Batches
+from tests.helpers.tiny_policy import Batches
 
 
 def held_out(prompts: dict[str, list[tuple[float, str]]], version: int = -1) -> RolloutBatch:

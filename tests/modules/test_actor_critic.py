@@ -16,8 +16,8 @@ from modules.advantages.gae import gae
 from modules.advantages.gae_turn import gae_turn
 from modules.critic import explained_variance
 from modules.objectives.value_loss import value_loss
-from tests.modules.dense import Dense
-from tests.modules.tiny import CONFIG, Batches, fit, make_batch, naive_model, parameters, sgd, source, trainer
+from tests.helpers.tiny_policy import CONFIG, Batches, fit, make_batch, naive_model, parameters, sgd, source, trainer
+from tests.modules.dense_loop import Dense
 
 Options = dict[str, Any]
 PLAIN = {"credit": gae, "value_coef": 0.5}

@@ -13,10 +13,10 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from app.batch import EvalHandle
 from modules import PolicyModule
 from modules.evaluation import EvaluationMetrics, majority, pass_at_k
-from tests.distributed.ranks import RankPool
-from tests.modules import jobs
+from tests.helpers.rank_pool import RankPool
+from tests.helpers.tiny_policy import Batches, make_batch, sgd, source, trainer
 from tests.modules.held_out import COMPARED, NAMED, Sets, held_out
-from tests.modules.tiny import Batches, make_batch, sgd, source, trainer
+from tests.modules.ranks import training_jobs as jobs
 
 
 @pytest.mark.parametrize("samples", [1, 2, 5, 8])

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from modules import ModelSource, build_model
-from tests.modules.tiny import CONFIG, naive_model, parameters, source
+from tests.helpers.tiny_policy import CONFIG, naive_model, parameters, source
 
 
 def test_from_configuration_and_seed() -> None:

@@ -16,7 +16,7 @@ from app.batch import RolloutBatch
 from app.strategies import DTAStrategy
 from modules import ModelSource, PolicyModule, Regulariser
 from modules.minibatches import split_minibatches
-from tests.modules.tiny import (
+from tests.helpers.tiny_policy import (
     Batches,
     fit,
     make_batch,

@@ -14,7 +14,7 @@ from app.batch import BatchError, EvalHandle, RolloutBatch, StepHandle
 from app.tree import PrefixTree
 from modules import ModelSource, PolicyModule, Refresh, Regulariser, mismatch
 from modules.metrics import NamedMetrics
-from tests.modules.tiny import (
+from tests.helpers.tiny_policy import (
     VOCABULARY,
     Batches,
     fit,

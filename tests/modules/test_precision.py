@@ -13,7 +13,7 @@ from lightning.pytorch.plugins.precision import DoublePrecision, HalfPrecision
 from app.batch import StepHandle
 from app.strategies import DTAStrategy
 from modules import ActorCriticModule, PolicyModule, Regulariser
-from tests.modules.tiny import Batches, fit, make_batch, parameters, sgd, source, trainer
+from tests.helpers.tiny_policy import Batches, fit, make_batch, parameters, sgd, source, trainer
 
 
 @pytest.mark.parametrize("precision", ["bf16-true", "bf16-mixed", "64-true"])

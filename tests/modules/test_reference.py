@@ -11,7 +11,7 @@ import torch
 from app.strategies import DTAStrategy
 from modules import ModelSource, PolicyModule, Refresh, Regulariser
 from modules.reference import ReferencePolicy
-from tests.modules.tiny import CONFIG, Batches, fit, make_batch, naive_model, parameters, sgd, source, trainer
+from tests.helpers.tiny_policy import CONFIG, Batches, fit, make_batch, naive_model, parameters, sgd, source, trainer
 
 make = functools.partial(
     PolicyModule, source(), optimizer=sgd, regularisers=[Regulariser("kl", 0.1)], reference="initial"

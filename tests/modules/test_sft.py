@@ -7,7 +7,7 @@ import torch
 
 from app.batch import RolloutBatch
 from modules import SFTModule
-from tests.modules.tiny import (
+from tests.helpers.tiny_policy import (
     Batches,
     fit,
     make_batch,

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from app.tree import FlatOutputs, TreeEngine
 from modules.minibatches import build_tree
-from tests.modules.tiny import make_batch, naive_model, naive_outputs, parameters
+from tests.helpers.tiny_policy import make_batch, naive_model, naive_outputs, parameters
 
 
 def test_policy_and_value_loss_in_one_pass_equal_a_naive_loop() -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from modules import ActorCriticModule, PolicyModule, SFTModule, TreeModule
-from tests.modules.tiny import CONFIG
+from tests.helpers.tiny_policy import CONFIG
 
 
 def configure(class_path: str, **init_args: Any) -> TreeModule:

@@ -1,0 +1,93 @@
+"""Signals at chosen moments of a run, and a stream that nothing comes from."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+
+from app import interruption
+from app.batch import StepHandle
+from tests.helpers.tiny_run import TinyData, TinyModule, make_batch
+
+_PATIENCE = 20.0
+
+
+class Sends(Callback):
+    """Sends this process `signum` in `hook`, when `step` optimizer steps are done."""
+
+    def __init__(self, signum: int, hook: str, step: int = 0, times: int = 1) -> None:
+        def send(trainer: Trainer, *args: Any, **kwargs: Any) -> None:
+            if trainer.global_step == step and trainer.state.fn == "fit":
+                for number in range(times):
+                    if number:
+                        time.sleep(interruption._ONE + 0.2)
+                    os.kill(os.getpid(), signum)
+                    until(lambda: interruption.received() is not None)
+
+        setattr(self, hook, send)
+
+
+class Diverges(Callback):
+    """Spoils the gradient of a step, when `step` optimizer steps are done."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if trainer.global_step == self.step:
+            for param in pl_module.parameters():
+                if param.grad is not None:
+                    param.grad.fill_(torch.nan)
+
+
+class Waits(TinyData):
+    """Two batches, then a wait that only a signal ends, which it sends itself."""
+
+    def __init__(self, signum: int = signal.SIGTERM) -> None:
+        super().__init__(batches=5)
+        self.signum = int(signum)
+
+    def train_dataloader(self) -> Any:
+        return _Waiting(self)
+
+
+class _Waiting:
+    def __init__(self, data: Waits) -> None:
+        self._data = data
+
+    def __len__(self) -> int:
+        return self._data.batches
+
+    def __iter__(self) -> Iterator[StepHandle]:
+        trainer = self._data.trainer
+        assert trainer is not None
+        for _ in range(self._data.batches):
+            if trainer.global_step == 2:
+                os.kill(os.getpid(), self._data.signum)
+                until(lambda: interruption.pending() is not None)
+                yield StepHandle(None, 0, 1)
+            else:
+                yield StepHandle(make_batch([0.0, 1.0]), 0, 1)
+
+
+class Interruptible(TinyModule):
+    """Takes `handle.batch` for granted: a step without one would fail."""
+
+    def training_step(self, handle: StepHandle, batch_idx: int) -> Any:
+        assert handle.batch is not None
+        return super().training_step(handle, batch_idx)
+
+
+def until(condition: Callable[[], bool]) -> None:
+    """Returns when `condition` is true. Raises TimeoutError after twenty seconds."""
+    end = time.monotonic() + _PATIENCE
+    while not condition():
+        if time.monotonic() > end:
+            raise TimeoutError("the signal did not arrive")
+        time.sleep(0.005)

@@ -1,0 +1,193 @@
+"""The command line: run directories, precedence of flags, and what a user's mistake looks like."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from app.cli import main
+
+ROOT = Path(__file__).resolve().parents[3]
+CONFIG = """
+model: {class_path: tests.helpers.tiny_run.TinyModule}
+data: {class_path: tests.helpers.tiny_run.TinyData, init_args: {batches: 3}}
+trainer:
+  accelerator: cpu
+  strategy: auto
+  max_epochs: 1
+  callbacks:
+    - class_path: callbacks.WeightSync
+    - class_path: callbacks.Summary
+"""
+
+
+@pytest.fixture(autouse=True)
+def _in_an_empty_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["arborist"])
+    monkeypatch.delenv("ARBORIST_DEBUG", raising=False)
+    (tmp_path / "toy.yaml").write_text(CONFIG)
+
+
+def _runs() -> list[Path]:
+    return sorted(path.parent for path in Path("runs").rglob("config.yaml"))
+
+
+def _mistake(capsys: pytest.CaptureFixture[str], *args: str) -> str:
+    """What the command prints; asserts exit code 2 and no traceback."""
+    with pytest.raises(SystemExit) as caught:
+        main(list(args))
+    printed = capsys.readouterr()
+    assert caught.value.code == 2
+    assert "Traceback" not in printed.err and len(printed.err.splitlines()) < 12, printed.err
+    return printed.err
+
+
+def test_each_launch_gets_a_directory_of_its_own() -> None:
+    main(["fit", "--config", "toy.yaml"])
+    main(["fit", "--config", "toy.yaml"])
+    first, second = _runs()
+    assert first.parent == second.parent == Path("runs/toy")
+    for run in (first, second):
+        assert {"config.yaml", "metrics.csv", "summary.json"} <= {path.name for path in run.iterdir()}
+        assert len((run / "metrics.csv").read_text().splitlines()) == 5  # header, three steps, validation
+
+
+def test_saved_config_starts_a_new_run_beside_the_old_one() -> None:
+    main(["fit", "--config", "toy.yaml", "--run_dir", "runs/toy/first", "--trainer.max_steps", "2"])
+    main(["fit", "--config", "runs/toy/first/config.yaml"])
+    other = next(run for run in _runs() if run.name != "first")
+    assert other.parent == Path("runs/toy")
+    assert yaml.safe_load((other / "config.yaml").read_text())["trainer"]["max_steps"] == 2
+
+
+def test_run_dir_that_holds_a_run_is_not_overwritten(capsys: pytest.CaptureFixture[str]) -> None:
+    main(["fit", "--config", "toy.yaml", "--run_dir", "here"])
+    before = Path("here/metrics.csv").read_bytes()
+    assert "run_dir: here already holds a run" in _mistake(capsys, "fit", "--config", "toy.yaml", "--run_dir", "here")
+    assert Path("here/metrics.csv").read_bytes() == before
+
+
+def test_run_dir_goes_on_with_its_last_checkpoint() -> None:
+    saving = ["--trainer.callbacks+=lightning.pytorch.callbacks.ModelCheckpoint", "--trainer.callbacks.save_last=true"]
+    args = ["--config", "toy.yaml", "--run_dir", "here", *saving, "--trainer.callbacks.every_n_train_steps=1"]
+    main(["fit", *args, "--trainer.max_steps", "2"])
+    before = Path("here/metrics.csv").read_text()
+    main(["fit", *args, "--trainer.max_steps", "3", "--ckpt_path", "last", "--weights_only", "false"])
+    assert Path("here/metrics_1.csv").read_text() == before
+    after = list(csv.DictReader(Path("here/metrics.csv").read_text().splitlines()))
+    assert [row["step"] for row in after if row.get("reward")] == ["2"]  # steps are counted from 0
+
+
+def test_validate_scores_a_checkpoint_as_the_run_did(capsys: pytest.CaptureFixture[str]) -> None:
+    main(["fit", "--config", "toy.yaml", "--run_dir", "first"])
+    checkpoint = next(Path("first").rglob("*.ckpt"))
+    main(["validate", "--config", "toy.yaml", "--ckpt_path", str(checkpoint)])
+    assert "3.0" in capsys.readouterr().out  # the tiny module's accuracy is its number of steps
+    assert [run.parent.name for run in _runs()] == ["toy_validate"]
+
+
+def test_flags_win_over_what_a_checkpoint_remembers() -> None:
+    saving = CONFIG.replace("TinyModule", "RememberingModule")
+    Path("saving.yaml").write_text(saving)
+    main(["fit", "--config", "saving.yaml", "--model.init_args.note", "old", "--run_dir", "first"])
+    checkpoint = next(Path("first").rglob("*.ckpt"))
+    args = ["--ckpt_path", str(checkpoint), "--trainer.max_epochs", "2", "--weights_only", "false"]
+    main(["fit", "--config", "saving.yaml", "--model.init_args.note", "new", "--run_dir", "second", *args])
+    assert yaml.safe_load(Path("second/config.yaml").read_text())["model"]["init_args"]["note"] == "new"
+    assert Path("second/note.txt").read_text() == "new"
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        (["--trainer.max_step", "3"], ["--trainer.max_step", "Did you mean 'trainer.max_steps'?"]),
+        (["--data.init_args.batchez", "3"], ["batchez", "Did you mean 'batches'?", "TinyData accepts: batches"]),
+        (["--model.init_args.steps_per_batch", "many"], ["steps_per_batch", "Expected a <class 'int'>", "many"]),
+        (["--config", "nope.yaml"], ["nope.yaml", "config"]),
+        (["--model", "tests.helpers.tiny_run.Nope"], ["model", "tests.helpers.tiny_run", "Nope"]),
+        (["--trainer.precision", "16-wrong"], ["trainer.precision", "16-wrong"]),
+        (["--trainer.strategy", "dat"], ["trainer", "invalid strategy name", "dat"]),
+    ],
+)
+def test_mistakes_on_the_command_line(args: list[str], words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    printed = _mistake(capsys, "fit", "--config", "toy.yaml", *args)
+    assert all(word in printed for word in words), printed
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("trainer: {max_stepz: 3}", ["trainer.max_stepz", "trainer.max_steps"]),
+        ("modle: {class_path: x.Y}", ["modle", "Did you mean 'model'?"]),
+        (
+            "trainer: {callbacks: [{class_path: callbacks.RewardLogger, init_args: {every: 3}}]}",
+            ["callbacks.RewardLogger", "every", "RewardLogger accepts: every_n_batches, samples"],
+        ),
+        (
+            "trainer: {callbacks: [{class_path: callbacks.RewardLogger, init_args: {samples: 0}}]}",
+            ["RewardLogger.samples: 0, must be at least 1"],
+        ),
+        ("trainer: [", ["line"]),
+    ],
+)
+def test_mistakes_in_yaml(text: str, words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    Path("bad.yaml").write_text(text)
+    printed = _mistake(capsys, "fit", "--config", "toy.yaml", "--config", "bad.yaml")
+    assert all(word in printed for word in words), printed
+
+
+def test_failures_keep_their_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("app.cli.fit.ArboristCLI", lambda args: int("not ours"))
+    with pytest.raises(ValueError, match="not ours"):
+        main(["fit"])
+
+
+def test_debug_shows_where_a_mistake_was_raised(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ARBORIST_DEBUG", "1")
+    Path("bad.yaml").write_text("trainer: {callbacks: [{class_path: callbacks.RewardLogger, init_args: {samples: 0}}]}")
+    with pytest.raises(ValueError, match="samples"):
+        main(["fit", "--config", "toy.yaml", "--config", "bad.yaml"])
+
+
+def test_data_verb_names_what_is_missing(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "CHECKOUT" in _mistake(capsys, "data", "import-gsm8k", "no/such/folder")
+    assert "import-nothing" in _mistake(capsys, "data", "import-nothing", "x")
+
+
+def test_other_loggers_stand_behind_metrics_csv_and_get_the_samples() -> None:
+    Path("wandb.yaml").write_text(
+        """
+        trainer:
+          logger: {class_path: lightning.pytorch.loggers.WandbLogger, init_args: {offline: true}}
+          callbacks: [{class_path: callbacks.RewardLogger}]
+        """
+    )
+    main(["fit", "--config", "toy.yaml", "--config", "wandb.yaml", "--run_dir", "here"])
+    assert Path("here/metrics.csv").exists() and Path("here/samples.jsonl").exists()
+    table = json.loads(next(Path("wandb").rglob("media/table/samples/train*.json")).read_text())
+    assert {"prompt", "completion", "reward"} <= set(table["columns"]) and len(table["data"]) == 3
+
+
+def test_two_processes_share_one_run_directory() -> None:
+    Path("toy.yaml").write_text(CONFIG.replace("  strategy: auto\n", ""))  # the default: DTAStrategy
+    run = Path("both").resolve()
+    options = ["--config", str(Path("toy.yaml").resolve()), "--trainer.devices", "2", "--run_dir", str(run)]
+    result = subprocess.run(
+        [sys.executable, "-m", "app", "fit", *options],
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=150,
+    )
+    assert result.returncode == 0, result.stderr
+    assert len((run / "metrics.csv").read_text().splitlines()) == 5  # one writer: header, three steps, validation
+    assert (run / "summary.json").exists()

@@ -1,0 +1,134 @@
+"""Configurations that cannot be: each ends in a few lines that name the key and the remedy, before a model is built."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from app.cli import configuration as cli_yaml
+from app.cli import main
+from app.cli.checks import check_values
+from modules.model_source import ModelSource, build_model
+from tests.fuzz.test_configurations import RECORDED, ROLLED_OUT, base
+from tests.helpers.doubles import conversations
+
+
+@pytest.fixture(autouse=True)
+def _in_an_empty_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["arborist"])
+    monkeypatch.delenv("ARBORIST_DEBUG", raising=False)
+    conversations(tmp_path / "made.npz")
+    (tmp_path / "base.yaml").write_text(yaml.safe_dump(base(RECORDED)))
+    (tmp_path / "rollouts.yaml").write_text(yaml.safe_dump(base(ROLLED_OUT)))
+
+
+def refusal(capsys: pytest.CaptureFixture[str], *args: str) -> str:
+    with pytest.raises(SystemExit) as caught:
+        main(["fit", *args])
+    said = capsys.readouterr().err
+    assert caught.value.code == 2 and "Traceback" not in said and len(said.splitlines()) < 12, said
+    return said
+
+
+_LR, _CONFIG = "--model.init_args.optimizer.init_args", "--model.init_args.model.config"
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        ([f"{_LR}.lr=-0.1"], "optimizer: Invalid learning rate: -0.1"),
+        ([f"{_LR}.lr=1e30"], "optimizer.lr: 1e+30, must be between 0 and 1000"),
+        ([f"{_LR}.lr=.inf"], "lr: inf is not finite"),
+        ([f"{_LR}.betas=[2.0,0.9]"], "optimizer: Invalid beta parameter at index 0: 2.0"),
+        (["--seed_everything=-1"], "seed_everything: -1, must be between 0 and"),
+        (["--trainer.precision=16-mixed"], "trainer.precision: 16-mixed is not supported"),
+        (["--trainer.strategy=ddp"], "trainer.strategy: ddp wraps the model and averages gradients"),
+        (["--model.init_args.minibatches=null"], "minibatches: null is no value for it"),
+        (["--data.init_args.path=a\0b"], "has a NUL in it"),
+    ],
+)
+def test_options_that_cannot_be(args: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert words in refusal(capsys, "--config", "base.yaml", *args)
+    assert not Path("runs").exists()  # before anything starts
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        (["--data.group_size=99999999999999999999"], "group_size: 99999999999999999999 is beyond 64 bits"),
+        (["--data.group_size=1000000000"], "group_size: 1000000000, must be at most 1,000,000"),
+        (["--data.collect_deadline_s=.inf"], "collect_deadline_s: inf is not finite"),
+        (["--data.collect_deadline_s=null"], "collect_deadline_s: null is no value for it"),
+        (["--data.episode_deadline_s=1e12"], "episode_deadline_s: 1000000000000.0, must be above 0 and at most"),
+        (["--data.over_sampling=.inf"], "over_sampling: inf is not finite"),
+        (["--data.tokenizer=/etc"], "tokenizer: /etc holds no tokenizer"),
+        (["--trainer.callbacks=[]"], "add callbacks.WeightSync to trainer.callbacks"),
+    ],
+)
+def test_rollout_options_that_cannot_be(args: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert words in refusal(capsys, "--config", "rollouts.yaml", *args)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "words"),
+    [
+        ("vocab_size", -1, "model.config.vocab_size: -1, must be between 1 and"),
+        ("vocab_size", 10**9, r"model.config: its parameters need \d+ GB of this machine's"),
+        ("rope_theta", 0, "model.config.rope_theta: 0, must be a number above 1"),
+        ("rms_norm_eps", -1, "model.config.rms_norm_eps: -1, must be above 0"),
+        ("hidden_size", 1.5, "model.config: .*'hidden_size'.*expected int, got float"),
+        ("num_hidden_layers", {}, r"model.config.num_hidden_layers: \{\}, must be a finite number"),
+        ("tie_word_embeddings", 1, "model.config.tie_word_embeddings: 1, must be of the kind of"),
+    ],
+)
+def test_model_fields_that_cannot_be(field: str, value: Any, words: str) -> None:
+    config = base(RECORDED)["model"]["init_args"]["model"]["config"]
+    with pytest.raises(ValueError, match=words) as caught:
+        build_model(ModelSource(config={**config, field: value}))
+    assert len(str(caught.value).splitlines()) == 1
+
+
+def test_an_odd_width_is_an_ordinary_model() -> None:
+    """With `head_dim` of its own, nothing divides by `hidden_size`."""
+    config = base(RECORDED)["model"]["init_args"]["model"]["config"]
+    assert build_model(ModelSource(config={**config, "hidden_size": 15})).config.hidden_size == 15
+
+
+def test_every_number_must_be_finite_and_fit() -> None:
+    check_values({"a": [{"b": 1.0e300}], "c": 2**63 - 1})
+    with pytest.raises(ValueError, match=r"a\.b: nan is not finite"):
+        check_values({"a": [{"b": float("nan")}]})
+
+
+# ---- YAML
+
+
+def test_a_key_that_is_there_twice_is_named_with_its_line(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("twice.yaml").write_text("trainer:\n  max_steps: 1\n  max_epochs: 1\n  max_steps: 2\n")
+    said = refusal(capsys, "--config", "base.yaml", "--config", "twice.yaml")
+    assert "the key 'max_steps' is there twice, again in line 4" in said
+
+
+def test_aliases_that_multiply_are_refused_at_once(capsys: pytest.CaptureFixture[str]) -> None:
+    lines = ["a0: &a0 [x, x, x, x, x, x, x, x, x, x]"]
+    lines += [f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 10)}]" for n in range(1, 12)]
+    Path("laughs.yaml").write_text("\n".join(lines) + "\n")
+    assert "values with aliases (*name) written out" in refusal(capsys, "--config", "laughs.yaml")
+
+
+def test_a_file_in_another_encoding_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("latin.yaml").write_bytes("trainer: {max_steps: 1}  # grün".encode("latin-1"))
+    assert "config: latin.yaml is not UTF-8 at byte 29" in refusal(capsys, "--config", "latin.yaml")
+
+
+def test_ordinary_yaml_reads_as_before() -> None:
+    text = "a: &x {k: 1, l: [1e-3, .5]}\nb: {<<: *x, <<: {m: 2}}\nc: *x\n? [k]\n: v\n"
+    assert cli_yaml.load(text.replace("? [k]\n: v\n", ""))["c"] == {"k": 1, "l": [0.001, 0.5]}
+    assert cli_yaml.load("12") == 12 and cli_yaml.load("[a, b]") == ["a", "b"]
+    with pytest.raises(yaml.YAMLError, match="nested more than 100 deep"):
+        cli_yaml.load("[" * 200 + "]" * 200)

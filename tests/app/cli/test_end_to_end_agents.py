@@ -1,0 +1,130 @@
+"""Whole runs through the command line with episodes of several turns, on the embedded engine: an agent with tools, a
+second try, recorded conversations again. The sampler's log-probabilities must be the trainer's, or the ids, masks and
+columns of such episodes are not what was served.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import logging
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from app.cli import main
+from tests.app.cli.test_end_to_end import CONFIGS, MODEL, WITHOUT_VALIDATION, workplace  # noqa: F401 - an autouse fixture
+from tests.datamodules.workflows.scripted_engine import CHATML
+from tests.helpers.doubles import conversations
+from tests.helpers.recorded_samples import byte_tokenizer
+
+LOGGED = (
+    "--trainer.callbacks=[callbacks.WeightSync,callbacks.Throughput,{class_path: callbacks.RewardLogger,init_args: "
+)
+LOGGED += "{every_n_batches: 1, samples: 100}}]"
+
+
+def fit(config: str, model: dict[str, Any], *flags: str) -> tuple[dict[str, list[float]], list[dict[str, Any]]]:
+    """Two steps with this model and no validation: what was logged, and every training sequence as text."""
+    overlay = {"model": {"init_args": {"model": {"path": None, "config": model}}}, "trainer": {"accelerator": "cpu"}}
+    Path("model.yaml").write_text(yaml.safe_dump(overlay))
+    main(
+        ["fit", "--config", config, "--config", "model.yaml", LOGGED, "--trainer.max_steps=2", "--run_dir=run", *flags]
+    )
+    with Path("run/metrics.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    logged = {name: [float(row[name]) for row in rows if row[name]] for name in rows[0]}
+    samples = [json.loads(line) for line in Path("run/samples.jsonl").read_text().splitlines()]
+    return logged, samples
+
+
+def assert_trained(logged: dict[str, list[float]]) -> None:
+    assert len(logged["loss"]) == 2 and all(math.isfinite(value) for value in logged["loss"])
+    assert max(logged["logprob_diff_max"]) < 1e-4 and min(logged["grad_norm"]) > 0
+
+
+def test_an_agent_with_tools(tmp_path: Path) -> None:
+    byte_tokenizer(CHATML).save_pretrained("bytes")
+    problems = [json.dumps({"question": f"{i}+{i}?", "answer": str(2 * i)}) for i in range(8)]
+    Path("sums.jsonl").write_text("\n".join(problems))
+    rewards = {
+        "long": "tests.datamodules.rewards.reward_functions.length",
+        "form": {"class_path": "datamodules.rewards.RegexMatch", "init_args": {"pattern": ".*e.*"}},
+    }
+    data = {
+        "prompts": {
+            "class_path": "datamodules.prompts.JsonlPrompts",
+            "init_args": {"path": "sums.jsonl", "chat": True, "shuffle": False},
+        },
+        "workflow": {
+            "class_path": "datamodules.workflows.ToolWorkflow",
+            "init_args": {
+                "tools": {
+                    "class_path": "datamodules.workflows.FunctionTools",
+                    "init_args": {"functions": ["tests.datamodules.workflows.tool_functions.count"]},
+                },
+                # A random model calls no tools: whatever it says is taken for a call.
+                "parser": "tests.datamodules.workflows.toolboxes.every_reply_counts",
+                "stop": ["\n"],
+                "max_turns": 3,
+                "max_new_tokens": 400,
+            },
+        },
+        "reward": {
+            "class_path": "datamodules.rewards.WeightedSum",
+            "init_args": {"rewards": rewards, "weights": {"long": 0.01}},
+        },
+        "reward_options": {"retries": 1, "cache": 100, "on_failure": 0.0, "memory_mb": 2000},
+        "tokenizer": "bytes",
+        "val_prompts": None,
+        "batch_size": 2,
+        "group_size": 3,
+        "max_staleness": 0,
+    }
+    Path("tools.yaml").write_text(yaml.safe_dump({"data": {"init_args": data}}))
+    config = str(CONFIGS / "quickstart.yaml")
+    flags = [flag for flag in WITHOUT_VALIDATION if "callbacks" not in flag]
+    logged, samples = fit(
+        config, {**MODEL, "vocab_size": 260, "max_position_embeddings": 2048}, "--config=tools.yaml", *flags
+    )
+    assert_trained(logged)
+    assert {"reward/long", "reward/form"} <= set(logged)
+    expected = [0.01 * long + form for long, form in zip(logged["reward/long"], logged["reward/form"], strict=True)]
+    assert logged["reward"] == pytest.approx(expected, abs=1e-4)
+    assert len(samples) == 12 and any(one["metadata"].get("tool_calls") for one in samples)
+    for one in samples:
+        calls = one["metadata"].get("tool_calls", 0)
+        assert '"name": "count"' in one["prompt"]  # the tools are shown
+        assert one["completion"].count("one more") == calls
+        assert one["metadata"]["turns"] == calls + 1 or one["finish_reason"] == "length"
+
+
+def test_a_second_try(caplog: pytest.LogCaptureFixture) -> None:
+    flags = ["--data.group_size=4", "--data.batch_size=4", "--data.max_staleness=0", "--data.filter=null"]
+    reward = ["--data.reward=tests.datamodules.rewards.reward_functions.length"]
+    with caplog.at_level(logging.WARNING):
+        logged, samples = fit(
+            str(CONFIGS / "multi_turn.yaml"), MODEL | {"vocab_size": 16}, *flags, *reward, "--data.workflow.success=4"
+        )
+    assert_trained(logged)
+    assert len(samples) == 32 and not [r for r in caplog.records if "group dropped" in r.getMessage()]
+    for one in samples:
+        replies = one["metadata"]["replies"]
+        assert one["metadata"]["turns"] == len(replies)
+        assert one["reward"] == pytest.approx(len(replies[-1]) * 0.8 ** (len(replies) - 1), abs=1e-5)
+    assert {len(one["metadata"]["replies"]) for one in samples} >= {2, 3}
+
+
+def test_recorded_conversations_again(tmp_path: Path) -> None:
+    made = conversations(tmp_path / "made.npz")
+    flags = [f"--data.prompts.path={made}", "--data.prompts.tasks=[0,1,2,3]", "--data.prompts.vocab_size=100"]
+    flags += ["--data.batch_size=2", "--data.workflow.tool_latency_s=0.01", "--data.workflow.max_turns=99"]
+    logged, samples = fit(str(CONFIGS / "tau_replay.yaml"), MODEL, *flags)
+    assert_trained(logged)
+    assert logged["reward"] == [0.5, 0.5]  # the recorded ones
+    assert logged["tokens/dense"] == [8 * 40, 8 * 40] and logged["tokens/tree"][0] < 8 * 40
+    assert sorted(one["metadata"]["trial"] for one in samples) == sorted([0, 1, 2, 3] * 4)
+    assert {one["metadata"]["turns"] for one in samples} == {3}

@@ -1,0 +1,223 @@
+"""`arborist inspect`: the same figures from every kind of file, checked against counting by hand; errors name the
+field; nothing but the report is written."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from app.batch import Trajectory
+from app.cli import main
+from datamodules.conversations.tokens import Conversation, save_npz
+from datamodules.files.recording import RolloutRecorder
+from datamodules.groups import Group
+from tests.app.tree import brute
+
+SYSTEM = list(range(100, 140))
+ROLLOUTS = [[*SYSTEM, *turn] for turn in ([1, 2, 3], [1, 2, 3, 4, 5], [1, 9, 9], [7] * 30, [7] * 30)]
+MASKS = [[0] * 40 + [1] * (len(tokens) - 40) for tokens in ROLLOUTS]
+CONFIG = {
+    "model_type": "qwen3",
+    "vocab_size": 512,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+}
+
+
+def rows() -> list[dict[str, Any]]:
+    return [{"tokens": tokens, "loss_mask": mask, "reward": 1.0} for tokens, mask in zip(ROLLOUTS, MASKS)]
+
+
+def as_jsonl(folder: Path) -> Path:
+    path = folder / "rollouts.jsonl"
+    path.write_text("\n\n".join(json.dumps(row) for row in rows()) + "\n")
+    return path
+
+
+def as_gzip(folder: Path) -> Path:
+    path = folder / "rollouts.jsonl.gz"
+    with gzip.open(path, "wt") as file:
+        file.writelines(
+            json.dumps({"input_ids": row["tokens"], "loss_mask": row["loss_mask"]}) + "\n" for row in rows()
+        )
+    return path
+
+
+def as_parquet(folder: Path) -> Path:
+    arrow = pytest.importorskip("pyarrow")
+    from pyarrow import parquet
+
+    path = folder / "rollouts.parquet"
+    parquet.write_table(arrow.Table.from_pylist(rows()), path, row_group_size=2)
+    return path
+
+
+def as_npz(folder: Path) -> Path:
+    """Each rollout as a conversation with one generated turn."""
+    path = folder / "rollouts.npz"
+    save_npz(
+        path,
+        [
+            Conversation("0", k, "m", 1.0, "test", np.array(t), *(np.array([x]) for x in (40, len(t), 0)))
+            for k, t in enumerate(ROLLOUTS)
+        ],
+    )
+    return path
+
+
+def as_recording(folder: Path) -> Path:
+    """Two batches that a run recorded."""
+    recorder, groups = RolloutRecorder(folder / "recorded"), []
+    for k, (tokens, mask) in enumerate(zip(ROLLOUTS, MASKS)):
+        generated = torch.tensor(mask, dtype=torch.bool)
+        trajectory = Trajectory(
+            tokens=torch.tensor(tokens),
+            loss_mask=generated,
+            behavior_logprobs=-generated.float(),
+            versions=torch.where(generated, 0, -1),
+            reward=1.0,
+            group_id=k,
+            episode_id=k,
+            prompt_id=str(k),
+        )
+        groups.append(Group(k, str(k), 0, [trajectory]))
+    recorder.write(0, groups[:2])
+    recorder.write(1, groups[2:])
+    return folder / "recorded"
+
+
+def inspect(path: Path, out: Path, *options: str) -> dict[str, Any]:
+    main(["inspect", str(path), "--out", str(out), *options])
+    return json.loads((out / "inspect.json").read_text())
+
+
+@pytest.mark.parametrize("write", [as_jsonl, as_gzip, as_parquet, as_npz, as_recording])
+def test_counts_of_every_kind_of_file(write: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    found = inspect(write(tmp_path), tmp_path / "out")
+    nodes = brute.trie(ROLLOUTS)
+    assert found["sequences"] == 5 and found["trained"] == sum(map(sum, MASKS))
+    assert found["dense_tokens"] == sum(map(len, ROLLOUTS))
+    assert found["leaf_tokens"] == brute.leaf_tokens(ROLLOUTS)
+    assert found["tree_tokens"] == len(nodes)
+    assert found["tree_pairs"] == sum(len(word) for _, word in nodes)
+    assert found["dense_pairs"] == sum(math.comb(len(r) + 1, 2) for r in ROLLOUTS)
+    assert found["depths"] == {"1": 1, "2": 2} and found["fan_outs"] == {"2": 2}
+    assert (tmp_path / "out" / "tree.png").read_bytes().startswith(b"\x89PNG")
+    text = capsys.readouterr().out
+    for value in (found["dense_tokens"], found["leaf_tokens"], found["tree_tokens"], found["tree_pairs"]):
+        assert f"{value:,}" in text
+    assert f"{found['dense_tokens'] / found['tree_tokens']:.2f} x" in text
+    assert "model" not in found
+
+
+def test_predictions_for_a_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """FLOPs by hand; the plan within its budgets; memory in parts that add up; a directory and a file name a model."""
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text(json.dumps(CONFIG))
+    path = as_jsonl(tmp_path)
+    found = inspect(path, tmp_path / "a", "--model", str(tmp_path / "model"), "--dtype", "float32")
+    model = found["model"]
+    linear = 2 * 4 * 64 * ((2 * 4 + 2 * 2) * 16 + 3 * 128)
+    flops = 3 * (
+        found["dense_tokens"] * linear + 4 * found["dense_pairs"] * 4 * 4 * 16 + 2 * found["trained"] * 64 * 512
+    )
+    assert model["dense_flops"] == pytest.approx(flops)
+    assert model["dense_flops"] > model["leaf_flops"] > model["tree_flops"] > 0
+    assert model["speed_up_over_dense"] > model["speed_up_over_leaf"] > 1
+    parts = {name: size for name, size in model["memory"].items() if name not in ("total", "parameters")}
+    assert sum(parts.values()) == model["memory"]["total"] and all(size > 0 for size in parts.values())
+    assert model["memory"]["parameters"] == 4 * model["parameters"] == model["memory"]["gradients"]
+    assert model["plan"]["extra_forward_tokens"] == 0
+    text = capsys.readouterr().out
+    assert "Plan" in text and "path cache" in text and "chunks of at most" in text
+
+    tight = inspect(
+        path, tmp_path / "b", "--model", str(tmp_path / "model" / "config.json"), "--chunk-tokens", "16",
+        "--live-tokens", "20",
+    )["model"]  # fmt: skip
+    assert tight["plan"]["peak_live_tokens"] <= 20 and tight["plan"]["extra_forward_tokens"] > 0
+    assert tight["memory"]["gradients"] == 2 * tight["memory"]["parameters"]  # bf16 parameters, float32 gradients
+    assert tight["memory"]["live_activations"] < model["memory"]["live_activations"]
+
+
+def test_temperatures_do_not_share_and_the_limit_cuts(tmp_path: Path) -> None:
+    path = tmp_path / "two.jsonl"
+    path.write_text("".join(json.dumps({"tokens": [1, 2, 3], "temperature": t}) + "\n" for t in (1, 0.5, 1.0, 2)))
+    assert inspect(path, tmp_path)["tree_tokens"] == 9
+    assert inspect(path, tmp_path, "--limit", "1")["sequences"] == 1
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ('{"loss_mask": [1]}', "rollouts.jsonl:2: no 'tokens'"),
+        ('{"tokens": [1, -2]}', "rollouts.jsonl:2: 'tokens' must be a list of token ids"),
+        ('{"tokens": []}', "rollouts.jsonl:2: 'tokens' must be"),
+        ('{"tokens": [[1], [2, 3]]}', "rollouts.jsonl:2: 'tokens' must be a flat list"),
+        ('{"tokens": ["a"]}', "rollouts.jsonl:2: 'tokens' must be a flat list"),
+        ('{"tokens": [1, 2], "loss_mask": [1]}', "rollouts.jsonl:2: 'loss_mask' must hold 0 or 1 for each of 2"),
+        ('{"tokens": [1, 2], "loss_mask": [1, 7]}', "'loss_mask' must hold 0 or 1"),
+        ('{"tokens": [1, 2], "temperature": 0}', "'temperature' must be a number from 0.001 to 1000"),
+        ("[1, 2]", "rollouts.jsonl:2: expected a JSON object"),
+        ("{", "rollouts.jsonl:2: not valid JSON"),
+    ],
+)
+def test_broken_lines_are_named(line: str, words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "rollouts.jsonl"
+    path.write_text('{"tokens": [1, 2, 3]}\n' + line + "\n")
+    with pytest.raises(SystemExit) as ended:
+        inspect(path, tmp_path / "out")
+    assert ended.value.code == 2 and words in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+def test_other_mistakes_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    good = as_jsonl(tmp_path)
+    empty, text, odd = tmp_path / "empty.jsonl", tmp_path / "text.jsonl", tmp_path / "odd.csv"
+    empty.write_text("\n")
+    text.write_text(json.dumps({"task_id": 1, "reward": 1.0, "messages": []}) + "\n")
+    odd.write_text("")
+    (tmp_path / "nothing").mkdir()
+    config = tmp_path / "config.json"
+    config.write_text('{"hidden_size": 8}')
+    for path, options, words in [
+        (tmp_path / "missing.npz", (), "missing.npz"),
+        (empty, (), "no sequence in it"),
+        (text, (), "--tokenizer"),
+        (odd, (), "unknown kind of file"),
+        (tmp_path / "nothing", (), "no recorded batches"),
+        (good, ("--limit", "0"), "--limit: must be at least 1"),
+        (good, ("--live-tokens", "-1"), "--live-tokens: must be at least 1"),
+        (good, ("--model", str(config)), "no field 'model_type'"),
+        (good, ("--model", str(odd)), "no readable JSON"),
+    ]:
+        with pytest.raises(SystemExit) as ended:
+            inspect(path, tmp_path / "out", *options)
+        assert ended.value.code == 2 and words in capsys.readouterr().err, words
+    assert not (tmp_path / "out").exists()
+
+
+def test_parquet_without_the_column_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arrow = pytest.importorskip("pyarrow")
+    from pyarrow import parquet
+
+    path = tmp_path / "other.parquet"
+    parquet.write_table(arrow.table({"text": ["a"]}), path)
+    with pytest.raises(SystemExit):
+        inspect(path, tmp_path / "out")
+    assert "no column 'tokens' or 'input_ids' among ['text']" in capsys.readouterr().err
+    path.write_bytes(b"PAR1 not really")
+    with pytest.raises(SystemExit):
+        inspect(path, tmp_path / "out")
+    assert "not a readable parquet file" in capsys.readouterr().err

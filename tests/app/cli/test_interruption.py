@@ -1,0 +1,166 @@
+"""Ctrl-C and SIGTERM through the command line: what is saved, what is said, and whether the command goes on."""
+
+from __future__ import annotations
+
+import csv
+import os
+import shlex
+import signal
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from app.batch import BatchError
+from app.cli import main
+from app.strategies.checkpoint.trainer_state import put_together
+from callbacks import Interruption
+from modules import PolicyModule
+from tests.helpers.tiny_policy import Batches, sgd, source, trainer
+
+CONFIG = """
+model: {class_path: tests.app.cli.signals.Interruptible}
+data: {class_path: tests.helpers.tiny_run.TinyData, init_args: {batches: 5}}
+trainer:
+  accelerator: cpu
+  max_epochs: 2
+  check_val_every_n_epoch: null
+  val_check_interval: 3
+  callbacks: [{class_path: callbacks.WeightSync}, {class_path: callbacks.Summary}]
+"""
+
+
+@pytest.fixture(autouse=True)
+def _in_an_empty_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["arborist"])
+    (tmp_path / "toy.yaml").write_text(CONFIG)
+
+
+def interrupted(*args: str) -> int:
+    """A fit into `here` that is expected to end early; its exit code."""
+    with pytest.raises(SystemExit) as caught:
+        main(["fit", "--config", "toy.yaml", "--run_dir", "here", *args])
+    assert isinstance(caught.value.code, int)
+    return caught.value.code
+
+
+def sends(number: signal.Signals, hook: str, step: int, times: int = 1) -> list[str]:
+    options = {"signum": int(number), "hook": hook, "step": step, "times": times}
+    return [
+        "--trainer.callbacks+=tests.app.cli.signals.Sends",
+        *(f"--trainer.callbacks.init_args.{key}={value}" for key, value in options.items()),
+    ]
+
+
+def rows(*columns: str) -> list[list[str]]:
+    """The training rows of all parts of the run, in order, without repetition."""
+    files = [*sorted(Path("here").glob("metrics_*.csv")), Path("here/metrics.csv")]
+    found = [row for file in files for row in csv.DictReader(file.read_text().splitlines())]
+    return [[row[name] for name in columns] for row in found if row.get("reward")]
+
+
+def go_on(said: str) -> None:
+    """Runs the command that was printed, in this process."""
+    command = next(line for line in said.splitlines() if line.startswith("go on with: "))
+    words = shlex.split(command.removeprefix("go on with: "))
+    assert " ".join(words) == "python -m app fit --config here/config.yaml --run_dir here --ckpt_path last"
+    main(words[3:])
+
+
+@pytest.mark.parametrize(
+    ("number", "hook", "step", "done"),
+    [
+        (signal.SIGINT, "on_train_batch_start", 1, 2),  # in the middle of the second step
+        (signal.SIGTERM, "on_train_batch_end", 3, 3),  # in a step that a validation was to follow
+        (signal.SIGTERM, "on_validation_start", 3, 3),
+        (signal.SIGINT, "on_train_batch_end", 5, 5),  # the last step of an epoch
+    ],
+)
+def test_the_step_is_finished_and_the_printed_command_goes_on(
+    number: signal.Signals, hook: str, step: int, done: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert interrupted(*sends(number, hook, step)) == 128 + number
+    said = capsys.readouterr().err
+    assert f"{number.name}: ended after step {done}, saved as " in said and "Traceback" not in said
+    assert rows("step", "reward") == [[str(n), str(float(n + 1))] for n in range(done)]
+    assert not Path("here/summary.json").exists()
+    go_on(said)
+    assert rows("step", "reward") == [[str(n), str(float(n + 1))] for n in range(10)]
+    assert Path("here/summary.json").exists()
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_wait_for_rollouts_is_cut_short(number: signal.Signals, capsys: pytest.CaptureFixture[str]) -> None:
+    code = interrupted("--data=tests.app.cli.signals.Waits", f"--data.init_args.signum={int(number)}")
+    said = capsys.readouterr().err
+    assert code == 128 + number and "ended after step 2, saved as " in said
+    assert [row[0] for row in rows("step")] == ["0", "1"]
+    main(["fit", "--config", "toy.yaml", "--run_dir", "here", "--ckpt_path", "last"])  # with a stream that goes on
+    assert [row[0] for row in rows("step")] == [str(n) for n in range(10)]
+
+
+def test_a_second_ctrl_c_ends_at_once(capsys: pytest.CaptureFixture[str]) -> None:
+    assert interrupted(*sends(signal.SIGINT, "on_train_batch_start", 2, times=2)) == 130
+    said = capsys.readouterr().err
+    assert "finishing this step" in said and "nothing new was saved" in said and "Traceback" not in said
+    assert len(rows("step")) == 2 and not Path("here/checkpoints/last.ckpt").exists()
+    timers = [thread for thread in threading.enumerate() if isinstance(thread, threading.Timer)]
+    last_resorts = [timer for timer in timers if timer.function is os._exit]
+    assert all(timer.finished.is_set() for timer in last_resorts)  # or it would end this process too
+
+
+@pytest.mark.parametrize(
+    ("hook", "code"), [("setup", 130), ("on_fit_start", 143), ("on_train_start", 130), ("on_fit_end", 143)]
+)
+def test_outside_training_a_signal_ends_without_a_traceback(
+    hook: str, code: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    step = 2 if hook == "on_fit_end" else 0
+    assert interrupted("--trainer.max_steps=2", *sends(signal.Signals(code - 128), hook, step)) == code
+    said = capsys.readouterr().err
+    assert "Traceback" not in said and "nothing new was saved" in said
+    assert ("go on with" in said) == (hook == "on_fit_end")
+
+
+def test_a_step_without_effect_replaces_no_checkpoint(capsys: pytest.CaptureFixture[str]) -> None:
+    spoiled = ["--trainer.callbacks+=tests.app.cli.signals.Diverges", "--trainer.callbacks.init_args.step=1"]
+    own = ["--trainer.callbacks+=lightning.pytorch.callbacks.ModelCheckpoint", "--trainer.callbacks.save_last=true"]
+    own.append("--trainer.callbacks.every_n_train_steps=1")
+    assert interrupted(*spoiled, *own, *sends(signal.SIGTERM, "on_train_batch_start", 1)) == 143
+    said = capsys.readouterr().err
+    assert "SIGTERM: ended after step 2, nothing new was saved" in said and "go on with: " in said
+    assert put_together(Path("here/checkpoints/last.ckpt"))["global_step"] == 1
+
+
+def test_a_step_without_effect_is_saved_where_nothing_is(capsys: pytest.CaptureFixture[str]) -> None:
+    spoiled = ["--trainer.callbacks+=tests.app.cli.signals.Diverges", "--trainer.callbacks.init_args.step=1"]
+    assert interrupted(*spoiled, *sends(signal.SIGTERM, "on_train_batch_start", 1)) == 143
+    assert "SIGTERM: ended after step 2, saved as " in capsys.readouterr().err
+    assert put_together(Path("here/checkpoints/last.ckpt"))["global_step"] == 2
+
+
+def test_whoever_wants_no_checkpoints_gets_none(capsys: pytest.CaptureFixture[str]) -> None:
+    args = sends(signal.SIGINT, "on_train_batch_start", 1)
+    assert interrupted("--trainer.enable_checkpointing=false", *args) == 130
+    said = capsys.readouterr().err
+    assert "nothing is saved, because trainer.enable_checkpointing is false" in said
+    assert "go on with" not in said and not Path("here/checkpoints").exists()
+
+
+def test_a_checkpoint_callback_of_ones_own_decides_where(capsys: pytest.CaptureFixture[str]) -> None:
+    own = ["--trainer.callbacks+=lightning.pytorch.callbacks.ModelCheckpoint", "--trainer.callbacks.dirpath=elsewhere"]
+    own.append("--trainer.callbacks.save_last=true")
+    assert interrupted(*own, *sends(signal.SIGTERM, "on_train_batch_start", 1)) == 143
+    said = capsys.readouterr().err
+    assert f"saved as {Path('elsewhere/last.ckpt').resolve()}" in said
+    go_on(said)
+    assert [row[0] for row in rows("step")] == [str(n) for n in range(10)]
+
+
+def test_a_datamodule_without_a_batch_is_no_interruption(tmp_path: Path) -> None:
+    fit = trainer(Interruption(), default_root_dir=tmp_path)
+    with pytest.raises(BatchError, match="the datamodule yielded no batch on rank 0"):
+        fit.fit(PolicyModule(source(), optimizer=sgd), Batches([None]))  # type: ignore[list-item]

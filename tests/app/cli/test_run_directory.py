@@ -1,0 +1,137 @@
+"""Run directories: one run at a time, refusals of one line, and disks that say no."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from app.cli import main
+from app.cli.run_directory import LOCK_FILE, RunDirectory, RunDirectoryError
+from tests.app.cli.test_cli import CONFIG
+
+_HOLD = "from pathlib import Path; from app.cli.run_directory import RunDirectory; held = RunDirectory(Path('here'));"
+
+
+@pytest.fixture(autouse=True)
+def _in_an_empty_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["arborist"])
+    monkeypatch.delenv("ARBORIST_DEBUG", raising=False)
+    (tmp_path / "toy.yaml").write_text(CONFIG)
+
+
+def refusal(capsys: pytest.CaptureFixture[str], *args: str) -> str:
+    """The one line that `fit` ends with; asserts exit code 2."""
+    with pytest.raises(SystemExit) as caught:
+        main(["fit", "--config", "toy.yaml", *args])
+    said = capsys.readouterr().err.splitlines()
+    assert caught.value.code == 2 and not any("Traceback" in line for line in said)
+    errors = [line for line in said if line.startswith("error: ")]
+    assert len(errors) == 1 and said.index(errors[0]) >= len(said) - 2, said
+    return errors[0]
+
+
+def holder(then: str) -> subprocess.Popen[str]:
+    """Another process that holds `here`, and then does what `then` says."""
+    path = os.pathsep.join(sys.path)
+    process = subprocess.Popen(
+        [sys.executable, "-c", f"{_HOLD} print('held', flush=True); {then}"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": path},
+    )
+    assert process.stdout is not None and process.stdout.readline() == "held\n"
+    return process
+
+
+def test_a_second_run_in_a_directory_is_refused_before_it_changes_anything(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    main(["fit", "--config", "toy.yaml", "--run_dir", "here"])
+    before = {path: path.read_bytes() for path in Path("here").iterdir() if path.is_file() and path.name != LOCK_FILE}
+    other = holder("input()")
+    try:
+        said = refusal(capsys, "--run_dir", "here", "--ckpt_path", "last", "--trainer.max_epochs", "2")
+        assert f"here is in use by process {other.pid} on host {socket.gethostname()}, since 20" in said
+        assert "name another directory" in said
+    finally:
+        other.kill()
+        other.wait(20)
+    assert before == {path: path.read_bytes() for path in before}
+    RunDirectory(Path("here")).close()  # the lock of a dead process is no obstacle
+
+
+def test_the_lock_lasts_as_long_as_the_run_and_says_whose_it_is() -> None:
+    first = RunDirectory(Path("here"))
+    assert json.loads(Path("here", LOCK_FILE).read_text())["pid"] == os.getpid()
+    with pytest.raises(RunDirectoryError, match=f"here is in use by process {os.getpid()} "):
+        RunDirectory(Path("here"))
+    first.close()
+    RunDirectory(Path("here")).close()
+
+
+def test_new_run_directories_are_for_their_owner_alone() -> None:
+    Path("old").mkdir(mode=0o755)
+    for path in (Path("new"), Path("deep/er"), Path("old")):
+        RunDirectory(path).close()
+    assert [oct(Path(path).stat().st_mode & 0o777) for path in ("new", "deep/er", "old")] == ["0o700", "0o700", "0o755"]
+
+
+@pytest.mark.parametrize(
+    ("path", "words"),
+    [
+        ("", "run_dir: the name is empty"),
+        ("toy.yaml", "run_dir: toy.yaml cannot be made, a file is in the way"),
+        ("toy.yaml/below", "run_dir: toy.yaml/below cannot be made, a file is in the way"),
+        ("/proc/none", "run_dir: /proc/none: No such file or directory; name another directory"),
+        ("x" * 300, "File name too long; choose a shorter path"),
+        ("a\0b", "has a NUL in it"),
+    ],
+)
+def test_run_directories_that_cannot_be(path: str, words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert words in refusal(capsys, f"--run_dir={path}")
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        (["--ckpt_path", "last"], "last needs the run it goes on with; name it with --run_dir"),
+        (["--ckpt_path", "last", "--run_dir", "hree"], "no checkpoint in hree/checkpoints; is run_dir mistyped?"),
+        (["--ckpt_path", "best"], "ckpt_path: best means nothing to a new process"),
+        (["--ckpt_path", "nope.ckpt"], "ckpt_path: 'nope.ckpt' does not exist"),
+        (["--ckpt_path", "toy.yaml"], "ckpt_path: toy.yaml is no checkpoint"),
+        (["--ckpt_path", "."], "ckpt_path: . is a directory without manifest.json"),
+        (["--ckpt_path="], "ckpt_path: '' does not exist"),
+    ],
+)
+def test_checkpoints_that_are_none(args: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert words in refusal(capsys, *args)
+    assert not Path("hree").exists() and not Path("runs").exists()  # before anything starts
+
+
+def test_a_launcher_that_restarts_may_ask_for_the_last_checkpoint_at_once(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("app.cli.checks.restarted_by_agent", lambda: True)
+    main(["fit", "--config", "toy.yaml", "--run_dir", "here", "--ckpt_path", "last"])
+    assert "no checkpoint in here/checkpoints yet; starting from the beginning" in capsys.readouterr().err
+
+
+def test_a_full_disk_is_named_with_the_file(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("here").mkdir()
+    Path("here/metrics.csv").symlink_to("/dev/full")  # every write: no space left on device
+    said = refusal(capsys, "--run_dir", "here")
+    assert "here/metrics.csv: No space left on device; free space there, or choose another disk" in said
+
+
+def test_a_full_disk_elsewhere_is_one_line_too(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("here").mkdir()
+    Path("here/summary.json").symlink_to("/dev/full")
+    assert "No space left on device; free space there" in refusal(capsys, "--run_dir", "here")

@@ -1,0 +1,184 @@
+"""Whole runs through the command line, in processes of their own: the quickstart's configurations at a few steps."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from datamodules.pipeline.gate import unaccounted
+
+ROOT = Path(__file__).parents[3]
+DATA = os.environ.get("ARBORIST_DATA", "")
+SYNCHRONOUS = ["--data.max_staleness", "0", "--data.batch_size", "4", "--data.val_prompts.init_args.size", "32"]
+
+
+def arborist(*args: str, data: str | None = DATA) -> subprocess.CompletedProcess[str]:
+    """One command, with one thread a process and no launcher's variables in its environment."""
+    env = {k: v for k, v in os.environ.items() if k not in ("LOCAL_RANK", "RANK", "WORLD_SIZE", "ARBORIST_DATA")}
+    env |= {"OMP_NUM_THREADS": "1"} | ({"ARBORIST_DATA": data} if data else {})
+    command = [sys.executable, "-m", "app", *args]
+    return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=170)
+
+
+def fit(config: str, run_dir: Path, *args: str) -> list[dict[str, str]]:
+    """A run that has to end well; returns the rows of its metrics.csv."""
+    done = arborist("fit", "--config", f"configs/{config}", "--run_dir", str(run_dir), *args)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return metrics(run_dir)
+
+
+def metrics(run_dir: Path) -> list[dict[str, str]]:
+    with (run_dir / "metrics.csv").open() as file:
+        return list(csv.DictReader(file))
+
+
+def column(rows: list[dict[str, str]], name: str) -> list[float]:
+    return [float(row[name]) for row in rows if row.get(name)]
+
+
+def untimed(rows: list[dict[str, str]]) -> list[dict[str, str]]:
+    return [{k: v for k, v in row.items() if not k.startswith(("time/", "sync/")) and k != "tokens/s"} for row in rows]
+
+
+@pytest.fixture(scope="module")
+def warm(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model after a short warm start."""
+    run_dir = tmp_path_factory.mktemp("warm")
+    rows = fit("quickstart_sft.yaml", run_dir, "--trainer.max_steps", "40")
+    losses = column(rows, "loss")
+    assert sum(losses[-5:]) < 0.75 * sum(losses[:5]), "imitation learns"
+    return run_dir / "model"
+
+
+@pytest.fixture(scope="module")
+def synchronous(warm: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Six synchronous steps of reinforcement learning from the warm start."""
+    run_dir = tmp_path_factory.mktemp("sync")
+    fit("quickstart.yaml", run_dir, "--model.model.path", str(warm), "--trainer.max_steps", "6", *SYNCHRONOUS)
+    return run_dir
+
+
+def test_a_run_leaves_everything_behind(synchronous: Path) -> None:
+    names = {path.name for path in synchronous.iterdir()}
+    pictures = {"reward_curve.png", "step_time.png", "tree.png"}
+    assert names >= {"config.yaml", "metrics.csv", "samples.jsonl", "summary.json", "checkpoints"} | pictures
+    summary = json.loads((synchronous / "summary.json").read_text())
+    rows = metrics(synchronous)
+    assert summary["dense_tokens"] == sum(column(rows, "tokens/dense"))
+    assert summary["tree_tokens"] == sum(column(rows, "tokens/tree")) < summary["dense_tokens"]
+    assert [summary["accuracy_before"], summary["accuracy_after"]] == column(rows, "val/accuracy")
+    assert max(column(rows, "logprob_diff_max")) < 1e-5 and set(column(rows, "staleness")) == {0.0}
+
+
+def test_every_group_is_accounted_for_in_the_metrics(synchronous: Path) -> None:
+    rows = [row for row in metrics(synchronous) if row["rollouts/admitted"]]
+    assert len(rows) == 6
+    for row in rows:
+        counters = {k.removeprefix("rollouts/"): int(float(v)) for k, v in row.items() if k.startswith("rollouts/")}
+        assert unaccounted(counters) == 0
+    assert {"dropped_filtered", "requeued", "skipped", "trained", "truncated"} <= counters.keys()
+    assert counters["trained"] == 6 * 4
+
+
+@pytest.mark.slow
+def test_a_recording_trains_to_the_same_numbers_without_rolling_out(warm: Path, tmp_path: Path) -> None:
+    """Asynchronous, so that no seed could repeat it."""
+    model = ["--model.model.path", str(warm)]
+    few = ["--trainer.max_steps", "4", "--data.batch_size", "4", "--data.val_prompts.init_args.size", "8"]
+    debug = ["--config", "configs/debug/record.yaml"]
+    recorded = fit("quickstart.yaml", tmp_path / "recorded", *debug, *model, *few)
+    rollouts = tmp_path / "recorded" / "rollouts"
+    replay = ["--config", "configs/debug/replay.yaml", "--data.path", str(rollouts)]
+    replayed = fit("quickstart.yaml", tmp_path / "replayed", *replay, *model)
+    for name in ("loss", "grad_norm", "reward", "entropy"):
+        assert len(column(replayed, name)) == 4 and column(replayed, name) == column(recorded, name), name
+
+    run = ["predict", "--config", "configs/quickstart.yaml", *debug, "--run_dir", str(tmp_path / "only"), *model]
+    done = arborist(*run, "--trainer.limit_predict_batches", "2", "--data.batch_size", "4")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "batch 2/2  prompts 4  episodes 32" in done.stderr
+    assert len(list((tmp_path / "only" / "rollouts").iterdir())) == 2
+
+
+def test_synchronous_runs_repeat_exactly(synchronous: Path, warm: Path, tmp_path: Path) -> None:
+    again = fit("quickstart.yaml", tmp_path, "--model.model.path", str(warm), "--trainer.max_steps", "6", *SYNCHRONOUS)
+    assert untimed(again) == untimed(metrics(synchronous))
+
+
+def test_a_checkpoint_scores_the_same_and_goes_on(synchronous: Path, warm: Path, tmp_path: Path) -> None:
+    checkpoint = synchronous / "checkpoints" / "last.ckpt"
+    common = ["--model.model.path", str(warm), "--ckpt_path", str(checkpoint), *SYNCHRONOUS]
+    done = arborist("validate", "--config", "configs/quickstart.yaml", "--run_dir", str(tmp_path / "val"), *common)
+    assert done.returncode == 0, done.stdout + done.stderr
+    last = column(metrics(synchronous), "val/accuracy")[-1]
+    assert column(metrics(tmp_path / "val"), "val/accuracy") == [last]
+
+    resumed = fit("quickstart.yaml", tmp_path / "more", *common, "--trainer.max_steps", "8")
+    assert column(resumed, "step")[0] >= 6 and len(column(resumed, "reward")) == 2
+    straight = fit(
+        "quickstart.yaml", tmp_path / "all", "--model.model.path", str(warm), "--trainer.max_steps", "8", *SYNCHRONOUS
+    )
+    assert column(resumed, "reward") == column(straight, "reward")[-2:], "the same stream goes on"
+    assert column(resumed, "loss") == pytest.approx(column(straight, "loss")[-2:], abs=1e-6)
+
+
+def test_two_processes_train_as_one(synchronous: Path, warm: Path, tmp_path: Path) -> None:
+    both = fit(
+        "quickstart.yaml",
+        tmp_path,
+        *("--model.model.path", str(warm), "--trainer.max_steps", "6", "--trainer.devices", "2"),
+        *("--trainer.accelerator", "cpu", *SYNCHRONOUS),
+    )
+    one = metrics(synchronous)
+    for name in ("reward", "loss", "entropy", "grad_norm"):  # the first step: later samples may differ by rounding
+        assert column(both, name)[0] == pytest.approx(column(one, name)[0], abs=1e-5), name
+    assert len(column(both, "loss")) == 6
+    assert column(both, "tokens/dense")[0] == column(one, "tokens/dense")[0]
+
+
+@pytest.mark.skipif(not Path(DATA, "gsm8k", "train.jsonl").is_file() or not DATA, reason="needs gsm8k/train.jsonl")
+def test_gsm8k(tmp_path: Path) -> None:
+    rows = fit("gsm8k.yaml", tmp_path)
+    assert len(column(rows, "loss")) == 3 and column(rows, "rollouts/failed")[-1] == 0
+    samples = [json.loads(line) for line in (tmp_path / "samples.jsonl").read_text().splitlines()]
+    assert samples and all(sample["metadata"]["answer"] for sample in samples)
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--model.minibatche", "2"], ["minibatche", "minibatches"]),
+        (["--data.group_size", "1"], ["group_size", "at least 2"]),
+        (["--data.tokenizer", "char:abcdefghijklmnopqrstuvwxyz0123456789+-*="], ["vocabulary"]),
+        (["--data.workflow.init_args.max_new_tokens", "60"], ["context"]),
+    ],
+)
+def test_wrong_input_ends_in_one_message(warm: Path, tmp_path: Path, flags: list[str], words: list[str]) -> None:
+    run = ["fit", "--config", "configs/quickstart.yaml", "--run_dir", str(tmp_path / "run")]
+    done = arborist(*run, "--model.model.path", str(warm), *flags)
+    assert done.returncode == 2, done.stdout + done.stderr
+    assert all(word in done.stderr for word in words), done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_broken_line_is_named(warm: Path, tmp_path: Path) -> None:
+    broken = tmp_path / "problems.jsonl"
+    broken.write_text('{"question": "1+1=", "answer": "2"}\n{"question": "1+2=", "answer"\n')
+    flags = ["--data.prompts", "datamodules.prompts.JsonlPrompts", "--data.prompts.path", str(broken)]
+    run = ["fit", "--config", "configs/quickstart.yaml", "--run_dir", str(tmp_path / "run")]
+    done = arborist(*run, "--model.model.path", str(warm), *flags)
+    assert done.returncode == 2, done.stdout + done.stderr
+    assert str(broken) in done.stderr and "2" in done.stderr.split(str(broken), 1)[1][:12], done.stderr
+
+
+@pytest.mark.parametrize("config", ["gsm8k.yaml", "tau_recorded.yaml"])
+def test_missing_data_says_what_to_do(config: str, tmp_path: Path) -> None:
+    done = arborist("fit", "--config", f"configs/{config}", "--run_dir", str(tmp_path / "run"), data=None)
+    assert done.returncode == 2, done.stdout + done.stderr
+    assert "ARBORIST_DATA" in done.stderr and "arborist data import" in done.stderr

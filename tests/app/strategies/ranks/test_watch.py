@@ -1,0 +1,93 @@
+"""Dead, failed and missing ranks are named, and end the run where they have to."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+from app.strategies.ranks.watch import Beat
+from tests.app.strategies.ranks import watch_jobs as jobs
+from tests.helpers.rank_pool import RankError, RankPool
+
+
+@pytest.fixture(scope="module")
+def pair() -> Iterator[RankPool]:
+    """Two ranks of their own: some die."""
+    pool = RankPool(2)
+    yield pool
+    pool.close()
+
+
+def test_a_hung_collective_is_named_with_who_is_missing(pair: RankPool) -> None:
+    message, printed = pair.run(jobs.one_is_missing)[0]
+    for text in (message, printed):
+        assert "sum over ranks" in text and "collective 3" in text
+        assert "missing: rank 1 (host " in text and "lost_in_thought" in text
+    assert message.startswith("rank 0 of 2: sum over ranks failed (collective 3)")
+    assert "rank 0 has waited" in printed
+
+
+def test_a_slow_rank_is_left_alone(pair: RankPool) -> None:
+    assert pair.run(jobs.slow_but_alive) == ["2.0", "2.0"]
+
+
+def test_a_failed_rank_ends_the_others_in_its_own_words(pair: RankPool) -> None:
+    name, printed = pair.run(jobs.fail_while_the_other_computes)[0]
+    assert name == "KeyboardInterrupt"
+    assert "rank 0: this run ends, because rank 1" in printed and "ValueError: the reward of prompt-7 is NaN" in printed
+
+
+def test_a_dead_rank_is_named_in_the_collective_it_left(pair: RankPool) -> None:
+    with pytest.raises(RankError) as caught:
+        pair.run(jobs.die_while_the_other_waits)
+    assert "sum over ranks failed (collective 3)" in caught.value.messages[0]
+    assert "rank 1 (host" in caught.value.messages[0] and "when it died" in caught.value.messages[0]
+
+
+def test_a_dead_rank_ends_a_rank_that_computes(pair: RankPool, tmp_path: Path) -> None:
+    with pytest.raises(RankError, match="the process died"):
+        pair.run(jobs.die_while_the_other_computes, report=tmp_path / "report", grace=40.0)
+    said = (tmp_path / "report").read_text()
+    assert said.startswith("KeyboardInterrupt rank 0: this run ends, because rank 1 (host ")
+    assert "lost_in_thought) when it died" in said
+
+
+def test_what_a_stranger_writes_is_reported_and_ignored(capfd: pytest.CaptureFixture[str]) -> None:
+    """Two ranks in this process; a verdict would interrupt it."""
+    watches = jobs.two_watches()
+    with jobs.watching(*watches) as port:
+        stranger = dist.TCPStore("127.0.0.1", port, wait_for_workers=False)
+        for key in ("verdict", "1"):
+            stranger.set(key, "an intruder said so\x1b[2J")
+        said = jobs.wait_for(
+            capfd, "rank 1: 'verdict' in the store at 127.0.0.1 is ignored: no rank of this run wrote it"
+        )
+        assert "an intruder" not in said and "\x1b" not in said
+        before = jobs.heard(watches[0])
+        assert jobs.becomes(lambda: jobs.heard(watches[0]) > before)
+
+
+def test_what_is_no_beat_is_reported_and_ignored(capfd: pytest.CaptureFixture[str]) -> None:
+    watches = jobs.two_watches()
+    with jobs.watching(*watches):
+        for text, error in (("no JSON", "JSONDecodeError"), ('{"rank": 1, "colour": "blue"}', "TypeError")):
+            line = f"rank 0: what rank 1 says of itself is ignored, it is no beat ({error}"
+            jobs.wait_for(capfd, line, meanwhile=lambda text=text: watches[1]._set("1", text))
+        before = jobs.heard(watches[0])
+        assert jobs.becomes(lambda: jobs.heard(watches[0]) > before)
+
+
+def test_a_watch_outlives_its_errors(capfd: pytest.CaptureFixture[str]) -> None:
+    watches = jobs.two_watches(jobs.Stumbling())
+    with jobs.watching(*watches):
+        jobs.wait_for(capfd, "rank 1: its watch of the other ranks goes on after OSError: no space left on the moon")
+        before = jobs.heard(watches[0])
+        assert jobs.becomes(lambda: jobs.heard(watches[0]) > before)
+
+
+def test_nothing_is_printed_that_a_terminal_obeys() -> None:
+    beat = Beat(1, "host\x1b]0;owned\x07", 7, failed="Error: a\u202eb\r\n\tnext")
+    assert str(beat) == "rank 1 (host host\\x1b]0;owned\\x07, process 7) failed: Error: a\\u202eb\\r\n\tnext"

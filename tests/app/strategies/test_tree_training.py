@@ -1,0 +1,71 @@
+"""1, 2 and 4 ranks train what plain torch trains on dense sequences, however odd the batch."""
+
+from __future__ import annotations
+
+import pytest
+from torch import Tensor
+
+from tests.app.strategies import tree_jobs as jobs
+from tests.helpers.rank_pool import RankPool
+from tests.helpers.tiny_policy import source
+from tests.modules.ranks.training_jobs import train
+
+START = 170.0  # seconds: four processes import everything the first time
+
+
+@pytest.fixture
+def pools(one_rank: RankPool, two_ranks: RankPool, four_ranks: RankPool) -> list[RankPool]:
+    return [one_rank, two_ranks, four_ranks]
+
+
+def _largest_difference(got: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
+    assert len(got) == len(expected)
+    return max(float((got[name].double() - expected[name].double()).abs().max()) for name in got)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["episodes", "one", "identical"])
+@pytest.mark.parametrize(("optimizer", "tolerance"), [("sgd", 1e-6), ("adamw", 1e-2 * jobs.LEARNING_RATE)])
+def test_five_steps_are_those_of_plain_torch(
+    pools: list[RankPool], kind: str, optimizer: str, tolerance: float
+) -> None:
+    expected = jobs.imitate_plainly(kind, optimizer)
+    assert _largest_difference(expected, jobs.untrained()) > 100 * tolerance
+    for pool in pools:
+        for got in pool.run(jobs.imitate, START, devices=pool.size, kind=kind, optimizer=optimizer):
+            assert _largest_difference(got, expected) < tolerance, f"{pool.size} ranks"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("groups", "minibatches", "epochs"),
+    [(3, 3, 2), (1, 4, 1)],  # the second: three episodes in four minibatches, one of them empty
+)
+def test_minibatches_and_epochs_do_not_depend_on_ranks(
+    pools: list[RankPool], groups: int, minibatches: int, epochs: int
+) -> None:
+    arguments = {"groups": groups, "minibatches": minibatches, "epochs": epochs}
+    [expected] = pools[0].run(jobs.reinforce, START, devices=1, **arguments)
+    for pool in pools[1:]:
+        for got in pool.run(jobs.reinforce, START, devices=pool.size, **arguments):
+            assert _largest_difference(got, expected) < 1e-6, f"{pool.size} ranks"
+
+
+ALGORITHMS = {
+    "a critic of its own": {"kind": "two", "module": "critic", "critic": "initial", "minibatches": 2, "epochs": 2},
+    "whole steps": {"kind": "pairs", "objective": "dpo", "reference": source(), "minibatches": 2},
+    "fewer sequences than ranks": {"kind": "one", "objective": "m2po", "minibatches": 3},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_four_ranks_train_and_log_what_one_does(name: str, pools: list[RankPool]) -> None:
+    [(expected, steps, validation)] = pools[0].run(train, START, devices=1, **ALGORITHMS[name])
+    for got, got_steps, got_validation in pools[2].run(train, START, devices=4, **ALGORITHMS[name]):
+        assert _largest_difference(got, expected) < 1e-6
+        for mine, theirs in zip(got_steps, steps, strict=True):
+            assert mine.keys() == theirs.keys()
+            same = {metric: value for metric, value in theirs.items() if metric != "tokens/s"}
+            assert {metric: mine[metric] for metric in same} == pytest.approx(same, rel=1e-4, abs=1e-6)
+        assert got_validation == pytest.approx(validation, rel=1e-5)

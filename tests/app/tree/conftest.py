@@ -1,0 +1,42 @@
+"""Settings of the tree tests: one torch thread (the models are tiny), reproducible hypothesis examples.
+
+`HYPOTHESIS_PROFILE=thorough` draws many more, random examples; the default profile is the same on every run.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Iterator
+
+import pytest
+import torch
+from hypothesis import HealthCheck, settings
+
+from app.tree import TreeEngine
+
+_CHECKS = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much]
+settings.register_profile(
+    "ci", derandomize=True, deadline=None, max_examples=100, print_blob=True, suppress_health_check=_CHECKS
+)
+settings.register_profile(
+    "thorough", derandomize=False, deadline=None, max_examples=600, print_blob=True, suppress_health_check=_CHECKS
+)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def no_self_check() -> Iterator[None]:
+    """Tests compare with oracles of their own; those of the self-check ask for it."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(TreeEngine, "__init__", functools.partialmethod(TreeEngine.__init__, self_check=False))
+        yield
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    """Tiny matrix products only lose time to a thread pool."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)

@@ -1,0 +1,240 @@
+"""Model families and what each is checked for: the rows and columns of the support matrix.
+
+Every cell is computed: `cell(row, column)` runs the model through the engine and densely, in small chunks with
+recomputation, and returns "yes" or raises; a refusal is the engine's own words. `docs/support_matrix.md` is made of
+them (`python -m benchmarks.support_matrix`), and tests check both.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any
+
+import numpy as np
+import torch
+from peft import LoraConfig, get_peft_model
+from transformers import PreTrainedModel
+
+from app.tree import PrefixTree, TreeEngine
+from tests.app.tree import models, oracle
+from tests.app.tree.losses import SequenceLoss
+from tests.app.tree.parity import take_grads
+
+STEM = [3, 10, 17, 24, 3, 0, 9, 9, 4, 5, 6, 7]
+SEQUENCES = [np.array(s) for s in (STEM, [*STEM[:5], 1, 2, 3], [*STEM[:5], 1, 4], STEM[:3], [7], [*STEM[:9], 2, 2, 8])]
+LENGTHS = [len(s) for s in SEQUENCES]
+FORWARD, BACKWARD = 1e-5, 2e-6
+"""Tolerances in float32: log-probabilities, and gradients relative to the largest."""
+LOW_PRECISION = 1.5
+"""bf16 gradients: error against the float64 truth over that of the dense bf16 model, on one small batch."""
+
+EXPERTS: dict[str, Any] = dict(
+    num_experts=4,
+    num_local_experts=4,
+    n_routed_experts=4,
+    n_shared_experts=1,
+    num_experts_per_tok=2,
+    moe_intermediate_size=8,
+)
+LATENT: dict[str, Any] = dict(
+    num_key_value_heads=4,
+    q_lora_rank=8,
+    kv_lora_rank=8,
+    qk_nope_head_dim=4,
+    qk_rope_head_dim=4,
+    v_head_dim=4,
+    first_k_dense_replace=1,
+    n_group=2,
+    topk_group=1,
+)
+STATE: dict[str, Any] = dict(
+    linear_num_key_heads=2, linear_num_value_heads=2, linear_key_head_dim=8, linear_value_head_dim=8
+)
+IMAGES: dict[str, Any] = dict(
+    text_config=dict(
+        model_type="gemma3_text",
+        vocab_size=31,
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+    ),
+    vision_config=dict(
+        hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, image_size=8, patch_size=4
+    ),
+    mm_tokens_per_image=4,
+)
+
+
+@dataclass(frozen=True)
+class Family:
+    """`type`: transformers' model type; `options`: of its configuration; `note`: for readers of the matrix."""
+
+    type: str
+    options: dict[str, Any] = field(default_factory=dict)
+    note: str = ""
+
+
+ALTERNATING: dict[str, Any] = dict(head_dim=8, sliding_window=4, layer_types=["sliding_attention", "full_attention"])
+SUPPORTED: dict[str, Family] = {
+    "Llama": Family("llama"),
+    "Qwen2": Family("qwen2"),
+    "Qwen2, sliding window": Family("qwen2", dict(use_sliding_window=True, max_window_layers=1, sliding_window=4)),
+    "Qwen3": Family("qwen3"),
+    "Qwen3-MoE": Family("qwen3_moe", EXPERTS),
+    "Mistral": Family("mistral", dict(sliding_window=None)),
+    "Mistral, sliding window": Family("mistral", dict(sliding_window=4)),
+    "Mixtral": Family("mixtral", EXPERTS),
+    "Phi-3": Family("phi3", dict(pad_token_id=0)),
+    "Phi-3, sliding window": Family("phi3", dict(pad_token_id=0, sliding_window=4)),
+    "OLMo-2": Family("olmo2"),
+    "Granite": Family("granite", dict(logits_scaling=2.0, attention_multiplier=0.3, residual_multiplier=0.5)),
+    "SmolLM3": Family("smollm3", dict(no_rope_layers=[1, 0])),
+    "GLM-4": Family("glm4", dict(head_dim=8)),
+    "Gemma 2": Family(
+        "gemma2",
+        {**ALTERNATING, "attn_implementation": "eager", "attn_logit_softcapping": 2.0},
+        "soft-capped scores, every other layer windowed; not with `flash`",
+    ),
+    "Gemma 3": Family("gemma3_text", ALTERNATING, "text models; layers with and without a window"),
+    "GPT-OSS": Family(
+        "gpt_oss",
+        {**EXPERTS, **ALTERNATING, "attn_implementation": "eager"},
+        "attention sinks, every other layer windowed",
+    ),
+    "Cohere": Family("cohere", dict(logit_scale=0.5)),
+    "DeepSeek-V3": Family("deepseek_v3", {**EXPERTS, **LATENT}, "latent attention, values narrower than keys"),
+    "GPT-NeoX": Family("gpt_neox"),
+    "StarCoder2": Family("starcoder2", dict(sliding_window=4)),
+    "Phi": Family("phi"),
+}
+REFUSED: dict[str, Family] = {
+    "Llama 4": Family(
+        "llama4_text",
+        dict(head_dim=8, attention_chunk_size=4, intermediate_size_mlp=24, **EXPERTS),
+        "chunked attention",
+    ),
+    "Qwen3-Next": Family(
+        "qwen3_next", dict(layer_types=["linear_attention", "full_attention"], **STATE), "linear attention"
+    ),
+    "Mamba": Family("mamba", dict(attn_implementation="eager"), "state-space layers"),
+    "Jamba": Family("jamba", dict(attn_layer_offset=1, attn_layer_period=2, num_experts=2), "state-space layers"),
+    "LFM2": Family("lfm2", dict(full_attn_idxs=[1]), "convolutions over time"),
+    "Gemma 3 with images": Family("gemma3", IMAGES, "input other than text"),
+    "DiffLlama": Family("diffllama", {}, "two attentions a layer"),
+    "Doge": Family("doge", {}, "masks of its own"),
+    "StableLM": Family("stablelm", {}, "attention outside transformers' interface"),
+    "Falcon": Family("falcon", {}, "attention outside transformers' interface"),
+    "BLOOM": Family("bloom", dict(attn_implementation="eager"), "attention outside transformers' interface"),
+}
+
+
+def build(family: Family, dtype: torch.dtype = torch.float32, seed: int = 0, **options: Any) -> PreTrainedModel:
+    return models.make(family.type, dtype, seed, **{**family.options, **options}).eval()
+
+
+def errors(model: Any, dense: Any = None) -> tuple[float, float]:
+    """Largest error of log-probabilities, and relative error of gradients; `dense` runs the reference (default: the
+    model itself)."""
+    loss = SequenceLoss("plain_sum", LENGTHS, 0, ("logprobs",))
+    engine, tree = TreeEngine(model, chunk_tokens=4, live_tokens=8), PrefixTree.build(SEQUENCES)
+    reference = oracle.dense_forward(dense or model, SEQUENCES)
+    _, expected = oracle.dense_backward(dense or model, SEQUENCES, loss)
+    out = engine.forward(tree)
+    forward = max(float((got - want.logprobs.detach()).abs().max()) for got, want in zip(out.logprobs, reference))
+    engine.backward(tree, loss)
+    return forward, oracle.relative_error(take_grads(model), expected)[0]
+
+
+def within(found: tuple[float, float]) -> None:
+    forward, backward = found
+    assert forward < FORWARD, f"log-probabilities off by {forward:.1e}"
+    assert backward < BACKWARD, f"gradients off by {backward:.1e}"
+
+
+def check_float32(family: Family) -> None:
+    within(errors(build(family)))
+
+
+def check_tied(family: Family) -> None:
+    """Input and output embeddings share their weight, and, once more, do not."""
+    for tied in (True, False):
+        model = build(family, tie_word_embeddings=tied)
+        assert (model.get_input_embeddings().weight is model.get_output_embeddings().weight) == tied
+        within(errors(model))
+
+
+def check_checkpointing(family: Family) -> None:
+    """Hugging Face's own gradient checkpointing, enabled by the user, in training mode."""
+    model = build(family).train()
+    dense = copy.deepcopy(model)
+    model.activation_checkpointing_enable({"use_reentrant": False})
+    within(errors(model, dense))
+
+
+def check_lora(family: Family) -> None:
+    """LoRA on every linear layer but the head: gradients of the adapters, and of nothing else."""
+    torch.manual_seed(0)
+    model = get_peft_model(build(family), LoraConfig(r=2, target_modules="all-linear", lora_dropout=0.0))
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:  # zero at the start, which would hide the gradient of A
+            torch.nn.init.normal_(parameter, 0.0, 0.1)
+    assert all(("lora_" in name) == p.requires_grad for name, p in model.named_parameters())
+    within(errors(model))
+
+
+def _low_precision(family: Family, autocast: bool) -> None:
+    loss = SequenceLoss("plain_sum", LENGTHS, 0, ("logprobs",))
+    ours, theirs = [], []
+    for seed in range(4):
+        model = build(family, torch.float32 if autocast else torch.bfloat16, seed)
+        exact = copy.deepcopy(model).float()  # stands for the truth: 1e-6 beside errors of 1e-2
+        _, truth = oracle.dense_backward(exact, SEQUENCES, loss)
+        with torch.autocast("cpu", torch.bfloat16) if autocast else nullcontext():
+            _, dense = oracle.dense_backward(model, SEQUENCES, loss)
+            TreeEngine(model, 4, 8).backward(PrefixTree.build(SEQUENCES), loss)
+        got = take_grads(model)
+        assert all(grad.dtype == torch.float32 for grad in got.values() if grad is not None)
+        ours.append(_distance(got, truth))
+        theirs.append(_distance(dense, truth))
+    ratio = np.mean(ours) / np.mean(theirs)
+    assert ratio < LOW_PRECISION, f"{ratio:.2f} times the error of dense: {ours} and {theirs}"
+
+
+def _distance(got: dict[str, Any], truth: dict[str, torch.Tensor]) -> float:
+    error = sum(float((t if got.get(n) is None else got[n].float() - t).square().sum()) for n, t in truth.items())
+    return (error / sum(float(t.square().sum()) for t in truth.values())) ** 0.5
+
+
+COLUMNS: dict[str, Callable[[Family], None]] = {
+    "float32": check_float32,
+    "bf16": lambda family: _low_precision(family, autocast=False),
+    "autocast": lambda family: _low_precision(family, autocast=True),
+    "checkpointing": check_checkpointing,
+    "LoRA": check_lora,
+    "tied and untied": check_tied,
+}
+
+
+@cache
+def cell(row: str, column: str) -> str:
+    """ "yes"; raises AssertionError when the engine and the dense model differ."""
+    COLUMNS[column](SUPPORTED[row])
+    return "yes"
+
+
+@cache
+def refusal(row: str) -> str:
+    """The engine's words. Raises AssertionError when it computes the model instead."""
+    model = build(REFUSED[row])
+    try:
+        found = errors(model)
+    except ValueError as error:
+        return str(error)
+    raise AssertionError(f"{row} is not refused; errors {found}")

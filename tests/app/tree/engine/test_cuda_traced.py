@@ -1,0 +1,61 @@
+"""What the engine would run on a CUDA device, traced without one: devices, arguments, shapes and waiting.
+
+The device is a C++ file of fifty lines; the tracing runs in a process of its own, because torch must not know better.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.cpp_extension import include_paths, library_paths
+
+HERE = Path(__file__).parent / "fake_cuda"
+LOSS = "engine.py backward"  # the value of the loss, at the very end
+COMPILER = shutil.which("c++") or shutil.which("g++")
+
+
+@pytest.fixture(scope="module")
+def traced(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    if torch.version.cuda is not None:
+        pytest.skip("a build of torch with CUDA has its own device; tests marked gpu use it")
+    if COMPILER is None:
+        pytest.skip("needs a C++ compiler")
+    device = tmp_path_factory.mktemp("fake_cuda") / "device.so"
+    command = [COMPILER, "-O0", "-shared", "-fPIC", "-std=c++20", str(HERE / "device.cpp"), "-o", str(device)]
+    command += [f"-I{path}" for path in include_paths()]
+    command += [f"-L{path}" for path in library_paths()] + ["-lc10", "-ltorch_cpu"]
+    subprocess.run(command, check=True, timeout=300)
+    run = [sys.executable, "-m", "tests.app.tree.engine.fake_cuda.run", str(device)]
+    done = subprocess.run(run, cwd=HERE.parents[4], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, f"{done.stdout[-500:]}\n{done.stderr[-3000:]}"
+    return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+
+
+def test_every_case_runs_and_waits_for_the_loss_alone(traced: list[dict[str, Any]]) -> None:
+    assert len(traced) == 24
+    assert {(one["case"], one["backend"]): one["waits"] for one in traced if one["waits"] != [LOSS]} == {}
+
+
+def test_low_precision_runs_on_flash_kernels(traced: list[dict[str, Any]]) -> None:
+    dense = {"_scaled_dot_product_flash_attention", "_scaled_dot_product_flash_attention_backward"}
+    packed = {"_flash_attention_forward", "_flash_attention_backward"}
+    found = {(one["case"], one["backend"]): set(one["operators"]) for one in traced}
+    assert found["bf16", "sdpa"] == dense and found["autocast", "sdpa"] == dense
+    assert found["bf16", "flash"] == dense | packed and found["window", "flash"] >= packed
+    assert not found["float64", "sdpa"] and not found["soft-capping", "sdpa"]
+
+
+def test_float32_and_older_gpus_have_a_kernel_that_starts_at_once(traced: list[dict[str, Any]]) -> None:
+    """The memory-efficient one; bf16, which GPUs before Ampere do not compute, by plain operators."""
+    efficient = {"_scaled_dot_product_efficient_attention", "_scaled_dot_product_efficient_attention_backward"}
+    found = {(one["case"], one["backend"]): set(one["operators"]) for one in traced}
+    assert found["float32", "sdpa"] == found["auto", "auto"] == efficient
+    assert found["older GPU", "auto"] == found["older GPU", "sdpa"] == efficient
+    assert not found["older GPU, bf16", "auto"]

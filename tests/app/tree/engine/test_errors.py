@@ -1,0 +1,175 @@
+"""Wrong input and unsupported models are refused, naming the argument, the sequence or the layer."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from app.tree import PrefixTree, TreeEngine
+from tests.app.tree import models, oracle
+
+GOOD = [np.array([1, 2, 3]), np.array([1, 2, 5, 6])]
+
+
+def run(model, sequences=GOOD, want=("logprobs",), temperatures=None, **engine):
+    """Both passes, so that a refusal may come from construction, forward or backward."""
+    tree = PrefixTree.build(sequences)
+    made = TreeEngine(model, **engine)
+    out = made.forward(tree, want=want, temperatures=temperatures)
+    made.backward(
+        tree, lambda out, i: sum(getattr(out, name).sum() for name in want), want=want, temperatures=temperatures
+    )
+    for p in model.parameters():
+        p.grad = None
+    return out
+
+
+def refused(model, message: str, **arguments) -> None:
+    """Each pass on its own refuses; gradients of a refused pass stay untouched."""
+    sequences, engine = arguments.pop("sequences", GOOD), arguments.pop("engine", {})
+    tree = PrefixTree.build(sequences)
+    with pytest.raises(ValueError, match=message):
+        TreeEngine(model, **engine).forward(tree, **arguments)
+    with pytest.raises(ValueError, match=message):
+        TreeEngine(model, **engine).backward(tree, lambda out, i: out.logprobs.sum(), **arguments)
+    assert all(p.grad is None for p in model.parameters())
+
+
+@pytest.fixture
+def model():
+    return models.make("qwen3")
+
+
+def test_token_outside_the_vocabulary(model) -> None:
+    refused(model, r"sequences\[1\].*31.*position 2", sequences=[[1, 2, 3], [1, 2, 31]])
+
+
+def test_longer_than_the_model_allows(model) -> None:
+    refused(model, r"sequences\[1\].*65.*max_position_embeddings.*64", sequences=[[1, 2], [3] * 65])
+    run(model, [[3] * 64])
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("qwen3", {"attention_dropout": 0.1}),
+        ("starcoder2", {"residual_dropout": 0.1}),
+        ("starcoder2", {"embedding_dropout": 0.1}),
+        ("phi", {"resid_pdrop": 0.1}),
+        ("phi", {"embd_pdrop": 0.1}),
+    ],
+)
+def test_dropout_in_training_mode(name: str, options: dict) -> None:
+    model = models.make(name, **options)
+    refused(model, "dropout")
+    model.eval()
+    run(model)
+
+
+def test_dropout_of_the_value_head(model) -> None:
+    head = nn.Sequential(nn.Dropout(0.1), nn.Linear(models.HIDDEN, 1))
+    refused(model, "dropout", engine={"value_head": head}, want=("logprobs", "values"))
+    run(model, want=("logprobs", "values"), value_head=head.eval())
+
+
+@pytest.mark.parametrize("want", [("logits",), ("logprobs", "value"), (), "logprobs"])
+def test_unknown_want(model, want) -> None:
+    refused(model, "want", want=want)
+
+
+def test_values_without_a_value_head(model) -> None:
+    refused(model, "value_head", want=("values",))
+
+
+@pytest.mark.parametrize("name", ["chunk_tokens", "live_tokens", "head_tokens"])
+@pytest.mark.parametrize("value", [0, -1, "all"])
+def test_budgets_below_one(model, name: str, value) -> None:
+    with pytest.raises(ValueError, match=name):
+        TreeEngine(model, **{name: value})
+
+
+def test_unknown_attention_backend(model) -> None:
+    with pytest.raises(ValueError, match=r"attention.*'sdpaa'"):
+        TreeEngine(model, attention="sdpaa")
+
+
+@pytest.mark.parametrize("temperature", [0.0, -1.0, float("nan")])
+def test_temperature_must_be_above_zero(model, temperature: float) -> None:
+    with pytest.raises(ValueError, match="temperature"):
+        TreeEngine(model, temperature=temperature)
+    refused(model, r"temperatures\[1\]", temperatures=torch.tensor([1.0, temperature]))
+
+
+def test_temperatures_of_another_length(model) -> None:
+    refused(model, "temperatures.*2", temperatures=torch.ones(3))
+
+
+def test_shared_tokens_with_different_temperatures(model) -> None:
+    refused(model, "temperatures.*keys", temperatures=torch.tensor([1.0, 0.7]))
+    run(model, [[1, 2], [3, 4]], temperatures=torch.tensor([1.0, 0.7]))  # nothing shared: nothing to refuse
+
+
+@pytest.mark.parametrize("batched", [False, True])
+def test_loss_must_be_a_scalar(model, batched: bool) -> None:
+    with pytest.raises(ValueError, match=r"loss_fn.*scalar"):
+        TreeEngine(model).backward(PrefixTree.build(GOOD), lambda out, i: out.logprobs, batched=batched)
+
+
+def test_reading_an_output_that_was_not_wanted(model) -> None:
+    out = TreeEngine(model).forward(PrefixTree.build(GOOD))
+    with pytest.raises(KeyError, match=r"entropy.*want"):
+        out.flat("entropy")
+
+
+def test_a_model_without_output_projection(model) -> None:
+    refused(model.model, "output projection|ForCausalLM")
+
+
+_SMALL_STATE = dict(linear_num_key_heads=2, linear_num_value_heads=2, linear_key_head_dim=8, linear_value_head_dim=8)
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        ("qwen3_next", dict(layer_types=["linear_attention", "full_attention"], **_SMALL_STATE), "linear_attention"),
+        ("mamba", dict(attn_implementation="eager"), "[Mm]amba"),
+        ("jamba", dict(attn_layer_offset=1, attn_layer_period=2, num_experts=2), "[Mm]amba|linear_attention"),
+        ("bamba", dict(attn_layer_indices=[1], mamba_n_heads=4, mamba_d_head=8, mamba_d_state=8), "linear_attention"),
+        ("rwkv", dict(attn_implementation="eager", attention_hidden_size=16), "[Rr]wkv"),
+    ],
+)
+def test_layers_with_other_state_are_refused_by_name(name: str, options: dict, message: str) -> None:
+    try:
+        model = models.make(name, **options)
+    except (ImportError, KeyError) as error:
+        pytest.skip(f"transformers cannot build {name} here: {error}")
+    refused(model, message)
+
+
+WINDOWED = [
+    ("mistral", {}),
+    ("starcoder2", {}),
+    ("qwen2", {"use_sliding_window": True, "max_window_layers": 1}),
+    ("qwen3", {"use_sliding_window": True, "max_window_layers": 1}),
+    ("phi3", {}),
+]
+
+
+@pytest.mark.parametrize(("name", "options"), WINDOWED, ids=[name for name, _ in WINDOWED])
+@pytest.mark.parametrize("length", [5, 6, 9])
+def test_sliding_window_is_honoured(name: str, options: dict, length: int) -> None:
+    """A window of 5 tokens: shorter, just longer, and much longer sequences."""
+    model = models.make(name, sliding_window=5, **options)
+    sequence = np.arange(3, 3 + length)
+    expected = oracle.dense_forward(model, [sequence])[0].logprobs
+    out = run(model, [sequence, sequence[:2]])
+    assert (out.logprobs[0] - expected).abs().max() < 1e-5
+
+
+def test_a_window_of_no_tokens_is_refused() -> None:
+    model = models.make("mistral", sliding_window=4)
+    for layer in model.model.layers:
+        layer.self_attn.config.sliding_window = 0
+    refused(model, "layer 0 .*sliding_window=0")

@@ -1,0 +1,100 @@
+"""Model families: exact, or refused with an error that names the layer, the setting or the input. Never silently wrong.
+
+Rows and columns are those of `docs/support_matrix.md`, which has to say what these tests find.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from peft import LoraConfig, PromptTuningConfig, get_peft_model
+
+from app.tree import PrefixTree, TreeEngine
+from benchmarks import support_matrix
+from tests.app.tree import models, oracle
+from tests.app.tree.engine import families
+from tests.app.tree.losses import SequenceLoss
+from tests.app.tree.parity import take_grads
+
+DOCUMENT = Path(__file__).parents[4] / "docs" / "support_matrix.md"
+
+
+@pytest.mark.parametrize("column", families.COLUMNS)
+@pytest.mark.parametrize("row", families.SUPPORTED)
+def test_supported_family(row: str, column: str) -> None:
+    assert families.cell(row, column) == "yes"
+
+
+@pytest.mark.parametrize("row", families.REFUSED)
+def test_refused_family(row: str) -> None:
+    words = families.refusal(row)
+    model = families.build(families.REFUSED[row])
+    assert any(word in words for word in ("layer", type(model).__name__, type(model.base_model).__name__))
+
+
+def test_the_support_matrix_is_current() -> None:
+    assert DOCUMENT.read_text() == support_matrix.markdown(), "run python -m benchmarks.support_matrix"
+
+
+def test_a_wrong_family_is_not_called_supported(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards every cell: an engine whose branches see each other fails all columns."""
+    from app.tree.planning import layout
+
+    monkeypatch.setattr(layout, "_block", lambda start, stop, *rest: layout.Part(start, stop, start, stop, causal=True))
+    for column, check in families.COLUMNS.items():
+        with pytest.raises(AssertionError):
+            check(families.SUPPORTED["Qwen3"])
+            pytest.fail(f"{column} did not notice", pytrace=False)
+
+
+def lora(**options):
+    return get_peft_model(families.build(families.SUPPORTED["Qwen3"]), LoraConfig(r=2, **options))
+
+
+@pytest.mark.parametrize("saved", [["lm_head"], ["embed_tokens"], ["lm_head", "embed_tokens"]])
+def test_lora_beside_fully_trained_embeddings(saved: list[str]) -> None:
+    model = lora(target_modules=["q_proj", "down_proj"], modules_to_save=saved)
+    families.within(families.errors(model))
+
+
+def test_lora_on_embeddings_and_head() -> None:
+    model = lora(target_modules=["embed_tokens", "lm_head", "k_proj"])
+    for name, parameter in model.named_parameters():
+        if "lora_" in name:
+            torch.nn.init.normal_(parameter, 0.0, 0.3)
+    families.within(families.errors(model))
+
+
+def test_lora_with_weight_decomposition() -> None:
+    families.within(families.errors(lora(target_modules="all-linear", use_dora=True)))
+
+
+def test_lora_dropout_is_refused_in_training() -> None:
+    model = lora(target_modules=["q_proj"], lora_dropout=0.1).train()
+    with pytest.raises(ValueError, match=r"dropout of 0\.1 at '.*q_proj.*'"):
+        TreeEngine(model).backward(PrefixTree.build(families.SEQUENCES), lambda out, i: out.logprobs.sum())
+    families.within(families.errors(model.eval()))
+
+
+def test_adapters_that_add_tokens_are_refused() -> None:
+    config = PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)
+    with pytest.raises(ValueError, match=r"adapter 'default'.*LoRA"):
+        TreeEngine(get_peft_model(families.build(families.SUPPORTED["Qwen3"]), config))
+
+
+def test_long_sequences_beyond_a_window() -> None:
+    """Masked blocks and windows at sizes of their own: 700 tokens, a window of 90, float64."""
+    random = torch.Generator().manual_seed(0)
+    stem = torch.randint(0, 31, (400,), generator=random).numpy()
+    sequences = [
+        torch.cat([torch.from_numpy(stem[:cut]), torch.randint(0, 31, (n,), generator=random)]).numpy()
+        for cut, n in ((400, 300), (400, 20), (400, 150), (180, 200), (180, 5), (60, 10))
+    ]
+    model = models.make("starcoder2", torch.float64, sliding_window=90, max_position_embeddings=1024)
+    loss = SequenceLoss("mean_times_variance", [len(s) for s in sequences], 0, ("logprobs",))
+    _, expected = oracle.dense_backward(model, sequences, loss)
+    for budgets in ((2000, 4000), (300, 500), (64, 100)):
+        TreeEngine(model, *budgets).backward(PrefixTree.build(sequences), loss)
+        assert oracle.relative_error(take_grads(model), expected)[0] < 1e-9

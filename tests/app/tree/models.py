@@ -1,0 +1,79 @@
+"""Tiny causal language models with weights far from their initialisation, so that mistakes show.
+
+Default initialisation makes logits nearly uniform and attention nearly flat: an engine that ignored its keys would
+pass. Here every parameter is drawn anew (seeded), norms and biases included.
+
+StarCoder2 and Phi are float64-clean through `sdpa` (LayerNorm; only the rotary table is float32, the same for both
+sides). The others normalise in float32.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedModel
+
+from tests.app.tree.cases import VOCABULARY
+
+HIDDEN = 16
+FLOAT64_CLEAN = ("starcoder2", "phi")
+FLOAT32 = ("qwen2", "qwen2_tied", "qwen3", "llama", "llama_tied_mha")
+
+_COMMON: dict[str, Any] = dict(
+    vocab_size=VOCABULARY,
+    hidden_size=HIDDEN,
+    intermediate_size=24,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    max_position_embeddings=64,
+    pad_token_id=None,
+    bos_token_id=None,
+    eos_token_id=None,
+)
+_VARIANTS: dict[str, dict[str, Any]] = {
+    "starcoder2": dict(sliding_window=None, tie_word_embeddings=True),
+    "phi": dict(tie_word_embeddings=False, partial_rotary_factor=0.5),
+    "qwen2": dict(tie_word_embeddings=False),
+    "qwen2_tied": dict(model_type="qwen2", tie_word_embeddings=True),
+    "qwen3": dict(tie_word_embeddings=False, head_dim=8),
+    "llama": dict(tie_word_embeddings=False, attention_bias=True),
+    "llama_tied_mha": dict(model_type="llama", tie_word_embeddings=True, num_key_value_heads=4),
+}
+
+
+def make(name: str, dtype: torch.dtype = torch.float32, seed: int = 0, **overrides: Any) -> PreTrainedModel:
+    """A fresh model in training mode. `name`: a row of `_VARIANTS` or any transformers model type."""
+    options = {**_COMMON, **_VARIANTS.get(name, {}), **overrides}
+    attention = options.pop("attn_implementation", "sdpa")
+    config = CONFIG_MAPPING[options.pop("model_type", name)](**options)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation=attention, dtype=torch.float64)
+    randomise(model, seed)
+    return model.to(dtype).train()
+
+
+def randomise(module: nn.Module, seed: int) -> None:
+    """Every parameter ~ its role: matrices spread, norms around one, biases around zero."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in module.named_parameters():
+            noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
+            if parameter.dim() > 1:
+                parameter.copy_(noise * (1.5 if "embed" in name else 0.6) / parameter.shape[-1] ** 0.5)
+            else:
+                parameter.copy_(noise * 0.2 + (1.0 if "norm" in name and name.endswith("weight") else 0.0))
+
+
+@cache
+def shared(name: str, dtype: torch.dtype) -> tuple[PreTrainedModel, nn.Linear]:
+    """One model and value head per (name, dtype) for tests that leave it as they found it."""
+    return make(name, dtype), value_head(dtype)
+
+
+def value_head(dtype: torch.dtype, seed: int = 1) -> nn.Linear:
+    head = nn.Linear(HIDDEN, 1).double()
+    randomise(head, seed)
+    return head.to(dtype)

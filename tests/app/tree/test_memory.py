@@ -1,0 +1,95 @@
+"""Budgets from bytes: parts that add up, early refusals that name them, and estimates near what autograd keeps."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from app.tree import PrefixTree, TreeEngine, memory
+from app.tree.memory import DEVICE_CHUNK, auto_budgets, pass_memory, token_bytes
+from app.tree.planning.cost import ModelShape
+from tests.app.tree import models
+from tests.app.tree.engine.test_memory import Meter
+
+TREE = PrefixTree.build([np.arange(60) % 31, np.append(np.arange(40) % 31, [3, 3])])
+
+
+@pytest.fixture
+def free(monkeypatch: pytest.MonkeyPatch):
+    """Sets the bytes that are free."""
+
+    def set_(count: int) -> None:
+        monkeypatch.setattr(memory, "free_bytes", lambda device: count)
+
+    return set_
+
+
+@pytest.mark.parametrize("name", ["qwen2", "qwen3", "llama"])
+def test_a_tokens_bytes_are_what_autograd_saves(name: str) -> None:
+    """Within a fifth, on a model large enough for its layers to dominate."""
+    model = models.make(name, hidden_size=64, intermediate_size=192, num_hidden_layers=4, head_dim=16)
+    tokens = np.random.default_rng(0).integers(0, 31, 60)
+    meter = Meter(model)
+    with meter.measuring():
+        TreeEngine(model, 60, 60).backward(PrefixTree.build([tokens]), lambda o, i: o.logprobs.sum())
+    assert token_bytes(model) * 59 == pytest.approx(meter.peak, rel=0.2)
+
+
+def test_parts_grow_with_what_they_hold() -> None:
+    model = models.make("qwen3")
+    small, large = pass_memory(model, 8, 16, TREE), pass_memory(model, 8, 32, TREE)
+    assert large.live_activations == 2 * small.live_activations == 32 * token_bytes(model)
+    assert large.total - small.total == small.live_activations
+    assert small.gradients == small.parameters > 0
+    longer = pass_memory(model, 8, 16, PrefixTree.build([np.arange(64) % 31] * 3))
+    assert longer.path_cache > small.path_cache and longer.gradients == small.gradients
+    for p in model.parameters():
+        p.grad = torch.zeros_like(p)
+    assert pass_memory(model, 8, 16, TREE).gradients == 0
+
+
+def test_auto_takes_what_is_left(free) -> None:
+    model = models.make("qwen3")
+    for extra in (10_000, 100_000):
+        fixed = pass_memory(model, DEVICE_CHUNK["cpu"], 0, TREE).total
+        free(2 * (fixed + extra * token_bytes(model)))
+        assert auto_budgets(model, "auto", "auto", TREE) == (DEVICE_CHUNK["cpu"], extra)
+    assert auto_budgets(model, "auto", 7, TREE) == (DEVICE_CHUNK["cpu"], 7)
+    assert auto_budgets(model, 5, "auto", TREE)[0] == 5
+
+
+def test_tight_memory_makes_small_chunks_that_fit(free) -> None:
+    model = models.make("qwen3")
+    tree = PrefixTree.build([np.append(np.arange(50) % 31, [i % 31, i // 31, 1]) for i in range(300)])
+    least = pass_memory(model, 16, 16, tree).total
+    free(2 * least + 2 * 40 * token_bytes(model))
+    chunk, live = auto_budgets(model, "auto", "auto", tree)
+    assert 16 <= live < chunk
+    plan = TreeEngine(model, value_head=None).plan(tree)
+    assert plan.peak_live_tokens <= live
+    assert pass_memory(model, plan.chunk_tokens, plan.peak_live_tokens, tree).total <= least + 40 * token_bytes(model)
+
+
+def test_a_pass_that_cannot_fit_says_why_before_it_runs(free) -> None:
+    model = models.make("qwen3")
+    free(100_000)
+    with pytest.raises(ValueError, match=r"does not fit, because 0\.1 MiB of memory are free") as refused:
+        TreeEngine(model).backward(TREE, lambda out, i: pytest.fail("nothing may run"))
+    for part in ("parameters", "gradients", "path cache", "head block", "live activations", "live_tokens", "shorter"):
+        assert part in str(refused.value)
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_user_checkpointing_counts_for_the_budget() -> None:
+    model = models.make("qwen3", num_hidden_layers=8)
+    whole = token_bytes(model)
+    model.activation_checkpointing_enable({"use_reentrant": False})
+    assert token_bytes(model) == int(whole * ModelShape.of(model.config).checkpoint_share()) < whole / 3
+
+
+def test_ranks_on_a_cpu_share_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "_control_group_room", lambda: 2**30)
+    one = memory.free_bytes(torch.device("cpu"))
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    assert one <= 2**30 and memory.free_bytes(torch.device("cpu")) == pytest.approx(one / 4, rel=0.5)

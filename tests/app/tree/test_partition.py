@@ -1,0 +1,137 @@
+"""`partition`: every sequence once, the best contiguous cut (by brute force), and the balance known from real data."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from app.tree import PrefixTree, partition
+from tests.app.tree import brute
+from tests.app.tree.cases import Case, cases
+
+
+def part_cost(case: Case, indices, prefix_cost) -> float:
+    keys = None if case.keys is None else [case.keys[i] for i in indices]
+    return brute.tree_cost(brute.trie([case.sequences[i] for i in indices], keys), prefix_cost)
+
+
+def best_maximum(case: Case, num_parts: int, prefix_cost, token_limit: float = math.inf) -> float:
+    """Smallest maximum over all contiguous cuts of the sequences in depth-first order, by trying them all."""
+    names, keys = brute.words(case.sequences), case.keys or [0] * len(case.sequences)
+    order = sorted(range(len(names)), key=lambda i: (keys[i], names[i]))
+    costs = {
+        (a, b): part_cost(case, order[a:b], prefix_cost)
+        if sum(len(case.sequences[i]) for i in order[a:b]) <= token_limit
+        else math.inf
+        for a, b in itertools.combinations(range(len(order) + 1), 2)
+    }
+    best = [0.0] + [math.inf] * len(order)  # best maximum of the first n sequences in the parts allowed so far
+    for _ in range(num_parts):
+        best = [min([best[n]] + [max(best[a], costs[a, n]) for a in range(n)]) for n in range(len(best))]
+    return best[-1]
+
+
+@given(cases(shares=("tree",)), st.integers(1, 6))
+def test_cut_is_the_best_contiguous_one(case: Case, num_parts: int) -> None:
+    tree = PrefixTree.build(case.sequences, keys=case.keys)
+    for cost, prefix_cost in [
+        (None, brute.default_cost),
+        (lambda n: n * 1.0, float),
+        (lambda n: n + n.astype(float) ** 2, lambda n: n + float(n) ** 2),
+    ]:
+        parts = partition(tree, num_parts, cost=cost)
+        assert len(parts) == num_parts
+        assert sorted(itertools.chain(*parts)) == list(range(tree.num_sequences))
+        slowest = max(part_cost(case, part, prefix_cost) for part in parts)
+        assert slowest == pytest.approx(best_maximum(case, num_parts, prefix_cost), rel=1e-6)
+
+
+@given(cases(shares=("tree",)), st.integers(1, 6), st.integers(1, 60))
+def test_cut_within_a_limit_of_tokens_is_the_best_contiguous_one(case: Case, num_parts: int, limit: int) -> None:
+    tree = PrefixTree.build(case.sequences, keys=case.keys)
+    # A sequence and its prefixes stay together, which trying single sequences does not know: skip where that matters.
+    assume(len(tree.leaf_sequences) == tree.num_sequences)
+    best = best_maximum(case, num_parts, brute.default_cost, limit)
+    if best == math.inf:
+        with pytest.raises(ValueError, match=f"token_limit={limit}: .* cannot be cut into {num_parts} parts"):
+            partition(tree, num_parts, token_limit=limit)
+        return
+    parts = partition(tree, num_parts, token_limit=limit)
+    assert all(sum(len(case.sequences[i]) for i in part) <= limit for part in parts)
+    assert max(part_cost(case, part, brute.default_cost) for part in parts) == pytest.approx(best, rel=1e-6)
+
+
+@given(cases(), st.integers(1, 9))
+def test_parts_are_contiguous_and_keep_prefixes_with_their_extension(case: Case, num_parts: int) -> None:
+    tree = PrefixTree.build(case.sequences, keys=case.keys, share=case.share)
+    parts = partition(tree, num_parts=num_parts)
+    assert list(itertools.chain(*parts)) == tree.sorted_sequences.tolist()
+    assert all(isinstance(i, int) for part in parts for i in part)
+    leaves = set(tree.leaf_sequences.tolist())
+    names, keys = brute.words(case.sequences), case.keys or [0] * len(case.sequences)
+    for part in parts:
+        for i in set(part) - leaves:
+            assert any(keys[i] == keys[j] and names[j][: len(names[i])] == names[i] for j in set(part) & leaves)
+    assert partition(tree, num_parts=num_parts) == parts
+
+
+def test_fewer_leaves_than_parts_gives_empty_parts() -> None:
+    tree = PrefixTree.build([[1, 2, 3], [1, 2], [4]])
+    parts = partition(tree, num_parts=5)
+    assert sorted(len(part) for part in parts) == [0, 0, 0, 1, 2]
+    assert sorted(map(sorted, parts)) == [[], [], [], [0, 1], [2]]
+
+
+def test_empty_tree_gives_empty_parts() -> None:
+    assert partition(PrefixTree.build([]), num_parts=3) == [[], [], []]
+
+
+def test_one_part_holds_everything() -> None:
+    assert sorted(partition(PrefixTree.build([[1, 2], [3], [1, 4]]), num_parts=1)[0]) == [0, 1, 2]
+
+
+def test_equal_leaves_are_dealt_evenly() -> None:
+    tree = PrefixTree.build([[i, 1, 2] for i in range(12)])
+    assert [len(part) for part in partition(tree, num_parts=4)] == [3, 3, 3, 3]
+
+
+@pytest.mark.parametrize("num_parts", [0, -1])
+def test_no_parts_is_refused(num_parts: int) -> None:
+    with pytest.raises(ValueError, match="num_parts"):
+        partition(PrefixTree.build([[1]]), num_parts=num_parts)
+
+
+@pytest.fixture(scope="module")
+def airline_turns() -> list[np.ndarray]:
+    """Every assistant turn (prompt so far + turn) of tasks 0-7, four trials each."""
+    path = Path(os.environ.get("ARBORIST_DATA", "")) / "tau" / "airline_tokens.npz"
+    if "ARBORIST_DATA" not in os.environ or not path.exists():
+        pytest.skip(f"needs {path} (set ARBORIST_DATA)")
+    data = np.load(path)
+    whole = {
+        i: np.concatenate([data["system_ids"], data["ids"][data["offsets"][i] : data["offsets"][i + 1]]])
+        for i in np.flatnonzero(data["task"] < 8)
+    }
+    assert len(whole) == 32
+    return [whole[i][:end] for i, end in zip(data["turn_traj"], data["turn_end"]) if i in whole]
+
+
+@pytest.mark.parametrize(("num_parts", "expected"), [(2, 1.044), (4, 1.130), (8, 1.296)])
+def test_balance_on_airline_turns(airline_turns, num_parts: int, expected: float) -> None:
+    """(cost of the slowest part) x (parts) / (cost of the whole tree): what sharing lost to the cut costs."""
+    tree = PrefixTree.build(airline_turns)
+
+    def cost(part_tree: PrefixTree) -> float:
+        return part_tree.num_tokens + part_tree.num_attention_pairs / 8192
+
+    parts = partition(tree, num_parts=num_parts)
+    assert sorted(itertools.chain(*parts)) == list(range(len(airline_turns)))
+    slowest = max(cost(PrefixTree.build([airline_turns[i] for i in part])) for part in parts)
+    assert slowest * num_parts / cost(tree) == pytest.approx(expected, abs=0.01)

@@ -1,0 +1,332 @@
+"""The embedded engine: the suite every engine passes, and what only this one can break (it lives in the trainer)."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import threading
+from typing import ClassVar
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig, MambaConfig, MistralConfig, Qwen2Config
+
+from datamodules.inference.embedded import EmbeddedEngine
+from datamodules.inference.protocol import GenerationError, GenerationRequest, WeightUpdate
+from tests.datamodules.inference.engine_suite import (
+    CONTEXT,
+    VOCABULARY,
+    EngineSuite,
+    assert_parity,
+    generate_all,
+    prompts_of,
+    tiny_policy,
+    wait_until_generating,
+)
+
+
+def started(policy=None, seed=3, **settings) -> EmbeddedEngine:
+    engine = EmbeddedEngine(**({"control_timeout_s": 20.0, "request_timeout_s": 60.0} | settings))
+    engine.start(policy or tiny_policy(), version=0, seed=seed)
+    return engine
+
+
+def answers(engine: EmbeddedEngine, requests: list[GenerationRequest]):
+    try:
+        return asyncio.run(generate_all(engine, requests))
+    finally:
+        engine.close()
+
+
+class TestEmbedded(EngineSuite):
+    @pytest.fixture
+    def engine(self, policy):
+        engine = started(policy)
+        yield engine
+        engine.close()
+
+
+class TestEmbeddedSqueezed(EngineSuite):
+    """The same promises when requests wait for room, prompts go in chunks and the grid is laid out anew."""
+
+    @pytest.fixture
+    def engine(self, policy):
+        engine = started(policy, kv_cache_tokens=700, max_batch_tokens=16, max_concurrent=7)
+        yield engine
+        engine.close()
+
+
+SHAPE = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 48,
+    "max_position_embeddings": CONTEXT,
+    "initializer_range": 0.15,
+}
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        Qwen2Config(**SHAPE),
+        Qwen2Config(**SHAPE, use_sliding_window=True, sliding_window=6, max_window_layers=1),
+        LlamaConfig(**SHAPE),
+        MistralConfig(**SHAPE, sliding_window=8),
+    ],
+    ids=["qwen2", "qwen2-sliding", "llama", "mistral-sliding"],
+)
+@pytest.mark.parametrize("max_batch_tokens", [4096, 10])
+def test_other_families(config, max_batch_tokens) -> None:
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config).eval()
+    requests = [GenerationRequest(prompt, 20) for prompt in prompts_of([3, 30, 30, 4])]
+    for request, response in zip(requests, answers(started(model, max_batch_tokens=max_batch_tokens), requests)):
+        assert_parity({0: model}, request, response, 1e-5)
+
+
+def test_a_state_that_is_not_keys_and_values_is_refused() -> None:
+    model = AutoModelForCausalLM.from_config(MambaConfig(vocab_size=16, hidden_size=16, num_hidden_layers=1))
+    engine = EmbeddedEngine()
+    with pytest.raises((GenerationError, ValueError)):
+        engine.start(model, 0, 0)
+    assert not engine.health()["alive"]
+
+
+class TestReproducible:
+    requests: ClassVar = [GenerationRequest(prompt, 15) for prompt in prompts_of([8] * 6 + [3] * 6) for _ in range(4)]
+
+    def test_same_seed_same_everything(self) -> None:
+        first, second = (answers(started(seed=3), self.requests) for _ in range(2))
+        assert [r.tokens for r in first] == [r.tokens for r in second]
+        assert [r.logprobs for r in first] == [r.logprobs for r in second]  # to the bit: the same batches
+        other = answers(started(seed=4), self.requests)
+        assert [r.tokens for r in first] != [r.tokens for r in other]
+        assert len({tuple(r.tokens) for r in first[:4]}) == 4  # samples of one prompt differ
+
+    def test_requests_of_one_turn_of_the_loop_run_together(self, monkeypatch) -> None:
+        """Otherwise batches, and with them the last bits of log-probabilities, would depend on timing."""
+        engine = started()
+        step, running = engine._batcher.step, []
+
+        def spy(version):
+            ended = step(version)
+            running.append(len(engine._batcher.running) + len(ended))
+            return ended
+
+        monkeypatch.setattr(engine._batcher, "step", spy)
+        answers(engine, self.requests)
+        assert running == [len(self.requests)] * 15
+
+    def test_draws_do_not_depend_on_the_company(self) -> None:
+        together = answers(started(), self.requests)
+        squeezed = answers(started(kv_cache_tokens=160, max_concurrent=3, max_batch_tokens=5), self.requests)
+        assert [r.tokens for r in together] == [r.tokens for r in squeezed]
+
+    def test_a_request_seed_fixes_it_whatever_came_before(self) -> None:
+        fixed = GenerationRequest(prompts_of([8])[0], 15, seed=11)
+        alone = answers(started(seed=3), [fixed])[0]
+        late = answers(started(seed=9), [*self.requests, fixed])[-1]
+        assert alone.tokens == late.tokens
+
+    def test_the_same_after_an_interruption_by_equal_weights(self) -> None:
+        policy = tiny_policy()
+        requests = [GenerationRequest(prompt, 100) for prompt in prompts_of([8] * 8)]
+        undisturbed = answers(started(policy), requests)
+        engine = started(policy)
+
+        async def run():
+            loop = asyncio.get_running_loop()
+            tasks = [asyncio.create_task(engine.generate(request)) for request in requests]
+            await loop.run_in_executor(None, wait_until_generating, engine)
+            update = WeightUpdate(1, state_dict=policy.state_dict())
+            await loop.run_in_executor(None, engine.update_weights, update)
+            return await asyncio.gather(*tasks)
+
+        disturbed = asyncio.run(run())
+        engine.close()
+        assert [r.tokens for r in disturbed] == [r.tokens for r in undisturbed]
+        assert any(set(r.versions) == {0, 1} for r in disturbed)
+
+
+def test_the_trainer_notices_nothing() -> None:
+    policy = tiny_policy().train()
+    before = {name: tensor.clone() for name, tensor in policy.state_dict().items()}
+    attention, threads = policy.config._attn_implementation, torch.get_num_threads()
+    torch.manual_seed(5), random.seed(5), np.random.seed(5)
+    expected = torch.rand(3), random.random(), np.random.rand()
+    torch.manual_seed(5), random.seed(5), np.random.seed(5)
+    engine = started(policy, num_threads=1)
+    asyncio.run(generate_all(engine, [GenerationRequest([1, 2], 8)]))
+    engine.update_weights(WeightUpdate(1, state_dict=tiny_policy(seed=1).state_dict()))
+    answers(engine, [GenerationRequest([1, 2], 8)])
+    assert torch.equal(torch.rand(3), expected[0])
+    assert (random.random(), np.random.rand()) == expected[1:]
+    assert policy.training and policy.config._attn_implementation == attention and torch.get_num_threads() == threads
+    assert all(parameter.requires_grad for parameter in policy.parameters()) and torch.is_grad_enabled()
+    assert all(torch.equal(tensor, before[name]) for name, tensor in policy.state_dict().items())
+    assert not any(thread.name == "embedded-engine" for thread in threading.enumerate())
+
+
+def test_training_the_policy_does_not_reach_the_engine_before_an_update() -> None:
+    policy, frozen = tiny_policy(), tiny_policy()
+    engine = started(policy)
+    with torch.no_grad():
+        for parameter in policy.parameters():
+            parameter.mul_(1.5)
+    request = GenerationRequest(prompts_of([5])[0], 10)
+    assert_parity({0: frozen}, request, asyncio.run(engine.generate(request)), 1e-5)
+    engine.update_weights(WeightUpdate(1, state_dict=policy.state_dict()))
+    assert_parity({1: policy}, request, answers(engine, [request])[0], 1e-5)
+
+
+def test_weights_from_a_directory(tmp_path) -> None:
+    newer = tiny_policy(seed=2)
+    newer.save_pretrained(tmp_path / "weights")
+    engine = started()
+    with pytest.raises(GenerationError, match=r"WeightUpdate\.path.*nowhere"):
+        engine.update_weights(WeightUpdate(1, path=str(tmp_path / "nowhere")))
+    assert engine.version == 0
+    assert engine.update_weights(WeightUpdate(1, path=str(tmp_path / "weights"))) > 0
+    request = GenerationRequest(prompts_of([5])[0], 10)
+    assert_parity({1: newer}, request, answers(engine, [request])[0], 1e-5)
+
+
+def test_weights_that_do_not_fit_change_nothing() -> None:
+    policy = tiny_policy()
+    engine = started(policy)
+    good = tiny_policy(seed=1).state_dict()
+    name = "model.layers.1.mlp.up_proj.weight"
+    for bad, match in (
+        ({k: v for k, v in good.items() if k != name}, f"missing.*{name}"),
+        (good | {"extra": torch.zeros(1)}, "unknown.*extra"),
+        (good | {name: torch.zeros(2, 2)}, rf"{name}.*\(2, 2\)"),
+    ):
+        with pytest.raises(GenerationError, match=match):
+            engine.update_weights(WeightUpdate(1, state_dict=bad))
+    with pytest.raises(ValueError, match="state_dict and path"):
+        WeightUpdate(1)
+    request = GenerationRequest(prompts_of([5])[0], 10)
+    assert_parity({0: policy}, request, answers(engine, [request])[0], 1e-5)
+
+
+def test_an_update_that_breaks_off_ends_the_engine(monkeypatch) -> None:
+    """Weights of two versions mixed must never generate."""
+    engine = started()
+    monkeypatch.setattr(
+        "datamodules.inference.embedded.engine.matched", lambda model, weights: [(torch.zeros(2), torch.zeros(3))]
+    )
+    with pytest.raises(RuntimeError, match="size"):
+        engine.update_weights(WeightUpdate(1, state_dict={}))
+    with pytest.raises(GenerationError, match="size"):
+        answers(engine, [GenerationRequest([1, 2], 4)])
+    assert engine.version == 0 and not engine.health()["alive"]
+
+
+def test_memory_is_what_the_configuration_says() -> None:
+    engine = started(kv_cache_tokens=320, max_concurrent=4)
+    requests = [GenerationRequest(prompt, 30) for prompt in prompts_of([40] * 30)]
+    asyncio.run(generate_all(engine, requests))
+    # keys and values x 2 layers x 320 tokens x 2 heads x 16 numbers x 4 bytes
+    assert engine.health()["kv_cache_bytes"] == 2 * 2 * 320 * 2 * 16 * 4
+    engine.close()
+    small = started(kv_cache_tokens=32)
+    assert small.max_context == 32
+    with pytest.raises(GenerationError, match=r"max_new_tokens.*context of 32"):
+        answers(small, [GenerationRequest([1] * 20, 13)])
+
+
+def test_a_failure_in_the_thread_reaches_everyone() -> None:
+    engine = started()
+    poison = {name: torch.full_like(tensor, torch.nan) for name, tensor in tiny_policy().state_dict().items()}
+
+    async def run():
+        engine.pause()
+        engine.update_weights(WeightUpdate(1, state_dict=poison))
+        tasks = [
+            asyncio.create_task(engine.generate(GenerationRequest([1, 2], 8, request_id=f"r{i}"))) for i in range(9)
+        ]
+        await asyncio.sleep(0.05)
+        engine.resume()
+        return await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), 30)
+
+    errors = asyncio.run(run())
+    assert len(errors) == 9 and all(isinstance(error, GenerationError) for error in errors)
+    assert "'r4'" in str(errors[4]) and "version 1" in str(errors[4]) and "not finite" in str(errors[4])
+    assert not engine.health()["alive"] and "not finite" in engine.health()["error"]
+    with pytest.raises(GenerationError, match="not finite"):
+        asyncio.run(engine.generate(GenerationRequest([1, 2], 8)))
+    engine.close()
+    engine.start(tiny_policy(), version=2, seed=0)  # closed engines can start again
+    assert answers(engine, [GenerationRequest([1, 2], 8)])[0].versions == [2] * 8
+
+
+def test_a_request_has_a_deadline_and_pauses_do_not_count() -> None:
+    engine = started(request_timeout_s=0.3)
+
+    async def run():
+        engine.pause()
+        pending = asyncio.create_task(engine.generate(GenerationRequest([1, 2], 4)))
+        await asyncio.sleep(0.6)
+        engine.resume()
+        return await pending
+
+    assert len(asyncio.run(run()).tokens) == 4
+    engine.request_timeout_s = 1e-9
+    with pytest.raises(GenerationError, match=r"'late'.*request_timeout_s"):
+        answers(engine, [GenerationRequest(prompts_of([90])[0], 70, request_id="late")])
+
+
+def test_a_stuck_forward_pass_is_named(monkeypatch) -> None:
+    engine = started(control_timeout_s=0.2)
+    entered, release = threading.Event(), threading.Event()
+    step = engine._batcher.step
+
+    def slow(version):
+        entered.set()
+        release.wait(20)
+        return step(version)
+
+    monkeypatch.setattr(engine._batcher, "step", slow)
+
+    async def run():
+        task = asyncio.create_task(engine.generate(GenerationRequest([1, 2], 2)))
+        await asyncio.get_running_loop().run_in_executor(None, entered.wait, 20)
+        for control in (
+            engine.pause,
+            lambda: engine.update_weights(WeightUpdate(1, state_dict=tiny_policy().state_dict())),
+        ):
+            with pytest.raises(GenerationError, match=r"forward pass in progress.*control_timeout_s"):
+                control()
+        with pytest.raises(GenerationError, match=r"forward pass in progress.*left of WeightUpdate\.deadline_s"):
+            engine.update_weights(WeightUpdate(1, state_dict=tiny_policy().state_dict(), deadline_s=0.05))
+        release.set()
+        return await task  # not paused: a control that failed leaves no trace
+
+    assert len(asyncio.run(run()).tokens) == 2
+    assert engine.version == 0
+    engine.close()
+
+
+@pytest.mark.parametrize(
+    "setting", [{"kv_cache_tokens": 0}, {"max_concurrent": -1}, {"dtype": "fp8"}, {"num_threads": 0}], ids=str
+)
+def test_a_bad_setting_is_named(setting) -> None:
+    with pytest.raises(ValueError, match=rf"EmbeddedEngine\.{next(iter(setting))}"):
+        EmbeddedEngine(**setting)
+
+
+def test_lifecycle_errors() -> None:
+    engine = EmbeddedEngine()
+    with pytest.raises(GenerationError, match="not running"):
+        asyncio.run(engine.generate(GenerationRequest([1], 1)))
+    with pytest.raises(GenerationError, match="not running"):
+        _ = engine.vocab_size
+    engine.close()
+    engine.start(tiny_policy(), 0, 0)
+    with pytest.raises(GenerationError, match="already runs"):
+        engine.start(tiny_policy(), 0, 0)
+    engine.close()

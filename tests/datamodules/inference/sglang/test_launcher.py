@@ -1,0 +1,320 @@
+"""Starting and ending server processes, with small programs in the server's place: errors, deadlines, leftovers."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import socket
+import stat
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from app.cli import serve
+from datamodules.inference.protocol import GenerationError
+from datamodules.inference.sglang import Launch, SGLangEngine
+from datamodules.inference.sglang.client import ServerClient, ServerLost
+from datamodules.inference.sglang.environment import NoServerEnvironment, server_python
+from datamodules.inference.sglang.launcher import ServerDidNotStart, ServerOptions, ServerProcess
+from datamodules.inference.sglang.loop_thread import LoopThread
+from datamodules.inference.sglang.roster import given_servers
+from datamodules.inference.sglang.server import leftovers
+from tests.datamodules.inference.engine_suite import tiny_policy
+
+
+@pytest.fixture
+def interpreter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Makes an 'interpreter' that runs a shell script whatever it is asked to run."""
+
+    def make(script: str) -> None:
+        path = tmp_path / "python"
+        path.write_text(f"#!/bin/sh\n{script}\n")
+        path.chmod(path.stat().st_mode | stat.S_IXUSR)
+        monkeypatch.setenv("ARBORIST_SGLANG_PYTHON", str(path))
+
+    return make
+
+
+def a_process(tmp_path: Path, key: str | None = None) -> ServerProcess:
+    return ServerProcess(ServerOptions("/a/model"), tmp_path / "logs" / "server.log", key)
+
+
+def test_one_that_ends_is_an_error_with_the_end_of_its_log(interpreter, tmp_path: Path) -> None:
+    interpreter("echo 'no such thing as a model'; exit 3")
+    process = a_process(tmp_path)
+    with pytest.raises(ServerDidNotStart, match=r"ended with code 3.*server\.log:\n.*no such thing as a model"):
+        asyncio.run(process.ready(20))
+    assert process.pid is None
+
+
+def test_one_that_does_not_come_up_is_an_error_in_time_and_ended(interpreter, tmp_path: Path) -> None:
+    interpreter("echo loading; trap '' TERM; sleep 600 & wait")
+    process = a_process(tmp_path)
+    process.start()
+    group, scratch = process.pid, Path(process._scratch)
+    assert scratch.exists()
+    with pytest.raises(ServerDidNotStart, match=r"not healthy within 0\.5 s.*\n.*loading"):
+        asyncio.run(process.ready(0.5))
+    assert leftovers.members(group) == [] and not scratch.exists()
+
+
+def test_stop_ends_the_whole_group_and_can_be_repeated(interpreter, tmp_path: Path) -> None:
+    interpreter("trap '' TERM; sleep 600 & sleep 600 & echo all-three; wait")
+    process = a_process(tmp_path)
+    process.start()
+    group = process.pid
+    while "all-three" not in process.tail():
+        time.sleep(0.02)
+    assert len(leftovers.members(group)) == 3
+    process.stop(grace_s=0.2)
+    process.stop()
+    assert leftovers.members(group) == []
+
+
+def test_shared_memory_of_a_group_is_found_and_nobody_elses() -> None:
+    name = f"/dev/shm/sglang_test_{os.getpid()}"
+    code = f"import sys; f = open('{name}', 'w'); g = open('{name}_other', 'w'); print(flush=True); sys.stdin.read()"
+    child = subprocess.Popen(
+        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True
+    )
+    try:
+        assert child.stdout is not None
+        child.stdout.readline()
+        found = leftovers.shared_memory(child.pid)
+        assert found == {Path(name), Path(f"{name}_other")}
+        assert Path(name) not in leftovers.shared_memory(os.getpgrp())
+        leftovers.kill(child.pid)
+        assert child.wait(10) == -9
+        leftovers.remove(found)
+        assert not Path(name).exists()
+    finally:
+        child.kill()
+        leftovers.remove({Path(name), Path(f"{name}_other")})
+
+
+def test_the_key_is_in_the_environment_only(interpreter, tmp_path: Path) -> None:
+    interpreter('echo "key: $ARBORIST_SGLANG_API_KEY"; echo "arguments: $*"; echo "rank: $RANK"; sleep 600')
+    process = a_process(tmp_path, key="k3y")
+    os.environ["RANK"] = "1"
+    try:
+        process.start()
+        while "rank:" not in process.tail():
+            time.sleep(0.02)
+        text = process.tail()
+    finally:
+        process.stop(0.0)
+        del os.environ["RANK"]
+    assert "key: k3y" in text and "rank: \n" in f"{text}\n"  # the trainer's place in its group is not the server's
+    assert "k3y" not in text.partition("arguments:")[2] and "k3y" not in repr(process.client())
+
+
+_STAND_IN = """
+import logging, os, subprocess, sys, time
+file = open(f"/dev/shm/sglang_test_{os.getpid()}", "w")
+child = subprocess.Popen(["sleep", "600"])
+logging.basicConfig(level=logging.INFO, stream=sys.stdout)
+logging.info("arguments=%s", sys.argv)
+print("printed:", sys.argv, flush=True)
+try:
+    raise ValueError(f"raised: {sys.argv}")
+except ValueError:
+    import traceback; traceback.print_exc()
+    logging.exception("logged")
+logging.info("up: %s", file.name)
+time.sleep(600)
+"""
+
+_LAUNCHER = """
+import sys, time
+from pathlib import Path
+from datamodules.inference.sglang.launcher import ServerOptions, ServerProcess
+directory = Path(sys.argv[1])
+process = ServerProcess(ServerOptions("/a/model", device="cuda"), directory / "log", "k3y-k3y", directory / "weights")
+process.start()
+print(process.pid, process._scratch, flush=True)
+time.sleep(600)
+"""
+
+
+def test_a_launcher_that_is_killed_takes_everything_with_it(tmp_path: Path) -> None:
+    """The real entry point of the server's side, with a stand-in for SGLang."""
+    (tmp_path / "sglang").mkdir()
+    (tmp_path / "sglang" / "__init__.py").touch()
+    (tmp_path / "sglang" / "launch_server.py").write_text(_STAND_IN)
+    (tmp_path / "weights").mkdir()
+    paths = os.pathsep.join([str(tmp_path), os.getcwd()])
+    launcher = subprocess.Popen(
+        [sys.executable, "-c", _LAUNCHER, str(tmp_path)],
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": paths, "ARBORIST_SGLANG_PYTHON": sys.executable},
+    )
+    try:
+        assert launcher.stdout is not None
+        pid, scratch = launcher.stdout.readline().split()
+        ends = time.monotonic() + 60
+        while "up: " not in (text := (tmp_path / "log").read_text()):
+            assert time.monotonic() < ends, text
+            time.sleep(0.02)
+        assert "--api-key" in text and "k3y-k3y" not in text
+        assert all(word in text for word in ("arguments=", "printed:", "raised: ", "logged"))
+        assert text.count("***") >= 4
+        files = leftovers.shared_memory(int(pid))
+        assert len(files) == 1 and len(leftovers.members(int(pid))) == 2 and Path(scratch).exists()
+        launcher.kill()
+        while leftovers.members(int(pid)) or Path(scratch).exists() or (tmp_path / "weights").exists():
+            assert time.monotonic() < ends, leftovers.members(int(pid))
+            time.sleep(0.02)
+        assert not any(file.exists() for file in files)
+    finally:
+        launcher.kill()
+        launcher.wait(10)
+
+
+def test_no_environment_says_how_to_get_one(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("ARBORIST_SGLANG_PYTHON", str(tmp_path / "nothing"))
+    with pytest.raises(NoServerEnvironment, match=r"ARBORIST_SGLANG_PYTHON: '.*nothing' is no interpreter"):
+        server_python()
+    monkeypatch.delenv("ARBORIST_SGLANG_PYTHON")
+    monkeypatch.setattr("datamodules.inference.sglang.environment.DEFAULT", tmp_path)
+    with pytest.raises(NoServerEnvironment, match="make sglang"):
+        server_python()
+    engine = SGLangEngine(launch=Launch(device="cpu"), start_timeout_s=20)
+    with pytest.raises(NoServerEnvironment, match="make sglang"):
+        engine.start(tiny_policy(), 0, 0)
+
+
+@pytest.mark.parametrize("url", ["127.0.0.1:30000", "http://", "ftp://x", "http://user:hush@host:1", "http://h?key=1"])
+def test_addresses_that_are_none(url: str) -> None:
+    with pytest.raises(ValueError, match="must look like") as error:
+        SGLangEngine([url])
+    assert "hush" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({}, "either urls"),
+        ({"urls": ["http://a:1"], "launch": Launch()}, "either urls"),
+        ({"urls": ["http://a:1", "http://a:1/"]}, "there twice"),
+        ({"urls": ["http://a:1"], "silence_s": 0}, "silence_s: 0"),
+    ],
+)
+def test_settings_that_cannot_be(settings, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        SGLangEngine(**settings)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"replicas": 0}, "launch.replicas: 0"),
+        ({"device": "tpu"}, "launch.device: 'tpu'"),
+        ({"device": "cpu", "tensor_parallel": 2}, "no effect with launch.device: cpu"),
+        ({"max_restarts": -1}, "launch.max_restarts: -1"),
+        ({"arguments": ("--tp-size", "1", "--host", "0.0.0.0")}, r"launch.arguments: --host \(--host\) would change"),
+        ({"arguments": ("--ho=0.0.0.0",)}, r"launch.arguments: --ho \(--host\)"),
+        ({"arguments": ["--port", "80"]}, r"launch.arguments: --port .* the key comes from ARBORIST_SGLANG_API_KEY"),
+        ({"arguments": ("--api_key=k",)}, r"launch.arguments: --api-key"),
+        ({"arguments": ("--config", "file.yaml")}, r"launch.arguments: --config"),
+    ],
+)
+def test_launches_that_cannot_be(settings, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Launch(**settings)
+
+
+@pytest.mark.parametrize("opening", [["--host", "0.0.0.0"], ["--hos=::"], ["--port=80"], ["--api-key", "K"]])
+def test_serve_is_not_opened_behind_its_own_options(
+    opening: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("ARBORIST_SGLANG_API_KEY", raising=False)
+    (tmp_path / "config.json").write_text("{}")
+    parser = argparse.ArgumentParser()
+    serve.add_arguments(parser)
+    given = ["--model", str(tmp_path), "--", "--mem-fraction-static", "0.5"]
+    (process,) = serve._processes(parser.parse_args(given))
+    assert process.options.command(1)[-2:] == ["--mem-fraction-static", "0.5"]
+    with pytest.raises(serve.CannotServe, match=rf"^-- {opening[0].partition('=')[0]} .*would change where"):
+        serve._processes(parser.parse_args([*given, *opening]))
+    with pytest.raises(serve.CannotServe, match=r"--host: 0\.0\.0\.0 opens the servers to the network"):
+        serve._processes(parser.parse_args(["--host", "0.0.0.0", *given]))
+
+
+@pytest.mark.parametrize(
+    ("url", "warned"),
+    [
+        ("http://10.1.2.3:30000", True),
+        ("http://a-server:30000", True),
+        ("https://a-server:30000", False),
+        ("http://127.0.0.9:30000", False),
+        ("http://localhost:30000", False),
+        ("http://[::1]:30000", False),
+    ],
+)
+def test_a_key_that_goes_over_a_network_in_clear_text_is_warned_of(
+    url: str, warned: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    given_servers([url], None, 4)
+    assert not caplog.records
+    given_servers([url], "k3y-k3y", 4)
+    assert [f"the API key, prompts and replies go to {url} in clear text" in one for one in caplog.messages] == (
+        [True] if warned else []
+    )
+    assert "k3y" not in caplog.text
+
+
+def test_a_loop_that_stands_still_is_an_error_in_time() -> None:
+    thread = LoopThread("a-loop")
+    stuck = threading.Event()
+
+    async def work() -> int:
+        return 3
+
+    async def late() -> None:
+        raise TimeoutError("of its own")
+
+    try:
+        assert thread.call(work(), 30.0) == 3
+        with pytest.raises(TimeoutError, match="of its own"):
+            thread.call(late(), 30.0)
+        thread.loop.call_soon_threadsafe(stuck.wait, 60.0)
+        with pytest.raises(GenerationError, match=r"the event loop of thread a-loop stands still: .* within 0\.2 s"):
+            thread.call(work(), 0.2)
+    finally:
+        stuck.set()
+        thread.stop(30.0)
+
+
+def test_gpus_seeds_and_limits_of_several_servers() -> None:
+    one, two = Launch(replicas=2, device="cuda", first_gpu=4, tensor_parallel=2).options("/m", 100, 7, 3, 32)
+    assert (one.gpu, two.gpu) == (4, 6) and one.seed != two.seed
+    command = two.command(30001)
+    for flag, value in {
+        "--base-gpu-id": "6",
+        "--tp-size": "2",
+        "--weight-version": "7",
+        "--context-length": "106",
+    }.items():
+        assert command[command.index(flag) + 1] == value
+    assert "--attention-backend" not in command
+
+
+def test_a_call_to_one_that_accepts_and_never_answers_ends_in_time() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as mute:
+        url = f"http://127.0.0.1:{mute.getsockname()[1]}"
+
+        async def call() -> None:
+            client = ServerClient(url, "k3y")
+            try:
+                with pytest.raises(ServerLost, match=rf"{url}/model_info: no answer within 0\.2 s"):
+                    await client.get("/model_info", 0.2)
+            finally:
+                await client.close()
+
+        asyncio.run(call())

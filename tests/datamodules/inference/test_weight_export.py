@@ -1,0 +1,232 @@
+"""What engines are given: merged adapters by the base model's names, and directories that are complete or not there."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+from datamodules.inference.export import ExportError, base_model, checkpoint_weights, merged_weights, num_bytes
+from datamodules.inference.weight_files import WeightFiles, split
+from tests.datamodules.inference.adapters import with_lora
+from tests.datamodules.inference.engine_suite import VOCABULARY, tiny_policy
+
+TOKENS = torch.tensor([[3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7, 9]])
+SMALL = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 48,
+    "initializer_range": 0.15,
+}
+
+
+@torch.no_grad()
+def logits(model) -> torch.Tensor:
+    return model(TOKENS).logits
+
+
+@torch.no_grad()
+def assert_loads(path: Path, policy) -> None:
+    """transformers reads from `path` the model that `policy` is, nothing missing and nothing left over."""
+    loaded, info = AutoModelForCausalLM.from_pretrained(path, output_loading_info=True)
+    assert not any(info[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    torch.testing.assert_close(logits(loaded.eval()), logits(policy), atol=2e-5, rtol=0)
+
+
+def test_a_plain_policy_is_not_copied() -> None:
+    policy = tiny_policy()
+    weights = merged_weights(policy)
+    assert {name: tensor.data_ptr() for name, tensor in weights.items()} == {
+        name: tensor.data_ptr() for name, tensor in policy.state_dict().items()
+    }
+    assert not any(tensor.requires_grad for tensor in weights.values())
+    assert num_bytes(weights) == sum(parameter.nbytes for parameter in policy.parameters())
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"target_modules": "all-linear", "use_rslora": True},
+        {"use_dora": True},
+        {"modules_to_save": ["norm"]},
+        {"trainable_token_indices": [1, 5]},
+    ],
+    ids=["lora", "rslora-everywhere", "dora", "modules-to-save", "tokens"],
+)
+def test_adapters_are_merged_without_a_trace_in_the_trainer(options, tmp_path) -> None:
+    policy = with_lora(tiny_policy(), **options)
+    with torch.no_grad():
+        for name, parameter in policy.named_parameters():
+            if "modules_to_save" in name or "trainable_tokens" in name:
+                parameter.add_(0.3)
+    before = {name: tensor.clone() for name, tensor in policy.state_dict().items()}
+    torch.manual_seed(1)
+    generator = torch.get_rng_state()
+    weights = merged_weights(policy)
+    plain = tiny_policy(seed=5)
+    assert weights.keys() == plain.state_dict().keys()
+    plain.load_state_dict(weights)
+    assert (logits(plain) - logits(tiny_policy())).abs().max() > 0.1  # the adapters do something
+    torch.testing.assert_close(logits(plain), logits(policy), atol=2e-5, rtol=0)
+    assert checkpoint_weights(policy).keys() == plain.state_dict().keys() - {"lm_head.weight"}
+    path, _ = WeightFiles(tmp_path).write(policy, 1)
+    assert_loads(path, policy)
+    assert torch.equal(torch.get_rng_state(), generator)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in policy.state_dict().items())
+
+
+@pytest.mark.parametrize("options", [{"target_modules": ["embed_tokens"]}, {"modules_to_save": ["lm_head"]}], ids=str)
+def test_tied_embeddings_that_adapters_separate_are_refused(options) -> None:
+    with pytest.raises(ExportError, match=r"lm_head.weight.*embed_tokens.weight.*tie_word_embeddings: false"):
+        merged_weights(with_lora(tiny_policy(), **options))
+
+
+def test_untied_embeddings_may_have_adapters(tmp_path) -> None:
+    torch.manual_seed(0)
+    policy = with_lora(Qwen2ForCausalLM(Qwen2Config(**SMALL, tie_word_embeddings=False)), modules_to_save=["lm_head"])
+    with torch.no_grad():
+        policy.get_base_model().lm_head.modules_to_save["default"].weight.mul_(2)
+    assert "lm_head.weight" in checkpoint_weights(policy)
+    assert_loads(WeightFiles(tmp_path).write(policy, 1)[0], policy)
+
+
+def test_adapters_that_are_not_finite_are_named() -> None:
+    policy = with_lora(tiny_policy())
+    with torch.no_grad():
+        policy.get_base_model().model.layers[1].mlp.down_proj.lora_A["default"].weight[0, 0] = torch.nan
+    with pytest.raises(ExportError, match=r"adapters of 'model.layers.1.mlp.down_proj' cannot be merged"):
+        merged_weights(policy)
+
+
+def test_experts_leave_under_the_names_of_a_checkpoint(tmp_path) -> None:
+    """transformers fuses them in memory; servers read one tensor for each."""
+    torch.manual_seed(0)
+    experts = {"num_experts": 3, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "head_dim": 8}
+    policy = Qwen3MoeForCausalLM(Qwen3MoeConfig(**SMALL, **experts)).eval()
+    weights = checkpoint_weights(policy)
+    assert weights["model.layers.1.mlp.experts.2.down_proj.weight"].shape == (32, 16)
+    policy.save_pretrained(tmp_path / "reference")
+    (reference,) = (tmp_path / "reference").glob("*.safetensors")
+    ours, size = WeightFiles(tmp_path).write(policy, 1)
+    assert size == num_bytes(weights) and abs(reference.stat().st_size - size) < 100_000
+    assert_loads(ours, policy)
+    adapted = with_lora(policy, target_modules=["q_proj"])
+    assert checkpoint_weights(adapted).keys() == weights.keys()
+
+
+def test_a_policy_that_is_not_its_configuration_is_refused() -> None:
+    policy = tiny_policy()
+    policy.extra = torch.nn.Linear(2, 2)
+    with pytest.raises(ExportError, match=r"not the Qwen3ForCausalLM.*unknown \['extra.bias', 'extra.weight'\]"):
+        checkpoint_weights(policy)
+
+
+def test_files_are_sharded_and_replaced_and_pruned(tmp_path) -> None:
+    files = WeightFiles(tmp_path / "weights", shard_bytes=20_000)
+    for version in (1, 2, 2):
+        policy = tiny_policy(seed=version)
+        path, _ = files.write(policy, version)
+        index = json.loads((path / "model.safetensors.index.json").read_text())
+        assert len(set(index["weight_map"].values())) == len(list(path.glob("*.safetensors"))) > 3
+        assert json.loads((path / "config.json").read_text())["architectures"] == ["Qwen3ForCausalLM"]
+        assert_loads(path, policy)
+    (tmp_path / "weights" / ".v00000009.partial").mkdir()  # a writer was killed
+    files.prune(keep=2)
+    assert [path.name for path in (tmp_path / "weights").iterdir()] == ["v00000002"]
+
+
+def test_parameters_in_one_flat_buffer_do_not_count_as_shared(tmp_path) -> None:
+    policy = tiny_policy()
+    sizes = [parameter.numel() for parameter in policy.parameters()]
+    flat = torch.cat([parameter.detach().reshape(-1) for parameter in policy.parameters()])
+    for parameter, piece in zip(policy.parameters(), flat.split(sizes)):
+        parameter.data = piece.view(parameter.shape)
+    assert num_bytes(merged_weights(policy)) == flat.nbytes
+    path, _ = WeightFiles(tmp_path).write(policy, 1)
+    assert_loads(path, tiny_policy())
+
+
+def test_split_cuts_before_the_limit() -> None:
+    sizes = {"empty": 0, "a": 3, "b": 5, "huge": 40, "c": 8, "d": 1}
+    weights = {name: torch.zeros(size, dtype=torch.uint8) for name, size in sizes.items()}
+    assert split(weights, 8) == [["empty", "a", "b"], ["huge"], ["c"], ["d"]]
+
+
+class TestDiskFull:
+    """The versions before stay as they are, nothing half-written is left, and the error says where and how much."""
+
+    def assert_refused(self, files: WeightFiles, match: str) -> None:
+        with pytest.raises(ExportError, match=rf"version 2 .*{files.path(2)}, which needs [\d,]+ bytes.*{match}"):
+            files.write(tiny_policy(seed=2), 2)
+        assert [path.name for path in files.directory.iterdir()] == ["v00000001"]
+        assert_loads(files.path(1), tiny_policy(seed=1))
+
+    def test_known_beforehand(self, tmp_path) -> None:
+        """On a file system too small for two versions."""
+        mount = tmp_path / "disk"
+        mount.mkdir()
+        size = (num_bytes(checkpoint_weights(tiny_policy())) * 3) // 2 + (1 << 20)
+        done = subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "none", mount], capture_output=True)
+        if done.returncode:
+            pytest.skip(f"no right to mount a small file system: {done.stderr.decode().strip()}")
+        try:
+            files = WeightFiles(mount)
+            files.write(tiny_policy(seed=1), 1)
+            self.assert_refused(files, r"only [\d,]+ bytes are free")
+        finally:
+            subprocess.run(["umount", mount], check=True)
+
+    def test_in_mid_write(self, tmp_path) -> None:
+        """A limit on file sizes makes the kernel refuse bytes in the middle of a file, as a quota does."""
+        files = WeightFiles(tmp_path)
+        files.write(tiny_policy(seed=1), 1)
+        limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+        handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, limits[1]))
+        try:
+            self.assert_refused(files, "(File too large|os error 27)")
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+            signal.signal(signal.SIGXFSZ, handler)
+
+
+_WRITER = """
+import os, signal, sys
+from datamodules.inference import weight_files
+from tests.datamodules.inference.engine_suite import tiny_policy
+def die(path):
+    os.kill(os.getpid(), signal.SIGKILL)
+files = weight_files.WeightFiles(sys.argv[1])
+files.write(tiny_policy(seed=1), 1)
+weight_files._flush = die  # the tensors are written, the directory is not yet renamed
+files.write(tiny_policy(seed=2), 2)
+"""
+
+
+def test_a_killed_writer_leaves_no_directory_that_looks_complete(tmp_path) -> None:
+    environment = os.environ | {"PYTHONPATH": os.getcwd()}
+    done = subprocess.run([sys.executable, "-c", _WRITER, str(tmp_path)], env=environment, timeout=120)
+    assert done.returncode == -signal.SIGKILL
+    files = WeightFiles(tmp_path)
+    assert files.path(1).exists() and not files.path(2).exists()
+    files.write(tiny_policy(seed=3), 2)
+    files.prune(keep=2)
+    assert [path.name for path in tmp_path.iterdir()] == ["v00000002"]
+    assert_loads(files.path(2), tiny_policy(seed=3))
+
+
+def test_the_base_model_of_either() -> None:
+    policy = tiny_policy()
+    assert base_model(policy) is policy and base_model(with_lora(policy)) is policy

@@ -1,0 +1,137 @@
+"""A stream that goes on says what is no longer as it was, and refuses another tokenizer."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+from transformers import AutoTokenizer
+
+from app.strategies.checkpoint.checkpoints import pack
+from datamodules.pipeline import fingerprint
+from datamodules.prompts import ArithmeticPrompts, JsonlPrompts
+from datamodules.prompts.tokenizers import load_tokenizer, texts_of
+from datamodules.rollout import RolloutDataModule
+from datamodules.supervised import SupervisedDataModule
+from datamodules.workflows import RLVRWorkflow
+from tests.datamodules.fake_engine import FakeEngine
+from tests.datamodules.test_recorded import module as recorded
+from tests.helpers.doubles import conversations
+
+CHARS = "0123456789+-*="
+
+
+def rollouts(tmp_path: Path, tokenizer: str = f"char:{CHARS}", **options: Any) -> RolloutDataModule:
+    given: dict[str, Any] = {
+        "prompts": ArithmeticPrompts(size=100),
+        "workflow": RLVRWorkflow(max_new_tokens=4),
+    }
+    data = RolloutDataModule(engine=FakeEngine(), tokenizer=tokenizer, **(given | options))
+    return _set_up(data, tmp_path)
+
+
+def supervised(tmp_path: Path, tokenizer: str = f"char:{CHARS}", **options: Any) -> SupervisedDataModule:
+    return _set_up(SupervisedDataModule(options.pop("prompts", ArithmeticPrompts()), tokenizer, **options), tmp_path)
+
+
+def _set_up(data: Any, tmp_path: Path) -> Any:
+    data.trainer = L.Trainer(default_root_dir=tmp_path, logger=False, enable_checkpointing=False, accelerator="cpu")
+    data.setup("fit")
+    return data
+
+
+def _state(data: Any) -> dict[str, Any]:
+    """As a datamodule's state has it, of a stream that has not begun."""
+    return {"position": 0, fingerprint.KEY: dict(data._made_with)}
+
+
+@pytest.mark.parametrize("make", [rollouts, supervised])
+def test_another_order_of_the_alphabet_is_refused(make: Any, tmp_path: Path) -> None:
+    state = _state(make(tmp_path))
+    with pytest.raises(
+        ValueError, match=r"data\.tokenizer: .*16 tokens.* Give the old tokenizer, or begin a new run"
+    ) as caught:
+        make(tmp_path, f"char:{CHARS[::-1]}").load_state_dict(state)
+    assert "\n" not in str(caught.value)
+
+
+def test_the_same_settings_are_not_mentioned(tmp_path: Path) -> None:
+    data = rollouts(tmp_path)
+    assert pack(data.state_dict()), "fingerprints are primitives"
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        rollouts(tmp_path).load_state_dict(data.state_dict())
+        rollouts(tmp_path).load_state_dict({"position": 3})  # an older version's
+        supervised(tmp_path).load_state_dict(_state(supervised(tmp_path)))
+
+
+@pytest.mark.parametrize(
+    ("changed", "told"),
+    [
+        (
+            {"prompts": ArithmeticPrompts(size=100, seed=3)},
+            r"data\.prompts was arithmetic, 100 prompts, \w+ and is",
+        ),
+        (
+            {"prompts": ArithmeticPrompts(size=99)},
+            r"data\.prompts was .* and is arithmetic, 99 prompts",
+        ),
+        ({"seed": 7}, r"data\.seed was 0 and is 7"),
+        ({"group_size": 4, "batch_size": 2}, r"data\.group_size was 8 and is 4; data\.batch_size was 16 and is 2"),
+        ({"workflow": RLVRWorkflow(max_new_tokens=5)}, r"RLVRWorkflow\(.*max_new_tokens=4.* and is .*max_new_tokens=5"),
+    ],
+)
+def test_other_settings_are_told_in_one_line(tmp_path: Path, changed: dict[str, Any], told: str) -> None:
+    state = _state(rollouts(tmp_path))
+    with pytest.warns(UserWarning, match=told) as caught:
+        rollouts(tmp_path, **changed).load_state_dict(state)
+    [warning] = [str(one.message) for one in caught if "ckpt_path" in str(one.message)]
+    assert "\n" not in warning and "tokenizer" not in warning
+
+
+def test_a_workflow_may_have_slots(tmp_path: Path) -> None:
+    class Slots:
+        __slots__ = ("max_new_tokens",)
+
+        def __init__(self) -> None:
+            self.max_new_tokens = 4
+
+        async def run(self, engine: Any, prompt: Any) -> list[Any]:
+            return []
+
+    assert rollouts(tmp_path, workflow=Slots()).state_dict()[fingerprint.KEY]["workflow"] == "Slots()"
+
+
+def test_a_trained_tokenizer_is_the_one_that_was_saved(tmp_path: Path) -> None:
+    """What is saved in the run directory goes on with the run, whatever it was asked for in between."""
+    tokenizer = load_tokenizer("train:300", texts_of(ArithmeticPrompts()))
+    before = fingerprint.of_tokenizer(tokenizer)
+    tokenizer(["1+1", "1"], padding=True, truncation=True, max_length=2)
+    tokenizer.save_pretrained(tmp_path)
+    assert fingerprint.of_tokenizer(AutoTokenizer.from_pretrained(tmp_path)) == before
+    other = load_tokenizer("train:300", ["abcabcabc" * 9])
+    assert fingerprint.of_tokenizer(other)["tokenizer"] != before["tokenizer"]
+
+
+def test_another_file_of_recorded_data(tmp_path: Path) -> None:
+    for name, vocabulary in (("a", 100), ("b", 99)):
+        (tmp_path / name).mkdir()
+        conversations(tmp_path / name / "x.npz", vocabulary=vocabulary)
+    (tmp_path / "moved").mkdir()
+    (tmp_path / "moved" / "x.npz").write_bytes((tmp_path / "a" / "x.npz").read_bytes())
+    state = recorded(tmp_path / "a" / "x.npz").state_dict()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        recorded(tmp_path / "moved" / "x.npz").load_state_dict(state)
+    with pytest.warns(UserWarning, match=r"data\.path was x\.npz, \d+ bytes, \w+ and is x\.npz, \d+ bytes"):
+        recorded(tmp_path / "b" / "x.npz", seed=1).load_state_dict(state)
+
+
+def test_prompts_of_a_file_are_known_by_what_they_say(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"question": "1+1=", "answer": "2"}\n')
+    first = fingerprint.of_prompts(JsonlPrompts(str(tmp_path / "a.jsonl")))
+    (tmp_path / "a.jsonl").write_text('{"question": "1+2=", "answer": "3"}\n')
+    assert fingerprint.of_prompts(JsonlPrompts(str(tmp_path / "a.jsonl"))) != first

@@ -1,0 +1,109 @@
+"""Validation beside training rollouts: held back, bypassing the gate, reproducible."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from app.batch import Trajectory
+from datamodules.inference.protocol import GenerationRequest
+from datamodules.pipeline.episodes import EpisodePlayer
+from datamodules.prompts import Prompt
+from datamodules.prompts.tokenizers import load_tokenizer
+from datamodules.workflows import EpisodeEngine
+from tests.datamodules.fake_engine import VOCABULARY, FakeEngine
+from tests.datamodules.pipeline.producers import Build, Flow, fail, hang, ids
+
+# ---- validation
+
+
+def test_validation_holds_training_and_bypasses_the_gate(build: Build) -> None:
+    class TwoTurns(Flow):
+        async def run(self, engine: EpisodeEngine, prompt: Prompt) -> list[Trajectory]:
+            await super().run(engine, prompt)
+            return await super().run(engine, prompt)
+
+    during_validation: list[str] = []
+
+    async def slow(request: GenerationRequest) -> None:
+        if not request.request_id.startswith("validation/") and producer.evaluating:
+            during_validation.append(request.request_id)
+        await asyncio.sleep(0.05)
+
+    engine = FakeEngine(slow)
+    producer = build(engine, workflow=TwoTurns(), max_staleness=5, max_concurrent=2)
+    producer.collect(2, 10.0)
+    prompts = [Prompt(id=f"v{i}", tokens=(3, 15)) for i in range(100)]
+    groups = producer.evaluate(prompts, 2, 0.5, 30.0)
+    assert not during_validation
+    assert ids(groups) == [f"v{i}" for i in range(100)]
+    assert all(len(group.trajectories) == 2 for group in groups)
+    assert {r.temperature for r in engine.seen if r.request_id.startswith("validation/")} == {0.5}
+    assert groups[0].trajectories[0].temperature == 0.5
+    assert producer.gate.counters()["failed"] == 0
+    assert len(producer.collect(2, 10.0)) == 2  # and training goes on
+
+
+def test_time_an_episode_is_held_does_not_count_against_its_deadline() -> None:
+    async def play() -> list[Trajectory]:
+        unpaused = asyncio.Event()
+        asyncio.get_running_loop().call_later(1.0, unpaused.set)
+        player = EpisodePlayer(Flow(), FakeEngine(), load_tokenizer(f"char:{VOCABULARY}"), None, deadline_s=0.5)
+        return await player.play(Prompt(id="p", tokens=(3, 15)), name="p#0", seed="0", unpaused=unpaused)
+
+    assert len(asyncio.run(play())) == 1
+
+
+def test_synchronous_rollouts_are_never_played_beside_validation(build: Build) -> None:
+    beside: list[str] = []
+
+    async def slow(request: GenerationRequest) -> None:
+        validates = request.request_id.startswith("validation/")
+        for _ in range(3):
+            if producer.stream._running if validates else producer.evaluating:
+                beside.append(request.request_id)
+            await asyncio.sleep(0.02)
+
+    producer = build(FakeEngine(slow), batch_size=4)
+    for version in range(1, 4):
+        producer.collect(4, 10.0)
+        producer.publish(version)  # the next batch is admitted at once
+        producer.evaluate([Prompt(id=f"v{i}", tokens=(3, 15)) for i in range(5)], 1, 0.0, 10.0)
+    assert not beside
+
+
+def test_validation_is_reproducible_and_greedy_replies_have_a_temperature(build: Build) -> None:
+    prompts = [Prompt(id=f"v{i}", tokens=(3, 15)) for i in range(10)]
+
+    def evaluate() -> list[list[int]]:
+        groups = build().evaluate(prompts, 1, 0.0, 10.0)
+        assert {one.temperature for group in groups for one in group.trajectories} == {1.0}
+        return [one.tokens.tolist() for group in groups for one in group.trajectories]
+
+    assert evaluate() == evaluate()
+
+
+def test_failing_validation_episodes_are_left_out_and_counted(build: Build, caplog: pytest.LogCaptureFixture) -> None:
+    async def before(request: GenerationRequest) -> None:
+        if "v1#" in request.request_id or "all" in request.request_id:
+            await fail()
+
+    producer = build(FakeEngine(before))
+    prompts = [Prompt(id=f"v{i}", tokens=(3, 15)) for i in range(4)]
+    assert ids(producer.evaluate(prompts, 1, 0.0, 10.0)) == ["v0", "v2", "v3"]
+    assert "validation: 1 of 4 episodes failed and are left out; the first: prompt 'v1'" in caplog.text
+    with pytest.raises(RuntimeError, match="1 of 1 episodes failed; the first: prompt 'all'"):
+        producer.evaluate([Prompt(id="all", tokens=(3,))], 1, 0.0, 10.0)
+
+
+def test_validation_that_takes_too_long_says_what_is_pending(build: Build) -> None:
+    async def before(request: GenerationRequest) -> None:
+        if "v1#" in request.request_id:
+            await hang()
+
+    producer = build(FakeEngine(before))
+    prompts = [Prompt(id=f"v{i}", tokens=(3, 15)) for i in range(3)]
+    with pytest.raises(TimeoutError, match=r"not finished after 0.2 s .* the oldest: 'v1'"):
+        producer.evaluate(prompts, 1, 0.0, 0.2)
+    assert len(producer.collect(2, 10.0)) == 2

@@ -1,0 +1,298 @@
+"""The watchdog: one clear line about what is pending where, then the configured action; never spam, never a guess."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import re
+import threading
+import time
+from typing import Any
+
+import pytest
+
+from app.batch import Trajectory
+from datamodules.inference.embedded import EmbeddedEngine
+from datamodules.inference.protocol import GenerationRequest, ServerEngine
+from datamodules.inference.sglang import SGLangEngine
+from datamodules.pipeline.producer import Producer
+from datamodules.pipeline.watchdog import StallOptions, Watchdog
+from datamodules.prompts import Prompt
+from datamodules.rewards import RewardPool
+from datamodules.workflows import EpisodeEngine, RLVRWorkflow
+from tests.datamodules.fake_engine import FakeEngine
+from tests.datamodules.pipeline.producers import Build, Flow, Numbered, hang, ids, only, wait_until
+from tests.datamodules.rewards.reward_functions import misbehave
+from tests.datamodules.test_rollout import rollouts
+
+
+class Servers(FakeEngine, ServerEngine):
+    """Two servers by the number of the prompt; "b" hangs until it is restarted."""
+
+    def __init__(self, stuck: bool = True) -> None:
+        super().__init__(self._work)
+        self.released: asyncio.Event | None = None
+        self.stuck = stuck
+        self.restarted: list[str] = []
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    owns_servers = True
+
+    def where(self, request_id: str) -> str:
+        return "b" if int(re.split(r"[p#]", request_id)[1]) % 2 else "a"
+
+    async def _work(self, request: GenerationRequest) -> None:
+        self._loop = asyncio.get_running_loop()
+        if self.where(request.request_id) == "b" and self.stuck:
+            self.released = self.released or asyncio.Event()
+            await self.released.wait()
+
+    def restart(self, server: str) -> None:
+        self.restarted.append(server)
+        self.stuck = False
+        assert self.released is not None and self._loop is not None
+        self._loop.call_soon_threadsafe(self.released.set)
+
+
+class Collecting(threading.Thread):
+    """A trainer that waits for a batch."""
+
+    def __init__(self, producer: Producer, count: int = 2) -> None:
+        super().__init__(daemon=True)
+        self.producer, self.count = producer, count
+        self.groups: list[Any] = []
+        self.error: Exception | None = None
+        self.start()
+        wait_until(lambda: self.producer.trainer_waits or not self.is_alive())
+
+    def run(self) -> None:
+        try:
+            self.groups = self.producer.collect(self.count, 60.0)
+        except Exception as error:
+            self.error = error
+
+    def done(self) -> None:
+        self.join(30.0)
+        assert not self.is_alive()
+
+
+def stalled(producer: Producer, running: int = 1) -> float:
+    """Waits until `running` groups hang and the others have arrived; the time then, in whole seconds: they add up."""
+    wait_until(lambda: len(producer.stream.running()) == running and producer.gate.counters()["queued"] > 0)
+    return math.ceil(time.monotonic())
+
+
+def look(watchdog: Watchdog, now: float) -> None:
+    """One look at a made-up time; gives the rollout thread the moment it needs to answer."""
+    watchdog.look(now)
+    if watchdog._ping_at is not None:
+        watchdog._pong.wait(30.0)
+
+
+def lines(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage() for record in caplog.records if record.name == "datamodules.pipeline.watchdog"]
+
+
+def test_one_line_says_what_is_pending_where_and_then_ever_more_rarely(
+    build: Build, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine = Servers()
+    producer = build(engine)
+    trainer = Collecting(producer)
+    now = stalled(producer)
+    watchdog = Watchdog(StallOptions(100.0), producer)
+    look(watchdog, now)  # the clock starts here
+    for seconds in range(1, 1000):
+        look(watchdog, now + seconds)
+    assert [re.search(r"arrived for (\d+).0 s", line).group(1) for line in lines(caplog)] == [
+        "100",
+        "200",
+        "400",
+        "800",
+    ]
+    assert re.fullmatch(
+        r"nothing has arrived for 100\.0 s \(stall_after_s: 100\): 1 being played, the oldest: 'p1' \(\d+\.\d s,"
+        r" 0 of 3 done, waits \d+\.\d s for reply 'p1#0/0' at b and 2 more\); gate: {'admitted': 2, .*} at version 0;"
+        r" engine: {'alive': True, .*}; on_stall: warn",
+        lines(caplog)[0],
+    ), lines(caplog)[0]
+    engine.restart("b")
+    trainer.done()
+    look(watchdog, now + 1001)
+    look(watchdog, now + 1002)
+    assert lines(caplog)[4:] == ["rollouts arrive again"]
+
+
+def test_nothing_is_said_while_nothing_is_owed_or_things_arrive(build: Build, caplog: pytest.LogCaptureFixture) -> None:
+    producer = build()
+    assert len(producer.collect(2, 10.0)) == 2
+    wait_until(lambda: not producer.stream.running())
+    watchdog = Watchdog(StallOptions(100.0), producer)
+    now = time.monotonic()
+    for seconds in range(0, 2000, 50):  # the trainer trains; the gate is full
+        look(watchdog, now + seconds)
+    trainer = Collecting(build(Servers()))
+    producer = trainer.producer
+    now = stalled(producer)
+    watchdog = Watchdog(StallOptions(100.0), producer)
+    for seconds in range(0, 2000, 50):
+        producer.stream.pulse.last = now + seconds - 60  # a reply, 60 seconds ago
+        look(watchdog, now + seconds)
+    assert lines(caplog) == []
+
+
+def test_requeue_plays_what_is_stuck_again_and_nothing_is_lost(build: Build, caplog: pytest.LogCaptureFixture) -> None:
+    engine = FakeEngine()
+
+    async def stuck_at_first(request: GenerationRequest) -> None:
+        if request.request_id in ("p1#0/0", "p1#2/0"):
+            await hang()
+
+    engine.before = stuck_at_first
+    producer = build(engine)
+    trainer = Collecting(producer)
+    now = stalled(producer)
+    watchdog = Watchdog(StallOptions(100.0, "requeue"), producer)
+    look(watchdog, now)
+    look(watchdog, now + 101)
+    trainer.done()
+    assert ids(trainer.groups) == ["p0", "p1"]
+    assert engine.running == 0  # the requests given up were cancelled
+    assert {request.request_id for request in engine.seen} >= {"p1#0/0", "p1#0~1/0"}
+    counters = producer.gate.counters()
+    assert (counters["requeued"], counters["failed"], counters["trained"], counters["admitted"]) == (1, 0, 2, 3)
+    producer.stream.check()
+    assert lines(caplog)[0].endswith("on_stall: requeue")
+
+
+def test_a_prompt_that_stalls_again_and_again_costs_its_group(build: Build, caplog: pytest.LogCaptureFixture) -> None:
+    producer = build(FakeEngine(only({1}, hang)))
+    trainer = Collecting(producer)
+    watchdog = Watchdog(StallOptions(100.0, "requeue", max_requeues=2), producer)
+    now = stalled(producer)
+    look(watchdog, now)
+    for attempt, idle in ((0, 101), (1, 201), (2, 401)):
+        wait_until(lambda attempt=attempt: [one.attempt for one in producer.stream.running()] == [attempt])
+        look(watchdog, now + idle)
+    trainer.done()
+    assert ids(trainer.groups) == ["p0", "p2"]
+    counters = producer.gate.counters()
+    assert (counters["requeued"], counters["failed"]) == (2, 1)
+    assert "group dropped, prompt 'p1': RuntimeError: stalled again after being played 3 times" in caplog.text
+    producer.stream.check()
+
+
+def test_restart_server_restarts_the_one_that_is_waited_for(build: Build, caplog: pytest.LogCaptureFixture) -> None:
+    engine = Servers()
+    producer = build(engine, batch_size=4)
+    trainer = Collecting(producer, 4)
+    now = stalled(producer, running=2)
+    watchdog = Watchdog(StallOptions(100.0, "restart_server"), producer)
+    look(watchdog, now)
+    look(watchdog, now + 101)
+    trainer.done()
+    assert engine.restarted == ["b"] and ids(trainer.groups) == ["p0", "p1", "p2", "p3"]
+    assert lines(caplog)[0].endswith("on_stall: restart_server, b")
+    assert producer.gate.counters()["requeued"] == 0
+
+
+def test_stop_tells_the_trainer_at_once(build: Build) -> None:
+    producer = build(Servers())
+    trainer = Collecting(producer)
+    now = stalled(producer)
+    watchdog = Watchdog(StallOptions(100.0, "stop"), producer)
+    look(watchdog, now)
+    look(watchdog, now + 101)
+    trainer.done()
+    assert "nothing has arrived for 101.0 s" in str(trainer.error) and "'p1'" in str(trainer.error)
+
+
+def test_an_action_that_cannot_help_is_not_taken(build: Build, caplog: pytest.LogCaptureFixture) -> None:
+    engine = Servers()
+    engine.health = lambda: {"alive": True, "paused": True}  # type: ignore[method-assign]
+    producer = build(engine)
+    trainer = Collecting(producer)
+    now = stalled(producer)
+    for action in ("requeue", "restart_server"):
+        watchdog = Watchdog(StallOptions(100.0, action), producer)  # type: ignore[arg-type]
+        look(watchdog, now)
+        look(watchdog, now + 101)
+        assert lines(caplog)[-1].endswith(f"on_stall: {action} does nothing: the engine is paused")
+    assert engine.restarted == [] and producer.gate.counters()["requeued"] == 0
+    engine.restart("b")
+    trainer.done()
+
+
+def test_a_workflow_that_blocks_the_thread_is_named_with_its_line(
+    build: Build, caplog: pytest.LogCaptureFixture
+) -> None:
+    release = threading.Event()
+
+    class Blocking(Flow):
+        async def run(self, engine: EpisodeEngine, prompt: Prompt) -> list[Trajectory]:
+            release.wait(60.0)  # a mistake: everything else on the thread waits too
+            return await super().run(engine, prompt)
+
+    producer = build(workflow=Blocking())
+    trainer = Collecting(producer)
+    wait_until(lambda: bool(producer.stream.running()))
+    watchdog = Watchdog(StallOptions(100.0, "requeue"), producer)
+    now = time.monotonic()
+    watchdog.look(now)
+    watchdog.look(now + 101)
+    release.set()
+    trainer.done()
+    assert re.search(
+        r"stuck for 101 s in wait \(.*threading\.py:\d+\) < wait \(.*\) < run \(.*test_watchdog\.py:\d+\): workflows"
+        r" must await .*; on_stall: requeue does nothing: the rollout thread itself is stuck",
+        lines(caplog)[0],
+    ), lines(caplog)[0]
+
+
+def test_it_looks_on_a_thread_of_its_own(build: Build) -> None:
+    producer = build(Servers())
+    trainer = Collecting(producer)
+    watchdog = Watchdog(StallOptions(0.2, "stop"), producer)
+    watchdog.start()
+    trainer.done()
+    watchdog.close()
+    assert "nothing has arrived for 0." in str(trainer.error)
+
+
+def test_waits_for_a_reward_and_during_validation_are_in_the_table(build: Build) -> None:
+    hanging = Numbered({0: "hang", 1: "hang"})
+    pool = RewardPool(misbehave, deadline_s=60.0)
+    producer = build(source=hanging, workflow=RLVRWorkflow(max_new_tokens=4), pool=pool, max_staleness=1)
+    with pytest.raises(
+        TimeoutError, match=r"'p0' \(\d+\.\d s, 0 of 3 done, waits \d+\.\d s for reward 'p0#0' and 2 more"
+    ):
+        producer.collect(2, 0.5)
+    prompt = Prompt(id="v", tokens=(3,), metadata={"reward": "hang"})
+    with pytest.raises(
+        TimeoutError, match=r"'v' \(\d+\.\d s, 0 of 1 done, waits .* 'validation/v#0'\); training: 4 being"
+    ):
+        producer.evaluate([prompt], 1, 0.0, 0.5)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"stall_after_s": 0}, "stall_after_s: 0"),
+        ({"stall_after_s": 60, "collect_deadline_s": 30}, "stall_after_s: 60 has no effect, collect_deadline_s: 30"),
+        ({"on_stall": "panic"}, "on_stall: 'panic', must be one of warn, requeue, restart_server, stop"),
+        ({"max_requeues": 3}, "max_requeues: 3 has no effect with on_stall: warn"),
+        ({"max_requeues": 0, "on_stall": "requeue"}, "max_requeues: 0"),
+        ({"on_stall": "restart_server", "engine": EmbeddedEngine()}, "on_stall: restart_server .* EmbeddedEngine"),
+        ({"on_stall": "restart_server", "engine": SGLangEngine(["http://127.0.0.1:9"])}, "on_stall: .* SGLangEngine"),
+    ],
+)
+def test_options_without_effect_are_refused_by_name(options: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        rollouts(**options)
+
+
+def test_the_default_speaks_before_the_deadlines(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        assert rollouts(episode_deadline_s=100.0, collect_deadline_s=60.0)._stall.after_s == 30.0
+        assert rollouts(engine=Servers(), on_stall="restart_server")._stall.action == "restart_server"

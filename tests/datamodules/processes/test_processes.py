@@ -1,0 +1,181 @@
+"""Worker processes: they end with the trainer however it ends, and see and take what they may."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import os
+import pickle
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from datamodules.processes import guardian, process
+from datamodules.processes.limits import environment, looks_secret, memory_limit
+from datamodules.processes.process import LOG_BYTES, WorkerProcess
+from datamodules.processes.worker import MOST_ANSWER_BYTES
+
+ROOT = Path(__file__).parents[3]
+PLENTY = 10**9
+
+# A trainer that is killed while one worker hangs in C, with the interpreter's lock, and another has left children in
+# sessions of their own. The reward is defined in the script itself.
+SCRIPT = """
+import asyncio, os, re, signal, subprocess, time
+import psutil
+from datamodules.prompts.base import Prompt
+from datamodules.rewards import RewardPool
+
+def reward(prompt, completion):
+    if completion == "c":
+        return bool(re.match("(a+)+$", "a" * 60 + "b"))
+    subprocess.Popen(["sleep", "1000"], start_new_session=True)
+    if os.fork() == 0:
+        os.setsid()
+        subprocess.Popen(["sleep", "1000"])
+        time.sleep(1000)
+    return 1.0
+
+async def main():
+    await pool.open()
+    tasks = [asyncio.create_task(pool.score(Prompt(id="p"), one)) for one in ("c", "children")]
+    await tasks[1]
+    while len(found := psutil.Process().children(recursive=True)) < 2 * 2 + 3:
+        await asyncio.sleep(0.01)
+    print(*(one.pid for one in found), flush=True)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+if __name__ == "__main__":
+    pool = RewardPool(reward, workers=2)
+    asyncio.run(main())
+"""
+
+
+def gone(pids: list[int], seconds: float = 20.0) -> list[int]:
+    """Those that are still there after a while."""
+    ends = time.monotonic() + seconds
+    while (left := [pid for pid in pids if _runs(pid)]) and time.monotonic() < ends:
+        time.sleep(0.02)
+    return left
+
+
+def _runs(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def test_nothing_outlives_a_trainer_that_is_killed(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT)
+    given = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, str(script)], env=given, capture_output=True, text=True, timeout=100)
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    pids = [int(one) for one in done.stdout.split()]
+    assert len(pids) == 7
+    assert gone(pids) == []
+
+
+def test_a_guardian_whose_trainer_died_before_it_ran_ends_its_worker() -> None:
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        numbers = [os.dup(theirs.fileno()), os.dup(theirs.fileno())]
+        given = [str(one) for one in (*numbers, 1, PLENTY, PLENTY)]  # process 1 is not its parent
+        process = subprocess.Popen([sys.executable, guardian.__file__, *given], pass_fds=numbers)
+        for one in numbers:
+            os.close(one)
+        assert process.wait(30.0) == 0
+
+
+def call(one: WorkerProcess, *args: Any, seconds: float = 30.0) -> Any:
+    async def run() -> Any:
+        try:
+            await one.greet(60.0)
+            await one.ask([pickle.dumps((args, {}))], seconds)
+            return await one.answer(seconds)
+        finally:
+            await one.end()
+
+    return asyncio.run(run())
+
+
+def test_a_worker_outlives_the_thread_that_started_it() -> None:
+    made: list[WorkerProcess] = []
+    thread = threading.Thread(target=lambda: made.append(WorkerProcess(pickle.dumps(abs), PLENTY)))
+    thread.start()
+    thread.join()
+    assert call(made[0], -3.0) == ("ok", 3.0, "")
+
+
+def test_a_script_that_starts_workers_when_it_is_imported_is_told_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script = tmp_path / "train.py"  # without `if __name__ == "__main__":`
+    script.write_text(
+        "from datamodules.processes.process import WorkerProcess\n"
+        "def reward(prompt, completion): return 1.0\n"
+        f"open({str(tmp_path / 'ran')!r}, 'a').write('.')\n"
+        "WorkerProcess(b'c__main__\\nreward\\n.', 10**9).kill()\n"
+    )
+    monkeypatch.setattr(process, "_main_module", lambda: {"init_main_from_path": str(script)})
+    one = WorkerProcess(b"c__main__\nreward\n.", PLENTY)
+    try:
+        with pytest.raises(ValueError, match="__name__ == '__main__'"):
+            asyncio.run(one.greet(60))
+    finally:
+        one.kill()
+    assert (tmp_path / "ran").read_text() == "."
+
+
+def test_a_long_chain_of_processes_is_followed_to_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    chain = {f"/proc/{pid}/task/{pid}/children": f"{pid + 1} " for pid in range(1, 3000)}
+    monkeypatch.setattr(guardian.os, "listdir", lambda path: [path.split("/")[2]])
+    monkeypatch.setattr(guardian, "open", lambda path: io.StringIO(chain.get(path, "")), raising=False)
+    assert list(guardian._descendants(1)) == list(range(2, 3001))
+
+
+def test_what_is_printed_is_bounded(tmp_path: Path) -> None:
+    log = tmp_path / "logs" / "0.log"
+    shell = pickle.dumps(subprocess.check_call)
+    last = "for i in $(seq 20); do head -c 1000000 /dev/zero; sleep 0.05; done; echo the end"
+    assert call(WorkerProcess(shell, PLENTY, log=log), ["sh", "-c", last]) == ("ok", 0, "")
+    assert log.stat().st_size < 20 * LOG_BYTES and log.read_bytes().endswith(b"the end\n")
+    assert call(WorkerProcess(shell, PLENTY, log=Path("/proc/no/such.log")), "true") == ("ok", 0, "")
+
+
+def test_large_answers_are_refused_where_they_are_made() -> None:
+    repeat = pickle.dumps(str.upper)
+    status, said, _ = call(WorkerProcess(repeat, PLENTY), "x" * (2 * MOST_ANSWER_BYTES))
+    assert (status, said) == ("exception", "returned 2.1 MB, more than 1 MB")
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["ARBORIST_SGLANG_API_KEY", "WANDB_API_KEY", "HF_TOKEN", "AWS_SECRET_ACCESS_KEY", "SSH_AUTH_SOCK", "db_password"],
+)
+def test_secrets_stay_behind(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(name, "secret")
+    assert name not in environment() and environment([name])[name] == "secret"
+
+
+@pytest.mark.parametrize(
+    "name", ["PATH", "HOME", "PWD", "TOKENIZERS_PARALLELISM", "OMP_NUM_THREADS", "HF_HOME", "KEYMAP"]
+)
+def test_what_is_no_secret_is_seen(name: str) -> None:
+    assert not looks_secret(name)
+
+
+def test_every_worker_has_a_share_of_the_memory() -> None:
+    assert memory_limit(500.0, 4) == 500 * 10**6
+    one, four = memory_limit(None, 1), memory_limit(None, 4)
+    assert 10**9 <= four <= one <= psutil.virtual_memory().total
+    assert memory_limit(None, 10**6) == 10**9

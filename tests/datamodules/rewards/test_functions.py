@@ -1,0 +1,71 @@
+"""Rewards made of others, and by form: what they give, and that YAML makes them and workers run them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from jsonargparse import ArgumentParser
+
+from datamodules.prompts.base import Prompt
+from datamodules.rewards import Judgement, RegexMatch, RewardPool, WeightedSum, exact_match
+from tests.datamodules.rewards.test_rewards import with_pool
+
+PROMPT = Prompt(id="p", answer="42")
+THOUGHT = r"<think>.+</think>\s*(?P<answer>\S+)"
+
+
+@pytest.mark.parametrize(
+    ("pattern", "whole", "completion", "reward"),
+    [
+        (r"<think>.*</think>.*", True, "<think>a\nb</think>\n42", 1.0),
+        (r"<think>.*</think>.*", True, "well, <think>a</think>42", 0.0),
+        (r"<think>.*</think>", False, "well, <think>a</think>42", 1.0),
+        (THOUGHT, True, "<think>6 * 7</think> 42", 1.0),
+        (THOUGHT, True, "<think>6 * 7</think> 41", 0.0),
+        (r"#### (?P<answer>\d+)", False, "#### 41\nno, wait\n#### 42", 1.0),
+        (r"#### (?P<answer>\d+)", False, "#### 42\nno, wait\n#### 41", 0.0),
+        (r"(?P<answer>\d+)?", True, "", 0.0),
+    ],
+)
+def test_regex_match(pattern: str, whole: bool, completion: str, reward: float) -> None:
+    assert RegexMatch(pattern, whole)(PROMPT, completion) == reward
+
+
+def test_sums_are_weighted_and_their_parts_are_not() -> None:
+    inner = WeightedSum({"exact": exact_match}, {"exact": 4.0})
+    outer = WeightedSum({"inner": inner, "form": RegexMatch(r"\d+")}, {"inner": 0.5})  # type: ignore[dict-item]
+    assert outer(PROMPT, "42") == (3.0, {"inner": 4.0, "form": 1.0})
+    assert outer(PROMPT, "7") == (1.0, {"inner": 0.0, "form": 1.0})
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (lambda: WeightedSum({}), "WeightedSum.rewards: empty"),
+        (lambda: WeightedSum({"a": exact_match}, {"b": 1.0}), "WeightedSum.weights: 'b' is none of"),
+        (lambda: RegexMatch("("), "RegexMatch.pattern"),
+    ],
+)
+def test_arguments_without_sense_are_refused_by_name(make: Any, said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        make()
+
+
+def test_yaml_makes_a_sum_that_workers_run() -> None:
+    parser = ArgumentParser()
+    parser.add_argument("--reward", type=WeightedSum)
+    form = {"class_path": "datamodules.rewards.RegexMatch", "init_args": {"pattern": "[0-9]+"}}
+    rewards = {"correct": "datamodules.rewards.exact_match", "form": form}
+    chosen = {"rewards": rewards, "weights": {"form": 0.1}}
+    config = parser.parse_object({"reward": {"class_path": "datamodules.rewards.WeightedSum", "init_args": chosen}})
+    reward = parser.instantiate_classes(config).reward
+
+    async def body(pool: RewardPool) -> list[Judgement]:
+        return [await pool.judge(PROMPT, text) for text in ("42", "41", "no idea")]
+
+    assert with_pool(body, reward=reward) == [
+        Judgement(1.1, {"correct": 1.0, "form": 1.0}),
+        Judgement(0.1, {"correct": 0.0, "form": 1.0}),
+        Judgement(0.0, {"correct": 0.0, "form": 0.0}),
+    ]

@@ -1,0 +1,198 @@
+"""Rewards in real worker processes: right when they behave, contained when they do not."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+import time
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import pytest
+
+from datamodules.prompts.base import Prompt
+from datamodules.rewards import BySource, RewardPool, WeightedSum, exact_match, functions, math_verify
+from tests.datamodules.rewards.reward_functions import FailsToLoad, Scaled, SlowToPrepare, misbehave
+
+PROMPT = Prompt(id="task-7", answer="42")
+ABOUT_A = Prompt(id="a", metadata={"source": "a"})
+
+
+def with_pool(body: Callable[[RewardPool], Awaitable[Any]], reward: Any = misbehave, **options: Any) -> Any:
+    pool = RewardPool(reward, **{"deadline_s": 10.0, **options})
+
+    async def run() -> Any:
+        await pool.open()
+        return await body(pool)
+
+    try:
+        return asyncio.run(run())
+    finally:
+        pool.close()
+
+
+def test_results_belong_to_their_calls() -> None:
+    async def body(pool: RewardPool) -> list[float]:
+        return await asyncio.gather(*(pool.score(PROMPT, "x" * n) for n in range(200)))
+
+    assert with_pool(body, workers=2) == [float(n) for n in range(200)]
+
+
+def test_two_workers_share_slow_rewards() -> None:
+    async def body(pool: RewardPool) -> set[float]:
+        return set(await asyncio.gather(*(pool.score(PROMPT, "slow pid") for _ in range(12))))
+
+    assert len(with_pool(body, workers=2, deadline_s=10.0)) == 2
+
+
+def test_close_ends_the_workers_even_a_hung_one() -> None:
+    pids: list[int] = []
+
+    async def body(pool: RewardPool) -> None:
+        pids.append(int(await pool.score(PROMPT, "pid")))
+        hung = asyncio.create_task(pool.score(PROMPT, "hang"))
+        await asyncio.sleep(0.1)
+        hung.cancel()
+
+    with_pool(body, deadline_s=100.0)
+    assert _ends(pids[0])
+
+
+def test_a_cancelled_call_is_not_computed() -> None:
+    async def body(pool: RewardPool) -> list[float]:
+        first = asyncio.create_task(pool.score(PROMPT, "sleep"))
+        hang = asyncio.create_task(pool.score(PROMPT, "hang"))
+        await asyncio.sleep(0)
+        hang.cancel()
+        return [await first, await pool.score(PROMPT, "xyz"), pool.restarts]
+
+    assert with_pool(body, deadline_s=2.0) == [5.0, 3.0, 0]
+
+
+def test_a_pool_opens_again_after_close() -> None:
+    pool = RewardPool(exact_match)
+
+    async def run() -> float:
+        await pool.open()
+        return await pool.score(PROMPT, " 42\n")
+
+    for _ in range(2):
+        assert asyncio.run(run()) == 1.0
+        pool.close()
+        pool.close()
+
+
+def test_rewards_that_cannot_be_sent_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"reward: .* cannot be sent to a worker process"):
+        RewardPool(lambda prompt, completion: 1.0)
+    with pytest.raises(ValueError, match="reward_workers: 0"):
+        RewardPool(exact_match, workers=0)
+    with pytest.raises(ValueError, match="could not be started: ImportError: licence server unreachable"):
+        with_pool(lambda pool: asyncio.sleep(0), reward=FailsToLoad())
+
+
+def test_callable_objects_and_math_verify_run_in_workers() -> None:
+    async def body(pool: RewardPool) -> list[float]:
+        unreadable = await pool.judge(PROMPT, "1" * 200_000)
+        assert unreadable.value == 0.0
+        assert unreadable.metadata() == ({"reward_unreadable": True} if unreadable.unreadable else {})
+        seen.append(unreadable.unreadable)
+        return [await pool.score(PROMPT, text) for text in ("42", "so it is $42.0$", "41", "no idea")]
+
+    seen: list[bool] = []
+    assert with_pool(body, reward=Scaled(3.0)) == [3.0, 0.0, 0.0, 0.0]
+    assert with_pool(body, reward=math_verify, deadline_s=20.0) == [1.0, 1.0, 0.0, 0.0]
+    assert seen == [False, True]
+
+
+def test_what_a_reward_prepares_counts_for_no_call(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("ARBORIST_TEST_TOKEN", "not-to-be-seen")
+    both = BySource({"a": WeightedSum({"slow": SlowToPrepare()}), "b": exact_match})
+    with caplog.at_level(logging.INFO):
+        assert with_pool(lambda pool: pool.score(ABOUT_A, ""), reward=both, deadline_s=0.7) == 1.0
+    assert "ARBORIST_TEST_TOKEN" in caplog.text and "not-to-be-seen" not in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("answer", "completion", "reward"),
+    [
+        ("1,000", "that makes $1000$ dollars", 1.0),
+        ("1000", "\\boxed{1000.0}", 1.0),
+        ("72", "48 + 24 = 72\n#### 72", 1.0),
+        ("40", "She answered 200 calls in 5 days.\n#### 40\n", 1.0),
+        ("5", "#### first step\nThe answer is 5.", 1.0),
+        ("\\frac{1}{2}", "0.5", 1.0),
+        ("5", "-5", 0.0),
+        ("5", "", 0.0),
+    ],
+)
+def test_math_verify(answer: str, completion: str, reward: float) -> None:
+    assert math_verify(Prompt(id="p", answer=answer), completion) == reward
+
+
+class Swallows:
+    """Its end takes longer than anybody waits, and what is raised in it goes no further."""
+
+    def __del__(self) -> None:
+        _compute(2.0)
+
+
+def _compute(seconds: float) -> None:
+    started = time.process_time()
+    while time.process_time() - started < seconds:
+        pass
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_an_alarm_that_was_swallowed_rings_again() -> None:
+    with pytest.raises(functions._OutOfTime), functions._processor_time(0.1):
+        one = Swallows()
+        del one
+        _compute(2.0)
+    _compute(0.3)  # and not once it is over
+
+
+@pytest.mark.parametrize(
+    "hostile",
+    [
+        r"\boxed{9^{9^9}}",
+        "$(99999999)!$",
+        "$" + r"\frac{1}{" * 300 + "1" + "}" * 300 + "$",
+        r"\boxed{" + "(" * 5000 + "1" + ")" * 5000 + "}",
+        "1" * 200_000,
+        r"\boxed{0." + "1" * 200_000 + "}",
+        r"\boxed{\binom{99999999}{4999999}}",
+        "\\boxed{\ud83d}",
+    ],
+)
+def test_no_answer_of_a_model_is_more_than_wrong(hostile: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(functions, "_MATH_S", 0.3)  # of processor time
+    functions.was_unreadable()
+    assert math_verify(PROMPT, hostile) == 0.0
+    assert functions.was_unreadable() == ("ud83d" not in ascii(hostile))
+    assert not signal.getitimer(signal.ITIMER_PROF)[0]
+
+
+@pytest.mark.parametrize("answer", ["", r"\boxed{\binom{99999999}{4999999}}"])
+def test_math_verify_refuses_a_reference_it_cannot_read(answer: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(functions, "_MATH_S", 0.3)
+    with pytest.raises(ValueError, match=r"the answer of prompt 'p', .* is no mathematical expression: "):
+        math_verify(Prompt(id="p", answer=answer), "3")
+
+
+def _ends(pid: int, seconds: float = 5.0) -> bool:
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        try:
+            with open(f"/proc/{pid}/stat") as file:
+                if file.read().rsplit(")", 1)[1].split()[0] == "Z":
+                    return True
+        except FileNotFoundError:
+            return True
+        time.sleep(0.02)
+    os.kill(pid, 9)
+    return False

@@ -1,0 +1,43 @@
+"""docs/extending.md: its file runs as it stands, all parts in one fit."""
+
+from __future__ import annotations
+
+import csv
+import re
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from app.cli import main
+from tests.docs.test_readme import ROOT, SMALL, save_model
+
+PAGE = (ROOT / "docs" / "extending.md").read_text()
+
+
+def blocks(language: str) -> list[str]:
+    fenced = re.findall(r"^```(\w*)\n(.*?)^```$", PAGE, flags=re.MULTILINE | re.DOTALL)
+    return [text for name, text in fenced if name == language]
+
+
+def test_its_parts_train(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr(sys, "argv", ["arborist"])
+    shutil.copytree(ROOT / "configs", tmp_path / "configs")
+    (tmp_path / "my_parts.py").write_text("\n\n".join(blocks("python")))
+    (config,) = blocks("yaml")
+    (tmp_path / "my_parts.yaml").write_text(config)
+    save_model(tmp_path / "model", "char:0123456789+-*=", [])
+    (command,) = blocks("")
+    flags = command.strip().removeprefix("python -m app ").replace("DIR", "model").split()
+    main([*flags, "--run_dir", "run", "--data.batch_size=4", *SMALL])
+    used = yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())
+    assert used["model"]["init_args"]["objective"] == "my_parts.squared_ratio"
+    with (tmp_path / "run" / "metrics.csv").open() as file:
+        rows = [row for row in csv.DictReader(file) if row["reward"]]
+    assert len(rows) == 2
+    for row in rows:  # its statistics are logged by name
+        assert float(row["reward/digits"]) >= 0 and float(row["moved"]) >= 0 and float(row["certainty"]) >= 0

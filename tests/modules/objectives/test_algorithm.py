@@ -1,0 +1,209 @@
+"""Composition: names, import paths, costs in loss and reward, corrections; and everything that cannot be composed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from app.batch import BatchError, RolloutBatch
+from modules import Regulariser
+from modules.algorithm import Algorithm, with_rewards
+from modules.episodes import episodes
+from tests.helpers.tiny_policy import make_batch, naive_grpo
+from tests.modules.objectives.naive_objectives import random_case
+
+
+def own_objective(logprobs: Tensor, advantages: Tensor, power: float) -> tuple[Tensor, dict[str, Tensor]]:
+    return -advantages * logprobs * power, {"half": advantages / 2}
+
+
+def own_advantage(batch: RolloutBatch, value: float = 0.0) -> Tensor:
+    return torch.full((batch.num_tokens,), value)
+
+
+def own_cost(mask: Tensor) -> Tensor:
+    return mask.float() * 0.25
+
+
+def too_short(logprobs: Tensor) -> Tensor:
+    return logprobs[1:]
+
+
+def asks_for_more(logprobs: Tensor, gradient_of_the_moon: Tensor) -> Tensor:
+    return logprobs * gradient_of_the_moon
+
+
+HERE = "tests.modules.objectives.test_algorithm"
+
+
+def test_a_function_of_ones_own_by_import_path() -> None:
+    algorithm = Algorithm(
+        advantage=f"{HERE}.own_advantage",
+        advantage_options={"value": 2.0},
+        objective=f"{HERE}.own_objective",
+        objective_options={"power": 3.0},
+        regularisers=[Regulariser(f"{HERE}.own_cost", 1.0, where="reward")],
+    )
+    assert algorithm.metrics == ("half",) and algorithm.penalties == ("penalty/own_cost",)
+    batch = make_batch()
+    inputs = random_case(0).inputs()
+    losses, stats = algorithm.losses(inputs)
+    torch.testing.assert_close(losses, -3 * inputs["advantages"] * inputs["logprobs"])
+    torch.testing.assert_close(stats["half"], inputs["advantages"] / 2)
+    credit = algorithm.credit(batch, torch.zeros(batch.num_tokens))
+    assert torch.equal(credit, 2.0 * batch.loss_mask)
+
+
+def test_a_correction_weighs_the_objective_and_costs_stand_beside_it() -> None:
+    inputs = random_case(0).inputs()
+    kl = [Regulariser("kl", 0.5, options={"estimator": "k2"}), Regulariser("entropy", 0.1)]
+    plain, both = Algorithm(), Algorithm(regularisers=kl, correction="truncated", correction_options={"cap": 1.1})
+    weights = (inputs["old"] - inputs["behavior"]).exp().clamp(max=1.1)
+    losses, stats = both.losses(inputs)
+    torch.testing.assert_close(losses, plain.losses(inputs)[0] * weights)
+    torch.testing.assert_close(stats["correction_square"], weights**2)
+    costs, names = both.costs(inputs)
+    torch.testing.assert_close(costs, 0.25 * (inputs["logprobs"] - inputs["reference"]) ** 2 - 0.1 * inputs["entropy"])
+    assert set(names) == {"kl", "entropy"}
+    assert both.metrics == ("clip_fraction", "correction_weight", "correction_square", "correction_cut", "kl")
+    assert both.proximal == "recomputed" and plain.proximal == "sampler"
+
+
+def test_a_correction_has_no_gradient() -> None:
+    inputs = random_case(0).inputs()
+    inputs["old"].requires_grad_()
+    losses, _ = Algorithm(objective="reinforce", correction="masked").losses(inputs)
+    assert not losses.requires_grad
+
+
+def test_costs_in_the_reward_reach_group_statistics_and_token_returns() -> None:
+    batch = make_batch()
+    algorithm = Algorithm(regularisers=[Regulariser("kl", 0.3, where="reward", options={"estimator": "k1"})])
+    reference = torch.randn(batch.num_tokens, generator=torch.Generator().manual_seed(0))
+    inputs = {"logprobs": batch.behavior_logprobs, "reference": reference, "mask": batch.loss_mask}
+    token_rewards, sums = algorithm.token_rewards(batch, {**inputs, "cu_seqlens": batch.cu_seqlens})
+    expected = -0.3 * (batch.behavior_logprobs - reference) * batch.loss_mask
+    torch.testing.assert_close(token_rewards, expected)
+    assert sums == {"penalty/kl": pytest.approx(-float(expected.sum()), rel=1e-5)}
+
+    before = batch.rewards.clone()
+    shaped = with_rewards(batch, token_rewards)
+    _, _, of_sequence = episodes(batch)
+    for i in range(len(batch)):
+        mine = (of_sequence == of_sequence[i]).repeat_interleave(batch.lengths())
+        assert float(shaped.rewards[i]) == pytest.approx(float(before[i] + expected[mine].sum()), rel=1e-4)
+    assert torch.equal(batch.rewards, before)  # what is logged as the reward is the reward
+    credit = algorithm.credit(batch, token_rewards)
+    naive = torch.tensor(naive_grpo(shaped)).repeat_interleave(batch.lengths())
+    torch.testing.assert_close(credit, naive * batch.loss_mask, rtol=1e-4, atol=1e-5)
+
+    per_token = Algorithm("reinforce_pp", regularisers=algorithm_costs())
+    changed = per_token.credit(batch, token_rewards)
+    assert not torch.equal(changed, per_token.credit(batch, torch.zeros_like(token_rewards)))
+
+
+def algorithm_costs() -> list[Regulariser]:
+    return [Regulariser("kl", 0.3, where="reward", options={"estimator": "k1"})]
+
+
+def test_advantages_that_are_not_finite_or_of_another_shape() -> None:
+    batch = make_batch()
+    nan = Algorithm(advantage=lambda batch: torch.full((batch.num_tokens,), float("nan")))
+    with pytest.raises(BatchError, match="advantage: not finite"):
+        nan.credit(batch, torch.zeros(batch.num_tokens))
+    short = Algorithm(advantage=lambda batch: torch.zeros(3))
+    with pytest.raises(BatchError, match=r"advantage: expected shape \(\d+,\), one a token, got \(3,\)"):
+        short.credit(batch, torch.zeros(batch.num_tokens))
+
+
+KL_IN_REWARD = Regulariser("kl", 0.1, where="reward")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"advantage": "gro"}, "advantage: no function 'gro'; name one of grpo, dr_grpo"),
+        ({"advantage": "no.such.module"}, "advantage: no function 'no.such.module'"),
+        ({"advantage": "modules.advantages"}, "advantage: 'modules.advantages' is a module, not a function"),
+        ({"advantage_options": {"sd": True}}, "advantage_options: grpo: got an unexpected keyword argument 'sd'"),
+        ({"advantage_options": {"batch": 1}}, "advantage_options: 'batch' is an input of grpo"),
+        ({"advantage_options": {"std": "turn"}}, "advantage_options.std: 'turn' is not one of"),
+        ({"objective": "ppo"}, "objective: no function 'ppo'; name one of ppo_clip"),
+        ({"objective_options": {"clip_low": 2.0}}, "objective_options.clip_low: must be between 0 and 1"),
+        (
+            {"objective": f"{HERE}.own_objective"},
+            "objective_options: own_objective: missing a required argument: 'power'",
+        ),
+        ({"objective": f"{HERE}.asks_for_more"}, "missing a required argument: 'gradient_of_the_moon'.*logprobs"),
+        ({"objective": f"{HERE}.too_short"}, r"too_short: expected tensors of shape \(4,\), one a token, got .*\(3,\)"),
+        ({"objective": "sft", "advantage": "rloo"}, "advantage has no effect with objective=sft"),
+        ({"objective": "tba", "advantage_options": {}}, "advantage_options has no effect with objective=tba"),
+        ({"objective": "dpo", "correction": "truncated"}, "correction has no effect on objective=dpo"),
+        ({"objective": "decoupled_ppo", "correction": "truncated"}, "weighs by exp.* itself"),
+        ({"objective": "sft", "regularisers": [KL_IN_REWARD]}, "where=reward has no effect with objective=sft"),
+        ({"objective": "reinforce", "proximal": "recomputed"}, "proximal has no effect"),
+        ({"correction": "truncated", "proximal": "sampler"}, "proximal=sampler makes every weight of the correction 1"),
+        ({"objective": "decoupled_ppo", "proximal": "sampler"}, "every weight of objective=decoupled_ppo 1"),
+        ({"proximal": "old"}, "proximal: 'old' is not one of sampler, recomputed, interpolated"),
+        ({"correction": "clipped"}, "correction: no function 'clipped'; name one of truncated, masked"),
+        ({"correction_options": {"cap": 2.0}}, "correction_options has no effect without a correction"),
+        ({"regularisers": [Regulariser("kl", 0.0)]}, "regularisers.kl: coef=0 has no effect"),
+        *(
+            (
+                {"regularisers": [Regulariser("kl", coef)]},
+                f"regularisers.kl: coef={coef!r} must be a finite number above 0",
+            )
+            for coef in (-1.0, float("nan"), float("inf"), -float("inf"), True, "much")
+        ),
+        (
+            {"objective_options": {"clip_high": float("inf")}},
+            "objective_options: ppo_clip: clip_high=inf must be a finite",
+        ),
+        ({"objective_options": {"dual_clip": float("nan")}}, "dual_clip=nan must be a finite number"),
+        ({"objective_options": {"clip_low": "0,2"}}, "clip_low='0,2' is str, must be float"),
+        ({"objective_options": {"clip_low": True}}, "clip_low=True is bool, must be float"),
+        ({"objective_options": {"dual_clip": "3"}}, "dual_clip='3' is str, must be float or null"),
+        ({"advantage": "reinforce_pp", "advantage_options": {"gamma": float("nan")}}, "gamma=nan must be a finite"),
+        ({"correction": "masked", "correction_options": {"high": float("inf")}}, "high=inf must be a finite"),
+        ({"regularisers": [Regulariser("kl", 0.1)] * 2}, "regularisers: kl is given twice in the loss"),
+        ({"regularisers": [Regulariser("kl", 0.1, options={"estimator": "k1"})]}, "k1 is zero in expectation"),
+        ({"regularisers": [Regulariser(f"{HERE}.own_cost", 0.1)]}, "own_cost has no gradient.*where: reward"),
+        ({"regularisers": [Regulariser("entropy", 0.1, where="reward")]}, "entropy: missing a required argument"),
+        (
+            {"regularisers": [Regulariser("overlong", 1.0, where="reward")]},
+            "regularisers.options: overlong: missing a required",
+        ),
+    ],
+)
+def test_what_cannot_be_composed(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Algorithm(**options)
+
+
+@pytest.mark.parametrize("correction", ["truncated", "masked"])
+def test_a_correction_is_as_coarse_as_the_ratio(correction: str) -> None:
+    def level(objective: str, **options: Any) -> Any:
+        algorithm = Algorithm(objective=objective, correction=correction, correction_options=options or None)
+        assert algorithm.correction is not None
+        return algorithm.correction.options.get("level")
+
+    assert (level("gspo"), level("gspo", level="token"), level("ppo_clip")) == ("geometric", "token", None)
+    Algorithm(objective="gspo", correction=own_correction)  # has no levels
+
+
+def own_correction(old: torch.Tensor, behavior: torch.Tensor) -> torch.Tensor:
+    return (old - behavior).exp()
+
+
+def test_numbers_of_numpy_are_numbers() -> None:
+    """As sweeps sample them."""
+    assert Algorithm(objective_options={"clip_low": np.float64(0.1)}).objective.options["clip_low"] == 0.1
+
+
+def test_a_cost_that_is_put_nowhere() -> None:
+    with pytest.raises(ValueError, match="where 'advantage' is not one of loss, reward"):
+        Regulariser("kl", 1.0, where="advantage")  # type: ignore[arg-type]

@@ -1,0 +1,207 @@
+"""Every way of composing an algorithm trains the parameters of a plain dense loop (`dense`), through the tree."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from app.batch import BatchError, RolloutBatch
+from modules import PolicyModule, Regulariser
+from modules.advantages import ADVANTAGES
+from modules.algorithm import with_rewards
+from modules.objectives import OBJECTIVES
+from tests.helpers.tiny_policy import fit, make_batch, naive_model, parameters, sgd, source
+from tests.modules.dense_loop import Dense
+
+Options = dict[str, Any]
+
+
+def stale(recorded: bool = True) -> list[RolloutBatch]:
+    """Two batches at policy versions 0 and 1, the second of mixed ages; not so far off that everything is clipped."""
+    made = [make_batch(0, recorded=recorded), make_batch(1, recorded=recorded)]
+    ages = made[1].group_ids.repeat_interleave(made[1].lengths())
+    if recorded:
+        made[1].versions = torch.where(made[1].loss_mask, (1 - ages).clamp(min=0), -1)
+    for batch in made:
+        batch.behavior_logprobs[batch.loss_mask] = batch.behavior_logprobs[batch.loss_mask] * 0.3 - 2.0
+    return made
+
+
+def half_recorded() -> list[RolloutBatch]:
+    made = stale()
+    for batch in made:
+        batch.versions[batch.group_ids.repeat_interleave(batch.lengths()) == 0] = -1
+    return made
+
+
+def pairs() -> list[RolloutBatch]:
+    """Groups of two episodes, the second of three turns."""
+    return [make_batch(k, groups=4, episodes=2, recorded=False) for k in range(2)]
+
+
+def credit(name: str = "grpo") -> Callable[..., Any]:
+    return lambda batch, values, token_rewards: ADVANTAGES[name](batch)  # type: ignore[operator]
+
+
+FAR = {"clip_low": 0.2, "clip_high": 0.2}
+CASES: dict[str, tuple[Options, Dense, Callable[[], list[RolloutBatch]]]] = {
+    "gspo": (
+        {"objective": "gspo", "objective_options": FAR},
+        Dense("gspo", FAR, credit(), aggregation="sequence_mean"),
+        stale,
+    ),
+    "cispo, rloo": ({"objective": "cispo", "advantage": "rloo"}, Dense("cispo", {}, credit("rloo")), stale),
+    "sapo": ({"objective": "sapo"}, Dense("sapo", {}, credit(), aggregation="sequence_mean"), stale),
+    "dapo, tree": ({"objective": "dapo", "advantage": "tree"}, Dense("dapo", {}, credit("tree")), stale),
+    "m2po, all tokens": (
+        {"objective": "m2po", "objective_options": {"threshold": 0.3, "tokens": "all"}},
+        Dense("m2po", {"threshold": 0.3, "tokens": "all"}, credit()),
+        stale,
+    ),
+    "m2po": (
+        {"objective": "m2po", "objective_options": {"threshold": 0.3}},
+        Dense("m2po", {"threshold": 0.3}, credit()),
+        stale,
+    ),
+    "reinforce": ({"objective": "reinforce"}, Dense("reinforce", {}, credit(), lr=0.05), stale),
+    "sft": ({"objective": "sft"}, Dense("sft"), stale),
+    "reinforce, truncated": (
+        {"objective": "reinforce", "correction": "truncated", "correction_options": {"cap": 1.5}},
+        Dense("reinforce", {}, credit(), "recomputed", "truncated", {"cap": 1.5}),
+        stale,
+    ),
+    "ppo, masked by sequence": (
+        {"correction": "masked", "correction_options": {"level": "geometric"}},
+        Dense("ppo_clip", {}, credit(), "recomputed", "masked", {"level": "geometric"}),
+        stale,
+    ),
+    "gspo, truncated": (
+        {"objective": "gspo", "objective_options": FAR, "correction": "truncated", "correction_options": {"cap": 1.1}},
+        Dense("gspo", FAR, credit(), "recomputed", "truncated", {"cap": 1.1, "level": "geometric"}, "sequence_mean"),
+        stale,
+    ),
+    "decoupled, recomputed": (
+        {"objective": "decoupled_ppo"},
+        Dense("decoupled_ppo", {}, credit(), "recomputed"),
+        stale,
+    ),
+    "decoupled, interpolated": (
+        {"objective": "decoupled_ppo", "proximal": "interpolated"},
+        Dense("decoupled_ppo", {}, credit(), "interpolated"),
+        stale,
+    ),
+    "decoupled, half without a sampler": (
+        {"objective": "decoupled_ppo"},
+        Dense("decoupled_ppo", {}, credit(), "recomputed"),
+        half_recorded,
+    ),
+    "kl in the reward of groups": (
+        {"regularisers": [Regulariser("kl", 0.5, "reward", {"estimator": "k1"})], "reference": "initial"},
+        Dense(credit=lambda batch, values, extra: ADVANTAGES["grpo"](with_rewards(batch, extra)), reward_kl=0.5),  # type: ignore[operator]
+        half_recorded,
+    ),
+    "kl in the reward of tokens": (
+        {
+            "advantage": "reinforce_pp",
+            "regularisers": [Regulariser("kl", 0.5, "reward", {"estimator": "k1"})],
+            "reference": "initial",
+        },
+        Dense(credit=lambda batch, values, extra: ADVANTAGES["reinforce_pp"](batch, extra), reward_kl=0.5),  # type: ignore[operator]
+        stale,
+    ),
+    "dpo": ({"objective": "dpo", "reference": "initial"}, Dense("dpo", aggregation="episode_mean"), pairs),
+    "tba": (
+        {"objective": "tba", "objective_options": {"beta": 1.0}, "reference": "initial"},
+        Dense("tba", {"beta": 1.0}, aggregation="episode_mean", lr=0.002),
+        stale,
+    ),
+}
+
+
+@pytest.mark.parametrize("steps", [(1, 1), (2, 2)], ids=["one step a batch", "2 minibatches x 2 epochs"])
+@pytest.mark.parametrize("case", CASES)
+def test_equals_a_plain_dense_loop(case: str, steps: tuple[int, int]) -> None:
+    options, dense, data = CASES[case]
+    if dense.proximal == "interpolated" and steps == (1, 1):
+        with pytest.raises(ValueError, match=r"proximal=interpolated with minibatches=1 and epochs=1.*recomputed"):
+            PolicyModule(source(), **options)
+        return
+    dense = copy.copy(dense)
+    dense.minibatches, dense.epochs = steps
+    module = PolicyModule(
+        source(),
+        optimizer=lambda p: torch.optim.SGD(p, lr=dense.lr),
+        minibatches=steps[0],
+        epochs=steps[1],
+        chunk_tokens=7,
+        live_tokens=20,
+        **options,
+    )
+    logged = fit(module, data())
+    model = naive_model()
+    before = parameters(model)
+    dense.train(model, data(), reference=copy.deepcopy(model))
+    got, expected = parameters(module.policy), parameters(model)
+    for name in expected:
+        torch.testing.assert_close(got[name], expected[name], atol=2e-6, rtol=0)
+    assert max(float((p - before[name]).abs().max()) for name, p in expected.items()) > 1e-3
+    assert all(set(module.algorithm.metrics) - {"correction_square"} <= step.keys() for step in logged)
+
+
+def test_all_objectives_are_trained_here() -> None:
+    assert {dense.objective for _, dense, _ in CASES.values()} == set(OBJECTIVES)
+
+
+def test_with_one_step_a_batch_the_proximal_policy_costs_no_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    passes = []
+    run = PolicyModule.forward_columns
+    monkeypatch.setattr(PolicyModule, "forward_columns", lambda *a, **k: passes.append(1) or run(*a, **k))
+    for options, count in (({}, 0), ({"epochs": 2}, 1), ({"epochs": 2, "proximal": "interpolated"}, 0)):
+        passes.clear()
+        fit(PolicyModule(source(), optimizer=sgd, objective="decoupled_ppo", **options), [make_batch()])  # type: ignore[arg-type]
+        assert len(passes) == count
+
+
+def test_an_effective_sample_size_is_logged_with_a_correction() -> None:
+    batch = stale()[0]
+    options: Options = {"correction": "truncated", "correction_options": {"cap": 1.5}}
+    [step] = fit(PolicyModule(source(), optimizer=sgd, **options), [batch])
+    model = naive_model()
+    with torch.no_grad():
+        now = Dense()._run(model, None, None, batch, range(len(batch)))["logprobs"]
+    ratio = (now - batch.behavior_logprobs)[batch.loss_mask].double().exp()
+    weights = ratio.clamp(max=1.5)
+    assert step["correction_weight"] == pytest.approx(float(weights.mean()), rel=1e-4)
+    assert step["correction_ess"] == pytest.approx(float(weights.mean() ** 2 / weights.square().mean()), rel=1e-4)
+    assert step["correction_cut"] == pytest.approx(float((ratio > 1.5).double().mean()))
+    assert "correction_square" not in step
+
+
+def test_penalties_are_logged_by_episode_and_the_reward_as_it_is() -> None:
+    batch = make_batch()
+    options = {"max_tokens": 3, "buffer_tokens": 2}
+    long = Regulariser("overlong", 0.5, where="reward", options=options)
+    steps = fit(PolicyModule(source(), optimizer=sgd, regularisers=[long], epochs=2), [batch])
+    tokens: dict[int, int] = {}
+    for episode, mask in zip(batch.episode_ids.tolist(), batch.split(batch.loss_mask)):
+        tokens[episode] = tokens.get(episode, 0) + int(mask.sum())
+    cost = sum(min(max((count - 1) / 2, 0.0), 1.0) for count in tokens.values())
+    assert steps[0]["penalty/overlong"] == pytest.approx(0.5 * cost / 9) and "penalty/overlong" not in steps[1]
+    rewards = {int(e): float(r) for e, r in zip(batch.episode_ids, batch.rewards)}
+    assert steps[0]["reward"] == pytest.approx(sum(rewards.values()) / 9)
+
+
+def test_a_pair_that_is_none_names_its_group() -> None:
+    batch = make_batch(groups=2, episodes=3)
+    with pytest.raises(BatchError, match=r"group 0 has 3 episodes.*dpo needs exactly two"):
+        fit(PolicyModule(source(), optimizer=sgd, objective="dpo", reference="initial"), [batch])
+
+
+def test_pairs_stay_together_where_there_are_fewer_than_minibatches() -> None:
+    module = PolicyModule(source(), optimizer=sgd, objective="dpo", reference="initial", minibatches=3)
+    steps = fit(module, [make_batch(groups=2, episodes=2)])
+    assert sorted("margin" in step for step in steps) == [False, True, True]
