@@ -8,10 +8,11 @@ precision conversions see an opaque object). Imports nothing of the project.
 
 from __future__ import annotations
 
+import copy
 import numbers
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -273,6 +274,30 @@ class RolloutBatch:
             metadata=[self.metadata[i] for i in picks],
             columns={name: value[flat] for name, value in self.columns.items()},
         )
+
+    def without(self, *names: Literal["columns", "metadata"]) -> RolloutBatch:
+        """A view of the same sequences without their columns, their metadata (each an empty dict), or both."""
+        for name in names:
+            if name not in ("columns", "metadata"):
+                raise ValueError(f"RolloutBatch.without: '{name}' is not one of columns, metadata")
+        view = copy.copy(self)
+        view.columns = {} if "columns" in names else dict(self.columns)
+        view.metadata = [{} for _ in self.prompt_ids] if "metadata" in names else self.metadata
+        return view
+
+    def with_columns(self, columns: Mapping[str, Tensor]) -> RolloutBatch:
+        """A view of the same sequences with these columns and no others: float32 [T], checked as by `add_column`."""
+        view = self.without("columns")
+        for name, values in columns.items():
+            view.add_column(name, values)
+        return view
+
+    def with_rewards(self, rewards: Tensor) -> RolloutBatch:
+        """A view of the same sequences with other rewards: float32 [N], checked as those of any batch."""
+        view = self.without()
+        view.rewards = rewards
+        view._validate()
+        return view
 
     def add_column(self, name: str, values: Tensor) -> None:
         """Attaches a per-token float32 [T] tensor under `name` (replaces one of the same name)."""

@@ -6,7 +6,6 @@ composed, or would have no effect, is refused when it is made, by an error that 
 
 from __future__ import annotations
 
-import copy
 import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -35,6 +34,8 @@ SEQUENCE_INPUTS = ("episodes", "turns")  # of costs in the reward, from the batc
 REWARD_INPUTS = ("logprobs", "reference", "mask", "cu_seqlens", *SEQUENCE_INPUTS)
 CORRECTION_INPUTS = ("old", "behavior", "mask", "cu_seqlens")
 ADVANTAGE_INPUTS = ("batch", "values", "token_rewards")
+_EQUAL_REWARDS = "mind groups whose rewards are all equal"
+_BAD_COST = "a cost in the reward must be a finite number: correct the function"
 
 
 @dataclass
@@ -137,9 +138,8 @@ class Algorithm:
         if self.reward_costs:
             inputs = {**inputs, "episodes": episodes(batch)[2], "turns": batch.turn_indices}
         for name, (regulariser, choice) in zip(self.penalties, self.reward_costs):
-            penalty = (regulariser.coef * _shaped(choice(inputs), batch.tokens, choice)).masked_fill(
-                ~batch.loss_mask, 0.0
-            )
+            cost = _shaped(choice(inputs), batch.tokens, choice)
+            penalty = regulariser.coef * _finite(cost, batch.loss_mask, f"regularisers.{choice.name}", _BAD_COST)
             total -= penalty
             sums[name] = float(penalty.sum(dtype=torch.float64))
         return total, sums
@@ -283,9 +283,7 @@ def with_rewards(batch: RolloutBatch, token_rewards: Tensor) -> RolloutBatch:
     """A view of `batch` whose episodes' rewards include their tokens' [T]."""
     rewards, _, of_sequence = episodes(batch)
     of_token = of_sequence.repeat_interleave(batch.lengths())
-    other = copy.copy(batch)
-    other.rewards = rewards.index_add(0, of_token, token_rewards.double())[of_sequence].float()
-    return other
+    return batch.with_rewards(rewards.index_add(0, of_token, token_rewards.double())[of_sequence].float())
 
 
 def _at_level_of(correction: Choice, sequence_ratio: bool) -> Choice:
@@ -309,9 +307,9 @@ def _shaped(value: Any, like: Tensor, choice: Choice) -> Tensor:
     return value
 
 
-def _finite(values: Tensor, mask: Tensor, what: str = "advantage") -> Tensor:
+def _finite(values: Tensor, mask: Tensor, what: str = "advantage", remedy: str = _EQUAL_REWARDS) -> Tensor:
     if values.shape != mask.shape:
         raise BatchError(f"{what}: expected shape {tuple(mask.shape)}, one a token, got {tuple(values.shape)}")
     if not bool(torch.isfinite(values[mask]).all()):
-        raise BatchError(f"{what}: not finite on a trained token; mind groups whose rewards are all equal")
+        raise BatchError(f"{what}: not finite on a trained token; {remedy}")
     return values.float().masked_fill(~mask, 0.0)

@@ -395,6 +395,6 @@ class PolicyModule(TreeModule):
                 found.append(mismatch.compare(part, logprobs, version))
 
         with torch.inference_mode(False), torch.no_grad():  # what engines keep must serve training too
-            self.rank_work.lead(handle, work)
+            self.ranks.lead(handle, work)
         for one in found:
             self.eval_metrics.compared(*one)

@@ -8,7 +8,6 @@ empty. On one process nothing is cut, packed or copied, whatever the Trainer's s
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ import torch
 from torch import Tensor
 
 from app.batch import BatchError, EvalHandle, RolloutBatch, StepHandle
+from app.exchange import Parts, Ranks, Said
 from app.tree import PrefixTree, TreeEngine
 from modules.minibatches import build_tree, rank_shares
 
@@ -44,17 +44,17 @@ class Step:
 
 
 class RankWork:
-    """Rank 0 leads, the others follow, as `DTAStrategy.traffic` lets them; without it there is one rank.
+    """Rank 0 leads, the others follow.
 
     Args:
-        trainer: with its strategy.
+        exchange: the ranks of the run.
         share: how sequences share prefixes; see `PrefixTree.build`.
         engine_for: the tree engine of each name in `Passes`, for the time of one pass.
     """
 
-    def __init__(self, trainer: Any, share: str, engine_for: EngineFor) -> None:
-        self._trainer, self._share, self._engine_for = trainer, share, engine_for
-        self._traffic = getattr(trainer.strategy, "traffic", None)
+    def __init__(self, exchange: Ranks, share: str, engine_for: EngineFor) -> None:
+        self.exchange = exchange
+        self._share, self._engine_for = share, engine_for
 
     def lead(self, handle: StepHandle | EvalHandle, work: Callable[[], Step | None]) -> RolloutBatch | None:
         """Collective: this rank's sequences of the step that `work` returns, with their columns and no others. Rank 0
@@ -64,14 +64,15 @@ class RankWork:
         Raises:
             BatchError: another rank than 0 holds the batch of `handle`.
         """
-        if not self._trainer.is_global_zero and handle.batch is not None:
-            raise BatchError(f"{handle} on rank {self._trainer.global_rank}: only rank 0 owns the stream of batches")
-        if self._traffic is None or self._trainer.world_size == 1:
+        rank = self.exchange.rank
+        if rank != 0 and handle.batch is not None:
+            raise BatchError(f"{handle} on rank {rank}: only rank 0 owns the stream of batches")
+        if self.exchange.size == 1:
             step = work()
             return None if step is None else _pick(step.batch, step.indices, step.columns)
         led: list[tuple[Step, list[list[int]]]] = []
 
-        def cut() -> tuple[Any, RolloutBatch | None, Mapping[str, Tensor]]:
+        def cut() -> Said:
             step = work()
             if step is None:
                 return None, None, {}
@@ -80,21 +81,14 @@ class RankWork:
             values, bounds = trained_values(step.batch, shares, step.columns)
             return {"shares": shares, "bounds": bounds}, step.batch, values
 
-        words, batch, values = self._traffic.lead(cut, self._serve)
-        rank = self._trainer.global_rank
+        request, batch, values = self.exchange.lead(cut, self._answer)
         if led:  # not before the others have theirs
             step, shares = led[0]
-            return _pick(step.batch, shares[rank], step.columns)
-        if batch is None or not words["shares"][rank]:
+            return _pick(step.batch, shares[rank], step.columns) if shares[rank] else None
+        if batch is None or not request["shares"][rank]:
             return None
-        own = batch.select(words["shares"][rank])
-        own.columns = own_values(own, values, words["bounds"], rank)
-        return own
-
-    def forget(self) -> None:
-        """On every rank: the batch of the last `lead` has been trained on."""
-        if self._traffic is not None:
-            self._traffic.forget()
+        own = batch.select(request["shares"][rank])
+        return own.with_columns(own_values(own, values, request["bounds"], rank))
 
     def outputs(
         self, batch: RolloutBatch, passes: Passes, indices: list[int] | None = None
@@ -103,11 +97,8 @@ class RankWork:
         and for sequences that are not among `indices` (ascending; default: all). The ranks compute a balanced share
         each."""
         shares = self._shares(batch, list(range(len(batch))) if indices is None else indices)
-        words = {"passes": {name: list(want) for name, want in passes.items()}, "shares": shares}
-        if self._traffic is not None:
-            answers = self._traffic.ask(words, batch, self._serve)
-        else:
-            answers = [self._serve(words, batch)]
+        request = {"passes": {name: list(want) for name, want in passes.items()}, "shares": shares}
+        answers = self.exchange.ask(request, batch, self._answer)
         flat = torch.zeros(sum(map(len, passes.values())), batch.num_tokens, dtype=torch.float32)
         for own, answer in zip(shares, answers, strict=True):
             at = batch.flat_index(own)
@@ -116,13 +107,14 @@ class RankWork:
         rows = iter(flat)
         return {engine: {name: next(rows) for name in want} for engine, want in passes.items()}
 
-    def _serve(self, words: dict[str, Any], batch: Any) -> Tensor:
+    def _answer(self, request: dict[str, Any], batch: Parts | None) -> Tensor:
         """Float32 [outputs, M] on the CPU: of the M trained tokens of this rank's share, in the order of the passes."""
-        passes: Passes = words["passes"]
-        share = words["shares"][self._trainer.global_rank]
+        passes: Passes = request["passes"]
+        share = request["shares"][self.exchange.rank]
         if not share:
             return torch.zeros(sum(map(len, passes.values())), 0, dtype=torch.float32)
-        part: Any = _pick(batch, share, {}) if isinstance(batch, RolloutBatch) else batch.select(share)
+        assert batch is not None, "what is asked for is about a batch"
+        part = _pick(batch, share, {}) if isinstance(batch, RolloutBatch) else batch.select(share)
         tree, rows = build_tree(part, self._share), []
         for name, want in passes.items():
             with self._engine_for(name) as engine:
@@ -133,8 +125,8 @@ class RankWork:
 
     def _shares(self, batch: RolloutBatch, indices: list[int], tree: PrefixTree | None = None) -> list[list[int]]:
         """The sequences of each rank, ascending, of similar predicted cost. `tree`: that of `indices`, if at hand."""
-        options = self._trainer.strategy.partition_options if self._traffic is not None else {}
-        shares = rank_shares(batch, self._share, self._trainer.world_size, tree, indices, **options)
+        exchange = self.exchange
+        shares = rank_shares(batch, self._share, exchange.size, tree, indices, **exchange.partition_options)
         return [[indices[i] for i in share] for share in shares]
 
 
@@ -182,11 +174,8 @@ def _concatenated(bounds: Tensor, chosen: Sequence[int]) -> Tensor:
     return torch.arange(int(lengths.sum())) + (starts - (ends - lengths)).repeat_interleave(lengths)
 
 
-def _pick(batch: RolloutBatch, indices: list[int], columns: Mapping[str, Tensor]) -> RolloutBatch | None:
-    """The sequences `indices` (ascending) with these columns ([T] of the whole batch) and no others, without metadata;
-    None for none."""
-    if not indices:
-        return None
-    seen = copy.copy(batch)
-    seen.columns, seen.metadata = dict(columns), [{}] * len(batch)
+def _pick(batch: RolloutBatch, indices: list[int], columns: Mapping[str, Tensor]) -> RolloutBatch:
+    """The sequences `indices` (ascending, one at least) with these columns ([T] of the whole batch) and no others,
+    without metadata."""
+    seen = batch.without("metadata").with_columns(columns)
     return seen if len(indices) == len(batch) else seen.select(indices)

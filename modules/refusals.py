@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from lightning.pytorch.strategies import ParallelStrategy
 
+from app.exchange import OneProcess, Ranks
 from modules.engine_check import SELF_CHECKS
 
 _LARGEST_LR = 1e3  # of plain gradient descent on toys; Adam's are below 0.1
@@ -31,9 +32,10 @@ def refuse_options(tree_training_mode: str, chunk_tokens: Any, self_check: str) 
         )
 
 
-def refuse_trainer(trainer: Any, stage: str, sums_gradients: bool) -> None:
-    """Settings of the Trainer. `sums_gradients`: whether its strategy adds up the gradients of all ranks."""
-    if not sums_gradients and (trainer.world_size > 1 or isinstance(trainer.strategy, ParallelStrategy)):
+def refuse_trainer(trainer: Any, stage: str, exchange: Ranks) -> None:
+    """Settings of the Trainer. `exchange`: the ranks, as its strategy has them work."""
+    alone = isinstance(exchange, OneProcess)
+    if alone and (trainer.world_size > 1 or isinstance(trainer.strategy, ParallelStrategy)):
         raise ValueError(
             f"trainer.strategy: {type(trainer.strategy).__name__} on {trainer.world_size} processes does not sum"
             " gradients as tree training needs: set trainer.strategy to app.strategies.DTAStrategy"
@@ -43,7 +45,7 @@ def refuse_trainer(trainer: Any, stage: str, sums_gradients: bool) -> None:
             f"trainer.accumulate_grad_batches={trainer.accumulate_grad_batches}: losses are already divided by the"
             " count of a whole optimizer step; set it to 1 and raise the data's batch_size instead"
         )
-    if trainer.precision == "bf16-true" and not sums_gradients:
+    if trainer.precision == "bf16-true" and alone:
         raise ValueError(
             f"trainer.precision=bf16-true with trainer.strategy {type(trainer.strategy).__name__}: it keeps no float32"
             " masters of bfloat16 parameters, and changes torch's default dtype under the rollouts' threads; set"

@@ -49,7 +49,7 @@ class SFTModule(TreeModule):
         return -(out.logprobs * columns["weights"]).sum()
 
     def evaluate(self, handle: EvalHandle) -> None:
-        self.rank_work.lead(handle, lambda: self._score(handle))
+        self.ranks.lead(handle, lambda: self._score(handle))
 
     def _score(self, handle: EvalHandle) -> None:
         """Rank 0."""

@@ -31,6 +31,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from transformers import PreTrainedModel
 
 from app.batch import BatchError, EvalHandle, RolloutBatch, StepHandle
+from app.exchange import ranks_of
 from app.tree import FlatOutputs, PrefixTree, TreeEngine
 from modules import batch_state
 from modules.engine_check import SelfCheck, check_together
@@ -74,6 +75,7 @@ class TreeModule(L.LightningModule):
 
     Attributes:
         policy: the model, from `configure_model` on.
+        ranks: how rank 0 has all ranks work, from `setup` on.
         steps_per_batch: optimizer steps a rollout batch takes; datamodules yield it so many times.
         policy_version: how many rollout batches the policy has been trained on.
         steps_done: optimizer steps of the batch under way, below `steps_per_batch`; 0 between batches.
@@ -116,6 +118,7 @@ class TreeModule(L.LightningModule):
         }
         self.self_check = self_check
         self._checked = self_check == "skip"
+        self.ranks: RankWork  # from `setup` on
         self.policy: PreTrainedModel | None = None
         self._engine: TreeEngine | None = None
         self.policy_version = 0
@@ -131,7 +134,7 @@ class TreeModule(L.LightningModule):
         self._idle = False  # no rank has a sequence in this step
         self._stop_asked = False
         self._step_start = 0.0
-        self._grad_norm: Tensor | None = None
+        self._grad_norm: float | None = None
         self._logged: set[str] = set()
         self._evaluated: set[str] = set()
 
@@ -216,30 +219,17 @@ class TreeModule(L.LightningModule):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
     def setup(self, stage: str) -> None:
-        refuse_trainer(self.trainer, stage, self._sums_gradients)
+        exchange = ranks_of(self.trainer)
+        refuse_trainer(self.trainer, stage, exchange)
+        self.ranks = RankWork(exchange, self.share_mode, self.engine_for)
         for metrics in self.modules():  # left alone, torchmetrics talks where gradients travel
             if isinstance(metrics, NamedMetrics):
-                metrics.dist_sync_fn = getattr(self.trainer.strategy, "gather_over_ranks", None)
+                metrics.dist_sync_fn = exchange.gather
 
     def object_hparams(self) -> list[str]:
         """Names of the hyper-parameters saved so far that are objects (callables, sources): a checkpoint could not load
         them safely. From the command line hyper-parameters are the YAML itself, and there are none."""
         return [name for name, value in self.hparams.items() if not _is_plain(value)]
-
-    # Ranks
-
-    @property
-    def _sums_gradients(self) -> bool:
-        return hasattr(self.trainer.strategy, "sum_over_ranks")
-
-    @property
-    def rank_work(self) -> RankWork:
-        """How rank 0 has all ranks work; see there."""
-        return RankWork(self.trainer, self.share_mode, self.engine_for)
-
-    def sum_over_ranks(self, tensor: Tensor) -> Tensor:
-        """Collective: the sum of `tensor` over ranks."""
-        return self.trainer.strategy.sum_over_ranks(tensor) if self._sums_gradients else tensor
 
     def forward_columns(
         self, batch: RolloutBatch, passes: Passes, indices: list[int] | None = None
@@ -247,7 +237,7 @@ class TreeModule(L.LightningModule):
         """Rank 0, while it leads: outputs of the trained tokens of a batch (of its sequences `indices` alone), float32
         [T] on the CPU, by engine (see `engine_for`) and name. One exchange with the other ranks, however many engines
         there are."""
-        return self.rank_work.outputs(batch, passes, indices)
+        return self.ranks.outputs(batch, passes, indices)
 
     def engine_for(self, name: str) -> AbstractContextManager[TreeEngine]:
         """What runs the forward passes that `forward_columns` calls `name`."""
@@ -274,9 +264,11 @@ class TreeModule(L.LightningModule):
             _log.warning("the datamodule begins a new batch; of the last one only %d steps were done", self.steps_done)
             self.steps_done = 0
         self.train_metrics.reset()
-        part = self.rank_work.lead(handle, lambda: self._cut_step(handle))
+        part = self.ranks.lead(handle, lambda: self._cut_step(handle))
         self._step = TreeStep.build(part, self.share_mode, self.last_tree)
-        self._idle = self.steps_per_batch > 1 and not bool(self.sum_over_ranks(torch.tensor(part is not None).long()))
+        self._idle = self.steps_per_batch > 1 and not bool(
+            self.ranks.exchange.sum(torch.tensor(part is not None).long())
+        )
         self.begin_step(self._step, handle.index)
         self._step.columns = {name: column.to(self.device) for name, column in self._step.columns.items()}
         self.step_seconds = {"prepare": time.perf_counter() - start}
@@ -318,16 +310,14 @@ class TreeModule(L.LightningModule):
         with self.trainer.precision_plugin.forward_context():
             if not self._checked:
                 fall_back = self.self_check == "fallback"
-                self._checked = check_together(self.engine, step.tree, self.want, fall_back, self.sum_over_ranks)
+                self._checked = check_together(self.engine, step.tree, self.want, fall_back, self.ranks.exchange.sum)
             self.tree_pass(step)
         tree = self.last_tree
         if tree is not None:  # rank 0 counts for all
             counts = (tree.num_dense_tokens, tree.num_leaf_tokens, tree.num_tokens)
             self.train_metrics.update(sums=dict(zip(TOKEN_COUNTS, counts, strict=True)))
         self.step_seconds["tree"] = time.perf_counter() - start
-        if self._sums_gradients:
-            work = (step.tree.num_tokens, step.tree.num_attention_pairs)
-            self.trainer.strategy.observe_tree_pass(*work, self.step_seconds["tree"])
+        self.ranks.exchange.observe(step.tree.num_tokens, step.tree.num_attention_pairs, self.step_seconds["tree"])
         self.end_step(step)
 
     def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
@@ -335,17 +325,7 @@ class TreeModule(L.LightningModule):
             for group in optimizer.param_groups:
                 for param in group["params"]:
                     param.grad = None
-        if hasattr(self.trainer.strategy, "grad_norm"):
-            return  # gradients are in its own buffers by now, and it knows their norm
-        grads = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-        self._grad_norm = torch.nn.utils.get_total_norm(grads) if grads else None
-        scales = getattr(self.trainer.precision_plugin, "scaler", None) is not None  # and skips such steps by itself
-        if self._grad_norm is not None and not scales and not self._grad_norm.isfinite():
-            raise ValueError(
-                f"the gradient norm of step {self.trainer.global_step + 1} is {float(self._grad_norm)}: this strategy"
-                " cannot leave a step out, and the weights would be lost. Use trainer.strategy=app.strategies."
-                "DTAStrategy, which can, or a lower learning rate or trainer.gradient_clip_val"
-            )
+        self._grad_norm = self.ranks.exchange.grad_norm(optimizer, self.trainer.global_step + 1)
 
     def optimizer_step(self, *args: Any, **kwargs: Any) -> None:
         super().optimizer_step(*args, **kwargs)
@@ -359,15 +339,14 @@ class TreeModule(L.LightningModule):
 
     def on_train_batch_end(self, outputs: Any, batch: StepHandle, batch_idx: int) -> None:
         values: dict[str, Any] = self.derive(self.train_metrics.compute())
-        norm = getattr(self.trainer.strategy, "grad_norm", self._grad_norm)
-        if norm is not None:
-            values["grad_norm"] = norm
+        if self._grad_norm is not None:
+            values["grad_norm"] = self._grad_norm
         values["tokens/s"] = values["tokens/dense"] / (time.perf_counter() - self._step_start)
         self._log_step({name: torch.as_tensor(value, dtype=torch.float32) for name, value in values.items()})
         self._step = None
         if batch.index == batch.count - 1:
             self.batch = None
-            self.rank_work.forget()
+            self.ranks.exchange.forget()
         self._stop_between_batches()
 
     def _stop_between_batches(self) -> None:

@@ -50,7 +50,7 @@ from app.strategies.precision import keep_default_dtype
 from app.strategies.ranks.collectives import Communicator
 from app.strategies.ranks.listening import LOOPBACK, gloo_on_loopback, is_local
 from app.strategies.ranks.rendezvous import leave_at_exit, meet
-from app.strategies.ranks.sharing import RankTraffic
+from app.strategies.ranks.sharing import SharedRanks
 from app.strategies.ranks.watch import GRACE, RankWatch
 from app.strategies.zero1 import ShardedOptimizer
 
@@ -84,7 +84,7 @@ class DTAStrategy(DDPStrategy):
         optimizer_seconds: wall seconds of the last step's reduce-scatter, clipping, optimizer step and all-gather.
         skipped_steps: optimizer steps of this fit without effect because the gradient was not finite.
         grad_norm: global 2-norm of the last gradient, before clipping; nan before the first step.
-        traffic: how rank 0 has all ranks work on their parts of a batch; exists as long as the process group does.
+        exchange: what modules use of the ranks; exists as long as the process group does.
     """
 
     def __init__(
@@ -125,12 +125,12 @@ class DTAStrategy(DDPStrategy):
         self._links = False
         self._failed = False
         self._ranks: Communicator | None = None
-        self.traffic: RankTraffic
+        self.exchange: SharedRanks
         self._writer: CheckpointWriter | None = None
         self._sharded: ShardedOptimizer | None = None
         self._reduce_seconds = 0.0
 
-    # What modules use
+    # What callbacks and tools use
 
     @property
     def ranks(self) -> Communicator:
@@ -160,33 +160,15 @@ class DTAStrategy(DDPStrategy):
         """Whether the last checkpoint asked for was left out; see `divergence.py`."""
         return self._divergence.held_back
 
-    @property
-    def partition_options(self) -> dict[str, Any]:
-        """How `app.tree.partition` is to cut a tree over ranks."""
-        return {"cost": self._calibration.cost, "token_limit": self._max_tokens}
-
-    def observe_tree_pass(self, tokens: int, pairs: int, seconds: float) -> None:
-        """Collective, once an optimizer step: this rank ran a tree of `tokens` and attention `pairs` in `seconds`."""
-        self._calibration.observe(self.ranks, tokens, pairs, seconds)
-
     def step_metrics(self) -> dict[str, float]:
         """What ranks cost in the last step, for loggers: shipping its parts (rank 0's seconds of packing and sending;
         MB it sent to every other rank), skipped steps so far, and of the last ten steps the slowest rank's time over
         the mean, and the cost of a pair in tokens."""
         values = {"strategy/skipped_steps": float(self.skipped_steps)}
         if self.ranks.size > 1:
-            values |= {"strategy/share_seconds": self.traffic.seconds, "strategy/share_mb": self.traffic.bytes / 1e6}
+            values |= {"strategy/share_seconds": self.exchange.seconds, "strategy/share_mb": self.exchange.bytes / 1e6}
             values |= {"strategy/imbalance": self._calibration.imbalance, "strategy/pair_cost": self._calibration.ratio}
         return {name: value for name, value in values.items() if not math.isnan(value)}
-
-    def sum_over_ranks(self, tensor: Tensor) -> Tensor:
-        """Collective: a new tensor, the sum of `tensor` over ranks (same shape, dtype and device)."""
-        return self.ranks.sum(tensor)
-
-    def gather_over_ranks(self, tensor: Tensor, group: Any = None) -> list[Tensor]:
-        """Collective: every rank's `tensor` (same shape, dtype and device), in rank order. `group` is accepted for
-        torchmetrics, whose `dist_sync_fn` this can be; there is one."""
-        return list(self.ranks.gather(tensor, "metrics").to(tensor.device))
 
     # Set-up
 
@@ -201,7 +183,7 @@ class DTAStrategy(DDPStrategy):
             # The writer's threads talk while training does, in an order of their own: not in the group for control.
             group = dist.new_group(backend="gloo", timeout=self._timeout)
         self._ranks = Communicator(dist.group.WORLD, self.root_device, control, self._timeout.total_seconds())
-        self.traffic = RankTraffic(self._ranks)
+        self.exchange = SharedRanks(self._ranks, self._calibration, self._max_tokens, lambda: self.grad_norm)
         leave_at_exit(self._ranks)
         self._start_watch(self._ranks)
         watch = self._ranks.watch
@@ -310,7 +292,7 @@ class DTAStrategy(DDPStrategy):
     # One step
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        self.traffic.reset()
+        self.exchange.reset()
         assert self.lightning_module is not None
         trainer = self.lightning_module.trainer
         self._divergence.begin_step(lambda: trainer.callback_metrics)

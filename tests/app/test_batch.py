@@ -121,3 +121,31 @@ def test_a_reward_that_is_set_late_is_checked_too() -> None:
     late.reward = None
     with pytest.raises(BatchError, match="expected a number, got 'None'"):
         RolloutBatch.from_trajectories([late])
+
+
+def _pair() -> RolloutBatch:
+    batch = RolloutBatch.from_trajectories(trajectory(episode_id=i, metadata={"i": i}) for i in range(2))
+    batch.add_column("advantages", torch.ones(batch.num_tokens))
+    return batch
+
+
+def test_views_copy_no_tensor_and_leave_the_batch_as_it_was() -> None:
+    batch = _pair()
+    bare, other = batch.without("columns", "metadata"), batch.with_columns({"values": torch.zeros(batch.num_tokens)})
+    assert bare.tokens is batch.tokens and other.versions is batch.versions
+    assert (bare.columns, bare.metadata) == ({}, [{}, {}]) and other.metadata == batch.metadata
+    assert list(other.columns) == ["values"] and list(batch.columns) == ["advantages"] and batch.metadata[1] == {"i": 1}
+    kept = batch.without("metadata")
+    kept.add_column("values", torch.zeros(batch.num_tokens))
+    assert list(batch.columns) == ["advantages"] and kept.columns["advantages"] is batch.columns["advantages"]
+    assert batch.with_rewards(torch.tensor([3.0, 4.0])).rewards.tolist() == [3.0, 4.0] != batch.rewards.tolist()
+
+
+def test_views_are_checked() -> None:
+    batch = _pair()
+    with pytest.raises(BatchError, match=r"column 'values' has shape \(1,\)"):
+        batch.with_columns({"values": torch.zeros(1)})
+    with pytest.raises(BatchError, match=r"RolloutBatch\.rewards: nan for sequence 1"):
+        batch.with_rewards(torch.tensor([0.0, float("nan")]))
+    with pytest.raises(ValueError, match=r"RolloutBatch\.without: 'rewards' is not one of columns, metadata"):
+        batch.without("rewards")  # type: ignore[arg-type]

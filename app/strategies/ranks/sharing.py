@@ -1,13 +1,13 @@
 """Rank 0 owns the stream and leads: it tells all ranks what to do next, which they do, and answer.
 
     rank 0                                      every other rank
-    traffic.lead(work, serve)                   traffic.lead(work, serve)
-      work() calls traffic.ask(words, batch,      serve(words, batch), as often as it is asked
-      serve) and returns what is to be said       returns what rank 0 said last
+    exchange.lead(work, answer)                 exchange.lead(work, answer)
+      work() calls exchange.ask(request, parts,   answer(request, parts), as often as it is asked
+      answer) and returns what is to be said      returns what rank 0 said last
 
 Promises: the other ranks need not know what rank 0 is about to do. A batch travels once, however many messages are
 about it: ranks keep it, packed, until a message is about another one, or `forget`. An error of rank 0 while it leads,
-or of any rank while it serves, is raised on all ranks, with the words of the rank that had it; nobody is left waiting.
+or of any rank while it answers, is raised on all ranks, with the words of the rank that had it; nobody is left waiting.
 A message is two broadcasts (its size, and itself), so that rank 0's own work does not grow with the ranks; an answer is
 one small all-gather and one transfer. A rank that is missing from one is named as in any other collective. One process
 sends nothing and packs nothing.
@@ -15,7 +15,6 @@ sends nothing and packs nothing.
 
 from __future__ import annotations
 
-import copy
 import json
 import time
 from collections.abc import Callable, Mapping
@@ -24,21 +23,16 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from app.batch import RolloutBatch
+from app.exchange import Answer, Parts, Said
+from app.strategies.balance import Calibration
 from app.strategies.ranks.collectives import CollectiveError, Communicator
 from app.strategies.ranks.packing import PackedBatch, pack, pack_values, unpack_values
 from app.text import well_formed
 
 _WHAT = "a message of rank 0"
-
-
-Batch = RolloutBatch | PackedBatch
-Said = tuple[Any, Batch | None, Mapping[str, Tensor]]
-"""What rank 0 tells all ranks alike: words (JSON-able), the batch they are about (on other ranks packed, without
-columns and metadata, as it was when they first heard of it), and tensors [M] on the CPU by name, M of each's own."""
-Serve = Callable[[Any, Batch | None], Tensor]
-"""Called with the words and the batch of what rank 0 asks for; returns a float32 tensor on the CPU."""
 
 
 class RankZeroError(RuntimeError):
@@ -55,7 +49,7 @@ class RankTraffic:
 
     def __init__(self, ranks: Communicator) -> None:
         self._ranks = ranks
-        self._held: Batch | None = None
+        self._held: Parts | None = None
         self.reset()
 
     def reset(self) -> None:
@@ -65,8 +59,8 @@ class RankTraffic:
         """On every rank alike: the batch that is held will not be needed again."""
         self._held = None
 
-    def lead(self, work: Callable[[], Said], serve: Serve) -> Said:
-        """Collective. Rank 0 does `work`, in which it may `ask`; the others serve until it is done.
+    def lead(self, work: Callable[[], Said], answer: Answer) -> Said:
+        """Collective. Rank 0 does `work`, in which it may `ask`; the others answer until it is done.
 
         Returns:
             What `work` returned: rank 0's own object there, an equal one elsewhere.
@@ -75,7 +69,7 @@ class RankTraffic:
             RankZeroError: on all ranks but 0, with type and message of rank 0's error, which rank 0 raises itself.
         """
         if self._ranks.rank != 0:
-            return self._follow(serve)
+            return self._follow(answer)
         try:
             said = work()
             self._send("done", said)
@@ -86,28 +80,28 @@ class RankTraffic:
             raise
         return said
 
-    def ask(self, words: Any, batch: Batch | None, serve: Serve) -> list[Tensor]:
-        """Rank 0 only, inside of `lead`: what each rank's `serve(words, batch)` returned, flat float32, by rank.
+    def ask(self, request: Any, parts: Parts | None, answer: Answer) -> list[Tensor]:
+        """Rank 0 only, inside of `lead`: what each rank's `answer(request, parts)` returned, flat float32, by rank.
 
         Raises:
             RuntimeError: another rank failed, naming it and its error; rank 0's own error is raised as it is.
         """
         if self._ranks.size == 1:
-            return [serve(words, batch).view(-1)]
-        self._send("serve", (words, batch, {}))
-        own = _attempt(serve, words, batch)
+            return [answer(request, parts).view(-1)]
+        self._send("ask", (request, parts, {}))
+        own = _attempt(answer, request, parts)
         answers = self._answer(own)
         if isinstance(own, Exception):
             raise own
-        failed = {rank: answer for rank, answer in enumerate(answers) if isinstance(answer, str)}
+        failed = {rank: said for rank, said in enumerate(answers) if isinstance(said, str)}
         if failed:
             first = min(failed)
             raise RuntimeError(
                 f"what rank 0 asked for failed on rank {first}: {failed[first]} (ranks: {sorted(failed)})"
             )
-        return [answer for answer in answers if not isinstance(answer, str)]
+        return [said for said in answers if not isinstance(said, str)]
 
-    def _follow(self, serve: Serve) -> Said:
+    def _follow(self, answer: Answer) -> Said:
         own: Exception | None = None
         while True:
             verb, said = self._decode(self._ranks.broadcast_bytes(None, _WHAT))
@@ -117,9 +111,9 @@ class RankTraffic:
                 if own is not None:
                     raise own
                 raise RankZeroError(f"rank 0 failed: {said[0]}")
-            answer = _attempt(serve, *said[:2])
-            own = answer if isinstance(answer, Exception) else None
-            self._answer(answer)
+            mine = _attempt(answer, *said[:2])
+            own = mine if isinstance(mine, Exception) else None
+            self._answer(mine)
 
     def _send(self, verb: str, said: Said) -> None:
         if self._ranks.size == 1:
@@ -134,11 +128,11 @@ class RankTraffic:
 
     def _decode(self, data: Tensor) -> tuple[str, Said]:
         pieces = _split(data)
-        verb, words, about = json.loads(bytes(pieces[-1].numpy()))
+        verb, request, about = json.loads(bytes(pieces[-1].numpy()))
         if about == "new":
             self._held = PackedBatch(bytes(pieces[2].numpy()), pieces[0].clone())  # not the rest of the message
         values = unpack_values(bytes(pieces[3].numpy()), pieces[1])
-        return verb, (words, self._held if about != "nothing" else None, values)
+        return verb, (request, self._held if about != "nothing" else None, values)
 
     def _answer(self, own: Tensor | Exception) -> list[Tensor | str]:
         """Collective. On rank 0 all ranks' tensors, or what they say of their errors; [] elsewhere."""
@@ -152,26 +146,54 @@ class RankTraffic:
         return [bytes(m[:-1].numpy()).decode() if m[-1] else m[:-1].view(torch.float32) for m in found]
 
 
-def _attempt(serve: Serve, words: Any, batch: Batch | None) -> Tensor | Exception:
+class SharedRanks(RankTraffic):
+    """`app.exchange.Ranks` of a strategy that sums gradients over ranks; see there.
+
+    Args:
+        token_limit: most dense tokens of one rank in one step.
+        grad_norm: that of the last gradient, over all ranks.
+    """
+
+    def __init__(
+        self, ranks: Communicator, calibration: Calibration, token_limit: int | None, grad_norm: Callable[[], float]
+    ) -> None:
+        super().__init__(ranks)
+        self.rank, self.size = ranks.rank, ranks.size
+        self.partition_options: Mapping[str, Any] = {"cost": calibration.cost, "token_limit": token_limit}
+        self._calibration, self._grad_norm = calibration, grad_norm
+
+    def sum(self, tensor: Tensor) -> Tensor:
+        return self._ranks.sum(tensor)
+
+    def gather(self, tensor: Tensor, group: Any = None) -> list[Tensor]:
+        return list(self._ranks.gather(tensor, "metrics").to(tensor.device))
+
+    def observe(self, tokens: int, pairs: int, seconds: float) -> None:
+        self._calibration.observe(self._ranks, tokens, pairs, seconds)
+
+    def grad_norm(self, optimizer: Optimizer, step: int) -> float:
+        """Gradients are in the strategy's own buffers by now, and steps without a finite one are left out there."""
+        return self._grad_norm()
+
+
+def _attempt(answer: Answer, request: Any, parts: Parts | None) -> Tensor | Exception:
     try:
-        return serve(words, batch)
+        return answer(request, parts)
     except Exception as error:
         return error
 
 
-def _encode(verb: str, said: Said, held: Batch | None) -> Tensor:
-    """uint8: the payloads of batch and values (first, to be aligned), their headers, the words, and all lengths."""
-    words, batch, values = said
+def _encode(verb: str, said: Said, held: Parts | None) -> Tensor:
+    """uint8: the payloads of batch and values (first, to be aligned), their headers, the request, and all lengths."""
+    request, batch, values = said
     batch_header, batch_payload = b"", torch.empty(0, dtype=torch.uint8)
     about = "nothing" if batch is None else "held"
     if batch is not None and batch is not held:
         assert isinstance(batch, RolloutBatch), "rank 0 has it whole"
-        bare = copy.copy(batch)
-        bare.columns, bare.metadata = {}, [{}] * len(bare)
-        batch_header, batch_payload = pack(bare)
+        batch_header, batch_payload = pack(batch.without("columns", "metadata"))
         about = "new"
     header, payload = pack_values(values)
-    text = json.dumps([verb, words, about]).encode()
+    text = json.dumps([verb, request, about]).encode()
     pieces = [batch_payload.numpy(), payload.numpy()]
     pieces += [np.frombuffer(piece, np.uint8) for piece in (batch_header, header, text)]
     lengths = np.array([len(piece) for piece in pieces])

@@ -29,7 +29,7 @@ class MixingModule(SFTModule):
 
     def __init__(self, ranks: tuple[int, ...] = (0, 1), **options: Any) -> None:
         super().__init__(source(), optimizer=sgd, **options)
-        self.ranks = ranks
+        self.broken_ranks = ranks
 
     def configure_model(self) -> None:
         made = self.policy is None
@@ -37,7 +37,7 @@ class MixingModule(SFTModule):
         assert self.policy is not None
         if made:
             layer = self.policy.model.layers[1]
-            inner = BeforeToken(layer.mlp) if self.trainer.global_rank in self.ranks else Plain(layer.mlp)
+            inner = BeforeToken(layer.mlp) if self.trainer.global_rank in self.broken_ranks else Plain(layer.mlp)
             layer.mlp = inner
 
 

@@ -11,16 +11,17 @@ import torch
 from torch import Tensor
 
 from app.batch import RolloutBatch
+from app.exchange import Parts, Said
 from app.strategies.ranks.collectives import Communicator
 from app.strategies.ranks.packing import PackedBatch
-from app.strategies.ranks.sharing import Batch, RankTraffic, Said
+from app.strategies.ranks.sharing import RankTraffic
 from tests.app.strategies.ranks.watch_jobs import lost_in_thought, watched
 from tests.app.strategies.zero1_jobs import communicator
 
 NOTHING: Said = (None, None, {})
 
 
-def whole(batch: Batch | None) -> RolloutBatch | None:
+def whole(batch: Parts | None) -> RolloutBatch | None:
     return batch.select(range(len(batch))) if isinstance(batch, PackedBatch) else batch
 
 
@@ -29,13 +30,13 @@ class Rank:
     """What one rank saw: what was asked of it, what was said last, every message's bytes; on rank 0 the answers, and
     the bytes it counted."""
 
-    served: list[tuple[Any, Batch | None]] = field(default_factory=list)
+    served: list[tuple[Any, Parts | None]] = field(default_factory=list)
     said: Said = (None, None, {})
     received: list[int] = field(default_factory=list)
     answers: list[list[Tensor]] = field(default_factory=list)
     bytes_sent: int = 0
 
-    def serve(self, words: Any, batch: Batch | None) -> Tensor:
+    def serve(self, words: Any, batch: Parts | None) -> Tensor:
         """The behavior of the tokens, times the first of the words."""
         batch = whole(batch)
         self.served.append((words, batch))
@@ -105,7 +106,7 @@ def fail_while_serving(failing: tuple[int, ...], then_go_on: bool = False) -> An
     ranks = communicator()
     traffic = RankTraffic(ranks)
 
-    def serve(words: Any, batch: Batch | None) -> Tensor:
+    def serve(words: Any, batch: Parts | None) -> Tensor:
         if words == 2 and ranks.rank in failing:
             raise MemoryError(f"rank {ranks.rank} has no memory left")
         return torch.ones(1)
@@ -127,7 +128,7 @@ def die_while_serving() -> None:
     ranks = watched(timeout=50.0, death_timeout=20.0)
     traffic = RankTraffic(ranks)
 
-    def serve(words: Any, batch: Batch | None) -> Tensor:
+    def serve(words: Any, batch: Parts | None) -> Tensor:
         if ranks.rank == 1:
             os._exit(3)
         return torch.ones(1)
