@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from app.tree.report import read_config
+from app.tree import read_config
 from benchmarks.systems import attach_gradients, qwen3
 
 SMALL_SHAPE: dict[str, Any] = {"hidden": 256, "layers": 3, "heads": 4, "key_value_heads": 2, "head_dim": 64}

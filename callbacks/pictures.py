@@ -16,7 +16,7 @@ from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.utilities import rank_zero_warn
 
 from app.interruption import Interrupted
-from callbacks import drawing
+from callbacks import figures
 from callbacks.run_dir import run_dir
 
 _PARTS = {  # label -> metrics that add up to it, bottom of the stack first
@@ -66,29 +66,29 @@ class Pictures(Callback):
         logger.save()
         series = read_metrics(Path(logger.log_dir) / "metrics.csv")
         name = f"{self._directory.parent.name}, {self._directory.name}"
-        figures: dict[str, Any] = {}
+        drawn: dict[str, Any] = {}
         held_out = list(zip(*series.get(self.accuracy, ((), ())), strict=True))
         reward = self.reward or ("rollouts/reward" if "rollouts/reward" in series else "reward")
         if reward in series:
             steps, rewards = series[reward]
-            figures["reward_curve.png"] = drawing.reward_curve(steps, rewards, held_out, f"Reward ({name})")
+            drawn["reward_curve.png"] = figures.reward_curve(steps, rewards, held_out, f"Reward ({name})")
         if "time/step" in series:
             steps, whole = series["time/step"]
             parts = {label: _total(series, keys, len(steps)) for label, keys in _PARTS.items()}
             known = [sum(values) for values in zip(*parts.values(), strict=True)]
             parts["other"] = [max(0.0, all_ - some) for all_, some in zip(whole, known, strict=True)]
-            figures["step_time.png"] = drawing.step_times(steps, parts, f"Time of a step ({name})")
+            drawn["step_time.png"] = figures.step_times(steps, parts, f"Time of a step ({name})")
         tree = getattr(module, "last_tree", None)
         if tree is not None and tree.num_sequences:
-            figures["tree.png"] = drawing.prefix_tree(tree, f"Prefix tree of the last batch ({name})")
+            drawn["tree.png"] = figures.prefix_tree(tree, f"Prefix tree of the last batch ({name})")
         self._directory.mkdir(parents=True, exist_ok=True)
         for file, needs in (
             ("reward_curve.png", f"no '{reward}' was logged"),
             ("step_time.png", "no 'time/step' was logged (add the Throughput callback)"),
             ("tree.png", "the model keeps no last_tree"),
         ):
-            if file in figures:
-                figures[file].savefig(self._directory / file)
+            if file in drawn:
+                drawn[file].savefig(self._directory / file)
             else:
                 rank_zero_warn(f"Pictures: {file} not drawn: {needs}")
 

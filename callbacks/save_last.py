@@ -1,7 +1,7 @@
 """`last.ckpt`, by time: what a run loses when it is killed is bounded without anybody asking for it.
 
-The command line adds it to every `fit`, unless a configured ModelCheckpoint has `save_last` or `train_time_interval`,
-or `trainer.enable_checkpointing` is false.
+The command line adds it to every `fit`, unless a configured callback `saves_last`, or `trainer.enable_checkpointing` is
+false.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ import time
 from datetime import timedelta
 from typing import Any
 
-from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import Checkpoint, ModelCheckpoint
 
 
 class SaveLast(ModelCheckpoint):
@@ -62,3 +62,10 @@ class SaveLast(ModelCheckpoint):
             self._last_step = trainer.global_step
             self._last_time = time.monotonic()
             self._save_last_checkpoint(trainer, self._monitor_candidates(trainer))
+
+
+def saves_last(callback: Callback) -> bool:
+    """Whether `callback` saves checkpoints for going on: by `save_last` or by time, or it is no ModelCheckpoint."""
+    if not isinstance(callback, ModelCheckpoint):
+        return isinstance(callback, Checkpoint)
+    return bool(callback.save_last) or callback._train_time_interval is not None

@@ -18,8 +18,7 @@ from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 from torch import Tensor
 
 from app.batch import EvalHandle, RolloutBatch
-from app.tree import FlatOutputs, TreeEngine
-from app.tree.transfer import on_device
+from app.tree import FlatOutputs, TreeEngine, on_device
 from modules import mismatch
 from modules.advantages import Estimate
 from modules.algorithm import STEP_INPUTS, Algorithm, Proximal, Regulariser, with_rewards

@@ -14,8 +14,7 @@ from torch import Tensor
 from transformers import PretrainedConfig
 
 from app.batch import BatchError, EvalHandle, RolloutBatch, StepHandle
-from app.tree import PrefixTree
-from app.tree.transfer import on_device
+from app.tree import PrefixTree, on_device
 from modules.episodes import episodes
 from modules.minibatches import build_tree
 from modules.objectives import Aggregation, token_weights

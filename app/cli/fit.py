@@ -26,7 +26,7 @@ from typing import Any, NoReturn
 import torch.distributed as dist
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
-from lightning.pytorch.callbacks import Checkpoint, ModelCheckpoint, ProgressBar
+from lightning.pytorch.callbacks import ProgressBar
 from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.loggers import CSVLogger, Logger
 from lightning.pytorch.utilities import rank_zero_only
@@ -52,7 +52,7 @@ from app.text import print_exception, printable, printable_output
 from callbacks.hang_dump import HangDump, install
 from callbacks.interruption import Interruption
 from callbacks.progress import Progress
-from callbacks.save_last import SaveLast
+from callbacks.save_last import SaveLast, saves_last
 
 # Loaded when asked for: each is a file with `add_arguments(parser)` and `run(args)`, its docstring the help.
 VERBS = {
@@ -158,7 +158,7 @@ class ArboristCLI(LightningCLI):
             callbacks.append(HangDump())
         if self.subcommand == "fit":
             callbacks.append(Interruption())
-            if given.get("enable_checkpointing") is not False and not any(map(_saves_the_last, callbacks)):
+            if given.get("enable_checkpointing") is not False and not any(map(saves_last, callbacks)):
                 callbacks.append(SaveLast())
         try:
             return super().instantiate_trainer(callbacks=callbacks, **kwargs)
@@ -214,12 +214,6 @@ def _checkpoint_directories(trainer: Mapping[str, Any]) -> list[Path]:
 
 def _has(callbacks: list[Callback], kind: type) -> bool:
     return any(isinstance(callback, kind) for callback in callbacks)
-
-
-def _saves_the_last(callback: Callback) -> bool:
-    if not isinstance(callback, ModelCheckpoint):
-        return isinstance(callback, Checkpoint)
-    return bool(callback.save_last) or callback._train_time_interval is not None
 
 
 def _answer_the_doctor(run_dir: Path) -> None:

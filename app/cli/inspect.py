@@ -17,14 +17,13 @@ from __future__ import annotations
 import argparse
 import json
 from pathlib import Path
+from textwrap import indent
 from typing import get_args
 
 import numpy as np
 
-from app.tree import PrefixTree
-from app.tree.planning.plan import ExecutionPlan
-from app.tree.report import Inspection, ModelReport, inspect_model, inspect_tree, read_config
-from callbacks.drawing import prefix_tree as draw
+from app.tree import ModelReport, PrefixTree, TreeReport, inspect_model, inspect_tree, read_config
+from callbacks import figures
 from datamodules.conversations.sequence_files import load_sequences
 from datamodules.conversations.tokens import Workload
 
@@ -73,16 +72,16 @@ def run(arguments: argparse.Namespace) -> None:
         model = inspect_model(
             tree, config, arguments.device, arguments.dtype, arguments.chunk_tokens, arguments.live_tokens
         )
-        print(f"\n{_model_text(model)}\n\nPlan\n{_indented(model.plan)}")
+        print(f"\n{_model_text(model)}\n\nPlan\n{indent(str(model.plan), '  ')}")
     out = arguments.out or Path("runs") / "inspect" / path.name.split(".")[0]
     out.mkdir(parents=True, exist_ok=True)
-    draw(tree, title).savefig(out / "tree.png")
-    figures = report.figures() | ({} if model is None else {"model": model.figures()})
-    (out / "inspect.json").write_text(json.dumps({"file": path.name, **figures}, indent=1) + "\n")
+    figures.prefix_tree(tree, title).savefig(out / "tree.png")
+    values = report.figures() | ({} if model is None else {"model": model.figures()})
+    (out / "inspect.json").write_text(json.dumps({"file": path.name, **values}, indent=1) + "\n")
     print(f"\nwritten: {out / 'tree.png'}, {out / 'inspect.json'}")
 
 
-def _tree_text(title: str, r: Inspection) -> str:
+def _tree_text(title: str, r: TreeReport) -> str:
     lines = [
         f"{title}: {r.sequences:,} sequences of {r.shortest:,} to {r.longest:,} tokens, {r.trained:,} tokens trained",
         "",
@@ -123,7 +122,3 @@ def _histogram(counts: dict[int, int]) -> list[str]:
     most = max(bins.values(), default=1)
     width = max(1, *(len(f"{count:,}") for count in bins.values())) if bins else 1
     return [f"{label:>13} {count:>{width},} {'#' * max(1, _BAR * count // most)}" for label, count in bins.items()]
-
-
-def _indented(plan: ExecutionPlan) -> str:
-    return "\n".join(f"  {line}" for line in str(plan).splitlines())

@@ -1,12 +1,29 @@
 """Dynamic Tree Attention as a library: train on sequences that share prefixes, computing each prefix once.
 
-Needs torch and transformers only; knows no RL and no Lightning. See `PrefixTree`, `TreeEngine`, `partition`.
+Needs torch and transformers only; knows no RL and no Lightning. See `PrefixTree`, `TreeEngine`, `partition`, and
+`inspect_tree`, `inspect_model` for what a tree would save, without running it. Others import nothing below this face.
 """
 
 from app.tree.engine import TreeEngine
 from app.tree.outputs import FlatOutputs, SequenceOutputs, TreeOutputs
 from app.tree.partition import partition
 from app.tree.prefix_tree import PrefixTree
+from app.tree.report import ModelReport, TreeReport, inspect_model, inspect_tree, read_config
 from app.tree.self_check import SelfCheckError
+from app.tree.transfer import on_device
 
-__all__ = ["FlatOutputs", "PrefixTree", "SelfCheckError", "SequenceOutputs", "TreeEngine", "TreeOutputs", "partition"]
+__all__ = [
+    "FlatOutputs",
+    "ModelReport",
+    "PrefixTree",
+    "SelfCheckError",
+    "SequenceOutputs",
+    "TreeEngine",
+    "TreeOutputs",
+    "TreeReport",
+    "inspect_model",
+    "inspect_tree",
+    "on_device",
+    "partition",
+    "read_config",
+]

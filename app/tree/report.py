@@ -16,7 +16,6 @@ import numpy as np
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from app.tree import PrefixTree
 from app.tree.attention import BACKENDS
 from app.tree.checkpointing import checkpointable
 from app.tree.memory import DEVICE_CHUNK, PassMemory, pass_memory
@@ -25,11 +24,11 @@ from app.tree.planning.plan import ExecutionPlan
 from app.tree.planning.planner import plan
 from app.tree.planning.timing import CPU_RATES, GPU_RATES, TimeModel
 from app.tree.planning.work import Work
-from app.tree.prefix_tree import Ints
+from app.tree.prefix_tree import Ints, PrefixTree
 
 
 @dataclass(frozen=True)
-class Inspection:
+class TreeReport:
     """Counts of a tree; `depths`: forks above a leaf -> leaves; `fan_outs`: children -> forks that have so many.
     Dense: every sequence alone; leaf: without those that are prefixes of (or equal to) others."""
 
@@ -103,7 +102,7 @@ class ModelReport:
         }
 
 
-def inspect_tree(tree: PrefixTree) -> Inspection:
+def inspect_tree(tree: PrefixTree) -> TreeReport:
     """Counts `tree`, which has at least one sequence."""
     parents = tree.segment_parent
     children = np.bincount(parents[parents >= 0], minlength=tree.num_segments)
@@ -112,7 +111,7 @@ def inspect_tree(tree: PrefixTree) -> Inspection:
         if parent >= 0:
             depth[segment] = depth[parent] + 1
     leaves = children == 0
-    return Inspection(
+    return TreeReport(
         sequences=tree.num_sequences,
         shortest=int(tree.sequence_length.min()),
         longest=int(tree.sequence_length.max()),

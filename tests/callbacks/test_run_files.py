@@ -13,7 +13,7 @@ from PIL import Image
 from transformers import AutoModelForCausalLM, Qwen3Config
 
 from app.batch import StepHandle
-from callbacks import Pictures, RewardLogger, SavePretrained, Summary, Throughput, ValidateEnds, WeightSync, drawing
+from callbacks import Pictures, RewardLogger, SavePretrained, Summary, Throughput, ValidateEnds, WeightSync, figures
 from callbacks.pictures import read_metrics
 from tests.helpers.tiny_run import TinyData, TinyModule, trainer
 
@@ -142,8 +142,8 @@ def test_the_reward_curve_is_of_all_that_was_played(
         def on_train_batch_end(self, *unused: Any) -> None:
             self.log_dict({"rollouts/reward": float(self.trainer.global_step), "reward": 0.5})
 
-    draw, seen = drawing.reward_curve, list[list[float]]()
-    monkeypatch.setattr(drawing, "reward_curve", lambda *given: seen.append(list(given[1])) or draw(*given))
+    draw, seen = figures.reward_curve, list[list[float]]()
+    monkeypatch.setattr(figures, "reward_curve", lambda *given: seen.append(list(given[1])) or draw(*given))
     trainer(tmp_path / "run", Pictures(reward=given)).fit(Logs(), datamodule=TinyData(batches=3))
     assert seen[-1] == drawn
 

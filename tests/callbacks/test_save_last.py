@@ -8,8 +8,7 @@ import pytest
 import yaml
 from lightning.pytorch.callbacks import ModelCheckpoint
 
-from app.cli.fit import _saves_the_last
-from callbacks import SaveLast
+from callbacks.save_last import SaveLast, saves_last
 from tests.helpers.tiny_run import TinyData, TinyModule, trainer
 
 CONFIGS = sorted((Path(__file__).resolve().parents[2] / "configs").rglob("*.yaml"))
@@ -35,9 +34,9 @@ def test_saves_by_time_and_once_at_the_end(tmp_path: Path, minutes: float, steps
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["last.ckpt"]
 
 
-def test_whoever_saves_the_last_is_left_alone() -> None:
-    assert all(map(_saves_the_last, (SaveLast(), ModelCheckpoint(save_last=True))))
-    assert not _saves_the_last(ModelCheckpoint(monitor="val/accuracy"))
+def test_whoeversaves_last_is_left_alone() -> None:
+    assert all(map(saves_last, (SaveLast(), ModelCheckpoint(save_last=True))))
+    assert not saves_last(ModelCheckpoint(monitor="val/accuracy"))
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)

@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 
 from app.tree import PrefixTree
-from callbacks import drawing
+from callbacks import figures
 
 
 def test_tree_rows_cover_every_leaf_once() -> None:
     #  1 2 -> 3, -> 4 5 (twice), and a root of its own; [1, 2] ends inside
     tree = PrefixTree.build([[1, 2, 3], [1, 2, 4, 5], [1, 2, 4, 5], [1, 2], [7]])
-    first, rows = drawing._leaf_rows(tree)
+    first, rows = figures._leaf_rows(tree)
     by_start = {
         (int(s), int(n)): (int(a), int(r))
         for s, n, a, r in zip(tree.segment_start, tree.segment_length, first, rows, strict=True)
@@ -25,7 +25,7 @@ def test_tree_rows_cover_every_leaf_once() -> None:
 
 @pytest.mark.parametrize("sequences", [[[5]], [[1, 2, 3]] * 4, [[i] * 3 for i in range(1, 40)]])
 def test_ordinary_odd_trees_are_drawn(sequences: list[list[int]], tmp_path: Path) -> None:
-    figure = drawing.prefix_tree(PrefixTree.build(sequences), "odd")
+    figure = figures.prefix_tree(PrefixTree.build(sequences), "odd")
     figure.savefig(tmp_path / "tree.png")
     axes = figure.axes[0]
     assert axes.get_xlim() == (0, max(1, len(sequences[0])))
@@ -34,7 +34,7 @@ def test_ordinary_odd_trees_are_drawn(sequences: list[list[int]], tmp_path: Path
 
 def test_bars_average_neighbouring_steps_and_keep_their_sum() -> None:
     steps = list(range(1, 11))
-    figure = drawing.step_times(steps, {"tree pass": [1.0, 3.0] * 5, "optimizer": [0.5] * 10}, "t", bars=5)
+    figure = figures.step_times(steps, {"tree pass": [1.0, 3.0] * 5, "optimizer": [0.5] * 10}, "t", bars=5)
     bars = figure.axes[0].patches
     assert len(bars) == 10
     assert [bar.get_height() for bar in bars] == [2.0] * 5 + [0.5] * 5
@@ -45,11 +45,11 @@ def test_bars_average_neighbouring_steps_and_keep_their_sum() -> None:
 
 
 def test_one_step_is_enough() -> None:
-    drawing.step_times([1], {"tree pass": [0.1]}, "t").canvas.draw()
-    drawing.reward_curve([1], [0.5], [], "r").canvas.draw()
-    drawing.reward_curve([], [], [(0, 0.1)], "r").canvas.draw()
+    figures.step_times([1], {"tree pass": [0.1]}, "t").canvas.draw()
+    figures.reward_curve([1], [0.5], [], "r").canvas.draw()
+    figures.reward_curve([], [], [(0, 0.1)], "r").canvas.draw()
 
 
 def test_running_mean_looks_back_only() -> None:
     values = np.array([1.0, 2.0, 3.0, 10.0])
-    assert drawing._running_mean(values, 2).tolist() == [1.0, 1.5, 2.5, 6.5]
+    assert figures._running_mean(values, 2).tolist() == [1.0, 1.5, 2.5, 6.5]
