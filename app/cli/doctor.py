@@ -147,7 +147,7 @@ def _gpus() -> Iterator[Finding]:
 
 
 def _servers() -> Iterator[Finding]:
-    from datamodules.inference.sglang.environment import NoServerEnvironment, server_python
+    from datamodules.inference.sglang.launcher import NoServerEnvironment, server_python
 
     try:
         python = server_python()

@@ -26,17 +26,17 @@ from datetime import datetime
 from pathlib import Path
 
 from datamodules.inference.sglang.client import is_loopback
-from datamodules.inference.sglang.environment import API_KEY_VARIABLE
-from datamodules.inference.sglang.keeper import cancelled
 from datamodules.inference.sglang.launcher import (
+    API_KEY_VARIABLE,
     ServerDidNotStart,
     ServerOptions,
     ServerProcess,
     refused_argument,
 )
+from datamodules.inference.sglang.loop_thread import cancel_all
 from datamodules.inference.sglang.roster import Launch
 
-_LOOK_S = 0.5
+_PROCESS_POLL_S = 0.5
 _TELL_S = 10.0  # between two lines of progress
 _PAUSES_S = (1.0, 5.0, 30.0)  # before a server is started again
 _STEADY_S = 300.0
@@ -139,7 +139,7 @@ async def _serve(processes: list[ServerProcess], start_s: float) -> None:
                 task.result()
     finally:
         _say("ending the servers")
-        await cancelled([*tasks, stopping])
+        await cancel_all([*tasks, stopping])
         for name in (signal.SIGINT, signal.SIGTERM):
             loop.remove_signal_handler(name)  # a second Ctrl-C ends this at once, and the servers with it
         await asyncio.gather(*(asyncio.to_thread(process.stop) for process in processes))
@@ -171,7 +171,7 @@ async def _keep(process: ServerProcess, start_s: float) -> None:
     while True:
         began = time.monotonic()
         while process.running:
-            await asyncio.sleep(_LOOK_S)
+            await asyncio.sleep(_PROCESS_POLL_S)
         failures = 1 if time.monotonic() - began > _STEADY_S else failures + 1
         _say(f"the server at {process.url} ended; {process.tail()}")
         await asyncio.to_thread(process.stop, 0.0)

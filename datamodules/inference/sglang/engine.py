@@ -21,10 +21,10 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from transformers import PreTrainedModel
 
@@ -35,20 +35,23 @@ from datamodules.inference.protocol import (
     ServerEngine,
     WeightUpdate,
 )
-from datamodules.inference.sglang.environment import API_KEY_VARIABLE, server_python
 from datamodules.inference.sglang.fleet import Fleet
+from datamodules.inference.sglang.launcher import API_KEY_VARIABLE, server_python
 from datamodules.inference.sglang.loop_thread import LoopThread
 from datamodules.inference.sglang.model_match import ModelMatch
 from datamodules.inference.sglang.requests import Pending, complete
 from datamodules.inference.sglang.roster import Launch, given_servers, launched_servers
 from datamodules.inference.sglang.router import PrefixRouter
 from datamodules.inference.sglang.server_state import UP, Server, WrongModel
+from datamodules.inference.sglang.supervisor import Limits
 from datamodules.inference.sglang.weights import DiskWeights, Weights, weights_of
 from datamodules.inference.weight_files import WeightFiles
 
-_LOOK_S = 0.5
+_T = TypeVar("_T")
+_EXPIRY_CHECK_S = 0.5
 _GRACE_S = 60.0  # processes of ours may take 25 s to end
 _MOST_ATTEMPTS = 4
+_NOT_RUNNING = "the SGLang engine is not running: start() it first"
 
 
 class SGLangEngine(ServerEngine):
@@ -122,10 +125,10 @@ class SGLangEngine(ServerEngine):
         self._scratch = ""
         self._update_s = 0.0  # the longest deadline of an update so far
         # Of the loop alone.
-        self._steering = asyncio.Lock()
-        self._clerk: asyncio.Task[None] | None = None
-        self._still_s = 0.0
-        self._still_since: float | None = None
+        self._control_lock = asyncio.Lock()
+        self._expiry_task: asyncio.Task[None] | None = None
+        self._paused_s = 0.0
+        self._paused_since: float | None = None
 
     # -------------------------------------------------------------------------------------------------- lifecycle
 
@@ -134,20 +137,20 @@ class SGLangEngine(ServerEngine):
             raise GenerationError("SGLangEngine.start: it already runs; close() it first")
         self._match, self._max_context = ModelMatch(model), 0
         key = os.environ.get(self.api_key_env) or None
-        target: Weights | None = None
+        weights: Weights | None = None
         if self.launch is None:
             servers = given_servers(self.urls, key, self.max_concurrent)
         else:
             server_python()  # before anything is written
             self._scratch = tempfile.mkdtemp(prefix="arborist-engine-")
             path, size = WeightFiles(Path(self._scratch) / "weights").write(model, version)
-            target = DiskWeights(version, size, str(path))
+            weights = DiskWeights(version, size, str(path))
             options = self.launch.options(str(path), self._match.positions, version, seed, self.max_concurrent)
             logs = Path(self.launch.log_dir or Path(self._scratch) / "logs")
             servers = launched_servers(options, logs, key, self.max_concurrent, Path(self._scratch))
         self._thread = LoopThread("sglang-engine")
         try:
-            self._thread.call(self._open(servers, target), self._patience(self.start_timeout_s))
+            self._call(self._open(servers, weights), self.start_timeout_s)
         except BaseException:
             self.close()
             raise
@@ -168,7 +171,7 @@ class SGLangEngine(ServerEngine):
 
     @property
     def version(self) -> int:
-        return _version(self._running_fleet())
+        return self._running_fleet().version
 
     @property
     def vocab_size(self) -> int:
@@ -189,8 +192,8 @@ class SGLangEngine(ServerEngine):
         errors = "; ".join(f"{server['url']}: {server['error']}" for server in servers if server["error"])
         return {
             "alive": self._thread is not None and any(server["state"] != "gone" for server in servers),
-            "paused": fleet is not None and fleet.paused,
-            "version": -1 if fleet is None else _version(fleet),
+            "paused": fleet is not None and fleet.target.paused,
+            "version": -1 if fleet is None else fleet.version,
             "running": running,
             "waiting": max(0, len(self._pending) - running),
             "error": "" if any(server["state"] in UP for server in servers) else errors or "no server is up",
@@ -214,8 +217,7 @@ class SGLangEngine(ServerEngine):
         found = next((one for one in fleet.servers if one.name == server), None)
         if found is None or found.process is None:
             raise GenerationError(f"server '{server}' was not launched by this engine; restart it where it runs")
-        assert self._thread is not None
-        self._thread.call(fleet.restart(found), self._patience(self.start_timeout_s))
+        self._call(fleet.restart(found), self.start_timeout_s)
 
     # --------------------------------------------------------------------------------------------------- requests
 
@@ -240,7 +242,7 @@ class SGLangEngine(ServerEngine):
 
     async def _expire_requests(self) -> None:
         while True:
-            await asyncio.sleep(_LOOK_S)
+            await asyncio.sleep(_EXPIRY_CHECK_S)
             now = self._clock()
             for pending in [one for one in self._pending if now - one.began > self.request_timeout_s]:
                 output, flight = pending.output, pending.flight
@@ -253,19 +255,15 @@ class SGLangEngine(ServerEngine):
     def _clock(self) -> float:
         """Seconds, without those during which the engine stood still on request."""
         now = time.monotonic()
-        return now - self._still_s - (0.0 if self._still_since is None else now - self._still_since)
+        return now - self._paused_s - (0.0 if self._paused_since is None else now - self._paused_since)
 
     # ---------------------------------------------------------------------------------------------------- control
 
     def pause(self) -> None:
-        self._running_fleet()
-        assert self._thread is not None
-        self._thread.call(self._pause(), self._patience(self.control_timeout_s))
+        self._call(self._pause(), self.control_timeout_s)
 
     def resume(self) -> None:
-        self._running_fleet()
-        assert self._thread is not None
-        self._thread.call(self._resume(), self._patience(self.control_timeout_s))
+        self._call(self._resume(), self.control_timeout_s)
 
     def update_weights(self, update: WeightUpdate) -> float:
         if update.version <= self.version:
@@ -273,11 +271,18 @@ class SGLangEngine(ServerEngine):
                 f"WeightUpdate.version: {update.version} is not above the engine's {self.version}; versions rise with"
                 " every update (close() and start() the engine to go back)"
             )
-        assert self._match is not None and self._thread is not None
+        assert self._match is not None
         self._match.check_update(update)
         weights = weights_of(update)
         self._update_s = max(self._update_s, update.deadline_s)
-        return self._thread.call(self._update(weights, update.deadline_s), self._patience(update.deadline_s))
+        return self._call(self._update(weights, update.deadline_s), update.deadline_s)
+
+    def _call(self, work: Coroutine[Any, Any, _T], deadline_s: float) -> _T:
+        """The result of `work`, which keeps to the deadline itself, on the loop."""
+        if self._thread is None:
+            work.close()
+            raise GenerationError(_NOT_RUNNING)
+        return self._thread.call(work, self._patience(deadline_s))
 
     def _patience(self, seconds: float) -> float:
         """Seconds after which a call that has a deadline of `seconds` has met a loop that stands still: what was asked
@@ -285,40 +290,42 @@ class SGLangEngine(ServerEngine):
         return seconds + max(self._update_s, self.control_timeout_s) + _GRACE_S
 
     async def _pause(self) -> None:
-        async with self._steering:
+        async with self._control_lock:
             await self._running_fleet().pause(self.control_timeout_s)
-            self._still_since = self._still_since or time.monotonic()
+            self._paused_since = self._paused_since or time.monotonic()
 
     async def _resume(self) -> None:
-        async with self._steering:
+        async with self._control_lock:
             await self._running_fleet().resume(self.control_timeout_s)
-            if self._still_since is not None:
-                self._still_s, self._still_since = self._still_s + time.monotonic() - self._still_since, None
+            if self._paused_since is not None:
+                self._paused_s, self._paused_since = self._paused_s + time.monotonic() - self._paused_since, None
 
     async def _update(self, weights: Weights, deadline_s: float) -> float:
-        async with self._steering:
+        async with self._control_lock:
             synced = await self._running_fleet().update(weights, deadline_s)
             longest = max((one.downtime_s for one in synced), default=0.0)
-            if self._still_since is None:
-                self._still_s += longest
+            if self._paused_since is None:
+                self._paused_s += longest
             return longest
 
     # ------------------------------------------------------------------------------------------------ on the loop
 
-    async def _open(self, servers: list[Server], target: Weights | None) -> None:
-        self._steering = asyncio.Lock()
-        self._still_s, self._still_since = 0.0, None
+    async def _open(self, servers: list[Server], weights: Weights | None) -> None:
+        self._control_lock = asyncio.Lock()
+        self._paused_s, self._paused_since = 0.0, None
         self._fleet = Fleet(
             servers,
             PrefixRouter(self.load_tokens),
             self._check,
-            silence_s=self.silence_s,
-            update_s=self.update_timeout_s,
-            start_s=self.start_timeout_s,
-            max_restarts=0 if self.launch is None else self.launch.max_restarts,
+            Limits(
+                silence_s=self.silence_s,
+                update_s=self.update_timeout_s,
+                start_s=self.start_timeout_s,
+                max_restarts=0 if self.launch is None else self.launch.max_restarts,
+            ),
         )
-        self._clerk = asyncio.create_task(self._expire_requests())
-        await self._fleet.start(target)
+        self._expiry_task = asyncio.create_task(self._expire_requests())
+        await self._fleet.start(weights)
         self._max_context = min(server.max_context for server in servers if server.max_context)
 
     async def _check(self, server: Server) -> None:
@@ -335,10 +342,10 @@ class SGLangEngine(ServerEngine):
         for pending in list(self._pending):
             pending.expire("the SGLang engine was closed while the request was pending")
         await asyncio.gather(*tasks, return_exceptions=True)
-        if self._clerk is not None:
-            self._clerk.cancel()
+        if self._expiry_task is not None:
+            self._expiry_task.cancel()
             with suppress(asyncio.CancelledError):
-                await self._clerk
+                await self._expiry_task
         if self._fleet is not None:
             await self._fleet.close()
 
@@ -346,10 +353,3 @@ class SGLangEngine(ServerEngine):
         if self._fleet is None:
             raise GenerationError(_NOT_RUNNING)
         return self._fleet
-
-
-_NOT_RUNNING = "the SGLang engine is not running: start() it first"
-
-
-def _version(fleet: Fleet) -> int:
-    return -1 if fleet.target is None else fleet.target.version

@@ -16,13 +16,14 @@ from contextlib import suppress
 
 from datamodules.inference.protocol import GenerationError
 from datamodules.inference.sglang.client import ServerError
-from datamodules.inference.sglang.keeper import Keeper, cancelled
+from datamodules.inference.sglang.loop_thread import cancel_all
 from datamodules.inference.sglang.router import PrefixRouter
-from datamodules.inference.sglang.server_state import UP, Flight, Server
+from datamodules.inference.sglang.server_state import UP, Flight, Server, Target
+from datamodules.inference.sglang.supervisor import Limits, Supervisor
 from datamodules.inference.sglang.weights import Synced, SyncFailed, Weights
 
 _log = logging.getLogger(__name__)
-_LOOK_S = 0.5
+_RESTART_POLL_S = 0.5
 _ABORT_S = 5.0
 
 
@@ -33,13 +34,10 @@ class Fleet:
         servers: not yet contacted.
         router: chooses among those that serve.
         check: raises WrongModel when a server cannot serve this run's model; called when it joins.
-        silence_s: seconds without a sign of life after which a server is lost.
-        update_s: seconds one server may take for new weights.
-        start_s: seconds one process may take to come up.
-        max_restarts: of one process; then it is given up.
+        limits: of every server.
 
     Attributes:
-        target: the weights everyone is to have.
+        target: what all servers are to be.
         counts: requests that went on elsewhere, tokens kept of them; prompt tokens of completed requests, and how many
             of those a server had cached.
     """
@@ -49,43 +47,36 @@ class Fleet:
         servers: Sequence[Server],
         router: PrefixRouter,
         check: Callable[[Server], Awaitable[None]],
-        *,
-        silence_s: float,
-        update_s: float,
-        start_s: float,
-        max_restarts: int,
+        limits: Limits,
     ) -> None:
         self.servers = list(servers)
-        self.paused = False
-        self.holding = False  # an update is under way: no server is given a request
-        self.target: Weights | None = None
-        self.router = router
-        self.check = check
-        self.silence_s = silence_s
-        self.update_s = update_s
-        self.start_s = start_s
-        self.max_restarts = max_restarts
+        self.target = Target()
+        self.limits = limits
+        self._router = router
+        self._check = check
+        self._updating = False  # no server is given a request then
         self.counts = {"moved": 0, "kept_tokens": 0, "prompt_tokens": 0, "cached_tokens": 0}
         self._told_ends: set[int] = set()
         self._waiting: deque[tuple[list[int], str, asyncio.Future[Flight]]] = deque()
-        self._keepers: list[asyncio.Task[None]] = []
-        self._errands: set[asyncio.Task[None]] = set()
+        self._supervisors: list[asyncio.Task[None]] = []
+        self._background: set[asyncio.Task[None]] = set()
         self._changed = asyncio.Event()
 
     # ----------------------------------------------------------------------------------------------- coming and going
 
-    async def start(self, target: Weights | None) -> None:
+    async def start(self, weights: Weights | None) -> None:
         """Returns when every server is up, or those that are not ours and do not answer are known to be lost.
 
-        Without a target they are `ready` then: they serve from the first `update` on.
+        Without weights they are `ready` then: they serve from the first `update` on.
 
         Raises:
             GenerationError: a process of ours does not come up, a server cannot serve this model, or none is up within
                 `start_s` seconds.
         """
-        self.target = target
-        self._keepers = [asyncio.create_task(Keeper(server, self).run()) for server in self.servers]
-        ends = time.monotonic() + self.start_s
+        self.target.weights = weights
+        given = (self.target, self.limits, self._check, self._notice)
+        self._supervisors = [asyncio.create_task(Supervisor(server, *given).run()) for server in self.servers]
+        ends = time.monotonic() + self.limits.start_s
         while True:
             self._changed.clear()
             failed = [s for s in self.servers if s.state == "gone" or (s.process is not None and s.state == "lost")]
@@ -101,15 +92,15 @@ class Fleet:
                 await asyncio.wait_for(self._changed.wait(), left)
         if not up:
             raise GenerationError(
-                f"SGLangEngine.start: no server up within start_timeout_s = {self.start_s:g} s: {self}"
+                f"SGLangEngine.start: no server up within start_timeout_s = {self.limits.start_s:g} s: {self}"
             )
         if len(up) < len(self.servers):
             _log.warning("SGLangEngine starts with %d of %d servers: %s", len(up), len(self.servers), self)
 
     async def close(self) -> None:
-        """Ends keepers, connections and processes; servers that are not ours continue, without our requests."""
-        await cancelled([*self._keepers, *self._errands])
-        self._keepers = []
+        """Ends supervisors, connections and processes; servers that are not ours continue, without our requests."""
+        await cancel_all([*self._supervisors, *self._background])
+        self._supervisors = []
         error = GenerationError("the SGLang engine was closed")
         for _, _, future in self._waiting:
             if not future.done():
@@ -118,7 +109,7 @@ class Fleet:
         await asyncio.gather(*(self._leave(server) for server in self.servers))
 
     async def _leave(self, server: Server) -> None:
-        if server.process is None and server.state in UP and self.paused:
+        if server.process is None and server.state in UP and self.target.paused:
             try:
                 await server.client.resume(_ABORT_S)
             except ServerError as error:
@@ -127,16 +118,6 @@ class Fleet:
         await server.disconnect()
         if server.process is not None:
             await asyncio.to_thread(server.process.stop)
-
-    def settle(self, server: Server) -> None:
-        """Back to work, if it has the current weights."""
-        if self.target is None:
-            server.enter("ready")
-        elif server.holds is self.target:
-            server.enter("serving")
-            self.notice()
-        else:
-            self.distrust(server, f"it has version {server.version} still")
 
     # ---------------------------------------------------------------------------------------------------- requests
 
@@ -156,17 +137,6 @@ class Fleet:
         flight.server.flights.discard(flight)
         self._deal()
 
-    def suspect(self, server: Server, error: ServerError) -> None:
-        """A request met a broken connection: perhaps the end of the server, which its keeper is to find out."""
-        if server.state == "serving":
-            server.enter("suspect", str(error))
-
-    def distrust(self, server: Server, reason: str) -> None:
-        """It has other weights than it should: its requests go elsewhere and it is loaded anew."""
-        if server.state in UP:
-            server.holds = None
-            server.enter("dirty", reason)
-
     def tell_of_end(self, server: Server, token: int) -> None:
         """A server stopped at a token at which the request does not; said once a token."""
         if token not in self._told_ends:
@@ -181,26 +151,18 @@ class Fleet:
     def abort(self, flight: Flight, name: str) -> None:
         """Tells a server, in the background, that nobody waits for a request any more."""
 
-        async def errand() -> None:
+        async def tell() -> None:
             try:
                 await flight.server.client.abort(name, _ABORT_S)
             except ServerError as error:
                 _log.debug("abort of %s: %s", name, error)
 
-        task = asyncio.create_task(errand())
-        self._errands.add(task)
-        task.add_done_callback(self._errands.discard)
-
-    @property
-    def waiting(self) -> int:
-        return len(self._waiting)
-
-    @property
-    def running(self) -> int:
-        return sum(len(server.flights) for server in self.servers)
+        task = asyncio.create_task(tell())
+        self._background.add(task)
+        task.add_done_callback(self._background.discard)
 
     def _deal(self) -> None:
-        while self._waiting and not self.paused and not self.holding:
+        while self._waiting and not self.target.paused and not self._updating:
             tokens, request_id, future = self._waiting[0]
             if future.done():  # given up
                 self._waiting.popleft()
@@ -209,10 +171,13 @@ class Fleet:
             if not places:
                 return
             self._waiting.popleft()
-            server = self.router.choose(tokens, places)
+            server = self._router.choose(tokens, places)
             future.set_result(server.open(request_id))
 
-    def notice(self) -> None:
+    def _notice(self, server: Server) -> None:
+        """A server's state changed."""
+        if server.state not in UP:
+            self._router.forget(server)
         self._changed.set()
         self._deal()
 
@@ -220,13 +185,13 @@ class Fleet:
 
     async def pause(self, deadline_s: float) -> None:
         """No forward pass runs on any server when it returns; a server that does not answer is lost."""
-        self.paused = True
+        self.target.paused = True
         await asyncio.gather(*(self._tell(s, s.client.pause(deadline_s)) for s in self._up()))
 
     async def resume(self, deadline_s: float) -> None:
-        if self.paused:
+        if self.target.paused:
             await asyncio.gather(*(self._tell(s, s.client.resume(deadline_s)) for s in self._up()))
-            self.paused = False
+            self.target.paused = False
             self._deal()
 
     async def update(self, weights: Weights, deadline_s: float) -> list[Synced]:
@@ -238,7 +203,7 @@ class Fleet:
         Raises:
             GenerationError: there were servers and every one failed; the old weights are the current ones again.
         """
-        old, self.target, self.holding = self.target, weights, True
+        old, self.target.weights, self._updating = self.target.weights, weights, True
         servers = self._up()
         try:
             results = await asyncio.gather(*(self._bring(server, weights, deadline_s) for server in servers))
@@ -247,36 +212,37 @@ class Fleet:
             if len(servers) < len(self.servers) and all(failure.lost for failure in failures):
                 failures = []
             if failures and not done:
-                self.target = old
+                self.target.weights = old
             for server in servers:
                 if server.state == "updating":  # those that succeeded, and those that were not touched
-                    self.settle(server)
+                    server.settle(self.target.weights)
             if failures and not done:
                 raise failures[0]
             if not done:
                 _log.warning("version %d: no server serves now; those that come back get it: %s", weights.version, self)
             return done
         finally:
-            self.holding = False
-            self.router.forget()
-            self.notice()
+            self._updating = False
+            self._router.forget()
+            self._changed.set()
+            self._deal()
 
     async def _bring(self, server: Server, weights: Weights, deadline_s: float) -> Synced | SyncFailed | None:
-        if server.state not in UP:  # its keeper found it lost since it was chosen, and works on it now
+        if server.state not in UP:  # its supervisor found it lost since it was chosen, and works on it now
             return None
         server.enter("updating")
         held, server.holds = server.holds, None
         try:
-            synced = await server.weights.bring(weights, deadline_s, stay_paused=self.paused)
+            synced = await server.weights.bring(weights, deadline_s, stay_paused=self.target.paused)
         except SyncFailed as error:
             if error.dirty:
-                self.distrust(server, str(error))
+                server.distrust(str(error))
             elif server.state == "updating":
                 server.holds = held
             return error
         except Exception as error:  # a fault of ours: nobody knows what it holds
             _log.exception("%s: its update failed", server.name)
-            self.distrust(server, f"{type(error).__name__}: {error}")
+            server.distrust(f"{type(error).__name__}: {error}")
             return SyncFailed(f"{server.name}: {type(error).__name__}: {error}", dirty=True)
         if server.state == "updating":
             server.holds = weights
@@ -286,18 +252,23 @@ class Fleet:
         """Ends a process of ours and returns when it serves again. Raises GenerationError when it does not in time."""
         restarts = server.restarts
         server.enter("lost", "a restart was asked for")
-        ends = time.monotonic() + self.start_s
+        ends = time.monotonic() + self.limits.start_s
         while server.state not in UP or server.restarts == restarts:
             if server.state == "gone" or time.monotonic() > ends:
                 raise GenerationError(f"{server.name} does not serve again: {server.state}, {server.error}")
-            await asyncio.sleep(_LOOK_S)
+            await asyncio.sleep(_RESTART_POLL_S)
 
     async def _tell(self, server: Server, call: Awaitable[None]) -> None:
         try:
             await call
         except ServerError as error:
             server.enter("lost", str(error))
-            self.notice()
+            self._notice(server)
+
+    @property
+    def version(self) -> int:
+        """Of the weights all servers are to have; -1 before the first."""
+        return -1 if self.target.weights is None else self.target.weights.version
 
     def _up(self) -> list[Server]:
         return [server for server in self.servers if server.state in UP]

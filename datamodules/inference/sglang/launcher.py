@@ -1,8 +1,9 @@
-"""Starts and ends one SGLang server process, in the server's own environment.
+"""Starts and ends one SGLang server process, in an environment of its own: its dependencies exclude the trainer's.
 
-Promises: the server listens on loopback unless told otherwise; it writes to a log file of its own, whose end is in the
-error when it does not come up before the deadline; `stop` leaves no process, no shared memory and no file of it behind,
-and neither does a launcher that is killed (see server/serve_main.py). Nothing starts in a constructor.
+Promises: environments are found, never built or changed; the server listens on loopback unless told otherwise; it
+writes to a log file of its own, whose end is in the error when it does not come up before the deadline; `stop` leaves
+no process, no shared memory and no file of it behind, and neither does a launcher that is killed (see
+server/serve_main.py). Nothing starts in a constructor.
 """
 
 from __future__ import annotations
@@ -21,20 +22,48 @@ from pathlib import Path
 
 from datamodules.inference.protocol import GenerationError
 from datamodules.inference.sglang.client import ServerClient
-from datamodules.inference.sglang.environment import API_KEY_VARIABLE, server_python
 from datamodules.inference.sglang.server import leftovers
 
+API_KEY_VARIABLE = "ARBORIST_SGLANG_API_KEY"
+_PYTHON_VARIABLE = "ARBORIST_SGLANG_PYTHON"
+_ENVIRONMENT = Path(__file__).resolve().parents[3] / ".venv-sglang"
 _MAIN = Path(__file__).parent / "server" / "serve_main.py"
 _TAIL_LINES = 25
-_LOOK_S = 0.2
+_HEALTH_POLL_S = 0.2
 _END_S = 10.0  # for killed processes to be gone
 _ATTEMPTS = 3  # another process may take a free port before the server does
 # A server must not take the trainer's place in the trainer's process group.
 _RANK = ("RANK", "LOCAL_RANK", "NODE_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
+class NoServerEnvironment(RuntimeError):
+    """There is no interpreter with SGLang; the message says how to get one."""
+
+
 class ServerDidNotStart(GenerationError):
     """The server ended or was not healthy in time; the message ends with the last lines of its log."""
+
+
+def server_python() -> Path:
+    """The interpreter that ARBORIST_SGLANG_PYTHON names, else the one that `make sglang` built.
+
+    Raises:
+        NoServerEnvironment: there is neither.
+    """
+    named = os.environ.get(_PYTHON_VARIABLE)
+    if named:
+        python = Path(named)
+        if not (python.is_file() and os.access(python, os.X_OK)):
+            raise NoServerEnvironment(
+                f"{_PYTHON_VARIABLE}: '{named}' is no interpreter; name bin/python of an environment"
+            )
+        return python.absolute()  # not resolved: bin/python is a link, and its place names the environment
+    if not (_ENVIRONMENT / ".installed").exists():
+        raise NoServerEnvironment(
+            f"no environment with SGLang: run `make sglang` (CPU), or set {_PYTHON_VARIABLE} to the python of an"
+            " environment with sglang installed (GPU)"
+        )
+    return _ENVIRONMENT / "bin" / "python"
 
 
 # Where a server listens and which key it wants is decided here. A key on a command line is seen by every user of the
@@ -232,7 +261,7 @@ class ServerProcess:
                     raise ServerDidNotStart(
                         f"the SGLang server at {self.url} was not healthy within {deadline_s:g} s; {self.tail()}"
                     )
-                await asyncio.sleep(_LOOK_S)
+                await asyncio.sleep(_HEALTH_POLL_S)
         finally:
             await client.close()
 

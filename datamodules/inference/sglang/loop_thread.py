@@ -1,4 +1,4 @@
-"""A thread with an event loop, and blocking calls into it from other threads.
+"""A thread with an event loop, blocking calls into it from other threads, and the end of tasks on it.
 
 Promises: no call waits longer than its deadline, whatever became of the loop.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Iterable
 from typing import Any, TypeVar
 
 from datamodules.inference.protocol import GenerationError
@@ -61,3 +61,11 @@ class LoopThread:
             self.loop.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
         finally:
             self.loop.close()
+
+
+async def cancel_all(tasks: Iterable[asyncio.Task[Any]]) -> None:
+    """Cancels tasks and returns when they have ended."""
+    tasks = list(tasks)
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)

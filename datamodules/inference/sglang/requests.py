@@ -59,15 +59,15 @@ async def complete(fleet: Fleet, pending: Pending, report_tokens: int, max_attem
             await _fly(fleet, flight, output, report_tokens)
         except ServerLost as error:
             reason = str(error)
-            fleet.suspect(flight.server, error)
+            flight.server.suspect(str(error))
         except ForeignWeights as error:
             reason = str(error)
-            fleet.distrust(flight.server, reason)
+            flight.server.distrust(reason)
         except ServerRefused as error:
             if error.status not in _OVERLOADED:
                 raise GenerationError(f"request '{name}' was refused: {error}") from error
             reason = str(error)
-            fleet.suspect(flight.server, error)
+            flight.server.suspect(str(error))
         except _TakenAway as error:
             reason = str(error)
         else:
@@ -129,8 +129,7 @@ async def _attempt(fleet: Fleet, flight: Flight, output: Output, report_tokens: 
         async with aclosing(server.client.generate(body)) as reports:
             async for report in reports:
                 server.alive()
-                assert fleet.target is not None
-                newest = max(fleet.target.version, server.version)
+                newest = max(fleet.version, server.version)
                 if output.add(report, newest, server.incremental):
                     over = True
                     said = output.last

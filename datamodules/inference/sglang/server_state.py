@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from dataclasses import dataclass
 from typing import Any, Literal
 
 from datamodules.inference.protocol import GenerationError
@@ -23,6 +24,19 @@ UP = ("ready", "serving", "updating", "suspect")  # it works; requests may be ru
 
 class WrongModel(GenerationError):
     """A server that cannot serve this run's model, now or later."""
+
+
+@dataclass
+class Target:
+    """What every server of a fleet is to be: kept by the fleet, read by whoever supervises a server.
+
+    Attributes:
+        weights: those they are to have; None while they wait for the first.
+        paused: whether they are to stand still.
+    """
+
+    weights: Weights | None = None
+    paused: bool = False
 
 
 class Flight:
@@ -47,9 +61,9 @@ class Server:
 
     Attributes:
         state: `starting` (its process comes up), `joining` (it gets the current weights), `ready` (no weights were
-            given yet), `serving`, `updating`,
-            `suspect` (a connection broke: no new requests until it answers), `dirty` (it answers, its weights are not
-            the current ones), `lost` (to be found or started again), `gone` (given up).
+            given yet), `serving`, `updating`, `suspect` (a connection broke: no new requests until it answers),
+            `dirty` (it answers, its weights are not the current ones), `lost` (to be found or started again), `gone`
+            (given up).
         holds: the weights it has, None when not known.
         limit: most requests it runs at a time.
         error: what went wrong last; "" while it serves.
@@ -97,6 +111,26 @@ class Server:
             for flight in list(self.flights):
                 flight.take_away(error)
         self.changed.set()
+
+    def settle(self, weights: Weights | None) -> None:
+        """Back to work, if it has the weights it should have."""
+        if weights is None:
+            self.enter("ready")
+        elif self.holds is weights:
+            self.enter("serving")
+        else:
+            self.distrust(f"it has version {self.version} still")
+
+    def suspect(self, reason: str) -> None:
+        """A request met a broken connection: perhaps the server's end, which its supervisor is to find out."""
+        if self.state == "serving":
+            self.enter("suspect", reason)
+
+    def distrust(self, reason: str) -> None:
+        """It has other weights than it should: its requests go elsewhere and it is loaded anew."""
+        if self.state in UP:
+            self.holds = None
+            self.enter("dirty", reason)
 
     def alive(self) -> None:
         """It gave a sign of life, or has had no chance to."""

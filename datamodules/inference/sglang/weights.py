@@ -219,7 +219,7 @@ class ServerWeights:
 
     async def _send(self, bucket: Bucket, options: dict[str, Any], deadline: Deadline) -> None:
         group = self._group
-        assert group is not None, "_prepare joins it"
+        assert group is not None, "_update joins it"
         body = {
             "names": bucket.names,
             "dtypes": [bucket.dtype] * len(bucket.names),

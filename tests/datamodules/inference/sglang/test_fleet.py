@@ -1,35 +1,42 @@
-"""A fleet's servers change while an update begins. No server is contacted."""
+"""A fleet's servers change while an update begins, and one that is supervised does what it should not."""
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 
 from datamodules.inference.sglang.fleet import Fleet
+from datamodules.inference.sglang.loop_thread import cancel_all
 from datamodules.inference.sglang.roster import given_servers
 from datamodules.inference.sglang.router import PrefixRouter
-from datamodules.inference.sglang.server_state import Server
+from datamodules.inference.sglang.server_state import Server, Target
+from datamodules.inference.sglang.supervisor import Limits, Supervisor
 from datamodules.inference.sglang.weights import DiskWeights, SyncFailed
+from tests.fuzz.hostile_server import Answer, HostileServer
+
+LIMITS = Limits(silence_s=60, update_s=60, start_s=60, max_restarts=0)
 
 
 async def _no_check(server: Server) -> None:
     pass
 
 
-def test_a_server_found_dirty_as_an_update_begins_is_left_to_its_keeper() -> None:
-    """Its keeper reconnects it, which closes what an update on the same connection works with."""
+def test_a_server_found_dirty_as_an_update_begins_is_left_to_its_supervisor() -> None:
+    """Its supervisor reconnects it, which closes what an update on the same connection works with."""
 
     async def run() -> None:
         (server,) = given_servers(["http://127.0.0.1:9"], None, 4)
-        fleet = Fleet([server], PrefixRouter(256), _no_check, silence_s=60, update_s=60, start_s=60, max_restarts=0)
+        fleet = Fleet([server], PrefixRouter(256), _no_check, LIMITS)
         server.enter("serving")
         weights = DiskWeights(1, 0, "/nowhere")
         updating = asyncio.create_task(fleet.update(weights, 60))
         # In the turn of the loop after the update chose its servers, before it begins with them.
-        asyncio.get_running_loop().call_soon(fleet.distrust, server, "it has version 0 still")
+        asyncio.get_running_loop().call_soon(server.distrust, "it has version 0 still")
         assert await updating == []
-        assert server.state == "dirty" and fleet.target is weights
+        assert server.state == "dirty" and fleet.target.weights is weights
 
     asyncio.run(run())
 
@@ -38,17 +45,98 @@ def test_a_server_found_dirty_as_an_update_begins_is_left_to_its_keeper() -> Non
 def test_the_last_one_lost_in_an_update_is_an_error_only_when_no_other_was_lost_before(other: str) -> None:
     async def run() -> None:
         servers = given_servers(["http://127.0.0.1:9", "http://127.0.0.1:10"], None, 4)  # nobody listens there
-        fleet = Fleet(servers, PrefixRouter(256), _no_check, silence_s=60, update_s=60, start_s=60, max_restarts=0)
+        fleet = Fleet(servers, PrefixRouter(256), _no_check, LIMITS)
         old, new = DiskWeights(1, 0, "/nowhere"), DiskWeights(2, 0, "/nowhere")
-        fleet.target = old
+        fleet.target.weights = old
         servers[0].enter("serving")
         servers[1].enter(other, "restarting")
         if other == "lost":
             assert await fleet.update(new, 60) == []
-            assert fleet.target is new and servers[0].state not in ("serving", "updating")
+            assert fleet.target.weights is new and servers[0].state not in ("serving", "updating")
         else:
             with pytest.raises(SyncFailed, match="version 2 of the weights did not reach"):
                 await fleet.update(new, 60)
-            assert fleet.target is old
+            assert fleet.target.weights is old
 
     asyncio.run(run())
+
+
+class TestSupervisor:
+    """One server that answers as SGLang does, watched every few milliseconds."""
+
+    @pytest.fixture(autouse=True)
+    def quick(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        for name, value in {"_TICK_S": 0.01, "_PROBE_EVERY_S": 0.05, "_BACKOFF_S": (0.05,)}.items():
+            monkeypatch.setattr(f"datamodules.inference.sglang.supervisor.{name}", value)
+
+    @staticmethod
+    def watch(act: Callable[[HostileServer, Server, Target], None], states: list[str], silence_s: float = 9.0) -> str:
+        """The last error of a server that serves, meets `act`, and then has to go through `states`."""
+
+        async def run(hostile: HostileServer) -> str:
+            (server,) = given_servers([hostile.url], None, 4)
+            target, seen, errors = Target(DiskWeights(1, 0, "/m")), list[str](), [""]
+            enter = server.enter
+
+            def noted(state: Any, error: str = "") -> None:
+                enter(state, error)
+                seen.append(state)
+                errors.append(error or errors[-1])
+
+            server.enter = noted
+            limits = Limits(silence_s=silence_s, update_s=9.0, start_s=9.0, max_restarts=0)
+            task = asyncio.create_task(Supervisor(server, target, limits, _no_check, lambda _: None).run())
+            try:
+                await _until(lambda: server.state == "serving")
+                seen.clear()
+                act(hostile, server, target)
+                await _until(lambda: seen == states)
+                await asyncio.sleep(0.3)
+                assert seen == states
+            finally:
+                await cancel_all([task])
+                await server.disconnect()
+            return errors[-1]
+
+        with HostileServer() as hostile:
+            return asyncio.run(run(hostile))
+
+    def test_one_that_answers_a_probe_with_other_weights_is_loaded_anew(self) -> None:
+        def act(hostile: HostileServer, server: Server, target: Target) -> None:
+            hostile.version = "7"
+
+        assert "it serves weights '7' instead of '1'" in self.watch(act, ["dirty", "serving"])
+
+    def test_one_that_does_not_answer_a_probe_in_time_is_lost_and_found_again(self) -> None:
+        def act(hostile: HostileServer, server: Server, target: Target) -> None:
+            mute = iter([True])
+            hostile.act = lambda path, body: Answer([], closes=False) if next(mute, False) else None
+
+        assert "silent for" in self.watch(act, ["lost", "joining", "serving"], silence_s=0.3)
+
+    def test_one_whose_connection_broke_goes_on_when_it_answers(self) -> None:
+        self.watch(lambda hostile, server, target: server.suspect("a connection broke"), ["suspect", "serving"])
+
+    def test_one_whose_connection_broke_is_lost_when_it_does_not_answer(self) -> None:
+        def act(hostile: HostileServer, server: Server, target: Target) -> None:
+            hostile.act = lambda path, body: Answer([]) if server.state == "suspect" else None
+            server.suspect("a connection broke")
+
+        assert "/model_info" in self.watch(act, ["suspect", "lost", "joining", "serving"])
+
+    @pytest.mark.parametrize("paused", [True, False])
+    def test_requests_that_stand_still_are_silence_unless_all_is_paused(self, paused: bool) -> None:
+        def act(hostile: HostileServer, server: Server, target: Target) -> None:
+            target.paused = paused
+            flight = server.open("r")
+            flight.task = asyncio.create_task(asyncio.sleep(9.0))
+            flight.task.add_done_callback(lambda _: server.flights.discard(flight))
+
+        error = self.watch(act, [] if paused else ["lost", "joining", "serving"], silence_s=0.1)
+        assert error == "" if paused else "with 1 requests running" in error
+
+
+async def _until(done: Callable[[], bool], seconds: float = 20.0) -> None:
+    async with asyncio.timeout(seconds):
+        while not done():
+            await asyncio.sleep(0.01)

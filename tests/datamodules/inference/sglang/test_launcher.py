@@ -19,8 +19,13 @@ from app.cli import serve
 from datamodules.inference.protocol import GenerationError
 from datamodules.inference.sglang import Launch, SGLangEngine
 from datamodules.inference.sglang.client import ServerClient, ServerLost
-from datamodules.inference.sglang.environment import NoServerEnvironment, server_python
-from datamodules.inference.sglang.launcher import ServerDidNotStart, ServerOptions, ServerProcess
+from datamodules.inference.sglang.launcher import (
+    NoServerEnvironment,
+    ServerDidNotStart,
+    ServerOptions,
+    ServerProcess,
+    server_python,
+)
 from datamodules.inference.sglang.loop_thread import LoopThread
 from datamodules.inference.sglang.roster import given_servers
 from datamodules.inference.sglang.server import leftovers
@@ -181,7 +186,7 @@ def test_no_environment_says_how_to_get_one(monkeypatch: pytest.MonkeyPatch, tmp
     with pytest.raises(NoServerEnvironment, match=r"ARBORIST_SGLANG_PYTHON: '.*nothing' is no interpreter"):
         server_python()
     monkeypatch.delenv("ARBORIST_SGLANG_PYTHON")
-    monkeypatch.setattr("datamodules.inference.sglang.environment.DEFAULT", tmp_path)
+    monkeypatch.setattr("datamodules.inference.sglang.launcher._ENVIRONMENT", tmp_path)
     with pytest.raises(NoServerEnvironment, match="make sglang"):
         server_python()
     engine = SGLangEngine(launch=Launch(device="cpu"), start_timeout_s=20)

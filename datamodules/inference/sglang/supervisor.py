@@ -1,0 +1,221 @@
+"""Supervises one server of a fleet: brings it up, gives it the current weights, watches it, starts over when it ends.
+
+A server is lost when its process ends, when a connection breaks and it does not answer, or when it is silent for
+`silence_s`: no answer to a probe, or requests running and no progress in any. It is dirty, and loaded anew, when an
+update failed on it or when it answers with weights that are not those it was given.
+
+Promises: every wait has a deadline; a process of ours is started again at most `max_restarts` times in a row, each time
+later, and one that is lost is ended first; what goes wrong is logged once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from typing import Any
+
+from datamodules.inference.protocol import GenerationError
+from datamodules.inference.sglang.client import shown
+from datamodules.inference.sglang.loop_thread import cancel_all
+from datamodules.inference.sglang.server_state import UP, Server, Target, WrongModel
+from datamodules.inference.sglang.weights import DiskWeights, Weights
+
+_log = logging.getLogger(__name__)
+_TICK_S = 0.5  # between two looks at a server whose state does not change
+_PROBE_EVERY_S = 5.0
+_SUSPECT_ANSWER_S = 10.0  # for an answer after a connection broke
+_BACKOFF_S = (1.0, 2.0, 5.0, 10.0, 30.0)
+_STEADY_S = 300.0  # a server that served so long starts counting its failures anew
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Of every server of a fleet.
+
+    Attributes:
+        silence_s: seconds without a sign of life after which it is lost.
+        update_s: seconds it may take for the weights it is given when it joins.
+        start_s: seconds its process may take to come up.
+        max_restarts: of its process, in a row; then it is given up.
+    """
+
+    silence_s: float
+    update_s: float
+    start_s: float
+    max_restarts: int
+
+
+class Supervisor:
+    """`run` is a task that never ends by itself, unless its server is given up.
+
+    Args:
+        server: the one it has the care of.
+        target: what the server is to be, read at every step.
+        limits: see there.
+        check: raises WrongModel when the server cannot serve this run's model; called when it joins.
+        changed: called after every change of the server's state that was made here.
+    """
+
+    def __init__(
+        self,
+        server: Server,
+        target: Target,
+        limits: Limits,
+        check: Callable[[Server], Awaitable[None]],
+        changed: Callable[[Server], None],
+    ) -> None:
+        self.server = server
+        self._target = target
+        self._limits = limits
+        self._check = check
+        self._changed = changed
+        self._failures = 0
+        self._probe: asyncio.Task[dict[str, Any]] | None = None
+        self._probed_at = 0.0
+        self._probed_weights: Weights | None = None  # what the server held when the probe was sent
+
+    async def run(self) -> None:
+        server = self.server
+        while server.state != "gone":
+            try:
+                if server.state != "dirty":
+                    await self._bring_up()
+                await self._give_weights()
+                began = time.monotonic()
+                _log.info("%s is %s, version %d, %s", server.name, server.state, server.version, server.client.url)
+                await self._watch()
+                self._failures = 0 if time.monotonic() - began > _STEADY_S else self._failures
+                _log.warning("%s is %s: %s", server.name, server.state, server.error)
+            except WrongModel as error:
+                server.enter("gone", str(error))
+            except GenerationError as error:
+                # Said once: a server that is not there yet is asked again and again.
+                _log.log(logging.DEBUG if str(error) == server.error else logging.WARNING, "%s: %s", server.name, error)
+                server.enter("lost", str(error))
+                if server.process is not None and server.process.ended:
+                    _log.warning("%s: its process ended; %s", server.name, await asyncio.to_thread(server.process.tail))
+            except Exception as error:
+                _log.exception("%s: its supervisor failed", server.name)
+                server.enter("lost", f"{type(error).__name__}: {error}")
+            self._changed(server)
+            if server.state == "lost":
+                self._failures += 1
+                await self._after_loss()
+
+    async def _after_loss(self) -> None:
+        server, most = self.server, self._limits.max_restarts
+        if server.process is not None:
+            await asyncio.to_thread(server.process.stop, 0.0)
+            if self._failures > most:
+                server.enter("gone", f"given up after {most} restarts (max_restarts): {server.error}")
+                _log.error("%s is %s", server.name, server.error)
+                return self._changed(server)
+            server.restarts += 1
+        await asyncio.sleep(_BACKOFF_S[min(self._failures, len(_BACKOFF_S)) - 1])
+
+    async def _bring_up(self) -> None:
+        """Returns when it answers and is known to serve this run's model."""
+        server, limits, weights = self.server, self._limits, self._target.weights
+        if server.process is not None:
+            server.enter("starting", server.error)
+            if isinstance(weights, DiskWeights):  # it comes up with them
+                options = server.process.options
+                server.process.options = replace(options, model_path=weights.path, version=weights.version)
+            await server.process.ready(limits.start_s)
+            await server.reconnect(server.process.client())
+            if isinstance(weights, DiskWeights):
+                server.holds = weights
+        else:
+            await server.reconnect(server.client)
+        # A short question first: what does not answer it would cost an update's deadline.
+        await server.client.get("/model_info", min(limits.silence_s, limits.update_s))
+        server.enter("joining", server.error)
+        await self._check(server)
+
+    async def _give_weights(self) -> None:
+        server = self.server
+        # Again, when newer ones came meanwhile.
+        while (weights := self._target.weights) is not None and server.holds is not weights:
+            server.holds = None
+            await server.weights.bring(weights, self._limits.update_s)
+            server.holds = weights
+        server.settle(weights)
+        self._changed(server)
+
+    # ---- watching
+
+    async def _watch(self) -> None:
+        """Returns when the server is not up any more."""
+        self._probed_at = time.monotonic()
+        try:
+            while self.server.state in UP:
+                await self._tick()
+                await self._check_process()
+                await self._check_connection()
+                self._check_probe()
+                self._check_silence()
+        finally:
+            if self._probe is not None:
+                await cancel_all([self._probe])
+                self._probe = None
+
+    async def _tick(self) -> None:
+        """Waits until the server's state changes, for a moment at most."""
+        self.server.changed.clear()
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self.server.changed.wait(), _TICK_S)
+
+    async def _check_process(self) -> None:
+        process = self.server.process
+        if process is not None and not process.running:
+            self.server.enter("lost", f"its process ended; {await asyncio.to_thread(process.tail)}")
+
+    async def _check_connection(self) -> None:
+        """A connection to it broke: does it answer? Raises ServerError when it does not."""
+        server = self.server
+        if server.state != "suspect":
+            return
+        answer = await server.client.get("/model_info", min(_SUSPECT_ANSWER_S, self._limits.silence_s))
+        if server.state == "suspect":
+            self._check_label(answer)
+        if server.state == "suspect":
+            server.settle(self._target.weights)
+            self._changed(server)
+
+    def _check_probe(self) -> None:
+        """Asks it for its weights now and then, one question at a time; no answer counts as silence."""
+        server = self.server
+        if self._probe is None:
+            if time.monotonic() - self._probed_at > _PROBE_EVERY_S:
+                self._probed_at, self._probed_weights = time.monotonic(), server.holds
+                self._probe = asyncio.create_task(server.client.get("/model_info", self._limits.silence_s))
+            return
+        if not self._probe.done():
+            return
+        probe, self._probe = self._probe, None
+        if probe.exception() is not None:
+            return
+        server.answered = time.monotonic()
+        if server.state == "serving" and server.holds is self._probed_weights:
+            self._check_label(probe.result())
+
+    def _check_silence(self) -> None:
+        server, most = self.server, self._limits.silence_s
+        if self._target.paused or server.state == "updating":  # nothing moves, as asked; updates have a deadline
+            server.progressed = time.monotonic()
+        if server.state in UP and server.silent_s() > most:
+            server.enter(
+                "lost",
+                f"silent for {server.silent_s():.0f} s (silence_s = {most:g}) with"
+                f" {len(server.flights)} requests running",
+            )
+
+    def _check_label(self, answer: dict[str, Any]) -> None:
+        """It answers; but a server that was started anew behind its address has other weights."""
+        label = answer.get("weight_version")
+        if label != str(self.server.version):
+            self.server.distrust(f"it serves weights {shown(label)} instead of '{self.server.version}'")
