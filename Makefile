@@ -42,7 +42,7 @@ help:
 	@echo "make sglang       an environment for SGLang servers on CPU, used by 'arborist serve' and the tests"
 	@echo "make soak         every fault at random moments of real runs, ten times each; about half an hour"
 	@echo "make trl          an environment with TRL, whose losses the tests compare with (they are skipped without it)"
-	@echo "make bench-learning   every algorithm from one warm start, three seeds (about an hour; benchmarks/results)"
+	@echo "make bench-learning   every algorithm from one warm start, three seeds (about an hour; benchmarks/results/learning)"
 	@echo "make clean        remove the environments and caches (runs/ stays)"
 
 # One run directory for both parts: the supervised warm start below it, the reinforcement learning in it.
@@ -63,13 +63,13 @@ test-all: lint $(TESTED_SERVER)
 sglang: $(SERVER_STAMP)
 
 soak: $(STAMP) $(TESTED_SERVER)
-	$(SMALL) $(PY) -m benchmarks.soak
-	$(SMALL) $(PY) -m benchmarks.soak_ranks --out benchmarks/results
+	$(SMALL) $(PY) -m tests.faults.soak
+	$(SMALL) $(PY) -m tests.faults.soak_ranks --out benchmarks/results/faults
 
 trl: $(TRL_STAMP)
 
 bench-learning: $(STAMP)
-	$(SMALL) $(PY) -m benchmarks.learning --out benchmarks/results
+	$(SMALL) $(PY) -m benchmarks.learning --out benchmarks/results/learning
 
 lint: $(STAMP)
 	$(VENV)/bin/ruff check .

@@ -11,10 +11,10 @@
 Data: --data FILE or ${ARBORIST_DATA}/tau/airline_tokens.npz, else synthetic conversations. Qwen3 shapes with random
 bf16 weights and float32 gradients; forward and backward, no optimizer (but with --train). Against dense with gradient
 checkpointing, dense-leaf (checkpointing only where its activations do not fit; on a GPU also kept to flash kernels, as
-ours are), path-at-a-time and sparse (benchmarks.systems). Every size writes gpu_SIZE.json, anew after each case and
-sweep, and gpu_SIZE.png where matplotlib is installed; checks write gpu_checks.json, --train gpu_train.json (it needs
-the package lightning). Exit code 1 when a check fails. Needs torch >= 2.11 and transformers >= 5.17; flash attention
-is ATen's own, no package.
+ours are), path-at-a-time and sparse (benchmarks.common.systems). Every size writes gpu_SIZE.json, anew after each case
+and sweep, and gpu_SIZE.png where matplotlib is installed; checks write gpu_checks.json, --train gpu_train.json (it
+needs the package lightning). Exit code 1 when a check fails. Needs torch >= 2.11 and transformers >= 5.17; flash
+attention is ATen's own, no package.
 """
 
 from __future__ import annotations
@@ -34,11 +34,12 @@ from transformers import PreTrainedModel
 
 from app.tree.memory import auto_budgets
 from app.tree.planning.cost import ModelShape
-from benchmarks.gpu_parity import backends, check_engine, check_kernels, check_margin, check_torch
-from benchmarks.measure import compare, environment, measure, profile, seconds, spread, table
-from benchmarks.models import TOY_SHAPE
-from benchmarks.systems import Settings, System, make_systems, qwen3
-from benchmarks.workloads import DEFAULT_DATA, WORKLOADS, Case, conversations, make_case, parse_size
+from benchmarks.common.measure import compare, environment, measure, profile, seconds, spread, table
+from benchmarks.common.models import TOY_SHAPE
+from benchmarks.common.records import write_json
+from benchmarks.common.systems import Settings, System, make_systems, qwen3
+from benchmarks.common.workloads import DEFAULT_DATA, WORKLOADS, Case, conversations, make_case, parse_size
+from benchmarks.gpu.parity import backends, check_engine, check_kernels, check_margin, check_torch
 
 SHAPES: dict[str, dict[str, Any]] = {
     "0.6B": {"hidden": 1024, "layers": 28, "heads": 16, "key_value_heads": 8, "intermediate": 3072, "tied": True},
@@ -323,7 +324,7 @@ def measure_size(
 
 def _train(name: str, args: argparse.Namespace, device: torch.device) -> dict[str, Any]:
     try:
-        from benchmarks.gpu_train import train
+        from benchmarks.gpu.train import train
     except ImportError as error:  # images carry torch and transformers, not always Lightning
         print(f"--train is left out: {error}; install the package lightning")
         return {"left_out": str(error)}
@@ -338,7 +339,7 @@ def _write(report: dict[str, Any], out: str | None, name: str) -> None:
     if out:
         folder = Path(out)
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / f"gpu_{name}.json").write_text(json.dumps(report, indent=1) + "\n")
+        write_json(folder / f"gpu_{name}.json", report)
 
 
 if __name__ == "__main__":

@@ -32,6 +32,7 @@ from torch.nn.parallel import DistributedDataParallel
 from app.strategies.ranks.collectives import Communicator
 from app.strategies.zero1 import ShardedOptimizer
 from app.tree import PrefixTree, TreeEngine, partition
+from benchmarks.common.records import write_json
 
 _INSIDE = "ARBORIST_BENCH_NETWORK"
 _WIDTH = 512
@@ -77,7 +78,7 @@ def _launch(arguments: argparse.Namespace) -> None:
     if arguments.out is not None:
         arguments.out.mkdir(parents=True, exist_ok=True)
         name = "strategy_balance" if arguments.balance else f"strategy_{arguments.ranks}"
-        (arguments.out / f"{name}.json").write_text(json.dumps(result, indent=1) + "\n")
+        write_json(arguments.out / f"{name}.json", result)
         (arguments.out / f"{name}.md").write_text(text)
 
 
@@ -178,8 +179,8 @@ def _loopback_bytes() -> int:
 
 
 def _balance(arguments: argparse.Namespace) -> dict[str, Any]:
-    from benchmarks.models import build_model
-    from benchmarks.workloads import conversations, make_case
+    from benchmarks.common.models import build_model
+    from benchmarks.common.workloads import conversations, make_case
 
     tasks, trials = map(int, arguments.balance.split("x"))
     source, recorded = conversations(arguments.data)

@@ -20,14 +20,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     Raises:
         ValueError: this installation lacks the benchmarks.
     """
-    if not (_CHECKOUT / "benchmarks" / "tree.py").is_file():
+    if not (_CHECKOUT / "benchmarks" / "tree" / "__main__.py").is_file():
         raise ValueError(
             f"bench: the benchmarks are part of the checkout, and {_CHECKOUT} has none; clone the repository and"
             " install it with pip install -e"
         )
     if str(_CHECKOUT) not in sys.path:
         sys.path.append(str(_CHECKOUT))
-    from benchmarks import tree
+    from benchmarks.tree import __main__ as tree
 
     verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
     verb = verbs.add_parser(
@@ -41,6 +41,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> None:
     """Measures, prints and writes."""
-    from benchmarks import tree
+    from benchmarks.tree import __main__ as tree
 
     tree.run(arguments)

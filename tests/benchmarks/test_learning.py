@@ -11,8 +11,8 @@ import jsonargparse
 import pytest
 from lightning import LightningDataModule, LightningModule
 
-from benchmarks.branching import StepPrompts, StepsWorkflow
-from benchmarks.learning import CASES, curve, markdown, rl_config, steps_to, summary
+from benchmarks.learning.__main__ import CASES, curve, markdown, rl_config, steps_to, summary
+from benchmarks.learning.branching import StepPrompts, StepsWorkflow
 from datamodules.inference.protocol import GenerationResponse
 from datamodules.prompts.tokenizers import load_tokenizer
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import plan_cost
-from benchmarks.plan_cost import spearman
+from benchmarks.tree import plan_cost
+from benchmarks.tree.plan_cost import spearman
 
 
 def test_rank_correlation() -> None:

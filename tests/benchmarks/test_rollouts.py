@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import rollouts
+from benchmarks.rollouts import __main__ as rollouts
 from tests.datamodules.inference.sglang.real_servers.servers import skip_unless_wanted
 from tests.helpers.doubles import conversations
 
@@ -16,7 +16,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 def test_every_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     skip_unless_wanted()
-    monkeypatch.setattr("benchmarks.rollout_runs.TASKS", [0, 1, 2, 3])
+    monkeypatch.setattr("benchmarks.rollouts.runs.TASKS", [0, 1, 2, 3])
     made = conversations(tmp_path / "made.npz")
     rollouts.main(["--quick", "--data", str(made), "--out", str(tmp_path)])
     result = json.loads((tmp_path / "rollouts.json").read_text())

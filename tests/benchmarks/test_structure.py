@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from benchmarks import structure
+from benchmarks.tree import structure
 
 
 def test_every_figure(tmp_path: Path) -> None:

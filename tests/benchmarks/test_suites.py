@@ -12,9 +12,9 @@ import torch
 
 from app.tree.planning.plan import ExecutionPlan
 from benchmarks import gpu_suite
-from benchmarks.gpu_parity import check_kernels, check_torch
-from benchmarks.systems import NAMES, gradient_error, merged, path_plan
-from benchmarks.workloads import WORKLOADS, conversations, make_case, synthetic
+from benchmarks.common.systems import NAMES, gradient_error, merged, path_plan
+from benchmarks.common.workloads import WORKLOADS, conversations, make_case, synthetic
+from benchmarks.gpu.parity import check_kernels, check_torch
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -97,7 +97,7 @@ def test_a_sweep_of_something_else_is_refused(words: str, capsys: pytest.Capture
 
 def test_a_gpu_without_flash_kernels_is_not_asked_for_them(monkeypatch: pytest.MonkeyPatch) -> None:
     from app.tree.attention import kernels
-    from benchmarks.gpu_parity import backends
+    from benchmarks.gpu.parity import backends
 
     for capability, expected in (((7, 5), ("sdpa", "flex")), ((9, 0), ("sdpa", "flash", "flex"))):
         monkeypatch.setattr(kernels, "capability", lambda device, found=capability: found)
@@ -135,7 +135,7 @@ def test_checks_notice_a_wrong_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     failed = [row for row in check_kernels(torch.device("cpu")) if not row["ok"]]
     assert {row["dtype"] for row in failed} == {"float64", "float32", "bfloat16", "float16"}
     assert {row["kernel"] for row in failed} == {"CpuFlash"} and {row["part"] for row in failed} == {"causal"}
-    monkeypatch.setattr("benchmarks.gpu_parity.inspect.getsource", lambda module: "_aten._no_such_thing_for_cpu(")
+    monkeypatch.setattr("benchmarks.gpu.parity.inspect.getsource", lambda module: "_aten._no_such_thing_for_cpu(")
     assert [row["check"] for row in check_torch(torch.device("cpu")) if not row["ok"]] == [
         "aten::_no_such_thing_for_cpu"
     ]

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from benchmarks.token_ratios import count, main, markdown, measure
+from benchmarks.tree.token_ratios import count, main, markdown, measure
 from datamodules.conversations.tokens import Conversation, load_npz
 from tests.helpers.recorded_samples import real_file
 
@@ -75,7 +75,9 @@ def test_real_data_gives_the_published_table() -> None:
     """The table of the data's README (there to three digits; drawn sizes are means over other draws)."""
     rows = measure(load_npz(real_file("tau/airline_tokens.npz")), draws=40)
     one, eight, twenty, everything = rows
-    committed = json.loads((Path(__file__).parents[2] / "benchmarks/results/token_ratios.json").read_text())["rows"]
+    committed = json.loads((Path(__file__).parents[2] / "benchmarks/results/tree/token_ratios.json").read_text())[
+        "rows"
+    ]
     assert (committed[0], committed[-1]) == (one, everything)  # the exact rows; the drawn ones have other draws
     assert one["draws"] == 50 and one["turns"]["dense_tokens"] == everything["turns"]["dense_tokens"] == 13_872_588
     assert everything["turns"]["sequences"] == 2_454 and everything["tasks"] == 50

@@ -12,9 +12,11 @@ import pytest
 import torch
 
 from app.cli import main as arborist
-from benchmarks import tree, tree_error, tree_memory
-from benchmarks.memory import peak_bytes
-from benchmarks.systems import NAMES
+from benchmarks.common.memory import peak_bytes
+from benchmarks.common.systems import NAMES
+from benchmarks.tree import __main__ as tree
+from benchmarks.tree import error as tree_error
+from benchmarks.tree import memory as tree_memory
 
 LLAMA = {
     "model_type": "llama",

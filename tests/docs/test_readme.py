@@ -176,7 +176,7 @@ def test_tables_are_those_of_the_result_files() -> None:
     """A table of docs/results.md stands in the file whose link was last before it."""
     checked, measured = 0, ""
     for line in RESULTS.splitlines():
-        for link in re.findall(r"\(\.\./(benchmarks/results/\w+\.md)\)", line):
+        for link in re.findall(r"\(\.\./(benchmarks/results/\w+/\w+\.md)\)", line):
             measured = (ROOT / link).read_text()
         if line.startswith("|"):
             assert line in measured

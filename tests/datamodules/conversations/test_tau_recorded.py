@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from benchmarks.token_ratios import count
+from benchmarks.tree.token_ratios import count
 from datamodules.conversations.tokens import load_npz
 from tests.helpers.recorded_samples import real_file
 

@@ -2,7 +2,7 @@
 
 Every cell is computed: `cell(row, column)` runs the model through the engine and densely, in small chunks with
 recomputation, and returns "yes" or raises; a refusal is the engine's own words. `docs/support_matrix.md` is made of
-them (`python -m benchmarks.support_matrix`), and tests check both.
+them (`python -m tests.app.tree.engine.support_matrix`), and tests check both.
 """
 
 from __future__ import annotations

@@ -12,9 +12,8 @@ import torch
 from peft import LoraConfig, PromptTuningConfig, get_peft_model
 
 from app.tree import PrefixTree, TreeEngine
-from benchmarks import support_matrix
 from tests.app.tree import models, oracle
-from tests.app.tree.engine import families
+from tests.app.tree.engine import families, support_matrix
 from tests.app.tree.losses import SequenceLoss
 from tests.app.tree.parity import take_grads
 
@@ -35,7 +34,7 @@ def test_refused_family(row: str) -> None:
 
 
 def test_the_support_matrix_is_current() -> None:
-    assert DOCUMENT.read_text() == support_matrix.markdown(), "run python -m benchmarks.support_matrix"
+    assert DOCUMENT.read_text() == support_matrix.markdown(), "run python -m tests.app.tree.engine.support_matrix"
 
 
 def test_a_wrong_family_is_not_called_supported(monkeypatch: pytest.MonkeyPatch) -> None:

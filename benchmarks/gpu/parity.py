@@ -1,0 +1,281 @@
+"""What `benchmarks.gpu_suite` checks before it measures: the torch on this machine, attention kernels, gradients.
+
+Promises: inputs are drawn fresh from the seed; truths are computed in float64 on the CPU by plain torch, without the
+code under test; a NaN is never within a tolerance.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import re
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from app.tree import TreeEngine
+from app.tree.attention import flash, kernels
+from benchmarks.common.systems import NAMES, Settings, gradient_error, gradients, make_systems, qwen3
+from benchmarks.common.workloads import Case
+
+DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+EXACT = {torch.float64: 1e-12, torch.float32: 1e-5}
+"""Largest relative error (norm) of kernels in these dtypes; matrix products must not run in TF32."""
+HALF_KERNEL, HALF_MODEL = 2.0, 1.1
+"""Low precision: error against the float64 truth, over that of torch's own dense attention (one call, so it rounds
+once where parts round several times) and of the dense model."""
+TINY = {"vocab_size": 512, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2}
+TINY |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64, "max_position_embeddings": 1024}
+TINY |= {"pad_token_id": None, "bos_token_id": None, "eos_token_id": None}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "qwen3": {},
+    "mistral": {"sliding_window": 70},
+    "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64},
+}
+SHAPES = ((4, 4, 64), (8, 2, 128), (6, 1, 64))
+LENGTHS = ((37, 50), (130, 391))
+
+
+def check_torch(device: torch.device) -> list[dict[str, Any]]:
+    """`grad_dtype`, and the ATen operators the kernels of this device call."""
+    found = [{"check": "grad_dtype: float32 gradients of bf16 parameters", **_attempt(lambda: _grad_dtype(device))}]
+    source = inspect.getsource(kernels) + inspect.getsource(flash)
+    for name in sorted(set(re.findall(r"_aten\.(\w+)", source))):
+        if name.endswith(("_for_cpu", "_for_cpu_backward")) == (device.type == "cpu"):
+            found.append({"check": f"aten::{name}", **_attempt(lambda name=name: _operator(name))})
+    return found
+
+
+def _attempt(check: Callable[[], Any]) -> dict[str, Any]:
+    try:
+        check()
+    except Exception as error:  # whatever this torch raises is the finding
+        return {"ok": False, "error": f"{type(error).__name__}: {error}"}
+    return {"ok": True}
+
+
+def _grad_dtype(device: torch.device) -> None:
+    """Two backward passes accumulate into a float32 view of a flat buffer."""
+    layer = nn.Linear(8, 8, bias=False, dtype=torch.bfloat16, device=device)
+    flat = torch.zeros(64, device=device)
+    layer.weight.grad_dtype = torch.float32
+    layer.weight.grad = flat.view(8, 8)
+    for _ in range(2):
+        layer(torch.ones(3, 8, dtype=torch.bfloat16, device=device)).sum().backward()
+    if layer.weight.grad.dtype != torch.float32 or layer.weight.grad.data_ptr() != flat.data_ptr():
+        raise RuntimeError(f"gradient is {layer.weight.grad.dtype} outside the buffer")
+    if not bool((flat == 6).all()):
+        raise RuntimeError(f"gradients add up to {flat[0].item()}, expected 6")
+
+
+def _operator(name: str) -> None:
+    if not hasattr(torch.ops.aten, name):
+        raise RuntimeError("this torch has no such operator")
+
+
+def check_kernels(device: torch.device) -> list[dict[str, Any]]:
+    """Every kernel that serves this device, in every dtype it serves: parts of one softmax, merged, against truth."""
+    rows = []
+    for dtype in DTYPES:
+        for kernel, own in _served(device, dtype):
+            for heads, key_heads, width in SHAPES:
+                for n, path in LENGTHS:
+                    row = {
+                        "kernel": type(kernel).__name__,
+                        "dtype": str(dtype).removeprefix("torch."),
+                        "part": own,
+                        "shape": f"{heads}/{key_heads} heads of {width}, {n} queries over {path} + {n} keys",
+                    }
+                    try:
+                        rows.append(row | _kernel(kernel, dtype, device, own, heads, key_heads, width, n, path))
+                    except Exception as error:
+                        rows.append(row | {"ok": False, "error": f"{type(error).__name__}: {error}"})
+    return rows
+
+
+def _served(device: torch.device, dtype: torch.dtype) -> Iterator[tuple[Any, str]]:
+    """(kernel, what the chunk sees of itself) for what `pick_kernel` would choose, for the plain kernel, which serves
+    everything, and for the packed squares of the `flash` backend."""
+    q = torch.empty(1, 1, 1, 64, dtype=dtype, device=device)
+    for own in ("causal", "masked"):
+        chosen = kernels.pick_kernel(q, q.new_zeros(1, 1) if own == "masked" else None)
+        yield chosen, own
+        if not isinstance(chosen, kernels.Math):
+            yield kernels.Math(), own
+    if kernels.flash_refusal(device, dtype, q.shape[-1]) is None:
+        yield kernels.pick_kernel(q, None), "squares"
+
+
+def _kernel(
+    kernel: Any,
+    dtype: torch.dtype,
+    device: torch.device,
+    part: str,
+    heads: int,
+    key_heads: int,
+    width: int,
+    n: int,
+    path: int,
+) -> dict[str, Any]:
+    generator = torch.Generator().manual_seed(n * heads + width)
+    sizes = ((n, heads), (path + n, key_heads), (path + n, key_heads), (n, heads))
+    drawn = [torch.randn(1, a, b, width, generator=generator).to(dtype).transpose(1, 2) for a, b in sizes]
+    own = torch.ones(n, n, dtype=torch.bool).tril()
+    if part == "masked":  # a branch that does not see the one before it
+        own[n // 2 :, n // 4 : n // 2] = False
+    if part == "squares":  # two branches
+        own[n // 3 :, : n // 3] = False
+    own_kernel = flash.FlashSquares([0, n // 3, n], None, device) if part == "squares" else kernel
+    visible = torch.cat([torch.ones(n, path, dtype=torch.bool), own], 1)
+    scale = width**-0.5
+
+    *exact, grad = [x.double() for x in drawn]
+    truth = _dense(*exact, grad, visible, scale)
+    there = [x.to(device) for x in drawn]
+    mask = own.to(device) if part == "masked" else None
+    got = _by_parts((kernel, own_kernel), *there, path, mask, scale)
+    errors = [_error(a, b) for a, b in zip(got, truth)]
+    row: dict[str, Any] = {"errors": dict(zip(("out", "grad_q", "grad_k", "grad_v"), errors))}
+    if dtype in EXACT:
+        return row | {"limit": EXACT[dtype], "ok": all(error <= EXACT[dtype] for error in errors)}
+    dense = _dense(*there, visible.to(device), scale)
+    own_errors = [_error(a, b) for a, b in zip(dense, truth)]
+    ratios = [error / other for error, other in zip(errors, own_errors)]
+    return row | {"over_dense": ratios, "limit": HALF_KERNEL, "ok": all(ratio <= HALF_KERNEL for ratio in ratios)}
+
+
+def _dense(q: Tensor, k: Tensor, v: Tensor, grad: Tensor, visible: Tensor, scale: float) -> list[Tensor]:
+    """Output and gradients of torch's own attention under a bool mask."""
+    leaves = [x.detach().clone().requires_grad_() for x in (q, k, v)]
+    repeat = q.shape[1] // k.shape[1]
+    keys, values = (x.repeat_interleave(repeat, 1) for x in leaves[1:])
+    out = functional.scaled_dot_product_attention(leaves[0], keys, values, attn_mask=visible, scale=scale)
+    out.backward(grad)
+    return [out.detach(), *(x.grad for x in leaves)]
+
+
+def _by_parts(
+    used: tuple[Any, Any], q: Tensor, k: Tensor, v: Tensor, grad: Tensor, path: int, own: Tensor | None, scale: float
+) -> list[Tensor]:
+    """Output and gradients from two calls, over the path and over the chunk itself, by a kernel each."""
+    wide = torch.promote_types(torch.float32, q.dtype)
+    mask = None if own is None else torch.zeros_like(own, dtype=q.dtype).masked_fill(~own, float("-inf"))
+    parts = ((slice(0, path), False, None), (slice(path, None), own is None, mask))
+    forwards = [
+        kernel.forward(q, k[:, :, at], v[:, :, at], causal, m, scale) for kernel, (at, causal, m) in zip(used, parts)
+    ]
+    lse = torch.logsumexp(torch.stack([f[1].to(wide) for f in forwards]), 0)
+    out = sum(f[0].to(wide) * torch.exp(f[1].to(wide) - lse).unsqueeze(-1) for f in forwards).to(q.dtype)
+    grad_q = torch.zeros_like(q, dtype=wide)
+    grad_k, grad_v = torch.zeros_like(k, dtype=wide), torch.zeros_like(v, dtype=wide)
+    for kernel, (at, causal, m), (_, _, saved) in zip(used, parts, forwards):
+        part = kernel.backward(
+            grad.contiguous(), q, k[:, :, at], v[:, :, at], out, lse.contiguous(), saved, causal, m, scale
+        )
+        grad_q += part[0]
+        grad_k[:, :, at] += part[1]
+        grad_v[:, :, at] += part[2]
+    return [out, grad_q, grad_k, grad_v]
+
+
+def _error(got: Tensor, truth: Tensor) -> float:
+    got = got.detach().cpu().double()
+    return float((got - truth).norm() / truth.norm())
+
+
+def check_margin(device: torch.device, seeds: int) -> list[dict[str, Any]]:
+    """The engine's own self-check in bf16 on models that are right: how far tree and dense execution differ, in times
+    of what dense execution differs from itself under rounding. Near `margin` a healthy run would be stopped."""
+    rows = []
+    for name, options in FAMILIES.items():
+        for seed in range(seeds):
+            torch.manual_seed(seed)
+            config = AutoConfig.for_model(name, **TINY, **options)
+            with torch.device(device):
+                model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa", dtype=torch.bfloat16)
+            report = TreeEngine(model.train()).verify(_fork_case(seed).tree())
+            assert report is not None, "the case has forks"
+            ratios = {"outputs": report.outputs[0] / report.outputs[1]}
+            ratios["gradients"] = report.gradients[0] / report.gradients[1]
+            rows.append({"family": name, "seed": seed, "ok": report.passed, "margin": report.margin, **ratios})
+    return rows
+
+
+def check_engine(device: torch.device, trained: Sequence[str], seed: int = 0) -> list[dict[str, Any]]:
+    """Gradients over a tree with forks at every depth: float32 against the CPU's dense float32, bf16 against the CPU's
+    float64 beside the error that the dense model has in bf16 on this device. A small Qwen3, with and without sliding
+    windows, by every attention backend of `trained`, and for `auto` every benchmark system."""
+    rows = []
+    for window in (None, 70):
+        run = functools.partial(_run_engine, _fork_case(seed), window)
+        cpu = torch.device("cpu")
+        single, truth = (run("auto", dtype, cpu, ["dense"])["dense"] for dtype in (torch.float32, torch.float64))
+        for attention in ("auto", *(trained if len(trained) > 1 else ())):
+            names = NAMES if attention == "auto" and window is None else ("dense", "ours")
+            found = _engine(functools.partial(run, attention), device, names, single, truth, attention != "flash")
+            rows += [row | {"attention": attention, "window": window} for row in found]
+    return rows
+
+
+def backends(device: torch.device, compiled: bool = True) -> tuple[str, ...]:
+    """Attention backends that train on this device; `compiled`: also FlexAttention, which takes minutes to compile."""
+    if device.type != "cuda":
+        return ("sdpa",)
+    flash = kernels.flash_refusal(device, torch.bfloat16, 64) is None
+    return ("sdpa", *(["flash"] if flash else []), *(["flex"] if compiled else []))
+
+
+def _run_engine(
+    case: Case, window: int | None, attention: str, dtype: torch.dtype, device: torch.device, names: Sequence[str]
+) -> dict[str, dict[str, Tensor]]:
+    """Gradients by system, of a model whose weights are the same numbers in every dtype."""
+    shape: dict[str, Any] = {"hidden": 128, "layers": 2, "heads": 4, "key_value_heads": 2, "head_dim": 64}
+    model = qwen3(**shape, vocabulary=512, dtype=torch.float64)
+    moved = qwen3(**shape, vocabulary=512, dtype=dtype, device=device, window=window)
+    with torch.no_grad():
+        for mine, drawn in zip(moved.parameters(), model.parameters(), strict=True):
+            mine.copy_(drawn.to(torch.bfloat16).to(dtype))
+    systems = make_systems(moved, case, Settings(chunk_tokens=96, live_tokens=192, attention=attention))
+    return {system.name: gradients(moved, system) for system in systems if system.name in names}
+
+
+def _engine(
+    run: Callable[..., dict[str, dict[str, Tensor]]],
+    device: torch.device,
+    names: Sequence[str],
+    single: dict[str, Tensor],
+    truth: dict[str, Tensor],
+    full_precision: bool,
+) -> list[dict[str, Any]]:
+    rows: list[dict[str, Any]] = []
+    for name, found in run(torch.float32, device, names).items() if full_precision else ():
+        error = gradient_error(found, single)
+        rows.append({"system": name, "dtype": "float32", **error, "limit": 2e-5, "ok": error["norm"] <= 2e-5})
+    low = {name: gradient_error(found, truth) for name, found in run(torch.bfloat16, device, names).items()}
+    for name, error in low.items():
+        ratio = error["norm"] / low["dense"]["norm"]
+        rows.append(
+            {"system": name, "dtype": "bfloat16", **error, "over_dense": ratio, "limit": HALF_MODEL}
+            | {"ok": ratio <= HALF_MODEL}
+        )
+    return rows
+
+
+def _fork_case(seed: int) -> Case:
+    """Twelve sequences of 60 to 400 tokens: forks of forks, a sequence that is another's prefix, and a duplicate."""
+    rng = np.random.default_rng(seed)
+    sequences = [rng.integers(0, 512, 180)]
+    for _ in range(9):
+        parent = sequences[rng.integers(len(sequences))]
+        cut = int(rng.integers(40, len(parent)))
+        sequences.append(np.concatenate([parent[:cut], rng.integers(0, 512, rng.integers(20, 120))]))
+    sequences += [sequences[3][:60], sequences[5]]
+    scored = tuple(rng.random(len(s)) < 0.5 for s in sequences)
+    weights = rng.normal(size=len(sequences)) / 100
+    return Case("forks", 1, 1, "synthetic", tuple(sequences), scored, weights)

@@ -1,0 +1,62 @@
+"""Writes docs/support_matrix.md: which model families the tree engine computes exactly, and which it refuses.
+
+    python -m tests.app.tree.engine.support_matrix
+
+Every cell is what the checks of `tests/app/tree/engine/families.py` find when this runs: tiny models of each family, in
+small chunks with recomputation, against every sequence alone. A test compares the file with a fresh one.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from tests.app.tree.engine import families
+
+DOCUMENT = Path(__file__).parents[4] / "docs" / "support_matrix.md"
+EXPLAINED = {
+    "float32": f"log-probabilities to {families.FORWARD:.0e} and gradients to {families.BACKWARD:.0e} of the largest",
+    "bf16": "bf16 parameters: gradients in float32, no further from the truth than "
+    f"{families.LOW_PRECISION:g} times what the dense bf16 model is on the same small batch",
+    "autocast": "float32 parameters under bf16 autocast, the same",
+    "checkpointing": "Hugging Face's gradient checkpointing, enabled by the user",
+    "LoRA": "PEFT LoRA on every linear layer of the body",
+    "tied and untied": "input and output embeddings that share their weight, and that do not",
+}
+
+
+def markdown() -> str:
+    """The document. Raises AssertionError when a family is not what its row says."""
+    columns = list(families.COLUMNS)
+    lines = [
+        "# Model families",
+        "",
+        "Written by `python -m tests.app.tree.engine.support_matrix`; each cell is a check of a tiny random model of",
+        "that family, in small chunks with recomputation, against running every sequence alone. Backend `sdpa`.",
+        "",
+        f"| family | {' | '.join(columns)} | note |",
+        "|" + "---|" * (len(columns) + 2),
+    ]
+    for row, family in families.SUPPORTED.items():
+        cells = [families.cell(row, column) for column in columns]
+        lines.append(f"| {row} | {' | '.join(cells)} | {family.note} |")
+    lines += ["", *(f"- **{name}**: {EXPLAINED[name]}." for name in columns), "", "## Refused by name", ""]
+    lines += ["| family | why | the error |", "|---|---|---|"]
+    for row, family in families.REFUSED.items():
+        lines.append(f"| {row} | {family.note} | {families.refusal(row)} |")
+    lines += [
+        "",
+        "Refused in training for every family: dropout above 0 (LoRA's too), auxiliary router losses, sequences beyond",
+        "`max_position_embeddings`, and any argument of the attention function that is not honoured.",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    DOCUMENT.write_text(markdown())
+
+
+if __name__ == "__main__":
+    main()
