@@ -1,11 +1,11 @@
 """Lightning callbacks; name them in YAML as `class_path: callbacks.WeightSync` and so on."""
 
+from callbacks.base import run_dir
 from callbacks.hang_dump import HangDump
 from callbacks.interruption import Interruption
 from callbacks.pictures import Pictures
 from callbacks.progress import Progress
 from callbacks.reward_logger import RewardLogger
-from callbacks.run_dir import run_dir
 from callbacks.save_last import SaveLast
 from callbacks.save_pretrained import SavePretrained
 from callbacks.summary import Summary

@@ -31,7 +31,8 @@ from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 
-from callbacks.run_dir import run_dir
+from callbacks.base import run_dir
+from datamodules.inference.protocol import RolloutData
 
 SIGNAL = getattr(signal, "SIGUSR2", None)
 FOLDER = "doctor"
@@ -150,9 +151,9 @@ class HangDump(Callback):
         dumper = install(run_dir(trainer), trainer.global_rank)
         if dumper is None:
             return
-        data: Any = trainer.datamodule
+        data: object = trainer.datamodule
         dumper.sources["trainer"] = lambda: _trainer(trainer, pl_module)
-        if trainer.is_global_zero and hasattr(data, "diagnose"):
+        if trainer.is_global_zero and isinstance(data, RolloutData):
             dumper.sources["rollouts"] = data.diagnose
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:

@@ -20,7 +20,9 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from app import interruption
-from callbacks.run_dir import run_dir
+from app.batch import StepHandle
+from app.strategies import DTAStrategy
+from callbacks.base import run_dir
 
 _SAY = "finishing this step, then saving a checkpoint; Ctrl-C again ends at once, without"
 _SAY_UNSAVED = "ending after this step; nothing is saved, because trainer.enable_checkpointing is false"
@@ -54,7 +56,7 @@ class Interruption(Callback):
         if self._ending:
             self._end(trainer)
         # Rank 0, which alone waits for rollouts, comes without a batch when the wait was cut short.
-        without = trainer.is_global_zero and getattr(batch, "batch", batch) is None
+        without = trainer.is_global_zero and isinstance(batch, StepHandle) and batch.batch is None
         if self._agree(trainer, without and interruption.pending() is not None):
             _as_after_the_last_step(trainer)
             self._save(trainer)
@@ -124,7 +126,7 @@ class Interruption(Callback):
 
 def _holds_back(trainer: Trainer) -> bool:
     """Whether the strategy left out the last checkpoint, because training seems to have diverged."""
-    return getattr(trainer.strategy, "holds_back", False)
+    return isinstance(trainer.strategy, DTAStrategy) and trainer.strategy.holds_back
 
 
 def _checkpoints(trainer: Trainer) -> list[ModelCheckpoint]:

@@ -17,7 +17,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 
 from app.interruption import Interrupted
 from callbacks import figures
-from callbacks.run_dir import run_dir
+from callbacks.base import run_dir
 
 _PARTS = {  # label -> metrics that add up to it, bottom of the stack first
     "waiting for rollouts": ("time/wait",),

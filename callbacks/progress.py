@@ -17,7 +17,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ProgressBar
 from tqdm import tqdm
 
-from callbacks.step_metrics import StepMetrics
+from callbacks.base import StepMetrics
 
 _SHORT = {"val/accuracy": "held-out", "tokens/s": "tok/s"}
 

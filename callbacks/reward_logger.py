@@ -17,7 +17,7 @@ from lightning.pytorch.callbacks import Callback
 
 from app.batch import RolloutBatch
 from app.text import well_formed
-from callbacks.run_dir import run_dir
+from callbacks.base import run_dir
 from modules.metrics import forget
 
 
@@ -90,7 +90,7 @@ class RewardLogger(Callback):
         dataloader_idx: int = 0,
     ) -> None:
         if batch_idx == 0:
-            self._write(trainer, batch.batch, getattr(batch, "name", "validation"))
+            self._write(trainer, batch.batch, batch.name)
 
     on_test_batch_end = on_validation_batch_end
 

@@ -11,7 +11,7 @@ from typing import Any
 from lightning.pytorch import Callback, LightningModule, Trainer
 from transformers import AutoTokenizer
 
-from callbacks.run_dir import run_dir
+from callbacks.base import run_dir
 
 
 class SavePretrained(Callback):

@@ -12,8 +12,7 @@ from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
 
-from callbacks.run_dir import run_dir
-from callbacks.step_metrics import StepMetrics
+from callbacks.base import StepMetrics, run_dir
 
 _COUNTERS = {"dense_tokens": "tokens/dense", "leaf_tokens": "tokens/leaf", "tree_tokens": "tokens/tree"}
 

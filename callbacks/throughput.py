@@ -18,7 +18,9 @@ from typing import Any
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch.optim import Optimizer
 
+from app.strategies import DTAStrategy
 from callbacks.weight_sync import WeightSync
+from datamodules.inference.protocol import RolloutData
 from modules.metrics import forget
 
 PARTS = ("wait", "prepare", "tree", "optimizer", "sync")
@@ -48,10 +50,10 @@ class Throughput(Callback):
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         self._wait = time.perf_counter() - self._step_end
-        data: Any = trainer.datamodule
-        if trainer.is_global_zero and hasattr(data, "counters"):
+        data: object = trainer.datamodule
+        if trainer.is_global_zero and isinstance(data, RolloutData):
             self._rollouts = {f"rollouts/{name}": float(count) for name, count in data.counters().items()}
-            if batch.index == 0 and hasattr(data, "tally"):
+            if batch.index == 0:
                 self._rollouts |= {f"rollouts/{name}": value for name, value in data.tally().items()}
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
@@ -62,17 +64,19 @@ class Throughput(Callback):
     ) -> None:
         now = time.perf_counter()
         module: Any = pl_module
-        strategy: Any = trainer.strategy
+        strategy = trainer.strategy
         parts = module.step_seconds
         parts["wait"] = self._wait
-        own = now - self._optimizer_start - parts.get("sync", 0.0)  # strategies that do not say themselves
-        parts["optimizer"] = getattr(strategy, "optimizer_seconds", own)
+        if isinstance(strategy, DTAStrategy):
+            parts["optimizer"] = strategy.optimizer_seconds
+        else:
+            parts["optimizer"] = now - self._optimizer_start - parts.get("sync", 0.0)
         values = {f"time/{name}": parts.get(name, 0.0) for name in PARTS}
         values["time/step"] = now - self._step_end
         forget(trainer, "on_train_batch_end", self._logged - self._rollouts.keys())
         self._logged = set(self._rollouts)
         values.update(self._rollouts)
-        if hasattr(strategy, "step_metrics"):
+        if isinstance(strategy, DTAStrategy):
             values.update(strategy.step_metrics())
         pl_module.log_dict(values, on_step=True, on_epoch=False, batch_size=1, rank_zero_only=True)
         self._step_end = time.perf_counter()

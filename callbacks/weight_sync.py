@@ -22,7 +22,7 @@ from typing import Any, Literal
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 
-from callbacks.run_dir import run_dir
+from callbacks.base import run_dir
 from callbacks.validate_ends import nearest_multiples
 from datamodules.inference.export import checkpoint_weights, merged_weights, num_bytes
 from datamodules.inference.protocol import RolloutData, WeightUpdate

@@ -1,19 +1,39 @@
-"""Reads the YAML of a configuration: as jsonargparse does, after a look at what it would take.
+"""What a configuration must satisfy before anything of it is built: as YAML, and once it is parsed.
 
 Promises: a file or value that repeats a key, that is nested or large beyond reason, or whose aliases multiply into more
-than it shows, is refused in one line with the place, before anything is built from it. Objects are never made from tags
-(the loader is PyYAML's safe one); what a configuration names by `class_path` is imported and run, though: a
-configuration is a program.
+than it shows, is refused with the place; so is a checkpoint to go on with that does not look like one, a run directory
+without a name, a number that is not finite or beyond 64 bits, a null where none can be: each in one line that names the
+key and the remedy. Objects are never made from tags (the loader is PyYAML's safe one); what a configuration names by
+`class_path` is imported and run, though: a configuration is a program.
 """
 
 from __future__ import annotations
 
+import importlib
+import inspect
+import math
+import os
+import sys
+import typing
+import zipfile
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import jsonargparse
 import yaml
 from jsonargparse import get_loader
+
+from app.strategies.checkpoint.checkpoints import MANIFEST_FILE
+
+LAST = "last"
+_KNOWN = ("app", "modules", "datamodules", "callbacks", "torch")
+_LARGEST_SEED = 2**32 - 1  # numpy's
+_LARGEST_WHOLE = 2**63 - 1
+_LARGEST_FILE = 10_000_000  # bytes
+_HALF = ("16", "16-mixed", "16-true", "transformer-engine-float16")  # Lightning makes bf16-mixed of one on CPUs
+_WRAPPERS = ("ddp", "fsdp", "deepspeed", "xla")
 
 _MOST_NODES = 200_000  # values and keys, every use of an alias counted as what it stands for
 _MOST_DEPTH = 100
@@ -26,15 +46,15 @@ class ConfigurationError(yaml.YAMLError):
     """YAML that is not taken; the message names the place and the remedy."""
 
 
-def install() -> None:
-    """Makes jsonargparse read YAML through this file."""
-    jsonargparse.set_loader("yaml", load, exceptions=(yaml.YAMLError,))
+def install_reader() -> None:
+    """From here on jsonargparse reads YAML through this file."""
+    jsonargparse.set_loader("yaml", read_yaml, exceptions=(yaml.YAMLError,))
 
 
-def load(text: str) -> Any:
+def read_yaml(text: str) -> Any:
     """The value of `text`. Raises yaml.YAMLError for what is no YAML, and ConfigurationError (see above)."""
     if any(sign in text for sign in "\n{[&"):  # a plain word or number has neither keys nor aliases
-        _check(text)
+        _check_yaml(text)
     return _load(text)
 
 
@@ -49,7 +69,7 @@ class _Open:
     nodes: int = 1
 
 
-def _check(text: str) -> None:
+def _check_yaml(text: str) -> None:
     sizes: dict[str, int] = {}
     opened: list[_Open] = []
     for event in yaml.parse(text, Loader=_Parser):
@@ -91,3 +111,171 @@ def _note_key(mapping: _Open, event: yaml.ScalarEvent) -> None:
 
 def _place(event: yaml.Event) -> str:
     return f"in line {event.start_mark.line + 1}"
+
+
+def check_config_files(args: Iterable[str]) -> None:
+    """The files that a command line names with `--config`, as far as a parser would not say what is wrong."""
+    words = list(args)
+    following = [words[i + 1] for i, word in enumerate(words[:-1]) if word in ("--config", "-c")]
+    for name in [*following, *(word.partition("=")[2] for word in words if word.startswith("--config="))]:
+        if "\0" in name or not Path(name).is_file():
+            continue  # the parser's to refuse
+        content = Path(name).read_bytes()
+        if len(content) > _LARGEST_FILE:
+            raise ValueError(f"config: {name} has {len(content):,} bytes, which is no configuration")
+        try:
+            content.decode("utf-8")
+        except UnicodeDecodeError as error:
+            raise ValueError(f"config: {name} is not UTF-8 at byte {error.start}; save it as UTF-8") from None
+
+
+def check_run_dir(asked: str | None) -> None:
+    """`--run_dir`, as it was given."""
+    if asked is not None and not asked.strip():
+        raise ValueError("run_dir: the name is empty; name a directory, or leave run_dir out for a fresh one")
+
+
+def check_checkpoint(ckpt_path: str | None, run_dir: str | None, others: Iterable[Path], subcommand: str) -> None:
+    """`--ckpt_path`, as it was given.
+
+    Args:
+        run_dir: `--run_dir`. others: directories that configured callbacks write checkpoints to.
+    """
+    if ckpt_path is None or "://" in ckpt_path:
+        return
+    if ckpt_path == LAST:
+        _check_last(run_dir, others, subcommand)
+    elif ckpt_path in ("best", "hpc"):
+        raise ValueError(
+            f"ckpt_path: {ckpt_path} means nothing to a new process; name the checkpoint, or 'last' with --run_dir"
+        )
+    else:
+        _check_path(ckpt_path)
+
+
+def last_checkpoints(directories: Iterable[Path]) -> list[Path]:
+    """What `--ckpt_path last` chooses from, in these directories."""
+    return [path for directory in directories if directory.is_dir() for path in directory.glob("last*.ckpt")]
+
+
+def restarted_by_agent() -> bool:
+    """Whether torchrun started this process: first starts and restarts then have the same command."""
+    return "TORCHELASTIC_RUN_ID" in os.environ
+
+
+def _check_last(run_dir: str | None, others: Iterable[Path], subcommand: str) -> None:
+    directories = [*([Path(run_dir) / "checkpoints"] if run_dir is not None else []), *others]
+    if last_checkpoints(directories):
+        return
+    if not directories:
+        raise ValueError(
+            "ckpt_path: last needs the run it goes on with; name it with --run_dir, or name the checkpoint itself"
+        )
+    if restarted_by_agent() and subcommand == "fit":
+        if os.environ.get("RANK", "0") == "0":
+            sys.stderr.write(f"ckpt_path: last: no checkpoint in {directories[0]} yet; starting from the beginning\n")
+        return
+    raise ValueError(
+        f"ckpt_path: last: there is no checkpoint in {' or '.join(map(str, directories))}; is run_dir mistyped? Leave"
+        " ckpt_path out to start from the beginning"
+    )
+
+
+def _check_path(ckpt_path: str) -> None:
+    path = Path(ckpt_path)
+    if not ckpt_path.strip() or "\0" in ckpt_path or not path.exists():
+        raise ValueError(
+            f"ckpt_path: {ckpt_path!r} does not exist; name a checkpoint, such as RUN_DIR/checkpoints/last.ckpt, or say"
+            " 'last' with --run_dir"
+        )
+    if path.is_dir() and not (path / MANIFEST_FILE).is_file():
+        raise ValueError(
+            f"ckpt_path: {path} is a directory without {MANIFEST_FILE}, so it is no checkpoint; name one, such as"
+            " RUN_DIR/checkpoints/last.ckpt"
+        )
+    if path.is_file() and not zipfile.is_zipfile(path):
+        raise ValueError(f"ckpt_path: {path} is no checkpoint; name one, such as RUN_DIR/checkpoints/last.ckpt")
+
+
+def check_values(config: Any) -> None:
+    """The whole configuration, as nested mappings: numbers that no option takes, and nulls for what cannot be null."""
+    _check_numbers("", config)
+    _check_nulls("", config)
+
+
+def check_parts(config: Mapping[str, Any]) -> None:
+    """`model` and `data`, which have to name a class, and `trainer`, which has to be there."""
+    for key, example in (("model", "modules.PolicyModule"), ("data", "datamodules.RolloutDataModule")):
+        part = config.get(key)
+        if isinstance(part, Mapping) and str(part.get("class_path")).startswith(("None", "lightning.")):
+            raise ValueError(f"{key}: it names no class; set {key}.class_path, for example to {example}")
+    if not isinstance(config.get("trainer"), Mapping):
+        raise ValueError(f"trainer: {config.get('trainer')!r} is no set of options; leave trainer out for the defaults")
+
+
+def check_trainer(seed: Any, trainer: Mapping[str, Any]) -> None:
+    """`seed_everything`, and options of the trainer that would mean something else than they say."""
+    if isinstance(seed, int) and not isinstance(seed, bool) and not 0 <= seed <= _LARGEST_SEED:
+        raise ValueError(f"seed_everything: {seed}, must be between 0 and {_LARGEST_SEED}")
+    if str(trainer.get("precision")) in _HALF:
+        raise ValueError(
+            f"trainer.precision: {trainer.get('precision')} is not supported (float16 would need loss scaling inside"
+            " the tree pass): use 32-true, bf16-mixed or bf16-true"
+        )
+    if trainer.get("check_val_every_n_epoch") == 0:
+        raise ValueError("trainer.check_val_every_n_epoch: 0, must be at least 1, or null to validate by steps alone")
+    strategy = trainer.get("strategy")
+    if isinstance(strategy, str) and strategy.startswith(_WRAPPERS):
+        raise ValueError(
+            f"trainer.strategy: {strategy} wraps the model and averages gradients, where tree training sums them: leave"
+            " strategy out, or name app.strategies.DTAStrategy"
+        )
+
+
+def _check_numbers(key: str, value: Any) -> None:
+    if isinstance(value, Mapping):
+        for name, inner in value.items():
+            _check_numbers(f"{key}.{name}" if key else str(name), inner)
+    elif isinstance(value, list | tuple):
+        for inner in value:
+            _check_numbers(key, inner)
+    elif isinstance(value, float) and not math.isfinite(value):
+        raise ValueError(f"{key}: {value} is not finite; every number of a configuration must be")
+    elif isinstance(value, int) and not -_LARGEST_WHOLE <= value <= _LARGEST_WHOLE:
+        raise ValueError(f"{key}: {value} is beyond 64 bits; no option is that large")
+    elif isinstance(value, str) and "\0" in value:
+        raise ValueError(f"{key}: {value!r} has a NUL in it; remove it")
+
+
+def _check_nulls(key: str, value: Any) -> None:
+    """jsonargparse takes null for any option, and the constructor fails on it."""
+    if isinstance(value, list | tuple):
+        for inner in value:
+            _check_nulls(key, inner)
+    if not isinstance(value, Mapping):
+        return
+    options = value.get("init_args")
+    if isinstance(value.get("class_path"), str) and isinstance(options, Mapping):
+        for name in _never_null(value["class_path"]):
+            if name in options and options[name] is None:
+                raise ValueError(f"{key}.init_args.{name}: null is no value for it; leave it out for its default")
+    for name, inner in value.items():
+        _check_nulls(f"{key}.{name}" if key else str(name), inner)
+
+
+def _never_null(class_path: str) -> list[str]:
+    """Parameters that take no None, of a class of this project or of torch."""
+    module, _, name = class_path.rpartition(".")
+    if module.split(".")[0] not in _KNOWN:
+        return []
+    try:
+        made: Any = getattr(importlib.import_module(module), name)
+        hints = typing.get_type_hints(made.__init__ if inspect.isclass(made) else made)
+        parameters = inspect.signature(made).parameters.values()
+    except (ImportError, AttributeError, TypeError, ValueError, NameError):
+        return []
+    return [one.name for one in parameters if one.default is not None and not _takes_none(hints.get(one.name, Any))]
+
+
+def _takes_none(hint: Any) -> bool:
+    return hint in (Any, None, type(None), object) or type(None) in typing.get_args(hint)

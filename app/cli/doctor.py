@@ -29,7 +29,7 @@ import psutil
 import torch
 from packaging.requirements import Requirement
 
-from app.cli.hang_report import dump
+from app.cli.doctor_dump import dump
 from datamodules.files.data_files import VARIABLE as DATA_VARIABLE
 
 _ROOT = Path(__file__).resolve().parents[2]

@@ -33,15 +33,15 @@ from lightning.pytorch.utilities import rank_zero_only
 from transformers.utils import logging as transformers_logging
 
 from app import interruption
-from app.cli import configuration as cli_yaml
 from app.cli import run_directory
-from app.cli.checks import (
+from app.cli.configuration import (
     check_checkpoint,
     check_config_files,
     check_parts,
     check_run_dir,
     check_trainer,
     check_values,
+    install_reader,
     last_checkpoints,
     restarted_by_agent,
 )
@@ -251,7 +251,7 @@ def main(argv: list[str] | None = None) -> None:
     debug = os.environ.get("ARBORIST_DEBUG", "0") not in ("", "0")
     if not debug:
         _quiet()
-    cli_yaml.install()
+    install_reader()
     try:
         with printable_output():
             if args and args[0] in VERBS:

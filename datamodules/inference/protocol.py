@@ -198,7 +198,7 @@ class ServerEngine(ABC):
 
 @runtime_checkable
 class RolloutData(Protocol):
-    """A datamodule that rolls out, as `callbacks.WeightSync` uses it: on global rank 0, but for `engine`."""
+    """A datamodule that rolls out, as callbacks use it: on global rank 0, but for `engine`."""
 
     engine: InferenceEngine
 
@@ -207,3 +207,12 @@ class RolloutData(Protocol):
 
     def publish(self, version: int) -> None:
         """The engine serves `version` from now on."""
+
+    def counters(self) -> dict[str, int]:
+        """Where the groups of the stream are, by name."""
+
+    def tally(self) -> dict[str, float]:
+        """What the groups were worth that finished since this was last asked, by name."""
+
+    def diagnose(self) -> str:
+        """For a run that hangs: what is pending where. From any thread."""

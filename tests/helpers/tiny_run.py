@@ -136,6 +136,12 @@ class TinyData(LightningDataModule):
     def counters(self) -> dict[str, int]:
         return {"accepted": 3 * len(self.published), "failed": 1}
 
+    def tally(self) -> dict[str, float]:
+        return {}
+
+    def diagnose(self) -> str:
+        return "nothing rolls out"
+
     def train_dataloader(self) -> _Stream:
         return _Stream(self)
 

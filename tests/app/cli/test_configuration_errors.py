@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 import yaml
 
-from app.cli import configuration as cli_yaml
 from app.cli import main
-from app.cli.checks import check_values
+from app.cli.configuration import check_values, read_yaml
 from modules.model_source import ModelSource, build_model
 from tests.fuzz.test_configurations import RECORDED, ROLLED_OUT, base
 from tests.helpers.doubles import conversations
@@ -128,7 +127,7 @@ def test_a_file_in_another_encoding_is_named(capsys: pytest.CaptureFixture[str])
 
 def test_ordinary_yaml_reads_as_before() -> None:
     text = "a: &x {k: 1, l: [1e-3, .5]}\nb: {<<: *x, <<: {m: 2}}\nc: *x\n? [k]\n: v\n"
-    assert cli_yaml.load(text.replace("? [k]\n: v\n", ""))["c"] == {"k": 1, "l": [0.001, 0.5]}
-    assert cli_yaml.load("12") == 12 and cli_yaml.load("[a, b]") == ["a", "b"]
+    assert read_yaml(text.replace("? [k]\n: v\n", ""))["c"] == {"k": 1, "l": [0.001, 0.5]}
+    assert read_yaml("12") == 12 and read_yaml("[a, b]") == ["a", "b"]
     with pytest.raises(yaml.YAMLError, match="nested more than 100 deep"):
-        cli_yaml.load("[" * 200 + "]" * 200)
+        read_yaml("[" * 200 + "]" * 200)

@@ -19,7 +19,7 @@ import yaml
 from packaging.requirements import Requirement
 
 from app.cli import doctor, main
-from app.cli.hang_report import NoSuchRun, dump
+from app.cli.doctor_dump import NoSuchRun, dump
 
 ROOT = Path(__file__).resolve().parents[3]
 

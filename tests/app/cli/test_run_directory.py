@@ -119,7 +119,7 @@ def test_checkpoints_that_are_none(args: list[str], words: str, capsys: pytest.C
 def test_a_launcher_that_restarts_may_ask_for_the_last_checkpoint_at_once(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("app.cli.checks.restarted_by_agent", lambda: True)
+    monkeypatch.setattr("app.cli.configuration.restarted_by_agent", lambda: True)
     main(["fit", "--config", "toy.yaml", "--run_dir", "here", "--ckpt_path", "last"])
     assert "no checkpoint in here/checkpoints yet; starting from the beginning" in capsys.readouterr().err
 

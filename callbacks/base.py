@@ -1,14 +1,23 @@
-"""A base for callbacks that want every optimizer step's metrics.
+"""What callbacks share: where a run writes, and every optimizer step's metrics.
 
-Promises: `on_step_metrics` runs once a step, after the module logged that step. (A callback's own
-`on_train_batch_end` runs before the module's, so what it can read there is the step before.)
+Promises: `run_dir` is the same directory on every rank; `on_step_metrics` runs once a step, after the module logged
+that step. (A callback's own `on_train_batch_end` runs before the module's: what it can read there is the step before.)
 """
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
+
+
+def run_dir(trainer: Trainer) -> Path:
+    """The run directory: `trainer.log_dir`, else (no logger) `trainer.default_root_dir`.
+
+    A collective: call it on all ranks or on none (Lightning broadcasts rank 0's answer).
+    """
+    return Path(trainer.log_dir or trainer.default_root_dir)
 
 
 class StepMetrics(Callback):
