@@ -127,8 +127,7 @@ class SGLangEngine(ServerEngine):
         # Of the loop alone.
         self._control_lock = asyncio.Lock()
         self._expiry_task: asyncio.Task[None] | None = None
-        self._paused_s = 0.0
-        self._paused_since: float | None = None
+        self._clock = _PausedClock()
 
     # -------------------------------------------------------------------------------------------------- lifecycle
 
@@ -229,7 +228,7 @@ class SGLangEngine(ServerEngine):
         return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(self._serve(request), thread.loop))
 
     async def _serve(self, request: GenerationRequest) -> GenerationResponse:
-        pending = Pending(request, self.vocab_size, self._clock())
+        pending = Pending(request, self.vocab_size, self._clock.now())
         self._pending.add(pending)
         try:
             return await complete(self._running_fleet(), pending, self.report_tokens, _MOST_ATTEMPTS)
@@ -243,7 +242,7 @@ class SGLangEngine(ServerEngine):
     async def _expire_requests(self) -> None:
         while True:
             await asyncio.sleep(_EXPIRY_CHECK_S)
-            now = self._clock()
+            now = self._clock.now()
             for pending in [one for one in self._pending if now - one.began > self.request_timeout_s]:
                 output, flight = pending.output, pending.flight
                 pending.expire(
@@ -251,11 +250,6 @@ class SGLangEngine(ServerEngine):
                     f" request_timeout_s = {self.request_timeout_s:g} s; it is"
                     f" {f'at {flight.server.name}' if flight else 'waiting for a server'}; servers: {self._fleet}"
                 )
-
-    def _clock(self) -> float:
-        """Seconds, without those during which the engine stood still on request."""
-        now = time.monotonic()
-        return now - self._paused_s - (0.0 if self._paused_since is None else now - self._paused_since)
 
     # ---------------------------------------------------------------------------------------------------- control
 
@@ -292,27 +286,25 @@ class SGLangEngine(ServerEngine):
     async def _pause(self) -> None:
         async with self._control_lock:
             await self._running_fleet().pause(self.control_timeout_s)
-            self._paused_since = self._paused_since or time.monotonic()
+            self._clock.pause()
 
     async def _resume(self) -> None:
         async with self._control_lock:
             await self._running_fleet().resume(self.control_timeout_s)
-            if self._paused_since is not None:
-                self._paused_s, self._paused_since = self._paused_s + time.monotonic() - self._paused_since, None
+            self._clock.resume()
 
     async def _update(self, weights: Weights, deadline_s: float) -> float:
         async with self._control_lock:
             synced = await self._running_fleet().update(weights, deadline_s)
             longest = max((one.downtime_s for one in synced), default=0.0)
-            if self._paused_since is None:
-                self._paused_s += longest
+            self._clock.leave_out(longest)
             return longest
 
     # ------------------------------------------------------------------------------------------------ on the loop
 
     async def _open(self, servers: list[Server], weights: Weights | None) -> None:
         self._control_lock = asyncio.Lock()
-        self._paused_s, self._paused_since = 0.0, None
+        self._clock = _PausedClock()
         self._fleet = Fleet(
             servers,
             PrefixRouter(self.load_tokens),
@@ -353,3 +345,27 @@ class SGLangEngine(ServerEngine):
         if self._fleet is None:
             raise GenerationError(_NOT_RUNNING)
         return self._fleet
+
+
+class _PausedClock:
+    """Seconds, without those during which the engine stood still on request."""
+
+    def __init__(self) -> None:
+        self._left_out_s = 0.0
+        self._paused_since: float | None = None
+
+    def now(self) -> float:
+        return (self._paused_since or time.monotonic()) - self._left_out_s
+
+    def pause(self) -> None:
+        self._paused_since = self._paused_since or time.monotonic()
+
+    def resume(self) -> None:
+        if self._paused_since is not None:
+            self._left_out_s += time.monotonic() - self._paused_since
+            self._paused_since = None
+
+    def leave_out(self, seconds: float) -> None:
+        """These were no time of the engine's; in a pause they are left out already."""
+        if self._paused_since is None:
+            self._left_out_s += seconds
