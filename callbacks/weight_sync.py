@@ -1,5 +1,11 @@
 """Carries the policy's weights to the inference engine after every policy version.
 
+    on_train_batch_end          the version rose: tensors under the names of a checkpoint (`inference/export.py`)
+      engine.update_weights     of SGLangEngine (`sglang/engine.py`), onto the event loop that talks to the servers
+        Fleet.update            all servers at once (`sglang/fleet.py`); one that fails is brought up to date later
+          ServerWeights.bring   pause, broadcast or load from disk, flush caches, continue (`sglang/weights.py`)
+      data.publish              the gate admits groups of the new version
+
 Promises: rollouts and validation start with the trainer's (restored) weights; when `on_train_batch_end` returns
 the engine serves the version the trainer has, and the staleness gate knows it. Only global rank 0 talks to the engine.
 

@@ -4,7 +4,8 @@
       advantage: grpo                      # or the import path of your own function
       advantage_options: {std: none}
 
-A function is called with what its parameters are named after, the rest of them being its options:
+`PolicyModule` asks for them once a batch (`_credit`). A function is called with what its parameters are named after,
+the rest of them being its options:
 
 - `batch`: the `RolloutBatch`, on every rank the whole one, so that nothing has to be reduced.
 - `values`: float32 [T], the critic's value of the state each trained token was drawn in (needs `ActorCriticModule`).
