@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM, Qwen3Config
 from app.batch import StepHandle
 from callbacks import Pictures, RewardLogger, SavePretrained, Summary, Throughput, ValidateEnds, WeightSync, figures
 from callbacks.pictures import read_metrics
+from tests.helpers.tiny_model import TINY_MODEL
 from tests.helpers.tiny_run import TinyData, TinyModule, trainer
 
 
@@ -158,8 +159,7 @@ def test_pictures_name_what_they_cannot_draw(tmp_path: Path) -> None:
 class LanguageModelModule(TinyModule):
     def __init__(self) -> None:
         super().__init__()
-        sizes = {"vocab_size": 11, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "head_dim": 8}
-        config = Qwen3Config(**sizes, num_attention_heads=2, num_key_value_heads=1)
+        config = Qwen3Config(**{**TINY_MODEL, "tie_word_embeddings": False})
         self.policy = AutoModelForCausalLM.from_config(config)
 
     def training_step(self, handle: StepHandle, batch_idx: int) -> torch.Tensor:

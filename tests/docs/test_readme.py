@@ -20,6 +20,7 @@ from app.cli import main
 from datamodules.prompts import Prompt
 from datamodules.prompts.tokenizers import load_tokenizer
 from modules.model_source import ModelSource, build_model
+from tests.helpers.tiny_model import TINY_WITH_ENDS
 
 ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text()
@@ -27,7 +28,6 @@ CONFIGURATION = (ROOT / "docs" / "configuration.md").read_text()
 RESULTS = (ROOT / "docs" / "results.md").read_text()
 PAGES = ["README.md", "CONTRIBUTING.md", *(f"docs/{path.name}" for path in sorted((ROOT / "docs").glob("*.md")))]
 SWEEP = ROOT / "configs" / "sweeps" / "quickstart_lr.yaml"
-TINY = dict(hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1)
 LR = "model.optimizer.init_args.lr"
 SMALL = ["--trainer.accelerator=cpu", "--trainer.max_steps=2", "--trainer.val_check_interval=2"]
 
@@ -49,16 +49,7 @@ def named(language: str) -> dict[str, str]:
 
 def save_model(directory: Path, tokenizer: str, texts: list[str]) -> None:
     loaded = load_tokenizer(tokenizer, texts)
-    config = dict(
-        model_type="qwen3",
-        vocab_size=len(loaded),
-        head_dim=8,
-        max_position_embeddings=256,
-        bos_token_id=None,
-        pad_token_id=0,
-        eos_token_id=1,
-        **TINY,
-    )
+    config = {**TINY_WITH_ENDS, "vocab_size": len(loaded), "max_position_embeddings": 256}
     build_model(ModelSource(config=config)).save_pretrained(directory)
     loaded.save_pretrained(directory)
 

@@ -35,9 +35,10 @@ from datamodules.rewards import RewardOptions
 from datamodules.workflows import RLVRWorkflow
 from modules import ModelSource, PolicyModule
 from tests.faults.rewards import TurnsBad
+from tests.helpers.tiny_model import TINY_WITH_ENDS
 
 MODEL = {
-    "model_type": "qwen3",
+    **TINY_WITH_ENDS,
     "vocab_size": 16,
     "hidden_size": 32,
     "intermediate_size": 64,
@@ -46,10 +47,6 @@ MODEL = {
     "num_key_value_heads": 2,
     "head_dim": 16,
     "max_position_embeddings": 128,
-    "tie_word_embeddings": True,
-    "bos_token_id": None,
-    "pad_token_id": 0,
-    "eos_token_id": 1,
 }
 CONTEXT = 96
 BATCH, GROUP = 2, 4

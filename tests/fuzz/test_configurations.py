@@ -26,29 +26,15 @@ import yaml
 
 from app.cli import main
 from tests.helpers.doubles import conversations
+from tests.helpers.tiny_model import TINY_WITH_ENDS
 
 CASES = int(os.environ.get("ARBORIST_FUZZ", "40"))
 DEADLINE_S = 60.0  # for one case: a machine may be busy
 MOST_LINES = 12
 
-_MODEL = {
-    "model_type": "qwen3",
-    "vocab_size": 100,
-    "hidden_size": 16,
-    "intermediate_size": 32,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "head_dim": 8,
-    "max_position_embeddings": 64,
-    "tie_word_embeddings": True,
-    "bos_token_id": None,
-    "pad_token_id": 0,
-    "eos_token_id": 1,
-}
 _TRAINER = {"accelerator": "cpu", "max_steps": 2, "enable_progress_bar": False, "enable_checkpointing": False}
 _OPTIMIZER = {"class_path": "torch.optim.AdamW", "init_args": {"lr": 1e-3}}
-_POLICY = {"model": {"config": _MODEL}, "optimizer": _OPTIMIZER}
+_POLICY = {"model": {"config": TINY_WITH_ENDS}, "optimizer": _OPTIMIZER}
 RECORDED = {"class_path": "datamodules.RecordedDataModule", "init_args": {"path": "made.npz"}}
 ROLLED_OUT = {
     "class_path": "datamodules.RolloutDataModule",

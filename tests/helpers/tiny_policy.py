@@ -16,19 +16,14 @@ from torch import Tensor
 from app.batch import EvalHandle, RolloutBatch, Trajectory
 from datamodules.pipeline.steps import Position, StepLoader
 from modules import ModelSource, build_model
+from tests.helpers.tiny_model import TINY_MODEL
 
 VOCABULARY = 17
 CONFIG: dict[str, Any] = {
-    "model_type": "qwen3",
+    **TINY_MODEL,
     "vocab_size": VOCABULARY,
-    "hidden_size": 16,
     "intermediate_size": 24,
     "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "head_dim": 8,
-    "max_position_embeddings": 64,
-    "tie_word_embeddings": True,
     "initializer_range": 0.3,
 }
 

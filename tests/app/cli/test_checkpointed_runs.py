@@ -12,20 +12,9 @@ import yaml
 from app.cli import main
 from app.strategies.checkpoint.trainer_state import put_together
 from tests.helpers.doubles import conversations
+from tests.helpers.tiny_model import TINY_MODEL
 
 CONFIG = Path(__file__).resolve().parents[3] / "configs" / "tau_recorded.yaml"
-MODEL = {
-    "model_type": "qwen3",
-    "vocab_size": 100,
-    "hidden_size": 16,
-    "intermediate_size": 32,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "head_dim": 8,
-    "max_position_embeddings": 64,
-    "tie_word_embeddings": True,
-}
 EVERY_STEP = {
     "class_path": "lightning.pytorch.callbacks.ModelCheckpoint",
     "init_args": {"dirpath": "saved", "every_n_train_steps": 1, "filename": "{step}", "save_last": True},
@@ -38,7 +27,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The directory of a run of two steps: `saved/step=2.ckpt` and `saved/last.ckpt`."""
     tmp_path = tmp_path_factory.mktemp("run")
     overlay = {
-        "model": {"init_args": {"model": {"config": MODEL}}},
+        "model": {"init_args": {"model": {"config": TINY_MODEL}}},
         "trainer": {
             "accelerator": "cpu",
             "max_epochs": 20,

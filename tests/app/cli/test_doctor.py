@@ -20,6 +20,7 @@ from packaging.requirements import Requirement
 
 from app.cli import doctor, main
 from app.cli.doctor_dump import NoSuchRun, dump
+from tests.helpers.tiny_model import TINY_WITH_ENDS
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -36,21 +37,7 @@ RUN = {
     "model": {
         "class_path": "modules.PolicyModule",
         "init_args": {
-            "model": {
-                "config": {
-                    "model_type": "qwen3",
-                    "vocab_size": 17,
-                    "hidden_size": 16,
-                    "intermediate_size": 24,
-                    "num_hidden_layers": 1,
-                    "num_attention_heads": 2,
-                    "num_key_value_heads": 1,
-                    "head_dim": 8,
-                    "max_position_embeddings": 64,
-                    "eos_token_id": 1,
-                    "pad_token_id": 0,
-                }
-            },
+            "model": {"config": {**TINY_WITH_ENDS, "vocab_size": 17}},
         },
     },
     "data": {

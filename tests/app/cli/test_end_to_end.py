@@ -23,24 +23,11 @@ from datamodules.prompts import JsonlPrompts
 from datamodules.rewards import RewardPool, math_verify
 from tests.helpers.doubles import conversations, off_by_one
 from tests.helpers.recorded_samples import byte_tokenizer, line, real_file, write_jsonl
+from tests.helpers.tiny_model import TINY_WITH_ENDS
 
 ROOT = Path(__file__).resolve().parents[3]
 CONFIGS = ROOT / "configs"
-MODEL = {
-    "model_type": "qwen3",
-    "vocab_size": 100,
-    "hidden_size": 16,
-    "intermediate_size": 32,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "head_dim": 8,
-    "max_position_embeddings": 64,
-    "tie_word_embeddings": True,
-    "bos_token_id": None,
-    "pad_token_id": 0,
-    "eos_token_id": 1,
-}
+MODEL = TINY_WITH_ENDS
 MODEL_KEY = "--model.init_args.model.config"
 
 WITHOUT_VALIDATION = ["--data.val_prompts=null", "--trainer.val_check_interval=null"]
