@@ -101,7 +101,7 @@ def test_validation_and_test_log_sets_by_name(stage: str) -> None:
 def test_two_ranks_log_what_one_logs(two_ranks: RankPool) -> None:
     one = jobs.validate(devices=1)
     assert one.keys() == {f"val/{name}" for name in (*NAMED, *COMPARED)}
-    for found in two_ranks.run(jobs.validate, deadline=150.0, devices=2):
+    for found in two_ranks.run(jobs.validate, devices=2):
         assert found == pytest.approx(one, rel=1e-5)
 
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import csv
 import json
-import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -174,20 +172,3 @@ def test_other_loggers_stand_behind_metrics_csv_and_get_the_samples() -> None:
     assert Path("here/metrics.csv").exists() and Path("here/samples.jsonl").exists()
     table = json.loads(next(Path("wandb").rglob("media/table/samples/train*.json")).read_text())
     assert {"prompt", "completion", "reward"} <= set(table["columns"]) and len(table["data"]) == 3
-
-
-def test_two_processes_share_one_run_directory() -> None:
-    Path("toy.yaml").write_text(CONFIG.replace("  strategy: auto\n", ""))  # the default: DTAStrategy
-    run = Path("both").resolve()
-    options = ["--config", str(Path("toy.yaml").resolve()), "--trainer.devices", "2", "--run_dir", str(run)]
-    result = subprocess.run(
-        [sys.executable, "-m", "app", "fit", *options],
-        cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=150,
-    )
-    assert result.returncode == 0, result.stderr
-    assert len((run / "metrics.csv").read_text().splitlines()) == 5  # one writer: header, three steps, validation
-    assert (run / "summary.json").exists()

@@ -168,6 +168,7 @@ def test_a_call_that_holds_the_interpreter_lock_is_shown(
     assert re.search(r'File "<string>", line 7 in <module>', report), report
 
 
+@pytest.mark.slow
 def test_a_process_that_is_stopped_is_said_to_be(tmp_path: Path, launch: Callable[..., subprocess.Popen[str]]) -> None:
     process = launch("-c", HOLDS_THE_INTERPRETER, str(tmp_path / "run"))
     wait_until(lambda: "ready" in written(tmp_path) or process.poll() is not None)

@@ -220,6 +220,7 @@ def test_a_broken_conversation_is_named_by_file_and_line(workplace: Path, capsys
     [
         ("", [], ["JsonlPrompts.path", "problems.jsonl holds no prompts"]),
         ("\n\n", [], ["JsonlPrompts.path", "problems.jsonl holds no prompts"]),
+        ('{"question": "1+1=", "answer": "2"}\n{"question": "1+2=", "answer"\n', [], ["problems.jsonl:2"]),
         ('{"question": "1+1="}\n', [], ["problems.jsonl:1", "'answer'", "answer_field"]),
         ('{"question": "", "answer": "2"}\n', [], ["problems.jsonl:1", "the prompt is empty"]),
         ('{"question": "what?", "answer": "2"}\n', [], ["problems:1", "cannot be tokenized"]),
@@ -235,6 +236,15 @@ def test_prompts_that_cannot_be_used(
     prompts = ["--data.prompts=datamodules.prompts.JsonlPrompts", f"--data.prompts.path={workplace / 'problems.jsonl'}"]
     printed = _mistake(capsys, *fit("quickstart.yaml", *prompts, *flags))
     assert all(word in printed for word in words), printed
+
+
+@pytest.mark.parametrize("config", ["gsm8k.yaml", "tau_recorded.yaml"])
+def test_missing_data_says_what_to_do(
+    config: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv("ARBORIST_DATA", raising=False)
+    printed = _mistake(capsys, *fit(config, tiny=False))
+    assert "ARBORIST_DATA, which is not set" in printed and "arborist data import" in printed
 
 
 def _mistake(capsys: pytest.CaptureFixture[str], *args: str) -> str:

@@ -106,6 +106,7 @@ def test_a_recording_trains_to_the_same_numbers_without_rolling_out(warm: Path, 
     assert len(list((tmp_path / "only" / "rollouts").iterdir())) == 2
 
 
+@pytest.mark.slow  # a resumed run that goes on as a straight one repeats exactly, too
 def test_synchronous_runs_repeat_exactly(synchronous: Path, warm: Path, tmp_path: Path) -> None:
     again = fit("quickstart.yaml", tmp_path, "--model.model.path", str(warm), "--trainer.max_steps", "6", *SYNCHRONOUS)
     assert untimed(again) == untimed(metrics(synchronous))
@@ -128,6 +129,7 @@ def test_a_checkpoint_scores_the_same_and_goes_on(synchronous: Path, warm: Path,
     assert column(resumed, "loss") == pytest.approx(column(straight, "loss")[-2:], abs=1e-6)
 
 
+@pytest.mark.slow  # two ranks equal one in tests/modules/ranks, and through the command line in test_end_to_end.py
 def test_two_processes_train_as_one(synchronous: Path, warm: Path, tmp_path: Path) -> None:
     both = fit(
         "quickstart.yaml",
@@ -142,43 +144,10 @@ def test_two_processes_train_as_one(synchronous: Path, warm: Path, tmp_path: Pat
     assert column(both, "tokens/dense")[0] == column(one, "tokens/dense")[0]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path(DATA, "gsm8k", "train.jsonl").is_file() or not DATA, reason="needs gsm8k/train.jsonl")
 def test_gsm8k(tmp_path: Path) -> None:
     rows = fit("gsm8k.yaml", tmp_path)
     assert len(column(rows, "loss")) == 3 and column(rows, "rollouts/failed")[-1] == 0
     samples = [json.loads(line) for line in (tmp_path / "samples.jsonl").read_text().splitlines()]
     assert samples and all(sample["metadata"]["answer"] for sample in samples)
-
-
-@pytest.mark.parametrize(
-    ("flags", "words"),
-    [
-        (["--model.minibatche", "2"], ["minibatche", "minibatches"]),
-        (["--data.group_size", "1"], ["group_size", "at least 2"]),
-        (["--data.tokenizer", "char:abcdefghijklmnopqrstuvwxyz0123456789+-*="], ["vocabulary"]),
-        (["--data.workflow.init_args.max_new_tokens", "60"], ["context"]),
-    ],
-)
-def test_wrong_input_ends_in_one_message(warm: Path, tmp_path: Path, flags: list[str], words: list[str]) -> None:
-    run = ["fit", "--config", "configs/quickstart.yaml", "--run_dir", str(tmp_path / "run")]
-    done = arborist(*run, "--model.model.path", str(warm), *flags)
-    assert done.returncode == 2, done.stdout + done.stderr
-    assert all(word in done.stderr for word in words), done.stderr
-    assert "Traceback" not in done.stderr
-
-
-def test_a_broken_line_is_named(warm: Path, tmp_path: Path) -> None:
-    broken = tmp_path / "problems.jsonl"
-    broken.write_text('{"question": "1+1=", "answer": "2"}\n{"question": "1+2=", "answer"\n')
-    flags = ["--data.prompts", "datamodules.prompts.JsonlPrompts", "--data.prompts.path", str(broken)]
-    run = ["fit", "--config", "configs/quickstart.yaml", "--run_dir", str(tmp_path / "run")]
-    done = arborist(*run, "--model.model.path", str(warm), *flags)
-    assert done.returncode == 2, done.stdout + done.stderr
-    assert str(broken) in done.stderr and "2" in done.stderr.split(str(broken), 1)[1][:12], done.stderr
-
-
-@pytest.mark.parametrize("config", ["gsm8k.yaml", "tau_recorded.yaml"])
-def test_missing_data_says_what_to_do(config: str, tmp_path: Path) -> None:
-    done = arborist("fit", "--config", f"configs/{config}", "--run_dir", str(tmp_path / "run"), data=None)
-    assert done.returncode == 2, done.stdout + done.stderr
-    assert "ARBORIST_DATA" in done.stderr and "arborist data import" in done.stderr

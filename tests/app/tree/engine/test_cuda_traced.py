@@ -18,6 +18,8 @@ from torch.utils.cpp_extension import include_paths, library_paths
 
 HERE = Path(__file__).parent / "fake_cuda"
 LOSS = "engine.py backward"  # the value of the loss, at the very end
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]  # FlexAttention compiles for a minute and a half
+
 COMPILER = shutil.which("c++") or shutil.which("g++")
 
 
