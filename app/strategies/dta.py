@@ -40,13 +40,13 @@ from torch.optim import Optimizer
 
 from app.interruption import Interrupted
 from app.strategies import refusals
-from app.strategies.balance import Calibration
 from app.strategies.checkpoint.checkpoints import CheckpointError, CheckpointWriter, check, pack, unreadable
 from app.strategies.checkpoint.optimizer_state import load_sharded, load_whole, save_sharded
 from app.strategies.checkpoint.trainer_state import mismatch, put_together, take_apart
 from app.strategies.divergence import Divergence
 from app.strategies.pieces import CheckpointMismatch, Piece, load_pieces
 from app.strategies.precision import keep_default_dtype
+from app.strategies.ranks.balance import Calibration
 from app.strategies.ranks.collectives import Communicator
 from app.strategies.ranks.listening import LOOPBACK, gloo_on_loopback, is_local
 from app.strategies.ranks.rendezvous import leave_at_exit, meet

@@ -42,7 +42,7 @@ from torch.distributed.checkpoint.planner import (
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 from torch.futures import Future
 
-from app.strategies.checkpoint.manifest import CheckpointError, Written
+from app.strategies.manifest import CheckpointError, Written
 from app.text import printable
 
 _FILE_BYTES = 1 << 30  # a file is put together in memory before it is written

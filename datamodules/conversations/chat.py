@@ -17,10 +17,10 @@ import numpy as np
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from app.text import printable, reason
+from datamodules.conversations.chat_template import Chat
 from datamodules.conversations.tokens import Conversation, is_reward
 from datamodules.files.data_files import RecordedDataError
 from datamodules.files.json_lines import parse_json, read_json_lines
-from datamodules.workflows.chat import Chat
 
 _ROLES = ("system", "user", "assistant", "tool")
 THINK_TEXT = "<think>\n\n</think>\n\n"

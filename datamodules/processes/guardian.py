@@ -14,6 +14,7 @@ Standard library alone, and little of it: each worker has one.
 from __future__ import annotations
 
 import ctypes
+import importlib
 import json
 import os
 import pickle
@@ -69,9 +70,7 @@ def _become_worker(channel: int) -> None:
         with socket.socket(fileno=channel) as connection:
             setup = pickle.loads(read_message(connection))
             sys.path[:] = setup["sys_path"]
-            from datamodules.processes import worker  # found by that path only
-
-            worker.main(connection, setup)
+            importlib.import_module(setup["program"]).main(connection, setup)  # found by that path only
             code = 0
     except EOFError:  # the trainer left before the worker was ready
         code = 0

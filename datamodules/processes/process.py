@@ -21,9 +21,8 @@ from multiprocessing import spawn
 from pathlib import Path
 from typing import Any
 
-from datamodules.processes import guardian
+from datamodules.processes import guardian, worker
 from datamodules.processes.limits import environment
-from datamodules.processes.worker import MOST_ANSWER_BYTES
 
 LOG_BYTES = 10**6
 _END_S = 7.0  # the guardian's own bound is shorter
@@ -86,6 +85,7 @@ class WorkerProcess:
         self._channel.setblocking(False)
         self._control.setblocking(False)
         setup = {
+            "program": worker.__name__,
             "sys_path": list(sys.path),
             "argv": list(sys.argv),
             "main": main,
@@ -203,7 +203,7 @@ class WorkerProcess:
 
     async def _line(self) -> list[Any]:
         while (message := self._received_line()) is None:
-            if len(self._received) > MOST_ANSWER_BYTES:
+            if len(self._received) > worker.MOST_ANSWER_BYTES:
                 raise Garbled(f"it sent {len(self._received)} bytes without an end")
             self._received += await self._bytes()
         return message

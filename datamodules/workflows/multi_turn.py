@@ -14,12 +14,12 @@ from transformers import PreTrainedTokenizerBase
 
 from app import checks
 from app.batch import Trajectory
+from datamodules.conversations.chat_template import Chat, Message
 from datamodules.processes.calls import DeadlinePassed
 from datamodules.prompts.base import Prompt
 from datamodules.prompts.tokenizers import encode_prompt
 from datamodules.workflows.base import EpisodeEngine
 from datamodules.workflows.calling import Caller
-from datamodules.workflows.chat import Chat, Message
 from datamodules.workflows.turns import ReplyOptions, Sequences, Turns
 
 _MOST_AT_ONCE = 8  # feedback functions that are not asynchronous

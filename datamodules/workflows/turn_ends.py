@@ -14,8 +14,8 @@ from typing import Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from datamodules.conversations.chat_template import Chat
 from datamodules.inference.export import base_model
-from datamodules.workflows.chat import Chat
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from app.strategies.checkpoint.checkpoints import CheckpointWriter, pack, unpack
-from app.strategies.checkpoint.manifest import MANIFEST_FILE, read_manifest
+from app.strategies.manifest import MANIFEST_FILE, read_manifest
 from app.strategies.pieces import Piece, load_whole
 from tests.fuzz.damage import Refused, damaged, edits, examples, outcome
 

@@ -31,7 +31,7 @@ import torch
 import torch.distributed as dist
 
 from app.strategies.checkpoint import directories
-from app.strategies.checkpoint.manifest import (
+from app.strategies.manifest import (
     MANIFEST_FILE,
     CheckpointError,
     Written,

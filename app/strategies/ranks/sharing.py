@@ -27,7 +27,7 @@ from torch.optim import Optimizer
 
 from app.batch import RolloutBatch
 from app.exchange import Answer, Parts, Said
-from app.strategies.balance import Calibration
+from app.strategies.ranks.balance import Calibration
 from app.strategies.ranks.collectives import CollectiveError, Communicator
 from app.strategies.ranks.packing import PackedBatch, pack, pack_values, unpack_values
 from app.text import well_formed

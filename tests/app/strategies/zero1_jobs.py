@@ -11,8 +11,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from app.strategies.balance import Calibration
 from app.strategies.checkpoint.optimizer_state import load_whole, save_sharded
+from app.strategies.ranks.balance import Calibration
 from app.strategies.ranks.collectives import Communicator
 from app.strategies.zero1 import ShardedOptimizer
 from tests.app.strategies.toy_model import SAMPLES, Toy, sgd, values

@@ -9,13 +9,13 @@ import pytest
 from transformers import GenerationConfig
 
 from app.batch import Trajectory
+from datamodules.conversations.chat_template import Chat
 from datamodules.inference.protocol import GenerationRequest
 from datamodules.pipeline.episodes import EpisodePlayer
 from datamodules.prompts.base import Prompt
 from datamodules.prompts.tokenizers import load_tokenizer
 from datamodules.workflows import MultiTurnWorkflow, RLVRWorkflow, ToolWorkflow
 from datamodules.workflows.base import EpisodeEngine, to_trajectory
-from datamodules.workflows.chat import Chat
 from datamodules.workflows.turn_ends import TurnEnds, model_ends, template_end
 from tests.datamodules.test_rollout import tiny_model
 from tests.datamodules.workflows.chat_families import FAMILIES, Family

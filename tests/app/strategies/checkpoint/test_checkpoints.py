@@ -20,7 +20,7 @@ from torch import Tensor
 from app.cli.errors import users_mistake
 from app.strategies.checkpoint import directories
 from app.strategies.checkpoint.checkpoints import CheckpointError, check, pack, unpack
-from app.strategies.checkpoint.manifest import Written, manifest, read_manifest
+from app.strategies.manifest import Written, manifest, read_manifest
 from app.strategies.pieces import CheckpointMismatch, Piece, load_pieces, load_whole
 from tests.app.strategies import toy_model as toy
 from tests.app.strategies.checkpoint import checkpoint_jobs as jobs

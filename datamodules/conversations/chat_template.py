@@ -13,8 +13,6 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from datamodules.prompts.base import Prompt
-
 Message = dict[str, Any]
 
 _REPLY = "@@reply@@"  # stands for a reply in a rendered conversation
@@ -165,8 +163,3 @@ class Chat:
             return list(self._tokenizer.encode(text, add_special_tokens=False))
         except Exception as error:  # the tokenizers library raises bare Exception
             raise ValueError(f"tokenizer: it cannot encode {text[:80]!r}: {error}") from error
-
-
-def messages_of(prompt: Prompt) -> list[Message]:
-    """The prompt as messages; text is what a user says."""
-    return [dict(one) for one in prompt.messages] or [{"role": "user", "content": prompt.text}]

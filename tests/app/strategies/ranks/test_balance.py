@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from app.strategies.balance import DEFAULT_RATIO, fit
+from app.strategies.ranks.balance import DEFAULT_RATIO, fit
 from tests.app.strategies import zero1_jobs as jobs
 from tests.helpers.rank_pool import RankPool
 

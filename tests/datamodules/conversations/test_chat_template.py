@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from datamodules.conversations.chat_template import Chat
 from datamodules.prompts.tokenizers import load_tokenizer
-from datamodules.workflows.chat import Chat
 from tests.datamodules.workflows.scripted_engine import CHATML
 from tests.helpers.recorded_samples import TEMPLATE, byte_tokenizer
 
