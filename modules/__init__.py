@@ -3,9 +3,8 @@
 
 from modules.actor_critic import ActorCriticModule
 from modules.algorithm import Regulariser
-from modules.model_source import ModelSource, build_model
+from modules.models import ModelSource, Refresh, build_model
 from modules.policy import PolicyModule
-from modules.reference import Refresh
 from modules.sft import SFTModule
 from modules.tree_module import TreeModule
 

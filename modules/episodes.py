@@ -1,8 +1,8 @@
-"""Episodes and turns of a rollout batch: what statistics are over, and where credit goes.
+"""Sequences, episodes and turns of flat tensors: what sums and statistics are over, and where credit goes.
 
 Promises: an episode of 20 turns counts once, beside one of a single turn; a turn is a maximal run of trained tokens, so
 a conversation in one sequence and the same conversation as a sequence a turn have the same turns. No Python loop
-over tokens.
+over tokens; sums over sequences do not wait for the device.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def group_sizes(batch: RolloutBatch, groups: Tensor, name: str) -> tuple[Tensor,
     return of_episode, sizes
 
 
-def spread(batch: RolloutBatch, of_sequence: Tensor, per_episode: Tensor) -> Tensor:
+def spread_episodes(batch: RolloutBatch, of_sequence: Tensor, per_episode: Tensor) -> Tensor:
     """One number an episode [E] -> float32 [T], the same for all its tokens."""
     return per_episode[of_sequence].float().repeat_interleave(batch.lengths())
 
@@ -123,3 +123,27 @@ def turns(batch: RolloutBatch, of_sequence: Tensor) -> Turns:
     starts = counts.cumsum(0) - counts
     place = torch.arange(len(order)) - starts[episode]
     return Turns(of_token, episode, place, counts[episode], first[order], last[order])
+
+
+def of_token(cu_seqlens: Tensor, total: int) -> Tensor:
+    """int64 [T]: which sequence each token belongs to. `cu_seqlens` int64 [n + 1], on the device of the result."""
+    sequences = torch.arange(len(cu_seqlens) - 1, device=cu_seqlens.device)
+    return sequences.repeat_interleave(cu_seqlens.diff(), output_size=total)
+
+
+def sequence_sums(values: Tensor, mask: Tensor, cu_seqlens: Tensor) -> Tensor:
+    """[T] -> [n]: sums over the masked tokens of each sequence."""
+    chosen = torch.where(mask, values, torch.zeros_like(values))
+    zeros = values.new_zeros(len(cu_seqlens) - 1)
+    return zeros.index_add(0, of_token(cu_seqlens, len(values)), chosen)
+
+
+def sequence_means(values: Tensor, mask: Tensor, cu_seqlens: Tensor) -> Tensor:
+    """[T] -> [n]: means over the masked tokens of each sequence; 0 for sequences without any."""
+    counts = sequence_sums(torch.ones_like(values), mask, cu_seqlens)
+    return sequence_sums(values, mask, cu_seqlens) / counts.clamp(min=1)
+
+
+def spread_sequences(per_sequence: Tensor, cu_seqlens: Tensor, total: int) -> Tensor:
+    """[n] -> [T]: each token gets its sequence's number."""
+    return per_sequence[of_token(cu_seqlens, total)]

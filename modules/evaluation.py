@@ -12,7 +12,11 @@ For each set, with n samples a prompt:
     mean@n     mean over prompts of the mean reward of their episodes
     maj@n      share of prompts whose most frequent final answer is right (ties: the mean of those tied)
 
-And over all sets together, on a sample of their tokens (`mismatch.py`):
+And over all sets together, on a sample of their tokens, sampler against trainer: how far the log-probabilities an
+engine reported are from the policy's own. With the same weights on both sides they should differ by rounding only; more
+is another kernel, another precision, another chat template, or a bug. It can be told only on tokens of the version that
+the policy is at, which training batches of an asynchronous run hardly have; held-out episodes, played at one pinned
+version, always do.
 
     mismatch_kl       KL(sampler || policy), nats a token
     logprob_diff_max  the largest difference of a token's log-probabilities, nats
@@ -27,11 +31,14 @@ from math import comb
 from typing import cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from app.batch import FINAL_ANSWER, EvalHandle, RolloutBatch
 from modules.episodes import episodes
 from modules.metrics import NamedMetrics
+from modules.regularisers import k3
+
+_COMPARED = 16  # sequences of a set of held-out prompts: one forward pass, whatever the size of the set
 
 
 class EvaluationMetrics(nn.Module):
@@ -54,7 +61,7 @@ class EvaluationMetrics(nn.Module):
         self._all()[0].update({"accuracy": found.get("accuracy", (0.0, 0))})
 
     def compared(self, divergence: float, tokens: int, largest: float) -> None:
-        """Adds what `mismatch.compare` found on some episodes; on the rank that has them."""
+        """Adds what `compare` found on some episodes; on the rank that has them."""
         self._all()[0].update({"mismatch_kl": (divergence, tokens)}, maxima={"logprob_diff_max": largest})
 
     def compute(self) -> dict[str, torch.Tensor]:
@@ -117,3 +124,25 @@ def _measure(handle: EvalHandle, batch: RolloutBatch) -> dict[str, tuple[float, 
     found[f"mean@{handle.samples}"] = (sum(means), len(means))
     found[f"maj@{handle.samples}"] = (sum(votes), len(votes))
     return found
+
+
+def comparable(batch: RolloutBatch, version: int, most: int = _COMPARED) -> RolloutBatch | None:
+    """At most so many sequences with trained tokens that `version` sampled, evenly spaced; None without any."""
+    of_token = torch.arange(len(batch)).repeat_interleave(batch.lengths())
+    eligible = of_token[_current(batch, version)].unique()
+    if not len(eligible):
+        return None
+    picks = torch.linspace(0, len(eligible) - 1, min(most, len(eligible)), dtype=torch.float64).round().long()
+    return batch.select(eligible[picks])
+
+
+def compare(batch: RolloutBatch, logprobs: Tensor, version: int) -> tuple[float, int, float]:
+    """Of the trained tokens that `version` sampled: the sum of KL(sampler || policy) by k3 in nats, their number, and
+    the largest |difference| in nats. `logprobs` float32 [T], the policy's."""
+    chosen = _current(batch, version)
+    behavior, now = batch.behavior_logprobs[chosen].double(), logprobs[chosen].double()
+    return float(k3(behavior, now).sum()), int(chosen.sum()), float((now - behavior).abs().max())
+
+
+def _current(batch: RolloutBatch, version: int) -> Tensor:
+    return batch.loss_mask & (batch.versions == version)

@@ -19,16 +19,14 @@ from torch import Tensor
 
 from app.batch import EvalHandle, RolloutBatch
 from app.tree import FlatOutputs, TreeEngine, on_device
-from modules import mismatch
 from modules.advantages import Estimate
 from modules.algorithm import STEP_INPUTS, Algorithm, Proximal, Regulariser, with_rewards
-from modules.engine_check import SelfCheck
-from modules.evaluation import EvaluationMetrics
+from modules.evaluation import EvaluationMetrics, comparable, compare
 from modules.metrics import NamedMetrics, TokenSums, episode_reward
-from modules.minibatches import split_minibatches
-from modules.model_source import ModelSource
+from modules.models import ModelSource, ReferencePolicy, Refresh
 from modules.objectives import Aggregation
-from modules.policy_options import (
+from modules.ranks import split_minibatches
+from modules.refusals import (
     check_aggregation,
     check_groups,
     check_proximal,
@@ -36,10 +34,9 @@ from modules.policy_options import (
     check_steps,
     note_aggregation,
 )
-from modules.prepare import TreeStep
-from modules.reference import ReferencePolicy, Refresh
 from modules.regularisers import k3
-from modules.tree_module import TOKEN_COUNTS, TokenBudget, TreeModule, TreeTrainingMode, adamw
+from modules.step import TreeStep
+from modules.tree_module import TOKEN_COUNTS, SelfCheck, TokenBudget, TreeModule, TreeTrainingMode, adamw
 
 _COLUMNS = ("start", "reference", "advantages")  # of a batch that losses read
 _LOGPROBS = {"policy": "start", "reference": "reference"}  # log-probabilities by engine, as columns of the batch
@@ -388,10 +385,10 @@ class PolicyModule(TreeModule):
         version, found = self.policy_version, list[tuple[float, int, float]]()
 
         def work() -> None:
-            part = mismatch.sample(handle.batch, version) if handle.batch is not None else None
+            part = comparable(handle.batch, version) if handle.batch is not None else None
             if part is not None:
                 logprobs = self.forward_columns(part, {"policy": ("logprobs",)})["policy"]["logprobs"]
-                found.append(mismatch.compare(part, logprobs, version))
+                found.append(compare(part, logprobs, version))
 
         with torch.inference_mode(False), torch.no_grad():  # what engines keep must serve training too
             self.ranks.lead(handle, work)

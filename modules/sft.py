@@ -11,11 +11,10 @@ from torch import Tensor
 
 from app.batch import EvalHandle
 from app.tree import FlatOutputs
-from modules.engine_check import SelfCheck
 from modules.metrics import NamedMetrics
-from modules.model_source import ModelSource
-from modules.prepare import check_batch
-from modules.tree_module import TokenBudget, TreeModule, TreeTrainingMode, adamw
+from modules.models import ModelSource
+from modules.step import check_batch
+from modules.tree_module import SelfCheck, TokenBudget, TreeModule, TreeTrainingMode, adamw
 
 
 class SFTModule(TreeModule):

@@ -2,9 +2,9 @@
 
 Promises: Lightning's automatic optimization works as usual, the forward and backward passes being the tree pass inside
 `backward`; rank 0, which owns the batch, checks and prepares it once, at index 0, and cuts every optimizer step
-into the shares of the ranks (`rank_work.py`), whose losses are divided by counts of the whole step; `policy_version`
+into the shares of the ranks (`ranks.py`), whose losses are divided by counts of the whole step; `policy_version`
 rises once a batch, after its last optimizer step; a step without sequences moves nothing. A checkpoint may be written
-after any step: it holds the version, how far the batch under way is and what was prepared of it (`batch_state.py`). A
+after any step: it holds the version, how far the batch under way is and what was prepared of it (`step.py`). A
 subclass says what is prepared (`prepare`), which sequences a step takes (`step_sequences`), what of the whole batch
 their loss needs (`step_columns`), and what the loss of a group of sequences is (`loss`).
 
@@ -33,20 +33,18 @@ from transformers import PreTrainedModel
 from app.batch import BatchError, EvalHandle, RolloutBatch, StepHandle
 from app.exchange import ranks_of
 from app.tree import FlatOutputs, PrefixTree, TreeEngine
-from modules import batch_state
-from modules.engine_check import SelfCheck, check_together
 from modules.metrics import NamedMetrics, episode_reward, forget
-from modules.minibatches import build_tree
-from modules.model_source import ModelSource, build_model
+from modules.models import ModelSource, build_model
 from modules.objectives import Aggregation
-from modules.prepare import TreeStep, check_batch, token_loss_weights
-from modules.rank_work import Passes, RankWork, Step
+from modules.ranks import Passes, RankWork, Step, build_tree
 from modules.refusals import refuse_optimizer, refuse_options, refuse_trainer
+from modules.step import State, TreeStep, check_batch, check_plan, state_of, take_up, token_loss_weights
 
 _log = logging.getLogger(__name__)
 
 TreeTrainingMode = Literal["disabled", "sparse", "dta"]
 TokenBudget = int | Literal["auto"]
+SelfCheck = Literal["error", "fallback", "skip"]
 _EVALUATIONS = {"val": "validation", "test": "test"}
 TOKEN_COUNTS = ("tokens/dense", "tokens/leaf", "tokens/tree")
 
@@ -128,7 +126,7 @@ class TreeModule(L.LightningModule):
         self.batch: RolloutBatch | None = None
         self.train_metrics = NamedMetrics(sums=("loss", *TOKEN_COUNTS))
         self.eval_metrics: Any = NamedMetrics()
-        self._restored: batch_state.State | None = None  # of the batch under way, until it is offered again
+        self._restored: State | None = None  # of the batch under way, until it is offered again
         self._handle: StepHandle | None = None
         self._step: TreeStep | None = None
         self._idle = False  # no rank has a sequence in this step
@@ -282,7 +280,7 @@ class TreeModule(L.LightningModule):
             self.prepare(self.batch)
         elif self.batch is None or handle.batch is not self.batch:
             offered = check_batch(handle, self.policy.config, self.policy_version)
-            self.batch = batch_state.take_up(offered, self.batch, self._restored)
+            self.batch = take_up(offered, self.batch, self._restored)
         self._restored = None
         indices = self.step_sequences(self.batch, handle.index)
         # Ranks compute shared prefixes again and other modes share less, so token counts need a tree of their own.
@@ -310,7 +308,7 @@ class TreeModule(L.LightningModule):
         with self.trainer.precision_plugin.forward_context():
             if not self._checked:
                 fall_back = self.self_check == "fallback"
-                self._checked = check_together(self.engine, step.tree, self.want, fall_back, self.ranks.exchange.sum)
+                self._checked = self.ranks.verify_together(self.engine, step.tree, self.want, fall_back)
             self.tree_pass(step)
         tree = self.last_tree
         if tree is not None:  # rank 0 counts for all
@@ -407,7 +405,7 @@ class TreeModule(L.LightningModule):
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         checkpoint["policy_version"] = self.policy_version
         if self.steps_done:  # on ranks but 0 without what rank 0 holds; its checkpoint counts
-            state = batch_state.pack(self.batch, self.steps_done, self.step_plan())
+            state = state_of(self.batch, self.steps_done, self.step_plan())
             checkpoint["batch_under_way"] = self._restored or state
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
@@ -418,7 +416,7 @@ class TreeModule(L.LightningModule):
         self.steps_done = 0 if state is None else state["steps_done"]
         if state is not None and self._trainer is not None:
             if self.trainer.state.fn == TrainerFn.FITTING:
-                batch_state.check_plan(state, self.step_plan())
+                check_plan(state, self.step_plan())
             state = state if self.trainer.is_global_zero else None
         self.batch, self._restored = None, state
 

@@ -5,7 +5,7 @@ epoch that was cut off in the middle of a batch, with the run, or with an error 
 and a checkpoint may be written after any step.
 
 Every piece of the batch under way has one owner. The module: how far it is (`policy_version`, which rises with the last
-step of a batch, and `steps_done` of it) and what was prepared of it (`modules/batch_state.py`). The datamodule: its
+step of a batch, and `steps_done` of it) and what was prepared of it (`modules/step.py`). The datamodule: its
 sequences, and the policy's version when it was handed out; while the policy is at that version, it is under way.
 """
 

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from app.batch import RolloutBatch
 from modules.advantages.statistics import Over, check_over, mean_over, std_over
-from modules.episodes import episodes, group_sizes, spread
+from modules.episodes import episodes, group_sizes, spread_episodes
 
 
 def grpo(batch: RolloutBatch, mean: Over = "group", std: Over = "group", eps: float = 1e-6) -> Tensor:
@@ -34,7 +34,7 @@ def grpo(batch: RolloutBatch, mean: Over = "group", std: Over = "group", eps: fl
     centred = rewards - mean_over(rewards, of_episode, mean)
     if std != "none":
         centred = centred / (std_over(rewards, of_episode, std) + eps)
-    return spread(batch, of_sequence, centred)
+    return spread_episodes(batch, of_sequence, centred)
 
 
 def dr_grpo(batch: RolloutBatch) -> Tensor:

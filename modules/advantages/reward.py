@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from app.batch import RolloutBatch
-from modules.episodes import episodes, spread
+from modules.episodes import episodes, spread_episodes
 
 
 def reward(batch: RolloutBatch) -> Tensor:
@@ -15,4 +15,4 @@ def reward(batch: RolloutBatch) -> Tensor:
         float32 [T], one value for all tokens of an episode, in units of reward.
     """
     rewards, _, of_sequence = episodes(batch)
-    return spread(batch, of_sequence, rewards)
+    return spread_episodes(batch, of_sequence, rewards)

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from app.batch import RolloutBatch
 from modules.advantages.statistics import mean_over
-from modules.episodes import episodes, group_sizes, spread
+from modules.episodes import episodes, group_sizes, spread_episodes
 
 
 def rloo(batch: RolloutBatch) -> Tensor:
@@ -23,4 +23,4 @@ def rloo(batch: RolloutBatch) -> Tensor:
     size = sizes[of_episode].to(rewards.dtype)
     # r - (sum - r) / (n - 1) = (r - mean) n / (n - 1)
     centred = rewards - mean_over(rewards, of_episode, "group")
-    return spread(batch, of_sequence, centred * size / (size - 1).clamp(min=1))
+    return spread_episodes(batch, of_sequence, centred * size / (size - 1).clamp(min=1))

@@ -7,9 +7,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from app.batch import BatchError
+from modules.episodes import sequence_sums, spread_sequences
 from modules.objectives.ratio import check_above
 from modules.objectives.traits import traits
-from modules.segments import sequence_sums, spread
 
 
 @traits(aggregation="episode_mean")
@@ -66,5 +66,5 @@ def dpo(
         )
     margin = beta * gap.sign() * (drift[first] - drift[second])
     loss = -(1 - label_smoothing) * F.logsigmoid(margin) - label_smoothing * F.logsigmoid(-margin)
-    of_token = spread(group[of_sequence], cu_seqlens, len(logprobs))
+    of_token = spread_sequences(group[of_sequence], cu_seqlens, len(logprobs))
     return loss[of_token], {"margin": margin.detach()[of_token], "preferred": (margin > 0)[of_token]}

@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from modules.episodes import sequence_means, spread_sequences
 from modules.objectives.ratio import MAX_LOG_RATIO, check_clip
 from modules.objectives.traits import traits
-from modules.segments import sequence_means, spread
 
 
 @traits(aggregation="sequence_mean", sequence_ratio=True)
@@ -36,7 +36,7 @@ def gspo(
     check_clip(clip_low, clip_high)
     log_ratio = sequence_means(logprobs - old, mask, cu_seqlens).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).detach()
     # The value is s, the gradient s * d logp_t: summed over a sequence with weights 1 / length, that of s itself.
-    ratio = spread(log_ratio.exp(), cu_seqlens, len(logprobs)) * (logprobs - logprobs.detach()).exp()
+    ratio = spread_sequences(log_ratio.exp(), cu_seqlens, len(logprobs)) * (logprobs - logprobs.detach()).exp()
     free = ratio * advantages
     bounded = ratio.clamp(1 - clip_low, 1 + clip_high) * advantages
     return -torch.minimum(free, bounded), {"clip_fraction": bounded < free}

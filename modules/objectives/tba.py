@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from modules.episodes import sequence_sums, spread_sequences
 from modules.objectives.ratio import check_above
 from modules.objectives.traits import traits
-from modules.segments import sequence_sums, spread
 
 
 @traits(aggregation="episode_mean")
@@ -46,5 +46,5 @@ def tba(
     count = torch.bincount(group).to(gap.dtype)
     log_z = -gap.detach().new_zeros(len(count)).index_add(0, group, gap.detach()) / count
     gap = gap + log_z[group]
-    per_token = spread(gap[of_sequence], cu_seqlens, len(logprobs))
+    per_token = spread_sequences(gap[of_sequence], cu_seqlens, len(logprobs))
     return per_token.square(), {"log_z_gap": per_token.detach()}

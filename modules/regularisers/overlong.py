@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from modules.segments import sequence_sums, spread
+from modules.episodes import sequence_sums, spread_sequences
 
 
 def overlong(
@@ -35,5 +35,5 @@ def overlong(
     latest = torch.full_like(place, -1).scatter_reduce(0, of_sequence, place, "amax")[of_sequence]
     cost = cost * ((place == latest) & (lengths > 0))
     number = mask.cumsum(0)  # of each trained token, through all sequences
-    last = mask & (number == spread(lengths.cumsum(0), cu_seqlens, len(mask)))
-    return spread(cost, cu_seqlens, len(mask)) * last
+    last = mask & (number == spread_sequences(lengths.cumsum(0), cu_seqlens, len(mask)))
+    return spread_sequences(cost, cu_seqlens, len(mask)) * last

@@ -23,7 +23,7 @@ LARGE_CLASSES = {"TreeModule", "DTAStrategy"}  # Lightning's hooks
 # To be mended. What no longer holds fails its test: remove it here.
 LARGE_CLASSES |= {"Producer", "RolloutDataModule"}
 LONG_CONSTRUCTORS = {"PolicyModule", "RolloutDataModule"}
-FULL_FOLDERS = {"modules", "datamodules"}
+FULL_FOLDERS = {"datamodules"}
 
 
 @cache

@@ -19,7 +19,7 @@ from wandb.sdk.launch.sweeps.utils import create_sweep_command, create_sweep_com
 from app.cli import main
 from datamodules.prompts import Prompt
 from datamodules.prompts.tokenizers import load_tokenizer
-from modules.model_source import ModelSource, build_model
+from modules.models import ModelSource, build_model
 from tests.helpers.tiny_model import TINY_WITH_ENDS
 
 ROOT = Path(__file__).resolve().parents[2]

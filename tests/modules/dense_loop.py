@@ -16,8 +16,8 @@ from torch import Tensor
 from app.batch import RolloutBatch
 from modules.advantages import Estimate
 from modules.corrections import CORRECTIONS
-from modules.minibatches import split_minibatches
 from modules.objectives import OBJECTIVES
+from modules.ranks import split_minibatches
 from tests.helpers.tiny_policy import naive_outputs
 
 

@@ -12,9 +12,9 @@ from torch import nn
 
 from app.batch import RolloutBatch
 from modules import ActorCriticModule, ModelSource
+from modules.actor_critic import explained_variance
 from modules.advantages.gae import gae
 from modules.advantages.gae_turn import gae_turn
-from modules.critic import explained_variance
 from modules.objectives.value_loss import value_loss
 from tests.helpers.tiny_policy import CONFIG, Batches, fit, make_batch, naive_model, parameters, sgd, source, trainer
 from tests.modules.dense_loop import Dense

@@ -15,7 +15,7 @@ from transformers.optimization import Adafactor
 from app.batch import RolloutBatch
 from app.strategies import DTAStrategy
 from modules import ModelSource, PolicyModule, Regulariser
-from modules.minibatches import split_minibatches
+from modules.ranks import split_minibatches
 from tests.helpers.tiny_policy import (
     Batches,
     fit,

@@ -12,7 +12,7 @@ import torch
 
 from app.batch import BatchError, EvalHandle, RolloutBatch, StepHandle
 from app.tree import PrefixTree
-from modules import ModelSource, PolicyModule, Refresh, Regulariser, mismatch
+from modules import ModelSource, PolicyModule, Refresh, Regulariser, evaluation
 from modules.metrics import NamedMetrics
 from tests.helpers.tiny_policy import (
     VOCABULARY,
@@ -166,12 +166,12 @@ def test_validation_compares_sampler_and_trainer() -> None:
 
 def test_a_large_set_is_compared_on_a_sample() -> None:
     batch = make_batch(1, groups=40, version=4)
-    part = mismatch.sample(batch, 4)
-    assert part is not None and len(part) == mismatch.MOST < len(batch)
+    part = evaluation.comparable(batch, 4)
+    assert part is not None and len(part) == evaluation._COMPARED < len(batch)
     assert part.group_ids[0] == 0 and part.group_ids[-1] == 39
-    assert mismatch.sample(batch, 5) is None
+    assert evaluation.comparable(batch, 5) is None
     few = make_batch(1, groups=1, version=4)
-    whole = mismatch.sample(few, 4)
+    whole = evaluation.comparable(few, 4)
     assert whole is not None and len(whole) == len(few)
 
 

@@ -10,7 +10,7 @@ import torch
 
 from app.strategies import DTAStrategy
 from modules import ModelSource, PolicyModule, Refresh, Regulariser
-from modules.reference import ReferencePolicy
+from modules.models import ReferencePolicy
 from tests.helpers.tiny_policy import CONFIG, Batches, fit, make_batch, naive_model, parameters, sgd, source, trainer
 
 make = functools.partial(

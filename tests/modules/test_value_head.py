@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from app.tree import FlatOutputs, TreeEngine
-from modules.minibatches import build_tree
+from modules.ranks import build_tree
 from tests.helpers.tiny_policy import make_batch, naive_model, naive_outputs, parameters
 
 

@@ -11,7 +11,7 @@ import yaml
 
 from app.cli import main
 from app.cli.configuration import check_values, read_yaml
-from modules.model_source import ModelSource, build_model
+from modules.models import ModelSource, build_model
 from tests.fuzz.test_configurations import RECORDED, ROLLED_OUT, base
 from tests.helpers.doubles import conversations
 

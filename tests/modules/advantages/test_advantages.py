@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from app.batch import BatchError, RolloutBatch
 from modules.advantages import ADVANTAGES, Estimate
-from modules.choices import choose
+from modules.algorithm import choose
 from modules.episodes import episodes, turns
 from tests.helpers.tiny_policy import make_batch
 from tests.modules.advantages import naive_advantages as naive

@@ -8,9 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from app.exchange import OneProcess
 from app.tree import PrefixTree, SelfCheckError, TreeEngine
 from modules import SFTModule
-from modules.engine_check import check_together
+from modules.ranks import RankWork
 from tests.helpers.rank_pool import RankError, RankPool
 from tests.helpers.tiny_policy import source
 from tests.modules.ranks import mixing
@@ -57,12 +58,14 @@ def test_a_rank_without_sequences_joins_and_the_check_waits(monkeypatch: pytest.
     engine = TreeEngine(module.policy, self_check=False)
     joined: list[Tensor] = []
 
-    def alone(tensor: Tensor) -> Tensor:
-        joined.append(tensor)
-        return tensor
+    class Alone(OneProcess):
+        def sum(self, tensor: Tensor) -> Tensor:
+            joined.append(tensor)
+            return tensor
 
-    assert not check_together(engine, PrefixTree.build([]), ("logprobs",), False, alone)
-    assert check_together(engine, PrefixTree.build([[1, 2, 3, 4], [1, 2, 5]]), ("logprobs",), False, alone)
+    ranks = RankWork(Alone(), "tree", module.engine_for)
+    assert not ranks.verify_together(engine, PrefixTree.build([]), ("logprobs",), False)
+    assert ranks.verify_together(engine, PrefixTree.build([[1, 2, 3, 4], [1, 2, 5]]), ("logprobs",), False)
     assert [t.tolist() for t in joined] == [[0.0, 0.0], [1.0, 0.0]]
 
 

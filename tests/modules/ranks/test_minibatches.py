@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from app.batch import RolloutBatch
-from modules.minibatches import build_tree, rank_shares, split_minibatches
+from app.exchange import OneProcess
+from app.tree import PrefixTree
+from modules.ranks import RankWork, build_tree, split_minibatches
 from tests.helpers.tiny_policy import make_batch
+
+
+def rank_shares(batch: RolloutBatch, ranks: int, tree: PrefixTree | None = None) -> list[list[int]]:
+    exchange = OneProcess()
+    exchange.size = ranks
+    work = RankWork(exchange, "tree", lambda name: pytest.fail(name))
+    return work.shares(batch, range(len(batch)), tree)
+
 
 shapes = st.tuples(st.integers(1, 5), st.integers(2, 4), st.integers(1, 8), st.integers(0, 5))
 
@@ -28,7 +39,7 @@ def test_every_sequence_once_whole_units_and_deterministic(shape: tuple[int, int
     sizes = [len({int(unit[i]) for i in part}) for part in split]
     assert max(sizes) - min(sizes) <= 1  # equal numbers of units, none left out
     for part in filter(None, split):
-        shares = rank_shares(batch.select(part), "tree", ranks)
+        shares = rank_shares(batch.select(part), ranks)
         assert len(shares) == ranks and sorted(i for share in shares for i in share) == list(range(len(part)))
 
 
@@ -42,8 +53,8 @@ def test_groups_stay_whole_where_an_objective_needs_them() -> None:
 
 def test_the_order_of_sequences_in_a_rank_share_is_that_of_the_batch() -> None:
     batch = make_batch(groups=4)
-    shares = rank_shares(batch, "tree", 3)
-    assert shares == [sorted(share) for share in shares] == rank_shares(batch, "tree", 3, build_tree(batch, "tree"))
+    shares = rank_shares(batch, 3)
+    assert shares == [sorted(share) for share in shares] == rank_shares(batch, 3, build_tree(batch, "tree"))
 
 
 def test_epochs_shuffle_anew() -> None:
@@ -54,12 +65,12 @@ def test_epochs_shuffle_anew() -> None:
 
 def test_more_ranks_than_sequences() -> None:
     batch = make_batch(groups=1, episodes=2).select([0])
-    assert sorted(map(len, rank_shares(batch, "tree", 3))) == [0, 0, 1]
+    assert sorted(map(len, rank_shares(batch, 3))) == [0, 0, 1]
 
 
 def test_ranks_get_subtrees_of_similar_cost() -> None:
     batch = make_batch(groups=6, episodes=4)
-    tokens = [build_tree(batch.select(share), "tree").num_tokens for share in rank_shares(batch, "tree", 2)]
+    tokens = [build_tree(batch.select(share), "tree").num_tokens for share in rank_shares(batch, 2)]
     assert max(tokens) < 0.65 * sum(tokens)
 
 

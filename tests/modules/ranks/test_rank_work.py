@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from modules.rank_work import own_values, trained_values
+from modules.ranks import own_values, trained_values
 from tests.helpers.tiny_policy import make_batch
 
 SHARES = {

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from app.batch import RolloutBatch
 from app.strategies import DTAStrategy
-from modules import ActorCriticModule, PolicyModule, Regulariser, SFTModule, prepare, rank_work
+from modules import ActorCriticModule, PolicyModule, Regulariser, SFTModule, ranks, step
 from tests.helpers.tiny_policy import Batches, Metrics, make_batch, parameters, sgd, source, trainer
 from tests.modules.held_out import Sets
 
@@ -120,14 +120,15 @@ def what_a_rank_sees(devices: int, **options: Any) -> tuple[list[Sequences], lis
     held: list[Sequences] = []
     run: list[Sequences] = []
     sent: list[float] = []
-    make, build = RolloutBatch.__init__, rank_work.build_tree
+    make, build = RolloutBatch.__init__, ranks.build_tree
 
     def counted(batch: RolloutBatch, **fields: Any) -> None:
         make(batch, **fields)
         held.append([tuple(tokens.tolist()) for tokens in batch.sequences()])
 
     def noted(batch: RolloutBatch, share: str, indices: Any = None) -> Any:
-        run.append([tuple(tokens.tolist()) for tokens in batch.sequences()])
+        if indices is None:  # otherwise to be cut
+            run.append([tuple(tokens.tolist()) for tokens in batch.sequences()])
         return build(batch, share, indices)
 
     class Sent(Callback):
@@ -138,8 +139,8 @@ def what_a_rank_sees(devices: int, **options: Any) -> tuple[list[Sequences], lis
     module = PolicyModule(source(), optimizer=sgd, regularisers=[KL], reference="initial", **options)
     with (
         patch.object(RolloutBatch, "__init__", counted),
-        patch.object(rank_work, "build_tree", noted),
-        patch.object(prepare, "build_tree", noted),
+        patch.object(ranks, "build_tree", noted),
+        patch.object(step, "build_tree", noted),
     ):
         trainer(Sent(), devices=devices, strategy=DTAStrategy()).fit(module, Batches([batch]))
     return held, run, sent

@@ -1,9 +1,12 @@
-"""What ranks are given to do: rank 0 cuts the work on a batch into shares, each rank takes its own of the batch.
+"""What ranks are given to do: how a batch is cut into steps and shares, and how rank 0 has all ranks work on them.
 
 Promises: rank 0, which owns the stream, decides everything (who runs which sequences, what columns they read), so that
 nothing depends on ranks computing the same. Of a batch it sends the sequences, once, which the others keep packed; and
-for every piece of work the shares and the columns' values of trained tokens. Metadata stays on rank 0. Shares may be
-empty. On one process nothing is cut, packed or copied, whatever the Trainer's strategy.
+for every piece of work the shares and the columns' values of trained tokens. Metadata stays on rank 0. On one process
+nothing is cut, packed or copied, whatever the Trainer's strategy. Every sequence is in exactly one minibatch of an
+epoch and on exactly one rank; minibatches are a function of the batch and the seed alone, whatever the number of ranks;
+empty shares are ordinary, and so are empty minibatches where a batch has fewer episodes than minibatches (the last of a
+pass over recorded tasks).
 """
 
 from __future__ import annotations
@@ -19,8 +22,7 @@ from torch import Tensor
 
 from app.batch import BatchError, EvalHandle, RolloutBatch, StepHandle
 from app.exchange import Parts, Ranks, Said
-from app.tree import PrefixTree, TreeEngine
-from modules.minibatches import build_tree, rank_shares
+from app.tree import PrefixTree, SelfCheckError, TreeEngine, partition
 
 Passes = Mapping[str, Sequence[str]]
 """Forward passes: the outputs that are wanted, by the name of the engine, as `{"policy": ["logprobs", "values"]}`."""
@@ -76,7 +78,7 @@ class RankWork:
             step = work()
             if step is None:
                 return None, None, {}
-            shares = self._shares(step.batch, step.indices, step.tree if self._share == "tree" else None)
+            shares = self.shares(step.batch, step.indices, step.tree if self._share == "tree" else None)
             led.append((step, shares))
             values, bounds = trained_values(step.batch, shares, step.columns)
             return {"shares": shares, "bounds": bounds}, step.batch, values
@@ -96,7 +98,7 @@ class RankWork:
         """Rank 0, while it leads: float32 [T] of the whole batch, on the CPU, by engine and output, 0 where not trained
         and for sequences that are not among `indices` (ascending; default: all). The ranks compute a balanced share
         each."""
-        shares = self._shares(batch, list(range(len(batch))) if indices is None else indices)
+        shares = self.shares(batch, list(range(len(batch))) if indices is None else indices)
         request = {"passes": {name: list(want) for name, want in passes.items()}, "shares": shares}
         answers = self.exchange.ask(request, batch, self._answer)
         flat = torch.zeros(sum(map(len, passes.values())), batch.num_tokens, dtype=torch.float32)
@@ -123,11 +125,77 @@ class RankWork:
             rows += [column[part.loss_mask.to(column.device)].float().cpu() for column in columns]
         return torch.stack(rows)
 
-    def _shares(self, batch: RolloutBatch, indices: list[int], tree: PrefixTree | None = None) -> list[list[int]]:
-        """The sequences of each rank, ascending, of similar predicted cost. `tree`: that of `indices`, if at hand."""
-        exchange = self.exchange
-        shares = rank_shares(batch, self._share, exchange.size, tree, indices, **exchange.partition_options)
-        return [[indices[i] for i in share] for share in shares]
+    def shares(self, batch: RolloutBatch, indices: Sequence[int], tree: PrefixTree | None = None) -> list[list[int]]:
+        """Which of the sequences `indices` each rank runs, ascending: shares of similar predicted cost. `tree`: that of
+        `build_tree` for `indices`, where it is at hand."""
+        if self.exchange.size == 1:
+            return [list(indices)]
+        tree = build_tree(batch, self._share, indices) if tree is None else tree
+        parts = partition(tree, self.exchange.size, **self.exchange.partition_options)
+        return [sorted(indices[i] for i in part) for part in parts]
+
+    def verify_together(self, engine: TreeEngine, tree: PrefixTree, want: Sequence[str], fall_back: bool) -> bool:
+        """Collective: the engine's self-check on a part of this rank's `tree`, one decision for all: when any rank's
+        fails, all ranks stop, or all fall back to dense-leaf execution. False when no rank had anything to compare.
+
+        Raises:
+            SelfCheckError: some rank's tree and dense execution differ, and `fall_back` is False.
+        """
+        report = engine.verify(tree, want)
+        failed = report is not None and not report.passed
+        device = next(engine.model.parameters()).device
+        compared, mismatches = self.exchange.sum(
+            torch.tensor([float(report is not None), float(failed)], device=device)
+        ).tolist()
+        if not compared:
+            return False
+        if mismatches:
+            findings = str(report) if failed else f"tree and dense execution differ on {mismatches:.0f} other rank(s)"
+            if not fall_back:
+                raise SelfCheckError(
+                    f"{type(engine.model).__name__}: {findings}. Some layer mixes tokens past the attention the engine"
+                    " controls: set model.self_check to 'fallback' (every sequence alone, slower), or to 'skip' if you"
+                    " know better"
+                )
+            engine.fall_back(findings)
+        return True
+
+
+def build_tree(batch: RolloutBatch, share: str, indices: Sequence[int] | None = None) -> PrefixTree:
+    """The prefix tree of the sequences `indices` (default: all) of a batch: trained tokens are scored, and only equal
+    temperatures share tokens (a token's log-probability depends on its sequence's temperature). `share`: see
+    `PrefixTree.build`."""
+    if indices is not None and not len(indices):
+        return PrefixTree.build([])
+    sequences, scored, temperatures = batch.sequences(), batch.split(batch.loss_mask), batch.temperatures
+    if indices is not None and len(indices) < len(batch):
+        sequences, scored = [sequences[i] for i in indices], [scored[i] for i in indices]
+        temperatures = temperatures[list(indices)]
+    keys = temperatures.unique(return_inverse=True)[1]
+    return PrefixTree.build(sequences, scored=scored, keys=keys.numpy(), share=share)
+
+
+def split_minibatches(
+    batch: RolloutBatch, count: int, seed: Sequence[int], whole_groups: bool = False
+) -> list[list[int]]:
+    """Sequence indices (ascending) of `count` minibatches.
+
+    What stays together is a group, whose samples share their prompt and whose advantages balance; when there are fewer
+    groups than minibatches, an episode, whose turns extend one another. These are shuffled by `seed` (any number
+    of integers, for example seed, policy version, epoch) and dealt in equal numbers.
+
+    Args:
+        whole_groups: some minibatches are empty rather than that a group is taken apart.
+    """
+    if count == 1:
+        return [list(range(len(batch)))]
+    groups = batch.group_ids.numpy()
+    pairs = np.stack([groups, batch.episode_ids.numpy()], axis=1)
+    units = np.unique(groups, return_inverse=True)[1]
+    if units.max() + 1 < count and not whole_groups:
+        units = np.unique(pairs, axis=0, return_inverse=True)[1].reshape(-1)
+    order = np.random.default_rng([*seed]).permutation(units.max() + 1)
+    return [np.flatnonzero(np.isin(units, part)).tolist() for part in np.array_split(order, count)]
 
 
 def trained_values(

@@ -1,13 +1,19 @@
-"""From a rollout batch to what one tree pass needs: checks that name what is wrong, per-token columns on the device.
+"""From a rollout batch to one optimizer step: checks that name what is wrong, per-token columns on the device, and how
+checkpoints hold a batch under way.
 
 Promises: a batch that passes `check_batch` can be run by the model; columns are gathered for any group of sequences
-without a loop over tokens or sequences.
+without a loop over tokens or sequences. With its state a run goes on with the next step of a batch as if it had not
+stopped: columns (log-probabilities of the proximal policy, reference, values, advantages) are taken back, never
+computed again with weights that have moved meanwhile; they are never joined to another batch, nor to other minibatches,
+than they were prepared for. The sequences are the datamodule's (`datamodules/pipeline/steps.py` says who owns what).
 """
 
 from __future__ import annotations
 
+import hashlib
 import warnings
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,8 +22,11 @@ from transformers import PretrainedConfig
 from app.batch import BatchError, EvalHandle, RolloutBatch, StepHandle
 from app.tree import PrefixTree, on_device
 from modules.episodes import episodes
-from modules.minibatches import build_tree
 from modules.objectives import Aggregation, token_weights
+from modules.ranks import build_tree
+
+State = dict[str, Any]
+"""A rollout batch under way, as checkpoints hold it: tensors and primitives only."""
 
 
 def check_batch(handle: StepHandle | EvalHandle, config: PretrainedConfig, policy_version: int) -> RolloutBatch:
@@ -126,3 +135,65 @@ class TreeStep:
         flat = self.batch.flat_index(indices).numpy()
         on = {device: on_device(flat, device) for device in {column.device for column in self.columns.values()}}
         return {name: column[on[column.device]] for name, column in self.columns.items()}
+
+
+def state_of(batch: RolloutBatch | None, steps_done: int, plan: dict[str, int]) -> State:
+    """The state of a batch of which `steps_done` steps are done.
+
+    Args:
+        batch: None on ranks that do not hold it.
+        plan: what its division into steps depends on besides the batch, by option.
+    """
+    state: State = {"steps_done": steps_done, "plan": dict(plan)}
+    if batch is not None:
+        state |= {"digest": _digest(batch), "columns": dict(batch.columns)}
+    return state
+
+
+def check_plan(state: State, plan: dict[str, int]) -> None:
+    """Raises ValueError when the batch of `state` was divided into other steps than `plan` would."""
+    changed = [name for name, value in plan.items() if state["plan"].get(name) != value]
+    if changed:
+        before = ", ".join(f"{name}={state['plan'].get(name)}" for name in changed)
+        now = ", ".join(f"{name}={plan[name]}" for name in changed)
+        raise ValueError(
+            "ckpt_path: the checkpoint is in the middle of a rollout batch, of which"
+            f" {state['steps_done']} steps were done with {before}, and this run has {now}: go on with {before}, or"
+            " from a checkpoint written at the end of a batch"
+        )
+
+
+def take_up(offered: RolloutBatch, held: RolloutBatch | None, state: State | None) -> RolloutBatch:
+    """The batch that a datamodule offers again, with the columns it had.
+
+    Args:
+        offered: as the datamodule hands it out. held: the batch under way in memory, or `state`: in a checkpoint.
+
+    Raises:
+        BatchError: no step of a batch was done here, or of another one.
+    """
+    if held is offered:
+        return held
+    if held is not None:
+        state = state_of(held, 0, {})
+    if state is None or "digest" not in state:
+        raise BatchError(
+            "StepHandle.index: a later step of a batch whose first step was not done here, nor in the run that the"
+            " checkpoint is of: a loader begins a batch at index 0"
+        )
+    if state["digest"] != _digest(offered):
+        raise BatchError(
+            "StepHandle.batch: the datamodule offers another batch than the one that is under way, whose columns were"
+            " prepared already: go on with the data the checkpoint was written with, or from a checkpoint written at"
+            " the end of a batch"
+        )
+    for name, column in state["columns"].items():
+        offered.add_column(name, column)
+    return offered
+
+
+def _digest(batch: RolloutBatch) -> str:
+    digest = hashlib.sha256()
+    for tensor in (batch.tokens, batch.cu_seqlens, batch.rewards):
+        digest.update(tensor.contiguous().numpy().tobytes())
+    return digest.hexdigest()
