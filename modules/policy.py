@@ -14,7 +14,6 @@ from contextlib import AbstractContextManager
 from typing import Any, Literal
 
 import torch
-from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 from torch import Tensor
 
 from app.batch import EvalHandle, RolloutBatch
@@ -36,7 +35,7 @@ from modules.refusals import (
 )
 from modules.regularisers import k3
 from modules.step import TreeStep
-from modules.tree_module import TOKEN_COUNTS, SelfCheck, TokenBudget, TreeModule, TreeTrainingMode, adamw
+from modules.tree_module import TOKEN_COUNTS, TreeModule
 
 _COLUMNS = ("start", "reference", "advantages")  # of a batch that losses read
 _LOGPROBS = {"policy": "start", "reference": "reference"}  # log-probabilities by engine, as columns of the batch
@@ -51,8 +50,7 @@ class PolicyModule(TreeModule):
     they are called with.
 
     Args:
-        model, optimizer, lr_scheduler, tree_training_mode, chunk_tokens, live_tokens, attention, self_check: see
-            `TreeModule`.
+        model: the policy's weights or configuration.
         advantage, advantage_options: credit of tokens; default `grpo`.
         objective, objective_options: loss of tokens.
         regularisers: costs in the loss or in the reward.
@@ -74,6 +72,7 @@ class PolicyModule(TreeModule):
             and go on after each of them; validation falls between batches.
         epochs: passes over a rollout batch; each shuffles anew.
         seed: of that shuffling.
+        tree_options: see `TreeModule`.
 
     Logs, every optimizer step, over all ranks: reward (the mean over the batch's episodes: what is left after the
     datamodule's filter, so no learning curve with one; `rollouts/reward` is), loss, entropy, what objective, correction
@@ -98,8 +97,6 @@ class PolicyModule(TreeModule):
     def __init__(
         self,
         model: ModelSource,
-        optimizer: OptimizerCallable = adamw,
-        lr_scheduler: LRSchedulerCallable | None = None,
         advantage: str | Callable | None = None,
         advantage_options: dict[str, Any] | None = None,
         objective: str | Callable = "ppo_clip",
@@ -116,27 +113,21 @@ class PolicyModule(TreeModule):
         minibatches: int = 1,
         epochs: int = 1,
         seed: int = 0,
-        tree_training_mode: TreeTrainingMode = "dta",
-        chunk_tokens: TokenBudget = "auto",
-        live_tokens: TokenBudget = "auto",
-        attention: str = "auto",
-        self_check: SelfCheck = "error",
+        **tree_options: Any,
     ) -> None:
-        super().__init__(
-            model, optimizer, lr_scheduler, tree_training_mode, chunk_tokens, live_tokens, attention, self_check
-        )
+        super().__init__(model, **tree_options)
         self.save_hyperparameters()
         self.save_hyperparameters(ignore=self.object_hparams())
         self.algorithm = Algorithm(
-            advantage,
-            self.default_advantage,
-            advantage_options,
-            objective,
-            objective_options,
-            regularisers or [],
-            correction,
-            correction_options,
-            proximal,
+            advantage=advantage,
+            default_advantage=self.default_advantage,
+            advantage_options=advantage_options,
+            objective=objective,
+            objective_options=objective_options,
+            regularisers=regularisers or [],
+            correction=correction,
+            correction_options=correction_options,
+            proximal=proximal,
         )
         check_steps(minibatches, epochs)
         check_proximal(self.algorithm.proximal, minibatches * epochs)

@@ -5,8 +5,9 @@ Promises: the denominator is the number of trained tokens of the whole batch ove
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
-from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 from torch import Tensor
 
 from app.batch import EvalHandle
@@ -14,31 +15,21 @@ from app.tree import FlatOutputs
 from modules.metrics import NamedMetrics
 from modules.models import ModelSource
 from modules.step import check_batch
-from modules.tree_module import SelfCheck, TokenBudget, TreeModule, TreeTrainingMode, adamw
+from modules.tree_module import TreeModule
 
 
 class SFTModule(TreeModule):
     """Imitates the tokens whose loss mask is set.
 
-    Args: see `TreeModule`.
+    Args:
+        model: the policy's weights or configuration.
+        tree_options: see `TreeModule`.
 
     Logs: loss (nats a token), grad_norm, tokens/*; validation: `val/loss`, test: `test/loss`, over all trained tokens.
     """
 
-    def __init__(
-        self,
-        model: ModelSource,
-        optimizer: OptimizerCallable = adamw,
-        lr_scheduler: LRSchedulerCallable | None = None,
-        tree_training_mode: TreeTrainingMode = "dta",
-        chunk_tokens: TokenBudget = "auto",
-        live_tokens: TokenBudget = "auto",
-        attention: str = "auto",
-        self_check: SelfCheck = "error",
-    ) -> None:
-        super().__init__(
-            model, optimizer, lr_scheduler, tree_training_mode, chunk_tokens, live_tokens, attention, self_check
-        )
+    def __init__(self, model: ModelSource, **tree_options: Any) -> None:
+        super().__init__(model, **tree_options)
         self.save_hyperparameters()
         self.save_hyperparameters(ignore=self.object_hparams())
         self.eval_metrics = NamedMetrics(means=("loss",))

@@ -25,6 +25,7 @@ import jsonargparse
 import yaml
 from jsonargparse import get_loader
 
+from app.cli.errors import options_of
 from app.strategies.checkpoint.checkpoints import MANIFEST_FILE
 
 LAST = "last"
@@ -269,13 +270,11 @@ def _never_null(class_path: str) -> list[str]:
     if module.split(".")[0] not in _KNOWN:
         return []
     try:
-        made: Any = getattr(importlib.import_module(module), name)
-        hints = typing.get_type_hints(made.__init__ if inspect.isclass(made) else made)
-        parameters = inspect.signature(made).parameters.values()
+        options = options_of(getattr(importlib.import_module(module), name)).values()
     except (ImportError, AttributeError, TypeError, ValueError, NameError):
         return []
-    return [one.name for one in parameters if one.default is not None and not _takes_none(hints.get(one.name, Any))]
+    return [one.name for one in options if one.default is not None and not _takes_none(one.annotation)]
 
 
 def _takes_none(hint: Any) -> bool:
-    return hint in (Any, None, type(None), object) or type(None) in typing.get_args(hint)
+    return hint in (inspect.Parameter.empty, Any, None, type(None), object) or type(None) in typing.get_args(hint)

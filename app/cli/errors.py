@@ -112,10 +112,29 @@ def _is_for_users(error: BaseException) -> bool:
 def _class_hint(class_path: str, option: str) -> str:
     module, _, name = class_path.rpartition(".")
     try:
-        accepted = list(inspect.signature(getattr(importlib.import_module(module), name)).parameters)
-    except (ImportError, AttributeError, TypeError, ValueError):
+        accepted = list(options_of(getattr(importlib.import_module(module), name)))
+    except (ImportError, AttributeError, TypeError, ValueError, NameError):
         return ""
     return f"{_closest(option, accepted)} {name} accepts: {', '.join(accepted) or 'no options'}".strip()
+
+
+def options_of(made: Any) -> dict[str, inspect.Parameter]:
+    """What a class or function can be called with, by name; of a constructor that hands `**options` on to the class it
+    extends, the options of that class, too.
+
+    Raises:
+        TypeError, ValueError, NameError: it has no signature, or one whose types are not known.
+    """
+    found: dict[str, inspect.Parameter] = {}
+    classes = inspect.getmro(made) if inspect.isclass(made) else ()
+    for function in [vars(one)["__init__"] for one in classes if "__init__" in vars(one)] or [made]:
+        parameters = list(inspect.signature(function, eval_str=True).parameters.values())
+        handed_on = [one for one in parameters if one.kind is one.VAR_KEYWORD]
+        named = [one for one in parameters if one.kind not in (one.VAR_KEYWORD, one.VAR_POSITIONAL)]
+        found = {one.name: one for one in named if one.name != "self"} | found
+        if not handed_on:
+            break
+    return found
 
 
 def _closest(key: str, known: Iterable[str]) -> str:
