@@ -160,7 +160,25 @@ class RolloutBatch:
         cu_seqlens: int64 [N + 1], from 0 to T.
         rewards, temperatures: float32 [N]; group_ids, episode_ids, turn_indices: int64 [N].
         prompt_ids, finish_reasons: N strings. metadata: N dicts.
-        columns: named float32 [T] tensors added on the way (reference, proximal, values, advantages).
+        columns: named float32 [T] tensors added on the way, 0 on tokens that are not trained. Those of this project:
+
+            name          what                                       written by (rank 0)   read by
+            proximal      log-probability, nats, of the policy at    PolicyModule          objectives (as `old`), costs
+                          the start of the batch                                           in the reward
+            reference     that of the reference policy               PolicyModule          objectives, regularisers
+            token_rewards costs in the reward, negative              PolicyModule          advantages, objectives of
+                                                                                           whole steps
+            advantages    units of (normalised) reward               PolicyModule          objectives
+            values        the critic's at the start of the batch     ActorCriticModule     advantages, value loss
+            returns       what values are to become, of reward       PolicyModule          value loss
+            value_mask    1 where values are trained                 PolicyModule          value loss
+
+        A rank's part of a step has of these what its loss reads, and what belongs to the step alone (`step_columns`):
+
+            weights       what a token's loss counts                 TreeModule            every loss
+            value_weights what its value loss counts                 ActorCriticModule     value loss
+            gradient      of the objective of a whole step, by       PolicyModule          the policy's loss
+                          the token's log-probability
 
     Raises:
         BatchError: empty batch, field of another length or dtype, negative token id; a reward beyond 1e9, a temperature

@@ -14,7 +14,7 @@ import math
 import types
 import typing
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
 
 import torch
@@ -31,8 +31,38 @@ Function = str | Callable
 Proximal = Literal["sampler", "recomputed", "interpolated"]
 PROXIMAL = ("sampler", "recomputed", "interpolated")
 
-TOKEN_INPUTS = ("logprobs", "entropy", "old", "behavior", "reference", "advantages", "mask", "cu_seqlens")
+
+@dataclass(eq=False, kw_only=True)
+class LossInputs:
+    """What the functions of a loss are called with: T tokens of n sequences, concatenated. None: nobody asks for it.
+
+    Attributes:
+        logprobs: [T], with gradient, nats: of the policy being trained.
+        entropy: [T], with gradient, nats: of the distribution each token was drawn from.
+        old: [T], nats: of the policy the ratio is taken against (`proximal` says which).
+        behavior: [T], nats: of the sampler.
+        reference: [T], nats: of the reference policy.
+        advantages: [T], units of (normalised) reward.
+        mask: bool [T], trained tokens; what other tokens hold is arbitrary, but finite.
+        cu_seqlens: int64 [n + 1]: sequence k is tokens `cu_seqlens[k]` to `cu_seqlens[k + 1]`.
+        groups, episodes: int64 [n]; rewards: float32 [n]: of each sequence, where the objective sees a whole step.
+    """
+
+    logprobs: Tensor
+    entropy: Tensor | None = None
+    old: Tensor | None = None
+    behavior: Tensor | None = None
+    reference: Tensor | None = None
+    advantages: Tensor | None = None
+    mask: Tensor
+    cu_seqlens: Tensor
+    groups: Tensor | None = None
+    episodes: Tensor | None = None
+    rewards: Tensor | None = None
+
+
 STEP_INPUTS = ("groups", "episodes", "rewards")
+TOKEN_INPUTS = tuple(one.name for one in fields(LossInputs) if one.name not in STEP_INPUTS)
 SEQUENCE_INPUTS = ("episodes", "turns")  # of costs in the reward, from the batch itself
 REWARD_INPUTS = ("logprobs", "reference", "mask", "cu_seqlens", *SEQUENCE_INPUTS)
 CORRECTION_INPUTS = ("old", "behavior", "mask", "cu_seqlens")
@@ -186,26 +216,22 @@ class Algorithm:
 
     # In an optimizer step, on some sequences
 
-    def losses(self, inputs: Mapping[str, Any]) -> tuple[Tensor, dict[str, Tensor]]:
-        """The objective's loss of each token [T], corrected, and tensors [T] to average over trained tokens.
-
-        Args:
-            inputs: TOKEN_INPUTS, and STEP_INPUTS with `whole_step`, as far as they are needed.
-        """
-        losses, stats = _with_stats(self.objective(inputs), inputs["mask"], self.objective)
+    def losses(self, inputs: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:
+        """The objective's loss of each token [T], corrected, and tensors [T] to average over trained tokens."""
+        losses, stats = _with_stats(self.objective(vars(inputs)), inputs.mask, self.objective)
         if self.correction is not None:
-            weights, more = _with_stats(self.correction(inputs), inputs["mask"], self.correction)
+            weights, more = _with_stats(self.correction(vars(inputs)), inputs.mask, self.correction)
             weights = weights.detach()
             losses = losses * weights
             stats = {**stats, "correction_weight": weights, "correction_square": weights**2, **more}
         return losses, stats
 
-    def costs(self, inputs: Mapping[str, Any]) -> tuple[Tensor | float, dict[str, Tensor]]:
+    def costs(self, inputs: LossInputs) -> tuple[Tensor | float, dict[str, Tensor]]:
         """coef x cost of the regularisers in the loss, summed: [T], or 0.0 without any; and each cost [T] by name."""
         total: Tensor | float = 0.0
         stats = {}
         for regulariser, choice in self.loss_costs:
-            cost = _shaped(choice(inputs), inputs["mask"], choice)
+            cost = _shaped(choice(vars(inputs)), inputs.mask, choice)
             total = total + regulariser.coef * cost
             stats[choice.name] = cost.detach()
         return total, stats
@@ -281,18 +307,16 @@ class Algorithm:
     def _probe(self) -> tuple[str, ...]:
         """Calls every function once, on four tokens, so that mistakes show now; names of what `losses` reports."""
         with torch.enable_grad():
-            tokens = {
+            tokens: dict[str, Any] = {
                 name: torch.tensor([0.0, -1.0, 0.0, -2.0], requires_grad=name in ("logprobs", "entropy"))
-                for name in TOKEN_INPUTS[:6]
+                for name in TOKEN_INPUTS
             }
-            mask = torch.tensor([False, True, False, True])
-            cu_seqlens, pair = torch.tensor([0, 2, 4]), torch.tensor([0, 1])
-            step = {"groups": torch.zeros_like(pair), "episodes": pair, "turns": torch.zeros_like(pair)}
-            step["rewards"] = torch.tensor([0.0, 1.0])
-            inputs = {**tokens, "mask": mask, "cu_seqlens": cu_seqlens, **step}
+            pair, zeros = torch.tensor([0, 1]), torch.tensor([0, 0])
+            tokens |= {"mask": torch.tensor([False, True, False, True]), "cu_seqlens": torch.tensor([0, 2, 4])}
+            inputs = LossInputs(**tokens, groups=zeros, episodes=pair, rewards=pair.float())
             stats = tuple(self.losses(inputs)[1])
             for _, choice in self.loss_costs + self.reward_costs:
-                _shaped(choice(inputs), mask, choice)
+                _shaped(choice({**vars(inputs), "turns": zeros}), inputs.mask, choice)
         if self.advantage is not None and self.advantage.function.__module__.startswith("modules."):
             batch = _example_batch()
             zeros = torch.zeros(batch.num_tokens)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from typing import Any, Literal
 
 import torch
@@ -19,7 +20,7 @@ from torch import Tensor
 from app.batch import EvalHandle, RolloutBatch
 from app.tree import FlatOutputs, TreeEngine, on_device
 from modules.advantages import Estimate
-from modules.algorithm import STEP_INPUTS, Algorithm, Proximal, Regulariser, with_rewards
+from modules.algorithm import STEP_INPUTS, Algorithm, LossInputs, Proximal, Regulariser, with_rewards
 from modules.evaluation import EvaluationMetrics, comparable, compare
 from modules.metrics import NamedMetrics, TokenSums, episode_reward
 from modules.models import ModelSource, ReferencePolicy, Refresh
@@ -37,8 +38,8 @@ from modules.regularisers import k3
 from modules.step import TreeStep
 from modules.tree_module import TOKEN_COUNTS, TreeModule
 
-_COLUMNS = ("start", "reference", "advantages")  # of a batch that losses read
-_LOGPROBS = {"policy": "start", "reference": "reference"}  # log-probabilities by engine, as columns of the batch
+_COLUMNS = ("proximal", "reference", "advantages")  # of a batch that losses read
+_LOGPROBS = {"policy": "proximal", "reference": "reference"}  # log-probabilities by engine, as columns of the batch
 
 
 class PolicyModule(TreeModule):
@@ -178,7 +179,7 @@ class PolicyModule(TreeModule):
     # Rank 0, on the whole batch
 
     def prepare(self, batch: RolloutBatch) -> None:
-        batch.columns.pop("start", None)  # of another version, where a datamodule yields a batch again
+        batch.columns.pop("proximal", None)  # of another version, where a datamodule yields a batch again
         passes = self.passes(batch)
         for engine, outputs in (self.forward_columns(batch, passes) if passes else {}).items():
             for name, column in outputs.items():
@@ -201,8 +202,8 @@ class PolicyModule(TreeModule):
     def _credit(self, batch: RolloutBatch) -> None:
         """Rewards to advantages."""
         columns, sampled = batch.columns, batch.behavior_logprobs.masked_fill(~batch.loss_mask, 0.0)
-        if "start" in columns:
-            sampled = torch.where(batch.versions >= 0, sampled, columns["start"])
+        if "proximal" in columns:
+            sampled = torch.where(batch.versions >= 0, sampled, columns["proximal"])
         inputs = {"logprobs": sampled, "mask": batch.loss_mask, "cu_seqlens": batch.cu_seqlens}
         if "reference" in columns:
             inputs["reference"] = columns["reference"]
@@ -246,7 +247,7 @@ class PolicyModule(TreeModule):
             step.columns["current"] = current
 
     def _token_columns(self, batch: RolloutBatch) -> dict[str, Tensor]:
-        """[T] tensors that `_inputs` reads."""
+        """[T] tensors that `_loss_inputs` reads."""
         mask, recorded = batch.loss_mask, batch.versions >= 0
         columns = {"mask": mask, "behavior": batch.behavior_logprobs.masked_fill(~mask, 0.0)}
         columns |= {name: batch.columns[name] for name in _COLUMNS if name in batch.columns}
@@ -258,11 +259,11 @@ class PolicyModule(TreeModule):
             columns["recorded"] = recorded
         return columns
 
-    def _inputs(self, out: FlatOutputs, columns: dict[str, Tensor]) -> dict[str, Any]:
-        """What objectives, regularisers and corrections may be called with."""
+    def _loss_inputs(self, out: FlatOutputs, columns: dict[str, Tensor]) -> LossInputs:
+        """Of some sequences of a step. `columns`: theirs, of `_token_columns` and `step_columns`."""
         assert out.logprobs is not None
         now = out.logprobs.detach()
-        anchor = columns.get("start", now)
+        anchor = columns.get("proximal", now)
         behavior = columns["behavior"].to(now)
         if self.algorithm.proximal == "recomputed":
             old = anchor
@@ -273,32 +274,34 @@ class PolicyModule(TreeModule):
         if "recorded" in columns:
             old = torch.where(columns["recorded"], old, anchor.to(now))
             behavior = torch.where(columns["recorded"], behavior, old)
-        cu_seqlens = on_device(out.cu_seqlens.numpy(), now.device)
-        return {
-            **{name: columns[name] for name in ("reference", "advantages", "mask") if name in columns},
-            "logprobs": out.logprobs,
-            "entropy": out.entropy,
-            "old": old,
-            "behavior": behavior,
-            "cu_seqlens": cu_seqlens,
-        }
+        return LossInputs(
+            logprobs=out.logprobs,
+            entropy=out.entropy,
+            old=old,
+            behavior=behavior,
+            reference=columns.get("reference"),
+            advantages=columns.get("advantages"),
+            mask=columns["mask"],
+            cu_seqlens=on_device(out.cu_seqlens.numpy(), now.device),
+        )
 
     def loss(self, out: FlatOutputs, columns: dict[str, Tensor]) -> Tensor:
-        inputs = self._inputs(out, columns)
-        now = inputs["logprobs"].detach()
+        inputs = self._loss_inputs(out, columns)
+        assert inputs.old is not None and inputs.behavior is not None and inputs.entropy is not None
+        now = inputs.logprobs.detach()
         costs, stats = self.algorithm.costs(inputs)
         if "gradient" in columns:  # of the objective on the whole step; its value was counted there
-            losses = costs * columns["weights"] + columns["gradient"] * (inputs["logprobs"] - now)
+            losses = costs * columns["weights"] + columns["gradient"] * (inputs.logprobs - now)
         else:
             losses, more = self.algorithm.losses(inputs)
             losses, stats = (losses + costs) * columns["weights"], {**stats, **more}
-        stats["entropy"] = inputs["entropy"].detach()
-        stats["approx_kl"] = k3(inputs["old"], now)
-        self._sums.add(stats, columns["mask"])
+        stats["entropy"] = inputs.entropy.detach()
+        stats["approx_kl"] = k3(inputs.old, now)
+        self._sums.add(stats, inputs.mask)
         if "current" in columns:
-            behavior, current = inputs["behavior"], columns["current"]
-            self._sums.add({"mismatch_kl": k3(behavior, now)}, current)
-            difference = (now - behavior).abs().masked_fill(~current, -torch.inf)
+            current = columns["current"]
+            self._sums.add({"mismatch_kl": k3(inputs.behavior, now)}, current)
+            difference = (now - inputs.behavior).abs().masked_fill(~current, -torch.inf)
             self._peak = torch.maximum(self._peak, difference.max().to(self._peak))
         return losses.sum()
 
@@ -308,10 +311,10 @@ class PolicyModule(TreeModule):
         part = batch.select(indices)
         scored = self.forward_columns(batch, {"policy": ("logprobs",)}, indices)["policy"]["logprobs"]
         logprobs = scored[batch.flat_index(indices)].requires_grad_()
-        inputs = self._inputs(FlatOutputs(part.cu_seqlens, logprobs=logprobs), self._token_columns(part))
+        inputs = self._loss_inputs(FlatOutputs(part.cu_seqlens, logprobs=logprobs), self._token_columns(part))
         if set(STEP_INPUTS) & self.algorithm.objective.needs:
             rewards = with_rewards(part, part.columns["token_rewards"]).rewards
-            inputs |= {"groups": part.group_ids, "episodes": part.episode_ids, "rewards": rewards}
+            inputs = replace(inputs, groups=part.group_ids, episodes=part.episode_ids, rewards=rewards)
         at = batch.flat_index(indices)
         with torch.enable_grad():
             losses, stats = self.algorithm.losses(inputs)

@@ -188,7 +188,7 @@ def take_up(offered: RolloutBatch, held: RolloutBatch | None, state: State | Non
             " the end of a batch"
         )
     for name, column in state["columns"].items():
-        offered.add_column(name, column)
+        offered.add_column("proximal" if name == "start" else name, column)  # as it was called in early checkpoints
     return offered
 
 

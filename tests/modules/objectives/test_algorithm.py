@@ -11,7 +11,7 @@ from torch import Tensor
 
 from app.batch import BatchError, RolloutBatch
 from modules import Regulariser
-from modules.algorithm import Algorithm, with_rewards
+from modules.algorithm import Algorithm, LossInputs, with_rewards
 from modules.episodes import episodes
 from tests.helpers.tiny_policy import make_batch, naive_grpo
 from tests.modules.objectives.naive_objectives import random_case
@@ -40,6 +40,10 @@ def asks_for_more(logprobs: Tensor, gradient_of_the_moon: Tensor) -> Tensor:
 HERE = "tests.modules.objectives.test_algorithm"
 
 
+def loss_inputs(inputs: dict[str, Tensor]) -> LossInputs:
+    return LossInputs(**{name: value for name, value in inputs.items() if name != "turns"})  # for costs in the reward
+
+
 def test_a_function_of_ones_own_by_import_path() -> None:
     algorithm = Algorithm(
         advantage=f"{HERE}.own_advantage",
@@ -51,7 +55,7 @@ def test_a_function_of_ones_own_by_import_path() -> None:
     assert algorithm.metrics == ("half",) and algorithm.penalties == ("penalty/own_cost",)
     batch = make_batch()
     inputs = random_case(0).inputs()
-    losses, stats = algorithm.losses(inputs)
+    losses, stats = algorithm.losses(loss_inputs(inputs))
     torch.testing.assert_close(losses, -3 * inputs["advantages"] * inputs["logprobs"])
     torch.testing.assert_close(stats["half"], inputs["advantages"] / 2)
     credit = algorithm.credit(batch, torch.zeros(batch.num_tokens))
@@ -63,10 +67,10 @@ def test_a_correction_weighs_the_objective_and_costs_stand_beside_it() -> None:
     kl = [Regulariser("kl", 0.5, options={"estimator": "k2"}), Regulariser("entropy", 0.1)]
     plain, both = Algorithm(), Algorithm(regularisers=kl, correction="truncated", correction_options={"cap": 1.1})
     weights = (inputs["old"] - inputs["behavior"]).exp().clamp(max=1.1)
-    losses, stats = both.losses(inputs)
-    torch.testing.assert_close(losses, plain.losses(inputs)[0] * weights)
+    losses, stats = both.losses(loss_inputs(inputs))
+    torch.testing.assert_close(losses, plain.losses(loss_inputs(inputs))[0] * weights)
     torch.testing.assert_close(stats["correction_square"], weights**2)
-    costs, names = both.costs(inputs)
+    costs, names = both.costs(loss_inputs(inputs))
     torch.testing.assert_close(costs, 0.25 * (inputs["logprobs"] - inputs["reference"]) ** 2 - 0.1 * inputs["entropy"])
     assert set(names) == {"kl", "entropy"}
     assert both.metrics == ("clip_fraction", "correction_weight", "correction_square", "correction_cut", "kl")
@@ -76,7 +80,7 @@ def test_a_correction_weighs_the_objective_and_costs_stand_beside_it() -> None:
 def test_a_correction_has_no_gradient() -> None:
     inputs = random_case(0).inputs()
     inputs["old"].requires_grad_()
-    losses, _ = Algorithm(objective="reinforce", correction="masked").losses(inputs)
+    losses, _ = Algorithm(objective="reinforce", correction="masked").losses(loss_inputs(inputs))
     assert not losses.requires_grad
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from modules import Regulariser
-from modules.algorithm import Algorithm
+from modules.algorithm import Algorithm, LossInputs
 from modules.objectives import token_weights
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -74,7 +74,8 @@ def ours(options: dict[str, Any], aggregation: str | None) -> tuple[Tensor, Tens
     logprobs = inputs["logprobs"] = inputs["logprobs"].clone().requires_grad_()
     inputs["advantages"] = given["advantages"].repeat_interleave(LENGTH)
     inputs["cu_seqlens"] = torch.arange(0, ROWS * LENGTH + 1, LENGTH)
-    losses = algorithm.losses(inputs)[0] + algorithm.costs(inputs)[0]
+    given_to_all = LossInputs(**inputs)
+    losses = algorithm.losses(given_to_all)[0] + algorithm.costs(given_to_all)[0]
     mode: Any = aggregation or algorithm.traits.aggregation
     weights = token_weights(given["mask"].sum(1), mode, float(LIMIT)).float().repeat_interleave(LENGTH)
     loss = (losses * weights * inputs["mask"]).sum()
