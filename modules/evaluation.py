@@ -1,4 +1,4 @@
-"""What is measured on held-out prompts, set by set.
+"""What is measured on held-out prompts, set by set, and when.
 
 Promises: right across ranks, whoever holds the episodes (every rank sees the handles of all sets, in one order); a
 number over nothing is left out, never reported as 0; a prompt some of whose episodes failed counts where enough are
@@ -28,17 +28,71 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from math import comb
-from typing import cast
+from typing import Any, cast
 
+import lightning as L
 import torch
 from torch import Tensor, nn
 
-from app.batch import FINAL_ANSWER, EvalHandle, RolloutBatch
+from app.batch import FINAL_ANSWER, EvalHandle, RolloutBatch, StepHandle
 from modules.episodes import episodes
-from modules.metrics import NamedMetrics
+from modules.metrics import NamedMetrics, episode_reward, log_alone
 from modules.regularisers import k3
 
 _COMPARED = 16  # sequences of a set of held-out prompts: one forward pass, whatever the size of the set
+
+
+class EvaluatedModule(L.LightningModule):
+    """The part of a module that is evaluated, and rolls out without training.
+
+    Attributes:
+        eval_metrics: reset before an evaluation, computed after it; logged as `val/<name>` and `test/<name>`.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.eval_metrics: Any = NamedMetrics()
+        self._evaluated: set[str] = set()
+
+    def begin_evaluation(self) -> None:
+        """Before the first batch of a validation or a test."""
+        self.eval_metrics.reset()
+
+    def evaluate(self, handle: EvalHandle) -> None:
+        """One validation or test batch, on every rank: adds to `eval_metrics`."""
+        raise NotImplementedError
+
+    def on_validation_epoch_start(self) -> None:
+        self.begin_evaluation()
+
+    def on_test_epoch_start(self) -> None:
+        self.begin_evaluation()
+
+    def validation_step(self, handle: EvalHandle, batch_idx: int, dataloader_idx: int = 0) -> None:
+        self.evaluate(handle)
+
+    def test_step(self, handle: EvalHandle, batch_idx: int, dataloader_idx: int = 0) -> None:
+        self.evaluate(handle)
+
+    def on_validation_epoch_end(self) -> None:
+        self._log_evaluation("val", "on_validation_epoch_end")
+
+    def on_test_epoch_end(self) -> None:
+        self._log_evaluation("test", "on_test_epoch_end")
+
+    def _log_evaluation(self, stage: str, hook: str) -> None:
+        values = {f"{stage}/{name}": value.float() for name, value in self.eval_metrics.compute().items()}
+        # Equal on all ranks already.
+        self._evaluated = log_alone(self, hook, values, self._evaluated, values, sync_dist=True)
+
+    def predict_step(self, handle: StepHandle, batch_idx: int, dataloader_idx: int = 0) -> dict[str, float]:
+        """What the batch holds, in numbers: prompts, episodes, tokens, reward. Empty on ranks without it."""
+        batch = handle.batch
+        if batch is None:
+            return {}
+        total, number = episode_reward(batch)
+        prompts = len(set(batch.group_ids.tolist()))
+        return {"prompts": prompts, "episodes": number, "tokens": batch.num_tokens, "reward": total / number}
 
 
 class EvaluationMetrics(nn.Module):

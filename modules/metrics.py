@@ -6,9 +6,10 @@ there are two reductions.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from typing import Any, cast
 
+import lightning as L
 import torch
 from torch import Tensor
 from torchmetrics import Metric
@@ -105,6 +106,28 @@ def forget(trainer: Any, hook: str, names: Iterable[str]) -> None:
         trainer._results.pop(f"{hook}.{name}", None)
         for shown in (trainer.callback_metrics, trainer.logged_metrics, trainer.progress_bar_metrics):
             shown.pop(name, None)
+
+
+def log_alone(
+    module: L.LightningModule,
+    hook: str,
+    values: Mapping[str, Tensor],
+    before: set[str],
+    shown: Container[str],
+    **options: Any,
+) -> set[str]:
+    """Logs `values` in `hook` of `module`, and forgets what was logged there `before` and is not among them.
+
+    Args:
+        shown: names for the progress bar. options: of `LightningModule.log`.
+
+    Returns:
+        The names.
+    """
+    forget(module.trainer, hook, before - values.keys())
+    for name, value in values.items():
+        module.log(name, value, prog_bar=name in shown, **options)
+    return set(values)
 
 
 def episode_reward(batch: RolloutBatch | None) -> tuple[float, int]:

@@ -36,7 +36,7 @@ from modules.refusals import (
 )
 from modules.regularisers import k3
 from modules.step import TreeStep
-from modules.tree_module import TOKEN_COUNTS, TreeModule
+from modules.tree_module import TOKEN_COUNTS, TreeModule, objects_among
 
 _COLUMNS = ("proximal", "reference", "advantages")  # of a batch that losses read
 _LOGPROBS = {"policy": "proximal", "reference": "reference"}  # log-probabilities by engine, as columns of the batch
@@ -118,7 +118,7 @@ class PolicyModule(TreeModule):
     ) -> None:
         super().__init__(model, **tree_options)
         self.save_hyperparameters()
-        self.save_hyperparameters(ignore=self.object_hparams())
+        self.save_hyperparameters(ignore=objects_among(self.hparams))
         self.algorithm = Algorithm(
             advantage=advantage,
             default_advantage=self.default_advantage,
@@ -181,7 +181,7 @@ class PolicyModule(TreeModule):
     def prepare(self, batch: RolloutBatch) -> None:
         batch.columns.pop("proximal", None)  # of another version, where a datamodule yields a batch again
         passes = self.passes(batch)
-        for engine, outputs in (self.forward_columns(batch, passes) if passes else {}).items():
+        for engine, outputs in (self.ranks.outputs(batch, passes) if passes else {}).items():
             for name, column in outputs.items():
                 batch.add_column(_LOGPROBS[engine] if name == "logprobs" else name, column)
         self._credit(batch)
@@ -309,7 +309,7 @@ class PolicyModule(TreeModule):
         """Rank 0: the gradient of the step's objective by the log-probability of each token, float32 [T] of the whole
         batch. The ranks run their shares forward; the arithmetic on all of it is done here."""
         part = batch.select(indices)
-        scored = self.forward_columns(batch, {"policy": ("logprobs",)}, indices)["policy"]["logprobs"]
+        scored = self.ranks.outputs(batch, {"policy": ("logprobs",)}, indices)["policy"]["logprobs"]
         logprobs = scored[batch.flat_index(indices)].requires_grad_()
         inputs = self._loss_inputs(FlatOutputs(part.cu_seqlens, logprobs=logprobs), self._token_columns(part))
         if set(STEP_INPUTS) & self.algorithm.objective.needs:
@@ -359,12 +359,8 @@ class PolicyModule(TreeModule):
             assert self.policy is not None
             self.reference.follow(self.policy, self.policy_version)
 
-    def on_validation_epoch_start(self) -> None:
-        super().on_validation_epoch_start()
-        self._compared.clear()
-
-    def on_test_epoch_start(self) -> None:
-        super().on_test_epoch_start()
+    def begin_evaluation(self) -> None:
+        super().begin_evaluation()
         self._compared.clear()
 
     def evaluate(self, handle: EvalHandle) -> None:
@@ -378,10 +374,10 @@ class PolicyModule(TreeModule):
         """The sampler's log-probabilities with the policy's, on a sample of held-out episodes."""
         version, found = self.policy_version, list[tuple[float, int, float]]()
 
-        def work() -> None:
+        def work(handle: EvalHandle) -> None:
             part = comparable(handle.batch, version) if handle.batch is not None else None
             if part is not None:
-                logprobs = self.forward_columns(part, {"policy": ("logprobs",)})["policy"]["logprobs"]
+                logprobs = self.ranks.outputs(part, {"policy": ("logprobs",)})["policy"]["logprobs"]
                 found.append(compare(part, logprobs, version))
 
         with torch.inference_mode(False), torch.no_grad():  # what engines keep must serve training too

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -26,6 +26,7 @@ from app.tree import PrefixTree, SelfCheckError, TreeEngine, partition
 
 Passes = Mapping[str, Sequence[str]]
 """Forward passes: the outputs that are wanted, by the name of the engine, as `{"policy": ["logprobs", "values"]}`."""
+H = TypeVar("H", StepHandle, EvalHandle)
 EngineFor = Callable[[str], AbstractContextManager[TreeEngine]]
 
 
@@ -58,10 +59,10 @@ class RankWork:
         self.exchange = exchange
         self._share, self._engine_for = share, engine_for
 
-    def lead(self, handle: StepHandle | EvalHandle, work: Callable[[], Step | None]) -> RolloutBatch | None:
-        """Collective: this rank's sequences of the step that `work` returns, with their columns and no others. Rank 0
-        does `work`, which may call `outputs`; the others run the passes it asks for until it is done, and hear of its
-        errors.
+    def lead(self, handle: H, work: Callable[[H], Step | None]) -> RolloutBatch | None:
+        """Collective: this rank's sequences of the step that `work(handle)` returns, with their columns and no others.
+        Rank 0 does `work`, which may call `outputs`; the others run the passes it asks for until it is done, and hear
+        of its errors.
 
         Raises:
             BatchError: another rank than 0 holds the batch of `handle`.
@@ -70,12 +71,12 @@ class RankWork:
         if rank != 0 and handle.batch is not None:
             raise BatchError(f"{handle} on rank {rank}: only rank 0 owns the stream of batches")
         if self.exchange.size == 1:
-            step = work()
+            step = work(handle)
             return None if step is None else _pick(step.batch, step.indices, step.columns)
         led: list[tuple[Step, list[list[int]]]] = []
 
         def cut() -> Said:
-            step = work()
+            step = work(handle)
             if step is None:
                 return None, None, {}
             shares = self.shares(step.batch, step.indices, step.tree if self._share == "tree" else None)

@@ -15,7 +15,7 @@ from app.tree import FlatOutputs
 from modules.metrics import NamedMetrics
 from modules.models import ModelSource
 from modules.step import check_batch
-from modules.tree_module import TreeModule
+from modules.tree_module import TreeModule, objects_among
 
 
 class SFTModule(TreeModule):
@@ -31,7 +31,7 @@ class SFTModule(TreeModule):
     def __init__(self, model: ModelSource, **tree_options: Any) -> None:
         super().__init__(model, **tree_options)
         self.save_hyperparameters()
-        self.save_hyperparameters(ignore=self.object_hparams())
+        self.save_hyperparameters(ignore=objects_among(self.hparams))
         self.eval_metrics = NamedMetrics(means=("loss",))
 
     def loss(self, out: FlatOutputs, columns: dict[str, Tensor]) -> Tensor:
@@ -39,11 +39,11 @@ class SFTModule(TreeModule):
         return -(out.logprobs * columns["weights"]).sum()
 
     def evaluate(self, handle: EvalHandle) -> None:
-        self.ranks.lead(handle, lambda: self._score(handle))
+        self.ranks.lead(handle, self._score)
 
     def _score(self, handle: EvalHandle) -> None:
         """Rank 0."""
         assert self.policy is not None, "configure_model builds the policy"
         batch = check_batch(handle, self.policy.config, self.policy_version)
-        logprobs = self.forward_columns(batch, {"policy": ["logprobs"]})["policy"]["logprobs"]
+        logprobs = self.ranks.outputs(batch, {"policy": ["logprobs"]})["policy"]["logprobs"]
         self.eval_metrics.update({"loss": (-torch.sum(logprobs, dtype=torch.float64), batch.loss_mask.sum())})

@@ -4,9 +4,25 @@ Promises: Lightning's automatic optimization works as usual, the forward and bac
 `backward`; rank 0, which owns the batch, checks and prepares it once, at index 0, and cuts every optimizer step
 into the shares of the ranks (`ranks.py`), whose losses are divided by counts of the whole step; `policy_version`
 rises once a batch, after its last optimizer step; a step without sequences moves nothing. A checkpoint may be written
-after any step: it holds the version, how far the batch under way is and what was prepared of it (`step.py`). A
-subclass says what is prepared (`prepare`), which sequences a step takes (`step_sequences`), what of the whole batch
-their loss needs (`step_columns`), and what the loss of a group of sequences is (`loss`).
+after any step: it holds the version, how far the batch under way is and what was prepared of it (`step.py`).
+
+One optimizer step, in call order; what a subclass says is marked *:
+
+    hook                       ranks   does                                       may touch
+    on_train_batch_start       all     starts the clock
+    training_step              all     returns a placeholder for a loss           `train_metrics`
+      _cut_step                0       index 0: check_batch, prepare*; later:     columns of the batch; runs passes on
+                                       take_up; step_sequences*, step_columns*    all ranks by `ranks.outputs`
+      begin_step*              all     adds to this rank's columns                `step.columns`
+    backward                   all
+      ranks.verify_together    all     first step: tree against dense execution   the engine: it may fall back
+      tree_pass*               all     loss* of each group of sequences           gradients
+      end_step*                all     counts                                     `train_metrics`
+    (the strategy)             all     sums gradients over ranks
+    on_before_optimizer_step   all     their norm; none where no rank has work    gradients
+    (clipping, the optimizer)  all     moves parameters
+    optimizer_step, its end    all     counts the step, or the batch; end_batch*  `steps_done`, `policy_version`
+    on_train_batch_end         all     derive*, logs                              metrics
 
 Works under a plain Trainer on one process, where a gradient that is not finite ends the run (`DTAStrategy` skips its
 step); on several it needs `DTAStrategy`, which sums gradients.
@@ -21,7 +37,6 @@ from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal
 
-import lightning as L
 import torch
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 from lightning.pytorch.trainer.states import TrainerFn
@@ -30,13 +45,14 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 from transformers import PreTrainedModel
 
-from app.batch import BatchError, EvalHandle, RolloutBatch, StepHandle
+from app.batch import BatchError, RolloutBatch, StepHandle
 from app.exchange import ranks_of
 from app.tree import FlatOutputs, PrefixTree, TreeEngine
-from modules.metrics import NamedMetrics, episode_reward, forget
+from modules.evaluation import EvaluatedModule
+from modules.metrics import NamedMetrics, log_alone
 from modules.models import ModelSource, build_model
 from modules.objectives import Aggregation
-from modules.ranks import Passes, RankWork, Step, build_tree
+from modules.ranks import RankWork, Step, build_tree
 from modules.refusals import refuse_optimizer, refuse_options, refuse_trainer
 from modules.step import State, TreeStep, check_batch, check_plan, state_of, take_up, token_loss_weights
 
@@ -45,7 +61,6 @@ _log = logging.getLogger(__name__)
 TreeTrainingMode = Literal["disabled", "sparse", "dta"]
 TokenBudget = int | Literal["auto"]
 SelfCheck = Literal["error", "fallback", "skip"]
-_EVALUATIONS = {"val": "validation", "test": "test"}
 TOKEN_COUNTS = ("tokens/dense", "tokens/leaf", "tokens/tree")
 
 
@@ -53,7 +68,7 @@ def adamw(params: Any) -> Optimizer:
     return torch.optim.AdamW(params, lr=1e-5, weight_decay=0.0)
 
 
-class TreeModule(L.LightningModule):
+class TreeModule(EvaluatedModule):
     """A causal language model trained over prefix trees.
 
     Args:
@@ -125,7 +140,6 @@ class TreeModule(L.LightningModule):
         self.last_tree: PrefixTree | None = None
         self.batch: RolloutBatch | None = None
         self.train_metrics = NamedMetrics(sums=("loss", *TOKEN_COUNTS))
-        self.eval_metrics: Any = NamedMetrics()
         self._restored: State | None = None  # of the batch under way, until it is offered again
         self._handle: StepHandle | None = None
         self._step: TreeStep | None = None
@@ -134,12 +148,11 @@ class TreeModule(L.LightningModule):
         self._step_start = 0.0
         self._grad_norm: float | None = None
         self._logged: set[str] = set()
-        self._evaluated: set[str] = set()
 
     # What subclasses define
 
     def prepare(self, batch: RolloutBatch) -> None:
-        """Rank 0, index 0: forward passes (`forward_columns`) and advantages of a checked batch, as its columns."""
+        """Rank 0, index 0: forward passes (`ranks.outputs`) and advantages of a checked batch, as its columns."""
 
     def step_sequences(self, batch: RolloutBatch, index: int) -> list[int]:
         """Rank 0: the sequences of optimizer step `index`, over all ranks."""
@@ -171,10 +184,6 @@ class TreeModule(L.LightningModule):
     def derive(self, values: dict[str, Any]) -> dict[str, Any]:
         """The metrics of a step from what `train_metrics` computed."""
         return values
-
-    def evaluate(self, handle: EvalHandle) -> None:
-        """One validation or test batch: adds to `eval_metrics`, which are logged as `val/<name>` and `test/<name>`."""
-        raise NotImplementedError
 
     def aggregation(self) -> tuple[Aggregation, float | None]:
         """How token losses are weighted: see `token_weights`."""
@@ -224,21 +233,8 @@ class TreeModule(L.LightningModule):
             if isinstance(metrics, NamedMetrics):
                 metrics.dist_sync_fn = exchange.gather
 
-    def object_hparams(self) -> list[str]:
-        """Names of the hyper-parameters saved so far that are objects (callables, sources): a checkpoint could not load
-        them safely. From the command line hyper-parameters are the YAML itself, and there are none."""
-        return [name for name, value in self.hparams.items() if not _is_plain(value)]
-
-    def forward_columns(
-        self, batch: RolloutBatch, passes: Passes, indices: list[int] | None = None
-    ) -> dict[str, dict[str, Tensor]]:
-        """Rank 0, while it leads: outputs of the trained tokens of a batch (of its sequences `indices` alone), float32
-        [T] on the CPU, by engine (see `engine_for`) and name. One exchange with the other ranks, however many engines
-        there are."""
-        return self.ranks.outputs(batch, passes, indices)
-
     def engine_for(self, name: str) -> AbstractContextManager[TreeEngine]:
-        """What runs the forward passes that `forward_columns` calls `name`."""
+        """What runs the forward passes that `ranks.outputs` is asked for under `name`."""
         return nullcontext(self.engine)
 
     # One step
@@ -262,7 +258,7 @@ class TreeModule(L.LightningModule):
             _log.warning("the datamodule begins a new batch; of the last one only %d steps were done", self.steps_done)
             self.steps_done = 0
         self.train_metrics.reset()
-        part = self.ranks.lead(handle, lambda: self._cut_step(handle))
+        part = self.ranks.lead(handle, self._cut_step)
         self._step = TreeStep.build(part, self.share_mode, self.last_tree)
         self._idle = self.steps_per_batch > 1 and not bool(
             self.ranks.exchange.sum(torch.tensor(part is not None).long())
@@ -340,7 +336,8 @@ class TreeModule(L.LightningModule):
         if self._grad_norm is not None:
             values["grad_norm"] = self._grad_norm
         values["tokens/s"] = values["tokens/dense"] / (time.perf_counter() - self._step_start)
-        self._log_step({name: torch.as_tensor(value, dtype=torch.float32) for name, value in values.items()})
+        tensors = {name: torch.as_tensor(value, dtype=torch.float32) for name, value in values.items()}
+        self._logged = log_alone(self, "on_train_batch_end", tensors, self._logged, ("reward",), batch_size=1)
         self._step = None
         if batch.index == batch.count - 1:
             self.batch = None
@@ -354,51 +351,6 @@ class TreeModule(L.LightningModule):
             self._stop_asked, self.trainer.should_stop = True, False
         elif self._stop_asked and not self.steps_done:
             self._stop_asked, self.trainer.should_stop = False, True
-
-    def _log_step(self, values: dict[str, Tensor]) -> None:
-        forget(self.trainer, "on_train_batch_end", self._logged - values.keys())
-        self._logged = set(values)
-        for name, value in values.items():
-            self.log(name, value, batch_size=1, prog_bar=name == "reward")
-
-    # Validation and test
-
-    def on_validation_epoch_start(self) -> None:
-        self.eval_metrics.reset()
-
-    def validation_step(self, handle: EvalHandle, batch_idx: int, dataloader_idx: int = 0) -> None:
-        self.evaluate(handle)
-
-    def on_validation_epoch_end(self) -> None:
-        self._log_evaluation("val")
-
-    def on_test_epoch_start(self) -> None:
-        self.eval_metrics.reset()
-
-    def test_step(self, handle: EvalHandle, batch_idx: int, dataloader_idx: int = 0) -> None:
-        self.evaluate(handle)
-
-    def on_test_epoch_end(self) -> None:
-        self._log_evaluation("test")
-
-    def _log_evaluation(self, stage: str) -> None:
-        values = {f"{stage}/{name}": value.float() for name, value in self.eval_metrics.compute().items()}
-        forget(self.trainer, f"on_{_EVALUATIONS[stage]}_epoch_end", self._evaluated - values.keys())
-        self._evaluated = set(values)
-        for name, value in values.items():
-            self.log(name, value, prog_bar=True, sync_dist=True)  # equal on all ranks already
-
-    # Rolling out without training
-
-    def predict_step(self, handle: StepHandle, batch_idx: int, dataloader_idx: int = 0) -> dict[str, float]:
-        """What the batch holds, in numbers: prompts, episodes, tokens, reward. Empty on ranks without it."""
-        batch = handle.batch
-        if batch is None:
-            return {}
-        total, episodes = episode_reward(batch)
-        prompts = len(set(batch.group_ids.tolist()))
-        counts = {"prompts": prompts, "episodes": int(episodes), "tokens": batch.num_tokens}
-        return {**counts, "reward": float(total) / int(episodes)}
 
     # Checkpoints
 
@@ -419,6 +371,12 @@ class TreeModule(L.LightningModule):
                 check_plan(state, self.step_plan())
             state = state if self.trainer.is_global_zero else None
         self.batch, self._restored = None, state
+
+
+def objects_among(hparams: Mapping[str, Any]) -> list[str]:
+    """Names of the hyper-parameters that a checkpoint could not load safely: objects (callables, sources). From the
+    command line hyper-parameters are the YAML itself, and there are none."""
+    return [name for name, value in hparams.items() if not _is_plain(value)]
 
 
 def _is_plain(value: Any) -> bool:

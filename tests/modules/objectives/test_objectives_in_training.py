@@ -14,6 +14,7 @@ from modules import PolicyModule, Regulariser
 from modules.advantages import ADVANTAGES
 from modules.algorithm import with_rewards
 from modules.objectives import OBJECTIVES
+from modules.ranks import RankWork
 from tests.helpers.tiny_policy import fit, make_batch, naive_model, parameters, sgd, source
 from tests.modules.dense_loop import Dense
 
@@ -158,8 +159,8 @@ def test_all_objectives_are_trained_here() -> None:
 
 def test_with_one_step_a_batch_the_proximal_policy_costs_no_pass(monkeypatch: pytest.MonkeyPatch) -> None:
     passes = []
-    run = PolicyModule.forward_columns
-    monkeypatch.setattr(PolicyModule, "forward_columns", lambda *a, **k: passes.append(1) or run(*a, **k))
+    run = RankWork.outputs
+    monkeypatch.setattr(RankWork, "outputs", lambda *a, **k: passes.append(1) or run(*a, **k))
     for options, count in (({}, 0), ({"epochs": 2}, 1), ({"epochs": 2, "proximal": "interpolated"}, 0)):
         passes.clear()
         fit(PolicyModule(source(), optimizer=sgd, objective="decoupled_ppo", **options), [make_batch()])  # type: ignore[arg-type]
