@@ -149,6 +149,14 @@ class Trajectory:
         return self.prompt_id or f"episode {self.episode_id}"
 
 
+def ranges(bounds: Tensor, chosen: Sequence[int] | Tensor) -> Tensor:
+    """int64: the ranges [bounds[i], bounds[i + 1]) of `chosen`, one after another. `bounds`: int64 [N + 1], rising."""
+    picked = torch.as_tensor(chosen, dtype=torch.int64)
+    starts, lengths = bounds[:-1][picked], bounds.diff()[picked]
+    ends = lengths.cumsum(0)
+    return torch.arange(int(lengths.sum())) + (starts - (ends - lengths)).repeat_interleave(lengths)
+
+
 class RolloutBatch:
     """Many trajectories as flat tensors; sequence i is `tokens[cu_seqlens[i]:cu_seqlens[i + 1]]`.
 
@@ -271,12 +279,7 @@ class RolloutBatch:
 
     def flat_index(self, indices: Sequence[int] | Tensor) -> Tensor:
         """int64 positions in the flat tensors of the sequences `indices`, in that order, without a loop over tokens."""
-        chosen = torch.as_tensor(indices, dtype=torch.int64)
-        lengths = self.lengths()[chosen]
-        starts = self.cu_seqlens[:-1][chosen]
-        ends = lengths.cumsum(0)
-        total = int(lengths.sum())
-        return torch.arange(total) + (starts - (ends - lengths)).repeat_interleave(lengths)
+        return ranges(self.cu_seqlens, indices)
 
     def select(self, indices: Sequence[int] | Tensor) -> RolloutBatch:
         """A new batch of the sequences `indices`, in that order (columns included)."""

@@ -169,8 +169,8 @@ class ActorCriticModule(PolicyModule):
 
     def passes(self, batch: RolloutBatch) -> dict[str, tuple[str, ...]]:
         assert self.critic is not None
-        found, engine = super().passes(batch), "policy" if self.critic.trunk is None else "critic"
-        return {**found, engine: (*found.get(engine, ()), "values")}
+        passes, engine = super().passes(batch), "policy" if self.critic.trunk is None else "critic"
+        return {**passes, engine: (*passes.get(engine, ()), "values")}
 
     def prepare(self, batch: RolloutBatch) -> None:
         super().prepare(batch)

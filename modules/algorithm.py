@@ -208,11 +208,11 @@ class Algorithm:
         assert self.advantage is not None, "asked for by the objective"
         if "token_rewards" not in self.advantage.needs and self.reward_costs:
             batch = with_rewards(batch, token_rewards)
-        found = self.advantage({"batch": batch, "values": values, "token_rewards": token_rewards})
-        if isinstance(found, Estimate):
-            parts = (_finite(found.advantages, batch.loss_mask), _finite(found.returns, found.value_mask, "returns"))
-            return Estimate(*parts, found.value_mask)
-        return _finite(found, batch.loss_mask)
+        credit = self.advantage({"batch": batch, "values": values, "token_rewards": token_rewards})
+        if isinstance(credit, Estimate):
+            parts = (_finite(credit.advantages, batch.loss_mask), _finite(credit.returns, credit.value_mask, "returns"))
+            return Estimate(*parts, credit.value_mask)
+        return _finite(credit, batch.loss_mask)
 
     # In an optimizer step, on some sequences
 
@@ -347,8 +347,8 @@ def _with_stats(result: Any, like: Tensor, choice: Choice) -> tuple[Tensor, dict
 
 def _shaped(value: Any, like: Tensor, choice: Choice) -> Tensor:
     if not isinstance(value, Tensor) or value.shape != like.shape:
-        found = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
-        raise ValueError(f"{choice.name}: expected tensors of shape {tuple(like.shape)}, one a token, got {found}")
+        got = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+        raise ValueError(f"{choice.name}: expected tensors of shape {tuple(like.shape)}, one a token, got {got}")
     return value
 
 

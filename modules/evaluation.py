@@ -109,10 +109,10 @@ class EvaluationMetrics(nn.Module):
         names += [f"pass@{k}" for k in handle.ks]
         if handle.ks and handle.samples > 1:
             names += [f"mean@{handle.samples}", f"maj@{handle.samples}"]
-        found = {} if handle.batch is None else _measure(handle, handle.batch)
+        totals = {} if handle.batch is None else _measure(handle, handle.batch)
         if names:
-            self._of(handle.prefix, names).update({name: found[name] for name in names if name in found})
-        self._all()[0].update({"accuracy": found.get("accuracy", (0.0, 0))})
+            self._of(handle.prefix, names).update({name: totals[name] for name in names if name in totals})
+        self._all()[0].update({"accuracy": totals.get("accuracy", (0.0, 0))})
 
     def compared(self, divergence: float, tokens: int, largest: float) -> None:
         """Adds what `compare` found on some episodes; on the rank that has them."""
@@ -162,9 +162,9 @@ def majority(answers: Sequence[str], solved: Sequence[bool]) -> float:
 def _measure(handle: EvalHandle, batch: RolloutBatch) -> dict[str, tuple[float, int]]:
     """name -> (total, weight)."""
     rewards, groups, of_sequence = episodes(batch)
-    found = {"accuracy": (float(rewards.sum()), len(rewards))}
+    totals = {"accuracy": (float(rewards.sum()), len(rewards))}
     if not handle.ks:
-        return found
+        return totals
     answers = [""] * len(rewards)
     for sequence, episode in enumerate(of_sequence.tolist()):
         answers[episode] = batch.metadata[sequence].get(FINAL_ANSWER, "")
@@ -172,12 +172,12 @@ def _measure(handle: EvalHandle, batch: RolloutBatch) -> dict[str, tuple[float, 
     solved = (rewards >= handle.solved_at - 1e-6).tolist()  # rewards are float32: 0.1 + 0.9 may fall short of 1.0
     for k in handle.ks:
         chances = [pass_at_k(len(own), sum(solved[e] for e in own), k) for own in prompts if len(own) >= k]
-        found[f"pass@{k}"] = (sum(chances), len(chances))
+        totals[f"pass@{k}"] = (sum(chances), len(chances))
     means = [float(rewards[own].mean()) for own in prompts]
     votes = [majority([answers[e] for e in own], [solved[e] for e in own]) for own in prompts]
-    found[f"mean@{handle.samples}"] = (sum(means), len(means))
-    found[f"maj@{handle.samples}"] = (sum(votes), len(votes))
-    return found
+    totals[f"mean@{handle.samples}"] = (sum(means), len(means))
+    totals[f"maj@{handle.samples}"] = (sum(votes), len(votes))
+    return totals
 
 
 def comparable(batch: RolloutBatch, version: int, most: int = _COMPARED) -> RolloutBatch | None:

@@ -68,10 +68,10 @@ class NamedMetrics(Metric):
     def compute(self) -> dict[str, Tensor]:
         """name -> scalar float64, over all ranks; names without data are left out."""
         pairs = self.sums_state[: 2 * len(self.means)].view(-1, 2)
-        found = {name: pair[0] / pair[1] for name, pair in zip(self.means, pairs, strict=True) if pair[1] > 0}
-        found.update(zip(self.sums, self.sums_state[2 * len(self.means) :], strict=True))
-        found.update({n: v for n, v in zip(self.maxima, self.maxima_state, strict=True) if v > -torch.inf})
-        return found
+        values = {name: pair[0] / pair[1] for name, pair in zip(self.means, pairs, strict=True) if pair[1] > 0}
+        values.update(zip(self.sums, self.sums_state[2 * len(self.means) :], strict=True))
+        values.update({n: v for n, v in zip(self.maxima, self.maxima_state, strict=True) if v > -torch.inf})
+        return values
 
 
 class TokenSums:

@@ -192,12 +192,12 @@ class PolicyModule(TreeModule):
         unrecorded = bool((batch.loss_mask & (batch.versions < 0)).any())
         anchored = self._has_old and (self.algorithm.proximal == "recomputed" or unrecorded)
         in_reward = unrecorded and any("logprobs" in choice.needs for _, choice in self.algorithm.reward_costs)
-        found: dict[str, tuple[str, ...]] = {}
+        passes: dict[str, tuple[str, ...]] = {}
         if (anchored and self.steps_per_batch > 1) or in_reward:
-            found["policy"] = ("logprobs",)
+            passes["policy"] = ("logprobs",)
         if self.reference is not None:
-            found["reference"] = ("logprobs",)
-        return found
+            passes["reference"] = ("logprobs",)
+        return passes
 
     def _credit(self, batch: RolloutBatch) -> None:
         """Rewards to advantages."""
@@ -211,11 +211,11 @@ class PolicyModule(TreeModule):
         batch.add_column("token_rewards", token_rewards)
         if self.algorithm.advantage is None:
             return
-        found = self.algorithm.credit(batch, token_rewards, columns.get("values"))
-        batch.add_column("advantages", found.advantages if isinstance(found, Estimate) else found)
-        if isinstance(found, Estimate):
-            batch.add_column("returns", found.returns)
-            batch.add_column("value_mask", found.value_mask)
+        credit = self.algorithm.credit(batch, token_rewards, columns.get("values"))
+        batch.add_column("advantages", credit.advantages if isinstance(credit, Estimate) else credit)
+        if isinstance(credit, Estimate):
+            batch.add_column("returns", credit.returns)
+            batch.add_column("value_mask", credit.value_mask)
 
     def step_sequences(self, batch: RolloutBatch, index: int) -> list[int]:
         epoch, part = divmod(index, self.minibatches)
@@ -372,15 +372,15 @@ class PolicyModule(TreeModule):
 
     def _compare(self, handle: EvalHandle) -> None:
         """The sampler's log-probabilities with the policy's, on a sample of held-out episodes."""
-        version, found = self.policy_version, list[tuple[float, int, float]]()
+        version, differences = self.policy_version, list[tuple[float, int, float]]()
 
         def work(handle: EvalHandle) -> None:
             part = comparable(handle.batch, version) if handle.batch is not None else None
             if part is not None:
                 logprobs = self.ranks.outputs(part, {"policy": ("logprobs",)})["policy"]["logprobs"]
-                found.append(compare(part, logprobs, version))
+                differences.append(compare(part, logprobs, version))
 
         with torch.inference_mode(False), torch.no_grad():  # what engines keep must serve training too
             self.ranks.lead(handle, work)
-        for one in found:
+        for one in differences:
             self.eval_metrics.compared(*one)

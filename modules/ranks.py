@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from app.batch import BatchError, EvalHandle, RolloutBatch, StepHandle
+from app.batch import BatchError, EvalHandle, RolloutBatch, StepHandle, ranges
 from app.exchange import Parts, Ranks, Said
 from app.tree import PrefixTree, SelfCheckError, TreeEngine, partition
 
@@ -211,7 +211,7 @@ def trained_values(
     order = [sequence for share in shares for sequence in share]
     trained = torch.from_numpy(np.flatnonzero(batch.loss_mask.numpy()))
     edges = torch.searchsorted(trained, batch.cu_seqlens)
-    at = trained[_concatenated(edges, order)]
+    at = trained[ranges(edges, order)]
     values, bounds = {}, {}
     for name, column in columns.items():
         array = column.numpy()
@@ -226,21 +226,13 @@ def own_values(
     own: RolloutBatch, values: Mapping[str, Tensor], bounds: Mapping[str, list[int]], rank: int
 ) -> dict[str, Tensor]:
     """The inverse of `trained_values` for the sequences of `rank`: [T] of them."""
-    found = {}
+    columns = {}
     for name, column in values.items():
         piece = column[bounds[name][rank] : bounds[name][rank + 1]]
         if len(piece) < own.num_tokens:  # the first token of a sequence is never trained
             piece = torch.zeros(own.num_tokens, dtype=column.dtype).masked_scatter_(own.loss_mask, piece)
-        found[name] = piece
-    return found
-
-
-def _concatenated(bounds: Tensor, chosen: Sequence[int]) -> Tensor:
-    """int64: the ranges [bounds[i], bounds[i + 1]) of `chosen`, one after another."""
-    picked = torch.as_tensor(chosen, dtype=torch.int64)
-    starts, lengths = bounds[:-1][picked], bounds.diff()[picked]
-    ends = lengths.cumsum(0)
-    return torch.arange(int(lengths.sum())) + (starts - (ends - lengths)).repeat_interleave(lengths)
+        columns[name] = piece
+    return columns
 
 
 def _pick(batch: RolloutBatch, indices: list[int], columns: Mapping[str, Tensor]) -> RolloutBatch:

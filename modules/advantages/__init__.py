@@ -7,7 +7,7 @@
 `PolicyModule` asks for them once a batch (`_credit`). A function is called with what its parameters are named after,
 the rest of them being its options:
 
-- `batch`: the `RolloutBatch`, on every rank the whole one, so that nothing has to be reduced.
+- `batch`: the whole `RolloutBatch`, which rank 0 has, so that nothing has to be reduced.
 - `values`: float32 [T], the critic's value of the state each trained token was drawn in (needs `ActorCriticModule`).
 - `token_rewards`: float32 [T], costs that regularisers put into the reward, negative. Where a function does not ask for
   them they are added to the episodes' rewards.

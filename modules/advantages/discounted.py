@@ -26,9 +26,9 @@ def discounted(
     """
     if not 0 < gamma <= 1:
         raise ValueError(f"advantage_options.gamma: must be above 0 and at most 1, got {gamma}")
-    found = turns(batch, episodes(batch)[2])
-    fade = torch.tensor(gamma, dtype=torch.float64) ** (found.of - 1 - found.place)
+    turn = turns(batch, episodes(batch)[2])
+    fade = torch.tensor(gamma, dtype=torch.float64) ** (turn.of - 1 - turn.place)
     trained = batch.loss_mask
     advantages = torch.zeros(batch.num_tokens, dtype=torch.float32)
-    advantages[trained] = grpo(batch, mean, std, eps)[trained] * fade[found.of_token[trained]].float()
+    advantages[trained] = grpo(batch, mean, std, eps)[trained] * fade[turn.of_token[trained]].float()
     return advantages

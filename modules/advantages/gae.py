@@ -43,10 +43,10 @@ def gae(
         if given is not None and not 0 <= given <= 1:
             raise ValueError(f"advantage_options.{name}: must be between 0 and 1, got {given}")
     rewards, _, of_sequence = episodes(batch)
-    found = turns(batch, of_sequence)
+    turn = turns(batch, of_sequence)
     trained = batch.loss_mask.nonzero()[:, 0]
-    steps = trained[torch.argsort(found.of_token[trained], stable=True)]  # by episode, turn, position
-    episode = found.episode[found.of_token[steps]]
+    steps = trained[torch.argsort(turn.of_token[trained], stable=True)]  # by episode, turn, position
+    episode = turn.episode[turn.of_token[steps]]
     value, reward = values[steps].double(), token_rewards[steps].double()
     if len(steps):
         ends = torch.cat([episode[1:] != episode[:-1], torch.ones(1, dtype=torch.bool)])

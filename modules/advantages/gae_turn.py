@@ -40,18 +40,18 @@ def gae_turn(
         if not 0 <= value <= 1:
             raise ValueError(f"advantage_options.{name}: must be between 0 and 1, got {value}")
     rewards, _, of_sequence = episodes(batch)
-    found = turns(batch, of_sequence)
+    turn = turns(batch, of_sequence)
     trained = batch.loss_mask
-    reward = torch.zeros(len(found), dtype=torch.float64)
-    reward.index_add_(0, found.of_token[trained], token_rewards[trained].double())
-    reward += rewards[found.episode] * (found.place == found.of - 1)
-    value_k = values[found.first].double()
-    delta = reward + gamma * next_in_episode(value_k, found.episode) - value_k
-    estimate = discounted_sums(delta, found.episode, gamma * lam)
+    reward = torch.zeros(len(turn), dtype=torch.float64)
+    reward.index_add_(0, turn.of_token[trained], token_rewards[trained].double())
+    reward += rewards[turn.episode] * (turn.place == turn.of - 1)
+    value_k = values[turn.first].double()
+    delta = reward + gamma * next_in_episode(value_k, turn.episode) - value_k
+    estimate = discounted_sums(delta, turn.episode, gamma * lam)
     advantages, returns = torch.zeros(2, batch.num_tokens, dtype=torch.float32)
     value_mask = torch.zeros(batch.num_tokens, dtype=torch.bool)
-    returns[found.first] = (estimate + value_k).float()
-    value_mask[found.first] = True
+    returns[turn.first] = (estimate + value_k).float()
+    value_mask[turn.first] = True
     credit = (whitened(estimate, eps) if whiten else estimate).float()
-    advantages[trained] = credit[found.of_token[trained]]
+    advantages[trained] = credit[turn.of_token[trained]]
     return Estimate(advantages, returns, value_mask)

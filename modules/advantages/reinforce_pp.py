@@ -41,10 +41,10 @@ def reinforce_pp(
     rewards, groups, of_sequence = episodes(batch)
     if baseline == "group":
         rewards = rewards - mean_over(rewards, group_sizes(batch, groups, "reinforce_pp")[0], "group")
-    found = turns(batch, of_sequence)
+    turn = turns(batch, of_sequence)
     trained = batch.loss_mask.nonzero()[:, 0]
-    steps = trained[torch.argsort(found.of_token[trained], stable=True)]
-    episode = found.episode[found.of_token[steps]]
+    steps = trained[torch.argsort(turn.of_token[trained], stable=True)]
+    episode = turn.episode[turn.of_token[steps]]
     reward = token_rewards[steps].double()
     if len(steps):
         ends = torch.cat([episode[1:] != episode[:-1], torch.ones(1, dtype=torch.bool)])

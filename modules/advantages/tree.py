@@ -36,25 +36,25 @@ def tree(batch: RolloutBatch, std: Literal["none", "group"] = "none", eps: float
         raise ValueError(f"advantage_options.std: '{std}' is not one of none, group")
     rewards, groups, of_sequence = episodes(batch)
     of_episode, _ = group_sizes(batch, groups, "tree")
-    found = turns(batch, of_sequence)
+    turn = turns(batch, of_sequence)
     # Tree tokens name states: two sequences of a group have the same tokens up to a position, or another tree token.
     prefixes = PrefixTree.build(batch.sequences(), keys=batch.group_ids.unique(return_inverse=True)[1].numpy())
     token = torch.from_numpy(prefixes.sequence_tokens(range(len(batch))))
-    before, count_before = _values(token[found.first - 1], found.episode, rewards)
-    after, count_after = _values(token[found.last], found.episode, rewards)
-    credit = torch.zeros(len(found), dtype=torch.float64)
-    open_ = torch.ones(len(found), dtype=torch.bool)
-    for back in range(int(found.of.max()) if len(found) else 0):  # over the turns of the longest episode
-        candidate = torch.arange(len(found)) - back
-        fork = open_ & (found.place >= back)
+    before, count_before = _values(token[turn.first - 1], turn.episode, rewards)
+    after, count_after = _values(token[turn.last], turn.episode, rewards)
+    credit = torch.zeros(len(turn), dtype=torch.float64)
+    open_ = torch.ones(len(turn), dtype=torch.bool)
+    for back in range(int(turn.of.max()) if len(turn) else 0):  # over the turns of the longest episode
+        candidate = torch.arange(len(turn)) - back
+        fork = open_ & (turn.place >= back)
         fork &= count_before[candidate.clamp(min=0)] > count_after
         credit = torch.where(fork, after - before[candidate.clamp(min=0)], credit)
         open_ &= ~fork
     if std == "group":
-        credit = credit / (std_over(rewards, of_episode, "group") + eps)[found.episode]
+        credit = credit / (std_over(rewards, of_episode, "group") + eps)[turn.episode]
     trained = batch.loss_mask
     advantages = torch.zeros(batch.num_tokens, dtype=torch.float32)
-    advantages[trained] = credit[found.of_token[trained]].float()
+    advantages[trained] = credit[turn.of_token[trained]].float()
     return advantages
 
 

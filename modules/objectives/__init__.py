@@ -4,16 +4,10 @@
       objective: gspo                      # or the import path of your own function
       objective_options: {clip_high: 4.0e-4}
 
-A function is called with what its parameters are named after, the rest of them being its options. For the sequences at
-hand, concatenated (T tokens, n sequences):
-
-- `logprobs` [T], with gradient: of the policy being trained, in nats. `entropy` [T], with gradient.
-- `old` [T]: of the policy the ratio is taken against (`proximal` says which). `behavior` [T]: of the sampler.
-- `reference` [T]: of the reference policy.
-- `advantages` [T]. `mask` bool [T]: trained tokens; what other tokens hold is arbitrary, but finite.
-- `cu_seqlens` int64 [n + 1]: sequence k is tokens `cu_seqlens[k]` to `cu_seqlens[k + 1]`.
-- `groups`, `episodes` int64 [n] and `rewards` float [n]: of each sequence. A function that asks for one of them couples
-  sequences: it is called with all sequences of the optimizer step at once, as is one with `@traits(whole_step=True)`.
+A function is called with what its parameters are named after (`modules.algorithm.LossInputs`: `logprobs`, `old`,
+`advantages` and so on, for the sequences at hand, concatenated), the rest of them being its options. One that asks for
+`groups`, `episodes` or `rewards` couples sequences: it is called with all of the optimizer step at once, as is one with
+`@traits(whole_step=True)`.
 
 It returns the loss of each token [T], which is weighted (see `aggregation`) and summed over trained tokens; or that and
 a dict of [T] tensors, whose means over trained tokens are logged by name.

@@ -38,5 +38,5 @@ def traits(
 
 def traits_of(function: Callable[..., Any]) -> Traits:
     """Those of an objective; the defaults for a function without any."""
-    found: Traits = getattr(function, "traits", Traits())
-    return found
+    asked: Traits = getattr(function, "traits", Traits())
+    return asked
