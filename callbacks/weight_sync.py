@@ -174,7 +174,8 @@ class WeightSync(Callback):
 
 def _refuse_validation_inside_batches(trainer: Trainer, module: Any) -> None:
     steps = getattr(module, "steps_per_batch", 1)
-    validates = trainer.enable_validation and getattr(trainer.datamodule, "val_sets", ())
+    data: Any = trainer.datamodule
+    validates = trainer.enable_validation and data.val_sets
     if steps == 1 or not validates or trainer.fast_dev_run:
         return
     inside = f"a batch of {steps} steps (model.minibatches x model.epochs), whose weights no engine serves there"

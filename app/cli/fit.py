@@ -3,9 +3,10 @@
 Promises: everything is configured by YAML and flags, where a flag beats YAML and both beat what a checkpoint
 remembers; every launch gets a run directory of its own (`runs/<config name>/<time>`, or `--run_dir`), but `fit
 --run_dir X --ckpt_path last` goes on with the run in X (its earlier metrics stay, as `metrics_1.csv` and so on); every
-`fit` saves `last.ckpt` by time, and Ctrl-C or SIGTERM lets it finish the step, save and print the command that goes on
-(exit codes 130 and 143); what the user got wrong ends in one message that names the key and the remedy and in exit
-code 2, without a traceback (`ARBORIST_DEBUG=1` shows it, and every log line this file silences).
+run gets the callbacks of `default_callbacks.py`, so that every `fit` saves `last.ckpt` by time, and Ctrl-C or SIGTERM
+lets it finish the step, save and print the command that goes on (exit codes 130 and 143); what the user got wrong ends
+in one message that names the key and the remedy and in exit code 2, without a traceback (`ARBORIST_DEBUG=1` shows it,
+and every log line this file silences).
 """
 
 from __future__ import annotations
@@ -25,8 +26,7 @@ from typing import Any, NoReturn
 
 import torch.distributed as dist
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
-from lightning.pytorch.callbacks import ProgressBar
+from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.loggers import CSVLogger, Logger
 from lightning.pytorch.utilities import rank_zero_only
@@ -45,14 +45,12 @@ from app.cli.configuration import (
     last_checkpoints,
     restarted_by_agent,
 )
+from app.cli.default_callbacks import OPTIONAL, check_without, with_defaults
 from app.cli.errors import ArboristParser, cut, users_mistake
 from app.cli.run_directory import RunDirectory
 from app.interruption import Interrupted
 from app.text import print_exception, printable, printable_output
-from callbacks.hang_dump import HangDump, install
-from callbacks.interruption import Interruption
-from callbacks.progress import Progress
-from callbacks.save_last import SaveLast, saves_last
+from callbacks.hang_dump import install
 
 # Loaded when asked for: each is a file with `add_arguments(parser)` and `run(args)`, its docstring the help.
 VERBS = {
@@ -122,6 +120,12 @@ class ArboristCLI(LightningCLI):
             default=None,
             help="where this run writes; a fresh runs/<config name>/<time> when left out",
         )
+        parser.add_argument(
+            "--without_callbacks",
+            type=list[str] | None,
+            default=None,
+            help=f"callbacks to leave out, of those that a run gets without being asked: {', '.join(OPTIONAL)}",
+        )
 
     def _parse_ckpt_path(self) -> None:
         """Keeps YAML and flags as they are: Lightning would let the checkpoint's hyper-parameters overrule them. The
@@ -134,6 +138,7 @@ class ArboristCLI(LightningCLI):
         check_parts(config)
         check_trainer(config.get("seed_everything"), config["trainer"])
         check_run_dir(config.get("run_dir"))
+        check_without(config["without_callbacks"] or ())
         directories = _checkpoint_directories(config["trainer"])
         check_checkpoint(config.get("ckpt_path"), config.get("run_dir"), directories, subcommand)
 
@@ -143,23 +148,20 @@ class ArboristCLI(LightningCLI):
         self.config[self.subcommand]["run_dir"] = None
 
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
-        """Adds what every run needs and no configuration should have to say: run directory, metrics.csv, progress, a
-        checkpoint by time, and an end by signals that loses nothing."""
+        """Adds what every run needs and no configuration should have to say: run directory, metrics.csv, callbacks."""
+        given = self._get(self.config_init, "trainer")
+        callbacks = with_defaults(
+            _as_list(given.get("callbacks")),
+            self._get(self.config, "without_callbacks") or (),
+            str(self.subcommand),
+            given,
+            self.model,
+            self.datamodule,
+        )
         run_dir = self._choose_run_dir()
         _answer_the_doctor(run_dir)
-        given = self._get(self.config_init, "trainer")
         kwargs.setdefault("default_root_dir", given.get("default_root_dir") or str(run_dir))
         kwargs.setdefault("logger", _with_csv(given.get("logger"), run_dir))
-        callbacks: list[Callback] = _as_list(given.get("callbacks"))
-        wants_bar = given.get("enable_progress_bar") is not False
-        if wants_bar and not _has(callbacks, ProgressBar):
-            callbacks.append(Progress())
-        if not _has(callbacks, HangDump):
-            callbacks.append(HangDump())
-        if self.subcommand == "fit":
-            callbacks.append(Interruption())
-            if given.get("enable_checkpointing") is not False and not any(map(saves_last, callbacks)):
-                callbacks.append(SaveLast())
         try:
             return super().instantiate_trainer(callbacks=callbacks, **kwargs)
         except (ValueError, TypeError) as error:  # the Trainer refuses a value: the user's, not a failure
@@ -210,10 +212,6 @@ def _checkpoint_directories(trainer: Mapping[str, Any]) -> list[Path]:
     found = [Path(str(options["dirpath"])) for options in configured if options.get("dirpath")]
     root = trainer.get("default_root_dir")
     return [*found, *([Path(str(root)) / "checkpoints"] if root else [])]
-
-
-def _has(callbacks: list[Callback], kind: type) -> bool:
-    return any(isinstance(callback, kind) for callback in callbacks)
 
 
 def _answer_the_doctor(run_dir: Path) -> None:

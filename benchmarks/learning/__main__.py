@@ -90,7 +90,7 @@ def rl_config(case: str, seed: int, model: Path, steps: int, every: int) -> dict
         "val_check_interval": every,
         "accelerator": "cpu",
         "enable_checkpointing": False,
-        "callbacks": [{"class_path": f"callbacks.{name}"} for name in ("WeightSync", "Throughput", "ValidateEnds")],
+        "callbacks": [],
     }
     config["model"]["class_path"] = f"modules.{kind}"
     options = config["model"]["init_args"] | module | {"model": {"path": str(model)}}

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
@@ -198,9 +199,14 @@ class ServerEngine(ABC):
 
 @runtime_checkable
 class RolloutData(Protocol):
-    """A datamodule that rolls out, as callbacks use it: on global rank 0, but for `engine`."""
+    """A datamodule that rolls out, as callbacks use it; its methods are for global rank 0.
+
+    Attributes:
+        val_sets: the sets of held-out prompts.
+    """
 
     engine: InferenceEngine
+    val_sets: Sequence[Any]
 
     def start(self, model: PreTrainedModel, version: int) -> None:
         """Starts the engine, and whatever uses it, with these weights; does nothing where they run already."""

@@ -127,6 +127,7 @@ OPTIONS: dict[str, Callable[[Any], bool]] = {
     _T + "check_val_every_n_epoch": count(1, math.inf, none=True),
     _T + "callbacks": lambda v: v in (None, []),
     _T + "max_stepz": nothing,
+    "without_callbacks": lambda v: v in (None, []),
     _C + "vocab_size": nothing,
     _C + "hidden_size": nothing,
     _C + "intermediate_size": nothing,
@@ -203,8 +204,7 @@ ROLLOUT_OPTIONS: dict[str, Callable[[Any], bool]] = {
 
 def base(data: dict[str, Any]) -> dict[str, Any]:
     """A configuration that trains two steps of a tiny model on `data` (RECORDED or ROLLED_OUT)."""
-    trainer = {**_TRAINER, **({"callbacks": ["callbacks.WeightSync"]} if data is ROLLED_OUT else {})}
-    return {"trainer": trainer, "model": {"class_path": "modules.PolicyModule", "init_args": _POLICY}, "data": data}
+    return {"trainer": _TRAINER, "model": {"class_path": "modules.PolicyModule", "init_args": _POLICY}, "data": data}
 
 
 def _cases() -> list[tuple[str, Any, bool]]:

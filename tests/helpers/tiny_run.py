@@ -124,6 +124,7 @@ class TinyData(LightningDataModule):
         super().__init__()
         self.batches, self.count, self.validate = batches, count, validate
         self.engine = CopyingEngine()
+        self.val_sets = ()
         self.published: list[int] = []
 
     def start(self, model: Any, version: int) -> None:

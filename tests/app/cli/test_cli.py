@@ -21,7 +21,6 @@ trainer:
   strategy: auto
   max_epochs: 1
   callbacks:
-    - class_path: callbacks.WeightSync
     - class_path: callbacks.Summary
 """
 

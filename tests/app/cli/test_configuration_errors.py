@@ -66,7 +66,15 @@ def test_options_that_cannot_be(args: list[str], words: str, capsys: pytest.Capt
         (["--data.episode_deadline_s=1e12"], "episode_deadline_s: 1000000000000.0, must be above 0 and at most"),
         (["--data.over_sampling=.inf"], "over_sampling: inf is not finite"),
         (["--data.tokenizer=/etc"], "tokenizer: /etc holds no tokenizer"),
-        (["--trainer.callbacks=[]"], "add callbacks.WeightSync to trainer.callbacks"),
+        (["--without_callbacks=[WeightSync]"], "add callbacks.WeightSync to trainer.callbacks"),
+        (
+            ["--without_callbacks=[Progress]"],
+            "'Progress' is none of WeightSync, Throughput, RewardLogger",
+        ),
+        (
+            ["--without_callbacks=[Summary]", "--trainer.callbacks=[callbacks.Summary]"],
+            "without_callbacks: Summary has no effect, trainer.callbacks names it",
+        ),
     ],
 )
 def test_rollout_options_that_cannot_be(args: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -31,7 +31,7 @@ MODEL = TINY_WITH_ENDS
 MODEL_KEY = "--model.init_args.model.config"
 
 WITHOUT_VALIDATION = ["--data.val_prompts=null", "--trainer.val_check_interval=null"]
-WITHOUT_VALIDATION += ["--trainer.callbacks=[callbacks.WeightSync,callbacks.Throughput]"]
+WITHOUT_VALIDATION += ["--trainer.callbacks=[]"]
 
 
 @pytest.fixture(autouse=True)

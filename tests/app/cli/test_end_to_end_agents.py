@@ -21,10 +21,7 @@ from tests.datamodules.workflows.scripted_engine import CHATML
 from tests.helpers.doubles import conversations
 from tests.helpers.recorded_samples import byte_tokenizer
 
-LOGGED = (
-    "--trainer.callbacks=[callbacks.WeightSync,callbacks.Throughput,{class_path: callbacks.RewardLogger,init_args: "
-)
-LOGGED += "{every_n_batches: 1, samples: 100}}]"
+LOGGED = "--trainer.callbacks=[{class_path: callbacks.RewardLogger,init_args: {every_n_batches: 1, samples: 100}}]"
 
 
 def fit(config: str, model: dict[str, Any], *flags: str) -> tuple[dict[str, list[float]], list[dict[str, Any]]]:

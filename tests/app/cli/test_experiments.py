@@ -141,7 +141,7 @@ def small(path: Path) -> dict[str, Any]:
     if "val_check_interval" in config["trainer"]:
         trainer["val_check_interval"] = steps
     config["trainer"] = laid_over(config["trainer"], trainer)
-    for callback in config["trainer"]["callbacks"]:
+    for callback in config["trainer"].get("callbacks", []):
         if isinstance(callback, dict) and "checkpoint" in overlay:
             callback["init_args"]["monitor"] = overlay["checkpoint"]
     model = {
