@@ -28,7 +28,7 @@ from app.cli import main
 from tests.helpers.doubles import conversations
 from tests.helpers.tiny_model import TINY_WITH_ENDS
 
-CASES = int(os.environ.get("ARBORIST_FUZZ", "40"))
+CASES = int(os.environ.get("ARBORIST_FUZZ", "15"))
 DEADLINE_S = 60.0  # for one case: a machine may be busy
 MOST_LINES = 12
 

@@ -57,7 +57,13 @@ def dense_run(dense: Dense, separate: bool, steps: tuple[int, int]) -> dict[str,
     return found | ({f"critic.trunk.{name}": p for name, p in parameters(trunk).items()} if trunk is not None else {})
 
 
-@pytest.mark.parametrize("steps", [(1, 1), (2, 2)], ids=["one step a batch", "2 minibatches x 2 epochs"])
+STEPS = [
+    pytest.param((1, 1), id="one step a batch"),
+    pytest.param((2, 2), id="2 minibatches x 2 epochs", marks=pytest.mark.slow),  # test_policy.py has one
+]
+
+
+@pytest.mark.parametrize("steps", STEPS)
 @pytest.mark.parametrize("case", CASES)
 def test_equals_a_plain_dense_loop(case: str, steps: tuple[int, int]) -> None:
     options, dense = CASES[case]

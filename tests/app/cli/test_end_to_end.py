@@ -75,6 +75,7 @@ def test_real_solutions_are_right_and_others_wrong() -> None:
     assert set(asyncio.run(score([off_by_one(one) for one in prompts]))) == {0.0}
 
 
+@pytest.mark.slow
 def test_solved_problems_are_rewarded_and_trained_on(monkeypatch: pytest.MonkeyPatch, workplace: Path) -> None:
     monkeypatch.setenv("ARBORIST_DATA", str(real_file("gsm8k/train.jsonl").parents[1]))
     flags = ["--data.workflow", "tests.helpers.doubles.WrittenSolutions", "--data.max_staleness", "0"]

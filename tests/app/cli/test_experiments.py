@@ -21,6 +21,7 @@ from tests.helpers.doubles import conversations
 from tests.helpers.recorded_samples import byte_tokenizer, line, write_jsonl
 
 EXPERIMENTS = sorted((CONFIGS / "experiments").glob("*.yaml"))
+QUICK = ("gsm8k_grpo", "sft_tau", "dpo_pairs")  # one of each module
 VOCABULARY = 270
 
 # Laid over all that roll out. `None` removes a key, so that the default holds.
@@ -175,7 +176,11 @@ def test_prompts_are_validated_in_the_form_they_are_trained_in(path: Path) -> No
     assert forms(data.get("val_prompts", {})) <= forms(data.get("prompts", {}))
 
 
-@pytest.mark.parametrize("path", EXPERIMENTS, ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "path",
+    [pytest.param(one, marks=[] if one.stem in QUICK else pytest.mark.slow) for one in EXPERIMENTS],
+    ids=lambda path: path.stem,
+)
 def test_an_experiment(
     path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -275,6 +275,7 @@ def test_endless_or_empty_settings_are_refused(arguments: dict[str, Any]) -> Non
         DTAStrategy(**arguments)
 
 
+@pytest.mark.slow  # test_end_to_end.py trains on two processes that the command line starts
 def test_lightning_launches_two_processes_from_a_script(tmp_path: Path) -> None:
     environment = {key: value for key, value in os.environ.items() if key not in ("LOCAL_RANK", "RANK", "WORLD_SIZE")}
     environment |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}

@@ -12,6 +12,7 @@ import pytest
 ROOT = Path(__file__).parents[3]
 
 
+@pytest.mark.slow
 def test_a_step_moves_gradients_once_and_parameters_once(tmp_path: Path) -> None:
     if sys.platform != "linux" or subprocess.run(["unshare", "--net", "true"], capture_output=True).returncode != 0:
         pytest.skip("counting bytes needs a network namespace (Linux, root)")

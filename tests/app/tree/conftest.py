@@ -1,6 +1,7 @@
 """Settings of the tree tests: one torch thread (the models are tiny), reproducible hypothesis examples.
 
-`HYPOTHESIS_PROFILE=thorough` draws many more, random examples; the default profile is the same on every run.
+The default profile draws few examples, the same on every run; `make test-all` draws more (HYPOTHESIS_PROFILE=ci), and
+HYPOTHESIS_PROFILE=thorough many more, random ones.
 """
 
 from __future__ import annotations
@@ -16,13 +17,16 @@ from hypothesis import HealthCheck, settings
 from app.tree import TreeEngine
 
 _CHECKS = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much]
-settings.register_profile(
-    "ci", derandomize=True, deadline=None, max_examples=100, print_blob=True, suppress_health_check=_CHECKS
-)
-settings.register_profile(
-    "thorough", derandomize=False, deadline=None, max_examples=600, print_blob=True, suppress_health_check=_CHECKS
-)
-settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
+for _name, _count in (("quick", 30), ("ci", 100), ("thorough", 600)):
+    settings.register_profile(
+        _name,
+        derandomize=_name != "thorough",
+        deadline=None,
+        max_examples=_count,
+        print_blob=True,
+        suppress_health_check=_CHECKS,
+    )
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "quick"))
 
 
 @pytest.fixture(scope="module", autouse=True)

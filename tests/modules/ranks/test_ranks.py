@@ -69,7 +69,9 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", ALGORITHMS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if name == "grpo" else pytest.mark.slow) for name in ALGORITHMS]
+)
 def test_execution_modes_on_one_and_two_processes_give_the_same_parameters(name: str, two_ranks: RankPool) -> None:
     """Eight SGD steps: two batches, 2 minibatches x 2 epochs of each."""
     options = {**STEPS, **ALGORITHMS[name]}

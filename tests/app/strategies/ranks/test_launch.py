@@ -21,6 +21,8 @@ ROOT = Path(__file__).parents[4]
 SCRIPT = Path(__file__).with_name("resume_script.py")
 DEADLINE = 150.0
 
+pytestmark = pytest.mark.slow  # processes of processes, each of which imports everything
+
 
 def _torchrun(directory: Path, steps: int, *options: str) -> subprocess.Popen[str]:
     hidden = ("LOCAL_RANK", "RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -78,7 +80,6 @@ def test_two_agents_train_as_one_run(undisturbed: Path) -> None:
     assert _left_behind(undisturbed) == []
 
 
-@pytest.mark.slow
 def test_a_killed_rank_costs_nothing_but_time(undisturbed: Path, tmp_path: Path) -> None:
     after = random.SystemRandom().randint(1, 8)
     process = _torchrun(tmp_path, 12, "--standalone", "--nproc-per-node=2", "--max-restarts=1")

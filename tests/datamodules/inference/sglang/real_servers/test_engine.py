@@ -27,6 +27,7 @@ def started(update: WeightUpdate, policy: PreTrainedModel, url: str, **settings:
     return engine
 
 
+@pytest.mark.slow
 class TestByDisk(EngineSuite):
     @pytest.fixture
     def engine(self, policy: PreTrainedModel, server: ServerProcess, tmp_path: Path) -> Iterator[SGLangEngine]:

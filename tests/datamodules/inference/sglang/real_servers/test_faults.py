@@ -185,6 +185,7 @@ class TestOwnServers:
         assert server_states(own) == ["serving", "serving"]
 
 
+@pytest.mark.slow
 class TestUnreliableNetwork:
     """The shared server, beside addresses that do not do what they should."""
 

@@ -34,6 +34,7 @@ def engine(server):
     engine.close()
 
 
+@pytest.mark.slow
 def test_every_token_is_of_the_weights_of_its_version(engine, tmp_path) -> None:
     """500 requests, six updates, one of them of a policy with adapters."""
     models = {version: tiny_policy(seed=version) for version in range(6)} | {6: with_lora(tiny_policy(seed=6))}

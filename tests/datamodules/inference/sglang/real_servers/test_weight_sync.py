@@ -35,6 +35,8 @@ from tests.datamodules.inference.adapters import with_lora
 from tests.datamodules.inference.engine_suite import prompts_of, reference_logprobs, tiny_policy
 from tests.datamodules.inference.sglang.real_servers.silence import standing_still
 
+pytestmark = pytest.mark.slow  # test_engine.py updates a real server's weights
+
 DEADLINE_S = 60.0
 METHODS = ("disk", "distributed")
 PROMPTS = prompts_of([3, 17, 40, 40, 5])

@@ -15,6 +15,8 @@ from tests.datamodules.inference.adapters import with_lora
 from tests.datamodules.inference.engine_suite import tiny_policy
 from tests.helpers.tiny_run import trainer
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 def data(server: ServerProcess) -> Iterator[EngineData]:
