@@ -8,7 +8,6 @@ number of value targets of the whole optimizer step over all ranks; during the w
 from __future__ import annotations
 
 import copy
-import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal
@@ -17,6 +16,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from transformers import PreTrainedModel
 
+from app import checks
 from app.batch import RolloutBatch
 from app.tree import FlatOutputs, TreeEngine
 from modules.metrics import NamedMetrics, TokenSums
@@ -113,11 +113,8 @@ class ActorCriticModule(PolicyModule):
                 f"advantage={name} takes no values, so the critic has no effect: use gae or gae_turn, or"
                 " modules.PolicyModule as class_path"
             )
-        for key, given in (("value_coef", value_coef), ("value_clip", value_clip), ("critic_lr", critic_lr)):
-            if given is not None and not 0 < given < math.inf:
-                raise ValueError(f"{key}: must be above 0 and finite, got {given}")
-        if critic_warmup < 0:
-            raise ValueError(f"critic_warmup: must not be negative, got {critic_warmup}")
+        checks.positive({"value_coef": value_coef, "value_clip": value_clip, "critic_lr": critic_lr})
+        checks.at_least(0, {"critic_warmup": critic_warmup})
         if self.algorithm.whole_step:
             raise ValueError(
                 f"objective={self.algorithm.objective.name} sees a whole step at once, which is not supported with a"

@@ -20,6 +20,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from app import checks
 from app.batch import BatchError, RolloutBatch, Trajectory
 from modules.advantages import ADVANTAGES, Estimate
 from modules.corrections import CORRECTIONS
@@ -110,8 +111,7 @@ class Regulariser:
     options: dict[str, Any] | None = None
 
     def __post_init__(self) -> None:
-        if self.where not in ("loss", "reward"):
-            raise ValueError(f"regularisers: where '{self.where}' is not one of loss, reward")
+        checks.one_of("regularisers: where", self.where, ("loss", "reward"))
 
 
 class Algorithm:
@@ -294,8 +294,8 @@ class Algorithm:
         for place in places:
             if places.count(place) > 1:
                 raise ValueError(f"regularisers: {place[0]} is given twice in the {place[1]}; add their coefficients")
-        if proximal is not None and proximal not in PROXIMAL:
-            raise ValueError(f"proximal: '{proximal}' is not one of {', '.join(PROXIMAL)}")
+        if proximal is not None:
+            checks.one_of("proximal", proximal, PROXIMAL)
         if proximal is not None and "old" not in needs and self.correction is None:
             raise ValueError(f"proximal has no effect: neither objective={objective} nor a correction takes `old`")
         if proximal == "sampler" and (self.correction is not None or "behavior" in needs):

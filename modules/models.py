@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
+from app import checks
 from app.tree import TreeEngine
 
 _LARGEST = 2**31 - 1
@@ -54,8 +55,7 @@ class ModelSource:
         if (self.path is None) == (self.config is None):
             given = "both are" if self.path is not None else "neither is"
             raise ValueError(f"model: give either model.path or model.config, {given} set")
-        if self.dtype not in _DTYPES:
-            raise ValueError(f"model.dtype: '{self.dtype}' is not one of {', '.join(_DTYPES)}")
+        checks.one_of("model.dtype", self.dtype, _DTYPES)
 
 
 def build_model(source: ModelSource) -> PreTrainedModel:
@@ -178,10 +178,9 @@ class Refresh:
     ema: float = 0.0
 
     def __post_init__(self) -> None:
-        if self.every < 1:
-            raise ValueError(f"reference_refresh.every: must be at least 1, got {self.every}")
+        checks.at_least(1, {"reference_refresh.every": self.every})
         if not 0 <= self.ema < 1:
-            raise ValueError(f"reference_refresh.ema: must be at least 0 and below 1, got {self.ema}")
+            raise ValueError(f"reference_refresh.ema: {self.ema}, must be at least 0 and below 1")
 
 
 class ReferencePolicy(nn.Module):

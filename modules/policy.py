@@ -17,6 +17,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from app import checks
 from app.batch import EvalHandle, RolloutBatch
 from app.tree import FlatOutputs, TreeEngine, on_device
 from modules.advantages import Estimate
@@ -31,7 +32,6 @@ from modules.refusals import (
     check_groups,
     check_proximal,
     check_reference,
-    check_steps,
     note_aggregation,
 )
 from modules.regularisers import k3
@@ -130,7 +130,7 @@ class PolicyModule(TreeModule):
             correction_options=correction_options,
             proximal=proximal,
         )
-        check_steps(minibatches, epochs)
+        checks.at_least(1, {"minibatches": minibatches, "epochs": epochs})
         check_proximal(self.algorithm.proximal, minibatches * epochs)
         check_reference(self.algorithm, reference, reference_refresh, reference_offload, self.has_critic)
         self.aggregation_mode: Aggregation = aggregation or self.algorithm.traits.aggregation

@@ -14,22 +14,19 @@ import torch
 from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.utilities import rank_zero_warn
 
+from app import checks
 from app.exchange import OneProcess, Ranks
 from modules.algorithm import Algorithm
 from modules.models import ModelSource, Refresh
 from modules.objectives import AGGREGATIONS
 
 _LARGEST_LR = 1e3  # of plain gradient descent on toys; Adam's are below 0.1
-TREE_TRAINING_MODES = ("disabled", "sparse", "dta")
-SELF_CHECKS = ("error", "fallback", "skip")
 
 
 def refuse_options(tree_training_mode: str, chunk_tokens: Any, self_check: str) -> None:
     """Options of the module itself."""
-    if self_check not in SELF_CHECKS:
-        raise ValueError(f"self_check: {self_check!r} is not one of {', '.join(SELF_CHECKS)}")
-    if tree_training_mode not in TREE_TRAINING_MODES:
-        raise ValueError(f"tree_training_mode: '{tree_training_mode}' is not one of {', '.join(TREE_TRAINING_MODES)}")
+    checks.one_of("self_check", self_check, ("error", "fallback", "skip"))
+    checks.one_of("tree_training_mode", tree_training_mode, ("disabled", "sparse", "dta"))
     if chunk_tokens != "auto" and tree_training_mode != "dta":
         raise ValueError(
             f"chunk_tokens={chunk_tokens} has no effect with tree_training_mode={tree_training_mode}, whose chunks"
@@ -90,12 +87,6 @@ def refuse_optimizer(make_optimizer: Callable[..., Any], make_lr_scheduler: Call
 # `PolicyModule`
 
 
-def check_steps(minibatches: int, epochs: int) -> None:
-    for name, value in (("minibatches", minibatches), ("epochs", epochs)):
-        if value < 1:
-            raise ValueError(f"{name}: must be at least 1, got {value}")
-
-
 def check_groups(minibatches: int, data: Any) -> None:
     """`data`: the datamodule, which may say how many groups a batch holds."""
     option, groups = getattr(data, "groups_per_batch", ("", minibatches))
@@ -116,8 +107,7 @@ def check_proximal(proximal: str, steps_per_batch: int) -> None:
 
 
 def check_aggregation(mode: str, constant: float | None) -> None:
-    if mode not in AGGREGATIONS:
-        raise ValueError(f"aggregation: '{mode}' is not one of {', '.join(AGGREGATIONS)}")
+    checks.one_of("aggregation", mode, AGGREGATIONS)
     if mode == "constant" and (constant is None or not 0 < constant < math.inf):
         raise ValueError(f"aggregation=constant needs aggregation_constant above 0 (tokens), got {constant}")
     if mode != "constant" and constant is not None:

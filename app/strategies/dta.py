@@ -142,12 +142,6 @@ class DTAStrategy(DDPStrategy):
         return self._ranks
 
     @property
-    def process_group(self) -> dist.ProcessGroup:
-        """The group of all ranks, for gradients and weights; pass it to collectives explicitly."""
-        assert self.ranks.group is not None
-        return self.ranks.group
-
-    @property
     def grad_norm(self) -> float:
         return self._sharded.grad_norm if self._sharded is not None else float("nan")
 

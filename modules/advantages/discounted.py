@@ -25,7 +25,7 @@ def discounted(
         float32 [T], one value for all tokens of a turn; 0 on tokens that are not trained.
     """
     if not 0 < gamma <= 1:
-        raise ValueError(f"advantage_options.gamma: must be above 0 and at most 1, got {gamma}")
+        raise ValueError(f"advantage_options.gamma: {gamma}, must be above 0 and at most 1")
     turn = turns(batch, episodes(batch)[2])
     fade = torch.tensor(gamma, dtype=torch.float64) ** (turn.of - 1 - turn.place)
     trained = batch.loss_mask

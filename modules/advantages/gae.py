@@ -41,7 +41,7 @@ def gae(
     """
     for name, given in (("gamma", gamma), ("lam", lam), ("value_lam", value_lam)):
         if given is not None and not 0 <= given <= 1:
-            raise ValueError(f"advantage_options.{name}: must be between 0 and 1, got {given}")
+            raise ValueError(f"advantage_options.{name}: {given}, must be between 0 and 1")
     rewards, _, of_sequence = episodes(batch)
     turn = turns(batch, of_sequence)
     trained = batch.loss_mask.nonzero()[:, 0]

@@ -38,7 +38,7 @@ def gae_turn(
     """
     for name, value in (("gamma", gamma), ("lam", lam)):
         if not 0 <= value <= 1:
-            raise ValueError(f"advantage_options.{name}: must be between 0 and 1, got {value}")
+            raise ValueError(f"advantage_options.{name}: {value}, must be between 0 and 1")
     rewards, _, of_sequence = episodes(batch)
     turn = turns(batch, of_sequence)
     trained = batch.loss_mask

@@ -7,6 +7,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from app import checks
 from app.batch import RolloutBatch
 from modules.advantages.scan import discounted_sums
 from modules.advantages.statistics import mean_over, whiten
@@ -34,10 +35,9 @@ def reinforce_pp(
     Returns:
         float32 [T], in standard deviations; 0 on tokens that are not trained.
     """
-    if baseline not in ("none", "group"):
-        raise ValueError(f"advantage_options.baseline: '{baseline}' is not one of none, group")
+    checks.one_of("advantage_options.baseline", baseline, ("none", "group"))
     if not 0 <= gamma <= 1:
-        raise ValueError(f"advantage_options.gamma: must be between 0 and 1, got {gamma}")
+        raise ValueError(f"advantage_options.gamma: {gamma}, must be between 0 and 1")
     rewards, groups, of_sequence = episodes(batch)
     if baseline == "group":
         rewards = rewards - mean_over(rewards, group_sizes(batch, groups, "reinforce_pp")[0], "group")

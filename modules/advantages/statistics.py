@@ -7,6 +7,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from app import checks
+
 Over = Literal["group", "batch", "none"]
 OVER = ("group", "batch", "none")
 
@@ -40,5 +42,4 @@ def whiten(values: Tensor, eps: float) -> Tensor:
 
 def check_over(name: str, value: str) -> None:
     """Raises ValueError for a name that is none of OVER."""
-    if value not in OVER:
-        raise ValueError(f"advantage_options.{name}: '{value}' is not one of {', '.join(OVER)}")
+    checks.one_of(f"advantage_options.{name}", value, OVER)

@@ -7,6 +7,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from app import checks
 from app.batch import RolloutBatch
 from app.tree import PrefixTree
 from modules.advantages.statistics import std_over
@@ -32,8 +33,7 @@ def tree(batch: RolloutBatch, std: Literal["none", "group"] = "none", eps: float
     Raises:
         BatchError: no group has two episodes.
     """
-    if std not in ("none", "group"):
-        raise ValueError(f"advantage_options.std: '{std}' is not one of none, group")
+    checks.one_of("advantage_options.std", std, ("none", "group"))
     rewards, groups, of_sequence = episodes(batch)
     of_episode, _ = group_sizes(batch, groups, "tree")
     turn = turns(batch, of_sequence)

@@ -6,6 +6,7 @@ from typing import Literal
 
 from torch import Tensor
 
+from app import checks
 from modules.episodes import sequence_means, sequence_sums, spread_sequences
 from modules.objectives.ratio import MAX_LOG_RATIO
 
@@ -18,11 +19,10 @@ def importance_ratio(old: Tensor, behavior: Tensor, mask: Tensor, cu_seqlens: Te
 
     Between e^-20 and e^20.
     """
+    checks.one_of("correction_options.level", level, ("token", "sequence", "geometric"))
     log_ratio = old - behavior
     if level == "sequence":
         log_ratio = spread_sequences(sequence_sums(log_ratio, mask, cu_seqlens), cu_seqlens, len(old))
     elif level == "geometric":
         log_ratio = spread_sequences(sequence_means(log_ratio, mask, cu_seqlens), cu_seqlens, len(old))
-    elif level != "token":
-        raise ValueError(f"correction_options.level: '{level}' is not one of token, sequence, geometric")
     return log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()

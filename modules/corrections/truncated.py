@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from app import checks
 from modules.corrections.levels import Level, importance_ratio
 
 
@@ -21,7 +22,6 @@ def truncated(
     Returns:
         w [T]; "correction_cut": whether the cap changed it.
     """
-    if not cap >= 1:
-        raise ValueError(f"correction_options.cap: must be at least 1, got {cap}")
+    checks.at_least(1, {"correction_options.cap": cap})
     ratio = importance_ratio(old, behavior, mask, cu_seqlens, level)
     return ratio.clamp(max=cap), {"correction_cut": ratio > cap}

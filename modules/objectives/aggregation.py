@@ -11,6 +11,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from app import checks
+
 Aggregation = Literal["token_mean", "sequence_mean", "episode_mean", "constant"]
 AGGREGATIONS = ("token_mean", "sequence_mean", "episode_mean", "constant")
 
@@ -42,8 +44,7 @@ def token_weights(
     """
     counts = trained.to(torch.float64)
     has_tokens = trained > 0
-    if mode not in AGGREGATIONS:
-        raise ValueError(f"aggregation: '{mode}' is not one of {', '.join(AGGREGATIONS)}")
+    checks.one_of("aggregation", mode, AGGREGATIONS)
     if mode == "token_mean":
         return has_tokens / counts.sum().clamp(min=1)
     assert episodes is not None

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from app import checks
 from modules.objectives.ppo_clip import ppo_clip
 from modules.objectives.ratio import ratio_of
 
@@ -35,10 +36,8 @@ def decoupled_ppo(
     Returns:
         loss [T]; "clip_fraction"; "weight": w as used; "weight_cut": whether the cap changed it.
     """
-    if over_cap not in ("mask", "clamp"):
-        raise ValueError(f"objective_options.over_cap: '{over_cap}' is not one of mask, clamp")
-    if weight_cap is not None and not weight_cap >= 1:
-        raise ValueError(f"objective_options.weight_cap: must be at least 1, got {weight_cap}")
+    checks.one_of("objective_options.over_cap", over_cap, ("mask", "clamp"))
+    checks.at_least(1, {"objective_options.weight_cap": weight_cap})
     losses, stats = ppo_clip(logprobs, old, advantages, clip_low, clip_high)
     weight = ratio_of(old, behavior)
     over = weight > weight_cap if weight_cap is not None else weight.new_zeros(weight.shape).bool()

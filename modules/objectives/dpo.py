@@ -44,7 +44,7 @@ def dpo(
     """
     check_above("beta", beta)
     if not 0 <= label_smoothing < 0.5:
-        raise ValueError(f"objective_options.label_smoothing: must be at least 0 and below 0.5, got {label_smoothing}")
+        raise ValueError(f"objective_options.label_smoothing: {label_smoothing}, must be at least 0 and below 0.5")
     pairs, of_sequence = torch.stack([groups, episodes], dim=1).unique(dim=0, return_inverse=True)
     names, group, sizes = pairs[:, 0].unique(return_inverse=True, return_counts=True)
     if bool((sizes != 2).any()):

@@ -7,6 +7,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from app import checks
 from modules.objectives.ratio import check_above, check_clip, ratio_of
 from modules.objectives.traits import traits
 
@@ -47,8 +48,7 @@ def m2po(
         loss [T] (denominators count all trained tokens); "clip_fraction": whether a token lost its gradient.
     """
     check_above("threshold", threshold)
-    if tokens not in ("harmful", "all"):
-        raise ValueError(f"objective_options.tokens: '{tokens}' is not one of harmful, all")
+    checks.one_of("objective_options.tokens", tokens, ("harmful", "all"))
     log_ratio = (logprobs - old).detach().double()
     ratio = ratio_of(logprobs, old)
     if tokens == "all":

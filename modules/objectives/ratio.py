@@ -22,12 +22,12 @@ def ratio_of(logprobs: Tensor, old: Tensor) -> Tensor:
 def check_clip(clip_low: float | None, clip_high: float) -> None:
     """Raises ValueError for clip ranges that cannot be meant."""
     if clip_low is not None and not 0 <= clip_low <= 1:
-        raise ValueError(f"objective_options.clip_low: must be between 0 and 1, got {clip_low}")
+        raise ValueError(f"objective_options.clip_low: {clip_low}, must be between 0 and 1")
     if not 0 <= clip_high <= WIDEST_CLIP:
-        raise ValueError(f"objective_options.clip_high: must be between 0 and {WIDEST_CLIP:g}, got {clip_high}")
+        raise ValueError(f"objective_options.clip_high: {clip_high}, must be between 0 and {WIDEST_CLIP:g}")
 
 
 def check_above(name: str, value: float, least: float = 0.0) -> None:
     """Raises ValueError unless the option `name` is above `least`, and no more than a ratio can be."""
     if not least < value <= MAX_RATIO:
-        raise ValueError(f"objective_options.{name}: must be above {least:g} and at most {MAX_RATIO:.3g}, got {value}")
+        raise ValueError(f"objective_options.{name}: {value}, must be above {least:g} and at most {MAX_RATIO:.3g}")

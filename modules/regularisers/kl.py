@@ -12,13 +12,13 @@ from typing import Literal
 
 from torch import Tensor
 
+from app import checks
 from modules.objectives.ratio import MAX_LOG_RATIO, ratio_of
 
 
 def kl(logprobs: Tensor, reference: Tensor, estimator: Literal["k1", "k2", "k3"] = "k3") -> Tensor:
     """KL(policy || reference): [T] -> [T], nats. `estimator` "k1" makes sense in the reward only."""
-    if estimator not in ESTIMATORS:
-        raise ValueError(f"regularisers.kl: estimator '{estimator}' is not one of {', '.join(ESTIMATORS)}")
+    checks.one_of("regularisers.kl: estimator", estimator, ESTIMATORS)
     return ESTIMATORS[estimator](logprobs, reference)
 
 

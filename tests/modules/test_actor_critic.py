@@ -155,12 +155,12 @@ def test_value_loss_and_explained_variance() -> None:
         ({"advantage": "grpo"}, "advantage=grpo takes no values, so the critic has no effect"),
         ({"objective": "sft"}, "advantage=none takes no values"),
         ({"objective": "m2po"}, "objective=m2po sees a whole step at once"),
-        ({"value_coef": 0.0}, "value_coef: must be above 0"),
-        ({"value_coef": float("inf")}, "value_coef: must be above 0 and finite, got inf"),
-        ({"value_clip": -1.0}, "value_clip: must be above 0"),
-        ({"critic_lr": 0.0}, "critic_lr: must be above 0"),
-        ({"critic_warmup": -1}, "critic_warmup: must not be negative"),
-        ({"minibatches": 0}, "minibatches: must be at least 1"),
+        ({"value_coef": 0.0}, "value_coef: .*, must be above 0"),
+        ({"value_coef": float("inf")}, "value_coef: .*, must be above 0 and finite"),
+        ({"value_clip": -1.0}, "value_clip: .*, must be above 0"),
+        ({"critic_lr": 0.0}, "critic_lr: .*, must be above 0"),
+        ({"critic_warmup": -1}, "critic_warmup: .*, must be at least 0"),
+        ({"minibatches": 0}, "minibatches: .*, must be at least 1"),
     ],
 )
 def test_options_that_cannot_work(options: Options, message: str) -> None:

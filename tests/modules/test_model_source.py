@@ -57,7 +57,7 @@ def test_from_a_directory(tmp_path: Path) -> None:
     [
         ({}, "either model.path or model.config, neither is set"),
         ({"path": "x", "config": {}}, "either model.path or model.config, both are set"),
-        ({"config": {}, "dtype": "float16"}, "model.dtype: 'float16' is not one of float32"),
+        ({"config": {}, "dtype": "float16"}, "model.dtype: 'float16', must be one of float32"),
         ({"config": {}}, "model.config.model_type is missing"),
         ({"config": {"model_type": "qwen33"}}, "model.config.model_type: 'qwen33'"),
         ({"config": {**CONFIG, "hiden_size": 8}}, "model.config.hiden_size is not an option of qwen3; did you mean"),

@@ -135,9 +135,9 @@ KL_IN_REWARD = Regulariser("kl", 0.1, where="reward")
         ({"advantage": "modules.advantages"}, "advantage: 'modules.advantages' is a module, not a function"),
         ({"advantage_options": {"sd": True}}, "advantage_options: grpo: got an unexpected keyword argument 'sd'"),
         ({"advantage_options": {"batch": 1}}, "advantage_options: 'batch' is an input of grpo"),
-        ({"advantage_options": {"std": "turn"}}, "advantage_options.std: 'turn' is not one of"),
+        ({"advantage_options": {"std": "turn"}}, "advantage_options.std: 'turn', must be one of"),
         ({"objective": "ppo"}, "objective: no function 'ppo'; name one of ppo_clip"),
-        ({"objective_options": {"clip_low": 2.0}}, "objective_options.clip_low: must be between 0 and 1"),
+        ({"objective_options": {"clip_low": 2.0}}, "objective_options.clip_low: .*, must be between 0 and 1"),
         (
             {"objective": f"{HERE}.own_objective"},
             "objective_options: own_objective: missing a required argument: 'power'",
@@ -152,7 +152,7 @@ KL_IN_REWARD = Regulariser("kl", 0.1, where="reward")
         ({"objective": "reinforce", "proximal": "recomputed"}, "proximal has no effect"),
         ({"correction": "truncated", "proximal": "sampler"}, "proximal=sampler makes every weight of the correction 1"),
         ({"objective": "decoupled_ppo", "proximal": "sampler"}, "every weight of objective=decoupled_ppo 1"),
-        ({"proximal": "old"}, "proximal: 'old' is not one of sampler, recomputed, interpolated"),
+        ({"proximal": "old"}, "proximal: 'old', must be one of sampler, recomputed, interpolated"),
         ({"correction": "clipped"}, "correction: no function 'clipped'; name one of truncated, masked"),
         ({"correction_options": {"cap": 2.0}}, "correction_options has no effect without a correction"),
         ({"regularisers": [Regulariser("kl", 0.0)]}, "regularisers.kl: coef=0 has no effect"),
@@ -209,5 +209,5 @@ def test_numbers_of_numpy_are_numbers() -> None:
 
 
 def test_a_cost_that_is_put_nowhere() -> None:
-    with pytest.raises(ValueError, match="where 'advantage' is not one of loss, reward"):
+    with pytest.raises(ValueError, match="where: 'advantage', must be one of loss, reward"):
         Regulariser("kl", 1.0, where="advantage")  # type: ignore[arg-type]

@@ -70,7 +70,7 @@ def test_a_rank_without_sequences_joins_and_the_check_waits(monkeypatch: pytest.
 
 
 def test_unknown_values_are_refused() -> None:
-    with pytest.raises(ValueError, match="self_check: 'warn' is not one of error, fallback, skip"):
+    with pytest.raises(ValueError, match="self_check: 'warn', must be one of error, fallback, skip"):
         SFTModule(source(), self_check="warn")  # type: ignore[arg-type]
 
 
