@@ -37,7 +37,7 @@ class ValidateEnds(Callback):
             if self._validated_at != 0:
                 raise ValueError(
                     "trainer.callbacks: ValidateEnds found no validation data; give the datamodule some"
-                    " (data.init_args.val_prompts), leave trainer.limit_val_batches above 0, or remove ValidateEnds"
+                    " (data.validation.prompts), leave trainer.limit_val_batches above 0, or remove ValidateEnds"
                 )
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:

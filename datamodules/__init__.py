@@ -10,16 +10,15 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from datamodules.pairs import PairsDataModule
     from datamodules.recorded import RecordedDataModule
     from datamodules.replay import ReplayDataModule
     from datamodules.rollout import RolloutDataModule
-    from datamodules.supervised import SupervisedDataModule
+    from datamodules.supervised import PairsDataModule, SupervisedDataModule
 
 __all__ = ["PairsDataModule", "RecordedDataModule", "ReplayDataModule", "RolloutDataModule", "SupervisedDataModule"]
 
 _HOMES = {
-    "PairsDataModule": "pairs",
+    "PairsDataModule": "supervised",
     "RecordedDataModule": "recorded",
     "ReplayDataModule": "replay",
     "RolloutDataModule": "rollout",

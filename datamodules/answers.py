@@ -1,7 +1,7 @@
 """The final answer of a completion, for majority votes: completions with equal answers vote together.
 
 Promises: functions from text to text, "" for no answer (which casts no vote); each is a name for the YAML key
-`val_options.answer`.
+`validation.answer`.
 """
 
 from __future__ import annotations

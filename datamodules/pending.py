@@ -17,7 +17,7 @@ Where = Callable[[str], str]
 _SHOWN = 5
 
 
-class Pulse:
+class LastArrival:
     """When something last arrived: a reply, a reward, the end of an episode. `now` is a `time.monotonic` time."""
 
     __slots__ = ("last",)
@@ -25,7 +25,7 @@ class Pulse:
     def __init__(self) -> None:
         self.last = time.monotonic()
 
-    def beat(self) -> None:
+    def note(self) -> None:
         self.last = time.monotonic()
 
 
@@ -53,12 +53,23 @@ class Pending:
         waits: what its episodes wait for now.
     """
 
-    __slots__ = ("admitted_at", "attempt", "began", "done", "index", "prompt_id", "pulse", "samples", "stalls", "waits")
+    __slots__ = (
+        "admitted_at",
+        "arrivals",
+        "attempt",
+        "began",
+        "done",
+        "index",
+        "prompt_id",
+        "samples",
+        "stalls",
+        "waits",
+    )
 
     def __init__(
         self,
         prompt_id: str = "?",
-        pulse: Pulse | None = None,
+        arrivals: LastArrival | None = None,
         *,
         index: int = -1,
         admitted_at: int = 0,
@@ -67,7 +78,7 @@ class Pending:
         stalls: int = 0,
     ) -> None:
         self.prompt_id = prompt_id
-        self.pulse = pulse or Pulse()
+        self.arrivals = arrivals or LastArrival()
         self.index = index
         self.admitted_at = admitted_at
         self.samples = samples
@@ -87,10 +98,10 @@ class Pending:
         except asyncio.CancelledError:
             raise
         except BaseException:
-            self.pulse.beat()
+            self.arrivals.note()
             raise
         else:
-            self.pulse.beat()
+            self.arrivals.note()
         finally:
             del self.waits[id(wait)]
 

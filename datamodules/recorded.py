@@ -26,7 +26,7 @@ from datamodules.conversations.selection import choose, first_trials, grouped
 from datamodules.conversations.tokens import QWEN3_THINK_IDS, Conversation, RecordedDataError, Workload, load_npz
 from datamodules.files.data_files import resolve
 from datamodules.pipeline import fingerprint
-from datamodules.pipeline.steps import Position, StepLoader
+from datamodules.pipeline.loaders import Position, StepLoader
 
 _log = logging.getLogger(__name__)
 

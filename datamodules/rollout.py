@@ -11,7 +11,7 @@ import inspect
 import logging
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar
 
 import lightning as L
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -24,13 +24,13 @@ from datamodules.groups import Group, to_batch
 from datamodules.inference.protocol import InferenceEngine, ServerEngine
 from datamodules.pipeline import fingerprint
 from datamodules.pipeline.diagnosis import everything
-from datamodules.pipeline.episodes import EpisodePlayer
 from datamodules.pipeline.gate import StalenessGate
+from datamodules.pipeline.limits import MOST_EPISODES, Limits
+from datamodules.pipeline.loaders import EvalLoader, PredictLoader, StepLoader
+from datamodules.pipeline.player import EpisodePlayer
 from datamodules.pipeline.producer import Producer
-from datamodules.pipeline.rollout_loaders import EvalLoader, PredictLoader
-from datamodules.pipeline.steps import StepLoader
-from datamodules.pipeline.val_sets import ValOptions, ValSet, val_sets, with_answers
-from datamodules.pipeline.watchdog import OnStall, StallOptions, Watchdog
+from datamodules.pipeline.validation import Validation, ValSet, with_answers
+from datamodules.pipeline.watchdog import Stall, Watchdog
 from datamodules.prompts.base import Prompt, PromptSource, prompt_source
 from datamodules.prompts.dealer import PromptDealer
 from datamodules.prompts.tokenizers import load_tokenizer, texts_of
@@ -40,7 +40,6 @@ from datamodules.workflows.base import Workflow
 from datamodules.workflows.turn_ends import TurnEnds
 
 _log = logging.getLogger(__name__)
-_MOST_EPISODES = 1_000_000  # in one batch; each is a task, and memory, from its first request on
 
 
 class RolloutDataModule(L.LightningDataModule):
@@ -54,14 +53,14 @@ class RolloutDataModule(L.LightningDataModule):
         tokenizer: "char:<alphabet>", "train:<size>" or a directory (see `datamodules.prompts.tokenizers`).
         reward: `(prompt, completion) -> float`, as the import path of a function, or class_path and init_args of a
             callable class; runs in worker processes. None when the workflow sets rewards itself.
-        val_prompts: source of held-out prompts, with an end, or several by name; None for no validation.
+        reward_options: worker processes, deadline, retries, cache, memory limit and score of failed rewards.
+        validation: held-out prompts, how they are sampled, and when they count as solved.
         batch_size: groups a batch, over all ranks.
         group_size: episodes of each prompt (advantages from group statistics need at least 2).
         max_staleness: most policy versions between a group's admission and its training; 0 is synchronous, and
-            reproducible under a seed: to the last bit with workflows of one turn, if `max_concurrent` is at least
-            `batch_size` and no group is filtered or fails. Otherwise who is computed beside whom depends on when
+            reproducible under a seed: to the last bit with workflows of one turn, if `limits.max_concurrent` is at
+            least `batch_size` and no group is filtered or fails. Otherwise who is computed beside whom depends on when
             rewards arrive: the same draws, up to float rounding, until a rounding flips a token.
-        max_concurrent: most groups played at once; None for all that may be.
         over_sampling: prompts started for each one a batch needs, at least 1.0. With 1.5, half a batch more than is
             needed is played; the first to finish are taken, and as soon as enough are finished the others are cancelled
             and their prompts played again, before any new ones (counted as `requeued`). Batches are ready sooner, at a
@@ -69,33 +68,35 @@ class RolloutDataModule(L.LightningDataModule):
             slow may never be trained on, and runs are not reproducible.
         filter: decides which finished groups are worth training on (dynamic sampling, `datamodules.filters`); others
             are dropped, counted and replaced.
-        max_filtered: groups filtered out since the last one kept that stop the run; None for 1000. With `filter` only.
         batches_per_epoch: rollout batches an epoch. The stream goes on from epoch to epoch.
-        long_prompts: "error" refuses prompts that leave no room for a reply in the model's context; "skip" leaves
-            them out, with a logged count.
-        val_samples: episodes of each validation prompt, or of each set's by name.
-        val_temperature: of their sampling; 0 is greedy.
-        val_options: when a prompt counts as solved, and how votes are counted
-            (`datamodules.pipeline.val_sets.ValOptions`).
-        val_batch_size: validation prompts rolled out at a time.
-        reward_workers: processes for rewards.
-        reward_deadline_s: seconds one reward may take; then its worker is killed and its group dropped.
-        reward_options: retries, cache, memory limit and score of failed rewards (`datamodules.rewards.RewardOptions`).
-        episode_deadline_s: seconds one episode may take; then its group is dropped.
-        collect_deadline_s: seconds the trainer waits for a batch before it stops with an error.
-        stall_after_s: seconds without any reply, reward or end of an episode after which the watchdog says, in one
-            line, what is pending where, and does what `on_stall` says; None for half of the shorter deadline above.
-        on_stall: "warn"; "requeue", what is being played is given up and its prompts are played again;
-            "restart_server", servers at which replies are waited for are restarted (engines that start their own);
-            "stop", an error.
-        max_requeues: with `on_stall: requeue`: a prompt that stalls more often costs its group; None for 2.
-        max_failures: groups dropped in a row that stop the run.
+        limits: deadlines, how often to fail before the run stops, and how much is played at once.
+        stall: when rollouts count as stalled, and what the watchdog does then.
         record: directory that every batch is written to, for `ReplayDataModule`; relative to the run directory.
         seed: of all sampling.
 
     Raises:
         ValueError: an argument out of range or without effect.
     """
+
+    renamed_options: ClassVar = {
+        "reward_workers": "reward_options.workers",
+        "reward_deadline_s": "reward_options.deadline_s",
+        "val_prompts": "validation.prompts",
+        "val_samples": "validation.samples",
+        "val_temperature": "validation.temperature",
+        "val_batch_size": "validation.batch_size",
+        "val_options": "validation",
+        "episode_deadline_s": "limits.episode_deadline_s",
+        "collect_deadline_s": "limits.collect_deadline_s",
+        "max_failures": "limits.max_failures",
+        "max_filtered": "limits.max_filtered",
+        "max_concurrent": "limits.max_concurrent",
+        "long_prompts": "limits.long_prompts",
+        "stall_after_s": "stall.after_s",
+        "on_stall": "stall.action",
+        "max_requeues": "stall.max_requeues",
+    }
+    """Options by the name they had, which the command line's error says."""
 
     def __init__(
         self,
@@ -104,93 +105,49 @@ class RolloutDataModule(L.LightningDataModule):
         engine: InferenceEngine,
         tokenizer: str,
         reward: Callable[[Prompt, str], float] | None = None,
-        val_prompts: PromptSource | dict[str, PromptSource] | None = None,
+        reward_options: RewardOptions = RewardOptions(),
+        validation: Validation = Validation(),
         batch_size: int = 16,
         group_size: int = 8,
         max_staleness: int = 1,
-        max_concurrent: int | None = None,
         over_sampling: float = 1.0,
         filter: GroupFilter | None = None,
-        max_filtered: int | None = None,
         batches_per_epoch: int = 100,
-        long_prompts: Literal["error", "skip"] = "error",
-        val_samples: int | dict[str, int] = 1,
-        val_temperature: float = 0.0,
-        val_options: ValOptions | None = None,
-        val_batch_size: int = 256,
-        reward_workers: int = 1,
-        reward_deadline_s: float = 15.0,
-        reward_options: RewardOptions | None = None,
-        episode_deadline_s: float = 300.0,
-        collect_deadline_s: float = 900.0,
-        stall_after_s: float | None = None,
-        on_stall: OnStall = "warn",
-        max_requeues: int | None = None,
-        max_failures: int = 32,
+        limits: Limits = Limits(),
+        stall: Stall = Stall(),
         record: str | None = None,
         seed: int = 0,
     ) -> None:
         super().__init__()
-        counts = {"batch_size": batch_size, "group_size": group_size, "batches_per_epoch": batches_per_epoch}
-        checks.at_least(1, {**counts, "val_batch_size": val_batch_size})
-        checks.at_least(1, {"max_failures": max_failures, "max_filtered": max_filtered or 1000})
-        checks.at_least(0, {"max_staleness": max_staleness})
-        checks.temperature("val_temperature", val_temperature)
-        checks.deadline({"episode_deadline_s": episode_deadline_s, "collect_deadline_s": collect_deadline_s})
-        checks.deadline({"stall_after_s": 1.0 if stall_after_s is None else stall_after_s})
-        checks.at_most(_MOST_EPISODES, {"batch_size": batch_size, "group_size": group_size})
-        checks.at_most(_MOST_EPISODES, {"batch_size x group_size": batch_size * group_size})
-        checks.at_most(_MOST_EPISODES, {"max_concurrent": max_concurrent, "val_batch_size": val_batch_size})
+        checks.at_least(1, {"batch_size": batch_size, "group_size": group_size, "batches_per_epoch": batches_per_epoch})
+        checks.at_most(MOST_EPISODES, {"batch_size": batch_size, "group_size": group_size})
+        checks.at_most(MOST_EPISODES, {"batch_size x group_size": batch_size * group_size})
         checks.at_most(1000, {"max_staleness": max_staleness, "over_sampling": over_sampling})
-        checks.one_of("long_prompts", long_prompts, ("error", "skip"))
-        if max_filtered is not None and filter is None:
-            raise ValueError(f"max_filtered: {max_filtered} has no effect without filter; remove it or set filter")
+        if filter is None:
+            checks.no_effect("without filter", {"limits.max_filtered": limits.max_filtered}, "remove it or set filter")
+        if reward is None and reward_options != RewardOptions():
+            raise ValueError("reward_options has no effect without reward; remove it or set reward")
+        if stall.action == "restart_server" and not (isinstance(engine, ServerEngine) and engine.owns_servers):
+            raise ValueError(
+                f"stall.action: restart_server needs servers that the engine started; engine: {type(engine).__name__}"
+                " has none of its own: set stall.action to warn, requeue or stop, or use SGLangEngine with launch"
+            )
+        stall.seconds(limits)  # refused here, where it would have no effect
         self.prompts = prompt_source(prompts, "prompts")
-        self.val_prompts = val_prompts
-        self.val_sets = val_sets(val_prompts, val_samples, val_temperature, val_options)
-        if not hasattr(workflow, "run") or not hasattr(workflow, "max_new_tokens"):
-            raise ValueError(f"workflow: {type(workflow).__name__} needs a method run and an attribute max_new_tokens")
-        self.workflow: Any = workflow
+        self.workflow: Any = _checked_workflow(workflow)
         self.engine: InferenceEngine = _checked_engine(engine)
         self.tokenizer_spec = tokenizer
         self.tokenizer: PreTrainedTokenizerBase | None = None
+        self.validation = validation
+        self.val_sets = validation.sets()
         self.batch_size = batch_size
         self.group_size = group_size
         self.batches_per_epoch = batches_per_epoch
-        self.val_temperature = val_temperature
-        self.val_batch_size = val_batch_size
-        self.collect_deadline_s = collect_deadline_s
-        self.gate = StalenessGate(batch_size, max_staleness, max_concurrent, over_sampling)
-        self._pool = None
-        if reward is not None:
-            self._pool = RewardPool(
-                reward, workers=reward_workers, deadline_s=reward_deadline_s, options=reward_options
-            )
-        elif reward_options is not None:
-            raise ValueError("reward_options has no effect without reward; remove it or set reward")
-        self._long_prompts = long_prompts
-        self._episode_deadline_s = episode_deadline_s
-        self._max_failures = max_failures
-        if stall_after_s is not None and stall_after_s >= collect_deadline_s:
-            raise ValueError(
-                f"stall_after_s: {stall_after_s:g} has no effect, collect_deadline_s: {collect_deadline_s:g} ends the"
-                " run first; lower the one or raise the other"
-            )
-        if max_requeues is not None and on_stall != "requeue":
-            raise ValueError(f"max_requeues: {max_requeues} has no effect with on_stall: {on_stall}; remove it")
-        if on_stall == "restart_server" and not (isinstance(engine, ServerEngine) and engine.owns_servers):
-            raise ValueError(
-                f"on_stall: restart_server needs servers that the engine started; engine: {type(engine).__name__} has"
-                " none of its own: set on_stall to warn, requeue or stop, or use SGLangEngine with launch"
-            )
-        self._stall = StallOptions(
-            min(episode_deadline_s, collect_deadline_s) / 2 if stall_after_s is None else stall_after_s,
-            on_stall,
-            2 if max_requeues is None else max_requeues,
-        )
+        self.gate = StalenessGate(batch_size, max_staleness, limits.max_concurrent, over_sampling)
+        self.limits = limits
+        self.stall = stall
+        self._pool = None if reward is None else RewardPool(reward, reward_options)
         self._filter = filter
-        self._max_filtered = max_filtered or 1000
-        self._solved_at = (val_options or ValOptions()).solved_at
         self._seed = seed
         self._made_with = {
             "workflow": fingerprint.of_object(workflow),
@@ -213,7 +170,7 @@ class RolloutDataModule(L.LightningDataModule):
 
     def setup(self, stage: str) -> None:
         """Loads the tokenizer, on every rank; one trained here is saved in the run directory."""
-        trainer = self.its_trainer()
+        trainer = self._trainer()
         directory = trainer.log_dir  # asked on every rank: Lightning broadcasts it
         self._worker_logs = Path(directory or trainer.default_root_dir) / "reward_workers"
         if self.tokenizer is None:
@@ -237,15 +194,14 @@ class RolloutDataModule(L.LightningDataModule):
 
     def val_dataloader(self) -> EvalLoader | list[EvalLoader]:
         """A loader a set of held-out prompts."""
-        loaders = [EvalLoader(self, one) for one in self.val_sets]
+        loaders = [EvalLoader(one, self.validation.batch_size, self.evaluate) for one in self.val_sets]
         return loaders[0] if len(loaders) == 1 else loaders
 
-    def test_dataloader(self) -> EvalLoader | list[EvalLoader]:
-        return self.val_dataloader()
+    test_dataloader = val_dataloader
 
     def predict_dataloader(self) -> PredictLoader:
         """Training prompts, rolled out and not trained on: `batches_per_epoch` batches."""
-        return PredictLoader(self)
+        return PredictLoader(self.batches_per_epoch, self.collect, self.discard_batch)
 
     def state_dict(self) -> dict[str, Any]:
         """The stream: position, prompts in progress (to be played again), finished groups, the groups of a batch under
@@ -285,7 +241,7 @@ class RolloutDataModule(L.LightningDataModule):
         Raises:
             ValueError: prompts, tokenizer and model do not fit together, or the reward cannot be loaded.
         """
-        if self._started or not self.its_trainer().is_global_zero:
+        if self._started or not self._trainer().is_global_zero:
             return
         self._started = True
         try:
@@ -305,7 +261,7 @@ class RolloutDataModule(L.LightningDataModule):
     def tally(self) -> dict[str, float]:
         """What the groups were worth that finished since this was last asked, before filter and staleness; see
         `Tally.take`."""
-        return {} if self._producer is None else self._producer.tally()
+        return {} if self._producer is None else self._producer.stream.worth()
 
     def diagnose(self) -> str:
         """For a run that hangs: what is pending where, and where every task waits. From any thread."""
@@ -329,7 +285,7 @@ class RolloutDataModule(L.LightningDataModule):
             self.engine.close()
         self._started = False
 
-    # ---- called by the loaders: the first two on every rank, the others on global rank 0
+    # ---- called by the loaders, on every rank
 
     @property
     def groups_per_batch(self) -> tuple[str, int]:
@@ -342,7 +298,7 @@ class RolloutDataModule(L.LightningDataModule):
 
     def hand_out(self, version: int) -> RolloutBatch | None:
         """See `BatchStream`; None, too, when the run is asked to end meanwhile. Raises as `collect`."""
-        if not self.its_trainer().is_global_zero:
+        if not self._trainer().is_global_zero:
             self._handed_out_at = version
             return None
         stream = self._running_producer().stream
@@ -353,26 +309,30 @@ class RolloutDataModule(L.LightningDataModule):
         return to_batch(groups) if groups else None
 
     def collect(self) -> list[Group]:
-        """The next batch's groups; empty when the run is asked to end. Raises TimeoutError and RuntimeError
-        as `Producer.collect`."""
-        groups = self._running_producer().collect(self.batch_size, self.collect_deadline_s)
+        """The next batch's groups; empty when the run is asked to end, and on other ranks than 0. Raises TimeoutError
+        and RuntimeError as `Producer.collect`."""
+        if not self._trainer().is_global_zero:
+            return []
+        groups = self._running_producer().collect(self.batch_size, self.limits.collect_deadline_s)
         if not groups:
             return []
         if self._recorder is not None:
             self._recorder.write(self.gate.version, groups)
         return groups
 
-    def let_go(self) -> None:
+    def discard_batch(self) -> None:
         """The batch collected last will not be trained on: it counts as a version of its own, so that there is room for
         the next one while the weights stay as they are."""
         self._running_producer().stream.release()
         self._running_producer().publish(self.gate.version + 1)
 
     def evaluate(self, prompts: ValSet, first: int, last: int) -> list[Group]:
-        """Episodes of the set's prompts `[first, last)`. Raises as `Producer.evaluate`."""
+        """Episodes of the set's prompts `[first, last)`; none on other ranks than 0. Raises as `Producer.evaluate`."""
+        if not self._trainer().is_global_zero:
+            return []
         producer, dealer = self._running_producer(), self._val_dealers[prompts.name]
         dealt = [prompt for prompt in map(dealer.deal, range(first, last)) if prompt is not None]
-        groups = producer.evaluate(dealt, prompts.samples, self.val_temperature, self.collect_deadline_s)
+        groups = producer.evaluate(dealt, prompts.samples, self.validation.temperature, self.limits.collect_deadline_s)
         assert self.tokenizer is not None
         return with_answers(groups, self.tokenizer, prompts.answer, self._ends) if prompts.samples > 1 else groups
 
@@ -395,40 +355,40 @@ class RolloutDataModule(L.LightningDataModule):
         _log.log(level, "%s", ends.line(self.tokenizer, getattr(self.workflow, "stop", ())))
         if hasattr(self.workflow, "prepare"):
             self.workflow.prepare(self.tokenizer)
-        dealer = self._dealer(self.prompts)
-        self._val_dealers = {one.name: self._dealer(one.source) for one in self.val_sets}
+        dealer, *val_dealers = (
+            PromptDealer(
+                source,
+                self.tokenizer,
+                vocab_size=self.engine.vocab_size,
+                max_context=self.engine.max_context,
+                reply_tokens=self.workflow.max_new_tokens,
+                encode=getattr(self.workflow, "encode", None),
+                long_prompts=self.limits.long_prompts,
+            )
+            for source in (self.prompts, *(one.source for one in self.val_sets))
+        )
+        for one in (dealer, *val_dealers):
+            one.check()
+        self._val_dealers = {one.name: its for one, its in zip(self.val_sets, val_dealers)}
         self._ends = ends.ids
-        player = EpisodePlayer(self.workflow, self.engine, self.tokenizer, self._pool, self._episode_deadline_s, ends)
+        player = EpisodePlayer(
+            self.workflow, self.engine, self.tokenizer, self._pool, self.limits.episode_deadline_s, ends
+        )
         self._producer = Producer(
             player,
             dealer,
             self.gate,
             group_size=self.group_size,
             seed=self._seed,
-            max_failures=self._max_failures,
+            limits=self.limits,
             group_filter=self._filter,
-            max_filtered=self._max_filtered,
-            solved_at=self._solved_at,
+            solved_at=self.validation.solved_at,
         )
         self._producer.start(version, self._stream)
         if self._recorder is not None and under_way and version not in versions(self._recorder.directory):
             self._recorder.write(version, self._producer.stream.taken)  # by a run in another directory
-        self._watchdog = Watchdog(self._stall, self._producer)
+        self._watchdog = Watchdog(self.stall, self.limits, self._producer)
         self._watchdog.start()
-
-    def _dealer(self, source: PromptSource) -> PromptDealer:
-        assert self.tokenizer is not None
-        dealer = PromptDealer(
-            source,
-            self.tokenizer,
-            vocab_size=self.engine.vocab_size,
-            max_context=self.engine.max_context,
-            reply_tokens=self.workflow.max_new_tokens,
-            encode=getattr(self.workflow, "encode", None),
-            long_prompts=self._long_prompts,
-        )
-        dealer.check()
-        return dealer
 
     def _running_producer(self) -> Producer:
         if self._producer is None:
@@ -439,18 +399,26 @@ class RolloutDataModule(L.LightningDataModule):
 
     def _in_training(self, producer: Producer) -> dict[str, list[Group]]:
         """The groups of a batch whose last optimizer step is not done, as `Producer.state_dict` takes them."""
-        module: Any = self.its_trainer().lightning_module
+        module: Any = self._trainer().lightning_module
         if not producer.stream.taken or not self.is_under_way(module.policy_version):
             return {}
         return {"under_way" if module.steps_done else "in_training": producer.stream.taken}
 
-    def its_trainer(self) -> L.Trainer:
+    def _trainer(self) -> L.Trainer:
         """The trainer this datamodule was given to. Raises RuntimeError without one."""
         if self.trainer is None:
             raise RuntimeError(
                 "RolloutDataModule: no trainer; pass it to trainer.fit or trainer.validate as datamodule"
             )
         return self.trainer
+
+
+def _checked_workflow(value: Any) -> Workflow:
+    """`value`, if it has what a workflow needs; else ValueError."""
+    if not hasattr(value, "run") or not hasattr(value, "max_new_tokens"):
+        raise ValueError(f"workflow: {type(value).__name__} needs a method run and an attribute max_new_tokens")
+    workflow: Workflow = value
+    return workflow
 
 
 def _checked_engine(value: Any) -> InferenceEngine:

@@ -5,7 +5,7 @@ Promises: a batch that passes `check_batch` can be run by the model; columns are
 without a loop over tokens or sequences. With its state a run goes on with the next step of a batch as if it had not
 stopped: columns (log-probabilities of the proximal policy, reference, values, advantages) are taken back, never
 computed again with weights that have moved meanwhile; they are never joined to another batch, nor to other minibatches,
-than they were prepared for. The sequences are the datamodule's (`datamodules/pipeline/steps.py` says who owns what).
+than they were prepared for. The sequences are the datamodule's (`datamodules/pipeline/loaders.py` says who owns what).
 """
 
 from __future__ import annotations

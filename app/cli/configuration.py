@@ -17,7 +17,7 @@ import sys
 import typing
 import zipfile
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, is_dataclass
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +54,8 @@ def install_reader() -> None:
 
 def read_yaml(text: str) -> Any:
     """The value of `text`. Raises yaml.YAMLError for what is no YAML, and ConfigurationError (see above)."""
+    if text == "None":  # what jsonargparse makes of a flag's null on its way into a nested option
+        return None
     if any(sign in text for sign in "\n{[&"):  # a plain word or number has neither keys nor aliases
         _check_yaml(text)
     return _load(text)
@@ -258,22 +260,29 @@ def _check_nulls(key: str, value: Any) -> None:
     options = value.get("init_args")
     if isinstance(value.get("class_path"), str) and isinstance(options, Mapping):
         for name in _never_null(value["class_path"]):
-            if name in options and options[name] is None:
+            first, _, inner = name.partition(".")
+            there = options.get(first, ...)
+            if inner:
+                there = there.get(inner, ...) if isinstance(there, Mapping) else ...
+            if there is None:
                 raise ValueError(f"{key}.init_args.{name}: null is no value for it; leave it out for its default")
     for name, inner in value.items():
         _check_nulls(f"{key}.{name}" if key else str(name), inner)
 
 
 def _never_null(class_path: str) -> list[str]:
-    """Parameters that take no None, of a class of this project or of torch."""
+    """Parameters that take no None, of a class of this project or of torch; fields of records as `record.field`."""
     module, _, name = class_path.rpartition(".")
     if module.split(".")[0] not in _KNOWN:
         return []
     try:
-        options = options_of(getattr(importlib.import_module(module), name)).values()
+        options = options_of(getattr(importlib.import_module(module), name))
+        records = {key: type(one.default) for key, one in options.items() if is_dataclass(one.default)}
+        for key, record in records.items():
+            options |= {f"{key}.{field}": option for field, option in options_of(record).items()}
     except (ImportError, AttributeError, TypeError, ValueError, NameError):
         return []
-    return [one.name for one in options if one.default is not None and not _takes_none(one.annotation)]
+    return [key for key, one in options.items() if one.default is not None and not _takes_none(one.annotation)]
 
 
 def _takes_none(hint: Any) -> bool:

@@ -12,6 +12,7 @@ import inspect
 import re
 import sys
 from collections.abc import Iterable
+from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -64,12 +65,12 @@ def explain(message: str, known: Iterable[str]) -> str:
     Args:
         known: the keys of the parser that refused, for a suggestion.
     """
+    if renamed := _renamed(message):
+        return "\n".join(renamed)
     lines = [line for line in message.splitlines() if not line.strip().startswith(_NOISE)]
     lines = [line for line in lines if len(line) < 200 or not line.strip().startswith("Given value:")]
     lines = [cut(line) for line in lines]
-    hints = [
-        _class_hint(*found) for found in re.findall(r"class_path '([\w.]+)':\s+Option '([\w.]+)'", "\n".join(lines))
-    ]
+    hints = [_class_hint(*refused) for refused in _refused("\n".join(lines))]
     unknown = re.search(r"does not accept option '([\w.]+)'|unrecognized arguments: --([\w.]+)", message, re.IGNORECASE)
     if unknown:
         hints.append(_closest(unknown.group(1) or unknown.group(2), known))
@@ -109,13 +110,46 @@ def _is_for_users(error: BaseException) -> bool:
     return any(raised_in.is_relative_to(_PROJECT / package) for package in _PACKAGES)
 
 
-def _class_hint(class_path: str, option: str) -> str:
+def _refused(message: str) -> list[tuple[str, str]]:
+    """The classes that `message` speaks of, each with the option that it does not accept."""
+    pattern = r"class_path '([\w.]+)':\s+(?:Option '([\w.]+)'|unrecognized arguments: --([\w.]+))"
+    return [(path, option or flag) for path, option, flag in re.findall(pattern, message)]
+
+
+def _renamed(message: str) -> list[str]:
+    """A line for each option in `message` that has another name now: its class says so, in `renamed_options`."""
+    part = re.search(r'Parser key "(\w+)"', message)
+    prefix = f"{part.group(1)}." if part else ""
+    for class_path, option in _refused(message):
+        names = getattr(_imported(class_path), "renamed_options", {})
+        first, dot, rest = option.partition(".")
+        if first in names:
+            pairs = {name: names[name] for name in names if f"'{name}':" in message}  # all of the same file
+            if first not in pairs:  # a flag
+                pairs = {option: f"{names[first]}{dot}{rest}"}
+            return [f"{prefix}{old}: is now {prefix}{new}" for old, new in pairs.items()]
+    return []
+
+
+def _imported(class_path: str) -> Any:
     module, _, name = class_path.rpartition(".")
     try:
-        accepted = list(options_of(getattr(importlib.import_module(module), name)))
-    except (ImportError, AttributeError, TypeError, ValueError, NameError):
+        return getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError, ValueError):
+        return None
+
+
+def _class_hint(class_path: str, option: str) -> str:
+    """What the class, or the record of options that `option` leads into, accepts."""
+    owner = class_path.rpartition(".")[2]
+    try:
+        options = options_of(_imported(class_path))
+    except (NameError, TypeError, ValueError):
         return ""
-    return f"{_closest(option, accepted)} {name} accepts: {', '.join(accepted) or 'no options'}".strip()
+    accepted, (first, _, rest) = list(options), option.partition(".")
+    if rest and first in options and is_dataclass(record := options[first].default):
+        owner, option, accepted = first, rest, [field.name for field in fields(record)]
+    return f"{_closest(option, accepted)} {owner} accepts: {', '.join(accepted) or 'no options'}".strip()
 
 
 def options_of(made: Any) -> dict[str, inspect.Parameter]:

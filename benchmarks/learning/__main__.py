@@ -65,7 +65,7 @@ def task_data(task: str, seed: int) -> tuple[dict[str, Any], dict[str, Any]]:
     source = "benchmarks.learning.branching.StepPrompts"
     config |= {
         "prompts": {"class_path": source, "init_args": {"seed": 1000 + seed}},
-        "val_prompts": {"class_path": source, "init_args": {"split": "validation", "size": 256, "seed": 3}},
+        "validation": {"prompts": {"class_path": source, "init_args": {"split": "validation", "size": 256, "seed": 3}}},
         "workflow": {"class_path": "benchmarks.learning.branching.StepsWorkflow"},
         "batch_size": 16,
     }

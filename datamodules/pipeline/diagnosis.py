@@ -8,19 +8,32 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from datamodules.inference.protocol import ServerEngine
-from datamodules.pending import Where, describe, table
-
-if TYPE_CHECKING:
-    from datamodules.pipeline.producer import Producer
+from datamodules.pending import Pending, Where, describe, table
+from datamodules.pipeline.gate import StalenessGate
+from datamodules.pipeline.player import EpisodePlayer
+from datamodules.pipeline.stream import Stream
 
 _FRAMES = ("cr_frame", "gi_frame", "ag_frame")  # of coroutines, generators and asynchronous generators
 _AWAITED = ("cr_await", "gi_yieldfrom", "ag_await")
 
 
-def one_line(producer: Producer) -> str:
+class Diagnosed(Protocol):
+    """What is told of: a `Producer`."""
+
+    gate: StalenessGate
+    stream: Stream
+    player: EpisodePlayer
+    trainer_waits: bool
+    loop: asyncio.AbstractEventLoop | None
+    evaluating: dict[Any, Pending]
+
+    def pending(self) -> list[Pending]: ...
+
+
+def one_line(producer: Diagnosed) -> str:
     """What is pending where, the gate's counters, the engine's health."""
     where = _where(producer.player.engine)
     pending = describe(producer.pending(), where)
@@ -33,7 +46,7 @@ def one_line(producer: Producer) -> str:
     return f"{pending}; gate: {producer.gate.counters()} at version {producer.gate.version}; engine: {health}"
 
 
-def everything(producer: Producer) -> str:
+def everything(producer: Diagnosed) -> str:
     """Many lines: all that is pending, where every task of the rollout thread waits, gate and engine."""
     where = _where(producer.player.engine)
     waits = "yes" if producer.trainer_waits else "no"

@@ -26,10 +26,9 @@ from datamodules.filters import GroupFilter
 from datamodules.groups import Group, label, to_batch
 from datamodules.pending import Pending
 from datamodules.pipeline.diagnosis import one_line
-from datamodules.pipeline.drought import Drought
-from datamodules.pipeline.episodes import EpisodePlayer
-from datamodules.pipeline.evaluation import evaluate
 from datamodules.pipeline.gate import StalenessGate
+from datamodules.pipeline.limits import FailureLimits, Limits
+from datamodules.pipeline.player import EpisodePlayer, evaluate
 from datamodules.pipeline.stream import Stream
 from datamodules.processes import foreign
 from datamodules.prompts.base import Prompt
@@ -49,9 +48,8 @@ class Producer:
         gate: decides how far to run ahead.
         group_size: samples of each prompt.
         seed: of the sampling: sample s of prompt i uses (seed, i, s).
+        limits: how many groups may fail, or be filtered out, before the run stops with the last one's reason.
         group_filter: names a reason for the groups that are not worth training on; they are dropped.
-        max_failures: so many groups failing in a row stop the run, with the last one's reason.
-        max_filtered: so many groups filtered out since the last good one stop the run.
         solved_at: an episode with at least this reward has solved its prompt (in the tally).
     """
 
@@ -63,9 +61,8 @@ class Producer:
         *,
         group_size: int,
         seed: int,
-        max_failures: int,
+        limits: Limits,
         group_filter: GroupFilter | None = None,
-        max_filtered: int = 1000,
         solved_at: float = 1.0,
     ) -> None:
         self.gate = gate
@@ -75,7 +72,7 @@ class Producer:
         self._group_size = group_size
         self._seed = seed
         self._filter = group_filter
-        self._drought = Drought(max_failures, max_filtered)
+        self._failures = FailureLimits(limits)
 
         self._changed = self.stream.changed
         self._error: BaseException | None = None
@@ -129,7 +126,7 @@ class Producer:
                     if left <= 0:
                         raise TimeoutError(
                             f"{self.stream.ready} of {count} groups are ready after {deadline_s:g} s"
-                            f" (collect_deadline_s); {self.describe()}"
+                            f" (limits.collect_deadline_s); {self.describe()}"
                         )
                     self.trainer_waits = True
                     self._changed.wait(min(left, _LOOK_S))
@@ -169,7 +166,7 @@ class Producer:
                     pending = self.describe()
                     future.cancel()
                     raise TimeoutError(
-                        f"validation is not finished after {deadline_s:g} s (collect_deadline_s); {pending}"
+                        f"validation is not finished after {deadline_s:g} s (limits.collect_deadline_s); {pending}"
                     ) from None
             except CancelledError:
                 with self._changed:
@@ -204,11 +201,6 @@ class Producer:
 
     # ---- called from any thread
 
-    def tally(self) -> dict[str, float]:
-        """What the groups were worth that finished since this was last asked; see `Tally.take`."""
-        with self._changed:
-            return self.stream.tally.take()
-
     @property
     def is_validating(self) -> bool:
         return bool(self.evaluating)
@@ -237,8 +229,10 @@ class Producer:
         with suppress(RuntimeError):  # the loop is closed
             self.loop.call_soon_threadsafe(self._requeue_stalled, most)
 
-    def fail(self, error: BaseException) -> None:
-        """Stops: the trainer gets `error` at once."""
+    def fail(self, error: BaseException | None) -> None:
+        """Stops, unless `error` is None: the trainer gets it at once."""
+        if error is None:
+            return
         with self._changed:
             self._error = self._error or error
             self._changed.notify_all()
@@ -336,7 +330,7 @@ class Producer:
             prompt = self._dealer.deal(pending.index)
             if prompt is None:
                 self.stream.skip(pending)
-                self._stop_if_dry(self._drought.skipped())
+                self.fail(self._failures.skipped())
                 return
             pending.prompt_id = prompt.id
             group = await self._play(prompt, pending)
@@ -347,10 +341,10 @@ class Producer:
             self._drop(pending, _first(error))
             return
         if reason is None:
-            self._drought.ended()
+            self._failures.came_through()
             self._cancel(self.stream.finish(pending, group))
         elif self.stream.filter(pending, group):
-            self._stop_if_dry(self._drought.filtered(group.prompt_id, reason))
+            self.fail(self._failures.filtered(group.prompt_id, reason))
 
     async def _play(self, prompt: Prompt, pending: Pending) -> Group:
         again = f"~{pending.attempt}" if pending.attempt else ""  # an engine may still know the requests given up
@@ -380,16 +374,12 @@ class Producer:
         prompt_id = pending.prompt_id if pending.prompt_id != "?" else f"index {pending.index}"
         reason = foreign.described(error)
         _log.warning("group dropped, prompt '%s': %s", prompt_id, reason)
-        failure: RuntimeError | None = self._drought.failed(prompt_id, reason)
+        failure: RuntimeError | None = self._failures.failed(prompt_id, reason)
         if failure is None and not self.player.engine.health().get("alive", True):
             failure = RuntimeError(f"the inference engine has failed; prompt '{prompt_id}': {reason}")
         if failure is not None:
             failure.__context__ = error  # for the traceback: a workflow's author wants to see the line
-        self._stop_if_dry(failure)
-
-    def _stop_if_dry(self, failure: Exception | None) -> None:
-        if failure is not None:
-            self.fail(failure)
+        self.fail(failure)
 
     async def _evaluate(self, prompts: Sequence[Prompt], samples: int, temperature: float) -> list[Group]:
         self._unpaused.clear()
@@ -404,7 +394,7 @@ class Producer:
                 temperature=temperature,
                 seed=f"{self._seed}/validation",
                 pending=self.evaluating,
-                pulse=self.stream.pulse,
+                arrivals=self.stream.arrivals,
             )
         finally:
             self._unpaused.set()

@@ -18,7 +18,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from datamodules.groups import Group, pack, unpack
-from datamodules.pending import Pending, Pulse
+from datamodules.pending import LastArrival, Pending
 from datamodules.pipeline.gate import StalenessGate, unaccounted
 from datamodules.pipeline.tally import Tally
 
@@ -36,7 +36,7 @@ class Stream:
     Attributes:
         tally: what finished groups were worth; see there.
         changed: guards everything here; notified when a group is ready.
-        pulse: when something last arrived.
+        arrivals: when something last arrived.
         taken: the groups the trainer took last, until they are `released`.
     """
 
@@ -44,13 +44,18 @@ class Stream:
         self.gate = gate
         self.tally = Tally(solved_at)
         self.changed = threading.Condition()
-        self.pulse = Pulse()
+        self.arrivals = LastArrival()
         self._group_size = group_size
         self._position = 0  # next index of the source
         self._again: dict[int, tuple[int, int]] = {}  # index: attempts and stalls, of prompts to be played again
         self._running: dict[int, Pending] = {}
         self._ready: list[Group] = []
         self.taken: list[Group] = []
+
+    def worth(self) -> dict[str, float]:
+        """What the groups were worth that finished since this was last asked; see `Tally.take`."""
+        with self.changed:
+            return self.tally.take()
 
     # ---- the producer's moves
 
@@ -67,7 +72,7 @@ class Stream:
                 index, attempt, stalls = self._position, 0, 0
                 self._position += 1
             pending = Pending(
-                pulse=self.pulse,
+                arrivals=self.arrivals,
                 index=index,
                 admitted_at=admitted_at,
                 samples=self._group_size,

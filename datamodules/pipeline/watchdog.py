@@ -1,7 +1,8 @@
 """Notices rollouts that have stopped coming, says once what is pending where, and acts as configured.
 
-    nothing has arrived for 120 s (stall_after_s): 2 being played, the oldest: 'p7' (131.0 s, 1 of 8 done, waits 128.4 s
-    for reply 'p7#1/0' at http://127.0.0.1:30001 and 6 more); gate: {...} at version 3; engine: {...}; on_stall: requeue
+    nothing has arrived for 120 s (stall.after_s): 2 being played, the oldest: 'p7' (131.0 s, 1 of 8 done, waits 128.4 s
+    for reply 'p7#1/0' at http://127.0.0.1:30001 and 6 more); gate: {...} at version 3; engine: {...}; stall.action:
+    requeue
 
 Promises: it runs on a thread of its own, so it also speaks when the rollout thread is stuck in somebody's blocking
 call, and names that call's line; one line a stall, then at 2, 4, 8 ... times the span while it lasts, and one when it
@@ -21,35 +22,54 @@ from typing import Any, Literal, Protocol, get_args
 from app import checks
 from datamodules.inference.protocol import ServerEngine
 from datamodules.pending import Pending, servers
+from datamodules.pipeline.limits import Limits
 
 _log = logging.getLogger(__name__)
 _CLOSE_S = 5.0
-OnStall = Literal["warn", "requeue", "restart_server", "stop"]
+Action = Literal["warn", "requeue", "restart_server", "stop"]
 
 
 class RolloutsStalled(RuntimeError):
-    """Nothing arrived for too long and `on_stall` says stop; the message is the watchdog's line."""
+    """Nothing arrived for too long and `stall.action` says stop; the message is the watchdog's line."""
 
 
 @dataclass(frozen=True)
-class StallOptions:
-    """When and what to do.
+class Stall:
+    """When rollouts count as stalled, and what to do then: the nested `data.stall` of a config.
 
     Attributes:
-        after_s: seconds without an arrival (a reply, a reward, the end of an episode) that count as a stall.
-        action: "warn" logs only; "requeue" gives up what is being played and plays the prompts again; "restart_server"
-            restarts the servers at which replies are waited for; "stop" ends the run with an error.
-        max_requeues: "requeue" only: a prompt that stalled more often fails, which costs its group.
+        after_s: seconds without any reply, reward or end of an episode after which the watchdog says, in one line, what
+            is pending where; None for half of the shorter of the limits' deadlines.
+        action: "warn" logs only; "requeue" gives up what is being played and plays the prompts again, before any
+            others; "restart_server" restarts the servers at which replies are waited for (engines that start their
+            own); "stop" ends the run with an error.
+        max_requeues: with "requeue" only: a prompt that stalls more often costs its group; None for 2.
+
+    Raises:
+        ValueError: an option out of range or without effect.
     """
 
-    after_s: float
-    action: OnStall = "warn"
-    max_requeues: int = 2
+    after_s: float | None = None
+    action: Action = "warn"
+    max_requeues: int | None = None
 
     def __post_init__(self) -> None:
-        checks.deadline({"stall_after_s": self.after_s})
-        checks.one_of("on_stall", self.action, get_args(OnStall))
-        checks.at_least(1, {"max_requeues": self.max_requeues})
+        checks.deadline({"stall.after_s": self.after_s})
+        checks.one_of("stall.action", self.action, get_args(Action))
+        checks.at_least(1, {"stall.max_requeues": self.max_requeues})
+        if self.action != "requeue":
+            checks.no_effect(f"with stall.action: {self.action}", {"stall.max_requeues": self.max_requeues})
+
+    def seconds(self, limits: Limits) -> float:
+        """`after_s`, or its default. Raises ValueError where `limits` end the run before."""
+        if self.after_s is None:
+            return min(limits.episode_deadline_s, limits.collect_deadline_s) / 2
+        if self.after_s >= limits.collect_deadline_s:
+            raise ValueError(
+                f"stall.after_s: {self.after_s:g} has no effect, limits.collect_deadline_s:"
+                f" {limits.collect_deadline_s:g} ends the run first; lower the one or raise the other"
+            )
+        return self.after_s
 
 
 class Watched(Protocol):
@@ -75,12 +95,15 @@ class Watchdog:
     """Watches one producer.
 
     Args:
-        options: when and what to do.
+        stall: when and what to do.
+        limits: of the run.
         watched: the producer.
     """
 
-    def __init__(self, options: StallOptions, watched: Watched) -> None:
-        self.options = options
+    def __init__(self, stall: Stall, limits: Limits, watched: Watched) -> None:
+        self._after_s = stall.seconds(limits)
+        self._action = stall.action
+        self._max_requeues = stall.max_requeues or 2
         self._watched = watched
         self._owed_since: float | None = None  # since when something should arrive
         self._lines = 0  # about the stall that lasts
@@ -102,7 +125,7 @@ class Watchdog:
 
     def look(self, now: float) -> None:
         """One look; `now` is a `time.monotonic` time."""
-        watched, after = self._watched, self.options.after_s
+        watched, after = self._watched, self._after_s
         if not (watched.pending() or watched.trainer_waits):
             self._owed_since = None
             self._over(now)
@@ -110,7 +133,7 @@ class Watchdog:
         if self._owed_since is None:
             self._owed_since = now
         blocked_s = self._blocked_for(now)
-        idle = now - max(watched.stream.pulse.last, self._owed_since)
+        idle = now - max(watched.stream.arrivals.last, self._owed_since)
         if idle < after:
             self._over(now)
             return
@@ -118,11 +141,11 @@ class Watchdog:
             return
         self._lines += 1
         where = f"; {self._blocked_line(blocked_s)}" if blocked_s >= after / 2 else ""
-        line = f"nothing has arrived for {idle:.1f} s (stall_after_s: {after:g}): {watched.describe()}{where}"
+        line = f"nothing has arrived for {idle:.1f} s (stall.after_s: {after:g}): {watched.describe()}{where}"
         self._act(line, blocked=bool(where))
 
     def _run(self) -> None:
-        while not self._closing.wait(max(0.01, min(1.0, self.options.after_s / 10))):
+        while not self._closing.wait(max(0.01, min(1.0, self._after_s / 10))):
             try:
                 self.look(time.monotonic())
             except Exception:  # its own fault must not end the run, nor the watch
@@ -136,17 +159,17 @@ class Watchdog:
     # ---- acting
 
     def _act(self, line: str, blocked: bool) -> None:
-        action = self.options.action
+        action = self._action
         if action == "warn":
-            _log.warning("%s; on_stall: warn", line)
+            _log.warning("%s; stall.action: warn", line)
         elif action == "stop":
-            _log.error("%s; on_stall: stop", line)
+            _log.error("%s; stall.action: stop", line)
             self._watched.fail(RolloutsStalled(line))
         elif reason := self._helpless(blocked):
-            _log.warning("%s; on_stall: %s does nothing: %s", line, action, reason)
+            _log.warning("%s; stall.action: %s does nothing: %s", line, action, reason)
         elif action == "requeue":
-            _log.warning("%s; on_stall: requeue", line)
-            self._watched.requeue_stalled(self.options.max_requeues)
+            _log.warning("%s; stall.action: requeue", line)
+            self._watched.requeue_stalled(self._max_requeues)
         else:
             self._restart(line)
 
@@ -154,8 +177,8 @@ class Watchdog:
         """Why nothing but a warning would help; "" when something might."""
         if blocked:
             return "the rollout thread itself is stuck"
-        if self._watched.is_validating and self.options.action == "requeue":
-            return "validation is being played, which collect_deadline_s ends"
+        if self._watched.is_validating and self._action == "requeue":
+            return "validation is being played, which limits.collect_deadline_s ends"
         if self._watched.player.engine.health().get("paused"):
             return "the engine is paused"
         if not self._watched.pending():
@@ -166,9 +189,9 @@ class Watchdog:
         engine = self._watched.player.engine
         names = servers(self._watched.pending(), engine.where) if isinstance(engine, ServerEngine) else []
         if not names:
-            _log.warning("%s; on_stall: restart_server does nothing: no reply is waited for at a server", line)
+            _log.warning("%s; stall.action: restart_server does nothing: no reply is waited for at a server", line)
             return
-        _log.warning("%s; on_stall: restart_server, %s", line, ", ".join(names))
+        _log.warning("%s; stall.action: restart_server, %s", line, ", ".join(names))
         for name in names:
             try:
                 engine.restart(name)

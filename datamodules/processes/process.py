@@ -166,7 +166,7 @@ class WorkerProcess:
             if is_gone:  # its own exit code is on its way
                 await self._ended(_GONE_S)
             if not self.is_gone:
-                self.let_go()
+                self.signal_end()
                 await self._ended(_END_S)
         except OSError:  # closed meanwhile
             pass
@@ -175,7 +175,7 @@ class WorkerProcess:
         code = (self._end or {}).get("code")
         return "was killed" if code is None else f"exited with code {code}"
 
-    def let_go(self) -> None:
+    def signal_end(self) -> None:
         """Has its guardian end it, itself and what else there is, and does not wait for that."""
         with suppress(OSError):
             self._control.shutdown(socket.SHUT_WR)
@@ -185,7 +185,7 @@ class WorkerProcess:
         """Ends the process and whatever it started at once. Idempotent."""
         if self._channel.fileno() < 0:
             return
-        self.let_go()
+        self.signal_end()
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(_END_S)
         self._process.kill()  # its end is the worker's too
@@ -261,7 +261,7 @@ def end_all(processes: Iterable[WorkerProcess]) -> None:
     """Ends them at once, all at the same time."""
     found = list(processes)
     for one in found:
-        one.let_go()
+        one.signal_end()
     for one in found:
         one.kill()
 

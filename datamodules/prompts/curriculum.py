@@ -13,7 +13,7 @@ from itertools import accumulate, chain, pairwise
 from typing import Any
 
 from datamodules.prompts.base import Prompt, PromptSource
-from datamodules.prompts.laps import Laps
+from datamodules.prompts.order import DealingOrder
 
 STAGE = "stage"
 """Key of a prompt's metadata with the number of its stage, from 0."""
@@ -74,9 +74,9 @@ class CurriculumPrompts(_Staged):
         super().__init__("CurriculumPrompts", len(shares), stage_prompts)
         self.prompts = prompts
         order = sorted((_difficulty(one, difficulty), k) for k, one in enumerate(prompts.first(prompts.size)))
-        self._order = [k for _, k in order]
+        self._easiest_first = [k for _, k in order]
         pools = [max(1, round(share * len(order))) for share in shares]
-        self._laps = [Laps(pool, True, f"{seed}/{k}") for k, pool in enumerate(pools)]
+        self._orders = [DealingOrder(pool, True, f"{seed}/{k}") for k, pool in enumerate(pools)]
 
     @property
     def name(self) -> str:
@@ -84,7 +84,7 @@ class CurriculumPrompts(_Staged):
 
     def deal(self, index: int) -> Prompt:
         stage, at = self._stage(index)
-        return _in_stage(self.prompts.deal(self._order[self._laps[stage].at(at)]), stage)
+        return _in_stage(self.prompts.deal(self._easiest_first[self._orders[stage].at(at)]), stage)
 
     def samples(self) -> Iterator[Prompt]:
         return self.prompts.samples()

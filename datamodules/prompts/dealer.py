@@ -92,10 +92,10 @@ class PromptDealer:
         )
         if not self._skips or len(too_long) == looked_at:
             raise ValueError(
-                f"prompts: {what}; lower max_new_tokens, use a model with a longer context, or set long_prompts: skip"
-                " to leave such prompts out"
+                f"prompts: {what}; lower max_new_tokens, use a model with a longer context, or set"
+                " limits.long_prompts: skip to leave such prompts out"
             )
-        _log.warning("long_prompts: skip leaves out %s", what)
+        _log.warning("limits.long_prompts: skip leaves out %s", what)
 
     def _encode(self, prompt: Prompt) -> Prompt:
         tokens = tuple(self._encode_tokens(prompt))

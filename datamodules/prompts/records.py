@@ -10,9 +10,11 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+from app import checks
 from app.text import printable
 from datamodules.files.expressions import Pattern, Template
-from datamodules.prompts.base import Prompt
+from datamodules.prompts.base import Prompt, PromptSource
+from datamodules.prompts.order import DealingOrder
 
 
 class RecordFormat:
@@ -136,6 +138,64 @@ class RecordFormat:
                 f" '{self.answer_field}'"
             )
         return found.strip()
+
+
+class RecordPrompts(PromptSource):
+    """Prompts of the records of a file or data set: the options that all such sources share.
+
+    Args:
+        question_field: field with the question, as text or as chat messages; dots lead into nested records.
+        answer_field: field with the answer, likewise; None for data without answers. All fields but these two land in
+            the prompt's metadata, for rewards.
+        template: text of the prompt, with the record's fields in braces, such as "Q: {question}\\nA:"; dots lead into
+            nested records.
+        answer_pattern: regular expression whose first group, found in the answer field, is the reference answer (the
+            whole field stays the solution supervised training imitates), such as '#### (.+)'; 5 s a search.
+        chat: makes the text a user message, rendered with the tokenizer's chat template.
+        system: system message before it (needs messages).
+        shuffle: deals a new order every time through the records; False keeps their own.
+        seed: of the order.
+        offset: records to leave out at the beginning (for validation on a slice of the same data).
+        size: records to use; None for all.
+
+    Raises:
+        ValueError: an argument out of range or without effect.
+    """
+
+    def __init__(
+        self,
+        question_field: str = "question",
+        answer_field: str | None = "answer",
+        template: str | None = None,
+        answer_pattern: str | None = None,
+        chat: bool = False,
+        system: str | None = None,
+        shuffle: bool = True,
+        seed: int = 0,
+        offset: int = 0,
+        size: int | None = None,
+    ) -> None:
+        owner = type(self).__name__
+        checks.at_least(0, {f"{owner}.offset": offset})
+        checks.at_least(1, {f"{owner}.size": size})
+        self.format = RecordFormat(owner, question_field, answer_field, template, answer_pattern, chat, system)
+        self._shuffle, self._seed, self._offset, self._size = shuffle, seed, offset, size
+
+    @property
+    def size(self) -> int:
+        return self._order.count
+
+    def record_at(self, index: int) -> int:
+        """The number, in its file, of the record at stream position `index`."""
+        return self._offset + self._order.at(index)
+
+    def use(self, count: int, what: str) -> None:
+        """Deals from now on, out of `count` records. Raises ValueError, naming `what`, where offset and size ask for
+        more than there are."""
+        rest = count - self._offset
+        if rest < (self._size or 1):
+            raise ValueError(f"{type(self).__name__}: {what}; offset {self._offset} and size {self._size} ask for more")
+        self._order = DealingOrder(self._size or rest, self._shuffle, self._seed)
 
 
 def reply_text(value: Any, where: str) -> str:

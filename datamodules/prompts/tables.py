@@ -13,16 +13,16 @@ import os
 from pathlib import Path
 from typing import Any
 
+from app import checks
 from app.text import reason
 from datamodules.files.data_files import resolve
-from datamodules.prompts.base import Prompt, PromptSource
+from datamodules.prompts.base import Prompt
 from datamodules.prompts.extras import needs
-from datamodules.prompts.laps import Laps
-from datamodules.prompts.records import RecordFormat
+from datamodules.prompts.records import RecordPrompts
 
 
-class DatasetPrompts(PromptSource):
-    """Questions and answers of a table. All columns but these two land in the prompt's metadata, for rewards.
+class DatasetPrompts(RecordPrompts):
+    """Questions and answers of a table.
 
     Args:
         path: a Parquet file or a folder of them (read with pyarrow, nothing is cached); a folder written by the library
@@ -31,13 +31,8 @@ class DatasetPrompts(PromptSource):
         name: configuration of a data set that has several.
         split: of the data set. Parquet files have none.
         revision: commit, tag or branch on the hub.
-        question_field: column with the question, as text or as chat messages; dots lead into nested columns.
-        answer_field: column with the answer, likewise; None for data without answers.
-        template, answer_pattern, chat, system: see `JsonlPrompts`.
-        shuffle: deals a new order every time through the rows; False keeps the table's.
-        seed: of the order.
-        offset: rows to leave out at the beginning.
-        size: rows to use; None for all.
+        record_options: see `RecordPrompts`: question_field, answer_field, template, answer_pattern, chat, system,
+            shuffle, seed, offset, size. Its fields are columns here.
 
     Raises:
         ImportError: the library is not installed.
@@ -51,51 +46,26 @@ class DatasetPrompts(PromptSource):
         name: str | None = None,
         split: str | None = None,
         revision: str | None = None,
-        question_field: str = "question",
-        answer_field: str | None = "answer",
-        template: str | None = None,
-        answer_pattern: str | None = None,
-        chat: bool = False,
-        system: str | None = None,
-        shuffle: bool = True,
-        seed: int = 0,
-        offset: int = 0,
-        size: int | None = None,
+        **record_options: Any,
     ) -> None:
-        self.format = RecordFormat(
-            "DatasetPrompts", question_field, answer_field, template, answer_pattern, chat, system
-        )
-        if offset < 0 or (size is not None and size < 1):
-            raise ValueError(f"DatasetPrompts.offset {offset} and size {size}: offset must be >= 0, size >= 1")
+        super().__init__(**record_options)
         self.path = path
         files = _parquet_files(path)
         if files:
-            for key, value in (("name", name), ("split", split), ("revision", revision)):
-                if value is not None:
-                    raise ValueError(f"DatasetPrompts.{key} has no effect on the Parquet files of '{path}'; remove it")
+            unused = {"DatasetPrompts.name": name, "DatasetPrompts.split": split, "DatasetPrompts.revision": revision}
+            checks.no_effect(f"on the Parquet files of '{path}'", unused)
             self._rows: Any = _ParquetRows(files)
         else:
             self._rows = _load(path, name, split, revision)
-        rest = len(self._rows) - offset
-        if rest < (size or 1):
-            raise ValueError(
-                f"DatasetPrompts: '{path}' has {len(self._rows)} rows; offset {offset} and size {size} ask for more"
-            )
-        self._offset = offset
-        self._size = size or rest
-        self._laps = Laps(self._size, shuffle, seed)
-        self._prompt(offset)  # wrong column names are an error now
+        self.use(len(self._rows), f"'{path}' has {len(self._rows)} rows")
+        self._prompt(self._offset)  # wrong column names are an error now
 
     @property
     def name(self) -> str:
         return Path(self.path).name.removesuffix(".parquet")
 
-    @property
-    def size(self) -> int:
-        return self._size
-
     def deal(self, index: int) -> Prompt:
-        return self._prompt(self._offset + self._laps.at(index))
+        return self._prompt(self.record_at(index))
 
     def _prompt(self, row: int) -> Prompt:
         where = f"{self.path}, row {row}"

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from app import checks
 from datamodules.files.data_files import resolve
 from datamodules.prompts.base import Prompt, PromptSource
-from datamodules.prompts.laps import Laps
+from datamodules.prompts.order import DealingOrder
 
 if TYPE_CHECKING:
     from datamodules.conversations.tokens import Conversation
@@ -80,7 +80,7 @@ class TauPrompts(PromptSource):
             conversations = self._read_arrays(TOOL_RESPONSE_ID if tool_response_id is None else tool_response_id)
         chosen = choose(grouped(conversations), tasks, str(self.path))
         self._groups = [first_trials(group, trials) for group in chosen.values()]
-        self._laps = Laps(len(self._groups), shuffle, seed)
+        self._order = DealingOrder(len(self._groups), shuffle, seed)
 
     @property
     def name(self) -> str:
@@ -91,7 +91,7 @@ class TauPrompts(PromptSource):
         return len(self._groups)
 
     def deal(self, index: int) -> Prompt:
-        group = self._groups[self._laps.at(index)]
+        group = self._groups[self._order.at(index)]
         first = group[0]
         return Prompt(
             id=f"{self.name}:{first.task}" + (f" ({first.model})" if first.model else ""),

@@ -42,9 +42,12 @@ class Judgement:
 
 @dataclass(frozen=True)
 class RewardOptions:
-    """How rewards are called beside their deadline.
+    """How rewards are called.
 
     Attributes:
+        workers: processes for rewards.
+        deadline_s: seconds one reward may take, time spent waiting for a worker not counted; then its worker is killed
+            and the call has failed.
         retries: how often a failed call is made again, each time with a whole deadline, before it counts as failed.
         retry_on: the failures worth another try: "exception" (the reward raised), "crash" (its process ended),
             "timeout" (deadline passed, process killed), "memory" (over `memory_mb`, process killed), "nan" (no finite
@@ -65,6 +68,8 @@ class RewardOptions:
         ValueError: an option out of range or without effect.
     """
 
+    workers: int = 1
+    deadline_s: float = 15.0
     retries: int = 0
     retry_on: Sequence[Failure] | None = None
     cache: int = 0
@@ -76,7 +81,8 @@ class RewardOptions:
     def __post_init__(self) -> None:
         name = "reward_options."
         checks.at_least(0, {f"{name}retries": self.retries, f"{name}cache": self.cache})
-        checks.at_least(1, {f"{name}max_calls": self.max_calls})
+        checks.at_least(1, {f"{name}workers": self.workers, f"{name}max_calls": self.max_calls})
+        checks.deadline({f"{name}deadline_s": self.deadline_s})
         checks.positive({f"{name}memory_mb": self.memory_mb})
         if self.retry_on is not None:
             unknown = [one for one in self.retry_on if one not in get_args(Failure)]

@@ -18,7 +18,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from app import checks
 from datamodules.processes.foreign import described
 from datamodules.processes.limits import hidden_variables, memory_limit
 from datamodules.processes.process import Garbled, OverMemory, WorkerProcess, end_all
@@ -63,46 +62,40 @@ class _Call:
 
 
 class RewardPool:
-    """Calls `reward(prompt, completion)` in `workers` processes.
+    """Calls `reward(prompt, completion)` in worker processes.
 
     Args:
         reward: a function or callable object that other processes can import (not a lambda, not a local function);
             gives a number, or a number and what it is made of, by name (see `functions.Reward`).
-        workers: processes, at least 1.
-        deadline_s: seconds one call may take, time spent waiting for a worker not counted.
+        options: how many workers, deadline, retries, cache, limits and what a failed call means; see `RewardOptions`.
         start_deadline_s: seconds a worker may take to start, import the reward and `prepare` it (see
             `worker.RewardCalls`). What the reward imports when it is called counts for that call.
-        options: retries, cache, limits and what a failed call means; see `RewardOptions`.
 
     Attributes:
         restarts: processes started in place of others, lost or replaced.
         failures: calls that failed for good. cache_hits: calls answered from the cache. retries: calls made again.
 
     Raises:
-        ValueError: an argument out of range, or a reward that cannot be sent to another process.
+        ValueError: a reward that cannot be sent to another process.
     """
 
     def __init__(
         self,
         reward: Callable[[Prompt, str], Reward],
-        workers: int = 1,
-        deadline_s: float = 15.0,
-        start_deadline_s: float = 120.0,
         options: RewardOptions | None = None,
+        start_deadline_s: float = 120.0,
     ) -> None:
-        checks.at_least(1, {"reward_workers": workers})
-        checks.deadline({"reward_deadline_s": deadline_s})
         try:
             self._pickled = pickle.dumps(RewardCalls(reward))
         except Exception as error:
             raise ValueError(
                 f"reward: {reward!r} cannot be sent to a worker process ({error}); define it at the top of a module"
             ) from error
-        self._count = workers
-        self._deadline_s = deadline_s
-        self._start_deadline_s = start_deadline_s
         self._options = options or RewardOptions()
-        self._memory_bytes = memory_limit(self._options.memory_mb, workers)
+        self._count = self._options.workers
+        self._deadline_s = self._options.deadline_s
+        self._start_deadline_s = start_deadline_s
+        self._memory_bytes = memory_limit(self._options.memory_mb, self._count)
         self._logs: Path | None = None
         self._workers: list[WorkerProcess | None] = []
         self._servers: list[asyncio.Task[None]] = []

@@ -52,7 +52,7 @@ class ReplyOptions:
 
     def __init__(self, owner: str, max_new_tokens: int, temperature: float, stop: Sequence[str] = ()) -> None:
         checks.at_least(1, {f"{owner}.max_new_tokens": max_new_tokens})
-        alike = "; greedy samples of one prompt would all be alike (validation has val_temperature)"
+        alike = "; greedy samples of one prompt would all be alike (validation has a temperature of its own)"
         checks.temperature(f"{owner}.temperature", temperature, greedy=False, remedy=alike)
         self.owner = owner
         self.max_new_tokens = max_new_tokens

@@ -70,7 +70,7 @@ def test_resumed_run_is_not_validated_at_its_start(tmp_path: Path) -> None:
 
 
 def test_validate_ends_without_data_says_so(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"ValidateEnds.*val_prompts"):
+    with pytest.raises(ValueError, match=r"ValidateEnds.*validation.prompts"):
         trainer(tmp_path / "run", ValidateEnds()).fit(TinyModule(), datamodule=TinyData(validate=False))
 
 

@@ -25,7 +25,7 @@ def pairs(path: Path, records: list[dict[str, Any]] | None = None, **options: An
     ]
     file = path / "pairs.jsonl"
     file.write_text("".join(json.dumps(record) + "\n" for record in records))
-    source = JsonlPrompts(str(file), "prompt", "chosen", shuffle=False)
+    source = JsonlPrompts(str(file), question_field="prompt", answer_field="chosen", shuffle=False)
     return PairsDataModule(source, **{"tokenizer": CHAR, "batch_size": 4, **options})
 
 

@@ -16,8 +16,10 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from app.batch import EvalHandle, RolloutBatch, StepHandle
 from callbacks.weight_sync import WeightSync
 from datamodules.inference.embedded import EmbeddedEngine
+from datamodules.pipeline.limits import Limits
+from datamodules.pipeline.validation import Validation
 from datamodules.prompts import ArithmeticPrompts, JsonlPrompts
-from datamodules.rewards import exact_match, math_verify
+from datamodules.rewards import RewardOptions, exact_match, math_verify
 from datamodules.rollout import RolloutDataModule
 from datamodules.workflows import RLVRWorkflow
 from tests.datamodules.fake_engine import VOCABULARY, FakeEngine
@@ -115,7 +117,7 @@ def rollouts(**options: Any) -> RolloutDataModule:
             "batch_size": 4,
             "group_size": 3,
             "batches_per_epoch": 3,
-            "collect_deadline_s": 60.0,
+            "limits": Limits(collect_deadline_s=60.0),
             **options,
         }
     )
@@ -148,7 +150,7 @@ def flat(batch: RolloutBatch) -> dict[str, Any]:
 def test_synchronous_fit_is_reproducible_and_on_policy(tmp_path: Path) -> None:
     def fit() -> Recorder:
         module = Recorder()
-        data = rollouts(max_staleness=0, val_prompts=ArithmeticPrompts(split="validation", size=20))
+        data = rollouts(max_staleness=0, validation=Validation(ArithmeticPrompts(split="validation", size=20)))
         ours = trainer(tmp_path, max_epochs=2, val_check_interval=2, check_val_every_n_epoch=None)
         ours.fit(module, datamodule=data)
         return module
@@ -211,7 +213,7 @@ def test_one_batch_takes_several_steps(tmp_path: Path) -> None:
 def test_validation_inside_fit_sees_one_version_and_all_prompts(tmp_path: Path) -> None:
     module = Recorder()
     data = rollouts(
-        val_prompts=ArithmeticPrompts(digits=1, operators="+-*", split="validation", size=10), val_batch_size=4
+        validation=Validation(ArithmeticPrompts(digits=1, operators="+-*", split="validation", size=10), batch_size=4)
     )
     trainer(tmp_path, max_epochs=1, val_check_interval=2, check_val_every_n_epoch=None).fit(module, datamodule=data)
     assert len(module.evaluated) == 3
@@ -219,13 +221,13 @@ def test_validation_inside_fit_sees_one_version_and_all_prompts(tmp_path: Path) 
         assert name == "arithmetic"
         assert (batch.versions[batch.loss_mask] == version).all()
     assert sorted(p for _, batch, _ in module.evaluated for p in batch.prompt_ids) == sorted(
-        p.id for p in data.val_prompts.first(10)
+        p.id for p in data.validation.prompts.first(10)
     )
 
 
 def test_validate_alone_starts_no_training_rollouts_and_repeats(tmp_path: Path) -> None:
     module = Recorder()
-    data = rollouts(val_prompts=ArithmeticPrompts(split="validation", size=20), val_samples=2, val_temperature=1.0)
+    data = rollouts(validation=Validation(ArithmeticPrompts(split="validation", size=20), samples=2, temperature=1.0))
     for _ in range(2):  # the second time everything starts again
         trainer(tmp_path).validate(module, datamodule=data, verbose=False)
     assert sum(data.counters().values()) == 0
@@ -315,8 +317,8 @@ def test_gsm8k_with_a_trained_tokenizer_and_math_verify(tmp_path: Path) -> None:
         tokenizer="train:512",
         workflow=RLVRWorkflow(max_new_tokens=8),
         reward=math_verify,
-        reward_deadline_s=60.0,
-        long_prompts="skip",
+        reward_options=RewardOptions(deadline_s=60.0),
+        limits=Limits(long_prompts="skip"),
         batches_per_epoch=2,
     )
     module = Recorder(vocab_size=512, context=160)
@@ -347,15 +349,9 @@ def test_gradient_accumulation_is_refused(tmp_path: Path) -> None:
         ({"group_size": 0}, "group_size: 0"),
         ({"batch_size": 0}, "batch_size: 0"),
         ({"max_staleness": -1}, "max_staleness: -1"),
-        ({"max_concurrent": -1}, "max_concurrent: -1"),
-        ({"max_concurrent": 0}, "max_concurrent: 0"),
         ({"batches_per_epoch": 0}, "batches_per_epoch: 0"),
-        ({"collect_deadline_s": 0}, "collect_deadline_s: 0"),
-        ({"reward_workers": 0}, "reward_workers: 0"),
-        ({"reward_deadline_s": 0}, "reward_deadline_s: 0"),
-        ({"long_prompts": "cut"}, "long_prompts: 'cut'"),
-        ({"val_samples": 4}, "val_samples: 4 greedy"),
-        ({"val_prompts": ArithmeticPrompts()}, "val_prompts: the source has no end"),
+        ({"limits": Limits(max_filtered=3)}, "limits.max_filtered has no effect without filter"),
+        ({"reward": None, "reward_options": RewardOptions(cache=3)}, "reward_options has no effect without reward"),
         ({"prompts": [1]}, "prompts: list is no PromptSource"),
         ({"workflow": object()}, "workflow: object needs a method run"),
         ({"engine": object()}, "engine: object is no InferenceEngine, it lacks version"),
@@ -367,6 +363,23 @@ def test_wrong_arguments_are_refused_by_name(options: dict[str, Any], said: str)
         rollouts(**{"engine": FakeEngine(), **options})
 
 
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"max_concurrent": -1}, "limits.max_concurrent: -1"),
+        ({"max_concurrent": 0}, "limits.max_concurrent: 0"),
+        ({"max_failures": 0}, "limits.max_failures: 0"),
+        ({"max_filtered": 0}, "limits.max_filtered: 0"),
+        ({"collect_deadline_s": 0}, "limits.collect_deadline_s: 0"),
+        ({"episode_deadline_s": float("nan")}, "limits.episode_deadline_s: nan"),
+        ({"long_prompts": "cut"}, "limits.long_prompts: 'cut'"),
+    ],
+)
+def test_limits_check_themselves(options: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        Limits(**options)
+
+
 def test_yaml_configures_everything() -> None:
     parser = ArgumentParser(exit_on_error=False)
     parser.add_subclass_arguments(L.LightningDataModule, "data")
@@ -375,7 +388,8 @@ data:
   class_path: datamodules.RolloutDataModule
   init_args:
     prompts: {class_path: datamodules.prompts.ArithmeticPrompts, init_args: {digits: 3}}
-    val_prompts: {class_path: datamodules.prompts.ArithmeticPrompts, init_args: {split: validation, size: 5}}
+    validation:
+      prompts: {class_path: datamodules.prompts.ArithmeticPrompts, init_args: {split: validation, size: 5}}
     workflow: {class_path: datamodules.workflows.RLVRWorkflow, init_args: {max_new_tokens: 5}}
     engine: {class_path: datamodules.inference.EmbeddedEngine, init_args: {kv_cache_tokens: 4096}}
     tokenizer: "char:0123456789+="
@@ -385,7 +399,7 @@ data:
     config = parser.parse_string(written)
     data = parser.instantiate_classes(config).data
     assert isinstance(data, RolloutDataModule)
-    assert data.prompts.digits == 3 and data.val_prompts.size == 5 and data.workflow.max_new_tokens == 5
+    assert data.prompts.digits == 3 and data.validation.prompts.size == 5 and data.workflow.max_new_tokens == 5
     assert data.gate.max_concurrent == 48
     assert "math_verify" in parser.dump(config)  # what a run directory's config.yaml shows
 

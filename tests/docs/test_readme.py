@@ -119,7 +119,7 @@ def test_your_model_data_and_reward(workplace: Path) -> None:
     assert steps(workplace / "run") == 2  # of two minibatches a batch
     used = yaml.safe_load((workplace / "run" / "config.yaml").read_text())
     assert used["data"]["init_args"]["reward"] == "my_rewards.ends_with_answer"
-    assert used["data"]["init_args"]["val_prompts"]["init_args"]["size"] == 64
+    assert used["data"]["init_args"]["validation"]["prompts"]["init_args"]["size"] == 64
     assert used["model"]["init_args"]["model"]["path"] == "my_model"
     assert used["model"]["init_args"]["objective"] == "gspo"
     assert list((workplace / "wandb").glob("offline-run-*"))

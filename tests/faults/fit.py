@@ -30,6 +30,8 @@ from datamodules import RolloutDataModule
 from datamodules.inference.protocol import InferenceEngine
 from datamodules.inference.sglang import SGLangEngine
 from datamodules.pipeline.gate import unaccounted
+from datamodules.pipeline.limits import Limits
+from datamodules.pipeline.watchdog import Stall
 from datamodules.prompts import ArithmeticPrompts
 from datamodules.rewards import RewardOptions
 from datamodules.workflows import RLVRWorkflow
@@ -140,10 +142,9 @@ class Fit:
             group_size=GROUP,
             max_staleness=1,
             batches_per_epoch=100_000,
-            reward_deadline_s=2.0,
-            reward_options=RewardOptions(memory_mb=800.0),
-            collect_deadline_s=200.0,
-            stall_after_s=60.0,
+            reward_options=RewardOptions(deadline_s=2.0, memory_mb=800.0),
+            limits=Limits(collect_deadline_s=200.0),
+            stall=Stall(after_s=60.0),
             record="rollouts" if samples else None,
             seed=seed,
         )

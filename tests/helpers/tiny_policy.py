@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from app.batch import EvalHandle, RolloutBatch, Trajectory
-from datamodules.pipeline.steps import Position, StepLoader
+from datamodules.pipeline.loaders import Position, StepLoader
 from modules import ModelSource, build_model
 from tests.helpers.tiny_model import TINY_MODEL
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import yaml
 
 from app.cli import main
 from app.cli.configuration import check_values, read_yaml
+from datamodules import RolloutDataModule
 from modules.models import ModelSource, build_model
 from tests.fuzz.test_configurations import RECORDED, ROLLED_OUT, base
 from tests.helpers.doubles import conversations
@@ -61,9 +63,11 @@ def test_options_that_cannot_be(args: list[str], words: str, capsys: pytest.Capt
     [
         (["--data.group_size=99999999999999999999"], "group_size: 99999999999999999999 is beyond 64 bits"),
         (["--data.group_size=1000000000"], "group_size: 1000000000, must be at most 1,000,000"),
-        (["--data.collect_deadline_s=.inf"], "collect_deadline_s: inf is not finite"),
-        (["--data.collect_deadline_s=null"], "collect_deadline_s: null is no value for it"),
-        (["--data.episode_deadline_s=1e12"], "episode_deadline_s: 1000000000000.0, must be above 0 and at most"),
+        (["--data.limits.collect_deadline_s=.inf"], "collect_deadline_s: inf is not finite"),
+        (["--data.limits.collect_deadline_s=null"], 'key "limits.collect_deadline_s"'),
+        (["--data={init_args: {limits: {collect_deadline_s: null}}}"], "collect_deadline_s: null is no value for it"),
+        (["--data.limits=null"], "limits: null is no value for it"),
+        (["--data.limits.episode_deadline_s=1e12"], "episode_deadline_s: 1000000000000.0, must be above 0 and at most"),
         (["--data.over_sampling=.inf"], "over_sampling: inf is not finite"),
         (["--data.tokenizer=/etc"], "tokenizer: /etc holds no tokenizer"),
         (["--without_callbacks=[WeightSync]"], "add callbacks.WeightSync to trainer.callbacks"),
@@ -79,6 +83,42 @@ def test_options_that_cannot_be(args: list[str], words: str, capsys: pytest.Capt
 )
 def test_rollout_options_that_cannot_be(args: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert words in refusal(capsys, "--config", "rollouts.yaml", *args)
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        (["--data.val_samples=4"], ["data.val_samples: is now data.validation.samples"]),
+        (
+            ["--data.val_prompts.init_args.size=9"],
+            ["data.val_prompts.init_args.size: is now data.validation.prompts.init_args.size"],
+        ),
+        (["--data.on_stall", "stop"], ["data.on_stall: is now data.stall.action"]),
+        (
+            ["--config=old.yaml"],  # as a run directory of before has it
+            [
+                "data.reward_deadline_s: is now data.reward_options.deadline_s",
+                "data.val_options: is now data.validation",
+                "data.max_failures: is now data.limits.max_failures",
+            ],
+        ),
+        (["--data.limits.max_concurent=3"], ["Did you mean 'max_concurrent'? limits accepts: episode_deadline_s, "]),
+    ],
+)
+def test_an_option_that_moved_is_told_by_its_new_name(
+    args: list[str], words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = {"reward_deadline_s": 3.0, "val_options": {"solved_at": 0.5}, "max_failures": 32, "seed": 1}
+    Path("old.yaml").write_text(yaml.safe_dump({"data": {"init_args": options}}))
+    said = refusal(capsys, "--config", "rollouts.yaml", *args)
+    assert all(line in said for line in words) and "seed" not in said.splitlines(), said
+
+
+def test_every_option_that_moved_is_one_now() -> None:
+    now = inspect.signature(RolloutDataModule).parameters
+    for old, new in RolloutDataModule.renamed_options.items():
+        record, _, name = new.partition(".")
+        assert old not in now and (not name or hasattr(now[record].default, name)), old
 
 
 @pytest.mark.parametrize(

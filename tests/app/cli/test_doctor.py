@@ -47,7 +47,7 @@ RUN = {
             "engine": {"class_path": "datamodules.inference.EmbeddedEngine", "init_args": {"kv_cache_tokens": 1024}},
             "tokenizer": "char:0123456789+-*=",
             "reward": "tests.datamodules.rewards.reward_functions.misbehave",
-            "reward_deadline_s": 600,
+            "reward_options": {"deadline_s": 600},
             "batch_size": 4,
             "group_size": 2,
             "max_staleness": 0,

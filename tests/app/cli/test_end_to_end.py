@@ -20,7 +20,7 @@ import yaml
 
 from app.cli import main
 from datamodules.prompts import JsonlPrompts
-from datamodules.rewards import RewardPool, math_verify
+from datamodules.rewards import RewardOptions, RewardPool, math_verify
 from tests.helpers.doubles import conversations, off_by_one
 from tests.helpers.recorded_samples import byte_tokenizer, line, real_file, write_jsonl
 from tests.helpers.tiny_model import TINY_WITH_ENDS
@@ -30,7 +30,7 @@ CONFIGS = ROOT / "configs"
 MODEL = TINY_WITH_ENDS
 MODEL_KEY = "--model.init_args.model.config"
 
-WITHOUT_VALIDATION = ["--data.val_prompts=null", "--trainer.val_check_interval=null"]
+WITHOUT_VALIDATION = ["--data.validation.prompts=null", "--trainer.val_check_interval=null"]
 WITHOUT_VALIDATION += ["--trainer.callbacks=[]"]
 
 
@@ -64,7 +64,7 @@ def test_real_solutions_are_right_and_others_wrong() -> None:
     prompts = [source.deal(i) for i in range(0, source.size, 25)]
 
     async def score(texts: list[str]) -> list[float]:
-        pool = RewardPool(math_verify, deadline_s=60.0)
+        pool = RewardPool(math_verify, RewardOptions(deadline_s=60.0))
         try:
             await pool.open()
             return await asyncio.gather(*(pool.score(*pair) for pair in zip(prompts, texts, strict=True)))
@@ -98,7 +98,7 @@ def test_bad_rewards_cost_their_groups_only(caplog: pytest.LogCaptureFixture, wo
     options = {
         "--data.prompts.shuffle": "false",
         "--data.reward": "tests.datamodules.rewards.reward_functions.misbehave",
-        "--data.reward_deadline_s": "1.0",
+        "--data.reward_options.deadline_s": "1.0",
         "--data.batch_size": "5",
         "--data.group_size": "2",
         "--data.max_staleness": "0",
@@ -128,9 +128,9 @@ def test_bad_rewards_cost_their_groups_only(caplog: pytest.LogCaptureFixture, wo
 def test_a_workflow_that_always_fails_ends_the_run(
     workflow: str, words: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    flags = ["--data.workflow", f"tests.helpers.doubles.{workflow}", "--data.max_failures=3"]
+    flags = ["--data.workflow", f"tests.helpers.doubles.{workflow}", "--data.limits.max_failures=3"]
     printed = _mistake(capsys, *fit("quickstart.yaml", *WITHOUT_VALIDATION, *flags, "--data.workflow.max_new_tokens=5"))
-    assert all(word in printed for word in ["3 groups in a row (max_failures)", *words]), printed
+    assert all(word in printed for word in ["3 groups in a row (limits.max_failures)", *words]), printed
 
 
 # ---- recorded conversations, on one process and on two

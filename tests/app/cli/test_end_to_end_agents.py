@@ -76,7 +76,7 @@ def test_an_agent_with_tools(tmp_path: Path) -> None:
         },
         "reward_options": {"retries": 1, "cache": 100, "on_failure": 0.0, "memory_mb": 2000},
         "tokenizer": "bytes",
-        "val_prompts": None,
+        "validation": {"prompts": None},
         "batch_size": 2,
         "group_size": 3,
         "max_staleness": 0,

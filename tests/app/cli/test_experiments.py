@@ -33,14 +33,14 @@ ROLLOUTS: dict[str, Any] = {
     "batch_size": 2,
     "group_size": 2,
     "max_staleness": 0,
-    "reward_deadline_s": 120.0,
+    "reward_options": {"deadline_s": 120.0},
 }
 SHORT = {"workflow": {"init_args": {"max_new_tokens": 6}}}
 LENGTH = "tests.datamodules.rewards.reward_functions.length"  # has a signal where a random model solves nothing
 
 
 def gsm8k(**more: Any) -> dict[str, Any]:
-    return {**ROLLOUTS, **SHORT, "val_prompts": {"init_args": {"size": 2}}, **more}
+    return {**ROLLOUTS, **SHORT, "validation": {"prompts": {"init_args": {"size": 2}}}, **more}
 
 
 def table(name: str) -> dict[str, Any]:
@@ -59,8 +59,10 @@ OVERLAYS: dict[str, dict[str, Any]] = {
             **ROLLOUTS,
             **SHORT,
             "prompts": table("dapo"),
-            "val_prompts": {"aime24": table("problems"), "math500": table("problems")},
-            "val_samples": {"aime24": 4, "math500": 2},
+            "validation": {
+                "prompts": {"aime24": table("problems"), "math500": table("problems")},
+                "samples": {"aime24": 4, "math500": 2},
+            },
             "reward": LENGTH,
         },
         "model": {
@@ -154,7 +156,7 @@ def small(path: Path) -> dict[str, Any]:
     data = {"tokenizer": "models", **overlay["data"]}
     config["data"]["init_args"] = laid_over(config["data"]["init_args"], data)
     if path.stem == "reasoning_gym":
-        config["data"]["init_args"]["val_prompts"]["countdown"]["init_args"]["size"] = 2
+        config["data"]["init_args"]["validation"]["prompts"]["countdown"]["init_args"]["size"] = 2
     return config
 
 
@@ -173,7 +175,7 @@ def test_prompts_are_validated_in_the_form_they_are_trained_in(path: Path) -> No
             return {bool(source["init_args"].get("chat"))}
         return set().union(*map(forms, inner))
 
-    assert forms(data.get("val_prompts", {})) <= forms(data.get("prompts", {}))
+    assert forms(data.get("validation", {})) <= forms(data.get("prompts", {}))
 
 
 @pytest.mark.parametrize(

@@ -37,16 +37,44 @@ def parsed(capsys: pytest.CaptureFixture[str], *flags: str) -> dict:
         ("engine", "num_threads", 2),
         ("workflow", "max_new_tokens", 7),
         ("prompts", "digits", 1),
-        ("val_prompts", "size", 9),
+        ("validation.prompts", "size", 9),
     ],
 )
 def test_a_flag_changes_one_option_and_keeps_its_neighbours(
     capsys: pytest.CaptureFixture[str], part: str, option: str, value: int
 ) -> None:
-    written = yaml.safe_load(QUICKSTART.read_text())["data"]["init_args"][part]
-    got = parsed(capsys, f"--data.{part}.init_args.{option}", str(value))[part]
+    written = yaml.safe_load(QUICKSTART.read_text())["data"]["init_args"]
+    got = parsed(capsys, f"--data.{part}.init_args.{option}", str(value))
+    for key in part.split("."):
+        written, got = written[key], got[key]
     assert got["class_path"] == written["class_path"]
     assert got["init_args"].items() >= {**written["init_args"], option: value}.items()
+
+
+def test_records_of_options_merge_key_by_key(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """Of two files and the flags, each changes what it names, at any depth, and null takes a value away."""
+    (tmp_path / "one.yaml").write_text(
+        "data: {init_args: {validation: {temperature: 1.0, samples: 2}, limits: {max_failures: 5, max_concurrent: 9}}}"
+    )
+    (tmp_path / "two.yaml").write_text("data: {init_args: {validation: {ks: [1, 2]}, limits: {max_failures: 6}}}")
+    files = [f"--config={tmp_path / name}.yaml" for name in ("one", "two")]
+    flags = ["--data.validation.samples", "4", "--data.validation.prompts.init_args.size=9", "--data.stall.after_s=60"]
+    got = parsed(capsys, *files, *flags, "--data.limits.max_concurrent=null", "--data.reward_options={cache: 7}")
+    prompts = yaml.safe_load(QUICKSTART.read_text())["data"]["init_args"]["validation"]["prompts"]
+    assert got["validation"] == {
+        "prompts": {**prompts, "init_args": got["validation"]["prompts"]["init_args"]},
+        "samples": 4,
+        "temperature": 1.0,
+        "batch_size": 256,
+        "solved_at": 1.0,
+        "ks": [1, 2],
+        "answer": None,
+    }
+    assert got["validation"]["prompts"]["init_args"].items() >= {**prompts["init_args"], "size": 9}.items()
+    assert (got["limits"]["max_failures"], got["limits"]["max_concurrent"]) == (6, None)
+    assert got["stall"] == {"after_s": 60.0, "action": "warn", "max_requeues": None}
+    assert got["reward_options"]["cache"] == 7 and got["reward_options"]["deadline_s"] == 15.0
+    assert parsed(capsys, *files, "--data.validation.prompts=null")["validation"]["prompts"] is None
 
 
 def test_a_plain_class_is_a_workflow(capsys: pytest.CaptureFixture[str]) -> None:

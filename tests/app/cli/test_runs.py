@@ -15,7 +15,7 @@ from datamodules.pipeline.gate import unaccounted
 
 ROOT = Path(__file__).parents[3]
 DATA = os.environ.get("ARBORIST_DATA", "")
-SYNCHRONOUS = ["--data.max_staleness", "0", "--data.batch_size", "4", "--data.val_prompts.init_args.size", "32"]
+SYNCHRONOUS = ["--data.max_staleness", "0", "--data.batch_size", "4", "--data.validation.prompts.init_args.size", "32"]
 
 
 def arborist(*args: str, data: str | None = DATA) -> subprocess.CompletedProcess[str]:
@@ -90,7 +90,7 @@ def test_every_group_is_accounted_for_in_the_metrics(synchronous: Path) -> None:
 def test_a_recording_trains_to_the_same_numbers_without_rolling_out(warm: Path, tmp_path: Path) -> None:
     """Asynchronous, so that no seed could repeat it."""
     model = ["--model.model.path", str(warm)]
-    few = ["--trainer.max_steps", "4", "--data.batch_size", "4", "--data.val_prompts.init_args.size", "8"]
+    few = ["--trainer.max_steps", "4", "--data.batch_size", "4", "--data.validation.prompts.init_args.size", "8"]
     debug = ["--config", "configs/debug/record.yaml"]
     recorded = fit("quickstart.yaml", tmp_path / "recorded", *debug, *model, *few)
     rollouts = tmp_path / "recorded" / "rollouts"

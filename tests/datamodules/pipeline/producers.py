@@ -14,8 +14,9 @@ import torch
 from app.batch import Trajectory
 from datamodules.groups import Group
 from datamodules.inference.protocol import GenerationError, GenerationRequest
-from datamodules.pipeline.episodes import EpisodePlayer
 from datamodules.pipeline.gate import StalenessGate
+from datamodules.pipeline.limits import Limits
+from datamodules.pipeline.player import EpisodePlayer
 from datamodules.pipeline.producer import Producer
 from datamodules.prompts import Prompt, PromptSource
 from datamodules.prompts.dealer import PromptDealer
@@ -75,7 +76,7 @@ class Factory:
         workflow: Any = None,
         pool: RewardPool | None = None,
         episode_deadline_s: float = 30.0,
-        max_failures: int = 8,
+        limits: Limits = Limits(max_failures=8),
         max_context: int = 64,
         long_prompts: Any = "error",
         version: int = 0,
@@ -101,7 +102,7 @@ class Factory:
             StalenessGate(batch_size, max_staleness, max_concurrent, over_sampling),
             group_size=group_size,
             seed=7,
-            max_failures=max_failures,
+            limits=limits,
             **options,
         )
         self._made.append((producer, pool))

@@ -13,8 +13,8 @@ from callbacks import SaveLast, WeightSync
 from datamodules.inference import EmbeddedEngine
 from datamodules.inference.protocol import WeightUpdate
 from datamodules.inference.sglang import SGLangEngine
-from datamodules.pipeline.watchdog import StallOptions
-from datamodules.rewards import RewardPool, exact_match
+from datamodules.pipeline.watchdog import Stall
+from datamodules.rewards import RewardOptions
 
 
 @pytest.mark.parametrize("seconds", [math.inf, math.nan, 0.0, -1.0])
@@ -22,8 +22,8 @@ from datamodules.rewards import RewardPool, exact_match
     "make",
     [
         lambda s: checks.deadline({"episode_deadline_s": s}),
-        lambda s: StallOptions(after_s=s),
-        lambda s: RewardPool(exact_match, deadline_s=s),
+        lambda s: Stall(after_s=s),
+        lambda s: RewardOptions(deadline_s=s),
         lambda s: WeightUpdate(1, path="weights", deadline_s=s),
         lambda s: WeightSync(deadline_s=s),
         lambda s: EmbeddedEngine(kv_cache_tokens=64, request_timeout_s=s),

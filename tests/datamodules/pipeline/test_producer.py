@@ -16,8 +16,9 @@ from app.batch import Trajectory
 from datamodules.filters import GroupFilter
 from datamodules.groups import Group, to_batch
 from datamodules.inference.protocol import GenerationRequest
+from datamodules.pipeline.limits import Limits
 from datamodules.prompts import ArithmeticPrompts, Prompt
-from datamodules.rewards import RewardPool
+from datamodules.rewards import RewardOptions, RewardPool
 from datamodules.workflows import EpisodeEngine, RLVRWorkflow
 from tests.datamodules.fake_engine import FakeEngine
 from tests.datamodules.pipeline.producers import Build, Flow, Numbered, fail, hang, ids, only, wait_until
@@ -261,13 +262,13 @@ def test_a_cancellation_that_nobody_asked_for_and_an_exit_cost_their_group(
 
 
 def test_a_reward_no_one_asks_for_is_an_error(build: Build) -> None:
-    producer = build(workflow=Flow(), pool=RewardPool(misbehave), max_failures=2)
+    producer = build(workflow=Flow(), pool=RewardPool(misbehave), limits=Limits(max_failures=2))
     with pytest.raises(RuntimeError, match=r"a reward is configured and Flow\.run never asked for it"):
         producer.collect(2, 20.0)
 
 
 def test_failing_forever_stops_with_the_reason(build: Build) -> None:
-    producer = build(FakeEngine(only(set(range(1000)), fail)), max_failures=5)
+    producer = build(FakeEngine(only(set(range(1000)), fail)), limits=Limits(max_failures=5))
     with pytest.raises(RuntimeError, match=r"5 groups in a row .* prompt 'p\d+': GenerationError: the server caught"):
         producer.collect(2, 10.0)
 
@@ -275,7 +276,7 @@ def test_failing_forever_stops_with_the_reason(build: Build) -> None:
 def test_a_dead_engine_stops_at_once(build: Build) -> None:
     engine = FakeEngine(only(set(range(1000)), fail))
     engine.alive = False
-    producer = build(engine, max_failures=1000)
+    producer = build(engine, limits=Limits(max_failures=1000))
     with pytest.raises(RuntimeError, match="the inference engine has failed; prompt 'p0': GenerationError"):
         producer.collect(2, 10.0)
 
@@ -300,7 +301,7 @@ def test_a_wait_that_is_too_long_says_what_is_pending(build: Build) -> None:
     producer = build(FakeEngine(only({1}, hang)))
     with pytest.raises(
         TimeoutError,
-        match=r"1 of 2 groups are ready after 0.3 s \(collect_deadline_s\); 1 being played, the oldest: 'p1'"
+        match=r"1 of 2 groups are ready after 0.3 s \(limits.collect_deadline_s\); 1 being played, the oldest: 'p1'"
         r" \(0\.\d s, 0 of 3 done, waits 0\.\d s for reply 'p1#\d/0' and 2 more\); gate: .*'accepted': 1.*"
         r" engine: {'alive': True",
     ):
@@ -345,7 +346,7 @@ def test_arithmetic_end_to_end_with_a_worker_reward(build: Build) -> None:
     producer = build(
         source=ArithmeticPrompts(digits=1),
         workflow=RLVRWorkflow(max_new_tokens=4),
-        pool=RewardPool(misbehave, workers=2),
+        pool=RewardPool(misbehave, RewardOptions(workers=2)),
         batch_size=8,
         max_staleness=1,
     )

@@ -16,6 +16,7 @@ from datamodules.filters import NoSignal
 from datamodules.groups import Group
 from datamodules.inference.protocol import GenerationError, GenerationRequest
 from datamodules.pipeline.gate import unaccounted
+from datamodules.pipeline.limits import Limits
 from datamodules.prompts import Prompt
 from datamodules.workflows import EpisodeEngine
 from tests.datamodules.fake_engine import FakeEngine
@@ -55,18 +56,16 @@ def test_filtered_groups_are_counted_named_and_replaced(build: Build, caplog: py
 
 
 def test_filtering_everything_is_no_endless_loop(build: Build) -> None:
-    producer = build(group_filter=Everything(), max_filtered=20)
-    said = (
-        r"20 groups in a row \(max_filtered\) were filtered out, the last one of prompt 'p19': not my taste; nothing is"
-    )
+    producer = build(group_filter=Everything(), limits=Limits(max_filtered=20))
+    said = r"20 groups in a row \(limits.max_filtered\) were filtered out, the last one of prompt 'p19': not my taste;"
     with pytest.raises(RuntimeError, match=said):
         producer.collect(2, 10.0)
     assert producer.gate.counters()["dropped_filtered"] == 20
 
 
 def test_a_filter_that_fails_costs_the_group(build: Build, caplog: pytest.LogCaptureFixture) -> None:
-    producer = build(group_filter=Broken(), max_failures=3)
-    with pytest.raises(RuntimeError, match=r"3 groups in a row \(max_failures\) .* 'p2': KeyError: 'colour'"):
+    producer = build(group_filter=Broken(), limits=Limits(max_failures=3))
+    with pytest.raises(RuntimeError, match=r"3 groups in a row \(limits.max_failures\) .* 'p2': KeyError: 'colour'"):
         producer.collect(2, 10.0)
     assert "group dropped, prompt 'p0': KeyError: 'colour'" in caplog.text
 
@@ -76,7 +75,7 @@ def test_skipping_everything_is_no_endless_loop(build: Build, monkeypatch: pytes
         def deal(self, index: int) -> Prompt:
             return Prompt(id=f"p{index}", text="1" * 30)
 
-    monkeypatch.setattr("datamodules.pipeline.drought._MAX_SKIPPED", 50)
+    monkeypatch.setattr("datamodules.pipeline.limits._MAX_SKIPPED", 50)
     producer = build(source=Long(), max_context=16, long_prompts="skip")
     with pytest.raises(RuntimeError, match="50 prompts in a row were too long for the model's context and skipped"):
         producer.collect(2, 10.0)
@@ -152,7 +151,7 @@ def test_a_storm_of_events_crashes_and_checkpoints_at_random_moments(
         "max_staleness": max_staleness,
         "max_concurrent": 7,
         "over_sampling": over_sampling,
-        "max_failures": 1000,
+        "limits": Limits(max_failures=1000),
         "group_filter": storm,
     }
     producer = build(FakeEngine(storm.before), **options)

@@ -8,7 +8,7 @@ import pytest
 
 from app.batch import Trajectory
 from datamodules.inference.protocol import GenerationRequest
-from datamodules.pipeline.episodes import EpisodePlayer
+from datamodules.pipeline.player import EpisodePlayer
 from datamodules.prompts import Prompt
 from datamodules.prompts.tokenizers import load_tokenizer
 from datamodules.workflows import EpisodeEngine

@@ -27,7 +27,9 @@ from datamodules.conversations.tokens import Conversation, save_npz
 from datamodules.files.recording import read_batch, versions
 from datamodules.groups import to_batch
 from datamodules.inference.embedded import EmbeddedEngine
-from datamodules.pipeline.steps import Position, StepLoader
+from datamodules.pipeline.limits import Limits
+from datamodules.pipeline.loaders import Position, StepLoader
+from datamodules.pipeline.validation import Validation
 from datamodules.prompts import ArithmeticPrompts
 from datamodules.prompts.base import Prompt
 from datamodules.recorded import RecordedDataModule
@@ -97,7 +99,7 @@ def rollouts(path: Path, **options: Any) -> RolloutDataModule:
             "group_size": 3,
             "max_staleness": 0,
             "batches_per_epoch": 1,
-            "collect_deadline_s": 20.0,
+            "limits": Limits(collect_deadline_s=20.0),
             **options,
         }
     )
@@ -302,7 +304,8 @@ def test_iterations_and_runs_that_end_anywhere_train_every_step_once(count: int,
 
 
 def validated(path: Path, **options: Any) -> RolloutDataModule:
-    return rollouts(path, val_prompts=ArithmeticPrompts(split="validation", size=2), batches_per_epoch=4, **options)
+    validation = Validation(ArithmeticPrompts(split="validation", size=2))
+    return rollouts(path, validation=validation, batches_per_epoch=4, **options)
 
 
 @pytest.mark.parametrize(

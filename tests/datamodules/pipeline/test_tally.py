@@ -53,7 +53,7 @@ def test_filtered_groups_count() -> None:
     try:
         producer = factory(max_staleness=0, group_filter=Custom(high))
         taken = producer.collect(2, 30.0)
-        found = producer.tally()
+        found = producer.stream.worth()
     finally:
         factory.close()
     kept = sum(t.reward for one in taken for t in one.trajectories) / 6

@@ -8,6 +8,7 @@ import math
 import re
 import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -16,10 +17,11 @@ from app.batch import Trajectory
 from datamodules.inference.embedded import EmbeddedEngine
 from datamodules.inference.protocol import GenerationRequest, ServerEngine
 from datamodules.inference.sglang import SGLangEngine
+from datamodules.pipeline.limits import Limits
 from datamodules.pipeline.producer import Producer
-from datamodules.pipeline.watchdog import StallOptions, Watchdog
+from datamodules.pipeline.watchdog import Stall, Watchdog
 from datamodules.prompts import Prompt
-from datamodules.rewards import RewardPool
+from datamodules.rewards import RewardOptions, RewardPool
 from datamodules.workflows import EpisodeEngine, RLVRWorkflow
 from tests.datamodules.fake_engine import FakeEngine
 from tests.datamodules.pipeline.producers import Build, Flow, Numbered, hang, ids, only, wait_until
@@ -101,7 +103,7 @@ def test_one_line_says_what_is_pending_where_and_then_ever_more_rarely(
     producer = build(engine)
     trainer = Collecting(producer)
     now = stalled(producer)
-    watchdog = Watchdog(StallOptions(100.0), producer)
+    watchdog = Watchdog(Stall(100.0), Limits(), producer)
     look(watchdog, now)  # the clock starts here
     for seconds in range(1, 1000):
         look(watchdog, now + seconds)
@@ -112,9 +114,9 @@ def test_one_line_says_what_is_pending_where_and_then_ever_more_rarely(
         "800",
     ]
     assert re.fullmatch(
-        r"nothing has arrived for 100\.0 s \(stall_after_s: 100\): 1 being played, the oldest: 'p1' \(\d+\.\d s,"
+        r"nothing has arrived for 100\.0 s \(stall.after_s: 100\): 1 being played, the oldest: 'p1' \(\d+\.\d s,"
         r" 0 of 3 done, waits \d+\.\d s for reply 'p1#0/0' at b and 2 more\); gate: {'admitted': 2, .*} at version 0;"
-        r" engine: {'alive': True, .*}; on_stall: warn",
+        r" engine: {'alive': True, .*}; stall.action: warn",
         lines(caplog)[0],
     ), lines(caplog)[0]
     engine.restart("b")
@@ -128,16 +130,16 @@ def test_nothing_is_said_while_nothing_is_owed_or_things_arrive(build: Build, ca
     producer = build()
     assert len(producer.collect(2, 10.0)) == 2
     wait_until(lambda: not producer.stream.running())
-    watchdog = Watchdog(StallOptions(100.0), producer)
+    watchdog = Watchdog(Stall(100.0), Limits(), producer)
     now = time.monotonic()
     for seconds in range(0, 2000, 50):  # the trainer trains; the gate is full
         look(watchdog, now + seconds)
     trainer = Collecting(build(Servers()))
     producer = trainer.producer
     now = stalled(producer)
-    watchdog = Watchdog(StallOptions(100.0), producer)
+    watchdog = Watchdog(Stall(100.0), Limits(), producer)
     for seconds in range(0, 2000, 50):
-        producer.stream.pulse.last = now + seconds - 60  # a reply, 60 seconds ago
+        producer.stream.arrivals.last = now + seconds - 60  # a reply, 60 seconds ago
         look(watchdog, now + seconds)
     assert lines(caplog) == []
 
@@ -153,7 +155,7 @@ def test_requeue_plays_what_is_stuck_again_and_nothing_is_lost(build: Build, cap
     producer = build(engine)
     trainer = Collecting(producer)
     now = stalled(producer)
-    watchdog = Watchdog(StallOptions(100.0, "requeue"), producer)
+    watchdog = Watchdog(Stall(100.0, "requeue"), Limits(), producer)
     look(watchdog, now)
     look(watchdog, now + 101)
     trainer.done()
@@ -163,13 +165,13 @@ def test_requeue_plays_what_is_stuck_again_and_nothing_is_lost(build: Build, cap
     counters = producer.gate.counters()
     assert (counters["requeued"], counters["failed"], counters["trained"], counters["admitted"]) == (1, 0, 2, 3)
     producer.stream.check()
-    assert lines(caplog)[0].endswith("on_stall: requeue")
+    assert lines(caplog)[0].endswith("stall.action: requeue")
 
 
 def test_a_prompt_that_stalls_again_and_again_costs_its_group(build: Build, caplog: pytest.LogCaptureFixture) -> None:
     producer = build(FakeEngine(only({1}, hang)))
     trainer = Collecting(producer)
-    watchdog = Watchdog(StallOptions(100.0, "requeue", max_requeues=2), producer)
+    watchdog = Watchdog(Stall(100.0, "requeue", max_requeues=2), Limits(), producer)
     now = stalled(producer)
     look(watchdog, now)
     for attempt, idle in ((0, 101), (1, 201), (2, 401)):
@@ -188,12 +190,12 @@ def test_restart_server_restarts_the_one_that_is_waited_for(build: Build, caplog
     producer = build(engine, batch_size=4)
     trainer = Collecting(producer, 4)
     now = stalled(producer, running=2)
-    watchdog = Watchdog(StallOptions(100.0, "restart_server"), producer)
+    watchdog = Watchdog(Stall(100.0, "restart_server"), Limits(), producer)
     look(watchdog, now)
     look(watchdog, now + 101)
     trainer.done()
     assert engine.restarted == ["b"] and ids(trainer.groups) == ["p0", "p1", "p2", "p3"]
-    assert lines(caplog)[0].endswith("on_stall: restart_server, b")
+    assert lines(caplog)[0].endswith("stall.action: restart_server, b")
     assert producer.gate.counters()["requeued"] == 0
 
 
@@ -201,7 +203,7 @@ def test_stop_tells_the_trainer_at_once(build: Build) -> None:
     producer = build(Servers())
     trainer = Collecting(producer)
     now = stalled(producer)
-    watchdog = Watchdog(StallOptions(100.0, "stop"), producer)
+    watchdog = Watchdog(Stall(100.0, "stop"), Limits(), producer)
     look(watchdog, now)
     look(watchdog, now + 101)
     trainer.done()
@@ -215,10 +217,10 @@ def test_an_action_that_cannot_help_is_not_taken(build: Build, caplog: pytest.Lo
     trainer = Collecting(producer)
     now = stalled(producer)
     for action in ("requeue", "restart_server"):
-        watchdog = Watchdog(StallOptions(100.0, action), producer)  # type: ignore[arg-type]
+        watchdog = Watchdog(Stall(100.0, action), Limits(), producer)  # type: ignore[arg-type]
         look(watchdog, now)
         look(watchdog, now + 101)
-        assert lines(caplog)[-1].endswith(f"on_stall: {action} does nothing: the engine is paused")
+        assert lines(caplog)[-1].endswith(f"stall.action: {action} does nothing: the engine is paused")
     assert engine.restarted == [] and producer.gate.counters()["requeued"] == 0
     engine.restart("b")
     trainer.done()
@@ -237,7 +239,7 @@ def test_a_workflow_that_blocks_the_thread_is_named_with_its_line(
     producer = build(workflow=Blocking())
     trainer = Collecting(producer)
     wait_until(lambda: bool(producer.stream.running()))
-    watchdog = Watchdog(StallOptions(100.0, "requeue"), producer)
+    watchdog = Watchdog(Stall(100.0, "requeue"), Limits(), producer)
     now = time.monotonic()
     watchdog.look(now)
     watchdog.look(now + 101)
@@ -245,7 +247,7 @@ def test_a_workflow_that_blocks_the_thread_is_named_with_its_line(
     trainer.done()
     assert re.search(
         r"stuck for 101 s in wait \(.*threading\.py:\d+\) < wait \(.*\) < run \(.*test_watchdog\.py:\d+\): workflows"
-        r" must await .*; on_stall: requeue does nothing: the rollout thread itself is stuck",
+        r" must await .*; stall.action: requeue does nothing: the rollout thread itself is stuck",
         lines(caplog)[0],
     ), lines(caplog)[0]
 
@@ -253,7 +255,7 @@ def test_a_workflow_that_blocks_the_thread_is_named_with_its_line(
 def test_it_looks_on_a_thread_of_its_own(build: Build) -> None:
     producer = build(Servers())
     trainer = Collecting(producer)
-    watchdog = Watchdog(StallOptions(0.2, "stop"), producer)
+    watchdog = Watchdog(Stall(0.2, "stop"), Limits(), producer)
     watchdog.start()
     trainer.done()
     watchdog.close()
@@ -262,7 +264,7 @@ def test_it_looks_on_a_thread_of_its_own(build: Build) -> None:
 
 def test_waits_for_a_reward_and_during_validation_are_in_the_table(build: Build) -> None:
     hanging = Numbered({0: "hang", 1: "hang"})
-    pool = RewardPool(misbehave, deadline_s=60.0)
+    pool = RewardPool(misbehave, RewardOptions(deadline_s=60.0))
     producer = build(source=hanging, workflow=RLVRWorkflow(max_new_tokens=4), pool=pool, max_staleness=1)
     with pytest.raises(
         TimeoutError, match=r"'p0' \(\d+\.\d s, 0 of 3 done, waits \d+\.\d s for reward 'p0#0' and 2 more"
@@ -276,23 +278,32 @@ def test_waits_for_a_reward_and_during_validation_are_in_the_table(build: Build)
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("make", "said"),
     [
-        ({"stall_after_s": 0}, "stall_after_s: 0"),
-        ({"stall_after_s": 60, "collect_deadline_s": 30}, "stall_after_s: 60 has no effect, collect_deadline_s: 30"),
-        ({"on_stall": "panic"}, "on_stall: 'panic', must be one of warn, requeue, restart_server, stop"),
-        ({"max_requeues": 3}, "max_requeues: 3 has no effect with on_stall: warn"),
-        ({"max_requeues": 0, "on_stall": "requeue"}, "max_requeues: 0"),
-        ({"on_stall": "restart_server", "engine": EmbeddedEngine()}, "on_stall: restart_server .* EmbeddedEngine"),
-        ({"on_stall": "restart_server", "engine": SGLangEngine(["http://127.0.0.1:9"])}, "on_stall: .* SGLangEngine"),
+        (lambda: Stall(after_s=0), "stall.after_s: 0"),
+        (
+            lambda: rollouts(stall=Stall(60), limits=Limits(collect_deadline_s=30)),
+            "stall.after_s: 60 has no effect, limits.collect_deadline_s: 30",
+        ),
+        (lambda: Stall(action="panic"), "stall.action: 'panic', must be one of warn, requeue, restart_server, stop"),
+        (lambda: Stall(max_requeues=3), "stall.max_requeues has no effect with stall.action: warn"),
+        (lambda: Stall(max_requeues=0, action="requeue"), "stall.max_requeues: 0"),
+        (
+            lambda: rollouts(stall=Stall(action="restart_server"), engine=EmbeddedEngine()),
+            "stall.action: restart_server .* EmbeddedEngine",
+        ),
+        (
+            lambda: rollouts(stall=Stall(action="restart_server"), engine=SGLangEngine(["http://127.0.0.1:9"])),
+            "stall.action: .* SGLangEngine",
+        ),
     ],
 )
-def test_options_without_effect_are_refused_by_name(options: dict[str, Any], said: str) -> None:
+def test_options_without_effect_are_refused_by_name(make: Callable[[], Any], said: str) -> None:
     with pytest.raises(ValueError, match=said):
-        rollouts(**options)
+        make()
 
 
 def test_the_default_speaks_before_the_deadlines(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
-        assert rollouts(episode_deadline_s=100.0, collect_deadline_s=60.0)._stall.after_s == 30.0
-        assert rollouts(engine=Servers(), on_stall="restart_server")._stall.action == "restart_server"
+        assert Stall().seconds(Limits(episode_deadline_s=100.0, collect_deadline_s=60.0)) == 30.0
+        assert rollouts(engine=Servers(), stall=Stall(action="restart_server")).stall.action == "restart_server"

@@ -54,7 +54,7 @@ async def main():
     os.kill(os.getpid(), signal.SIGKILL)
 
 if __name__ == "__main__":
-    pool = RewardPool(reward, workers=2)
+    pool = RewardPool(reward, RewardOptions(workers=2))
     asyncio.run(main())
 """
 

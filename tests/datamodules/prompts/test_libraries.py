@@ -91,7 +91,7 @@ def test_messages_are_questions_too(tmp_path: Path) -> None:
         ({"system": "s"}, "system has no effect without chat"),
         ({"size": 7}, "has 6 rows; offset 0 and size 7"),
         ({"offset": 6}, "has 6 rows"),
-        ({"offset": -1}, "DatasetPrompts.offset -1"),
+        ({"offset": -1}, "DatasetPrompts.offset: -1"),
         ({"split": "train"}, "split has no effect on the Parquet"),
     ],
 )

@@ -89,14 +89,16 @@ def test_arithmetic_refuses_by_name(argument: str, value: Any) -> None:
 
 def test_jsonl_fields_template_pattern_and_metadata(tmp_path: Path) -> None:
     path = lines(tmp_path / "maths.jsonl", {"q": "1+1?", "a": "easy\n#### 2 ", "level": 3})
-    source = JsonlPrompts(path, "q", "a", template="Level {level}: {q}\n", answer_pattern="#### (.+)")
+    source = JsonlPrompts(
+        path, question_field="q", answer_field="a", template="Level {level}: {q}\n", answer_pattern="#### (.+)"
+    )
     prompt = source.deal(0)
     assert prompt.text == "Level 3: 1+1?\n"
     assert (prompt.answer, prompt.solution) == ("2", "easy\n#### 2 ")
     assert prompt.metadata == {"level": 3}
     assert prompt.id.endswith("maths:1")
 
-    chat = JsonlPrompts(path, "q", "a", chat=True, system="Be brief.").deal(0)
+    chat = JsonlPrompts(path, question_field="q", answer_field="a", chat=True, system="Be brief.").deal(0)
     assert [message["role"] for message in chat.messages] == ["system", "user"]
     assert chat.text == "" and chat.messages[1]["content"] == "1+1?"
 

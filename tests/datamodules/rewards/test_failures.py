@@ -25,7 +25,7 @@ def run(calls: list[str], deadline_s: float = 20.0, workers: int = 1, **options:
         pools.append(pool)
         return await asyncio.gather(*(pool.judge(PROMPT, one) for one in calls), return_exceptions=True)
 
-    results = with_pool(body, deadline_s=deadline_s, workers=workers, options=RewardOptions(**options))
+    results = with_pool(body, deadline_s=deadline_s, workers=workers, **options)
     return [one if isinstance(one, BaseException) else one.value for one in results], pools[0]
 
 
@@ -74,7 +74,7 @@ def test_a_failure_may_be_scored_but_never_in_silence(how: str, caplog: pytest.L
         assert pool.failures == 1
 
     with caplog.at_level(logging.WARNING):
-        with_pool(body, deadline_s=2.0, options=RewardOptions(on_failure=-1.0))
+        with_pool(body, deadline_s=2.0, on_failure=-1.0)
     (message,) = caplog.messages
     assert "'task-7'" in message and "scored -1 (reward_options.on_failure)" in message
 
@@ -93,7 +93,7 @@ def test_a_pool_that_is_not_running_scores_nothing() -> None:
             await behind
         waiting.cancel()
 
-    with_pool(body, options=RewardOptions(on_failure=0.0))
+    with_pool(body, on_failure=0.0)
 
 
 def test_results_are_cached_by_everything_the_reward_sees() -> None:
@@ -112,7 +112,7 @@ def test_results_are_cached_by_everything_the_reward_sees() -> None:
                 await pool.judge(PROMPT, "raise")
         assert pool.cache_hits == 3 and pool.failures == 2
 
-    with_pool(body, options=RewardOptions(cache=2))
+    with_pool(body, cache=2)
 
 
 def test_parts_are_handed_on_and_bad_ones_refused() -> None:
@@ -128,12 +128,14 @@ def test_parts_are_handed_on_and_bad_ones_refused() -> None:
 
 def test_a_limit_below_an_idle_worker_is_refused_at_the_start() -> None:
     with pytest.raises(ValueError, match=r"before its first call it holds .* of 1 MB .*; raise the limit"):
-        with_pool(lambda pool: asyncio.sleep(0), options=RewardOptions(memory_mb=1.0))
+        with_pool(lambda pool: asyncio.sleep(0), memory_mb=1.0)
 
 
 @pytest.mark.parametrize(
     ("options", "said"),
     [
+        ({"workers": 0}, "workers: 0"),
+        ({"deadline_s": 0.0}, "deadline_s: 0.0"),
         ({"retries": -1}, "retries: -1"),
         ({"retry_on": ["crash"]}, "retry_on has no effect with retries: 0"),
         ({"retries": 1, "retry_on": []}, "choose at least one"),
@@ -157,5 +159,5 @@ def test_yaml_makes_options() -> None:
     parser.add_argument("--reward_options", type=RewardOptions | None)
     given = {"retries": 2, "retry_on": ["crash", "timeout"], "cache": 100, "on_failure": 0.0, "memory_mb": 2000}
     made = parser.instantiate_classes(parser.parse_object({"reward_options": given})).reward_options
-    assert made == RewardOptions(2, ["crash", "timeout"], 100, 0.0, 2000.0)
+    assert made == RewardOptions(1, 15.0, 2, ["crash", "timeout"], 100, 0.0, 2000.0)
     assert made.retried == ("crash", "timeout")

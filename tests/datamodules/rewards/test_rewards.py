@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from datamodules.prompts.base import Prompt
-from datamodules.rewards import BySource, RewardPool, WeightedSum, exact_match, functions, math_verify
+from datamodules.rewards import BySource, RewardOptions, RewardPool, WeightedSum, exact_match, functions, math_verify
 from tests.datamodules.rewards.reward_functions import FailsToLoad, Scaled, SlowToPrepare, misbehave
 
 PROMPT = Prompt(id="task-7", answer="42")
@@ -21,7 +21,7 @@ ABOUT_A = Prompt(id="a", metadata={"source": "a"})
 
 
 def with_pool(body: Callable[[RewardPool], Awaitable[Any]], reward: Any = misbehave, **options: Any) -> Any:
-    pool = RewardPool(reward, **{"deadline_s": 10.0, **options})
+    pool = RewardPool(reward, RewardOptions(**{"deadline_s": 10.0, **options}))
 
     async def run() -> Any:
         await pool.open()
@@ -87,8 +87,8 @@ def test_a_pool_opens_again_after_close() -> None:
 def test_rewards_that_cannot_be_sent_are_refused() -> None:
     with pytest.raises(ValueError, match=r"reward: .* cannot be sent to a worker process"):
         RewardPool(lambda prompt, completion: 1.0)
-    with pytest.raises(ValueError, match="reward_workers: 0"):
-        RewardPool(exact_match, workers=0)
+    with pytest.raises(ValueError, match=r"reward_options\.workers: 0"):
+        RewardOptions(workers=0)
     with pytest.raises(ValueError, match="could not be started: ImportError: licence server unreachable"):
         with_pool(lambda pool: asyncio.sleep(0), reward=FailsToLoad())
 

@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerBase
 
 from app.batch import Trajectory
 from datamodules.inference.protocol import GenerationRequest, GenerationResponse
-from datamodules.pipeline.episodes import EpisodePlayer
+from datamodules.pipeline.player import EpisodePlayer
 from datamodules.prompts.base import Prompt
 from datamodules.prompts.tokenizers import encode_prompt
 from datamodules.rewards.options import Judgement

@@ -11,7 +11,7 @@ from transformers import GenerationConfig
 from app.batch import Trajectory
 from datamodules.conversations.chat_template import Chat
 from datamodules.inference.protocol import GenerationRequest
-from datamodules.pipeline.episodes import EpisodePlayer
+from datamodules.pipeline.player import EpisodePlayer
 from datamodules.prompts.base import Prompt
 from datamodules.prompts.tokenizers import load_tokenizer
 from datamodules.workflows import MultiTurnWorkflow, RLVRWorkflow, ToolWorkflow

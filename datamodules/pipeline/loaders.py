@@ -1,8 +1,11 @@
-"""`StepLoader`: the batches of a datamodule as what Lightning trains on, one item an optimizer step.
+"""The batches of a datamodule as what Lightning iterates over: `StepLoader` to train, one item an optimizer step;
+`PredictLoader` and `EvalLoader` to roll out without training.
 
-Promises: an iteration goes on with the step after the last one that was done, wherever the one before it ended: with an
-epoch that was cut off in the middle of a batch, with the run, or with an error in a step. So epochs may end anywhere,
-and a checkpoint may be written after any step.
+Promises: every loader has a length (Lightning reads one without length a batch ahead, which would deadlock at
+`max_staleness: 0`); ranks other than 0 get handles without a batch, as many of them. A `StepLoader` goes on with the
+step after the last one that was done, wherever the iteration before it ended: with an epoch that was cut off in the
+middle of a batch, with the run, or with an error in a step. So epochs may end anywhere, and a checkpoint may be written
+after any step.
 
 Every piece of the batch under way has one owner. The module: how far it is (`policy_version`, which rises with the last
 step of a batch, and `steps_done` of it) and what was prepared of it (`modules/step.py`). The datamodule: its
@@ -11,10 +14,12 @@ sequences, and the policy's version when it was handed out; while the policy is 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
-from app.batch import RolloutBatch, StepHandle
+from app.batch import EvalHandle, RolloutBatch, StepHandle
+from datamodules.groups import Group, to_batch
+from datamodules.pipeline.validation import ValSet
 
 
 class BatchStream(Protocol):
@@ -58,6 +63,56 @@ class StepLoader:
 
     def _module(self) -> Any:
         return self._stream.trainer.lightning_module
+
+
+class PredictLoader:
+    """Handles on a stream's next batches, for a run that rolls out and does not train.
+
+    Args:
+        count: batches.
+        collect: the next batch's groups; none on other ranks than 0.
+        discard: called when such a batch is done with.
+    """
+
+    def __init__(self, count: int, collect: Callable[[], list[Group]], discard: Callable[[], None]) -> None:
+        self._count = count
+        self._collect = collect
+        self._discard = discard
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __iter__(self) -> Iterator[StepHandle]:
+        for _ in range(self._count):
+            groups = self._collect()
+            yield StepHandle(to_batch(groups) if groups else None, 0, 1)
+            if groups:
+                self._discard()
+
+
+class EvalLoader:
+    """Handles on rolled-out prompts of one validation set, `batch_size` prompts each.
+
+    Args:
+        prompts: the set.
+        batch_size: prompts rolled out at a time.
+        evaluate: episodes of the set's prompts from the first to before the last; none on other ranks than 0.
+    """
+
+    def __init__(self, prompts: ValSet, batch_size: int, evaluate: Callable[[ValSet, int, int], list[Group]]) -> None:
+        self._set = prompts
+        self._batch_size = batch_size
+        self._evaluate = evaluate
+
+    def __len__(self) -> int:
+        return -(-self._set.size // self._batch_size)
+
+    def __iter__(self) -> Iterator[EvalHandle]:
+        one = self._set
+        for first in range(0, one.size, self._batch_size):
+            groups = self._evaluate(one, first, min(first + self._batch_size, one.size))
+            batch = to_batch(groups) if groups else None
+            yield EvalHandle(batch, one.name, one.prefix, one.samples, one.ks, one.solved_at)
 
 
 class Position:

@@ -1,26 +1,33 @@
-"""Plays one episode: a workflow against the engine, with a deadline, and its result checked.
+"""Plays episodes: a workflow against the engine, with a deadline, and its result checked; `evaluate` plays those of
+held-out prompts, with no gate, no groups to keep whole, everything sent at once.
 
 Promises: what comes back can be trained on and written down; everything else is an exception that says why,
 `EpisodeError` for what this file finds itself. Whatever a workflow raises leaves here as an `Exception`; a cancellation
-that was asked for stays one.
+that was asked for stays one. A held-out episode that fails costs itself only, and is counted in a warning; none is
+scored 0 in silence.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
+from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
 from app.batch import Trajectory
+from datamodules.groups import Group, label, to_batch
 from datamodules.inference.protocol import InferenceEngine
-from datamodules.pending import Pending
+from datamodules.pending import LastArrival, Pending
 from datamodules.processes import foreign
 from datamodules.prompts.base import Prompt
 from datamodules.rewards.pool import RewardPool
 from datamodules.workflows.base import EpisodeEngine, Workflow
 from datamodules.workflows.turn_ends import TurnEnds
+
+_log = logging.getLogger(__name__)
 
 
 class EpisodeError(RuntimeError):
@@ -124,7 +131,7 @@ class EpisodePlayer:
         except TimeoutError as error:
             if limit.expired():
                 raise EpisodeError(
-                    f"the episode was not over after {self._deadline_s:g} s (episode_deadline_s)"
+                    f"the episode was not over after {self._deadline_s:g} s (limits.episode_deadline_s)"
                 ) from error
             raise
         except Exception:
@@ -151,6 +158,71 @@ class EpisodePlayer:
             except ValueError as error:
                 raise EpisodeError(f"{workflow}.run returned a trajectory whose {error}") from None
         return result
+
+
+async def evaluate(
+    player: EpisodePlayer,
+    prompts: Sequence[Prompt],
+    *,
+    samples: int,
+    temperature: float,
+    seed: str,
+    pending: dict[Any, Pending],
+    arrivals: LastArrival,
+) -> list[Group]:
+    """Plays `samples` episodes of every prompt.
+
+    Args:
+        player: plays episodes.
+        prompts: encoded.
+        samples: episodes of each prompt.
+        temperature: of sampling; 0 is greedy.
+        seed: of the sampling.
+        pending: kept up to date with what is being played.
+        arrivals: told whenever something arrives.
+
+    Returns:
+        One group a prompt, without the episodes that failed (and without prompts none of whose episodes is left).
+
+    Raises:
+        RuntimeError: every episode failed.
+    """
+    failures: list[str] = []
+    version = player.engine.version
+
+    async def sample(at: int, number: int) -> list[Trajectory]:
+        prompt = prompts[at]
+        pending[at, number] = table = Pending(prompt.id, arrivals)
+        try:
+            trajectories = await player.play(
+                prompt,
+                name=f"validation/{prompt.id}#{number}",
+                seed=f"{seed}/{prompt.id}/{number}",
+                sample=number,
+                temperature=temperature,
+                pending=table,
+            )
+            trajectories = label(trajectories, at, number, samples)
+            to_batch([Group(at, prompt.id, version, trajectories)])
+            return trajectories
+        except Exception as error:
+            failures.append(f"prompt '{prompt.id}': {foreign.described(error)}")
+            return []
+        finally:
+            del pending[at, number]
+
+    episodes = await asyncio.gather(*(sample(at, number) for at in range(len(prompts)) for number in range(samples)))
+    if failures:
+        what = f"validation: {len(failures)} of {len(episodes)} episodes failed"
+        if len(failures) == len(episodes):
+            raise RuntimeError(f"{what}; the first: {failures[0]}")
+        _log.warning("%s and are left out; the first: %s", what, failures[0])
+    groups = []
+    for at, prompt in enumerate(prompts):
+        trajectories = [one for episode in episodes[at * samples : (at + 1) * samples] for one in episode]
+        if trajectories:
+            groups.append(Group(at, prompt.id, version, trajectories))
+    return groups
 
 
 def _describe(value: Any) -> str:

@@ -15,12 +15,11 @@ from app.batch import FINAL_ANSWER, Trajectory
 from callbacks import RewardLogger, WeightSync
 from datamodules.answers import RegexAnswer, math_answer, whole_text
 from datamodules.groups import Group
-from datamodules.pipeline.val_sets import ValOptions, val_sets, with_answers
+from datamodules.pipeline.validation import Validation, with_answers
 from datamodules.prompts import ArithmeticPrompts
 from datamodules.prompts.tokenizers import load_tokenizer
 from datamodules.rollout import RolloutDataModule
 from modules import ModelSource, PolicyModule
-from tests.datamodules.fake_engine import FakeEngine
 from tests.datamodules.test_rollout import rollouts, trainer
 from tests.helpers.tiny_policy import CONFIG
 
@@ -55,36 +54,42 @@ def test_answers_by_form() -> None:
 @pytest.mark.parametrize(
     ("prompts", "samples", "options", "ks"),
     [
-        (SUMS, 1, None, {"": ()}),  # nothing but val/accuracy
-        (SUMS, 1, ValOptions(solved_at=0.5), {"": (1,)}),
-        (SUMS, 6, None, {"": (1, 2, 4, 6)}),
-        ({"a": SUMS, "b": PRODUCTS}, 1, None, {"a/": (1,), "b/": (1,)}),
-        ({"a": SUMS, "b": PRODUCTS}, {"a": 8, "b": 2}, None, {"a/": (1, 2, 4, 8), "b/": (1, 2)}),
-        ({"a": SUMS}, 8, ValOptions(ks=[8, 1]), {"a/": (1, 8)}),
+        (SUMS, 1, {}, {"": ()}),  # nothing but val/accuracy
+        (SUMS, 1, {"solved_at": 0.5}, {"": (1,)}),
+        (SUMS, 6, {}, {"": (1, 2, 4, 6)}),
+        ({"a": SUMS, "b": PRODUCTS}, 1, {}, {"a/": (1,), "b/": (1,)}),
+        ({"a": SUMS, "b": PRODUCTS}, {"a": 8, "b": 2}, {}, {"a/": (1, 2, 4, 8), "b/": (1, 2)}),
+        ({"a": SUMS}, 8, {"ks": [8, 1]}, {"a/": (1, 8)}),
     ],
 )
 def test_what_is_counted_of_which_set(prompts: Any, samples: Any, options: Any, ks: dict[str, tuple[int, ...]]) -> None:
-    assert {one.prefix: one.ks for one in val_sets(prompts, samples, 1.0, options)} == ks
+    assert {one.prefix: one.ks for one in Validation(prompts, samples, 1.0, **options).sets()} == ks
 
 
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"val_options": ValOptions()}, "val_options has no effect without val_prompts"),
-        ({"val_prompts": {}}, "val_prompts: empty"),
-        ({"val_prompts": {"": SUMS}}, "val_prompts: '' is no name"),
-        ({"val_prompts": {"a": ArithmeticPrompts()}}, r"val_prompts\.a: the source has no end"),
-        ({"val_prompts": {"a": 3}}, r"val_prompts\.a: int is no PromptSource"),
-        ({"val_prompts": SUMS, "val_samples": {"a": 2}}, "val_samples: numbers by name need val_prompts by name"),
-        ({"val_prompts": {"a": SUMS}, "val_samples": {"b": 2}}, r"val_samples: names \['b'\], val_prompts has \['a'\]"),
-        ({"val_prompts": SUMS, "val_samples": 0}, "val_samples: 0"),
-        ({"val_prompts": SUMS, "val_samples": 2, "val_options": ValOptions(ks=[4])}, r"val_options\.ks: \[4\]"),
-        ({"val_prompts": SUMS, "val_options": ValOptions(answer=whole_text)}, "answer has no effect on set 'arith"),
+        ({"temperature": 0, "ks": [1]}, "ks has no effect without validation.prompts"),
+        ({"samples": 2}, "samples has no effect without validation.prompts"),
+        ({}, "temperature has no effect without validation.prompts"),
+        ({"prompts": {}}, "prompts: empty"),
+        ({"prompts": {"": SUMS}}, "prompts: '' is no name"),
+        ({"prompts": {"a": ArithmeticPrompts()}}, r"prompts\.a: the source has no end"),
+        ({"prompts": ArithmeticPrompts()}, "prompts: the source has no end"),
+        ({"prompts": {"a": 3}}, r"prompts\.a: int is no PromptSource"),
+        ({"prompts": SUMS, "samples": {"a": 2}}, "samples: numbers by name need validation.prompts by name"),
+        ({"prompts": {"a": SUMS}, "samples": {"b": 2}}, r"samples: names \['b'\], validation.prompts has \['a'\]"),
+        ({"prompts": SUMS, "samples": 0}, "samples: 0"),
+        ({"prompts": SUMS, "samples": 4, "temperature": 0}, "samples: 4 greedy"),
+        ({"prompts": SUMS, "temperature": -1}, "temperature: -1"),
+        ({"prompts": SUMS, "batch_size": 0}, "batch_size: 0"),
+        ({"prompts": SUMS, "samples": 2, "ks": [4]}, r"ks: \[4\]"),
+        ({"prompts": SUMS, "answer": whole_text}, "answer has no effect on set 'arith"),
     ],
 )
 def test_options_that_cannot_work_are_refused_by_name(options: dict[str, Any], said: str) -> None:
-    with pytest.raises(ValueError, match=said):
-        rollouts(**{"engine": FakeEngine(), "val_temperature": 1.0, **options})
+    with pytest.raises(ValueError, match=rf"validation\.{said}"):
+        Validation(**{"temperature": 1.0, **options})
 
 
 def test_a_fit_counts_several_sets(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -93,11 +98,9 @@ def test_a_fit_counts_several_sets(tmp_path: Path, caplog: pytest.LogCaptureFixt
         prompts=ArithmeticPrompts(digits=1),
         max_staleness=0,
         batches_per_epoch=1,
-        val_prompts={"sums": SUMS, "products": PRODUCTS},
-        val_samples={"sums": 3, "products": 2},
-        val_temperature=1.0,
-        val_batch_size=2,
-        val_options=ValOptions(answer=first_digit),
+        validation=Validation(
+            {"sums": SUMS, "products": PRODUCTS}, {"sums": 3, "products": 2}, 1.0, batch_size=2, answer=first_digit
+        ),
     )
     seen = []
     original = data.evaluate
@@ -126,7 +129,7 @@ def test_a_fit_counts_several_sets(tmp_path: Path, caplog: pytest.LogCaptureFixt
     assert logged["val/accuracy"] == pytest.approx(sum(solved) / len(solved))
     samples = [json.loads(line) for line in (tmp_path / "samples.jsonl").read_text().splitlines()]
     assert {one["set"] for one in samples} == {"train", "sums", "products"}
-    assert "val_options.answer failed on" in caplog.text  # a random model does not always begin with a digit
+    assert "validation.answer failed on" in caplog.text  # a random model does not always begin with a digit
 
 
 def test_a_vote_does_not_hold_what_ended_the_reply() -> None:
@@ -157,15 +160,18 @@ def test_yaml_configures_sets() -> None:
     parser = ArgumentParser(exit_on_error=False)
     parser.add_class_arguments(RolloutDataModule, "data")
     sums = {"class_path": "datamodules.prompts.ArithmeticPrompts", "init_args": {"split": "validation", "size": 5}}
-    data = {
+    data: dict[str, Any] = {
         "prompts": {"class_path": "datamodules.prompts.ArithmeticPrompts"},
         "workflow": {"class_path": "datamodules.workflows.RLVRWorkflow"},
         "engine": {"class_path": "datamodules.inference.EmbeddedEngine"},
         "tokenizer": "char:0123456789+=",
-        "val_prompts": {"easy": sums, "hard": {**sums, "init_args": {**sums["init_args"], "digits": 3}}},  # type: ignore[dict-item]
-        "val_samples": {"easy": 4, "hard": 2},
-        "val_temperature": 0.7,
-        "val_options": {"answer": "datamodules.answers.math_answer", "solved_at": 0.9},
+        "validation": {
+            "prompts": {"easy": sums, "hard": {**sums, "init_args": {**sums["init_args"], "digits": 3}}},  # type: ignore[dict-item]
+            "samples": {"easy": 4, "hard": 2},
+            "temperature": 0.7,
+            "answer": "datamodules.answers.math_answer",
+            "solved_at": 0.9,
+        },
     }
     config = parser.parse_object({"data": data})
     made = parser.instantiate_classes(config).data
@@ -173,5 +179,6 @@ def test_yaml_configures_sets() -> None:
     assert made.val_sets[0].answer is math_answer and made.val_sets[1].source.digits == 3
     assert "math_answer" in parser.dump(config)
     regex = {"class_path": "datamodules.answers.RegexAnswer", "init_args": {"pattern": "#### (.+)"}}
-    made = parser.instantiate_classes(parser.parse_object({"data": {**data, "val_options": {"answer": regex}}})).data
+    data["validation"]["answer"] = regex
+    made = parser.instantiate_classes(parser.parse_object({"data": data})).data
     assert made.val_sets[0].answer("#### 4") == "4"

@@ -9,7 +9,7 @@ from __future__ import annotations
 import random
 
 
-class Laps:
+class DealingOrder:
     """The order of `count` things, lap after lap.
 
     Args:
