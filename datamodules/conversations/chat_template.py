@@ -48,7 +48,7 @@ class Chat:
         self._special = [token for token in {*tokenizer.all_special_tokens, *special} if len(token) > 1]
         if tools:
             probe = [{"role": "user", "content": "."}]
-            if self._render(probe, tools) == self._render(probe, None):
+            if self.text(probe, tools) == self.text(probe, None):
                 raise ValueError(
                     "tokenizer: its chat template does not show tools to the model; use a model whose template does, or"
                     " describe them in the prompts' system message and set show_tools: false"
@@ -56,7 +56,7 @@ class Chat:
 
     def prompt(self, messages: Sequence[Message]) -> list[int]:
         """A whole conversation, up to where the next reply begins. Raises ValueError as `after_reply`."""
-        return self._encode(self._render(messages, self._tools))
+        return self.encode(self.text(messages, self._tools))
 
     def after_reply(
         self, messages: Sequence[Message], last: int | None = None, ends: Collection[int] = ()
@@ -127,18 +127,18 @@ class Chat:
 
     def _after(self, messages: Sequence[Message], goes_on: bool) -> list[int]:
         said = [{"role": "user", "content": "."}, {"role": "assistant", "content": _REPLY}]
-        _before, found, after = self._render([*said, *messages], None, goes_on).partition(_REPLY)
+        _before, found, after = self.text([*said, *messages], None, goes_on).partition(_REPLY)
         if not found:
             raise ValueError(
                 "tokenizer: its chat template does not show what the assistant said; set sequences: rendered"
             )
         # The end of turn is encoded with what follows: some tokenizers let it take the line break behind it along.
-        return self._encode(after) if after else []
+        return self.encode(after) if after else []
 
     def shows(self, role: str) -> bool:
         """Whether messages of `role` that follow a reply are in what the template makes of them."""
         said = [{"role": "user", "content": "."}, {"role": "assistant", "content": "."}]
-        return _REPLY in self._render([*said, {"role": role, "content": _REPLY}], None)
+        return _REPLY in self.text([*said, {"role": role, "content": _REPLY}], None)
 
     def quoted(self, text: str) -> str:
         """`text` with a space in each special token it spells: what a tool returns cannot end its own message."""
@@ -146,7 +146,11 @@ class Chat:
             text = text.replace(token, f"{token[0]} {token[1:]}")
         return text
 
-    def _render(self, messages: Sequence[Message], tools: list[dict[str, Any]] | None, goes_on: bool = True) -> str:
+    def text(self, messages: Sequence[Message], tools: list[dict[str, Any]] | None, goes_on: bool = True) -> str:
+        """What the template makes of `messages` and `tools`; `goes_on`: up to where the next reply begins.
+
+        Raises ValueError when it cannot.
+        """
         render: Callable[..., Any] = self._tokenizer.apply_chat_template
         try:
             return str(
@@ -158,7 +162,8 @@ class Chat:
                 f"tokenizer: its chat template cannot render messages of the roles {roles}: {error}"
             ) from error
 
-    def _encode(self, text: str) -> list[int]:
+    def encode(self, text: str) -> list[int]:
+        """The ids of rendered text. Raises ValueError when the tokenizer has none for it."""
         try:
             return list(self._tokenizer.encode(text, add_special_tokens=False))
         except Exception as error:  # the tokenizers library raises bare Exception

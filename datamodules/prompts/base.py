@@ -34,6 +34,10 @@ class Prompt:
     metadata: dict[str, Any] = field(default_factory=dict)
     tokens: tuple[int, ...] = ()
 
+    def conversation(self) -> list[dict[str, Any]]:
+        """The prompt as messages; text is what a user says."""
+        return [dict(one) for one in self.messages] or [{"role": "user", "content": self.text}]
+
 
 _SAMPLE = 256  # prompts of a source without end that stand for the others
 

@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerBase
 
 from app import checks
 from app.batch import Trajectory
-from datamodules.conversations.chat_template import Chat, Message
+from datamodules.conversations.chat_template import Chat
 from datamodules.prompts.base import Prompt
 from datamodules.workflows.base import EpisodeEngine
 from datamodules.workflows.calling import within
@@ -109,7 +109,7 @@ class ToolWorkflow:
 
     def encode(self, prompt: Prompt) -> tuple[int, ...]:
         """The ids an episode begins with, the tools' descriptions included."""
-        return tuple(self._template().prompt(_messages_of(prompt)))
+        return tuple(self._template().prompt(prompt.conversation()))
 
     def close(self) -> None:
         """Ends what the tools started for all episodes."""
@@ -133,7 +133,7 @@ class ToolWorkflow:
     async def _play(self, engine: EpisodeEngine, prompt: Prompt, box: Toolbox) -> tuple[Turns, str, Counter[str]]:
         """The conversation, the last reply's text, and what became of the calls."""
         chat, tokenizer = self._template(), engine.tokenizer
-        messages = _messages_of(prompt)
+        messages = prompt.conversation()
         turns = Turns(prompt, self._options)
         counts: Counter[str] = Counter()
         reply = ""
@@ -172,8 +172,3 @@ class ToolWorkflow:
     def _template(self) -> Chat:
         assert self._chat is not None, "prepare comes first"
         return self._chat
-
-
-def _messages_of(prompt: Prompt) -> list[Message]:
-    """The prompt as messages; text is what a user says."""
-    return [dict(one) for one in prompt.messages] or [{"role": "user", "content": prompt.text}]

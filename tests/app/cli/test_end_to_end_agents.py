@@ -125,3 +125,35 @@ def test_recorded_conversations_again(tmp_path: Path) -> None:
     assert logged["tokens/dense"] == [8 * 40, 8 * 40] and logged["tokens/tree"][0] < 8 * 40
     assert sorted(one["metadata"]["trial"] for one in samples) == sorted([0, 1, 2, 3] * 4)
     assert {one["metadata"]["turns"] for one in samples} == {3}
+
+
+def test_an_agent_of_the_openai_package(tmp_path: Path) -> None:
+    byte_tokenizer(CHATML).save_pretrained("bytes")
+    Path("tasks.jsonl").write_text("\n".join(json.dumps({"question": f"say {i}"}) for i in range(4)))
+    data = {
+        "prompts": {
+            "class_path": "datamodules.prompts.JsonlPrompts",
+            "init_args": {"path": "tasks.jsonl", "answer_field": None, "shuffle": False},
+        },
+        "workflow": {
+            "class_path": "datamodules.gateway.AgentWorkflow",
+            "init_args": {"agent": "tests.datamodules.gateway.agents.twice", "max_new_tokens": 20, "workers": 1},
+        },
+        "reward": None,
+        "tokenizer": "bytes",
+        "val_prompts": None,
+        "batch_size": 2,
+        "group_size": 3,
+        "max_staleness": 0,
+    }
+    Path("agent.yaml").write_text(yaml.safe_dump({"data": {"init_args": data}}))
+    flags = [flag for flag in WITHOUT_VALIDATION if "callbacks" not in flag]
+    logged, samples = fit(
+        str(CONFIGS / "quickstart.yaml"),
+        {**MODEL, "vocab_size": 260, "max_position_embeddings": 2048},
+        "--config=agent.yaml",
+        *flags,
+    )
+    assert_trained(logged)  # what the trainer computes for these ids is what the sampler did
+    assert len(samples) == 24 and all(one["metadata"]["turns"] == 2 for one in samples)
+    assert logged["tokens/tree"][0] < logged["tokens/leaf"][0] < logged["tokens/dense"][0]

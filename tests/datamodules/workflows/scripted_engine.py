@@ -48,6 +48,14 @@ CHATML = """
 {% endif -%}
 """.strip()
 
+# As most: shows the calls of earlier replies, written by the template.
+WITH_CALLS = CHATML.replace(
+    "{{ m.content }}<|end|>\n{% endif -%}\n{%- endfor -%}",
+    "{{ m.content }}{% for c in m.tool_calls or [] %}{{ '\\n' if m.content }}<tool_call>{{ '\\n' }}"
+    '{"name": "{{ c.function.name }}", "arguments": {{ c.function.arguments | tojson }}}'
+    "{{ '\\n' }}</tool_call>{% endfor %}<|end|>\n{% endif -%}\n{%- endfor -%}",
+)
+
 
 class ScriptedEngine(FakeEngine):
     """Says `replies` one after the other, or what a function makes of the request.

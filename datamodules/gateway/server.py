@@ -1,0 +1,156 @@
+"""The gateway's HTTP server: sessions by their URL, and who may speak in them.
+
+Promises: a request reaches the session of its path only, and only with that session's key; whatever is wrong with it is
+answered in its protocol's own shape, without a traceback and without what the request held; a client that goes away
+gives its call up. It listens on the loopback interface unless told otherwise.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import secrets
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from aiohttp import web
+
+from datamodules.gateway import chat_completions
+from datamodules.gateway.errors import RequestError
+from datamodules.gateway.sessions import Session
+
+_log = logging.getLogger(__name__)
+_MOST_BYTES = 32 << 20
+_CLOSE_S = 5.0
+
+
+class Gateway:
+    """Serves sessions, on the event loop it is opened in.
+
+    Args:
+        model: name under which the model is listed.
+        host: interface.
+        port: 0 for any that is free.
+    """
+
+    def __init__(self, model: str = "policy", host: str = "127.0.0.1", port: int = 0) -> None:
+        self.model = model
+        self.address = ""
+        self._host, self._port = host, port
+        self._sessions: dict[str, Session] = {}
+        self._runner: web.AppRunner | None = None
+
+    async def open(self) -> None:
+        """Listens. Raises OSError when the port is taken."""
+        app = web.Application(client_max_size=_MOST_BYTES, middlewares=[_in_the_protocols_words])
+        app.router.add_post("/r/{session}/v1/chat/completions", self._chat)
+        app.router.add_get("/r/{session}/v1/models", self._models)
+        app.router.add_post("/r/{session}/reward", self._reward)
+        app.router.add_post("/r/{session}/end", self._end)
+        # A client that goes away cancels its handler, and with it what the engine samples for it.
+        self._runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=_CLOSE_S)
+        await self._runner.setup()
+        site = web.TCPSite(self._runner, self._host, self._port)
+        await site.start()
+        host, port = self._runner.addresses[0][:2]
+        self.address = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+    async def close(self) -> None:
+        """Answers nobody any more. Idempotent."""
+        runner, self._runner = self._runner, None
+        if runner is not None:
+            await runner.cleanup()
+
+    def admit(self, session: Session) -> str:
+        """Lets a session be spoken in; gives its address, to which protocols append `/v1/...`."""
+        self._sessions[session.id] = session
+        return f"{self.address}/r/{session.id}"
+
+    def dismiss(self, session: Session) -> None:
+        """Nobody can speak in it any more."""
+        self._sessions.pop(session.id, None)
+
+    def _session(self, request: web.Request) -> Session:
+        """The session of the path, if the request may speak in it; unknown ones and wrong keys are told alike."""
+        session = self._sessions.get(request.match_info["session"])
+        kind, _, key = request.headers.get("Authorization", "").partition(" ")
+        key = key.strip() if kind.lower() == "bearer" else request.headers.get("x-api-key", "")
+        wanted = session.key if session is not None else secrets.token_urlsafe(32)
+        if not secrets.compare_digest(key.encode(), wanted.encode()) or session is None:
+            raise RequestError("no session of this address and key", status=401, code="invalid_api_key")
+        return session
+
+    async def _models(self, request: web.Request) -> web.StreamResponse:
+        self._session(request)
+        return web.json_response(
+            {"object": "list", "data": [{"id": self.model, "object": "model", "owned_by": "arborist"}]}
+        )
+
+    async def _chat(self, request: web.Request) -> web.StreamResponse:
+        session = self._session(request)
+        body = await _json(request)
+        asked = chat_completions.parse(body)
+        calls = await session.reply(
+            asked.messages,
+            asked.tools,
+            max_tokens=asked.max_tokens,
+            temperature=asked.temperature,
+            stop=asked.stop,
+            seed=asked.seed,
+            n=asked.n,
+        )
+        model = str(body.get("model") or self.model)
+        pieces = [session.pieces(call) for call in calls] if asked.logprobs else None
+        name = f"chatcmpl-{calls[0].id}"
+        if not asked.stream:
+            return web.json_response(chat_completions.completion(name, model, calls, pieces))
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
+        await response.prepare(request)
+        for event in chat_completions.events(name, model, calls, pieces, asked.usage):
+            await response.write(event)
+        await response.write_eof()
+        return response
+
+    async def _reward(self, request: web.Request) -> web.StreamResponse:
+        session = self._session(request)
+        body = await _json(request)
+        value = body.get("reward") if isinstance(body, dict) else None
+        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+            raise RequestError("reward: must be a finite number", param="reward")
+        session.reward = float(value)
+        return web.json_response({"reward": session.reward})
+
+    async def _end(self, request: web.Request) -> web.StreamResponse:
+        session = self._session(request)
+        session.ended.set()
+        return web.json_response({"ended": True})
+
+
+async def _json(request: web.Request) -> Any:
+    try:
+        return json.loads(await request.read(), parse_constant=_no_number)
+    except (ValueError, RecursionError) as error:
+        raise RequestError(f"the request is no JSON: {str(error)[:200] or 'too deep'}") from error
+
+
+def _no_number(name: str) -> Any:
+    raise ValueError(f"{name} is no JSON")
+
+
+@web.middleware
+async def _in_the_protocols_words(
+    request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
+) -> web.StreamResponse:
+    try:
+        return await handler(request)
+    except RequestError as error:
+        problem = error
+    except web.HTTPException as error:
+        if error.status < 400:
+            raise
+        problem = RequestError(f"{request.method} {request.path[:200]}: {error.reason}", status=error.status)
+    except Exception:
+        _log.exception("the gateway could not answer a request")
+        problem = RequestError("the gateway failed; see its log", status=500)
+    return web.json_response(chat_completions.error(problem), status=problem.status)

@@ -1,0 +1,125 @@
+"""Agents written against the `openai` package alone."""
+
+from __future__ import annotations
+
+import json
+import threading
+from typing import Any
+
+from openai import AsyncOpenAI, BadRequestError, OpenAI
+
+from datamodules.prompts.base import Prompt
+
+LOOK_UP = {
+    "type": "function",
+    "function": {
+        "name": "look_up",
+        "description": "price of a fruit",
+        "parameters": {"type": "object", "properties": {"fruit": {"type": "string"}}, "required": ["fruit"]},
+    },
+}
+PRICES = {"apple": 3, "pear": 5}
+
+
+def shopper(prompt: Prompt, client: OpenAI | None = None, **options: Any) -> str:
+    """Asks for prices until the model answers without a call."""
+    client = client or OpenAI()
+    messages: list[Any] = [{"role": "user", "content": prompt.text}]
+    while True:
+        answer = client.chat.completions.create(model="any", messages=messages, tools=[LOOK_UP], **options)
+        message = answer.choices[0].message
+        messages.append(message.model_dump(exclude_none=True))
+        if not message.tool_calls:
+            return message.content or ""
+        for call in message.tool_calls:
+            fruit = json.loads(call.function.arguments)["fruit"]
+            messages.append({"role": "tool", "tool_call_id": call.id, "content": str(PRICES[fruit])})
+
+
+def streaming_shopper(prompt: Prompt) -> str:
+    """The same, streamed."""
+    client = OpenAI()
+    messages: list[Any] = [{"role": "user", "content": prompt.text}]
+    while True:
+        with client.chat.completions.stream(model="any", messages=messages, tools=[LOOK_UP]) as stream:
+            message = stream.get_final_completion().choices[0].message
+        messages.append({"role": "assistant", "content": message.content, "tool_calls": None})
+        if not message.tool_calls:
+            return message.content or ""
+        messages[-1]["tool_calls"] = [
+            {
+                "id": one.id,
+                "type": "function",
+                "function": {"name": one.function.name, "arguments": one.function.arguments},
+            }
+            for one in message.tool_calls
+        ]
+        for call in message.tool_calls:
+            fruit = json.loads(call.function.arguments)["fruit"]
+            messages.append({"role": "tool", "tool_call_id": call.id, "content": str(PRICES[fruit])})
+
+
+async def twice(prompt: Prompt) -> float:
+    """Asks twice, the second time on the first answer; its reward is the length of the last."""
+    client = AsyncOpenAI()
+    messages: list[Any] = [{"role": "user", "content": prompt.text}]
+    for _ in range(2):
+        answer = await client.chat.completions.create(model="any", messages=messages)
+        messages += [
+            {"role": "assistant", "content": answer.choices[0].message.content},
+            {"role": "user", "content": "go on"},
+        ]
+    return float(len(messages[-2]["content"]))
+
+
+def chatterbox(prompt: Prompt) -> str:
+    """Never stops by itself."""
+    client = OpenAI(max_retries=0)
+    messages: list[Any] = [{"role": "user", "content": prompt.text}]
+    while True:
+        content = client.chat.completions.create(model="any", messages=messages).choices[0].message.content
+        messages += [{"role": "assistant", "content": content}, {"role": "user", "content": "go on"}]
+
+
+def broken(prompt: Prompt) -> str:
+    OpenAI().chat.completions.create(model="any", messages=[{"role": "user", "content": prompt.text}])
+    raise KeyError("no such fruit")
+
+
+def silent(prompt: Prompt) -> str:
+    return "nothing asked"
+
+
+def refused(prompt: Prompt) -> str:
+    """What the API says of options that it does not honour."""
+    said = []
+    for options in ({"top_p": 0.5}, {"extra_body": {"top_k": 3}}, {"tool_choice": "required"}, {"n": 0}):
+        try:
+            OpenAI().chat.completions.create(
+                model="any",
+                messages=[{"role": "user", "content": "x"}],
+                **options,  # type: ignore[call-overload]
+            )
+        except BadRequestError as error:
+            said.append(error.param)
+    OpenAI().chat.completions.create(model="any", messages=[{"role": "user", "content": prompt.text}])
+    return " ".join(map(str, said))
+
+
+def siblings(prompt: Prompt) -> str:
+    """Three choices at once, and two calls at a time."""
+    client = OpenAI()
+    ask: list[Any] = [{"role": "user", "content": prompt.text}]
+    answers: list[str | None] = []
+
+    def work() -> None:
+        answers.append(client.chat.completions.create(model="any", messages=ask).choices[0].message.content)
+
+    threads = [threading.Thread(target=work) for _ in range(2)]
+    for one in threads:
+        one.start()
+    for one in threads:
+        one.join()
+    answer = client.chat.completions.create(model="any", messages=ask, n=3, logprobs=True)
+    assert all(one.logprobs and one.logprobs.content for one in answer.choices)
+    return "|".join(str(one) for one in [*answers, *(one.message.content for one in answer.choices)])

@@ -1,0 +1,124 @@
+"""Agents of the `openai` package, in processes of their own, through the door and into training sequences."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from app.batch import Trajectory
+from app.tree import PrefixTree
+from datamodules.gateway import AgentWorkflow, Budget
+from datamodules.inference.protocol import GenerationError, GenerationRequest
+from datamodules.processes.calls import CallFailed
+from datamodules.prompts.base import Prompt
+from tests.datamodules.gateway import agents
+from tests.datamodules.workflows.scripted_engine import WITH_CALLS, ScriptedEngine, generated, play
+from tests.helpers.recorded_samples import byte_tokenizer
+
+CALL = 'I look.\n<tool_call>\n{"name": "look_up", "arguments": {"fruit": "apple"}}\n</tool_call>'
+TOKENIZER = byte_tokenizer(WITH_CALLS)
+TASK = Prompt(id="t", text="What are two apples?", answer="6")
+
+
+def right(prompt: Prompt, text: str) -> float:
+    return float(prompt.answer in text)
+
+
+def run(
+    agent: Callable[..., Any],
+    replies: Any,
+    reward: Callable[[Prompt, str], float] | None = right,
+    engine: type[ScriptedEngine] = ScriptedEngine,
+    **options: Any,
+) -> tuple[ScriptedEngine, list[Trajectory]]:
+    server = engine(TOKENIZER, replies)
+    workflow = AgentWorkflow(agent, **{"max_new_tokens": 200, "workers": 1, **options})
+    return server, play(workflow, server, TOKENIZER, TASK, reward)
+
+
+def check_as_sampled(engine: ScriptedEngine, found: list[Trajectory]) -> None:
+    """Every reply is trained once, behind the prompt the engine was given, as the engine made it."""
+    assert len(found) == len(engine.seen) == len(engine.responses)
+    by_tokens = {tuple([*q.tokens, *a.tokens]): a for q, a in zip(engine.seen, engine.responses, strict=True)}
+    for one in found:
+        answer = by_tokens[tuple(one.tokens.tolist())]
+        assert generated(one) == answer.tokens
+        made = one.loss_mask
+        assert one.behavior_logprobs[made].tolist() == pytest.approx(answer.logprobs)
+        assert one.versions[made].tolist() == answer.versions
+
+
+@pytest.mark.parametrize("agent", [agents.shopper, agents.streaming_shopper])
+def test_a_conversation_with_tools_is_one_path_of_the_tree(agent: Callable[..., Any]) -> None:
+    engine, found = run(agent, [CALL, "It is 6."])
+    check_as_sampled(engine, found)
+    assert [one.reward for one in found] == [1.0, 1.0] and found[0].metadata["completion"] == "It is 6."
+    asked, answered = engine.seen
+    before = [*asked.tokens, *engine.responses[0].tokens]
+    assert answered.tokens[: len(before)] == before  # the reply's own ids, and the rest of the template behind them
+    assert (
+        TOKENIZER.decode(answered.tokens[len(before) :])
+        == "\n<|begin|>user<tool>\n3\n</tool><|end|>\n<|begin|>assistant\n"
+    )
+    assert "look_up" in TOKENIZER.decode(asked.tokens)  # the tools are shown
+    tree = PrefixTree.build([one.tokens.numpy() for one in found])
+    assert tree.num_tokens == len(found[1].tokens)  # nothing of it is computed twice
+
+
+def test_arguments_written_otherwise_fork_the_tree_and_are_counted() -> None:
+    engine, found = run(agents.shopper, [CALL.replace('": "', '":"'), "It is 6."])
+    check_as_sampled(engine, found)
+    assert found[-1].metadata["drift_arguments"] == 1
+    assert '"name": "look_up"' in TOKENIZER.decode(engine.seen[1].tokens)  # what a server would have sent
+
+
+def test_dropped_thoughts_keep_the_ids_of_what_is_left() -> None:
+    odd = TOKENIZER.encode("<think>hm</think>", add_special_tokens=False)
+    left = TOKENIZER.encode("six", add_special_tokens=False)
+    engine, found = run(agents.twice, [[*odd, *left, TOKENIZER.eos_token_id], "ten"], reward=None)
+    check_as_sampled(engine, found)
+    assert found[-1].metadata["drift_thoughts"] == 1 and found[-1].reward == 3.0
+    assert "hm" not in TOKENIZER.decode(engine.seen[1].tokens)
+
+
+def test_parallel_calls_and_choices_are_siblings() -> None:
+    engine, found = run(agents.siblings, ["a", "b", "c", "d", "e"])
+    check_as_sampled(engine, found)
+    assert len(found) == 5 and len({tuple(one.tokens[:-2].tolist()) for one in found}) == 1
+    assert sorted(found[0].metadata["completion"].split("|")) == ["a", "b", "c", "d", "e"]
+
+
+def test_a_spent_budget_ends_the_agent_and_is_scored() -> None:
+    engine, found = run(agents.chatterbox, ["6"] * 9, budget=Budget(max_calls=3))
+    check_as_sampled(engine, found)
+    assert len(found) == 3 and found[0].reward == 1.0
+
+
+def test_what_would_change_the_samples_is_refused_by_name() -> None:
+    _, found = run(agents.refused, ["6"])
+    assert found[0].metadata["completion"] == "top_p top_k tool_choice n"
+
+
+@pytest.mark.parametrize(
+    ("agent", "says"), [(agents.broken, "no such fruit"), (agents.silent, "the agent asked for no reply")]
+)
+def test_an_agent_that_fails_is_not_scored(agent: Callable[..., Any], says: str) -> None:
+    with pytest.raises(CallFailed, match=says):
+        run(agent, ["6"])
+
+
+class Failing(ScriptedEngine):
+    async def generate(self, request: GenerationRequest) -> Any:
+        raise GenerationError("no server is left")
+
+
+def test_an_engine_that_fails_is_no_bad_answer() -> None:
+    with pytest.raises(GenerationError, match="no server is left"):
+        run(agents.shopper, [], engine=Failing)
+
+
+def test_an_agent_without_a_reward_is_told_so() -> None:
+    with pytest.raises(ValueError, match="posted no reward"):
+        run(agents.shopper, ["6"], reward=None)
