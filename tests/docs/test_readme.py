@@ -105,6 +105,21 @@ def test_files_and_folders_exist(page: str) -> None:
             assert place in {re.sub(r"[^\w-]", "", title.lower().replace(" ", "-")) for title in titles}, place
 
 
+def test_the_tree_names_every_file_once() -> None:
+    (block,) = (one for one in blocks("", README) if one.startswith("app/"))
+    listed, folders = list[str](), list[str]()
+    for line in re.sub(r"\n {22}", " ", block).splitlines():
+        entry = re.fullmatch(r"( *)(\w+)/ +[^:]+: (.+)", line)
+        assert entry, line
+        folders[len(entry[1]) // 2 :] = [entry[2]]
+        names = re.sub(r" \([^)]*\)", "", entry[3]).split(", ")
+        listed += ["/".join([*folders, name]) for name in names]
+    rooms = [ROOT / room for room in ("app", "modules", "datamodules", "callbacks", "configs")]
+    paths = [path for room in rooms for path in room.rglob("*") if path.suffix in (".py", ".yaml", ".sbatch")]
+    there = [path.relative_to(ROOT).with_suffix("").as_posix() for path in paths]
+    assert sorted(listed) == sorted(name for name in there if not name.endswith("/__init__"))
+
+
 def test_your_model_data_and_reward(workplace: Path) -> None:
     for name, text in {**named("yaml"), **named("python")}.items():
         (workplace / name).write_text(text)
