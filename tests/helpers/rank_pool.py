@@ -19,8 +19,6 @@ from pathlib import Path
 from typing import Any
 
 DEADLINE = 240.0  # seconds a job may take, where many others run
-_CONTEXT = multiprocessing.get_context("forkserver")  # all ranks share one process's imports
-_CONTEXT.set_forkserver_preload(["lightning.pytorch", "transformers", "app.strategies", "modules"])
 
 
 class RankError(AssertionError):
@@ -102,10 +100,11 @@ class RankPool:
         self._processes, self._connections = [], []
 
     def _start(self) -> None:
+        context = multiprocessing.get_context("spawn")
         store = str(Path(tempfile.mkdtemp(prefix="ranks-")) / "store")
         for rank in range(self.size):
-            ours, theirs = _CONTEXT.Pipe()
-            process = _CONTEXT.Process(target=_serve, args=(rank, self.size, store, theirs), daemon=True)
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_serve, args=(rank, self.size, store, theirs), daemon=True)
             process.start()
             theirs.close()
             self._processes.append(process)

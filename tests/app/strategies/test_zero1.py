@@ -85,6 +85,7 @@ def test_state_is_sharded(one_rank: RankPool, two_ranks: RankPool) -> None:
         assert result["state_elements"] == 2 * result["master_elements"]  # exp_avg and exp_avg_sq
 
 
+@pytest.mark.slow  # four processes import everything
 def test_bytes_per_parameter(one_rank: RankPool, two_ranks: RankPool, four_ranks: RankPool) -> None:
     for pool in (one_rank, two_ranks, four_ranks):
         for measured in pool.run(jobs.bytes_per_parameter, dtype=torch.bfloat16):

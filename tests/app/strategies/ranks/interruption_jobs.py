@@ -23,7 +23,7 @@ trainer:
   accelerator: cpu
   devices: 2
   max_epochs: 1
-  strategy: {class_path: app.strategies.DTAStrategy, init_args: {death_timeout: "0:00:03"}}
+  strategy: {class_path: app.strategies.DTAStrategy, init_args: {death_timeout: "0:00:30"}}
   callbacks: [{class_path: callbacks.WeightSync}]
 """
 

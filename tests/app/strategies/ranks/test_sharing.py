@@ -52,7 +52,7 @@ def _assert_equal(got: RolloutBatch | None, batch: RolloutBatch | None, bare: bo
     assert (got.prompt_ids, got.finish_reasons, got.metadata) == (batch.prompt_ids, batch.finish_reasons, metadata)
 
 
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_every_rank_hears_and_answers(size: int, two_ranks: RankPool, four_ranks: RankPool) -> None:
     """Of two batches, of one again, and of none; only the first time that one is named it travels."""
     batches = [_batch((3, 1, 8, 5)), _batch((2, 40), seed=4)]
@@ -104,6 +104,7 @@ def test_what_cannot_be_sent_is_such_an_error(two_ranks: RankPool) -> None:
 
 
 @pytest.mark.parametrize("failing", [(0,), (1,), (1, 3), (0, 2)])
+@pytest.mark.slow  # four processes import everything
 def test_a_failed_forward_pass_ends_all_ranks_at_once(failing: tuple[int, ...], four_ranks: RankPool) -> None:
     with pytest.raises(RankError) as caught:
         four_ranks.run(sharing.fail_while_serving, failing=failing)
@@ -116,6 +117,7 @@ def test_a_failed_forward_pass_ends_all_ranks_at_once(failing: tuple[int, ...], 
         assert f"failed on rank {failing[0]}" in messages[0] and f"(ranks: {list(failing)})" in messages[0]
 
 
+@pytest.mark.slow  # four processes import everything
 def test_after_an_error_nothing_is_left_on_the_way(four_ranks: RankPool) -> None:
     assert four_ranks.run(sharing.fail_while_serving, failing=(1,), then_go_on=True) == [(sharing.NOTHING, [4.0])] * 4
 
