@@ -37,7 +37,7 @@ from datamodules.inference.protocol import RolloutData
 SIGNAL = getattr(signal, "SIGUSR2", None)
 FOLDER = "doctor"
 END = "== end of this rank's answer =="
-_LOOK_S = 0.2
+_REQUEST_POLL_S = 0.2
 _ANSWER_S = 3.0  # what one source of the report may take
 
 Source = Callable[[], str]
@@ -87,7 +87,7 @@ class Dumper:
                 self.path.parent.rmdir()  # when it is empty
 
     def _run(self) -> None:
-        while not self._closing.wait(_LOOK_S):
+        while not self._closing.wait(_REQUEST_POLL_S):
             try:
                 self._look()
             except Exception as error:  # a full disk: the next question may find room
@@ -100,7 +100,7 @@ class Dumper:
         if size == self._answered:
             return
         while True:  # until the handler has written all of it
-            time.sleep(_LOOK_S / 2)
+            time.sleep(_REQUEST_POLL_S / 2)
             grown = self._size()
             if grown == size:
                 break

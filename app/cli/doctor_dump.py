@@ -19,7 +19,7 @@ import psutil
 from callbacks.hang_dump import END, FOLDER, SIGNAL
 
 _NAME = re.compile(r"rank(\d+)\.(.+)\.(\d+)\.txt")
-_LOOK_S = 0.1
+_ANSWER_POLL_S = 0.1
 
 
 class NoSuchRun(ValueError):
@@ -77,7 +77,7 @@ def dump(pid: int, deadline_s: float = 15.0) -> Path:
         os.kill(rank.pid, SIGNAL)
     ends = time.monotonic() + deadline_s
     while time.monotonic() < ends and not all(END in rank.new_text() for rank in ranks):
-        time.sleep(_LOOK_S)
+        time.sleep(_ANSWER_POLL_S)
     here = socket.gethostname()
     elsewhere = [f"rank {rank.rank} ran on {rank.host} (pid {rank.pid})" for rank in known if rank.host != here]
     now = datetime.now()

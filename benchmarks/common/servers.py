@@ -24,7 +24,7 @@ from datamodules.inference.sglang.launcher import ServerDidNotStart, ServerOptio
 from datamodules.inference.sglang.server import leftovers
 
 START_S = 400.0
-_LOOK_S = 0.2
+_PROCESS_POLL_S = 0.2
 _log = logging.getLogger(__name__)
 
 
@@ -73,7 +73,7 @@ class Servers:
 
     def _supervise(self, process: ServerProcess) -> None:
         """Starts it again where it was, whenever it has ended."""
-        while not self._closing.wait(_LOOK_S):
+        while not self._closing.wait(_PROCESS_POLL_S):
             if not process.running:
                 process.stop(0.0)
                 try:

@@ -35,7 +35,7 @@ from datamodules.prompts.base import Prompt
 from datamodules.prompts.dealer import PromptDealer
 
 _log = logging.getLogger(__name__)
-_LOOK_S = 1.0  # how often a waiting trainer looks up, so that it can be interrupted
+_INTERRUPT_POLL_S = 1.0  # how often a waiting trainer looks up, so that it can be interrupted
 _CLOSE_S = 30.0
 
 
@@ -129,7 +129,7 @@ class Producer:
                             f" (limits.collect_deadline_s); {self.describe()}"
                         )
                     self.trainer_waits = True
-                    self._changed.wait(min(left, _LOOK_S))
+                    self._changed.wait(min(left, _INTERRUPT_POLL_S))
             finally:
                 self.trainer_waits = False
 
@@ -152,7 +152,7 @@ class Producer:
         ends = time.monotonic() + deadline_s
         while True:
             try:
-                groups = future.result(min(_LOOK_S, max(0.0, ends - time.monotonic())))
+                groups = future.result(min(_INTERRUPT_POLL_S, max(0.0, ends - time.monotonic())))
                 break
             except TimeoutError:
                 if future.done():

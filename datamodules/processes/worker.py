@@ -27,7 +27,7 @@ from datamodules.processes.guardian import ignore, read_message, resident
 MOST_ANSWER_BYTES = 1 << 20
 _MOST_SAID = 2000
 _TIMERS = (signal.ITIMER_REAL, signal.ITIMER_VIRTUAL, signal.ITIMER_PROF)
-_LOOK_S = 0.01  # how often the own memory is looked at after a call
+_MEMORY_POLL_S = 0.01  # how often the own memory is looked at after a call
 
 
 class NotAnAnswer(ValueError):
@@ -76,7 +76,7 @@ def main(connection: socket.socket, setup: dict[str, Any]) -> None:
             if os.getpid() != pid:  # a child that the function forked
                 os._exit(1)
             if time.monotonic() >= look:
-                held, look = resident("self"), time.monotonic() + _LOOK_S
+                held, look = resident("self"), time.monotonic() + _MEMORY_POLL_S
             connection.sendall(f'[{number}, "{status}", {content}, {held}]\n'.encode())
 
 

@@ -26,6 +26,8 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
+from app import checks
+from datamodules.inference.clock import PausedClock
 from datamodules.inference.embedded.batcher import Batcher, Sequence
 from datamodules.inference.embedded.sampling import request_key
 from datamodules.inference.embedded.weights import copy_of, matched, read
@@ -72,17 +74,15 @@ class EmbeddedEngine:
         device: str | None = None,
         num_threads: int | None = None,
     ) -> None:
-        numbers = {
+        positive = {
             "kv_cache_tokens": kv_cache_tokens,
             "max_batch_tokens": max_batch_tokens,
             "max_concurrent": max_concurrent,
             "request_timeout_s": request_timeout_s,
             "control_timeout_s": control_timeout_s,
-            "num_threads": 1 if num_threads is None else num_threads,
+            "num_threads": num_threads,
         }
-        for name, value in numbers.items():
-            if not 0 < value < math.inf:
-                raise ValueError(f"EmbeddedEngine.{name}: {value}, must be above 0 and finite")
+        checks.positive({f"EmbeddedEngine.{name}": value for name, value in positive.items()})
         if dtype not in (None, "float32", "bfloat16", "float16"):
             raise ValueError(
                 f"EmbeddedEngine.dtype: '{dtype}', must be float32, bfloat16, float16 or null (the model's)"
@@ -107,8 +107,7 @@ class EmbeddedEngine:
         self._held = False
         self._closing = False
         self._error: BaseException | None = None
-        self._still_since: float | None = None
-        self._still_seconds = 0.0
+        self._clock = PausedClock()
         self._version = -1
         self._seed = 0
         self._arrivals = 0
@@ -125,7 +124,7 @@ class EmbeddedEngine:
             self._batcher = batcher
             self._version, self._seed, self._arrivals = version, seed, 0
             self._error, self._closing, self._paused = None, False, False
-            self._still_since, self._still_seconds = None, 0.0
+            self._clock = PausedClock()
             # A daemon, so that a program that forgets close() can end.
             self._thread = threading.Thread(target=self._run, args=(batcher,), name="embedded-engine", daemon=True)
             self._ready.clear()
@@ -180,10 +179,10 @@ class EmbeddedEngine:
     async def generate(self, request: GenerationRequest) -> GenerationResponse:
         request.validate(self.vocab_size, self.max_context)
         job = self._enqueue(request, asyncio.get_running_loop())
-        begin, still = time.monotonic(), self._still_time()
+        ends = self._clock.now() + self.request_timeout_s
         try:
             while not job.future.done():
-                left = self.request_timeout_s - (time.monotonic() - begin) + (self._still_time() - still)
+                left = ends - self._clock.now()
                 if left <= 0:
                     raise GenerationError(
                         f"request '{request.request_id}': {len(job.sequence.logprobs)} of {request.max_new_tokens}"
@@ -288,11 +287,6 @@ class EmbeddedEngine:
             limit = f"the {max(seconds, 0.0):.3g} s left of WeightUpdate.deadline_s"
         return f"EmbeddedEngine.{what}: {awaited} did not end within {limit}"
 
-    def _still_time(self) -> float:
-        """Seconds the engine stood still on request since its start."""
-        since = self._still_since
-        return self._still_seconds + (time.monotonic() - since if since is not None else 0.0)
-
     def _raise_unless_running(self) -> None:
         if self._error is not None:
             raise GenerationError(f"the generation thread failed: {self._error!r}") from self._error
@@ -339,10 +333,9 @@ class EmbeddedEngine:
             self._condition.notify_all()
             while not self._closing:
                 if self._paused or self._held:
-                    self._still_since = self._still_since or time.monotonic()
+                    self._clock.pause()
                 else:
-                    if self._still_since is not None:
-                        self._still_seconds, self._still_since = self._still_time(), None
+                    self._clock.resume()
                     batcher.waiting.extend(self._inbox)
                     self._inbox.clear()
                     if batcher.busy:

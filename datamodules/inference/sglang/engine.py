@@ -16,11 +16,9 @@ option of SGLang for GPUs); others draw from streams of their own, and runs on t
 from __future__ import annotations
 
 import asyncio
-import math
 import os
 import shutil
 import tempfile
-import time
 from collections.abc import Coroutine, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -28,6 +26,8 @@ from typing import Any, TypeVar
 
 from transformers import PreTrainedModel
 
+from app import checks
+from datamodules.inference.clock import PausedClock
 from datamodules.inference.protocol import (
     GenerationError,
     GenerationRequest,
@@ -92,7 +92,7 @@ class SGLangEngine(ServerEngine):
     ) -> None:
         if bool(urls) == bool(launch):
             raise ValueError("SGLangEngine: give either urls (running servers) or launch (servers to start)")
-        numbers = {
+        positive = {
             "max_concurrent": max_concurrent,
             "load_tokens": load_tokens,
             "report_tokens": report_tokens,
@@ -102,9 +102,7 @@ class SGLangEngine(ServerEngine):
             "start_timeout_s": start_timeout_s,
             "silence_s": silence_s,
         }
-        for name, value in numbers.items():
-            if not 0 < value < math.inf:
-                raise ValueError(f"SGLangEngine.{name}: {value}, must be above 0 and finite")
+        checks.positive({f"SGLangEngine.{name}": value for name, value in positive.items()})
         given_servers(urls or (), None, max_concurrent)  # an address that is none is an error at once
         self.urls = tuple(urls or ())
         self.launch = launch
@@ -127,7 +125,7 @@ class SGLangEngine(ServerEngine):
         # Of the loop alone.
         self._control_lock = asyncio.Lock()
         self._expiry_task: asyncio.Task[None] | None = None
-        self._clock = _PausedClock()
+        self._clock = PausedClock()
 
     # -------------------------------------------------------------------------------------------------- lifecycle
 
@@ -304,7 +302,7 @@ class SGLangEngine(ServerEngine):
 
     async def _open(self, servers: list[Server], weights: Weights | None) -> None:
         self._control_lock = asyncio.Lock()
-        self._clock = _PausedClock()
+        self._clock = PausedClock()
         self._fleet = Fleet(
             servers,
             PrefixRouter(self.load_tokens),
@@ -345,27 +343,3 @@ class SGLangEngine(ServerEngine):
         if self._fleet is None:
             raise GenerationError(_NOT_RUNNING)
         return self._fleet
-
-
-class _PausedClock:
-    """Seconds, without those during which the engine stood still on request."""
-
-    def __init__(self) -> None:
-        self._left_out_s = 0.0
-        self._paused_since: float | None = None
-
-    def now(self) -> float:
-        return (self._paused_since or time.monotonic()) - self._left_out_s
-
-    def pause(self) -> None:
-        self._paused_since = self._paused_since or time.monotonic()
-
-    def resume(self) -> None:
-        if self._paused_since is not None:
-            self._left_out_s += time.monotonic() - self._paused_since
-            self._paused_since = None
-
-    def leave_out(self, seconds: float) -> None:
-        """These were no time of the engine's; in a pause they are left out already."""
-        if self._paused_since is None:
-            self._left_out_s += seconds

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 
+from app import checks
 from datamodules.inference.sglang.client import ServerClient
 from datamodules.inference.sglang.launcher import ServerOptions, ServerProcess, refused_argument
 from datamodules.inference.sglang.server_state import Server
@@ -50,18 +51,10 @@ class Launch:
     arguments: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        for name, value, least in (
-            ("replicas", self.replicas, 1),
-            ("kv_cache_tokens", self.kv_cache_tokens, 1),
-            ("first_gpu", self.first_gpu, 0),
-            ("tensor_parallel", self.tensor_parallel, 1),
-            ("num_threads", self.num_threads, 1),
-            ("max_restarts", self.max_restarts, 0),
-        ):
-            if value is not None and value < least:
-                raise ValueError(f"launch.{name}: {value}, must be at least {least}")
-        if self.device not in ("auto", "cuda", "cpu"):
-            raise ValueError(f"launch.device: '{self.device}', must be auto, cuda or cpu")
+        counts = ("replicas", "kv_cache_tokens", "tensor_parallel", "num_threads")
+        checks.at_least(1, {f"launch.{name}": getattr(self, name) for name in counts})
+        checks.at_least(0, {"launch.first_gpu": self.first_gpu, "launch.max_restarts": self.max_restarts})
+        checks.one_of("launch.device", self.device, ("auto", "cuda", "cpu"))
         if problem := refused_argument(self.arguments):
             raise ValueError(f"launch.arguments: {problem}")
         if self.chosen_device == "cpu" and (self.first_gpu, self.tensor_parallel) != (0, 1):

@@ -34,14 +34,8 @@ _STEADY_S = 300.0  # a server that served so long starts counting its failures a
 
 @dataclass(frozen=True)
 class Limits:
-    """Of every server of a fleet.
-
-    Attributes:
-        silence_s: seconds without a sign of life after which it is lost.
-        update_s: seconds it may take for the weights it is given when it joins.
-        start_s: seconds its process may take to come up.
-        max_restarts: of its process, in a row; then it is given up.
-    """
+    """Of every server of a fleet: seconds without a sign of life, for the weights it is given when it joins, for its
+    process to come up; restarts of that process in a row until it is given up."""
 
     silence_s: float
     update_s: float

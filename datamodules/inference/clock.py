@@ -1,0 +1,32 @@
+"""The clock by which requests time out: it stands still while their engine does.
+
+Promises: never runs backwards but for the moment in which a pause ends; `pause` and `resume` may be repeated.
+"""
+
+from __future__ import annotations
+
+import time
+
+
+class PausedClock:
+    """Seconds, without those during which the engine stood still on request."""
+
+    def __init__(self) -> None:
+        self._left_out_s = 0.0
+        self._paused_since: float | None = None
+
+    def now(self) -> float:
+        return (self._paused_since or time.monotonic()) - self._left_out_s
+
+    def pause(self) -> None:
+        self._paused_since = self._paused_since or time.monotonic()
+
+    def resume(self) -> None:
+        if self._paused_since is not None:
+            self._left_out_s += time.monotonic() - self._paused_since
+            self._paused_since = None
+
+    def leave_out(self, seconds: float) -> None:
+        """The engine stood still so long, until now; in a pause that is left out already."""
+        if self._paused_since is None:
+            self._left_out_s += seconds
