@@ -141,7 +141,7 @@ def test_an_agent_of_the_openai_package(tmp_path: Path) -> None:
         },
         "reward": None,
         "tokenizer": "bytes",
-        "val_prompts": None,
+        "validation": {"prompts": None},
         "batch_size": 2,
         "group_size": 3,
         "max_staleness": 0,
