@@ -136,8 +136,12 @@ def test_an_agent_of_the_openai_package(tmp_path: Path) -> None:
             "init_args": {"path": "tasks.jsonl", "answer_field": None, "shuffle": False},
         },
         "workflow": {
-            "class_path": "datamodules.gateway.AgentWorkflow",
-            "init_args": {"agent": "tests.datamodules.gateway.agents.twice", "max_new_tokens": 20, "workers": 1},
+            "class_path": "datamodules.workflows.gateway.AgentWorkflow",
+            "init_args": {
+                "agent": "tests.datamodules.workflows.gateway.agents.twice",
+                "max_new_tokens": 20,
+                "workers": 1,
+            },
         },
         "reward": None,
         "tokenizer": "bytes",

@@ -2,8 +2,8 @@
 
 Promises: the agent runs in a process of its own, with the address and key of its session where the providers' clients
 look for them (`OPENAI_BASE_URL`, `OPENAI_API_KEY`); every reply it was given is a training sequence, exactly as it was
-sampled (see `datamodules.gateway`). An agent that fails, or an engine that does, costs its group, and is never scored;
-one that has spent its budget is scored for what it did.
+sampled. An agent that fails, or an engine that does, costs its group, and is never scored; one that has spent its
+budget is scored for what it did.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from transformers import PreTrainedTokenizerBase
 from app import checks
 from app.batch import Trajectory
 from datamodules.conversations.chat_template import Chat
-from datamodules.gateway.server import Gateway
-from datamodules.gateway.sessions import Budget, Sampling, Session
 from datamodules.inference.protocol import GenerationError
 from datamodules.processes.calls import CallFailed, ProcessCalls
 from datamodules.processes.environment import InEnvironment
 from datamodules.prompts.base import Prompt
 from datamodules.workflows.base import EpisodeEngine
+from datamodules.workflows.gateway.server import Gateway
+from datamodules.workflows.gateway.sessions import Budget, Sampling, Session
 from datamodules.workflows.tool_calls import ToolCall, hermes_calls
 from datamodules.workflows.turns import ReplyOptions
 
@@ -40,7 +40,7 @@ class AgentWorkflow:
             and init_args of a callable class.
         max_new_tokens: most tokens of a reply, whatever a call asks for; at least 1.
         temperature: of calls that name none.
-        budget: what an episode may use; see `datamodules.gateway.Budget`.
+        budget: what an episode may use; see `datamodules.workflows.gateway.Budget`.
         parser: finds the calls of tools in a reply: `datamodules.workflows.hermes_calls`, `json_calls` or a function of
             your own.
         workers: agents that run at a time, a process each; at least 1.

@@ -18,11 +18,11 @@ from typing import Any
 from app import checks
 from app.batch import TEMPERATURES, Trajectory
 from datamodules.conversations.chat_template import Chat, Message
-from datamodules.gateway.errors import RequestError
-from datamodules.gateway.transcript import Call, Rendered, Transcript
 from datamodules.inference.protocol import GenerationRequest
 from datamodules.prompts.base import Prompt
 from datamodules.workflows.base import EpisodeEngine, to_trajectory
+from datamodules.workflows.gateway.errors import RequestError
+from datamodules.workflows.gateway.transcript import Call, Rendered, Transcript
 from datamodules.workflows.tool_calls import ToolCall
 
 Parser = Callable[[str], list[ToolCall]]

@@ -16,9 +16,9 @@ from typing import Any
 
 from aiohttp import web
 
-from datamodules.gateway import chat_completions
-from datamodules.gateway.errors import RequestError
-from datamodules.gateway.sessions import Session
+from datamodules.workflows.gateway import chat_completions
+from datamodules.workflows.gateway.errors import RequestError
+from datamodules.workflows.gateway.sessions import Session
 
 _log = logging.getLogger(__name__)
 _MOST_BYTES = 32 << 20

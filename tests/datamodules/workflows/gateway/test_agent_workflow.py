@@ -9,11 +9,11 @@ import pytest
 
 from app.batch import Trajectory
 from app.tree import PrefixTree
-from datamodules.gateway import AgentWorkflow, Budget
 from datamodules.inference.protocol import GenerationError, GenerationRequest
 from datamodules.processes.calls import CallFailed
 from datamodules.prompts.base import Prompt
-from tests.datamodules.gateway import agents
+from datamodules.workflows.gateway import AgentWorkflow, Budget
+from tests.datamodules.workflows.gateway import agents
 from tests.datamodules.workflows.scripted_engine import WITH_CALLS, ScriptedEngine, generated, play
 from tests.helpers.recorded_samples import byte_tokenizer
 

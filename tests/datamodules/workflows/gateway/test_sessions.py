@@ -11,13 +11,13 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from datamodules.conversations.chat_template import Chat, Message
-from datamodules.gateway import Budget, Session
-from datamodules.gateway.errors import RequestError
-from datamodules.gateway.sessions import Sampling
 from datamodules.inference.protocol import GenerationRequest
 from datamodules.workflows.base import EpisodeEngine
+from datamodules.workflows.gateway import Budget, Session
+from datamodules.workflows.gateway.errors import RequestError
+from datamodules.workflows.gateway.sessions import Sampling
 from datamodules.workflows.tool_calls import hermes_calls
-from tests.datamodules.gateway.agents import LOOK_UP
+from tests.datamodules.workflows.gateway.agents import LOOK_UP
 from tests.datamodules.workflows.scripted_engine import WITH_CALLS, ScriptedEngine
 
 TEXT = "the price of an apple is three and that of a pear is five look up think about it once more"

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from datamodules.conversations.chat_template import Message
-from datamodules.gateway.errors import RequestError
-from datamodules.gateway.transcript import Call
+from datamodules.workflows.gateway.errors import RequestError
+from datamodules.workflows.gateway.transcript import Call
 
 _WITHOUT_EFFECT = {
     "user",
