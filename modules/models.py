@@ -78,8 +78,8 @@ def build_model(source: ModelSource) -> PreTrainedModel:
             raise ValueError(
                 f"model.config.pad_token_id: {padding} is outside the vocabulary of {size}; choose another"
             )
+        _refuse_too_large(config, dtype)
         try:
-            _refuse_too_large(config, dtype)
             model = AutoModelForCausalLM.from_config(config, dtype=dtype)
         except Exception as error:  # sizes that contradict each other fail anywhere in transformers
             raise ValueError(f"model.config: {_in_one_line(error)}") from error
@@ -151,8 +151,9 @@ def _refuse_too_large(config: PretrainedConfig, dtype: torch.dtype) -> None:
     there = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     if needed > there:
         raise ValueError(
-            f"its parameters need {needed / 1e9:,.0f} GB of this machine's {there / 1e9:,.0f} GB: lower vocab_size,"
-            " hidden_size or num_hidden_layers"
+            f"model.config: its parameters need {needed / 1e9:,.0f} GB of this machine's {there / 1e9:,.0f} GB: lower"
+            " vocab_size, num_hidden_layers, hidden_size, intermediate_size, head_dim, num_attention_heads or"
+            " num_key_value_heads"
         )
 
 

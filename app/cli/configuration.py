@@ -251,38 +251,41 @@ def _check_numbers(key: str, value: Any) -> None:
 
 
 def _check_nulls(key: str, value: Any) -> None:
-    """jsonargparse takes null for any option, and the constructor fails on it."""
+    """jsonargparse takes null for any option, and anything for a record of options; the constructor fails on it."""
     if isinstance(value, list | tuple):
         for inner in value:
             _check_nulls(key, inner)
     if not isinstance(value, Mapping):
         return
-    options = value.get("init_args")
-    if isinstance(value.get("class_path"), str) and isinstance(options, Mapping):
-        for name in _never_null(value["class_path"]):
-            first, _, inner = name.partition(".")
-            there = options.get(first, ...)
-            if inner:
-                there = there.get(inner, ...) if isinstance(there, Mapping) else ...
-            if there is None:
-                raise ValueError(f"{key}.init_args.{name}: null is no value for it; leave it out for its default")
+    given = value.get("init_args")
+    if isinstance(value.get("class_path"), str) and isinstance(given, Mapping):
+        _check_options(f"{key}.init_args", given, _known_options(value["class_path"]))
     for name, inner in value.items():
         _check_nulls(f"{key}.{name}" if key else str(name), inner)
 
 
-def _never_null(class_path: str) -> list[str]:
-    """Parameters that take no None, of a class of this project or of torch; fields of records as `record.field`."""
+def _check_options(key: str, given: Mapping[str, Any], options: Mapping[str, inspect.Parameter]) -> None:
+    for name, option in options.items():
+        if name not in given:
+            continue
+        if given[name] is None and option.default is not None and not _takes_none(option.annotation):
+            raise ValueError(f"{key}.{name}: null is no value for it; leave it out for its default")
+        if is_dataclass(option.default):
+            fields = options_of(type(option.default))
+            if not isinstance(given[name], Mapping):
+                raise ValueError(f"{key}.{name}: {given[name]!r} is no set of options; it has {', '.join(fields)}")
+            _check_options(f"{key}.{name}", given[name], fields)
+
+
+def _known_options(class_path: str) -> dict[str, inspect.Parameter]:
+    """What a class of this project or of torch takes; nothing of others."""
     module, _, name = class_path.rpartition(".")
     if module.split(".")[0] not in _KNOWN:
-        return []
+        return {}
     try:
-        options = options_of(getattr(importlib.import_module(module), name))
-        records = {key: type(one.default) for key, one in options.items() if is_dataclass(one.default)}
-        for key, record in records.items():
-            options |= {f"{key}.{field}": option for field, option in options_of(record).items()}
+        return options_of(getattr(importlib.import_module(module), name))
     except (ImportError, AttributeError, TypeError, ValueError, NameError):
-        return []
-    return [key for key, one in options.items() if one.default is not None and not _takes_none(one.annotation)]
+        return {}
 
 
 def _takes_none(hint: Any) -> bool:

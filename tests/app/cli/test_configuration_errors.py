@@ -65,8 +65,9 @@ def test_options_that_cannot_be(args: list[str], words: str, capsys: pytest.Capt
         (["--data.group_size=1000000000"], "group_size: 1000000000, must be at most 1,000,000"),
         (["--data.limits.collect_deadline_s=.inf"], "collect_deadline_s: inf is not finite"),
         (["--data.limits.collect_deadline_s=null"], 'key "limits.collect_deadline_s"'),
-        (["--data={init_args: {limits: {collect_deadline_s: null}}}"], "collect_deadline_s: null is no value for it"),
+        (["--config=null.yaml"], "collect_deadline_s: null is no value for it"),
         (["--data.limits=null"], "limits: null is no value for it"),
+        (["--data.stall=[]"], "stall: [] is no set of options; it has after_s, action, max_requeues"),
         (["--data.limits.episode_deadline_s=1e12"], "episode_deadline_s: 1000000000000.0, must be above 0 and at most"),
         (["--data.over_sampling=.inf"], "over_sampling: inf is not finite"),
         (["--data.tokenizer=/etc"], "tokenizer: /etc holds no tokenizer"),
@@ -82,6 +83,7 @@ def test_options_that_cannot_be(args: list[str], words: str, capsys: pytest.Capt
     ],
 )
 def test_rollout_options_that_cannot_be(args: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    Path("null.yaml").write_text("data: {init_args: {limits: {collect_deadline_s: null}}}")
     assert words in refusal(capsys, "--config", "rollouts.yaml", *args)
 
 
