@@ -17,6 +17,7 @@ def test_rank_correlation() -> None:
     assert spearman([1, 1, 2, 3], [1, 2, 3, 4]) == pytest.approx(0.9486832980505138)  # ties share a rank
 
 
+@pytest.mark.slow
 def test_toy_run(tmp_path: Path) -> None:
     report = plan_cost.main(["--toy", "--calibrate", "--repeats", "1", "--workloads", "think", "--out", str(tmp_path)])
     assert json.loads((tmp_path / "plan_cost.json").read_text()) == report

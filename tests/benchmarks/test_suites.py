@@ -40,6 +40,7 @@ def check_case(result: dict) -> None:
         assert all(r["of_limit"] == pytest.approx(r["ratio"] / r["flop_limit"]) for r in ratios.values())
 
 
+@pytest.mark.slow
 def test_gpu_suite_at_toy_size(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     options = ["--repeats", "1", "--workloads", "think", "--profile", "--attention", "sdpa", "--train", "0.6B"]
     swept = ["--sweep", "chunk=32", "head=8,64", "attention=sdpa"]

@@ -88,6 +88,7 @@ def assert_parity(
 
 class EngineSuite:
     tolerance = 1e-5
+    samples, distance = 2000, 0.12  # drawn of one distribution; the total variation they may be off
 
     @pytest.fixture
     def policy(self) -> PreTrainedModel:
@@ -140,13 +141,13 @@ class EngineSuite:
         assert_parity({0: policy}, request, response, self.tolerance)
 
     def test_samples_follow_the_distribution(self, engine, policy) -> None:
-        prompt, count = prompts_of([4])[0], 2000
+        prompt, count = prompts_of([4])[0], self.samples
         responses = asyncio.run(generate_all(engine, [GenerationRequest(prompt, 1) for _ in range(count)]))
         with torch.no_grad():
             expected = policy(torch.tensor([prompt])).logits[0, -1].softmax(-1)
         seen = torch.bincount(torch.tensor([r.tokens[0] for r in responses]), minlength=VOCABULARY) / count
-        # Total variation: below 0.09 for 2,000 honest samples of 61 tokens, about 0.4 for uniform ones.
-        assert (seen - expected).abs().sum() / 2 < 0.12
+        # Total variation: below 0.09 for 2,000 honest samples of 61 tokens (0.18 for 500), about 0.4 for uniform ones.
+        assert (seen - expected).abs().sum() / 2 < self.distance
 
     @pytest.mark.parametrize("updates", [1, 3])
     def test_update_in_mid_generation(self, engine, policy, updates) -> None:

@@ -41,6 +41,8 @@ class TestByDisk(EngineSuite):
 
 
 class TestByBroadcast(EngineSuite):
+    samples, distance = 500, 0.24
+
     @pytest.fixture
     def engine(self, policy: PreTrainedModel, server: ServerProcess) -> Iterator[SGLangEngine]:
         engine = started(self.make_update(0, policy), policy, server.url)

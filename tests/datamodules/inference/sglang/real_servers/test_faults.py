@@ -229,13 +229,14 @@ class TestUnreliableNetwork:
 
         def hang() -> None:
             proxy.set("hang")
-            wait_for(lambda: server_states(engine) == ["lost"], engine, 60)
+            wait_for(lambda: server_states(engine) == ["lost"], engine, 120)
             states.append(engine.health()["servers"][0]["error"])
             proxy.set("forward")
 
         requests = long_requests(8)
         check({0: tiny_policy()}, requests, while_generating(engine, requests, hang))
-        assert "silent for" in states[0] and server_states(engine) == ["serving"]
+        assert "silent for" in states[0]
+        wait_for(lambda: server_states(engine) == ["serving"], engine, 120)
         assert engine.health()["moved"] > 0 and engine.health()["kept_tokens"] > 0
 
     def test_broken_connections_cost_no_request(self, make, proxy) -> None:
@@ -267,7 +268,8 @@ class TestUnreliableNetwork:
             return responses
 
         check({0: tiny_policy()}, requests, asyncio.run(run()))
-        assert "HTTP 503: too much load" in said[0] and server_states(engine) == ["serving"]
+        assert "HTTP 503: too much load" in said[0]
+        wait_for(lambda: server_states(engine) == ["serving"], engine, 120)
 
     def test_one_that_comes_late_joins_with_the_current_weights(self, make, server, tmp_path) -> None:
         early, late = Proxy(server.url).start(), Proxy(server.url)
