@@ -81,7 +81,7 @@ def test_commands_of_the_suite_ask_for_what_they_say(monkeypatch: pytest.MonkeyP
     assert [one.workloads for one in asked[::3]] == [["none"], ["none"]]
 
 
-@pytest.mark.parametrize("level", ["none", "flex"])
+@pytest.mark.parametrize("level", ["none", pytest.param("flex", marks=pytest.mark.slow)])
 def test_checks_are_selected(level: str, tmp_path: Path) -> None:
     report = gpu_suite.main(["--toy", "--checks", level, "--workloads", "none", "--out", str(tmp_path)])
     wanted = {"none": set(), "flex": {"engine"}}[level]

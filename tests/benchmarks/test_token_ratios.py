@@ -71,6 +71,7 @@ def test_one_real_task_against_an_independent_count(workload: str) -> None:
     assert (counted.tree_tokens, counted.tree_pairs, counted.leaf_tokens) == trie_counts(sequences)
 
 
+@pytest.mark.slow
 def test_real_data_gives_the_published_table() -> None:
     """The table of the data's README (there to three digits; drawn sizes are means over other draws)."""
     rows = measure(load_npz(real_file("tau/airline_tokens.npz")), draws=40)
