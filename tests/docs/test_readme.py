@@ -140,13 +140,14 @@ def test_your_model_data_and_reward(workplace: Path) -> None:
     assert list((workplace / "wandb").glob("offline-run-*"))
 
 
-@pytest.mark.parametrize("name", ["my_agent.yaml", "my_servers.yaml"])
+@pytest.mark.parametrize("name", ["my_agent.yaml", "my_tools.yaml", "my_servers.yaml"])
 def test_snippets_of_agents_and_servers_are_understood(
     workplace: Path, name: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     # tests/app/cli/test_end_to_end_agents.py runs such an agent, tests/datamodules/inference/sglang such servers.
     for file, text in {**named("yaml"), **named("python")}.items():
         (workplace / file).write_text(text)
+    (workplace / "my_agent.py").write_text("async def solve(task): ...")  # that of docs/agents.md needs `openai`
     with pytest.raises(SystemExit) as ended:
         main(["fit", "--config", "configs/quickstart.yaml", "--config", name, "--print_config"])
     assert ended.value.code == 0
@@ -157,7 +158,7 @@ def test_snippets_of_agents_and_servers_are_understood(
 
 
 def test_every_yaml_snippet_has_a_file_and_is_used() -> None:
-    tried = {"my_run.yaml", "my_wandb.yaml", "my_algorithm.yaml", "my_agent.yaml", "my_servers.yaml"}
+    tried = {"my_run.yaml", "my_wandb.yaml", "my_algorithm.yaml", "my_agent.yaml", "my_tools.yaml", "my_servers.yaml"}
     assert set(named("yaml")) == tried
     assert len(blocks("yaml")) == len(named("yaml"))
 
