@@ -80,6 +80,7 @@ OVERLAYS: dict[str, dict[str, Any]] = {
             "workflow": {"init_args": {"max_new_tokens": 48, "tool_latency_s": 0.01}},
             "prompts": {"init_args": {"vocab_size": 100}},
             "tokenizer": "char:0123456789",
+            "reward_options": None,  # the workflow sets rewards itself
         },
         "expect": {"reward"},
     },
