@@ -121,6 +121,7 @@ def test_a_run_that_hangs_is_asked_where(tmp_path: Path, launch: Callable[..., s
     process = launch("-m", "app", "fit", "--config", str(tmp_path / "hang.yaml"), "--run_dir", str(run_dir))
 
     report = ""
+    waiting = r"waits \d+\.\d s for reward '[^']+:3#[01]'"
 
     def hangs() -> bool:  # asks as often as it takes: asking is harmless, which is part of what is tested
         nonlocal report
@@ -129,7 +130,8 @@ def test_a_run_that_hangs_is_asked_where(tmp_path: Path, launch: Callable[..., s
             report = dump(process.pid).read_text()
         except NoSuchRun:
             return False
-        return all(sign in report for sign in ("(index 2, admitted", "'queued': 2", "in collect", "in reduce"))
+        signs = (r"\(index 2, admitted", r"'queued': [23]", "in collect", "in reduce")  # one worker: the order is luck
+        return all(re.search(sign, report) for sign in signs) and len(re.findall(waiting, report)) >= 2
 
     wait_until(hangs)
     zero, one = re.split(r"#{8} rank 1, pid", report)
@@ -138,9 +140,8 @@ def test_a_run_that_hangs_is_asked_where(tmp_path: Path, launch: Callable[..., s
     assert "in collect" in zero and "in hand_out" in zero, zero
     assert re.search(r"the trainer waits for a batch: yes", zero)
     assert re.search(r"'[^']+' \(index 2, admitted at version 0\): \d+\.\d s, 0 of 2 done", zero), zero
-    assert len(re.findall(r"waits \d+\.\d s for reward '[^']+#[01]'", zero)) >= 2
     assert "at version 0; engine: {'alive': True" in zero
-    assert re.search(r"4 x\n(.*\n)*?.*rlvr\.py:\d+ in run\n.*in score", zero), zero
+    assert re.search(r"[2-4] x\n(.*\n)*?.*rlvr\.py:\d+ in run\n.*in score", zero), zero
     assert re.search(r"0x[0-9a-f]{16} MainThread", zero) and "rollout-producer" in zero
     assert "fit, train, rank 0 of 2, step 0, policy version 0" in zero
     # rank 1: blocked in a collective on its main thread, and it still answers in full
