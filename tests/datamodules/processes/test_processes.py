@@ -32,7 +32,7 @@ SCRIPT = """
 import asyncio, os, re, signal, subprocess, time
 import psutil
 from datamodules.prompts.base import Prompt
-from datamodules.rewards import RewardPool
+from datamodules.rewards import RewardOptions, RewardPool
 
 def reward(prompt, completion):
     if completion == "c":
