@@ -20,7 +20,7 @@ from tests.datamodules.inference.sglang.real_servers.servers import KEY, START_S
 from tests.datamodules.inference.sglang.real_servers.silence import standing_still
 from tests.datamodules.inference.weight_updates import requests_of, worst_difference
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 
 @pytest.fixture(scope="module")
