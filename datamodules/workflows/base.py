@@ -124,6 +124,10 @@ class EpisodeEngine:
         """`with engine.waiting("tool", "search"): await ...` says in time-outs and to the watchdog what is awaited."""
         return self._pending.waiting(what, name)
 
+    def seed(self, name: object) -> int:
+        """A seed of this episode: the same for the same name, and another one in every other sample of a group."""
+        return random.Random(f"{self._seed}/{name}").getrandbits(62)
+
     async def generate(self, request: GenerationRequest) -> GenerationResponse:
         """Samples one reply. Fills in the request's `seed` and `request_id` where empty, and validation's temperature,
         and adds what ends a turn of this model to its stop tokens where there are any.
@@ -132,7 +136,7 @@ class EpisodeEngine:
         """
         turn, self._turn = self._turn, self._turn + 1
         if request.seed is None:
-            request.seed = random.Random(f"{self._seed}/{turn}").getrandbits(62)
+            request.seed = self.seed(turn)
         if self._temperature is not None:
             request.temperature = self._temperature
         request.request_id = request.request_id or f"{self._name}/{turn}"

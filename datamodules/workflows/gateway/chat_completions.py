@@ -100,18 +100,21 @@ def parse(body: Any) -> ChatRequest:
     older = left.pop("max_tokens", None)
     most = left.pop("max_completion_tokens", None)
     stop = left.pop("stop", None)
-    options = left.pop("stream_options", None) or {}
+    options = left.pop("stream_options", None)
     request = ChatRequest(
         messages=_messages(left.pop("messages", None)),
         tools=None if choice == "none" else tools,
         max_tokens=_number("max_completion_tokens", older if most is None else most, int, 1),
         temperature=_number("temperature", left.pop("temperature", None), float, 0),
-        stop=tuple(_texts("stop", [stop] if isinstance(stop, str) else stop or [])),
+        stop=tuple(_texts("stop", [stop] if isinstance(stop, str) else [] if stop is None else stop)),
         seed=_number("seed", left.pop("seed", None), int, -(2**63)),
         n=_number("n", left.pop("n", None), int, 1, _MOST_CHOICES) or 1,
         logprobs=_flag("logprobs", left.pop("logprobs", None)),
         stream=_flag("stream", left.pop("stream", None)),
-        usage=_flag("stream_options.include_usage", _dict("stream_options", options).get("include_usage")),
+        usage=_flag(
+            "stream_options.include_usage",
+            _dict("stream_options", {} if options is None else options).get("include_usage"),
+        ),
     )
     for key, value in left.items():
         if value is not None:
@@ -247,7 +250,7 @@ def _call(where: str, call: Any) -> dict[str, Any]:
 
 
 def _tools(found: Any) -> list[dict[str, Any]] | None:
-    if not found:
+    if found is None or found == []:
         return None
     for k, tool in enumerate(_list("tools", found)):
         where = f"tools[{k}]"

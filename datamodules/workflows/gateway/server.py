@@ -1,12 +1,13 @@
 """The gateway's HTTP server: sessions by their URL, and who may speak in them.
 
 Promises: a request reaches the session of its path only, and only with that session's key; whatever is wrong with it is
-answered in its protocol's own shape, without a traceback and without what the request held; a client that goes away
-gives its call up. It listens on the loopback interface unless told otherwise.
+answered in its protocol's own shape, without a traceback and without what the request held; a client that goes away, or
+that does not take its answer in time, gives its call up. It listens on the loopback interface unless told otherwise.
 """
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 import math
@@ -32,10 +33,12 @@ class Gateway:
         model: name under which the model is listed.
         host: interface.
         port: 0 for any that is free.
+        transfer_s: seconds for a request to arrive, and for a client to take a piece of its answer.
     """
 
-    def __init__(self, model: str = "policy", host: str = "127.0.0.1", port: int = 0) -> None:
+    def __init__(self, model: str = "policy", host: str = "127.0.0.1", port: int = 0, transfer_s: float = 60.0) -> None:
         self.model = model
+        self._transfer_s = transfer_s
         self.address = ""
         self._host, self._port = host, port
         self._sessions: dict[str, Session] = {}
@@ -77,7 +80,7 @@ class Gateway:
         kind, _, key = request.headers.get("Authorization", "").partition(" ")
         key = key.strip() if kind.lower() == "bearer" else request.headers.get("x-api-key", "")
         wanted = session.key if session is not None else secrets.token_urlsafe(32)
-        if not secrets.compare_digest(key.encode(), wanted.encode()) or session is None:
+        if not secrets.compare_digest(key.encode("utf-8", "surrogateescape"), wanted.encode()) or session is None:
             raise RequestError("no session of this address and key", status=401, code="invalid_api_key")
         return session
 
@@ -89,7 +92,7 @@ class Gateway:
 
     async def _chat(self, request: web.Request) -> web.StreamResponse:
         session = self._session(request)
-        body = await _json(request)
+        body = await self._json(request)
         asked = chat_completions.parse(body)
         calls = await session.reply(
             asked.messages,
@@ -108,13 +111,14 @@ class Gateway:
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
         await response.prepare(request)
         for event in chat_completions.events(name, model, calls, pieces, asked.usage):
-            await response.write(event)
+            async with asyncio.timeout(self._transfer_s):
+                await response.write(event)
         await response.write_eof()
         return response
 
     async def _reward(self, request: web.Request) -> web.StreamResponse:
         session = self._session(request)
-        body = await _json(request)
+        body = await self._json(request)
         value = body.get("reward") if isinstance(body, dict) else None
         if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
             raise RequestError("reward: must be a finite number", param="reward")
@@ -126,12 +130,16 @@ class Gateway:
         session.ended.set()
         return web.json_response({"ended": True})
 
-
-async def _json(request: web.Request) -> Any:
-    try:
-        return json.loads(await request.read(), parse_constant=_no_number)
-    except (ValueError, RecursionError) as error:
-        raise RequestError(f"the request is no JSON: {str(error)[:200] or 'too deep'}") from error
+    async def _json(self, request: web.Request) -> Any:
+        try:
+            async with asyncio.timeout(self._transfer_s):
+                body = await request.read()
+        except TimeoutError as error:
+            raise RequestError(f"the request did not arrive within {self._transfer_s:g} s", status=408) from error
+        try:
+            return json.loads(body, parse_constant=_no_number)
+        except (ValueError, RecursionError) as error:
+            raise RequestError(f"the request is no JSON: {str(error)[:200] or 'too deep'}") from error
 
 
 def _no_number(name: str) -> Any:

@@ -33,7 +33,8 @@ class Budget:
     """What a session may use; a call beyond it is refused with the code "session_budget_exceeded".
 
     Attributes:
-        max_calls: replies, every choice of `n` counted.
+        max_calls: replies asked for, every choice of `n` counted, and those that were given up or refused for what they
+            hold.
         max_tokens: sampled tokens of all replies; None for no limit.
         max_parallel: replies sampled at a time.
     """
@@ -112,7 +113,7 @@ class Session:
                 f"temperature: {temperature}, must be between {coldest:g} and {hottest:g} to be trained on",
                 param="temperature",
             )
-        stops = (self._engine.tokenizer.eos_token_id, *self._stop_ids(stop))
+        stops = (*self._engine.ends.ids, *self._stop_ids(stop))
         self._spend(n)
         try:
             prompt = self.transcript.prompt(messages, tools)
@@ -127,9 +128,14 @@ class Session:
                 code="context_length_exceeded",
             )
         most = min(room, self._sampling.max_new_tokens, room if max_tokens is None else max_tokens)
+        engine = self._engine  # a seed that is the same in every episode must not make a group's samples alike
         requests = [
             GenerationRequest(
-                list(prompt.tokens), most, temperature, stops, seed=None if seed is None else (seed + k) % 2**63
+                list(prompt.tokens),
+                most,
+                temperature,
+                stops,
+                seed=None if seed is None else engine.seed(("call", seed, k)),
             )
             for k in range(n)
         ]
@@ -158,8 +164,8 @@ class Session:
         return [str(self._engine.tokenizer.decode([token])) for token in call.response.tokens]
 
     def text(self) -> str:
-        """What the last reply said; "" before the first."""
-        return str(self.transcript.calls[-1].message["content"]) if self.transcript.calls else ""
+        """What the last reply said; "" before the first, and of one that only calls tools."""
+        return str(self.transcript.calls[-1].message["content"] or "") if self.transcript.calls else ""
 
     def _spend(self, n: int) -> None:
         if self.fault is not None:
@@ -211,8 +217,10 @@ class Session:
                 found = self._parser(reply)
             except Exception as error:  # a user's own parser
                 found = [ToolCall(error=f"{type(error).__name__}: {error}")]
-        if not found or any(one.error for one in found):
-            self.counts["malformed_calls"] += sum(bool(one.error) for one in found)
+        malformed = sum(bool(one.error) for one in found)
+        if malformed:
+            self.counts["malformed_calls"] += malformed
+        if malformed or not found:
             return {"role": "assistant", "content": reply}
         said = reply.lstrip()
         content = "" if said.startswith(("{", "[")) else reply.partition("<tool_call>")[0].rstrip()

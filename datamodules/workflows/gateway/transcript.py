@@ -8,9 +8,10 @@ its messages, and tokenizing what is new.
 
 from __future__ import annotations
 
+import functools
 import json
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -66,7 +67,7 @@ class Transcript:
         drift: how often a prompt showed an earlier reply otherwise than it was sampled, by cause.
     """
 
-    def __init__(self, chat: Chat, decode: Any) -> None:
+    def __init__(self, chat: Chat, decode: Callable[[Sequence[int]], str]) -> None:
         self.calls: list[Call] = []
         self.drift: Counter[Drift] = Counter()
         self._chat = chat
@@ -156,15 +157,13 @@ class Transcript:
         begins_there = not shown[: last - size].strip()
         return (last - size, count) if count > 1 and begins_there else None
 
-    @property
+    @functools.cached_property
     def _header(self) -> str:
         """What the template puts before a reply, as far as it is the same before every one."""
-        if not hasattr(self, "_found_header"):
-            said = [{"role": "user", "content": "."}]
-            ended, opened = self._chat.text(said, None, goes_on=False), self._chat.text(said, None)
-            opening = opened[len(ended) :] if opened.startswith(ended) else ""
-            self._found_header = opening.split("\n")[0]
-        return self._found_header
+        said = [{"role": "user", "content": "."}]
+        ended, opened = self._chat.text(said, None, goes_on=False), self._chat.text(said, None)
+        opening = opened[len(ended) :] if opened.startswith(ended) else ""
+        return opening.split("\n")[0]
 
 
 def _names(message: Message) -> list[str]:

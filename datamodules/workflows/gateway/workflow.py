@@ -43,7 +43,8 @@ class AgentWorkflow:
         budget: what an episode may use; see `datamodules.workflows.gateway.Budget`.
         parser: finds the calls of tools in a reply: `datamodules.workflows.hermes_calls`, `json_calls` or a function of
             your own.
-        workers: agents that run at a time, a process each; at least 1.
+        workers: agents that run at a time, a process each; at least 1. An episode that waits for one to be free spends
+            its own time (`data.limits.episode_deadline_s`).
         keep_environment: environment variables they may see though their names look like secrets.
         template_options: further arguments of the chat template, such as `{enable_thinking: false}`.
 
@@ -77,7 +78,7 @@ class AgentWorkflow:
             raise ValueError(f"{name}.agent: {error}; define it at the top of a module") from error
         self._loop: asyncio.AbstractEventLoop | None = None
         self._opened: asyncio.Future[Gateway] | None = None
-        self._serving: asyncio.Task[None] | None = None
+        self._serving: asyncio.Task[None] | None = None  # kept: an event loop holds its tasks weakly
 
     def prepare(self, tokenizer: PreTrainedTokenizerBase) -> None:
         """Tries the chat template. Raises ValueError without one."""

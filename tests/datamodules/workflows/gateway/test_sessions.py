@@ -152,3 +152,17 @@ def test_a_full_context_has_the_providers_code() -> None:
     with pytest.raises(RequestError, match="no room for a reply") as caught:
         asyncio.run(session.reply([{"role": "user", "content": "apple " * 30_000}]))
     assert caught.value.code == "context_length_exceeded"
+
+
+def test_a_seed_repeats_a_call_within_its_episode_only() -> None:
+    asked = []
+    for episode in ("a", "b"):
+        server = ScriptedEngine(TOKENIZER, lambda request: "well")
+        engine = EpisodeEngine(server, TOKENIZER, None, name="e", seed=episode)  # type: ignore[arg-type]
+        session = Session(engine, CHAT, Sampling(400), Budget(), hermes_calls)
+        for _ in range(2):
+            asyncio.run(session.reply([{"role": "user", "content": "x"}], seed=0, n=2))
+        asked.append([request.seed for request in server.seen])
+    for first, second, *again in asked:
+        assert first != second and again == [first, second]
+    assert not set(asked[0]) & set(asked[1])
