@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+
+from datamodules.inference.reply_text import TextStops
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -35,6 +37,16 @@ class GenerationRequest:
         request_id: name of the request in logs and errors.
         seed: makes this request's draws a function of the seed, its tokens and the weights alone, whatever runs
             beside it. None draws from the engine's own stream, reproducible when requests arrive in the same order.
+        stop_texts: generation ends with the token that completes one of them, wherever tokens are cut. All that was
+            sampled stays in the response, the stop text and what its last token says behind it included, and is
+            trained on; whoever shows the text cuts it where the stop begins (`reply_text.cut_at_stop`).
+        decode: token ids to text, special tokens included; `stop_texts` are looked for in what it says. Called in the
+            engine's thread, with few tokens at a time. Episodes' engines fill it in.
+        on_tokens: called with the ids and log-probabilities of new tokens as they are sampled, each token once and in
+            order, the last before `generate` returns. It is called in the engine's own thread, between two forward
+            passes or reports of a server: it must be quick and hand over what takes long (`call_soon_threadsafe`).
+            What it raises fails this request alone. Servers' tokens come once their version is certain, so that none
+            is taken back: after an update of the weights in mid-request that is at its end.
     """
 
     tokens: list[int]
@@ -43,10 +55,30 @@ class GenerationRequest:
     stop_token_ids: tuple[int, ...] = ()
     request_id: str = ""
     seed: int | None = None
+    stop_texts: tuple[str, ...] = ()
+    decode: Callable[[list[int]], str] | None = None
+    on_tokens: Callable[[Sequence[int], Sequence[float]], None] | None = None
+
+    def stops(self) -> TextStops | None:
+        """A new search for the stop texts, to be given each token in turn; None for a request without any."""
+        return TextStops(self.stop_texts, self.decode) if self.stop_texts and self.decode is not None else None
+
+    def tell(self, tokens: Sequence[int], logprobs: Sequence[float]) -> None:
+        """For engines: calls `on_tokens`, if there is one and something new. Raises GenerationError when that fails."""
+        if self.on_tokens is None or not tokens:
+            return
+        try:
+            self.on_tokens(tokens, logprobs)
+        except Exception as error:
+            raise GenerationError(f"{self._name}.on_tokens: it raised {type(error).__name__}: {error}") from error
+
+    @property
+    def _name(self) -> str:
+        return f"GenerationRequest '{self.request_id}'" if self.request_id else "GenerationRequest"
 
     def validate(self, vocab_size: int, max_context: int) -> None:
         """Raises GenerationError, naming the field, when an engine of these limits cannot serve the request."""
-        name = f"GenerationRequest '{self.request_id}'" if self.request_id else "GenerationRequest"
+        name = self._name
         if len(self.tokens) == 0:
             raise GenerationError(f"{name}.tokens: empty prompt; give at least one token (a BOS token, for example)")
         if min(self.tokens) < 0 or max(self.tokens) >= vocab_size:
@@ -69,6 +101,10 @@ class GenerationRequest:
                 raise GenerationError(
                     f"{name}.stop_token_ids: id {stop} is outside the model's vocabulary of {vocab_size}"
                 )
+        if "" in self.stop_texts:
+            raise GenerationError(f"{name}.stop_texts: an empty text ends every reply; leave it out")
+        if self.stop_texts and self.decode is None:
+            raise GenerationError(f"{name}.decode: stop_texts are looked for in text; give the tokenizer's decode")
 
 
 @dataclass
@@ -76,12 +112,12 @@ class GenerationResponse:
     """What an engine sampled for one request; the three lists have one entry per generated token.
 
     Attributes:
-        tokens: generated ids without the prompt; a stop token is the last of them.
+        tokens: generated ids without the prompt; a stop token, or the one that completes a stop text, is the last.
         logprobs: log-probability of each token in nats under `softmax(logits / temperature)` of the weights of its
             version (temperature 1 for greedy requests).
         versions: policy version whose weights generated each token, never decreasing.
-        finish_reason: "stop" (a stop token), "length" (max_new_tokens reached) or "abort" (ended early by the engine;
-            the tokens so far are returned).
+        finish_reason: "stop" (a stop token or text), "length" (max_new_tokens reached) or "abort" (ended early by the
+            engine; the tokens so far are returned).
     """
 
     tokens: list[int]

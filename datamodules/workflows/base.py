@@ -18,6 +18,7 @@ import random
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any
 
 import torch
@@ -129,8 +130,8 @@ class EpisodeEngine:
         return random.Random(f"{self._seed}/{name}").getrandbits(62)
 
     async def generate(self, request: GenerationRequest) -> GenerationResponse:
-        """Samples one reply. Fills in the request's `seed` and `request_id` where empty, and validation's temperature,
-        and adds what ends a turn of this model to its stop tokens where there are any.
+        """Samples one reply. Fills in the request's `seed`, `request_id` and, for stop texts, `decode` where empty, and
+        validation's temperature, and adds what ends a turn of this model to its stop tokens where there are any.
 
         Raises GenerationError: the request is invalid, the engine failed, or it ended the reply early.
         """
@@ -140,6 +141,8 @@ class EpisodeEngine:
         if self._temperature is not None:
             request.temperature = self._temperature
         request.request_id = request.request_id or f"{self._name}/{turn}"
+        if request.stop_texts and request.decode is None:
+            request.decode = partial(self.tokenizer.decode, skip_special_tokens=False)
         if request.stop_token_ids:
             request.stop_token_ids = tuple(dict.fromkeys([*request.stop_token_ids, *self.ends.ids]))
         if self._before is not None:

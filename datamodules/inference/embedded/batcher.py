@@ -23,7 +23,7 @@ from transformers import PreTrainedModel
 
 from datamodules.inference.embedded.kv_slots import CachedStep, KVSlots, PromptStep
 from datamodules.inference.embedded.sampling import sample, uniforms
-from datamodules.inference.protocol import GenerationRequest, GenerationResponse
+from datamodules.inference.protocol import GenerationError, GenerationRequest, GenerationResponse
 
 _WIDTH_STEP = 16  # rows of the grid are a multiple of it, so that small differences in length do not lay it out anew
 
@@ -31,7 +31,19 @@ _WIDTH_STEP = 16  # rows of the grid are a multiple of it, so that small differe
 class Sequence:
     """One request on its way: `tokens` is prompt + output; the first `computed` of them have keys and values."""
 
-    __slots__ = ("cancelled", "computed", "finish_reason", "key", "logprobs", "request", "share", "tokens", "versions")
+    __slots__ = (
+        "cancelled",
+        "computed",
+        "failure",
+        "finish_reason",
+        "key",
+        "logprobs",
+        "request",
+        "share",
+        "stops",
+        "tokens",
+        "versions",
+    )
 
     def __init__(self, request: GenerationRequest, key: int) -> None:
         self.request = request
@@ -40,6 +52,8 @@ class Sequence:
         self.logprobs: list[float] = []
         self.versions: list[int] = []
         self.finish_reason = ""
+        self.failure: GenerationError | None = None  # of this request alone
+        self.stops = request.stops()
         self.cancelled = False
         self.computed = 0
         self.share: tuple[int, ...] = tuple(self.tokens)
@@ -48,6 +62,21 @@ class Sequence:
     def limit(self) -> int:
         """Most tokens it can have in the grid."""
         return len(self.request.tokens) + self.request.max_new_tokens
+
+    def append(self, token: int, logprob: float, version: int) -> None:
+        """Takes a token that was drawn for it; `finish_reason` is set with the last one."""
+        self.tokens.append(token)
+        self.logprobs.append(logprob)
+        self.versions.append(version)
+        try:
+            found = self.stops is not None and self.stops.end([token]) is not None
+            if found or token in self.request.stop_token_ids:
+                self.finish_reason = "stop"
+            elif len(self.logprobs) == self.request.max_new_tokens:
+                self.finish_reason = "length"
+            self.request.tell([token], [logprob])
+        except GenerationError as error:
+            self.failure, self.finish_reason = error, "abort"
 
     def response(self) -> GenerationResponse:
         return GenerationResponse(
@@ -236,13 +265,7 @@ class Batcher:
             raise FloatingPointError(f"the weights of version {version} give log-probabilities that are not finite")
         ended = []
         for row, sequence, token, logprob in zip(rows, sequences, tokens, logprobs):
-            sequence.tokens.append(token)
-            sequence.logprobs.append(logprob)
-            sequence.versions.append(version)
-            if token in sequence.request.stop_token_ids:
-                sequence.finish_reason = "stop"
-            elif len(sequence.logprobs) == sequence.request.max_new_tokens:
-                sequence.finish_reason = "length"
+            sequence.append(token, logprob, version)
             if sequence.finish_reason:
                 ended.append(row)
         done = [self.running[row] for row in ended]

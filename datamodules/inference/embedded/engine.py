@@ -361,7 +361,10 @@ def _call(loop: asyncio.AbstractEventLoop, function: Any, *args: Any) -> None:
 def _finish(jobs: list[_Job]) -> None:
     for job in jobs:
         if not job.future.done():
-            job.future.set_result(job.sequence.response())
+            if job.sequence.failure is not None:
+                job.future.set_exception(job.sequence.failure)
+            else:
+                job.future.set_result(job.sequence.response())
 
 
 def _fail(jobs: list[_Job], message: str, cause: BaseException | None) -> None:

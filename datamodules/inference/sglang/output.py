@@ -6,7 +6,7 @@ version is certain, because the reports before and after them carry the same one
 
 Promises: the three lists always fit together, and never hold more than was asked for; versions never decrease; whatever
 a server sends, a report that makes no sense or contradicts itself, or weights that are not this run's, are errors that
-say what is wrong, in short, and never training data.
+say what is wrong, in short, and never training data. What a server generated behind a stop text is left out.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from typing import Any
 
 from app.text import printable
 from datamodules.inference.protocol import GenerationError, GenerationRequest, GenerationResponse
+from datamodules.inference.reply_text import TextStops
 
 _WORDS = 200  # characters kept of a server's own words
 _HIGHEST_LOGPROB, _LOWEST_LOGPROB = 1e-3, -1e3  # rounding above 0; nothing that unlikely was ever drawn
@@ -35,6 +36,7 @@ class Output:
 
     Attributes:
         last: the last report.
+        stopped: the tokens end with a stop text. stop_seen: those of the attempt hold one, certain or not.
     """
 
     def __init__(self, request: GenerationRequest, vocab_size: int) -> None:
@@ -47,6 +49,10 @@ class Output:
         self._attempt: tuple[list[int], list[float], list[int]] = ([], [], [])
         self._label = 0  # version the last report carried
         self._certain = 0  # tokens of the attempt whose version is
+        self._stops: TextStops | None = None
+        self._end: int | None = None  # of the attempt's tokens, with the one that completes a stop text
+        self._told = 0
+        self.stopped = False
         self.finish_reason = ""
 
     @property
@@ -61,9 +67,16 @@ class Output:
     def begin(self, version: int) -> None:
         """An attempt on a server that has weights `version`."""
         self._attempt, self._label, self._certain = ([], [], []), version, 0
+        self._stops, self._end = self.request.stops(), None
+        if self._stops is not None:
+            self._stops.end(self.tokens)
+
+    @property
+    def stop_seen(self) -> bool:
+        return self._end is not None
 
     def add(self, said: Any, newest: int, incremental: bool) -> bool:
-        """Takes a report in; True when it is the last of the attempt, whose tokens then count.
+        """Takes a report in; True when it is the last of the attempt that matters, whose tokens then count.
 
         Args:
             said: by the server.
@@ -95,22 +108,40 @@ class Output:
         if label == self._label and self._certain == known:
             self._certain = len(tokens)
         self._label = label
-        if not report.ended:
+        if self._stops is not None and self._end is None and (end := self._stops.end(ids)) is not None:
+            self._end = known + end
+        if report.ended:
+            self._certain = self._apply_spans(report.spans, newest)
+        elif self._end is None or self._certain < self._end:
+            self._tell()
             return False
-        self._certain = self._apply_spans(report.spans, newest)
         self.keep()
-        self.finish_reason = report.ended
+        self.finish_reason = "stop" if self.stopped else report.ended
         return True
 
     def keep(self) -> int:
-        """Ends the attempt; returns how many of its tokens are certain, and kept."""
+        """Ends the attempt; returns how many of its tokens are certain, and kept. Raises GenerationError as `add`."""
+        self._tell()
         tokens, logprobs, versions = self._attempt
-        kept = self._certain
+        kept = self._kept
+        self.stopped = self.stopped or (self._end is not None and kept == self._end)
         self.tokens += tokens[:kept]
         self.logprobs += logprobs[:kept]
         self.versions += versions[:kept]
         self.begin(self._label)
         return kept
+
+    @property
+    def _kept(self) -> int:
+        """Tokens of the attempt that stay whatever happens."""
+        return self._certain if self._end is None else min(self._certain, self._end)
+
+    def _tell(self) -> None:
+        """Lets who reads along know what is certain and new."""
+        before = len(self.tokens)
+        new = slice(self._told - before, self._kept)
+        self._told = before + self._kept
+        self.request.tell(self._attempt[0][new], self._attempt[1][new])
 
     def response(self) -> GenerationResponse:
         return GenerationResponse(self.tokens, self.logprobs, self.versions, self.finish_reason)

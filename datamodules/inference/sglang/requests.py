@@ -20,6 +20,7 @@ from datamodules.inference.sglang.output import ForeignWeights, Output
 from datamodules.inference.sglang.server_state import Flight
 
 _log = logging.getLogger(__name__)
+_PROMPT_REPORT_TOKENS = 4  # where somebody reads along, or a text may end the reply: what is sampled behind it is lost
 _MOST_REPORTS = 16  # of one request at a server whose reports repeat everything
 _OVERLOADED = (429, 502, 503, 504)  # or ending
 
@@ -124,17 +125,21 @@ async def _attempt(fleet: Fleet, flight: Flight, output: Output, report_tokens: 
     output.begin(server.version)
     name = f"{uuid.uuid4().hex}:{request.request_id}"
     body = request_body(output, name, report_tokens, server.incremental)
-    over = False
+    over = hurried = False
     try:
         async with aclosing(server.client.generate(body)) as reports:
             async for report in reports:
                 server.alive()
                 newest = max(fleet.version, server.version)
-                if output.add(report, newest, server.incremental):
-                    over = True
+                complete = output.add(report, newest, server.incremental)
+                if output.stop_seen and not hurried:  # and not complete, which begins anew
+                    hurried = True  # its last report, which says whose the tokens are, is all that is missing
+                    fleet.abort(flight, name)
+                if complete:
                     said = output.last
                     assert said is not None
-                    if said.ended == "abort" and said.status:
+                    over = bool(said.ended)
+                    if not output.stopped and said.ended == "abort" and said.status:
                         raise ServerRefused(f"{server.client.url}/generate: {said.status}: {said.message}", said.status)
                     fleet.counts["prompt_tokens"] += said.prompt_tokens
                     fleet.counts["cached_tokens"] += said.cached_tokens
@@ -151,6 +156,8 @@ async def _attempt(fleet: Fleet, flight: Flight, output: Output, report_tokens: 
 def request_body(output: Output, name: str, report_tokens: int, incremental: bool) -> dict[str, Any]:
     """What /generate takes for the rest of a request: plain sampling from the whole vocabulary."""
     request = output.request
+    if request.on_tokens is not None or request.stop_texts:
+        report_tokens = min(report_tokens, _PROMPT_REPORT_TOKENS)
     interval = report_tokens if incremental else max(report_tokens, -(-output.left // _MOST_REPORTS))
     sampling: dict[str, Any] = {
         "max_new_tokens": output.left,
@@ -193,7 +200,7 @@ def _is_complete(output: Output) -> bool:
 
 def _has_all(output: Output) -> bool:
     """Whether nothing is left to generate, whatever the server said of it; the finish reason is set then."""
-    if output.tokens and output.tokens[-1] in output.request.stop_token_ids:
+    if output.stopped or (output.tokens and output.tokens[-1] in output.request.stop_token_ids):
         output.finish_reason = "stop"
     elif not output.left:
         output.finish_reason = "length"

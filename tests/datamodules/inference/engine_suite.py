@@ -56,6 +56,11 @@ def reference_logprobs(
     return logprobs.gather(1, tokens[0, len(prompt) :, None])[:, 0]
 
 
+def spelled(tokens: Sequence[int]) -> str:
+    """Text of tokens that are a byte each, two to a character."""
+    return bytes(tokens).decode("utf-16-le", "replace")
+
+
 def prompts_of(lengths: Sequence[int], seed: int = 1) -> list[list[int]]:
     generator = torch.Generator().manual_seed(seed)
     return [torch.randint(VOCABULARY, (length,), generator=generator).tolist() for length in lengths]
@@ -140,6 +145,50 @@ class EngineSuite:
         assert response.tokens == free.tokens[: free.tokens.index(stop) + 1]
         assert_parity({0: policy}, request, response, self.tolerance)
 
+    def test_a_stop_text_ends_with_the_token_that_completes_it(self, engine, policy) -> None:
+        """Whatever it spans; the tokens until then are those without it, and whoever listens hears them."""
+        prompts = prompts_of([6, 9, 14, 20, 31])
+        free = asyncio.run(generate_all(engine, [GenerationRequest(one, 60, temperature=0.0) for one in prompts]))
+        requests, ends, heard = [], [], []
+        for prompt, one in zip(prompts, free):
+            stop = spelled(one.tokens)[9:11]
+            end = next(k for k in range(60) if stop in spelled(one.tokens[:k]))
+            said: list[tuple[int, float]] = []
+            requests.append(
+                GenerationRequest(
+                    prompt,
+                    60,
+                    temperature=0.0,
+                    stop_texts=(stop, "never said"),
+                    decode=spelled,
+                    on_tokens=lambda tokens, logprobs, said=said: said.extend(zip(tokens, logprobs, strict=True)),
+                )
+            )
+            ends.append(end)
+            heard.append(said)
+        for request, whole, end, said, response in zip(
+            requests, free, ends, heard, asyncio.run(generate_all(engine, requests))
+        ):
+            assert response.finish_reason == "stop" and response.tokens == whole.tokens[:end]
+            assert response.logprobs == pytest.approx(whole.logprobs[:end], abs=self.tolerance)
+            assert response.versions == whole.versions[:end]
+            assert said == list(zip(response.tokens, response.logprobs))
+            assert_parity({0: policy}, request, response, self.tolerance)
+
+    def test_a_listener_that_fails_fails_its_request_alone(self, engine, policy) -> None:
+        def failing(tokens: Sequence[int], logprobs: Sequence[float]) -> None:
+            raise KeyError("no such listener")
+
+        async def run() -> tuple[GenerationResponse, BaseException]:
+            heard = GenerationRequest(prompts_of([5])[0], 10, request_id="r3", on_tokens=failing)
+            other = asyncio.create_task(engine.generate(GenerationRequest(prompts_of([5])[0], 10)))
+            with pytest.raises(GenerationError) as caught:
+                await engine.generate(heard)
+            return await other, caught.value
+
+        other, error = asyncio.run(run())
+        assert len(other.tokens) == 10 and "'r3'.on_tokens" in str(error) and "no such listener" in str(error)
+
     def test_samples_follow_the_distribution(self, engine, policy) -> None:
         prompt, count = prompts_of([4])[0], self.samples
         responses = asyncio.run(generate_all(engine, [GenerationRequest(prompt, 1) for _ in range(count)]))
@@ -155,6 +204,9 @@ class EngineSuite:
         models = {0: policy} | {version: tiny_policy(seed=version) for version in range(1, updates + 1)}
         lengths = [1 + (11 * i) % 50 for i in range(60)]
         requests = [GenerationRequest(prompt, 90, temperature=1.0) for prompt in prompts_of(lengths)]
+        heard: list[list[int]] = [[] for _ in requests[::2]]
+        for request, mine in zip(requests[::2], heard):
+            request.on_tokens = lambda tokens, logprobs, mine=mine: mine.extend(tokens)  # type: ignore[misc]
 
         def push() -> list[float]:
             seconds = []
@@ -173,6 +225,7 @@ class EngineSuite:
             assert response.versions == sorted(response.versions) and len(response.tokens) == 90
             assert_parity(models, request, response, self.tolerance)
         assert any(len(set(response.versions)) > 1 for response in responses), "no request saw an update"
+        assert heard == [response.tokens for response in responses[::2]]
 
     def test_pause_holds_and_resume_continues(self, engine, policy) -> None:
         request = GenerationRequest(prompts_of([5])[0], 20)
@@ -218,6 +271,8 @@ class EngineSuite:
             ("temperature", {"temperature": -0.5}),
             ("temperature", {"temperature": float("nan")}),
             ("stop_token_ids", {"stop_token_ids": (VOCABULARY,)}),
+            ("stop_texts", {"stop_texts": ("",), "decode": spelled}),
+            ("decode", {"stop_texts": ("a",)}),
         ],
     )
     def test_a_bad_request_is_refused_by_field(self, engine, field, changes) -> None:

@@ -87,6 +87,58 @@ def test_an_abort_that_repeats_the_last_token_adds_nothing() -> None:
     assert output.tokens == [20, 21] and output.finish_reason == "abort"
 
 
+def read_along(stop: str, heard: list[int]) -> Output:
+    """Of a request for tokens 20 to 31, the letters from "a" on, that ends at `stop`."""
+    request = GenerationRequest(
+        [1, 2],
+        12,
+        request_id="r1",
+        stop_texts=(stop,),
+        decode=lambda ids: "".join(chr(77 + one) for one in ids),
+        on_tokens=lambda tokens, _: heard.extend(tokens),
+    )
+    output = Output(request, 100)
+    output.begin(3)
+    return output
+
+
+@pytest.mark.parametrize("incremental", [True, False])
+def test_what_comes_behind_a_stop_text_is_left_out(incremental: bool) -> None:
+    output = read_along("ef", heard := [])
+    said = reports(list(range(20, 32)), [1, 5, 9, 12], [3] * 4, [(3, 0, 12)], incremental)
+    assert [output.add(one, 3, incremental) for one in said[:3]] == [False, False, True]
+    assert output.tokens == heard == list(range(20, 26)) and output.finish_reason == "stop" and output.stopped
+    assert_fits(output)
+
+
+@pytest.mark.parametrize("incremental", [True, False])
+def test_a_stop_text_among_tokens_of_uncertain_versions_waits_for_the_last_report(incremental: bool) -> None:
+    output = read_along("fg", heard := [])
+    said = reports(list(range(20, 32)), [4, 8, 10], [3, 4, 4], [(3, 0, 5), (4, 5, 10)], incremental)
+    said[2]["meta_info"]["finish_reason"] = {"type": "abort"}
+    assert [output.add(one, 4, incremental) for one in said[:2]] == [False, False]
+    assert output.stop_seen and not output.stopped and heard == [20, 21, 22, 23]
+    assert output.add(said[2], 4, incremental)
+    assert output.versions == [3] * 5 + [4] * 2 and output.finish_reason == "stop"
+    assert output.tokens == heard == list(range(20, 27))
+
+
+def test_a_stop_text_that_is_lost_with_its_place_is_none() -> None:
+    output = read_along("fg", heard := [])
+    for one in reports(list(range(20, 32)), [4, 8, 10], [3, 4, 4], [], True)[:2]:
+        output.add(one, 4, True)
+    assert output.keep() == 4 and not output.stopped
+    output.begin(4)
+    # "d" was kept, the next place says "e": a stop may begin at one place and end at another.
+    output = read_along("de", heard := [])
+    for one in reports(list(range(20, 24)), [4, 9], [3, 3], [], True)[:1]:
+        output.add(one, 3, True)
+    assert output.keep() == 4
+    output.begin(3)
+    assert output.add(reports([24, 25], [2, 9], [3, 3], [], True)[0], 3, True)
+    assert output.tokens == heard == [20, 21, 22, 23, 24] and output.stopped
+
+
 @pytest.mark.parametrize("label", ["default", "5", None, "-1"])
 def test_weights_that_are_not_this_runs_are_refused(label: str | None) -> None:
     output = an_output()

@@ -1,0 +1,98 @@
+"""The text of a reply while its tokens are sampled, and the stop texts in it.
+
+Promises: characters come as soon as all their bytes are there, whatever tokens they are spread over, and together they
+are what the tokenizer makes of all the tokens at once; a stop text is found with the token that completes it, wherever
+the tokens are cut. Cost of a token: decoding the few around it (as TGI's and vLLM's incremental detokenization).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+Decode = Callable[[list[int]], str]
+"""Token ids to text, special tokens included."""
+
+_UNKNOWN = "\ufffd"  # what decoders put in place of bytes that are no character, or not one yet
+_MOST_HELD = 3  # of them may be the beginning of one character
+_LONGEST_WINDOW, _SHORTEST_WINDOW = 64, 8  # tokens; both far above those of one character
+
+
+class ReplyText:
+    """`add` tokens and get the text that stands with them; `finish` for what was still held back.
+
+    Args:
+        decode: of the model's tokenizer.
+    """
+
+    def __init__(self, decode: Decode) -> None:
+        self._decode = decode
+        self._tokens: list[int] = []  # the last ones: what is decoded anew with each that comes
+        self._settled = 0  # of these, tokens whose text was given
+        self._said = 0  # characters of the window's text that were given
+
+    def add(self, tokens: Sequence[int]) -> str:
+        """The characters that are whole now and were not before; may be empty."""
+        self._tokens += tokens
+        now = self._decode(self._tokens)
+        tail = now[-_MOST_HELD:]
+        held = len(tail) - len(tail.rstrip(_UNKNOWN))
+        whole = len(now) - held
+        piece, self._said = now[self._said : whole], max(whole, self._said)
+        if not held:
+            # The tokens before stay for one more round: some decoders treat the first token of a text otherwise.
+            self._shrink(len(self._tokens) - self._settled, 0)
+            self._settled = len(self._tokens)
+        elif len(self._tokens) > _LONGEST_WINDOW:  # bytes that are no characters, many in a row
+            self._shrink(_SHORTEST_WINDOW, held)
+            self._settled = 0
+        return piece
+
+    def finish(self) -> str:
+        """The rest, when no token comes any more."""
+        return self._decode(self._tokens)[self._said :]
+
+    def _shrink(self, kept: int, held: int) -> None:
+        if kept < len(self._tokens):
+            self._tokens = self._tokens[-kept:] if kept else []
+            self._said = len(self._decode(self._tokens)) - held
+
+
+class TextStops:
+    """Finds where a reply ends.
+
+    Args:
+        texts: one of them ends it; none is empty.
+        decode: of the model's tokenizer.
+    """
+
+    def __init__(self, texts: Sequence[str], decode: Decode) -> None:
+        self._texts = tuple(texts)
+        self._text = ReplyText(decode)
+        self._tail = ""  # of what was said; shorter than the longest stop
+        self._longest = max(map(len, texts), default=1)
+
+    def end(self, tokens: Sequence[int]) -> int | None:
+        """The number of `tokens` up to that which completes a stop text, counting it; None where none does."""
+        for count, token in enumerate(tokens, 1):
+            piece = self._text.add([token])
+            if not piece:
+                continue
+            said = self._tail + piece
+            if any(text in said for text in self._texts):
+                return count
+            self._tail = said[max(0, len(said) - self._longest + 1) :]
+        return None
+
+
+def cut_at_stop(text: str, stops: Sequence[str]) -> int | None:
+    """Where the first of `stops` begins in a whole reply; None where there is none."""
+    return min((at for stop in stops if (at := text.find(stop)) >= 0), default=None)
+
+
+def maybe_stop(text: str, stops: Sequence[str]) -> int:
+    """How many characters at the end of `text` may be the beginning of one of `stops`."""
+    longest = max(map(len, stops), default=0)
+    for size in range(min(longest - 1, len(text)), 0, -1):
+        if any(stop.startswith(text[-size:]) for stop in stops):
+            return size
+    return 0

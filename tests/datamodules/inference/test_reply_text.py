@@ -1,0 +1,78 @@
+"""Text and stop texts of tokens as they come, against what the tokenizer makes of all of them."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from datamodules.inference.reply_text import ReplyText, TextStops, cut_at_stop, maybe_stop
+from tests.helpers.recorded_samples import byte_tokenizer
+
+TOKENIZER = byte_tokenizer()
+DECODE = partial(TOKENIZER.decode, skip_special_tokens=False)
+TEXTS = st.text("ab \n€é😀\ufffd", max_size=30).map(lambda text: TOKENIZER.encode(text, add_special_tokens=False))
+# Any ids: most of their bytes are no characters, and long runs of them neither.
+IDS = st.lists(st.integers(0, len(TOKENIZER) - 1), max_size=200)
+
+
+def pieces(ids: list[int], sizes: list[int]) -> tuple[list[str], str]:
+    text, found, at = ReplyText(DECODE), [], 0
+    for size in sizes:
+        found.append(text.add(ids[at : at + size]))
+        at += size
+    found.append(text.add(ids[at:]))
+    return found, text.finish()
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.one_of(TEXTS, IDS), st.lists(st.integers(0, 3), max_size=90))
+def test_pieces_are_the_whole_text(ids: list[int], sizes: list[int]) -> None:
+    found, rest = pieces(ids, sizes)
+    assert "".join([*found, rest]) == DECODE(ids)
+
+
+def test_a_character_comes_with_its_last_byte() -> None:
+    ids = TOKENIZER.encode("a€😀", add_special_tokens=False)
+    text = ReplyText(DECODE)
+    assert [text.add([one]) for one in ids] == ["a", "", "", "€", "", "", "", "😀"]
+
+
+def test_bytes_that_are_no_characters_cost_no_more_than_others() -> None:
+    seen: list[int] = []
+
+    def counting(ids: list[int]) -> str:
+        seen.append(len(ids))
+        return str(DECODE(ids))
+
+    text, bad = ReplyText(counting), TOKENIZER.encode("€", add_special_tokens=False)[:1]
+    said = "".join(text.add(bad) for _ in range(500)) + text.finish()
+    assert said == DECODE(bad * 500) and max(seen) < 80
+
+
+@settings(max_examples=200, deadline=None)
+@given(TEXTS, st.lists(st.text("ab€😀", min_size=1, max_size=3), min_size=1, max_size=4))
+def test_a_stop_is_found_with_the_token_that_completes_it(ids: list[int], stops: list[str]) -> None:
+    first = next(
+        (k for k in range(1, len(ids) + 1) if any(stop in DECODE(ids[:k]) for stop in stops)),
+        None,
+    )
+    assert TextStops(stops, DECODE).end(ids) == first
+    one_by_one = TextStops(stops, DECODE)
+    assert next((k for k, one in enumerate(ids, 1) if one_by_one.end([one])), None) == first
+
+
+@pytest.mark.parametrize(
+    ("text", "stops", "cut", "held"),
+    [
+        ("so on END more", ("END", "more"), 6, 0),
+        ("so on EN", ("END", "more"), None, 2),
+        ("mormor", ("more",), None, 3),
+        ("aab", ("b", "ab"), 1, 1),
+        ("x", (), None, 0),
+    ],
+)
+def test_where_a_reply_is_cut(text: str, stops: tuple[str, ...], cut: int | None, held: int) -> None:
+    assert cut_at_stop(text, stops) == cut and maybe_stop(text, stops) == held
