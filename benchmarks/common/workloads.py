@@ -162,15 +162,28 @@ def parse_size(text: str) -> tuple[int, int]:
     return int(tasks), int(trials)
 
 
+def parser_of(program: str, about: str, size_of: str = "") -> argparse.ArgumentParser:
+    """What every benchmark on one of these workloads takes: --data and --size; `about`: the module's docstring."""
+    parser = argparse.ArgumentParser(prog=f"python -m {program}", description=about.split("\n\n")[0])
+    parser.add_argument("--data", help=f"token arrays (default {DEFAULT_DATA}, else synthetic conversations)")
+    parser.add_argument("--size", type=parse_size, default=(1, 2), help=f"{size_of}tasks x trials, such as 1x2")
+    return parser
+
+
+def add_run(parser: argparse.ArgumentParser, threads: int | None = None) -> None:
+    """What every benchmark that times or checks passes takes: --threads, --toy and --out."""
+    parser.add_argument("--threads", type=int, default=threads, help="of torch; 1 gives steady CPU seconds")
+    parser.add_argument("--toy", action="store_true", help="a tiny model on synthetic conversations, in seconds")
+    parser.add_argument("--out", help="folder for the results")
+
+
 @cache
 def _load(path: str) -> list[Conversation]:
     return load_npz(path)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.common.workloads", description=__doc__.split("\n\n")[0])
-    parser.add_argument("--data", help=f"token arrays (default {DEFAULT_DATA}, else synthetic)")
-    parser.add_argument("--size", type=parse_size, default=(1, 2), help="tasks x trials, such as 1x2")
+    parser = parser_of("benchmarks.common.workloads", __doc__)
     parser.add_argument("--vocabulary", type=int, default=8192)
     args = parser.parse_args(argv)
     source, recorded = conversations(args.data)

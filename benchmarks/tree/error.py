@@ -25,7 +25,7 @@ from benchmarks.common.measure import environment
 from benchmarks.common.models import build_model, describe
 from benchmarks.common.records import write_json
 from benchmarks.common.systems import Settings, gradient_error, gradients, make_systems
-from benchmarks.common.workloads import DEFAULT_DATA, WORKLOADS, Case, conversations, make_case, parse_size
+from benchmarks.common.workloads import WORKLOADS, Case, add_run, conversations, make_case, parser_of
 
 LIMIT, RATIO = 2e-6, 1.1
 """float32: largest difference over the largest gradient; bf16: error over dense's own, over all parameters."""
@@ -96,16 +96,12 @@ def markdown(report: dict[str, Any]) -> str:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.tree.error", description=__doc__.split("\n\n")[0])
-    parser.add_argument("--data", help=f"token arrays (default {DEFAULT_DATA}, else synthetic conversations)")
+    parser = parser_of("benchmarks.tree.error", __doc__)
     parser.add_argument("--workload", choices=WORKLOADS, default="think")
-    parser.add_argument("--size", type=parse_size, default=(1, 2), help="tasks x trials")
     parser.add_argument("--sequences", type=int, default=4, help="the shortest of these are compared")
     parser.add_argument("--chunk", type=int, default=256, help="chunk_tokens")
     parser.add_argument("--live", type=int, default=1024, help="live_tokens")
-    parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--toy", action="store_true", help="a tiny model on synthetic conversations, in seconds")
-    parser.add_argument("--out", help="folder for the results")
+    add_run(parser, threads=1)
     return parser
 
 

@@ -28,7 +28,7 @@ from benchmarks.common.memory import peak_bytes
 from benchmarks.common.models import build_model, describe
 from benchmarks.common.records import write_json
 from benchmarks.common.systems import PathEngine, Settings, SparseEngine, make_systems, weighted_loss, zero_gradients
-from benchmarks.common.workloads import DEFAULT_DATA, WORKLOADS, Case, conversations, make_case, parse_size
+from benchmarks.common.workloads import WORKLOADS, Case, add_run, conversations, make_case, parse_size, parser_of
 
 FRACTIONS = (1.0, 0.75, 0.5, 0.3, 0.15)
 """`live_tokens` of the curve, as parts of the longest path; full retention comes first."""
@@ -213,10 +213,8 @@ def _progress(name: str, row: dict[str, Any]) -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.tree.memory", description=__doc__.split("\n\n")[0])
-    parser.add_argument("--data", help=f"token arrays (default {DEFAULT_DATA}, else synthetic conversations)")
+    parser = parser_of("benchmarks.tree.memory", __doc__, "of the curve: ")
     parser.add_argument("--workload", choices=WORKLOADS, default="turns")
-    parser.add_argument("--size", type=parse_size, default=(1, 2), help="of the curve: tasks x trials")
     parser.add_argument("--sizes", type=parse_size, nargs="+", default=[(1, 4), (2, 4), (8, 4)], help="working sets")
     parser.add_argument("--chunk", type=int, default=256, help="chunk_tokens of the curve")
     parser.add_argument("--head", type=int, default=64, help="head_tokens of the curve")
@@ -227,9 +225,7 @@ def _parser() -> argparse.ArgumentParser:
         default=[(1024, 2048), (2048, 8192)],
         help="of the working sets: chunk_tokens x live_tokens",
     )
-    parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--toy", action="store_true", help="a tiny model on synthetic conversations, in seconds")
-    parser.add_argument("--out", help="folder for the results")
+    add_run(parser, threads=1)
     return parser
 
 

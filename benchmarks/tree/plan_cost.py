@@ -33,7 +33,7 @@ from app.tree.planning.timing import CPU_RATES, GPU_RATES, TimeModel
 from benchmarks.common.measure import environment, seconds
 from benchmarks.common.records import write_json
 from benchmarks.common.systems import path_plan, qwen3, weighted_loss, zero_gradients
-from benchmarks.common.workloads import DEFAULT_DATA, WORKLOADS, Case, conversations, make_case, parse_size
+from benchmarks.common.workloads import WORKLOADS, Case, add_run, conversations, make_case, parser_of
 
 TOY_SHAPE = {"hidden": 32, "layers": 2, "heads": 4, "key_value_heads": 2, "head_dim": 8}
 
@@ -141,9 +141,7 @@ def markdown(report: dict[str, Any]) -> str:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.tree.plan_cost", description=__doc__.split("\n\n")[0])
-    parser.add_argument("--data", help=f"token arrays (default {DEFAULT_DATA}, else synthetic conversations)")
-    parser.add_argument("--size", type=parse_size, default=(1, 2), help="tasks x trials, such as 1x2")
+    parser = parser_of("benchmarks.tree.plan_cost", __doc__)
     parser.add_argument("--workloads", nargs="+", choices=WORKLOADS, default=["turns", "think"])
     parser.add_argument("--repeats", type=int, default=2)
     parser.add_argument("--hidden", type=int, default=64)
@@ -154,10 +152,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--vocabulary", type=int, default=2048)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--calibrate", action="store_true", help="measure this machine's rates first")
-    parser.add_argument("--threads", type=int, help="of torch; 1 gives steady CPU seconds on a busy machine")
     parser.add_argument("--hardware", default="a CPU", help="what the report says the machine is")
-    parser.add_argument("--toy", action="store_true", help="a tiny model on synthetic conversations, in seconds")
-    parser.add_argument("--out", help="folder for plan_cost.json and plan_cost.md")
+    add_run(parser)
     return parser
 
 

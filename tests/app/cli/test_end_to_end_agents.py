@@ -38,13 +38,22 @@ def fit(config: str, model: dict[str, Any], *flags: str) -> tuple[dict[str, list
     return logged, samples
 
 
+def fit_bytes(data: dict[str, Any]) -> tuple[dict[str, list[float]], list[dict[str, Any]]]:
+    """`fit` of a byte-level chat model: 2 prompts a step, 3 samples of each, synchronous."""
+    byte_tokenizer(CHATML).save_pretrained("bytes")
+    more = {"tokenizer": "bytes", "validation": {"prompts": None}, "batch_size": 2, "group_size": 3, "max_staleness": 0}
+    Path("data.yaml").write_text(yaml.safe_dump({"data": {"init_args": data | more}}))
+    flags = [flag for flag in WITHOUT_VALIDATION if "callbacks" not in flag]
+    model = {**MODEL, "vocab_size": 260, "max_position_embeddings": 2048}
+    return fit(str(CONFIGS / "quickstart.yaml"), model, "--config=data.yaml", *flags)
+
+
 def assert_trained(logged: dict[str, list[float]]) -> None:
     assert len(logged["loss"]) == 2 and all(math.isfinite(value) for value in logged["loss"])
     assert max(logged["logprob_diff_max"]) < 1e-4 and min(logged["grad_norm"]) > 0
 
 
 def test_an_agent_with_tools(tmp_path: Path) -> None:
-    byte_tokenizer(CHATML).save_pretrained("bytes")
     problems = [json.dumps({"question": f"{i}+{i}?", "answer": str(2 * i)}) for i in range(8)]
     Path("sums.jsonl").write_text("\n".join(problems))
     rewards = {
@@ -75,18 +84,8 @@ def test_an_agent_with_tools(tmp_path: Path) -> None:
             "init_args": {"rewards": rewards, "weights": {"long": 0.01}},
         },
         "reward_options": {"retries": 1, "cache": 100, "on_failure": 0.0, "memory_mb": 2000},
-        "tokenizer": "bytes",
-        "validation": {"prompts": None},
-        "batch_size": 2,
-        "group_size": 3,
-        "max_staleness": 0,
     }
-    Path("tools.yaml").write_text(yaml.safe_dump({"data": {"init_args": data}}))
-    config = str(CONFIGS / "quickstart.yaml")
-    flags = [flag for flag in WITHOUT_VALIDATION if "callbacks" not in flag]
-    logged, samples = fit(
-        config, {**MODEL, "vocab_size": 260, "max_position_embeddings": 2048}, "--config=tools.yaml", *flags
-    )
+    logged, samples = fit_bytes(data)
     assert_trained(logged)
     assert {"reward/long", "reward/form"} <= set(logged)
     expected = [0.01 * long + form for long, form in zip(logged["reward/long"], logged["reward/form"], strict=True)]
@@ -128,7 +127,6 @@ def test_recorded_conversations_again(tmp_path: Path) -> None:
 
 
 def test_an_agent_of_the_openai_package(tmp_path: Path) -> None:
-    byte_tokenizer(CHATML).save_pretrained("bytes")
     Path("tasks.jsonl").write_text("\n".join(json.dumps({"question": f"say {i}"}) for i in range(4)))
     data = {
         "prompts": {
@@ -144,20 +142,8 @@ def test_an_agent_of_the_openai_package(tmp_path: Path) -> None:
             },
         },
         "reward": None,
-        "tokenizer": "bytes",
-        "validation": {"prompts": None},
-        "batch_size": 2,
-        "group_size": 3,
-        "max_staleness": 0,
     }
-    Path("agent.yaml").write_text(yaml.safe_dump({"data": {"init_args": data}}))
-    flags = [flag for flag in WITHOUT_VALIDATION if "callbacks" not in flag]
-    logged, samples = fit(
-        str(CONFIGS / "quickstart.yaml"),
-        {**MODEL, "vocab_size": 260, "max_position_embeddings": 2048},
-        "--config=agent.yaml",
-        *flags,
-    )
+    logged, samples = fit_bytes(data)
     assert_trained(logged)  # what the trainer computes for these ids is what the sampler did
     assert len(samples) == 24 and all(one["metadata"]["turns"] == 2 for one in samples)
     assert logged["tokens/tree"][0] < logged["tokens/leaf"][0] < logged["tokens/dense"][0]

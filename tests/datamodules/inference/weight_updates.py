@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import torch
 from transformers import PreTrainedModel
 
 from datamodules.inference.protocol import GenerationRequest, GenerationResponse, InferenceEngine, WeightUpdate
+from datamodules.inference.weight_files import WeightFiles
 from tests.datamodules.inference.engine_suite import prompts_of, reference_logprobs
 
 NEW_TOKENS = 40
@@ -23,6 +25,19 @@ def requests_of(count: int) -> list[GenerationRequest]:
         GenerationRequest(prompt, NEW_TOKENS, temperature=(1.0, 0.8)[i % 2], request_id=f"r{i}")
         for i, prompt in enumerate(prompts)
     ]
+
+
+def update_of(
+    policy: PreTrainedModel,
+    version: int,
+    directory: Path | None,
+    weights: Callable[[PreTrainedModel], dict[str, torch.Tensor]],
+    deadline_s: float = 300.0,
+) -> WeightUpdate:
+    """From disk through `directory`, or what `weights` takes of the policy."""
+    if directory is None:
+        return WeightUpdate(version, state_dict=weights(policy), deadline_s=deadline_s)
+    return WeightUpdate(version, path=str(WeightFiles(directory).write(policy, version)[0]), deadline_s=deadline_s)
 
 
 def generate_through_updates(

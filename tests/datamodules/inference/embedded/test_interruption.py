@@ -2,28 +2,19 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
 from datamodules.inference.embedded import EmbeddedEngine
 from datamodules.inference.export import merged_weights
-from datamodules.inference.protocol import WeightUpdate
-from datamodules.inference.weight_files import WeightFiles
 from tests.datamodules.inference.adapters import with_lora
 from tests.datamodules.inference.engine_suite import tiny_policy
 from tests.datamodules.inference.weight_updates import (
     assert_interrupted,
     generate_through_updates,
     requests_of,
+    update_of,
     worst_difference,
 )
-
-
-def update_of(policy, version: int, directory: Path | None) -> WeightUpdate:
-    if directory is None:
-        return WeightUpdate(version, state_dict=merged_weights(policy))
-    return WeightUpdate(version, path=str(WeightFiles(directory).write(policy, version)[0]))
 
 
 def test_every_token_is_of_the_weights_of_its_version(tmp_path) -> None:
@@ -34,7 +25,7 @@ def test_every_token_is_of_the_weights_of_its_version(tmp_path) -> None:
     try:
         requests = requests_of(500)
         updates = [
-            lambda v=version: update_of(models[v], v, tmp_path if v % 2 else None)  # type: ignore[misc]
+            lambda v=version: update_of(models[v], v, tmp_path if v % 2 else None, merged_weights)  # type: ignore[misc]
             for version in range(1, 7)
         ]
         responses, seconds = generate_through_updates(engine, requests, updates)
@@ -54,7 +45,7 @@ def test_log_probabilities_are_the_trainers_before_and_after(method, tmp_path) -
     try:
         requests = requests_of(24)
         first, _ = generate_through_updates(engine, requests, [])
-        engine.update_weights(update_of(after, 5, tmp_path if method == "disk" else None))
+        engine.update_weights(update_of(after, 5, tmp_path if method == "disk" else None, merged_weights))
         second, _ = generate_through_updates(engine, requests, [])
     finally:
         engine.close()

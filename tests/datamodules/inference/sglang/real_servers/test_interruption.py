@@ -2,28 +2,19 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
 from datamodules.inference.export import checkpoint_weights
-from datamodules.inference.protocol import WeightUpdate
 from datamodules.inference.sglang import SGLangEngine
-from datamodules.inference.weight_files import WeightFiles
 from tests.datamodules.inference.adapters import with_lora
 from tests.datamodules.inference.engine_suite import tiny_policy
 from tests.datamodules.inference.weight_updates import (
     assert_interrupted,
     generate_through_updates,
     requests_of,
+    update_of,
     worst_difference,
 )
-
-
-def update_of(policy, version: int, directory: Path | None) -> WeightUpdate:
-    if directory is None:
-        return WeightUpdate(version, state_dict=checkpoint_weights(policy))
-    return WeightUpdate(version, path=str(WeightFiles(directory).write(policy, version)[0]))
 
 
 @pytest.fixture
@@ -39,7 +30,7 @@ def test_every_token_is_of_the_weights_of_its_version(engine, tmp_path) -> None:
     """500 requests, six updates, one of them of a policy with adapters."""
     models = {version: tiny_policy(seed=version) for version in range(6)} | {6: with_lora(tiny_policy(seed=6))}
     updates = [
-        lambda v=version: update_of(models[v], v, tmp_path if v % 2 else None)  # type: ignore[misc]
+        lambda v=version: update_of(models[v], v, tmp_path if v % 2 else None, checkpoint_weights)  # type: ignore[misc]
         for version in range(7)
     ]
     assert engine.version == -1  # a server given by its address has other weights

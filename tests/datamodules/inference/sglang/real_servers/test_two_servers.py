@@ -18,7 +18,7 @@ from datamodules.inference.weight_files import WeightFiles
 from tests.datamodules.inference.engine_suite import generate_all, prompts_of, reference_logprobs, tiny_policy
 from tests.datamodules.inference.sglang.real_servers.servers import KEY, START_S, options
 from tests.datamodules.inference.sglang.real_servers.silence import standing_still
-from tests.datamodules.inference.weight_updates import requests_of, worst_difference
+from tests.datamodules.inference.weight_updates import requests_of, update_of, worst_difference
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -33,11 +33,9 @@ def second(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
     process.stop(0.0)
 
 
-def update_of(version: int, method: str, directory: Path) -> WeightUpdate:
+def update(version: int, method: str, directory: Path) -> WeightUpdate:
     policy, deadline_s = tiny_policy(seed=version), 4.0 if version in (2, 3) else 60.0
-    if method == "distributed":
-        return WeightUpdate(version, state_dict=checkpoint_weights(policy), deadline_s=deadline_s)
-    return WeightUpdate(version, path=str(WeightFiles(directory).write(policy, version)[0]), deadline_s=deadline_s)
+    return update_of(policy, version, None if method == "distributed" else directory, checkpoint_weights, deadline_s)
 
 
 def states(engine: SGLangEngine) -> dict[str, tuple[str, int]]:
@@ -69,11 +67,11 @@ def test_one_of_two_misses_an_update(server, second, method, tmp_path) -> None:
     engine = SGLangEngine(urls=[server.url, second.url], control_timeout_s=30.0)
     engine.start(tiny_policy(), version=1, seed=1)
     try:
-        engine.update_weights(update_of(1, method, tmp_path))
+        engine.update_weights(update(1, method, tmp_path))
         wait_for(engine, {server.url: ("serving", 1), second.url: ("serving", 1)})
         requests = requests_of(64)
         with standing_still(second.pid):
-            assert engine.update_weights(update_of(2, method, tmp_path)) > 0
+            assert engine.update_weights(update(2, method, tmp_path)) > 0
             assert engine.version == 2 and states(engine)[server.url] == ("serving", 2)
             assert states(engine)[second.url][0] not in ("serving", "updating")
             (error,) = (s["error"] for s in engine.health()["servers"] if s["url"] == second.url)
@@ -91,12 +89,12 @@ def test_one_of_two_misses_an_update(server, second, method, tmp_path) -> None:
         # None takes version 3: that is an error, and version 2 goes on.
         with standing_still(server.pid), standing_still(second.pid):
             with pytest.raises(GenerationError, match=r"version 3 of the weights did not reach"):
-                engine.update_weights(update_of(3, method, tmp_path))
+                engine.update_weights(update(3, method, tmp_path))
             assert engine.version == 2
         wait_for(engine, {server.url: ("serving", 2), second.url: ("serving", 2)})
         responses = asyncio.run(generate_all(engine, requests))
         assert worst_difference({2: tiny_policy(seed=2)}, requests, responses) < 1e-5
-        engine.update_weights(update_of(4, method, tmp_path))
+        engine.update_weights(update(4, method, tmp_path))
         response = asyncio.run(engine.generate(GenerationRequest(prompt, 5)))
         assert set(response.versions) == {4}
     finally:
