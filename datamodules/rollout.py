@@ -162,7 +162,7 @@ class RolloutDataModule(L.LightningDataModule):
         self._ends: tuple[int, ...] = ()
         self._val_dealers: dict[str, PromptDealer] = {}
         self._started = False
-        self._worker_logs: Path | None = None
+        self._logs: Path | None = None
         self._stream: dict[str, Any] | None = None  # where the next start goes on
         self._handed_out_at: int | None = None  # the version that the last batch trains; on every rank
 
@@ -172,7 +172,7 @@ class RolloutDataModule(L.LightningDataModule):
         """Loads the tokenizer, on every rank; one trained here is saved in the run directory."""
         trainer = self._trainer()
         directory = trainer.log_dir  # asked on every rank: Lightning broadcasts it
-        self._worker_logs = Path(directory or trainer.default_root_dir) / "reward_workers"
+        self._logs = Path(directory or trainer.default_root_dir)
         if self.tokenizer is None:
             self.tokenizer = load_tokenizer(self.tokenizer_spec, texts_of(self.prompts))
             if self.tokenizer_spec.startswith("train:") and trainer.is_global_zero and directory:
@@ -342,7 +342,7 @@ class RolloutDataModule(L.LightningDataModule):
         if self._recorder is not None:
             self._recorder.begin(version + under_way)  # a batch under way was recorded when it was handed out
         if self._pool is not None:
-            self._pool.start(self._worker_logs)
+            self._pool.start(self._logs and self._logs / "reward_workers")
         self.engine.start(model, version, self._seed)
         if self.tokenizer.eos_token_id >= self.engine.vocab_size:
             raise ValueError(
@@ -353,6 +353,8 @@ class RolloutDataModule(L.LightningDataModule):
         # Seen without asking where replies end with more than the tokenizer's end of sequence.
         level = logging.WARNING if len(ends.ids) > 1 else logging.INFO
         _log.log(level, "%s", ends.line(self.tokenizer, getattr(self.workflow, "stop", ())))
+        if self._logs is not None and hasattr(self.workflow, "log_to"):
+            self.workflow.log_to(self._logs / "agents")
         if hasattr(self.workflow, "prepare"):
             self.workflow.prepare(self.tokenizer)
         dealer, *val_dealers = (

@@ -11,10 +11,12 @@ import inspect
 import logging
 import pickle
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 from datamodules.processes.limits import hidden_variables, memory_limit
-from datamodules.processes.process import Garbled, OverMemory, WorkerProcess, end_all
+from datamodules.processes.process import LOG_BYTES, Garbled, OverMemory, WorkerProcess, end_all
 
 _log = logging.getLogger(__name__)
 _START_S = 120.0
@@ -40,6 +42,11 @@ class ProcessCalls:
         memory_mb: most memory of one with all it started, in 10^6 bytes; None for its share of a quarter of the
             machine's, at least 1000.
         keep_environment: environment variables they may see though their names look like secrets.
+        once: a process answers one call, and ends with all that it has left running.
+
+    Attributes:
+        logs: directory for what the functions print, a file a process that keeps about the last megabyte; None for
+            nowhere. Processes that run already go on as they began.
 
     Raises:
         ValueError: a function that another process cannot import, or one that keeps state in this one.
@@ -51,6 +58,7 @@ class ProcessCalls:
         workers: int,
         memory_mb: float | None = None,
         keep_environment: Sequence[str] | None = None,
+        once: bool = False,
     ) -> None:
         for name, function in functions.items():
             if inspect.ismethod(function) and not inspect.isclass(function.__self__):
@@ -64,17 +72,27 @@ class ProcessCalls:
         self._workers = workers
         self._memory_bytes = memory_limit(memory_mb, workers)
         self._keep = tuple(keep_environment or ())
+        self._once = once
+        self.logs: Path | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._idle: list[WorkerProcess] = []
         self._all: set[WorkerProcess] = set()
 
-    async def call(self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any], seconds: float | None) -> Any:
+    async def call(
+        self,
+        name: str,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        seconds: float | None,
+        output: Path | None = None,
+    ) -> Any:
         """What the function returns (awaited there if need be), as JSON has it. Cancelled, it ends the call's process.
 
         Args:
             name: of the function.
             args, kwargs: its arguments.
             seconds: it may run, time spent waiting for a process not counted; None for a caller that sees to that.
+            output: file for what it has printed, where it comes to nothing (cancelled included) and there are `logs`.
 
         Raises:
             CallFailed: the function raised, returned what JSON cannot have or more than 1 MB, or lost its process.
@@ -92,12 +110,16 @@ class ProcessCalls:
             raise CallFailed(f"its arguments cannot be sent to a worker process: {error}") from error
         async with self._free:
             one = await self._process()
+            begin = _size(one.log)
             try:
                 await one.ask([job], seconds)
                 status, content, over = await one.answer(seconds)
             except BaseException as error:  # a cancellation too: what runs there is not to go on
-                self._all.discard(one)
-                ended = await one.end(is_gone=isinstance(error, EOFError | ConnectionError))
+                try:
+                    ended = await one.end(is_gone=isinstance(error, EOFError | ConnectionError))
+                    _copy(one.log, begin, output)
+                finally:
+                    self._all.discard(one)
                 if isinstance(error, TimeoutError):
                     raise DeadlinePassed(seconds) from error
                 if isinstance(error, EOFError | OSError):
@@ -105,9 +127,13 @@ class ProcessCalls:
                 if isinstance(error, OverMemory | Garbled):
                     raise CallFailed(f"{error}; its process {ended}") from error
                 raise
-            if over:
-                self._all.discard(one)
-                await one.end()
+            if status != "ok":
+                _copy(one.log, begin, output)
+            if over or self._once:
+                try:
+                    await one.end()
+                finally:
+                    self._all.discard(one)
             else:
                 self._idle.append(one)
         if status != "ok":
@@ -128,7 +154,7 @@ class ProcessCalls:
             self._all.discard(one)
             await one.end()
         try:
-            one = WorkerProcess(self._pickled, self._memory_bytes, self._keep)
+            one = WorkerProcess(self._pickled, self._memory_bytes, self._keep, self._log())
         except OSError as error:
             raise CallFailed(f"no process can be started: {error}") from error
         self._all.add(one)
@@ -142,6 +168,27 @@ class ProcessCalls:
                 raise CallFailed(f"its process {ended} before it was ready: {why}") from error
             raise
         return one
+
+    def _log(self) -> Path | None:
+        """A file that no process writes."""
+        taken = {one.log for one in self._all}
+        return self.logs and next(path for k in range(len(taken) + 1) if (path := self.logs / f"{k}.log") not in taken)
+
+
+def _size(log: Path | None) -> int:
+    try:
+        return log.stat().st_size if log is not None else 0
+    except OSError:
+        return 0
+
+
+def _copy(log: Path | None, begin: int, to: Path | None) -> None:
+    """What has been written to `log` behind `begin`; all of it where it began anew meanwhile."""
+    if log is None or to is None:
+        return
+    with suppress(OSError), log.open("rb") as file:  # a full disk, say, costs this only
+        file.seek(begin if _size(log) >= begin else 0)
+        to.write_bytes(file.read(LOG_BYTES + 1000))
 
 
 class _Functions:

@@ -48,6 +48,7 @@ class WorkerProcess:
 
     Attributes:
         answers: calls it has answered.
+        log: as given.
 
     Raises:
         OSError: no process can be started.
@@ -59,6 +60,7 @@ class WorkerProcess:
     ) -> None:
         main = _main_module()
         self.answers = 0
+        self.log = log
         self._memory_bytes = memory_bytes
         self._received = bytearray()
         self._asked = self._next = 0

@@ -43,8 +43,9 @@ class Workflow(ABC):
     `max_new_tokens` is the most tokens of one reply, so that prompts without room for it are found before training.
     A method `prepare(tokenizer)`, where there is one, is called before the first episode. A method `encode(prompt)`,
     where there is one, gives the token ids with which a prompt's episodes begin (tools in the chat template, say); the
-    prompt's own text or messages are encoded otherwise. A method `close()`, where there is one, is called when rollouts
-    end.
+    prompt's own text or messages are encoded otherwise. A method `log_to(directory)`, where there is one, is called
+    before all of them with a folder of the run directory for what is worth keeping. A method `close()`, where there is
+    one, is called when rollouts end.
     """
 
     max_new_tokens: int

@@ -1,16 +1,17 @@
 """An agent as it is: a program that talks to a provider's API, and does not know that it is trained.
 
-Promises: the agent runs in a process of its own, with the address and key of its session where the providers' clients
-look for them (`OPENAI_BASE_URL`, `OPENAI_API_KEY`); every reply it was given is a training sequence, exactly as it was
-sampled. An agent that fails, or an engine that does, costs its group, and is never scored; one that has spent its
-budget is scored for what it did.
+Promises: the agent runs outside of this process, with the address and key of its session where the providers' clients
+look for them; every reply it was given is a training sequence, exactly as it was sampled. An agent that fails, or an
+engine that does, costs its group, and is never scored; what it printed is kept. One that has spent its budget is scored
+for what it did.
 """
 
 from __future__ import annotations
 
 import asyncio
-import math
+import logging
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -19,25 +20,30 @@ from app import checks
 from app.batch import Trajectory
 from datamodules.conversations.chat_template import Chat
 from datamodules.inference.protocol import GenerationError
-from datamodules.processes.calls import CallFailed, ProcessCalls
-from datamodules.processes.environment import InEnvironment
+from datamodules.processes.calls import CallFailed, DeadlinePassed
 from datamodules.prompts.base import Prompt
 from datamodules.workflows.base import EpisodeEngine
+from datamodules.workflows.gateway import agents
 from datamodules.workflows.gateway.server import Gateway
 from datamodules.workflows.gateway.sessions import Budget, Sampling, Session
 from datamodules.workflows.tool_calls import ToolCall, hermes_calls
 from datamodules.workflows.turns import ReplyOptions
 
+_log = logging.getLogger(__name__)
+_MOST_SHOWN = 1000  # characters of what a failed agent printed
+
 
 class AgentWorkflow:
-    """Plays an episode by calling `agent(prompt)`.
+    """Plays an episode by running an agent, which answers with text, a number or nothing.
 
-    Its reward is the configured one, of the text that the agent returns, or of its last reply where it returns none;
-    without a configured reward the number that was posted to the session's `/reward`, or that the agent returns.
+    Its reward is the configured one, of the text that it answers, or of its last reply where it answers none; without
+    a configured reward the number that was posted to the session's `/reward`, or that the agent answers.
 
     Args:
-        agent: the import path of a function, asynchronous or not, of a `datamodules.prompts.base.Prompt`; or class_path
-            and init_args of a callable class.
+        agent: the import path of a function, asynchronous or not, of a `datamodules.prompts.base.Prompt`, whose answer
+            is what it returns; class_path and init_args of a callable class; a command with `{text}` or other fields of
+            the task in it, as a text or a list of words, see `CommandAgent`; or the URL of a service, see
+            `ServiceAgent`.
         max_new_tokens: most tokens of a reply, whatever a call asks for; at least 1.
         temperature: of calls that name none.
         budget: what an episode may use; see `datamodules.workflows.gateway.Budget`.
@@ -47,24 +53,30 @@ class AgentWorkflow:
             its own time (`data.limits.episode_deadline_s`).
         keep_environment: environment variables they may see though their names look like secrets.
         template_options: further arguments of the chat template, such as `{enable_thinking: false}`.
+        host: the interface on which agents find their sessions; not only the loopback one for a service elsewhere.
 
     Raises:
-        ValueError: an argument out of range; an agent that other processes cannot import.
+        ValueError: an argument out of range; an agent that cannot be run, see `agents.agent`.
     """
 
     def __init__(
         self,
-        agent: Callable[[Prompt], Any],
+        agent: str | list[str] | Callable[[Prompt], Any],
         max_new_tokens: int = 512,
         temperature: float = 1.0,
         budget: Budget | None = None,
         parser: Callable[[str], list[ToolCall]] = hermes_calls,
         workers: int = 8,
+        deadline_s: float | None = None,
+        memory_mb: float | None = None,
         keep_environment: list[str] | None = None,
         template_options: dict[str, Any] | None = None,
+        host: str = "127.0.0.1",
     ) -> None:
         name = type(self).__name__
         checks.at_least(1, {f"{name}.workers": workers})
+        checks.deadline({f"{name}.deadline_s": deadline_s})
+        checks.positive({f"{name}.memory_mb": memory_mb})
         ReplyOptions(name, max_new_tokens, temperature)  # checks both
         self.max_new_tokens = max_new_tokens
         self._sampling = Sampling(max_new_tokens, temperature)
@@ -73,9 +85,12 @@ class AgentWorkflow:
         self._template_options = template_options
         self._chat: Chat | None = None
         try:
-            self._agents = ProcessCalls({"agent": InEnvironment(agent)}, workers, keep_environment=keep_environment)
+            self._agent = agents.agent(agent, workers, memory_mb, keep_environment)
         except ValueError as error:
-            raise ValueError(f"{name}.agent: {error}; define it at the top of a module") from error
+            raise ValueError(f"{name}.agent: {error}") from error
+        self._deadline_s = deadline_s
+        self._host = host
+        self._output: Path | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._opened: asyncio.Future[Gateway] | None = None
         self._serving: asyncio.Task[None] | None = None  # kept: an event loop holds its tasks weakly
@@ -88,23 +103,32 @@ class AgentWorkflow:
         """The task as a user's message; what the agent sends is its own."""
         return tuple(self._template().prompt(prompt.conversation()))
 
+    def log_to(self, directory: Path) -> None:
+        """Keeps there what agents print: a file a process, and one for each agent that failed."""
+        self._output = directory
+        self._agent.log_to(directory)
+
     def close(self) -> None:
         """Ends the agents' processes."""
-        self._agents.stop()
+        self._agent.stop()
 
     async def run(self, engine: EpisodeEngine, prompt: Prompt) -> list[Trajectory]:
         gateway = await self._gateway()
         session = Session(engine, self._template(), self._sampling, self._budget, self._parser)
-        address = gateway.admit(session)
+        door = agents.Door(gateway.admit(session), session.key, session.ended)
+        output = self._output and self._output / f"{session.id}.log"
         try:
             with engine.waiting("agent", prompt.id):
-                result = await self._agents.call("agent", (_environment(address, session.key), prompt), {}, None)
-        except CallFailed as error:
+                result = await self._agent.run(door, prompt, self._deadline_s, output)
+        except (CallFailed, DeadlinePassed) as error:
             if session.fault is not None:
                 raise GenerationError(f"the engine failed under the agent: {session.fault}") from session.fault
             if not session.exhausted:
-                raise CallFailed(f"the agent {error}") from error
+                raise CallFailed(f"the agent {_words(error)}{_printed(output)}") from error
             result = None
+        except asyncio.CancelledError:  # the episode's deadline, or the end of the run
+            _log.info("prompt '%s': the agent was ended%s", prompt.id, _printed(output))
+            raise
         finally:
             gateway.dismiss(session)
         if session.fault is not None:
@@ -122,20 +146,20 @@ class AgentWorkflow:
     async def _score(self, engine: EpisodeEngine, prompt: Prompt, session: Session, result: Any, text: str) -> float:
         if engine.has_reward:
             return await engine.score(prompt, text)
-        value = result if session.reward is None else session.reward
-        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        value = self._agent.number(result) if session.reward is None else session.reward
+        if value is None:
             raise ValueError(
-                f"prompt '{prompt.id}': the agent returned {type(result).__name__} and posted no reward; return a"
+                f"prompt '{prompt.id}': the agent answered {str(result)[:100]!r} and posted no reward; answer with a"
                 " number, POST one to <session>/reward, or set the data's reward"
             )
-        return float(value)
+        return value
 
     async def _gateway(self) -> Gateway:
         """Listening on this event loop, until that ends."""
         loop = asyncio.get_running_loop()
         if self._loop is not loop or self._opened is None:
             self._loop, self._opened = loop, loop.create_future()
-            self._serving = loop.create_task(_serve(self._opened))
+            self._serving = loop.create_task(_serve(self._opened, self._host))
         return await asyncio.shield(self._opened)
 
     def _template(self) -> Chat:
@@ -143,12 +167,21 @@ class AgentWorkflow:
         return self._chat
 
 
-def _environment(address: str, key: str) -> dict[str, str]:
-    return {"OPENAI_BASE_URL": f"{address}/v1", "OPENAI_API_KEY": key}
+def _words(error: Exception) -> str:
+    return f"was {error}" if isinstance(error, DeadlinePassed) else str(error)
 
 
-async def _serve(opened: asyncio.Future[Gateway]) -> None:
-    gateway = Gateway()
+def _printed(output: Path | None) -> str:
+    """How what a failed agent printed ends, and where the rest is; "" where there is nothing."""
+    try:
+        said = output.read_text("utf-8", "replace").strip() if output is not None else ""
+    except OSError:
+        return ""
+    return f"; it printed, at the end, {said[-_MOST_SHOWN:]!r} (all of it: {output})" if said else ""
+
+
+async def _serve(opened: asyncio.Future[Gateway], host: str) -> None:
+    gateway = Gateway(host=host)
     try:
         await gateway.open()
     except BaseException as error:

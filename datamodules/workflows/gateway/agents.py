@@ -1,0 +1,277 @@
+"""How an agent is run: a function, a command, or a service that is asked.
+
+Promises: whatever it is, it finds its session where the clients of OpenAI and Anthropic look for a provider; functions
+and commands run in processes that end, with all they started, at their deadline; one that fails is a `CallFailed` or
+`DeadlinePassed` that says why. Keys are in environments and in the bodies of requests, and nowhere else.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import pkgutil
+import re
+import shlex
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import aiohttp
+
+from datamodules.processes.calls import CallFailed, DeadlinePassed, ProcessCalls
+from datamodules.processes.commands import run_command
+from datamodules.processes.environment import InEnvironment
+from datamodules.prompts.base import Prompt
+
+_MOST_SHOWN = 500  # characters of a service's refusal
+_MOST_ANSWER = 1 << 20  # bytes
+_FIELD = re.compile(r"\{([A-Za-z_]\w*)\}")
+
+
+@dataclass(frozen=True)
+class Door:
+    """Where an agent finds its session.
+
+    Attributes:
+        address: to which protocols append `/v1/...`.
+        key: of the session.
+        ended: set when the agent said that it is done.
+    """
+
+    address: str
+    key: str
+    ended: asyncio.Event
+
+    @property
+    def variables(self) -> dict[str, str]:
+        """For an agent's environment."""
+        return {
+            "OPENAI_BASE_URL": f"{self.address}/v1",
+            "OPENAI_API_KEY": self.key,
+            "ANTHROPIC_BASE_URL": self.address,  # its clients append /v1 by themselves
+            "ANTHROPIC_API_KEY": self.key,
+        }
+
+
+class Agent(ABC):
+    """Runs one agent an episode."""
+
+    @abstractmethod
+    async def run(self, door: Door, task: Prompt, seconds: float | None, output: Path | None) -> Any:
+        """What the agent answers: text, a number, or None.
+
+        Args:
+            door: of its session.
+            task: what it is to do.
+            seconds: it may take, without the wait for a free worker; None for a caller that sees to that.
+            output: file for what it has printed, should it fail.
+
+        Raises:
+            CallFailed: it failed. DeadlinePassed: it took too long.
+        """
+
+    def number(self, answer: Any) -> float | None:
+        """The answer as a reward; None where it is none."""
+        if isinstance(answer, bool) or not isinstance(answer, int | float) or not math.isfinite(answer):
+            return None
+        return float(answer)
+
+    @abstractmethod
+    def log_to(self, directory: Path) -> None:
+        """Keeps what agents print there, in `workers`, a file a process."""
+
+    @abstractmethod
+    def stop(self) -> None:
+        """Ends what runs."""
+
+
+def agent(
+    given: str | Sequence[str] | Callable[[Prompt], Any],
+    workers: int,
+    memory_mb: float | None,
+    keep_environment: Sequence[str] | None,
+) -> Agent:
+    """What `given` says: a function or its import path, a command (its words, or a text of several), or a URL.
+
+    Args:
+        given: see above.
+        workers: agents at a time.
+        memory_mb, keep_environment: see `ProcessCalls`.
+
+    Raises:
+        ValueError: no such function, one that processes cannot import, no command, or an option without effect.
+    """
+    if isinstance(given, str) and given.startswith(("http://", "https://")):
+        if memory_mb is not None or keep_environment is not None:
+            raise ValueError("memory_mb and keep_environment have no effect on an agent service; remove them")
+        return ServiceAgent(given, workers)
+    if isinstance(given, str):
+        try:
+            words = shlex.split(given)
+        except ValueError as error:
+            raise ValueError(f"{given!r} is no command ({error}); write its words as a list") from error
+        if len(words) != 1 or not all(part.isidentifier() for part in given.split(".")):
+            given = words
+    if isinstance(given, str):
+        try:
+            given = pkgutil.resolve_name(given)
+        except (ImportError, AttributeError) as error:
+            raise ValueError(
+                f"{given!r} is no function that can be imported ({error}); a command of one word is written as a list"
+            ) from error
+    if callable(given):
+        try:
+            calls = ProcessCalls({"agent": InEnvironment(given)}, workers, memory_mb, keep_environment)
+        except ValueError as error:
+            raise ValueError(f"{error}; define it at the top of a module") from error
+        return FunctionAgent(calls)
+    if not given or not all(isinstance(word, str) and word for word in given):
+        raise ValueError(f"{given!r} is no command; give its words")
+    return CommandAgent(given, ProcessCalls({"agent": run_command}, workers, memory_mb, keep_environment, once=True))
+
+
+class _ProcessAgent(Agent):
+    def __init__(self, calls: ProcessCalls) -> None:
+        self._calls = calls
+
+    def log_to(self, directory: Path) -> None:
+        self._calls.logs = directory / "workers"
+
+    def stop(self) -> None:
+        self._calls.stop()
+
+
+class FunctionAgent(_ProcessAgent):
+    """Calls a function of the task, asynchronous or not, in a process that goes on to other episodes.
+
+    Args:
+        calls: has it as "agent".
+    """
+
+    async def run(self, door: Door, task: Prompt, seconds: float | None, output: Path | None) -> Any:
+        return await self._calls.call("agent", (door.variables, task), {}, seconds, output)
+
+
+class CommandAgent(_ProcessAgent):
+    """Starts a program, without a shell; the last line that it prints is its answer.
+
+    `{text}`, `{id}` and `{name}` of a field of the task's metadata are replaced in each word; other braces stay. The
+    task stands on its standard input too, as JSON: `{"id", "text", "messages", "metadata"}`.
+
+    Args:
+        words: the program and its arguments.
+        calls: has `run_command` as "agent".
+    """
+
+    def __init__(self, words: Sequence[str], calls: ProcessCalls) -> None:
+        super().__init__(calls)
+        self._words = list(words)
+
+    async def run(self, door: Door, task: Prompt, seconds: float | None, output: Path | None) -> Any:
+        words = [_filled(word, task) for word in self._words]
+        given = json.dumps(_shown(task), ensure_ascii=False)
+        return await self._calls.call("agent", (door.variables, words, given), {}, seconds, output) or None
+
+    def number(self, answer: Any) -> float | None:
+        try:
+            return super().number(float(answer or "none"))
+        except ValueError:
+            return None
+
+
+class ServiceAgent(Agent):
+    """POSTs each task to an agent that runs elsewhere: `{"task": {"id", "text", "messages", "metadata"},
+    "openai_base_url", "anthropic_base_url", "api_key"}`.
+
+    It answers once the agent is done, with nothing or `{"answer": text or number}`; or at once with status 202, and
+    POSTs to the session's `/end` when the agent is done.
+
+    Args:
+        url: of the service.
+        workers: tasks it is given at a time.
+    """
+
+    def __init__(self, url: str, workers: int) -> None:
+        if not urlsplit(url).hostname:
+            raise ValueError(f"{url!r} is no URL of a service")
+        self._url = url
+        self._workers = workers
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    async def run(self, door: Door, task: Prompt, seconds: float | None, output: Path | None) -> Any:
+        loop = asyncio.get_running_loop()
+        if self._loop is not loop:
+            self._loop, self._free = loop, asyncio.Semaphore(self._workers)
+        async with self._free:
+            limit = asyncio.timeout(seconds)
+            try:
+                async with limit:
+                    return await self._ask(door, task)
+            except TimeoutError as error:
+                if limit.expired():
+                    raise DeadlinePassed(seconds) from error
+                raise
+
+    def log_to(self, directory: Path) -> None:
+        pass  # it prints elsewhere
+
+    def stop(self) -> None:
+        pass
+
+    async def _ask(self, door: Door, task: Prompt) -> Any:
+        body = {
+            "task": _shown(task),
+            "openai_base_url": door.variables["OPENAI_BASE_URL"],
+            "anthropic_base_url": door.variables["ANTHROPIC_BASE_URL"],
+            "api_key": door.key,
+        }
+        try:
+            async with (
+                aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=None)) as client,
+                client.post(self._url, json=body, allow_redirects=False) as response,  # the key is for this one
+            ):
+                said = await response.content.read(_MOST_ANSWER)
+                while len(said) < _MOST_ANSWER and (more := await response.content.read(_MOST_ANSWER - len(said))):
+                    said += more
+        except aiohttp.ClientError as error:
+            raise CallFailed(f"cannot be asked at {self._url}: {error or type(error).__name__}") from error
+        if response.status == 202:
+            await door.ended.wait()
+            return None
+        text = said.decode("utf-8", "replace")
+        if not 200 <= response.status < 300:
+            raise CallFailed(f"answered with status {response.status}: {text[:_MOST_SHOWN].replace(door.key, '...')}")
+        if not text.strip():
+            return None
+        try:
+            answer = json.loads(text).get("answer")
+        except (ValueError, AttributeError, RecursionError) as error:
+            raise CallFailed(
+                f'answered with what is not an object {{"answer": ...}}: {text[:_MOST_SHOWN].replace(door.key, "...")}'
+            ) from error
+        if answer is not None and (isinstance(answer, bool) or not isinstance(answer, str | int | float)):
+            raise CallFailed(f"answered with an answer that is {type(answer).__name__}; it must be text or a number")
+        return answer
+
+
+def _shown(task: Prompt) -> dict[str, Any]:
+    """What an agent may know of a task; not the answer."""
+    return {"id": task.id, "text": task.text, "messages": list(task.messages), "metadata": task.metadata}
+
+
+def _filled(word: str, task: Prompt) -> str:
+    fields = {**task.metadata, "id": task.id, "text": task.text}
+
+    def value(found: re.Match[str]) -> str:
+        name = found[1]
+        if name not in fields:
+            why = "is not for the agent to see" if name == "answer" else "is no field of the task"
+            raise CallFailed(f"cannot be started: {{{name}}} {why}; there are {', '.join(sorted(fields))}")
+        one = fields[name]
+        return one if isinstance(one, str) else json.dumps(one, ensure_ascii=False)
+
+    return _FIELD.sub(value, word)

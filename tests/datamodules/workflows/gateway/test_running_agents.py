@@ -1,0 +1,261 @@
+"""Agents as commands and services: where they find their session, what they answer, and how they end."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+import threading
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import psutil
+import pytest
+from aiohttp import web
+
+from app.batch import Trajectory
+from datamodules.processes.calls import CallFailed
+from datamodules.prompts.base import Prompt
+from datamodules.workflows.gateway import AgentWorkflow
+from tests.datamodules.workflows.scripted_engine import WITH_CALLS, ScriptedEngine, play
+from tests.helpers.recorded_samples import byte_tokenizer
+
+TOKENIZER = byte_tokenizer(WITH_CALLS)
+TASK = Prompt(id="t", text="-n; $HOME `two` apples?", answer="6", metadata={"city": "Rome", "count": 2})
+
+ASKS = """
+import json, os, sys, urllib.request
+
+def post(path, body):
+    url, key = os.environ["OPENAI_BASE_URL"], os.environ["OPENAI_API_KEY"]
+    request = urllib.request.Request(url + path, json.dumps(body).encode(), {"Authorization": "Bearer " + key})
+    return json.load(urllib.request.urlopen(request))
+
+def ask(text):
+    found = post("/chat/completions", {"model": "any", "messages": [{"role": "user", "content": text}]})
+    return found["choices"][0]["message"]["content"]
+
+"""
+
+
+def command(*lines: str) -> list[str]:
+    return [sys.executable, "-c", ASKS + "\n".join(lines), "{text}", "{id}/{city}/{count}", '{"json": {"x": 1}}']
+
+
+def run(
+    agent: Any, replies: Any, logs: Path | None = None, reward: Any = None, **options: Any
+) -> tuple[ScriptedEngine, list[Trajectory]]:
+    engine = ScriptedEngine(TOKENIZER, replies)
+    workflow = AgentWorkflow(agent, **{"max_new_tokens": 200, "workers": 1, **options})
+    if logs is not None:
+        workflow.log_to(logs)
+    return engine, play(workflow, engine, TOKENIZER, TASK, reward)
+
+
+def test_a_command_gets_the_task_and_answers_with_its_last_line() -> None:
+    lines = [
+        "said = ask(sys.argv[1])",
+        "print('thinking')",
+        "print(json.dumps([said, sys.argv[1:], json.load(sys.stdin)]), end='\\n\\n')",
+        "print('to the log', file=sys.stderr)",
+    ]
+    asked = []
+
+    def judge(prompt: Prompt, text: str) -> float:
+        asked.append(text)
+        return 0.5
+
+    engine, found = run(command(*lines), ["six"], reward=judge)
+    said, words, given = json.loads(asked[0])
+    assert said == "six" and found[0].reward == 0.5
+    assert words == [TASK.text, "t/Rome/2", '{"json": {"x": 1}}']
+    assert given == {"id": "t", "text": TASK.text, "messages": [], "metadata": TASK.metadata}  # and not the answer
+    assert TASK.text in TOKENIZER.decode(engine.seen[0].tokens)
+
+
+def test_both_providers_clients_find_the_session() -> None:
+    lines = [
+        "at = {name: os.environ[name] for name in os.environ if name.startswith(('OPENAI_', 'ANTHROPIC_'))}",
+        "ask('x')",
+        "one = at['OPENAI_API_KEY'] == at['ANTHROPIC_API_KEY']",
+        "same = at['OPENAI_BASE_URL'] == at['ANTHROPIC_BASE_URL'] + '/v1'",
+        "hidden = at['OPENAI_API_KEY'] not in open('/proc/self/cmdline').read()",
+        "print(1.5 if one and same and hidden and len(at) == 4 else 'no')",
+    ]
+    _, found = run(command(*lines), ["x"])
+    assert found[0].reward == 1.5  # its last line, where no reward is configured
+
+
+def test_what_a_failed_command_printed_is_kept_and_shown(tmp_path: Path) -> None:
+    lines = ["ask('x')", "print('first')", "print('no such fruit', file=sys.stderr)", "sys.exit(3)"]
+    with pytest.raises(CallFailed, match=r"exited with code 3; it printed, at the end, .*no such fruit") as caught:
+        run(command(*lines), ["x"], tmp_path)
+    kept = Path(str(caught.value).split("all of it: ")[1].rstrip(")"))
+    assert kept.parent == tmp_path
+    assert sorted(kept.read_text().split("\n")) == ["", "first", "no such fruit"]
+
+
+def test_a_command_ends_at_its_deadline_with_all_it_started(tmp_path: Path) -> None:
+    lines = [
+        "import subprocess, time",
+        "one = subprocess.Popen(['sleep', '1000'], start_new_session=True)",
+        "print(os.getpid(), one.pid, flush=True)",
+        "time.sleep(1000)",
+    ]
+    with pytest.raises(CallFailed, match="the agent was not over after 2 s") as caught:
+        run(command(*lines), ["x"], tmp_path, deadline_s=2.0)
+    kept = Path(str(caught.value).split("all of it: ")[1].rstrip(")"))
+    pids = [int(one) for one in kept.read_text().split()]
+    assert len(pids) == 2 and not any(map(psutil.pid_exists, pids))
+
+
+def test_what_a_command_leaves_running_ends_with_it() -> None:
+    lines = [
+        "import subprocess",
+        "ask('x')",
+        "print(subprocess.Popen(['sleep', '1000'], start_new_session=True).pid)",
+    ]
+    _, found = run(command(*lines), ["x"])
+    assert not psutil.pid_exists(int(found[0].reward))
+
+
+@pytest.mark.parametrize(
+    ("word", "says"),
+    [("{answer}", "is not for the agent to see"), ("{town}", "is no field of the task; there are city, count, id")],
+)
+def test_a_field_that_is_not_there_is_named(word: str, says: str) -> None:
+    with pytest.raises(CallFailed, match=says):
+        run(["echo", word], ["x"])
+
+
+@pytest.mark.parametrize(
+    ("agent", "says"),
+    [
+        ("tests.no_such.agent", "is no function that can be imported"),
+        ("solve 'it", "is no command"),
+        ([], "is no command"),
+        (["echo", ""], "is no command"),
+        ("http://", "is no URL"),
+    ],
+)
+def test_agents_that_cannot_be(agent: Any, says: str) -> None:
+    with pytest.raises(ValueError, match=rf"AgentWorkflow\.agent: .*{says}"):
+        AgentWorkflow(agent)
+
+
+def test_a_program_that_is_not_there() -> None:
+    with pytest.raises(CallFailed, match="no-such-program"):
+        run("no-such-program {text}", ["x"])
+
+
+Handler = Callable[[dict[str, Any]], Awaitable[web.Response]]
+
+
+@contextmanager
+def serving(handler: Handler) -> Iterator[str]:
+    """An agent service: another event loop, on a thread."""
+    loop = asyncio.new_event_loop()
+    opened: list[str] = []
+    ready = threading.Event()
+
+    async def answer(request: web.Request) -> web.Response:
+        return await handler(await request.json())
+
+    async def serve() -> None:
+        app = web.Application()
+        app.router.add_post("/solve", answer)
+        runner = web.AppRunner(app, shutdown_timeout=0.1)
+        await runner.setup()
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        opened.append(f"http://127.0.0.1:{runner.addresses[0][1]}/solve")
+        ready.set()
+        while not done.is_set():
+            await asyncio.sleep(0.02)
+        await runner.cleanup()
+
+    done = threading.Event()
+    thread = threading.Thread(target=loop.run_until_complete, args=(serve(),))
+    thread.start()
+    assert ready.wait(10)
+    try:
+        yield opened[0]
+    finally:
+        done.set()
+        thread.join(10)
+        loop.close()
+
+
+async def converse(given: dict[str, Any]) -> str:
+    body = {"model": "any", "messages": [{"role": "user", "content": given["task"]["text"]}]}
+    async with (
+        aiohttp.ClientSession(headers={"Authorization": f"Bearer {given['api_key']}"}) as client,
+        client.post(f"{given['openai_base_url']}/chat/completions", json=body) as response,
+    ):
+        return str((await response.json())["choices"][0]["message"]["content"])
+
+
+def test_a_service_is_given_the_task_and_answers_when_done() -> None:
+    async def handler(given: dict[str, Any]) -> web.Response:
+        assert given["anthropic_base_url"] + "/v1" == given["openai_base_url"]
+        assert given["task"]["metadata"] == TASK.metadata and "answer" not in given["task"]
+        return web.json_response({"answer": len(await converse(given))})
+
+    with serving(handler) as url:
+        _, found = run(url, ["seven"])
+    assert found[0].reward == 5.0
+
+
+def test_a_service_may_say_later_that_it_is_done() -> None:
+    tasks = []
+
+    async def work(given: dict[str, Any]) -> None:
+        await converse(given)
+        session = given["anthropic_base_url"]
+        async with aiohttp.ClientSession(headers={"Authorization": f"Bearer {given['api_key']}"}) as client:
+            await client.post(f"{session}/reward", json={"reward": 0.25})
+            await client.post(f"{session}/end")
+
+    async def handler(given: dict[str, Any]) -> web.Response:
+        tasks.append(asyncio.create_task(work(given)))
+        return web.Response(status=202)
+
+    with serving(handler) as url:
+        _, found = run(url, ["x"])
+    assert found[0].reward == 0.25
+
+
+@pytest.mark.parametrize(
+    ("status", "body", "says"),
+    [
+        (503, "out of fruit", "answered with status 503: out of fruit"),
+        (200, "[1]", "answered with what is not an object"),
+        (200, '{"answer": [1]}', "an answer that is list"),
+        (302, "", "answered with status 302"),
+    ],
+)
+def test_a_service_that_fails(status: int, body: str, says: str) -> None:
+    async def handler(given: dict[str, Any]) -> web.Response:
+        await converse(given)
+        return web.Response(status=status, text=body + ("" if status != 503 else given["api_key"]))
+
+    with serving(handler) as url, pytest.raises(CallFailed, match=says) as caught:
+        run(url, ["x"])
+    if status == 503:
+        assert str(caught.value).endswith("out of fruit...")  # the key is left out
+
+
+def test_a_service_that_is_gone_or_never_done() -> None:
+    with pytest.raises(CallFailed, match=r"cannot be asked at http://127\.0\.0\.1:9/solve"):
+        run("http://127.0.0.1:9/solve", ["x"])
+
+    async def handler(given: dict[str, Any]) -> web.Response:
+        return web.Response(status=202)
+
+    began = time.monotonic()
+    with serving(handler) as url, pytest.raises(CallFailed, match=r"was not over after 0\.5 s"):
+        run(url, ["x"], deadline_s=0.5)
+    assert time.monotonic() - began < 10
