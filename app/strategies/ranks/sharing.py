@@ -29,7 +29,7 @@ from app.batch import RolloutBatch
 from app.exchange import Answer, Parts, Said
 from app.strategies.ranks.balance import Calibration
 from app.strategies.ranks.collectives import CollectiveError, Communicator
-from app.strategies.ranks.packing import PackedBatch, pack, pack_values, unpack_values
+from app.strategies.ranks.wire import PackedBatch, pack, pack_values, unpack_values
 from app.text import well_formed
 
 _WHAT = "a message of rank 0"

@@ -13,8 +13,8 @@ from torch import Tensor
 from app.batch import RolloutBatch
 from app.exchange import Parts, Said
 from app.strategies.ranks.collectives import Communicator
-from app.strategies.ranks.packing import PackedBatch
 from app.strategies.ranks.sharing import RankTraffic
+from app.strategies.ranks.wire import PackedBatch
 from tests.app.strategies.ranks.watch_jobs import lost_in_thought, watched
 from tests.app.strategies.zero1_jobs import communicator
 

@@ -1,10 +1,9 @@
 """A `RolloutBatch`, or values of its tokens, as few bytes: what one rank sends to another instead of flat tensors.
 
 Promises: unpacking, of all sequences or some, gives every tensor back bit for bit, and takes memory and time for those
-alone. Shared prefixes travel once (depth-first order: a sequence
-is a number of tokens of its predecessor and what follows them); masks, versions and what is equal over a turn travel as
-runs, log-probabilities only where there are any. On recorded agent episodes that is below a fiftieth of the flat
-tensors.
+alone. Shared prefixes travel once (depth-first order: a sequence is a number of tokens of its predecessor and what
+follows them); masks, versions and what is equal over a turn travel as runs, log-probabilities only where there are any.
+On recorded agent episodes that is below a fiftieth of the flat tensors.
 """
 
 from __future__ import annotations

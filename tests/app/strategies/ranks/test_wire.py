@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from app.batch import RolloutBatch, Trajectory
-from app.strategies.ranks.packing import PackedBatch, pack, pack_values, unpack, unpack_values
+from app.strategies.ranks.wire import PackedBatch, pack, pack_values, unpack, unpack_values
 
 FLOATS = st.sampled_from([0.0, -0.0, -1.5, 1e-38, -3.25e7])
 LOGPROBS = st.sampled_from([0.0, -0.0, -1.5, 1e-38, -3.25e2])
