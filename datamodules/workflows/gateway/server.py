@@ -12,17 +12,23 @@ import json
 import logging
 import math
 import secrets
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from aiohttp import web
 
-from datamodules.workflows.gateway import chat_completions
 from datamodules.workflows.gateway.errors import RequestError
+from datamodules.workflows.gateway.protocols.base import EventWriter, Sampled, WireProtocol
+from datamodules.workflows.gateway.protocols.chat_completions import ChatCompletions
 from datamodules.workflows.gateway.sessions import Session
+from datamodules.workflows.gateway.transcript import Call
 
 _log = logging.getLogger(__name__)
+_PROTOCOLS: tuple[WireProtocol, ...] = (ChatCompletions(),)
 _MOST_BYTES = 32 << 20
+_DEEPEST = 64  # nesting of a request's JSON; tools' schemas need some
 _CLOSE_S = 5.0
 
 
@@ -47,7 +53,8 @@ class Gateway:
     async def open(self) -> None:
         """Listens. Raises OSError when the port is taken."""
         app = web.Application(client_max_size=_MOST_BYTES, middlewares=[_in_the_protocols_words])
-        app.router.add_post("/r/{session}/v1/chat/completions", self._chat)
+        for protocol in _PROTOCOLS:
+            app.router.add_post(f"/r/{{session}}/v1/{protocol.path}", partial(self._reply, protocol))
         app.router.add_get("/r/{session}/v1/models", self._models)
         app.router.add_post("/r/{session}/reward", self._reward)
         app.router.add_post("/r/{session}/end", self._end)
@@ -90,10 +97,10 @@ class Gateway:
             {"object": "list", "data": [{"id": self.model, "object": "model", "owned_by": "arborist"}]}
         )
 
-    async def _chat(self, request: web.Request) -> web.StreamResponse:
+    async def _reply(self, protocol: WireProtocol, request: web.Request) -> web.StreamResponse:
         session = self._session(request)
-        body = await self._json(request)
-        asked = chat_completions.parse(body)
+        asked = protocol.parse(await self._object(request))
+        asked = replace(asked, model=asked.model or self.model)
         calls = await session.reply(
             asked.messages,
             asked.tools,
@@ -103,14 +110,13 @@ class Gateway:
             seed=asked.seed,
             n=asked.n,
         )
-        model = str(body.get("model") or self.model)
-        pieces = [session.pieces(call) for call in calls] if asked.logprobs else None
-        name = f"chatcmpl-{calls[0].id}"
+        tokens = [session.sampled(call) for call in calls] if asked.logprobs else None
+        name = calls[0].id
         if not asked.stream:
-            return web.json_response(chat_completions.completion(name, model, calls, pieces))
+            return web.json_response(protocol.answer(asked, name, calls, tokens))
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
         await response.prepare(request)
-        for event in chat_completions.events(name, model, calls, pieces, asked.usage):
+        for event in _whole(protocol.events(asked, name), calls, tokens):
             async with asyncio.timeout(self._transfer_s):
                 await response.write(event)
         await response.write_eof()
@@ -118,8 +124,7 @@ class Gateway:
 
     async def _reward(self, request: web.Request) -> web.StreamResponse:
         session = self._session(request)
-        body = await self._json(request)
-        value = body.get("reward") if isinstance(body, dict) else None
+        value = (await self._object(request)).get("reward")
         if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
             raise RequestError("reward: must be a finite number", param="reward")
         session.reward = float(value)
@@ -130,16 +135,37 @@ class Gateway:
         session.ended.set()
         return web.json_response({"ended": True})
 
-    async def _json(self, request: web.Request) -> Any:
+    async def _object(self, request: web.Request) -> dict[str, Any]:
+        """The request's JSON object."""
         try:
             async with asyncio.timeout(self._transfer_s):
                 body = await request.read()
         except TimeoutError as error:
             raise RequestError(f"the request did not arrive within {self._transfer_s:g} s", status=408) from error
         try:
-            return json.loads(body, parse_constant=_no_number)
+            found = json.loads(body, parse_constant=_no_number)
         except (ValueError, RecursionError) as error:
             raise RequestError(f"the request is no JSON: {str(error)[:200] or 'too deep'}") from error
+        if not isinstance(found, dict):
+            raise RequestError(f"the request must be a JSON object, this is {type(found).__name__}")
+        level: list[Any] = [found]
+        for _ in range(_DEEPEST):
+            level = [inner for one in level for inner in (one.values() if isinstance(one, dict) else one)]
+            level = [one for one in level if isinstance(one, dict | list)]
+        if level:
+            raise RequestError(f"the request is nested deeper than {_DEEPEST} levels; send it flatter")
+        return found
+
+
+def _whole(writer: EventWriter, calls: Sequence[Call], tokens: Sequence[Sequence[Sampled]] | None) -> Iterator[bytes]:
+    """Complete replies as events."""
+    yield writer.begin()
+    for k, call in enumerate(calls):
+        said, of_it = str(call.message["content"] or ""), tokens[k] if tokens else ()
+        if said or of_it:
+            yield writer.text(k, said, of_it)
+        yield writer.end(k, call)
+    yield writer.finish(calls)
 
 
 def _no_number(name: str) -> Any:
@@ -161,4 +187,9 @@ async def _in_the_protocols_words(
     except Exception:
         _log.exception("the gateway could not answer a request")
         problem = RequestError("the gateway failed; see its log", status=500)
-    return web.json_response(chat_completions.error(problem), status=problem.status)
+    return web.json_response(_spoken(request).error(problem), status=problem.status)
+
+
+def _spoken(request: web.Request) -> WireProtocol:
+    """The protocol of the path, whether or not there is something behind it."""
+    return next((one for one in _PROTOCOLS if request.path.endswith(f"/v1/{one.path}")), _PROTOCOLS[0])

@@ -22,6 +22,7 @@ from datamodules.inference.protocol import GenerationRequest
 from datamodules.prompts.base import Prompt
 from datamodules.workflows.base import EpisodeEngine, to_trajectory
 from datamodules.workflows.gateway.errors import RequestError
+from datamodules.workflows.gateway.protocols.base import Sampled
 from datamodules.workflows.gateway.transcript import Call, Rendered, Transcript
 from datamodules.workflows.tool_calls import ToolCall
 
@@ -159,9 +160,11 @@ class Session:
             one.metadata = {"turns": len(calls), **self.counts, **drift}
         return found
 
-    def pieces(self, call: Call) -> list[str]:
-        """The text of each sampled token of a reply."""
-        return [str(self._engine.tokenizer.decode([token])) for token in call.response.tokens]
+    def sampled(self, call: Call) -> list[Sampled]:
+        """The text and log-probability of each token of a reply."""
+        tokens, decode = call.response.tokens, self._engine.tokenizer.decode
+        texts = [str(decode([token])) for token in tokens]
+        return [Sampled(text, value) for text, value in zip(texts, call.response.logprobs, strict=True)]
 
     def text(self) -> str:
         """What the last reply said; "" before the first, and of one that only calls tools."""

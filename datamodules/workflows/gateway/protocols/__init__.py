@@ -1,0 +1,1 @@
+"""Providers' wire formats: one file a protocol, and what they share."""

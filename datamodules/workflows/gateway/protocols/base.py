@@ -1,0 +1,116 @@
+"""What the gateway asks of a provider's protocol, and what it hands it: the same for all of them.
+
+Promises: what a request asks for is told in the words of no provider; nothing here knows HTTP or sessions. A streamed
+answer is written piece by piece, and holds the same as one that is sent whole.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from datamodules.conversations.chat_template import Message
+from datamodules.workflows.gateway.errors import RequestError
+from datamodules.workflows.gateway.transcript import Call
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What a request asks for.
+
+    Attributes:
+        model: the name that was asked for, "" for none; said back and nothing else.
+        messages: for the chat template; contents are text.
+        tools: as Chat Completions has them (`{"type": "function", "function": ...}`), None for none.
+        max_tokens: most of a reply, None for no limit of the client's.
+        temperature: None for the session's.
+        stop: texts that end a reply.
+        seed: of the first choice.
+        n: choices.
+        logprobs: of the replies' tokens are wanted.
+        stream: events instead of one answer.
+        own: what the protocol needs to answer, by its own names.
+    """
+
+    model: str
+    messages: list[Message]
+    tools: list[dict[str, Any]] | None = None
+    max_tokens: int | None = None
+    temperature: float | None = None
+    stop: tuple[str, ...] = ()
+    seed: int | None = None
+    n: int = 1
+    logprobs: bool = False
+    stream: bool = False
+    own: dict[str, Any] = field(default_factory=dict)
+
+
+class Sampled(NamedTuple):
+    """A token of a reply: its text, and its log-probability in nats."""
+
+    text: str
+    logprob: float
+
+
+class EventWriter(ABC):
+    """A streamed answer as the bytes to send, in this order: `begin`; for each choice `text` as often as there is some,
+    then `end`; `finish`. Choices may be mixed. `fail` in place of whatever would be next."""
+
+    @abstractmethod
+    def begin(self) -> bytes:
+        """Before anything was sampled."""
+
+    @abstractmethod
+    def text(self, choice: int, piece: str, tokens: Sequence[Sampled]) -> bytes:
+        """More of what is said, and, where log-probabilities are wanted, the tokens sampled for it.
+
+        `piece` is "" for tokens that say nothing aloud, such as those of calls.
+        """
+
+    @abstractmethod
+    def end(self, choice: int, call: Call) -> bytes:
+        """The choice is complete: its calls of tools, which are no text, and why it ended."""
+
+    @abstractmethod
+    def finish(self, calls: Sequence[Call]) -> bytes:
+        """All choices are."""
+
+    @abstractmethod
+    def fail(self, problem: RequestError) -> bytes:
+        """What went wrong once the answer had begun."""
+
+
+class WireProtocol(ABC):
+    """One way to ask for replies.
+
+    Attributes:
+        path: behind `/v1/`.
+    """
+
+    path: str
+
+    @abstractmethod
+    def parse(self, body: dict[str, Any]) -> Asked:
+        """The request in `body`, which came from JSON. Raises RequestError naming the field."""
+
+    @abstractmethod
+    def answer(
+        self, asked: Asked, name: str, calls: Sequence[Call], tokens: Sequence[Sequence[Sampled]] | None
+    ) -> dict[str, Any]:
+        """The whole answer.
+
+        Args:
+            name: unique in the session; clients see it with the protocol's prefix.
+            calls: one a choice.
+            tokens: of each choice, where log-probabilities are wanted.
+        """
+
+    @abstractmethod
+    def events(self, asked: Asked, name: str) -> EventWriter:
+        """The same as events."""
+
+    @abstractmethod
+    def error(self, problem: RequestError) -> dict[str, Any]:
+        """A refusal in this protocol's shape."""
