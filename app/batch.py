@@ -37,6 +37,9 @@ LARGEST_REWARD = 1e9
 """Beyond it squares of rewards come near the end of float32."""
 TEMPERATURES = (1e-3, 1e3)
 """Range of sampling temperatures. Beyond it sampling is greedy or uniform, and logits / temperature overflow."""
+CALL_REWARD = "call_reward"
+"""Key of a training sequence's metadata with a reward of its own, which is earned at its last trained token and comes
+on top of the episode's."""
 FINAL_ANSWER = "final_answer"
 """Key of a held-out episode's metadata with the answer it votes for; "" for none."""
 
@@ -174,7 +177,7 @@ class RolloutBatch:
             proximal      log-probability, nats, of the policy at    PolicyModule          objectives (as `old`), costs
                           the start of the batch                                           in the reward
             reference     that of the reference policy               PolicyModule          objectives, regularisers
-            token_rewards costs in the reward, negative              PolicyModule          advantages, objectives of
+            token_rewards costs in the reward, rewards of calls      PolicyModule          advantages, objectives of
                                                                                            whole steps
             advantages    units of (normalised) reward               PolicyModule          objectives
             values        the critic's at the start of the batch     ActorCriticModule     advantages, value loss

@@ -24,7 +24,7 @@ from app import checks
 from app.batch import BatchError, RolloutBatch, Trajectory
 from modules.advantages import ADVANTAGES, Estimate
 from modules.corrections import CORRECTIONS
-from modules.episodes import episodes
+from modules.episodes import call_rewards, episodes
 from modules.objectives import OBJECTIVES, traits_of
 from modules.regularisers import REGULARISERS
 
@@ -177,7 +177,7 @@ class Algorithm:
     # Before the optimizer steps, on the whole batch
 
     def token_rewards(self, batch: RolloutBatch, inputs: Mapping[str, Tensor]) -> tuple[Tensor, dict[str, float]]:
-        """What the regularisers take from the reward.
+        """What the regularisers take from the reward, and the rewards of single calls.
 
         Args:
             inputs: REWARD_INPUTS of the whole batch, as far as they are needed and not SEQUENCE_INPUTS.
@@ -185,7 +185,7 @@ class Algorithm:
         Returns:
             float32 [T], 0 on tokens that are not trained; the sum of each penalty over the batch, by metric name.
         """
-        total, sums = torch.zeros(batch.num_tokens, dtype=torch.float32), {}
+        total, sums = call_rewards(batch), {}
         if self.reward_costs:
             inputs = {**inputs, "episodes": episodes(batch)[2], "turns": batch.turn_indices}
         for name, (regulariser, choice) in zip(self.penalties, self.reward_costs):
@@ -206,7 +206,7 @@ class Algorithm:
             BatchError: the estimator returned another shape, or numbers that are not finite.
         """
         assert self.advantage is not None, "asked for by the objective"
-        if "token_rewards" not in self.advantage.needs and self.reward_costs:
+        if "token_rewards" not in self.advantage.needs and bool(token_rewards.any()):
             batch = with_rewards(batch, token_rewards)
         credit = self.advantage({"batch": batch, "values": values, "token_rewards": token_rewards})
         if isinstance(credit, Estimate):

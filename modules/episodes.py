@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from app.batch import BatchError, RolloutBatch
+from app.batch import CALL_REWARD, LARGEST_REWARD, BatchError, RolloutBatch
 
 _log = logging.getLogger(__name__)
 
@@ -46,6 +46,28 @@ def episodes(batch: RolloutBatch) -> tuple[Tensor, Tensor, Tensor]:
             " same"
         )
     return ends[0], unique[:, 0], of_sequence
+
+
+def call_rewards(batch: RolloutBatch) -> Tensor:
+    """Rewards that sequences have of their own (`app.batch.CALL_REWARD`), float32 [T], at their last trained token.
+
+    Raises:
+        BatchError: one that is no number within the range of rewards, or of a sequence without a trained token.
+    """
+    found = torch.zeros(batch.num_tokens, dtype=torch.float32)
+    for i, metadata in enumerate(batch.metadata):
+        if CALL_REWARD not in metadata:
+            continue
+        value, begin = metadata[CALL_REWARD], int(batch.cu_seqlens[i])
+        trained = batch.loss_mask[begin : int(batch.cu_seqlens[i + 1])].nonzero()
+        if type(value) not in (int, float) or not abs(value) <= LARGEST_REWARD or not len(trained):
+            raise BatchError(
+                f"RolloutBatch.metadata: {CALL_REWARD} of a sequence of prompt '{batch.prompt_ids[i]}' is"
+                f" {str(value)[:40]} for {len(trained)} trained tokens; it must be a finite number within"
+                f" {LARGEST_REWARD:g}, of a sequence with a trained token"
+            )
+        found[begin + int(trained[-1])] = value
+    return found
 
 
 def group_sizes(batch: RolloutBatch, groups: Tensor, name: str) -> tuple[Tensor, Tensor]:

@@ -47,7 +47,7 @@ class RewardError(RuntimeError):
 class _Call:
     __slots__ = ("future", "payload", "prompt_id", "retries")
 
-    def __init__(self, prompt: Prompt, completion: str, retries: int) -> None:
+    def __init__(self, prompt: Prompt, completion: Any, retries: int) -> None:
         self.prompt_id = prompt.id
         self.retries = retries  # left
         try:
@@ -141,7 +141,7 @@ class RewardPool:
         """The reward of one completion, a finite number. Raises RewardError as `judge`."""
         return (await self.judge(prompt, completion)).value
 
-    async def judge(self, prompt: Prompt, completion: str) -> Judgement:
+    async def judge(self, prompt: Prompt, completion: Any) -> Judgement:
         """The reward of one completion and what it is made of.
 
         Raises:

@@ -80,7 +80,7 @@ class EpisodeEngine:
         self,
         engine: InferenceEngine,
         tokenizer: PreTrainedTokenizerBase,
-        score: Callable[[Prompt, str], Awaitable[Judgement]] | None,
+        score: Callable[[Prompt, Any], Awaitable[Judgement]] | None,
         *,
         name: str,
         seed: str,
@@ -156,8 +156,9 @@ class EpisodeEngine:
             )
         return response
 
-    async def score(self, prompt: Prompt, completion: str) -> float:
-        """The configured reward of `completion`, from a worker process. Raises RewardError when there is none.
+    async def score(self, prompt: Prompt, completion: Any) -> float:
+        """The configured reward of `completion` (text, or whatever else the function takes that can be pickled), from a
+        worker process. Raises RewardError when there is none.
 
         What the last asked-for one is made of goes into the metadata of the episode's trajectories.
         """

@@ -9,8 +9,8 @@ the rest of them being its options:
 
 - `batch`: the whole `RolloutBatch`, which rank 0 has, so that nothing has to be reduced.
 - `values`: float32 [T], the critic's value of the state each trained token was drawn in (needs `ActorCriticModule`).
-- `token_rewards`: float32 [T], costs that regularisers put into the reward, negative. Where a function does not ask for
-  them they are added to the episodes' rewards.
+- `token_rewards`: float32 [T], costs that regularisers put into the reward, and rewards of single calls. Where a
+  function does not ask for them they are added to the episodes' rewards.
 
 It returns advantages, float [T], of which those of trained tokens are read; one for a critic returns an `Estimate`.
 """

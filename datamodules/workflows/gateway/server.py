@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-import math
 import secrets
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import replace
@@ -124,11 +123,8 @@ class Gateway:
 
     async def _reward(self, request: web.Request) -> web.StreamResponse:
         session = self._session(request)
-        value = (await self._object(request)).get("reward")
-        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-            raise RequestError("reward: must be a finite number", param="reward")
-        session.reward = float(value)
-        return web.json_response({"reward": session.reward})
+        session.rewards.post(await self._object(request), session.exchanges)
+        return web.json_response({"reward": session.rewards.episode, "calls": len(session.rewards.calls)})
 
     async def _end(self, request: web.Request) -> web.StreamResponse:
         session = self._session(request)

@@ -16,13 +16,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from app import checks
-from app.batch import TEMPERATURES, Trajectory
+from app.batch import CALL_REWARD, TEMPERATURES, Trajectory
 from datamodules.conversations.chat_template import Chat, Message
 from datamodules.inference.protocol import GenerationRequest
 from datamodules.prompts.base import Prompt
 from datamodules.workflows.base import EpisodeEngine, to_trajectory
 from datamodules.workflows.gateway.errors import RequestError
 from datamodules.workflows.gateway.protocols.base import Sampled
+from datamodules.workflows.gateway.rewards import Exchange, Rewards
 from datamodules.workflows.gateway.transcript import Call, Rendered, Transcript
 from datamodules.workflows.tool_calls import ToolCall
 
@@ -74,7 +75,8 @@ class Session:
     Attributes:
         id: part of the URL. key: what a client must show.
         fault: why the engine could not answer; None while it can. exhausted: whether a call was beyond the budget.
-        reward: what was posted for the episode, None so far. ended: set when the agent said that it is done.
+        rewards: what was posted. exchanges: what was asked and answered.
+        ended: set when the agent said that it is done.
         counts: calls given up by the client, calls refused, and so on.
     """
 
@@ -83,7 +85,8 @@ class Session:
         self.key = secrets.token_urlsafe(32)
         self.fault: Exception | None = None
         self.exhausted = False
-        self.reward: float | None = None
+        self.rewards = Rewards()
+        self.exchanges: list[Exchange] = []
         self.ended = asyncio.Event()
         self.counts: Counter[str] = Counter()
         self._engine = engine
@@ -148,6 +151,7 @@ class Session:
         for call in calls:
             self.transcript.add(call)
             self._tokens += len(call.response.tokens)
+        self.exchanges.append(Exchange(messages, tools, calls))
         return calls
 
     def trajectories(self, prompt: Prompt, reward: float) -> list[Trajectory]:
@@ -155,9 +159,11 @@ class Session:
         drift = {f"drift_{cause}": count for cause, count in self.transcript.drift.items()}
         calls = self.transcript.calls
         found = [to_trajectory(prompt, call.request, call.response, k) for k, call in enumerate(calls)]
-        for one in found:
+        for call, one in zip(calls, found):
             one.reward = reward
             one.metadata = {"turns": len(calls), **self.counts, **drift}
+            if call.id in self.rewards.calls:
+                one.metadata[CALL_REWARD] = self.rewards.calls[call.id]
         return found
 
     def sampled(self, call: Call) -> list[Sampled]:

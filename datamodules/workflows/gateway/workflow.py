@@ -12,7 +12,7 @@ import asyncio
 import logging
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from transformers import PreTrainedTokenizerBase
 
@@ -24,6 +24,7 @@ from datamodules.processes.calls import CallFailed, DeadlinePassed
 from datamodules.prompts.base import Prompt
 from datamodules.workflows.base import EpisodeEngine
 from datamodules.workflows.gateway import agents
+from datamodules.workflows.gateway.rewards import shown
 from datamodules.workflows.gateway.server import Gateway
 from datamodules.workflows.gateway.sessions import Budget, Sampling, Session
 from datamodules.workflows.tool_calls import ToolCall, hermes_calls
@@ -37,7 +38,8 @@ class AgentWorkflow:
     """Plays an episode by running an agent, which answers with text, a number or nothing.
 
     Its reward is the configured one, of the text that it answers, or of its last reply where it answers none; without
-    a configured reward the number that was posted to the session's `/reward`, or that the agent answers.
+    a configured reward the number that was posted to the session's `/reward`, or that the agent answers. What was
+    posted for single calls comes on top, as `app.batch.CALL_REWARD`.
 
     Args:
         agent: the import path of a function, asynchronous or not, of a `datamodules.prompts.base.Prompt`, whose answer
@@ -53,6 +55,8 @@ class AgentWorkflow:
             its own time (`data.limits.episode_deadline_s`).
         keep_environment: environment variables they may see though their names look like secrets.
         template_options: further arguments of the chat template, such as `{enable_thinking: false}`.
+        judged: what a configured reward is given beside the task: the text of the "answer", or the "transcript", a list
+            of the calls; see `rewards.shown`.
         host: the interface on which agents find their sessions; not only the loopback one for a service elsewhere.
 
     Raises:
@@ -71,11 +75,13 @@ class AgentWorkflow:
         memory_mb: float | None = None,
         keep_environment: list[str] | None = None,
         template_options: dict[str, Any] | None = None,
+        judged: Literal["answer", "transcript"] = "answer",
         host: str = "127.0.0.1",
     ) -> None:
         name = type(self).__name__
         checks.at_least(1, {f"{name}.workers": workers})
         checks.deadline({f"{name}.deadline_s": deadline_s})
+        checks.one_of(f"{name}.judged", judged, ("answer", "transcript"))
         checks.positive({f"{name}.memory_mb": memory_mb})
         ReplyOptions(name, max_new_tokens, temperature)  # checks both
         self.max_new_tokens = max_new_tokens
@@ -89,6 +95,7 @@ class AgentWorkflow:
         except ValueError as error:
             raise ValueError(f"{name}.agent: {error}") from error
         self._deadline_s = deadline_s
+        self._judged = judged
         self._host = host
         self._output: Path | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -144,9 +151,15 @@ class AgentWorkflow:
         return found
 
     async def _score(self, engine: EpisodeEngine, prompt: Prompt, session: Session, result: Any, text: str) -> float:
+        posted = session.rewards.episode
         if engine.has_reward:
-            return await engine.score(prompt, text)
-        value = self._agent.number(result) if session.reward is None else session.reward
+            if posted is not None:
+                raise ValueError(
+                    f"prompt '{prompt.id}': a reward was posted for the episode, and the data's reward is set; leave"
+                    " one of them out (rewards of single calls may be posted with both)"
+                )
+            return await engine.score(prompt, shown(session.exchanges) if self._judged == "transcript" else text)
+        value = self._agent.number(result) if session.rewards.total is None else session.rewards.total
         if value is None:
             raise ValueError(
                 f"prompt '{prompt.id}': the agent answered {str(result)[:100]!r} and posted no reward; answer with a"

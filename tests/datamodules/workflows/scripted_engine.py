@@ -100,11 +100,11 @@ class ScriptedEngine(FakeEngine):
 class Pool:
     """In place of reward workers: calls the function."""
 
-    def __init__(self, reward: Callable[[Prompt, str], float]) -> None:
+    def __init__(self, reward: Callable[[Prompt, Any], float]) -> None:
         self.reward = reward
-        self.asked: list[str] = []
+        self.asked: list[Any] = []
 
-    async def judge(self, prompt: Prompt, completion: str) -> Judgement:
+    async def judge(self, prompt: Prompt, completion: Any) -> Judgement:
         self.asked.append(completion)
         return Judgement(self.reward(prompt, completion))
 
@@ -114,7 +114,7 @@ def play(
     engine: ScriptedEngine,
     tokenizer: PreTrainedTokenizerBase,
     prompt: Prompt,
-    reward: Callable[[Prompt, str], float] | Pool | None = None,
+    reward: Callable[[Prompt, Any], float] | Pool | None = None,
     sample: int = 0,
 ) -> list[Trajectory]:
     """One episode, as the producer plays it: prepared, encoded, with a deadline, checked."""

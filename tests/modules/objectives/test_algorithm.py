@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from app.batch import BatchError, RolloutBatch
+from app.batch import CALL_REWARD, BatchError, RolloutBatch
 from modules import Regulariser
 from modules.algorithm import Algorithm, LossInputs, with_rewards
 from modules.episodes import episodes
@@ -108,6 +108,28 @@ def test_costs_in_the_reward_reach_group_statistics_and_token_returns() -> None:
     per_token = Algorithm("reinforce_pp", regularisers=algorithm_costs())
     changed = per_token.credit(batch, token_rewards)
     assert not torch.equal(changed, per_token.credit(batch, torch.zeros_like(token_rewards)))
+
+
+def test_rewards_of_calls_are_earned_where_the_call_ends() -> None:
+    batch = make_batch()
+    batch.metadata[1][CALL_REWARD] = 0.75
+    last = int(batch.cu_seqlens[1]) + int(batch.loss_mask[batch.cu_seqlens[1] : batch.cu_seqlens[2]].nonzero()[-1])
+    found, _ = Algorithm().token_rewards(batch, {})
+    assert found.nonzero().tolist() == [[last]] and float(found[last]) == 0.75
+    naive = torch.tensor(naive_grpo(with_rewards(batch, found))).repeat_interleave(batch.lengths())
+    torch.testing.assert_close(Algorithm().credit(batch, found), naive * batch.loss_mask, rtol=1e-4, atol=1e-5)
+    returns = Algorithm("gae", advantage_options={"whiten": False, "lam": 1.0})
+    zeros = torch.zeros_like(found)
+    more = returns.credit(batch, found, zeros).returns - returns.credit(batch, zeros, zeros).returns  # type: ignore[union-attr]
+    begin = int(batch.cu_seqlens[1])
+    inside = batch.loss_mask.clone()
+    inside[last + 1 :] = inside[:begin] = False  # of this call, nothing behind it and nothing of others
+    torch.testing.assert_close(more[inside], torch.full((int(inside.sum()),), 0.75))
+    assert not more[last + 1 :].any()
+    for wrong in (float("nan"), "1", True, 1e10):
+        batch.metadata[1][CALL_REWARD] = wrong
+        with pytest.raises(BatchError, match="call_reward of a sequence"):
+            Algorithm().token_rewards(batch, {})
 
 
 def algorithm_costs() -> list[Regulariser]:

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import threading
+import urllib.error
+import urllib.request
 from typing import Any
 
 from openai import AsyncOpenAI, BadRequestError, OpenAI
@@ -104,6 +108,41 @@ def refused(prompt: Prompt) -> str:
             said.append(error.param)
     OpenAI().chat.completions.create(model="any", messages=[{"role": "user", "content": prompt.text}])
     return " ".join(map(str, said))
+
+
+def post(path: str, body: dict[str, Any]) -> Any:
+    """To the session, as an agent may do it with nothing but Python."""
+    url = os.environ["ANTHROPIC_BASE_URL"] + path
+    header = {"Authorization": f"Bearer {os.environ['OPENAI_API_KEY']}"}
+    with urllib.request.urlopen(urllib.request.Request(url, json.dumps(body).encode(), header)) as answer:
+        return json.load(answer)
+
+
+def credited(prompt: Prompt) -> None:
+    """Two calls, the second for two choices; a reward for the first, the last choice, and maybe the episode."""
+    client = OpenAI()
+    messages: list[Any] = [{"role": "user", "content": prompt.text}]
+    first = client.chat.completions.create(model="any", messages=messages)
+    second = client.chat.completions.create(model="any", messages=messages, n=2)
+    post("/reward", {"reward": 9, "call": first.id})
+    post("/reward", {"reward": 0.5, "call": first.id})  # again: the last one counts
+    post("/reward", {"reward": -1, "call": second.id, "choice": 1})
+    if prompt.metadata.get("post"):
+        post("/reward", {"reward": 2})
+    refused = [{"reward": 1, "call": "x"}, {"reward": 1, "call": second.id}, {"reward": 1, "choice": 0}, {"rewrd": 1}]
+    for body in [*refused, {"reward": "1"}, {"reward": 1e10}]:
+        try:
+            post("/reward", body)
+        except urllib.error.HTTPError as error:
+            assert error.code == 400
+        else:
+            raise AssertionError(body)
+
+
+def killed(prompt: Prompt) -> None:
+    OpenAI().chat.completions.create(model="any", messages=[{"role": "user", "content": prompt.text}])
+    print("so far so good")
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def siblings(prompt: Prompt) -> str:

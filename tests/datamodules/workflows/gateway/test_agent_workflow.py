@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from app.batch import Trajectory
+from app.batch import CALL_REWARD, Trajectory
 from app.tree import PrefixTree
 from datamodules.inference.protocol import GenerationError, GenerationRequest
 from datamodules.processes.calls import CallFailed
@@ -29,13 +32,17 @@ def right(prompt: Prompt, text: str) -> float:
 def run(
     agent: Callable[..., Any],
     replies: Any,
-    reward: Callable[[Prompt, str], float] | None = right,
+    reward: Callable[[Prompt, Any], float] | None = right,
     engine: type[ScriptedEngine] = ScriptedEngine,
+    logs: Path | None = None,
+    task: Prompt = TASK,
     **options: Any,
 ) -> tuple[ScriptedEngine, list[Trajectory]]:
     server = engine(TOKENIZER, replies)
     workflow = AgentWorkflow(agent, **{"max_new_tokens": 200, "workers": 1, **options})
-    return server, play(workflow, server, TOKENIZER, TASK, reward)
+    if logs is not None:
+        workflow.log_to(logs)
+    return server, play(workflow, server, TOKENIZER, task, reward)
 
 
 def check_as_sampled(engine: ScriptedEngine, found: list[Trajectory]) -> None:
@@ -102,11 +109,16 @@ def test_what_would_change_the_samples_is_refused_by_name() -> None:
 
 
 @pytest.mark.parametrize(
-    ("agent", "says"), [(agents.broken, "no such fruit"), (agents.silent, "the agent asked for no reply")]
+    ("agent", "says"),
+    [
+        (agents.broken, "no such fruit"),
+        (agents.silent, "the agent asked for no reply"),
+        (agents.killed, "exited with code -9; it printed, at the end, 'so far so good'"),
+    ],
 )
-def test_an_agent_that_fails_is_not_scored(agent: Callable[..., Any], says: str) -> None:
+def test_an_agent_that_fails_is_not_scored(agent: Callable[..., Any], says: str, tmp_path: Path) -> None:
     with pytest.raises(CallFailed, match=says):
-        run(agent, ["6"])
+        run(agent, ["6"], logs=tmp_path)
 
 
 class Failing(ScriptedEngine):
@@ -122,3 +134,29 @@ def test_an_engine_that_fails_is_no_bad_answer() -> None:
 def test_an_agent_without_a_reward_is_told_so() -> None:
     with pytest.raises(ValueError, match="posted no reward"):
         run(agents.shopper, ["6"], reward=None)
+
+
+@pytest.mark.parametrize("posted", [False, True])
+def test_rewards_of_calls_come_on_top_of_the_episodes(posted: bool) -> None:
+    task = replace(TASK, metadata={"post": posted})
+    _, found = run(agents.credited, ["a", "b", "c"], None, task=task)
+    assert [one.metadata.get(CALL_REWARD) for one in found] == [0.5, None, -1.0]
+    assert {one.reward for one in found} == {2.0 if posted else 0.0}
+
+
+def test_two_rewards_of_one_episode_are_one_too_many() -> None:
+    with pytest.raises(ValueError, match="a reward was posted for the episode, and the data's reward is set"):
+        run(agents.credited, ["a", "b", "c"], task=replace(TASK, metadata={"post": True}))
+
+
+def test_a_reward_may_judge_the_transcript() -> None:
+    def cheap(prompt: Prompt, calls: list[dict[str, Any]]) -> float:
+        asked, answered = calls
+        assert [one["role"] for one in answered["messages"]] == ["user", "assistant", "tool"]
+        assert answered["messages"][0]["content"] == prompt.text and asked["tools"] == [agents.LOOK_UP]
+        (call,) = asked["reply"]["tool_calls"]
+        assert json.loads(call["function"]["arguments"]) == {"fruit": "apple"}
+        return float(prompt.answer in answered["reply"]["content"]) - 0.1 * len(calls)
+
+    _, found = run(agents.shopper, [CALL, "It is 6."], cheap, judged="transcript")
+    assert [one.reward for one in found] == [0.8, 0.8] and found[0].metadata["completion"] == "It is 6."

@@ -96,7 +96,7 @@ def test_what_a_failed_command_printed_is_kept_and_shown(tmp_path: Path) -> None
         run(command(*lines), ["x"], tmp_path)
     kept = Path(str(caught.value).split("all of it: ")[1].rstrip(")"))
     assert kept.parent == tmp_path
-    assert sorted(kept.read_text().split("\n")) == ["", "first", "no such fruit"]
+    assert "first" in kept.read_text() and "no such fruit" in kept.read_text()
 
 
 def test_a_command_ends_at_its_deadline_with_all_it_started(tmp_path: Path) -> None:

@@ -90,7 +90,7 @@ async def test_only_a_sessions_own_key_speaks_in_it() -> None:
         unknown = elsewhere[: -len(other.id)] + "0" * len(other.id)
         async with client.get(unknown + "/v1/models", headers=bearer(mine)) as answer:
             assert (answer.status, await answer.json()) == (401, told)  # like a wrong key
-        assert not mine.transcript.calls and mine.reward is None and not mine.ended.is_set()
+        assert not mine.transcript.calls and mine.rewards.total is None and not mine.ended.is_set()
         async with client.post(address + "/v1/chat/completions", json=HELLO, headers=bearer(mine)) as answer:
             assert (await answer.json())["choices"][0]["message"]["content"] == "well"
 
@@ -138,9 +138,9 @@ async def test_a_reward_is_a_finite_number_and_an_end_is_final() -> None:
         for reward in ("1", True, None, [1]):
             async with client.post(address + "/reward", json={"reward": reward}, headers=bearer(session)) as answer:
                 assert answer.status == 400 and "reward" in (await answer.json())["error"]["message"]
-        assert session.reward is None
+        assert session.rewards.total is None
         async with client.post(address + "/reward", json={"reward": 0.5}, headers=bearer(session)) as answer:
-            assert (await answer.json(), session.reward) == ({"reward": 0.5}, 0.5)
+            assert (await answer.json(), session.rewards.total) == ({"reward": 0.5, "calls": 0}, 0.5)
         async with client.post(address + "/end", headers=bearer(session)) as answer:
             assert answer.status == 200 and session.ended.is_set()
         async with client.post(address + "/v1/chat/completions", json=HELLO, headers=bearer(session)) as answer:
