@@ -1,7 +1,12 @@
-"""Splits a tree over ranks (or minibatches): contiguous in depth-first order, smallest possible maximum of the cost.
+"""Splits a tree over ranks (or minibatches), so that the part that costs most costs little.
 
 Promises: every sequence is in exactly one part; a sequence that another one extends stays with it; parts may
-be empty (fewer leaves than parts); the cut is optimal among contiguous ones and the same on every rank.
+be empty (fewer leaves than parts); no cut into parts that are contiguous in depth-first order is better, and the same
+tree is split in the same way everywhere.
+
+Contiguous parts repeat little of each other, and the best of them are found exactly. Where episodes are long and parts
+many they are uneven all the same: then subtrees are dealt too, the costliest first, each to the part that is cheapest
+with it ("longest processing time first", Graham 1969, with costs that know what a part has already).
 """
 
 from __future__ import annotations
@@ -14,10 +19,11 @@ import numpy.typing as npt
 
 from app.tree.prefix_tree import Ints, PrefixTree
 
+Floats = npt.NDArray[np.float64]
 PrefixCost = Callable[[Ints], npt.ArrayLike]
 
 
-def tokens_and_pairs(lengths: Ints) -> npt.NDArray[np.float64]:
+def tokens_and_pairs(lengths: Ints) -> Floats:
     """Cost of running prefixes of `lengths` tokens: tokens + attention pairs / 8192 (linear and quadratic FLOPs balance
     near 8,192 tokens of context for the model sizes in use)."""
     n = lengths.astype(np.float64)
@@ -27,7 +33,8 @@ def tokens_and_pairs(lengths: Ints) -> npt.NDArray[np.float64]:
 def partition(
     tree: PrefixTree, num_parts: int, cost: PrefixCost | None = None, token_limit: int | None = None
 ) -> list[list[int]]:
-    """Sequence indices of `num_parts` parts, in depth-first order, some possibly empty.
+    """Sequence indices of `num_parts` parts, each in depth-first order, some possibly empty; the parts in the order of
+    their first sequences.
 
     Args:
         tree: the tree of the whole batch.
@@ -38,11 +45,7 @@ def partition(
         token_limit: most dense tokens of a part (what its per-token columns and outputs take memory for).
 
     Raises:
-        ValueError: no contiguous cut keeps the limit.
-
-    The cost of a part is (cost of its leaves beyond what they share with their left neighbour) + (the prefix its first
-    leaf shares with the part before it, which has to be computed again). As the left end moves right the cost of a part
-    never rises, so for a given bound greedy filling is optimal and bisection finds the smallest bound.
+        ValueError: no contiguous cut keeps the limit, and none was found that is not contiguous.
     """
     if num_parts < 1:
         raise ValueError(f"num_parts must be at least 1, got {num_parts}")
@@ -53,31 +56,104 @@ def partition(
     leaves = np.array([group[-1] for group in groups], np.int64)
     full = np.asarray(run_cost(tree.sequence_length[leaves]), np.float64)
     again = np.asarray(run_cost(_shared_between_groups(tree, groups)), np.float64)
-    total = np.concatenate([[0.0], np.cumsum(full - again)])  # total[j] - total[i] + again[i]: cost of leaves i..j-1
-    dense = np.concatenate([[0], np.cumsum([tree.sequence_length[group].sum() for group in groups])])
-    most = dense[-1] if token_limit is None else token_limit
-    furthest = np.searchsorted(dense, dense + most, side="right") - 1  # the latest end of a part, by its start
-
-    low, high = float(full.max()), float(total[-1] + again[0])
-    low = max(low, high / num_parts * (1 - 1e-9))
-    low = min(low, high)
-    if _cut(total, again, furthest, high, num_parts) is None:
+    dense = np.array([tree.sequence_length[group].sum() for group in groups], np.int64)
+    most = int(dense.sum()) if token_limit is None else token_limit
+    best = _contiguous(full, again, dense, most, num_parts)
+    for share in _UNITS if num_parts > 1 else ():
+        cut = _dealt(full, again, dense, most, num_parts, share)
+        if cut is not None and (best is None or cut[0] < _WORTH * best[0]):
+            best = cut
+    if best is None:
         raise ValueError(
-            f"token_limit={token_limit}: {int(dense[-1])} tokens, at most {np.diff(dense).max()} of them inseparable,"
+            f"token_limit={token_limit}: {dense.sum()} tokens, at most {dense.max()} of them inseparable,"
             f" cannot be cut into {num_parts} parts of at most so many; raise the limit, use more parts, or make the"
             " batch smaller"
         )
-    if _cut(total, again, furthest, low, num_parts) is not None:
+    return [[i for leaf in part for i in groups[leaf]] for part in best[1]]
+
+
+_Cut = tuple[float, list[list[int]]]  # largest cost of a part; leaves of each part
+_UNITS = (1.0, 0.5, 0.25)  # subtrees that are dealt cost at most this share of the average part
+_MOST_UNITS = 16  # a part: finer ones tear shared prefixes apart, and take time
+_WORTH = 0.999  # of the cost: a gain below is none
+
+
+def _contiguous(full: Floats, again: Floats, dense: Ints, most: int, num_parts: int) -> _Cut | None:
+    """The best cut of leaves in depth-first order; None where none keeps the limit.
+
+    Args:
+        full: [leaves] cost of each alone.
+        again: [leaves] cost of what it shares with the leaf before it.
+        dense: [leaves] tokens, those of its prefix sequences included; `most`: of a part.
+
+    The cost of a part is (cost of its leaves beyond what they share with their left neighbour) + (the prefix its first
+    leaf shares with the part before it, which has to be computed again). As the left end moves right the cost of a part
+    never rises, so for a given bound greedy filling is optimal and bisection finds the smallest bound.
+    """
+    total = np.concatenate([[0.0], np.cumsum(full - again)])  # total[j] - total[i] + again[i]: cost of leaves i..j-1
+    tokens = np.concatenate([[0], np.cumsum(dense)])
+    furthest = np.searchsorted(tokens, tokens + most, side="right") - 1  # the latest end of a part, by its start
+    low, high = float(full.max()), float(total[-1] + again[0])
+    low = max(low, high / num_parts * (1 - 1e-9))
+    low = min(low, high)
+    if _fill(total, again, furthest, high, num_parts) is None:
+        return None
+    if _fill(total, again, furthest, low, num_parts) is not None:
         high = low
     while high - low > 1e-9 * high:
         middle = (low + high) / 2
-        if _cut(total, again, furthest, middle, num_parts) is None:
+        if _fill(total, again, furthest, middle, num_parts) is None:
             low = middle
         else:
             high = middle
-    bounds = _cut(total, again, furthest, high, num_parts)
+    bounds = _fill(total, again, furthest, high, num_parts)
     assert bounds is not None, "the whole tree fits the largest bound"
-    return [[i for group in groups[a:b] for i in group] for a, b in pairwise(bounds)]
+    costs = [total[b] - total[a] + again[a] for a, b in pairwise(bounds) if b > a]
+    return float(max(costs)), [list(range(a, b)) for a, b in pairwise(bounds)]
+
+
+def _dealt(full: Floats, again: Floats, dense: Ints, most: int, num_parts: int, share: float) -> _Cut | None:
+    """Subtrees of at most `share` of the average part, dealt one by one; None where there are too many of them, or one
+    finds no part with room. Arguments as `_contiguous`."""
+    total = np.concatenate([[0.0], np.cumsum(full - again)])
+    starts = _subtrees(total, again, share * total[-1] / num_parts, _MOST_UNITS * num_parts)
+    if starts is None:
+        return None
+    ends = np.append(starts[1:], len(full))
+    # What two subtrees share is the least of these between them: the places where they were taken apart lie among them.
+    cost, again = total[ends] - total[starts] + again[starts], again[starts]
+    tokens = np.add.reduceat(dense, starts)
+    there = np.zeros((num_parts, len(starts)))  # cost of what a part has of a subtree already
+    loads, held = np.zeros(num_parts), np.zeros(num_parts, np.int64)
+    owners = np.empty(len(starts), np.int64)
+    for unit in np.argsort(-cost, kind="stable"):
+        after = np.where(held + tokens[unit] <= most, loads + cost[unit] - there[:, unit], np.inf)
+        part = int(np.argmin(after))
+        if after[part] == np.inf:
+            return None
+        owners[unit], loads[part] = part, after[part]
+        held[part] += tokens[unit]
+        right, left = there[part, unit + 1 :], there[part, :unit]
+        np.maximum(right, np.minimum.accumulate(again[unit + 1 :]), out=right)
+        np.maximum(left, np.minimum.accumulate(again[unit:0:-1])[::-1], out=left)
+    dealt = [[k for u in np.flatnonzero(owners == p) for k in range(starts[u], ends[u])] for p in range(num_parts)]
+    return float(loads.max()), sorted(dealt, key=lambda part: part or [len(full)])
+
+
+def _subtrees(total: Floats, again: Floats, limit: float, most: int) -> Ints | None:
+    """First leaf of each: runs of leaves are parted where they share least until they cost at most `limit`; None where
+    that makes more than `most`."""
+    starts, left = list[int](), [(0, len(again))]
+    while left:
+        a, b = left.pop()
+        if b - a == 1 or total[b] - total[a] + again[a] <= limit:
+            starts.append(a)
+            continue
+        middle = a + 1 + int(np.argmin(again[a + 1 : b]))
+        left += [(middle, b), (a, middle)]
+        if len(starts) + len(left) > most:
+            return None
+    return np.array(starts, np.int64)
 
 
 def _leaf_groups(tree: PrefixTree) -> list[list[int]]:
@@ -101,9 +177,7 @@ def _shared_between_groups(tree: PrefixTree, groups: list[list[int]]) -> Ints:
     return tree.shared_with_previous[starts]
 
 
-def _cut(
-    total: npt.NDArray[np.float64], again: npt.NDArray[np.float64], furthest: Ints, bound: float, num_parts: int
-) -> list[int] | None:
+def _fill(total: Floats, again: Floats, furthest: Ints, bound: float, num_parts: int) -> list[int] | None:
     """Greedy bounds of at most `num_parts` parts, each costing at most `bound` and ending at most at `furthest[start]`;
     None when that is not possible."""
     slack = bound * (1 + 1e-12)

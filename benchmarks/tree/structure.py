@@ -33,7 +33,7 @@ from benchmarks.common.workloads import DEFAULT_DATA, WORKLOADS, Case, conversat
 
 MANY = 20_000
 CHUNK, LIVE = 2048, 16_384
-PARTS = {"8x4": (2, 4, 8), "50x4": (2, 4, 8, 64)}
+PARTS = {"8x4": (2, 4, 8), "50x4": (2, 4, 8, 16, 32, 64)}
 
 
 def timed(run: Callable[[], Any], repeats: int) -> dict[str, Any]:
@@ -159,6 +159,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
         "partition": [
             cut(case, parts, args.repeats) for name, case in cases.items() for parts in PARTS.get(name, (2, 4))
         ]
+        + [cut(largest, parts, args.repeats) for parts in PARTS.get(f"{sizes[-1]}x{trials}", (2, 4))]
         + [cut(crowd, 8, args.repeats)],
     }
     text = markdown(report)

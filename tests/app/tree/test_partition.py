@@ -1,4 +1,5 @@
-"""`partition`: every sequence once, the best contiguous cut (by brute force), and the balance known from real data."""
+"""`partition`: every sequence once, never worse than the best contiguous cut (by brute force), and the balance on real
+data."""
 
 from __future__ import annotations
 
@@ -39,7 +40,7 @@ def best_maximum(case: Case, num_parts: int, prefix_cost, token_limit: float = m
 
 
 @given(cases(shares=("tree",)), st.integers(1, 6))
-def test_cut_is_the_best_contiguous_one(case: Case, num_parts: int) -> None:
+def test_no_contiguous_cut_is_better(case: Case, num_parts: int) -> None:
     tree = PrefixTree.build(case.sequences, keys=case.keys)
     for cost, prefix_cost in [
         (None, brute.default_cost),
@@ -50,29 +51,35 @@ def test_cut_is_the_best_contiguous_one(case: Case, num_parts: int) -> None:
         assert len(parts) == num_parts
         assert sorted(itertools.chain(*parts)) == list(range(tree.num_sequences))
         slowest = max(part_cost(case, part, prefix_cost) for part in parts)
-        assert slowest == pytest.approx(best_maximum(case, num_parts, prefix_cost), rel=1e-6)
+        assert slowest <= best_maximum(case, num_parts, prefix_cost) * (1 + 1e-6)
 
 
 @given(cases(shares=("tree",)), st.integers(1, 6), st.integers(1, 60))
-def test_cut_within_a_limit_of_tokens_is_the_best_contiguous_one(case: Case, num_parts: int, limit: int) -> None:
+def test_no_contiguous_cut_within_a_limit_of_tokens_is_better(case: Case, num_parts: int, limit: int) -> None:
     tree = PrefixTree.build(case.sequences, keys=case.keys)
     # A sequence and its prefixes stay together, which trying single sequences does not know: skip where that matters.
     assume(len(tree.leaf_sequences) == tree.num_sequences)
     best = best_maximum(case, num_parts, brute.default_cost, limit)
-    if best == math.inf:
-        with pytest.raises(ValueError, match=f"token_limit={limit}: .* cannot be cut into {num_parts} parts"):
-            partition(tree, num_parts, token_limit=limit)
+    try:
+        parts = partition(tree, num_parts, token_limit=limit)
+    except ValueError as error:
+        assert best == math.inf and f"token_limit={limit}: " in str(error)
+        assert f"cannot be cut into {num_parts} parts" in str(error)
         return
-    parts = partition(tree, num_parts, token_limit=limit)
     assert all(sum(len(case.sequences[i]) for i in part) <= limit for part in parts)
-    assert max(part_cost(case, part, brute.default_cost) for part in parts) == pytest.approx(best, rel=1e-6)
+    assert max(part_cost(case, part, brute.default_cost) for part in parts) <= best * (1 + 1e-6)
 
 
 @given(cases(), st.integers(1, 9))
-def test_parts_are_contiguous_and_keep_prefixes_with_their_extension(case: Case, num_parts: int) -> None:
+def test_parts_keep_depth_first_order_and_prefixes_with_their_extension(case: Case, num_parts: int) -> None:
     tree = PrefixTree.build(case.sequences, keys=case.keys, share=case.share)
     parts = partition(tree, num_parts=num_parts)
-    assert list(itertools.chain(*parts)) == tree.sorted_sequences.tolist()
+    place = {i: k for k, i in enumerate(tree.sorted_sequences.tolist())}
+    places = [[place[i] for i in part] for part in parts]
+    assert sorted(itertools.chain(*places)) == list(range(tree.num_sequences))
+    assert all(part == sorted(part) for part in places)
+    firsts = [part[0] for part in places if part]
+    assert firsts == sorted(firsts) and not any(places[len(firsts) :])  # empty ones last
     assert all(isinstance(i, int) for part in parts for i in part)
     leaves = set(tree.leaf_sequences.tolist())
     names, keys = brute.words(case.sequences), case.keys or [0] * len(case.sequences)
@@ -102,6 +109,31 @@ def test_equal_leaves_are_dealt_evenly() -> None:
     assert [len(part) for part in partition(tree, num_parts=4)] == [3, 3, 3, 3]
 
 
+def test_costly_leaves_that_are_neighbours_are_dealt() -> None:
+    tree = PrefixTree.build([[1] * 3, [2] * 3, [3], [4]])
+    assert partition(tree, num_parts=2) == [[0, 2], [1, 3]]  # contiguous: 3 and 5 tokens
+    assert partition(tree, num_parts=2, token_limit=4) == [[0, 2], [1, 3]]  # contiguous: none
+    with pytest.raises(ValueError, match="at most 3 of them inseparable"):
+        partition(tree, num_parts=2, token_limit=3)
+
+
+def test_long_sequences_that_fork_are_split_better_than_contiguously() -> None:
+    """Trees like those of episodes: a wrong guess of what a part has already would be worse than a contiguous cut."""
+    gains = []
+    for seed in range(30):
+        draw = np.random.default_rng(seed)
+        sequences = [draw.integers(0, 50, draw.integers(1, 30))]
+        for _ in range(17):
+            before = sequences[draw.integers(len(sequences))]
+            kept = before[: draw.integers(len(before) + 1)]
+            sequences.append(np.concatenate([kept, draw.integers(0, 50, draw.integers(1, 30))]))
+        case = Case(sequences, None, None, "tree", 1, 1, 0)
+        parts = partition(PrefixTree.build(sequences), num_parts=5, cost=lambda n: n * 1.0)
+        slowest = max(part_cost(case, part, float) for part in parts)
+        gains.append(best_maximum(case, 5, float) / slowest)
+    assert min(gains) > 1 - 1e-6 and max(gains) > 1.05
+
+
 @pytest.mark.parametrize("num_parts", [0, -1])
 def test_no_parts_is_refused(num_parts: int) -> None:
     with pytest.raises(ValueError, match="num_parts"):
@@ -123,7 +155,7 @@ def airline_turns() -> list[np.ndarray]:
     return [whole[i][:end] for i, end in zip(data["turn_traj"], data["turn_end"]) if i in whole]
 
 
-@pytest.mark.parametrize(("num_parts", "expected"), [(2, 1.044), (4, 1.130), (8, 1.296)])
+@pytest.mark.parametrize(("num_parts", "expected"), [(2, 1.026), (4, 1.078), (8, 1.182)])
 def test_balance_on_airline_turns(airline_turns, num_parts: int, expected: float) -> None:
     """(cost of the slowest part) x (parts) / (cost of the whole tree): what sharing lost to the cut costs."""
     tree = PrefixTree.build(airline_turns)
