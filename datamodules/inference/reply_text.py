@@ -22,9 +22,13 @@ class ReplyText:
 
     Args:
         decode: of the model's tokenizer.
+
+    Attributes:
+        holds: whether the last token belongs to a character that is not whole yet.
     """
 
     def __init__(self, decode: Decode) -> None:
+        self.holds = False
         self._decode = decode
         self._tokens: list[int] = []  # the last ones: what is decoded anew with each that comes
         self._settled = 0  # of these, tokens whose text was given
@@ -37,6 +41,7 @@ class ReplyText:
         tail = now[-_MOST_HELD:]
         held = len(tail) - len(tail.rstrip(_UNKNOWN))
         whole = len(now) - held
+        self.holds = held > 0
         piece, self._said = now[self._said : whole], max(whole, self._said)
         if not held:
             # The tokens before stay for one more round: some decoders treat the first token of a text otherwise.

@@ -1,14 +1,18 @@
 """Tool calls in the text of a reply. A parser is any function `(text) -> list[ToolCall]`, named by its import path.
 
 Promises: the parsers here never raise; what cannot be read is a call with `error` set, so that the model can be told.
-Calls inside thoughts (`<think>...</think>`) are no calls.
+Calls inside thoughts (`<think>...</think>`) are no calls. `begin_of_calls` tells what a reply says before its calls,
+while it is still being made.
 """
 
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
+
+_PYTHON_TAG = "<|python_tag|>"
 
 
 @dataclass(frozen=True)
@@ -38,7 +42,7 @@ def json_calls(text: str) -> list[ToolCall]:
 
     A reply that does not begin as JSON ("{" or "[") is an answer, not a call.
     """
-    said = _said(text).strip().removeprefix("<|python_tag|>").strip()
+    said = _said(text).strip().removeprefix(_PYTHON_TAG).strip()
     if not said.startswith(("{", "[")):
         return []
     try:
@@ -46,6 +50,49 @@ def json_calls(text: str) -> list[ToolCall]:
     except (ValueError, RecursionError) as error:
         return [ToolCall(error=f"not valid JSON ({_brief(error)})")]
     return [_checked(one) for one in found] if isinstance(found, list) else [_checked(found)]
+
+
+def begin_of_calls(parser: Callable[[str], list[ToolCall]], text: str, complete: bool = True) -> int:
+    """Where the calls begin that `parser` may find in `text`; what is before is said aloud.
+
+    Args:
+        parser: one of those here; of any other both forms are looked for.
+        text: of a reply, from its beginning.
+        complete: otherwise more may follow, and the end of `text` may be the beginning of a call. What is before the
+            number returned then stays before it, whatever follows; for a parser of one's own that is nothing.
+
+    Returns:
+        `len(text)` where there are none; white space before them is theirs.
+    """
+    if parser not in (hermes_calls, json_calls) and not complete:
+        return 0
+    begins = len(text)
+    if parser is not json_calls:
+        begins = min(begins, _begin_of_marks(text, complete))
+    if parser is not hermes_calls:
+        begins = min(begins, _begin_of_json(text, complete))
+    return begins if complete and begins == len(text) else len(text[:begins].rstrip())
+
+
+def _begin_of_marks(text: str, complete: bool) -> int:
+    start = text.rfind("</think>") + 1  # no mark begins within one
+    thought, mark = text.find("<think>", start), text.find("<tool_call>", start)
+    if mark >= 0 and not 0 <= thought < mark:
+        return mark
+    return len(text) if complete or thought >= 0 else len(text) - _begun(text, "<tool_call>")
+
+
+def _begin_of_json(text: str, complete: bool) -> int:
+    start = text.rfind("</think>")
+    start = 0 if start < 0 else start + len("</think>")
+    said = text[start:].lstrip()
+    begun = said.startswith(("{", "[", _PYTHON_TAG)) or (not complete and _PYTHON_TAG.startswith(said))
+    return start if begun else len(text)
+
+
+def _begun(text: str, mark: str) -> int:
+    """Characters at the end of `text` with which `mark` begins."""
+    return next((size for size in range(min(len(mark) - 1, len(text)), 0, -1) if text.endswith(mark[:size])), 0)
 
 
 def _said(text: str) -> str:

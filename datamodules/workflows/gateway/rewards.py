@@ -28,7 +28,7 @@ class Exchange:
 
     messages: Sequence[Message]
     tools: list[dict[str, Any]] | None
-    calls: Sequence[Call]
+    calls: list[Call]
 
 
 @dataclass

@@ -8,10 +8,11 @@ that does not take its answer in time, gives its call up. It listens on the loop
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import json
 import logging
 import secrets
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -19,9 +20,10 @@ from typing import Any
 from aiohttp import web
 
 from datamodules.workflows.gateway.errors import RequestError
-from datamodules.workflows.gateway.protocols.base import EventWriter, Sampled, WireProtocol
+from datamodules.workflows.gateway.protocols.base import Asked, Sampled, WireProtocol
 from datamodules.workflows.gateway.protocols.chat_completions import ChatCompletions
-from datamodules.workflows.gateway.sessions import Session
+from datamodules.workflows.gateway.replies import Piece
+from datamodules.workflows.gateway.sessions import OnText, Session
 from datamodules.workflows.gateway.transcript import Call
 
 _log = logging.getLogger(__name__)
@@ -29,6 +31,7 @@ _PROTOCOLS: tuple[WireProtocol, ...] = (ChatCompletions(),)
 _MOST_BYTES = 32 << 20
 _DEEPEST = 64  # nesting of a request's JSON; tools' schemas need some
 _CLOSE_S = 5.0
+_LEFT = (asyncio.CancelledError, OSError, TimeoutError)  # how a client that goes away, or does not read, shows
 
 
 class Gateway:
@@ -98,32 +101,88 @@ class Gateway:
 
     async def _reply(self, protocol: WireProtocol, request: web.Request) -> web.StreamResponse:
         session = self._session(request)
-        asked = protocol.parse(await self._object(request))
+        body = await self._body(request)
+        asked = protocol.parse(_object(body))
         asked = replace(asked, model=asked.model or self.model)
-        calls = await session.reply(
-            asked.messages,
-            asked.tools,
-            max_tokens=asked.max_tokens,
-            temperature=asked.temperature,
-            stop=asked.stop,
-            seed=asked.seed,
-            n=asked.n,
-        )
-        tokens = [session.sampled(call) for call in calls] if asked.logprobs else None
-        name = calls[0].id
-        if not asked.stream:
-            return web.json_response(protocol.answer(asked, name, calls, tokens))
-        response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
-        await response.prepare(request)
-        for event in _whole(protocol.events(asked, name), calls, tokens):
-            async with asyncio.timeout(self._transfer_s):
-                await response.write(event)
-        await response.write_eof()
+        same = hashlib.blake2b(body, person=protocol.path.encode()[-16:]).digest()
+        calls = session.again(same, retried=_retries(request) > 0)
+        if asked.stream:
+            return await self._stream(protocol, request, session, asked, same, calls)
+        if calls is None:
+            calls = await _sampled(session, asked, same)
+        tokens = [_of(session, call) for call in calls] if asked.logprobs else None
+        response = web.json_response(protocol.answer(asked, calls[0].id, calls, tokens))
+        try:
+            await self._in_time(response.prepare(request))
+            await self._in_time(response.write_eof())
+        except _LEFT as error:
+            session.not_taken(same, calls)
+            _hang_up(request, error)
         return response
+
+    async def _stream(
+        self,
+        protocol: WireProtocol,
+        request: web.Request,
+        session: Session,
+        asked: Asked,
+        same: bytes,
+        calls: list[Call] | None,
+    ) -> web.StreamResponse:
+        """Events while the replies are sampled; of `calls`, where they have been already."""
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
+        name = session.new_name() if calls is None else calls[0].id
+        writer = protocol.events(asked, name)
+        said: asyncio.Queue[tuple[int, Piece] | None] = asyncio.Queue()
+        sampling: asyncio.Task[list[Call]] | None = None
+        if calls is None:
+            sampling = asyncio.create_task(
+                _sampled(session, asked, same, name, lambda k, piece: said.put_nowait((k, piece)))
+            )
+            sampling.add_done_callback(lambda _: said.put_nowait(None))
+        else:
+            for k, call in enumerate(calls):
+                said.put_nowait((k, Piece(str(call.message["content"] or ""), call.ids, call.logprobs)))
+            said.put_nowait(None)
+        try:
+            while (news := await said.get()) is not None:
+                if not response.prepared:  # what is refused before has a status
+                    await self._in_time(response.prepare(request))
+                    await self._in_time(response.write(writer.begin()))
+                k, piece = news
+                tokens = session.sampled(piece.tokens, piece.logprobs) if asked.logprobs else ()
+                if piece.text or tokens:
+                    await self._in_time(response.write(writer.text(k, piece.text, tokens)))
+            if sampling is not None:
+                calls = sampling.result()
+            assert calls is not None
+            for k, call in enumerate(calls):
+                await self._in_time(response.write(writer.end(k, call)))
+            await self._in_time(response.write(writer.finish(calls)))
+            await self._in_time(response.write_eof())
+        except RequestError as problem:
+            if not response.prepared:
+                raise
+            await self._in_time(response.write(writer.fail(problem)))
+            await self._in_time(response.write_eof())
+        except _LEFT as error:
+            if sampling is not None and not sampling.done():
+                sampling.cancel()
+            elif sampling is not None and not sampling.cancelled() and sampling.exception() is None:
+                calls = sampling.result()
+            if calls is not None:
+                session.not_taken(same, calls)
+            _hang_up(request, error)
+        return response
+
+    async def _in_time(self, sending: Awaitable[Any]) -> None:
+        """Sends, unless the client does not take it."""
+        async with asyncio.timeout(self._transfer_s):
+            await sending
 
     async def _reward(self, request: web.Request) -> web.StreamResponse:
         session = self._session(request)
-        session.rewards.post(await self._object(request), session.exchanges)
+        session.rewards.post(_object(await self._body(request)), session.exchanges)
         return web.json_response({"reward": session.rewards.episode, "calls": len(session.rewards.calls)})
 
     async def _end(self, request: web.Request) -> web.StreamResponse:
@@ -131,37 +190,64 @@ class Gateway:
         session.ended.set()
         return web.json_response({"ended": True})
 
-    async def _object(self, request: web.Request) -> dict[str, Any]:
-        """The request's JSON object."""
+    async def _body(self, request: web.Request) -> bytes:
         try:
             async with asyncio.timeout(self._transfer_s):
-                body = await request.read()
+                return await request.read()
         except TimeoutError as error:
             raise RequestError(f"the request did not arrive within {self._transfer_s:g} s", status=408) from error
-        try:
-            found = json.loads(body, parse_constant=_no_number)
-        except (ValueError, RecursionError) as error:
-            raise RequestError(f"the request is no JSON: {str(error)[:200] or 'too deep'}") from error
-        if not isinstance(found, dict):
-            raise RequestError(f"the request must be a JSON object, this is {type(found).__name__}")
-        level: list[Any] = [found]
-        for _ in range(_DEEPEST):
-            level = [inner for one in level for inner in (one.values() if isinstance(one, dict) else one)]
-            level = [one for one in level if isinstance(one, dict | list)]
-        if level:
-            raise RequestError(f"the request is nested deeper than {_DEEPEST} levels; send it flatter")
-        return found
 
 
-def _whole(writer: EventWriter, calls: Sequence[Call], tokens: Sequence[Sequence[Sampled]] | None) -> Iterator[bytes]:
-    """Complete replies as events."""
-    yield writer.begin()
-    for k, call in enumerate(calls):
-        said, of_it = str(call.message["content"] or ""), tokens[k] if tokens else ()
-        if said or of_it:
-            yield writer.text(k, said, of_it)
-        yield writer.end(k, call)
-    yield writer.finish(calls)
+async def _sampled(
+    session: Session, asked: Asked, same: bytes, name: str = "", on_text: OnText | None = None
+) -> list[Call]:
+    return await session.reply(
+        asked.messages,
+        asked.tools,
+        max_tokens=asked.max_tokens,
+        temperature=asked.temperature,
+        stop=asked.stop,
+        seed=asked.seed,
+        n=asked.n,
+        on_text=on_text,
+        name=name,
+        same=same,
+    )
+
+
+def _of(session: Session, call: Call) -> list[Sampled]:
+    return session.sampled(call.ids, call.logprobs)
+
+
+def _hang_up(request: web.Request, error: BaseException) -> None:
+    """Nothing more can be said to the client; a handler that was cancelled ends as such."""
+    if isinstance(error, asyncio.CancelledError):
+        raise error
+    if request.transport is not None:
+        request.transport.abort()
+
+
+def _retries(request: web.Request) -> int:
+    """How often the client has sent this request before, as the providers' packages say."""
+    said = request.headers.get("x-stainless-retry-count", "")
+    return int(said) if said.isascii() and said.isdigit() and len(said) < 9 else 0
+
+
+def _object(body: bytes) -> dict[str, Any]:
+    """The request's JSON object."""
+    try:
+        found = json.loads(body, parse_constant=_no_number)
+    except (ValueError, RecursionError) as error:
+        raise RequestError(f"the request is no JSON: {str(error)[:200] or 'too deep'}") from error
+    if not isinstance(found, dict):
+        raise RequestError(f"the request must be a JSON object, this is {type(found).__name__}")
+    level: list[Any] = [found]
+    for _ in range(_DEEPEST):
+        level = [inner for one in level for inner in (one.values() if isinstance(one, dict) else one)]
+        level = [one for one in level if isinstance(one, dict | list)]
+    if level:
+        raise RequestError(f"the request is nested deeper than {_DEEPEST} levels; send it flatter")
+    return found
 
 
 def _no_number(name: str) -> Any:

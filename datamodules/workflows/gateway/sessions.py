@@ -1,18 +1,19 @@
 """A session: the calls of one agent during one episode, within a budget.
 
 Promises: every reply is sampled by the episode's engine from the prompt of its own call, and recorded as it was
-sampled, once the client can have it; a call that its client gave up is neither recorded nor counted as a turn. What
-goes wrong in the engine ends the session, as a fault and not as a bad answer.
+sampled, once the client can have it; a call that its client gave up is neither recorded nor counted as a turn, and when
+it is repeated is one call (see `repeats.py`). What goes wrong in the engine ends the session, as a fault and not as a
+bad answer.
 """
 
 from __future__ import annotations
 
 import asyncio
-import json
+import functools
 import secrets
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from app import checks
@@ -23,11 +24,15 @@ from datamodules.prompts.base import Prompt
 from datamodules.workflows.base import EpisodeEngine, to_trajectory
 from datamodules.workflows.gateway.errors import RequestError
 from datamodules.workflows.gateway.protocols.base import Sampled
+from datamodules.workflows.gateway.repeats import Repeats
+from datamodules.workflows.gateway.replies import Parser, Piece, Reading, as_message, shown
 from datamodules.workflows.gateway.rewards import Exchange, Rewards
 from datamodules.workflows.gateway.transcript import Call, Rendered, Transcript
-from datamodules.workflows.tool_calls import ToolCall
 
-Parser = Callable[[str], list[ToolCall]]
+OnText = Callable[[int, Piece], None]
+"""Called on the session's event loop with the number of a choice and what it says next."""
+
+_RETRIED = (408, 409, 429)  # and from 500 on: what clients send again after
 
 
 @dataclass(frozen=True)
@@ -77,7 +82,8 @@ class Session:
         fault: why the engine could not answer; None while it can. exhausted: whether a call was beyond the budget.
         rewards: what was posted. exchanges: what was asked and answered.
         ended: set when the agent said that it is done.
-        counts: calls given up by the client, calls refused, and so on.
+        counts: `abandoned_calls` were given up by the client while they were sampled, `untaken_calls` once they were
+            complete; `repeated_calls` were answered with a reply that had been sampled before; calls of tools.
     """
 
     def __init__(self, engine: EpisodeEngine, chat: Chat, sampling: Sampling, budget: Budget, parser: Parser) -> None:
@@ -96,7 +102,9 @@ class Session:
         self._tokens = 0
         self._started = 0
         self._free = asyncio.Semaphore(budget.max_parallel)
-        self.transcript = Transcript(chat, lambda ids: engine.tokenizer.decode(ids, skip_special_tokens=False))
+        self._decode: Callable[..., str] = functools.partial(engine.tokenizer.decode, skip_special_tokens=False)
+        self._repeats = Repeats()
+        self.transcript = Transcript(chat, self._decode)
 
     async def reply(
         self,
@@ -108,8 +116,18 @@ class Session:
         stop: Sequence[str] = (),
         seed: int | None = None,
         n: int = 1,
+        on_text: OnText | None = None,
+        name: str = "",
+        same: bytes = b"",
     ) -> list[Call]:
-        """`n` replies to `messages`, recorded. Raises RequestError."""
+        """`n` replies to `messages`, recorded. Raises RequestError.
+
+        Args:
+            stop: texts that end a reply, which the client does not see.
+            on_text: told what the replies say while they are sampled, and the rest before this returns.
+            name: id of the first reply, of `new_name`; "" for a new one.
+            same: what is equal in equal requests, b"" for a request that is equal to none.
+        """
         temperature = self._sampling.temperature if temperature is None else temperature
         coldest, hottest = TEMPERATURES
         if not coldest <= temperature <= hottest:
@@ -117,7 +135,8 @@ class Session:
                 f"temperature: {temperature}, must be between {coldest:g} and {hottest:g} to be trained on",
                 param="temperature",
             )
-        stops = (*self._engine.ends.ids, *self._stop_ids(stop))
+        if "" in stop:
+            raise RequestError("stop: an empty text ends every reply; leave it out", param="stop")
         self._spend(n)
         try:
             prompt = self.transcript.prompt(messages, tools)
@@ -138,21 +157,65 @@ class Session:
                 list(prompt.tokens),
                 most,
                 temperature,
-                stops,
+                engine.ends.ids,
                 seed=None if seed is None else engine.seed(("call", seed, k)),
+                stop_texts=tuple(stop),
             )
             for k in range(n)
         ]
-        try:
-            calls = await asyncio.gather(*(self._sample(one, prompt, len(messages), bool(tools)) for one in requests))
-        except asyncio.CancelledError:
-            self.counts["abandoned_calls"] += n
-            raise
+        parser = self._parser if tools else None
+        name = name or self.new_name()
+        sampling = asyncio.gather(
+            *(
+                self._sample(
+                    name if k == 0 else f"{name}-{k}",
+                    one,
+                    prompt,
+                    len(messages),
+                    parser,
+                    None if on_text is None else functools.partial(on_text, k),
+                )
+                for k, one in enumerate(requests)
+            )
+        )
+        return await self._awaited(sampling, Exchange(messages, tools, []), same, n)
+
+    def new_name(self) -> str:
+        """Of a reply; unique."""
+        return f"{self.id}-{secrets.token_hex(6)}"
+
+    def again(self, same: bytes, retried: bool) -> list[Call] | None:
+        """The replies that were sampled for an equal request, when this one repeats it; None when it is a new one.
+
+        Args:
+            same: as in `reply`, which comes next where this is None.
+            retried: the client says that it gave an equal request up.
+        """
+        known = self._repeats.again(same, retried)
+        if known is None:
+            return None
+        self.counts["repeated_calls"] += len(known.calls)
+        if not any(one is known for one in self.exchanges):
+            self.counts["untaken_calls"] -= len(known.calls)
+            self._record(known)
+        self._repeats.taken(same, known)
+        return known.calls
+
+    def not_taken(self, same: bytes, calls: list[Call]) -> None:
+        """The client left before it had the whole answer: no training sequences, unless it asks for them again."""
+        known = self.exchanges.pop(next(k for k, one in enumerate(self.exchanges) if one.calls is calls))
         for call in calls:
+            self.transcript.remove(call)
+        self._set_aside(same, known)
+
+    def _record(self, exchange: Exchange) -> None:
+        self.exchanges.append(exchange)
+        for call in exchange.calls:
             self.transcript.add(call)
-            self._tokens += len(call.response.tokens)
-        self.exchanges.append(Exchange(messages, tools, calls))
-        return calls
+
+    def _set_aside(self, same: bytes, exchange: Exchange) -> None:
+        self.counts["untaken_calls"] += len(exchange.calls)
+        self._repeats.left(same, exchange)
 
     def trajectories(self, prompt: Prompt, reward: float) -> list[Trajectory]:
         """The training sequences: a call each, with loss on what was sampled in it."""
@@ -166,11 +229,10 @@ class Session:
                 one.metadata[CALL_REWARD] = self.rewards.calls[call.id]
         return found
 
-    def sampled(self, call: Call) -> list[Sampled]:
-        """The text and log-probability of each token of a reply."""
-        tokens, decode = call.response.tokens, self._engine.tokenizer.decode
-        texts = [str(decode([token])) for token in tokens]
-        return [Sampled(text, value) for text, value in zip(texts, call.response.logprobs, strict=True)]
+    def sampled(self, tokens: Sequence[int], logprobs: Sequence[float]) -> list[Sampled]:
+        """The text and log-probability of each token."""
+        texts = [str(self._engine.tokenizer.decode([token])) for token in tokens]
+        return [Sampled(text, value) for text, value in zip(texts, logprobs, strict=True)]
 
     def text(self) -> str:
         """What the last reply said; "" before the first, and of one that only calls tools."""
@@ -188,20 +250,47 @@ class Session:
             raise RequestError(f"the session may use {what}, which are spent", code="session_budget_exceeded")
         self._started += n
 
-    def _stop_ids(self, texts: Sequence[str]) -> list[int]:
-        found = []
-        for text in texts:
-            tokens = self._engine.tokenizer.encode(text, add_special_tokens=False)
-            if len(tokens) != 1:
-                raise RequestError(
-                    f"stop: {text!r} is {len(tokens)} tokens of this model, and a reply can only end at one token",
-                    param="stop",
-                    code="unsupported_parameter",
-                )
-            found += tokens
-        return found
+    async def _awaited(
+        self, sampling: asyncio.Future[list[Call]], exchange: Exchange, same: bytes, n: int
+    ) -> list[Call]:
+        """The replies, recorded, unless their client leaves first."""
+        same = same or secrets.token_bytes(16)
+        self._repeats.begin(same, sampling)
+        try:
+            calls = await sampling
+        except asyncio.CancelledError:
+            if sampling.done() and not sampling.cancelled() and sampling.exception() is None:
+                self._set_aside(same, replace(exchange, calls=sampling.result()))
+                raise
+            self.counts["abandoned_calls"] += n
+            task = asyncio.current_task()
+            if task is None or task.cancelling():
+                self._repeats.given_up(same)
+                raise
+            raise RequestError("the client sent this request again, which gives this call up") from None
+        except RequestError as error:
+            if error.status >= 500 or error.status in _RETRIED:
+                self._repeats.given_up(same)
+            raise
+        finally:
+            self._repeats.end(same, sampling)
+        exchange = replace(exchange, calls=calls)
+        self._record(exchange)
+        self._repeats.taken(same, exchange)
+        return calls
 
-    async def _sample(self, request: GenerationRequest, prompt: Rendered, messages: int, with_tools: bool) -> Call:
+    async def _sample(
+        self,
+        name: str,
+        request: GenerationRequest,
+        prompt: Rendered,
+        messages: int,
+        parser: Parser | None,
+        say: Callable[[Piece], None] | None,
+    ) -> Call:
+        reading = Reading(self._decode, request.stop_texts, parser, request.stop_token_ids)
+        if say is not None:
+            request.on_tokens = _on_this_loop(reading, say)
         async with self._free:
             try:
                 response = await self._engine.generate(request)
@@ -210,36 +299,31 @@ class Session:
                 raise RequestError(
                     "the engine failed; the session is over", status=503, code="engine_failed"
                 ) from error
-        tokens, decode = response.tokens, self._engine.tokenizer.decode
+        self._tokens += len(response.tokens)
+        tokens = response.tokens
         ended = bool(tokens) and tokens[-1] in request.stop_token_ids
-        reply = str(decode(tokens[:-1] if ended else tokens, skip_special_tokens=False))
-        end = str(decode(tokens[-1:], skip_special_tokens=False)) if ended else ""
-        name = f"{self.id}-{secrets.token_hex(6)}"
-        message = self._message(name, reply, with_tools)
-        return Call(name, request, response, messages, prompt.text, reply, end, message)
+        seen = shown(tokens, ended, request.stop_texts, self._decode)
+        end = self._decode(tokens[-1:]) if ended and seen.tokens == len(tokens) else ""
+        message, malformed = as_message(name, seen.text, parser)
+        for what, count in (("malformed_calls", malformed), ("tool_calls", len(message.get("tool_calls", ())))):
+            if count:
+                self.counts[what] += count
+        if say is not None:
+            said = str(message["content"] or "")
+            say(reading.finish(said, tokens[: seen.tokens], response.logprobs[: seen.tokens]))
+        return Call(name, request, response, messages, prompt.text, seen.text[: seen.whole], end, seen.tokens, message)
 
-    def _message(self, name: str, reply: str, with_tools: bool) -> Message:
-        """The reply as clients know it; calls that cannot be read stay text, as on other servers."""
-        found: list[ToolCall] = []
-        if with_tools:
-            try:
-                found = self._parser(reply)
-            except Exception as error:  # a user's own parser
-                found = [ToolCall(error=f"{type(error).__name__}: {error}")]
-        malformed = sum(bool(one.error) for one in found)
-        if malformed:
-            self.counts["malformed_calls"] += malformed
-        if malformed or not found:
-            return {"role": "assistant", "content": reply}
-        said = reply.lstrip()
-        content = "" if said.startswith(("{", "[")) else reply.partition("<tool_call>")[0].rstrip()
-        calls = [
-            {
-                "id": f"call_{name}_{k}",
-                "type": "function",
-                "function": {"name": one.name, "arguments": json.dumps(one.arguments, ensure_ascii=False)},
-            }
-            for k, one in enumerate(found)
-        ]
-        self.counts["tool_calls"] += len(calls)
-        return {"role": "assistant", "content": content or None, "tool_calls": calls}
+
+def _on_this_loop(reading: Reading, say: Callable[[Piece], None]) -> Callable[[Sequence[int], Sequence[float]], None]:
+    """For engines, which call from their own threads."""
+    loop = asyncio.get_running_loop()
+
+    def hear(tokens: list[int], logprobs: list[float]) -> None:
+        piece = reading.add(tokens, logprobs)
+        if piece.text:
+            say(piece)
+
+    def on_tokens(tokens: Sequence[int], logprobs: Sequence[float]) -> None:
+        loop.call_soon_threadsafe(hear, list(tokens), list(logprobs))
+
+    return on_tokens

@@ -18,9 +18,9 @@ from typing import Any, Literal
 from datamodules.conversations.chat_template import Chat, Message
 from datamodules.inference.protocol import GenerationRequest, GenerationResponse
 
-Drift = Literal["thoughts", "arguments", "edited"]
+Drift = Literal["thoughts", "arguments", "stops", "edited"]
 """Why a later prompt shows a reply otherwise than it was sampled: its beginning is left out, its calls are written
-otherwise, or something else."""
+otherwise, it ended at a stop text, which is not shown, or something else."""
 
 
 @dataclass(frozen=True)
@@ -32,8 +32,10 @@ class Call:
         request, response: as the engine had them.
         messages: number of those that the prompt was rendered from.
         prompt: text of the prompt.
-        reply: text of the reply, special tokens included, without the one that ended it.
-        end: text of that; "" where the reply was cut off.
+        reply: text of the reply, special tokens included, without the one that ended it; up to the last whole token
+            before a stop text.
+        end: text of that; "" where the reply was cut off, or ended at a text.
+        kept: number of the sampled tokens that say `reply` and `end`.
         message: the reply as the client was given it.
     """
 
@@ -44,7 +46,18 @@ class Call:
     prompt: str
     reply: str
     end: str
+    kept: int
     message: Message
+
+    @property
+    def ids(self) -> list[int]:
+        """The sampled tokens that later prompts may show."""
+        return self.response.tokens[: self.kept]
+
+    @property
+    def logprobs(self) -> list[float]:
+        """Theirs, in nats."""
+        return self.response.logprobs[: self.kept]
 
 
 @dataclass(frozen=True)
@@ -80,6 +93,10 @@ class Transcript:
         for name in _names(call.message):
             self._said[name] = call
 
+    def remove(self, call: Call) -> None:
+        """A reply that the client did not take after all; `add` it once it does."""
+        self.calls.remove(call)
+
     def prompt(self, messages: Sequence[Message], tools: list[dict[str, Any]] | None) -> Rendered:
         """What the model is sent for these messages. Raises ValueError when the template cannot render them."""
         text = self._chat.text([_for_template(one) for one in messages], tools)
@@ -87,7 +104,9 @@ class Transcript:
         tokens: list[int] = []
         at = seen = 0
         if before is not None:
-            tokens = [*before.request.tokens, *before.response.tokens]
+            tokens = [*before.request.tokens, *before.ids]
+            if before.kept < len(before.response.tokens):
+                self.drift["stops"] += 1
             at = len(before.prompt) + len(before.reply) + len(before.end)
             seen = before.messages + 1
         for start, end, shown in self._replies(text, messages[seen:], at):
@@ -128,7 +147,9 @@ class Transcript:
             whole = call.reply + call.end
             if (start := text.find(whole, begins, ends)) >= 0:
                 at = start + len(whole)
-                yield start, at, call.response.tokens
+                if call.kept < len(call.response.tokens):
+                    self.drift["stops"] += 1
+                yield start, at, call.ids
                 continue
             shown = self._from_some_token(call, text[begins:ends])
             if shown is None:

@@ -27,7 +27,7 @@ def pieces(ids: list[int], sizes: list[int]) -> tuple[list[str], str]:
     return found, text.finish()
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(st.one_of(TEXTS, IDS), st.lists(st.integers(0, 3), max_size=90))
 def test_pieces_are_the_whole_text(ids: list[int], sizes: list[int]) -> None:
     found, rest = pieces(ids, sizes)
@@ -52,7 +52,7 @@ def test_bytes_that_are_no_characters_cost_no_more_than_others() -> None:
     assert said == DECODE(bad * 500) and max(seen) < 80
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(TEXTS, st.lists(st.text("ab€😀", min_size=1, max_size=3), min_size=1, max_size=4))
 def test_a_stop_is_found_with_the_token_that_completes_it(ids: list[int], stops: list[str]) -> None:
     first = next(

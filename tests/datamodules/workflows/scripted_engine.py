@@ -60,8 +60,8 @@ WITH_CALLS = CHATML.replace(
 class ScriptedEngine(FakeEngine):
     """Says `replies` one after the other, or what a function makes of the request.
 
-    A reply is text (the end-of-sequence token follows) or token ids as they are. Longer ones than asked for are cut.
-    The log-probability of the k-th generated token of all is -k / 1000, its version k // 10.
+    A reply is text (the end-of-sequence token follows) or token ids as they are. Longer ones than asked for are cut,
+    as are those with a stop text. The k-th generated token of all has log-probability -k / 1000 and version k // 10.
     """
 
     def __init__(
@@ -76,6 +76,7 @@ class ScriptedEngine(FakeEngine):
         self._tokenizer = tokenizer
         self._replies = replies
         self._made = 0
+        self.pace_s = 0.0  # between two tokens of a reply that somebody reads along
 
     async def generate(self, request: GenerationRequest) -> GenerationResponse:
         request.validate(self.vocab_size, self.max_context)
@@ -84,15 +85,22 @@ class ScriptedEngine(FakeEngine):
         reply = self._replies(request) if callable(self._replies) else self._replies[len(self.responses)]
         if isinstance(reply, str):
             reply = [*self._tokenizer.encode(reply, add_special_tokens=False), self._tokenizer.eos_token_id]
+        stops = request.stops()
         tokens = reply[: request.max_new_tokens]
+        stopped = None if stops is None else stops.end(tokens)
+        tokens = tokens[:stopped]
         places = range(self._made, self._made + len(tokens))
         self._made += len(tokens)
         response = GenerationResponse(
             tokens,
             [-k / 1000 for k in places],
             [k // 10 for k in places],
-            "stop" if tokens and tokens[-1] in request.stop_token_ids else "length",
+            "stop" if stopped or (tokens and tokens[-1] in request.stop_token_ids) else "length",
         )
+        if request.on_tokens is not None:
+            for token, logprob in zip(tokens, response.logprobs, strict=True):
+                request.tell([token], [logprob])
+                await asyncio.sleep(self.pace_s)
         self.responses.append(response)
         return response
 

@@ -44,6 +44,7 @@ _ROLES = ("system", "developer", "user", "assistant", "tool")
 _MESSAGES_FIELDS = ("role", "content", "name", "tool_call_id", "reasoning_content", "tool_calls")
 _MESSAGES_WITHOUT_EFFECT = ("annotations",)  # citations, which a client sends back as it got them
 _MOST_CHOICES = 128
+_MOST_STOPS = 4
 
 
 class ChatCompletions(WireProtocol):
@@ -65,6 +66,9 @@ class ChatCompletions(WireProtocol):
         older, most = left.pop("max_tokens", None), left.pop("max_completion_tokens", None)
         key, most = ("max_tokens", older) if most is None else ("max_completion_tokens", most)
         stop = left.pop("stop", None)
+        stops = fields.texts("stop", [stop] if isinstance(stop, str) else stop)
+        if len(stops) > _MOST_STOPS:
+            raise RequestError(f"stop: {len(stops)} texts, at most {_MOST_STOPS} are possible", param="stop")
         options = left.pop("stream_options", None)
         options = {} if options is None else fields.an_object("stream_options", options)
         asked = Asked(
@@ -73,7 +77,7 @@ class ChatCompletions(WireProtocol):
             tools=None if choice == "none" else tools,
             max_tokens=fields.number(key, most, int, 1),
             temperature=fields.number("temperature", left.pop("temperature", None), float, 0),
-            stop=fields.texts("stop", [stop] if isinstance(stop, str) else stop),
+            stop=stops,
             seed=fields.number("seed", left.pop("seed", None), int, -(2**63), 2**63 - 1),
             n=fields.number("n", left.pop("n", None), int, 1, _MOST_CHOICES) or 1,
             logprobs=fields.flag("logprobs", left.pop("logprobs", None)),

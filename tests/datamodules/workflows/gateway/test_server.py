@@ -5,15 +5,17 @@ from __future__ import annotations
 import asyncio
 import functools
 import json
+import socket
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from typing import Any
+from urllib.parse import urlsplit
 
 import aiohttp
 import pytest
 
 from datamodules.conversations.chat_template import Chat
-from datamodules.inference.protocol import GenerationRequest
+from datamodules.inference.protocol import GenerationError, GenerationRequest
 from datamodules.workflows.base import EpisodeEngine
 from datamodules.workflows.gateway import Budget, Session
 from datamodules.workflows.gateway.server import Gateway
@@ -54,9 +56,9 @@ class Slow(ScriptedEngine):
         return await super().generate(request)
 
 
-def new_session(engine: ScriptedEngine) -> Session:
+def new_session(engine: ScriptedEngine, most: int = 64) -> Session:
     episode = EpisodeEngine(engine, TOKENIZER, None, name="e", seed="s")  # type: ignore[arg-type]
-    return Session(episode, Chat(TOKENIZER), Sampling(64), Budget(), hermes_calls)
+    return Session(episode, Chat(TOKENIZER), Sampling(most), Budget(), hermes_calls)
 
 
 @asynccontextmanager
@@ -177,3 +179,172 @@ async def test_a_request_that_does_not_arrive_is_told_so() -> None:
         client.post(address + "/v1/chat/completions", data=half(), headers=bearer(session)) as answer,
     ):
         assert answer.status == 408 and "within 0.2 s" in (await answer.json())["error"]["message"]
+
+
+async def ask(client: aiohttp.ClientSession, address: str, session: Session, retries: int = 0, **more: Any) -> str:
+    headers = {**bearer(session), "x-stainless-retry-count": str(retries)}
+    async with client.post(address + "/v1/chat/completions", json={**HELLO, **more}, headers=headers) as answer:
+        assert answer.status == 200, await answer.text()
+        return str((await answer.json())["choices"][0]["message"]["content"])
+
+
+@on_a_loop
+async def test_a_repetition_of_a_call_that_was_given_up_is_sampled_anew_and_is_one_call() -> None:
+    engine = Slow()
+    session = new_session(engine)
+    async with serving(session) as (client, (address,)):
+        call = asyncio.create_task(ask(client, address, session))
+        await asyncio.wait_for(engine.asked.wait(), WAIT_S)
+        call.cancel()
+        await asyncio.wait_for(engine.cancelled.wait(), WAIT_S)
+        engine.go_on.set()
+        assert await ask(client, address, session, retries=1) == "well"
+    assert len(session.transcript.calls) == 1 and "repeated_calls" not in session.counts
+
+
+@on_a_loop
+async def test_a_repetition_of_an_answer_that_was_lost_is_given_that_very_answer() -> None:
+    session = new_session(ScriptedEngine(TOKENIZER, ["one", "two", "three"]))
+    async with serving(session) as (client, (address,)):
+        assert await ask(client, address, session) == "one"
+        assert await ask(client, address, session, retries=1) == "one"  # the client says that it never got it
+        assert await ask(client, address, session) == "two"  # it does not say so: a call of its own
+        assert await ask(client, address, session, seed=1) == "three"
+    assert len(session.transcript.calls) == 3 and session.counts["repeated_calls"] == 1
+
+
+@pytest.mark.parametrize(("stream", "n"), [(False, 32), (True, 6)])
+@on_a_loop
+async def test_a_complete_answer_that_was_not_taken_is_no_sequence_until_it_is_asked_for_again(
+    stream: bool, n: int
+) -> None:
+    engine = ScriptedEngine(TOKENIZER, ["well " * 400] * (n + 1))
+    session = new_session(engine, 2000)
+    body = {**HELLO, "n": n, "logprobs": True, "stream": stream}  # far more than the kernel keeps for a slow reader
+    async with serving(session, transfer_s=0.3) as (client, (address,)):
+        address += "/v1/chat/completions"
+        held = socket.socket()
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        held.setblocking(False)
+        url = urlsplit(address)
+        await asyncio.get_running_loop().sock_connect(held, (url.hostname, url.port))
+        _, writer = await asyncio.open_connection(sock=held, limit=4096)
+        said = json.dumps(body).encode()
+        head = f"POST {url.path} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(said)}\r\n"
+        writer.write(f"{head}Authorization: Bearer {session.key}\r\n\r\n".encode() + said)
+        async with asyncio.timeout(WAIT_S):
+            while not session.counts["untaken_calls"]:
+                await asyncio.sleep(0.02)
+        assert not session.transcript.calls and session.counts["untaken_calls"] == n
+        writer.transport.abort()
+        # An equal request, though it does not call itself a repetition.
+        async with client.post(address, json=body, headers=bearer(session)) as answer:
+            assert answer.status == 200 and (await answer.read()).count(b'"logprob": ') == n * 2000
+    assert len(session.transcript.calls) == n == len(engine.responses)
+    assert (session.counts["untaken_calls"], session.counts["repeated_calls"]) == (0, n)
+
+
+@on_a_loop
+async def test_a_repetition_ends_the_first_where_that_still_looks_alive() -> None:
+    engine = Slow()
+    session = new_session(engine)
+    async with serving(session) as (client, (address,)):
+        first = asyncio.create_task(client.post(address + "/v1/chat/completions", json=HELLO, headers=bearer(session)))
+        await asyncio.wait_for(engine.asked.wait(), WAIT_S)
+        second = asyncio.create_task(ask(client, address, session, retries=1))
+        await asyncio.wait_for(engine.cancelled.wait(), WAIT_S)
+        engine.go_on.set()
+        assert await second == "well"
+        assert (await first).status == 400 and "sent this request again" in await (await first).text()
+    assert len(session.transcript.calls) == 1 and session.counts["abandoned_calls"] == 1
+
+
+@on_a_loop
+async def test_equal_calls_side_by_side_are_two() -> None:
+    engine = Slow()
+    session = new_session(engine)
+    async with serving(session) as (client, (address,)):
+        calls = [asyncio.create_task(ask(client, address, session)) for _ in range(2)]
+        await asyncio.wait_for(engine.asked.wait(), WAIT_S)
+        await asyncio.sleep(0.1)
+        engine.go_on.set()
+        assert await asyncio.gather(*calls) == ["well", "well"]
+    assert len(session.transcript.calls) == 2 and not session.counts
+
+
+async def events(answer: aiohttp.ClientResponse) -> AsyncIterator[dict[str, Any]]:
+    async for line in answer.content:
+        if line.startswith(b"data: {"):
+            yield json.loads(line[6:])
+
+
+@on_a_loop
+async def test_a_stream_says_what_is_sampled_as_it_is_sampled() -> None:
+    """And holds back what is not to be seen."""
+    engine = ScriptedEngine(TOKENIZER, ["It is 3\u20ac.STOP and more", "never"])
+    engine.pace_s = 0.01
+    session = new_session(engine)
+    body = {**HELLO, "stream": True, "stop": "STOP", "logprobs": True, "stream_options": {"include_usage": True}}
+    said: list[str] = []
+    before: list[int] = []  # texts that came while the reply was sampled
+    async with (
+        serving(session) as (client, (address,)),
+        client.post(address + "/v1/chat/completions", json=body, headers=bearer(session)) as answer,
+    ):
+        found = []
+        async for one in events(answer):
+            found.append(one)
+            if one["choices"] and (text := one["choices"][0]["delta"].get("content")):
+                said.append(text)
+                before += [] if session.transcript.calls else [len(said)]
+    assert "".join(said) == "It is 3\u20ac." and len(before) > 5
+    told = [t for one in found for c in one["choices"] if c["logprobs"] for t in c["logprobs"]["content"]]
+    call = session.transcript.calls[0]
+    assert [t["logprob"] for t in told] == call.logprobs and len(call.logprobs) < len(call.response.tokens)
+    assert found[-2]["choices"][0]["finish_reason"] == "stop"
+    assert found[-1]["usage"]["completion_tokens"] == len(call.response.tokens)
+    assert found[0]["id"] == f"chatcmpl-{call.id}"
+
+
+@on_a_loop
+async def test_a_client_that_leaves_in_mid_stream_gives_its_call_up() -> None:
+    engine = ScriptedEngine(TOKENIZER, ["a long reply"])
+    engine.pace_s = 0.05
+    session = new_session(engine)
+    body = {**HELLO, "stream": True}
+    async with serving(session) as (client, (address,)):
+        address += "/v1/chat/completions"
+        async with client.post(address, json=body, headers=bearer(session)) as answer:
+            async for one in events(answer):
+                if one["choices"][0]["delta"].get("content"):
+                    break
+            answer.close()
+        async with asyncio.timeout(WAIT_S):
+            while not session.counts["abandoned_calls"]:
+                await asyncio.sleep(0.02)
+        engine.pace_s = 0.0
+        async with client.post(address, json=body, headers=bearer(session)) as answer:
+            deltas = [one["choices"][0]["delta"] async for one in events(answer)]
+    assert "".join(one.get("content", "") for one in deltas) == "a long reply"
+    assert len(session.transcript.calls) == len(engine.responses) == 1 and len(engine.seen) == 2
+
+
+@on_a_loop
+async def test_a_stream_that_cannot_begin_has_a_status_and_one_that_breaks_off_says_so() -> None:
+    class Breaking(ScriptedEngine):
+        async def generate(self, request: GenerationRequest) -> Any:
+            request.tell(TOKENIZER.encode("ab", add_special_tokens=False), [-1.0, -1.0])
+            await asyncio.sleep(0.05)
+            raise GenerationError("no server is left")
+
+    session = new_session(Breaking(TOKENIZER, []))
+    async with serving(session) as (client, (address,)):
+        address += "/v1/chat/completions"
+        body = {**HELLO, "stream": True}
+        async with client.post(address, json={**body, "stop": ["a"] * 5}, headers=bearer(session)) as answer:
+            assert answer.status == 400 and "at most 4" in await answer.text()
+        async with client.post(address, json=body, headers=bearer(session)) as answer:
+            found = [one async for one in events(answer)]
+        assert answer.status == 200 and found[-1]["error"]["code"] == "engine_failed"
+        async with client.post(address, json=body, headers=bearer(session)) as answer:
+            assert answer.status == 503

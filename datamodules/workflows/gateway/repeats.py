@@ -1,0 +1,76 @@
+"""Calls that a client gave up, and the same calls once they come again: what tells a repetition from a second call.
+
+A client that waits too long, or whose connection breaks, leaves and sends the same request once more. Where the reply
+was still being sampled, that ended with the client's leaving, and the repetition is sampled anew. Where it was
+complete, the repetition gets that very reply, so that no sampled token is lost and none is trained twice.
+
+Promises: a request is a repetition when its client says so (the providers' clients count their retries), or when an
+equal one was left with a complete reply that nobody has taken; everything else is a call of its own. Where the first is
+still being sampled because its connection looks alive, a repetition ends it, unless several equal ones run and nobody
+can tell which of them it repeats.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import defaultdict
+from dataclasses import dataclass, field
+
+from datamodules.workflows.gateway.rewards import Exchange
+from datamodules.workflows.gateway.transcript import Call
+
+
+@dataclass
+class _Request:
+    running: list[asyncio.Future[list[Call]]] = field(default_factory=list)
+    given_up: int = 0  # whose repetition has not come yet
+    left: list[Exchange] = field(default_factory=list)  # complete, and not taken
+    taken: Exchange | None = None  # the last answer that went out
+
+
+class Repeats:
+    """The requests of a session, told apart by their bytes."""
+
+    def __init__(self) -> None:
+        self._requests: defaultdict[bytes, _Request] = defaultdict(_Request)
+
+    def again(self, request: bytes, retried: bool) -> Exchange | None:
+        """The reply to give once more; None where it is to be sampled.
+
+        Args:
+            request: what makes it equal to another one.
+            retried: the client says that it gave an equal one up.
+        """
+        known = self._requests[request]
+        if known.left:
+            return known.left.pop(0)
+        if not retried:
+            return None
+        if known.given_up:
+            known.given_up -= 1
+            return None
+        if len(known.running) == 1:
+            known.running[0].cancel()
+        return None if known.running else known.taken
+
+    def begin(self, request: bytes, sampling: asyncio.Future[list[Call]]) -> None:
+        """It is being sampled; cancelled when its repetition comes first."""
+        self._requests[request].running.append(sampling)
+
+    def end(self, request: bytes, sampling: asyncio.Future[list[Call]]) -> None:
+        self._requests[request].running.remove(sampling)
+
+    def taken(self, request: bytes, exchange: Exchange) -> None:
+        """The answer went out, as far as one can know."""
+        self._requests[request].taken = exchange
+
+    def given_up(self, request: bytes) -> None:
+        """Nothing came of it: its client left, or was told to come again."""
+        self._requests[request].given_up += 1
+
+    def left(self, request: bytes, exchange: Exchange) -> None:
+        """Its client left before it had the complete answer."""
+        known = self._requests[request]
+        known.left.append(exchange)
+        if known.taken is exchange:
+            known.taken = None

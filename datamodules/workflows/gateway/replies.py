@@ -1,0 +1,135 @@
+"""What a client sees of a reply: its text, its calls, and nothing from a stop text on; while it is sampled, and then.
+
+Promises: the pieces of a reply that is sent as it is made are its text as it is sent whole; what may be the beginning
+of a call or of a stop text is held back until it is known; ids are not touched.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from datamodules.conversations.chat_template import Message
+from datamodules.inference.reply_text import Decode, ReplyText, cut_at_stop, maybe_stop
+from datamodules.workflows.tool_calls import ToolCall, begin_of_calls
+
+Parser = Callable[[str], list[ToolCall]]
+
+
+class Piece(NamedTuple):
+    """Of a reply.
+
+    Attributes:
+        text: said aloud; may be empty.
+        tokens, logprobs: sampled for it, or for what is not said aloud, in order; log-probabilities in nats.
+    """
+
+    text: str
+    tokens: list[int]
+    logprobs: list[float]
+
+
+class Shown(NamedTuple):
+    """How a whole reply looks to its client.
+
+    Attributes:
+        text: without what ended it.
+        whole: how much of it is the text of whole tokens from the first on; all of it, unless a stop text cut it.
+        tokens: their number, and that of the token which ended the reply.
+    """
+
+    text: str
+    whole: int
+    tokens: int
+
+
+def shown(tokens: list[int], ended: bool, stops: Sequence[str], decode: Decode) -> Shown:
+    """What is seen of the sampled `tokens`, the last of which ended the reply where it `ended`."""
+    text = decode(tokens[:-1] if ended else tokens)
+    cut = cut_at_stop(text, stops)
+    if cut is None:
+        return Shown(text, len(text), len(tokens))
+    reply, size, whole, kept = ReplyText(decode), 0, 0, 0
+    for count, token in enumerate(tokens, 1):
+        size += len(reply.add([token]))
+        if size + reply.holds <= cut:
+            whole, kept = size, count
+    return Shown(text[:cut], whole, kept)
+
+
+def as_message(name: str, text: str, parser: Parser | None) -> tuple[Message, int]:
+    """The reply as clients know it, and how many calls in it cannot be read: then all of it stays text.
+
+    Args:
+        name: unique; ids of calls hold it.
+        text: what is seen of it.
+        parser: finds calls; None where no tools were offered.
+    """
+    found: list[ToolCall] = []
+    if parser is not None:
+        try:
+            found = parser(text)
+        except Exception as error:  # a user's own parser
+            found = [ToolCall(error=f"{type(error).__name__}: {error}")]
+    malformed = sum(bool(one.error) for one in found)
+    if parser is None or malformed or not found:
+        return {"role": "assistant", "content": text}, malformed
+    calls = [
+        {
+            "id": f"call_{name}_{k}",
+            "type": "function",
+            "function": {"name": one.name, "arguments": json.dumps(one.arguments, ensure_ascii=False)},
+        }
+        for k, one in enumerate(found)
+    ]
+    return {"role": "assistant", "content": text[: begin_of_calls(parser, text)] or None, "tool_calls": calls}, 0
+
+
+class Reading:
+    """The text of one reply as far as it may be shown.
+
+    Args:
+        decode: token ids to text, special tokens included.
+        stops: texts at which it ends.
+        parser: finds calls; None where no tools were offered.
+        ends: tokens that end it, and are no text.
+    """
+
+    def __init__(self, decode: Decode, stops: Sequence[str], parser: Parser | None, ends: Sequence[int]) -> None:
+        self._reply = ReplyText(decode)
+        self._stops, self._parser, self._ends = stops, parser, ends
+        self._text = ""
+        self._given = 0  # characters of it
+        self._waiting: list[tuple[int, int, float]] = []  # (characters until then, token, log-probability)
+        self._tokens = 0  # that were given
+        self._complete = False
+
+    def add(self, tokens: Sequence[int], logprobs: Sequence[float]) -> Piece:
+        """What may be shown now and could not be before; nothing more once it was finished."""
+        if self._complete:
+            return Piece("", [], [])
+        for token, logprob in zip(tokens, logprobs, strict=True):
+            if token in self._ends:
+                break
+            self._text += self._reply.add([token])
+            self._waiting.append((len(self._text) + self._reply.holds, token, logprob))
+        cut = cut_at_stop(self._text, self._stops)
+        known = len(self._text) - maybe_stop(self._text, self._stops) if cut is None else cut
+        if self._parser is not None:
+            known = min(known, begin_of_calls(self._parser, self._text[:known], complete=False))
+        known = max(known, self._given)
+        piece, self._given = self._text[self._given : known], known
+        count = next((k for k, (until, _, _) in enumerate(self._waiting) if until > known), len(self._waiting))
+        if not piece:  # tokens come with the text they make
+            return Piece("", [], [])
+        said, self._waiting = self._waiting[:count], self._waiting[count:]
+        self._tokens += count
+        return Piece(piece, [token for _, token, _ in said], [logprob for _, _, logprob in said])
+
+    def finish(self, content: str, tokens: list[int], logprobs: list[float]) -> Piece:
+        """The rest of the complete reply's text, and of its tokens."""
+        self._complete = True
+        given = self._text[: self._given]
+        rest = content.removeprefix(given) if content.startswith(given) else ""
+        return Piece(rest, tokens[self._tokens :], logprobs[self._tokens :])

@@ -1,0 +1,126 @@
+"""What a client sees of replies: pieces and wholes agree, stop texts and calls are held back, ids stay."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from functools import partial
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from datamodules.conversations.chat_template import Chat
+from datamodules.inference.reply_text import cut_at_stop
+from datamodules.workflows.base import EpisodeEngine
+from datamodules.workflows.gateway import Budget, Session
+from datamodules.workflows.gateway.replies import Parser, Reading, as_message, shown
+from datamodules.workflows.gateway.sessions import Sampling
+from datamodules.workflows.tool_calls import ToolCall, begin_of_calls, hermes_calls, json_calls
+from tests.datamodules.workflows.gateway.agents import LOOK_UP
+from tests.datamodules.workflows.scripted_engine import WITH_CALLS, ScriptedEngine
+from tests.helpers.recorded_samples import byte_tokenizer
+
+TOKENIZER = byte_tokenizer(WITH_CALLS)
+DECODE = partial(TOKENIZER.decode, skip_special_tokens=False)
+END = TOKENIZER.eos_token_id
+
+
+def own_calls(text: str) -> list[ToolCall]:
+    return hermes_calls(text)
+
+
+WORDS = [
+    "<think>",
+    "</think>",
+    "<tool_call>",
+    "</tool_call>",
+    '{"name": "f"}',
+    "<tool",
+    "a",
+    "é",
+    "😀",
+    " ",
+    "\n",
+    "END",
+]
+REPLIES = st.lists(st.sampled_from(WORDS), max_size=12).map("".join)
+PARSERS: list[Parser | None] = [None, hermes_calls, json_calls, own_calls]
+
+
+@pytest.mark.parametrize("parser", PARSERS)
+@settings(max_examples=60, deadline=None)
+@given(REPLIES, st.lists(st.sampled_from(["END", "a", "é ", "</think>"]), max_size=2), st.booleans(), st.randoms())
+def test_pieces_are_the_message(
+    parser: Parser | None, text: str, stops: list[str], ended: bool, draw: random.Random
+) -> None:
+    tokens = TOKENIZER.encode(text, add_special_tokens=False)
+    end = next((k for k in range(1, len(tokens) + 1) if cut_at_stop(DECODE(tokens[:k]), stops) is not None), None)
+    tokens = tokens[:end] if end else [*tokens, END] if ended else tokens
+    logprobs = [-k / 10 for k in range(len(tokens))]
+    seen = shown(tokens, bool(tokens) and tokens[-1] == END, stops, DECODE)
+    content = as_message("m", seen.text, parser)[0]["content"] or ""
+    reading, pieces, at = Reading(DECODE, stops, parser, [END]), [], 0
+    while at < len(tokens):
+        size = draw.randint(1, 4)
+        pieces.append(reading.add(tokens[at : at + size], logprobs[at : at + size]))
+        at += size
+    pieces.append(reading.finish(content, tokens[: seen.tokens], logprobs[: seen.tokens]))
+    assert "".join(one.text for one in pieces) == content
+    assert [token for one in pieces for token in one.tokens] == tokens[: seen.tokens]
+    assert [value for one in pieces for value in one.logprobs] == logprobs[: seen.tokens]
+    assert seen.text == text[: cut_at_stop(text, stops)] or not end
+    assert seen.text.startswith(DECODE(tokens[: seen.tokens]).removesuffix("<|end|>")) and seen.whole <= len(seen.text)
+
+
+@pytest.mark.parametrize(
+    ("text", "aloud"),
+    [
+        ("so I look <tool_c", "so I look"),
+        ("so I look <b", "so I look <b"),
+        ("<think>a <tool_call> b", "<think>a <tool_call> b"),
+        ("<think>a</think>b <tool_call>{", "<think>a</think>b"),
+    ],
+)
+def test_what_may_become_a_call_is_held_back(text: str, aloud: str) -> None:
+    assert text[: begin_of_calls(hermes_calls, text, complete=False)] == aloud
+    assert begin_of_calls(own_calls, text, complete=False) == 0
+    assert begin_of_calls(json_calls, "<|py", complete=False) == begin_of_calls(json_calls, " [", complete=False) == 0
+
+
+def test_text_comes_while_it_is_sampled_and_calls_at_the_end() -> None:
+    reply = 'I l😀k.\n<tool_call>\n{"name": "look_up", "arguments": {"fruit": "apple"}}\n</tool_call>'
+    server = ScriptedEngine(TOKENIZER, [reply])
+    engine = EpisodeEngine(server, TOKENIZER, None, name="e", seed="s")  # type: ignore[arg-type]
+    session = Session(engine, Chat(TOKENIZER), Sampling(400), Budget(), hermes_calls)
+    pieces: list[str] = []
+    answered: list[int] = []
+
+    async def run() -> None:
+        said = [{"role": "user", "content": "look"}]
+        calls = await session.reply(said, [LOOK_UP], on_text=lambda k, piece: pieces.append(piece.text))
+        answered.append(len(pieces))
+        assert calls[0].message["content"] == "I l😀k." and calls[0].message["tool_calls"]
+
+    asyncio.run(run())
+    assert pieces == ["I", " l", "😀", "k", ".", ""] or pieces == [*"I l😀k.", ""]
+
+
+def test_a_reply_that_ends_at_a_text_is_trained_whole_and_shown_up_to_it() -> None:
+    """What is sent back keeps the ids before the stop; the tree forks there."""
+    server = ScriptedEngine(TOKENIZER, ["It is three.STOP and more", "well"])
+    engine = EpisodeEngine(server, TOKENIZER, None, name="e", seed="s")  # type: ignore[arg-type]
+    session = Session(engine, Chat(TOKENIZER), Sampling(400), Budget(), hermes_calls)
+
+    async def run() -> None:
+        said = [{"role": "user", "content": "look"}]
+        (call,) = await session.reply(said, stop=["STOP", "never"])
+        assert call.message["content"] == "It is three." and call.response.finish_reason == "stop"
+        assert DECODE(call.response.tokens) == "It is three.STOP"
+        await session.reply([*said, call.message, {"role": "user", "content": "go on"}])
+
+    asyncio.run(run())
+    first, second = session.transcript.calls
+    before = [*first.request.tokens, *first.ids]
+    assert len(first.ids) < len(first.response.tokens) and second.request.tokens[: len(before)] == before
+    assert dict(session.transcript.drift) == {"stops": 1}
