@@ -12,8 +12,8 @@ not a recipe.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import Any, Literal
 
 import lightning as L
 import numpy as np
@@ -22,7 +22,8 @@ import torch
 from app import checks
 from app.batch import RolloutBatch, Trajectory
 from datamodules.conversations.chat import ChatEncoder, load_chat_tokenizer, load_system, load_transcripts
-from datamodules.conversations.selection import choose, first_trials, grouped
+from datamodules.conversations.selection import best_and_worst, choose, first_trials, grouped
+from datamodules.conversations.sessions import Session, load_sessions
 from datamodules.conversations.tokens import QWEN3_THINK_IDS, Conversation, RecordedDataError, Workload, load_npz
 from datamodules.files.data_files import resolve
 from datamodules.pipeline import fingerprint
@@ -35,7 +36,8 @@ class RecordedDataModule(L.LightningDataModule):
     """Groups of recorded conversations, `tasks_per_batch` of them a batch.
 
     Args:
-        path: token arrays (`.npz`), or conversations as text (`.jsonl`, `.jsonl.gz`; these need `tokenizer`).
+        path: token arrays (`.npz`); conversations as text (`.jsonl`, `.jsonl.gz`; these need `tokenizer`); or a
+            directory of recorded batches, which `arborist gateway --record` and `RolloutDataModule(record=...)` write.
             `${ARBORIST_DATA}` and other environment variables are expanded.
         workload: "turns", every generated turn is a sequence (its prompt, then the turn; loss on the turn alone);
             "whole", one sequence a conversation, loss on all generated tokens; "think", as "turns" with an empty
@@ -45,6 +47,10 @@ class RecordedDataModule(L.LightningDataModule):
         tasks: names of the tasks to use; None uses all.
         min_reward: leaves out conversations of a smaller reward, for supervised training on those that went well; they
             are counted in the log.
+        pairs: of each task only the conversations of largest and smallest reward, for preference optimisation
+            (objective `dpo`); tasks whose rewards are all equal are left out and counted in the log.
+        unrewarded: what becomes of recorded sessions without a reward: "leave_out", or "keep" for imitation, where
+            rewards mean nothing; None refuses them.
         tokenizer: directory of a tokenizer with a chat template, for text (with token arrays: only for "think",
             whose block is otherwise written in Qwen3's ids).
         system: `*_system.json` with the system prompt and tools that precede every conversation, for text.
@@ -74,27 +80,39 @@ class RecordedDataModule(L.LightningDataModule):
         seed: int = 0,
         batches_per_epoch: int | None = None,
         min_reward: float | None = None,
+        pairs: bool = False,
+        unrewarded: Literal["leave_out", "keep"] | None = None,
     ) -> None:
         super().__init__()
         counts = {"tasks_per_batch": tasks_per_batch, "trials": trials, "batches_per_epoch": batches_per_epoch}
         checks.at_least(1, counts)
         if not path:
             raise ValueError("path: it is empty; name a file of recorded conversations")
-        text = not path.endswith(".npz")
+        if unrewarded is not None:
+            checks.one_of("unrewarded", unrewarded, ("leave_out", "keep"))
+        if pairs:
+            checks.no_effect("with pairs", {"trials": trials})
+        text = path.endswith((".jsonl", ".jsonl.gz"))
+        arrays = path.endswith(".npz")
         if text and tokenizer is None:
             raise ValueError(f"tokenizer: '{path}' holds text; give the directory of a tokenizer with a chat template")
-        if not text:
+        if not (text or arrays):
+            checks.no_effect(f"on the recorded batches of '{path}'", {"tokenizer": tokenizer, "system": system})
+            if workload != "turns":
+                raise ValueError(f"workload: {workload}, but '{path}' holds sequences already; leave it at turns")
+        if arrays:
             unused = None if workload == "think" else tokenizer
             checks.no_effect(f"on the token arrays of '{path}'", {"tokenizer": unused, "system": system})
         self.path, self.workload, self.tokenizer, self.system = path, workload, tokenizer, system
         self.tasks_per_batch, self.trials, self.tasks = tasks_per_batch, trials, tasks
         self.shuffle, self.seed, self.min_reward = shuffle, seed, min_reward
+        self.pairs, self.unrewarded = pairs, unrewarded
         self._batches_per_epoch = batches_per_epoch
         self._think_ids: tuple[int, ...] = QWEN3_THINK_IDS
-        self._groups: list[list[Conversation]] = []
+        self._groups: list[list[Conversation | Session]] = []
         self._position = Position()
         chosen = {"workload": workload, "tasks_per_batch": tasks_per_batch, "trials": trials, "tasks": tasks}
-        dealt = {"min_reward": min_reward, "shuffle": shuffle, "seed": seed}
+        dealt = {"min_reward": min_reward, "shuffle": shuffle, "seed": seed, "pairs": pairs, "unrewarded": unrewarded}
         self._made_with = {key: str(value) for key, value in (chosen | dealt).items()}
 
     def setup(self, stage: str | None = None) -> None:
@@ -105,9 +123,12 @@ class RecordedDataModule(L.LightningDataModule):
         if self._groups:
             return
         conversations = self._good(self._load())
-        self._made_with["path"] = fingerprint.of_file(resolve(self.path, "data.path"))
+        if self.path.endswith((".npz", ".jsonl", ".jsonl.gz")):
+            self._made_with["path"] = fingerprint.of_file(resolve(self.path, "data.path"))
         groups = choose(grouped(conversations), self.tasks, self.path)
         self._groups = [first_trials(group, self.trials) for group in groups.values()]
+        if self.pairs:
+            self._groups = self._preferences(self._groups)
         if self.tasks_per_batch > len(self._groups):
             raise RecordedDataError(
                 f"tasks_per_batch: {self.tasks_per_batch}, but {len(self._groups)} tasks are chosen from {self.path}"
@@ -162,7 +183,32 @@ class RecordedDataModule(L.LightningDataModule):
         fingerprint.compare(state, self._made_with)
         self._position.load_state_dict(state)
 
-    def _good(self, conversations: list[Conversation]) -> list[Conversation]:
+    def _preferences(self, groups: list[list[Conversation | Session]]) -> list[list[Conversation | Session]]:
+        pairs = [pair for pair in map(best_and_worst, groups) if pair]
+        if not pairs:
+            raise RecordedDataError(
+                f"pairs: no task of {self.path} has two conversations of different rewards; record more, or leave it"
+                " out"
+            )
+        if len(pairs) < len(groups):
+            _log.info(
+                "pairs: %d of %d tasks are left out, their rewards are equal", len(groups) - len(pairs), len(groups)
+            )
+        return pairs
+
+    def _rewarded(self, sessions: list[Session]) -> list[Session]:
+        without = [one for one in sessions if not one.is_rewarded]
+        if not without or self.unrewarded == "keep":
+            return sessions
+        if self.unrewarded is None or len(without) == len(sessions):
+            raise RecordedDataError(
+                f"unrewarded: {len(without)} of {len(sessions)} sessions have no reward (the first:"
+                f" {without[0].source}); set it to keep for imitation, or to leave_out where others have one"
+            )
+        _log.info("unrewarded: leaves out %d of %d sessions", len(without), len(sessions))
+        return [one for one in sessions if one.is_rewarded]
+
+    def _good(self, conversations: Sequence[Conversation | Session]) -> Sequence[Conversation | Session]:
         least = self.min_reward
         if least is None:
             return conversations
@@ -178,7 +224,9 @@ class RecordedDataModule(L.LightningDataModule):
         )
         return good
 
-    def _load(self) -> list[Conversation]:
+    def _load(self) -> Sequence[Conversation | Session]:
+        if not self.path.endswith((".npz", ".jsonl", ".jsonl.gz")):
+            return self._rewarded(load_sessions(resolve(self.path, "data.path", "directory")))
         file = resolve(self.path, "data.path")
         encoder = None
         if self.tokenizer is not None:

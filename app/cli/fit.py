@@ -58,6 +58,7 @@ VERBS = {
     "inspect": "app.cli.inspect",
     "bench": "app.cli.bench",
     "serve": "app.cli.serve",
+    "gateway": "app.cli.gateway",
     "export": "app.cli.export",
     "doctor": "app.cli.doctor",
 }
@@ -108,7 +109,7 @@ class ArboristCLI(LightningCLI):
             parser_class=ArboristParser,
             parser_kwargs={
                 "description": "Asynchronous RL post-training on Lightning. "
-                "More verbs: data, inspect, bench, serve, export, doctor."
+                "More verbs: data, inspect, bench, serve, gateway, export, doctor."
             },
             args=args,
         )

@@ -6,13 +6,17 @@ Promise: a selection that the recordings cannot give is refused by name and sour
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TypeVar
 
+from datamodules.conversations.sessions import Session
 from datamodules.conversations.tokens import Conversation, RecordedDataError
 
+Episode = TypeVar("Episode", Conversation, Session, Conversation | Session)
 
-def grouped(conversations: Sequence[Conversation]) -> dict[tuple[str, str], list[Conversation]]:
+
+def grouped(conversations: Sequence[Episode]) -> dict[tuple[str, str], list[Episode]]:
     """Conversations of one task and one policy, ordered by trial, in the file's order of tasks."""
-    groups: dict[tuple[str, str], list[Conversation]] = {}
+    groups: dict[tuple[str, str], list[Episode]] = {}
     for conversation in conversations:
         group = groups.setdefault((conversation.task, conversation.model), [])
         twin = next((other for other in group if other.trial == conversation.trial), None)
@@ -26,8 +30,8 @@ def grouped(conversations: Sequence[Conversation]) -> dict[tuple[str, str], list
 
 
 def choose(
-    groups: dict[tuple[str, str], list[Conversation]], tasks: list[str | int] | None, path: str
-) -> dict[tuple[str, str], list[Conversation]]:
+    groups: dict[tuple[str, str], list[Episode]], tasks: list[str | int] | None, path: str
+) -> dict[tuple[str, str], list[Episode]]:
     """The groups of the tasks of these names (None: all), in the file's order."""
     if tasks is None:
         return groups
@@ -40,7 +44,7 @@ def choose(
     return {key: group for key, group in groups.items() if key[0] in names}
 
 
-def first_trials(group: list[Conversation], trials: int | None) -> list[Conversation]:
+def first_trials(group: list[Episode], trials: int | None) -> list[Episode]:
     """The first `trials` conversations of a group (None: all)."""
     if trials is None:
         return group
@@ -50,3 +54,9 @@ def first_trials(group: list[Conversation], trials: int | None) -> list[Conversa
             "or choose other `tasks`"
         )
     return group[:trials]
+
+
+def best_and_worst(group: list[Episode]) -> list[Episode]:
+    """The conversations of largest and smallest reward, in this order; [] where all rewards are equal."""
+    best, worst = max(group, key=lambda one: one.reward), min(group, key=lambda one: one.reward)
+    return [best, worst] if best.reward > worst.reward else []

@@ -42,9 +42,21 @@ class Gateway:
         host: interface.
         port: 0 for any that is free.
         transfer_s: seconds for a request to arrive, and for a client to take a piece of its answer.
+        opens: makes the session of a name that is not there, for a client with this key; None refuses the client, as
+            without it all are.
+        ended: called with a session that its client has ended, before the client is told.
     """
 
-    def __init__(self, model: str = "policy", host: str = "127.0.0.1", port: int = 0, transfer_s: float = 60.0) -> None:
+    def __init__(
+        self,
+        model: str = "policy",
+        host: str = "127.0.0.1",
+        port: int = 0,
+        transfer_s: float = 60.0,
+        opens: Callable[[str, str], Session | None] | None = None,
+        ended: Callable[[Session], Awaitable[None]] | None = None,
+    ) -> None:
+        self._opens, self._ended = opens, ended
         self.model = model
         self._transfer_s = transfer_s
         self.address = ""
@@ -85,11 +97,14 @@ class Gateway:
 
     def _session(self, request: web.Request) -> Session:
         """The session of the path, if the request may speak in it; unknown ones and wrong keys are told alike."""
-        session = self._sessions.get(request.match_info["session"])
+        name = request.match_info["session"]
         kind, _, key = request.headers.get("Authorization", "").partition(" ")
         key = key.strip() if kind.lower() == "bearer" else request.headers.get("x-api-key", "")
+        session = self._sessions.get(name)
+        if session is None and self._opens is not None and (session := self._opens(name, key)) is not None:
+            self.admit(session)
         wanted = session.key if session is not None else secrets.token_urlsafe(32)
-        if not secrets.compare_digest(key.encode("utf-8", "surrogateescape"), wanted.encode()) or session is None:
+        if not same_key(key, wanted) or session is None:
             raise RequestError("no session of this address and key", status=401, code="invalid_api_key")
         return session
 
@@ -188,6 +203,8 @@ class Gateway:
     async def _end(self, request: web.Request) -> web.StreamResponse:
         session = self._session(request)
         session.ended.set()
+        if self._ended is not None:
+            await self._ended(session)
         return web.json_response({"ended": True})
 
     async def _body(self, request: web.Request) -> bytes:
@@ -248,6 +265,11 @@ def _object(body: bytes) -> dict[str, Any]:
     if level:
         raise RequestError(f"the request is nested deeper than {_DEEPEST} levels; send it flatter")
     return found
+
+
+def same_key(given: str, wanted: str) -> bool:
+    """In a time that tells nothing."""
+    return secrets.compare_digest(given.encode("utf-8", "surrogateescape"), wanted.encode())
 
 
 def _no_number(name: str) -> Any:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import secrets
+import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -76,9 +77,11 @@ class Session:
         chat: the model's template.
         sampling, budget: see there.
         parser: finds the calls of tools in a reply's text.
+        name, key: its id and key; both are drawn where they are not given.
 
     Attributes:
-        id: part of the URL. key: what a client must show.
+        id: part of the URL. key: what a client must show. touched: when it last asked or was answered, by
+            `time.monotonic`.
         fault: why the engine could not answer; None while it can. exhausted: whether a call was beyond the budget.
         rewards: what was posted. exchanges: what was asked and answered.
         ended: set when the agent said that it is done.
@@ -86,9 +89,19 @@ class Session:
             complete; `repeated_calls` were answered with a reply that had been sampled before; calls of tools.
     """
 
-    def __init__(self, engine: EpisodeEngine, chat: Chat, sampling: Sampling, budget: Budget, parser: Parser) -> None:
-        self.id = secrets.token_hex(8)
-        self.key = secrets.token_urlsafe(32)
+    def __init__(
+        self,
+        engine: EpisodeEngine,
+        chat: Chat,
+        sampling: Sampling,
+        budget: Budget,
+        parser: Parser,
+        name: str | None = None,
+        key: str | None = None,
+    ) -> None:
+        self.id = name or secrets.token_hex(8)
+        self.key = key or secrets.token_urlsafe(32)
+        self.touched = time.monotonic()
         self.fault: Exception | None = None
         self.exhausted = False
         self.rewards = Rewards()
@@ -212,6 +225,7 @@ class Session:
         self.exchanges.append(exchange)
         for call in exchange.calls:
             self.transcript.add(call)
+        self.touched = time.monotonic()
 
     def _set_aside(self, same: bytes, exchange: Exchange) -> None:
         self.counts["untaken_calls"] += len(exchange.calls)
@@ -239,6 +253,7 @@ class Session:
         return str(self.transcript.calls[-1].message["content"] or "") if self.transcript.calls else ""
 
     def _spend(self, n: int) -> None:
+        self.touched = time.monotonic()
         if self.fault is not None:
             raise RequestError("the engine failed; the session is over", status=503, code="engine_failed")
         if self.ended.is_set():

@@ -1,0 +1,179 @@
+"""`arborist gateway`: a process that agents are pointed at, what it records, and how it ends."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+import torch
+
+from app.cli import gateway, main
+from datamodules.conversations.sequence_files import load_sequences
+from datamodules.conversations.tokens import RecordedDataError
+from datamodules.files.recording import read_batch, versions
+from datamodules.recorded import RecordedDataModule
+from modules.models import ModelSource, build_model
+from tests.datamodules.workflows.gateway import agents
+from tests.datamodules.workflows.scripted_engine import WITH_CALLS
+from tests.helpers.recorded_samples import byte_tokenizer
+from tests.helpers.tiny_model import TINY_WITH_ENDS
+
+ROOT = Path(__file__).parents[3]
+KEY = "k" * 20
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random chat model of bytes."""
+    path = tmp_path_factory.mktemp("model")
+    torch.manual_seed(0)
+    tokenizer = byte_tokenizer(WITH_CALLS)
+    build_model(
+        ModelSource(config={**TINY_WITH_ENDS, "vocab_size": len(tokenizer), "max_position_embeddings": 1024})
+    ).save_pretrained(path)
+    tokenizer.save_pretrained(path)
+    return path
+
+
+@contextmanager
+def running(*options: str, key: str | None = KEY) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """The process, and where its sessions are."""
+    environment = {name: value for name, value in os.environ.items() if name != gateway.KEY_VARIABLE}
+    environment |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"} | ({gateway.KEY_VARIABLE: key} if key else {})
+    process = subprocess.Popen(
+        [sys.executable, "-m", "app", "gateway", "--port", "0", *options],
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        assert process.stdout is not None
+        line = process.stdout.readline().strip()
+        assert line.endswith("/r/<session>/v1"), process.communicate(timeout=20)
+        yield process, line.removesuffix("/<session>/v1")
+    finally:
+        process.kill()
+        process.wait(20)
+
+
+def client(at: str, session: str, key: str = KEY) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{at}/{session}/v1", api_key=key, max_retries=0)
+
+
+def converse(at: str, session: str, text: str = "hello", turns: int = 2) -> list[str]:
+    """Ids of the replies."""
+    speaks, found = client(at, session), []
+    messages: list[Any] = [{"role": "user", "content": text}]
+    for _ in range(turns):
+        answer = speaks.chat.completions.create(model="any", messages=messages, max_completion_tokens=8)
+        found.append(answer.id)
+        said = answer.choices[0].message.content
+        messages += [{"role": "assistant", "content": said}, {"role": "user", "content": "go on"}]
+    return found
+
+
+def post(monkeypatch: pytest.MonkeyPatch, at: str, session: str, path: str, body: dict[str, Any]) -> Any:
+    monkeypatch.setenv("ANTHROPIC_BASE_URL", f"{at}/{session}")
+    monkeypatch.setenv("OPENAI_API_KEY", KEY)
+    return agents.post(path, body)
+
+
+def test_sessions_are_recorded_when_they_end_or_the_gateway_does(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    record = tmp_path / "recorded"
+    with running("--model", str(model), "--record", str(record)) as (process, at):
+        first, second = converse(at, "good")
+        post(monkeypatch, at, "good", "/reward", {"reward": 0.5, "call": first})
+        post(monkeypatch, at, "good", "/reward", {"reward": 1})
+        assert versions(record) == []
+        assert post(monkeypatch, at, "good", "/end", {}) == {"ended": True}
+        assert versions(record) == [0]
+        with pytest.raises(openai.PermissionDeniedError, match="the session has ended"):
+            converse(at, "good")
+        with pytest.raises(openai.AuthenticationError):
+            client(at, "bad", "wrong").models.list()
+        converse(at, "bad")
+        post(monkeypatch, at, "bad", "/reward", {"reward": 0})
+        converse(at, "silent", "something else", 1)
+        client(at, "empty").models.list()
+        process.send_signal(signal.SIGTERM)
+        _, said = process.communicate(timeout=60)
+        assert process.returncode == 0 and "3 session(s) recorded" in said and KEY not in said
+    groups = [read_batch(record, version)[0] for version in versions(record)]
+    assert len({one.prompt_id for one in groups}) == 2  # those that began alike are one task
+    assert [len(one.trajectories) for one in groups] == [2, 2, 1]
+    assert [one.trajectories[0].metadata["session"] for one in groups] == ["good", "bad", "silent"]
+    assert groups[0].trajectories[0].metadata["call_reward"] == 0.5 and second != first
+
+    found = load_sequences(record)
+    assert len(found.tokens) == 5
+    assert [int(mask.sum()) for mask in found.trained] == [
+        len(one.tokens[one.loss_mask]) for group in groups for one in group.trajectories
+    ]
+    main(["inspect", str(record), "--out", str(tmp_path / "out")])
+    assert "5 sequences" in capsys.readouterr().out
+
+    with pytest.raises(RecordedDataError, match="unrewarded: 1 of 3 sessions have no reward"):
+        RecordedDataModule(str(record)).setup("fit")
+    imitated = RecordedDataModule(str(record), unrewarded="leave_out", min_reward=1.0)
+    imitated.setup("fit")
+    batch = imitated.batch(0)
+    assert len(batch) == 2 and batch.rewards.tolist() == [1.0, 1.0]
+    assert torch.equal(batch.tokens, torch.cat([one.tokens for one in groups[0].trajectories]))
+    assert torch.equal(batch.loss_mask, torch.cat([one.loss_mask for one in groups[0].trajectories]))
+    pairs = RecordedDataModule(str(record), unrewarded="leave_out", pairs=True)
+    pairs.setup("fit")
+    batch = pairs.batch(0)
+    assert batch.rewards.tolist() == [1.0, 1.0, 0.0, 0.0] and batch.episode_ids.tolist() == [0, 0, 1, 1]
+
+    with running("--model", str(model), "--record", str(record), "--idle_s", "1") as (process, at):
+        converse(at, "third", turns=1)
+        post(monkeypatch, at, "third", "/end", {})
+        converse(at, "lost", turns=1)
+        process.kill()
+    assert versions(record) == [0, 1, 2, 3]  # behind those before; the kill has cost the session under way
+
+
+def test_without_a_key_one_is_drawn_and_silence_ends_a_session(model: Path, tmp_path: Path) -> None:
+    with running("--model", str(model), "--record", str(tmp_path), "--idle_s", "0.2", key=None) as (process, at):
+        assert process.stderr is not None
+        said = [process.stderr.readline() for _ in range(3)]
+        key = said[1].rsplit(" ", 1)[1].strip()
+        assert len(key) > 20
+        client(at, "s", key).chat.completions.create(
+            model="any", messages=[{"role": "user", "content": "x"}], max_completion_tokens=2
+        )
+        ends = 200
+        while not versions(tmp_path) and ends:
+            ends -= 1
+            signal.sigtimedwait([], 0.05)
+        assert versions(tmp_path) == [0]
+        process.send_signal(signal.SIGINT)
+        assert process.wait(60) == 0
+        assert key.encode() not in (tmp_path / "batch_00000000.safetensors").read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("options", "key", "says"),
+    [
+        (["--model", "nowhere"], KEY, "--model: nowhere holds no config.json"),
+        (["--model", "nowhere"], "short", "ARBORIST_GATEWAY_KEY: must be at least 8"),
+    ],
+)
+def test_what_cannot_be_served(options: list[str], key: str, says: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(gateway.KEY_VARIABLE, key)
+    parser = argparse.ArgumentParser()
+    gateway.add_arguments(parser)
+    with pytest.raises(gateway.CannotStart, match=says):
+        gateway.run(parser.parse_args(options))
