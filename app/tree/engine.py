@@ -20,10 +20,11 @@ from transformers import PreTrainedModel
 
 from app.tree.attention import BACKENDS, choose_backend
 from app.tree.calibrate import measure_rates
-from app.tree.checkpointing import checkpointable
 from app.tree.executor import BatchedLoss, Executor, check_scalar
 from app.tree.heads import Heads
 from app.tree.memory import auto_budgets
+from app.tree.model.checkpointing import checkpointable
+from app.tree.model.refusals import refuse_dropout, refuse_unsupported, transformers_model
 from app.tree.outputs import OUTPUT_NAMES, FlatOutputs, TreeOutputs
 from app.tree.planning.cost import ModelShape
 from app.tree.planning.dense import dense_plan
@@ -31,8 +32,8 @@ from app.tree.planning.plan import ExecutionPlan
 from app.tree.planning.planner import plan
 from app.tree.planning.timing import CPU_RATES, Rates, TimeModel
 from app.tree.prefix_tree import PrefixTree
-from app.tree.refusals import refuse_dropout, refuse_unsupported, transformers_model
 from app.tree.self_check import Budgets, CheckReport, SelfCheckError, Subject, compare
+from app.tree.states.layers import StateLayers
 
 LossFn = Callable[[Any, Any], Tensor]
 
@@ -90,7 +91,8 @@ class TreeEngine:
             raise ValueError(f"on_mismatch={on_mismatch!r} has no effect without self_check; set self_check=True")
         self.on_mismatch, self.dense, self._verified = on_mismatch, False, not self_check
         self.model = transformers_model(model)
-        refuse_unsupported(self.model)
+        self.state_layers = StateLayers.of(self.model)
+        refuse_unsupported(self.model, self.state_layers.indices)
         self.chunk_tokens, self.live_tokens = chunk_tokens, live_tokens
         self.temperature = temperature
         self.attention = attention
@@ -244,7 +246,17 @@ class TreeEngine:
         per_sequence = None if temperatures is None else _temperatures(tree, temperatures)
         backend = choose_backend(self.attention, self.model)
         execution, names = execution or self.plan(tree), frozenset(want)
-        return Executor(self.model, self.heads, execution, names, self.temperature, per_sequence, backend, with_grads)
+        return Executor(
+            self.model,
+            self.heads,
+            execution,
+            names,
+            self.temperature,
+            per_sequence,
+            backend,
+            self.state_layers,
+            with_grads,
+        )
 
     def _validate(self, tree: PrefixTree, want: Sequence[str]) -> None:
         """Refuses input the model cannot compute, naming the output or the sequence."""

@@ -20,12 +20,16 @@ from transformers import PreTrainedModel
 from app.tree.attention import tree_attention_on
 from app.tree.attention.chunk_attention import Backend, ChunkAttention
 from app.tree.attention.path_cache import KeyValue, PathCache
-from app.tree.checkpointing import checkpointed
 from app.tree.heads import Heads, Kept
+from app.tree.model.checkpointing import checkpointed
 from app.tree.outputs import FlatOutputs
 from app.tree.planning.layout import Layout, layout
 from app.tree.planning.plan import ExecutionPlan
 from app.tree.prefix_tree import Ints
+from app.tree.states.functions import ARGUMENT
+from app.tree.states.layers import StateLayers
+from app.tree.states.piece_states import PieceStates, States
+from app.tree.states.piece_tree import PieceTree
 from app.tree.transfer import on_device
 
 BatchedLoss = Callable[[FlatOutputs, Tensor], Tensor]
@@ -40,6 +44,7 @@ class _Run:
     hidden: Tensor  # [n, H]
     rows: Tensor  # rows whose hidden states predict scored tokens
     predicted: Tensor  # tree tokens they predict
+    states: PieceStates | None  # of layers that carry one
     kept: Kept | None = None  # what the heads keep for the backward that follows
 
 
@@ -49,6 +54,8 @@ class _Open:
 
     pieces: dict[int, int]  # piece -> first row in the run that provided keys
     keys_values: dict[int, KeyValue]  # until the last piece is in the path cache
+    ends: States  # of the pieces that others hang below
+    end_grads: States = field(default_factory=dict)  # what these owe them, in float32 or float64
     run: _Run | None = None  # with the graph
     pushed: int = 0  # pieces
     returned: dict[int, dict[int, KeyValue]] = field(default_factory=dict)  # piece -> gradients, by layer
@@ -66,11 +73,11 @@ class Executor:
         temperature: float,
         per_sequence: np.ndarray[Any, np.dtype[np.float64]] | None,
         backend: Backend,
+        state_layers: StateLayers,
         with_grads: bool,
     ) -> None:
         self.model, self.body, self.heads, self.plan, self.want = model, model.base_model, heads, plan, want
-        self.backend, self.with_grads = backend, with_grads
-        self.layers = model.config.get_text_config().num_hidden_layers
+        self.backend, self.state_layers, self.with_grads = backend, state_layers, with_grads
         tree = plan.tree
         parameter = next(model.parameters())
         self.device = parameter.device
@@ -90,6 +97,11 @@ class Executor:
         self.loss_fn: BatchedLoss | None = None
         self.cache = PathCache(plan.longest_path, with_grads)
         self.open: dict[int, _Open] = {}
+        self._hung: list[dict[int, int]] = [{} for _ in plan.chunks]  # pieces that others hang below -> their order
+        for below in plan.chunks if state_layers.mixers else ():
+            if below.parent >= 0:
+                hung = self._hung[below.parent]
+                hung.setdefault(below.parent_piece, len(hung))
 
     def run(self, loss_fn: BatchedLoss | None = None) -> Tensor:
         """Executes the plan; returns the summed loss as a tensor on the model's device.
@@ -132,7 +144,7 @@ class Executor:
             _accumulate_in_float32(self.model, self.heads.value_head)
         attention = nullcontext() if self.plan.dense else tree_attention_on(self.model)
         try:
-            with torch.set_grad_enabled(self.with_grads), attention:
+            with torch.set_grad_enabled(self.with_grads), attention, self.state_layers.noted():
                 yield
         finally:
             self.heads.release()
@@ -199,7 +211,27 @@ class Executor:
             )
             grad.index_add_(0, run.rows, row_grads)  # a state before a fork predicts several tokens
         if run.hidden.requires_grad:
-            torch.autograd.backward(run.hidden, grad)
+            ends, end_grads = self._owed_to_ends(run, state)
+            torch.autograd.backward([run.hidden, *ends], [grad, *end_grads])
+            self._owe_to_starts(index, run)
+
+    def _owed_to_ends(self, run: _Run, state: _Open) -> tuple[list[Tensor], list[Tensor]]:
+        """States at the ends of a run's pieces, and their gradients: more roots of its backward."""
+        ends = run.states.ends if run.states is not None else {}
+        roots = [key for key, grad in state.end_grads.items() if ends[key].requires_grad]
+        return [ends[key] for key in roots], [state.end_grads[key].to(ends[key].dtype) for key in roots]
+
+    def _owe_to_starts(self, index: int, run: _Run) -> None:
+        """A chunk's gradient of the states it started from is added to that of the end it hangs below."""
+        chunk = self.plan.chunks[index]
+        for key, start in run.states.starts.items() if run.states is not None else ():
+            if start.grad is None:
+                continue
+            above = self.open[chunk.parent]
+            if key not in above.end_grads:
+                dtype = torch.promote_types(torch.float32, start.dtype)
+                above.end_grads[key] = torch.zeros_like(above.ends[key], dtype=dtype, requires_grad=False)
+            above.end_grads[key][self._hung[chunk.parent][chunk.parent_piece]] += start.grad[0]
 
     def _run(self, index: int, only: Sequence[int] | None, store: bool) -> _Run:
         """The model over a chunk's tokens, or those of its pieces `only`: [n] rows of hidden states."""
@@ -207,18 +239,39 @@ class Executor:
         rows = layout(chunk, only, self.backend.masked_block)
         depths = self.plan.tree.token_depth[rows.tokens]
         attention = ChunkAttention(rows, self.cache, chunk.path_tokens, depths, self.backend, store)
+        states = None
         ids = self.tokens[on_device(rows.tokens, self.device)].unsqueeze(0)
         if self.plan.dense:
             out = self.body(input_ids=ids, use_cache=False)
         else:
             positions = on_device(depths, self.device).unsqueeze(0)
-            out = self.body(input_ids=ids, position_ids=positions, use_cache=False, tree_chunk=attention)
+            states = self._states(index, rows, only)
+            carried = {} if states is None else {ARGUMENT: states}
+            out = self.body(input_ids=ids, position_ids=positions, use_cache=False, tree_chunk=attention, **carried)
             self._refuse_other_attention(attention.calls)
-        return _Run(rows, attention, out.last_hidden_state[0], *self._scored_rows(index, rows))
+            if states is not None:
+                self.state_layers.refuse_unreached(states)
+        return _Run(rows, attention, out.last_hidden_state[0], *self._scored_rows(index, rows), states)
+
+    def _states(self, index: int, rows: Layout, only: Sequence[int] | None) -> PieceStates | None:
+        """Of layers that carry states, those a run starts from: leaves with the values of the end it hangs below."""
+        if not self.state_layers.mixers:
+            return None
+        chunk = self.plan.chunks[index]
+        starts: States = {}
+        if chunk.parent >= 0:
+            place = self._hung[chunk.parent][chunk.parent_piece]
+            for key, end in self.open[chunk.parent].ends.items():
+                starts[key] = end[place : place + 1].detach().requires_grad_(torch.is_grad_enabled())
+        pieces = list(range(len(chunk.pieces)) if only is None else only)
+        lengths = [chunk.pieces[piece].tokens for piece in pieces]
+        return PieceStates(
+            PieceTree(lengths, rows.piece_parents), starts, [pieces.index(piece) for piece in self._hung[index]]
+        )
 
     def _refuse_other_attention(self, calls: list[int]) -> None:
-        """Every layer has to have attended over the tree, once."""
-        if len(calls) == self.layers == len(set(calls)):
+        """Every layer but those that carry states instead has to have attended over the tree, once."""
+        if len(calls) == len(self.state_layers.attending) and set(calls) == self.state_layers.attending:
             return
         repeated = sorted({layer for layer in calls if calls.count(layer) > 1})
         if repeated:
@@ -226,7 +279,7 @@ class Executor:
                 f"layers {repeated} of {type(self.body).__name__} attend more than once a forward; tree training"
                 " supports one attention a layer"
             )
-        missing = sorted(set(range(self.layers)) - set(calls))
+        missing = sorted(self.state_layers.attending - set(calls))
         raise ValueError(
             f"layers {missing} of {type(self.body).__name__} did not attend through transformers' attention"
             " interface; tree training cannot compute them"
@@ -249,7 +302,8 @@ class Executor:
         """Opens a chunk, with a run's keys and values for the pushes that follow."""
         pieces = range(len(self.plan.chunks[index].pieces)) if only is None else only
         first_rows = dict(zip(pieces, run.layout.piece_rows, strict=True))
-        self.open[index] = _Open(first_rows, run.attention.keys_values)
+        ends = run.states.ends if run.states is not None else {}
+        self.open[index] = _Open(first_rows, run.attention.keys_values, ends)
 
     def _score(self, index: int, run: _Run, known: Sequence[int] = ()) -> None:
         """Values of the scored tokens that a run's rows predict, but for those that the rows of some pieces do."""

@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 from transformers import PreTrainedModel
 
-from app.tree.checkpointing import checkpoints_itself
 from app.tree.heads import BLOCK_BYTES
+from app.tree.model.checkpointing import checkpoints_itself
 from app.tree.planning.cost import ModelShape
 from app.tree.prefix_tree import PrefixTree
 

@@ -17,8 +17,8 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from app.tree.attention import BACKENDS
-from app.tree.checkpointing import checkpointable
 from app.tree.memory import DEVICE_CHUNK, PassMemory, pass_memory
+from app.tree.model.checkpointing import checkpointable
 from app.tree.planning.cost import ModelShape, plan_flops
 from app.tree.planning.plan import ExecutionPlan
 from app.tree.planning.planner import plan

@@ -27,7 +27,9 @@ ATTENTION_NAME = "arborist_tree"
 BACKENDS: dict[str, Backend] = {backend.name: backend for backend in (PartBackend(), FlexBackend(), FlashBackend())}
 """Attention backends by name."""
 
-_HARMLESS = frozenset({"position_ids", "use_cache", "output_attentions", "output_hidden_states", "cache_position"})
+_HARMLESS = frozenset(
+    {"position_ids", "use_cache", "output_attentions", "output_hidden_states", "cache_position", "piece_states"}
+)
 """Arguments models pass along that do not change what a layer attends to."""
 
 

@@ -37,11 +37,13 @@ class Part:
 
 @dataclass(frozen=True, eq=False)
 class Layout:
-    """Rows of a chunk (or of its anchors): tree tokens int64 [n], the first row of each piece, attention parts, and
-    `ends` int64 [n]: one past the last row that sees each row as a key (the end of its subtree)."""
+    """Rows of a chunk (or of its anchors): tree tokens int64 [n], the first row of each piece and the piece above it
+    (-1: none in the chunk), attention parts, and `ends` int64 [n]: one past the last row that sees each row as a key
+    (the end of its subtree)."""
 
     tokens: Ints
     piece_rows: tuple[int, ...]
+    piece_parents: tuple[int, ...]
     parts: tuple[Part, ...]
     ends: Ints
 
@@ -58,7 +60,8 @@ def layout(chunk: Chunk, only: Sequence[int] | None = None, masked_block: int | 
     tokens = np.concatenate([np.arange(piece.start, piece.stop) for piece in local])
     ends = _subtree_ends(local, rows)
     parts = _parts(local, rows, ends, MASKED_BLOCK if masked_block is None else masked_block)
-    return Layout(tokens, tuple(rows[:-1]), tuple(parts), np.repeat(np.array(ends, np.int64), sizes))
+    parents = tuple(piece.parent for piece in local)
+    return Layout(tokens, tuple(rows[:-1]), parents, tuple(parts), np.repeat(np.array(ends, np.int64), sizes))
 
 
 def _subtree_ends(pieces: list[Piece], rows: list[int]) -> list[int]:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch.nn import Linear
 
 from app.tree import PrefixTree, TreeEngine
-from app.tree.checkpointing import checkpointable, checkpointed, checkpoints_itself
+from app.tree.model.checkpointing import checkpointable, checkpointed, checkpoints_itself
 from app.tree.planning.packing import Packing
 from app.tree.planning.plan import ExecutionPlan
 from app.tree.planning.planner import plan

@@ -5,6 +5,7 @@ Promises: nothing is run; an error says which layer, setting or input is meant, 
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 from torch import nn
@@ -28,9 +29,19 @@ def transformers_model(model: Any) -> PreTrainedModel:
     return model.get_base_model()
 
 
-def refuse_unsupported(model: PreTrainedModel) -> None:
-    """Layers that keep other state than keys and values cannot be computed on a tree."""
+_REFUSED = {
+    "zamba2": "its attention layers share one block, which has no layer of its own to keep keys and values for",
+    "qwen4_exp": "it keeps the last token ids and a dilated convolution's tail beside its states, computed in line",
+    "minimax": "its lightning attention is computed in line, not by a function that a tree can give a state to",
+}
+"""Model types whose state cannot be carried over a tree, and why."""
+
+
+def refuse_unsupported(model: PreTrainedModel, stateful: Collection[int]) -> None:
+    """Layers whose state cannot be carried over a tree; `stateful`: those whose state can."""
     config = model.config.get_text_config()
+    if config.model_type in _REFUSED:
+        raise ValueError(f"{type(model).__name__}: {_REFUSED[config.model_type]}; use another model")
     for name in ("vision_config", "audio_config"):
         if getattr(model.config, name, None) is not None:
             raise ValueError(
@@ -38,15 +49,14 @@ def refuse_unsupported(model: PreTrainedModel) -> None:
                 " a text model (...ForCausalLM) with the weights of its language model"
             )
     kinds = getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None) or []
-    known = {"full_attention", "sliding_attention", "attention"}
-    strange = [(i, kind) for i, kind in enumerate(kinds) if kind not in known]
-    recurrent = [name for name, m in model.named_modules() if "mamba" in type(m).__name__.lower()]
-    if strange or recurrent:
-        layer = f"layer {strange[0][0]} is '{strange[0][1]}'" if strange else f"'{recurrent[0]}' is a Mamba layer"
+    known = {"full_attention", "sliding_attention", "attention", "mlp", "moe"}
+    strange = [(i, kind) for i, kind in enumerate(kinds) if kind not in known and i not in stateful]
+    if strange:
         raise ValueError(
-            f"{type(model).__name__}: {layer}; tree training needs attention with keys and values in all layers"
+            f"{type(model).__name__}: layer {strange[0][0]} is '{strange[0][1]}'; tree training needs layers with"
+            " attention, or with a state that it can carry from piece to piece"
         )
-    if not getattr(model, "_supports_attention_backend", False):
+    if not stateful and not getattr(model, "_supports_attention_backend", False):
         raise ValueError(
             f"{type(model).__name__} does not attend through transformers' attention interface, which tree training"
             " hooks into; use a model that does (Llama, Qwen, Mistral, ...)"

@@ -1,0 +1,1 @@
+"""Layers that carry a state from token to token (convolutions over time, linear attention), over trees of pieces."""

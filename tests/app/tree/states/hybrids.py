@@ -1,0 +1,80 @@
+"""Tiny hybrid models: layers that carry a state beside layers that attend, and both with float64 all the way.
+
+transformers computes scans, norms and routers in float32 whatever the model's dtype is. `make_exact` builds the same
+model from the same file with float64 read for float32, so that rounding cannot hide a mistake; everything else of the
+file, names included, is as it was.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from functools import cache
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from tests.app.tree import models
+
+DELTA: dict[str, Any] = dict(
+    layer_types=["linear_attention", "full_attention", "linear_attention"],
+    num_hidden_layers=3,
+    linear_num_key_heads=2,
+    linear_num_value_heads=4,
+    linear_key_head_dim=8,
+    linear_value_head_dim=6,
+    head_dim=8,
+)
+EXPERTS: dict[str, Any] = dict(
+    num_experts=4, num_experts_per_tok=2, moe_intermediate_size=8, shared_expert_intermediate_size=8
+)
+OPTIONS: dict[str, dict[str, Any]] = {
+    "qwen3_5_text": dict(DELTA, tie_word_embeddings=False),
+    "qwen3_5_moe_text": dict(DELTA, **EXPERTS),
+    "qwen3_next": dict(DELTA, **EXPERTS),
+    "olmo_hybrid": dict(DELTA, linear_num_value_heads=2),
+    "lfm2": dict(num_hidden_layers=3, full_attn_idxs=[1]),
+}
+
+
+def make(name: str, dtype: torch.dtype = torch.float32, seed: int = 0, **overrides: Any) -> PreTrainedModel:
+    """A fresh model of transformers' own class."""
+    return models.make(name, dtype, seed, **{**OPTIONS[name], **overrides})
+
+
+def make_exact(name: str, seed: int = 0, **overrides: Any) -> PreTrainedModel:
+    """The same weights, in float64 throughout."""
+    model = make(name, torch.float64, seed, **overrides)
+    model.config._experts_implementation = "eager"  # grouped products take no float64
+    exact: PreTrainedModel = getattr(_in_float64(type(model).__module__), type(model).__name__)(model.config)
+    exact.to(torch.float64).load_state_dict(model.state_dict())
+    return exact.train()
+
+
+@cache
+def shared_exact(name: str) -> tuple[PreTrainedModel, nn.Linear]:
+    """One exact model and value head a family, for tests that leave them as they found them."""
+    return make_exact(name), models.value_head(torch.float64)
+
+
+@cache
+def _in_float64(name: str) -> ModuleType:
+    original = importlib.import_module(name)
+    assert original.__file__ is not None
+    with open(original.__file__) as file:
+        source = file.read()
+    for before, after in (
+        ("torch.float32", "torch.float64"),
+        ("torch.float)", "torch.float64)"),
+        ("torch.float,", "torch.float64,"),
+        (".float()", ".double()"),
+    ):
+        source = source.replace(before, after)
+    copy = ModuleType(name + "_float64")
+    copy.__dict__.update(__package__=original.__package__, __file__=original.__file__)
+    sys.modules[copy.__name__] = copy
+    exec(compile(source, original.__file__, "exec"), copy.__dict__)
+    return copy

@@ -1,0 +1,95 @@
+"""Layers that carry a state, over random trees and every plan, against every sequence alone: float64 throughout."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from app.tree import PrefixTree, TreeEngine
+from app.tree.planning.packing import Packing
+from app.tree.planning.plan import ExecutionPlan
+from app.tree.planning.planner import plan
+from tests.app.tree import oracle
+from tests.app.tree.cases import Case, cases
+from tests.app.tree.engine import test_two_pass
+from tests.app.tree.losses import KINDS, SequenceLoss
+from tests.app.tree.parity import as_tensor, assert_forward, assert_unchanged, build, snapshot, take_grads
+from tests.app.tree.states import hybrids
+
+EXACT = 1e-11
+WANT = ("logprobs", "entropy", "values")
+MANY = 10**6
+SLOW = pytest.mark.slow
+QUICK = [pytest.param(name, marks=[] if name in ("qwen3_5_text", "lfm2") else SLOW) for name in hybrids.OPTIONS]
+FEW = settings(settings.default, max_examples=settings.default.max_examples // 5)
+
+PLANS: dict[str, tuple[int, int, float]] = {  # tokens a chunk, live tokens, share of a checkpointed one
+    "one chunk": (MANY, MANY, 1.0),
+    "kept": (5, MANY, 1.0),
+    "run twice": (5, 5, 1.0),
+    "one-token chunks": (1, 1, 1.0),
+    "one-token chunks, kept": (1, MANY, 1.0),
+    "checkpointed": (6, 2, 0.3),
+}
+
+
+class PlannedEngine(TreeEngine):
+    """Plans as named, instead of the cheapest."""
+
+    planned = "one chunk"
+
+    def plan(self, tree: PrefixTree) -> ExecutionPlan:
+        chunk, live, share = PLANS[self.planned]
+        return plan(tree, chunk, live, share=share, packing=Packing(min(chunk, max(live, int(live / share)))))
+
+
+def engine(planned: str, model, head) -> PlannedEngine:
+    made = PlannedEngine(model, value_head=head)
+    made.planned = planned
+    return made
+
+
+CELLS = [  # quick: every plan of one family with a scan and of one without, and the hardest plan of the others
+    pytest.param(name, planned, marks=[] if name in ("qwen3_5_text", "lfm2") or planned == "run twice" else SLOW)
+    for name in hybrids.OPTIONS
+    for planned in PLANS
+]
+
+
+@pytest.mark.parametrize(("name", "planned"), CELLS)
+@settings(FEW)
+@given(case=cases(), kind=st.sampled_from(sorted(KINDS)))
+def test_backward(name: str, planned: str, case: Case, kind: str) -> None:
+    model, head = hybrids.shared_exact(name)
+    loss = SequenceLoss(kind, case.lengths, case.seed, WANT)
+    total, expected = oracle.dense_backward(model, case.sequences, loss, case.scored, case.temperatures, head)
+    take_grads(model, head)
+    before = snapshot(model)
+    got = engine(planned, model, head).backward(build(case), loss, want=WANT, temperatures=as_tensor(case.temperatures))
+    assert_unchanged(model, before)
+    assert got == pytest.approx(total, rel=EXACT, abs=EXACT)
+    error, where = oracle.relative_error(take_grads(model, head), expected, floor=1e-3)
+    assert error < EXACT, where
+
+
+@pytest.mark.parametrize("name", QUICK)
+@settings(FEW)
+@given(case=cases())
+def test_forward(name: str, case: Case) -> None:
+    model, head = hybrids.shared_exact(name)
+    assert_forward(model, head, case, WANT, EXACT)
+
+
+@pytest.mark.parametrize("name", QUICK)
+@settings(FEW)
+@given(case=cases())
+def test_a_coupled_loss(name: str, case: Case) -> None:
+    model, head = hybrids.shared_exact(name)
+    take_grads(model, head)
+    _, expected = test_two_pass.dense(model, case.sequences, case.scored, case.temperatures, head)
+    TreeEngine(model, case.chunk_tokens, case.live_tokens, value_head=head).backward_coupled(
+        build(case), test_two_pass.of_flat, want=WANT, temperatures=as_tensor(case.temperatures)
+    )
+    error, where = oracle.relative_error(take_grads(model, head), expected, floor=1e-3)
+    assert error < EXACT, where
