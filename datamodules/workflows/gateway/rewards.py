@@ -24,11 +24,13 @@ class Exchange:
     Attributes:
         messages, tools: what the client sent.
         calls: the choices it was given.
+        before: number of messages in front that later requests, which go on with this one, do not see.
     """
 
     messages: Sequence[Message]
     tools: list[dict[str, Any]] | None
     calls: list[Call]
+    before: int = 0
 
 
 @dataclass

@@ -20,14 +20,19 @@ from typing import Any
 from aiohttp import web
 
 from datamodules.workflows.gateway.errors import RequestError
+from datamodules.workflows.gateway.protocols import models
 from datamodules.workflows.gateway.protocols.base import Asked, Sampled, WireProtocol
 from datamodules.workflows.gateway.protocols.chat_completions import ChatCompletions
+from datamodules.workflows.gateway.protocols.completions import Completions
+from datamodules.workflows.gateway.protocols.messages import Messages
+from datamodules.workflows.gateway.protocols.responses import Responses
 from datamodules.workflows.gateway.replies import Piece
 from datamodules.workflows.gateway.sessions import OnText, Session
 from datamodules.workflows.gateway.transcript import Call
 
 _log = logging.getLogger(__name__)
-_PROTOCOLS: tuple[WireProtocol, ...] = (ChatCompletions(),)
+_MESSAGES = Messages()
+_PROTOCOLS: tuple[WireProtocol, ...] = (ChatCompletions(), _MESSAGES, Responses(), Completions())
 _MOST_BYTES = 32 << 20
 _DEEPEST = 64  # nesting of a request's JSON; tools' schemas need some
 _CLOSE_S = 5.0
@@ -69,7 +74,9 @@ class Gateway:
         app = web.Application(client_max_size=_MOST_BYTES, middlewares=[_in_the_protocols_words])
         for protocol in _PROTOCOLS:
             app.router.add_post(f"/r/{{session}}/v1/{protocol.path}", partial(self._reply, protocol))
+        app.router.add_post("/r/{session}/v1/messages/count_tokens", self._count)
         app.router.add_get("/r/{session}/v1/models", self._models)
+        app.router.add_get("/r/{session}/v1/models/{id:.+}", self._models)
         app.router.add_post("/r/{session}/reward", self._reward)
         app.router.add_post("/r/{session}/end", self._end)
         # A client that goes away cancels its handler, and with it what the engine samples for it.
@@ -110,15 +117,29 @@ class Gateway:
 
     async def _models(self, request: web.Request) -> web.StreamResponse:
         self._session(request)
-        return web.json_response(
-            {"object": "list", "data": [{"id": self.model, "object": "model", "owned_by": "arborist"}]}
-        )
+        name = request.match_info.get("id")
+        if name not in (None, self.model):
+            raise RequestError(
+                f"the only model listed is '{self.model}'; replies may be asked for under any name",
+                status=404,
+                param="model",
+                code="model_not_found",
+            )
+        anthropic = _spoken(request) is _MESSAGES
+        listed = models.anthropic_models if anthropic else models.openai_models
+        one = models.anthropic_model if anthropic else models.openai_model
+        return web.json_response((listed if name is None else one)(self.model))
+
+    async def _count(self, request: web.Request) -> web.StreamResponse:
+        session = self._session(request)
+        asked = _MESSAGES.counted(_object(await self._body(request)))
+        return web.json_response({"input_tokens": session.count(asked.messages, asked.tools)})
 
     async def _reply(self, protocol: WireProtocol, request: web.Request) -> web.StreamResponse:
         session = self._session(request)
         body = await self._body(request)
         asked = protocol.parse(_object(body))
-        asked = replace(asked, model=asked.model or self.model)
+        asked = session.continued(replace(asked, model=asked.model or self.model))
         same = hashlib.blake2b(body, person=protocol.path.encode()[-16:]).digest()
         calls = session.again(same, retried=_retries(request) > 0)
         if asked.stream:
@@ -226,6 +247,8 @@ async def _sampled(
         stop=asked.stop,
         seed=asked.seed,
         n=asked.n,
+        raw=asked.prompt,
+        before=len(asked.before),
         on_text=on_text,
         name=name,
         same=same,
@@ -291,9 +314,14 @@ async def _in_the_protocols_words(
     except Exception:
         _log.exception("the gateway could not answer a request")
         problem = RequestError("the gateway failed; see its log", status=500)
-    return web.json_response(_spoken(request).error(problem), status=problem.status)
+    # Clients try again after 5xx by themselves; neither a session whose engine failed nor a bug gets better so.
+    headers = {"x-should-retry": "false"} if problem.status >= 500 else {}
+    return web.json_response(_spoken(request).error(problem), status=problem.status, headers=headers)
 
 
 def _spoken(request: web.Request) -> WireProtocol:
-    """The protocol of the path, whether or not there is something behind it."""
-    return next((one for one in _PROTOCOLS if request.path.endswith(f"/v1/{one.path}")), _PROTOCOLS[0])
+    """The protocol of the path, or, where that belongs to none alone, of the client."""
+    _, _, path = request.path.partition("/v1/")
+    theirs = path.startswith(_MESSAGES.path) or "anthropic-version" in request.headers
+    default = _MESSAGES if theirs else _PROTOCOLS[0]
+    return next((one for one in _PROTOCOLS if path == one.path), default)

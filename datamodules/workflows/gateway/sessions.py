@@ -24,7 +24,7 @@ from datamodules.inference.protocol import GenerationRequest
 from datamodules.prompts.base import Prompt
 from datamodules.workflows.base import EpisodeEngine, to_trajectory
 from datamodules.workflows.gateway.errors import RequestError
-from datamodules.workflows.gateway.protocols.base import Sampled
+from datamodules.workflows.gateway.protocols.base import Asked, Sampled
 from datamodules.workflows.gateway.repeats import Repeats
 from datamodules.workflows.gateway.replies import Parser, Piece, Reading, as_message, shown
 from datamodules.workflows.gateway.rewards import Exchange, Rewards
@@ -129,6 +129,8 @@ class Session:
         stop: Sequence[str] = (),
         seed: int | None = None,
         n: int = 1,
+        raw: str | list[int] | None = None,
+        before: int = 0,
         on_text: OnText | None = None,
         name: str = "",
         same: bytes = b"",
@@ -136,6 +138,8 @@ class Session:
         """`n` replies to `messages`, recorded. Raises RequestError.
 
         Args:
+            raw: in place of the messages: text or token ids that the model goes on with.
+            before: number of messages in front that belong to this request alone.
             stop: texts that end a reply, which the client does not see.
             on_text: told what the replies say while they are sampled, and the rest before this returns.
             name: id of the first reply, of `new_name`; "" for a new one.
@@ -152,14 +156,14 @@ class Session:
             raise RequestError("stop: an empty text ends every reply; leave it out", param="stop")
         self._spend(n)
         try:
-            prompt = self.transcript.prompt(messages, tools)
+            prompt = self._prompt(messages, tools, raw)
         except ValueError as error:
             raise RequestError(f"messages: {error}", param="messages") from error
         room = self._engine.max_context - len(prompt.tokens)
         if room < 1:
             raise RequestError(
-                f"messages: they are {len(prompt.tokens)} tokens, which leaves no room for a reply in the model's"
-                f" context of {self._engine.max_context}; shorten the conversation",
+                f"messages: this model's maximum context length is {self._engine.max_context} tokens, and they are"
+                f" {len(prompt.tokens)}, which leaves no room for a reply; shorten the conversation",
                 param="messages",
                 code="context_length_exceeded",
             )
@@ -191,7 +195,8 @@ class Session:
                 for k, one in enumerate(requests)
             )
         )
-        return await self._awaited(sampling, Exchange(messages, tools, []), same, n)
+        shown_as = messages if raw is None else [{"role": "user", "content": prompt.text}]  # to rewards
+        return await self._awaited(sampling, Exchange(shown_as, tools, [], before), same, n)
 
     def new_name(self) -> str:
         """Of a reply; unique."""
@@ -231,6 +236,27 @@ class Session:
         self.counts["untaken_calls"] += len(exchange.calls)
         self._repeats.left(same, exchange)
 
+    def continued(self, asked: Asked) -> Asked:
+        """The request with all messages of its conversation. Raises RequestError when that is not known."""
+        if not asked.continues:
+            return replace(asked, messages=[*asked.before, *asked.messages])
+        for one in self.exchanges:
+            if one.calls[0].id == asked.continues:
+                said = [*one.messages[one.before :], one.calls[0].message]
+                return replace(asked, messages=[*asked.before, *said, *asked.messages])
+        raise RequestError(
+            "previous_response_id: no answer of this session has it; send the conversation as input",
+            param="previous_response_id",
+            code="previous_response_not_found",
+        )
+
+    def count(self, messages: Sequence[Message], tools: list[dict[str, Any]] | None) -> int:
+        """Tokens of the prompt that `reply` would send. Raises RequestError."""
+        try:
+            return self.transcript.count(messages, tools)
+        except ValueError as error:
+            raise RequestError(f"messages: {error}", param="messages") from error
+
     def trajectories(self, prompt: Prompt, reward: float) -> list[Trajectory]:
         """The training sequences: a call each, with loss on what was sampled in it."""
         drift = {f"drift_{cause}": count for cause, count in self.transcript.drift.items()}
@@ -251,6 +277,18 @@ class Session:
     def text(self) -> str:
         """What the last reply said; "" before the first, and of one that only calls tools."""
         return str(self.transcript.calls[-1].message["content"] or "") if self.transcript.calls else ""
+
+    def _prompt(
+        self, messages: Sequence[Message], tools: list[dict[str, Any]] | None, raw: str | list[int] | None
+    ) -> Rendered:
+        if raw is None:
+            return self.transcript.prompt(messages, tools)
+        if isinstance(raw, str):
+            return self.transcript.extended(raw)
+        known = self._engine.vocab_size
+        if not all(0 <= token < known for token in raw):
+            raise RequestError(f"prompt: token ids must be from 0 to {known - 1}", param="prompt")
+        return Rendered(self._engine.tokenizer.decode(raw, skip_special_tokens=False), list(raw))
 
     def _spend(self, n: int) -> None:
         self.touched = time.monotonic()
@@ -318,6 +356,8 @@ class Session:
         tokens = response.tokens
         ended = bool(tokens) and tokens[-1] in request.stop_token_ids
         seen = shown(tokens, ended, request.stop_texts, self._decode)
+        rest = self._decode(tokens)[len(seen.text) :]
+        stop = next((one for one in request.stop_texts if rest.startswith(one)), "")
         end = self._decode(tokens[-1:]) if ended and seen.tokens == len(tokens) else ""
         message, malformed = as_message(name, seen.text, parser)
         for what, count in (("malformed_calls", malformed), ("tool_calls", len(message.get("tool_calls", ())))):
@@ -326,7 +366,8 @@ class Session:
         if say is not None:
             said = str(message["content"] or "")
             say(reading.finish(said, tokens[: seen.tokens], response.logprobs[: seen.tokens]))
-        return Call(name, request, response, messages, prompt.text, seen.text[: seen.whole], end, seen.tokens, message)
+        whole = seen.text[: seen.whole]
+        return Call(name, request, response, messages, prompt.text, whole, end, seen.tokens, message, stop)
 
 
 def _on_this_loop(reading: Reading, say: Callable[[Piece], None]) -> Callable[[Sequence[int], Sequence[float]], None]:

@@ -37,6 +37,7 @@ class Call:
         end: text of that; "" where the reply was cut off, or ended at a text.
         kept: number of the sampled tokens that say `reply` and `end`.
         message: the reply as the client was given it.
+        stop: the text of the client's that ended it, "" for none.
     """
 
     id: str
@@ -48,6 +49,7 @@ class Call:
     end: str
     kept: int
     message: Message
+    stop: str = ""
 
     @property
     def ids(self) -> list[int]:
@@ -114,6 +116,30 @@ class Transcript:
             tokens += shown
             at = end
         return Rendered(text, tokens + self._chat.encode(text[at:]))
+
+    def count(self, messages: Sequence[Message], tools: list[dict[str, Any]] | None) -> int:
+        """Tokens of that prompt, which nobody is sent. Raises ValueError as `prompt`."""
+        drift = self.drift.copy()
+        try:
+            return len(self.prompt(messages, tools).tokens)
+        finally:
+            self.drift = drift
+
+    def extended(self, text: str) -> Rendered:
+        """A prompt that is this text, which may go on with an earlier prompt and its reply. Raises ValueError when the
+        tokenizer has no tokens for it."""
+        best: Call | None = None
+        for call in self.calls:
+            size = len(call.prompt) + len(call.reply)
+            if best is not None and size <= len(best.prompt) + len(best.reply):
+                continue
+            if text.startswith(call.prompt) and text.startswith(call.reply, len(call.prompt)):
+                best = call
+        if best is None:
+            return Rendered(text, self._chat.encode(text))
+        said = best.ids[:-1] if best.end else best.ids  # what ended it is no text that clients see
+        rest = text[len(best.prompt) + len(best.reply) :]
+        return Rendered(text, [*best.request.tokens, *said, *self._chat.encode(rest)])
 
     def _longest(self, text: str, messages: int) -> Call | None:
         """The call whose prompt and reply are the longest beginning of `text`."""

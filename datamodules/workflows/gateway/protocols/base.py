@@ -23,6 +23,7 @@ class Asked:
     Attributes:
         model: the name that was asked for, "" for none; said back and nothing else.
         messages: for the chat template; contents are text.
+        prompt: in their place: text or token ids that the model goes on with, by no template.
         tools: as Chat Completions has them (`{"type": "function", "function": ...}`), None for none.
         max_tokens: most of a reply, None for no limit of the client's.
         temperature: None for the session's.
@@ -31,6 +32,8 @@ class Asked:
         n: choices.
         logprobs: of the replies' tokens are wanted.
         stream: events instead of one answer.
+        before: messages in front of all that belong to this request alone.
+        continues: the `name` of the answer whose conversation this one goes on with, "" for none.
         own: what the protocol needs to answer, by its own names.
     """
 
@@ -44,6 +47,9 @@ class Asked:
     n: int = 1
     logprobs: bool = False
     stream: bool = False
+    prompt: str | list[int] | None = None
+    before: list[Message] = field(default_factory=list)
+    continues: str = ""
     own: dict[str, Any] = field(default_factory=dict)
 
 

@@ -42,8 +42,8 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
 }
 _ROLES = ("system", "developer", "user", "assistant", "tool")
 _MESSAGES_FIELDS = ("role", "content", "name", "tool_call_id", "reasoning_content", "tool_calls")
-_MESSAGES_WITHOUT_EFFECT = ("annotations",)  # citations, which a client sends back as it got them
-_MOST_CHOICES = 128
+_MESSAGES_WITHOUT_EFFECT = ("annotations", "provider_specific_fields")  # what a client sends back as it got it
+MOST_CHOICES = 128
 _MOST_STOPS = 4
 
 
@@ -79,7 +79,7 @@ class ChatCompletions(WireProtocol):
             temperature=fields.number("temperature", left.pop("temperature", None), float, 0),
             stop=stops,
             seed=fields.number("seed", left.pop("seed", None), int, -(2**63), 2**63 - 1),
-            n=fields.number("n", left.pop("n", None), int, 1, _MOST_CHOICES) or 1,
+            n=fields.number("n", left.pop("n", None), int, 1, MOST_CHOICES) or 1,
             logprobs=fields.flag("logprobs", left.pop("logprobs", None)),
             stream=fields.flag("stream", left.pop("stream", None)),
             own={"usage": fields.flag("stream_options.include_usage", options.get("include_usage"))},

@@ -1,0 +1,189 @@
+"""OpenAI's Responses: what a request asks for, and what it is answered.
+
+Promises: as those of Chat Completions. Items become the messages they would be there: an assistant's thoughts, text and
+calls are one message. What is stored can be gone on with (`previous_response_id`) within its session.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from datamodules.conversations.chat_template import Message
+from datamodules.workflows.gateway.errors import RequestError
+from datamodules.workflows.gateway.protocols import fields
+from datamodules.workflows.gateway.protocols.base import Asked, EventWriter, Sampled, WireProtocol
+from datamodules.workflows.gateway.protocols.chat_completions import openai_error
+from datamodules.workflows.gateway.protocols.response_events import ResponseEvents, items_of, response
+from datamodules.workflows.gateway.transcript import Call
+
+_WITHOUT_EFFECT = (
+    "user",
+    "service_tier",
+    "safety_identifier",
+    "prompt_cache_key",
+    "prompt_cache_retention",
+    "stream_options",
+)
+_NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "top_p": (1,),
+    "top_logprobs": (0,),
+    "parallel_tool_calls": (True,),
+    "truncation": ("disabled",),
+    "background": (False,),
+    "reasoning": ({},),
+    "text": ({}, {"format": {"type": "text"}}),
+}
+_INCLUDED = ("reasoning.encrypted_content", "message.output_text.logprobs")
+_PREFIX = "resp_"
+
+
+class Responses(WireProtocol):
+    """`/v1/responses`."""
+
+    path = "responses"
+
+    def parse(self, body: dict[str, Any]) -> Asked:
+        left = {key: value for key, value in body.items() if key not in _WITHOUT_EFFECT}
+        for key in ("reasoning", "text"):  # clients send their empty values
+            if isinstance(left.get(key), dict):
+                left[key] = {name: value for name, value in left[key].items() if value is not None}
+        fields.take_neutral(left, _NEUTRAL)
+        choice = left.pop("tool_choice", None)
+        if choice not in (None, "auto", "none"):
+            raise RequestError(
+                'tool_choice: only "auto" and "none" are supported: nothing forces the model to call',
+                param="tool_choice",
+                code="unsupported_parameter",
+            )
+        instructions = fields.optional_text("instructions", left.pop("instructions", None))
+        tools = _tools(left.pop("tools", None))
+        include = fields.texts("include", left.pop("include", None))
+        for k, one in enumerate(include):
+            fields.one_of(f"include[{k}]", one, _INCLUDED)
+        previous = fields.optional_text("previous_response_id", left.pop("previous_response_id", None))
+        store = left.pop("store", None)  # a session's answers are always at hand in it
+        metadata = left.pop("metadata", None)
+        asked = Asked(
+            model=fields.optional_text("model", left.pop("model", None)),
+            messages=_messages(left.pop("input", None)),
+            tools=None if choice == "none" else tools,
+            max_tokens=fields.number("max_output_tokens", left.pop("max_output_tokens", None), int, 1),
+            temperature=fields.number("temperature", left.pop("temperature", None), float, 0),
+            logprobs="message.output_text.logprobs" in include,
+            stream=fields.flag("stream", left.pop("stream", None)),
+            before=[{"role": "system", "content": instructions}] if instructions else [],
+            continues=previous.removeprefix(_PREFIX),
+            own={
+                "instructions": instructions or None,
+                "metadata": {} if metadata is None else fields.an_object("metadata", metadata),
+                "tools": body.get("tools") or [],
+                "tool_choice": choice or "auto",
+                "previous_response_id": previous or None,
+                "store": store is None or fields.flag("store", store),
+            },
+        )
+        fields.nothing_left(left)
+        return asked
+
+    def answer(
+        self, asked: Asked, name: str, calls: Sequence[Call], tokens: Sequence[Sequence[Sampled]] | None
+    ) -> dict[str, Any]:
+        (call,) = calls
+        items = items_of(name, call, tokens[0] if tokens else ())
+        return response(asked, name, int(time.time()), items, call)
+
+    def events(self, asked: Asked, name: str) -> EventWriter:
+        return ResponseEvents(asked, name)
+
+    def error(self, problem: RequestError) -> dict[str, Any]:
+        return openai_error(problem)
+
+
+def _tools(found: Any) -> list[dict[str, Any]] | None:
+    tools = []
+    for k, tool in enumerate([] if found is None else fields.a_list("tools", found)):
+        where = f"tools[{k}]"
+        tool = fields.an_object(where, tool)
+        if tool.get("type") != "function":
+            raise RequestError(
+                f'{where}.type: {fields.shown(tool.get("type"))}, must be "function": others run at the provider',
+                param=f"{where}.type",
+                code="unsupported_parameter",
+            )
+        tools.append(fields.function_tool(where, tool, tool.get("parameters"), f"{where}.parameters"))
+    return tools or None
+
+
+def _messages(found: Any) -> list[Message]:
+    if isinstance(found, str):
+        return [{"role": "user", "content": found}]
+    messages: list[Message] = []
+    saying = False  # the last message is a reply's, and goes on
+    for i, item in enumerate(fields.a_list("input", found)):
+        where = f"input[{i}]"
+        item = fields.an_object(where, item)
+        known = ("message", "function_call", "function_call_output", "reasoning")
+        kind = fields.one_of(f"{where}.type", item.get("type") or "message", known)
+        if kind == "function_call_output":
+            identity = fields.a_text(f"{where}.call_id", item.get("call_id"))
+            content = _text(f"{where}.output", item.get("output"))
+            messages.append({"role": "tool", "tool_call_id": identity, "content": content})
+            saying = False
+            continue
+        role = "assistant"
+        if kind == "message":
+            role = fields.one_of(f"{where}.role", item.get("role"), ("user", "assistant", "system", "developer"))
+        if role != "assistant":
+            content = _text(f"{where}.content", item.get("content"))
+            messages.append({"role": "system" if role == "developer" else role, "content": content})
+            saying = False
+            continue
+        # Thoughts begin a reply, and so does a text, unless thoughts alone are before it.
+        begins = kind == "reasoning" or (kind == "message" and not _thought_alone(messages[-1:]))
+        if begins or not saying:
+            messages.append({"role": "assistant", "content": ""})
+        saying = True
+        _add(where, kind, item, messages[-1])
+    if not messages:
+        raise RequestError("input: must be a text or a list of at least one item", param="input")
+    return messages
+
+
+def _thought_alone(last: Sequence[Message]) -> bool:
+    return bool(last) and last[0].keys() == {"role", "content", "reasoning_content"} and not last[0]["content"]
+
+
+def _add(where: str, kind: str, item: dict[str, Any], message: Message) -> None:
+    """A part of a reply to its message."""
+    if kind == "message":
+        message["content"] += _text(f"{where}.content", item.get("content"))
+    elif kind == "reasoning":
+        parts = item.get("content") or item.get("summary") or []
+        thought = "".join(
+            fields.a_text(f"{where}.content[{k}].text", fields.an_object(f"{where}.content[{k}]", part).get("text"))
+            for k, part in enumerate(fields.a_list(f"{where}.content", parts))
+        )
+        message["reasoning_content"] = message.get("reasoning_content", "") + thought
+    else:
+        name = fields.a_text(f"{where}.name", item.get("name"))
+        arguments = fields.a_text(f"{where}.arguments", item.get("arguments"))
+        call = {"type": "function", "function": {"name": name, "arguments": arguments}}
+        identity = fields.a_text(f"{where}.call_id", item.get("call_id"))
+        message.setdefault("tool_calls", []).append({"id": identity, **call})
+
+
+def _text(where: str, content: Any) -> str:
+    """A text, or parts of it."""
+    if isinstance(content, str):
+        return content
+    said = []
+    for k, part in enumerate(fields.a_list(where, content)):
+        kind = fields.an_object(f"{where}[{k}]", part).get("type")
+        if kind not in ("input_text", "output_text", "text"):
+            raise RequestError(
+                f"{where}[{k}].type: {fields.shown(kind)} is not supported here; only text", param=f"{where}[{k}].type"
+            )
+        said.append(fields.a_text(f"{where}[{k}].text", part.get("text")))
+    return "".join(said)

@@ -1,0 +1,175 @@
+"""Agents of frameworks, unmodified, through the door. None of them reaches anything but the loopback interface."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from tests.datamodules.workflows.gateway.clients.door import PRICES, QUESTION, Door, door
+
+WHY = "pip install 'arborist[dev]' brings it"
+
+
+@pytest.fixture(autouse=True)
+def nothing_leaves(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Their telemetry is off, and a connection to anywhere else fails the test."""
+    for name, value in {
+        "LANGSMITH_TRACING": "false",
+        "LANGCHAIN_TRACING_V2": "false",
+        "OPENAI_AGENTS_DISABLE_TRACING": "1",
+        "LITELLM_LOCAL_MODEL_COST_MAP": "True",
+        "LITELLM_TELEMETRY": "False",
+    }.items():
+        monkeypatch.setenv(name, value)
+    elsewhere: list[Any] = []
+    found, real = socket.getaddrinfo, socket.socket.connect
+
+    def look_up(host: Any, *args: Any, **kwargs: Any) -> Any:
+        if host not in ("127.0.0.1", "::1", "localhost", None):
+            elsewhere.append(host)
+            raise OSError(f"the test may not reach {host}")
+        return found(host, *args, **kwargs)
+
+    def connect(self: socket.socket, address: Any) -> Any:
+        if isinstance(address, tuple) and address[0] not in ("127.0.0.1", "::1"):
+            elsewhere.append(address)
+            raise OSError(f"the test may not reach {address}")
+        return real(self, address)
+
+    monkeypatch.setattr(socket, "getaddrinfo", look_up)
+    monkeypatch.setattr(socket.socket, "connect", connect)
+    yield
+    assert elsewhere == []
+
+
+def look_up(fruit: str) -> int:
+    """Price of a fruit."""
+    return PRICES[fruit]
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+@pytest.mark.parametrize("protocol", ["chat", "responses"])
+def test_openai_agents(protocol: str, streamed: bool) -> None:
+    agents = pytest.importorskip("agents", reason=WHY)
+    from openai import AsyncOpenAI
+
+    async def run(there: Door) -> str:
+        agents.set_tracing_disabled(True)
+        client = AsyncOpenAI(base_url=there.v1, api_key=there.key, max_retries=0)
+        kind = {"chat": agents.OpenAIChatCompletionsModel, "responses": agents.OpenAIResponsesModel}[protocol]
+        agent = agents.Agent(
+            name="shopper", model=kind(model="any", openai_client=client), tools=[agents.function_tool(look_up)]
+        )
+        if not streamed:
+            return str((await agents.Runner.run(agent, QUESTION)).final_output)
+        result = agents.Runner.run_streamed(agent, QUESTION)
+        async for _ in result.stream_events():
+            pass
+        return str(result.final_output)
+
+    with door() as there:
+        assert asyncio.run(run(there)) == "It is 6."
+        there.check_one_path()
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+def test_langgraph(streamed: bool) -> None:
+    graph = pytest.importorskip("langgraph.graph", reason=WHY)
+    prebuilt = pytest.importorskip("langgraph.prebuilt", reason=WHY)
+    chat = pytest.importorskip("langchain_openai", reason=WHY)
+    with door() as there:
+        model = chat.ChatOpenAI(model="any", base_url=there.v1, api_key=there.key, max_retries=0, streaming=streamed)
+        model = model.bind_tools([look_up])
+        steps = graph.StateGraph(graph.MessagesState)
+        steps.add_node("model", lambda state: {"messages": [model.invoke(state["messages"])]})
+        steps.add_node("tools", prebuilt.ToolNode([look_up]))
+        steps.add_edge(graph.START, "model")
+        steps.add_conditional_edges("model", prebuilt.tools_condition)
+        steps.add_edge("tools", "model")
+        agent = steps.compile()
+        ask = {"messages": [("user", QUESTION)]}
+        if streamed:
+            *_, (_, state) = agent.stream(ask, stream_mode=["messages", "values"])
+        else:
+            state = agent.invoke(ask)
+        assert state["messages"][-1].content == "It is 6."
+        there.check_one_path()
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+@pytest.mark.parametrize("protocol", ["chat", "responses", "messages"])
+def test_pydantic_ai(protocol: str, streamed: bool) -> None:
+    pydantic_ai = pytest.importorskip("pydantic_ai", reason=WHY)
+    from anthropic import AsyncAnthropic
+    from openai import AsyncOpenAI
+    from pydantic_ai.models.anthropic import AnthropicModel
+    from pydantic_ai.models.openai import OpenAIChatModel, OpenAIResponsesModel
+    from pydantic_ai.providers.anthropic import AnthropicProvider
+    from pydantic_ai.providers.openai import OpenAIProvider
+
+    async def run(there: Door) -> str:
+        client = AsyncOpenAI(base_url=there.v1, api_key=there.key, max_retries=0)
+        other = AsyncAnthropic(base_url=there.address, api_key=there.key, max_retries=0)
+        model = {
+            "chat": lambda: OpenAIChatModel("any", provider=OpenAIProvider(openai_client=client)),
+            "responses": lambda: OpenAIResponsesModel("any", provider=OpenAIProvider(openai_client=client)),
+            "messages": lambda: AnthropicModel("any", provider=AnthropicProvider(anthropic_client=other)),
+        }[protocol]()
+        agent = pydantic_ai.Agent(model, tools=[look_up])
+        if not streamed:
+            return str((await agent.run(QUESTION)).output)
+        async with agent.run_stream(QUESTION) as result:
+            return str(await result.get_output())
+
+    # A text before a call ends a streamed run of this package, so the model calls without one.
+    with door([CALL_ALONE, "It is 6."]) as there:
+        assert asyncio.run(run(there)) == "It is 6."
+        there.check_one_path()
+
+
+CALL_ALONE = '<tool_call>\n{"name": "look_up", "arguments": {"fruit": "apple"}}\n</tool_call>'
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+@pytest.mark.parametrize("provider", ["openai", "anthropic"])
+def test_litellm(provider: str, streamed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    litellm = pytest.importorskip("litellm", reason=WHY)
+    litellm.telemetry = False
+    tool = {
+        "type": "function",
+        "function": {
+            "name": "look_up",
+            "description": "price of a fruit",
+            "parameters": {"type": "object", "properties": {"fruit": {"type": "string"}}, "required": ["fruit"]},
+        },
+    }
+    with door() as there:
+        options = {"api_base": there.v1 if provider == "openai" else there.address, "api_key": there.key}
+        messages: list[Any] = [{"role": "user", "content": QUESTION}]
+        while True:
+            answer = litellm.completion(
+                model=f"{provider}/any", messages=messages, tools=[tool], max_tokens=100, stream=streamed, **options
+            )
+            if streamed:
+                answer = litellm.stream_chunk_builder(list(answer), messages=messages)
+            message = answer.choices[0].message
+            messages.append(message)
+            if not message.tool_calls:
+                break
+            messages += [
+                {"role": "tool", "tool_call_id": one.id, "content": str(PRICES["apple"])} for one in message.tool_calls
+            ]
+        assert message.content == "It is 6."
+        there.check_one_path()
+        with pytest.raises(litellm.ContextWindowExceededError):
+            litellm.completion(
+                model=f"{provider}/any",
+                max_tokens=9,
+                messages=[{"role": "user", "content": "x" * 5000}],
+                num_retries=0,
+                **options,
+            )
