@@ -15,8 +15,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from datamodules.processes.guarded import LOG_BYTES, OverMemory, end_all
 from datamodules.processes.limits import hidden_variables, memory_limit
-from datamodules.processes.process import LOG_BYTES, Garbled, OverMemory, WorkerProcess, end_all
+from datamodules.processes.process import Garbled, WorkerProcess
 
 _log = logging.getLogger(__name__)
 _START_S = 120.0

@@ -19,8 +19,9 @@ from pathlib import Path
 from typing import Any
 
 from datamodules.processes.foreign import described
+from datamodules.processes.guarded import OverMemory, end_all
 from datamodules.processes.limits import hidden_variables, memory_limit
-from datamodules.processes.process import Garbled, OverMemory, WorkerProcess, end_all
+from datamodules.processes.process import Garbled, WorkerProcess
 from datamodules.prompts.base import Prompt
 from datamodules.rewards.functions import Reward
 from datamodules.rewards.options import Judgement, RewardOptions

@@ -19,8 +19,9 @@ import psutil
 import pytest
 
 from datamodules.processes import guardian, process
+from datamodules.processes.guarded import LOG_BYTES
 from datamodules.processes.limits import environment, looks_secret, memory_limit
-from datamodules.processes.process import LOG_BYTES, WorkerProcess
+from datamodules.processes.process import WorkerProcess
 from datamodules.processes.worker import MOST_ANSWER_BYTES
 
 ROOT = Path(__file__).parents[3]

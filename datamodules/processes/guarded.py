@@ -1,0 +1,190 @@
+"""A process behind a guardian, seen from the trainer: how it starts, its end of the socket, its end.
+
+Promises: it does not see the trainer's secrets, standard streams or open files, and ends with the trainer, however that
+does; `kill` and `end` leave nothing of it and of what it started. Waits let the event loop go on; their deadlines are
+the callers'.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import pickle
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from datamodules.processes import guardian
+from datamodules.processes.limits import environment
+
+LOG_BYTES = 10**6
+_END_S = 7.0  # the guardian's own bound is shorter
+_GONE_S = 1.0
+
+
+class OverMemory(RuntimeError):
+    """The process and what it started hold more memory than they may."""
+
+
+class GuardedProcess:
+    """A process that runs a program of this package, or what that turns into.
+
+    Args:
+        program: name of a module with a function `main(connection, setup)`.
+        setup: for it; it is pickled.
+        memory_bytes: most memory of the process with all it started.
+        keep_environment: variables that it may see though their names look like secrets.
+        log: file that its standard output and error go to, about the last megabyte of them; None for nowhere.
+
+    Attributes:
+        log: as given.
+
+    Raises:
+        OSError: no process can be started.
+    """
+
+    def __init__(
+        self,
+        program: str,
+        setup: Mapping[str, Any],
+        memory_bytes: int,
+        keep_environment: Sequence[str] = (),
+        log: Path | None = None,
+    ) -> None:
+        self.log = log
+        self._memory_bytes = memory_bytes
+        self._end: dict[str, Any] | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._channel, theirs = socket.socketpair()
+        self._control, control = socket.socketpair()
+        numbers = [theirs.fileno(), control.fileno(), os.getpid(), memory_bytes, LOG_BYTES]
+        try:
+            with theirs, control, open(_log_file(log), "ab") as written:
+                self._process = subprocess.Popen(
+                    [sys.executable, guardian.__file__, *map(str, numbers)],
+                    stdin=subprocess.DEVNULL,
+                    stdout=written,
+                    stderr=written,
+                    pass_fds=numbers[:2],
+                    env=environment(keep_environment),
+                    start_new_session=True,
+                )
+        except OSError:
+            self._channel.close()
+            self._control.close()
+            raise
+        self._channel.setblocking(False)
+        self._control.setblocking(False)
+        self._unsent = framed(pickle.dumps({"program": program, "sys_path": list(sys.path), **setup}))
+        with suppress(OSError):  # so that it gets ready before anybody waits for it
+            self._unsent = self._unsent[self._channel.send(self._unsent) :]
+
+    async def send(self, data: bytes) -> None:
+        """Sends bytes, behind those that it begins with. Raises OSError: it is gone."""
+        data, self._unsent = self._unsent + data, b""
+        self._loop = asyncio.get_running_loop()
+        await self._loop.sock_sendall(self._channel, data)
+
+    async def receive(self) -> bytes:
+        """What it sent next. Raises EOFError, OverMemory, OSError: it is gone."""
+        self._loop = asyncio.get_running_loop()
+        try:
+            found = await self._loop.sock_recv(self._channel, 1 << 16)
+        except ConnectionError:  # it ended with something unread
+            found = b""
+        if not found:
+            await self._ended(_GONE_S)
+            if "memory" in (self._end or {}):
+                assert self._end is not None
+                raise OverMemory(self._over(self._end["memory"]))
+            raise EOFError
+        return found
+
+    @property
+    def is_gone(self) -> bool:
+        """Whether it has ended by itself."""
+        if self._end is None:
+            with suppress(BlockingIOError):
+                self._heard(self._control.recv(4096))
+        return self._end is not None
+
+    async def end(self, is_gone: bool = False) -> str:
+        """Ends the process and whatever it started; says how it ended. `is_gone`: its end of the socket is closed."""
+        try:
+            if is_gone:  # its own exit code is on its way
+                await self._ended(_GONE_S)
+            if not self.is_gone:
+                self.signal_end()
+                await self._ended(_END_S)
+        except OSError:  # closed meanwhile
+            pass
+        finally:
+            self.kill()
+        code = (self._end or {}).get("code")
+        return "was killed" if code is None else f"exited with code {code}"
+
+    def signal_end(self) -> None:
+        """Has its guardian end it, itself and what else there is, and does not wait for that."""
+        with suppress(OSError):
+            self._control.shutdown(socket.SHUT_WR)
+            self._process.send_signal(signal.SIGCONT)  # somebody may have stopped it
+
+    def kill(self) -> None:
+        """Ends the process and whatever it started at once. Idempotent."""
+        if self._channel.fileno() < 0:
+            return
+        self.signal_end()
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(_END_S)
+        self._process.kill()  # its end is the worker's too
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(1.0)
+        for one in (self._channel, self._control):
+            if self._loop is not None and not self._loop.is_closed():
+                self._loop.remove_reader(one.fileno())
+                self._loop.remove_writer(one.fileno())
+            one.close()
+
+    async def _ended(self, seconds: float) -> None:
+        """Waits for the guardian's last words."""
+        if self._end is not None:
+            return
+        self._loop = asyncio.get_running_loop()
+        with suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                self._heard(await self._loop.sock_recv(self._control, 4096))
+
+    def _heard(self, words: bytes) -> None:
+        self._end = json.loads(words) if words else {}
+
+    def _over(self, held: int) -> str:
+        return f"{held / 1e6:.0f} MB of {self._memory_bytes / 1e6:.0f} MB"
+
+
+def end_all(processes: Iterable[GuardedProcess]) -> None:
+    """Ends them at once, all at the same time."""
+    found = list(processes)
+    for one in found:
+        one.signal_end()
+    for one in found:
+        one.kill()
+
+
+def framed(message: bytes) -> bytes:
+    """As the process reads a message."""
+    return guardian.LENGTH.pack(len(message)) + message
+
+
+def _log_file(log: Path | None) -> str:
+    if log is not None:
+        with suppress(OSError):  # a full disk, say, is no reason not to train
+            log.parent.mkdir(parents=True, exist_ok=True)
+            log.touch()
+            return str(log)
+    return os.devnull
