@@ -189,7 +189,8 @@ def _copy(log: Path | None, begin: int, to: Path | None) -> None:
         return
     with suppress(OSError), log.open("rb") as file:  # a full disk, say, costs this only
         file.seek(begin if _size(log) >= begin else 0)
-        to.write_bytes(file.read(LOG_BYTES + 1000))
+        if printed := file.read(LOG_BYTES + 1000):
+            to.write_bytes(printed)
 
 
 class _Functions:

@@ -99,6 +99,12 @@ def test_what_a_failed_command_printed_is_kept_and_shown(tmp_path: Path) -> None
     assert "first" in kept.read_text() and "no such fruit" in kept.read_text()
 
 
+def test_an_agent_that_fails_without_a_word_leaves_no_file(tmp_path: Path) -> None:
+    with pytest.raises(CallFailed, match=r"exited with code 3$"):
+        run(command("sys.exit(3)"), ["x"], tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["workers"]
+
+
 def test_a_command_ends_at_its_deadline_with_all_it_started(tmp_path: Path) -> None:
     lines = [
         "import subprocess, time",
