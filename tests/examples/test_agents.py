@@ -1,0 +1,107 @@
+"""The agents of examples/agents: they do their task through the gateway, and their configurations are understood."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from app.cli import main
+from datamodules.prompts.base import Prompt
+from datamodules.workflows.gateway import AgentWorkflow
+from tests.datamodules.workflows.scripted_engine import WITH_CALLS, ScriptedEngine, play
+from tests.helpers.recorded_samples import byte_tokenizer
+
+ROOT = Path(__file__).parents[2]
+AGENTS = ROOT / "examples" / "agents"
+TOKENIZER = byte_tokenizer(WITH_CALLS)
+TASK = Prompt(id="t", text="What is 6 * 7?", answer="42")
+
+
+def call(name: str, arguments: str) -> str:
+    return f'<tool_call>\n{{"name": "{name}", "arguments": {arguments}}}\n</tool_call>'
+
+
+CALCULATE = call("calculate", '{"expression": "6 * 7"}')
+SAID: dict[str, list[str]] = {  # by the model, in each example
+    "plain_openai": [CALCULATE, call("calculate", '{"expression": "open(1)"}'), "It is 42."],
+    "langgraph_react": [CALCULATE, "It is 42."],
+    "command": ["It may be 42.", "It is\n42."],
+    "javascript": [call("multiply", '{"a": 6, "b": 7}'), "It is\n42."],
+}
+
+
+def options(name: str) -> dict[str, Any]:
+    config = yaml.safe_load((AGENTS / name / "agent.yaml").read_text())["data"]["init_args"]["workflow"]
+    assert config["class_path"] == "datamodules.workflows.gateway.AgentWorkflow"
+    return {**config["init_args"], "workers": 1}
+
+
+def prepared(name: str, tmp_path: Path) -> list[str]:
+    """The command of an example, with what is here in place of what a user has."""
+    words: list[str] = options(name)["agent"]
+    if words[0] == "python":
+        return [sys.executable, *words[1:]]
+    if shutil.which("node") is None or shutil.which("npm") is None:
+        pytest.skip("node or npm is missing")
+    folder = shutil.copytree(AGENTS / name, tmp_path / name)
+    try:
+        subprocess.run(
+            ["npm", "install", "--no-audit", "--no-fund", "--silent"],
+            cwd=folder,
+            check=True,
+            capture_output=True,
+            timeout=180,
+        )
+    except (subprocess.CalledProcessError, subprocess.TimeoutExpired) as error:
+        pytest.skip(f"npm cannot install the openai package here: {error}")
+    return [words[0], str(folder / Path(words[1]).name), *words[2:]]
+
+
+@pytest.mark.parametrize("name", sorted(SAID))
+def test_an_example_does_its_task(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    monkeypatch.syspath_prepend(str(ROOT))
+    if name == "langgraph_react":
+        pytest.importorskip("langgraph.graph", reason="langgraph is not installed")
+        pytest.importorskip("langchain_openai", reason="langchain-openai is not installed")
+    given = options(name)
+    if isinstance(given["agent"], list):
+        given["agent"] = prepared(name, tmp_path)
+    engine = ScriptedEngine(TOKENIZER, SAID[name])
+    workflow = AgentWorkflow(**given)
+    workflow.log_to(tmp_path / "logs")
+    found = play(workflow, engine, TOKENIZER, TASK, lambda prompt, text: float(prompt.answer in text))
+    assert len(found) == len(SAID[name]) and {one.reward for one in found} == {1.0}
+    last = TOKENIZER.decode(engine.seen[-1].tokens)
+    assert TASK.text in last and found[0].metadata["completion"] in ("It is 42.",)
+    if name != "command":
+        assert "<tool>\n42\n</tool>" in TOKENIZER.decode(engine.seen[1].tokens)
+    if name == "plain_openai":
+        assert "error: ValueError: Call is not allowed" in last
+
+
+def test_every_example_has_what_it_needs() -> None:
+    folders = sorted(path.name for path in AGENTS.iterdir() if path.is_dir() and "__" not in path.name)
+    assert folders == sorted(SAID)
+    for name in folders:
+        said = (AGENTS / name / "README.md").read_text()
+        assert f"--config examples/agents/{name}/agent.yaml" in said and len(said.splitlines()) < 20
+        assert os.access(AGENTS / name / "agent.yaml", os.R_OK)
+
+
+def test_an_example_is_laid_over_a_run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr(sys, "argv", ["arborist"])
+    flags = ["--config", "configs/quickstart.yaml", "--config", "examples/agents/command/agent.yaml", "--print_config"]
+    with pytest.raises(SystemExit) as ended:
+        main(["fit", *flags])
+    assert ended.value.code == 0
+    printed = yaml.safe_load(capsys.readouterr().out)["data"]["init_args"]["workflow"]["init_args"]
+    assert printed["agent"] == ["python", "examples/agents/command/agent.py", "{text}"]
