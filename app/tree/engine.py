@@ -9,8 +9,10 @@ makes their gradients accumulate in float32).
 
 from __future__ import annotations
 
+import copy
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Literal
 
 import numpy as np
@@ -25,6 +27,7 @@ from app.tree.heads import Heads
 from app.tree.memory import auto_budgets
 from app.tree.model.checkpointing import checkpointable
 from app.tree.model.refusals import refuse_dropout, refuse_unsupported, transformers_model
+from app.tree.model.shallow import first_layers
 from app.tree.outputs import OUTPUT_NAMES, FlatOutputs, TreeOutputs
 from app.tree.planning.cost import ModelShape
 from app.tree.planning.dense import dense_plan
@@ -197,7 +200,25 @@ class TreeEngine:
 
     def verify(self, tree: PrefixTree, want: Sequence[str] = ("logprobs",)) -> CheckReport | None:
         """Compares tree with dense execution on a small part of `tree`, and changes nothing. None when there is nothing
-        to compare: no sequences, or no trainable parameter."""
+        to compare: no sequences, or no trainable parameter. In low precision, where rounding would hide a gradient that
+        a state lost, the first layers of a model that carries states are compared in float32 as well."""
+        report = self._compare(tree, want)
+        depth = self.state_layers.first_of_each
+        if report is None or not (report.passed and depth and report.low_precision):
+            return report
+        shallow = first_layers(self.model, depth)
+        if shallow is None:
+            return report
+        head = None if self.value_head is None else copy.deepcopy(self.value_head).float()
+        device = next(shallow.parameters()).device.type
+        with torch.autocast(device, enabled=False):
+            found = TreeEngine(shallow, temperature=self.temperature, value_head=head, self_check=False)
+            again = found.verify(tree, want)
+        if again is None or again.passed:
+            return report
+        return replace(again, scope=f" (through its first {depth} layers in float32)")
+
+    def _compare(self, tree: PrefixTree, want: Sequence[str]) -> CheckReport | None:
         self._validate(tree, want)
 
         def run(small: PrefixTree, loss_fn: BatchedLoss, budgets: Budgets | None) -> None:

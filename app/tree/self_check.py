@@ -60,6 +60,8 @@ class CheckReport:
         parameter, layer: that parameter's name, and the type of the module that owns it.
         margin: how many times dense's own difference is allowed.
         passed: whether everything is within that.
+        low_precision: whether the model computes in less than 32 bits.
+        scope: which part of the model was compared, in words; empty: all of it.
     """
 
     sequences: int
@@ -70,14 +72,17 @@ class CheckReport:
     layer: str
     margin: float
     passed: bool
+    low_precision: bool
+    scope: str = ""
 
     def __str__(self) -> str:
         verdict = "agree" if self.passed else "differ by more than rounding"
         return (
-            f"tree and dense execution {verdict} on {self.sequences} sampled sequences of {self.tokens} tokens: outputs"
-            f" differ by {self.outputs[0]:.1e} (dense from itself under rounding: {self.outputs[1]:.1e}), the gradient"
-            f" of '{self.parameter}' ({self.layer}) by {self.gradients[0]:.1e} of its size (dense from itself:"
-            f" {self.gradients[1]:.1e}); allowed is {self.margin:g} times as much as dense from itself"
+            f"tree and dense execution {verdict} on {self.sequences} sampled sequences of {self.tokens} tokens"
+            f"{self.scope}: outputs differ by {self.outputs[0]:.1e} (dense from itself under rounding:"
+            f" {self.outputs[1]:.1e}), the gradient of '{self.parameter}' ({self.layer}) by {self.gradients[0]:.1e} of"
+            f" its size (dense from itself: {self.gradients[1]:.1e}); allowed is {self.margin:g} times as much as dense"
+            " from itself"
         )
 
 
@@ -268,6 +273,7 @@ def _report(
         subject.owner(worst),
         margin,
         right,
+        subject.low_precision,
     )
 
 

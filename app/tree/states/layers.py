@@ -78,6 +78,12 @@ class StateLayers:
         """Layers that carry a state."""
         return frozenset(layer for layer, _ in self.expected)
 
+    @property
+    def first_of_each(self) -> int:
+        """How many layers from the first on hold one of each kind; 0 without states."""
+        kinds = [self.indices, self.attending] if self.attending else [self.indices]
+        return 1 + max(min(kind) for kind in kinds) if self.indices else 0
+
     @contextmanager
     def noted(self) -> Iterator[None]:
         """Inside, a forward with states knows which layer is running."""
