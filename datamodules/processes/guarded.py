@@ -65,7 +65,7 @@ class GuardedProcess:
         self._control, control = socket.socketpair()
         numbers = [theirs.fileno(), control.fileno(), os.getpid(), memory_bytes, LOG_BYTES]
         try:
-            with theirs, control, open(_log_file(log), "ab") as written:
+            with theirs, control, open(_log_file(log), "a+b", buffering=0) as written:
                 self._process = subprocess.Popen(
                     [sys.executable, guardian.__file__, *map(str, numbers)],
                     stdin=subprocess.DEVNULL,

@@ -192,9 +192,11 @@ def _proportional(pid: int) -> int:
 
 def _bound_log(log_bytes: int) -> None:
     with suppress(OSError):  # no file, or a full disk
-        if os.fstat(1).st_size > log_bytes:
+        size = os.fstat(1).st_size
+        if size > log_bytes:
+            kept = os.pread(1, log_bytes, size - log_bytes // 2)  # and what has come since
             os.ftruncate(1, 0)
-            os.write(1, b"(what was written before is left out)\n")
+            os.write(1, b"(what was written before is left out)\n" + kept)
 
 
 def ignore(number: int, frame: object) -> None:
