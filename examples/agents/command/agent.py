@@ -1,4 +1,4 @@
-"""A program that asks twice, with Python's standard library alone: python agent.py QUESTION
+"""A program that asks twice, with Python's standard library alone: python3 agent.py QUESTION
 
 It could be in any language: it finds its provider in OPENAI_BASE_URL and OPENAI_API_KEY, and prints its answer last.
 """
