@@ -46,7 +46,7 @@ def options(name: str) -> dict[str, Any]:
 def prepared(name: str, tmp_path: Path) -> list[str]:
     """The command of an example, with what is here in place of what a user has."""
     words: list[str] = options(name)["agent"]
-    if words[0] == "python":
+    if words[0] == "python3":
         return [sys.executable, *words[1:]]
     if shutil.which("node") is None or shutil.which("npm") is None:
         pytest.skip("node or npm is missing")
@@ -104,4 +104,4 @@ def test_an_example_is_laid_over_a_run(capsys: pytest.CaptureFixture[str], monke
         main(["fit", *flags])
     assert ended.value.code == 0
     printed = yaml.safe_load(capsys.readouterr().out)["data"]["init_args"]["workflow"]["init_args"]
-    assert printed["agent"] == ["python", "examples/agents/command/agent.py", "{text}"]
+    assert printed["agent"] == ["python3", "examples/agents/command/agent.py", "{text}"]
