@@ -6,8 +6,8 @@ complete, the repetition gets that very reply, so that no sampled token is lost 
 
 Promises: a request is a repetition when its client says so (the providers' clients count their retries), or when an
 equal one was left with a complete reply that nobody has taken; everything else is a call of its own. Where the first is
-still being sampled because its connection looks alive, a repetition ends it, unless several equal ones run and nobody
-can tell which of them it repeats.
+still being sampled because its connection looks alive, a repetition waits for it, as long as the engine's own deadlines
+let it, and gets the same reply; unless several equal ones run and nobody can tell which of them it repeats.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Repeats:
     def __init__(self) -> None:
         self._requests: defaultdict[bytes, _Request] = defaultdict(_Request)
 
-    def again(self, request: bytes, retried: bool) -> Exchange | None:
+    async def again(self, request: bytes, retried: bool) -> Exchange | None:
         """The reply to give once more; None where it is to be sampled.
 
         Args:
@@ -42,6 +42,9 @@ class Repeats:
             retried: the client says that it gave an equal one up.
         """
         known = self._requests[request]
+        while retried and not known.left and not known.given_up and len(known.running) == 1:
+            await asyncio.wait(known.running)  # it is answered, or given up after all
+            await asyncio.sleep(0)
         if known.left:
             return known.left.pop(0)
         if not retried:
@@ -49,15 +52,14 @@ class Repeats:
         if known.given_up:
             known.given_up -= 1
             return None
-        if len(known.running) == 1:
-            known.running[0].cancel()
         return None if known.running else known.taken
 
     def begin(self, request: bytes, sampling: asyncio.Future[list[Call]]) -> None:
-        """It is being sampled; cancelled when its repetition comes first."""
+        """It is being sampled, until `end`."""
         self._requests[request].running.append(sampling)
 
     def end(self, request: bytes, sampling: asyncio.Future[list[Call]]) -> None:
+        """Comes after what became of it."""
         self._requests[request].running.remove(sampling)
 
     def taken(self, request: bytes, exchange: Exchange) -> None:

@@ -141,7 +141,7 @@ class Gateway:
         asked = protocol.parse(_object(body))
         asked = session.continued(replace(asked, model=asked.model or self.model))
         same = hashlib.blake2b(body, person=protocol.path.encode()[-16:]).digest()
-        calls = session.again(same, retried=_retries(request) > 0)
+        calls = await session.again(same, retried=_retries(request) > 0)
         if asked.stream:
             return await self._stream(protocol, request, session, asked, same, calls)
         if calls is None:

@@ -202,14 +202,14 @@ class Session:
         """Of a reply; unique."""
         return f"{self.id}-{secrets.token_hex(6)}"
 
-    def again(self, same: bytes, retried: bool) -> list[Call] | None:
+    async def again(self, same: bytes, retried: bool) -> list[Call] | None:
         """The replies that were sampled for an equal request, when this one repeats it; None when it is a new one.
 
         Args:
             same: as in `reply`, which comes next where this is None.
             retried: the client says that it gave an equal request up.
         """
-        known = self._repeats.again(same, retried)
+        known = await self._repeats.again(same, retried)
         if known is None:
             return None
         self.counts["repeated_calls"] += len(known.calls)
@@ -314,23 +314,21 @@ class Session:
         except asyncio.CancelledError:
             if sampling.done() and not sampling.cancelled() and sampling.exception() is None:
                 self._set_aside(same, replace(exchange, calls=sampling.result()))
-                raise
-            self.counts["abandoned_calls"] += n
-            task = asyncio.current_task()
-            if task is None or task.cancelling():
+            else:
+                self.counts["abandoned_calls"] += n
                 self._repeats.given_up(same)
-                raise
-            raise RequestError("the client sent this request again, which gives this call up") from None
+            raise
         except RequestError as error:
             if error.status >= 500 or error.status in _RETRIED:
                 self._repeats.given_up(same)
             raise
+        else:
+            exchange = replace(exchange, calls=calls)
+            self._record(exchange)
+            self._repeats.taken(same, exchange)
+            return calls
         finally:
             self._repeats.end(same, sampling)
-        exchange = replace(exchange, calls=calls)
-        self._record(exchange)
-        self._repeats.taken(same, exchange)
-        return calls
 
     async def _sample(
         self,
