@@ -118,6 +118,12 @@ class EpisodeEngine:
         return self._engine.max_context
 
     @property
+    def is_held_out(self) -> bool:
+        """Whether this is an episode of validation, for which those of training are paused: it must not wait for what
+        they hold."""
+        return self._temperature is not None
+
+    @property
     def has_reward(self) -> bool:
         """Whether `score` may be asked."""
         return self._score is not None

@@ -82,7 +82,7 @@ class Agent(ABC):
 
     @abstractmethod
     def log_to(self, directory: Path) -> None:
-        """Keeps what agents print there, in `workers`, a file a process."""
+        """Keeps what agents print there, a file a process."""
 
     @abstractmethod
     def stop(self) -> None:
@@ -139,7 +139,7 @@ class _ProcessAgent(Agent):
         self._calls = calls
 
     def log_to(self, directory: Path) -> None:
-        self._calls.logs = directory / "workers"
+        self._calls.logs = directory
 
     def stop(self) -> None:
         self._calls.stop()

@@ -52,7 +52,9 @@ class AgentWorkflow:
         parser: finds the calls of tools in a reply: `datamodules.workflows.hermes_calls`, `json_calls` or a function of
             your own.
         workers: agents that run at a time, a process each; at least 1. An episode that waits for one to be free spends
-            its own time (`data.limits.episode_deadline_s`).
+            its own time (`data.limits.episode_deadline_s`). Agents of validation have as many of their own.
+        deadline_s: seconds an agent may take, pauses for validation included; None for the episode's deadline.
+        memory_mb: most memory of an agent with all it started, in 10^6 bytes; see `ProcessCalls`.
         keep_environment: environment variables they may see though their names look like secrets.
         template_options: further arguments of the chat template, such as `{enable_thinking: false}`.
         judged: what a configured reward is given beside the task: the text of the "answer", or the "transcript", a list
@@ -91,7 +93,8 @@ class AgentWorkflow:
         self._template_options = template_options
         self._chat: Chat | None = None
         try:
-            self._agent = agents.agent(agent, workers, memory_mb, keep_environment)
+            # Of training, and of validation: agents of the first wait, each with its worker, until the second are done.
+            self._agents = [agents.agent(agent, workers, memory_mb, keep_environment) for _ in range(2)]
         except ValueError as error:
             raise ValueError(f"{name}.agent: {error}") from error
         self._deadline_s = deadline_s
@@ -113,11 +116,13 @@ class AgentWorkflow:
     def log_to(self, directory: Path) -> None:
         """Keeps there what agents print: a file a process, and one for each agent that failed."""
         self._output = directory
-        self._agent.log_to(directory)
+        self._agents[0].log_to(directory / "workers")
+        self._agents[1].log_to(directory / "held_out_workers")
 
     def close(self) -> None:
         """Ends the agents' processes."""
-        self._agent.stop()
+        for one in self._agents:
+            one.stop()
 
     async def run(self, engine: EpisodeEngine, prompt: Prompt) -> list[Trajectory]:
         gateway = await self._gateway()
@@ -126,7 +131,7 @@ class AgentWorkflow:
         output = self._output and self._output / f"{session.id}.log"
         try:
             with engine.waiting("agent", prompt.id):
-                result = await self._agent.run(door, prompt, self._deadline_s, output)
+                result = await self._agents[engine.is_held_out].run(door, prompt, self._deadline_s, output)
         except (CallFailed, DeadlinePassed) as error:
             if session.fault is not None:
                 raise GenerationError(f"the engine failed under the agent: {session.fault}") from session.fault
@@ -159,7 +164,7 @@ class AgentWorkflow:
                     " one of them out (rewards of single calls may be posted with both)"
                 )
             return await engine.score(prompt, shown(session.exchanges) if self._judged == "transcript" else text)
-        value = self._agent.number(result) if session.rewards.total is None else session.rewards.total
+        value = self._agents[0].number(result) if session.rewards.total is None else session.rewards.total
         if value is None:
             raise ValueError(
                 f"prompt '{prompt.id}': the agent answered {str(result)[:100]!r} and posted no reward; answer with a"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Callable
 from dataclasses import replace
@@ -13,11 +14,13 @@ import pytest
 from app.batch import CALL_REWARD, Trajectory
 from app.tree import PrefixTree
 from datamodules.inference.protocol import GenerationError, GenerationRequest
+from datamodules.pending import Pending
+from datamodules.pipeline.player import EpisodePlayer
 from datamodules.processes.calls import CallFailed
 from datamodules.prompts.base import Prompt
 from datamodules.workflows.gateway import AgentWorkflow, Budget
 from tests.datamodules.workflows.gateway import agents
-from tests.datamodules.workflows.scripted_engine import WITH_CALLS, ScriptedEngine, generated, play
+from tests.datamodules.workflows.scripted_engine import WITH_CALLS, Pool, ScriptedEngine, generated, play
 from tests.helpers.recorded_samples import byte_tokenizer
 
 CALL = 'I look.\n<tool_call>\n{"name": "look_up", "arguments": {"fruit": "apple"}}\n</tool_call>'
@@ -160,3 +163,27 @@ def test_a_reward_may_judge_the_transcript() -> None:
 
     _, found = run(agents.shopper, [CALL, "It is 6."], cheap, judged="transcript")
     assert [one.reward for one in found] == [0.8, 0.8] and found[0].metadata["completion"] == "It is 6."
+
+
+def test_validation_does_not_wait_for_agents_that_are_paused_for_it() -> None:
+    engine = ScriptedEngine(TOKENIZER, lambda request: "6")
+    workflow = AgentWorkflow(agents.shopper, max_new_tokens=20, workers=1)
+    workflow.prepare(TOKENIZER)
+    player = EpisodePlayer(workflow, engine, TOKENIZER, Pool(right), deadline_s=60.0)  # type: ignore[arg-type]
+    task = replace(TASK, tokens=workflow.encode(TASK))
+
+    async def run() -> None:
+        unpaused, held = asyncio.Event(), Pending("t")
+        training = asyncio.create_task(player.play(task, name="t", seed="s", unpaused=unpaused, pending=held))
+        async with asyncio.timeout(60):
+            while not any(one.what == "resume" for one in held.waits.values()):
+                await asyncio.sleep(0.02)
+            assert len(await player.play(task, name="v", seed="s", temperature=1.0)) == 1
+            assert not training.done()
+            unpaused.set()
+            assert len(await training) == 1
+
+    try:
+        asyncio.run(run())
+    finally:
+        workflow.close()
