@@ -26,7 +26,7 @@ from app.tree.outputs import FlatOutputs
 from app.tree.planning.layout import Layout, layout
 from app.tree.planning.plan import ExecutionPlan
 from app.tree.prefix_tree import Ints
-from app.tree.states.functions import ARGUMENT
+from app.tree.states.functions import STATES_ARGUMENT
 from app.tree.states.layers import StateLayers
 from app.tree.states.piece_states import PieceStates, States
 from app.tree.states.piece_tree import PieceTree
@@ -246,7 +246,7 @@ class Executor:
         else:
             positions = on_device(depths, self.device).unsqueeze(0)
             states = self._states(index, rows, only)
-            carried = {} if states is None else {ARGUMENT: states}
+            carried = {} if states is None else {STATES_ARGUMENT: states}
             out = self.body(input_ids=ids, position_ids=positions, use_cache=False, tree_chunk=attention, **carried)
             self._refuse_other_attention(attention.calls)
             if states is not None:

@@ -12,11 +12,12 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from app.tree.states.piece_states import PieceStates
 
-ARGUMENT = "piece_states"
+STATES_ARGUMENT = "piece_states"
 """The keyword that carries `PieceStates` through a model's forward to these functions."""
 
 _IMPLIED = frozenset(
@@ -52,18 +53,55 @@ def gated_delta_rule(
     use_qk_l2norm_in_kernel: bool = False,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """query and key [1, n, Hk, dk], value [1, n, H, dv], g and beta [1, n, H] -> [1, n, H, dv]; the block size is the
-    scan's own choice."""
+    """query and key [1, n, Hk, dk], value [1, n, H, dv], g [1, n, H] or a channel's own [1, n, H, dk], beta [1, n, H]
+    -> [1, n, H, dv]; the block size is the scan's own choice."""
     _refuse(states, others | {"output_final_state": output_final_state or None})
     return states.delta_rule(query, key, value, g, beta, use_qk_l2norm_in_kernel), None
+
+
+def mamba2_scan(
+    original: Callable[..., Any],
+    states: PieceStates,
+    hidden_states: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    chunk_size: int,
+    D: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    dt_softplus: bool = False,
+    dt_limit: tuple[float, float] = (0.0, float("inf")),
+    return_final_states: bool = False,
+    **others: Any,
+) -> Tensor:
+    """hidden_states [1, n, H, P], dt [1, n, H], A and D [H], B and C [1, n, groups, N] -> [1, n, H, P]."""
+    _refuse(states, others | {"return_final_states": return_final_states or None})
+    step = dt.to(torch.promote_types(torch.float32, dt.dtype))
+    if dt_bias is not None:
+        step = step + dt_bias
+    if dt_softplus:
+        step = torch.nn.functional.softplus(step)
+    # Here and not in the scan: a place of a block without a row has a step of 0, which these would move.
+    out = states.state_space(hidden_states, step.clamp(*dt_limit), A, B, C)
+    return out if D is None else out + D[:, None] * hidden_states
+
+
+def no_shortcut(original: Callable[..., Any], states: PieceStates, *args: Any, **kwargs: Any) -> None:
+    """What kernels do in one call from zeros: None sends the layer through its convolution and its scan."""
 
 
 FUNCTIONS: dict[str, tuple[str, Callable[..., Any]]] = {
     "causal_conv1d_fn": ("convolution", causal_convolution),
     "torch_chunk_gated_delta_rule": ("scan", gated_delta_rule),
+    "chunk_kimi_delta_attention": ("scan", gated_delta_rule),
+    "mamba2_chunk_scan": ("scan", mamba2_scan),
 }
 """By the name under which layers look them up: the kind of state, and what runs instead."""
 
+
+SHORTCUTS = {"mamba2_split_conv1d_scan_combined": no_shortcut}
+"""Functions that are called before these and may stand for them; what runs instead."""
 
 REFUSED = {
     "mamba_inner_fn": "a Mamba-1 scan starts from zeros alone",
@@ -92,7 +130,7 @@ def over_pieces(original: Callable[..., Any], instead: Callable[..., Any]) -> Ca
 
     @functools.wraps(original)
     def call(*args: Any, **kwargs: Any) -> Any:
-        states = kwargs.pop(ARGUMENT, None)
+        states = kwargs.pop(STATES_ARGUMENT, None)
         return original(*args, **kwargs) if states is None else instead(original, states, *args, **kwargs)
 
     return call

@@ -16,7 +16,15 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedModel
 
-from app.tree.states.functions import ARGUMENT, FUNCTIONS, REFUSED, carries_state, over_pieces, unknown
+from app.tree.states.functions import (
+    FUNCTIONS,
+    REFUSED,
+    SHORTCUTS,
+    STATES_ARGUMENT,
+    carries_state,
+    over_pieces,
+    unknown,
+)
 from app.tree.states.piece_states import PieceStates, StateKey
 
 _MARK = "_runs_over_pieces"
@@ -69,6 +77,8 @@ class StateLayers:
                     kind, instead = FUNCTIONS[function]
                     expected[module.layer_idx, kind] = f"{function} of {where}"
                     _wrap(scope, function, instead)
+                elif function in SHORTCUTS:
+                    _wrap(scope, function, SHORTCUTS[function])
                 elif carries_state(scope[function]):
                     _wrap(scope, function, unknown)
         return cls(mixers, expected, _attending(model, mixers))
@@ -152,7 +162,7 @@ def _convolves(name: str, module: nn.Module) -> bool:
 
 
 def _note(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    states = kwargs.get(ARGUMENT)
+    states = kwargs.get(STATES_ARGUMENT)
     if states is None:
         return
     states.layer, states.owner = module.layer_idx, type(module).__name__

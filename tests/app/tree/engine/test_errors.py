@@ -132,7 +132,7 @@ def test_a_model_without_output_projection(model) -> None:
     [
         ("mamba", dict(attn_implementation="eager"), "Mamba-1"),
         ("jamba", dict(attn_layer_offset=1, attn_layer_period=2, num_experts=2), "starts from zeros"),
-        ("bamba", dict(attn_layer_indices=[1], mamba_n_heads=4, mamba_d_head=8, mamba_d_state=8), "calls mamba2_"),
+        ("minimax", dict(num_local_experts=2, num_experts_per_tok=1), "computed in line"),
         ("rwkv", dict(attn_implementation="eager", attention_hidden_size=16), "[Rr]wkv"),
     ],
 )

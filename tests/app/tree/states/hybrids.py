@@ -31,12 +31,51 @@ DELTA: dict[str, Any] = dict(
 EXPERTS: dict[str, Any] = dict(
     num_experts=4, num_experts_per_tok=2, moe_intermediate_size=8, shared_expert_intermediate_size=8
 )
+MAMBA: dict[str, Any] = dict(mamba_n_heads=4, mamba_d_head=8, mamba_d_state=6, mamba_n_groups=1, mamba_chunk_size=16)
 OPTIONS: dict[str, dict[str, Any]] = {
     "qwen3_5_text": dict(DELTA, tie_word_embeddings=False),
     "qwen3_5_moe_text": dict(DELTA, **EXPERTS),
     "qwen3_next": dict(DELTA, **EXPERTS),
     "olmo_hybrid": dict(DELTA, linear_num_value_heads=2),
     "lfm2": dict(num_hidden_layers=3, full_attn_idxs=[1]),
+    "lfm3": dict(num_hidden_layers=3, layer_types=["conv", "full_attention", "conv"], head_dim=8, conv_L_cache=5),
+    "nemotron_h": dict(
+        layers_block_type=["linear_attention", "full_attention", "linear_attention", "moe", "mlp"],
+        num_hidden_layers=5,
+        mamba_num_heads=4,
+        mamba_head_dim=8,
+        ssm_state_size=6,
+        n_groups=2,
+        chunk_size=16,
+        head_dim=8,
+        n_routed_experts=4,
+        moe_intermediate_size=8,
+        moe_shared_expert_intermediate_size=8,
+    ),
+    "granitemoehybrid": dict(
+        MAMBA,
+        num_hidden_layers=3,
+        layer_types=["linear_attention", "full_attention", "linear_attention"],
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        shared_intermediate_size=8,
+    ),
+    "falcon_h1": dict(MAMBA, mamba_d_ssm=32, head_dim=8),
+    "bamba": dict(MAMBA, num_hidden_layers=3, attn_layer_indices=[1]),
+    "kimi_linear": dict(
+        num_hidden_layers=3,
+        layer_types=["linear_attention", "full_attention", "linear_attention"],
+        num_key_value_heads=4,
+        linear_num_heads=2,
+        linear_head_dim=6,
+        kv_lora_rank=8,
+        qk_nope_head_dim=4,
+        qk_rope_head_dim=4,
+        v_head_dim=4,
+        num_experts=4,
+        num_experts_per_token=2,
+        moe_intermediate_size=8,
+    ),
 }
 
 

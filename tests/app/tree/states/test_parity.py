@@ -21,7 +21,7 @@ EXACT = 1e-11
 WANT = ("logprobs", "entropy", "values")
 MANY = 10**6
 SLOW = pytest.mark.slow
-QUICK = [pytest.param(name, marks=[] if name in ("qwen3_5_text", "lfm2") else SLOW) for name in hybrids.OPTIONS]
+QUICK = [pytest.param(name, marks=[] if name in ("qwen3_5_text", "nemotron_h") else SLOW) for name in hybrids.OPTIONS]
 FEW = settings(settings.default, max_examples=settings.default.max_examples // 5)
 
 PLANS: dict[str, tuple[int, int, float]] = {  # tokens a chunk, live tokens, share of a checkpointed one
@@ -50,8 +50,8 @@ def engine(planned: str, model, head) -> PlannedEngine:
     return made
 
 
-CELLS = [  # quick: every plan of one family with a scan and of one without, and the hardest plan of the others
-    pytest.param(name, planned, marks=[] if name in ("qwen3_5_text", "lfm2") or planned == "run twice" else SLOW)
+CELLS = [  # quick: every plan of a delta rule and of a state space, and the hardest plan of the others
+    pytest.param(name, planned, marks=[] if name in ("qwen3_5_text", "nemotron_h") or planned == "run twice" else SLOW)
     for name in hybrids.OPTIONS
     for planned in PLANS
 ]

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from app.tree.states.block_scan import BlockIndex, delta_rule
+from app.tree.states.block_scan import BlockIndex, delta_rule, state_space
 from app.tree.states.piece_tree import BLOCKS, PieceTree
 
 
@@ -44,8 +44,8 @@ def test_convolution_rows_are_each_rows_own_ancestors(tree: PieceTree, reach: in
             assert rows.gather[at - reach : at + 1].tolist() == seen[end - reach - 1 : end]
 
 
-@given(tree=trees(), size=st.sampled_from(BLOCKS))
-def test_a_scan_over_blocks_is_the_recurrence_over_tokens(tree: PieceTree, size: int) -> None:
+@given(tree=trees(), size=st.sampled_from(BLOCKS), kind=st.sampled_from(["delta", "delta a channel", "state space"]))
+def test_a_scan_over_blocks_is_the_recurrence_over_tokens(tree: PieceTree, size: int, kind: str) -> None:
     """Outputs, end states and gradients, to float64's rounding."""
     heads, dk, dv, n = 2, 3, 4, tree.rows
     random = torch.Generator().manual_seed(n)
@@ -54,17 +54,22 @@ def test_a_scan_over_blocks_is_the_recurrence_over_tokens(tree: PieceTree, size:
         return torch.randn(*shape, generator=random, dtype=torch.float64)
 
     q, k, v = draw(n, heads, dk), draw(n, heads, dk) / dk**0.5, draw(n, heads, dv)
-    g, beta, starts = -draw(n, heads).abs(), draw(n, heads).sigmoid(), draw(tree.starts, heads, dk, dv)
-    inputs = [x.requires_grad_() for x in (q, k, v, g, beta, starts)]
+    g = -draw(n, heads, dk if kind == "delta a channel" else 1).abs()
+    beta, starts = draw(n, heads).sigmoid(), draw(tree.starts, heads, dk, dv)
+    inputs = [x.requires_grad_() for x in (q, k, v, g, starts, *([beta] if kind != "state space" else []))]
     tree.__dict__["block"] = size
     index = BlockIndex.of(tree, q.device)
-    out, ends = delta_rule(q, k, v, g, beta, starts, index)
+    if kind == "state space":
+        out, ends = state_space(q, k, v, g, starts, index)
+    else:
+        out, ends = delta_rule(q, k, v, g, beta, starts, index)
     states, expected = {-1 - s: starts[s] for s in range(tree.starts)}, [torch.empty(0)] * n
     for piece in range(len(tree.lengths)):
         state = states[int(tree.parents[piece])]
         for row in walk(tree, piece)[1][-int(tree.lengths[piece]) :]:
-            state = state * g[row].exp()[:, None, None]
-            written = beta[row][:, None] * (v[row] - torch.einsum("hkv,hk->hv", state, k[row]))
+            state = state * g[row].exp()[:, :, None]
+            held = torch.einsum("hkv,hk->hv", state, k[row])
+            written = v[row] if kind == "state space" else beta[row][:, None] * (v[row] - held)
             state = state + k[row][:, :, None] * written[:, None, :]
             expected[row] = torch.einsum("hkv,hk->hv", state, q[row])
         states[piece] = state
