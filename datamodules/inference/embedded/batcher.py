@@ -3,7 +3,8 @@
 Requests wait in order, get a row of the key-value grid when there is room, have their prompts computed (equal
 prompts once, the samples of a group share it), then decode together; rows are free again as requests end. Single-
 threaded and without clocks: the same calls in the same order give the same tokens. Promises: memory is bounded by
-`kv_cache_tokens` and `max_batch_tokens`; after `flush()` no key or value computed before it is ever read.
+`kv_cache_tokens` and `max_batch_tokens` (and one state a running request, for models whose layers carry one); after
+`flush()` no key, value or state computed before it is ever read.
 
 transformers' own `ContinuousBatchingManager` (5.23) was measured first. Its samples are right, but it draws them from
 the process-wide random generator, which it seeds at its start; greedy and sampled requests cannot run side by side;
@@ -21,8 +22,10 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from app.tree import STATES_ARGUMENT
 from datamodules.inference.embedded.kv_slots import CachedStep, KVSlots, PromptStep
 from datamodules.inference.embedded.sampling import sample, uniforms
+from datamodules.inference.embedded.state_slots import StateSlots
 from datamodules.inference.protocol import GenerationError, GenerationRequest, GenerationResponse
 
 _WIDTH_STEP = 16  # rows of the grid are a multiple of it, so that small differences in length do not lay it out anew
@@ -103,6 +106,7 @@ class Batcher:
         self.model = model
         self.device = model.device
         self.slots = KVSlots(kv_cache_tokens)
+        self.states = StateSlots(model)
         self.max_batch_tokens = max_batch_tokens
         self.max_concurrent = max_concurrent
         self.waiting: deque[Sequence] = deque()
@@ -172,6 +176,7 @@ class Batcher:
         holes = [row for row in rows if row < kept]
         if movers:
             self.slots.copy_rows(movers, holes, max(self.running[row].computed for row in movers))
+            self.states.copy_rows(movers, holes)
         for row, hole in zip(movers, holes):
             self.running[hole] = self.running[row]
         del self.running[kept:]
@@ -198,7 +203,7 @@ class Batcher:
         lengths = [len(sequence.tokens) for sequence in sequences]
         step = PromptStep(chosen, lengths, self.slots.width, self.device)
         tokens = [token for sequence in sequences for token in sequence.tokens]
-        logits = self._forward(step, tokens, torch.tensor(lengths).cumsum(0) - 1)
+        logits = self._forward(step, chosen, lengths, tokens, torch.tensor(lengths).cumsum(0) - 1)
         rows, pick = [], []
         for at, (row, sequence) in enumerate(zip(chosen, sequences)):
             rows += self._share(row, groups[sequence.share])
@@ -211,7 +216,7 @@ class Batcher:
         end = min(sequence.computed + self.max_batch_tokens, len(sequence.tokens))
         tokens = sequence.tokens[sequence.computed : end]
         step = CachedStep(row, [sequence.computed], len(tokens), self.slots.width, self.device)
-        logits = self._forward(step, tokens, torch.tensor([len(tokens) - 1]))
+        logits = self._forward(step, [row], [len(tokens)], tokens, torch.tensor([len(tokens) - 1]))
         sequence.computed = end
         if end < len(sequence.tokens):
             return [], logits
@@ -223,6 +228,7 @@ class Batcher:
         length = len(self.running[row].tokens)
         if others:
             self.slots.copy_rows([row] * len(others), others, length)
+            self.states.copy_rows([row] * len(others), others)
         for member in group:
             self.running[member].computed = length
         return group
@@ -230,27 +236,40 @@ class Batcher:
     def _decode(self) -> Tensor:
         starts = [sequence.computed for sequence in self.running]
         step = CachedStep(0, starts, 1, self.slots.width, self.device)
-        logits = self._forward(step, [sequence.tokens[-1] for sequence in self.running], None)
+        rows, last = list(range(len(starts))), [sequence.tokens[-1] for sequence in self.running]
+        logits = self._forward(step, rows, [1] * len(rows), last, None)
         for sequence in self.running:
             sequence.computed += 1
         return logits
 
-    def _forward(self, step: PromptStep | CachedStep, tokens: list[int], keep: Tensor | None) -> Tensor:
-        """Logits [n, V] at the packed positions `keep` (int64 [n], all when None)."""
+    def _forward(
+        self,
+        step: PromptStep | CachedStep,
+        rows: list[int],
+        lengths: list[int],
+        tokens: list[int],
+        keep: Tensor | None,
+    ) -> Tensor:
+        """Logits [n, V] at the packed positions `keep` (int64 [n], all when None), of so many next tokens a row."""
         self.slots.step = step
-        output = self.model(
-            input_ids=torch.tensor([tokens], device=self.device),
-            position_ids=step.positions.unsqueeze(0),
-            logits_to_keep=0 if keep is None else keep.to(self.device),
-            use_cache=False,
-            slots=self.slots,
-        )
-        layers = self.model.config.get_text_config().num_hidden_layers
+        states = self.states.begin(rows, [self.running[row].computed for row in rows], lengths)
+        with self.states.layers.noted():
+            output = self.model(
+                input_ids=torch.tensor([tokens], device=self.device),
+                position_ids=step.positions.unsqueeze(0),
+                logits_to_keep=0 if keep is None else keep.to(self.device),
+                use_cache=False,
+                slots=self.slots,
+                **({} if states is None else {STATES_ARGUMENT: states}),
+            )
+        layers = len(self.states.layers.attending)
         if self.slots.layers_written != layers:  # its tokens would have seen those of other requests
             raise RuntimeError(
                 f"{type(self.model).__name__} sent {self.slots.layers_written} of {layers} layers through transformers'"
                 " attention interface: the embedded engine cannot serve it, use an SGLang server"
             )
+        if states is not None:
+            self.states.end(states, rows)
         return output.logits[0]
 
     # ------------------------------------------------------------------------------------------------ results

@@ -171,6 +171,7 @@ class EmbeddedEngine:
                 "running": running,
                 "waiting": max(0, len(self._jobs) - running),
                 "kv_cache_bytes": batcher.slots.bytes if batcher else 0,
+                "state_bytes": batcher.states.bytes if batcher else 0,
                 "error": repr(self._error) if self._error else "",
             }
 

@@ -18,9 +18,13 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers import AttentionInterface
 
+from app.tree import STATES_ARGUMENT
+
 ATTENTION = "arborist_slots"
 # Arguments that describe what `step` already says, or that change nothing in a forward without gradient.
-_IMPLIED = frozenset({"position_ids", "cache_position", "use_cache", "is_causal", "layer_idx", "output_router_logits"})
+_IMPLIED = frozenset(
+    {"position_ids", "cache_position", "use_cache", "is_causal", "layer_idx", "output_router_logits", STATES_ARGUMENT}
+)
 
 
 class PromptStep:

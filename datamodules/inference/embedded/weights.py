@@ -14,11 +14,12 @@ from torch import Tensor
 from torch.nn import Module
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from app.tree import StateLayers
 from datamodules.inference.embedded.kv_slots import ATTENTION
 from datamodules.inference.export import base_model, merged_weights
 from datamodules.inference.protocol import GenerationError
 
-_KV_LAYERS = {"full_attention", "sliding_attention"}  # layer types whose whole state is keys and values
+_KNOWN = {"full_attention", "sliding_attention", "mlp", "moe"}  # layer types with keys and values or no state at all
 
 
 def copy_of(policy: Module, dtype: str | None, device: str | None) -> PreTrainedModel:
@@ -29,12 +30,14 @@ def copy_of(policy: Module, dtype: str | None, device: str | None) -> PreTrained
     model = base_model(policy)
     config = copy.deepcopy(model.config)
     text = config.get_text_config()
-    foreign = sorted(set(getattr(text, "layer_types", None) or ()) - _KV_LAYERS)
+    kinds = getattr(text, "layer_types", None) or ()
+    stateful = StateLayers.of(model).indices
+    foreign = sorted({kind for k, kind in enumerate(kinds) if kind not in _KNOWN and k not in stateful})
     if config.is_encoder_decoder or foreign:
         what = f"layers of type {', '.join(foreign)}" if foreign else "an encoder"
         raise GenerationError(
-            f"EmbeddedEngine.start: {type(model).__name__} has {what}, whose state is not keys and values of tokens;"
-            " generate with an SGLang server instead"
+            f"EmbeddedEngine.start: {type(model).__name__} has {what}, whose state it cannot keep; generate with"
+            " an SGLang server instead"
         )
     target = torch.device(device) if device is not None else model.device
     with _unmoved_generators(target), target:

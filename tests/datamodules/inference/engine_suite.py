@@ -95,9 +95,12 @@ class EngineSuite:
     tolerance = 1e-5
     samples, distance = 2000, 0.12  # drawn of one distribution; the total variation they may be off
 
+    def make_policy(self, seed: int = 0) -> PreTrainedModel:
+        return tiny_policy(seed)
+
     @pytest.fixture
     def policy(self) -> PreTrainedModel:
-        return tiny_policy()
+        return self.make_policy()
 
     def make_update(self, version: int, model: PreTrainedModel) -> WeightUpdate:
         return WeightUpdate(version=version, state_dict=model.state_dict())
@@ -201,7 +204,7 @@ class EngineSuite:
     @pytest.mark.parametrize("updates", [1, 3])
     def test_update_in_mid_generation(self, engine, policy, updates) -> None:
         """Each token carries the version of its weights, and keys of older weights are never read again."""
-        models = {0: policy} | {version: tiny_policy(seed=version) for version in range(1, updates + 1)}
+        models = {0: policy} | {version: self.make_policy(version) for version in range(1, updates + 1)}
         lengths = [1 + (11 * i) % 50 for i in range(60)]
         requests = [GenerationRequest(prompt, 90, temperature=1.0) for prompt in prompts_of(lengths)]
         heard: list[list[int]] = [[] for _ in requests[::2]]
@@ -243,7 +246,7 @@ class EngineSuite:
         assert not engine.health()["paused"]
 
     def test_an_update_during_a_pause_does_not_end_it(self, engine) -> None:
-        newer = tiny_policy(seed=5)
+        newer = self.make_policy(5)
         request = GenerationRequest(prompts_of([5])[0], 10)
 
         async def run() -> GenerationResponse:
