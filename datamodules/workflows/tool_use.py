@@ -9,6 +9,8 @@ from __future__ import annotations
 import inspect
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
 from typing import Any, Literal, get_args
 
 from transformers import PreTrainedTokenizerBase
@@ -90,15 +92,26 @@ class ToolWorkflow:
         self.stop = tuple(stop)
         self._options = ReplyOptions(name, max_new_tokens, temperature, stop)
         self._parser = parser
-        self._runner = ToolRunner(tools.tools, tool_deadline_s, tool_deadlines_s, max_calls, max_result_chars)
-        self._shown = tools.tools if show_tools else None
+        self._show_tools = show_tools
+        self._runs = partial(
+            ToolRunner,
+            deadline_s=tool_deadline_s,
+            deadlines=tool_deadlines_s,
+            max_calls=max_calls,
+            max_result_chars=max_result_chars,
+        )
+        self._runner: ToolRunner | None = None if hasattr(tools, "prepare") else self._runs(tools.tools)
         self._template_options = template_options
         self._chat: Chat | None = None
 
     def prepare(self, tokenizer: PreTrainedTokenizerBase) -> None:
-        """Tries the chat template. Raises ValueError when it cannot show tools or their results."""
+        """Prepares the tools and tries the chat template. Raises ValueError when it cannot show tools or their results,
+        and what the tools' own preparation raises."""
         self._options.prepare(tokenizer)
-        self._chat = Chat(tokenizer, self._shown, self._template_options)
+        if hasattr(self.tools, "prepare"):
+            self.tools.prepare()
+            self._runner = self._runs(self.tools.tools)
+        self._chat = Chat(tokenizer, self.tools.tools if self._show_tools else None, self._template_options)
         if self.sequences != "rendered":
             self._chat.after_reply([{"role": self.tool_role, "content": "."}])
         if not self._chat.shows(self.tool_role):
@@ -110,6 +123,11 @@ class ToolWorkflow:
     def encode(self, prompt: Prompt) -> tuple[int, ...]:
         """The ids an episode begins with, the tools' descriptions included."""
         return tuple(self._template().prompt(prompt.conversation()))
+
+    def log_to(self, directory: Path) -> None:
+        """Where tools may keep what they print."""
+        if hasattr(self.tools, "log_to"):
+            self.tools.log_to(directory)
 
     def close(self) -> None:
         """Ends what the tools started for all episodes."""
@@ -133,6 +151,7 @@ class ToolWorkflow:
     async def _play(self, engine: EpisodeEngine, prompt: Prompt, box: Toolbox) -> tuple[Turns, str, Counter[str]]:
         """The conversation, the last reply's text, and what became of the calls."""
         chat, tokenizer = self._template(), engine.tokenizer
+        assert self._runner is not None, "prepare comes first"
         messages = prompt.conversation()
         turns = Turns(prompt, self._options)
         counts: Counter[str] = Counter()

@@ -2,7 +2,8 @@
 
 Promises: whatever a model asks for gets an answer it can read: a result, or what was wrong with the call. Unknown
 tools, arguments that break the schema, tools that raise or take too long are counted and told, and never end the
-episode. The calls of one reply run concurrently, and are answered in their order.
+episode, unless a tool says by `ToolsLost` that it has to. The calls of one reply run concurrently, and are answered in
+their order.
 """
 
 from __future__ import annotations
@@ -31,6 +32,8 @@ class Toolbox(ABC):
     """The tools of an episode. Any class with an async method `call` and an attribute `tools` will do.
 
     Where it has them, these are used too:
+        prepare(): before the first episode; `tools` may be empty until then.
+        log_to(directory): before `prepare`, a folder of the run directory for what is worth keeping.
         open(prompt) -> Toolbox: fresh tools for one episode (a database of its own, say).
         async close(): of what `open` gave, when the episode ends, however it does.
         async reward(prompt, reply) -> float: of the episode, in place of the configured reward.
@@ -47,11 +50,15 @@ class Toolbox(ABC):
 
     @abstractmethod
     async def call(self, name: str, arguments: dict[str, Any]) -> Any:
-        """The result of one call, a text or anything JSON-able. What it raises is told to the model."""
+        """The result of one call, a text or anything JSON-able. What it raises, but ToolsLost, is told to the model."""
 
     @classmethod
     def __subclasshook__(cls, other: type) -> bool:
         return cls is Toolbox and inspect.iscoroutinefunction(getattr(other, "call", None))
+
+
+class ToolsLost(RuntimeError):
+    """A call after which the episode cannot go on, for what its tools knew is gone. It costs the episode's group."""
 
 
 class FunctionTools(Toolbox):
@@ -188,7 +195,7 @@ class ToolRunner:
                     result = await within(seconds, box.call(one.name, one.arguments))
             text = result if isinstance(result, str) else json.dumps(result, ensure_ascii=False)
         except BaseException as error:  # SystemExit would end the event loop
-            if foreign.must_pass(error):
+            if foreign.must_pass(error) or isinstance(error, ToolsLost):
                 raise
             if isinstance(error, DeadlinePassed):
                 return refuse("timed_out_calls", f"{one.name} did not answer within {seconds:g} s")

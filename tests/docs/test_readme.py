@@ -140,7 +140,7 @@ def test_your_model_data_and_reward(workplace: Path) -> None:
     assert list((workplace / "wandb").glob("offline-run-*"))
 
 
-@pytest.mark.parametrize("name", ["my_agent.yaml", "my_tools.yaml", "my_servers.yaml"])
+@pytest.mark.parametrize("name", ["my_agent.yaml", "my_tools.yaml", "my_mcp.yaml", "my_servers.yaml"])
 def test_snippets_of_agents_and_servers_are_understood(
     workplace: Path, name: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -158,7 +158,8 @@ def test_snippets_of_agents_and_servers_are_understood(
 
 
 def test_every_yaml_snippet_has_a_file_and_is_used() -> None:
-    tried = {"my_run.yaml", "my_wandb.yaml", "my_algorithm.yaml", "my_agent.yaml", "my_tools.yaml", "my_servers.yaml"}
+    tried = {"my_run.yaml", "my_wandb.yaml", "my_algorithm.yaml", "my_servers.yaml"}
+    tried |= {"my_agent.yaml", "my_tools.yaml", "my_mcp.yaml"}
     assert set(named("yaml")) == tried
     assert len(blocks("yaml")) == len(named("yaml"))
 
