@@ -53,7 +53,7 @@ def shown(tokens: list[int], ended: bool, stops: Sequence[str], decode: Decode) 
     reply, size, whole, kept = ReplyText(decode), 0, 0, 0
     for count, token in enumerate(tokens, 1):
         size += len(reply.add([token]))
-        if size + reply.holds <= cut:
+        if size <= cut and not reply.holds:
             whole, kept = size, count
     return Shown(text[:cut], whole, kept)
 
@@ -102,6 +102,7 @@ class Reading:
         self._text = ""
         self._given = 0  # characters of it
         self._waiting: list[tuple[int, int, float]] = []  # (characters until then, token, log-probability)
+        self._holding: list[tuple[int, float]] = []  # of characters that are not whole
         self._tokens = 0  # that were given
         self._complete = False
 
@@ -113,7 +114,10 @@ class Reading:
             if token in self._ends:
                 break
             self._text += self._reply.add([token])
-            self._waiting.append((len(self._text) + self._reply.holds, token, logprob))
+            self._holding.append((token, logprob))
+            if not self._reply.holds:
+                self._waiting += [(len(self._text), *one) for one in self._holding]
+                self._holding = []
         cut = cut_at_stop(self._text, self._stops)
         known = len(self._text) - maybe_stop(self._text, self._stops) if cut is None else cut
         if self._parser is not None:

@@ -73,6 +73,16 @@ def test_pieces_are_the_message(
     assert seen.text.startswith(DECODE(tokens[: seen.tokens]).removesuffix("<|end|>")) and seen.whole <= len(seen.text)
 
 
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.sampled_from(TOKENIZER.encode("a€😀é", add_special_tokens=False)), max_size=12), st.booleans())
+def test_bytes_that_are_no_characters_keep_their_ids_or_are_not_kept(ids: list[int], twice: bool) -> None:
+    """As models sample them that have not learned much yet."""
+    tokens = [*ids, *TOKENIZER.encode("END", add_special_tokens=False)] * (1 + twice)
+    seen = shown(tokens, False, ["END"], DECODE)
+    assert seen.text == DECODE(tokens).partition("END")[0]
+    assert DECODE(tokens[: seen.tokens]) == seen.text[: seen.whole]
+
+
 @pytest.mark.parametrize(
     ("text", "aloud"),
     [
