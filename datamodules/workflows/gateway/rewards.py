@@ -6,7 +6,6 @@ either counts, so that a client may try again; everything else is refused by its
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -56,10 +55,7 @@ class Rewards:
             raise RequestError(f"{unknown[0][:50]}: not known; leave it out", param=unknown[0][:50])
         value = body.get("reward")
         if (
-            isinstance(value, bool)
-            or not isinstance(value, int | float)
-            or not math.isfinite(value)
-            or abs(value) > LARGEST_REWARD
+            isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= LARGEST_REWARD  # nor NaN
         ):
             raise RequestError(f"reward: must be a finite number of at most {LARGEST_REWARD:g}", param="reward")
         name, choice = body.get("call"), body.get("choice")

@@ -18,6 +18,7 @@ from functools import partial
 from typing import Any
 
 from aiohttp import web
+from aiohttp.http import HttpProcessingError
 
 from datamodules.workflows.gateway.errors import RequestError
 from datamodules.workflows.gateway.protocols import models
@@ -33,9 +34,13 @@ from datamodules.workflows.gateway.transcript import Call
 _log = logging.getLogger(__name__)
 _MESSAGES = Messages()
 _PROTOCOLS: tuple[WireProtocol, ...] = (ChatCompletions(), _MESSAGES, Responses(), Completions())
-_MOST_BYTES = 32 << 20
+_MOST_BYTES = 8 << 20  # a million tokens; Python's objects of it may take twenty times as much
 _DEEPEST = 64  # nesting of a request's JSON; tools' schemas need some
 _CLOSE_S = 5.0
+_LINGER_S = 2.0  # for a client to read its refusal while it still sends
+_http_log = logging.getLogger(f"{__name__}.http")
+# These lines would quote what is no HTTP, and with it keys.
+_http_log.addFilter(lambda line: not (line.exc_info and isinstance(line.exc_info[1], HttpProcessingError)))
 _LEFT = (asyncio.CancelledError, OSError, TimeoutError)  # how a client that goes away, or does not read, shows
 
 
@@ -68,10 +73,12 @@ class Gateway:
         self._host, self._port = host, port
         self._sessions: dict[str, Session] = {}
         self._runner: web.AppRunner | None = None
+        self._server: asyncio.Server | None = None
+        self._silent: set[asyncio.Protocol] = set()  # connections that have not asked for anything yet
 
     async def open(self) -> None:
         """Listens. Raises OSError when the port is taken."""
-        app = web.Application(client_max_size=_MOST_BYTES, middlewares=[_in_the_protocols_words])
+        app = web.Application(client_max_size=_MOST_BYTES, middlewares=[self._hear, _in_the_protocols_words])
         for protocol in _PROTOCOLS:
             app.router.add_post(f"/r/{{session}}/v1/{protocol.path}", partial(self._reply, protocol))
         app.router.add_post("/r/{session}/v1/messages/count_tokens", self._count)
@@ -80,18 +87,51 @@ class Gateway:
         app.router.add_post("/r/{session}/reward", self._reward)
         app.router.add_post("/r/{session}/end", self._end)
         # A client that goes away cancels its handler, and with it what the engine samples for it.
-        self._runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=_CLOSE_S)
+        self._runner = web.AppRunner(
+            app,
+            handler_cancellation=True,
+            access_log=None,
+            logger=_http_log,
+            auto_decompress=False,  # a few bytes may become many
+            lingering_time=_LINGER_S,
+            shutdown_timeout=_CLOSE_S,
+        )
         await self._runner.setup()
-        site = web.TCPSite(self._runner, self._host, self._port)
-        await site.start()
-        host, port = self._runner.addresses[0][:2]
+        loop = asyncio.get_running_loop()
+        self._server = await loop.create_server(self._connection, self._host, self._port)
+        host, port = self._server.sockets[0].getsockname()[:2]
         self.address = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
     async def close(self) -> None:
         """Answers nobody any more. Idempotent."""
+        if self._server is not None:
+            self._server.close()
         runner, self._runner = self._runner, None
         if runner is not None:
             await runner.cleanup()
+
+    def _connection(self) -> asyncio.Protocol:
+        """One of aiohttp's, which would wait for the first request's head for ever."""
+        assert self._runner is not None and self._runner.server is not None
+        made = self._runner.server()
+
+        def hang_up() -> None:
+            if made in self._silent:
+                self._silent.discard(made)
+                made.force_close()
+
+        self._silent.add(made)
+        # In two steps: whoever asked while the loop stood still is heard between them.
+        loop, half = asyncio.get_running_loop(), self._transfer_s / 2
+        loop.call_later(half, loop.call_later, half, hang_up)
+        return made
+
+    @web.middleware
+    async def _hear(
+        self, request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
+    ) -> web.StreamResponse:
+        self._silent.discard(request.protocol)
+        return await handler(request)
 
     def admit(self, session: Session) -> str:
         """Lets a session be spoken in; gives its address, to which protocols append `/v1/...`."""
@@ -229,6 +269,8 @@ class Gateway:
         return web.json_response({"ended": True})
 
     async def _body(self, request: web.Request) -> bytes:
+        if request.headers.get("Content-Encoding", "identity") != "identity":
+            raise RequestError("Content-Encoding: not supported; send requests uncompressed", status=415)
         try:
             async with asyncio.timeout(self._transfer_s):
                 return await request.read()
@@ -276,7 +318,7 @@ def _retries(request: web.Request) -> int:
 def _object(body: bytes) -> dict[str, Any]:
     """The request's JSON object."""
     try:
-        found = json.loads(body, parse_constant=_no_number)
+        found = json.loads(body.decode(), parse_constant=_no_number)
     except (ValueError, RecursionError) as error:
         raise RequestError(f"the request is no JSON: {str(error)[:200] or 'too deep'}") from error
     if not isinstance(found, dict):

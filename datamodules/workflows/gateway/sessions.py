@@ -252,6 +252,7 @@ class Session:
 
     def count(self, messages: Sequence[Message], tools: list[dict[str, Any]] | None) -> int:
         """Tokens of the prompt that `reply` would send. Raises RequestError."""
+        self._check_number_of(messages)
         try:
             return self.transcript.count(messages, tools)
         except ValueError as error:
@@ -282,6 +283,7 @@ class Session:
         self, messages: Sequence[Message], tools: list[dict[str, Any]] | None, raw: str | list[int] | None
     ) -> Rendered:
         if raw is None:
+            self._check_number_of(messages)
             return self.transcript.prompt(messages, tools)
         if isinstance(raw, str):
             return self.transcript.extended(raw)
@@ -289,6 +291,16 @@ class Session:
         if not all(0 <= token < known for token in raw):
             raise RequestError(f"prompt: token ids must be from 0 to {known - 1}", param="prompt")
         return Rendered(self._engine.tokenizer.decode(raw, skip_special_tokens=False), list(raw))
+
+    def _check_number_of(self, messages: Sequence[Message]) -> None:
+        """Each is a token at least; what cannot fit need not be rendered, while other sessions wait, to know it."""
+        if len(messages) > self._engine.max_context:
+            raise RequestError(
+                f"messages: this model's maximum context length is {self._engine.max_context} tokens, and they are"
+                f" {len(messages)} messages; shorten the conversation",
+                param="messages",
+                code="context_length_exceeded",
+            )
 
     def _spend(self, n: int) -> None:
         self.touched = time.monotonic()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import sys
 from collections.abc import Iterable, Mapping
 from functools import lru_cache
 from typing import Any
@@ -62,7 +63,7 @@ def number(key: str, value: Any, kind: type, least: float, most: float = math.in
         return None
     if isinstance(value, bool) or not isinstance(value, int if kind is int else int | float):
         raise RequestError(f"{key}: must be a number, this is {type(value).__name__}", param=key)
-    if not least <= value <= most:
+    if not least <= value <= most or abs(value) > sys.float_info.max:
         raise RequestError(f"{key}: {shown(value)}, must be between {least:g} and {most:g}", param=key)
     return kind(value)
 
