@@ -39,6 +39,7 @@ class PassMemory:
         gradients: of parameters that have none yet.
         path_cache: keys and values of the longest path, once in place and once in the chunks they come from, with their
             gradients, and the gradients on their way to a chunk.
+        states: of layers that carry one, at the ends of the chunks of the longest path, with their gradients.
         outputs: tokens, outputs and their gradients, of the tree and of all sequences.
         head_block: logits, softmax and gradient of one block of rows.
         backward: gradients of one layer's activations of a chunk, while its backward runs.
@@ -48,6 +49,7 @@ class PassMemory:
     parameters: int
     gradients: int
     path_cache: int
+    states: int
     outputs: int
     head_block: int
     backward: int
@@ -81,7 +83,7 @@ def pass_memory(
     element = parameter.element_size()
     accumulated = max(4, element)
     missing = sum(p.numel() for p in model.parameters() if p.requires_grad and p.grad is None)
-    key_value = 2 * shape.layers * shape.key_value_heads * shape.head_dim
+    key_value = 2 * shape.attention_layers * shape.key_value_heads * shape.head_dim
     longest = int(tree.sequence_length.max()) if tree is not None and tree.num_sequences else 0
     tokens, dense = (tree.num_tokens, tree.num_dense_tokens) if tree is not None else (0, 0)
     rows = head_tokens or max(_LEAST, BLOCK_BYTES // (4 * shape.vocabulary))
@@ -91,6 +93,7 @@ def pass_memory(
         parameters=sum(p.numel() * p.element_size() for p in model.parameters()),
         gradients=missing * accumulated,
         path_cache=key_value * (longest * (2 * element + accumulated) + min(chunk_tokens, tokens) * accumulated),
+        states=2 * 4 * shape.state_values * (1 + longest // chunk_tokens),
         outputs=tokens * (8 + 3 * accumulated) + dense * (8 + 3 * accumulated),
         head_block=(2 if element >= 4 else 3)
         * min(rows, max(1, scored), chunk_tokens)

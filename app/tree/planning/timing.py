@@ -55,15 +55,15 @@ class TimeModel:
         2.5 times: five matrix products for two) for the gradients."""
         shape, rates = self.shape, self.rates
         token = shape.linear_flops() / rates.linear
-        pair = 4.0 * shape.layers * shape.heads * shape.head_dim / rates.attention
+        pair = 4.0 * shape.attention_layers * shape.heads * shape.head_dim / rates.attention
         row = 2.0 * shape.hidden * shape.vocabulary / rates.linear
-        path = 4.0 * shape.layers * shape.key_value_heads * shape.head_dim * self.element / rates.memory
+        path = 4.0 * shape.attention_layers * shape.key_value_heads * shape.head_dim * self.element / rates.memory
         linear = 3 * work.tokens + work.tokens_again + rates.idle_rows * (3 * work.runs + work.runs_again)
         return (
             token * linear
             + pair * (3.5 * work.pairs + work.pairs_again)
             + shape.layers * rates.layer * (3 * work.runs + work.runs_again)
-            + shape.layers * rates.call * (3 * work.parts + work.parts_again)
+            + shape.attention_layers * rates.call * (3 * work.parts + work.parts_again)
             + path * work.path
             + row * 4 * work.scored
         )
