@@ -4,6 +4,7 @@
 
 from datamodules.workflows.base import EpisodeEngine, Workflow, to_trajectory
 from datamodules.workflows.multi_turn import MultiTurnWorkflow
+from datamodules.workflows.response_template import ResponseTemplate
 from datamodules.workflows.rlvr import RLVRWorkflow
 from datamodules.workflows.tau_replay import TauReplayWorkflow
 from datamodules.workflows.tool_calls import ToolCall, hermes_calls, json_calls
@@ -16,6 +17,7 @@ __all__ = [
     "FunctionTools",
     "MultiTurnWorkflow",
     "RLVRWorkflow",
+    "ResponseTemplate",
     "TauReplayWorkflow",
     "ToolCall",
     "ToolWorkflow",

@@ -26,7 +26,7 @@ class ToolCall:
 
 def hermes_calls(text: str) -> list[ToolCall]:
     """`<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, any number of them: Hermes, Qwen 2.5, Qwen3."""
-    said = _said(text)
+    said = said_aloud(text)
     pieces = said.split("<tool_call>")[1:]
     if not pieces and "</tool_call>" in said:
         return [ToolCall(error="</tool_call> without <tool_call> before it")]
@@ -42,21 +42,22 @@ def json_calls(text: str) -> list[ToolCall]:
 
     A reply that does not begin as JSON ("{" or "[") is an answer, not a call.
     """
-    said = _said(text).strip().removeprefix(_PYTHON_TAG).strip()
+    said = said_aloud(text).strip().removeprefix(_PYTHON_TAG).strip()
     if not said.startswith(("{", "[")):
         return []
     try:
         found = json.loads(said, strict=False, parse_constant=_refuse)
     except (ValueError, RecursionError) as error:
         return [ToolCall(error=f"not valid JSON ({_brief(error)})")]
-    return [_checked(one) for one in found] if isinstance(found, list) else [_checked(found)]
+    return [checked_call(one) for one in found] if isinstance(found, list) else [checked_call(found)]
 
 
 def begin_of_calls(parser: Callable[[str], list[ToolCall]], text: str, complete: bool = True) -> int:
     """Where the calls begin that `parser` may find in `text`; what is before is said aloud.
 
     Args:
-        parser: one of those here; of any other both forms are looked for.
+        parser: one of those here; any other may have a method `begin(text)` that says so, or else both forms are
+            looked for.
         text: of a reply, from its beginning.
         complete: otherwise more may follow, and the end of `text` may be the beginning of a call. What is before the
             number returned then stays before it, whatever follows; for a parser of one's own that is nothing.
@@ -64,8 +65,11 @@ def begin_of_calls(parser: Callable[[str], list[ToolCall]], text: str, complete:
     Returns:
         `len(text)` where there are none; white space before them is theirs.
     """
-    if parser not in (hermes_calls, json_calls) and not complete:
-        return 0
+    if parser not in (hermes_calls, json_calls):
+        if not complete:
+            return 0
+        if callable(begin := getattr(parser, "begin", None)):
+            return len(text[: begin(text)].rstrip())
     begins = len(text)
     if parser is not json_calls:
         begins = min(begins, _begin_of_marks(text, complete))
@@ -95,7 +99,7 @@ def _begun(text: str, mark: str) -> int:
     return next((size for size in range(min(len(mark) - 1, len(text)), 0, -1) if text.endswith(mark[:size])), 0)
 
 
-def _said(text: str) -> str:
+def said_aloud(text: str) -> str:
     """What is said aloud: behind the last thought, and before one that never ends."""
     return text.rpartition("</think>")[2].partition("<think>")[0]
 
@@ -103,12 +107,13 @@ def _said(text: str) -> str:
 def _read(body: str) -> ToolCall:
     try:
         # Models write line ends inside strings.
-        return _checked(json.loads(body.strip(), strict=False, parse_constant=_refuse))
+        return checked_call(json.loads(body.strip(), strict=False, parse_constant=_refuse))
     except (ValueError, RecursionError) as error:
         return ToolCall(error=f"not valid JSON ({_brief(error)})")
 
 
-def _checked(found: Any) -> ToolCall:
+def checked_call(found: Any) -> ToolCall:
+    """A call of a name and arguments, or why it is none."""
     if not isinstance(found, dict):
         return ToolCall(error=f"a call must be a JSON object, this is a {type(found).__name__}")
     name = found.get("name")

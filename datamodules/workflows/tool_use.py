@@ -21,6 +21,7 @@ from datamodules.conversations.chat_template import Chat
 from datamodules.prompts.base import Prompt
 from datamodules.workflows.base import EpisodeEngine
 from datamodules.workflows.calling import within
+from datamodules.workflows.response_template import ResponseTemplate
 from datamodules.workflows.tool_calls import ToolCall, hermes_calls
 from datamodules.workflows.tools import Toolbox, ToolRunner
 from datamodules.workflows.turns import ReplyOptions, Sequences, Turns
@@ -45,8 +46,8 @@ class ToolWorkflow:
         temperature: of sampling, above 0.
         stop: tokens, besides what ends a turn anyway (see `datamodules.workflows.turn_ends`), that end a reply (each
             must be one token).
-        parser: finds the calls in a reply's text: `datamodules.workflows.hermes_calls`, `json_calls` or a function of
-            your own.
+        parser: finds the calls in a reply: `datamodules.workflows.hermes_calls`, `json_calls`, a `ResponseTemplate` or
+            a function of your own.
         sequences: "whole", "turns" or "rendered"; see `datamodules.workflows.turns.Sequences`. Templates that drop old
             thoughts only do so with "rendered": otherwise the model sees its thoughts again, as it wrote them.
         tool_role: role of the messages that carry results; "user" for templates that know no "tool".
@@ -91,7 +92,7 @@ class ToolWorkflow:
         self.tool_role = tool_role
         self.stop = tuple(stop)
         self._options = ReplyOptions(name, max_new_tokens, temperature, stop)
-        self._parser = parser
+        self._parser: Callable[[str], list[ToolCall]] = parser
         self._show_tools = show_tools
         self._runs = partial(
             ToolRunner,
@@ -111,6 +112,9 @@ class ToolWorkflow:
         if hasattr(self.tools, "prepare"):
             self.tools.prepare()
             self._runner = self._runs(self.tools.tools)
+        if isinstance(self._parser, ResponseTemplate):
+            self._parser.prepare(tokenizer)
+            self._parser = self._parser.of_tools(self.tools.tools)
         self._chat = Chat(tokenizer, self.tools.tools if self._show_tools else None, self._template_options)
         if self.sequences != "rendered":
             self._chat.after_reply([{"role": self.tool_role, "content": "."}])

@@ -29,6 +29,7 @@ from datamodules.workflows.gateway.repeats import Repeats
 from datamodules.workflows.gateway.replies import Parser, Piece, Reading, as_message, shown
 from datamodules.workflows.gateway.rewards import Exchange, Rewards
 from datamodules.workflows.gateway.transcript import Call, Rendered, Transcript
+from datamodules.workflows.response_template import ResponseTemplate
 
 OnText = Callable[[int, Piece], None]
 """Called on the session's event loop with the number of a choice and what it says next."""
@@ -181,6 +182,8 @@ class Session:
             for k in range(n)
         ]
         parser = self._parser if tools else None
+        if tools and isinstance(parser, ResponseTemplate):
+            parser = parser.of_tools(tools)  # whose schemas give its arguments types
         name = name or self.new_name()
         sampling = asyncio.gather(
             *(

@@ -27,6 +27,7 @@ from datamodules.workflows.gateway import agents
 from datamodules.workflows.gateway.rewards import shown
 from datamodules.workflows.gateway.server import Gateway
 from datamodules.workflows.gateway.sessions import Budget, Sampling, Session
+from datamodules.workflows.response_template import ResponseTemplate
 from datamodules.workflows.tool_calls import ToolCall, hermes_calls
 from datamodules.workflows.turns import ReplyOptions
 
@@ -49,8 +50,8 @@ class AgentWorkflow:
         max_new_tokens: most tokens of a reply, whatever a call asks for; at least 1.
         temperature: of calls that name none.
         budget: what an episode may use; see `datamodules.workflows.gateway.Budget`.
-        parser: finds the calls of tools in a reply: `datamodules.workflows.hermes_calls`, `json_calls` or a function of
-            your own.
+        parser: finds the calls in a reply: `datamodules.workflows.hermes_calls`, `json_calls`, a `ResponseTemplate` or
+            a function of your own.
         workers: agents that run at a time, a process each; at least 1. An episode that waits for one to be free spends
             its own time (`data.limits.episode_deadline_s`). Agents of validation have as many of their own.
         deadline_s: seconds an agent may take, pauses for validation included; None for the episode's deadline.
@@ -108,6 +109,8 @@ class AgentWorkflow:
     def prepare(self, tokenizer: PreTrainedTokenizerBase) -> None:
         """Tries the chat template. Raises ValueError without one."""
         self._chat = Chat(tokenizer, options=self._template_options)
+        if isinstance(self._parser, ResponseTemplate):
+            self._parser.prepare(tokenizer)
 
     def encode(self, prompt: Prompt) -> tuple[int, ...]:
         """The task as a user's message; what the agent sends is its own."""
