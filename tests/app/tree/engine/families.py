@@ -122,9 +122,7 @@ SUPPORTED: dict[str, Family] = {
     "StarCoder2": Family("starcoder2", dict(sliding_window=4)),
     "Phi": Family("phi"),
     "Qwen3.5": Family("qwen3_5_text", hybrids.OPTIONS["qwen3_5_text"], GATED_DELTA, DELTA_RULE, 12),
-    "Qwen3.5-MoE": Family(
-        "qwen3_5_moe_text", hybrids.OPTIONS["qwen3_5_moe_text"], GATED_DELTA, (DELTA_RULE, DELTA_RULE), 12
-    ),
+    "Qwen3.5-MoE": Family("qwen3_5_moe_text", hybrids.OPTIONS["qwen3_5_moe_text"], GATED_DELTA, DELTA_RULE, 12),
     "Qwen3-Next": Family("qwen3_next", hybrids.OPTIONS["qwen3_next"], GATED_DELTA, DELTA_RULE, 12),
     "OLMo-Hybrid": Family("olmo_hybrid", hybrids.OPTIONS["olmo_hybrid"], GATED_DELTA, DELTA_RULE, 12),
     "LFM2": Family("lfm2", hybrids.OPTIONS["lfm2"], SHORT),
