@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import lightning as L
 import numpy as np
@@ -21,7 +21,7 @@ import torch
 
 from app import checks
 from app.batch import RolloutBatch, Trajectory
-from datamodules.conversations.chat import ChatEncoder, load_chat_tokenizer, load_system, load_transcripts
+from datamodules.conversations.chat import ChatEncoder, Transcript, load_chat_tokenizer, load_system, load_transcripts
 from datamodules.conversations.selection import best_and_worst, choose, first_trials, grouped
 from datamodules.conversations.sessions import Session, load_sessions
 from datamodules.conversations.tokens import QWEN3_THINK_IDS, Conversation, RecordedDataError, Workload, load_npz
@@ -30,6 +30,7 @@ from datamodules.pipeline import fingerprint
 from datamodules.pipeline.loaders import Position, StepLoader
 
 _log = logging.getLogger(__name__)
+_Heard = TypeVar("_Heard", Session, Transcript)
 
 
 class RecordedDataModule(L.LightningDataModule):
@@ -38,6 +39,7 @@ class RecordedDataModule(L.LightningDataModule):
     Args:
         path: token arrays (`.npz`); conversations as text (`.jsonl`, `.jsonl.gz`; these need `tokenizer`); or a
             directory of recorded batches, which `arborist gateway --record` and `RolloutDataModule(record=...)` write.
+            (What a gateway records of a provider is text: join its files in one.)
             `${ARBORIST_DATA}` and other environment variables are expanded.
         workload: "turns", every generated turn is a sequence (its prompt, then the turn; loss on the turn alone);
             "whole", one sequence a conversation, loss on all generated tokens; "think", as "turns" with an empty
@@ -196,7 +198,7 @@ class RecordedDataModule(L.LightningDataModule):
             )
         return pairs
 
-    def _rewarded(self, sessions: list[Session]) -> list[Session]:
+    def _rewarded(self, sessions: list[_Heard]) -> list[_Heard]:
         without = [one for one in sessions if not one.is_rewarded]
         if not without or self.unrewarded == "keep":
             return sessions
@@ -236,7 +238,7 @@ class RecordedDataModule(L.LightningDataModule):
         if file.suffix == ".npz":
             return load_npz(file)
         assert encoder is not None  # the constructor refuses text without a tokenizer
-        return [encoder.encode(transcript) for transcript in load_transcripts(file)]
+        return [encoder.encode(one) for one in self._rewarded(load_transcripts(file))]
 
     def _trajectories(self, group: int) -> Iterator[Trajectory]:
         first_episode = sum(len(g) for g in self._groups[:group])

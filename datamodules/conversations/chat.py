@@ -2,8 +2,8 @@
 
 Promises: a broken line is refused by file and line number, before anything is trained on; the token ids of a turn
 follow exactly the prompt the template would have given the policy, tokenized as generation sees it (prompt and turn
-apart, never merged across their boundary); trained tokens are those of assistant messages, up to and including
-the token with which the template ends a turn (`eos_token` where it has none of its own).
+apart, never merged across their boundary); trained tokens are those of assistant messages (but for those of weight 0),
+up to and including the token with which the template ends a turn (`eos_token` where it has none of its own).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ THINK_TEXT = "<think>\n\n</think>\n\n"
 
 @dataclass(frozen=True)
 class Transcript:
-    """One conversation as text: task, trial, model, reward and messages as in the JSONL file; source for errors."""
+    """One conversation as text: its fields as in the JSONL file (see `load_transcripts`); source for errors."""
 
     task: str
     trial: int
@@ -36,6 +36,8 @@ class Transcript:
     reward: float
     messages: list[dict[str, Any]]
     source: str
+    tools: list[dict[str, Any]] | None = None
+    is_rewarded: bool = True
 
 
 @dataclass(frozen=True)
@@ -49,9 +51,10 @@ class SystemPrompt:
 def load_transcripts(path: str | Path) -> list[Transcript]:
     """Reads a `.jsonl` or `.jsonl.gz` file, one conversation a line.
 
-    A line holds `task_id`, `trial` (default 0), `model` (default ""), `reward` and `messages`; other keys are ignored.
-    A message has `role` (system, user, assistant, tool), `content` and, on assistant messages, `tool_calls`:
-    `[{"id", "name", "arguments"}]`.
+    A line holds `task_id`, `trial` (default 0), `model` (default ""), `reward`, `messages`, and, where a gateway wrote
+    it, `tools`, JSON schemas in place of the system file's, and `rewarded`, false where nobody said what it was worth;
+    other keys are ignored. A message has `role` (system, user, assistant, tool), `content` and, on assistant messages,
+    `tool_calls`: `[{"id", "name", "arguments"}]`, and `weight`: 0 for one that is shown and not trained (default 1).
 
     Raises:
         RecordedDataError: naming file, line and field.
@@ -87,8 +90,10 @@ def check_messages(messages: Any, source: str) -> list[dict[str, Any]]:
                 refuse(f"{where}.tool_calls[{n}].name", "must be a string")
             if not isinstance(call.get("arguments"), dict):
                 refuse(f"{where}.tool_calls[{n}].arguments", "must be an object")
-    if not any(message["role"] == "assistant" for message in messages):
-        refuse("messages", "holds no assistant message, so nothing to train on")
+        if "weight" in message and (message["weight"] not in (0, 1) or message["role"] != "assistant"):
+            refuse(f"{where}.weight", "must be 0 or 1, on an assistant message")
+    if not any(map(_is_trained, messages)):
+        refuse("messages", "holds no assistant message (of weight 1), so nothing to train on")
     return messages
 
 
@@ -140,6 +145,7 @@ class ChatEncoder:
     def encode(self, transcript: Transcript) -> Conversation:
         """Tokens and turns of one transcript. Raises RecordedDataError naming its source and the message."""
         source, messages = transcript.source, transcript.messages
+        tools = self.system.tools if transcript.tools is None else transcript.tools
         end_of_turn = self._end
         for k, message in enumerate(messages):
             if end_of_turn in message["content"]:
@@ -150,15 +156,15 @@ class ChatEncoder:
         if self.system.text:
             chat.insert(0, {"role": "system", "content": self.system.text})
         shift = len(chat) - len(messages)
-        text = self._render([*chat, {"role": "user", "content": "."}], False, source, len(messages))
+        text = self._render([*chat, {"role": "user", "content": "."}], tools, False, source, len(messages))
 
         tokens: list[int] = []
         starts, ends, steps = [], [], []
         done = 0
         for k, message in enumerate(messages):
-            if message["role"] != "assistant":
+            if not _is_trained(message):
                 continue
-            prompt = self._render(chat[: k + shift], True, source, k)
+            prompt = self._render(chat[: k + shift], tools, True, source, k)
             end = text.find(end_of_turn, len(prompt))
             if not text.startswith(prompt) or len(prompt) < done:
                 raise RecordedDataError(
@@ -197,12 +203,12 @@ class ChatEncoder:
         tokens: list[int] = self.tokenizer.encode(behind + text, add_special_tokens=False)
         return tokens[1:] if behind else tokens
 
-    def _render(self, chat: list[dict[str, Any]], generation_prompt: bool, source: str, k: int) -> str:
+    def _render(
+        self, chat: list[dict[str, Any]], tools: list[dict[str, Any]], generation_prompt: bool, source: str, k: int
+    ) -> str:
         render: Callable[..., Any] = self.tokenizer.apply_chat_template
         try:
-            return render(
-                chat, tools=self.system.tools or None, tokenize=False, add_generation_prompt=generation_prompt
-            )
+            return render(chat, tools=tools or None, tokenize=False, add_generation_prompt=generation_prompt)
         except Exception as error:  # templates raise whatever they like
             raise RecordedDataError(
                 f"{source}: the chat template cannot render the conversation up to messages[{k}]: {reason(error)}"
@@ -219,6 +225,11 @@ def _parse(data: dict[str, Any], source: str) -> Transcript:
             got = printable(repr(data[name]), 40) if name in data else "nothing"
             want = {"task_id": "a string", "trial": "an integer from 0 up", "reward": "a finite number"}[name]
             raise RecordedDataError(f"{source}: '{name}' must be {want}, got {got}; correct or remove the line")
+    tools, is_rewarded = data.get("tools"), data.get("rewarded", True)
+    if tools is not None and not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
+        raise RecordedDataError(f"{source}: 'tools' must be a list of JSON schemas; correct or remove the line")
+    if not isinstance(is_rewarded, bool):
+        raise RecordedDataError(f"{source}: 'rewarded' must be true or false; correct or remove the line")
     return Transcript(
         task=str(data["task_id"]),
         trial=data.get("trial", 0),
@@ -226,7 +237,13 @@ def _parse(data: dict[str, Any], source: str) -> Transcript:
         reward=float(data["reward"]),
         messages=check_messages(data.get("messages"), source),
         source=source,
+        tools=tools,
+        is_rewarded=is_rewarded,
     )
+
+
+def _is_trained(message: dict[str, Any]) -> bool:
+    return message["role"] == "assistant" and message.get("weight", 1) == 1
 
 
 def _for_template(message: dict[str, Any]) -> dict[str, Any]:

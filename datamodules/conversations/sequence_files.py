@@ -26,6 +26,7 @@ import numpy as np
 from app.batch import TEMPERATURES
 from app.text import printable, reason
 from datamodules.conversations.chat import ChatEncoder, load_chat_tokenizer, load_system, load_transcripts
+from datamodules.conversations.sessions import no_batches
 from datamodules.conversations.tokens import (
     QWEN3_THINK_IDS,
     Bools,
@@ -100,7 +101,7 @@ def _cut(conversations: list[Conversation], workload: Workload, think_ids: tuple
 def _recorded(path: Path) -> Sequences:
     folder, chosen = (path, versions(path)) if path.is_dir() else (path.parent, _version(path))
     if not chosen:
-        raise RecordedDataError(f"{path}: no recorded batches (batch_*.safetensors) in it; name another directory")
+        raise no_batches(path)
     result = Sequences([], [], [])
     for version in chosen:
         batch = to_batch(read_batch(folder, version))

@@ -62,5 +62,16 @@ def load_sessions(directory: Path) -> list[Session]:
                 )
                 trials[group.prompt_id] += 1
     if not found:
-        raise RecordedDataError(f"{directory}: no recorded batches (batch_*.safetensors) in it; name another directory")
+        raise no_batches(directory)
     return found
+
+
+def no_batches(directory: Path) -> RecordedDataError:
+    """Why nothing in `directory` can be read as recorded batches."""
+    if any(directory.glob("conversations_*.jsonl")):
+        return RecordedDataError(
+            f"{directory}: holds conversations as text (conversations_*.jsonl of a provider's gateway), no recorded"
+            " batches: without the token ids that were sampled there is no RL on them. To imitate or compare them, put"
+            f" them in one file (cat {directory}/conversations_*.jsonl > all.jsonl) and name that, with a tokenizer"
+        )
+    return RecordedDataError(f"{directory}: no recorded batches (batch_*.safetensors) in it; name another directory")

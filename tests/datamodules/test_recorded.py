@@ -204,6 +204,11 @@ def test_chat_refusals() -> None:
         ({**line(), "messages": [{"role": "user", "content": None}]}, r"messages\[0\]\.content"),
         ({**line(), "messages": [{"role": "user", "content": "x"}]}, "no assistant message"),
         ({**line(), "messages": [{"role": "assistant", "content": "", "tool_calls": [{"name": "f"}]}]}, "arguments"),
+        ({**line(), "messages": [{"role": "assistant", "content": "", "weight": 0.5}]}, r"weight must be 0 or 1"),
+        ({**line(), "messages": [{"role": "user", "content": "", "weight": 1}]}, "on an assistant message"),
+        ({**line(), "messages": [{"role": "assistant", "content": "", "weight": 0}]}, "no assistant message"),
+        ({**line(), "tools": {}}, "'tools' must be a list of JSON schemas"),
+        ({**line(), "rewarded": 1}, "'rewarded' must be true or false"),
     ],
 )
 def test_broken_lines_are_named(tmp_path: Path, broken: Any, message: str) -> None:

@@ -14,7 +14,7 @@ import json
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
@@ -60,6 +60,16 @@ class SessionRecorder:
         for one in found:
             one.metadata |= {"session": session.id, "rewarded": total is not None}
         return self._recorder.write(number, [Group(number, prompt.id, 0, label(found, number, 0, 1))])
+
+
+def check_new(name: str, over: Container[str], count: int) -> None:
+    """Raises RequestError where no session of that name can begin, beside `count` others and those that are over."""
+    if name in over:
+        raise RequestError("the session has ended; use another name", status=403, code="session_ended")
+    if len(name) > _LONGEST_NAME or not name.isprintable():
+        raise RequestError(f"session: its name must be text of at most {_LONGEST_NAME} characters", param="session")
+    if count >= _MOST_SESSIONS:
+        raise RequestError(f"there are {_MOST_SESSIONS} sessions; POST to /end of some", status=429)
 
 
 class OpenSessions:
@@ -109,12 +119,7 @@ class OpenSessions:
         too many sessions."""
         if not same_key(key, self._key):
             return None
-        if name in self._over:
-            raise RequestError("the session has ended; use another name", status=403, code="session_ended")
-        if len(name) > _LONGEST_NAME or not name.isprintable():
-            raise RequestError(f"session: its name must be text of at most {_LONGEST_NAME} characters", param="session")
-        if len(self._open) >= _MOST_SESSIONS:
-            raise RequestError(f"there are {_MOST_SESSIONS} sessions; POST to /end of some", status=429)
+        check_new(name, self._over, len(self._open))
         engine = EpisodeEngine(
             self._engine, self._tokenizer, None, name=name, seed=f"{self._seed}/{name}", ends=self._ends
         )

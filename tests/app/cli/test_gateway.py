@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import signal
 import subprocess
@@ -23,6 +24,7 @@ from datamodules.files.recording import read_batch, versions
 from datamodules.recorded import RecordedDataModule
 from modules.models import ModelSource, build_model
 from tests.datamodules.workflows.gateway import agents
+from tests.datamodules.workflows.gateway.clients.door import door
 from tests.datamodules.workflows.scripted_engine import WITH_CALLS
 from tests.helpers.recorded_samples import byte_tokenizer
 from tests.helpers.tiny_model import TINY_WITH_ENDS
@@ -145,6 +147,26 @@ def test_sessions_are_recorded_when_they_end_or_the_gateway_does(
     assert versions(record) == [0, 1, 2, 3]  # behind those before; the kill has cost the session under way
 
 
+def test_in_front_of_a_provider_agents_send_its_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    record = tmp_path / "recorded"
+    with door(["x", "y", "z"]) as there:
+        with running("--upstream", f"{there.v1}/", "--record", str(record)) as (process, at):
+            messages: Any = [{"role": "user", "content": "hello"}]
+            speaks = client(at, "good", there.key)
+            assert speaks.chat.completions.create(model="any", messages=messages).choices[0].message.content == "x"
+            with pytest.raises(openai.AuthenticationError):  # the gateway's own is nothing here
+                client(at, "bad").chat.completions.create(model="any", messages=messages)
+            assert post(monkeypatch, at, "good", "/reward", {"reward": 1}) == {"reward": 1.0, "calls": 0}
+            process.send_signal(signal.SIGTERM)
+            _, said = process.communicate(timeout=60)
+        assert process.returncode == 0 and there.key not in said and KEY not in said
+        assert "1 session(s) recorded" in said and "1 replies; calls not recorded: 1 failed, 0 cut off" in said
+        (file,) = record.iterdir()
+        (line,) = map(json.loads, file.read_text().splitlines())
+        assert (line["session"], line["reward"], line["rewarded"]) == ("good", 1.0, True)
+        assert [one["content"] for one in line["messages"]] == ["hello", "x"] and there.key not in file.read_text()
+
+
 def test_without_a_key_one_is_drawn_and_silence_ends_a_session(model: Path, tmp_path: Path) -> None:
     with running("--model", str(model), "--record", str(tmp_path), "--idle_s", "0.2", key=None) as (process, at):
         assert process.stderr is not None
@@ -168,6 +190,11 @@ def test_without_a_key_one_is_drawn_and_silence_ends_a_session(model: Path, tmp_
     ("options", "key", "says"),
     [
         (["--model", "nowhere"], KEY, "--model: nowhere holds no config.json"),
+        ([], KEY, "--model, --upstream: neither is given"),
+        (["--model", "x", "--upstream", "http://x/v1"], KEY, "--model, --upstream: both are given"),
+        (["--upstream", "x/v1"], KEY, "--upstream: must be a URL such as"),
+        (["--upstream", "https://me:secret@x/v1"], KEY, "--upstream: must be a URL such as"),
+        (["--upstream", "http://x/v1", "--max_calls", "3"], KEY, "--max_calls: has no effect with --upstream"),
         (["--model", "nowhere"], "short", "ARBORIST_GATEWAY_KEY: must be at least 8"),
     ],
 )
