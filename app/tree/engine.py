@@ -225,7 +225,8 @@ class TreeEngine:
             execution = dense_plan(small) if budgets is None else self._plan(small, *budgets)
             self._executor(small, want, execution=execution).run(loss_fn)
 
-        return compare(Subject(self.model, self.value_head, self.temperature, run), tree, frozenset(want))
+        scans = bool(self.state_layers.mixers)
+        return compare(Subject(self.model, self.value_head, self.temperature, run, scans), tree, frozenset(want))
 
     def fall_back(self, findings: str) -> None:
         """From now on every leaf sequence runs alone, through the model's own attention; warns why."""

@@ -13,6 +13,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -28,6 +29,16 @@ from tests.helpers.tiny_model import TINY_WITH_ENDS
 ROOT = Path(__file__).resolve().parents[3]
 CONFIGS = ROOT / "configs"
 MODEL = TINY_WITH_ENDS
+HYBRID = MODEL | {
+    "model_type": "qwen3_5_text",
+    "num_hidden_layers": 2,
+    "layer_types": ["linear_attention", "full_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 2,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+}
+"""A gated delta rule, and attention."""
 MODEL_KEY = "--model.init_args.model.config"
 
 WITHOUT_VALIDATION = ["--data.validation.prompts=null", "--trainer.val_check_interval=null"]
@@ -136,7 +147,10 @@ def test_a_workflow_that_always_fails_ends_the_run(
 # ---- recorded conversations, on one process and on two
 
 
-def test_two_processes_train_recorded_data_as_one(workplace: Path) -> None:
+@pytest.mark.parametrize("model", [MODEL, HYBRID], ids=["attention", "hybrid"])
+def test_two_processes_train_recorded_data_as_one(workplace: Path, model: dict[str, Any]) -> None:
+    overlay = {"model": {"init_args": {"model": {"path": None, "config": model}}}, "trainer": {"accelerator": "cpu"}}
+    Path("tiny.yaml").write_text(yaml.safe_dump(overlay))
     flags = [f"--data.path={conversations(workplace / 'made.npz')}", "--data.tasks=null", "--data.tasks_per_batch=2"]
     flags += ["--trainer.max_epochs=3", "--data.shuffle=true"]
     main(fit("tau_recorded.yaml", *flags, "--run_dir", "one"))

@@ -16,7 +16,7 @@ import pytest
 import yaml
 
 from app.cli import main
-from tests.app.cli.test_end_to_end import CONFIGS, MODEL, WITHOUT_VALIDATION, workplace  # noqa: F401 - an autouse fixture
+from tests.app.cli.test_end_to_end import CONFIGS, HYBRID, MODEL, WITHOUT_VALIDATION, workplace  # noqa: F401 - an autouse fixture
 from tests.datamodules.workflows.scripted_engine import CHATML
 from tests.helpers.doubles import conversations
 from tests.helpers.recorded_samples import byte_tokenizer
@@ -38,13 +38,15 @@ def fit(config: str, model: dict[str, Any], *flags: str) -> tuple[dict[str, list
     return logged, samples
 
 
-def fit_bytes(data: dict[str, Any]) -> tuple[dict[str, list[float]], list[dict[str, Any]]]:
+def fit_bytes(
+    data: dict[str, Any], model: dict[str, Any] = MODEL
+) -> tuple[dict[str, list[float]], list[dict[str, Any]]]:
     """`fit` of a byte-level chat model: 2 prompts a step, 3 samples of each, synchronous."""
     byte_tokenizer(CHATML).save_pretrained("bytes")
     more = {"tokenizer": "bytes", "validation": {"prompts": None}, "batch_size": 2, "group_size": 3, "max_staleness": 0}
     Path("data.yaml").write_text(yaml.safe_dump({"data": {"init_args": data | more}}))
     flags = [flag for flag in WITHOUT_VALIDATION if "callbacks" not in flag]
-    model = {**MODEL, "vocab_size": 260, "max_position_embeddings": 2048}
+    model = {**model, "vocab_size": 260, "max_position_embeddings": 2048}
     return fit(str(CONFIGS / "quickstart.yaml"), model, "--config=data.yaml", *flags)
 
 
@@ -126,7 +128,8 @@ def test_recorded_conversations_again(tmp_path: Path) -> None:
     assert {one["metadata"]["turns"] for one in samples} == {3}
 
 
-def test_an_agent_of_the_openai_package(tmp_path: Path) -> None:
+@pytest.mark.parametrize("model", [MODEL, HYBRID], ids=["attention", "hybrid"])
+def test_an_agent_of_the_openai_package(model: dict[str, Any]) -> None:
     Path("tasks.jsonl").write_text("\n".join(json.dumps({"question": f"say {i}"}) for i in range(4)))
     data = {
         "prompts": {
@@ -143,7 +146,7 @@ def test_an_agent_of_the_openai_package(tmp_path: Path) -> None:
         },
         "reward": None,
     }
-    logged, samples = fit_bytes(data)
+    logged, samples = fit_bytes(data, model)
     assert_trained(logged)  # what the trainer computes for these ids is what the sampler did
     assert len(samples) == 24 and all(one["metadata"]["turns"] == 2 for one in samples)
     assert logged["tokens/tree"][0] < logged["tokens/leaf"][0] < logged["tokens/dense"][0]
