@@ -225,7 +225,7 @@ class TreeEngine:
             execution = dense_plan(small) if budgets is None else self._plan(small, *budgets)
             self._executor(small, want, execution=execution).run(loss_fn)
 
-        scans = bool(self.state_layers.mixers)
+        scans = any(kind == "scan" for _, kind in self.state_layers.expected)
         return compare(Subject(self.model, self.value_head, self.temperature, run, scans), tree, frozenset(want))
 
     def fall_back(self, findings: str) -> None:

@@ -265,9 +265,9 @@ class Executor:
                 starts[key] = end[place : place + 1].detach().requires_grad_(torch.is_grad_enabled())
         pieces = list(range(len(chunk.pieces)) if only is None else only)
         lengths = [chunk.pieces[piece].tokens for piece in pieces]
-        return PieceStates(
-            PieceTree(lengths, rows.piece_parents), starts, [pieces.index(piece) for piece in self._hung[index]]
-        )
+        places = {piece: place for place, piece in enumerate(pieces)}
+        wanted = [places[piece] for piece in self._hung[index]]
+        return PieceStates(PieceTree(lengths, rows.piece_parents), starts, wanted)
 
     def _refuse_other_attention(self, calls: list[int]) -> None:
         """Every layer but those that carry states instead has to have attended over the tree, once."""

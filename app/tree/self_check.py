@@ -40,7 +40,7 @@ is the largest of three. Two ways to compute the same differ by about as much as
 have as much room again. Mistakes are 1e5 times as large in float32, where long sums are given room. In bf16 they are
 up to 100 times, and a weak one (1.6 to 5.6 times was seen) may be missed."""
 SCAN = 1e-3
-"""Difference of a gradient, relative to its size, that is allowed on top where layers carry states. What a scan rounds
+"""Difference of a gradient, relative to its size, that is allowed on top where layers run scans. What a scan rounds
 inside (a delta rule solves a triangular system) is not seen by moving what layers say; a lost state is 0.1 and more."""
 FLOOR = 1e-3
 """Of the root mean square gradient over all parameters: a parameter whose gradient is smaller is compared with this."""
@@ -96,7 +96,7 @@ class Subject:
     Attributes:
         model, value_head, temperature: the engine's.
         run: `run(tree, loss, budgets)` accumulates gradients, over the tree within budgets or, with None, densely.
-        scans: some layers carry states.
+        scans: some layers run a scan, whose own rounding `SCAN` allows.
     """
 
     model: PreTrainedModel
