@@ -20,7 +20,7 @@ from datamodules.workflows.gateway.listener import LEFT, MESSAGES, PROTOCOLS, Li
 from datamodules.workflows.gateway.protocols import models
 from datamodules.workflows.gateway.protocols.base import Asked, Sampled, WireProtocol
 from datamodules.workflows.gateway.replies import Piece
-from datamodules.workflows.gateway.sessions import OnText, Session
+from datamodules.workflows.gateway.sessions import Session
 from datamodules.workflows.gateway.transcript import Call
 
 _MOST_BYTES = 8 << 20  # a million tokens; Python's objects of it may take twenty times as much
@@ -127,7 +127,7 @@ class Gateway:
         if asked.stream:
             return await self._stream(protocol, request, session, asked, same, calls)
         if calls is None:
-            calls = await _sampled(session, asked, same)
+            calls = await session.reply(asked, same=same)
         tokens = [_of(session, call) for call in calls] if asked.logprobs else None
         response = web.json_response(protocol.answer(asked, calls[0].id, calls, tokens))
         try:
@@ -155,7 +155,7 @@ class Gateway:
         sampling: asyncio.Task[list[Call]] | None = None
         if calls is None:
             sampling = asyncio.create_task(
-                _sampled(session, asked, same, name, lambda k, piece: said.put_nowait((k, piece)))
+                session.reply(asked, lambda k, piece: said.put_nowait((k, piece)), name, same)
             )
             sampling.add_done_callback(lambda _: said.put_nowait(None))
         else:
@@ -204,25 +204,6 @@ class Gateway:
         if self._ended is not None:
             await self._ended(session)
         return web.json_response({"ended": True})
-
-
-async def _sampled(
-    session: Session, asked: Asked, same: bytes, name: str = "", on_text: OnText | None = None
-) -> list[Call]:
-    return await session.reply(
-        asked.messages,
-        asked.tools,
-        max_tokens=asked.max_tokens,
-        temperature=asked.temperature,
-        stop=asked.stop,
-        seed=asked.seed,
-        n=asked.n,
-        raw=asked.prompt,
-        before=len(asked.before),
-        on_text=on_text,
-        name=name,
-        same=same,
-    )
 
 
 def _of(session: Session, call: Call) -> list[Sampled]:

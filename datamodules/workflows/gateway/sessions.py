@@ -120,44 +120,27 @@ class Session:
         self._repeats = Repeats()
         self.transcript = Transcript(chat, self._decode)
 
-    async def reply(
-        self,
-        messages: Sequence[Message],
-        tools: list[dict[str, Any]] | None = None,
-        *,
-        max_tokens: int | None = None,
-        temperature: float | None = None,
-        stop: Sequence[str] = (),
-        seed: int | None = None,
-        n: int = 1,
-        raw: str | list[int] | None = None,
-        before: int = 0,
-        on_text: OnText | None = None,
-        name: str = "",
-        same: bytes = b"",
-    ) -> list[Call]:
-        """`n` replies to `messages`, recorded. Raises RequestError.
+    async def reply(self, asked: Asked, on_text: OnText | None = None, name: str = "", same: bytes = b"") -> list[Call]:
+        """The replies that are asked for, recorded. Raises RequestError.
 
         Args:
-            raw: in place of the messages: text or token ids that the model goes on with.
-            before: number of messages in front that belong to this request alone.
-            stop: texts that end a reply, which the client does not see.
+            asked: with all messages of its conversation, as by `continued`.
             on_text: told what the replies say while they are sampled, and the rest before this returns.
             name: id of the first reply, of `new_name`; "" for a new one.
             same: what is equal in equal requests, b"" for a request that is equal to none.
         """
-        temperature = self._sampling.temperature if temperature is None else temperature
+        temperature = self._sampling.temperature if asked.temperature is None else asked.temperature
         coldest, hottest = TEMPERATURES
         if not coldest <= temperature <= hottest:
             raise RequestError(
                 f"temperature: {temperature}, must be between {coldest:g} and {hottest:g} to be trained on",
                 param="temperature",
             )
-        if "" in stop:
+        if "" in asked.stop:
             raise RequestError("stop: an empty text ends every reply; leave it out", param="stop")
-        self._spend(n)
+        self._spend(asked.n)
         try:
-            prompt = self._prompt(messages, tools, raw)
+            prompt = self._prompt(asked)
         except ValueError as error:
             raise RequestError(f"messages: {error}", param="messages") from error
         room = self._engine.max_context - len(prompt.tokens)
@@ -168,7 +151,7 @@ class Session:
                 param="messages",
                 code="context_length_exceeded",
             )
-        most = min(room, self._sampling.max_new_tokens, room if max_tokens is None else max_tokens)
+        most = min(room, self._sampling.max_new_tokens, room if asked.max_tokens is None else asked.max_tokens)
         engine = self._engine  # a seed that is the same in every episode must not make a group's samples alike
         requests = [
             GenerationRequest(
@@ -176,14 +159,14 @@ class Session:
                 most,
                 temperature,
                 engine.ends.ids,
-                seed=None if seed is None else engine.seed(("call", seed, k)),
-                stop_texts=tuple(stop),
+                seed=None if asked.seed is None else engine.seed(("call", asked.seed, k)),
+                stop_texts=asked.stop,
             )
-            for k in range(n)
+            for k in range(asked.n)
         ]
-        parser = self._parser if tools else None
-        if tools and isinstance(parser, ResponseTemplate):
-            parser = parser.of_tools(tools)  # whose schemas give its arguments types
+        parser = self._parser if asked.tools else None
+        if asked.tools and isinstance(parser, ResponseTemplate):
+            parser = parser.of_tools(asked.tools)  # whose schemas give its arguments types
         name = name or self.new_name()
         sampling = asyncio.gather(
             *(
@@ -191,15 +174,17 @@ class Session:
                     name if k == 0 else f"{name}-{k}",
                     one,
                     prompt,
-                    len(messages),
+                    len(asked.messages),
                     parser,
                     None if on_text is None else functools.partial(on_text, k),
                 )
                 for k, one in enumerate(requests)
             )
         )
-        shown_as = messages if raw is None else [{"role": "user", "content": prompt.text}]  # to rewards
-        return await self._awaited(sampling, Exchange(shown_as, tools, [], before), same, n)
+        raw = asked.prompt is not None
+        shown_as = [{"role": "user", "content": prompt.text}] if raw else asked.messages  # to rewards
+        exchange = Exchange(shown_as, asked.tools, [], len(asked.before))
+        return await self._awaited(sampling, exchange, same, asked.n)
 
     def new_name(self) -> str:
         """Of a reply; unique."""
@@ -282,12 +267,11 @@ class Session:
         """What the last reply said; "" before the first, and of one that only calls tools."""
         return str(self.transcript.calls[-1].message["content"] or "") if self.transcript.calls else ""
 
-    def _prompt(
-        self, messages: Sequence[Message], tools: list[dict[str, Any]] | None, raw: str | list[int] | None
-    ) -> Rendered:
+    def _prompt(self, asked: Asked) -> Rendered:
+        raw = asked.prompt
         if raw is None:
-            self._check_number_of(messages)
-            return self.transcript.prompt(messages, tools)
+            self._check_number_of(asked.messages)
+            return self.transcript.prompt(asked.messages, asked.tools)
         if isinstance(raw, str):
             return self.transcript.extended(raw)
         known = self._engine.vocab_size

@@ -22,7 +22,7 @@ class Asked:
 
     Attributes:
         model: the name that was asked for, "" for none; said back and nothing else.
-        messages: for the chat template; contents are text.
+        messages: for the chat template; contents are text. Those of the whole conversation, once it was `continued`.
         prompt: in their place: text or token ids that the model goes on with, by no template.
         tools: as Chat Completions has them (`{"type": "function", "function": ...}`), None for none.
         max_tokens: most of a reply, None for no limit of the client's.

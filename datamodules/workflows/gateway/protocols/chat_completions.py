@@ -26,8 +26,7 @@ _WITHOUT_EFFECT = (
     "prompt_cache_key",
     "prompt_cache_retention",
 )
-# What must have the value that samples from the model as it is.
-_NEUTRAL: dict[str, tuple[Any, ...]] = {
+NEUTRAL: dict[str, tuple[Any, ...]] = {
     "top_p": (1,),
     "top_k": (-1, 0),
     "min_p": (0,),
@@ -35,6 +34,9 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "presence_penalty": (0,),
     "repetition_penalty": (1,),
     "logit_bias": ({},),
+}
+"""What must have the value that samples from the model as it is, in Completions too."""
+_NEUTRAL = NEUTRAL | {
     "response_format": ({"type": "text"},),
     "top_logprobs": (0,),
     "parallel_tool_calls": (True,),
@@ -43,7 +45,7 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
 _ROLES = ("system", "developer", "user", "assistant", "tool")
 _MESSAGES_FIELDS = ("role", "content", "name", "tool_call_id", "reasoning_content", "tool_calls")
 _MESSAGES_WITHOUT_EFFECT = ("annotations", "provider_specific_fields")  # what a client sends back as it got it
-MOST_CHOICES = 128
+_MOST_CHOICES = 128
 _MOST_STOPS = 4
 
 
@@ -55,34 +57,16 @@ class ChatCompletions(WireProtocol):
     def parse(self, body: dict[str, Any]) -> Asked:
         left = {key: value for key, value in body.items() if key not in _WITHOUT_EFFECT}
         fields.take_neutral(left, _NEUTRAL)
-        choice = left.pop("tool_choice", None)
-        if choice not in (None, "auto", "none"):
-            raise RequestError(
-                'tool_choice: only "auto" and "none" are supported: nothing forces the model to call',
-                param="tool_choice",
-                code="unsupported_parameter",
-            )
+        offered = fields.tools_offered(left.pop("tool_choice", None))
         tools = _tools(left.pop("tools", None))
         older, most = left.pop("max_tokens", None), left.pop("max_completion_tokens", None)
         key, most = ("max_tokens", older) if most is None else ("max_completion_tokens", most)
-        stop = left.pop("stop", None)
-        stops = fields.texts("stop", [stop] if isinstance(stop, str) else stop)
-        if len(stops) > _MOST_STOPS:
-            raise RequestError(f"stop: {len(stops)} texts, at most {_MOST_STOPS} are possible", param="stop")
-        options = left.pop("stream_options", None)
-        options = {} if options is None else fields.an_object("stream_options", options)
         asked = Asked(
-            model=fields.optional_text("model", left.pop("model", None)),
             messages=_messages(left.pop("messages", None)),
-            tools=None if choice == "none" else tools,
+            tools=tools if offered else None,
             max_tokens=fields.number(key, most, int, 1),
-            temperature=fields.number("temperature", left.pop("temperature", None), float, 0),
-            stop=stops,
-            seed=fields.number("seed", left.pop("seed", None), int, -(2**63), 2**63 - 1),
-            n=fields.number("n", left.pop("n", None), int, 1, MOST_CHOICES) or 1,
             logprobs=fields.flag("logprobs", left.pop("logprobs", None)),
-            stream=fields.flag("stream", left.pop("stream", None)),
-            own={"usage": fields.flag("stream_options.include_usage", options.get("include_usage"))},
+            **shared(left),
         )
         fields.nothing_left(left)
         return asked
@@ -112,6 +96,26 @@ class ChatCompletions(WireProtocol):
 
     def error(self, problem: RequestError) -> dict[str, Any]:
         return openai_error(problem)
+
+
+def shared(left: dict[str, Any]) -> dict[str, Any]:
+    """Takes out of a request what Chat Completions and Completions say alike; as arguments of `Asked`. Raises
+    RequestError."""
+    stop = left.pop("stop", None)
+    stops = fields.texts("stop", [stop] if isinstance(stop, str) else stop)
+    if len(stops) > _MOST_STOPS:
+        raise RequestError(f"stop: {len(stops)} texts, at most {_MOST_STOPS} are possible", param="stop")
+    options = left.pop("stream_options", None)
+    options = {} if options is None else fields.an_object("stream_options", options)
+    return {
+        "model": fields.optional_text("model", left.pop("model", None)),
+        "temperature": fields.number("temperature", left.pop("temperature", None), float, 0),
+        "stop": stops,
+        "seed": fields.number("seed", left.pop("seed", None), int, -(2**63), 2**63 - 1),
+        "n": fields.number("n", left.pop("n", None), int, 1, _MOST_CHOICES) or 1,
+        "stream": fields.flag("stream", left.pop("stream", None)),
+        "own": {"usage": fields.flag("stream_options.include_usage", options.get("include_usage"))},
+    }
 
 
 def openai_error(problem: RequestError) -> dict[str, Any]:

@@ -13,21 +13,11 @@ from typing import Any
 from datamodules.workflows.gateway.errors import RequestError
 from datamodules.workflows.gateway.protocols import fields
 from datamodules.workflows.gateway.protocols.base import Asked, EventWriter, Sampled, WireProtocol
-from datamodules.workflows.gateway.protocols.chat_completions import MOST_CHOICES, openai_error, usage
+from datamodules.workflows.gateway.protocols.chat_completions import NEUTRAL, openai_error, shared, usage
 from datamodules.workflows.gateway.transcript import Call
 
 _WITHOUT_EFFECT = ("user",)
-_NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "top_p": (1,),
-    "top_k": (-1, 0),
-    "min_p": (0,),
-    "frequency_penalty": (0,),
-    "presence_penalty": (0,),
-    "repetition_penalty": (1,),
-    "logit_bias": ({},),
-    "suffix": ("",),
-    "echo": (False,),
-}
+_NEUTRAL = NEUTRAL | {"suffix": ("",), "echo": (False,)}
 _MAX_TOKENS = 16  # the provider's, of requests that name none
 
 
@@ -38,8 +28,8 @@ class Completions(WireProtocol):
 
     def parse(self, body: dict[str, Any]) -> Asked:
         left = {key: value for key, value in body.items() if key not in _WITHOUT_EFFECT}
-        n = fields.number("n", left.pop("n", None), int, 1, MOST_CHOICES) or 1
-        fields.take_neutral(left, {**_NEUTRAL, "best_of": (n,)})
+        alike = shared(left)
+        fields.take_neutral(left, {**_NEUTRAL, "best_of": (alike["n"],)})
         logprobs = left.pop("logprobs", None)
         if fields.number("logprobs", logprobs, int, 0):
             raise RequestError(
@@ -47,21 +37,12 @@ class Completions(WireProtocol):
                 param="logprobs",
                 code="unsupported_parameter",
             )
-        stop = left.pop("stop", None)
-        options = left.pop("stream_options", None)
-        options = {} if options is None else fields.an_object("stream_options", options)
         asked = Asked(
-            model=fields.optional_text("model", left.pop("model", None)),
             messages=[],
             prompt=_prompt(left.pop("prompt", None)),
             max_tokens=fields.number("max_tokens", left.pop("max_tokens", None), int, 1) or _MAX_TOKENS,
-            temperature=fields.number("temperature", left.pop("temperature", None), float, 0),
-            stop=fields.texts("stop", [stop] if isinstance(stop, str) else stop),
-            seed=fields.number("seed", left.pop("seed", None), int, -(2**63), 2**63 - 1),
-            n=n,
             logprobs=logprobs is not None,
-            stream=fields.flag("stream", left.pop("stream", None)),
-            own={"usage": fields.flag("stream_options.include_usage", options.get("include_usage"))},
+            **alike,
         )
         fields.nothing_left(left)
         return asked

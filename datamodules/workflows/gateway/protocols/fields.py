@@ -75,6 +75,17 @@ def one_of(key: str, value: Any, known: Iterable[str]) -> str:
     return value
 
 
+def tools_offered(choice: Any) -> bool:
+    """Whether OpenAI's `tool_choice` shows the tools. Raises RequestError where it would force a call."""
+    if choice not in (None, "auto", "none"):
+        raise RequestError(
+            'tool_choice: only "auto" and "none" are supported: nothing forces the model to call',
+            param="tool_choice",
+            code="unsupported_parameter",
+        )
+    return bool(choice != "none")
+
+
 def take_neutral(left: dict[str, Any], neutral: Mapping[str, tuple[Any, ...]]) -> None:
     """Takes fields out of `left` that change what is sampled, unless they are None or have a value that does not.
 

@@ -50,13 +50,7 @@ class Responses(WireProtocol):
             if isinstance(left.get(key), dict):
                 left[key] = {name: value for name, value in left[key].items() if value is not None}
         fields.take_neutral(left, _NEUTRAL)
-        choice = left.pop("tool_choice", None)
-        if choice not in (None, "auto", "none"):
-            raise RequestError(
-                'tool_choice: only "auto" and "none" are supported: nothing forces the model to call',
-                param="tool_choice",
-                code="unsupported_parameter",
-            )
+        offered = fields.tools_offered(left.pop("tool_choice", None))
         instructions = fields.optional_text("instructions", left.pop("instructions", None))
         tools = _tools(left.pop("tools", None))
         include = fields.texts("include", left.pop("include", None))
@@ -68,7 +62,7 @@ class Responses(WireProtocol):
         asked = Asked(
             model=fields.optional_text("model", left.pop("model", None)),
             messages=_messages(left.pop("input", None)),
-            tools=None if choice == "none" else tools,
+            tools=tools if offered else None,
             max_tokens=fields.number("max_output_tokens", left.pop("max_output_tokens", None), int, 1),
             temperature=fields.number("temperature", left.pop("temperature", None), float, 0),
             logprobs="message.output_text.logprobs" in include,
@@ -79,7 +73,7 @@ class Responses(WireProtocol):
                 "instructions": instructions or None,
                 "metadata": {} if metadata is None else fields.an_object("metadata", metadata),
                 "tools": body.get("tools") or [],
-                "tool_choice": choice or "auto",
+                "tool_choice": "auto" if offered else "none",
                 "previous_response_id": previous or None,
                 "store": store is None or fields.flag("store", store),
             },

@@ -14,6 +14,7 @@ from datamodules.conversations.chat_template import Chat
 from datamodules.inference.reply_text import cut_at_stop
 from datamodules.workflows.base import EpisodeEngine
 from datamodules.workflows.gateway import Budget, Session
+from datamodules.workflows.gateway.protocols.base import Asked
 from datamodules.workflows.gateway.replies import Parser, Reading, as_message, shown
 from datamodules.workflows.gateway.sessions import Sampling
 from datamodules.workflows.tool_calls import ToolCall, begin_of_calls, hermes_calls, json_calls
@@ -108,7 +109,7 @@ def test_text_comes_while_it_is_sampled_and_calls_at_the_end() -> None:
 
     async def run() -> None:
         said = [{"role": "user", "content": "look"}]
-        calls = await session.reply(said, [LOOK_UP], on_text=lambda k, piece: pieces.append(piece.text))
+        calls = await session.reply(Asked("", said, [LOOK_UP]), lambda k, piece: pieces.append(piece.text))
         answered.append(len(pieces))
         assert calls[0].message["content"] == "I l😀k." and calls[0].message["tool_calls"]
 
@@ -124,10 +125,10 @@ def test_a_reply_that_ends_at_a_text_is_trained_whole_and_shown_up_to_it() -> No
 
     async def run() -> None:
         said = [{"role": "user", "content": "look"}]
-        (call,) = await session.reply(said, stop=["STOP", "never"])
+        (call,) = await session.reply(Asked("", said, stop=("STOP", "never")))
         assert call.message["content"] == "It is three." and call.response.finish_reason == "stop"
         assert DECODE(call.response.tokens) == "It is three.STOP"
-        await session.reply([*said, call.message, {"role": "user", "content": "go on"}])
+        await session.reply(Asked("", [*said, call.message, {"role": "user", "content": "go on"}]))
 
     asyncio.run(run())
     first, second = session.transcript.calls

@@ -15,6 +15,7 @@ from datamodules.inference.protocol import GenerationRequest
 from datamodules.workflows.base import EpisodeEngine
 from datamodules.workflows.gateway import Budget, Session
 from datamodules.workflows.gateway.errors import RequestError
+from datamodules.workflows.gateway.protocols.base import Asked
 from datamodules.workflows.gateway.sessions import Sampling
 from datamodules.workflows.tool_calls import hermes_calls
 from tests.datamodules.workflows.gateway.agents import LOOK_UP
@@ -82,10 +83,10 @@ async def converse(session: Session, draw: random.Random, turns: int) -> None:
             at = draw.randrange(len(messages))
             messages[at] = {**messages[at], "content": " ".join(draw.choices(WORDS, k=3))}
         elif kind < 0.3:  # a sub-agent, and a call of our own beside it
-            await asyncio.gather(converse(session, draw, 2), session.reply(messages, [LOOK_UP]))
+            await asyncio.gather(converse(session, draw, 2), session.reply(Asked("", messages, [LOOK_UP])))
         elif kind < 0.4:
-            await session.reply(messages, [LOOK_UP], n=3)
-        said = (await session.reply(messages, [LOOK_UP]))[0].message
+            await session.reply(Asked("", messages, [LOOK_UP], n=3))
+        said = (await session.reply(Asked("", messages, [LOOK_UP])))[0].message
         messages.append(said)
         if said.get("tool_calls"):
             messages += [{"role": "tool", "tool_call_id": one["id"], "content": "5"} for one in said["tool_calls"]]
@@ -124,10 +125,9 @@ def test_a_reply_keeps_its_ids_behind_another_beginning() -> None:
     session = Session(engine, CHAT, Sampling(400), Budget(), hermes_calls)
 
     async def run() -> None:
-        said = (await session.reply([{"role": "user", "content": "look it up"}]))[0].message
-        await session.reply(
-            [{"role": "user", "content": "the price of an apple is three"}, said, {"role": "user", "content": "it"}]
-        )
+        said = (await session.reply(Asked("", [{"role": "user", "content": "look it up"}])))[0].message
+        shown = [{"role": "user", "content": "the price of an apple is three"}, said, {"role": "user", "content": "it"}]
+        await session.reply(Asked("", shown))
 
     asyncio.run(run())
     sent = server.seen[1].tokens
@@ -138,9 +138,9 @@ def test_budgets_are_refusals_that_clients_do_not_repeat() -> None:
     _, session = new_session(random.Random(0), max_calls=1)
 
     async def run() -> RequestError:
-        await session.reply([{"role": "user", "content": "a"}])
+        await session.reply(Asked("", [{"role": "user", "content": "a"}]))
         with pytest.raises(RequestError) as caught:
-            await session.reply([{"role": "user", "content": "a"}])
+            await session.reply(Asked("", [{"role": "user", "content": "a"}]))
         return caught.value
 
     error = asyncio.run(run())
@@ -150,7 +150,7 @@ def test_budgets_are_refusals_that_clients_do_not_repeat() -> None:
 def test_a_full_context_has_the_providers_code() -> None:
     _, session = new_session(random.Random(0))
     with pytest.raises(RequestError, match="no room for a reply") as caught:
-        asyncio.run(session.reply([{"role": "user", "content": "apple " * 30_000}]))
+        asyncio.run(session.reply(Asked("", [{"role": "user", "content": "apple " * 30_000}])))
     assert caught.value.code == "context_length_exceeded"
 
 
@@ -161,7 +161,7 @@ def test_a_seed_repeats_a_call_within_its_episode_only() -> None:
         engine = EpisodeEngine(server, TOKENIZER, None, name="e", seed=episode)  # type: ignore[arg-type]
         session = Session(engine, CHAT, Sampling(400), Budget(), hermes_calls)
         for _ in range(2):
-            asyncio.run(session.reply([{"role": "user", "content": "x"}], seed=0, n=2))
+            asyncio.run(session.reply(Asked("", [{"role": "user", "content": "x"}], seed=0, n=2)))
         asked.append([request.seed for request in server.seen])
     for first, second, *again in asked:
         assert first != second and again == [first, second]
