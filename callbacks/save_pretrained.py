@@ -1,11 +1,13 @@
 """Writes the trained policy as a Hugging Face directory when training ends.
 
-Promises: the directory loads with `AutoModelForCausalLM.from_pretrained` (and `AutoTokenizer`, when the
-datamodule has a tokenizer), on this project's `model: {path: ...}` and on inference servers alike.
+Promises: the directory loads with `AutoModelForCausalLM.from_pretrained` (and `AutoTokenizer`, when the datamodule has
+a tokenizer, or the model that the run began with), on this project's `model: {path: ...}` and on inference servers
+alike.
 """
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -13,9 +15,11 @@ from transformers import AutoTokenizer
 
 from callbacks.base import run_dir
 
+_log = logging.getLogger(__name__)
+
 
 class SavePretrained(Callback):
-    """Saves `module.policy` and `datamodule.tokenizer` at the end of `fit`.
+    """Saves `module.policy` and its tokenizer at the end of `fit`.
 
     Args:
         dirpath: where; relative paths are below the run directory.
@@ -29,9 +33,22 @@ class SavePretrained(Callback):
         if trainer.is_global_zero:
             policy: Any = pl_module.policy
             policy.save_pretrained(target)
-            tokenizer: Any = getattr(trainer.datamodule, "tokenizer", None)
-            if isinstance(tokenizer, str):  # recorded text names the directory
-                tokenizer = AutoTokenizer.from_pretrained(tokenizer)
+            tokenizer = _tokenizer(trainer, pl_module)
             if tokenizer is not None:
                 tokenizer.save_pretrained(target)
         trainer.strategy.barrier("SavePretrained")  # no rank reads or leaves before the files are complete
+
+
+def _tokenizer(trainer: Trainer, module: LightningModule) -> Any:
+    """The datamodule's, or, as recorded tokens need none, that of the model it began with; None where there is none."""
+    found = getattr(trainer.datamodule, "tokenizer", None)
+    if isinstance(found, str):  # recorded text names the directory
+        return AutoTokenizer.from_pretrained(found)
+    source = getattr(getattr(module, "model_source", None), "path", None)
+    if found is not None or source is None:
+        return found
+    try:
+        return AutoTokenizer.from_pretrained(source)
+    except (OSError, ValueError) as error:
+        _log.warning("SavePretrained: no tokenizer beside the weights, as %s has none: %s", source, error)
+        return None

@@ -15,6 +15,8 @@ from transformers import AutoModelForCausalLM, Qwen3Config
 from app.batch import StepHandle
 from callbacks import Pictures, RewardLogger, SavePretrained, Summary, Throughput, ValidateEnds, WeightSync, figures
 from callbacks.pictures import read_metrics
+from modules import ModelSource
+from tests.helpers.recorded_samples import byte_tokenizer
 from tests.helpers.tiny_model import TINY_MODEL
 from tests.helpers.tiny_run import TinyData, TinyModule, trainer
 
@@ -173,3 +175,16 @@ def test_export_loads_in_transformers_with_the_trained_weights(tmp_path: Path) -
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "hf").state_dict()
     assert torch.equal(loaded["lm_head.weight"], before - 1)
     assert all(torch.equal(loaded[name], value) for name, value in module.policy.state_dict().items())
+
+
+def test_export_brings_the_tokenizer_of_the_model_it_began_with(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    module: Any = LanguageModelModule()
+    byte_tokenizer().save_pretrained(tmp_path / "began")
+    for began, says in (("began", False), ("nowhere", True)):
+        module.model_source = ModelSource(path=str(tmp_path / began))
+        fit = trainer(tmp_path / began / "run", SavePretrained("hf"), max_steps=1)
+        fit.fit(module, datamodule=TinyData(validate=False))
+        saved = (tmp_path / began / "run" / "hf" / "tokenizer.json").exists()
+        assert saved is not says and ("no tokenizer beside the weights" in caplog.text) is says
