@@ -4,12 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import signal
-import subprocess
-import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -23,14 +18,11 @@ from datamodules.conversations.tokens import RecordedDataError
 from datamodules.files.recording import read_batch, versions
 from datamodules.recorded import RecordedDataModule
 from modules.models import ModelSource, build_model
-from tests.datamodules.workflows.gateway import agents
+from tests.app.cli.gateway.processes import KEY, client, post, running
 from tests.datamodules.workflows.gateway.clients.door import door
 from tests.datamodules.workflows.scripted_engine import WITH_CALLS
 from tests.helpers.recorded_samples import byte_tokenizer
 from tests.helpers.tiny_model import TINY_WITH_ENDS
-
-ROOT = Path(__file__).parents[3]
-KEY = "k" * 20
 
 
 @pytest.fixture(scope="module")
@@ -46,32 +38,6 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@contextmanager
-def running(*options: str, key: str | None = KEY) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    """The process, and where its sessions are."""
-    environment = {name: value for name, value in os.environ.items() if name != gateway.KEY_VARIABLE}
-    environment |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"} | ({gateway.KEY_VARIABLE: key} if key else {})
-    process = subprocess.Popen(
-        [sys.executable, "-m", "app", "gateway", "--port", "0", *options],
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    try:
-        assert process.stdout is not None
-        line = process.stdout.readline().strip()
-        assert line.endswith("/r/<session>/v1"), process.communicate(timeout=20)
-        yield process, line.removesuffix("/<session>/v1")
-    finally:
-        process.kill()
-        process.wait(20)
-
-
-def client(at: str, session: str, key: str = KEY) -> openai.OpenAI:
-    return openai.OpenAI(base_url=f"{at}/{session}/v1", api_key=key, max_retries=0)
-
-
 def converse(at: str, session: str, text: str = "hello", turns: int = 2) -> list[str]:
     """Ids of the replies."""
     speaks, found = client(at, session), []
@@ -84,29 +50,23 @@ def converse(at: str, session: str, text: str = "hello", turns: int = 2) -> list
     return found
 
 
-def post(monkeypatch: pytest.MonkeyPatch, at: str, session: str, path: str, body: dict[str, Any]) -> Any:
-    monkeypatch.setenv("ANTHROPIC_BASE_URL", f"{at}/{session}")
-    monkeypatch.setenv("OPENAI_API_KEY", KEY)
-    return agents.post(path, body)
-
-
 def test_sessions_are_recorded_when_they_end_or_the_gateway_does(
-    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     record = tmp_path / "recorded"
     with running("--model", str(model), "--record", str(record)) as (process, at):
         first, second = converse(at, "good")
-        post(monkeypatch, at, "good", "/reward", {"reward": 0.5, "call": first})
-        post(monkeypatch, at, "good", "/reward", {"reward": 1})
+        post(at, "good", "/reward", {"reward": 0.5, "call": first})
+        post(at, "good", "/reward", {"reward": 1})
         assert versions(record) == []
-        assert post(monkeypatch, at, "good", "/end", {}) == {"ended": True}
+        assert post(at, "good", "/end", {}) == {"ended": True}
         assert versions(record) == [0]
         with pytest.raises(openai.PermissionDeniedError, match="the session has ended"):
             converse(at, "good")
         with pytest.raises(openai.AuthenticationError):
             client(at, "bad", "wrong").models.list()
         converse(at, "bad")
-        post(monkeypatch, at, "bad", "/reward", {"reward": 0})
+        post(at, "bad", "/reward", {"reward": 0})
         converse(at, "silent", "something else", 1)
         client(at, "empty").models.list()
         process.send_signal(signal.SIGTERM)
@@ -141,13 +101,13 @@ def test_sessions_are_recorded_when_they_end_or_the_gateway_does(
 
     with running("--model", str(model), "--record", str(record), "--idle_s", "1") as (process, at):
         converse(at, "third", turns=1)
-        post(monkeypatch, at, "third", "/end", {})
+        post(at, "third", "/end", {})
         converse(at, "lost", turns=1)
         process.kill()
     assert versions(record) == [0, 1, 2, 3]  # behind those before; the kill has cost the session under way
 
 
-def test_in_front_of_a_provider_agents_send_its_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_in_front_of_a_provider_agents_send_its_key(tmp_path: Path) -> None:
     record = tmp_path / "recorded"
     with door(["x", "y", "z"]) as there:
         with running("--upstream", f"{there.v1}/", "--record", str(record)) as (process, at):
@@ -156,7 +116,7 @@ def test_in_front_of_a_provider_agents_send_its_key(tmp_path: Path, monkeypatch:
             assert speaks.chat.completions.create(model="any", messages=messages).choices[0].message.content == "x"
             with pytest.raises(openai.AuthenticationError):  # the gateway's own is nothing here
                 client(at, "bad").chat.completions.create(model="any", messages=messages)
-            assert post(monkeypatch, at, "good", "/reward", {"reward": 1}) == {"reward": 1.0, "calls": 0}
+            assert post(at, "good", "/reward", {"reward": 1}) == {"reward": 1.0, "calls": 0}
             process.send_signal(signal.SIGTERM)
             _, said = process.communicate(timeout=60)
         assert process.returncode == 0 and there.key not in said and KEY not in said
