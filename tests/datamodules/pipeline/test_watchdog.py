@@ -6,6 +6,7 @@ import asyncio
 import logging
 import math
 import re
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -230,15 +231,17 @@ def test_a_workflow_that_blocks_the_thread_is_named_with_its_line(
     build: Build, caplog: pytest.LogCaptureFixture
 ) -> None:
     release = threading.Event()
+    blocked: list[int] = []
 
     class Blocking(Flow):
         async def run(self, engine: EpisodeEngine, prompt: Prompt) -> list[Trajectory]:
+            blocked.append(threading.get_ident())
             release.wait(60.0)  # a mistake: everything else on the thread waits too
             return await super().run(engine, prompt)
 
     producer = build(workflow=Blocking())
     trainer = Collecting(producer)
-    wait_until(lambda: bool(producer.stream.running()))
+    wait_until(lambda: bool(blocked) and sys._current_frames()[blocked[0]].f_code.co_name == "wait")
     watchdog = Watchdog(Stall(100.0, "requeue"), Limits(), producer)
     now = time.monotonic()
     watchdog.look(now)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import asyncio
 import json
 import signal
 from pathlib import Path
@@ -16,9 +17,12 @@ from app.cli import gateway, main
 from datamodules.conversations.sequence_files import load_sequences
 from datamodules.conversations.tokens import RecordedDataError
 from datamodules.files.recording import read_batch, versions
+from datamodules.inference.sglang.launcher import ServerProcess
 from datamodules.recorded import RecordedDataModule
 from modules.models import ModelSource, build_model
 from tests.app.cli.gateway.processes import KEY, client, post, running
+from tests.datamodules.inference.sglang.real_servers.servers import KEY as SERVER_KEY
+from tests.datamodules.inference.sglang.real_servers.servers import START_S, options, skip_unless_wanted
 from tests.datamodules.workflows.gateway.clients.door import door
 from tests.datamodules.workflows.scripted_engine import WITH_CALLS
 from tests.helpers.recorded_samples import byte_tokenizer
@@ -105,6 +109,40 @@ def test_sessions_are_recorded_when_they_end_or_the_gateway_does(
         converse(at, "lost", turns=1)
         process.kill()
     assert versions(record) == [0, 1, 2, 3]  # behind those before; the kill has cost the session under way
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_sglang_servers_generate_with_the_models_weights(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The server was started with others; what is recorded is what the named model says."""
+    skip_unless_wanted()
+    torch.manual_seed(1)
+    other = build_model(ModelSource(path=str(model)))
+    for weights in other.parameters():
+        torch.nn.init.normal_(weights, std=0.02)
+    other.save_pretrained(tmp_path / "other")
+    server = ServerProcess(options(str(tmp_path / "other"), context=1024), tmp_path / "server.log", SERVER_KEY)
+    monkeypatch.setenv("ARBORIST_SGLANG_API_KEY", SERVER_KEY)
+    record = tmp_path / "recorded"
+    try:
+        asyncio.run(server.ready(START_S))
+        with running("--model", str(model), "--servers", server.url, "--record", str(record)) as (process, at):
+            converse(at, "one", turns=3)
+            process.send_signal(signal.SIGTERM)
+            _, said = process.communicate(timeout=60)
+            assert process.returncode == 0 and "1 session(s) recorded" in said and SERVER_KEY not in said
+    finally:
+        server.stop(0.0)
+    ours = build_model(ModelSource(path=str(model))).eval()
+    found = read_batch(record, 0)[0].trajectories
+    assert len(found) == 3
+    for one in found:
+        with torch.no_grad():
+            logprobs = ours(one.tokens[None].long()).logits[0, :-1].log_softmax(-1)
+        expected = logprobs.gather(1, one.tokens[1:, None].long())[:, 0][one.loss_mask[1:]]
+        torch.testing.assert_close(one.logprobs[one.loss_mask], expected, atol=1e-4, rtol=0)
 
 
 def test_in_front_of_a_provider_agents_send_its_key(tmp_path: Path) -> None:

@@ -31,7 +31,10 @@ LENGTHS = [len(s) for s in SEQUENCES]
 FORWARD, BACKWARD = 1e-5, 2e-6
 """Tolerances in float32: log-probabilities, and gradients relative to the largest."""
 DELTA_RULE = (5e-5, 5e-5)
-"""Both for layers with a delta rule, whose triangular systems the dense model solves no better in float32."""
+"""Both for layers with a delta rule, whose triangular systems the dense model solves no better in float32; more where
+the dense model itself is further than that from the truth."""
+_APART = 2.5
+"""Where the dense model is 1 from the truth and the engine may be 1.5, on the other side."""
 LOW_PRECISION = 1.5
 """bf16 gradients: error against the float64 truth over that of the dense bf16 model, on one small batch."""
 
@@ -186,14 +189,35 @@ def errors(model: Any, dense: Any = None) -> tuple[float, float]:
     return forward, oracle.relative_error(take_grads(model), expected)[0]
 
 
+def check_parity(family: Family, model: Any, dense: Any = None) -> None:
+    """Raises AssertionError where the model is not to its family's tolerances what `dense` (default: itself) is."""
+    found, allowed = errors(model, dense), family.tolerances
+    if allowed == DELTA_RULE and (found[0] >= allowed[0] or found[1] >= allowed[1]):
+        own = _rounding(dense or model)
+        allowed = max(allowed[0], _APART * own[0]), max(allowed[1], _APART * own[1])
+    within(found, allowed)
+
+
 def within(found: tuple[float, float], tolerances: tuple[float, float] = (FORWARD, BACKWARD)) -> None:
     (forward, backward), (allowed_forward, allowed_backward) = found, tolerances
     assert forward < allowed_forward, f"log-probabilities off by {forward:.1e}"
     assert backward < allowed_backward, f"gradients off by {backward:.1e}"
 
 
+def _rounding(dense: Any) -> tuple[float, float]:
+    """What `errors` are between the dense model and itself in float64."""
+    exact = copy.deepcopy(dense).double()
+    exact.config._experts_implementation = "eager"  # grouped products take no float64
+    loss = SequenceLoss("plain_sum", LENGTHS, 0, ("logprobs",))
+    pairs = zip(oracle.dense_forward(dense, SEQUENCES), oracle.dense_forward(exact, SEQUENCES))
+    forward = max(float((got.logprobs.detach() - want.logprobs.detach()).abs().max()) for got, want in pairs)
+    _, truth = oracle.dense_backward(exact, SEQUENCES, loss)
+    _, rounded = oracle.dense_backward(dense, SEQUENCES, loss)
+    return forward, oracle.relative_error({name: one.double() for name, one in rounded.items()}, truth)[0]
+
+
 def check_float32(family: Family) -> None:
-    within(errors(build(family)), family.tolerances)
+    check_parity(family, build(family))
 
 
 def check_tied(family: Family) -> None:
@@ -203,7 +227,7 @@ def check_tied(family: Family) -> None:
         if tied and not model._tied_weights_keys:
             continue  # a class that never ties
         assert (model.get_input_embeddings().weight is model.get_output_embeddings().weight) == tied
-        within(errors(model), family.tolerances)
+        check_parity(family, model)
 
 
 def check_checkpointing(family: Family) -> None:
@@ -211,7 +235,7 @@ def check_checkpointing(family: Family) -> None:
     model = build(family).train()
     dense = copy.deepcopy(model)
     model.activation_checkpointing_enable({"use_reentrant": False})
-    within(errors(model, dense), family.tolerances)
+    check_parity(family, model, dense)
 
 
 def check_lora(family: Family) -> None:
@@ -222,7 +246,7 @@ def check_lora(family: Family) -> None:
         if "lora_B" in name:  # zero at the start, which would hide the gradient of A
             torch.nn.init.normal_(parameter, 0.0, 0.1)
     assert all(("lora_" in name) == p.requires_grad for name, p in model.named_parameters())
-    within(errors(model), family.tolerances)
+    check_parity(family, model)
 
 
 def _low_precision(family: Family, autocast: bool) -> None:
