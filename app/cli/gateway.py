@@ -44,6 +44,7 @@ _OF_A_MODEL = {  # options, and what they are by default
     "kv_cache_tokens": 32768,
     "max_new_tokens": 4096,
     "temperature": 1.0,
+    "override_sampling": False,
     "max_calls": 1000,
     "seed": 0,
 }
@@ -69,6 +70,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--kv_cache_tokens", type=int, metavar="N", help="of the engine in this process")
     parser.add_argument("--max_new_tokens", type=int, metavar="N", help="most tokens of a reply")
     parser.add_argument("--temperature", type=float, help="of calls that name none")
+    parser.add_argument("--override_sampling", action="store_true", help="pass over what calls say of sampling")
     parser.add_argument("--max_calls", type=int, metavar="N", help="of a session")
     parser.add_argument("--idle_s", type=float, default=3600.0, metavar="S", help="silence that ends a session")
     parser.add_argument("--seed", type=int, help="of sampling")
@@ -227,7 +229,7 @@ def _open(args: argparse.Namespace, key: str) -> tuple[InferenceEngine, Any]:
             engine,
             tokenizer,
             key,
-            Sampling(args.max_new_tokens, args.temperature),
+            Sampling(args.max_new_tokens, args.temperature, args.override_sampling),
             Budget(max_calls=args.max_calls),
             hermes_calls,
             TurnEnds.of(tokenizer, model, engine.vocab_size),

@@ -7,8 +7,9 @@
 
 Writes rollouts.json, rollouts.md and pictures (--name) into --out; parts that are not asked for keep what the file
 has of them. Trainer, server and load generator share the machine's cores. Parts: `throughput` (tokens a second beside a
-bare load generator), `downtime` (of a weight update), `runs` (waiting, tree pass, optimizer and sync of whole fits),
-`latency` (the same with a model so light that tools, not the server's computing, are what episodes wait for).
+bare load generator, and of the agents' gateway), `downtime` (of a weight update), `runs` (waiting, tree pass, optimizer
+and sync of whole fits), `latency` (the same with a model so light that
+tools, not the server's computing, are what episodes wait for).
 """
 
 from __future__ import annotations
@@ -191,16 +192,18 @@ def markdown(result: dict[str, Any], name: str) -> str:
 def _throughput(one: dict[str, Any], name: str) -> list[str]:
     rates, cpu = one["tokens_per_second"], one["client_cpu_seconds"]
     return [
-        f"## Engine beside a bare load generator, {one['concurrent']} concurrent requests",
+        f"## Engine beside a bare load generator, and the agents' gateway, {one['concurrent']} concurrent requests",
         "",
         f"{one['requests']} requests of about {one['prompt_tokens']} + {one['new_tokens']} tokens with"
         f" log-probabilities, {one['repeats']} interleaved repeats. The bare one posts and reads JSON, without"
-        " streaming, and checks nothing.",
+        " streaming, and checks nothing. Through the gateway each is a chat of its own session, its client's HTTP and"
+        " JSON included.",
         "",
         "| | tokens/s | CPU seconds of the client |",
         "|---|---|---|",
-        *(f"| {key} | {_range(rates[key], 0)} | {_range(cpu[key], 2)} |" for key in ("ours", "bare")),
-        f"| ratio (wanted: at least {one['wanted']}) | {_range(one['ratio'], 3)} | |",
+        *(f"| {key} | {_range(rates[key], 0)} | {_range(cpu[key], 2)} |" for key in rates),
+        f"| ours / bare (wanted: at least {one['wanted']}) | {_range(one['ratio'], 3)} | |",
+        f"| gateway / ours (wanted: at least {one['wanted']}) | {_range(one['gateway_ratio'], 3)} | |",
     ]
 
 

@@ -1,23 +1,28 @@
-"""What the agents' gateway costs beside calling the engine directly, from turn 1 to turn 128 of one conversation.
+"""What the agents' gateway costs beside calling the engine directly, from the first turn of a conversation to the last.
 
-    python -m benchmarks.rollouts.gateway                  # a minute; writes gateway.json and gateway.png
+    python -m benchmarks.rollouts.gateway                  # two minutes; writes gateway.json and gateway.png
     python -m benchmarks.rollouts.gateway --quick --out DIR
 
-The engine answers at once, so that all that is measured is the way to it. At each turn the same prompt is sent
-directly and through the gateway (HTTP, JSON, template, tokens), and an empty call of HTTP is made, in an order that
-rotates; the client lives in the same process, so its work is in all figures but the first. Milliseconds, wall and CPU.
+The gateway has a process of its own, whose CPU time the kernel counts; its engine answers at once, so that all that is
+measured is the way to it: HTTP, JSON, template, tokens. Conversations of 4,000 tokens in 16 turns and in 128, with a
+template that says messages as they are and with Qwen3's, which looks for thoughts in each. At each turn an empty call
+of HTTP is made, the engine is called directly with the same prompt (in the client's process) and through the gateway,
+in an order that rotates. Milliseconds; wall holds the client's own work.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import multiprocessing
 import os
 import statistics
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from datetime import UTC, datetime
 from functools import partial
+from importlib import resources
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -33,25 +38,35 @@ from datamodules.workflows.gateway import Budget, Gateway, Session
 from datamodules.workflows.gateway.sessions import Sampling
 from datamodules.workflows.tool_calls import hermes_calls
 
-TEMPLATE = (
-    "{% for m in messages %}<|b|>{{ m.role }}\n{{ m.content }}<|e|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|b|>assistant\n{% endif %}"
+PLAIN = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-SAID, REPLY = "so?", "yes, so."  # a token a byte: 32 tokens a turn, 4,000 at turn 128
 WAYS = ("direct", "http", "gateway")
+TOKENS = 4000
 CONCURRENT = 256
 
 
-def byte_tokenizer() -> PreTrainedTokenizerBase:
-    vocabulary = {
-        symbol: k for k, symbol in enumerate(["<|e|>", "<|b|>", *sorted(pre_tokenizers.ByteLevel.alphabet())])
-    }
+def template(name: str) -> str:
+    """Of trl's data, but for the plain one."""
+    return PLAIN if name == "plain" else resources.files("trl").joinpath(f"chat_templates/{name}.jinja").read_text()
+
+
+def byte_tokenizer(chat_template: str) -> PreTrainedTokenizerBase:
+    """A token a byte, and one a mark."""
+    marks = ["<|im_end|>", "<|im_start|>"]
+    vocabulary = {symbol: k for k, symbol in enumerate([*marks, *sorted(pre_tokenizers.ByteLevel.alphabet())])}
     core = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
     core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     core.decoder = decoders.ByteLevel()
-    made = PreTrainedTokenizerFast(tokenizer_object=core, eos_token="<|e|>", additional_special_tokens=["<|b|>"])
-    made.chat_template = TEMPLATE
+    made = PreTrainedTokenizerFast(tokenizer_object=core, eos_token=marks[0], additional_special_tokens=marks[1:])
+    made.chat_template = chat_template
     return made
+
+
+def said(turns: int) -> str:
+    """What either side says, so that the conversation has about TOKENS tokens at its end."""
+    return "so " * max(1, (TOKENS // turns - 20) // 6)
 
 
 class Instant:
@@ -59,9 +74,9 @@ class Instant:
 
     version, max_context = 0, 1 << 20
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, reply: str) -> None:
         self.vocab_size = len(tokenizer)
-        self._reply = [*tokenizer.encode(REPLY, add_special_tokens=False), tokenizer.eos_token_id]
+        self._reply = [*tokenizer.encode(reply, add_special_tokens=False), tokenizer.eos_token_id]
 
     async def generate(self, request: GenerationRequest) -> GenerationResponse:
         request.validate(self.vocab_size, self.max_context)
@@ -69,92 +84,136 @@ class Instant:
         return GenerationResponse(list(self._reply), [-0.1] * made, [0] * made, "stop")
 
 
+def episode_engine(tokenizer: PreTrainedTokenizerBase, turns: int) -> EpisodeEngine:
+    return EpisodeEngine(Instant(tokenizer, said(turns)), tokenizer, None, name="e", seed="s")  # type: ignore[arg-type]
+
+
+def serve(pipe: Connection) -> None:
+    """The gateway's process: answers (template, turns) with the address and key of a new session, until None comes."""
+
+    async def run() -> None:
+        gateway = Gateway()
+        await gateway.open()
+        tokenizers: dict[str, PreTrainedTokenizerBase] = {}
+        chats: dict[str, Chat] = {}
+        try:
+            while (asked := await asyncio.to_thread(pipe.recv)) is not None:
+                name, turns = asked
+                if name not in chats:
+                    tokenizers[name] = byte_tokenizer(template(name))
+                    chats[name] = Chat(tokenizers[name])
+                engine = episode_engine(tokenizers[name], turns)
+                session = Session(engine, chats[name], Sampling(TOKENS), Budget(max_calls=1 << 20), hermes_calls)
+                pipe.send((gateway.admit(session) + "/v1", session.key))
+        finally:
+            await gateway.close()
+
+    asyncio.run(run())
+
+
+class Server:
+    """The gateway's process, as its client sees it."""
+
+    def __init__(self) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._pipe, other = context.Pipe()
+        self._process = context.Process(target=serve, args=(other,), daemon=True)
+        self._process.start()
+
+    def session(self, name: str, turns: int) -> tuple[str, dict[str, str]]:
+        """Its address, and the headers to speak in it."""
+        self._pipe.send((name, turns))
+        if not self._pipe.poll(120.0):
+            raise TimeoutError("the gateway's process gave no session within 120 s")
+        address, key = self._pipe.recv()
+        return address, {"Authorization": f"Bearer {key}"}
+
+    def cpu_ms(self) -> float:
+        """Of all its threads so far, as the kernel counts: reading it costs the process nothing."""
+        tasks = Path(f"/proc/{self._process.pid}/task").iterdir()
+        return sum(int((one / "schedstat").read_text().split()[0]) for one in tasks) / 1e6
+
+    def close(self) -> None:
+        self._pipe.send(None)
+        self._process.join(20.0)
+        self._process.kill()
+
+
 class Conversation:
     """One session, and the ways to ask in it."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, gateway: Gateway, client: aiohttp.ClientSession) -> None:
-        self.engine = EpisodeEngine(Instant(tokenizer), tokenizer, None, name="e", seed="s")  # type: ignore[arg-type]
-        budget = Budget(max_calls=1 << 20)
-        self.session = Session(self.engine, Chat(tokenizer), Sampling(64), budget, hermes_calls)
-        self.messages: list[dict[str, Any]] = [{"role": "user", "content": SAID}]
-        self._client, self._address = client, gateway.admit(self.session) + "/v1"
-        self._headers = {"Authorization": f"Bearer {self.session.key}"}
+    def __init__(self, server: Server, client: aiohttp.ClientSession, name: str, turns: int) -> None:
+        self._said = said(turns)
+        self.messages: list[dict[str, Any]] = [{"role": "user", "content": self._said}]
+        self._client = client
+        self._address, self._headers = server.session(name, turns)
+        self.prompt_tokens = 0
 
     def goes_on(self) -> None:
-        self.messages += [{"role": "assistant", "content": REPLY}, {"role": "user", "content": SAID}]
+        self.messages += [{"role": "assistant", "content": self._said}, {"role": "user", "content": self._said}]
 
     async def gateway(self) -> None:
         body = {"model": "any", "messages": self.messages}
         async with self._client.post(f"{self._address}/chat/completions", json=body, headers=self._headers) as answer:
             assert answer.status == 200, await answer.text()
-            await answer.json()
+            self.prompt_tokens = (await answer.json())["usage"]["prompt_tokens"]
 
     async def http(self) -> None:
         async with self._client.get(f"{self._address}/models", headers=self._headers) as answer:
             await answer.json()
 
-    async def direct(self, prompt: list[int]) -> None:
-        await self.engine.generate(GenerationRequest(prompt, 64, stop_token_ids=self.engine.ends.ids))
 
-
-async def timed(call: Callable[[], Awaitable[None]]) -> tuple[float, float]:
-    """Wall and CPU milliseconds."""
-    wall, cpu = time.perf_counter(), time.process_time()
+async def timed(server: Server, call: Callable[[], Awaitable[None]]) -> tuple[float, float]:
+    """Wall milliseconds, and those of the server's CPU."""
+    cpu, wall = server.cpu_ms(), time.perf_counter()
     await call()
-    return 1000 * (time.perf_counter() - wall), 1000 * (time.process_time() - cpu)
+    wall = 1000 * (time.perf_counter() - wall)
+    await asyncio.sleep(0.002)  # what the server does once its answer is out
+    return wall, server.cpu_ms() - cpu
 
 
-async def by_turn(turns: int, repeats: int, tokenizer: PreTrainedTokenizerBase) -> list[dict[str, Any]]:
+async def by_turn(server: Server, name: str, turns: int, repeats: int) -> list[dict[str, Any]]:
     """A row for each turn."""
-    gateway = Gateway()
-    await gateway.open()
     taken: dict[int, dict[str, list[tuple[float, float]]]] = {t: {way: [] for way in WAYS} for t in range(1, turns + 1)}
     sizes: dict[int, int] = {}
-    try:
-        async with aiohttp.ClientSession() as client:
-            await Conversation(tokenizer, gateway, client).gateway()  # the template is compiled
-            for repeat in range(repeats):
-                one = Conversation(tokenizer, gateway, client)
-                prompt = one.session.transcript.prompt(one.messages, None).tokens
-                for turn in range(1, turns + 1):
-                    ways = {
-                        "direct": partial(one.direct, prompt),
-                        "http": one.http,
-                        "gateway": one.gateway,
-                    }
-                    for k in range(3):
-                        way = WAYS[(k + turn + repeat) % 3]
-                        taken[turn][way].append(await timed(ways[way]))
-                    call = one.session.transcript.calls[-1]
-                    prompt, sizes[turn] = call.request.tokens, len(call.request.tokens)
-                    one.goes_on()
-    finally:
-        await gateway.close()
+    engine = episode_engine(byte_tokenizer(template(name)), turns)
+
+    async def direct(tokens: int) -> None:
+        await engine.generate(GenerationRequest([1] * max(1, tokens), TOKENS, stop_token_ids=engine.ends.ids))
+
+    async with aiohttp.ClientSession() as client:
+        await Conversation(server, client, name, turns).gateway()  # the template is compiled
+        for repeat in range(repeats):
+            one = Conversation(server, client, name, turns)
+            for turn in range(1, turns + 1):
+                ways = {"direct": partial(direct, one.prompt_tokens), "http": one.http, "gateway": one.gateway}
+                for k in range(3):
+                    way = WAYS[(k + turn + repeat) % 3]
+                    taken[turn][way].append(await timed(server, ways[way]))
+                sizes[turn] = one.prompt_tokens
+                one.goes_on()
     rows = []
     for turn, found in taken.items():
         row: dict[str, Any] = {"turn": turn, "tokens": sizes[turn]}
-        for k, kind in enumerate(("wall_ms", "cpu_ms")):
-            row |= {f"{way}_{kind}": spread([one[k] for one in found[way]]) for way in WAYS}
-            added = [g[k] - d[k] for g, d in zip(found["gateway"], found["direct"], strict=True)]
-            row[f"added_{kind}"] = spread(added)
+        for k, kind in enumerate(("wall_ms", "gateway_cpu_ms")):
+            row |= {
+                f"{way}_{kind}": spread([one[k] for one in found[way]]) for way in WAYS if k == 0 or way != "direct"
+            }
+        added = [g[0] - d[0] for g, d in zip(found["gateway"], found["direct"], strict=True)]
+        row["added_wall_ms"] = spread(added)
         rows.append(row)
     return rows
 
 
-async def concurrent(sessions: int, turns: int, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
-    """Sessions that all ask at once, each in a conversation of `turns` turns."""
-    gateway = Gateway()
-    await gateway.open()
-    try:
-        async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as client:
-            all_of_them = [Conversation(tokenizer, gateway, client) for _ in range(sessions)]
-            for one in all_of_them:
-                for _ in range(turns - 1):
-                    one.goes_on()
-            await asyncio.gather(*(one.gateway() for one in all_of_them))
-            wall, cpu = await timed(lambda: _all(all_of_them))
-    finally:
-        await gateway.close()
+async def concurrent(server: Server, sessions: int, turns: int) -> dict[str, Any]:
+    """Sessions that all ask at once, each in a plain conversation of `turns` turns."""
+    async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as client:
+        all_of_them = [Conversation(server, client, "plain", turns) for _ in range(sessions)]
+        for one in all_of_them:
+            for _ in range(turns - 1):
+                one.goes_on()
+        await asyncio.gather(*(one.gateway() for one in all_of_them))
+        wall, cpu = await timed(server, lambda: _all(all_of_them))
     return {"sessions": sessions, "turns": turns, "wall_ms_a_call": wall / sessions, "cpu_ms_a_call": cpu / sessions}
 
 
@@ -168,23 +227,23 @@ def spread(values: Sequence[float]) -> dict[str, float]:
     return {"median": statistics.median(values), "min": min(values), "max": max(values)}
 
 
-def draw(rows: Sequence[dict[str, Any]], path: Path) -> None:
+def draw(cases: Sequence[dict[str, Any]], path: Path) -> None:
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure, axes = pyplot.subplots(figsize=(7, 3.6))
-    turns = [row["turn"] for row in rows]
-    shown = (("gateway", "through the gateway"), ("http", "an empty HTTP call"), ("direct", "the engine directly"))
-    for way, label in shown:
-        found = [row[f"{way}_cpu_ms"] for row in rows]
-        (line,) = axes.plot(turns, [one["median"] for one in found], label=label)
-        low, high = [one["min"] for one in found], [one["max"] for one in found]
-        axes.fill_between(turns, low, high, alpha=0.2, color=line.get_color())
-    axes.set(
-        xlabel="turn of the conversation (32 tokens each)", ylabel="CPU of a call, client included (ms)", ylim=(0, None)
-    )
+    figure, axes = pyplot.subplots(figsize=(7, 3.8))
+    for case in cases:
+        label = f"{case['template']} template, {case['turns']} turns"
+        found = [row["gateway_gateway_cpu_ms"] for row in case["rows"]]
+        tokens = [row["tokens"] for row in case["rows"]]
+        (line,) = axes.plot(tokens, [one["median"] for one in found], label=label)
+        axes.fill_between(
+            tokens, [one["min"] for one in found], [one["max"] for one in found], alpha=0.2, color=line.get_color()
+        )
+    axes.axhline(3.0, color="0.6", linewidth=0.8, linestyle="--")
+    axes.set(xlabel="tokens of the conversation", ylabel="the gateway's CPU of a call (ms)", ylim=(0, None))
     axes.legend()
     figure.tight_layout()
     figure.savefig(path, dpi=130)
@@ -197,27 +256,35 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/rollouts"))
     args = parser.parse_args(argv)
     args.out.mkdir(parents=True, exist_ok=True)
-    tokenizer = byte_tokenizer()
-    turns, repeats = (6, 2) if args.quick else (128, 7)
-    rows = asyncio.run(by_turn(turns, repeats, tokenizer))
-    first, last = rows[0], rows[-1]
+    shapes, repeats = ((3, 6), 2) if args.quick else ((16, 128), 7)
+    server = Server()
+    try:
+        cases = [
+            {"template": name, "turns": turns, "rows": asyncio.run(by_turn(server, name, turns, repeats))}
+            for turns in shapes
+            for name in ("plain", "qwen3")
+        ]
+        many = asyncio.run(concurrent(server, 8 if args.quick else CONCURRENT, shapes[-1]))
+    finally:
+        server.close()
     result = {
         "command": "python -m benchmarks.rollouts.gateway" + " --quick" * args.quick,
         "date": datetime.now(UTC).strftime("%Y-%m-%d"),
         "cores": os.cpu_count(),
         "load": [round(value, 1) for value in os.getloadavg()],
         "repeats": repeats,
-        "added_cpu_last_over_first": last["added_cpu_ms"]["median"] / first["added_cpu_ms"]["median"],
         "wanted_added_wall_ms": 3.0,
-        "concurrent": asyncio.run(concurrent(8 if args.quick else CONCURRENT, turns, tokenizer)),
-        "turns": rows,
+        "concurrent": many,
+        "cases": cases,
     }
     write_json(args.out / "gateway.json", result)
-    draw(rows, args.out / "gateway.png")
-    for row in (first, rows[len(rows) // 2], last):
-        told = {key: round(row[key]["median"], 2) for key in ("added_wall_ms", "added_cpu_ms", "http_cpu_ms")}
-        print(f"turn {row['turn']}, {row['tokens']} tokens: {told}")
-    print(result["concurrent"])
+    draw(cases, args.out / "gateway.png")
+    for case in cases:
+        for row in (case["rows"][0], case["rows"][-1]):
+            keys = ("added_wall_ms", "gateway_gateway_cpu_ms", "http_wall_ms", "http_gateway_cpu_ms")
+            told = {key: round(row[key]["median"], 2) for key in keys}
+            print(f"{case['template']}, turn {row['turn']}, {row['tokens']} tokens: {told}")
+    print(many)
     return result
 
 

@@ -1,6 +1,7 @@
-"""Our engine beside a bare load generator on the same server, and how long a server stands still for new weights.
+"""Our engine beside a bare load generator on the same server, the agents' gateway in front of it, and how long a server
+stands still for new weights.
 
-Promises: both send the same requests, at most `concurrent` at a time, one after the other in an order that alternates,
+Promises: all send the same requests, at most `concurrent` at a time, one after the other in an order that alternates,
 each on an empty prefix cache; ratios are formed within a repeat.
 """
 
@@ -16,14 +17,20 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
-from transformers import PreTrainedModel
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from benchmarks.common.measure import spread
+from datamodules.conversations.chat_template import Chat
 from datamodules.inference.export import checkpoint_weights
 from datamodules.inference.protocol import GenerationRequest, WeightUpdate
 from datamodules.inference.sglang import SGLangEngine
 from datamodules.inference.sglang.weights import Synced
 from datamodules.inference.weight_files import WeightFiles
+from datamodules.workflows.base import EpisodeEngine
+from datamodules.workflows.gateway import Budget, Gateway, Session
+from datamodules.workflows.gateway.sessions import Sampling
+from datamodules.workflows.tool_calls import hermes_calls
 
 
 def make_requests(count: int, prompt_tokens: int, new_tokens: int, vocabulary: int, seed: int) -> list[Any]:
@@ -56,28 +63,68 @@ async def ours(engine: SGLangEngine, requests: Sequence[GenerationRequest]) -> i
     return sum(len(response.tokens) for response in responses)
 
 
+def word_tokenizer(vocabulary: int) -> PreTrainedTokenizerBase:
+    """A word a token, for any id that is sampled, and a chat template of two words."""
+    core = Tokenizer(models.WordLevel({f"w{k}": k for k in range(vocabulary)}, unk_token="w0"))
+    core.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    made = PreTrainedTokenizerFast(tokenizer_object=core, eos_token="w1")
+    made.chat_template = "{% for m in messages %}w2 {{ m.content }} w1 {% endfor %}w2 "
+    return made
+
+
+async def through_gateway(
+    engine: SGLangEngine, tokenizer: PreTrainedTokenizerBase, requests: Sequence[GenerationRequest], concurrent: int
+) -> int:
+    """Tokens generated; each request is a session's message, and its client lives in this process too."""
+    places, chat, gateway = asyncio.Semaphore(concurrent), Chat(tokenizer), Gateway()
+
+    async def one(client: aiohttp.ClientSession, number: int, request: GenerationRequest) -> int:
+        episode = EpisodeEngine(engine, tokenizer, None, name=str(number), seed=str(number))
+        session = Session(episode, chat, Sampling(request.max_new_tokens), Budget(), hermes_calls)
+        body = {"messages": [{"role": "user", "content": tokenizer.decode(request.tokens)}]}
+        headers = {"Authorization": f"Bearer {session.key}"}
+        address = f"{gateway.admit(session)}/v1/chat/completions"
+        async with places, client.post(address, json=body, headers=headers) as response:
+            response.raise_for_status()
+            return int((await response.json())["usage"]["completion_tokens"])
+
+    await gateway.open()
+    try:
+        connector = aiohttp.TCPConnector(limit=0)
+        async with aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(300)) as client:
+            return sum(await asyncio.gather(*(one(client, k, request) for k, request in enumerate(requests))))
+    finally:
+        await gateway.close()
+
+
 def throughput(url: str, policy: PreTrainedModel, scratch: Path, scale: dict[str, int]) -> dict[str, Any]:
     """Tokens a second of both at `scale["concurrent"]` requests.
 
     `scale`: concurrent, requests, prompt_tokens, new_tokens, repeats.
     """
     engine = SGLangEngine([url], max_concurrent=scale["concurrent"], start_timeout_s=60.0)
+    tokenizer = word_tokenizer(policy.config.vocab_size)
+    names = ("ours", "bare", "gateway")
     engine.start(policy, version=0, seed=0)
     try:
         path, _ = WeightFiles(scratch).write(policy, 0)
         engine.update_weights(WeightUpdate(0, path=str(path)))
-        rates: dict[str, list[float]] = {"ours": [], "bare": []}
-        cpu: dict[str, list[float]] = {"ours": [], "bare": []}
+        rates: dict[str, list[float]] = {name: [] for name in names}
+        cpu: dict[str, list[float]] = {name: [] for name in names}
         for repeat in range(scale["repeats"] + 1):  # the first is not counted
             requests = make_requests(
                 scale["requests"], scale["prompt_tokens"], scale["new_tokens"], policy.config.vocab_size, repeat
             )
-            for name in sorted(rates, reverse=bool(repeat % 2)):
+            ways = {
+                "ours": ours(engine, requests),
+                "bare": bare(url, requests, scale["concurrent"]),
+                "gateway": through_gateway(engine, tokenizer, requests, scale["concurrent"]),
+            }
+            for k in range(len(names)):
+                name = names[(k + repeat) % len(names)]
                 asyncio.run(_flush(url))
                 wall, own = time.perf_counter(), time.process_time()
-                tokens = asyncio.run(
-                    ours(engine, requests) if name == "ours" else bare(url, requests, scale["concurrent"])
-                )
+                tokens = asyncio.run(ways[name])
                 wall, own = time.perf_counter() - wall, time.process_time() - own
                 if repeat:
                     rates[name].append(tokens / wall)
@@ -85,11 +132,13 @@ def throughput(url: str, policy: PreTrainedModel, scratch: Path, scale: dict[str
     finally:
         engine.close()
     ratios = [own / other for own, other in zip(rates["ours"], rates["bare"], strict=True)]
+    behind = [through / own for through, own in zip(rates["gateway"], rates["ours"], strict=True)]
     return {
         **scale,
         "tokens_per_second": {name: spread(values) for name, values in rates.items()},
         "client_cpu_seconds": {name: spread(values) for name, values in cpu.items()},
         "ratio": spread(ratios),
+        "gateway_ratio": spread(behind),
         "wanted": 0.95,
     }
 

@@ -21,10 +21,11 @@ def test_every_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rollouts.main(["--quick", "--data", str(made), "--out", str(tmp_path)])
     result = json.loads((tmp_path / "rollouts.json").read_text())
     speed = result["throughput"]
-    for name in ("ours", "bare"):
+    for name in ("ours", "bare", "gateway"):
         assert speed["tokens_per_second"][name]["min"] > 0 and speed["client_cpu_seconds"][name]["min"] > 0
-    (own,), (other,) = (speed["tokens_per_second"][name]["runs"] for name in ("ours", "bare"))
+    (own,), (other,), (through,) = (speed["tokens_per_second"][name]["runs"] for name in ("ours", "bare", "gateway"))
     assert speed["ratio"]["median"] == pytest.approx(own / other)
+    assert speed["gateway_ratio"]["median"] == pytest.approx(through / own)
     for method in ("distributed", "disk"):
         row = result["downtime"]["methods"][method]
         assert row["updates"] == 1 and 0 < row["update_s"]["min"] <= row["downtime_s"]["min"]

@@ -120,7 +120,7 @@ class Gateway:
     async def _reply(self, protocol: WireProtocol, request: web.Request) -> web.StreamResponse:
         session = self._session(request)
         body = await self._listener.body(request)
-        asked = protocol.parse(json_object(body))
+        asked = protocol.parse(session.heard(json_object(body)))
         asked = session.continued(replace(asked, model=asked.model or self.model))
         same = hashlib.blake2b(body, person=protocol.path.encode()[-16:]).digest()
         calls = await session.again(same, retried=_retries(request) > 0)

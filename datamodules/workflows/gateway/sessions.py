@@ -24,6 +24,7 @@ from datamodules.inference.protocol import GenerationRequest
 from datamodules.prompts.base import Prompt
 from datamodules.workflows.base import EpisodeEngine, to_trajectory
 from datamodules.workflows.gateway.errors import RequestError
+from datamodules.workflows.gateway.protocols import fields
 from datamodules.workflows.gateway.protocols.base import Asked, Sampled
 from datamodules.workflows.gateway.repeats import Repeats
 from datamodules.workflows.gateway.replies import Parser, Piece, Reading, as_message, shown
@@ -59,15 +60,17 @@ class Budget:
 
 @dataclass(frozen=True)
 class Sampling:
-    """How replies are sampled where a call does not say.
+    """How replies are sampled.
 
     Attributes:
         max_new_tokens: most of a reply, whatever the call says.
         temperature: of calls that name none.
+        override: of all calls: what they say of temperature, top_p, penalties and their like is passed over.
     """
 
     max_new_tokens: int
     temperature: float = 1.0
+    override: bool = False
 
 
 class Session:
@@ -87,7 +90,8 @@ class Session:
         rewards: what was posted. exchanges: what was asked and answered.
         ended: set when the agent said that it is done.
         counts: `abandoned_calls` were given up by the client while they were sampled, `untaken_calls` once they were
-            complete; `repeated_calls` were answered with a reply that had been sampled before; calls of tools.
+            complete; `repeated_calls` were answered with a reply that had been sampled before; of `overridden_calls`
+            something was passed over; calls of tools.
     """
 
     def __init__(
@@ -133,7 +137,8 @@ class Session:
         coldest, hottest = TEMPERATURES
         if not coldest <= temperature <= hottest:
             raise RequestError(
-                f"temperature: {temperature}, must be between {coldest:g} and {hottest:g} to be trained on",
+                f"temperature: {temperature}, must be between {coldest:g} and {hottest:g} to be trained on; leave it"
+                " out, or have override_sampling pass it over",
                 param="temperature",
             )
         if "" in asked.stop:
@@ -185,6 +190,15 @@ class Session:
         shown_as = [{"role": "user", "content": prompt.text}] if raw else asked.messages  # to rewards
         exchange = Exchange(shown_as, asked.tools, [], len(asked.before))
         return await self._awaited(sampling, exchange, same, asked.n)
+
+    def heard(self, body: dict[str, Any]) -> dict[str, Any]:
+        """A request as this session takes it, whatever its protocol."""
+        if not self._sampling.override:
+            return body
+        left = fields.without_sampling(body)
+        if any(body[key] is not None for key in body.keys() - left.keys()):
+            self.counts["overridden_calls"] += 1
+        return left
 
     def new_name(self) -> str:
         """Of a reply; unique."""

@@ -49,6 +49,8 @@ class AgentWorkflow:
             `ServiceAgent`.
         max_new_tokens: most tokens of a reply, whatever a call asks for; at least 1.
         temperature: of calls that name none.
+        override_sampling: it is that of all calls, and what else they say of sampling (`top_p`, penalties) is passed
+            over; without, calls are refused that would change what is sampled.
         budget: what an episode may use; see `datamodules.workflows.gateway.Budget`.
         parser: finds the calls in a reply: `datamodules.workflows.hermes_calls`, `json_calls`, a `ResponseTemplate` or
             a function of your own.
@@ -71,6 +73,7 @@ class AgentWorkflow:
         agent: str | list[str] | Callable[[Prompt], Any],
         max_new_tokens: int = 512,
         temperature: float = 1.0,
+        override_sampling: bool = False,
         budget: Budget | None = None,
         parser: Callable[[str], list[ToolCall]] = hermes_calls,
         workers: int = 8,
@@ -88,7 +91,7 @@ class AgentWorkflow:
         checks.positive({f"{name}.memory_mb": memory_mb})
         ReplyOptions(name, max_new_tokens, temperature)  # checks both
         self.max_new_tokens = max_new_tokens
-        self._sampling = Sampling(max_new_tokens, temperature)
+        self._sampling = Sampling(max_new_tokens, temperature, override_sampling)
         self._budget = budget or Budget()
         self._parser = parser
         self._template_options = template_options

@@ -19,6 +19,16 @@ from jsonschema import Draft202012Validator, SchemaError
 from datamodules.workflows.gateway.errors import RequestError
 
 _MOST_SHOWN = 100  # characters
+_OF_SAMPLING = (
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "frequency_penalty",
+    "presence_penalty",
+    "repetition_penalty",
+    "logit_bias",
+)
 _TOOL_NAME = re.compile(r"[a-zA-Z0-9_.-]{1,128}")
 
 
@@ -86,6 +96,11 @@ def tools_offered(choice: Any) -> bool:
     return bool(choice != "none")
 
 
+def without_sampling(body: Mapping[str, Any]) -> dict[str, Any]:
+    """A request of any protocol without what it says of how replies are sampled; a seed stays, it changes no odds."""
+    return {key: value for key, value in body.items() if key not in _OF_SAMPLING}
+
+
 def take_neutral(left: dict[str, Any], neutral: Mapping[str, tuple[Any, ...]]) -> None:
     """Takes fields out of `left` that change what is sampled, unless they are None or have a value that does not.
 
@@ -96,7 +111,7 @@ def take_neutral(left: dict[str, Any], neutral: Mapping[str, tuple[Any, ...]]) -
         if value is not None and not any((type(value) is not bool and value == one) or value is one for one in values):
             raise RequestError(
                 f"{key}: {shown(value)} would change what is sampled, and what is trained must be sampled from the"
-                " model as it is; leave it out",
+                " model as it is; leave it out, or have override_sampling pass it over",
                 param=key,
                 code="unsupported_parameter",
             )

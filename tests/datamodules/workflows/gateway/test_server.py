@@ -56,9 +56,9 @@ class Slow(ScriptedEngine):
         return await super().generate(request)
 
 
-def new_session(engine: ScriptedEngine, most: int = 64) -> Session:
+def new_session(engine: ScriptedEngine, most: int = 64, **sampling: Any) -> Session:
     episode = EpisodeEngine(engine, TOKENIZER, None, name="e", seed="s")  # type: ignore[arg-type]
-    return Session(episode, Chat(TOKENIZER), Sampling(most), Budget(), hermes_calls)
+    return Session(episode, Chat(TOKENIZER), Sampling(most, **sampling), Budget(), hermes_calls)
 
 
 @asynccontextmanager
@@ -345,3 +345,31 @@ async def test_a_stream_that_cannot_begin_has_a_status_and_one_that_breaks_off_s
         assert answer.status == 200 and found[-1]["error"]["code"] == "engine_failed"
         async with client.post(address, json=body, headers=bearer(session)) as answer:
             assert answer.status == 503
+
+
+def test_what_calls_say_of_sampling_can_be_passed_over() -> None:
+    said = [{"role": "user", "content": "x"}]
+    greedy = {"temperature": 0, "top_p": 0.9, "frequency_penalty": 0.3, "logit_bias": {"5": 1}}
+    calls: list[tuple[str, dict[str, Any]]] = [
+        ("chat/completions", {"messages": said, **greedy}),
+        ("messages", {"messages": said, "max_tokens": 9, "temperature": 0, "top_k": 5}),
+        ("responses", {"input": "x", "temperature": 2.5, "top_p": 0.1}),
+        ("completions", {"prompt": "x", **greedy, "top_p": None}),
+        ("chat/completions", {"messages": [*said, *said], "seed": 3}),
+    ]
+
+    async def run() -> list[int]:
+        async with serving(strict, lenient) as (client, addresses):
+            return [
+                (await client.post(f"{address}/v1/{path}", json=body, headers=bearer(session))).status
+                for session, address in zip((strict, lenient), addresses)
+                for path, body in calls
+            ]
+
+    engine = ScriptedEngine(TOKENIZER, ["well"] * 9)
+    strict, lenient = (
+        new_session(ScriptedEngine(TOKENIZER, ["well"] * 9)),
+        new_session(engine, temperature=0.7, override=True),
+    )
+    assert asyncio.run(run()) == [400] * 4 + [200] * 6
+    assert [one.temperature for one in engine.seen] == [0.7] * 5 and lenient.counts == {"overridden_calls": 4}
