@@ -21,7 +21,7 @@ from datamodules.conversations.chat_template import Chat
 from datamodules.prompts.base import Prompt
 from datamodules.workflows.base import EpisodeEngine
 from datamodules.workflows.calling import within
-from datamodules.workflows.response_template import ResponseTemplate
+from datamodules.workflows.response_template import ResponseTemplate, TemplateCalls
 from datamodules.workflows.tool_calls import ToolCall, hermes_calls
 from datamodules.workflows.tools import Toolbox, ToolRunner
 from datamodules.workflows.turns import ReplyOptions, Sequences, Turns
@@ -165,7 +165,7 @@ class ToolWorkflow:
             if response.finish_reason == "length":
                 break
             said = turns.reply(tokenizer, special=True)
-            calls = self._calls(said)
+            calls = self._calls(said, "" if turns.end is None else str(tokenizer.decode([turns.end])))
             if not calls:
                 break
             if turns.count == self.max_turns:
@@ -186,9 +186,10 @@ class ToolWorkflow:
                 turns.extend(chat.after_reply(answers, turns.end, engine.ends.ids))
         return turns, reply, counts
 
-    def _calls(self, text: str) -> list[ToolCall]:
+    def _calls(self, text: str, end: str) -> list[ToolCall]:
+        parser = self._parser.ended_by(end) if isinstance(self._parser, TemplateCalls) else self._parser
         try:
-            return self._parser(text)
+            return parser(text)
         except Exception as error:  # a user's own parser
             return [ToolCall(error=f"{type(error).__name__}: {error}")]
 

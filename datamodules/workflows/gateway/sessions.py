@@ -30,7 +30,7 @@ from datamodules.workflows.gateway.repeats import Repeats
 from datamodules.workflows.gateway.replies import Parser, Piece, Reading, as_message, shown
 from datamodules.workflows.gateway.rewards import Exchange, Rewards
 from datamodules.workflows.gateway.transcript import Call, Rendered, Transcript
-from datamodules.workflows.response_template import ResponseTemplate
+from datamodules.workflows.response_template import ResponseTemplate, TemplateCalls
 
 OnText = Callable[[int, Piece], None]
 """Called on the session's event loop with the number of a choice and what it says next."""
@@ -370,6 +370,8 @@ class Session:
         rest = self._decode(tokens)[len(seen.text) :]
         stop = next((one for one in request.stop_texts if rest.startswith(one)), "")
         end = self._decode(tokens[-1:]) if ended and seen.tokens == len(tokens) else ""
+        if isinstance(parser, TemplateCalls):
+            parser = parser.ended_by(end)
         message, malformed = as_message(name, seen.text, parser)
         for what, count in (("malformed_calls", malformed), ("tool_calls", len(message.get("tool_calls", ())))):
             if count:
