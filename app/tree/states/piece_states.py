@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from app.tree.prefix_tree import Ints
-from app.tree.states.block_scan import BlockIndex, Scan, delta_rule, recomputed, state_space
+from app.tree.states.block_scan import BlockIndex, block_scan
 from app.tree.states.piece_tree import PieceTree
 from app.tree.transfer import on_device
 
@@ -70,28 +70,24 @@ class PieceStates:
         q, k, v, decay, b = (x[0].to(dtype) for x in (query, key, value, g, beta))
         if unit_length:
             q, k = (x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6) for x in (q, k))
-        groups = v.shape[1] // k.shape[1]
-        if groups > 1:
-            q, k = q.repeat_interleave(groups, 1), k.repeat_interleave(groups, 1)
         decay = decay if decay.dim() == 3 else decay[..., None]
-        return self._scan(delta_rule, q * q.shape[-1] ** -0.5, k, v, decay, b).to(query.dtype)
+        return self._scan(q * q.shape[-1] ** -0.5, k, v, decay, b).to(query.dtype)
 
     def state_space(self, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor) -> Tensor:
         """Mamba-2: x [1, n, H, P], step sizes dt [1, n, H], A [H], B and C [1, n, groups, N] -> [1, n, H, P], in
         float32 or float64."""
         dtype = torch.promote_types(torch.float32, x.dtype)
         v, step, k, q = (y[0].to(dtype) for y in (x, dt, B, C))
-        groups = v.shape[1] // k.shape[1]
-        k, q = (y.repeat_interleave(groups, 1) for y in (k, q))
-        return self._scan(state_space, q, k, v * step[..., None], (step * A.to(dtype))[..., None])
+        return self._scan(q, k, v * step[..., None], (step * A.to(dtype))[..., None], None)
 
-    def _scan(self, scan: Scan, query: Tensor, key: Tensor, value: Tensor, *others: Tensor) -> Tensor:
+    def _scan(self, query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor | None) -> Tensor:
         """[1, n, H, dv]: a scan from the starts; keeps the wanted ends."""
         starts = self._start("scan", (value.shape[1], key.shape[2], value.shape[2]), value)
         index = self._blocks(value.device)
-        out, ends = recomputed(scan, query, key, value, *others, starts, index)
+        wanted = index.last[self._rows("wanted", 0, self.wanted, value.device)]
+        out, ends = block_scan(query, key, value, g, beta, starts, index, wanted)
         if len(self.wanted):
-            self._end("scan", ends[index.last[self._rows("wanted", 0, self.wanted, value.device)]])
+            self._end("scan", ends)
         return out[None]
 
     def _start(self, kind: str, shape: tuple[int, ...], like: Tensor) -> Tensor:

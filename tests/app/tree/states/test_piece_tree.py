@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from app.tree.states.block_scan import BlockIndex, delta_rule, state_space
+from app.tree.states.block_scan import BlockIndex, block_scan
 from app.tree.states.piece_tree import BLOCKS, PieceTree
 
 
@@ -47,40 +47,41 @@ def test_convolution_rows_are_each_rows_own_ancestors(tree: PieceTree, reach: in
 @given(tree=trees(), size=st.sampled_from(BLOCKS), kind=st.sampled_from(["delta", "delta a channel", "state space"]))
 def test_a_scan_over_blocks_is_the_recurrence_over_tokens(tree: PieceTree, size: int, kind: str) -> None:
     """Outputs, end states and gradients, to float64's rounding."""
-    heads, dk, dv, n = 2, 3, 4, tree.rows
+    heads, shared, dk, dv, n = 4, 2, 3, 4, tree.rows
     random = torch.Generator().manual_seed(n)
 
     def draw(*shape: int) -> torch.Tensor:
         return torch.randn(*shape, generator=random, dtype=torch.float64)
 
-    q, k, v = draw(n, heads, dk), draw(n, heads, dk) / dk**0.5, draw(n, heads, dv)
+    q, k, v = draw(n, shared, dk), draw(n, shared, dk) / dk**0.5, draw(n, heads, dv)
     g = -draw(n, heads, dk if kind == "delta a channel" else 1).abs()
     beta, starts = draw(n, heads).sigmoid(), draw(tree.starts, heads, dk, dv)
     inputs = [x.requires_grad_() for x in (q, k, v, g, starts, *([beta] if kind != "state space" else []))]
     tree.__dict__["block"] = size
     index = BlockIndex.of(tree, q.device)
-    if kind == "state space":
-        out, ends = state_space(q, k, v, g, starts, index)
-    else:
-        out, ends = delta_rule(q, k, v, g, beta, starts, index)
+    out, ends = block_scan(q, k, v, g, None if kind == "state space" else beta, starts, index, index.last)
+    query, keys = (x.repeat_interleave(heads // shared, 1) for x in (q, k))
     states, expected = {-1 - s: starts[s] for s in range(tree.starts)}, [torch.empty(0)] * n
     for piece in range(len(tree.lengths)):
         state = states[int(tree.parents[piece])]
         for row in walk(tree, piece)[1][-int(tree.lengths[piece]) :]:
             state = state * g[row].exp()[:, :, None]
-            held = torch.einsum("hkv,hk->hv", state, k[row])
+            held = torch.einsum("hkv,hk->hv", state, keys[row])
             written = v[row] if kind == "state space" else beta[row][:, None] * (v[row] - held)
-            state = state + k[row][:, :, None] * written[:, None, :]
-            expected[row] = torch.einsum("hkv,hk->hv", state, q[row])
+            state = state + keys[row][:, :, None] * written[:, None, :]
+            expected[row] = torch.einsum("hkv,hk->hv", state, query[row])
         states[piece] = state
     last = torch.stack([states[piece] for piece in range(len(tree.lengths))])
     torch.testing.assert_close(out, torch.stack(expected), rtol=0, atol=1e-12)
-    torch.testing.assert_close(ends[index.last], last, rtol=0, atol=1e-12)
+    torch.testing.assert_close(ends, last, rtol=0, atol=1e-12)
     weights, end_weights = draw(*out.shape), draw(*last.shape)
-    ours = torch.autograd.grad((out * weights).sum() + (ends[index.last] * end_weights).sum(), inputs)
-    truth = torch.autograd.grad((torch.stack(expected) * weights).sum() + (last * end_weights).sum(), inputs)
-    for got, want in zip(ours, truth, strict=True):
-        torch.testing.assert_close(got, want, rtol=0, atol=1e-11)
+    for used, (a, b) in {"outputs": (1, 0), "ends": (0, 1), "both": (1, 1)}.items():
+        loss = sum(f * (x * y).sum() for f, x, y in ((a, out, weights), (b, ends, end_weights)) if f)
+        aim = a * (torch.stack(expected) * weights).sum() + b * (last * end_weights).sum()
+        ours = torch.autograd.grad(loss, inputs, retain_graph=True)
+        truth = torch.autograd.grad(aim, inputs, retain_graph=True)
+        for got, want in zip(ours, truth, strict=True):
+            torch.testing.assert_close(got, want, rtol=0, atol=1e-11, msg=lambda m, used=used: f"{used}: {m}")
 
 
 @pytest.mark.parametrize(

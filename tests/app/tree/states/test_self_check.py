@@ -54,12 +54,8 @@ def dropped(kind: str) -> Callable[[Patch], None]:
 
 
 def moved_by_padding(patch: Patch) -> None:
-    """Places of a block that hold no row repeat the last one."""
-
-    def cut(self: BlockIndex, x: torch.Tensor) -> torch.Tensor:
-        return torch.cat([x, x[-1:]])[self.rows].transpose(1, 2)
-
-    patch.setattr(BlockIndex, "cut", cut)
+    """Places of a block that hold no row repeat another one."""
+    patch.setattr(BlockIndex, "only", lambda self, x: x)
 
 
 MUTATIONS: dict[str, Callable[[Patch], None]] = {
