@@ -26,7 +26,7 @@ from app.tree.executor import BatchedLoss, Executor, check_scalar
 from app.tree.heads import Heads
 from app.tree.memory import auto_budgets
 from app.tree.model.checkpointing import checkpointable
-from app.tree.model.refusals import refuse_dropout, refuse_unsupported, transformers_model
+from app.tree.model.refusals import refuse_by_name, refuse_dropout, refuse_unsupported, transformers_model
 from app.tree.model.shallow import first_layers
 from app.tree.outputs import OUTPUT_NAMES, FlatOutputs, TreeOutputs
 from app.tree.planning.cost import ModelShape
@@ -94,6 +94,7 @@ class TreeEngine:
             raise ValueError(f"on_mismatch={on_mismatch!r} has no effect without self_check; set self_check=True")
         self.on_mismatch, self.dense, self._verified = on_mismatch, False, not self_check
         self.model = transformers_model(model)
+        refuse_by_name(self.model)
         self.state_layers = StateLayers.of(self.model)
         refuse_unsupported(self.model, self.state_layers.indices)
         self.chunk_tokens, self.live_tokens = chunk_tokens, live_tokens

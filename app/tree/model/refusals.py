@@ -10,6 +10,7 @@ from typing import Any
 
 from torch import nn
 from transformers import PreTrainedModel
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 
 def transformers_model(model: Any) -> PreTrainedModel:
@@ -31,23 +32,30 @@ def transformers_model(model: Any) -> PreTrainedModel:
 
 _REFUSED = {
     "zamba2": "its attention layers share one block, which has no layer of its own to keep keys and values for",
-    "qwen4_exp": "it keeps the last token ids and a dilated convolution's tail beside its states, computed in line",
+    "qwen4_exp_text": "it keeps the last token ids and a dilated convolution's tail beside its states, in line",
     "minimax": "its lightning attention is computed in line, not by a function that a tree can give a state to",
 }
 """Model types whose state cannot be carried over a tree, and why."""
 
 
-def refuse_unsupported(model: PreTrainedModel, stateful: Collection[int]) -> None:
-    """Layers whose state cannot be carried over a tree; `stateful`: those whose state can."""
+def refuse_by_name(model: PreTrainedModel) -> None:
+    """Models whose kind is known not to work, whatever their layers look like."""
     config = model.config.get_text_config()
     if config.model_type in _REFUSED:
         raise ValueError(f"{type(model).__name__}: {_REFUSED[config.model_type]}; use another model")
     for name in ("vision_config", "audio_config"):
         if getattr(model.config, name, None) is not None:
+            text = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(config.model_type)
+            remedy = "train a text model (...ForCausalLM) with the weights of its language model"
             raise ValueError(
-                f"{type(model).__name__} takes images or sound ({name}), and sequences of a tree are text alone; train"
-                " a text model (...ForCausalLM) with the weights of its language model"
+                f"{type(model).__name__} takes images or sound ({name}), and sequences of a tree are text alone; "
+                + (remedy if text is None else f"load its language model alone, as {text}.from_pretrained(...) does")
             )
+
+
+def refuse_unsupported(model: PreTrainedModel, stateful: Collection[int]) -> None:
+    """Layers whose state cannot be carried over a tree; `stateful`: those whose state can."""
+    config = model.config.get_text_config()
     kinds = getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None) or []
     known = {"full_attention", "sliding_attention", "attention", "mlp", "moe"}
     strange = [(i, kind) for i, kind in enumerate(kinds) if kind not in known and i not in stateful]

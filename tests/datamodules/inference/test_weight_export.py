@@ -12,10 +12,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from datamodules.inference.export import ExportError, base_model, checkpoint_weights, merged_weights, num_bytes
 from datamodules.inference.weight_files import WeightFiles, split
+from tests.app.tree.states import hybrids
 from tests.datamodules.inference.adapters import with_lora
 from tests.datamodules.inference.engine_suite import VOCABULARY, tiny_policy
 
@@ -124,6 +126,25 @@ def test_experts_leave_under_the_names_of_a_checkpoint(tmp_path) -> None:
     assert_loads(ours, policy)
     adapted = with_lora(policy, target_modules=["q_proj"])
     assert checkpoint_weights(adapted).keys() == weights.keys()
+
+
+@pytest.mark.parametrize("name", hybrids.OPTIONS)
+def test_a_hybrid_leaves_as_transformers_itself_saves_it(name: str, tmp_path) -> None:
+    """The same names, shapes and values in the files, and the same model when they are read again."""
+    policy = hybrids.make(name).eval()
+    policy.save_pretrained(tmp_path / "reference")
+    ours, _ = WeightFiles(tmp_path).write(policy, 1)
+    written, expected = (
+        {k: v for file in sorted(folder.glob("*.safetensors")) for k, v in load_file(file).items()}
+        for folder in (ours, tmp_path / "reference")
+    )
+    assert written.keys() == expected.keys()
+    assert all(torch.equal(written[name], tensor) for name, tensor in expected.items())
+    loaded, info = AutoModelForCausalLM.from_pretrained(ours, output_loading_info=True)
+    assert type(loaded) is type(policy)
+    assert not any(info[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    again, before = (logits(model).log_softmax(-1) for model in (loaded.eval(), policy))
+    torch.testing.assert_close(again, before, rtol=0, atol=1e-6)
 
 
 def test_a_policy_that_is_not_its_configuration_is_refused() -> None:

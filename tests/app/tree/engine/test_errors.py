@@ -6,9 +6,11 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from transformers import AutoModelForCausalLM, Qwen3_5Config, Qwen3_5ForConditionalGeneration
 
 from app.tree import PrefixTree, TreeEngine
 from tests.app.tree import models, oracle
+from tests.app.tree.states import hybrids
 
 GOOD = [np.array([1, 2, 3]), np.array([1, 2, 5, 6])]
 
@@ -127,21 +129,66 @@ def test_a_model_without_output_projection(model) -> None:
     refused(model.model, "output projection|ForCausalLM")
 
 
+QWEN4 = dict(
+    layer_types=["linear_attention", "indexed_attention"],
+    linear_num_key_heads=2,
+    linear_num_value_heads=2,
+    linear_key_head_dim=8,
+    linear_value_head_dim=8,
+    head_dim=8,
+    num_experts=2,
+    num_experts_per_tok=1,
+    moe_intermediate_size=8,
+    shared_expert_intermediate_size=8,
+    hc_count=2,
+    hc_lowrank=4,
+    ple_layer_ids=[1],
+    heads_per_ngram=2,
+    ngram_vocab_size_base=50,
+    make_ngram_vocab_size_divisible_by=2,
+    split_ngram_parts=2,
+    indexer_n_heads=2,
+    indexer_kv_heads=1,
+    indexer_head_dim=8,
+    indexer_budget=4,
+    indexer_compress_ratio=2,
+    eos_token_id=1,
+)
+
+
 @pytest.mark.parametrize(
     ("name", "options", "message"),
     [
         ("mamba", dict(attn_implementation="eager"), "Mamba-1"),
         ("jamba", dict(attn_layer_offset=1, attn_layer_period=2, num_experts=2), "starts from zeros"),
-        ("minimax", dict(num_local_experts=2, num_experts_per_tok=1), "computed in line"),
+        ("falcon_mamba", dict(attn_implementation="eager", state_size=4), "Mamba-1"),
+        ("minimax", dict(num_local_experts=2, num_experts_per_tok=1), "MiniMaxForCausalLM: its lightning attention"),
+        (
+            "zamba2",
+            dict(layers_block_type=["linear_attention", "hybrid"], n_mamba_heads=4, mamba_d_state=4),
+            "Zamba2ForCausalLM: its attention layers share one block",
+        ),
+        ("qwen4_exp_text", QWEN4, "Qwen4ExpForCausalLM: it keeps the last token ids"),
         ("rwkv", dict(attn_implementation="eager", attention_hidden_size=16), "[Rr]wkv"),
     ],
 )
 def test_layers_with_other_state_are_refused_by_name(name: str, options: dict, message: str) -> None:
-    try:
-        model = models.make(name, **options)
-    except (ImportError, KeyError) as error:
-        pytest.skip(f"transformers cannot build {name} here: {error}")
+    model = models.make(name, **options)
     refused(model, message)
+
+
+def test_a_model_with_pictures_names_its_text_class() -> None:
+    """By whatever class it was loaded; the text class alone is trained."""
+    text = dict(models.make("qwen3_5_text", **hybrids.OPTIONS["qwen3_5_text"]).config.to_dict())
+    vision = dict(depth=1, hidden_size=16, intermediate_size=16, num_heads=2, out_hidden_size=models.HIDDEN)
+    config = Qwen3_5Config(text_config=text, vision_config=vision)
+    refused(
+        Qwen3_5ForConditionalGeneration(config),
+        r"Qwen3_5ForConditionalGeneration takes images.*alone, as Qwen3_5ForCausalLM\.from_pretrained",
+    )
+    text_model = AutoModelForCausalLM.from_config(config)
+    assert type(text_model).__name__ == "Qwen3_5ForCausalLM"
+    run(text_model)
 
 
 WINDOWED = [
