@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import threading
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -103,6 +103,25 @@ async def within(seconds: float | None, result: Awaitable[Any]) -> Any:
         if limit.expired():
             raise DeadlinePassed(seconds) from error
         raise
+
+
+def in_a_thread(make: Callable[[], Coroutine[Any, Any, Any]]) -> Any:
+    """The result of a coroutine, whether or not an event loop runs in this thread. Raises what it raises."""
+    found: list[Any] = []
+    errors: list[BaseException] = []
+
+    def work() -> None:
+        try:
+            found.append(asyncio.run(make()))
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=work, name="in-a-thread")
+    thread.start()
+    thread.join()
+    if errors:
+        raise errors[0]
+    return found[0]
 
 
 class _Threads:

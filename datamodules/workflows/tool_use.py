@@ -142,7 +142,9 @@ class ToolWorkflow:
         box: Any = self.tools
         if hasattr(box, "open"):
             box = box.open(prompt)
-            box = await box if inspect.isawaitable(box) else box
+            if inspect.isawaitable(box):
+                with engine.waiting("tools", "open"):
+                    box = await box
         try:
             turns, reply, counts = await self._play(engine, prompt, box)
             reward = await (box.reward(prompt, reply) if hasattr(box, "reward") else engine.score(prompt, reply))

@@ -13,7 +13,6 @@ import json
 import logging
 import os
 import shlex
-import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
@@ -23,6 +22,7 @@ from datamodules.processes import foreign
 from datamodules.processes.calls import CallFailed
 from datamodules.prompts.base import Prompt
 from datamodules.prompts.extras import needs
+from datamodules.workflows.calling import in_a_thread
 from datamodules.workflows.tools import Toolbox, ToolsLost
 
 needs("mcp", "mcp", "MCPTools")
@@ -129,7 +129,7 @@ class MCPTools(Toolbox):
             if variable not in os.environ:
                 raise ValueError(f"MCPTools.header_variables: {header}: the environment variable {variable} is not set")
         try:
-            found = _elsewhere(lambda: read_tools(self._server, self._start_s, self._next_log()))
+            found = in_a_thread(lambda: read_tools(self._server, self._start_s, self._next_log()))
         except (ServerLost, MCPError, TimeoutError, RuntimeError) as error:
             raise ValueError(f"MCPTools: the MCP server {self._name} {error}") from error
         names = [one.name for one in found]
@@ -287,22 +287,3 @@ def _part(one: Any) -> str:
 def _brief(error: Exception) -> str:
     """For the model: without what the server printed."""
     return str(error).partition("; it printed")[0][: foreign.MOST_SAID]
-
-
-def _elsewhere(make: Callable[[], Any]) -> Any:
-    """The result of a coroutine, whether or not an event loop runs in this thread."""
-    found: list[Any] = []
-    errors: list[BaseException] = []
-
-    def work() -> None:
-        try:
-            found.append(asyncio.run(make()))
-        except BaseException as error:
-            errors.append(error)
-
-    thread = threading.Thread(target=work, name="mcp-tools")
-    thread.start()
-    thread.join()
-    if errors:
-        raise errors[0]
-    return found[0]
