@@ -10,6 +10,7 @@ import asyncio
 import inspect
 import logging
 import pickle
+from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -27,6 +28,10 @@ class CallFailed(RuntimeError):
     """A call without a result: what the function raised there, or what became of its process."""
 
 
+class Lost(CallFailed):
+    """A call whose machine went away, which says nothing about the call."""
+
+
 class DeadlinePassed(RuntimeError):
     """A call that ran for too long."""
 
@@ -34,11 +39,67 @@ class DeadlinePassed(RuntimeError):
         super().__init__(f"not over after {seconds:g} s" if seconds is not None else "not over in time")
 
 
-class ProcessCalls:
+class Calls(ABC):
+    """Calls functions by name, away from this process.
+
+    Attributes:
+        logs: directory for what the functions print; None for nowhere.
+    """
+
+    logs: Path | None = None
+
+    @abstractmethod
+    async def call(
+        self,
+        name: str,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        seconds: float | None,
+        output: Path | None = None,
+    ) -> Any:
+        """What the function returns (awaited there if need be), as JSON has it. Cancelled, it ends what runs there.
+
+        Args:
+            name: of the function.
+            args, kwargs: its arguments.
+            seconds: it may run, time spent waiting for a place to run not counted; None for a caller that sees to that.
+            output: file for what it has printed, where it comes to nothing (cancelled included) and there are `logs`.
+
+        Raises:
+            CallFailed: the function raised, returned what JSON cannot have or more than 1 MB, or lost its process.
+            DeadlinePassed: it ran too long and was killed.
+        """
+
+    @abstractmethod
+    def stop(self) -> None:
+        """Ends all that runs. The next call begins anew."""
+
+
+def pickled_functions(functions: Mapping[str, Callable[..., Any]]) -> bytes:
+    """For `ProcessCalls`. Raises ValueError: a function that others cannot import, or that keeps state in here."""
+    for name, function in functions.items():
+        if inspect.ismethod(function) and not inspect.isclass(function.__self__):
+            raise ValueError(f"{name} is a method: what it keeps in its object would be kept in another process")
+        try:
+            pickle.dumps(function)
+        except Exception as error:
+            raise ValueError(f"{name} cannot be sent to a worker process ({error})") from error
+    return pickle.dumps(_Functions(dict(functions)))
+
+
+def pickled_call(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bytes:
+    """For `ProcessCalls.call_pickled`. Raises CallFailed."""
+    try:
+        return pickle.dumps(((name, *args), dict(kwargs)))
+    except Exception as error:
+        raise CallFailed(f"its arguments cannot be sent to a worker process: {error}") from error
+
+
+class ProcessCalls(Calls):
     """Calls functions in processes that are started when they are needed, one call of a process at a time.
 
     Args:
-        functions: by name; plain functions that other processes can import.
+        functions: by name, plain functions that other processes can import; or what `pickled_functions` made of them.
         workers: most processes.
         memory_mb: most memory of one with all it started, in 10^6 bytes; None for its share of a quarter of the
             machine's, at least 1000.
@@ -55,26 +116,18 @@ class ProcessCalls:
 
     def __init__(
         self,
-        functions: Mapping[str, Callable[..., Any]],
+        functions: Mapping[str, Callable[..., Any]] | bytes,
         workers: int,
         memory_mb: float | None = None,
         keep_environment: Sequence[str] | None = None,
         once: bool = False,
     ) -> None:
-        for name, function in functions.items():
-            if inspect.ismethod(function) and not inspect.isclass(function.__self__):
-                raise ValueError(f"{name} is a method: what it keeps in its object would be kept in another process")
-            try:
-                pickle.dumps(function)
-            except Exception as error:
-                raise ValueError(f"{name} cannot be sent to a worker process ({error})") from error
-        self._pickled = pickle.dumps(_Functions(dict(functions)))
-        self._names = list(functions)
+        self._pickled = functions if isinstance(functions, bytes) else pickled_functions(functions)
+        self._names = [] if isinstance(functions, bytes) else list(functions)
         self._workers = workers
         self._memory_bytes = memory_limit(memory_mb, workers)
         self._keep = tuple(keep_environment or ())
         self._once = once
-        self.logs: Path | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._idle: list[WorkerProcess] = []
         self._all: set[WorkerProcess] = set()
@@ -87,28 +140,16 @@ class ProcessCalls:
         seconds: float | None,
         output: Path | None = None,
     ) -> Any:
-        """What the function returns (awaited there if need be), as JSON has it. Cancelled, it ends the call's process.
+        return await self.call_pickled(pickled_call(name, args, kwargs), seconds, output)
 
-        Args:
-            name: of the function.
-            args, kwargs: its arguments.
-            seconds: it may run, time spent waiting for a process not counted; None for a caller that sees to that.
-            output: file for what it has printed, where it comes to nothing (cancelled included) and there are `logs`.
-
-        Raises:
-            CallFailed: the function raised, returned what JSON cannot have or more than 1 MB, or lost its process.
-            DeadlinePassed: it ran too long and was killed.
-        """
+    async def call_pickled(self, job: bytes, seconds: float | None, output: Path | None = None) -> Any:
+        """As `call`, of what `pickled_call` made."""
         if self._loop is not asyncio.get_running_loop():  # the first call, or rollouts begin again
             self.stop()
             self._loop = asyncio.get_running_loop()
             self._free = asyncio.Semaphore(self._workers)
             if hidden := hidden_variables(self._keep):
                 _log.info("%s do not see %s, which look like secrets", ", ".join(self._names), ", ".join(hidden))
-        try:
-            job = pickle.dumps(((name, *args), dict(kwargs)))
-        except Exception as error:
-            raise CallFailed(f"its arguments cannot be sent to a worker process: {error}") from error
         async with self._free:
             one = await self._process()
             begin = _size(one.log)

@@ -157,6 +157,25 @@ def test_snippets_of_agents_and_servers_are_understood(
         assert (printed[key]["class_path"] == given) if given else printed[key], key
 
 
+def test_agents_on_many_machines_are_understood(workplace: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    # tests/datamodules/workflows/adapters/test_ray_executor.py runs such agents.
+    page = (ROOT / "docs" / "agents.md").read_text()
+    (given,) = (one for one in blocks("yaml", page) if "# my_cluster.yaml" in one)
+    Path("my_cluster.yaml").write_text(given)
+    for flags in ([], ["--data.workflow.executor=ray"]):
+        with pytest.raises(SystemExit) as ended:
+            main(["fit", "--config=configs/quickstart.yaml", "--config=my_cluster.yaml", *flags, "--print_config"])
+        assert ended.value.code == 0
+        used = yaml.safe_load(capsys.readouterr().out)["data"]["init_args"]["workflow"]["init_args"]["executor"]
+        wanted = yaml.safe_load(given)["data"]["init_args"]["workflow"]["init_args"]["executor"]
+        if flags:
+            assert used == "ray"
+        else:
+            assert (
+                used["class_path"] == wanted["class_path"] and wanted["init_args"].items() <= used["init_args"].items()
+            )
+
+
 def test_every_yaml_snippet_has_a_file_and_is_used() -> None:
     tried = {"my_run.yaml", "my_wandb.yaml", "my_algorithm.yaml", "my_servers.yaml"}
     tried |= {"my_agent.yaml", "my_tools.yaml", "my_mcp.yaml"}

@@ -22,10 +22,11 @@ from urllib.parse import urlsplit
 
 import aiohttp
 
-from datamodules.processes.calls import CallFailed, DeadlinePassed, ProcessCalls
+from datamodules.processes.calls import CallFailed, Calls, DeadlinePassed, ProcessCalls
 from datamodules.processes.commands import run_command
 from datamodules.processes.environment import InEnvironment
 from datamodules.prompts.base import Prompt
+from datamodules.workflows.adapters.ray_executor import RayExecutor
 
 _MOST_SHOWN = 500  # characters of a service's refusal
 _MOST_ANSWER = 1 << 20  # bytes
@@ -67,11 +68,11 @@ class Agent(ABC):
         Args:
             door: of its session.
             task: what it is to do.
-            seconds: it may take, without the wait for a free worker; None for a caller that sees to that.
+            seconds: it may take, without the wait for a free worker or node; None for a caller that sees to that.
             output: file for what it has printed, should it fail.
 
         Raises:
-            CallFailed: it failed. DeadlinePassed: it took too long.
+            CallFailed: it failed. DeadlinePassed: it took too long. Lost: its machine went away.
         """
 
     def number(self, answer: Any) -> float | None:
@@ -94,6 +95,7 @@ def agent(
     workers: int,
     memory_mb: float | None,
     keep_environment: Sequence[str] | None,
+    executor: RayExecutor | None = None,
 ) -> Agent:
     """What `given` says: a function or its import path, a command (its words, or a text of several), or a URL.
 
@@ -101,6 +103,7 @@ def agent(
         given: see above.
         workers: agents at a time.
         memory_mb, keep_environment: see `ProcessCalls`.
+        executor: where functions and commands run; None for processes of this machine.
 
     Raises:
         ValueError: no such function, one that processes cannot import, no command, or an option without effect.
@@ -108,6 +111,8 @@ def agent(
     if isinstance(given, str) and given.startswith(("http://", "https://")):
         if memory_mb is not None or keep_environment is not None:
             raise ValueError("memory_mb and keep_environment have no effect on an agent service; remove them")
+        if executor is not None:
+            raise ValueError("executor has no effect on an agent service, which runs where it is; remove it")
         return ServiceAgent(given, workers)
     if isinstance(given, str):
         try:
@@ -123,19 +128,20 @@ def agent(
             raise ValueError(
                 f"{given!r} is no function that can be imported ({error}); a command of one word is written as a list"
             ) from error
+    calls_of = ProcessCalls if executor is None else executor.calls
     if callable(given):
         try:
-            calls = ProcessCalls({"agent": InEnvironment(given)}, workers, memory_mb, keep_environment)
+            calls = calls_of({"agent": InEnvironment(given)}, workers, memory_mb, keep_environment)
         except ValueError as error:
             raise ValueError(f"{error}; define it at the top of a module") from error
         return FunctionAgent(calls)
     if not given or not all(isinstance(word, str) and word for word in given):
         raise ValueError(f"{given!r} is no command; give its words")
-    return CommandAgent(given, ProcessCalls({"agent": run_command}, workers, memory_mb, keep_environment, once=True))
+    return CommandAgent(given, calls_of({"agent": run_command}, workers, memory_mb, keep_environment, once=True))
 
 
 class _ProcessAgent(Agent):
-    def __init__(self, calls: ProcessCalls) -> None:
+    def __init__(self, calls: Calls) -> None:
         self._calls = calls
 
     def log_to(self, directory: Path) -> None:
@@ -146,7 +152,7 @@ class _ProcessAgent(Agent):
 
 
 class FunctionAgent(_ProcessAgent):
-    """Calls a function of the task, asynchronous or not, in a process that goes on to other episodes.
+    """Calls a function of the task, asynchronous or not, in a process that may go on to other episodes.
 
     Args:
         calls: has it as "agent".
@@ -167,7 +173,7 @@ class CommandAgent(_ProcessAgent):
         calls: has `run_command` as "agent".
     """
 
-    def __init__(self, words: Sequence[str], calls: ProcessCalls) -> None:
+    def __init__(self, words: Sequence[str], calls: Calls) -> None:
         super().__init__(calls)
         self._words = list(words)
 

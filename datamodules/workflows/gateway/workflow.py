@@ -3,7 +3,7 @@
 Promises: the agent runs outside of this process, with the address and key of its session where the providers' clients
 look for them; every reply it was given is a training sequence, exactly as it was sampled. An agent that fails, or an
 engine that does, costs its group, and is never scored; what it printed is kept. One that has spent its budget is scored
-for what it did.
+for what it did. One whose machine dies plays its episode again, and nothing of the first attempt is trained.
 """
 
 from __future__ import annotations
@@ -20,8 +20,9 @@ from app import checks
 from app.batch import Trajectory
 from datamodules.conversations.chat_template import Chat
 from datamodules.inference.protocol import GenerationError
-from datamodules.processes.calls import CallFailed, DeadlinePassed
+from datamodules.processes.calls import CallFailed, DeadlinePassed, Lost
 from datamodules.prompts.base import Prompt
+from datamodules.workflows.adapters.ray_executor import RayExecutor
 from datamodules.workflows.base import EpisodeEngine
 from datamodules.workflows.gateway import agents
 from datamodules.workflows.gateway.rewards import shown
@@ -62,10 +63,13 @@ class AgentWorkflow:
         template_options: further arguments of the chat template, such as `{enable_thinking: false}`.
         judged: what a configured reward is given beside the task: the text of the "answer", or the "transcript", a list
             of the calls; see `rewards.shown`.
-        host: the interface on which agents find their sessions; not only the loopback one for a service elsewhere.
+        host: the interface on which agents find their sessions; not the loopback one for agents on other machines.
+        executor: where functions and commands run: "processes" of this machine, "ray", or a `RayExecutor` with options
+            of its own.
 
     Raises:
         ValueError: an argument out of range; an agent that cannot be run, see `agents.agent`.
+        ImportError: "ray" without the extra of that name.
     """
 
     def __init__(
@@ -83,12 +87,18 @@ class AgentWorkflow:
         template_options: dict[str, Any] | None = None,
         judged: Literal["answer", "transcript"] = "answer",
         host: str = "127.0.0.1",
+        executor: Literal["processes", "ray"] | RayExecutor = "processes",
     ) -> None:
         name = type(self).__name__
         checks.at_least(1, {f"{name}.workers": workers})
         checks.deadline({f"{name}.deadline_s": deadline_s})
         checks.one_of(f"{name}.judged", judged, ("answer", "transcript"))
         checks.positive({f"{name}.memory_mb": memory_mb})
+        if isinstance(executor, str):
+            checks.one_of(f"{name}.executor", executor, ("processes", "ray"))
+            self._executor = RayExecutor() if executor == "ray" else None
+        else:
+            self._executor = executor
         ReplyOptions(name, max_new_tokens, temperature)  # checks both
         self.max_new_tokens = max_new_tokens
         self._sampling = Sampling(max_new_tokens, temperature, override_sampling)
@@ -98,7 +108,8 @@ class AgentWorkflow:
         self._chat: Chat | None = None
         try:
             # Of training, and of validation: agents of the first wait, each with its worker, until the second are done.
-            self._agents = [agents.agent(agent, workers, memory_mb, keep_environment) for _ in range(2)]
+            given = (agent, workers, memory_mb, keep_environment, self._executor)
+            self._agents = [agents.agent(*given) for _ in range(2)]
         except ValueError as error:
             raise ValueError(f"{name}.agent: {error}") from error
         self._deadline_s = deadline_s
@@ -110,10 +121,12 @@ class AgentWorkflow:
         self._serving: asyncio.Task[None] | None = None  # kept: an event loop holds its tasks weakly
 
     def prepare(self, tokenizer: PreTrainedTokenizerBase) -> None:
-        """Tries the chat template. Raises ValueError without one."""
+        """Tries the chat template, and joins the executor. Raises ValueError: there is none, or it cannot be joined."""
         self._chat = Chat(tokenizer, options=self._template_options)
         if isinstance(self._parser, ResponseTemplate):
             self._parser.prepare(tokenizer)
+        if self._executor is not None:
+            self._executor.open(self._host)
 
     def encode(self, prompt: Prompt) -> tuple[int, ...]:
         """The task as a user's message; what the agent sends is its own."""
@@ -129,10 +142,28 @@ class AgentWorkflow:
         """Ends the agents' processes."""
         for one in self._agents:
             one.stop()
+        if self._executor is not None:
+            self._executor.close()
 
     async def run(self, engine: EpisodeEngine, prompt: Prompt) -> list[Trajectory]:
+        # An agent that was lost has said something, and posted rewards maybe. One that began again in the same session
+        # would add a second conversation to that, and be trained and scored for both. So each attempt has a session of
+        # its own, and a machine that was only cut off speaks to one that nobody listens to any more.
+        lost = 0
+        while True:
+            try:
+                return await self._attempt(engine, prompt, lost)
+            except Lost as error:
+                if self._executor is None or lost >= self._executor.max_retries:
+                    raise CallFailed(f"the agent {error}; {lost + 1} times (executor.max_retries)") from error
+                lost += 1
+                _log.warning("prompt '%s': the agent %s; its episode is played again (%d)", prompt.id, error, lost)
+
+    async def _attempt(self, engine: EpisodeEngine, prompt: Prompt, lost: int) -> list[Trajectory]:
         gateway = await self._gateway()
         session = Session(engine, self._template(), self._sampling, self._budget, self._parser)
+        if lost:
+            session.counts["lost_attempts"] = lost
         door = agents.Door(gateway.admit(session), session.key, session.ended)
         output = self._output and self._output / f"{session.id}.log"
         try:
@@ -141,6 +172,8 @@ class AgentWorkflow:
         except (CallFailed, DeadlinePassed) as error:
             if session.fault is not None:
                 raise GenerationError(f"the engine failed under the agent: {session.fault}") from session.fault
+            if isinstance(error, Lost):
+                raise
             if not session.exhausted:
                 raise CallFailed(f"the agent {_words(error)}{_printed(output)}") from error
             result = None

@@ -1,0 +1,138 @@
+"""Calls behind a relay: what they give, and what is left of them when their caller ends, however it does."""
+
+from __future__ import annotations
+
+import _thread
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from datamodules.processes.calls import pickled_call, pickled_functions
+from datamodules.processes.relay import relayed
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+def greet(name: str) -> str:
+    print("hello")
+    return f"{name} in {os.getcwd()}"
+
+
+def seen(name: str) -> str | None:
+    return os.environ.get(name)
+
+
+def fail(name: str) -> None:
+    print("half way")
+    raise KeyError(name)
+
+
+def hang(folder: str) -> None:
+    """With something in a session of its own, which no signal to a group reaches."""
+    child = subprocess.Popen(["sleep", "1000"], start_new_session=True)
+    Path(folder, "pids.part").write_text(f"{os.getpid()} {child.pid}")
+    Path(folder, "pids.part").rename(Path(folder, "pids"))
+    print("I hang", flush=True)
+    time.sleep(1000)
+
+
+def setup(function: Callable[[str], Any], argument: str, **options: Any) -> dict[str, Any]:
+    given = {"functions": pickled_functions({"f": function}), "job": pickled_call("f", (argument,), {})}
+    given |= {"seconds": 60.0, "memory_mb": 500.0, "workers": 1, "keep_environment": [], "folder": None}
+    return given | options
+
+
+def eventually(what: Callable[[], bool]) -> bool:
+    ends = time.monotonic() + 30
+    while not what():
+        if time.monotonic() > ends:
+            return False
+        time.sleep(0.05)
+    return True
+
+
+def gone(folder: Path) -> bool:
+    """Whether all that `hang` has started has ended."""
+    pids = [int(one) for one in (folder / "pids").read_text().split()]
+    return len(pids) == 2 and eventually(lambda: not any(map(psutil.pid_exists, pids)))
+
+
+def test_a_call_runs_in_its_folder(tmp_path: Path) -> None:
+    found = relayed(setup(greet, "Ada", folder=str(tmp_path)))
+    assert found == {"status": "ok", "content": f"Ada in {tmp_path}", "printed": ""}
+
+
+def test_what_looks_like_a_secret_is_not_seen_unless_it_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SOME_API_KEY", "k")
+    assert relayed(setup(seen, "SOME_API_KEY"))["content"] is None
+    assert relayed(setup(seen, "SOME_API_KEY", keep_environment=["SOME_API_KEY"]))["content"] == "k"
+
+
+def test_a_call_that_fails_says_why_and_what_it_printed() -> None:
+    found = relayed(setup(fail, "fruit"))
+    assert found == {"status": "failed", "content": "KeyError: 'fruit'", "printed": "half way\n"}
+    found = relayed(setup(greet, "Ada", folder="/no/such/folder"))
+    assert found["status"] == "failed" and "/no/such/folder" in found["content"]
+
+
+def test_a_deadline_ends_all_it_started(tmp_path: Path) -> None:
+    found = relayed(setup(hang, str(tmp_path), seconds=2.0))
+    assert found["status"] == "deadline" and "not over after 2 s" in found["content"]
+    assert found["printed"] == "I hang\n" and gone(tmp_path)
+
+
+@pytest.fixture(autouse=True)
+def _scratch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TMPDIR", str(tmp_path))  # relays that are killed leave a folder
+
+
+def test_an_interrupt_ends_all_it_started(tmp_path: Path) -> None:
+    def interrupt() -> None:
+        if eventually((tmp_path / "pids").exists):
+            _thread.interrupt_main()  # as Ray does it
+
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    found = relayed(setup(hang, str(tmp_path)))
+    thread.join(10)
+    assert found == {"status": "cancelled", "content": "was cancelled", "printed": "I hang\n"} and gone(tmp_path)
+
+
+def test_a_relay_that_is_killed_is_no_failure_of_the_call(tmp_path: Path) -> None:
+    def kill() -> None:
+        if eventually((tmp_path / "pids").exists):
+            for child in psutil.Process().children():
+                child.kill()
+
+    thread = threading.Thread(target=kill)
+    thread.start()
+    found = relayed(setup(hang, str(tmp_path)))
+    thread.join(10)
+    assert found == {"status": "lost", "content": "has lost its relay, which was killed", "printed": ""}
+    assert gone(tmp_path)
+
+
+@pytest.mark.parametrize("how", ["killed", "children first"])
+def test_the_end_of_the_caller_ends_all_it_started(how: str, tmp_path: Path) -> None:
+    program = (
+        "import sys; from tests.datamodules.processes import test_relay as t;"
+        f"t.relayed(t.setup(t.hang, {str(tmp_path)!r}))"
+    )
+    caller = subprocess.Popen([sys.executable, "-c", program], cwd=ROOT)
+    try:
+        assert eventually((tmp_path / "pids").exists)
+        if how == "children first":  # as a worker of Ray's does when it has to end
+            for child in psutil.Process(caller.pid).children():
+                child.kill()
+    finally:
+        caller.kill()
+        caller.wait(10)
+    assert gone(tmp_path)
