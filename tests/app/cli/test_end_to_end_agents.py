@@ -9,6 +9,7 @@ import csv
 import json
 import logging
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +18,12 @@ import yaml
 
 from app.cli import main
 from tests.app.cli.test_end_to_end import CONFIGS, HYBRID, MODEL, WITHOUT_VALIDATION, workplace  # noqa: F401 - an autouse fixture
+from tests.datamodules.workflows.adapters.openenv_wire import again, echoed
 from tests.datamodules.workflows.scripted_engine import CHATML
 from tests.helpers.doubles import conversations
 from tests.helpers.recorded_samples import byte_tokenizer
 
+PAGE = (CONFIGS.parent / "docs" / "agents.md").read_text()
 LOGGED = "--trainer.callbacks=[{class_path: callbacks.RewardLogger,init_args: {every_n_batches: 1, samples: 100}}]"
 
 
@@ -150,3 +153,27 @@ def test_an_agent_of_the_openai_package(model: dict[str, Any]) -> None:
     assert_trained(logged)  # what the trainer computes for these ids is what the sampler did
     assert len(samples) == 24 and all(one["metadata"]["turns"] == 2 for one in samples)
     assert logged["tokens/tree"][0] < logged["tokens/leaf"][0] < logged["tokens/dense"][0]
+
+
+@pytest.mark.parametrize("rewards", ["sum", "steps"])
+def test_an_environment_of_openenv(rewards: str) -> None:
+    """As docs/agents.md has it."""
+    (block,) = re.findall(r"^# my_environment\.yaml\n.*?(?=^```$)", PAGE, flags=re.MULTILINE | re.DOTALL)
+    data = yaml.safe_load(block)["data"]["init_args"]
+    Path("tasks.jsonl").write_text("\n".join(json.dumps({"task": f"Say {i}.", "seed": i}) for i in range(4)))
+    with again("echo", most=3, answer=echoed) as server:
+        # A random model is cut off before it ends a reply by itself.
+        more = {"url": server.url, "sessions": 3, "stop": list("etaoin shrdlu"), "max_new_tokens": 100}
+        more |= {"rewards": rewards, "sequences": "turns" if rewards == "steps" else "whole"}
+        data["workflow"]["init_args"] |= more
+        logged, samples = fit_bytes({**data, "filter": None})
+    assert_trained(logged)
+    assert server.held == 3 and any(one["metadata"]["done"] for one in samples)
+    for one in samples:
+        turns, steps = one["metadata"]["turns"], one["metadata"]["steps"]
+        assert turns == steps or (turns == steps + 1 and not one["metadata"]["done"])  # the last reply was cut off
+        if rewards == "steps":  # a step's reward is that of its own reply
+            assert one["reward"] == 0 and ("call_reward" in one["metadata"]) is (one["finish_reason"] == "stop")
+    earned = [one["metadata"].get("call_reward", 0) if rewards == "steps" else one["reward"] for one in samples]
+    assert max(earned) > 0 and min(earned) >= 0
+    assert len(samples) == 12 if rewards == "sum" else len(samples) > 12

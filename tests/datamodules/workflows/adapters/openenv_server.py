@@ -1,7 +1,7 @@
 """Environments of the package OpenEnv for tests, behind its own server: PYTHON openenv_server.py KIND [SESSIONS].
 
-Prints the address once it listens. KIND is "guess", a number to be found by typed actions, or "tools", a calculator
-whose actions are calls of tools.
+Prints the address once it listens. KIND is "guess", a number to be found by typed actions, "echo", which takes any
+text, or "tools", a calculator whose actions are calls of tools.
 """
 
 from __future__ import annotations
@@ -61,6 +61,36 @@ class Guessing(Environment):
         return self._state
 
 
+class Said(Action):
+    message: str
+
+
+class Echo(Observation):
+    response: str
+
+
+class Echoing(Environment):
+    """Worth a tenth for each character; done after two steps."""
+
+    SUPPORTS_CONCURRENT_SESSIONS = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._state = State()
+
+    def reset(self, seed: int | None = None, episode_id: str | None = None, **more: Any) -> Echo:
+        self._state = State(episode_id=episode_id, step_count=0)
+        return Echo(response="Say something.")
+
+    def step(self, action: Said, timeout_s: float | None = None, **more: Any) -> Echo:
+        self._state.step_count += 1
+        return Echo(response=action.message, reward=len(action.message) / 10, done=self._state.step_count == 2)
+
+    @property
+    def state(self) -> State:
+        return self._state
+
+
 class Calculator(MCPEnvironment):
     """Worth 1 for each sum; it is done after three."""
 
@@ -104,6 +134,7 @@ class Calculator(MCPEnvironment):
 
 KINDS: dict[str, Any] = {
     "guess": (Guessing, Guess, Hint),
+    "echo": (Echoing, Said, Echo),
     "tools": (Calculator, CallToolAction, CallToolObservation),
 }
 

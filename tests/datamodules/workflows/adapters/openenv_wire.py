@@ -11,9 +11,10 @@ import asyncio
 import json
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import aiohttp
@@ -47,6 +48,11 @@ ASKED: dict[str, list[list[dict[str, Any]]]] = {
         [reset(seed=4), step(number="99")],
         [reset(seed=4), step(number=7), step(number=4)],
         [step(type="list_tools")],
+    ],
+    "echo": [
+        [reset(seed=4), step(message="ab"), step(message='\u00e9 "\n')],
+        [reset(), step(message=""), step(message="x")],
+        [reset(), step(text="ab"), step(message="ab")],
     ],
     "tools": [
         [step(type="list_tools")],
@@ -97,18 +103,22 @@ async def record(url: str, kind: str) -> dict[str, Any]:
 
 
 class Again:
-    """Says it again, in `most` sessions at a time; `held` is the most there were, `stray` what was asked otherwise."""
+    """Says it again, in `most` sessions at a time; `held` is the most there were, `stray` what was asked otherwise.
 
-    def __init__(self, kind: str, most: int = 4) -> None:
+    `answer` says what was not recorded.
+    """
+
+    def __init__(self, kind: str, most: int = 4, answer: Callable[[list[Any]], str | None] = lambda said: None) -> None:
         recorded = json.loads(RECORDING.read_text())[kind]
         self.schema, self.full = recorded["schema"], recorded["full"]
         self.answers: dict[str, str | None] = {}
         for session in recorded["sessions"]:
             said: list[Any] = []
-            for message, answer in session:
+            for message, recorded_answer in session:
                 said.append(message)
-                self.answers[json.dumps(said)] = answer
+                self.answers[json.dumps(said)] = recorded_answer
         self.most, self.count, self.held = most, 0, 0
+        self._answer = answer
         self.stray: list[Any] = []
         self.url = ""
 
@@ -143,14 +153,44 @@ class Again:
                     break
                 said.append(message)
                 key = json.dumps(said)
-                if key not in self.answers:
-                    self.stray.append(said)
-                elif (answer := self.answers[key]) is not None:
+                answer = self.answers[key] if key in self.answers else self._answer(said)
+                if answer is not None:
                     await socket.send_str(answer)
+                elif key not in self.answers:
+                    self.stray.append(said)
         finally:
             self.count -= 1
         await socket.close()
         return socket
+
+
+@contextmanager
+def again(kind: str, most: int = 4, answer: Callable[[list[Any]], str | None] = lambda said: None) -> Iterator[Again]:
+    """A server that says what was recorded, on a thread of its own."""
+    made, loop = Again(kind, most, answer), asyncio.new_event_loop()
+    thread = Thread(target=loop.run_forever, daemon=True)
+    thread.start()
+    runner = asyncio.run_coroutine_threadsafe(made.open(), loop).result(START_S)
+    try:
+        yield made
+    finally:
+        asyncio.run_coroutine_threadsafe(runner.cleanup(), loop).result(START_S)
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join(START_S)
+    assert made.stray == [], "nothing else was asked than a real server was"
+
+
+def echoed(said: list[Any]) -> str | None:
+    """What the server of "echo" says last of these; as text, as its library writes it. None for what is no action."""
+    observation: dict[str, Any] = {"response": "Say something."}
+    reward: float | None = None
+    steps = [one["data"] for one in said if one["type"] == "step" and set(one["data"]) == {"message"}]
+    if said[-1]["type"] == "step":
+        if set(said[-1]["data"]) != {"message"}:
+            return None
+        observation, reward = {"response": said[-1]["data"]["message"]}, len(said[-1]["data"]["message"]) / 10
+    data = {"observation": observation, "reward": reward, "done": len(steps) == 2}
+    return json.dumps({"type": "observation", "data": data}, separators=(",", ":"), ensure_ascii=False)
 
 
 if __name__ == "__main__":

@@ -9,9 +9,7 @@ import os
 import re
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from threading import Thread
 from typing import Any
 
 import pytest
@@ -27,7 +25,7 @@ from datamodules.workflows.adapters.openenv import EnvironmentLost, StepRefused
 from datamodules.workflows.adapters.openenv_tools import OpenEnvTools
 from datamodules.workflows.adapters.openenv_workflow import OpenEnvWorkflow
 from datamodules.workflows.tools import ToolsLost
-from tests.datamodules.workflows.adapters.openenv_wire import ASKED, RECORDING, Again, real, record
+from tests.datamodules.workflows.adapters.openenv_wire import ASKED, RECORDING, again, echoed, real, record
 from tests.datamodules.workflows.scripted_engine import WITH_CALLS, ScriptedEngine, generated, play
 from tests.datamodules.workflows.test_tools import a_call
 from tests.helpers.recorded_samples import byte_tokenizer
@@ -39,22 +37,6 @@ REAL = pytest.param("real", marks=pytest.mark.skipif(not PYTHON, reason=REASON))
 TOKENIZER = byte_tokenizer(WITH_CALLS)
 TASK = Prompt(id="t", text="Play.", metadata={"seed": 4})
 WAIT_S = 60.0
-
-
-@contextmanager
-def again(kind: str, most: int = 4) -> Iterator[Again]:
-    """A server that says what was recorded, on a thread of its own."""
-    made, loop = Again(kind, most), asyncio.new_event_loop()
-    thread = Thread(target=loop.run_forever, daemon=True)
-    thread.start()
-    runner = asyncio.run_coroutine_threadsafe(made.open(), loop).result(WAIT_S)
-    try:
-        yield made
-    finally:
-        asyncio.run_coroutine_threadsafe(runner.cleanup(), loop).result(WAIT_S)
-        loop.call_soon_threadsafe(loop.stop)
-        thread.join(WAIT_S)
-    assert made.stray == [], "nothing else was asked than a real server was"
 
 
 @pytest.fixture(scope="module", params=["recorded", REAL])
@@ -98,6 +80,14 @@ def test_the_recording_is_what_a_real_server_says(kind: str) -> None:
     assert [[versions.sub("", str(answer)) for _, answer in session] for session in said["sessions"]] == [
         [versions.sub("", str(answer)) for _, answer in session] for session in recorded["sessions"]
     ]
+
+
+def test_the_server_of_other_tests_says_what_the_real_one_says() -> None:
+    """`echoed` answers whatever a model says (tests/app/cli/test_end_to_end_agents.py)."""
+    for session in json.loads(RECORDING.read_text())["echo"]["sessions"]:
+        said = [message for message, _ in session]
+        for k, (_, answer) in enumerate(session):
+            assert echoed(said[: k + 1]) == (None if "VALIDATION_ERROR" in answer else answer)
 
 
 def test_replies_are_actions_until_the_environment_is_done(servers: dict[str, str]) -> None:
