@@ -142,7 +142,7 @@ def test_sglang_servers_generate_with_the_models_weights(
         with torch.no_grad():
             logprobs = ours(one.tokens[None].long()).logits[0, :-1].log_softmax(-1)
         expected = logprobs.gather(1, one.tokens[1:, None].long())[:, 0][one.loss_mask[1:]]
-        torch.testing.assert_close(one.logprobs[one.loss_mask], expected, atol=1e-4, rtol=0)
+        torch.testing.assert_close(one.behavior_logprobs[one.loss_mask], expected, atol=1e-4, rtol=0)
 
 
 def test_in_front_of_a_provider_agents_send_its_key(tmp_path: Path) -> None:
