@@ -2,7 +2,7 @@
 
 Promises: the directory loads with `AutoModelForCausalLM.from_pretrained` (and `AutoTokenizer`, when the datamodule has
 a tokenizer, or the model that the run began with), on this project's `model: {path: ...}` and on inference servers
-alike.
+alike. Adapters are written as PEFT has them, for `model: {path: ..., adapter: ...}`, unless they are to be merged.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from transformers import AutoTokenizer
 
 from callbacks.base import run_dir
+from datamodules.inference.export import base_model, merged_weights
 
 _log = logging.getLogger(__name__)
 
@@ -23,16 +24,21 @@ class SavePretrained(Callback):
 
     Args:
         dirpath: where; relative paths are below the run directory.
+        merge: write a policy with adapters as one model without, which servers load.
     """
 
-    def __init__(self, dirpath: str = "model") -> None:
+    def __init__(self, dirpath: str = "model", merge: bool = False) -> None:
         self.dirpath = dirpath
+        self.merge = merge
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         target = run_dir(trainer) / self.dirpath
         if trainer.is_global_zero:
             policy: Any = pl_module.policy
-            policy.save_pretrained(target)
+            if self.merge:
+                base_model(policy).save_pretrained(target, state_dict=merged_weights(policy))
+            else:
+                policy.save_pretrained(target)
             tokenizer = _tokenizer(trainer, pl_module)
             if tokenizer is not None:
                 tokenizer.save_pretrained(target)

@@ -20,7 +20,7 @@ from app import checks
 from app.batch import RolloutBatch
 from app.tree import FlatOutputs, TreeEngine
 from modules.metrics import NamedMetrics, TokenSums
-from modules.models import ModelSource, build_model
+from modules.models import ModelSource, build_model, inner_model
 from modules.objectives.value_loss import value_loss
 from modules.policy import PolicyModule
 from modules.step import TreeStep
@@ -49,9 +49,9 @@ class Critic(nn.Module):
         super().__init__()
         self.trunk: Any = None
         if source == "initial":
-            self.trunk = copy.deepcopy(policy.base_model)
+            self.trunk = copy.deepcopy(inner_model(policy).base_model)
         elif isinstance(source, ModelSource):
-            self.trunk = build_model(source).base_model
+            self.trunk = inner_model(build_model(source)).base_model
         elif source != "shared":
             raise ValueError(
                 f"critic: '{source}' is not one of shared, initial, nor a model: write critic: {{path: DIR}}"

@@ -1,5 +1,6 @@
 """The models of a run: where one comes from (a directory or hub name with weights, or a configuration to start from at
-random), and the frozen reference that the policy is kept near to, or compared with.
+random), the adapters that are trained in its place, and the frozen reference that the policy is kept near to, or
+compared with.
 
 Promises: exactly one source; every mistake is an error that names the field; an unknown configuration key is refused
 (transformers would keep it and ignore it). The attention implementation is left alone: the tree engine sets its own.
@@ -16,7 +17,8 @@ import math
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -42,30 +44,40 @@ class ModelSource:
             from torch's global generator (`seed_everything`). Without `eos_token_id` the tokenizer alone says what ends
             a sequence: some types would name a token of another tokenizer.
         dtype: parameter dtype: "float32", "bfloat16" or "float64".
+        adapter: what is trained in place of these weights, which stay as they are: a directory written by PEFT, to go
+            on with; or the fields of PEFT's configuration of a new one, with `peft_type` (LORA) and `target_modules`
+            ("all-linear") where they are not said. Adapters of narrow weights are float32, as PEFT has them.
 
     Raises:
-        ValueError: both or neither of path and config, or another dtype.
+        ValueError: both or neither of path and config, an adapter of random weights, or another dtype.
     """
 
     path: str | None = None
     config: dict[str, Any] | None = None
     dtype: str = "float32"
+    adapter: str | dict[str, Any] | None = None
 
     def __post_init__(self) -> None:
         if (self.path is None) == (self.config is None):
             given = "both are" if self.path is not None else "neither is"
             raise ValueError(f"model: give either model.path or model.config, {given} set")
         checks.one_of("model.dtype", self.dtype, _DTYPES)
+        if self.adapter is not None and self.path is None:
+            raise ValueError(
+                "model.adapter: the weights of model.config are random and would stay so; name a model in model.path"
+            )
 
 
 def build_model(source: ModelSource) -> PreTrainedModel:
-    """The model of `source`, in training mode, on the current default device.
+    """The model of `source`, in training mode, on the current default device; inside PEFT's wrapper where it has
+    adapters, which alone require gradients then.
 
     Raises:
         ValueError: naming the field of `source` that cannot be used.
     """
     dtype = _DTYPES[source.dtype]
     if source.path is not None:
+        _refuse_adapter(source.path)
         try:
             model = AutoModelForCausalLM.from_pretrained(source.path, dtype=dtype)
         except (OSError, ValueError) as error:
@@ -83,8 +95,62 @@ def build_model(source: ModelSource) -> PreTrainedModel:
             model = AutoModelForCausalLM.from_config(config, dtype=dtype)
         except Exception as error:  # sizes that contradict each other fail anywhere in transformers
             raise ValueError(f"model.config: {_in_one_line(error)}") from error
+    if source.adapter is not None:
+        assert source.path is not None
+        model = _adapted(model, source.adapter, source.path)
     # from_pretrained leaves evaluation mode on, in which dropout and gradient checkpointing would be off in silence.
     return model.train()
+
+
+def inner_model(model: PreTrainedModel) -> PreTrainedModel:
+    """The transformers model itself, its adapters in place, without the wrapper that PEFT puts around it."""
+    inner: PreTrainedModel = model.get_base_model() if hasattr(model, "get_base_model") else model
+    return inner
+
+
+def _refuse_adapter(path: str) -> None:
+    """transformers would load the model that the adapter names, and train the adapter or nothing, in silence."""
+    there = Path(path)
+    if (there / "adapter_config.json").is_file() and not (there / "config.json").is_file():
+        raise ValueError(
+            f"model.path: '{path}' holds an adapter alone: name it in model.adapter, and in model.path the model that"
+            " it was trained on"
+        )
+
+
+def _adapted(model: PreTrainedModel, adapter: str | dict[str, Any], path: str) -> Any:
+    """`model` with adapters, which are trained, in PEFT's wrapper. Raises ValueError naming the field."""
+    try:
+        import peft
+    except ImportError as error:
+        raise ValueError("model.adapter: adapters need the package peft: pip install 'arborist[lora]'") from error
+    if isinstance(adapter, str):
+        try:
+            return peft.PeftModel.from_pretrained(model, adapter, is_trainable=True)
+        except (OSError, ValueError, RuntimeError, KeyError, TypeError) as error:
+            raise ValueError(
+                f"model.adapter: '{adapter}' holds no adapter for {path}: {_in_one_line(error)}"
+            ) from error
+    options = {"peft_type": "LORA", "task_type": "CAUSAL_LM"} | adapter
+    kind = str(options["peft_type"]).upper()
+    kinds = {one.value: made for one, made in peft.PEFT_TYPE_TO_CONFIG_MAPPING.items()}
+    if kind not in kinds:
+        raise ValueError(f"model.adapter.peft_type: {kind!r} is not one of {', '.join(sorted(kinds))}")
+    known_fields = {field.name for field in fields(kinds[kind])}
+    if "target_modules" in known_fields:
+        options.setdefault("target_modules", "all-linear")
+    for key in options:
+        if key not in known_fields:
+            close = difflib.get_close_matches(key, known_fields, n=1)
+            hint = f"; did you mean '{close[0]}'?" if close else ""
+            raise ValueError(f"model.adapter.{key} is not an option of {kind}{hint}")
+    try:
+        made = peft.get_peft_model(model, peft.get_peft_config(options | {"peft_type": kind}))
+    except Exception as error:  # PEFT's methods check their options in classes of their own
+        raise ValueError(f"model.adapter: {_in_one_line(error)}") from error
+    if Path(path).is_dir():  # so that whoever loads the adapter finds the model from anywhere
+        made.peft_config["default"].base_model_name_or_path = str(Path(path).absolute())
+    return made
 
 
 def _make_config(fields: dict[str, Any]) -> PretrainedConfig:

@@ -1,9 +1,9 @@
 """`arborist export --ckpt DIR --out DIR`: a checkpoint's policy as a Hugging Face directory.
 
 Promises: what is written loads with `AutoModelForCausalLM.from_pretrained`, on this project's `model: {path: ...}` and
-on inference servers; adapters are merged. One process, CPU memory for one copy of the weights; the checkpoint is only
-read, and `--out` appears when it is complete. A checkpoint from somebody else is data: it names no file that is
-written and no code that is run.
+on inference servers; adapters are merged, or written alone as PEFT has them (`--adapter`). One process, CPU memory for
+one copy of the weights; the checkpoint is only read, and `--out` appears when it is complete. A checkpoint from
+somebody else is data: it names no file that is written and no code that is run.
 """
 
 from __future__ import annotations
@@ -31,13 +31,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", type=Path, required=True, help="directory to write; must not exist or be empty")
     parser.add_argument("--model", default="policy", help="which model of the LightningModule (default: policy)")
     parser.add_argument("--dtype", choices=_DTYPES, help="dtype of the weights (default: the checkpoint's)")
+    parser.add_argument("--adapter", action="store_true", help="write the adapter alone, not merged into its model")
     parser.add_argument("--tokenizer", help="directory or hub name of the tokenizer to put beside the weights")
 
 
 def run(arguments: argparse.Namespace) -> None:
     """Exports and says what was written."""
     dtype = _DTYPES[arguments.dtype] if arguments.dtype else None
-    export(arguments.ckpt, arguments.out, arguments.model, dtype, arguments.tokenizer)
+    export(arguments.ckpt, arguments.out, arguments.model, dtype, arguments.tokenizer, arguments.adapter)
     size = sum(file.stat().st_size for file in arguments.out.iterdir())
     print(f"{arguments.out}: {size / 2**20:.1f} MiB")
     if arguments.tokenizer is None:
@@ -45,13 +46,19 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 def export(
-    ckpt: Path, out: Path, model: str = "policy", dtype: torch.dtype | None = None, tokenizer: str | None = None
+    ckpt: Path,
+    out: Path,
+    model: str = "policy",
+    dtype: torch.dtype | None = None,
+    tokenizer: str | None = None,
+    adapter: bool = False,
 ) -> None:
-    """Writes `model` of the checkpoint `ckpt` to `out`, in `dtype` (None: as in the checkpoint).
+    """Writes `model` of the checkpoint `ckpt` to `out`, in `dtype` (None: as in the checkpoint); its
+    `adapter` alone, or merged where it has one.
 
     Raises:
-        ValueError: `out` holds something, `ckpt` is no checkpoint directory or has no such model, or its weights do not
-            fit its own configuration.
+        ValueError: `out` holds something, `ckpt` is no checkpoint directory or has no such model or no adapter, or its
+            weights do not fit its own configuration.
     """
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ValueError(f"--out: {out} already holds something; name another directory")
@@ -64,11 +71,13 @@ def export(
     out.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=out.parent, prefix=f".{out.name}-") as made:
         target = Path(made) / "model"
-        made_model = _rebuild(files, weights, ckpt)
+        made_model = _rebuild(files, weights, ckpt, adapter)
         if dtype is not None:
             made_model = made_model.to(dtype)
         made_model.save_pretrained(target)
-        if GENERATION_FILE in files:  # as it is: transformers refuses to write what it reads with a warning
+        if (
+            GENERATION_FILE in files and not adapter
+        ):  # as it is: transformers refuses to write what it reads with a warning
             (target / GENERATION_FILE).write_text(files[GENERATION_FILE])
         if tokenizer is not None:
             AutoTokenizer.from_pretrained(tokenizer).save_pretrained(target)
@@ -77,7 +86,9 @@ def export(
         shutil.move(target, out)
 
 
-def _rebuild(files: Mapping[str, str], weights: dict[str, Tensor], ckpt: Path) -> Any:
+def _rebuild(files: Mapping[str, str], weights: dict[str, Tensor], ckpt: Path, adapter: bool) -> Any:
+    if adapter and ADAPTER_FILE not in files:
+        raise ValueError(f"--adapter: {ckpt} holds a model without one; leave it out")
     for name, text in files.items():
         if name not in CONFIGURATIONS or not isinstance(text, str):
             raise ValueError(
@@ -97,11 +108,13 @@ def _rebuild(files: Mapping[str, str], weights: dict[str, Tensor], ckpt: Path) -
         if adapted:
             import peft  # only those who train adapters have it
 
-            model = peft.get_peft_model(model, peft.PeftConfig.from_pretrained(directory))
+            options = peft.PeftConfig.from_pretrained(directory)
+            model.name_or_path = options.base_model_name_or_path or ""  # which the adapter goes on naming
+            model = peft.get_peft_model(model, options)
     missing, unexpected = model.load_state_dict(weights, strict=False)
     if missing or unexpected:
         raise ValueError(
             f"--ckpt: the weights in {ckpt} do not fit their own configuration: {len(missing)} are missing"
             f" {missing[:3]}, {len(unexpected)} are unknown {unexpected[:3]}"
         )
-    return model.merge_and_unload() if adapted else model
+    return model.merge_and_unload() if adapted and not adapter else model

@@ -9,6 +9,8 @@ import pytest
 import torch
 
 from modules import ModelSource, build_model
+from modules.actor_critic import Critic
+from modules.models import inner_model
 from tests.helpers.tiny_policy import CONFIG, naive_model, parameters, source
 
 
@@ -85,3 +87,53 @@ def test_common_configuration_keys_are_accepted(key: str) -> None:
 @pytest.mark.parametrize("tied", [True, False])
 def test_embeddings_may_be_tied_or_not(tied: bool) -> None:
     assert build_model(ModelSource(config={**CONFIG, "tie_word_embeddings": tied})).config.tie_word_embeddings is tied
+
+
+def test_new_adapters_alone_are_trained(tmp_path: Path) -> None:
+    model = naive_model(seed=3)
+    model.save_pretrained(tmp_path)
+    for dtype in ("float32", "bfloat16"):
+        adapted: Any = build_model(ModelSource(path=str(tmp_path), dtype=dtype, adapter={"r": 2}))
+        assert adapted.training
+        trained = {name: one for name, one in adapted.named_parameters() if one.requires_grad}
+        assert len(trained) == 2 * 7 * 2 and all(
+            "lora_" in name for name in trained
+        )  # of each linear layer, not the head
+        assert {one.dtype for one in trained.values()} == {torch.float32}
+        inner = inner_model(adapted)
+        assert type(inner) is type(model) and inner.dtype == getattr(torch, dtype)
+
+
+def test_a_critic_has_the_adapters_of_its_policy(tmp_path: Path) -> None:
+    naive_model(seed=3).save_pretrained(tmp_path)
+    source = ModelSource(path=str(tmp_path), adapter={"r": 2})
+    for trunk in ("initial", source):
+        critic = Critic(trunk, build_model(source))  # type: ignore[arg-type]
+        assert type(critic.trunk).__name__ == "Qwen3Model"
+        trained = [name for name, one in critic.trunk.named_parameters() if one.requires_grad]
+        assert len(trained) == 2 * 7 * 2 and all("lora_" in name for name in trained)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"config": CONFIG, "adapter": {"r": 2}}, "model.adapter: the weights of model.config are random"),
+        ({"adapter": {"rank": 2}}, "model.adapter.rank is not an option of LORA"),
+        ({"adapter": {"lora_alfa": 2}}, "model.adapter.lora_alfa is not an option of LORA; did you mean 'lora_alpha'"),
+        ({"adapter": {"peft_type": "LORRA"}}, "model.adapter.peft_type: 'LORRA' is not one of"),
+        ({"adapter": {"target_modules": ["k_prj"]}}, "model.adapter: Target modules .*k_prj"),
+        ({"adapter": {"r": 0}}, "model.adapter: .*r"),
+        ({"adapter": "nowhere"}, "model.adapter: 'nowhere' holds no adapter for"),
+        ({"path": "{here}/adapter"}, "model.path: '.*adapter' holds an adapter alone: name it in model.adapter"),
+    ],
+)
+def test_mistakes_of_adapters(
+    fields: dict[str, Any], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    naive_model(seed=3).save_pretrained(tmp_path / "base")
+    build_model(ModelSource(path=str(tmp_path / "base"), adapter={})).save_pretrained(tmp_path / "adapter")
+    fields = {"path": str(tmp_path / "base"), **fields} if "config" not in fields else fields
+    fields["path"] = fields["path"].format(here=tmp_path) if "path" in fields else None
+    with pytest.raises(ValueError, match=message):
+        build_model(ModelSource(**fields))

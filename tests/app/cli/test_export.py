@@ -44,6 +44,10 @@ class TestOptions:
         with pytest.raises(ValueError, match=r"--model: .*'critic'; it holds \['policy'\]"):
             export(path, tmp_path / "out", model="critic")
 
+    def test_no_adapter(self, path: Path, tmp_path: Path) -> None:
+        with pytest.raises(ValueError, match=r"--adapter: .* holds a model without one; leave it out"):
+            export(path, tmp_path / "out", adapter=True)
+
     def test_not_a_checkpoint(self, tmp_path: Path) -> None:
         with pytest.raises(ValueError, match=rf"--ckpt: {tmp_path} is no checkpoint of DTAStrategy"):
             export(tmp_path, tmp_path / "out")
