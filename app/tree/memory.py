@@ -7,6 +7,7 @@ to do, before anything runs.
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from transformers import PreTrainedModel
 from app.tree.heads import BLOCK_BYTES
 from app.tree.model.checkpointing import checkpoints_itself
 from app.tree.planning.cost import ModelShape
+from app.tree.planning.plan import Chunk, most_ends
 from app.tree.prefix_tree import PrefixTree
 
 DEVICE_CHUNK = {"cpu": 2048, "cuda": 8192}
@@ -42,7 +44,7 @@ class PassMemory:
         states: of layers that carry one, at the ends of the chunks of the longest path, with their gradients.
         outputs: tokens, outputs and their gradients, of the tree and of all sequences.
         head_block: logits, softmax and gradient of one block of rows.
-        backward: gradients of one layer's activations of a chunk, while its backward runs.
+        backward: gradients of one layer's activations of a chunk while its backward runs, or a scan's own buffers.
         live_activations: what `live_tokens` keep for backward.
     """
 
@@ -77,8 +79,10 @@ def pass_memory(
     live_tokens: int,
     tree: PrefixTree | None = None,
     head_tokens: int | None = None,
+    chunks: Sequence[Chunk] | None = None,
 ) -> PassMemory:
-    """Estimates a pass over `tree` (without one: what does not depend on it) at these budgets."""
+    """Estimates a pass over `tree` (without one: what does not depend on it) at these budgets. `chunks`: of its plan,
+    where there is one, whose sizes and states are counted then."""
     shape, parameter = ModelShape.of(model.config), next(model.parameters())
     element = parameter.element_size()
     accumulated = max(4, element)
@@ -89,17 +93,20 @@ def pass_memory(
     rows = head_tokens or max(_LEAST, BLOCK_BYTES // (4 * shape.vocabulary))
     scored = len(tree.scored_tokens) if tree is not None else rows
     layer = shape.activation_bytes(element) // shape.layers
+    scan = 4 * shape.states.scan_buffer_values() if shape.states is not None else 0
+    largest = min(chunk_tokens, max(tokens, _LEAST)) if not chunks else max(chunk.tokens for chunk in chunks)
+    held = 1 + longest // chunk_tokens if chunks is None else most_ends(chunks)
     return PassMemory(
         parameters=sum(p.numel() * p.element_size() for p in model.parameters()),
         gradients=missing * accumulated,
         path_cache=key_value * (longest * (2 * element + accumulated) + min(chunk_tokens, tokens) * accumulated),
-        states=2 * 4 * shape.state_values * (1 + longest // chunk_tokens),
+        states=2 * 4 * shape.state_values * held,
         outputs=tokens * (8 + 3 * accumulated) + dense * (8 + 3 * accumulated),
         head_block=(2 if element >= 4 else 3)
         * min(rows, max(1, scored), chunk_tokens)
         * shape.vocabulary
         * accumulated,
-        backward=min(chunk_tokens, max(tokens, _LEAST)) * layer,
+        backward=largest * max(layer, scan),
         live_activations=live_tokens * token_bytes(model),
     )
 

@@ -25,6 +25,7 @@ from app.tree.planning.planner import plan
 from app.tree.planning.timing import CPU_RATES, GPU_RATES, TimeModel
 from app.tree.planning.work import Work
 from app.tree.prefix_tree import Ints, PrefixTree
+from app.tree.states.piece_tree import PieceTree
 
 
 @dataclass(frozen=True)
@@ -168,7 +169,7 @@ def inspect_model(
         dense_seconds=times.seconds(dense),
         leaf_seconds=times.seconds(leaf),
         tree_seconds=execution.seconds,
-        memory=pass_memory(model, execution.chunk_tokens, execution.peak_live_tokens, tree),
+        memory=pass_memory(model, execution.chunk_tokens, execution.peak_live_tokens, tree, chunks=execution.chunks),
         plan=execution,
     )
 
@@ -197,7 +198,10 @@ def read_config(path: Path) -> Any:
 def _alone(lengths: Ints, scored: Ints) -> Work:
     """The work of running sequences one by one."""
     count = len(lengths)
-    return Work(int(lengths.sum()), _pairs(lengths), count, count, 0, 0, 0, 0, 0, int(scored.sum()))
+    each, times = np.unique(lengths, return_counts=True)
+    scanned, levels = (times @ np.array([PieceTree([n], [-1]).scanned for n in each])).tolist()
+    tokens, pairs = int(lengths.sum()), _pairs(lengths)
+    return Work(tokens, pairs, count, count, 0, 0, 0, 0, 0, int(scored.sum()), scanned=scanned, levels=levels)
 
 
 def _pairs(lengths: Ints) -> int:

@@ -267,7 +267,12 @@ def _tree(name: str, engine: TreeEngine, case: Case, shape: ModelShape) -> Syste
     tree = case.tree()
     execution = engine.plan(tree)
     memory = pass_memory(
-        engine.model, execution.chunk_tokens, execution.peak_live_tokens, tree, engine.heads.head_tokens
+        engine.model,
+        execution.chunk_tokens,
+        execution.peak_live_tokens,
+        tree,
+        engine.heads.head_tokens,
+        execution.chunks,
     )
     loss_fn = weighted_loss(case, next(engine.model.parameters()).device)
     return System(

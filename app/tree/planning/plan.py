@@ -216,3 +216,16 @@ def _switch(chunk: Chunk, index: int, pushed: list[int], target: int) -> Iterato
     for piece in wanted[len(pushed) :]:
         pushed.append(piece)
         yield Step("push", index, piece)
+
+
+def most_ends(chunks: Sequence[Chunk]) -> int:
+    """Most ends of pieces, that other chunks hang below, on one way from the first chunk down: what layers that carry a
+    state keep of each until all below has run."""
+    hung: list[set[int]] = [set() for _ in chunks]
+    for chunk in chunks:
+        if chunk.parent >= 0:
+            hung[chunk.parent].add(chunk.parent_piece)
+    held: list[int] = []
+    for index, chunk in enumerate(chunks):  # parents come first
+        held.append(len(hung[index]) + (held[chunk.parent] if chunk.parent >= 0 else 0))
+    return max(held, default=0)

@@ -52,15 +52,23 @@ class TimeModel:
 
     def seconds(self, work: Work) -> float:
         """Predicted time of a backward pass: its forwards, what is computed again, and twice a forward (in attention
-        2.5 times: five matrix products for two) for the gradients."""
+        2.5 times: five matrix products for two; in scans as well, which compute part of the forward again) for the
+        gradients. A level of a scan is a few small calls, as a call of attention is."""
         shape, rates = self.shape, self.rates
         token = shape.linear_flops() / rates.linear
         pair = 4.0 * shape.attention_layers * shape.heads * shape.head_dim / rates.attention
         row = 2.0 * shape.hidden * shape.vocabulary / rates.linear
         path = 4.0 * shape.attention_layers * shape.key_value_heads * shape.head_dim * self.element / rates.memory
         linear = 3 * work.tokens + work.tokens_again + rates.idle_rows * (3 * work.runs + work.runs_again)
+        states = shape.states
+        scans = 0.0
+        if states is not None:
+            rows = 3.5 * work.scanned + work.scanned_again
+            scans = states.scan_flops(1) * rows / rates.attention
+            scans += states.layers * rates.call * (3 * work.levels + work.levels_again)
         return (
-            token * linear
+            scans
+            + token * linear
             + pair * (3.5 * work.pairs + work.pairs_again)
             + shape.layers * rates.layer * (3 * work.runs + work.runs_again)
             + shape.attention_layers * rates.call * (3 * work.parts + work.parts_again)
@@ -70,4 +78,4 @@ class TimeModel:
 
     def predict(self, tree: PrefixTree, chunks: Sequence[Chunk]) -> float:
         """Predicted seconds of a backward pass over `chunks`."""
-        return self.seconds(count_work(tree, chunks, self.backend))
+        return self.seconds(count_work(tree, chunks, self.backend, self.shape.states is not None))

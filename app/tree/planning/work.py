@@ -15,7 +15,8 @@ import numpy as np
 
 from app.tree.planning.layout import Part, layout
 from app.tree.planning.plan import Chunk
-from app.tree.prefix_tree import PrefixTree
+from app.tree.prefix_tree import Ints, PrefixTree
+from app.tree.states.piece_tree import PieceTree
 
 _EXACT_PIECES = 3_000
 """Plans of at most so many pieces are laid out for their costs (a few milliseconds); larger ones are estimated."""
@@ -49,6 +50,8 @@ class Work:
         parts, parts_again: attention calls a layer.
         path: sum over runs with gradient of the path's length (its gradients are added up after each).
         scored: rows that reach the vocabulary.
+        scanned, scanned_again: rows of a scan's blocks, padding included; levels, levels_again: steps of a scan, one
+            after the other. 0 for models without scans.
     """
 
     tokens: int
@@ -61,23 +64,58 @@ class Work:
     parts_again: int
     path: int
     scored: int
+    scanned: int = 0
+    scanned_again: int = 0
+    levels: int = 0
+    levels_again: int = 0
 
 
-def count_work(tree: PrefixTree, chunks: Sequence[Chunk], backend: Calls) -> Work:
-    """The work of a backward pass over `chunks`, whose graphs have been decided, with this attention backend."""
+def count_work(tree: PrefixTree, chunks: Sequence[Chunk], backend: Calls, scans: bool = False) -> Work:
+    """The work of a backward pass over `chunks`, whose graphs have been decided, with this attention backend. `scans`:
+    whether layers carry states, whose blocks are counted as well."""
     exact = sum(len(chunk.pieces) for chunk in chunks) <= _EXACT_PIECES
     measure = _laid_out if exact else _estimated
-    once, again = np.zeros(4, np.int64), np.zeros(4, np.int64)
+    once, again = np.zeros(6, np.int64), np.zeros(6, np.int64)
+
+    def count(chunk: Chunk, only: Sequence[int] | None) -> Ints:
+        tokens = chunk.tokens if only is None else chunk.anchor_tokens
+        scan = _scan(chunk, only) if scans else (0, 0)
+        return np.array([tokens, *measure(tree, chunk, only, backend), 1, *scan], np.int64)
+
     for chunk in chunks:
-        whole = np.array([chunk.tokens, *measure(tree, chunk, None, backend), 1], np.int64)
+        whole = count(chunk, None)
         once += whole
         if chunk.checkpoint:
             again += whole
         if not chunk.keep:
-            again += np.array([chunk.anchor_tokens, *measure(tree, chunk, chunk.anchors, backend), 1], np.int64)
+            again += count(chunk, chunk.anchors)
     path = sum(chunk.path_tokens for chunk in chunks)
-    (tokens, pairs, parts, runs), (tokens_2, pairs_2, parts_2, runs_2) = once.tolist(), again.tolist()
-    return Work(tokens, pairs, runs, parts, tokens_2, pairs_2, runs_2, parts_2, path, len(tree.scored_tokens))
+    tokens, pairs, parts, runs, scanned, levels = once.tolist()
+    tokens_2, pairs_2, parts_2, runs_2, scanned_2, levels_2 = again.tolist()
+    return Work(
+        tokens,
+        pairs,
+        runs,
+        parts,
+        tokens_2,
+        pairs_2,
+        runs_2,
+        parts_2,
+        path,
+        len(tree.scored_tokens),
+        scanned,
+        scanned_2,
+        levels,
+        levels_2,
+    )
+
+
+def _scan(chunk: Chunk, only: Sequence[int] | None) -> tuple[int, int]:
+    """Rows and levels of one run's blocks."""
+    chosen = range(len(chunk.pieces)) if only is None else only
+    renumber = {piece: k for k, piece in enumerate(chosen)}
+    parents = [renumber.get(chunk.pieces[piece].parent, -1) for piece in chosen]
+    return PieceTree([chunk.pieces[piece].tokens for piece in chosen], parents).scanned
 
 
 def _laid_out(tree: PrefixTree, chunk: Chunk, only: Sequence[int] | None, backend: Calls) -> tuple[int, int]:

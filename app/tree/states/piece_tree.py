@@ -96,6 +96,12 @@ class PieceTree:
         """The size of `BLOCKS` with the least work: rows, padding included, and levels."""
         return min(BLOCKS, key=lambda size: (self._work(size), size))
 
+    @property
+    def scanned(self) -> tuple[int, int]:
+        """Rows of the blocks, padding included, and levels."""
+        counts = -(-self.lengths // self.block)
+        return int(counts.sum()) * self.block, int(self._depths(counts).max(initial=0))
+
     def blocks(self, size: int) -> BlockRows:
         """The blocks of a scan, `size` rows each."""
         if size not in self._blocks:

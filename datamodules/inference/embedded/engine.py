@@ -50,7 +50,9 @@ class EmbeddedEngine:
 
     Args:
         kv_cache_tokens: size of the key-value cache in tokens, (running requests) x (longest of them): the bound on
-            memory, 2 * layers * key-value heads * head size * itemsize bytes each; also a bound on one request.
+            memory, 2 * layers * key-value heads * head size * itemsize bytes each; also a bound on one request. Layers
+            that carry a state hold one for each running request instead, `max_concurrent` at most, whatever its
+            length: `health()` gives both, as `kv_cache_bytes` and `state_bytes`.
         max_batch_tokens: most prompt tokens in one forward pass; longer prompts are computed in chunks of it.
         max_concurrent: most requests decoding together; others wait in order of arrival.
         request_timeout_s: seconds a request may take, time spent paused not counted.

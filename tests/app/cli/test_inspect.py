@@ -152,6 +152,29 @@ def test_predictions_for_a_model(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert tight["memory"]["live_activations"] < model["memory"]["live_activations"]
 
 
+def test_a_hybrid_is_counted_by_what_its_layers_do(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Three layers that scan to one that attends: a quarter of the pairs and of the keys, and states instead."""
+    scans = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16}
+    fields = CONFIG | {"model_type": "qwen3_5_text", "num_hidden_layers": 4, "linear_value_head_dim": 8, **scans}
+    for name, one in (("hybrid", fields), ("attention", CONFIG | {"num_hidden_layers": 4})):
+        (tmp_path / f"{name}.json").write_text(json.dumps(one))
+    path, options = as_jsonl(tmp_path), ("--dtype", "float32", "--chunk-tokens", "16")
+    hybrid, attention = (
+        inspect(path, tmp_path / name, "--model", str(tmp_path / f"{name}.json"), *options)
+        for name in ("hybrid", "attention")
+    )
+    found, plain = hybrid["model"]["memory"], attention["model"]["memory"]
+    assert "states " in capsys.readouterr().out
+    assert found["states"] % (3 * 2 * 4 * (4 * 16 * 8 + 3 * (2 * 2 * 16 + 4 * 8))) == 0 < found["states"]
+    assert found["path_cache"] == pytest.approx(plain["path_cache"] / 4, rel=1e-6) and plain["states"] == 0
+    model = hybrid["model"]
+    linear = 2 * 64 * ((2 * 4 + 2 * 2) * 16 + 4 * 3 * 128 + 3 * (96 + 2 * 32))
+    scan = 2 * 3 * (4 * (2 * 64 * 16 + 64 * 8 + 2 * 16 * 8 + 64 * 24 // 2 + 16 * 8) + 4 * 96)
+    pairs, trained = 4 * hybrid["dense_pairs"] * 4 * 16, 2 * hybrid["trained"] * 64 * 512
+    assert model["dense_flops"] == pytest.approx(3 * (hybrid["dense_tokens"] * (linear + scan) + pairs + trained))
+    assert model["dense_seconds"] > model["leaf_seconds"] > 0
+
+
 def test_temperatures_do_not_share_and_the_limit_cuts(tmp_path: Path) -> None:
     path = tmp_path / "two.jsonl"
     path.write_text("".join(json.dumps({"tokens": [1, 2, 3], "temperature": t}) + "\n" for t in (1, 0.5, 1.0, 2)))
