@@ -1,4 +1,4 @@
-"""Sessions with OpenEnv servers over their wire protocol (`openenv-core` 0.3): JSON on a WebSocket.
+"""Sessions with OpenEnv servers over their wire protocol (`openenv-core` 0.3, `openenv` 0.10): JSON on a WebSocket.
 
     {"type": "reset", "data": {...}}, {"type": "step", "data": ACTION}, {"type": "close"}, to URL/ws
     {"type": "observation", "data": {"observation": {...}, "reward": 1.0, "done": false}}, or

@@ -72,14 +72,26 @@ def told(engine: ScriptedEngine) -> list[str]:
 @pytest.mark.skipif(not PYTHON, reason=REASON)
 @pytest.mark.parametrize("kind", list(ASKED))
 def test_the_recording_is_what_a_real_server_says(kind: str) -> None:
+    """Later versions say more: that is left out of the comparison, as are their numbers and what MCP says of itself."""
+
+    def holds(said: Any, recorded: Any) -> bool:
+        if isinstance(recorded, dict):
+            names = [name for name in recorded if name not in ("version", "url", "meta")]
+            return isinstance(said, dict) and all(name in said and holds(said[name], recorded[name]) for name in names)
+        if isinstance(recorded, list):
+            return isinstance(said, list) and len(said) == len(recorded) and all(map(holds, said, recorded))
+        return bool(said == recorded)
+
+    def read(answer: str | None) -> Any:
+        return None if answer is None else json.loads(answer)
+
     with real(PYTHON, kind, 1) as url:
-        said = json.loads(json.dumps(asyncio.run(record(url, kind))))
+        said = asyncio.run(record(url, kind))
     recorded = json.loads(RECORDING.read_text())[kind]
-    assert said["full"] == recorded["full"] and json.loads(said["schema"]) == json.loads(recorded["schema"])
-    versions = re.compile(r'"version":"[^"]*"|pydantic\.dev/[\d.]+/')
-    assert [[versions.sub("", str(answer)) for _, answer in session] for session in said["sessions"]] == [
-        [versions.sub("", str(answer)) for _, answer in session] for session in recorded["sessions"]
-    ]
+    assert said["full"] == recorded["full"] and holds(read(said["schema"]), read(recorded["schema"]))
+    for now, before in zip(said["sessions"], recorded["sessions"], strict=True):
+        for (asked, answer), (_, wanted) in zip(now, before, strict=True):
+            assert holds(read(answer), read(wanted)), (asked, answer, wanted)
 
 
 def test_the_server_of_other_tests_says_what_the_real_one_says() -> None:
@@ -117,9 +129,9 @@ def test_an_action_may_be_the_whole_reply_as_json(servers: dict[str, str]) -> No
     )
     assert found.metadata["malformed_actions"] == 1 and found.metadata["steps"] == 2 and found.reward == 0.75
     first, second, third = told(engine)
-    assert '{"hint": "Find the number from 0 to 9.", "tries": 0}' in first
+    assert '"hint": "Find the number from 0 to 9.", "tries": 0}' in first  # behind what later versions say besides
     assert "Error: the reply must be one JSON object, the action (this is a int)" in second
-    assert '{"hint": "Lower.", "tries": 1}' in third
+    assert '"hint": "Lower.", "tries": 1}' in third
 
 
 def test_turns_that_are_over_and_replies_that_are_cut_off(servers: dict[str, str]) -> None:
@@ -140,7 +152,7 @@ def test_an_environment_that_fails_costs_the_group_unless_the_model_is_told(serv
     with pytest.raises(EnvironmentLost, match=r"asked to step, did not answer within 0\.5 s \(step_s\)"):
         guesses(servers["guess"], ["99"], step_s=0.5)
     with pytest.raises(
-        ValueError, match=r"observation: '\{clue\}' does not fit an observation of the fields hint, tries"
+        ValueError, match=r"observation: '\{clue\}' does not fit an observation of the fields .*hint, tries"
     ):
         guesses(servers["guess"], ["4"], observation="{clue}")
 
