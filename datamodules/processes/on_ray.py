@@ -11,10 +11,12 @@ from __future__ import annotations
 import asyncio
 import ipaddress
 import logging
+import signal
 import socket
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import ray
@@ -46,6 +48,8 @@ class RayCluster:
             RAY_ADDRESS names; None to start one on this machine alone, which ends with the connection.
         runtime_env: of Ray, for the tasks of this connection.
 
+    To be made in the main thread, which alone can give SIGTERM back to Python, and by which runs are told to end.
+
     Raises:
         ValueError: there is no such cluster, or this process has joined one already.
     """
@@ -57,19 +61,22 @@ class RayCluster:
                 raise ValueError("runtime_env has no effect where Ray runs in this process already; remove it")
             return
         options: dict[str, Any] = {"address": address, "log_to_driver": False, "logging_level": logging.ERROR}
-        if address is None:
-            options |= {"address": "local", "include_dashboard": False, "object_store_memory": _STORE_BYTES}
-            options["_node_ip_address"] = "127.0.0.1"  # nothing of it is reached from elsewhere
-        try:
-            if address not in (None, "auto"):  # Ray would look for a minute for what is not there
-                host, _, port = str(address).rpartition(":")
-                socket.create_connection((host.strip("[]"), int(port)), _ASK_S).close()
-            _beside(lambda: ray.init(**options, runtime_env=dict(runtime_env or {})), _CONNECT_S, "joining it")
-        except Exception as error:
-            raise ValueError(
-                f"address: {address!r} is no Ray cluster that can be joined ({described(error)[:_MOST_SHOWN]});"
-                " start one with `ray start --head`, and join it on the other machines with `ray start --address`"
-            ) from error
+        options["runtime_env"] = dict(runtime_env or {})
+        with _own_sigterm():
+            try:
+                if address is None:
+                    options |= {"address": "local", "include_dashboard": False, "object_store_memory": _STORE_BYTES}
+                    ray.init(**options)  # here: Ray's processes end with the thread that has started them
+                    return
+                if address != "auto":  # Ray would look for a minute for what is not there
+                    host, _, port = address.rpartition(":")
+                    socket.create_connection((host.strip("[]"), int(port)), _ASK_S).close()
+                _beside(lambda: ray.init(**options), _CONNECT_S, "joining it")
+            except Exception as error:
+                raise ValueError(
+                    f"address: {address!r} is no Ray cluster that can be joined ({described(error)[:_MOST_SHOWN]});"
+                    " start one with `ray start --head`, and join it on the other machines with `ray start --address`"
+                ) from error
 
     def close(self) -> None:
         """Leaves the cluster; what still runs for this process ends."""
@@ -114,6 +121,8 @@ class RayCluster:
         ]
         left = ", ".join(f"{name} {free.get(name, 0):g}" for name in resources if resources[name])
         where = "no node has so much" if not fit else f"free in all: {left}"
+        if fit and all(free.get(name, 0) >= resources[name] for name in resources):
+            where += "; where none of it is used, nodes and this machine have different tokens: `ray get-auth-token`"
         return f"a node with {wanted} ({where}; nodes: {'; '.join(has)})"
 
     def _nodes(self) -> list[dict[str, Any]]:
@@ -172,7 +181,7 @@ def on_node(setup: dict[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 def _beside(work: Callable[[], _T], seconds: float, what: str) -> _T:
-    """In a thread: Ray, started in the main one, replaces the handler of SIGTERM, by which runs are told to end."""
+    """In a thread of its own, with a deadline that Ray does not have."""
     done: Future[_T] = Future()
 
     def run() -> None:
@@ -188,6 +197,17 @@ def _beside(work: Callable[[], _T], seconds: float, what: str) -> _T:
         if done.done():
             raise
         raise TimeoutError(f"{what}: not over after {seconds:g} s") from None
+
+
+@contextmanager
+def _own_sigterm() -> Iterator[None]:
+    """Gives SIGTERM back to Python. Ray's C++ would hear it first, and abort the process three seconds later."""
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        yield
+    finally:
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, before or signal.SIG_DFL)
 
 
 def _in_short(error: BaseException) -> str:

@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 import re
+import secrets
 import shutil
 import signal
 import subprocess
@@ -29,7 +30,7 @@ from tests.datamodules.workflows.adapters import ray_agents
 from tests.datamodules.workflows.scripted_engine import WITH_CALLS, Pool, ScriptedEngine, generated
 from tests.helpers.recorded_samples import byte_tokenizer
 
-os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+os.environ |= {"RAY_USAGE_STATS_ENABLED": "0", "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
 cluster_utils = pytest.importorskip("ray.cluster_utils", reason="pip install 'arborist[ray]' brings it")
 
 TOKENIZER = byte_tokenizer(WITH_CALLS)
@@ -50,13 +51,15 @@ class TwoNodes:
         self.add("other")
 
     def add(self, name: str, ip: str = "127.0.0.2") -> None:  # for 127.0.0.1 Ray takes another address of the machine
-        self._nodes[name] = self._cluster.add_node(
-            num_cpus=1,
-            node_ip_address=ip,
-            include_dashboard=False,
-            object_store_memory=STORE_BYTES,
-            env_vars={"NODE": name, "TMPDIR": self._scratch, **SECRETS},
-        )
+        options = {"num_cpus": 1, "include_dashboard": False, "object_store_memory": STORE_BYTES}
+        options |= {"env_vars": {"NODE": name, "TMPDIR": self._scratch, **SECRETS}}
+        for left in (2, 1, 0):  # a node has half a minute to start, which a busy machine may not keep
+            try:
+                self._nodes[name] = self._cluster.add_node(node_ip_address=ip, **options)
+                break
+            except Exception as error:
+                if not left or "timed out during startup" not in str(error):
+                    raise
         if name == "head":
             self.address = self._cluster.address
             self.folder = Path(self._nodes[name].get_session_dir_path())
@@ -92,7 +95,7 @@ def task(name: str, folder: Path | str = "") -> Prompt:
 
 
 def play(
-    nodes: TwoNodes,
+    nodes: TwoNodes | None,
     agent: Any,
     *tasks: Prompt,
     meanwhile: Callable[[], None] | None = None,
@@ -103,8 +106,8 @@ def play(
 ) -> tuple[ScriptedEngine, list[Any]]:
     """The tasks' episodes, played at once: trajectories, or what an episode raised."""
     engine = ScriptedEngine(TOKENIZER, counted())
-    options = {"max_new_tokens": 200, "workers": 2, "executor": RayExecutor(nodes.address, **executor or {}), **options}
-    workflow = AgentWorkflow(agent, **options)
+    there = RayExecutor(nodes and nodes.address, **executor or {})
+    workflow = AgentWorkflow(agent, **{"max_new_tokens": 200, "workers": 2, "executor": there, **options})
     player = EpisodePlayer(workflow, engine, TOKENIZER, Pool(lambda prompt, text: 1.0), episode_s)  # type: ignore[arg-type]
 
     async def episodes() -> list[Any]:
@@ -138,6 +141,10 @@ def eventually(what: Callable[[], Any], seconds: float = 60.0) -> Any:
         assert time.monotonic() < ends, "it did not happen in time"
         time.sleep(0.05)
     return found
+
+
+def children() -> list[int]:
+    return [one.pid for one in psutil.Process().children(recursive=True) if one.status() != psutil.STATUS_ZOMBIE]
 
 
 def no_longer(pids: list[int]) -> bool:
@@ -313,10 +320,22 @@ def test_nodes_that_cannot_reach_the_gateway_are_named(nodes: TwoNodes) -> None:
 
 
 def test_signals_stay_the_runs(nodes: TwoNodes) -> None:
-    before = [signal.getsignal(one) for one in (signal.SIGTERM, signal.SIGINT)]
-    _, (found,) = play(nodes, ray_agents.quick, task("a"))
-    assert said(found) == ["reply 0"]
-    assert [signal.getsignal(one) for one in (signal.SIGTERM, signal.SIGINT)] == before
+    heard: list[int] = []
+    before = signal.getsignal(signal.SIGINT), signal.signal(signal.SIGTERM, lambda number, frame: heard.append(number))
+    try:
+        _, (found,) = play(nodes, ray_agents.quick, task("a"), meanwhile=lambda: os.kill(os.getpid(), signal.SIGTERM))
+    finally:
+        after = signal.getsignal(signal.SIGINT), signal.signal(signal.SIGTERM, before[1])
+    assert said(found) == ["reply 0"] and heard == [signal.SIGTERM] and after[0] is before[0]
+    assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)  # Ray's own handler aborts when an alarm rings
+
+
+@pytest.mark.slow
+def test_ray_on_this_machine_alone(tmp_path: Path) -> None:
+    before = children()
+    _, (found,) = play(None, command("print(ask('x'))"), task("a", tmp_path))
+    assert found[0].metadata["completion"] == "reply 0"
+    assert no_longer([one for one in children() if one not in before])
 
 
 def test_a_cluster_that_is_not_there() -> None:
