@@ -1,5 +1,5 @@
 """Whole runs through the command line where data, rewards or processes are not as in the quickstart: solved GSM8K
-problems, rewards that fail, adapters, recorded conversations on one and two processes, and input that cannot be used.
+problems, rewards that fail, recorded conversations on one and two processes, and input that cannot be used.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import logging
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,10 +22,9 @@ import torch
 import yaml
 
 from app.cli import main
-from app.cli.export import export
+from app.strategies.checkpoint.trainer_state import put_together
 from datamodules.prompts import JsonlPrompts
 from datamodules.rewards import RewardOptions, RewardPool, math_verify
-from modules import ModelSource, build_model
 from tests.helpers.doubles import conversations, off_by_one
 from tests.helpers.recorded_samples import byte_tokenizer, line, real_file, write_jsonl
 from tests.helpers.tiny_model import TINY_WITH_ENDS
@@ -101,62 +101,6 @@ def test_solved_problems_are_rewarded_and_trained_on(monkeypatch: pytest.MonkeyP
     assert min(d / t for d, t in zip(logged["tokens/dense"], logged["tokens/tree"], strict=True)) > 2
 
 
-# ---- adapters
-
-
-def test_an_adapter_is_trained_gone_on_with_merged_and_exported(workplace: Path) -> None:
-    torch.manual_seed(0)
-    base = build_model(ModelSource(config=MODEL))
-    base.save_pretrained("base")
-
-    def with_adapter(adapter: Any, saved: str, **save: Any) -> list[str]:
-        callbacks = [
-            {"class_path": "callbacks.SavePretrained", "init_args": save},
-            {
-                "class_path": "lightning.pytorch.callbacks.ModelCheckpoint",
-                "init_args": {"dirpath": saved, "save_last": True, "every_n_train_steps": 2},
-            },
-        ]
-        model = {"path": "base", "config": None, "adapter": adapter}
-        overlay = {
-            "model": {"init_args": {"model": model}},
-            "trainer": {"accelerator": "cpu", "max_steps": 2, "callbacks": callbacks, "enable_checkpointing": True},
-        }
-        Path("adapter.yaml").write_text(yaml.safe_dump(overlay))
-        return ["--config", "adapter.yaml"]
-
-    options = {"r": 4, "lora_alpha": 8, "modules_to_save": None}
-    main(fit("quickstart_sft.yaml", *with_adapter(options, "first"), "--run_dir", "warm", tiny=False))
-    warm = Path("warm/model")
-    assert not (warm / "model.safetensors").exists()
-
-    flags = ["--data.batch_size=2", "--data.group_size=4", "--data.validation.prompts=null"]
-    flags += [
-        "--data.reward=tests.datamodules.rewards.reward_functions.length",
-        "--trainer.val_check_interval=null",
-        "--run_dir",
-        "rl",
-    ]
-    main(fit("quickstart.yaml", *with_adapter(str(warm), "second", merge=True), *flags, tiny=False))
-    assert min(metrics(Path("rl"))["grad_norm"]) > 0
-    export(Path("second/last.ckpt"), Path("merged"))
-    export(Path("second/last.ckpt"), Path("alone"), adapter=True)
-    for one in (warm, Path("alone")):
-        said = json.loads((one / "adapter_config.json").read_text())
-        assert said["base_model_name_or_path"] == str(workplace / "base") and said["r"] == 4
-
-    def logits(model: Any) -> torch.Tensor:
-        with torch.no_grad():
-            found: torch.Tensor = model.eval()(torch.arange(8)[None]).logits
-        return found
-
-    trained = logits(build_model(ModelSource(path="base", adapter="alone")))
-    for path in ("merged", "rl/model"):
-        torch.testing.assert_close(logits(build_model(ModelSource(path=path))), trained)
-    began = logits(build_model(ModelSource(path="base", adapter=str(warm))))
-    assert not torch.allclose(trained, began, atol=1e-5) and not torch.allclose(began, logits(base), atol=1e-5)
-
-
 # ---- rewards that fail while the run goes on
 
 
@@ -228,6 +172,40 @@ def test_two_processes_train_recorded_data_as_one(workplace: Path, model: dict[s
         if not name.startswith("time/") and name != "tokens/s":
             assert two[name] == pytest.approx(one[name], abs=1e-4), name
     assert json.loads((run / "summary.json").read_text())["dense_tokens"] == sum(one["tokens/dense"])
+
+
+@pytest.mark.slow
+def test_a_hybrid_that_is_killed_goes_on_as_if_it_had_not_been(workplace: Path) -> None:
+    """kill -9 in the middle of training, then the same command from the last checkpoint: the weights of a run that
+    was left alone."""
+    saving = {"every_n_train_steps": 1, "filename": "{step}", "save_last": True, "dirpath": "saved"}
+    callback = {"class_path": "lightning.pytorch.callbacks.ModelCheckpoint", "init_args": saving}
+    overlay = {
+        "model": {"init_args": {"model": {"path": None, "config": HYBRID}}},
+        "trainer": {"accelerator": "cpu", "max_epochs": 1000, "enable_checkpointing": True, "callbacks": [callback]},
+    }
+    Path("tiny.yaml").write_text(yaml.safe_dump(overlay))
+    flags = [f"--data.path={conversations(workplace / 'made.npz')}", "--data.tasks=null", "--data.shuffle=true"]
+    env = os.environ | {"PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-m", "app", *fit("tau_recorded.yaml", *flags), "--run_dir", "killed"]
+    with subprocess.Popen(command, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
+        ends = time.monotonic() + 120
+        while not any(int(path.stem.partition("=")[2]) > 2 for path in (workplace / "saved").glob("step=*.ckpt")):
+            assert process.poll() is None and time.monotonic() < ends, "it made no checkpoint of its third step"
+            time.sleep(0.01)
+        process.kill()
+    reached = put_together(workplace / "saved" / "last.ckpt")["global_step"]
+    more = f"--trainer.max_steps={reached + 3}"
+    main(fit("tau_recorded.yaml", *flags, more, "--run_dir", "resumed", "--ckpt_path", "saved/last.ckpt"))
+    resumed = put_together(workplace / "saved" / "last.ckpt")
+    saving["dirpath"] = "whole"
+    Path("tiny.yaml").write_text(yaml.safe_dump(overlay))
+    main(fit("tau_recorded.yaml", *flags, more, "--run_dir", "alone"))
+    alone = put_together(workplace / "whole" / "last.ckpt")
+    assert resumed["global_step"] == alone["global_step"] == reached + 3
+    assert resumed["state_dict"].keys() == alone["state_dict"].keys()
+    for name, weight in alone["state_dict"].items():
+        torch.testing.assert_close(resumed["state_dict"][name], weight, rtol=0, atol=1e-6, msg=name)
 
 
 def test_lightnings_profiler_sees_the_tree_pass(workplace: Path) -> None:
