@@ -1,5 +1,5 @@
 """Whole runs through the command line where data, rewards or processes are not as in the quickstart: solved GSM8K
-problems, rewards that fail, recorded conversations on one and two processes, and input that cannot be used.
+problems, rewards that fail, adapters, recorded conversations on one and two processes, and input that cannot be used.
 """
 
 from __future__ import annotations
@@ -22,9 +22,11 @@ import torch
 import yaml
 
 from app.cli import main
+from app.cli.export import export
 from app.strategies.checkpoint.trainer_state import put_together
 from datamodules.prompts import JsonlPrompts
 from datamodules.rewards import RewardOptions, RewardPool, math_verify
+from modules import ModelSource, build_model
 from tests.helpers.doubles import conversations, off_by_one
 from tests.helpers.recorded_samples import byte_tokenizer, line, real_file, write_jsonl
 from tests.helpers.tiny_model import TINY_WITH_ENDS
@@ -99,6 +101,62 @@ def test_solved_problems_are_rewarded_and_trained_on(monkeypatch: pytest.MonkeyP
     assert logged["val/accuracy"] == [1.0, 0.0]  # asked for the first time, and again
     assert min(logged["grad_norm"]) > 0 and logged["rollouts/failed"] == [0.0, 0.0, 0.0]
     assert min(d / t for d, t in zip(logged["tokens/dense"], logged["tokens/tree"], strict=True)) > 2
+
+
+# ---- adapters
+
+
+def test_an_adapter_is_trained_gone_on_with_merged_and_exported(workplace: Path) -> None:
+    torch.manual_seed(0)
+    base = build_model(ModelSource(config=MODEL))
+    base.save_pretrained("base")
+
+    def with_adapter(adapter: Any, saved: str, **save: Any) -> list[str]:
+        callbacks = [
+            {"class_path": "callbacks.SavePretrained", "init_args": save},
+            {
+                "class_path": "lightning.pytorch.callbacks.ModelCheckpoint",
+                "init_args": {"dirpath": saved, "save_last": True, "every_n_train_steps": 2},
+            },
+        ]
+        model = {"path": "base", "config": None, "adapter": adapter}
+        overlay = {
+            "model": {"init_args": {"model": model}},
+            "trainer": {"accelerator": "cpu", "max_steps": 2, "callbacks": callbacks, "enable_checkpointing": True},
+        }
+        Path("adapter.yaml").write_text(yaml.safe_dump(overlay))
+        return ["--config", "adapter.yaml"]
+
+    options = {"r": 4, "lora_alpha": 8, "modules_to_save": None}
+    main(fit("quickstart_sft.yaml", *with_adapter(options, "first"), "--run_dir", "warm", tiny=False))
+    warm = Path("warm/model")
+    assert not (warm / "model.safetensors").exists()
+
+    flags = ["--data.batch_size=2", "--data.group_size=4", "--data.validation.prompts=null"]
+    flags += [
+        "--data.reward=tests.datamodules.rewards.reward_functions.length",
+        "--trainer.val_check_interval=null",
+        "--run_dir",
+        "rl",
+    ]
+    main(fit("quickstart.yaml", *with_adapter(str(warm), "second", merge=True), *flags, tiny=False))
+    assert min(metrics(Path("rl"))["grad_norm"]) > 0
+    export(Path("second/last.ckpt"), Path("merged"))
+    export(Path("second/last.ckpt"), Path("alone"), adapter=True)
+    for one in (warm, Path("alone")):
+        said = json.loads((one / "adapter_config.json").read_text())
+        assert said["base_model_name_or_path"] == str(workplace / "base") and said["r"] == 4
+
+    def logits(model: Any) -> torch.Tensor:
+        with torch.no_grad():
+            found: torch.Tensor = model.eval()(torch.arange(8)[None]).logits
+        return found
+
+    trained = logits(build_model(ModelSource(path="base", adapter="alone")))
+    for path in ("merged", "rl/model"):
+        torch.testing.assert_close(logits(build_model(ModelSource(path=path))), trained)
+    began = logits(build_model(ModelSource(path="base", adapter=str(warm))))
+    assert not torch.allclose(trained, began, atol=1e-5) and not torch.allclose(began, logits(base), atol=1e-5)
 
 
 # ---- rewards that fail while the run goes on
