@@ -158,6 +158,7 @@ def test_peak_memory_is_counted_exactly() -> None:
     assert peak_bytes(lambda: None, torch.device("cpu")) == 0
 
 
+@pytest.mark.slow
 def test_memory_falls_with_the_budget_and_does_not_follow_the_batch(tmp_path: Path) -> None:
     tree_memory.main(["--toy", "--sizes", "1x2", "3x2", "--out", str(tmp_path)])
     report = read(tmp_path, "tree_memory")

@@ -43,6 +43,10 @@ SEQUENCES = [
 ]
 LENGTHS = [len(s) for s in SEQUENCES]
 WINDOWS = [None, 1, 2, 5, 9, 40]
+# FlexAttention without a compiler computes every mask anew: seconds a case. One window is quick.
+_FLEX = pytest.param("flex_on_cpu", marks=pytest.mark.slow)
+SLOW_WINDOWS = [pytest.param("flex_on_cpu", w, marks=pytest.mark.slow) for w in WINDOWS if w != 5]
+QUICK = [_FLEX if backend == "flex_on_cpu" else backend for backend in ON_CPU]
 FEW = settings(max_examples=max(1, settings.default.max_examples // 3))
 pytestmark = pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 
@@ -68,8 +72,9 @@ def check(model, backend: str, budgets: tuple[int, int], tolerance: float = 1e-9
     assert error <= tolerance, f"{error:.1e} in {where}"
 
 
-@pytest.mark.parametrize("backend", ON_CPU)
-@pytest.mark.parametrize("window", WINDOWS)
+@pytest.mark.parametrize(
+    ("backend", "window"), [*((b, w) for b in ON_CPU[:-1] for w in WINDOWS), ("flex_on_cpu", 5), *SLOW_WINDOWS]
+)
 @pytest.mark.parametrize("budgets", [(4, 9), (1000, 1000)])
 def test_windows_float64(backend: str, window: int | None, budgets: tuple[int, int]) -> None:
     model = models.make("starcoder2", F64, sliding_window=window)
@@ -102,7 +107,7 @@ ALTERNATING = {
 }
 
 
-@pytest.mark.parametrize("backend", ON_CPU)
+@pytest.mark.parametrize("backend", QUICK)
 @pytest.mark.parametrize("name", ALTERNATING)
 def test_alternating_windows_softcapping_and_sinks_float64(name: str, backend: str) -> None:
     model = float64_clean(models.make(name, F64, attn_implementation="eager", **ALTERNATING[name])).eval()
@@ -130,7 +135,7 @@ def test_the_reference_sees_windows_softcapping_and_sinks() -> None:
         assert (before - after).abs().max() > 1e-3, name
 
 
-@pytest.mark.parametrize("backend", ON_CPU)
+@pytest.mark.parametrize("backend", QUICK)
 @pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
 def test_activation_checkpointing(backend: str, reentrant: bool) -> None:

@@ -13,6 +13,7 @@ from functools import cache
 from types import ModuleType
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 from transformers import PreTrainedModel
@@ -77,6 +78,10 @@ OPTIONS: dict[str, dict[str, Any]] = {
         moe_intermediate_size=8,
     ),
 }
+QUICK = [
+    pytest.param(name, marks=[] if name in ("qwen3_5_text", "nemotron_h") else pytest.mark.slow) for name in OPTIONS
+]
+"""A delta rule and a state space; what is tested of the other families is slow."""
 
 
 def make(name: str, dtype: torch.dtype = torch.float32, seed: int = 0, **overrides: Any) -> PreTrainedModel:

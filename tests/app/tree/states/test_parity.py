@@ -21,7 +21,6 @@ EXACT = 1e-11
 WANT = ("logprobs", "entropy", "values")
 MANY = 10**6
 SLOW = pytest.mark.slow
-QUICK = [pytest.param(name, marks=[] if name in ("qwen3_5_text", "nemotron_h") else SLOW) for name in hybrids.OPTIONS]
 FEW = settings(settings.default, max_examples=settings.default.max_examples // 5)
 
 PLANS: dict[str, tuple[int, int, float]] = {  # tokens a chunk, live tokens, share of a checkpointed one
@@ -50,8 +49,12 @@ def engine(planned: str, model, head) -> PlannedEngine:
     return made
 
 
-CELLS = [  # quick: every plan of a delta rule and of a state space, and the hardest plan of the others
-    pytest.param(name, planned, marks=[] if name in ("qwen3_5_text", "nemotron_h") or planned == "run twice" else SLOW)
+CELLS = [  # quick: every plan of a delta rule, and the hardest one of a state space
+    pytest.param(
+        name,
+        planned,
+        marks=[] if name == "qwen3_5_text" or (name, planned) == ("nemotron_h", "run twice") else SLOW,
+    )
     for name in hybrids.OPTIONS
     for planned in PLANS
 ]
@@ -73,7 +76,7 @@ def test_backward(name: str, planned: str, case: Case, kind: str) -> None:
     assert error < EXACT, where
 
 
-@pytest.mark.parametrize("name", QUICK)
+@pytest.mark.parametrize("name", hybrids.QUICK)
 @settings(FEW)
 @given(case=cases())
 def test_forward(name: str, case: Case) -> None:
@@ -81,7 +84,7 @@ def test_forward(name: str, case: Case) -> None:
     assert_forward(model, head, case, WANT, EXACT)
 
 
-@pytest.mark.parametrize("name", QUICK)
+@pytest.mark.parametrize("name", hybrids.QUICK)
 @settings(FEW)
 @given(case=cases())
 def test_a_coupled_loss(name: str, case: Case) -> None:

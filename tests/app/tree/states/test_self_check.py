@@ -96,7 +96,7 @@ def test_autocast_is_no_hiding_place(monkeypatch: Patch) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("name", hybrids.OPTIONS)
+@pytest.mark.parametrize("name", hybrids.QUICK)
 def test_right_models_pass(name: str, dtype: torch.dtype) -> None:
     model = hybrids.make(name, dtype)
     before = snapshot(model)

@@ -56,6 +56,11 @@ class TestHybridSqueezed(EngineSuite):
     def make_policy(self, seed: int = 0) -> PreTrainedModel:
         return policy_of("qwen3_5", seed)
 
+    @pytest.mark.slow  # states and updates: `test_an_update_forgets_states`
+    @pytest.mark.parametrize("updates", [1, 3])
+    def test_update_in_mid_generation(self, engine, policy, updates) -> None:
+        super().test_update_in_mid_generation(engine, policy, updates)
+
     @pytest.fixture
     def engine(self, policy):
         engine = started(policy, kv_cache_tokens=700, max_batch_tokens=16, max_concurrent=7)
