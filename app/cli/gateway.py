@@ -38,6 +38,7 @@ if TYPE_CHECKING:  # torch and transformers take seconds, and `--help` none
 
 KEY_VARIABLE = "ARBORIST_GATEWAY_KEY"
 _SHORTEST_KEY = 8
+_PARSERS = ("hermes_calls", "json_calls", "ResponseTemplate")  # of datamodules.workflows
 _OF_A_MODEL = {  # options, and what they are by default
     "servers": None,
     "dtype": "float32",
@@ -46,6 +47,7 @@ _OF_A_MODEL = {  # options, and what they are by default
     "temperature": 1.0,
     "override_sampling": False,
     "max_calls": 1000,
+    "parser": "hermes_calls",
     "seed": 0,
 }
 
@@ -71,6 +73,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--max_new_tokens", type=int, metavar="N", help="most tokens of a reply")
     parser.add_argument("--temperature", type=float, help="of calls that name none")
     parser.add_argument("--override_sampling", action="store_true", help="pass over what calls say of sampling")
+    parser.add_argument(
+        "--parser",
+        choices=_PARSERS,
+        help="how calls stand in replies: as Hermes' and Qwen's do (default), Llama's, or by a response template",
+    )
     parser.add_argument("--max_calls", type=int, metavar="N", help="of a session")
     parser.add_argument("--idle_s", type=float, default=3600.0, metavar="S", help="silence that ends a session")
     parser.add_argument("--seed", type=int, help="of sampling")
@@ -212,12 +219,19 @@ def _open(args: argparse.Namespace, key: str) -> tuple[InferenceEngine, Any]:
     from datamodules.prompts.tokenizers import load_tokenizer
     from datamodules.workflows.gateway.sessions import Budget, Sampling
     from datamodules.workflows.gateway.standalone import OpenSessions, SessionRecorder
-    from datamodules.workflows.tool_calls import hermes_calls
+    from datamodules.workflows.response_template import ResponseTemplate
+    from datamodules.workflows.tool_calls import hermes_calls, json_calls
     from datamodules.workflows.turn_ends import TurnEnds
     from modules.models import ModelSource, build_model
 
     path = Path(args.model).absolute()
     tokenizer = load_tokenizer(str(path), [])
+    parser = {"hermes_calls": hermes_calls, "json_calls": json_calls}.get(args.parser) or ResponseTemplate()
+    if isinstance(parser, ResponseTemplate):
+        try:
+            parser.prepare(tokenizer)
+        except ValueError as error:
+            raise CannotStart(f"--parser: {error}") from error
     model = build_model(ModelSource(path=str(path), dtype=args.dtype)).eval()
     engine: InferenceEngine
     engine = SGLangEngine(urls=args.servers) if args.servers else EmbeddedEngine(kv_cache_tokens=args.kv_cache_tokens)
@@ -231,7 +245,7 @@ def _open(args: argparse.Namespace, key: str) -> tuple[InferenceEngine, Any]:
             key,
             Sampling(args.max_new_tokens, args.temperature, args.override_sampling),
             Budget(max_calls=args.max_calls),
-            hermes_calls,
+            parser,
             TurnEnds.of(tokenizer, model, engine.vocab_size),
             SessionRecorder(Path(args.record)) if args.record else None,
             args.idle_s,

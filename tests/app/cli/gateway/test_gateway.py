@@ -202,3 +202,11 @@ def test_what_cannot_be_served(options: list[str], key: str, says: str, monkeypa
     gateway.add_arguments(parser)
     with pytest.raises(gateway.CannotStart, match=says):
         gateway.run(parser.parse_args(options))
+
+
+def test_a_parser_that_the_model_has_not(model: Path) -> None:
+    parser = argparse.ArgumentParser()
+    gateway.add_arguments(parser)
+    given = parser.parse_args(["--model", str(model), "--port", "0", "--parser", "ResponseTemplate"])
+    with pytest.raises(gateway.CannotStart, match="--parser: ResponseTemplate: the tokenizer has no response_template"):
+        gateway.run(given)
