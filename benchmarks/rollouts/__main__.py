@@ -52,7 +52,7 @@ LIGHT = MODEL | {
     "num_attention_heads": 2,
     "num_key_value_heads": 1,
 }
-SPEED = {"concurrent": 32, "requests": 64, "prompt_tokens": 128, "new_tokens": 128, "repeats": 5}
+SPEED = {"concurrent": 32, "requests": 64, "prompt_tokens": 128, "new_tokens": 128, "repeats": 11}
 QUICK_SPEED = {"concurrent": 4, "requests": 8, "prompt_tokens": 16, "new_tokens": 8, "repeats": 1}
 DOWN = {"concurrent": 32, "new_tokens": 256, "repeats": 10}
 QUICK_DOWN = {"concurrent": 2, "new_tokens": 200, "repeats": 1}
