@@ -53,8 +53,8 @@ def export(
     tokenizer: str | None = None,
     adapter: bool = False,
 ) -> None:
-    """Writes `model` of the checkpoint `ckpt` to `out`, in `dtype` (None: as in the checkpoint); its
-    `adapter` alone, or merged where it has one.
+    """Writes `model` of the checkpoint `ckpt` to `out`, in `dtype` (None: as in the checkpoint); an
+    adapter merged, or, with `adapter`, alone.
 
     Raises:
         ValueError: `out` holds something, `ckpt` is no checkpoint directory or has no such model or no adapter, or its
@@ -75,9 +75,8 @@ def export(
         if dtype is not None:
             made_model = made_model.to(dtype)
         made_model.save_pretrained(target)
-        if (
-            GENERATION_FILE in files and not adapter
-        ):  # as it is: transformers refuses to write what it reads with a warning
+        if GENERATION_FILE in files and not adapter:
+            # As it is: transformers refuses to write what it reads with a warning.
             (target / GENERATION_FILE).write_text(files[GENERATION_FILE])
         if tokenizer is not None:
             AutoTokenizer.from_pretrained(tokenizer).save_pretrained(target)
