@@ -263,7 +263,8 @@ def _low_precision(family: Family, autocast: bool) -> None:
         assert all(grad.dtype == torch.float32 for grad in got.values() if grad is not None)
         ours.append(_distance(got, truth))
         theirs.append(_distance(dense, truth))
-    ratio = np.mean(ours) / np.mean(theirs)
+    # Medians: now and then rounding sends a token to another expert, here or there, which is five times the error.
+    ratio = np.median(ours) / np.median(theirs)
     assert ratio < LOW_PRECISION, f"{ratio:.2f} times the error of dense: {ours} and {theirs}"
 
 

@@ -20,7 +20,8 @@ EXPLAINED = {
     f" (both {families.DELTA_RULE[0]:.0e} with a delta rule, or what the dense model's own rounding explains, and no"
     " further from the truth than 1.5 times the dense model)",
     "bf16": "bf16 parameters: gradients in float32, no further from the truth than "
-    f"{families.LOW_PRECISION:g} times what the dense bf16 model is on the same small batch",
+    f"{families.LOW_PRECISION:g} times what the dense bf16 model is on the same small batch, at the median of a few"
+    " models",
     "autocast": "float32 parameters under bf16 autocast, the same",
     "checkpointing": "Hugging Face's gradient checkpointing, enabled by the user",
     "LoRA": "PEFT LoRA on every linear layer of the body",
