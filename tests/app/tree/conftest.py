@@ -17,7 +17,7 @@ from hypothesis import HealthCheck, settings
 from app.tree import TreeEngine
 
 _CHECKS = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much]
-for _name, _count in (("quick", 30), ("ci", 100), ("thorough", 600)):
+for _name, _count in (("quick", 30), ("ci", 60), ("thorough", 600)):
     settings.register_profile(
         _name,
         derandomize=_name != "thorough",
