@@ -54,6 +54,8 @@ quickstart: $(STAMP)
 # One thread: the models are tiny, and the tests that start processes would otherwise fight over the cores. Files stay
 # whole: the tests of some share servers.
 test test-all: export OMP_NUM_THREADS := 1
+# Else every process that a test starts compiles the whole project anew, where a machine has this set.
+test test-all: export PYTHONDONTWRITEBYTECODE :=
 test-all: export HYPOTHESIS_PROFILE ?= ci
 test: lint $(TESTED_SERVER)
 	$(PY) -m pytest --numprocesses $(WORKERS) --dist loadfile -m "not slow"

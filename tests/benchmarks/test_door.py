@@ -153,7 +153,6 @@ def test_what_is_equal_is_worked_out(workflow: tuple[float, ...], equal: bool, t
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
 def test_a_try_trains_both_and_goes_on(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     flags = ["--quick", "--out", str(tmp_path / "out"), "--runs", str(tmp_path / "runs")]
     door.main([*flags, "--only", "workflow"])

@@ -11,7 +11,7 @@ from benchmarks.rollouts import __main__ as rollouts
 from tests.datamodules.inference.sglang.real_servers.servers import skip_unless_wanted
 from tests.helpers.doubles import conversations
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.slow
 
 
 def test_every_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,7 @@ from tests.faults.faults import FAULTS, WITH_SERVERS, WITHOUT_SERVERS
 from tests.faults.fit import CONTEXT, MODEL, accounts
 from tests.faults.outcome import Place
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")

@@ -110,7 +110,9 @@ class RankPool:
         store = str(Path(tempfile.mkdtemp(prefix="ranks-")) / "store")
         for rank in range(self.size):
             ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(rank, self.size, store, theirs, dict(os.environ)), daemon=True)
+            process = context.Process(
+                target=_serve, args=(rank, self.size, store, theirs, dict(os.environ)), daemon=True
+            )
             process.start()
             theirs.close()
             self._processes.append(process)

@@ -4,6 +4,8 @@ Two things stand in the way and nothing else: torchvision registers shape functi
 CUDA library, and sglang imports helpers of speculative decoding from `sgl_kernel`, which has no CPU wheel. The
 operators get their schemas; the module gets a stand-in whose helpers raise when called, so that using one is an error
 and never a wrong result. A torchvision that loads and an `sgl_kernel` that is installed are left alone.
+
+sglang's own processes are forks here: spawned, each imports everything again, which is two thirds of a start.
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ from __future__ import annotations
 import importlib
 import importlib.machinery
 import importlib.util
+import multiprocessing
 import os
 import sys
 import types
@@ -18,6 +21,8 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+
+_set_start_method = multiprocessing.set_start_method
 
 
 class _StandIn(types.ModuleType):
@@ -36,13 +41,19 @@ class _StandIn(types.ModuleType):
 
 
 def install() -> None:
-    """Puts both in force in this process. Idempotent."""
+    """Puts all in force in this process. Idempotent."""
     os.environ.setdefault("SGLANG_USE_CPU_ENGINE", "1")
+    multiprocessing.set_start_method = _fork
     _complete_torchvision()
     if "sgl_kernel" not in sys.modules and importlib.util.find_spec("sgl_kernel") is None:
         module = _StandIn("sgl_kernel")
         module.__spec__ = importlib.machinery.ModuleSpec("sgl_kernel", None)
         sys.modules["sgl_kernel"] = module
+
+
+def _fork(method: str | None, force: bool = False) -> None:
+    """In place of "spawn", which sglang asks for and CUDA needs."""
+    _set_start_method("fork", force=force)
 
 
 def _complete_torchvision() -> None:

@@ -43,7 +43,6 @@ def eight_ranks() -> Iterator[RankPool]:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_saved_on_four_ranks_continues_on_any_number(
     one_rank: RankPool,

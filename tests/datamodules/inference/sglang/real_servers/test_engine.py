@@ -16,8 +16,6 @@ from datamodules.inference.sglang.launcher import ServerProcess
 from datamodules.inference.weight_files import WeightFiles
 from tests.datamodules.inference.engine_suite import EngineSuite
 
-pytestmark = pytest.mark.timeout(600)  # servers start in it, slowly where many others run
-
 
 def started(update: WeightUpdate, policy: PreTrainedModel, url: str, **settings: Any) -> SGLangEngine:
     """An engine on one running server, which has the weights of `update`."""

@@ -17,7 +17,6 @@ from tests.datamodules.inference.sglang.real_servers.servers import KEY, START_S
 from tests.helpers.rank_pool import RankPool
 
 
-@pytest.mark.timeout(600)
 @pytest.mark.slow
 def test_a_server_serves_what_two_ranks_saved(tmp_path: Path) -> None:
     ranks = RankPool(2)

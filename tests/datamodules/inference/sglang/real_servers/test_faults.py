@@ -32,9 +32,6 @@ from tests.datamodules.inference.engine_suite import (
 from tests.datamodules.inference.sglang.real_servers.proxy import Proxy
 from tests.datamodules.inference.sglang.real_servers.servers import KEY, START_S
 
-pytestmark = pytest.mark.timeout(600)  # servers start in it, slowly where many others run
-
-
 TOLERANCE = 1e-5
 
 

@@ -23,7 +23,7 @@ from datamodules.inference.weight_files import WeightFiles
 from tests.datamodules.inference.engine_suite import CONTEXT, assert_parity, prompts_of, tiny_policy
 from tests.datamodules.inference.sglang.real_servers.servers import START_S
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]  # servers start in it, slowly where many others run
+pytestmark = pytest.mark.slow
 
 
 class Serving:
