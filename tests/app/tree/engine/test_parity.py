@@ -1,6 +1,7 @@
 """The engine against the dense oracle: outputs and gradients, on random trees, budgets, masks, temperatures and losses.
 
-Tolerances are the project's: 1e-9 in float64 on float64-clean models; 2e-6 of the largest gradient in float32.
+Tolerances are the project's: 1e-9 in float64 on float64-clean models; 2e-6 of the largest gradient in float32, or what
+dense itself loses to float32 where larger terms cancelled (tied embeddings of a token that only repeats itself).
 """
 
 from __future__ import annotations
@@ -28,8 +29,7 @@ blocks = st.sampled_from([1, 3, 256])  # rows of a masked attention block
 heads = st.sampled_from([1, 4, "auto"])  # rows of logits held at a time
 
 CANCELLED = 0.05
-"""Gradients of these models are of order 0.1 to 10; where all are smaller, larger terms cancelled, and float32 has lost
-digits (dense just as much) that no engine can give back."""
+"""Gradients of these models are of order 0.1 to 10; where all are smaller, larger terms cancelled."""
 
 
 @pytest.mark.parametrize("name", models.FLOAT64_CLEAN)
@@ -55,8 +55,9 @@ def test_backward_float64(name: str, case: Case, want, kind: str, block: int, he
 @given(case=cases(), want=wants, kind=kinds, block=blocks, batched=st.booleans())
 def test_backward_float32(name: str, case: Case, want, kind: str, block: int, batched: bool) -> None:
     model, head = models.shared(name, torch.float32)
+    exact = models.shared(name, torch.float64)
     with masked_block(block):
-        assert_backward(model, head, case, kind, want, 2e-6, batched, floor=CANCELLED)
+        assert_backward(model, head, case, kind, want, 2e-6, batched, floor=CANCELLED, exact=exact)
 
 
 @pytest.mark.parametrize("name", models.FLOAT32)
