@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from app.batch import RolloutBatch
+from app.tree import RankGroup
 
 
 class Parts(Protocol):
@@ -41,15 +42,29 @@ class Ranks(Protocol):
     def size(self) -> int: ...
 
     @property
+    def group(self) -> RankGroup | None:
+        """The ranks with which this one runs every tree; None: each rank runs trees of its own."""
+
+    @property
+    def parts(self) -> int:
+        """How many parts the tree of a step is cut into: one a group of ranks. Part p is that of ranks p * size to
+        (p + 1) * size - 1, size being the ranks of a group."""
+
+    @property
+    def part(self) -> int:
+        """Which of them this rank runs."""
+
+    @property
     def partition_options(self) -> Mapping[str, Any]:
-        """How `app.tree.partition` is to cut a tree over ranks."""
+        """How `app.tree.partition` is to cut a tree into parts."""
 
     def lead(self, work: Callable[[], Said], answer: Answer) -> Said:
         """Collective. Rank 0 does `work`, in which it may `ask`; the others answer until it is done, and hear of its
         errors. What `work` returned: rank 0's own object there, an equal one elsewhere."""
 
     def ask(self, request: Any, parts: Parts | None, answer: Answer) -> list[Tensor]:
-        """Rank 0, inside of `lead`: what each rank's `answer(request, parts)` returned, by rank: flat float32."""
+        """Rank 0, inside of `lead`: what each part's `answer(request, parts)` returned, by part: flat float32. The
+        ranks of a group do the same work, and the first of them answers."""
 
     def forget(self) -> None:
         """On every rank alike: the batch that was named last will not be needed again."""
@@ -58,8 +73,8 @@ class Ranks(Protocol):
         """Collective: the sum of `tensor` over ranks, of the same shape, dtype and device."""
 
     def gather(self, tensor: Tensor, group: Any = None) -> list[Tensor]:
-        """Collective: every rank's `tensor` (same shape, dtype and device), in rank order. `group` is accepted for
-        torchmetrics, whose `dist_sync_fn` this can be; there is one."""
+        """Collective: every part's `tensor` (same shape, dtype and device), in order; of the ranks of a group, which
+        have seen the same, the first one's. `group` is accepted for torchmetrics, whose `dist_sync_fn` this can be."""
 
     def observe(self, tokens: int, pairs: int, seconds: float) -> None:
         """Collective, once an optimizer step: this rank ran a tree of `tokens` and attention `pairs` in `seconds`."""
@@ -77,6 +92,7 @@ class OneProcess:
     """`Ranks` of a run under any strategy on one process."""
 
     rank, size = 0, 1
+    group, parts, part = None, 1, 0
     partition_options: Mapping[str, Any] = {}
 
     def lead(self, work: Callable[[], Said], answer: Answer) -> Said:

@@ -8,7 +8,6 @@ number of value targets of the whole optimizer step over all ranks; during the w
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal
 
@@ -62,13 +61,6 @@ class Critic(nn.Module):
         # Zeros draw nothing from the random generator, and advantages begin as rewards.
         nn.init.zeros_(self.value_head.weight)
         nn.init.zeros_(self.value_head.bias)
-        self._engine: TreeEngine | None = None
-
-    def engine(self, make_engine: Callable[..., TreeEngine]) -> TreeEngine:
-        """That of its own trunk, made when first used."""
-        if self._engine is None:
-            self._engine = make_engine(self.trunk, self.value_head)
-        return self._engine
 
 
 class ActorCriticModule(PolicyModule):
@@ -159,7 +151,7 @@ class ActorCriticModule(PolicyModule):
     def engine_for(self, name: str) -> AbstractContextManager[TreeEngine]:
         if name == "critic":
             assert self.critic is not None
-            return nullcontext(self.critic.engine(self.make_engine))
+            return nullcontext(self.engine_over(self.critic.trunk, self.critic.value_head))
         return super().engine_for(name)
 
     # Rank 0, on the whole batch
@@ -214,7 +206,7 @@ class ActorCriticModule(PolicyModule):
                 if param.grad is not None:
                     param.grad.zero_()
         if not shared:
-            total = self.critic.engine(self.make_engine).backward(
+            total = self.engine_over(self.critic.trunk, self.critic.value_head).backward(
                 step.tree,
                 lambda out, indices: self._value_loss(out, step.gather(indices)),
                 want=("values",),

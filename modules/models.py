@@ -256,7 +256,7 @@ class ReferencePolicy(nn.Module):
     Args:
         source: "initial", a copy of `policy` as it is now, or another model.
         policy: the model being trained.
-        make_engine: tree engine over a model.
+        engine_over: the tree engine over a model.
         refresh: when and how it follows the policy; None for never.
         offload: keep the weights in CPU memory and move them to the device for each pass.
 
@@ -268,15 +268,14 @@ class ReferencePolicy(nn.Module):
         self,
         source: ModelSource | Literal["initial"],
         policy: PreTrainedModel,
-        make_engine: Callable[[PreTrainedModel], TreeEngine],
+        engine_over: Callable[[PreTrainedModel], TreeEngine],
         refresh: Refresh | None = None,
         offload: bool = False,
     ) -> None:
         super().__init__()
         model = copy.deepcopy(policy) if source == "initial" else build_model(source)
         self.model: PreTrainedModel = model.requires_grad_(False).eval()
-        self._make_engine = make_engine
-        self._engine: TreeEngine | None = None
+        self._engine_over = engine_over
         self._refresh, self._offload = refresh, offload
         self._masters: dict[str, Tensor] = {}  # float32 on the CPU; no buffers, which precision bf16-true would cast
         if refresh is not None and _shapes(model) != _shapes(policy):
@@ -287,11 +286,10 @@ class ReferencePolicy(nn.Module):
     @contextmanager
     def engine(self, device: torch.device) -> Iterator[TreeEngine]:
         """Its engine, the weights being on `device` meanwhile."""
-        if self._engine is None:
-            self._engine = self._make_engine(self.model)
+        engine = self._engine_over(self.model)
         self.model.to(device)
         try:
-            yield self._engine
+            yield engine
         finally:
             if self._offload:
                 self.model.to("cpu")

@@ -160,7 +160,7 @@ class PolicyModule(TreeModule):
         if self.reference_source is None or self.reference is not None:
             return
         assert self.policy is not None
-        self.reference = ReferencePolicy(self.reference_source, self.policy, self.make_engine, *self._reference_options)
+        self.reference = ReferencePolicy(self.reference_source, self.policy, self.engine_over, *self._reference_options)
 
     def aggregation(self) -> tuple[Aggregation, float | None]:
         return self.aggregation_mode, self.aggregation_constant

@@ -67,7 +67,7 @@ class RankWork:
         Raises:
             BatchError: another rank than 0 holds the batch of `handle`.
         """
-        rank = self.exchange.rank
+        rank, part = self.exchange.rank, self.exchange.part
         if rank != 0 and handle.batch is not None:
             raise BatchError(f"{handle} on rank {rank}: only rank 0 owns the stream of batches")
         if self.exchange.size == 1:
@@ -87,11 +87,11 @@ class RankWork:
         request, batch, values = self.exchange.lead(cut, self._answer)
         if led:  # not before the others have theirs
             step, shares = led[0]
-            return _pick(step.batch, shares[rank], step.columns) if shares[rank] else None
-        if batch is None or not request["shares"][rank]:
+            return _pick(step.batch, shares[part], step.columns) if shares[part] else None
+        if batch is None or not request["shares"][part]:
             return None
-        own = batch.select(request["shares"][rank])
-        return own.with_columns(own_values(own, values, request["bounds"], rank))
+        own = batch.select(request["shares"][part])
+        return own.with_columns(own_values(own, values, request["bounds"], part))
 
     def outputs(
         self, batch: RolloutBatch, passes: Passes, indices: list[int] | None = None
@@ -113,7 +113,7 @@ class RankWork:
     def _answer(self, request: dict[str, Any], batch: Parts | None) -> Tensor:
         """Float32 [outputs, M] on the CPU: of the M trained tokens of this rank's share, in the order of the passes."""
         passes: Passes = request["passes"]
-        share = request["shares"][self.exchange.rank]
+        share = request["shares"][self.exchange.part]
         if not share:
             return torch.zeros(sum(map(len, passes.values())), 0, dtype=torch.float32)
         assert batch is not None, "what is asked for is about a batch"
@@ -127,12 +127,12 @@ class RankWork:
         return torch.stack(rows)
 
     def shares(self, batch: RolloutBatch, indices: Sequence[int], tree: PrefixTree | None = None) -> list[list[int]]:
-        """Which of the sequences `indices` each rank runs, ascending: shares of similar predicted cost. `tree`: that of
-        `build_tree` for `indices`, where it is at hand."""
-        if self.exchange.size == 1:
+        """Which of the sequences `indices` each rank (or group of ranks) runs, ascending: shares of similar predicted
+        cost. `tree`: that of `build_tree` for `indices`, where it is at hand."""
+        if self.exchange.parts == 1:
             return [list(indices)]
         tree = build_tree(batch, self._share, indices) if tree is None else tree
-        parts = partition(tree, self.exchange.size, **self.exchange.partition_options)
+        parts = partition(tree, self.exchange.parts, **self.exchange.partition_options)
         return [sorted(indices[i] for i in part) for part in parts]
 
     def verify_together(self, engine: TreeEngine, tree: PrefixTree, want: Sequence[str], fall_back: bool) -> bool:
@@ -223,12 +223,12 @@ def trained_values(
 
 
 def own_values(
-    own: RolloutBatch, values: Mapping[str, Tensor], bounds: Mapping[str, list[int]], rank: int
+    own: RolloutBatch, values: Mapping[str, Tensor], bounds: Mapping[str, list[int]], share: int
 ) -> dict[str, Tensor]:
-    """The inverse of `trained_values` for the sequences of `rank`: [T] of them."""
+    """The inverse of `trained_values` for the sequences of one share: [T] of them."""
     columns = {}
     for name, column in values.items():
-        piece = column[bounds[name][rank] : bounds[name][rank + 1]]
+        piece = column[bounds[name][share] : bounds[name][share + 1]]
         if len(piece) < own.num_tokens:  # the first token of a sequence is never trained
             piece = torch.zeros(own.num_tokens, dtype=column.dtype).masked_scatter_(own.loss_mask, piece)
         columns[name] = piece

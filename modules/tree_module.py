@@ -47,7 +47,7 @@ from transformers import PreTrainedModel
 
 from app.batch import BatchError, RolloutBatch, StepHandle
 from app.exchange import ranks_of
-from app.tree import FlatOutputs, PrefixTree, TreeEngine
+from app.tree import FlatOutputs, PrefixTree, RankGroup, TreeEngine
 from modules.evaluation import EvaluatedModule
 from modules.metrics import NamedMetrics, log_alone
 from modules.models import ModelSource, build_model
@@ -133,7 +133,8 @@ class TreeModule(EvaluatedModule):
         self._checked = self_check == "skip"
         self.ranks: RankWork  # from `setup` on
         self.policy: PreTrainedModel | None = None
-        self._engine: TreeEngine | None = None
+        self._group: RankGroup | None = None
+        self._engines: dict[nn.Module, TreeEngine] = {}
         self.policy_version = 0
         self.steps_done = 0
         self.step_seconds: dict[str, float] = {}
@@ -195,9 +196,14 @@ class TreeModule(EvaluatedModule):
         if self.policy is None:
             self.policy = build_model(self.model_source)
 
-    def make_engine(self, model: PreTrainedModel, value_head: nn.Module | None = None) -> TreeEngine:
-        """A tree engine over `model` with this module's budgets."""
-        return TreeEngine(model, value_head=value_head, **self._engine_options)
+    def engine_over(self, model: PreTrainedModel, value_head: nn.Module | None = None) -> TreeEngine:
+        """The tree engine over `model`, with this module's budgets. Made when first used: parameters may move or change
+        dtype before training starts."""
+        engine = self._engines.get(model)
+        if engine is None or engine.group is not self._group:
+            engine = TreeEngine(model, value_head=value_head, group=self._group, **self._engine_options)
+            self._engines[model] = engine
+        return engine
 
     def value_head(self) -> nn.Module | None:
         """A head on the policy's hidden states, run in the policy's own pass."""
@@ -210,11 +216,9 @@ class TreeModule(EvaluatedModule):
 
     @property
     def engine(self) -> TreeEngine:
-        """The policy's engine. Made when first used: parameters may move or change dtype before training starts."""
-        if self._engine is None:
-            assert self.policy is not None, "configure_model builds the policy"
-            self._engine = self.make_engine(self.policy, self.value_head())
-        return self._engine
+        """The policy's."""
+        assert self.policy is not None, "configure_model builds the policy"
+        return self.engine_over(self.policy, self.value_head())
 
     def configure_optimizers(self) -> Any:
         optimizer = self.make_optimizer(self.parameter_groups())
@@ -228,6 +232,12 @@ class TreeModule(EvaluatedModule):
     def setup(self, stage: str) -> None:
         exchange = ranks_of(self.trainer)
         refuse_trainer(self.trainer, stage, exchange)
+        if exchange.group is not None and self.self_check == "fallback":
+            raise ValueError(
+                "self_check='fallback' has ranks run every sequence alone, which those of a group cannot share: set"
+                " model.self_check to 'error', or DTAStrategy(group_size=1)"
+            )
+        self._group = exchange.group
         self.ranks = RankWork(exchange, self.share_mode, self.engine_for)
         for metrics in self.modules():  # left alone, torchmetrics talks where gradients travel
             if isinstance(metrics, NamedMetrics):

@@ -48,6 +48,7 @@ from app.strategies.pieces import CheckpointMismatch, Piece, load_pieces
 from app.strategies.precision import keep_default_dtype
 from app.strategies.ranks.balance import Calibration
 from app.strategies.ranks.collectives import Communicator
+from app.strategies.ranks.groups import GroupRanks
 from app.strategies.ranks.listening import LOOPBACK, gloo_on_loopback, is_local
 from app.strategies.ranks.rendezvous import leave_at_exit, meet
 from app.strategies.ranks.sharing import SharedRanks
@@ -74,9 +75,13 @@ class DTAStrategy(DDPStrategy):
         calibrate: balance ranks by the times this run measures, every ten steps. Off, the cut depends on the batch
             alone, and a seeded run on several ranks repeats: bit for bit on CPUs; on GPUs, whose plans follow rates
             that each start measures, up to rounding.
-        max_tokens_per_rank: most dense tokens of one rank in one step, where per-token columns are what fills memory.
+        max_tokens_per_rank: most dense tokens of one rank (or group) in one step, where per-token columns are what
+            fills memory.
         offload_optimizer: keep optimizer state and masters in CPU memory and step there; for CUDA devices.
         bucket_cap_mb: most MiB of float32 gradients in one reduce-scatter (a larger parameter has a bucket of its own).
+        group_size: ranks that run one plan together, a share of its rows and attention heads each, and so compute no
+            prefix twice among them: the GPUs of a node, where links are fast. The tree is cut for groups instead of
+            ranks. It must divide the number of ranks and of attention heads.
         process_group_backend: "gloo" or "nccl"; by default nccl on CUDA devices, gloo on CPUs.
         accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin: set by the Trainer.
 
@@ -97,6 +102,7 @@ class DTAStrategy(DDPStrategy):
         bucket_cap_mb: int = 256,
         background_checkpoints: bool = True,
         max_skipped_steps: int = 10,
+        group_size: int = 1,
         process_group_backend: str | None = None,
         accelerator: Accelerator | None = None,
         parallel_devices: list[torch.device] | None = None,
@@ -104,7 +110,9 @@ class DTAStrategy(DDPStrategy):
         checkpoint_io: CheckpointIO | None = None,
         precision_plugin: Precision | None = None,
     ) -> None:
-        refusals.check_arguments(timeout, death_timeout, bucket_cap_mb, max_tokens_per_rank, max_skipped_steps)
+        refusals.check_arguments(
+            timeout, death_timeout, bucket_cap_mb, max_tokens_per_rank, max_skipped_steps, group_size
+        )
         super().__init__(
             accelerator=accelerator,
             parallel_devices=parallel_devices,
@@ -119,7 +127,7 @@ class DTAStrategy(DDPStrategy):
         self._bucket_elements = bucket_cap_mb * 2**20 // 4
         self._calibration = Calibration(calibrate)
         self._offload = offload_optimizer
-        self._max_tokens = max_tokens_per_rank
+        self._max_tokens, self._group_size = max_tokens_per_rank, group_size
         self._death_timeout = death_timeout
         self._background = background_checkpoints
         self._links = False
@@ -168,6 +176,7 @@ class DTAStrategy(DDPStrategy):
 
     def setup_distributed(self) -> None:
         self.set_world_ranks()
+        refusals.check_group(self._group_size, self.world_size)
         with gloo_on_loopback(is_local(self._address)):
             if not dist.is_initialized():
                 self._meet()
@@ -176,8 +185,9 @@ class DTAStrategy(DDPStrategy):
             control = None if gloo else dist.new_group(backend="gloo", timeout=self._timeout)
             # The writer's threads talk while training does, in an order of their own: not in the group for control.
             group = dist.new_group(backend="gloo", timeout=self._timeout)
-        self._ranks = Communicator(dist.group.WORLD, self.root_device, control, self._timeout.total_seconds())
-        self.exchange = SharedRanks(self._ranks, self._calibration, self._max_tokens, lambda: self.grad_norm)
+            self._ranks = Communicator(dist.group.WORLD, self.root_device, control, self._timeout.total_seconds())
+            together = GroupRanks(self._ranks, self._group_size, self._timeout) if self._group_size > 1 else None
+        self.exchange = SharedRanks(self._ranks, self._calibration, self._max_tokens, lambda: self.grad_norm, together)
         leave_at_exit(self._ranks)
         self._start_watch(self._ranks)
         watch = self._ranks.watch

@@ -21,6 +21,7 @@ def check_arguments(
     bucket_cap_mb: int,
     max_tokens_per_rank: int | None,
     max_skipped_steps: int,
+    group_size: int,
 ) -> None:
     """Raises MisconfigurationException for an argument out of range."""
     for name, value in (("timeout", timeout), ("death_timeout", death_timeout)):
@@ -32,6 +33,17 @@ def check_arguments(
         raise MisconfigurationException(f"DTAStrategy(bucket_cap_mb={bucket_cap_mb}): at least 1 MiB is needed")
     if max_skipped_steps < 1:
         raise MisconfigurationException(f"DTAStrategy(max_skipped_steps={max_skipped_steps}): at least 1 is needed")
+    if group_size < 1:
+        raise MisconfigurationException(f"DTAStrategy(group_size={group_size}): at least 1 rank is needed")
+
+
+def check_group(group_size: int, ranks: int) -> None:
+    """Raises MisconfigurationException when `ranks` are not a number of groups."""
+    if ranks % group_size:
+        raise MisconfigurationException(
+            f"DTAStrategy(group_size={group_size}) does not divide the {ranks} ranks of this run: choose"
+            " trainer.devices and trainer.num_nodes so that it does, or another group_size"
+        )
 
 
 def check_trainer(trainer: pl.Trainer, module: pl.LightningModule, precision: str) -> None:

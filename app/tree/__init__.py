@@ -4,6 +4,7 @@ Needs torch and transformers only; knows no RL and no Lightning. See `PrefixTree
 `inspect_tree`, `inspect_model` for what a tree would save, without running it. Others import nothing below this face.
 """
 
+from app.tree.attention.groups import RankGroup
 from app.tree.engine import TreeEngine
 from app.tree.outputs import FlatOutputs, SequenceOutputs, TreeOutputs
 from app.tree.partition import partition
@@ -23,6 +24,7 @@ __all__ = [
     "PieceStates",
     "PieceTree",
     "PrefixTree",
+    "RankGroup",
     "SelfCheckError",
     "SequenceOutputs",
     "StateLayers",

@@ -12,7 +12,7 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import astuple, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from app.tree.attention import BACKENDS, choose_backend
+from app.tree.attention.groups import RankGroup
 from app.tree.calibrate import measure_rates
 from app.tree.executor import BatchedLoss, Executor, check_scalar
 from app.tree.heads import Heads
@@ -59,6 +60,10 @@ class TreeEngine:
         self_check: whether the first backward also runs a small part of its batch densely and compares; see
             `app.tree.self_check`.
         on_mismatch: what happens when they differ: "error", or "fallback" to dense-leaf execution from then on.
+        group: ranks that run every tree together, each a share of its rows (`app.tree.attention.groups`). All of them
+            call the same methods with the same trees and losses; outputs and losses are then the same on each, `.grad`
+            is what a rank's own rows give, whose sum over the group is the gradient, and budgets in tokens are the
+            group's.
 
     Attributes:
         dense: whether every leaf sequence runs alone, through the model's own attention (after such a fallback).
@@ -80,6 +85,7 @@ class TreeEngine:
         rates: Rates | None = None,
         self_check: bool = True,
         on_mismatch: Literal["error", "fallback"] = "error",
+        group: RankGroup | None = None,
     ) -> None:
         for name, budget in (("chunk_tokens", chunk_tokens), ("live_tokens", live_tokens)):
             if budget != "auto" and (isinstance(budget, str) or budget < 1):
@@ -92,11 +98,23 @@ class TreeEngine:
             raise ValueError(f"on_mismatch must be 'error' or 'fallback', got {on_mismatch!r}")
         if on_mismatch != "error" and not self_check:
             raise ValueError(f"on_mismatch={on_mismatch!r} has no effect without self_check; set self_check=True")
+        if on_mismatch != "error" and group is not None:
+            raise ValueError(
+                f"on_mismatch={on_mismatch!r}: ranks of a group share the rows of tree execution alone; set"
+                " on_mismatch='error', or let each rank run a part of its own"
+            )
         self.on_mismatch, self.dense, self._verified = on_mismatch, False, not self_check
         self.model = transformers_model(model)
         refuse_by_name(self.model)
         self.state_layers = StateLayers.of(self.model)
         refuse_unsupported(self.model, self.state_layers.indices)
+        if group is not None and self.state_layers.mixers:
+            raise ValueError(
+                f"{type(self.model).__name__} carries states from token to token in {len(self.state_layers.mixers)}"
+                " layers, whose rows cannot be dealt over a group of ranks; let each rank run a part of its own"
+                " (group=None)"
+            )
+        self.group = group
         self.chunk_tokens, self.live_tokens = chunk_tokens, live_tokens
         self.temperature = temperature
         self.attention = attention
@@ -227,7 +245,9 @@ class TreeEngine:
             self._executor(small, want, execution=execution).run(loss_fn)
 
         scans = any(kind == "scan" for _, kind in self.state_layers.expected)
-        return compare(Subject(self.model, self.value_head, self.temperature, run, scans), tree, frozenset(want))
+        total = None if self.group is None else self.group.sum_
+        subject = Subject(self.model, self.value_head, self.temperature, run, scans, total)
+        return compare(subject, tree, frozenset(want))
 
     def fall_back(self, findings: str) -> None:
         """From now on every leaf sequence runs alone, through the model's own attention; warns why."""
@@ -252,8 +272,13 @@ class TreeEngine:
         shape, parameter = ModelShape.of(self.model.config), next(self.model.parameters())
         if self.rates is None:
             self.rates = measure_rates(self.model) if parameter.device.type == "cuda" else CPU_RATES
+            if self.group is not None:  # one plan for all: by what the first of them measured
+                self.rates = Rates(*self.group.gather(astuple(self.rates))[0])
         backend = choose_backend(self.attention, self.model)
-        chunk, live = auto_budgets(self.model, chunk_tokens, live_tokens, tree, self.heads.head_tokens)
+        ranks = 1 if self.group is None else self.group.size
+        chunk, live = auto_budgets(self.model, chunk_tokens, live_tokens, tree, self.heads.head_tokens, ranks)
+        if self.group is not None:  # and by the memory of the one that has least
+            chunk, live = (int(min(values)) for values in zip(*self.group.gather((chunk, live))))
         share = shape.checkpoint_share() if self.checkpointing and checkpointable(self.model) else 1.0
         return plan(tree, chunk, live, TimeModel(shape, self.rates, backend, parameter.element_size()), share)
 
@@ -279,6 +304,7 @@ class TreeEngine:
             backend,
             self.state_layers,
             with_grads,
+            None if execution.dense else self.group,
         )
 
     def _validate(self, tree: PrefixTree, want: Sequence[str]) -> None:

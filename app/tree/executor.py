@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 
 from app.tree.attention import tree_attention_on
 from app.tree.attention.chunk_attention import Backend, ChunkAttention
+from app.tree.attention.groups import RankGroup, RowShares
 from app.tree.attention.path_cache import KeyValue, PathCache
 from app.tree.heads import Heads, Kept
 from app.tree.model.checkpointing import checkpointed
@@ -35,15 +36,23 @@ from app.tree.transfer import on_device
 BatchedLoss = Callable[[FlatOutputs, Tensor], Tensor]
 
 
+class _Scored(NamedTuple):
+    """Scored tokens that a run's rows predict: those of this rank, and those of all ranks that run it."""
+
+    rows: Tensor  # rows of `hidden` that predict them
+    predicted: Tensor  # tree tokens they predict
+    everyone: Tensor  # tree tokens that rows of any rank predict
+    at: Tensor  # where `predicted` are among them
+
+
 @dataclass(eq=False)
 class _Run:
     """A chunk (or its anchors) that has gone forward."""
 
     layout: Layout
     attention: ChunkAttention
-    hidden: Tensor  # [n, H]
-    rows: Tensor  # rows whose hidden states predict scored tokens
-    predicted: Tensor  # tree tokens they predict
+    hidden: Tensor  # [rows run here, H]
+    scored: _Scored
     states: PieceStates | None  # of layers that carry one
     kept: Kept | None = None  # what the heads keep for the backward that follows
 
@@ -75,9 +84,10 @@ class Executor:
         backend: Backend,
         state_layers: StateLayers,
         with_grads: bool,
+        group: RankGroup | None = None,
     ) -> None:
         self.model, self.body, self.heads, self.plan, self.want = model, model.base_model, heads, plan, want
-        self.backend, self.state_layers, self.with_grads = backend, state_layers, with_grads
+        self.backend, self.state_layers, self.with_grads, self.group = backend, state_layers, with_grads, group
         tree = plan.tree
         parameter = next(model.parameters())
         self.device = parameter.device
@@ -202,14 +212,15 @@ class Executor:
         # Logits have no graph: the heads give the hidden states' gradient, in blocks. Rows that predict nothing scored
         # get zero here, and their share through the attention of the rows that see them.
         grad = torch.zeros_like(run.hidden)
-        if len(run.rows):
+        rows, predicted, *_ = run.scored
+        if len(rows):
             # Complete by now: losses of sequences through these tokens were evaluated at the latest with this chunk.
-            grads = {name: x[run.predicted] for name, x in self.grads.items()}
-            temperature = self._temperature(run.predicted)
+            grads = {name: x[predicted] for name, x in self.grads.items()}
+            temperature = self._temperature(predicted)
             row_grads = self.heads.backward(
-                run.hidden.detach()[run.rows], self.tokens[run.predicted], temperature, grads, run.kept
+                run.hidden.detach()[rows], self.tokens[predicted], temperature, grads, run.kept
             )
-            grad.index_add_(0, run.rows, row_grads)  # a state before a fork predicts several tokens
+            grad.index_add_(0, rows, row_grads)  # a state before a fork predicts several tokens
         if run.hidden.requires_grad:
             ends, end_grads = self._owed_to_ends(run, state)
             torch.autograd.backward([run.hidden, *ends], [grad, *end_grads])
@@ -238,20 +249,22 @@ class Executor:
         chunk = self.plan.chunks[index]
         rows = layout(chunk, only, self.backend.masked_block)
         depths = self.plan.tree.token_depth[rows.tokens]
-        attention = ChunkAttention(rows, self.cache, chunk.path_tokens, depths, self.backend, store)
+        shares = None if self.group is None else RowShares.of(self.group, len(rows.tokens))
+        attention = ChunkAttention(rows, self.cache, chunk.path_tokens, depths, self.backend, store, shares)
         states = None
-        ids = self.tokens[on_device(rows.tokens, self.device)].unsqueeze(0)
+        here = slice(None) if shares is None else shares.run
+        ids = self.tokens[on_device(rows.tokens[here], self.device)].unsqueeze(0)
         if self.plan.dense:
             out = self.body(input_ids=ids, use_cache=False)
         else:
-            positions = on_device(depths, self.device).unsqueeze(0)
+            positions = on_device(depths[here], self.device).unsqueeze(0)
             states = self._states(index, rows, only)
             carried = {} if states is None else {STATES_ARGUMENT: states}
             out = self.body(input_ids=ids, position_ids=positions, use_cache=False, tree_chunk=attention, **carried)
             self._refuse_other_attention(attention.calls)
             if states is not None:
                 self.state_layers.refuse_unreached(states)
-        return _Run(rows, attention, out.last_hidden_state[0], *self._scored_rows(index, rows), states)
+        return _Run(rows, attention, out.last_hidden_state[0], self._scored_rows(index, rows, shares), states)
 
     def _states(self, index: int, rows: Layout, only: Sequence[int] | None) -> PieceStates | None:
         """Of layers that carry states, those a run starts from: leaves with the values of the end it hangs below."""
@@ -285,7 +298,7 @@ class Executor:
             " interface; tree training cannot compute them"
         )
 
-    def _scored_rows(self, index: int, rows: Layout, without: Sequence[int] = ()) -> tuple[Tensor, Tensor]:
+    def _scored_rows(self, index: int, rows: Layout, shares: RowShares | None, without: Sequence[int] = ()) -> _Scored:
         """Rows of a run whose hidden states predict scored tokens, and these tokens, but for those of some pieces."""
         chunk = self.plan.chunks[index]
         predicted = self._scored[self._scored_bounds[index] : self._scored_bounds[index + 1]]
@@ -295,8 +308,11 @@ class Executor:
             self._row_of[rows.tokens[first : first + chunk.pieces[piece].tokens]] = -1
         source = self._row_of[self.plan.tree.token_parent[predicted]]
         self._row_of[rows.tokens] = -1
-        here = source >= 0
-        return on_device(source[here], self.device), on_device(predicted[here], self.device)
+        source, everyone = source[source >= 0], predicted[source >= 0]
+        own = slice(0, len(rows.tokens)) if shares is None else shares.own
+        at = np.flatnonzero((source >= own.start) & (source < own.stop))
+        found = (source[at] - own.start, everyone[at], everyone, at)
+        return _Scored(*(on_device(index, self.device) for index in found))
 
     def _provide(self, index: int, run: _Run, only: Sequence[int] | None) -> None:
         """Opens a chunk, with a run's keys and values for the pushes that follow."""
@@ -309,15 +325,24 @@ class Executor:
         """Values of the scored tokens that a run's rows predict, but for those that the rows of some pieces do."""
         if self.with_grads and self.loss_fn is None:
             return  # gradients are given: nobody asks for values
-        rows, predicted = self._scored_rows(index, run.layout, known) if known else (run.rows, run.predicted)
-        if not len(rows):
+        scored = self._scored_rows(index, run.layout, run.attention.shares, known) if known else run.scored
+        if not len(scored.everyone):
             return
+        rows, predicted = scored.rows, scored.predicted
         keep = self.with_grads and not self.plan.chunks[index].anchors  # with none below, backward is the next step
         # Detached: losses are taken of leaves (`_losses`), and backward computes logits again block by block.
         hidden, targets, temperature = run.hidden.detach()[rows], self.tokens[predicted], self._temperature(predicted)
         outputs, run.kept = self.heads.forward(hidden, targets, temperature, self.want, keep)
-        for name, values in outputs.items():
-            self.values[name][predicted] = values
+        if self.group is None:
+            for name, values in outputs.items():
+                self.values[name][predicted] = values
+            return
+        columns = torch.zeros(len(self.want), len(scored.everyone), dtype=self.dtype, device=self.device)
+        for column, name in zip(columns, sorted(self.want)):
+            column[scored.at] = outputs[name]
+        self.group.sum_(columns)  # of one number and zeros: exact, and losses are the same on every rank
+        for column, name in zip(columns, sorted(self.want)):
+            self.values[name][scored.everyone] = column
 
     def _losses(self, group: int) -> None:
         """Losses of the sequences that end in a chunk; their gradients are added to the tokens' on their path."""

@@ -80,14 +80,16 @@ def pass_memory(
     tree: PrefixTree | None = None,
     head_tokens: int | None = None,
     chunks: Sequence[Chunk] | None = None,
+    ranks: int = 1,
 ) -> PassMemory:
     """Estimates a pass over `tree` (without one: what does not depend on it) at these budgets. `chunks`: of its plan,
-    where there is one, whose sizes and states are counted then."""
+    where there is one, whose sizes and states are counted then. `ranks`: how many run it together, sharing rows and
+    heads; the bytes are those of one of them."""
     shape, parameter = ModelShape.of(model.config), next(model.parameters())
     element = parameter.element_size()
     accumulated = max(4, element)
     missing = sum(p.numel() for p in model.parameters() if p.requires_grad and p.grad is None)
-    key_value = 2 * shape.attention_layers * shape.key_value_heads * shape.head_dim
+    key_value = 2 * shape.attention_layers * -(-shape.key_value_heads // ranks) * shape.head_dim
     longest = int(tree.sequence_length.max()) if tree is not None and tree.num_sequences else 0
     tokens, dense = (tree.num_tokens, tree.num_dense_tokens) if tree is not None else (0, 0)
     rows = head_tokens or max(_LEAST, BLOCK_BYTES // (4 * shape.vocabulary))
@@ -103,11 +105,11 @@ def pass_memory(
         states=2 * 4 * shape.state_values * held,
         outputs=tokens * (8 + 3 * accumulated) + dense * (8 + 3 * accumulated),
         head_block=(2 if element >= 4 else 3)
-        * min(rows, max(1, scored), chunk_tokens)
+        * min(rows, max(1, scored), -(-chunk_tokens // ranks))
         * shape.vocabulary
         * accumulated,
-        backward=largest * max(layer, scan),
-        live_activations=live_tokens * token_bytes(model),
+        backward=largest * max(layer, scan) // ranks,
+        live_activations=live_tokens * token_bytes(model) // ranks,
     )
 
 
@@ -117,8 +119,9 @@ def auto_budgets(
     live_tokens: int | str,
     tree: PrefixTree | None = None,
     head_tokens: int | None = None,
+    ranks: int = 1,
 ) -> tuple[int, int]:
-    """Replaces "auto" by numbers: (chunk_tokens, live_tokens).
+    """Replaces "auto" by numbers: (chunk_tokens, live_tokens), of all `ranks` that run a pass together.
 
     `chunk_tokens`: the device's good size. `live_tokens`: what of half the free memory of a CPU (shared with the other
     ranks on it), or four fifths of a GPU's, is left beside the other parts of a pass over `tree`.
@@ -127,12 +130,12 @@ def auto_budgets(
         ValueError: when not even 16 tokens' activations fit, naming the bytes of each part.
     """
     on_gpu = next(model.parameters()).device.type == "cuda"
-    chunk = chunk_tokens if not isinstance(chunk_tokens, str) else DEVICE_CHUNK["cuda" if on_gpu else "cpu"]
+    chunk = chunk_tokens if not isinstance(chunk_tokens, str) else ranks * DEVICE_CHUNK["cuda" if on_gpu else "cpu"]
     if not isinstance(live_tokens, str):
         return chunk, live_tokens
     free = free_bytes(next(model.parameters()).device)
     usable = int(free * (_GPU_SHARE if on_gpu else _CPU_SHARE))
-    least = pass_memory(model, _LEAST, _LEAST, tree, head_tokens)
+    least = pass_memory(model, _LEAST, _LEAST, tree, head_tokens, ranks=ranks)
     if least.total > usable:
         raise ValueError(
             f"live_tokens='auto': a tree pass does not fit, because {_size(free)} of memory are free, of which it may"
@@ -140,10 +143,10 @@ def auto_budgets(
             " memory, use a smaller model, shorter sequences or fewer ranks on this machine, or set live_tokens"
         )
     each = token_bytes(model)
-    fixed = pass_memory(model, chunk, 0, tree, head_tokens)
-    live = (usable - fixed.total) // each
+    fixed = pass_memory(model, chunk, 0, tree, head_tokens, ranks=ranks)
+    live = ranks * (usable - fixed.total) // each
     if live < chunk:  # chunks will be no larger than what is live, and their backward smaller with them
-        live = (usable - (fixed.total - fixed.backward)) // (each + fixed.backward // chunk)
+        live = ranks * (usable - (fixed.total - fixed.backward)) // (each + ranks * fixed.backward // chunk)
     return chunk, max(_LEAST, live)
 
 

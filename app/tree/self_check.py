@@ -97,6 +97,7 @@ class Subject:
         model, value_head, temperature: the engine's.
         run: `run(tree, loss, budgets)` accumulates gradients, over the tree within budgets or, with None, densely.
         scans: some layers run a scan, whose own rounding `SCAN` allows.
+        total: of gradients over a tree, where ranks run it together: makes them their sum over these, in place.
     """
 
     model: PreTrainedModel
@@ -104,6 +105,7 @@ class Subject:
     temperature: float
     run: Callable[[PrefixTree, BatchedLoss, Budgets | None], None]
     scans: bool = False
+    total: Callable[[Tensor], None] | None = None
 
     @property
     def modules(self) -> list[nn.Module]:
@@ -175,6 +177,9 @@ def _attempt(subject: Subject, sequences: list[Ints], fork: int, want: frozenset
         moved = nullcontext() if seed is None else _moved_by_rounding(subject, seed)
         with moved, _sampled_gradients(subject, chosen) as gradients:
             runs.append((_run(subject, small, want, budgets), gradients))
+    if subject.total is not None:
+        for gradient in runs[0][1].values():
+            subject.total(gradient)
     (over, over_grads), (dense, dense_grads), *rounded = runs
     difference = over - dense
     if own_logprobs is not None:  # not even the engine's output projection is taken on trust

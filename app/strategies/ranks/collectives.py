@@ -227,13 +227,14 @@ class Communicator:
         raise RuntimeError(f"{what} failed on rank {rank}: {texts[rank]}")
 
     @contextmanager
-    def named(self, what: str) -> Iterator[None]:
-        """Around a collective: an error says which it was and which ranks are missing from it.
+    def named(self, what: str, counted: bool = True) -> Iterator[None]:
+        """Around a collective: an error says which it was and which ranks are missing from it. `counted`: it is one of
+        all ranks, whose counts say who is missing.
 
         Raises:
             CollectiveError: in place of the transport's RuntimeError.
         """
-        self.progress.enter(what)
+        self.progress.enter(what, counted)
         try:
             yield
         except CollectiveError:

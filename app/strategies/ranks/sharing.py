@@ -9,8 +9,8 @@ Promises: the other ranks need not know what rank 0 is about to do. A batch trav
 about it: ranks keep it, packed, until a message is about another one, or `forget`. An error of rank 0 while it leads,
 or of any rank while it answers, is raised on all ranks, with the words of the rank that had it; nobody is left waiting.
 A message is two broadcasts (its size, and itself), so that rank 0's own work does not grow with the ranks; an answer is
-one small all-gather and one transfer. A rank that is missing from one is named as in any other collective. One process
-sends nothing and packs nothing.
+one small all-gather and one transfer. A rank that is missing from one is named as in any other collective. Of ranks
+that run a plan together the first one answers for all. One process sends nothing and packs nothing.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from app.batch import RolloutBatch
 from app.exchange import Answer, Parts, Said
 from app.strategies.ranks.balance import Calibration
 from app.strategies.ranks.collectives import CollectiveError, Communicator
+from app.strategies.ranks.groups import GroupRanks
 from app.strategies.ranks.wire import PackedBatch, pack, pack_values, unpack_values
 from app.text import well_formed
 
@@ -47,8 +48,8 @@ class RankTraffic:
         seconds: rank 0's wall seconds of packing and sending since then.
     """
 
-    def __init__(self, ranks: Communicator) -> None:
-        self._ranks = ranks
+    def __init__(self, ranks: Communicator, group_size: int = 1) -> None:
+        self._ranks, self._group_size = ranks, group_size
         self._held: Parts | None = None
         self.reset()
 
@@ -81,7 +82,8 @@ class RankTraffic:
         return said
 
     def ask(self, request: Any, parts: Parts | None, answer: Answer) -> list[Tensor]:
-        """Rank 0 only, inside of `lead`: what each rank's `answer(request, parts)` returned, flat float32, by rank.
+        """Rank 0 only, inside of `lead`: what `answer(request, parts)` returned, flat float32, on the first rank of
+        every group, in order.
 
         Raises:
             RuntimeError: another rank failed, naming it and its error; rank 0's own error is raised as it is.
@@ -99,7 +101,7 @@ class RankTraffic:
             raise RuntimeError(
                 f"what rank 0 asked for failed on rank {first}: {failed[first]} (ranks: {sorted(failed)})"
             )
-        return [said for said in answers if not isinstance(said, str)]
+        return [said for said in answers[:: self._group_size] if not isinstance(said, str)]
 
     def _follow(self, answer: Answer) -> Said:
         own: Exception | None = None
@@ -113,6 +115,8 @@ class RankTraffic:
                 raise RankZeroError(f"rank 0 failed: {said[0]}")
             mine = _attempt(answer, *said[:2])
             own = mine if isinstance(mine, Exception) else None
+            if isinstance(mine, Tensor) and self._ranks.rank % self._group_size:
+                mine = mine.new_empty(0)  # the first of the group says the same
             self._answer(mine)
 
     def _send(self, verb: str, said: Said) -> None:
@@ -152,13 +156,21 @@ class SharedRanks(RankTraffic):
     Args:
         token_limit: most dense tokens of one rank in one step.
         grad_norm: that of the last gradient, over all ranks.
+        group: the ranks that run a plan together with this one, if any.
     """
 
     def __init__(
-        self, ranks: Communicator, calibration: Calibration, token_limit: int | None, grad_norm: Callable[[], float]
+        self,
+        ranks: Communicator,
+        calibration: Calibration,
+        token_limit: int | None,
+        grad_norm: Callable[[], float],
+        group: GroupRanks | None = None,
     ) -> None:
-        super().__init__(ranks)
-        self.rank, self.size = ranks.rank, ranks.size
+        size = 1 if group is None else group.size
+        super().__init__(ranks, size)
+        self.rank, self.size, self.group = ranks.rank, ranks.size, group
+        self.parts, self.part = ranks.size // size, ranks.rank // size
         self.partition_options: Mapping[str, Any] = {"cost": calibration.cost, "token_limit": token_limit}
         self._calibration, self._grad_norm = calibration, grad_norm
 
@@ -166,7 +178,7 @@ class SharedRanks(RankTraffic):
         return self._ranks.sum(tensor)
 
     def gather(self, tensor: Tensor, group: Any = None) -> list[Tensor]:
-        return list(self._ranks.gather(tensor, "metrics").to(tensor.device))
+        return list(self._ranks.gather(tensor, "metrics")[:: self._group_size].to(tensor.device))
 
     def observe(self, tokens: int, pairs: int, seconds: float) -> None:
         self._calibration.observe(self._ranks, tokens, pairs, seconds)

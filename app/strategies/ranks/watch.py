@@ -99,7 +99,7 @@ class Progress:
     """The collectives of this rank: one writer, the thread that runs them; read by the watch.
 
     Attributes:
-        count: how many were entered.
+        count: how many were entered, of those that all ranks enter.
     """
 
     def __init__(self) -> None:
@@ -108,8 +108,8 @@ class Progress:
         self._enqueued: deque[Waiting] = deque()
         self._lock = threading.Lock()
 
-    def enter(self, what: str) -> None:
-        self.count += 1
+    def enter(self, what: str, counted: bool = True) -> None:
+        self.count += counted
         self._inside = Waiting(self.count, what, time.monotonic())
 
     def enqueue(self, done: Callable[[], bool]) -> None:

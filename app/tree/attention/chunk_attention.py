@@ -14,6 +14,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from app.tree.attention.groups import RowShares
 from app.tree.attention.path_cache import KeyValue, PathCache
 from app.tree.planning.layout import Layout, Part
 from app.tree.planning.windows import layer_parts
@@ -65,6 +66,7 @@ class ChunkAttention:
         path_tokens: length of the path, read from `cache`.
         backend: what computes attention.
         store: whether `keys_values` is filled by the run: detached, by layer.
+        shares: which rows each rank of a group runs; None: this process runs all.
         returned_grads: gradients of keys and values from chunks below: (first row, by layer) for each piece.
         calls: layers that have called the attention function, in order.
         kept: whatever a backend prepares once a chunk, by its own keys.
@@ -76,6 +78,7 @@ class ChunkAttention:
     depths: Ints
     backend: Backend
     store: bool
+    shares: RowShares | None = None
     keys_values: dict[int, KeyValue] = field(default_factory=dict)
     returned_grads: list[tuple[int, dict[int, KeyValue]]] = field(default_factory=list)
     calls: list[int] = field(default_factory=list)

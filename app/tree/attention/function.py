@@ -111,6 +111,13 @@ def tree_attention(
     device = query.device.type
     if torch.is_autocast_enabled(device):  # norms leave float32 queries and keys beside low-precision values
         query, key, value = (x.to(torch.get_autocast_dtype(device)) for x in (query, key, value))
+    shares = tree_chunk.shares
+    if shares is not None:
+        unequal = shares.refusal(query.shape[1], key.shape[1])
+        if unequal is not None:
+            raise ValueError(f"{where}: {unequal}")
+        query, key, value = shares.to_heads(query, key, value)
+        s_aux = shares.heads_of(s_aux)
     refusal = tree_chunk.backend.refusal(query, call)
     if refusal is not None:
         raise ValueError(f"{where}: attention='{tree_chunk.backend.name}' {refusal}")
@@ -120,7 +127,8 @@ def tree_attention(
         tree_chunk.keys_values[layer] = (key.detach(), value.detach())
     with torch.autocast(device, enabled=False):
         out = tree_chunk.backend.attend(query, key, value, s_aux, tree_chunk, call)
-    return out[..., : out.shape[-1] - narrow].transpose(1, 2), None
+    out = out[..., : out.shape[-1] - narrow]
+    return (out if shares is None else shares.to_rows(out)).transpose(1, 2), None
 
 
 AttentionInterface.register(ATTENTION_NAME, tree_attention)

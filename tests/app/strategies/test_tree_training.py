@@ -59,10 +59,13 @@ ALGORITHMS = {
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("group_size", [1, 2])
 @pytest.mark.parametrize("name", ALGORITHMS)
-def test_four_ranks_train_and_log_what_one_does(name: str, pools: list[RankPool]) -> None:
+def test_four_ranks_train_and_log_what_one_does(name: str, group_size: int, pools: list[RankPool]) -> None:
     [(expected, steps, validation)] = pools[0].run(train, START, devices=1, **ALGORITHMS[name])
-    for got, got_steps, got_validation in pools[2].run(train, START, devices=4, **ALGORITHMS[name]):
+    for got, got_steps, got_validation in pools[2].run(
+        train, START, devices=4, group_size=group_size, **ALGORITHMS[name]
+    ):
         assert _largest_difference(got, expected) < 1e-6
         for mine, theirs in zip(got_steps, steps, strict=True):
             assert mine.keys() == theirs.keys()

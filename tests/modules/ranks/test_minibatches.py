@@ -15,7 +15,7 @@ from tests.helpers.tiny_policy import make_batch
 
 def rank_shares(batch: RolloutBatch, ranks: int, tree: PrefixTree | None = None) -> list[list[int]]:
     exchange = OneProcess()
-    exchange.size = ranks
+    exchange.size = exchange.parts = ranks
     work = RankWork(exchange, "tree", lambda name: pytest.fail(name))
     return work.shares(batch, range(len(batch)), tree)
 

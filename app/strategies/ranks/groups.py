@@ -1,0 +1,63 @@
+"""Groups of ranks that run one plan together: their collectives, as `app.tree.RankGroup` wants them.
+
+Promises: ranks g * size to (g + 1) * size - 1 are group g, so that torchrun's and SLURM's order keeps a group on one
+host; collectives of a group are not counted with those of all ranks, since groups run different plans; one that fails
+says in which group and operation, and who is missing or died, as those of all ranks do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from app.strategies.ranks.collectives import Communicator
+
+
+class GroupRanks:
+    """The group of this rank, of `size` ranks each. Made by every rank of `ranks`, at the same time.
+
+    Args:
+        ranks: all ranks of the run, a multiple of `size`.
+        timeout: how long a rank waits for the others in one collective.
+
+    Attributes:
+        rank: this rank's place in its group. index: which group that is.
+    """
+
+    def __init__(self, ranks: Communicator, size: int, timeout: timedelta) -> None:
+        self._ranks, self.size = ranks, size
+        self.rank, self.index = ranks.rank % size, ranks.rank // size
+        # Every rank takes part in the making of every group.
+        made = [
+            dist.new_group(list(range(first, first + size)), timeout=timeout) for first in range(0, ranks.size, size)
+        ]
+        self._group = made[self.index]
+
+    def exchange(self, pieces: Sequence[Tensor], sizes: Sequence[int]) -> list[Tensor]:
+        received = pieces[0].new_empty(sum(sizes))
+        lengths = [piece.numel() for piece in pieces]
+        self._run(
+            "exchange of rows and heads", dist.all_to_all_single, received, torch.cat(list(pieces)), sizes, lengths
+        )
+        return list(received.split(list(sizes)))
+
+    def sum_(self, tensor: Tensor) -> None:
+        there = tensor.to(self._ranks.device)
+        self._run("sum of outputs", dist.all_reduce, there)
+        if there is not tensor:
+            tensor.copy_(there)
+
+    def gather(self, values: Sequence[float]) -> list[list[float]]:
+        mine = torch.tensor([list(values)], dtype=torch.float64, device=self._ranks.device)
+        everyone = [torch.empty_like(mine) for _ in range(self.size)]
+        self._run("agreement on a plan", dist.all_gather, everyone, mine)
+        return [found[0].tolist() for found in everyone]
+
+    def _run(self, what: str, operation: Callable[..., Any], *arguments: Any) -> None:
+        with self._ranks.named(f"{what} in group {self.index}", counted=False):
+            operation(*arguments, group=self._group)

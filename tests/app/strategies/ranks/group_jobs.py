@@ -1,0 +1,105 @@
+"""Tree passes that a group of ranks runs together (importable, hence not in a test file)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from datetime import timedelta
+from functools import cache, partial
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from app.strategies.ranks.collectives import Communicator
+from app.strategies.ranks.groups import GroupRanks
+from app.tree import PrefixTree, TreeEngine
+from tests.app.tree import models, oracle
+from tests.app.tree.cases import Case
+from tests.app.tree.engine import families
+from tests.app.tree.losses import SequenceLoss
+from tests.app.tree.parity import as_tensor, build, masked_block, take_grads
+
+TIMEOUT = timedelta(seconds=60)
+
+
+class CountedGroup(GroupRanks):
+    """Notes its collectives: what each is, and how many elements where every rank has as many."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__(Communicator(dist.group.WORLD, torch.device("cpu")), size, TIMEOUT)
+        self.seen: list[tuple[str, int]] = []
+
+    def _run(self, what: str, operation: Callable[..., Any], *arguments: Any) -> None:
+        equal = operation is not dist.all_to_all_single
+        self.seen.append((what, arguments[-1].numel() if equal else 0))
+        super()._run(what, operation, *arguments)
+
+
+@cache
+def groups_of(size: int) -> CountedGroup:
+    return CountedGroup(size)
+
+
+def run_pass(
+    size: int, name: str, dtype: torch.dtype, case: Case, kind: str, want: tuple[str, ...], block: int, **engine: Any
+) -> dict[str, Any]:
+    """One rank's forward, backward and coupled backward over a case, in groups of `size`."""
+    model, head = models.shared(name, dtype)
+    tree, temperatures = build(case), as_tensor(case.temperatures)
+    loss = SequenceLoss(kind, case.lengths, case.seed, want)
+    budgets = {"chunk_tokens": case.chunk_tokens, "live_tokens": case.live_tokens}
+    engine = {"value_head": head, "self_check": False, **budgets, **engine}
+    take_grads(model, head)
+    group = groups_of(size)
+    group.seen.clear()
+    with masked_block(block):
+        ours = TreeEngine(model, group=group, **engine)
+        outputs = ours.forward(tree, want, temperatures)
+        total = ours.backward(tree, loss, want, temperatures=temperatures)
+        grads = {name: grad for name, grad in take_grads(model, head).items() if grad is not None}
+        ours.backward_from(tree, {name: torch.ones(tree.num_dense_tokens) for name in want}, temperatures)
+    given = {name: grad for name, grad in take_grads(model, head).items() if grad is not None}
+    return {
+        "outputs": {name: outputs.flat(name) for name in want},
+        "total": total,
+        "calls": loss.calls,
+        "grads": grads,
+        "given": given,
+        "collectives": list(group.seen),
+    }
+
+
+def run_cells(size: int, cells: list[tuple[str, str]]) -> None:
+    """Cells of the support matrix (family, column), as they are, by an engine of which this rank is a part."""
+    group = groups_of(size)
+
+    def take_all(model: nn.Module, head: nn.Module | None = None) -> dict[str, Tensor | None]:
+        grads = take_grads(model, head)
+        for name, parameter in oracle.parameters(model, head).items():
+            mine = grads[name]
+            if mine is None:
+                mine = grads[name] = torch.zeros_like(
+                    parameter, dtype=torch.promote_types(torch.float32, parameter.dtype)
+                )
+            group.sum_(mine)
+        return grads
+
+    with (
+        patch.object(families, "TreeEngine", partial(TreeEngine, group=group)),
+        patch.object(families, "take_grads", take_all),
+    ):
+        for family, column in cells:
+            families.COLUMNS[column](families.SUPPORTED[family])
+
+
+def run_odd_heads(size: int) -> None:
+    model = models.make("qwen3", num_attention_heads=3, num_key_value_heads=1)
+    TreeEngine(model, group=groups_of(size)).forward(PrefixTree.build(families.SEQUENCES))
+
+
+def summed(found: list[dict[str, Any]], key: str) -> dict[str, Tensor | None]:
+    """The gradients of the ranks of a group, added up."""
+    names = {name for rank in found for name in rank[key]}
+    return {name: sum(rank[key][name] for rank in found if name in rank[key]) for name in names}  # type: ignore[misc]

@@ -1,0 +1,109 @@
+"""Ranks that run one plan together compute what one process does, whatever the tree, the budgets and the rows a rank
+gets."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from app.tree import TreeEngine
+from tests.app.strategies.ranks import group_jobs
+from tests.app.tree import models, oracle
+from tests.app.tree.cases import Case, cases
+from tests.app.tree.engine import families
+from tests.app.tree.losses import KINDS, SequenceLoss
+from tests.app.tree.states import hybrids
+from tests.helpers.rank_pool import RankError, RankPool
+
+WANT = ("logprobs", "entropy", "values")
+EXAMPLES = 12
+few = settings(
+    max_examples=EXAMPLES,
+    derandomize=True,
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
+)
+
+
+@pytest.fixture
+def pool(request: pytest.FixtureRequest, two_ranks: RankPool, four_ranks: RankPool) -> RankPool:
+    return two_ranks if request.param == 2 else four_ranks
+
+
+def check(pool: RankPool, size: int, name: str, dtype: torch.dtype, tolerance: float, case: Case, kind: str) -> None:
+    found = pool.run(group_jobs.run_pass, size=size, name=name, dtype=dtype, case=case, kind=kind, want=WANT, block=3)
+    model, head = models.shared(name, dtype)
+    dense = oracle.dense_forward(model, case.sequences, case.scored, case.temperatures, head)
+    loss = SequenceLoss(kind, case.lengths, case.seed, WANT)
+    total, expected = oracle.dense_backward(model, case.sequences, loss, case.scored, case.temperatures, head)
+    plain = SequenceLoss("plain_sum", case.lengths, case.seed, WANT)
+    plain.weights = [torch.ones_like(weight) for weight in plain.weights]
+    _, expected_given = oracle.dense_backward(model, case.sequences, plain, case.scored, case.temperatures, head)
+    for first in range(0, pool.size, size):
+        group = found[first : first + size]
+        assert group[0]["collectives"]
+        for rank in group:
+            assert rank["collectives"] == group[0]["collectives"]
+            assert sorted(rank["calls"]) == list(range(len(case.sequences)))
+            assert rank["total"] == group[0]["total"] == pytest.approx(total, rel=1e3 * tolerance, abs=1e3 * tolerance)
+            for output in WANT:
+                assert torch.equal(rank["outputs"][output], group[0]["outputs"][output])
+                reference = torch.cat([getattr(one, output).detach() for one in dense])
+                assert (rank["outputs"][output] - reference).abs().max() <= tolerance * 10
+        for got, want in (("grads", expected), ("given", expected_given)):
+            error, where = oracle.relative_error(group_jobs.summed(group, got), want, floor=0.05)
+            assert error <= tolerance, f"{got}: {error:.2e} in {where}"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("pool", "size"), [(2, 2), (4, 2), (4, 4)], indirect=["pool"])
+@pytest.mark.parametrize("name", ["starcoder2", "phi"])
+@few
+@given(case=cases(), kind=st.sampled_from(sorted(KINDS)))
+def test_float64(pool: RankPool, size: int, name: str, case: Case, kind: str) -> None:
+    check(pool, size, name, torch.float64, 1e-9, case, kind)
+
+
+ATTENTION = [name for name, family in families.SUPPORTED.items() if family.type not in hybrids.OPTIONS]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("pool", "size"), [(2, 2), (4, 4)], indirect=["pool"])
+def test_every_family(pool: RankPool, size: int) -> None:
+    """Windows, sinks, soft-capping, latent attention, experts; of 4 ranks, two have the same key-value head."""
+    pool.run(group_jobs.run_cells, size=size, cells=[(name, "float32") for name in ATTENTION])
+
+
+@pytest.mark.slow
+def test_every_way_to_train(two_ranks: RankPool) -> None:
+    names = ("Qwen3", "Gemma 2", "GPT-OSS", "DeepSeek-V3")
+    cells = [(name, column) for name in names for column in families.COLUMNS]
+    two_ranks.run(group_jobs.run_cells, size=2, cells=cells)
+
+
+def test_a_quick_look(two_ranks: RankPool) -> None:
+    """For `make test`: a prefix of another sequence, a sequence twice, chunks of fewer rows than ranks."""
+    stem = [3, 10, 17, 24, 3]
+    sequences = [np.array([*stem, *more]) for more in ([1, 2, 3], [1, 2, 3], [1], [])]
+    case = Case(sequences, None, None, "tree", chunk_tokens=1, live_tokens=3, seed=0)
+    check(two_ranks, 2, "starcoder2", torch.float64, 1e-9, case, "clipped_ratio")
+
+
+def test_heads_that_cannot_be_dealt(two_ranks: RankPool) -> None:
+    with pytest.raises(RankError, match=r"layer 0 .*: 3 query and 1 key-value heads cannot be dealt over a group of 2"):
+        two_ranks.run(group_jobs.run_odd_heads, size=2)
+
+
+def test_what_groups_cannot_run() -> None:
+    """Told when the engine is made."""
+
+    class Two:
+        rank, size = 0, 2
+
+    with pytest.raises(ValueError, match=r"Qwen3_5ForCausalLM carries states .*\(group=None\)"):
+        TreeEngine(hybrids.make("qwen3_5_text"), group=Two())
+    with pytest.raises(ValueError, match=r"on_mismatch='fallback'.*set on_mismatch='error'"):
+        TreeEngine(models.make("phi"), on_mismatch="fallback", group=Two())
