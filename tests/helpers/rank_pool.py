@@ -46,7 +46,9 @@ def _serve(rank: int, size: int, store: str, connection: Connection, environment
     )
     import torch
     import torch.distributed as dist
+    from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
+    rank_zero_only.rank = rank  # which the process this one is a fork of read from an environment without ranks
     torch.set_num_threads(1)
     dist.init_process_group(
         "gloo", init_method=f"file://{store}", rank=rank, world_size=size, timeout=timedelta(seconds=DEADLINE)

@@ -84,8 +84,7 @@ def test_a_watch_outlives_its_errors(capfd: pytest.CaptureFixture[str]) -> None:
     watches = jobs.two_watches(jobs.Stumbling())
     with jobs.watching(*watches):
         jobs.wait_for(capfd, "rank 1: its watch of the other ranks goes on after OSError: no space left on the moon")
-        before = jobs.heard(watches[0])
-        assert jobs.becomes(lambda: jobs.heard(watches[0]) > before)
+        assert jobs.becomes(lambda: jobs.heard(watches[0]) > 1)  # its first beat is of the start
 
 
 def test_nothing_is_printed_that_a_terminal_obeys() -> None:

@@ -121,24 +121,22 @@ def heard(watch: RankWatch) -> int:
 def watching(*watches: RankWatch) -> Iterator[int]:
     """They run; the port of their store."""
     invitations = [watch.invitation() for watch in watches]
-    for watch in watches:
-        watch.start(invitations[0])
-    try:
+    with contextlib.ExitStack() as ends:  # one that is left open ends this process once it misses the other
+        for watch in watches:
+            watch.start(invitations[0])
+            ends.callback(watch.close)
         yield int(invitations[0][0])
-    finally:
-        for watch in reversed(watches):
-            watch.close()
 
 
 class Stumbling(Progress):
-    """The watch of it fails, once it runs."""
+    """The first beat of the thread that watches it fails."""
 
     looks = 0
 
     @property
     def current(self) -> tuple[str, float] | None:
         self.looks += 1
-        if 2 <= self.looks <= 3:
+        if self.looks == 2:
             raise OSError("no space left on the moon")
         return None
 
