@@ -104,6 +104,13 @@ def _model_text(m: ModelReport) -> str:
             f"{name:<13}{flops / 1e15:>12,.4g} {_times(flops, m.tree_flops):>8} {seconds:>13,.3g}"
             f" {_times(seconds, m.tree_seconds):>8}"
         )
+    if m.scans is not None:
+        s = m.scans
+        lines += ["", f"layers: {m.attending} with keys and values, {s.layers} with a state"]
+        lines.append(
+            f"states: {s.state_bytes / 2**20:,.3g} MiB at a fork, at most {s.held:,} at a time; forwards of"
+            f" {s.pieces:,} pieces" + (f", scans of {s.rows:,} rows in {s.levels:,} steps" if s.rows else "")
+        )
     lines += ["", f"memory of the plan: {m.memory}", f"in all beside the parameters: {m.memory.total / 2**30:,.2f} GiB"]
     return "\n".join(lines)
 

@@ -20,10 +20,10 @@ from app.tree.attention import BACKENDS
 from app.tree.memory import DEVICE_CHUNK, PassMemory, pass_memory
 from app.tree.model.checkpointing import checkpointable
 from app.tree.planning.cost import ModelShape, plan_flops
-from app.tree.planning.plan import ExecutionPlan
+from app.tree.planning.plan import ExecutionPlan, most_ends
 from app.tree.planning.planner import plan
 from app.tree.planning.timing import CPU_RATES, GPU_RATES, TimeModel
-from app.tree.planning.work import Work
+from app.tree.planning.work import Work, count_work
 from app.tree.prefix_tree import Ints, PrefixTree
 from app.tree.states.piece_tree import PieceTree
 
@@ -61,9 +61,31 @@ class TreeReport:
         return dict(vars(self))
 
 
+@dataclass(frozen=True)
+class ScanReport:
+    """What layers that carry a state do in a plan; all runs of a chunk counted, those again as well.
+
+    Attributes:
+        layers: how many carry a state.
+        state_bytes: of all layers' states after one token, in float32: what a piece holds that others hang below.
+        held: most such states at a time.
+        pieces: that forwards are cut into, each continuing the state of the one above it.
+        rows: of the scans' blocks, padding included; 0 where layers only convolve.
+        levels: steps of the scans, one after the other, each over all blocks that can run beside each other.
+    """
+
+    layers: int
+    state_bytes: int
+    held: int
+    pieces: int
+    rows: int
+    levels: int
+
+
 @dataclass(frozen=True, eq=False)
 class ModelReport:
-    """Predictions for one model; FLOPs and seconds are of forward and backward of everything."""
+    """Predictions for one model; FLOPs and seconds are of forward and backward of everything. `attending`: layers with
+    keys and values; `scans`: of those that carry a state, where there are any."""
 
     name: str
     parameters: int
@@ -77,6 +99,8 @@ class ModelReport:
     tree_seconds: float
     memory: PassMemory
     plan: ExecutionPlan
+    attending: int
+    scans: ScanReport | None
 
     def rows(self) -> Iterator[tuple[str, float, float]]:
         """(name, FLOPs, predicted seconds) of each way to run the sequences."""
@@ -86,12 +110,13 @@ class ModelReport:
 
     def figures(self) -> dict[str, Any]:
         """All of it but the chunks of the plan, for JSON."""
-        values = {name: value for name, value in vars(self).items() if name not in ("memory", "plan")}
+        values = {name: value for name, value in vars(self).items() if name not in ("memory", "plan", "scans")}
         execution = self.plan
         return values | {
             "speed_up_over_dense": self.dense_seconds / self.tree_seconds,
             "speed_up_over_leaf": self.leaf_seconds / self.tree_seconds,
             "memory": vars(self.memory) | {"total": self.memory.total},
+            "scans": None if self.scans is None else dict(vars(self.scans)),
             "plan": {
                 "packing": execution.packing,
                 "chunks": len(execution.chunks),
@@ -171,6 +196,8 @@ def inspect_model(
         tree_seconds=execution.seconds,
         memory=pass_memory(model, execution.chunk_tokens, execution.peak_live_tokens, tree, chunks=execution.chunks),
         plan=execution,
+        attending=shape.attention_layers,
+        scans=_scans(execution, shape, times),
     )
 
 
@@ -193,6 +220,24 @@ def read_config(path: Path) -> Any:
         return AutoConfig.for_model(**fields)
     except (ValueError, TypeError) as error:
         raise ValueError(f"--model: {file}: {error}") from error
+
+
+def _scans(execution: ExecutionPlan, shape: ModelShape, times: TimeModel) -> ScanReport | None:
+    if shape.states is None:
+        return None
+    work = count_work(execution.tree, execution.chunks, times.backend, scans=True)
+    twice = sum(
+        len(chunk.pieces) * chunk.checkpoint + len(chunk.anchors) * (not chunk.keep) for chunk in execution.chunks
+    )
+    scanning = shape.states.heads > 0
+    return ScanReport(
+        layers=shape.states.layers,
+        state_bytes=4 * shape.state_values,
+        held=most_ends(execution.chunks),
+        pieces=sum(len(chunk.pieces) for chunk in execution.chunks) + twice,
+        rows=(work.scanned + work.scanned_again) * scanning,
+        levels=(work.levels + work.levels_again) * scanning,
+    )
 
 
 def _alone(lengths: Ints, scored: Ints) -> Work:

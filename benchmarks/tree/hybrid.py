@@ -61,8 +61,9 @@ DRAWN = ((4, 4),)
 """Rollouts x turns of the drawn cases."""
 
 
-def build(family: str, toy: bool) -> PreTrainedModel:
-    fields = _WIDTHS | (_TOY if toy else {}) | FAMILIES[family]
+def build(family: str, toy: bool, **widths: Any) -> PreTrainedModel:
+    """A model with random weights; `widths`: fields of its configuration that are otherwise."""
+    fields = _WIDTHS | (_TOY if toy else {}) | FAMILIES[family] | widths
     with tempfile.TemporaryDirectory() as scratch:
         config = Path(scratch) / "config.json"
         config.write_text(json.dumps(fields))

@@ -1,12 +1,14 @@
 """Does the planner's predicted time rank plans as measured time does?
 
     python -m benchmarks.tree.plan_cost --threads 1 --out benchmarks/results/tree  # needs ARBORIST_DATA; about a minute
+    python -m benchmarks.tree.plan_cost --threads 1 --hybrid --out benchmarks/results/tree --name plan_cost_hybrid
     python -m benchmarks.tree.plan_cost --toy --out DIR                            # seconds, synthetic
 
 Plans of several workloads under a spread of budgets, packings and checkpointing, the path-at-a-time plan among them,
 each executed forward and backward in interleaved rounds; the median CPU seconds (or, on a GPU, wall seconds) against
-the prediction. Spearman's rank correlation within each workload and over all plans; writes plan_cost.json and
-plan_cost.md. `--calibrate` predicts with rates measured on this machine instead of the defaults.
+the prediction. Spearman's rank correlation within each workload and over all plans; writes NAME.json and NAME.md.
+`--calibrate` predicts with rates measured on this machine instead of the defaults; `--hybrid` takes a Qwen3.5 of three
+gated delta rules and one attention (as `benchmarks.tree.hybrid`), whose scans the prediction counts as well.
 """
 
 from __future__ import annotations
@@ -34,6 +36,7 @@ from benchmarks.common.measure import environment, seconds
 from benchmarks.common.records import write_json
 from benchmarks.common.systems import path_plan, qwen3, weighted_loss, zero_gradients
 from benchmarks.common.workloads import WORKLOADS, Case, add_run, conversations, make_case, parser_of
+from benchmarks.tree import hybrid
 
 TOY_SHAPE = {"hidden": 32, "layers": 2, "heads": 4, "key_value_heads": 2, "head_dim": 8}
 
@@ -151,6 +154,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--head-dim", type=int, default=32)
     parser.add_argument("--vocabulary", type=int, default=2048)
     parser.add_argument("--device", default="cpu")
+    parser.add_argument("--hybrid", action="store_true", help="a Qwen3.5 of that benchmark's shape, on CPU")
+    parser.add_argument("--name", default="plan_cost", help="of the files")
     parser.add_argument("--calibrate", action="store_true", help="measure this machine's rates first")
     parser.add_argument("--hardware", default="a CPU", help="what the report says the machine is")
     add_run(parser)
@@ -166,7 +171,13 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     shape = {name: getattr(args, name) for name in ("hidden", "layers", "heads", "key_value_heads", "head_dim")}
     vocabulary = 512 if args.toy else args.vocabulary
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    model = qwen3(**(TOY_SHAPE if args.toy else shape), vocabulary=vocabulary, dtype=dtype, device=device)
+    if args.hybrid:
+        if device.type != "cpu":
+            parser.error(f"--hybrid runs on the CPU, not on --device {args.device}; leave one of them out")
+        widths = {} if args.toy else {"hidden_size": args.hidden, "intermediate_size": 3 * args.hidden}
+        model = hybrid.build("qwen3_5", args.toy, vocab_size=vocabulary, **widths)
+    else:
+        model = qwen3(**(TOY_SHAPE if args.toy else shape), vocabulary=vocabulary, dtype=dtype, device=device)
     rates = GPU_RATES if device.type == "cuda" else CPU_RATES
     if args.calibrate:
         rates = measure_rates(model)
@@ -179,7 +190,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
         for workload in args.workloads
     ]
     rows = [row for case in cases for row in case["plans"]]
-    given = [f"--{name.replace('_', '-')}" for name in ("calibrate", "toy") if getattr(args, name)]
+    given = [f"--{name.replace('_', '-')}" for name in ("hybrid", "calibrate", "toy") if getattr(args, name)]
     given += [f"--size {args.size[0]}x{args.size[1]}"] * (args.size != (1, 2))
     given += [
         f"--{name.replace('_', '-')} {value}" for name, value in shape.items() if value != parser.get_default(name)
@@ -199,8 +210,8 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     if args.out:
         folder = Path(args.out)
         folder.mkdir(parents=True, exist_ok=True)
-        write_json(folder / "plan_cost.json", report)
-        (folder / "plan_cost.md").write_text(text)
+        write_json(folder / f"{args.name}.json", report)
+        (folder / f"{args.name}.md").write_text(text)
     return report
 
 

@@ -164,7 +164,16 @@ def test_a_hybrid_is_counted_by_what_its_layers_do(tmp_path: Path, capsys: pytes
         for name in ("hybrid", "attention")
     )
     found, plain = hybrid["model"]["memory"], attention["model"]["memory"]
-    assert "states " in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    scans = hybrid["model"]["scans"]
+    assert "layers: 1 with keys and values, 3 with a state" in printed and attention["model"]["scans"] is None
+    words = f"states: 0.00916 MiB at a fork, at most {scans['held']} at a time; forwards of {scans['pieces']} pieces"
+    assert f"{words}, scans of {scans['rows']} rows in {scans['levels']} steps" in printed
+    assert scans["state_bytes"] == 4 * 3 * (4 * 16 * 8 + 3 * (2 * 2 * 16 + 4 * 8))
+    assert found["states"] == 2 * scans["held"] * scans["state_bytes"]
+    assert scans["rows"] >= hybrid["needed_tokens"] and 1 < scans["levels"] <= scans["rows"]
+    # 40 tokens in chunks of 16 are three; then [1] above [2, 3, 4] and [9], and 29 sevens, two. Last tokens never run.
+    assert scans["pieces"] == 3 + 3 + 2
     assert found["states"] % (3 * 2 * 4 * (4 * 16 * 8 + 3 * (2 * 2 * 16 + 4 * 8))) == 0 < found["states"]
     assert found["path_cache"] == pytest.approx(plain["path_cache"] / 4, rel=1e-6) and plain["states"] == 0
     model = hybrid["model"]
