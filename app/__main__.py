@@ -1,10 +1,35 @@
-"""`python -m app ...`: the same as the console script `arborist ...`."""
+"""`python -m app ...`: the same as the console script `arborist ...`.
+
+Promises: `--help` answers at once, before the seconds that Lightning and transformers take to be imported.
+"""
 
 import sys
+
+HELP = """\
+usage: arborist COMMAND [OPTIONS]        arborist COMMAND --help says more
+
+Asynchronous RL post-training of language-model agents on Lightning.
+
+  fit         train: --config FILE.yaml [--key value ...]; --print_config shows what a run would use
+  validate    score held-out prompts
+  predict     roll out without training
+  test        as validate, on the test loader
+
+  data        make data files from checkouts of the public repositories they come from
+  inspect     what a tree saves on recorded data, and what fits in memory
+  bench       how fast the tree engine is on this machine
+  serve       start SGLang servers
+  gateway     an OpenAI- and Anthropic-compatible API in front of a model or a provider, recording what agents do
+  export      a checkpoint as a model directory
+  doctor      what this machine has, and what a run that hangs is doing
+"""
 
 
 def main() -> None:
     """As `app.cli.main`, and Ctrl-C ends without a traceback while the imports still run (seconds)."""
+    if sys.argv[1:] in ([], ["-h"], ["--help"]):
+        print(HELP, end="", file=sys.stdout if sys.argv[1:] else sys.stderr)
+        sys.exit(0 if sys.argv[1:] else 2)
     try:
         from app.cli import main as run
     except KeyboardInterrupt:

@@ -5,8 +5,8 @@ compared with.
 Promises: exactly one source; every mistake is an error that names the field; an unknown configuration key is refused
 (transformers would keep it and ignore it). The attention implementation is left alone: the tree engine sets its own.
 The reference runs on the same engine as the policy, forward only; it is part of the checkpoint, refreshed or not; on
-the CPU it takes no memory of the device between passes; a moving average follows in float32 whatever the dtype of its
-pass.
+the CPU it takes no memory of the device between passes, and below a policy's adapters none at all; a moving average
+follows in float32 whatever the dtype of its pass.
 """
 
 from __future__ import annotations
@@ -328,6 +328,42 @@ class ReferencePolicy(nn.Module):
         if not self._offload:
             return super()._apply(fn, recurse)
         return super()._apply(lambda tensor: fn(tensor).to("cpu"), recurse)
+
+
+class WithoutAdapters:
+    """The reference that is the policy with its adapters off: what they are put on, which never changes, without a
+    second copy of it.
+
+    Args:
+        policy: the model being trained.
+        engine: the policy's tree engine.
+
+    Raises:
+        ValueError: a policy without adapters, or whose adapters train biases of the model below them.
+    """
+
+    def __init__(self, policy: Any, engine: Callable[[], TreeEngine]) -> None:
+        if not hasattr(policy, "disable_adapter"):
+            raise ValueError(
+                "reference: 'base' is the model below the policy's adapters, and it has none: set model.adapter, or"
+                " reference to 'initial'"
+            )
+        biased = [name for name, config in policy.peft_config.items() if getattr(config, "bias", "none") != "none"]
+        if biased:
+            raise ValueError(
+                f"reference: 'base' cannot be had while model.adapter.bias is {policy.peft_config[biased[0]].bias!r},"
+                " which trains biases of the model itself: set it to 'none', or reference to 'initial'"
+            )
+        self._policy, self._engine = policy, engine
+
+    @contextmanager
+    def engine(self, device: torch.device) -> Iterator[TreeEngine]:
+        """The policy's engine, adapters being off meanwhile."""
+        with self._policy.disable_adapter():
+            yield self._engine()
+
+    def follow(self, policy: PreTrainedModel, version: int) -> None:
+        """It does not."""
 
 
 def _shapes(model: nn.Module) -> dict[str, torch.Size]:

@@ -24,7 +24,7 @@ from modules.advantages import Estimate
 from modules.algorithm import STEP_INPUTS, Algorithm, LossInputs, Proximal, Regulariser, with_rewards
 from modules.evaluation import EvaluationMetrics, comparable, compare
 from modules.metrics import NamedMetrics, TokenSums, episode_reward
-from modules.models import ModelSource, ReferencePolicy, Refresh
+from modules.models import ModelSource, ReferencePolicy, Refresh, WithoutAdapters
 from modules.objectives import Aggregation
 from modules.ranks import split_minibatches
 from modules.refusals import (
@@ -66,7 +66,8 @@ class PolicyModule(TreeModule):
             objective's own.
         aggregation_constant: tokens, the divisor of aggregation "constant".
         reference: "initial", a frozen copy of the weights this run starts from, or where else it comes from. It is part
-            of the checkpoint, so a resumed run keeps it.
+            of the checkpoint, so a resumed run keeps it. "base": the policy with its adapters off, which takes no
+            memory and is what "initial" is for adapters that begin at nothing, as LoRA's do.
         reference_refresh: lets the reference follow the policy every so many rollout batches.
         reference_offload: keep the reference in CPU memory between its passes.
         minibatches: optimizer steps one pass over a rollout batch takes, at most the groups it holds. A run may stop
@@ -108,7 +109,7 @@ class PolicyModule(TreeModule):
         proximal: Proximal | None = None,
         aggregation: Aggregation | None = None,
         aggregation_constant: float | None = None,
-        reference: ModelSource | Literal["initial"] | None = None,
+        reference: ModelSource | Literal["initial", "base"] | None = None,
         reference_refresh: Refresh | None = None,
         reference_offload: bool = False,
         minibatches: int = 1,
@@ -141,7 +142,7 @@ class PolicyModule(TreeModule):
         self._reference_options = (reference_refresh, reference_offload)
         self.minibatches, self.epochs, self.seed = minibatches, epochs, seed
         self.steps_per_batch = minibatches * epochs
-        self.reference: ReferencePolicy | None = None
+        self.reference: ReferencePolicy | WithoutAdapters | None = None
         self._penalties: dict[str, float] = {}
         self._sums = TokenSums((), self.device)
         self._peak = torch.zeros(())
@@ -160,6 +161,9 @@ class PolicyModule(TreeModule):
         if self.reference_source is None or self.reference is not None:
             return
         assert self.policy is not None
+        if self.reference_source == "base":
+            self.reference = WithoutAdapters(self.policy, lambda: self.engine)
+            return
         self.reference = ReferencePolicy(self.reference_source, self.policy, self.engine_over, *self._reference_options)
 
     def aggregation(self) -> tuple[Aggregation, float | None]:

@@ -126,8 +126,10 @@ def note_aggregation(algorithm: Algorithm, given: str | None, mode: str) -> None
 def check_reference(
     algorithm: Algorithm, reference: ModelSource | str | None, refresh: Refresh | None, offload: bool, has_critic: bool
 ) -> None:
-    if isinstance(reference, str) and reference != "initial":
-        raise ValueError(f"reference: '{reference}' is neither 'initial' nor a model; write reference: {{path: DIR}}")
+    if isinstance(reference, str) and reference not in ("initial", "base"):
+        raise ValueError(
+            f"reference: '{reference}' is neither 'initial' nor 'base' nor a model; write reference: {{path: DIR}}"
+        )
     if "reference" in algorithm.needs and reference is None:
         raise ValueError(
             f"reference is missing: {_readers(algorithm)} compares the policy with one; set reference to 'initial' or"
@@ -141,6 +143,8 @@ def check_reference(
     for key, given in (("reference_refresh", refresh is not None), ("reference_offload", offload)):
         if given and reference is None:
             raise ValueError(f"{key} has no effect without a reference; set one, or remove {key}")
+        if given and reference == "base":
+            raise ValueError(f"{key} has no effect on reference 'base', which is the policy itself; remove {key}")
     if "values" in algorithm.needs and not has_critic:
         raise ValueError(
             f"advantage={algorithm.advantage.name if algorithm.advantage else ''} needs a critic: set class_path to"

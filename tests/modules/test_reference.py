@@ -9,9 +9,20 @@ import pytest
 import torch
 
 from app.strategies import DTAStrategy
-from modules import ModelSource, PolicyModule, Refresh, Regulariser
+from modules import ActorCriticModule, ModelSource, PolicyModule, Refresh, Regulariser
 from modules.models import ReferencePolicy
-from tests.helpers.tiny_policy import CONFIG, Batches, fit, make_batch, naive_model, parameters, sgd, source, trainer
+from tests.helpers.tiny_policy import (
+    CONFIG,
+    Batches,
+    Metrics,
+    fit,
+    make_batch,
+    naive_model,
+    parameters,
+    sgd,
+    source,
+    trainer,
+)
 
 make = functools.partial(
     PolicyModule, source(), optimizer=sgd, regularisers=[Regulariser("kl", 0.1)], reference="initial"
@@ -149,3 +160,54 @@ def test_another_architecture_cannot_follow() -> None:
     module = make(reference=other, reference_refresh=Refresh(1))
     with pytest.raises(ValueError, match="reference_refresh: the reference has other parameters"):
         module.configure_model()
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> str:
+    torch.manual_seed(0)
+    path = str(tmp_path_factory.mktemp("model"))
+    naive_model().save_pretrained(path)
+    return path
+
+
+@pytest.mark.parametrize("critic", [False, True])
+def test_adapters_switched_off_are_the_model_below_them(critic: bool, saved: str) -> None:
+    """A LoRA begins at nothing, so the model it starts from is that one. A critic's head is on the same pass."""
+    adapted = ModelSource(path=saved, adapter={"r": 2})
+    kind, options = (ActorCriticModule, {"critic_warmup": 1}) if critic else (PolicyModule, {})
+    data = [make_batch(k, version=max(0, k - 1)) for k in range(3)]
+    seen, policies = [], []
+    for reference in ("initial", "base"):
+        torch.manual_seed(0)
+        module = kind(adapted, optimizer=sgd, regularisers=[Regulariser("kl", 0.5)], reference=reference, **options)
+        metrics = Metrics()
+        run = trainer(metrics)
+        run.fit(module, Batches(data))
+        seen.append(metrics.steps)
+        policies.append(parameters(module.policy))
+        assert ("reference" in dict(module.named_children())) == (reference == "initial")
+        assert {n for n, p in module.policy.named_parameters() if p.requires_grad} == {
+            n for n in policies[0] if "lora_" in n
+        }
+    for name, value in policies[0].items():
+        torch.testing.assert_close(policies[1][name], value, atol=1e-6, rtol=0)
+    assert any(float(value.abs().max()) > 1e-3 for name, value in policies[1].items() if "lora_B" in name)
+    kls = [[step["kl"] for step in steps] for steps in seen]
+    assert kls[1] == pytest.approx(kls[0], abs=1e-6) and max(kls[1]) > 1e-3
+
+
+def test_what_has_no_model_below_it_is_refused(saved: str) -> None:
+    with pytest.raises(
+        ValueError, match=r"reference: 'base' .* it has none: set model.adapter, or reference to 'initial'"
+    ):
+        make(reference="base").configure_model()
+    biased = PolicyModule(
+        ModelSource(path=saved, adapter={"r": 2, "bias": "all"}),
+        optimizer=sgd,
+        regularisers=[Regulariser("kl", 0.1)],
+        reference="base",
+    )
+    with pytest.raises(ValueError, match=r"model\.adapter\.bias is 'all'.*set it to 'none'"):
+        biased.configure_model()
+    with pytest.raises(ValueError, match="reference_offload has no effect on reference 'base'"):
+        make(reference="base", reference_offload=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import subprocess
 import sys
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import pytest
 import yaml
 
 from app.cli import main
+from app.cli.fit import VERBS
 
 ROOT = Path(__file__).resolve().parents[3]
 CONFIG = """
@@ -171,3 +173,15 @@ def test_other_loggers_stand_behind_metrics_csv_and_get_the_samples() -> None:
     assert Path("here/metrics.csv").exists() and Path("here/samples.jsonl").exists()
     table = json.loads(next(Path("wandb").rglob("media/table/samples/train*.json")).read_text())
     assert {"prompt", "completion", "reward"} <= set(table["columns"]) and len(table["data"]) == 3
+
+
+def test_help_is_there_before_anything_is_imported() -> None:
+    code = "import sys; sys.argv = ['arborist', '--help']; import app.__main__ as m\n"
+    code += (
+        "try: m.main()\nexcept SystemExit as end: print(end.code, 'torch' in sys.modules, 'lightning' in sys.modules)"
+    )
+    root = Path(__file__).parents[3]
+    said = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True, check=True).stdout
+    assert said.splitlines()[-1] == "0 False False"
+    named = {line.split()[0] for line in said.splitlines() if line.startswith("  ")}
+    assert named == {"fit", "validate", "test", "predict", *VERBS}
