@@ -34,8 +34,9 @@ from datamodules.pipeline.watchdog import Stall, Watchdog
 from datamodules.prompts.base import Prompt, PromptSource, prompt_source
 from datamodules.prompts.dealer import PromptDealer
 from datamodules.prompts.tokenizers import load_tokenizer, texts_of
+from datamodules.rewards.judges.base import Judge
+from datamodules.rewards.judges.pool import reward_pool
 from datamodules.rewards.options import RewardOptions
-from datamodules.rewards.pool import RewardPool
 from datamodules.workflows.base import Workflow
 from datamodules.workflows.turn_ends import TurnEnds
 
@@ -52,7 +53,8 @@ class RolloutDataModule(L.LightningDataModule):
         engine: an `InferenceEngine`.
         tokenizer: "char:<alphabet>", "train:<size>" or a directory (see `datamodules.prompts.tokenizers`).
         reward: `(prompt, completion) -> float`, as the import path of a function, or class_path and init_args of a
-            callable class; runs in worker processes. None when the workflow sets rewards itself.
+            callable class; runs in worker processes. Or a judge (`datamodules.rewards.judges`). None when the workflow
+            sets rewards itself.
         reward_options: worker processes, deadline, retries, cache, memory limit and score of failed rewards.
         validation: held-out prompts, how they are sampled, and when they count as solved.
         batch_size: groups a batch, over all ranks.
@@ -104,7 +106,7 @@ class RolloutDataModule(L.LightningDataModule):
         workflow: Workflow,
         engine: InferenceEngine,
         tokenizer: str,
-        reward: Callable[[Prompt, str], float] | None = None,
+        reward: Judge | Callable[[Prompt, str], float] | None = None,
         reward_options: RewardOptions = RewardOptions(),
         validation: Validation = Validation(),
         batch_size: int = 16,
@@ -132,6 +134,8 @@ class RolloutDataModule(L.LightningDataModule):
                 f"stall.action: restart_server needs servers that the engine started; engine: {type(engine).__name__}"
                 " has none of its own: set stall.action to warn, requeue or stop, or use SGLangEngine with launch"
             )
+        if isinstance(reward, Judge) and reward.is_relative:
+            _check_comparison(type(reward).__name__, group_size, reward.verifier is None and validation.sets() != [])
         stall.seconds(limits)  # refused here, where it would have no effect
         self.prompts = prompt_source(prompts, "prompts")
         self.workflow: Any = _checked_workflow(workflow)
@@ -146,7 +150,7 @@ class RolloutDataModule(L.LightningDataModule):
         self.gate = StalenessGate(batch_size, max_staleness, limits.max_concurrent, over_sampling)
         self.limits = limits
         self.stall = stall
-        self._pool = None if reward is None else RewardPool(reward, reward_options)
+        self._pool = None if reward is None else reward_pool(reward, reward_options)
         self._filter = filter
         self._seed = seed
         self._made_with = {
@@ -260,8 +264,9 @@ class RolloutDataModule(L.LightningDataModule):
 
     def tally(self) -> dict[str, float]:
         """What the groups were worth that finished since this was last asked, before filter and staleness; see
-        `Tally.take`."""
-        return {} if self._producer is None else self._producer.stream.worth()
+        `Tally.take`. And what a judge has used so far; see `JudgePool.spent`."""
+        spent = {} if self._pool is None else self._pool.spent()
+        return {} if self._producer is None else {**self._producer.stream.worth(), **spent}
 
     def diagnose(self) -> str:
         """For a run that hangs: what is pending where, and where every task waits. From any thread."""
@@ -413,6 +418,17 @@ class RolloutDataModule(L.LightningDataModule):
                 "RolloutDataModule: no trainer; pass it to trainer.fit or trainer.validate as datamodule"
             )
         return self.trainer
+
+
+def _check_comparison(judge: str, group_size: int, unverified: bool) -> None:
+    """Raises ValueError: nothing to compare, or a held-out reply alone that nothing can be said about."""
+    if group_size < 2:
+        raise ValueError(f"group_size: {group_size}, but {judge} compares the episodes of a group; set at least 2")
+    if unverified:
+        raise ValueError(
+            f"validation.prompts: {judge} compares the episodes of a group and has nothing to say of a held-out one;"
+            f" give it a verifier, or leave validation out"
+        )
 
 
 def _checked_workflow(value: Any) -> Workflow:

@@ -23,6 +23,7 @@ from datamodules.inference.protocol import InferenceEngine
 from datamodules.pending import LastArrival, Pending
 from datamodules.processes import foreign
 from datamodules.prompts.base import Prompt
+from datamodules.rewards.judges.pool import JudgePool, Score
 from datamodules.rewards.pool import RewardPool
 from datamodules.workflows.base import EpisodeEngine, Workflow
 from datamodules.workflows.turn_ends import TurnEnds
@@ -41,7 +42,7 @@ class EpisodePlayer:
         workflow: what an episode is.
         engine: where its tokens come from.
         tokenizer: the model's.
-        pool: opened reward workers, None when the workflow brings its own rewards.
+        pool: opened reward workers or judge, None when the workflow brings its own rewards.
         deadline_s: seconds an episode may take, waits for `unpaused` not counted.
         ends: what ends a turn of the model; None for what the tokenizer says of it.
     """
@@ -51,7 +52,7 @@ class EpisodePlayer:
         workflow: Workflow,
         engine: InferenceEngine,
         tokenizer: PreTrainedTokenizerBase,
-        pool: RewardPool | None,
+        pool: RewardPool | JudgePool | None,
         deadline_s: float,
         ends: TurnEnds | None = None,
     ) -> None:
@@ -72,6 +73,7 @@ class EpisodePlayer:
         temperature: float | None = None,
         unpaused: asyncio.Event | None = None,
         pending: Pending | None = None,
+        score: Score | None = None,
     ) -> list[Trajectory]:
         """One episode.
 
@@ -83,6 +85,7 @@ class EpisodePlayer:
             temperature: replaces the workflow's.
             unpaused: no request is sent while it is not set.
             pending: kept up to date with what the episode waits for.
+            score: its reward; None for the pool's of one reply alone.
 
         Raises:
             EpisodeError: the deadline passed, the workflow returned something else than trajectories, or it raised what
@@ -116,7 +119,7 @@ class EpisodePlayer:
         episode = EpisodeEngine(
             self.engine,
             self._tokenizer,
-            self.pool.judge if self.pool is not None else None,
+            self.pool.judge if score is None and self.pool is not None else score,
             name=name,
             seed=seed,
             sample=sample,
@@ -201,6 +204,7 @@ async def evaluate(
                 sample=number,
                 temperature=temperature,
                 pending=table,
+                score=None if player.pool is None else player.pool.held_out,
             )
             trajectories = label(trajectories, at, number, samples)
             to_batch([Group(at, prompt.id, version, trajectories)])

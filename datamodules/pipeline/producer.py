@@ -27,7 +27,7 @@ from datamodules.groups import Group, label, to_batch
 from datamodules.pending import Pending
 from datamodules.pipeline.diagnosis import one_line
 from datamodules.pipeline.gate import StalenessGate
-from datamodules.pipeline.limits import FailureLimits, Limits
+from datamodules.pipeline.limits import FailureLimits, Limits, RolloutsFailed
 from datamodules.pipeline.player import EpisodePlayer, evaluate
 from datamodules.pipeline.stream import Stream
 from datamodules.processes import foreign
@@ -349,6 +349,9 @@ class Producer:
     async def _play(self, prompt: Prompt, pending: Pending) -> Group:
         again = f"~{pending.attempt}" if pending.attempt else ""  # an engine may still know the requests given up
 
+        pool = self.player.pool
+        scores = [None] * self._group_size if pool is None else pool.of_group(self._group_size)
+
         async def sample(number: int) -> list[Trajectory]:
             trajectories = await self.player.play(
                 prompt,
@@ -357,6 +360,7 @@ class Producer:
                 sample=number,
                 unpaused=self._unpaused if self.gate.max_staleness > 0 else None,
                 pending=pending,
+                score=scores[number],
             )
             pending.done += 1
             return label(trajectories, pending.index, number, self._group_size)
@@ -377,6 +381,8 @@ class Producer:
         failure: RuntimeError | None = self._failures.failed(prompt_id, reason)
         if failure is None and not self.player.engine.health().get("alive", True):
             failure = RuntimeError(f"the inference engine has failed; prompt '{prompt_id}': {reason}")
+        if failure is None and self.player.pool is not None and self.player.pool.exhausted:
+            failure = RolloutsFailed(f"nothing can be rewarded any more: the judge {self.player.pool.exhausted}")
         if failure is not None:
             failure.__context__ = error  # for the traceback: a workflow's author wants to see the line
         self.fail(failure)

@@ -14,7 +14,7 @@ import logging
 import math
 import pickle
 from collections import OrderedDict, deque
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
@@ -167,6 +167,21 @@ class RewardPool:
             while len(self._cache) > self._options.cache:
                 self._cache.popitem(last=False)
         return found
+
+    held_out = judge
+
+    def of_group(self, samples: int) -> list[Callable[[Prompt, Any], Awaitable[Judgement]]]:
+        """What each of a group's episodes asks for its reward."""
+        return [self.judge] * samples
+
+    def spent(self) -> dict[str, float]:
+        """What rewards used, for the logs: nothing that costs."""
+        return {}
+
+    @property
+    def exhausted(self) -> str:
+        """Why no reward will be computed any more; never."""
+        return ""
 
     def close(self) -> None:
         """Kills the workers; calls still waiting fail. Idempotent; after the loop ended, or in it."""

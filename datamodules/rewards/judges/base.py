@@ -1,0 +1,50 @@
+"""What a judge is: a reward that is asked in the trainer's own process, since what it does is to wait.
+
+Promises: it is asked for `verdicts` of one reply, or, where `is_relative`, of all replies of a group together.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar
+
+from datamodules.prompts.base import Prompt
+from datamodules.rewards.judges.client import JudgeClient
+from datamodules.rewards.judges.model import JudgeModel
+
+Verdict = tuple[float, dict[str, float]]
+"""What a reply is worth, and what that is made of, by name."""
+
+
+class Judge(ABC):
+    """Gives rewards by asking a model.
+
+    Attributes:
+        model: which one, and how it is asked.
+        verifier: a plain reward of the same replies, or None. Where there is one it is asked too: its number is the
+            part `verifier`, the judge's less its the part `drift`, and held-out episodes are scored by it alone, so
+            that validation is what no reply can talk a judge into.
+        is_relative: it compares the replies of a group, and has nothing to say of one alone.
+    """
+
+    model: JudgeModel
+    verifier: Callable[[Prompt, str], float] | None
+    is_relative: ClassVar[bool] = False
+
+    def beside(self, verified: Sequence[float], judged: Sequence[float]) -> list[dict[str, float]]:
+        """The parts that say how the judge's numbers stand to the verifier's, of replies judged together."""
+        return [{"verifier": true, "drift": own - true} for true, own in zip(verified, judged, strict=True)]
+
+    @abstractmethod
+    async def verdicts(self, client: JudgeClient, prompt: Prompt, replies: Sequence[Any]) -> list[Verdict]:
+        """One for each reply, in their order.
+
+        Args:
+            client: the model, connected.
+            prompt: the task.
+            replies: texts, or transcripts as `material.readable` takes them; one alone unless `is_relative`.
+
+        Raises:
+            JudgeError: there is none, and why.
+        """

@@ -1,0 +1,83 @@
+"""A judge that dies, hangs, is overloaded or spends its budget: exact counts, and the words one needs."""
+
+from __future__ import annotations
+
+import socket
+
+import pytest
+
+from datamodules.rewards import RewardError, RewardOptions
+from datamodules.rewards.judges import Budget
+from tests.datamodules.rewards.judges.judging import judged, points, rubric
+from tests.helpers.judge_server import Asked, JudgeServer, Said
+
+
+def test_a_judge_that_is_not_there() -> None:
+    with socket.socket() as closed:
+        closed.bind(("127.0.0.1", 0))  # and nobody listens
+        url = f"http://127.0.0.1:{closed.getsockname()[1]}/v1"
+        (found,), pool = judged(rubric(url, about={"deadline_s": 1.5}), ["42"])
+    assert isinstance(found, RewardError) and "cannot be reached" in str(found)
+    assert "model.deadline_s" in str(found) and pool.spent()["judge_retries"] >= 1
+
+
+def test_a_judge_that_hangs_costs_its_deadline() -> None:
+    with JudgeServer(lambda asked, number: Said(points(1, 1), after_s=3.0)) as server:
+        (found,), _ = judged(rubric(server.url, about={"deadline_s": 1.0, "attempt_s": 0.3}), ["42"])
+    assert "did not answer within 0.3 s (model.attempt_s)" in str(found) and len(server.asked) >= 1
+
+
+@pytest.mark.parametrize("fault", [Said("busy", 503), Said(drop=True), Said("slow", 408)])
+def test_what_passes_is_tried_again(fault: Said) -> None:
+    with JudgeServer(lambda asked, number: points(10, 10) if number else fault) as server:
+        (found,), pool = judged(rubric(server.url), ["42"])
+    assert found.value == 1.0 and pool.spent()["judge_calls"] == len(server.asked) == 2
+
+
+def test_all_hold_while_an_overloaded_judge_asks_for_it() -> None:
+    def overloaded(asked: Asked, number: int) -> Said | str:
+        return Said("later", 429, {"retry-after": "1"}) if number == 0 else points(10, 10)
+
+    with JudgeServer(overloaded) as server:
+        found, pool = judged(rubric(server.url, about={"max_concurrent": 1}), ["1", "2", "3"])
+    assert [one.value for one in found] == [1.0] * 3
+    assert len(server.asked) == 4 and pool.spent()["judge_retries"] == 1 and pool.failures == 0
+
+
+def test_a_pause_beyond_the_deadline_is_not_waited_for() -> None:
+    with JudgeServer(lambda asked, number: Said("later", 429, {"retry-after": "60"})) as server:
+        found, pool = judged(rubric(server.url, about={"max_concurrent": 1}), ["1", "2"])
+    assert "status 429: " in str(found[0]) and "later" in str(found[0])
+    assert "asked for a pause of" in str(found[1]) and len(server.asked) == 1
+    assert pool.spent()["judge_refused"] == 2
+
+
+def test_no_more_at_a_time_than_asked_for() -> None:
+    with JudgeServer(lambda asked, number: Said(points(1, 1), after_s=0.05)) as server:
+        judged(rubric(server.url, about={"max_concurrent": 3}), [str(i) for i in range(12)])
+    assert len(server.asked) == 12 and server.most_at_once == 3
+
+
+@pytest.mark.parametrize(
+    "budget, calls, name",
+    [
+        (Budget(max_calls=3), 3, "3 of 3 (model.budget.max_calls)"),
+        (Budget(max_tokens=300), 3, "330 of 300 (model.budget.max_tokens)"),
+        (Budget(max_cost=0.9, input_price=2000, output_price=10_000), 3, "0.9 of 0.9 (model.budget.max_cost)"),
+    ],
+)
+def test_a_budget_is_kept_and_its_end_is_no_score(budget: Budget, calls: int, name: str) -> None:
+    with JudgeServer(lambda asked, number: points(10, 10)) as server:
+        judge = rubric(server.url, about={"budget": budget, "max_concurrent": 1})
+        found, pool = judged(judge, [str(i) for i in range(5)], RewardOptions(on_failure=0.0))
+    assert [one.value for one in found[:calls]] == [1.0] * calls and len(server.asked) == calls
+    for one in found[calls:]:
+        assert isinstance(one, RewardError) and "has spent its budget" in str(one) and name in str(one)
+    assert name in pool.exhausted
+
+
+def test_a_budget_that_cannot_be_counted_is_refused() -> None:
+    with JudgeServer(lambda asked, number: Said(points(1, 1), usage=False)) as server:
+        (found,), _ = judged(rubric(server.url, about={"budget": Budget(max_tokens=10)}), ["42"])
+        (fine,), _ = judged(rubric(server.url), ["42"])
+    assert "does not say how many tokens" in str(found) and fine.value == pytest.approx(0.1)
