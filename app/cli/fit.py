@@ -60,6 +60,7 @@ VERBS = {
     "serve": "app.cli.serve",
     "gateway": "app.cli.gateway",
     "export": "app.cli.export",
+    "reward": "app.cli.reward",
     "doctor": "app.cli.doctor",
 }
 
