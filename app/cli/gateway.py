@@ -167,7 +167,7 @@ async def _pass_on(args: argparse.Namespace) -> None:
             _say(
                 f"{counts['written']} session(s) recorded in {args.record}, {counts['replies']} replies; calls not"
                 f" recorded: {counts['failed']} failed, {counts['cut_off']} cut off, {counts['not_text']} of more than"
-                f" text or too large, {counts['other']} of other protocols"
+                f" text or too large, {counts['other']} of other paths"
             )
     if lost:
         raise lost[0]

@@ -28,7 +28,10 @@ THINK_TEXT = "<think>\n\n</think>\n\n"
 
 @dataclass(frozen=True)
 class Transcript:
-    """One conversation as text: its fields as in the JSONL file (see `load_transcripts`); source for errors."""
+    """One conversation as text: its fields as in the JSONL file (see `load_transcripts`); source for errors.
+
+    One that has a `completion` has no messages: its text was sampled behind that of `prompt`, by no template.
+    """
 
     task: str
     trial: int
@@ -38,6 +41,9 @@ class Transcript:
     source: str
     tools: list[dict[str, Any]] | None = None
     is_rewarded: bool = True
+    prompt: str = ""
+    completion: str | None = None
+    ended: bool = True
 
 
 @dataclass(frozen=True)
@@ -55,6 +61,8 @@ def load_transcripts(path: str | Path) -> list[Transcript]:
     it, `tools`, JSON schemas in place of the system file's, and `rewarded`, false where nobody said what it was worth;
     other keys are ignored. A message has `role` (system, user, assistant, tool), `content` and, on assistant messages,
     `tool_calls`: `[{"id", "name", "arguments"}]`, and `weight`: 0 for one that is shown and not trained (default 1).
+    In place of messages there may be `prompt` and `completion`, texts around which no template is put, and `ended`,
+    false where the model did not end it (default true).
 
     Raises:
         RecordedDataError: naming file, line and field.
@@ -144,6 +152,8 @@ class ChatEncoder:
 
     def encode(self, transcript: Transcript) -> Conversation:
         """Tokens and turns of one transcript. Raises RecordedDataError naming its source and the message."""
+        if transcript.completion is not None:
+            return self._completion(transcript, transcript.completion)
         source, messages = transcript.source, transcript.messages
         tools = self.system.tools if transcript.tools is None else transcript.tools
         end_of_turn = self._end
@@ -194,6 +204,23 @@ class ChatEncoder:
             steps=np.array(steps, np.int64),
         )
 
+    def _completion(self, transcript: Transcript, said: str) -> Conversation:
+        """No template, no system prompt, no BOS: as gateways send it. `eos_token` ends it."""
+        prompt = self._encode(transcript.prompt)
+        tokens = prompt + self._encode(said) + [self.tokenizer.eos_token_id] * transcript.ended
+        starts, ends, steps = (np.array([one], np.int64) for one in (len(prompt), len(tokens), 0))
+        return Conversation(
+            transcript.task,
+            transcript.trial,
+            transcript.model,
+            transcript.reward,
+            transcript.source,
+            np.array(tokens, np.int64),
+            starts,
+            ends,
+            steps,
+        )
+
     def think_ids(self) -> list[int]:
         """An empty think block in this tokenizer's ids."""
         return self._encode(THINK_TEXT)
@@ -230,15 +257,24 @@ def _parse(data: dict[str, Any], source: str) -> Transcript:
         raise RecordedDataError(f"{source}: 'tools' must be a list of JSON schemas; correct or remove the line")
     if not isinstance(is_rewarded, bool):
         raise RecordedDataError(f"{source}: 'rewarded' must be true or false; correct or remove the line")
+    completes = "completion" in data
+    if completes:
+        for name, kind in (("prompt", str), ("completion", str), ("ended", bool)):
+            if not isinstance(data.get(name, True), kind):
+                want = "true or false" if kind is bool else "a string"
+                raise RecordedDataError(f"{source}: '{name}' must be {want}; correct or remove the line")
     return Transcript(
         task=str(data["task_id"]),
         trial=data.get("trial", 0),
         model=str(data.get("model", "")),
         reward=float(data["reward"]),
-        messages=check_messages(data.get("messages"), source),
+        messages=[] if completes else check_messages(data.get("messages"), source),
         source=source,
         tools=tools,
         is_rewarded=is_rewarded,
+        prompt=data["prompt"] if completes else "",
+        completion=data["completion"] if completes else None,
+        ended=data.get("ended", True),
     )
 
 

@@ -3,8 +3,9 @@
     DIR/conversations_00000012.jsonl      a session: its conversations 12 and following of this directory, one a line
 
 Promises: a line is what `load_transcripts` reads, a conversation that is not the beginning of another one of its
-session; each reply is trained in one line, once, and what no reply of the session says has weight 0. A file that is
-there is whole, and is never overwritten. Nothing of a request's head is here: no keys.
+session, or a prompt and its completion where no template was asked for; each reply is trained in one line, once, and
+what no reply of the session says has weight 0. A file that is there is whole, and is never overwritten. Nothing of a
+request's head is here: no keys.
 """
 
 from __future__ import annotations
@@ -19,11 +20,11 @@ from pathlib import Path
 from typing import Any
 
 from datamodules.conversations.chat import check_messages
-from datamodules.files.json_lines import parse_json
 from datamodules.files.recording import RecordingError, versions
+from datamodules.workflows.gateway.errors import RequestError
+from datamodules.workflows.gateway.heard import BrokenOff, Heard, read
 
 _NAME = re.compile(r"conversations_(\d{8})\.jsonl")
-_WHOLE = ("stop", "tool_calls")
 
 
 class NotRecorded(Exception):
@@ -47,37 +48,71 @@ class Conversations:
         self._messages: dict[bytes, tuple[bytes, dict[str, Any]]] = {}  # by all that is said up to it: before, message
         self._tools: dict[bytes, list[dict[str, Any]]] = {}  # where conversations begin
         self._heard: dict[bytes, str] = {}  # replies, and the model that said them
+        self._answers: dict[str, tuple[bytes, int]] = {}  # that can be gone on with by their name: the reply, and
+        # how many messages before it belonged to their request alone
+        self._completed: list[dict[str, Any]] = []
         self._task = ""
 
-    def add(self, request: bytes, answer: bytes, streamed: bool) -> None:
-        """A call of Chat Completions. Raises NotRecorded: nothing, or no more, of it is kept."""
+    def add(self, path: str, request: bytes, answer: bytes, streamed: bool) -> None:
+        """A call of one of the READERS. Raises NotRecorded: nothing, or no more, of it is kept."""
         try:
-            asked = parse_json(request)
-            tools = [] if asked.get("tool_choice") == "none" else list(asked.get("tools") or [])
-            shown = [_message(one) for one in asked["messages"]]
-            given = _joined(answer) if streamed else parse_json(answer)
-            model = str(given.get("model") or asked.get("model") or "")
-            choices = [
-                (_message({**one["message"], "role": "assistant"}), one["finish_reason"]) for one in given["choices"]
-            ]
-            for reply, _ in choices:
-                check_messages([*shown, reply], "request")
-        except (KeyError, TypeError, ValueError, AttributeError) as error:  # a RecordedDataError is a ValueError
+            heard = read(path, request, answer, streamed)
+            messages = self._continued(heard)
+            if not heard.prompts:
+                for reply, _ in heard.replies:
+                    check_messages([*messages, reply], "request")
+        except BrokenOff as error:
+            raise NotRecorded("cut_off") from error
+        except (KeyError, TypeError, ValueError, AttributeError, RequestError) as error:  # RecordedDataError too
             raise NotRecorded("not_text") from error
-        whole = [reply for reply, reason in choices if reason in _WHOLE]
-        if whole:
-            at = _hash(b"", tools)
-            self._tools[at] = tools
-            for message in shown:
+        whole = [reply for reply, is_whole in heard.replies if is_whole]
+        if heard.prompts:
+            self._complete(heard)
+        elif whole:
+            at = _hash(b"", heard.tools)
+            self._tools[at] = heard.tools
+            for message in messages:
                 at = self._keep(at, message)
             self._task = self._task or at.hex()[:12]
-            self._heard |= {self._keep(at, reply): model for reply in whole}
-            self.replies += len(whole)
-        if len(whole) < len(choices) or not choices:
+            kept = [self._keep(at, reply) for reply in whole]
+            self._heard |= dict.fromkeys(kept, heard.model)
+            if heard.name:
+                self._answers[heard.name] = (kept[0], heard.before)
+        self.replies += len(whole)
+        if len(whole) < len(heard.replies) or not heard.replies:
             raise NotRecorded("cut_off")
+
+    def _complete(self, heard: Heard) -> None:
+        for prompt, (text, is_whole) in zip(heard.prompts, heard.replies, strict=True):
+            if is_whole:
+                said = {"model": heard.model, "prompt": prompt, "completion": text, "ended": heard.ended}
+                self._completed.append(said)
+                self._task = self._task or _hash(b"", prompt).hex()[:12]
+                self.size += len(prompt) + len(text)
+
+    def _continued(self, heard: Heard) -> list[dict[str, Any]]:
+        """All messages that the model was shown."""
+        if not heard.continues:
+            return heard.messages
+        at, before = self._answers[heard.continues]  # a KeyError where its answer was not heard
+        messages = self._up_to(at)
+        return [*heard.messages[: heard.before], *messages[before:], *heard.messages[heard.before :]]
+
+    def _up_to(self, at: bytes) -> list[dict[str, Any]]:
+        messages = []
+        while at not in self._tools:
+            at, message = self._messages[at]
+            messages.append(message)
+        return messages[::-1]
 
     def lines(self, session: str, reward: float | None) -> Iterator[dict[str, Any]]:
         """A record for each conversation, without the number of its trial."""
+        common = {
+            "task_id": self._task,
+            "reward": 0.0 if reward is None else reward,
+            "rewarded": reward is not None,
+            "session": session,
+        }
         begins: set[bytes] = set()
         for at in self._heard:
             while (at := self._messages[at][0]) not in self._tools and at not in begins:
@@ -95,15 +130,9 @@ class Conversations:
                 messages.append(message)
                 at = before
             tools = {"tools": self._tools[at]} if self._tools[at] else {}
-            yield {
-                "task_id": self._task,
-                "model": model,
-                "reward": 0.0 if reward is None else reward,
-                "rewarded": reward is not None,
-                "session": session,
-                **tools,
-                "messages": messages[::-1],
-            }
+            yield {**common, "model": model, **tools, "messages": messages[::-1]}
+        for one in self._completed:
+            yield {**common, **one}
 
     def _keep(self, before: bytes, message: dict[str, Any]) -> bytes:
         at = _hash(before, message)
@@ -160,70 +189,3 @@ class ConversationRecorder:
 
 def _hash(before: bytes, value: Any) -> bytes:
     return hashlib.blake2b(before + json.dumps(value, sort_keys=True).encode(), digest_size=20).digest()
-
-
-def _message(one: dict[str, Any]) -> dict[str, Any]:
-    """A message of Chat Completions as recordings have it; whatever it holds, or KeyError, TypeError or ValueError."""
-    content, calls = one.get("content"), one.get("tool_calls") or []
-    if one.get("function_call") or one.get("audio"):
-        raise ValueError("no text")
-    if isinstance(content, list):
-        if any(part["type"] != "text" for part in content):
-            raise ValueError("no text")
-        content = "".join(part["text"] for part in content)
-    result = {
-        "role": "system" if one["role"] == "developer" else one["role"],
-        "content": one.get("refusal") or "" if content is None else content,
-    }
-    if calls:
-        result["tool_calls"] = [
-            {
-                "id": call.get("id") or "",
-                "name": call["function"]["name"],
-                "arguments": parse_json(call["function"]["arguments"] or "{}"),
-            }
-            for call in calls
-        ]
-        parse_json(json.dumps([[[result]]]))  # as deep as in a line, which may be too deep to be read
-    if one["role"] == "tool":
-        result["id"] = one["tool_call_id"]
-    return result
-
-
-def _joined(events: bytes) -> dict[str, Any]:
-    """The answer that was streamed."""
-    model = ""
-    choices: dict[int, dict[str, Any]] = {}
-    for line in events.splitlines():
-        data = line.removeprefix(b"data:").strip()
-        if not line.startswith(b"data:") or data == b"[DONE]":
-            continue
-        event = parse_json(data)
-        if event.get("error"):
-            raise NotRecorded("cut_off")
-        model = event.get("model") or model
-        for one in event.get("choices") or []:
-            new: dict[str, Any] = {"said": [], "refused": [], "calls": {}, "reason": None}
-            choice = choices.setdefault(one.get("index", 0), new)
-            delta = one.get("delta") or {}
-            choice["said"].append(delta.get("content") or "")
-            choice["refused"].append(delta.get("refusal") or "")
-            choice["reason"] = one.get("finish_reason") or choice["reason"]
-            for k, part in enumerate(delta.get("tool_calls") or []):
-                call = choice["calls"].setdefault(part.get("index", k), {"id": "", "name": [], "arguments": []})
-                call["id"] = part.get("id") or call["id"]
-                for name in ("name", "arguments"):
-                    call[name].append((part.get("function") or {}).get(name) or "")
-    found = []
-    for choice in choices.values():
-        calls = [
-            {"id": call["id"], "function": {name: "".join(call[name]) for name in ("name", "arguments")}}
-            for call in choice["calls"].values()
-        ]
-        message = {
-            "role": "assistant",
-            "content": "".join(choice["said"]) or "".join(choice["refused"]),
-            "tool_calls": calls,
-        }
-        found.append({"message": message, "finish_reason": choice["reason"]})
-    return {"model": model, "choices": found}

@@ -3,7 +3,7 @@
 Promises: a request reaches the provider as it came, its key included, but for what belongs to the connection
 (hop-by-hop headers, Host) and Accept-Encoding, and the answer reaches the client byte for byte, while it comes; keys
 are held by requests under way alone. A provider that cannot be reached, or is silent, is an error by name in the
-protocol's shape; a client that goes away ends the provider's call. Only whole answers of Chat Completions are recorded.
+protocol's shape; a client that goes away ends the provider's call. Only whole answers are recorded.
 """
 
 from __future__ import annotations
@@ -22,17 +22,20 @@ from yarl import URL
 
 from app import checks
 from datamodules.workflows.gateway.errors import RequestError
+from datamodules.workflows.gateway.heard import READERS
 from datamodules.workflows.gateway.listener import LEFT, Listener, hang_up, json_object, spoken
 from datamodules.workflows.gateway.overheard import ConversationRecorder, Conversations, NotRecorded
 from datamodules.workflows.gateway.rewards import Rewards
 from datamodules.workflows.gateway.standalone import check_new
 
 _CHAT = "chat/completions"
+_RESPONSES = "responses"
 _EVENTS = "text/event-stream"
 _MOST_BYTES = 32 << 20  # of a request, and of an answer that is recorded
 _MOST_HELD = 1 << 30  # characters of all sessions under way
-_DONE = re.compile(rb"data: ?\[DONE\]\s*$")
-_LAST = 16  # bytes of an answer that tell whether it is at its end
+_DONE = re.compile(rb"(data: ?\[DONE\]|\"message_stop\" ?\})\s*$")
+_COMPLETED = re.compile(rb"event: ?response\.(completed|incomplete|failed)\b")  # what comes then is the whole answer
+_LAST = 40  # bytes of an answer that tell whether it is at its end
 _LOOK_S = 1.0
 _CONNECTION = {"connection", "keep-alive", "proxy-authenticate", "proxy-authorization", "proxy-connection", "te"} | {
     "trailer",
@@ -70,7 +73,7 @@ class UpstreamGateway:
     Attributes:
         counts: "written" sessions and recorded "replies"; calls that are not: "failed" (the provider answered with an
             error, or not at all), "cut_off" (by either end, or the limit of tokens), "not_text" (or more than can be
-            held), "other" protocols.
+            held), "other" paths.
     """
 
     def __init__(
@@ -194,13 +197,13 @@ class UpstreamGateway:
             session.under_way -= 1
             session.touched = time.monotonic()
             if self._record is not None and request.method == "POST" and outcome:
-                self.counts[outcome if path == _CHAT else "other"] += 1
+                self.counts[outcome if path in READERS else "other"] += 1
 
     def _heard(self, session: _Session, path: str, body: bytes, response: web.StreamResponse, answer: bytes) -> str:
         """Keeps the call; "", or why it was not."""
         if self._record is None:
             return ""
-        if path != _CHAT:
+        if path not in READERS:
             return "other"
         if response.status != 200:
             return "failed"
@@ -210,7 +213,7 @@ class UpstreamGateway:
         if len(answer) > _MOST_BYTES or held > _MOST_HELD or "Content-Encoding" in response.headers:
             return "not_text"
         try:
-            session.conversations.add(body, answer, response.content_type == _EVENTS)
+            session.conversations.add(path, body, answer, response.content_type == _EVENTS)
         except NotRecorded as error:
             return error.cause
         return ""
@@ -226,7 +229,7 @@ class UpstreamGateway:
                 status=answer.status, reason=answer.reason, headers=_passed_on(answer.headers)
             )
             said, last = bytearray(), b"\n\n"
-            keeps, is_heard = self._record is not None and path == _CHAT, False
+            keeps, is_heard, is_last = self._record is not None and path in READERS, False, False
             try:
                 await self._listener.in_time(response.prepare(request))
                 while True:
@@ -237,11 +240,13 @@ class UpstreamGateway:
                         return response
                     if not piece:
                         break
+                    is_last = is_last or (path == _RESPONSES and _COMPLETED.search(last + piece) is not None)
                     last = (last + piece)[-_LAST:]
                     if keeps and len(said) <= _MOST_BYTES:
                         said += piece
                     await self._listener.in_time(response.write(piece))
-                    if not is_heard and _DONE.search(last):  # clients leave, or go on, behind it
+                    # Clients leave, or go on, behind it.
+                    if not is_heard and (_DONE.search(last) or (is_last and last.endswith(b"\n\n"))):
                         is_heard = True
                         hear(response, bytes(said))
                 await self._listener.in_time(response.write_eof())

@@ -47,9 +47,9 @@ class Messages(WireProtocol):
         """A request of `/v1/messages/count_tokens`: what makes a prompt. Raises RequestError."""
         left = {key: value for key, value in body.items() if key not in _WITHOUT_EFFECT}
         fields.take_neutral(left, _NEUTRAL)
-        tools = _tools(left.pop("tools", None))
-        system = _text("system", left.pop("system", None) or "")
-        messages = _messages(left.pop("messages", None))
+        tools = tools_of(left.pop("tools", None))
+        system = text_of("system", left.pop("system", None) or "")
+        messages = messages_of(left.pop("messages", None))
         asked = Asked(
             model=fields.optional_text("model", left.pop("model", None)),
             messages=[{"role": "system", "content": system}, *messages] if system else messages,
@@ -172,7 +172,7 @@ def _may_call(choice: Any) -> bool:
     return bool(choice["type"] == "auto")
 
 
-def _tools(found: Any) -> list[dict[str, Any]] | None:
+def tools_of(found: Any) -> list[dict[str, Any]] | None:
     tools = []
     for k, tool in enumerate([] if found is None else fields.a_list("tools", found)):
         where = f"tools[{k}]"
@@ -189,7 +189,7 @@ def _tools(found: Any) -> list[dict[str, Any]] | None:
     return tools or None
 
 
-def _messages(found: Any) -> list[Message]:
+def messages_of(found: Any) -> list[Message]:
     if not isinstance(found, list) or not found:
         raise RequestError("messages: must be a list of at least one message", param="messages")
     messages: list[Message] = []
@@ -223,7 +223,7 @@ def _asked(where: str, blocks: list[Any]) -> list[Message]:
             continue
         fields.flag(f"{at}.is_error", block.get("is_error"))  # the text says so to the model
         identity = fields.a_text(f"{at}.tool_use_id", block.get("tool_use_id"))
-        content = _text(f"{at}.content", block.get("content") or "")
+        content = text_of(f"{at}.content", block.get("content") or "")
         messages.append({"role": "tool", "tool_call_id": identity, "content": content})
     return messages or [{"role": "user", "content": ""}]
 
@@ -257,7 +257,7 @@ def _kind(where: str, block: Any, known: Sequence[str]) -> str:
     return str(kind)
 
 
-def _text(where: str, content: Any) -> str:
+def text_of(where: str, content: Any) -> str:
     """A text, or blocks of it."""
     if isinstance(content, str):
         return content

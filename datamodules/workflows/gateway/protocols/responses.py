@@ -52,7 +52,7 @@ class Responses(WireProtocol):
         fields.take_neutral(left, _NEUTRAL)
         offered = fields.tools_offered(left.pop("tool_choice", None))
         instructions = fields.optional_text("instructions", left.pop("instructions", None))
-        tools = _tools(left.pop("tools", None))
+        tools = tools_of(left.pop("tools", None))
         include = fields.texts("include", left.pop("include", None))
         for k, one in enumerate(include):
             fields.one_of(f"include[{k}]", one, _INCLUDED)
@@ -61,7 +61,7 @@ class Responses(WireProtocol):
         metadata = left.pop("metadata", None)
         asked = Asked(
             model=fields.optional_text("model", left.pop("model", None)),
-            messages=_messages(left.pop("input", None)),
+            messages=messages_of(left.pop("input", None)),
             tools=tools if offered else None,
             max_tokens=fields.number("max_output_tokens", left.pop("max_output_tokens", None), int, 1),
             temperature=fields.number("temperature", left.pop("temperature", None), float, 0),
@@ -95,7 +95,7 @@ class Responses(WireProtocol):
         return openai_error(problem)
 
 
-def _tools(found: Any) -> list[dict[str, Any]] | None:
+def tools_of(found: Any) -> list[dict[str, Any]] | None:
     tools = []
     for k, tool in enumerate([] if found is None else fields.a_list("tools", found)):
         where = f"tools[{k}]"
@@ -110,7 +110,7 @@ def _tools(found: Any) -> list[dict[str, Any]] | None:
     return tools or None
 
 
-def _messages(found: Any) -> list[Message]:
+def messages_of(found: Any) -> list[Message]:
     if isinstance(found, str):
         return [{"role": "user", "content": found}]
     messages: list[Message] = []

@@ -96,27 +96,40 @@ def preference(directory: str) -> float:
     return no - yes
 
 
-def hold_sessions(at: str) -> list[list[str]]:
+def hold_sessions(at: str, protocol: str = "chat") -> list[list[str]]:
     """An agent of the `openai` package asks until both answers were given twice: the replies of the sessions, of which
     a first "yes" was rewarded with 1. The last one has no reward."""
     held: list[list[str]] = []
     while [one[0] for one in held].count("yes") < 2 or [one[0] for one in held].count("no") < 2:
         assert len(held) < MOST_SESSIONS, held
         name = f"s{len(held)}"
-        held.append(ask(at, name))
+        held.append(ask(at, name, protocol))
         post(at, name, "/reward", {"reward": float(held[-1][0] == "yes")})
         post(at, name, "/end", {})
-    ask(at, "unrewarded")
+    ask(at, "unrewarded", protocol)
     return held
 
 
-def ask(at: str, session: str) -> list[str]:
+def ask(at: str, session: str, protocol: str = "chat") -> list[str]:
     messages: list[Any] = []
     for question in ASKED:
         messages.append({"role": "user", "content": question})
-        answer = client(at, session).chat.completions.create(model="any", messages=messages, max_tokens=40)
-        messages.append({"role": "assistant", "content": answer.choices[0].message.content})
+        messages.append({"role": "assistant", "content": answered(at, session, protocol, messages)})
     return [one["content"] for one in messages[1::2]]
+
+
+def answered(at: str, session: str, protocol: str, messages: list[Any]) -> str:
+    if protocol == "responses":
+        asked: Any = {"model": "any", "input": messages, "max_output_tokens": 40}
+        with client(at, session).responses.stream(**asked) as stream:
+            return str(stream.get_final_response().output_text)
+    if protocol == "messages":
+        anthropic = pytest.importorskip("anthropic", reason="pip install 'arborist[dev]' brings it")
+        there = anthropic.Anthropic(base_url=f"{at}/{session}", api_key=KEY, timeout=60.0)
+        with there.messages.stream(model="any", messages=messages, max_tokens=40) as stream:
+            return str(stream.get_final_text())
+    answer = client(at, session).chat.completions.create(model="any", messages=messages, max_tokens=40)
+    return str(answer.choices[0].message.content)
 
 
 def end(process: subprocess.Popen[str]) -> str:
@@ -168,12 +181,13 @@ def test_on_what_a_models_gateway_recorded(workplace: Path, capsys: pytest.Captu
 
 
 @pytest.mark.slow
-def test_on_what_a_providers_gateway_recorded(workplace: Path) -> None:
+@pytest.mark.parametrize("protocol", ["chat", "responses", "messages"])
+def test_on_what_a_providers_gateway_recorded(workplace: Path, protocol: str) -> None:
     with (
         running("--model", "my_model") as (_, provider),
         running("--upstream", f"{provider}/all/v1", "--record", "recorded") as (process, at),
     ):
-        held = hold_sessions(at)
+        held = hold_sessions(at, protocol)
         assert f"{len(held) + 1} session(s) recorded" in (told := end(process)) and KEY not in told
     (join,) = (line for line in COMMANDS if line.startswith("cat "))
     subprocess.run(join, shell=True, check=True, timeout=20)
