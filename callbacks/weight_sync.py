@@ -43,12 +43,14 @@ class WeightSync(Callback):
     Args:
         method: "memory" copies tensors within this process (EmbeddedEngine only); "distributed" broadcasts them to each
             SGLang server over a process group of its own, NCCL between GPUs, gloo otherwise; "disk" writes a directory
-            that the engine loads; "auto" takes the first that the engine offers.
-        directory: of method "disk", seen by all servers under the same path; relative paths are below the run directory
-            and None is its `weights`. It holds the version served, and the next one while that is written.
+            that the engine loads; "adapter" writes the policy's adapter alone, to servers that take it beside others
+            (`SGLangEngine(adapters=...)`); "auto" takes the first that the engine offers.
+        directory: of methods "disk" and "adapter", seen by all servers under the same path; relative paths are below
+            the run directory and None is its `weights`. It holds the version served, and the next one while that is
+            written.
         deadline_s: seconds the engine may take for one update; a server that takes longer counts as lost.
 
-    A policy with LoRA adapters is sent merged, under its base model's names.
+    By other methods a policy with LoRA adapters is sent merged, under its base model's names.
 
     Logs, every optimizer step (0 where the policy version did not rise): sync/seconds (export and update together),
     sync/bytes (of one copy of the weights), sync/downtime_s (nothing was generated; the longest of all servers).
@@ -64,12 +66,12 @@ class WeightSync(Callback):
 
     def __init__(
         self,
-        method: Literal["auto", "memory", "disk", "distributed"] = "auto",
+        method: Literal["auto", "memory", "disk", "distributed", "adapter"] = "auto",
         directory: str | None = None,
         deadline_s: float = 300.0,
     ) -> None:
-        if method not in ("auto", "memory", "disk", "distributed"):
-            raise ValueError(f"WeightSync.method: {method!r} is not one of auto, memory, disk, distributed")
+        if method not in ("auto", "memory", "disk", "distributed", "adapter"):
+            raise ValueError(f"WeightSync.method: {method!r} is not one of auto, memory, disk, distributed, adapter")
         if not 0 < deadline_s < math.inf:
             raise ValueError(f"WeightSync.deadline_s: {deadline_s}, must be above 0 and finite")
         if directory is not None and method in ("memory", "distributed"):
@@ -102,8 +104,9 @@ class WeightSync(Callback):
                 f" {' or '.join(offered)}; set WeightSync.method: auto, or another engine"
             )
         self._files = None
-        if self._way == "disk":
-            self._files = WeightFiles(run_dir(trainer) / Path(self.directory or "weights"))
+        if self._way in ("disk", "adapter"):
+            directory = run_dir(trainer) / Path(self.directory or "weights")
+            self._files = WeightFiles(directory, adapter=self._way == "adapter")
         elif self.directory is not None:
             raise ValueError(_no_effect(self.directory, self.method, self._way))
 

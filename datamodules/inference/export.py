@@ -72,6 +72,42 @@ def checkpoint_weights(policy: Module) -> dict[str, Tensor]:
     return revert_weight_conversion(plain, weights)
 
 
+_OF_PLAIN_LORA = {"peft_type", "r", "lora_alpha", "target_modules", "lora_dropout", "init_lora_weights"}
+_SAYS_NOTHING = {"task_type", "base_model_name_or_path", "revision", "inference_mode", "auto_mapping", "peft_version"}
+
+
+def adapter_weights(policy: Module) -> dict[str, Tensor]:
+    """The policy's adapter alone, by PEFT's names; the trainer's own memory.
+
+    Raises:
+        ExportError: a policy without one plain LoRA: servers add `lora_alpha / r x B A` to named projections, and would
+            ignore in silence whatever else an adapter may be.
+    """
+    configs = getattr(policy, "peft_config", {})
+    if len(configs) != 1:
+        raise ExportError(
+            f"weight export: the policy has {len(configs)} adapters, and servers take one: set model.adapter, or"
+            " WeightSync.method to another than adapter"
+        )
+    config = next(iter(configs.values()))
+    plain = type(config)(r=config.r, lora_alpha=config.lora_alpha) if hasattr(config, "lora_alpha") else None
+    told = _OF_PLAIN_LORA | _SAYS_NOTHING
+    more = [
+        name
+        for name, value in config.to_dict().items()
+        if plain is not None and name not in told and value and value != getattr(plain, name, None)
+    ]
+    if plain is None or more:
+        what = f"its {', '.join(more)}" if more else f"peft_type {config.peft_type}"
+        raise ExportError(
+            f"weight export: servers apply a plain LoRA alone and would ignore {what} in silence; leave it out of"
+            " model.adapter, or set SGLangEngine.adapters to null, so that merged weights are sent"
+        )
+    from peft import get_peft_model_state_dict  # a policy with adapters has it
+
+    return {name: tensor.detach() for name, tensor in get_peft_model_state_dict(policy).items()}
+
+
 def num_bytes(weights: dict[str, Tensor]) -> int:
     """Bytes of all tensors; one that stands under two names counts once."""
     return sum({(tensor.data_ptr(), tensor.nbytes): tensor.nbytes for tensor in weights.values()}.values())

@@ -135,8 +135,8 @@ class WeightUpdate:
         state_dict: complete, by the engine's names: method "memory" takes those of the base model's own `state_dict()`
             (`export.merged_weights`), "distributed" those of a checkpoint (`export.checkpoint_weights`). The engine
             copies the tensors before `update_weights` returns and keeps no reference.
-        path: for method "disk", a directory written by `save_pretrained` or `WeightFiles`. It stays until the engine
-            has newer weights: a server that comes late loads it too.
+        path: for method "disk", a directory written by `save_pretrained` or `WeightFiles`; for method "adapter", one of
+            a PEFT adapter alone. It stays until the engine has newer weights: a server that comes late loads it too.
         deadline_s: seconds the engine may take; above 0.
     """
 
@@ -170,7 +170,7 @@ class InferenceEngine(Protocol):
 
     @property
     def update_methods(self) -> tuple[str, ...]:
-        """Ways it takes new weights, the preferred one first: of "memory", "distributed" and "disk"."""
+        """Ways it takes new weights, the preferred one first: of "memory", "distributed", "disk" and "adapter"."""
 
     def start(self, model: PreTrainedModel, version: int, seed: int) -> None:
         """Called once, on global rank 0, before the first request; the trainer's `model` is left untouched.

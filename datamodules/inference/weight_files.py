@@ -6,7 +6,8 @@
 
 Promises: a version's directory exists with all of its bytes on disk, or not at all (written aside, flushed, renamed),
 also when the process is killed; a disk that is full is one error with the path and the bytes needed, the older
-versions intact and nothing half-written left; it loads with `from_pretrained` and on an SGLang server.
+versions intact and nothing half-written left; it loads with `from_pretrained` and on an SGLang server. Of a policy with
+adapters it is the merged model, or the adapter alone, as PEFT has it.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from torch.nn import Module
 
-from datamodules.inference.export import ExportError, base_model, checkpoint_weights, num_bytes
+from datamodules.inference.export import ExportError, adapter_weights, base_model, checkpoint_weights, num_bytes
 
 _MARGIN_BYTES = 1 << 20  # configuration, index and headers beside the tensors
 
@@ -33,13 +34,15 @@ class WeightFiles:
     Args:
         directory: made when missing. Servers must see it under the same path.
         shard_bytes: most bytes of tensors in one file (a larger tensor has a file of its own).
+        adapter: write the policy's adapter, and not the model it is on.
     """
 
-    def __init__(self, directory: str | Path, shard_bytes: int = 4 << 30) -> None:
+    def __init__(self, directory: str | Path, shard_bytes: int = 4 << 30, adapter: bool = False) -> None:
         if shard_bytes < 1:
             raise ValueError(f"WeightFiles.shard_bytes: {shard_bytes}, must be at least 1")
         self.directory = Path(directory).absolute()
         self.shard_bytes = shard_bytes
+        self.adapter = adapter
 
     def path(self, version: int) -> Path:
         return self.directory / f"v{version:08d}"
@@ -53,7 +56,7 @@ class WeightFiles:
         Raises:
             ExportError: the policy cannot be exported, or the disk does not take it.
         """
-        weights = checkpoint_weights(policy)
+        weights = adapter_weights(policy) if self.adapter else checkpoint_weights(policy)
         size = num_bytes(weights)
         target = self.path(version)
         aside = target.with_name(f".{target.name}.partial")
@@ -64,8 +67,11 @@ class WeightFiles:
             if free < size + _MARGIN_BYTES:
                 raise OSError(f"only {free:,} bytes are free")
             aside.mkdir()
-            _save_config(policy, aside)
-            _save_shards(weights, aside, self.shard_bytes)
+            if self.adapter:
+                policy.save_pretrained(str(aside))  # type: ignore[operator]
+            else:
+                _save_config(policy, aside)
+                _save_shards(weights, aside, self.shard_bytes)
             for path in (*aside.iterdir(), aside):
                 _flush(path)
             _remove(target)

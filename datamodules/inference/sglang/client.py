@@ -98,7 +98,7 @@ class ServerClient:
         """
         answer = await self._call("POST", path, body, deadline_s)
         if answer.get("success", not confirmed) is not True:
-            said = answer.get("message")
+            said = answer.get("message") or answer.get("error_message")
             words = said if isinstance(said, str) and said else "it does not say that this succeeded"
             raise ServerRefused(f"{self.url}{path}: {printable(words, _REASON_CHARACTERS)}", 200)
         return answer

@@ -9,8 +9,10 @@ reported; requests that could end a server are refused before they are sent; ser
 late; keys come from the environment and appear in no log, error or checkpoint; nothing a server sends is unpickled.
 
 Launched servers come up with the model's weights. Those given by address have others: the engine's `version` is -1 then
-until a first `update_weights`. Sampling follows a request's `seed` only on servers with deterministic inference (an
-option of SGLang for GPUs); others draw from streams of their own, and runs on them are not reproducible.
+until a first `update_weights`. With `adapters`, servers have the model below a policy's LoRA and get its adapter alone,
+beside those of versions before: nothing stands still for an update, and a request ends with the adapter it began with.
+Sampling follows a request's `seed` only on servers with deterministic inference (an option of SGLang for GPUs); others
+draw from streams of their own, and runs on them are not reproducible.
 """
 
 from __future__ import annotations
@@ -40,11 +42,11 @@ from datamodules.inference.sglang.launcher import API_KEY_VARIABLE, server_pytho
 from datamodules.inference.sglang.loop_thread import LoopThread
 from datamodules.inference.sglang.model_match import ModelMatch
 from datamodules.inference.sglang.requests import Pending, complete
-from datamodules.inference.sglang.roster import Launch, given_servers, launched_servers
+from datamodules.inference.sglang.roster import Launch, given_servers, launched_servers, with_adapters
 from datamodules.inference.sglang.router import PrefixRouter
 from datamodules.inference.sglang.server_state import UP, Server, WrongModel
 from datamodules.inference.sglang.supervisor import Limits
-from datamodules.inference.sglang.weights import DiskWeights, Weights, weights_of
+from datamodules.inference.sglang.weights import Weights, weights_of
 from datamodules.inference.weight_files import WeightFiles
 
 _T = TypeVar("_T")
@@ -69,12 +71,15 @@ class SGLangEngine(ServerEngine):
         update_timeout_s: seconds a server that joins may take for its weights (updates bring their own deadline).
         start_timeout_s: seconds servers may take to come up.
         silence_s: seconds without an answer, or without progress in any running request, until a server is lost.
+        adapters: most versions of a LoRA that a server holds at once, `max_staleness` + 2 at least for a reply not to
+            wait for room; null sends merged weights. Servers given by address need `--enable-lora` with the rank, the
+            modules and `--max-loaded-loras` of this run, and the model below the adapter.
 
     Raises:
         ValueError: an argument out of range; both or neither of urls and launch.
     """
 
-    update_methods = ("distributed", "disk")
+    update_methods: tuple[str, ...] = ("distributed", "disk")
 
     def __init__(
         self,
@@ -89,6 +94,7 @@ class SGLangEngine(ServerEngine):
         update_timeout_s: float = 300.0,
         start_timeout_s: float = 600.0,
         silence_s: float = 60.0,
+        adapters: int | None = None,
     ) -> None:
         if bool(urls) == bool(launch):
             raise ValueError("SGLangEngine: give either urls (running servers) or launch (servers to start)")
@@ -115,6 +121,10 @@ class SGLangEngine(ServerEngine):
         self.update_timeout_s = update_timeout_s
         self.start_timeout_s = start_timeout_s
         self.silence_s = silence_s
+        checks.at_least(2, {"SGLangEngine.adapters": adapters})
+        self.adapters = adapters
+        if adapters is not None:
+            self.update_methods = ("adapter",)
         self._thread: LoopThread | None = None
         self._fleet: Fleet | None = None
         self._match: ModelMatch | None = None
@@ -132,7 +142,7 @@ class SGLangEngine(ServerEngine):
     def start(self, model: PreTrainedModel, version: int, seed: int) -> None:
         if self._thread is not None:
             raise GenerationError("SGLangEngine.start: it already runs; close() it first")
-        self._match, self._max_context = ModelMatch(model), 0
+        self._match, self._max_context = ModelMatch(model, adapter=bool(self.adapters)), 0
         key = os.environ.get(self.api_key_env) or None
         weights: Weights | None = None
         if self.launch is None:
@@ -140,9 +150,11 @@ class SGLangEngine(ServerEngine):
         else:
             server_python()  # before anything is written
             self._scratch = tempfile.mkdtemp(prefix="arborist-engine-")
-            path, size = WeightFiles(Path(self._scratch) / "weights").write(model, version)
-            weights = DiskWeights(version, size, str(path))
+            path, _ = WeightFiles(Path(self._scratch) / "weights", adapter=bool(self.adapters)).write(model, version)
+            weights = weights_of(WeightUpdate(version, path=str(path)), adapter=bool(self.adapters))
             options = self.launch.options(str(path), self._match.positions, version, seed, self.max_concurrent)
+            if self.adapters:
+                options = [with_adapters(one, model, self.adapters) for one in options]
             logs = Path(self.launch.log_dir or Path(self._scratch) / "logs")
             servers = launched_servers(options, logs, key, self.max_concurrent, Path(self._scratch))
         self._thread = LoopThread("sglang-engine")
@@ -265,7 +277,7 @@ class SGLangEngine(ServerEngine):
             )
         assert self._match is not None
         self._match.check_update(update)
-        weights = weights_of(update)
+        weights = weights_of(update, adapter=bool(self.adapters))
         self._update_s = max(self._update_s, update.deadline_s)
         return self._call(self._update(weights, update.deadline_s), update.deadline_s)
 

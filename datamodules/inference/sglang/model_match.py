@@ -12,7 +12,7 @@ from pathlib import Path
 from safetensors import SafetensorError, safe_open
 from transformers import PreTrainedModel
 
-from datamodules.inference.export import base_model, checkpoint_weights
+from datamodules.inference.export import adapter_weights, base_model, checkpoint_weights
 from datamodules.inference.protocol import GenerationError, WeightUpdate
 from datamodules.inference.sglang.client import shown
 from datamodules.inference.sglang.server_state import Server, WrongModel
@@ -21,19 +21,22 @@ _ASK_S = 30.0
 
 
 class ModelMatch:
-    """The trainer's model, as far as servers and updates must fit it; keeps no reference to it.
+    """The trainer's model, as far as servers and updates (with `adapter`, of its adapter alone) must fit it; keeps no
+    reference to it.
 
     Attributes:
         vocab_size: rows of its embedding.
         positions: most tokens it can attend to.
     """
 
-    def __init__(self, model: PreTrainedModel) -> None:
+    def __init__(self, model: PreTrainedModel, adapter: bool = False) -> None:
         base = base_model(model)
         self.vocab_size: int = base.get_input_embeddings().num_embeddings
         self.positions: int = base.config.get_text_config().max_position_embeddings
         self.architecture = type(base).__name__
-        self._shapes = {name: tuple(tensor.shape) for name, tensor in checkpoint_weights(model).items()}
+        self._adapter = adapter
+        weights = adapter_weights(model) if adapter else checkpoint_weights(model)
+        self._shapes = {name: tuple(tensor.shape) for name, tensor in weights.items()}
         # Tied tensors have several names, of which a checkpoint has one.
         self._known = set(base.state_dict()) | set(self._shapes)
 
@@ -72,7 +75,7 @@ class ModelMatch:
             field, shapes = "state_dict", {name: tuple(tensor.shape) for name, tensor in update.state_dict.items()}
         else:
             assert update.path is not None
-            field, shapes = "path", _shapes_in(Path(update.path))
+            field, shapes = "path", _shapes_in(Path(update.path), "adapter_config" if self._adapter else "config")
         missing = sorted(name for name in self._shapes if name not in shapes)
         unknown = sorted(name for name in shapes if name not in self._known)
         if missing or unknown:
@@ -88,13 +91,13 @@ class ModelMatch:
                 )
 
 
-def _shapes_in(directory: Path) -> dict[str, tuple[int, ...]]:
-    """Names and shapes in the headers of a directory's safetensors files."""
+def _shapes_in(directory: Path, config: str) -> dict[str, tuple[int, ...]]:
+    """Names and shapes in the headers of a directory's safetensors files, beside their configuration."""
     shapes: dict[str, tuple[int, ...]] = {}
     files = sorted(directory.glob("*.safetensors"))
-    if not files or not (directory / "config.json").exists():
+    if not files or not (directory / f"{config}.json").exists():
         raise GenerationError(
-            f"WeightUpdate.path: {directory} holds no model (config.json and *.safetensors); write it with"
+            f"WeightUpdate.path: {directory} does not hold {config}.json and *.safetensors; write it with"
             " save_pretrained or WeightFiles"
         )
     for file in files:

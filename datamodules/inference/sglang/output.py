@@ -48,6 +48,7 @@ class Output:
         self.versions: list[int] = []
         self._attempt: tuple[list[int], list[float], list[int]] = ([], [], [])
         self._label = 0  # version the last report carried
+        self._adapter: int | None = None  # version of the attempt's adapter
         self._certain = 0  # tokens of the attempt whose version is
         self._stops: TextStops | None = None
         self._end: int | None = None  # of the attempt's tokens, with the one that completes a stop text
@@ -64,9 +65,11 @@ class Output:
         """What the next attempt begins with."""
         return [*self.request.tokens, *self.tokens]
 
-    def begin(self, version: int) -> None:
-        """An attempt on a server that has weights `version`."""
+    def begin(self, version: int, adapter: bool = False) -> None:
+        """An attempt on a server that has weights `version`. `adapter`: it goes on with them to its end, whatever the
+        server is given meanwhile, and reports carry the label of the model below."""
         self._attempt, self._label, self._certain = ([], [], []), version, 0
+        self._adapter = version if adapter else None
         self._stops, self._end = self.request.stops(), None
         if self._stops is not None:
             self._stops.end(self.tokens)
@@ -162,6 +165,8 @@ class Output:
         return count
 
     def _version(self, label: str, newest: int) -> int:
+        if self._adapter is not None:
+            return self._adapter
         version = int(label) if label.isascii() and label.isdecimal() and len(label) < 19 else -1
         if not 0 <= version <= newest:
             raise ForeignWeights(

@@ -65,10 +65,13 @@ async def complete(fleet: Fleet, pending: Pending, report_tokens: int, max_attem
             reason = str(error)
             flight.server.distrust(reason)
         except ServerRefused as error:
-            if error.status not in _OVERLOADED:
+            if flight.adapter is not None and flight.adapter.name in str(error):
+                flight.server.distrust(f"it no longer has adapter '{flight.adapter.name}'")
+            elif error.status not in _OVERLOADED:
                 raise GenerationError(f"request '{name}' was refused: {error}") from error
+            else:
+                flight.server.suspect(str(error))
             reason = str(error)
-            flight.server.suspect(str(error))
         except _TakenAway as error:
             reason = str(error)
         else:
@@ -122,9 +125,11 @@ async def _fly(fleet: Fleet, flight: Flight, output: Output, report_tokens: int)
 
 async def _attempt(fleet: Fleet, flight: Flight, output: Output, report_tokens: int) -> None:
     server, request = flight.server, output.request
-    output.begin(server.version)
+    output.begin(server.version if flight.adapter is None else flight.adapter.version, flight.adapter is not None)
     name = f"{uuid.uuid4().hex}:{request.request_id}"
     body = request_body(output, name, report_tokens, server.incremental)
+    if flight.adapter is not None:
+        body["lora_path"] = flight.adapter.name
     over = hurried = False
     try:
         async with aclosing(server.client.generate(body)) as reports:

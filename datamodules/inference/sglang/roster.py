@@ -5,12 +5,14 @@ from __future__ import annotations
 import logging
 import secrets
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from app import checks
+from datamodules.inference.protocol import GenerationError
 from datamodules.inference.sglang.client import ServerClient
 from datamodules.inference.sglang.launcher import ServerOptions, ServerProcess, refused_argument
 from datamodules.inference.sglang.server_state import Server
@@ -87,6 +89,28 @@ class Launch:
             )
             for index in range(self.replicas)
         ]
+
+
+def with_adapters(options: ServerOptions, policy: Any, most: int) -> ServerOptions:
+    """The same server with the model below the policy's LoRA, taking `most` versions of that.
+
+    Raises:
+        GenerationError: the directory of that model is not known.
+    """
+    config = next(iter(policy.peft_config.values()))
+    path = config.base_model_name_or_path
+    if not path:
+        raise GenerationError(
+            "SGLangEngine.adapters: the policy's adapter does not name the model it is on; set model.path to a"
+            " directory"
+        )
+    named = [config.target_modules] if isinstance(config.target_modules, str) else config.target_modules
+    modules = sorted({name.rpartition(".")[2] for name in named})
+    adapters = ["--enable-lora", "--max-lora-rank", str(config.r), "--lora-target-modules", *modules]
+    adapters += ["--max-loras-per-batch", str(most), "--max-loaded-loras", str(most)]
+    if options.device == "cpu":
+        adapters += ["--lora-backend", "torch_native"]
+    return replace(options, model_path=path, version=None, arguments=(*adapters, *options.arguments))
 
 
 def given_servers(urls: Sequence[str], api_key: str | None, limit: int) -> list[Server]:

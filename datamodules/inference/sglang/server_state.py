@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from datamodules.inference.protocol import GenerationError
-from datamodules.inference.sglang.client import ServerClient
+from datamodules.inference.sglang.client import ServerClient, shown
 from datamodules.inference.sglang.launcher import ServerProcess
-from datamodules.inference.sglang.weights import ServerWeights, Weights
+from datamodules.inference.sglang.weights import AdapterWeights, ServerWeights, Weights
 
 State = Literal["starting", "joining", "ready", "serving", "updating", "suspect", "dirty", "lost", "gone"]
 UP = ("ready", "serving", "updating", "suspect")  # it works; requests may be running
@@ -40,10 +40,12 @@ class Target:
 
 
 class Flight:
-    """One request on one server. `taken_away` says why it cannot end there; its task is cancelled then."""
+    """One request on one server, with the adapter that was the newest when it came, if adapters are what servers are
+    given. `taken_away` says why it cannot end there; its task is cancelled then."""
 
     def __init__(self, server: Server, request_id: str) -> None:
         self.server = server
+        self.adapter = server.holds if isinstance(server.holds, AdapterWeights) else None
         self.request_id = request_id
         self.began = time.monotonic()
         self.task: asyncio.Task[Any] | None = None
@@ -97,6 +99,20 @@ class Server:
     def version(self) -> int:
         """Of its weights; -1 when not known."""
         return -1 if self.holds is None else self.holds.version
+
+    def foreign(self, answer: dict[str, Any]) -> str | None:
+        """Why a server that answers `question` so has not the weights it was given; None when it has."""
+        if isinstance(self.holds, AdapterWeights):
+            found = answer.get("data")
+            names = [one.get("id") for one in found if isinstance(one, dict)] if isinstance(found, list) else []
+            return None if self.holds.name in names else f"it no longer has adapter '{self.holds.name}'"
+        label = answer.get("weight_version")
+        return None if label == str(self.version) else f"it serves weights {shown(label)} instead of '{self.version}'"
+
+    @property
+    def question(self) -> str:
+        """What to ask for its weights."""
+        return "/v1/models" if isinstance(self.holds, AdapterWeights) else "/model_info"
 
     async def disconnect(self) -> None:
         await self.weights.close()

@@ -19,7 +19,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from datamodules.inference.protocol import GenerationError
-from datamodules.inference.sglang.client import shown
 from datamodules.inference.sglang.loop_thread import cancel_all
 from datamodules.inference.sglang.server_state import UP, Server, Target, WrongModel
 from datamodules.inference.sglang.weights import DiskWeights, Weights
@@ -173,7 +172,7 @@ class Supervisor:
         server = self.server
         if server.state != "suspect":
             return
-        answer = await server.client.get("/model_info", min(_SUSPECT_ANSWER_S, self._limits.silence_s))
+        answer = await server.client.get(server.question, min(_SUSPECT_ANSWER_S, self._limits.silence_s))
         if server.state == "suspect":
             self._check_label(answer)
         if server.state == "suspect":
@@ -186,7 +185,7 @@ class Supervisor:
         if self._probe is None:
             if time.monotonic() - self._probed_at > _PROBE_EVERY_S:
                 self._probed_at, self._probed_weights = time.monotonic(), server.holds
-                self._probe = asyncio.create_task(server.client.get("/model_info", self._limits.silence_s))
+                self._probe = asyncio.create_task(server.client.get(server.question, self._limits.silence_s))
             return
         if not self._probe.done():
             return
@@ -210,6 +209,6 @@ class Supervisor:
 
     def _check_label(self, answer: dict[str, Any]) -> None:
         """It answers; but a server that was started anew behind its address has other weights."""
-        label = answer.get("weight_version")
-        if label != str(self.server.version):
-            self.server.distrust(f"it serves weights {shown(label)} instead of '{self.server.version}'")
+        problem = self.server.foreign(answer)
+        if problem is not None:
+            self.server.distrust(problem)

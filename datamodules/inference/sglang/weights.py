@@ -1,6 +1,6 @@
 """Brings one SGLang server to a version of the policy's weights, from a directory or by broadcast.
 
-    pause (retract) -> load, caches flushed -> continue
+    pause (retract) -> load, caches flushed -> continue        an adapter: load beside the others
 
 Promises: no token is computed on keys of other weights; every reply's `success` is checked; everything is prepared
 before the pause (files, host copies, process group), so that a server stands still for its own update and little
@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+import uuid
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
@@ -89,11 +90,23 @@ class DiskWeights:
     path: str
 
 
-Weights = HostWeights | DiskWeights
+@dataclass(frozen=True)
+class AdapterWeights:
+    """A directory of a PEFT adapter, which the server sees under the same path and knows as `name` beside others:
+    requests under way go on with the adapter they began with."""
+
+    version: int
+    nbytes: int
+    path: str
+    name: str
 
 
-def weights_of(update: WeightUpdate) -> Weights:
-    """What servers are brought to by this update; copies its tensors, so it may take a while for a large model."""
+Weights = HostWeights | DiskWeights | AdapterWeights
+
+
+def weights_of(update: WeightUpdate, adapter: bool = False) -> Weights:
+    """What servers are brought to by this update; copies its tensors, so it may take a while for a large model.
+    `adapter`: its path is that of an adapter."""
     if update.state_dict is not None:
         return HostWeights.copy_of(update.state_dict, update.version)
     assert update.path is not None
@@ -102,7 +115,10 @@ def weights_of(update: WeightUpdate) -> Weights:
         raise GenerationError(
             f"WeightUpdate.path: {update.path} holds no *.safetensors file; write it with WeightFiles"
         )
-    return DiskWeights(update.version, sum(file.stat().st_size for file in files), str(Path(update.path).absolute()))
+    size, path = sum(file.stat().st_size for file in files), str(Path(update.path).absolute())
+    if adapter:  # its name is its own: a server may have had another run's before
+        return AdapterWeights(update.version, size, path, f"v{update.version}-{uuid.uuid4().hex[:8]}")
+    return DiskWeights(update.version, size, path)
 
 
 @dataclass(frozen=True)
@@ -145,6 +161,8 @@ class ServerWeights:
         """
         began = time.monotonic()
         deadline = Deadline(deadline_s)
+        if isinstance(weights, AdapterWeights):
+            return await self._add(weights, deadline)
         try:
             async with self._turn(deadline):
                 used = self._group if isinstance(weights, HostWeights) else None
@@ -165,6 +183,32 @@ class ServerWeights:
             ) from error
         now = time.monotonic()
         return Synced(weights.version, now - began, now - paused, update_s)
+
+    async def _add(self, weights: AdapterWeights, deadline: Deadline) -> Synced:
+        """One more adapter; nothing stands still. The server drops the one that was used longest ago when it has more
+        than it may, once no request uses that any more."""
+        began = time.monotonic()
+        try:
+            async with self._turn(deadline):
+                body = {"lora_name": weights.name, "lora_path": weights.path}
+                try:
+                    await self._post("/load_lora_adapter", body, deadline)
+                except ServerRefused:
+                    if not await self._has(weights, deadline):  # by an earlier request, whose answer was lost
+                        raise
+                if not await self._has(weights, deadline):
+                    raise GenerationError(f"it does not list adapter '{weights.name}' afterwards")
+        except GenerationError as error:
+            what = f"the adapter of version {weights.version} did not reach {self._client.url}"
+            raise SyncFailed(f"{what}: {error}", dirty=False, lost=not isinstance(error, ServerRefused)) from error
+        seconds = time.monotonic() - began
+        return Synced(weights.version, seconds, 0.0, seconds)
+
+    async def _has(self, weights: AdapterWeights, deadline: Deadline) -> bool:
+        answer = await self._client.get("/v1/models", deadline.left("/v1/models"))
+        found = answer.get("data")
+        listed = [one for one in found if isinstance(one, dict)] if isinstance(found, list) else []
+        return any(one.get("id") == weights.name and one.get("root") == weights.path for one in listed)
 
     async def close(self) -> None:
         """Ends the process group, at the server too if it answers within a few seconds."""
@@ -210,6 +254,7 @@ class ServerWeights:
             body = {"model_path": weights.path, "weight_version": version, "flush_cache": True}
             await self._post("/update_weights_from_disk", body, deadline)
             return
+        assert isinstance(weights, HostWeights), "adapters stand beside each other: see _add"
         await self._post("/begin_weight_update", {}, deadline)
         for bucket in weights.buckets:
             last = bucket is weights.buckets[-1]

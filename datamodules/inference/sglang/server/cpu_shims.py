@@ -5,11 +5,13 @@ CUDA library, and sglang imports helpers of speculative decoding from `sgl_kerne
 operators get their schemas; the module gets a stand-in whose helpers raise when called, so that using one is an error
 and never a wrong result. A torchvision that loads and an `sgl_kernel` that is installed are left alone.
 
-sglang's own processes are forks here: spawned, each imports everything again, which is two thirds of a start.
+sglang's own processes are forks here: spawned, each imports everything again, which is two thirds of a start. Memory
+that its adapters want pinned, for copies to a GPU, is ordinary memory.
 """
 
 from __future__ import annotations
 
+import functools
 import importlib
 import importlib.machinery
 import importlib.util
@@ -44,6 +46,9 @@ def install() -> None:
     """Puts all in force in this process. Idempotent."""
     os.environ.setdefault("SGLANG_USE_CPU_ENGINE", "1")
     multiprocessing.set_start_method = _fork
+    for name in ("tensor", "zeros"):
+        setattr(torch, name, _unpinned(getattr(torch, name)))
+    torch.Tensor.pin_memory = _itself  # type: ignore[assignment, method-assign]
     _complete_torchvision()
     if "sgl_kernel" not in sys.modules and importlib.util.find_spec("sgl_kernel") is None:
         module = _StandIn("sgl_kernel")
@@ -54,6 +59,18 @@ def install() -> None:
 def _fork(method: str | None, force: bool = False) -> None:
     """In place of "spawn", which sglang asks for and CUDA needs."""
     _set_start_method("fork", force=force)
+
+
+def _unpinned(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    @functools.wraps(make)
+    def made(*args: Any, pin_memory: bool = False, **options: Any) -> torch.Tensor:
+        return make(*args, **options)
+
+    return made
+
+
+def _itself(tensor: torch.Tensor, *args: Any) -> torch.Tensor:
+    return tensor
 
 
 def _complete_torchvision() -> None:
