@@ -5,6 +5,7 @@
         --sweep chunk=2048,8192,32768 head=220,2048,4096 --out DIR                          # is it faster? 9 minutes
     python -m benchmarks.gpu_suite --checks none --size 8B --workloads whole --out DIR      # and at 8B? 9 minutes
     python -m benchmarks.gpu_suite --checks none --workloads none --train 4B --out DIR      # whole steps, 6 minutes
+    python -m benchmarks.gpu_suite --checks none --workloads none --hybrid 4B --out DIR     # Qwen3.5, 9 minutes
     python -m benchmarks.gpu_suite --checks flex --workloads none --out DIR                 # FlexAttention, compiled
     python -m benchmarks.gpu_suite --toy --out DIR                        # no GPU needed; figures mean nothing
 
@@ -14,7 +15,8 @@ checkpointing, dense-leaf (checkpointing only where its activations do not fit; 
 ours are), path-at-a-time and sparse (benchmarks.common.systems). Every size writes gpu_SIZE.json, anew after each case
 and sweep, and gpu_SIZE.png where matplotlib is installed; checks write gpu_checks.json, --train gpu_train.json (it
 needs the package lightning). Exit code 1 when a check fails. Needs torch >= 2.11 and transformers >= 5.17; flash
-attention is ATen's own, no package.
+attention is ATen's own, no package; scans of hybrid models run on kernels where fla-core is installed. --hybrid: eight
+answers of 64, 128 and 1,024 tokens to a prompt of 16,384, as gpu_hybrid_SIZE.json.
 """
 
 from __future__ import annotations
@@ -39,6 +41,7 @@ from benchmarks.common.models import TOY_SHAPE
 from benchmarks.common.records import write_json
 from benchmarks.common.systems import Settings, System, make_systems, qwen3
 from benchmarks.common.workloads import DEFAULT_DATA, WORKLOADS, Case, conversations, make_case, parse_size
+from benchmarks.gpu import hybrids
 from benchmarks.gpu.parity import backends, check_engine, check_kernels, check_margin, check_torch
 
 SHAPES: dict[str, dict[str, Any]] = {
@@ -64,6 +67,7 @@ def checks(device: torch.device, level: str, seeds: int = 3) -> dict[str, list[d
         found = {"torch": check_torch(device), "kernels": check_kernels(device)}
         found["engine"] = check_engine(device, trained) if all(row["ok"] for row in found["torch"]) else []
         found["self_check"] = check_margin(device, seeds)
+        found["states"] = hybrids.check_states(device)
     finally:
         torch.set_float32_matmul_precision(before)
     return found
@@ -244,6 +248,7 @@ def _parser() -> argparse.ArgumentParser:
         help="also time the first workload's tree pass at these settings: chunk, live and head (tokens), attention",
     )
     parser.add_argument("--train", choices=list(SHAPES), help="also whole optimizer steps under DTAStrategy, this size")
+    parser.add_argument("--hybrid", choices=list(hybrids.SHAPES), help="also Qwen3.5 of this size, long prompts")
     parser.add_argument("--limit", type=float, default=540, help="seconds after which no further work is begun")
     parser.add_argument("--profile", action="store_true", help="also list what the tree pass spends its time on")
     parser.add_argument("--toy", action="store_true", help="the same code at toy size, on the CPU if need be")
@@ -279,6 +284,8 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
         now = time.perf_counter()
         share = now + (begin + args.limit - now) / (len(sizes) - k)
         report = measure_size(name, args, device, report | {"left_out": []}, share)
+    if args.hybrid:
+        report = measure_hybrid(args, device, report | {"left_out": []}, begin + args.limit)
     if args.train:
         report |= {"train": _train("toy" if args.toy else args.train, args, device)}
         _write(report, args.out, "train")
@@ -319,6 +326,29 @@ def measure_size(
         report["plot"] = plot(report, Path(args.out) / f"gpu_{name}.png")
     report["seconds"] = time.perf_counter() - begin
     _write(report, args.out, name)
+    return report
+
+
+def measure_hybrid(
+    args: argparse.Namespace, device: torch.device, report: dict[str, Any], deadline: float
+) -> dict[str, Any]:
+    """Answers of each length to one long prompt, beside dense, written after each."""
+    name = "toy" if args.toy else args.hybrid
+    model = hybrids.build(args.hybrid, args.toy, torch.bfloat16, device)
+    report = report | {
+        "model": f"Qwen3.5 {name}",
+        "parameters": sum(p.numel() for p in model.parameters()),
+        "cases": [],
+    }
+    for k, answer in enumerate(hybrids.ANSWERS):
+        now, one = time.perf_counter(), hybrids.case(answer, model.config.vocab_size, args.toy)
+        if now >= deadline:
+            report["left_out"].append(one.name)
+            continue
+        result = measure_case(model, one, args, now + (deadline - now) / (len(hybrids.ANSWERS) - k))
+        report["cases"].append(result)
+        print(f"\n## {report['model']}, {one.name}: {report['figures']}\n\n{table(result, 'wall_seconds')}")
+        _write(report, args.out, f"hybrid_{name}")
     return report
 
 

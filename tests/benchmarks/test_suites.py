@@ -9,11 +9,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from transformers import AutoModelForCausalLM, Qwen3_5TextConfig
 
 from app.tree.planning.plan import ExecutionPlan
 from benchmarks import gpu_suite
 from benchmarks.common.systems import NAMES, gradient_error, merged, path_plan
 from benchmarks.common.workloads import WORKLOADS, conversations, make_case, synthetic
+from benchmarks.gpu import hybrids
 from benchmarks.gpu.parity import check_kernels, check_torch
 
 
@@ -48,7 +50,7 @@ def test_gpu_suite_at_toy_size(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert report["passed"], capsys.readouterr().out
     written = json.loads((tmp_path / "gpu_toy.json").read_text())
     assert "not GPU figures" in written["figures"] and "not GPU figures" in capsys.readouterr().out
-    assert all(written["checks"][name] for name in ("torch", "kernels", "engine", "self_check"))
+    assert all(written["checks"][name] for name in ("torch", "kernels", "engine", "self_check", "states"))
     assert all(0 < row["gradients"] < row["margin"] for row in written["checks"]["self_check"])
     (case,) = written["cases"]
     check_case(case)
@@ -73,12 +75,34 @@ def test_commands_of_the_suite_ask_for_what_they_say(monkeypatch: pytest.MonkeyP
     lines = str(gpu_suite.__doc__).replace("\\\n", " ").splitlines()
     commands = [line.split("#")[0].split()[3:] for line in lines if line.startswith("    python")]
     asked = [gpu_suite._parser().parse_args(command) for command in commands]
-    assert len(asked) == 6 and [one.checks for one in asked] == ["flash", "none", "none", "none", "flex", "all"]
+    assert [one.checks for one in asked] == ["flash", "none", "none", "none", "none", "flex", "all"]
+    assert [one.hybrid for one in asked] == [None] * 4 + ["4B"] + [None] * 2
     assert [dict(one.sweep) for one in asked if one.sweep] == [
         {"chunk": [2048, 8192, 32768], "head": [220, 2048, 4096]}
     ]
     assert asked[3].train == "4B" and asked[2].size == ["8B"] and asked[1].profile
-    assert [one.workloads for one in asked[::3]] == [["none"], ["none"]]
+    assert [one.workloads for one in asked[3:6]] == [["none"]] * 3
+
+
+@pytest.mark.slow
+def test_hybrids_are_checked_and_measured(tmp_path: Path) -> None:
+    """By length of a piece, through waves; and long prompts beside dense, at toy size."""
+    rows = hybrids.check_states(torch.device("cpu"))
+    assert all(row["ok"] for row in rows) and rows[-1]["left_out"] == "needs a GPU"
+    assert [row["pieces"] for row in rows[:6]] == [*([n] for n in hybrids.PIECES), list(hybrids.PIECES)]
+    assert len(rows) == 3 * 6 + 1 and all(0 < row["worst"] < row["limit"] for row in rows[:-1])
+    options = ["--checks", "none", "--workloads", "none", "--hybrid", "4B", "--repeats", "1", "--sample", "2"]
+    report = gpu_suite.main(["--toy", *options, "--out", str(tmp_path)])
+    written = json.loads((tmp_path / "gpu_hybrid_toy.json").read_text())
+    assert written == report and [case["longest"] for case in report["cases"]] == [258, 258, 272]
+    for case in report["cases"]:
+        check_case(case)
+        assert case["systems"]["dense"]["tokens"] == 8 * case["longest"]
+    with torch.device("meta"):
+        fields = {"max_position_embeddings": 32768}
+        for size, billions in (("4B", 4.2), ("9B", 9.0)):
+            model = AutoModelForCausalLM.from_config(Qwen3_5TextConfig(**hybrids.SHAPES[size], **fields))
+            assert sum(p.numel() for p in model.parameters()) / 1e9 == pytest.approx(billions, rel=0.05)
 
 
 @pytest.mark.parametrize("level", ["none", pytest.param("flex", marks=pytest.mark.slow)])

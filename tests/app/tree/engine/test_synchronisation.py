@@ -10,7 +10,9 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from app.tree import PrefixTree, TreeEngine
+from app.tree.states.scans import TORCH, ByWave
 from tests.app.tree import models
+from tests.app.tree.states import hybrids
 
 STEM = [3, 10, 17, 24, 3, 0, 9, 9]
 SEQUENCES = [np.array(s) for s in (STEM, [*STEM[:5], 1, 2, 3], [*STEM[:5], 1, 4], STEM[:3], STEM, [7], [30, 3, 10])]
@@ -51,6 +53,17 @@ def test_a_pass_asks_for_the_loss_alone(name: str, budgets: tuple[int, int]) -> 
     with Questions() as questions:
         run(model, budgets)
     assert questions.asked == ["aten._local_scalar_dense.default"]
+
+
+@pytest.mark.parametrize("scans", [TORCH, ByWave(TORCH)], ids=["blocks", "waves"])
+@pytest.mark.parametrize("name", ["qwen3_5_text", "bamba"])
+def test_a_pass_over_states_asks_for_the_loss_alone(name: str, scans: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("app.tree.engine.choose_scans", lambda *_: scans)
+    model = hybrids.make(name)
+    for budgets in BUDGETS:
+        with Questions() as questions:
+            run(model, budgets)
+        assert questions.asked == ["aten._local_scalar_dense.default"]
 
 
 def test_questions_are_noticed() -> None:
