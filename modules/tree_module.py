@@ -82,6 +82,8 @@ class TreeModule(EvaluatedModule):
         chunk_tokens: most tokens in one forward; mode "dta" only.
         live_tokens: most tokens whose activations are kept at once; "auto" takes what fits half of the free memory.
         attention: attention backend of the tree engine.
+        states: what computes the scans of layers that carry a state: "torch", "fla" (kernels of flash-linear-attention
+            and mamba-ssm, on CUDA devices), or "auto".
         self_check: the first step also runs a small part of its batch densely, one sequence at a time. When tree and
             dense execution differ by more than rounding, "error" ends the run, "fallback" goes on densely (on all
             ranks); "skip" does not check.
@@ -114,6 +116,7 @@ class TreeModule(EvaluatedModule):
         chunk_tokens: TokenBudget = "auto",
         live_tokens: TokenBudget = "auto",
         attention: str = "auto",
+        states: str = "auto",
         self_check: SelfCheck = "error",
     ) -> None:
         super().__init__()
@@ -127,6 +130,7 @@ class TreeModule(EvaluatedModule):
             "chunk_tokens": chunk_tokens if tree_training_mode == "dta" else sys.maxsize,
             "live_tokens": live_tokens,
             "attention": attention,
+            "states": states,
             "self_check": False,  # done here, where ranks can agree
         }
         self.self_check = self_check

@@ -30,6 +30,7 @@ import torch
 from packaging.requirements import Requirement
 
 from app.cli.doctor_dump import dump
+from app.tree import SCAN_PACKAGES
 from datamodules.files.data_files import VARIABLE as DATA_VARIABLE
 
 _ROOT = Path(__file__).resolve().parents[2]
@@ -144,6 +145,19 @@ def _gpus() -> Iterator[Finding]:
         yield Finding("note", "flash-attn", "not installed; torch's own kernels are used (pip install flash-attn)")
     else:
         yield Finding("ok", "flash-attn", importlib.metadata.version("flash_attn"))
+    yield from scan_kernels()
+
+
+def scan_kernels() -> Iterator[Finding]:
+    """Packages whose kernels compute the scans of hybrid models, where there is a GPU."""
+    for package, serves in (("fla-core", "gated delta rules"), ("mamba-ssm", "Mamba-2")):
+        try:
+            for one in (one for one in SCAN_PACKAGES.values() if one.name == package):
+                one.find()
+        except ValueError as error:
+            yield Finding("note", package, f"{serves} of hybrid models run on torch's scan: states='fla' {error}")
+        else:
+            yield Finding("ok", package, f"{importlib.metadata.version(package)}, for {serves} of hybrid models")
 
 
 def _servers() -> Iterator[Finding]:

@@ -12,12 +12,14 @@ from app.tree.prefix_tree import PrefixTree
 from app.tree.report import ModelReport, TreeReport, inspect_model, inspect_tree, read_config
 from app.tree.self_check import SelfCheckError
 from app.tree.states.functions import STATES_ARGUMENT
+from app.tree.states.kernels import PACKAGES as SCAN_PACKAGES
 from app.tree.states.layers import StateLayers
 from app.tree.states.piece_states import PieceStates
 from app.tree.states.piece_tree import PieceTree
 from app.tree.transfer import on_device
 
 __all__ = [
+    "SCAN_PACKAGES",
     "STATES_ARGUMENT",
     "FlatOutputs",
     "ModelReport",

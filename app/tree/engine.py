@@ -37,7 +37,9 @@ from app.tree.planning.planner import plan
 from app.tree.planning.timing import CPU_RATES, Rates, TimeModel
 from app.tree.prefix_tree import PrefixTree
 from app.tree.self_check import Budgets, CheckReport, SelfCheckError, Subject, compare
+from app.tree.states.kernels import STATES, choose_scans
 from app.tree.states.layers import StateLayers
+from app.tree.states.scans import TORCH, Scans
 
 LossFn = Callable[[Any, Any], Tensor]
 
@@ -64,6 +66,8 @@ class TreeEngine:
             call the same methods with the same trees and losses; outputs and losses are then the same on each, `.grad`
             is what a rank's own rows give, whose sum over the group is the gradient, and budgets in tokens are the
             group's.
+        states: what computes the scans of layers that carry a state: "torch", "fla" (kernels of flash-linear-attention
+            and mamba-ssm, on CUDA devices), or "auto"; see `app.tree.states.kernels`.
 
     Attributes:
         dense: whether every leaf sequence runs alone, through the model's own attention (after such a fallback).
@@ -86,12 +90,15 @@ class TreeEngine:
         self_check: bool = True,
         on_mismatch: Literal["error", "fallback"] = "error",
         group: RankGroup | None = None,
+        states: str = "auto",
     ) -> None:
         for name, budget in (("chunk_tokens", chunk_tokens), ("live_tokens", live_tokens)):
             if budget != "auto" and (isinstance(budget, str) or budget < 1):
                 raise ValueError(f"{name} must be 'auto' or at least 1 token, got {budget!r}")
         if attention != "auto" and attention not in BACKENDS:
             raise ValueError(f"attention must be 'auto' or one of {sorted(BACKENDS)}, got {attention!r}")
+        if states not in STATES:
+            raise ValueError(f"states must be one of {STATES}, got {states!r}")
         if not temperature > 0:
             raise ValueError(f"temperature must be above 0, got {temperature}")
         if on_mismatch not in ("error", "fallback"):
@@ -117,7 +124,7 @@ class TreeEngine:
         self.group = group
         self.chunk_tokens, self.live_tokens = chunk_tokens, live_tokens
         self.temperature = temperature
-        self.attention = attention
+        self.attention, self.states = attention, states
         self.checkpointing, self.rates = checkpointing, rates
         self.value_head = value_head or getattr(self.model, "value_head", None) or getattr(self.model, "score", None)
         self.heads = Heads(self.model, self.value_head, head_tokens)
@@ -294,6 +301,7 @@ class TreeEngine:
         per_sequence = None if temperatures is None else _temperatures(tree, temperatures)
         backend = choose_backend(self.attention, self.model)
         execution, names = execution or self.plan(tree), frozenset(want)
+        scans = TORCH if execution.dense else self._scans()
         return Executor(
             self.model,
             self.heads,
@@ -305,7 +313,13 @@ class TreeEngine:
             self.state_layers,
             with_grads,
             None if execution.dense else self.group,
+            scans,
         )
+
+    def _scans(self) -> Scans:
+        shape = ModelShape.of(self.model.config).states
+        sizes = (0, 0, 0) if shape is None else (shape.heads, shape.key_dim, shape.value_dim)
+        return choose_scans(self.states, self.model, self.state_layers.functions, sizes)
 
     def _validate(self, tree: PrefixTree, want: Sequence[str]) -> None:
         """Refuses input the model cannot compute, naming the output or the sequence."""

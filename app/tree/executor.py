@@ -31,6 +31,7 @@ from app.tree.states.functions import STATES_ARGUMENT
 from app.tree.states.layers import StateLayers
 from app.tree.states.piece_states import PieceStates, States
 from app.tree.states.piece_tree import PieceTree
+from app.tree.states.scans import TORCH, Scans
 from app.tree.transfer import on_device
 
 BatchedLoss = Callable[[FlatOutputs, Tensor], Tensor]
@@ -85,9 +86,11 @@ class Executor:
         state_layers: StateLayers,
         with_grads: bool,
         group: RankGroup | None = None,
+        scans: Scans = TORCH,
     ) -> None:
         self.model, self.body, self.heads, self.plan, self.want = model, model.base_model, heads, plan, want
         self.backend, self.state_layers, self.with_grads, self.group = backend, state_layers, with_grads, group
+        self.scans = scans
         tree = plan.tree
         parameter = next(model.parameters())
         self.device = parameter.device
@@ -280,7 +283,7 @@ class Executor:
         lengths = [chunk.pieces[piece].tokens for piece in pieces]
         places = {piece: place for place, piece in enumerate(pieces)}
         wanted = [places[piece] for piece in self._hung[index]]
-        return PieceStates(PieceTree(lengths, rows.piece_parents), starts, wanted)
+        return PieceStates(PieceTree(lengths, rows.piece_parents), starts, wanted, self.scans)
 
     def _refuse_other_attention(self, calls: list[int]) -> None:
         """Every layer but those that carry states instead has to have attended over the tree, once."""

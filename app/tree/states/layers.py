@@ -38,11 +38,13 @@ class StateLayers:
         mixers: by name in the model, the modules that carry states.
         expected: layers and kinds that every forward has to call a function for, with its name.
         attending: layers that have to attend; one may do both.
+        functions: names of the functions that `expected` are, as in `FUNCTIONS`.
     """
 
     mixers: dict[str, nn.Module]
     expected: dict[StateKey, str]
     attending: frozenset[int]
+    functions: frozenset[str]
 
     @classmethod
     def of(cls, model: PreTrainedModel) -> StateLayers:
@@ -58,6 +60,7 @@ class StateLayers:
             if isinstance(getattr(module, "layer_idx", None), int) and _convolves(name, module)
         }
         expected: dict[StateKey, str] = {}
+        functions: set[str] = set()
         for name, module in mixers.items():
             where = f"'{name}' ({type(module).__name__})"
             read = _functions_read(type(module))
@@ -75,13 +78,14 @@ class StateLayers:
             for function, scope in read.items():
                 if function in FUNCTIONS:
                     kind, instead = FUNCTIONS[function]
+                    functions.add(function)
                     expected[module.layer_idx, kind] = f"{function} of {where}"
                     _wrap(scope, function, instead)
                 elif function in SHORTCUTS:
                     _wrap(scope, function, SHORTCUTS[function])
                 elif carries_state(scope[function]):
                     _wrap(scope, function, unknown)
-        return cls(mixers, expected, _attending(model, mixers))
+        return cls(mixers, expected, _attending(model, mixers), frozenset(functions))
 
     @property
     def indices(self) -> frozenset[int]:

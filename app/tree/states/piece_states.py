@@ -7,15 +7,14 @@ end states are kept only of pieces that were asked for; each function of a layer
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from app.tree.prefix_tree import Ints
-from app.tree.states.block_scan import BlockIndex, block_scan
 from app.tree.states.piece_tree import PieceTree
+from app.tree.states.scans import TORCH, Scans
 from app.tree.transfer import on_device
 
 StateKey = tuple[int, str]
@@ -31,6 +30,7 @@ class PieceStates:
         tree: its pieces, and how many starts their roots continue.
         starts: by layer and kind, [starts, ...]; where there is none, roots start from zeros.
         wanted: pieces whose end states are kept.
+        scans: what computes scans.
 
     Attributes:
         layer, owner: index and name of the layer that is running.
@@ -38,12 +38,13 @@ class PieceStates:
         ends: by layer and kind, [wanted, ...], with the forward's graph.
     """
 
-    def __init__(self, tree: PieceTree, starts: States, wanted: Sequence[int]) -> None:
+    def __init__(self, tree: PieceTree, starts: States, wanted: Sequence[int], scans: Scans = TORCH) -> None:
         self.tree, self.starts, self.wanted = tree, starts, np.asarray(wanted, np.int64)
         self.layer, self.owner = -1, ""
         self.called: set[StateKey] = set()
         self.ends: States = {}
-        self._shared: dict[Any, Any] = {}
+        self.scans = scans
+        self._shared: dict[tuple[str, int], Tensor] = {}
 
     def convolution(
         self, original: Callable[..., Tensor], x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None
@@ -66,26 +67,24 @@ class PieceStates:
     ) -> Tensor:
         """Gated delta rule: query and key [1, n, Hk, dk], value [1, n, H, dv], g [1, n, H] or [1, n, H, dk], beta
         [1, n, H] -> [1, n, H, dv] in the query's dtype. `unit_length`: queries and keys get length 1 first."""
-        dtype = torch.promote_types(torch.float32, query.dtype)
-        q, k, v, decay, b = (x[0].to(dtype) for x in (query, key, value, g, beta))
-        if unit_length:
-            q, k = (x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6) for x in (q, k))
-        decay = decay if decay.dim() == 3 else decay[..., None]
-        return self._scan(q * q.shape[-1] ** -0.5, k, v, decay, b).to(query.dtype)
+        starts = self._scan_starts(value.shape[2], key.shape[3], value)
+        inputs = (query[0], key[0], value[0], g[0], beta[0])
+        out, ends = self.scans.delta_rule(*inputs, unit_length, starts, self.tree, self.wanted)
+        return self._scanned(out, ends).to(query.dtype)
 
     def state_space(self, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor) -> Tensor:
         """Mamba-2: x [1, n, H, P], step sizes dt [1, n, H], A [H], B and C [1, n, groups, N] -> [1, n, H, P], in
         float32 or float64."""
-        dtype = torch.promote_types(torch.float32, x.dtype)
-        v, step, k, q = (y[0].to(dtype) for y in (x, dt, B, C))
-        return self._scan(q, k, v * step[..., None], (step * A.to(dtype))[..., None], None)
+        starts = self._scan_starts(x.shape[2], B.shape[3], x)
+        out, ends = self.scans.state_space(x[0], dt[0], A, B[0], C[0], starts, self.tree, self.wanted)
+        return self._scanned(out, ends)
 
-    def _scan(self, query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor | None) -> Tensor:
-        """[1, n, H, dv]: a scan from the starts; keeps the wanted ends."""
-        starts = self._start("scan", (value.shape[1], key.shape[2], value.shape[2]), value)
-        index = self._blocks(value.device)
-        wanted = index.last[self._rows("wanted", 0, self.wanted, value.device)]
-        out, ends = block_scan(query, key, value, g, beta, starts, index, wanted)
+    def _scan_starts(self, heads: int, key_dim: int, value: Tensor) -> Tensor:
+        """[starts, heads, key_dim, value dim], in float32, or float64 where the input is."""
+        dtype = torch.promote_types(torch.float32, value.dtype)
+        return self._start("scan", (heads, key_dim, value.shape[3]), value).to(dtype)
+
+    def _scanned(self, out: Tensor, ends: Tensor) -> Tensor:
         if len(self.wanted):
             self._end("scan", ends)
         return out[None]
@@ -101,16 +100,9 @@ class PieceStates:
         compute them again, for checkpointing compares), and by then those of the first are roots of it."""
         self.ends.setdefault((self.layer, kind), states)
 
-    def _blocks(self, device: torch.device) -> BlockIndex:
-        index: BlockIndex = self._once("blocks", lambda: BlockIndex.of(self.tree, device))
-        return index
-
     def _rows(self, name: str, reach: int, rows: Ints, device: torch.device) -> Tensor:
-        index: Tensor = self._once((name, reach), lambda: on_device(rows, device))
-        return index
-
-    def _once(self, key: Any, make: Callable[[], Any]) -> Any:
         """What all layers share, made for the first that asks."""
+        key = (name, reach)
         if key not in self._shared:
-            self._shared[key] = make()
+            self._shared[key] = on_device(rows, device)
         return self._shared[key]

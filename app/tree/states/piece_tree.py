@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 
@@ -59,10 +60,30 @@ class BlockRows:
     last: Ints
 
 
-class PieceTree:
-    """Pieces, depth first (a parent comes before its children), and the starts that their roots continue."""
+@dataclass(frozen=True, eq=False)
+class Wave:
+    """Pieces whose parents have all run: what a kernel that takes sequences of any length can run in one call.
 
-    def __init__(self, lengths: Sequence[int], parents: Sequence[int], starts: int = 1) -> None:
+    Attributes:
+        rows: int64 [m], rows of its pieces laid end to end.
+        pieces: int64 [p]. above: int64 [p], which piece of the wave before, or in the first wave which start, each
+            continues.
+        tree: its pieces by themselves, each a root with a start of its own.
+    """
+
+    rows: Ints
+    pieces: Ints
+    above: Ints
+    tree: PieceTree
+
+
+class PieceTree:
+    """Pieces, depth first (a parent comes before its children), and the starts that their roots continue.
+
+    `kept`: what is derived from the tree and shared by all layers that run over it.
+    """
+
+    def __init__(self, lengths: Sequence[int] | Ints, parents: Sequence[int] | Ints, starts: int = 1) -> None:
         self.lengths = np.asarray(lengths, np.int64)
         self.parents = np.asarray(parents, np.int64)
         self.starts = starts
@@ -70,6 +91,7 @@ class PieceTree:
         self.rows = int(self.lengths.sum())
         self._convolutions: dict[int, ConvolutionRows] = {}
         self._blocks: dict[int, BlockRows] = {}
+        self.kept: dict[Any, Any] = {}
 
     def convolution(self, reach: int) -> ConvolutionRows:
         """Rows for a window of `reach` tokens before each."""
@@ -126,6 +148,27 @@ class PieceTree:
             places[flat[flat < self.rows]] = np.flatnonzero(flat < self.rows)
             self._blocks[size] = BlockRows(rows, places, above[order], tuple(bounds.tolist()), last)
         return self._blocks[size]
+
+    @cached_property
+    def waves(self) -> tuple[Wave, ...]:
+        """All pieces, by how many of the same forward are above them."""
+        depth = np.zeros(len(self.lengths), np.int64)
+        place = np.zeros(len(self.lengths), np.int64)
+        waves: list[list[int]] = []
+        for piece, parent in enumerate(self.parents.tolist()):
+            depth[piece] = 0 if parent < 0 else depth[parent] + 1
+            if depth[piece] == len(waves):
+                waves.append([])
+            place[piece] = len(waves[depth[piece]])
+            waves[depth[piece]].append(piece)
+        found = []
+        for members in waves:
+            pieces = np.array(members, np.int64)
+            parents = self.parents[pieces]
+            rows = np.concatenate([np.arange(f, f + n) for f, n in zip(self.first[pieces], self.lengths[pieces])])
+            own = PieceTree(self.lengths[pieces], -1 - np.arange(len(pieces)), len(pieces))
+            found.append(Wave(rows, pieces, np.where(parents < 0, -1 - parents, place[np.maximum(parents, 0)]), own))
+        return tuple(found)
 
     def _work(self, size: int) -> int:
         """Work in rows of a small block. Each row of a block meets all others, so in larger ones it costs more."""

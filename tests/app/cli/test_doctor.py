@@ -15,6 +15,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+import torch
 import yaml
 from packaging.requirements import Requirement
 
@@ -307,6 +308,18 @@ def test_versions_are_judged_by_the_support_matrix() -> None:
     python, packages = doctor.requirements()
     assert str(python.specifier) == ">=3.11"
     assert {"torch", "lightning", "transformers"} <= {one.name for one in packages}
+
+
+def test_packages_for_scans_are_looked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beside a GPU: what is not there is a note with the command that installs it."""
+    found = {finding.what: finding for finding in doctor.scan_kernels()}
+    assert found.keys() == {"fla-core", "mamba-ssm"}
+    for name, finding in found.items():
+        if finding.level == "note":
+            assert f"pip install '{name}>=" in finding.text and "torch's scan" in finding.text
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    assert found.keys() <= {finding.what for finding in doctor._gpus()}
 
 
 def test_a_check_that_fails_is_a_finding(monkeypatch: pytest.MonkeyPatch) -> None:
