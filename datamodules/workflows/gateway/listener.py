@@ -142,6 +142,8 @@ def json_object(body: bytes) -> dict[str, Any]:
         raise RequestError(f"the request must be a JSON object, this is {type(found).__name__}")
     level: list[Any] = [found]
     for _ in range(_DEEPEST):
+        if not level:
+            break
         level = [inner for one in level for inner in (one.values() if isinstance(one, dict) else one)]
         level = [one for one in level if isinstance(one, dict | list)]
     if level:

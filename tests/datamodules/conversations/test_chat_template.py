@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
-import pytest
+from importlib import resources
+from typing import Any
 
-from datamodules.conversations.chat_template import Chat
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from transformers.utils import chat_template_utils
+
+from datamodules.conversations.chat_template import Chat, hasten
 from datamodules.prompts.tokenizers import load_tokenizer
 from tests.datamodules.workflows.scripted_engine import CHATML
 from tests.helpers.recorded_samples import TEMPLATE, byte_tokenizer
@@ -67,3 +74,101 @@ def test_options_reach_the_template() -> None:
         Chat(tokenizer, options={"enable_thinking": False}).prompt(ASKED),
     )
     assert tokenizer.decode(with_option) == tokenizer.decode(plain) + "<think></think>"
+
+
+FOUND = {one.name for one in resources.files("trl").joinpath("chat_templates").iterdir() if one.name.endswith(".jinja")}
+NAMES = sorted(name for name in FOUND if "_training" not in name)
+# Texts that templates look for, and names that attributes of Python's own have.
+WORDS = st.sampled_from(
+    ["", "a", "<think>\nb\n</think>\n\nc", "</think>", "<tool_response>d</tool_response>", "{0.x}", "\n e \n"]
+)
+KEYS = st.sampled_from(["x", "items", "keys", "get", "append", "format", "__class__", "name", "arguments", "type"])
+VALUES = st.recursive(
+    st.one_of(WORDS, st.integers(-3, 3), st.booleans(), st.none()),
+    lambda inner: st.one_of(st.lists(inner, max_size=2), st.dictionaries(KEYS, inner, max_size=3)),
+    max_leaves=5,
+)
+FUNCTIONS = st.fixed_dictionaries(
+    {"name": WORDS, "arguments": st.one_of(WORDS, st.dictionaries(KEYS, VALUES, max_size=2))}
+)
+MESSAGES = st.lists(
+    st.fixed_dictionaries(
+        {"role": st.sampled_from(["user", "assistant", "assistant", "tool", "system"])},
+        optional={
+            "content": st.one_of(WORDS, st.lists(st.fixed_dictionaries({"type": st.just("text"), "text": WORDS}))),
+            "reasoning_content": WORDS,
+            "thinking": WORDS,
+            "name": WORDS,
+            "tool_call_id": WORDS,
+            "items": VALUES,
+            "tool_calls": st.lists(st.fixed_dictionaries({"type": st.just("function"), "function": FUNCTIONS})),
+        },
+    ),
+    min_size=1,
+    max_size=6,
+)
+COMMON = {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "<p>", "unk_token": "<u>"}
+
+
+def rendered(template: Any, **known: Any) -> str:
+    """The text, or what was raised."""
+    try:
+        return "text " + str(template.render(**COMMON, **known))
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+
+
+def both(source: str) -> list[Any]:
+    """The template as transformers compiles it, and with a sandbox of its own in haste."""
+    plain, quick = (chat_template_utils._cached_compile_jinja_template(source) for _ in range(2))
+    hasten(quick.environment)
+    assert "getattr" in vars(quick.environment) and "getattr" not in vars(plain.environment)
+    return [plain, quick]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_template_says_in_haste_what_it_says_otherwise(name: str) -> None:
+    plain, quick = both(resources.files("trl").joinpath("chat_templates", name).read_text())
+
+    @settings(max_examples=12, deadline=None, derandomize=True, database=None)
+    @given(messages=MESSAGES, tools=st.sampled_from([None, TOOLS]), goes_on=st.booleans())
+    def check(messages: Any, tools: Any, goes_on: bool) -> None:
+        known = {"messages": messages, "tools": tools, "documents": None, "add_generation_prompt": goes_on}
+        assert rendered(plain, **known) == rendered(quick, **known)
+
+    check()
+    contents: list[Any] = ["b", [{"type": "text", "text": "b"}]]  # templates know one or both
+    said = [
+        rendered(quick, messages=[{"role": "user", "content": one}], add_generation_prompt=True) for one in contents
+    ]
+    assert any(one.startswith("text ") for one in said)
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{{ x.items() | list }}{{ x.missing }}{{ x.missing.more }}",
+        "{{ x.__class__ }}",
+        "{{ x.__class__.__mro__ }}{{ y.append.__self__ }}",
+        "{{ y.append(1) }}",
+        "{{ x.update({'a': 1}) }}",
+        "{{ x.clear }}|{{ x.get('a') }}|{{ x.a }}|{{ x['a'] }}|{{ x.pop('a') }}",
+        "{{ '{0.a}{0.__class__}'.format(x) }}",
+        "{% for z in y %}{{ z.format(x) }}{{ loop.previtem.format }}{{ loop._iterator }}{% endfor %}",
+        "{% set n = namespace(a=1) %}{% set n.a = x %}{{ n.a.a }}{{ n.b }}{{ n.a.copy() }}{{ n._x }}",
+        "{{ x|attr('clear') }}{{ y|map(attribute='a')|list }}{{ cycler(1).next() }}",
+        "{{ raise_exception(x.a) }}",
+    ],
+)
+def test_a_sandbox_in_haste_refuses_what_it_refuses_otherwise(source: str) -> None:
+    first, second = (
+        [rendered(one, x={"a": "{0.__class__}", "copy": 2}, y=["q", "{0.a}"]) for _ in range(2)] for one in both(source)
+    )
+    assert first == second
+
+
+def test_a_chats_templates_are_rendered_in_haste() -> None:
+    tokenizer = byte_tokenizer("{# of this test #}" + TEMPLATE)
+    Chat(tokenizer).text(OPENING, None)
+    environment = chat_template_utils._compile_jinja_template(tokenizer.chat_template).environment
+    assert isinstance(environment, ImmutableSandboxedEnvironment) and "getattr" in vars(environment)

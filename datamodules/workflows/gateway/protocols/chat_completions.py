@@ -191,6 +191,7 @@ def _messages(found: Any) -> list[Message]:
     if not isinstance(found, list) or not found:
         raise RequestError("messages: must be a list of at least one message", param="messages")
     messages = []
+    known = {*_MESSAGES_FIELDS, *_MESSAGES_WITHOUT_EFFECT}
     for i, one in enumerate(found):
         where = f"messages[{i}]"
         one = fields.an_object(where, one)
@@ -203,7 +204,6 @@ def _messages(found: Any) -> list[Message]:
             called = fields.a_list(f"{where}.tool_calls", one["tool_calls"])
             calls = [_call(f"{where}.tool_calls[{k}]", call) for k, call in enumerate(called)]
             message |= {"tool_calls": calls} if calls else {}
-        known = {*_MESSAGES_FIELDS, *_MESSAGES_WITHOUT_EFFECT}
         fields.nothing_left({key: value for key, value in one.items() if key not in known}, where)
         messages.append(message)
     return messages
