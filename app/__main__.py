@@ -21,6 +21,7 @@ Asynchronous RL post-training of language-model agents on Lightning.
   serve       start SGLang servers
   gateway     an OpenAI- and Anthropic-compatible API in front of a model or a provider, recording what agents do
   export      a checkpoint as a model directory
+  reward      try a reward on recorded or labelled transcripts before a run trusts it
   doctor      what this machine has, and what a run that hangs is doing
 """
 

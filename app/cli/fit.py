@@ -109,8 +109,7 @@ class ArboristCLI(LightningCLI):
             auto_configure_optimizers=False,
             parser_class=ArboristParser,
             parser_kwargs={
-                "description": "Asynchronous RL post-training on Lightning. "
-                "More verbs: data, inspect, bench, serve, gateway, export, doctor."
+                "description": f"Asynchronous RL post-training on Lightning. More verbs: {', '.join(VERBS)}."
             },
             args=args,
         )
