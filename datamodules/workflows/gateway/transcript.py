@@ -38,6 +38,7 @@ class Call:
         kept: number of the sampled tokens that say `reply` and `end`.
         message: the reply as the client was given it.
         stop: the text of the client's that ended it, "" for none.
+        is_trained: sampled from the model as it is, so that it can be.
     """
 
     id: str
@@ -50,6 +51,7 @@ class Call:
     kept: int
     message: Message
     stop: str = ""
+    is_trained: bool = True
 
     @property
     def ids(self) -> list[int]:

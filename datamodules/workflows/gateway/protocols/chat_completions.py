@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from datamodules.conversations.chat_template import Message
+from datamodules.inference.protocol import SHAPINGS
 from datamodules.workflows.gateway.errors import RequestError
 from datamodules.workflows.gateway.protocols import fields
 from datamodules.workflows.gateway.protocols.base import Asked, EventWriter, Sampled, WireProtocol
@@ -26,17 +27,7 @@ _WITHOUT_EFFECT = (
     "prompt_cache_key",
     "prompt_cache_retention",
 )
-NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "top_p": (1,),
-    "top_k": (-1, 0),
-    "min_p": (0,),
-    "frequency_penalty": (0,),
-    "presence_penalty": (0,),
-    "repetition_penalty": (1,),
-    "logit_bias": ({},),
-}
-"""What must have the value that samples from the model as it is, in Completions too."""
-_NEUTRAL = NEUTRAL | {
+_NEUTRAL: dict[str, tuple[Any, ...]] = {
     "response_format": ({"type": "text"},),
     "top_logprobs": (0,),
     "parallel_tool_calls": (True,),
@@ -114,6 +105,7 @@ def shared(left: dict[str, Any]) -> dict[str, Any]:
         "seed": fields.number("seed", left.pop("seed", None), int, -(2**63), 2**63 - 1),
         "n": fields.number("n", left.pop("n", None), int, 1, _MOST_CHOICES) or 1,
         "stream": fields.flag("stream", left.pop("stream", None)),
+        "shaping": fields.take_shaping(left, SHAPINGS),
         "own": {"usage": fields.flag("stream_options.include_usage", options.get("include_usage"))},
     }
 
