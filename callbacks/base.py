@@ -20,6 +20,15 @@ def run_dir(trainer: Trainer) -> Path:
     return Path(trainer.log_dir or trainer.default_root_dir)
 
 
+def refuse_shards(trainer: Trainer, callback: Callback) -> None:
+    """Raises ValueError when no rank holds whole parameters, which `callback` needs."""
+    if getattr(trainer.strategy, "shard_parameters", False):
+        raise ValueError(
+            f"trainer.callbacks: {type(callback).__name__} needs whole parameters, and under"
+            " DTAStrategy(shard_parameters=True) no rank holds them: set shard_parameters=False, or leave it out"
+        )
+
+
 class StepMetrics(Callback):
     """Calls `on_step_metrics(trainer, step)`; read the values from `trainer.callback_metrics` there."""
 

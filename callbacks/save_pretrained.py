@@ -13,7 +13,7 @@ from typing import Any
 from lightning.pytorch import Callback, LightningModule, Trainer
 from transformers import AutoTokenizer
 
-from callbacks.base import run_dir
+from callbacks.base import refuse_shards, run_dir
 from datamodules.inference.export import base_model, merged_weights
 
 _log = logging.getLogger(__name__)
@@ -30,6 +30,9 @@ class SavePretrained(Callback):
     def __init__(self, dirpath: str = "model", merge: bool = False) -> None:
         self.dirpath = dirpath
         self.merge = merge
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        refuse_shards(trainer, self)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         target = run_dir(trainer) / self.dirpath

@@ -28,7 +28,7 @@ from typing import Any, Literal
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 
-from callbacks.base import run_dir
+from callbacks.base import refuse_shards, run_dir
 from callbacks.validate_ends import nearest_multiples
 from datamodules.inference.export import checkpoint_weights, merged_weights, num_bytes
 from datamodules.inference.protocol import RolloutData, WeightUpdate
@@ -84,6 +84,7 @@ class WeightSync(Callback):
         self._sent = -1
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        refuse_shards(trainer, self)
         data: Any = trainer.datamodule
         if not isinstance(data, RolloutData):
             raise ValueError(

@@ -171,6 +171,11 @@ class PolicyModule(TreeModule):
 
     def setup(self, stage: str) -> None:
         super().setup(stage)
+        if getattr(self.trainer.strategy, "shard_parameters", False) and self._reference_options[1]:
+            raise ValueError(
+                "model.reference_offload: moves whole weights, and DTAStrategy(shard_parameters=True) leaves a rank"
+                " only shards of them; set reference_offload: false"
+            )
         if stage == "fit":
             check_groups(self.minibatches, getattr(self.trainer, "datamodule", None))
 

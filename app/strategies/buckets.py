@@ -9,7 +9,7 @@ optimizers or Lightning.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -76,6 +76,22 @@ class Bucket:
             self.master = mine.to("cpu" if offload else mine.device, dtype, copy=True)
             if offload and mine.is_cuda:
                 self.master = self.master.pin_memory()
+
+    counted = True  # in sums over all ranks: every element is one rank's
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The parameters'."""
+        return self.flat.dtype
+
+    def extremes(self) -> Tensor:
+        """[2]: least and largest element of this rank's part."""
+        return torch.stack(self.ranks.slice_of(self.flat).aminmax())
+
+    def beyond(self, bound: float) -> Iterator[tuple[str, Tensor]]:
+        """Every parameter's name, and whether any of its elements is not below `bound` in size."""
+        for name, param in zip(self.names, self.params):
+            yield name, ~param.abs().lt(bound).all()
 
     @property
     def label(self) -> str:

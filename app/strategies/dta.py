@@ -53,6 +53,7 @@ from app.strategies.ranks.listening import LOOPBACK, gloo_on_loopback, is_local
 from app.strategies.ranks.rendezvous import leave_at_exit, meet
 from app.strategies.ranks.sharing import SharedRanks
 from app.strategies.ranks.watch import GRACE, RankWatch
+from app.strategies.shards import shard_models
 from app.strategies.zero1 import ShardedOptimizer
 
 _MEETING = timedelta(minutes=10)  # until every process of a job has started
@@ -82,6 +83,8 @@ class DTAStrategy(DDPStrategy):
         group_size: ranks that run one plan together, a share of its rows and attention heads each, and so compute no
             prefix twice among them: the GPUs of a node, where links are fast. The tree is cut for groups instead of
             ranks. It must divide the number of ranks and of attention heads.
+        shard_parameters: the ranks of a group hold each layer's parameters, gradients and optimizer state in shards
+            (torch's FSDP2), gathered while the layer runs. See docs/scaling.md.
         process_group_backend: "gloo" or "nccl"; by default nccl on CUDA devices, gloo on CPUs.
         accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin: set by the Trainer.
 
@@ -103,6 +106,7 @@ class DTAStrategy(DDPStrategy):
         background_checkpoints: bool = True,
         max_skipped_steps: int = 10,
         group_size: int = 1,
+        shard_parameters: bool = False,
         process_group_backend: str | None = None,
         accelerator: Accelerator | None = None,
         parallel_devices: list[torch.device] | None = None,
@@ -111,7 +115,7 @@ class DTAStrategy(DDPStrategy):
         precision_plugin: Precision | None = None,
     ) -> None:
         refusals.check_arguments(
-            timeout, death_timeout, bucket_cap_mb, max_tokens_per_rank, max_skipped_steps, group_size
+            timeout, death_timeout, bucket_cap_mb, max_tokens_per_rank, max_skipped_steps, group_size, shard_parameters
         )
         super().__init__(
             accelerator=accelerator,
@@ -128,6 +132,8 @@ class DTAStrategy(DDPStrategy):
         self._calibration = Calibration(calibrate)
         self._offload = offload_optimizer
         self._max_tokens, self._group_size = max_tokens_per_rank, group_size
+        self.shard_parameters = shard_parameters
+        self._group: GroupRanks | None = None
         self._death_timeout = death_timeout
         self._background = background_checkpoints
         self._links = False
@@ -186,8 +192,9 @@ class DTAStrategy(DDPStrategy):
             # The writer's threads talk while training does, in an order of their own: not in the group for control.
             group = dist.new_group(backend="gloo", timeout=self._timeout)
             self._ranks = Communicator(dist.group.WORLD, self.root_device, control, self._timeout.total_seconds())
-            together = GroupRanks(self._ranks, self._group_size, self._timeout) if self._group_size > 1 else None
-        self.exchange = SharedRanks(self._ranks, self._calibration, self._max_tokens, lambda: self.grad_norm, together)
+            self._group = GroupRanks(self._ranks, self._group_size, self._timeout) if self._group_size > 1 else None
+        norm = lambda: self.grad_norm  # noqa: E731
+        self.exchange = SharedRanks(self._ranks, self._calibration, self._max_tokens, norm, self._group)
         leave_at_exit(self._ranks)
         self._start_watch(self._ranks)
         watch = self._ranks.watch
@@ -249,6 +256,8 @@ class DTAStrategy(DDPStrategy):
         refusals.check_trainer(trainer, self.lightning_module, str(self.precision_plugin.precision))
         if self._offload:
             refusals.check_offload(self.root_device)
+        if self.shard_parameters:
+            refusals.check_sharded(self.lightning_module, str(self.precision_plugin.precision))
         self._divergence = Divergence(self._divergence.limit, Path(trainer.ckpt_path) if trainer.ckpt_path else None)
         self.optimizer_seconds = 0.0
         # A link is made as soon as `save_checkpoint` returns: what it points to must be there by then.
@@ -266,6 +275,9 @@ class DTAStrategy(DDPStrategy):
         )
         for name, tensor in tensors:
             self.ranks.broadcast_weights_(tensor, name)
+        if self.shard_parameters:
+            assert self._group is not None, "refused without groups"
+            shard_models(self.lightning_module, self._group)
 
     def setup_optimizers(self, trainer: pl.Trainer) -> None:
         super().setup_optimizers(trainer)
@@ -276,7 +288,7 @@ class DTAStrategy(DDPStrategy):
                 " one optimizer with parameter groups"
             )
         self._sharded = ShardedOptimizer(
-            self.optimizers[0], self.lightning_module, self.ranks, self._bucket_elements, self._offload
+            self.optimizers[0], self.lightning_module, self.ranks, self._bucket_elements, self._offload, self._group
         )
 
     @property

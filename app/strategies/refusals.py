@@ -11,7 +11,9 @@ import torch
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from torch.nn import Module
 
+_SHARDED_PRECISIONS = ("32-true", "64-true")
 _PRECISIONS = ("32-true", "64-true", "bf16-true", "bf16-mixed")
 
 
@@ -22,6 +24,7 @@ def check_arguments(
     max_tokens_per_rank: int | None,
     max_skipped_steps: int,
     group_size: int,
+    shard_parameters: bool,
 ) -> None:
     """Raises MisconfigurationException for an argument out of range."""
     for name, value in (("timeout", timeout), ("death_timeout", death_timeout)):
@@ -35,6 +38,11 @@ def check_arguments(
         raise MisconfigurationException(f"DTAStrategy(max_skipped_steps={max_skipped_steps}): at least 1 is needed")
     if group_size < 1:
         raise MisconfigurationException(f"DTAStrategy(group_size={group_size}): at least 1 rank is needed")
+    if shard_parameters and group_size == 1:
+        raise MisconfigurationException(
+            "DTAStrategy(shard_parameters=True) has no effect in groups of one rank: set group_size to the ranks that"
+            " are to hold a model together (the GPUs of a node), or leave shard_parameters out"
+        )
 
 
 def check_group(group_size: int, ranks: int) -> None:
@@ -62,6 +70,21 @@ def check_trainer(trainer: pl.Trainer, module: pl.LightningModule, precision: st
             f"{type(module).__name__}.automatic_optimization=False is not supported by DTAStrategy, which reduces"
             " gradients once per automatic optimizer step: override LightningModule.backward instead"
         )
+
+
+def check_sharded(module: Module, precision: str) -> None:
+    """Raises MisconfigurationException for what does not go with parameters in shards."""
+    if precision not in _SHARDED_PRECISIONS:
+        raise MisconfigurationException(
+            f"trainer.precision={precision} is not supported by DTAStrategy(shard_parameters=True) yet, which keeps one"
+            f" copy of a parameter: use one of {', '.join(_SHARDED_PRECISIONS)}, or shard_parameters=False"
+        )
+    for name, child in module.named_modules():
+        if hasattr(child, "peft_config") and hasattr(child, "get_base_model"):
+            raise MisconfigurationException(
+                f"DTAStrategy(shard_parameters=True): '{name}' has adapters (model.adapter), which is not"
+                " supported yet; set shard_parameters=False, or train without an adapter"
+            )
 
 
 def check_steps(trainer: pl.Trainer, checkpoint: Mapping[str, Any]) -> None:

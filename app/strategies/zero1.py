@@ -27,11 +27,14 @@ from typing import Any
 
 import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from torch.distributed.tensor import DTensor
 from torch.nn import Module, Parameter
 from torch.optim import Optimizer
 
 from app.strategies.buckets import Bucket, build_buckets
 from app.strategies.ranks.collectives import Communicator
+from app.strategies.ranks.groups import GroupRanks
+from app.strategies.shards import Shard, split
 
 _ABSURD = 1e12  # parameters beyond it have diverged, although they are numbers: no gradient of theirs will be one
 _NOT_ELEMENTWISE = ("LBFGS", "Muon", "Adafactor", "SparseAdam")
@@ -46,6 +49,7 @@ class ShardedOptimizer:
         ranks: who shares the work.
         bucket_elements: most elements of a bucket (a larger parameter has one of its own).
         offload: masters and optimizer state live in CPU memory, and the optimizer steps there.
+        group: the ranks among which parameters are cut up (`shards.py`), where any are: each steps its part of these.
 
     Attributes:
         grad_norm: global 2-norm of the last reduced gradient, before clipping; nan before the first.
@@ -67,6 +71,7 @@ class ShardedOptimizer:
         ranks: Communicator,
         bucket_elements: int = 1 << 26,
         offload: bool = False,
+        group: GroupRanks | None = None,
     ) -> None:
         self.optimizer = optimizer
         self.ranks = ranks
@@ -91,19 +96,19 @@ class ShardedOptimizer:
             "the optimizer's parameters",
             "build the same model and optimizer on every rank",
         )
-        self.buckets_by_group: list[list[Bucket]] = []
-        for group, params in zip(optimizer.param_groups, self.groups):
-            named = [(self._name(p), p) for p in params if p.requires_grad]
-            self.buckets_by_group.append(build_buckets(named, ranks, bucket_elements, offload))
-            group["params"] = [bucket.master for bucket in self.buckets_by_group[-1]]
-            group.pop("param_names", None)
+        self.buckets_by_group: list[list[Bucket | Shard]] = []
+        for options, params in zip(optimizer.param_groups, self.groups):
+            shards, whole = split([(self._name(p), p) for p in params if p.requires_grad], group)
+            self.buckets_by_group.append([*build_buckets(whole, ranks, bucket_elements, offload), *shards])
+            options["params"] = [bucket.master for bucket in self.buckets_by_group[-1]]
+            options.pop("param_names", None)
         # Lightning and users call these on the optimizer itself; LR schedulers wrap `step` in the same way.
         optimizer.zero_grad = self.zero_grad  # type: ignore[method-assign]
         optimizer.add_param_group = self._refuse_param_group  # type: ignore[method-assign]
         self.zero_grad()
 
     @property
-    def buckets(self) -> list[Bucket]:
+    def buckets(self) -> list[Bucket | Shard]:
         """All buckets, group by group."""
         return [bucket for buckets in self.buckets_by_group for bucket in buckets]
 
@@ -134,7 +139,10 @@ class ShardedOptimizer:
             bucket.adopt_written()
         shards = [bucket.reduce_gradients() for bucket in self.buckets]
         # On the gradients' device, squared in float64: only the squares of norms are added over buckets and ranks.
-        squares = torch.stack([torch.linalg.vector_norm(shard).double().square() for shard in shards]).sum()
+        own = [shard for bucket, shard in zip(self.buckets, shards) if bucket.counted]
+        squares = sum(
+            (torch.linalg.vector_norm(shard).double().square() for shard in own), shards[0].new_zeros(()).double()
+        )
         self.grad_norm = math.sqrt(self.ranks.sum_float(squares, "gradient norm"))
         self.finite = math.isfinite(self.grad_norm)
         if self.finite:
@@ -164,12 +172,12 @@ class ShardedOptimizer:
     def bad_parameter(self) -> str | None:
         """Collective: what is wrong with the first trained parameter that holds nan, inf or absurd numbers, or None.
         Reads every element once, in shards, without memory of its own; the name is looked for only when needed."""
-        ends = [torch.stack(self.ranks.slice_of(b.flat).aminmax()).double() for b in self.buckets]
+        ends = [bucket.extremes().double() for bucket in self.buckets]
         sound = torch.stack(ends).abs().lt(_ABSURD).all()  # nan is not
         if not self.ranks.sum_float((~sound).double(), "parameters that are not finite"):
             return None
-        named = (pair for bucket in self.buckets for pair in zip(bucket.names, bucket.params))
-        name = next(name for name, param in named if not param.abs().lt(_ABSURD).all())
+        named = (pair for bucket in self.buckets for pair in bucket.beyond(_ABSURD))
+        name = next(name for name, odd in named if self.ranks.sum_float(odd, "parameters that are not finite"))
         return f"parameter '{name}' is not finite or beyond {_ABSURD:g}"
 
     def release_gradients(self) -> None:
@@ -198,7 +206,8 @@ class ShardedOptimizer:
                 "the optimizer has no parameter that requires gradients; check configure_optimizers and frozen modules"
             )
         owners: dict[tuple[torch.device, int], Parameter] = {}
-        for param in (p for params in self.groups for p in params if p.requires_grad and p.numel()):
+        whole = (p for params in self.groups for p in params if not isinstance(p.data, DTensor))
+        for param in (p for p in whole if p.requires_grad and p.numel()):
             other = owners.setdefault((param.device, param.data_ptr()), param)
             if other is not param:
                 raise ValueError(

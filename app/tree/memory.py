@@ -14,6 +14,9 @@ from pathlib import Path
 import psutil
 import torch
 import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from app.tree.heads import BLOCK_BYTES
@@ -39,6 +42,8 @@ class PassMemory:
     Attributes:
         parameters: there already, for orientation; not part of `total`.
         gradients: of parameters that have none yet.
+        gathered: where parameters are sharded (FSDP2), the largest unit's twice, as the next is on its way while one
+            runs, and its gradients with what is sent of them.
         path_cache: keys and values of the longest path, once in place and once in the chunks they come from, with their
             gradients, and the gradients on their way to a chunk.
         states: of layers that carry one, at the ends of the chunks of the longest path, with their gradients.
@@ -50,6 +55,7 @@ class PassMemory:
 
     parameters: int
     gradients: int
+    gathered: int
     path_cache: int
     states: int
     outputs: int
@@ -88,7 +94,7 @@ def pass_memory(
     shape, parameter = ModelShape.of(model.config), next(model.parameters())
     element = parameter.element_size()
     accumulated = max(4, element)
-    missing = sum(p.numel() for p in model.parameters() if p.requires_grad and p.grad is None)
+    missing = sum(_here(p) for p in model.parameters() if p.requires_grad and p.grad is None)
     key_value = 2 * shape.attention_layers * -(-shape.key_value_heads // ranks) * shape.head_dim
     longest = int(tree.sequence_length.max()) if tree is not None and tree.num_sequences else 0
     tokens, dense = (tree.num_tokens, tree.num_dense_tokens) if tree is not None else (0, 0)
@@ -99,8 +105,9 @@ def pass_memory(
     largest = min(chunk_tokens, max(tokens, _LEAST)) if not chunks else max(chunk.tokens for chunk in chunks)
     held = 1 + longest // chunk_tokens if chunks is None else most_ends(chunks)
     return PassMemory(
-        parameters=sum(p.numel() * p.element_size() for p in model.parameters()),
+        parameters=sum(_here(p) * p.element_size() for p in model.parameters()),
         gradients=missing * accumulated,
+        gathered=_largest_unit(model) * 2 * (element + accumulated),
         path_cache=key_value * (longest * (2 * element + accumulated) + min(chunk_tokens, tokens) * accumulated),
         states=2 * 4 * shape.state_values * held,
         outputs=tokens * (8 + 3 * accumulated) + dense * (8 + 3 * accumulated),
@@ -111,6 +118,22 @@ def pass_memory(
         backward=largest * max(layer, scan) // ranks,
         live_activations=live_tokens * token_bytes(model) // ranks,
     )
+
+
+def _here(parameter: Tensor) -> int:
+    """Elements that this process holds."""
+    return (parameter.to_local() if isinstance(parameter, DTensor) else parameter).numel()
+
+
+def _largest_unit(model: PreTrainedModel) -> int:
+    """Elements of the largest part of a sharded model that is gathered at once; 0 where nothing is sharded."""
+    units = {id(module) for module in model.modules() if isinstance(module, FSDPModule)}
+
+    def own(module: nn.Module) -> int:
+        mine = sum(p.numel() for p in module.parameters(recurse=False) if isinstance(p, DTensor))
+        return mine + sum(own(child) for child in module.children() if id(child) not in units)
+
+    return max((own(module) for module in model.modules() if id(module) in units), default=0)
 
 
 def auto_budgets(

@@ -23,6 +23,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from app.tree.executor import BatchedLoss
@@ -311,7 +312,10 @@ def _sampled_gradients(subject: Subject, chosen: dict[str, Tensor]) -> Iterator[
     def collect(name: str) -> Any:
         def hook(parameter: Tensor) -> None:
             assert parameter.grad is not None, "called after accumulation"
-            found[name] += parameter.grad.flatten()[chosen[name]].cpu().double()
+            grad: Any = parameter.grad
+            if isinstance(grad, DTensor):  # summed over ranks already, of which each will count its own
+                grad = grad.full_tensor() / grad.device_mesh.size()
+            found[name] += grad.flatten()[chosen[name]].cpu().double()
             parameter.grad = None
 
         return hook

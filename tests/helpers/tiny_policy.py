@@ -12,6 +12,7 @@ from typing import Any
 import lightning as L
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from app.batch import EvalHandle, RolloutBatch, Trajectory
 from datamodules.pipeline.loaders import Position, StepLoader
@@ -28,8 +29,8 @@ CONFIG: dict[str, Any] = {
 }
 
 
-def source() -> ModelSource:
-    return ModelSource(config=dict(CONFIG))
+def source(**changed: Any) -> ModelSource:
+    return ModelSource(config={**CONFIG, **changed})
 
 
 def sgd(params: Any) -> torch.optim.Optimizer:
@@ -165,7 +166,9 @@ def fit(
 
 
 def parameters(module: torch.nn.Module) -> dict[str, Tensor]:
-    return {name: p.detach().clone() for name, p in module.named_parameters()}
+    """Of all ranks, where each holds a shard."""
+    named = {name: p.detach() for name, p in module.named_parameters()}
+    return {name: p.full_tensor() if isinstance(p, DTensor) else p.clone() for name, p in named.items()}
 
 
 def naive_model(seed: int = 0) -> Any:

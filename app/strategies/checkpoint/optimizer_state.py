@@ -24,6 +24,7 @@ from torch.optim import Optimizer
 
 from app.strategies.buckets import Bucket
 from app.strategies.pieces import Piece
+from app.strategies.shards import Shard
 from app.strategies.zero1 import ShardedOptimizer
 
 _MASTER = "master"
@@ -140,10 +141,10 @@ def _adopt(sharded: ShardedOptimizer, saved: list[dict[str, Any]], states: list[
     for bucket, master in zip(sharded.buckets, masters):
         if master is not None:
             bucket.master.copy_(master)
-        elif not bucket.master_is_parameter and filled and bucket.master.dtype != bucket.flat.dtype:
+        elif not bucket.master_is_parameter and filled and bucket.master.dtype != bucket.dtype:
             rank_zero_warn(
                 f"the checkpoint has no float32 masters for {bucket.label} (it was trained in another precision):"
-                f" masters start from the {bucket.flat.dtype} weights"
+                f" masters start from the {bucket.dtype} weights"
             )
     sharded.gather_parameters()
 
@@ -201,7 +202,7 @@ def _check_groups(sharded: ShardedOptimizer, saved: list[list[Any]]) -> None:
             )
 
 
-def _common_keys(bucket: Bucket, per_param: list[Any]) -> list[str]:
+def _common_keys(bucket: Bucket | Shard, per_param: list[Any]) -> list[str]:
     """State keys of a bucket's parameters, which share one flat shard and so must all have them."""
     keys = list(dict.fromkeys(key for entry in per_param for key in entry))
     for key in keys:
@@ -214,7 +215,7 @@ def _common_keys(bucket: Bucket, per_param: list[Any]) -> list[str]:
     return keys
 
 
-def _common_scalar(bucket: Bucket, key: str, values: list[Any]) -> Any:
+def _common_scalar(bucket: Bucket | Shard, key: str, values: list[Any]) -> Any:
     for name, value in zip(bucket.names, values):
         if value != values[0]:
             raise ValueError(
@@ -225,7 +226,7 @@ def _common_scalar(bucket: Bucket, key: str, values: list[Any]) -> Any:
     return values[0].clone() if isinstance(values[0], Tensor) else values[0]
 
 
-def _is_sharded(key: str, value: Any, bucket: Bucket) -> bool:
+def _is_sharded(key: str, value: Any, bucket: Bucket | Shard) -> bool:
     """Whether a piece of optimizer state is element-wise (a shard) rather than a scalar that all ranks share."""
     if isinstance(value, Tensor) and value.shape == bucket.master.shape:
         return True

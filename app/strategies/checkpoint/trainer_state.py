@@ -15,11 +15,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.nn import Module
 
 from app.strategies.checkpoint.checkpoints import CheckpointError, unpack
 from app.strategies.pieces import Piece, load_whole
 from app.strategies.ranks.collectives import Communicator
+from app.strategies.shards import part_of
 
 _WEIGHTS = "model/"
 CONFIG_FILE, GENERATION_FILE, ADAPTER_FILE = "config.json", "generation_config.json", "adapter_config.json"
@@ -41,11 +43,13 @@ def take_apart(
         if not isinstance(value, Tensor) or not value.numel() or not value.dim() or value.is_complex():
             small[name] = value.detach().cpu().clone() if isinstance(value, Tensor) else value
             continue
-        first = first_of.setdefault((value.data_ptr(), value.shape, value.stride()), name)
+        local = value.to_local() if isinstance(value, DTensor) else value
+        at = local.data_ptr() or id(value)  # a rank may have no row of it
+        first = first_of.setdefault((at, value.shape, value.stride()), name)
         if first != name:
             aliases[name] = first
         else:
-            pieces[_WEIGHTS + name] = Piece.rows(value.detach(), ranks.rank, ranks.size)
+            pieces[_WEIGHTS + name] = _piece(value.detach(), ranks)
     contents["state_dict"] = small
     contents[_ALIASES] = aliases
     contents[_MODELS] = {name: _configuration(child) for name, child in module.named_children() if _is_model(child)}
@@ -53,6 +57,15 @@ def take_apart(
         contents[_OPTIMIZER], optimizer_pieces = state["description"], state["pieces"]
         pieces |= optimizer_pieces
     return contents, pieces
+
+
+def _piece(weight: Tensor, ranks: Communicator) -> Piece:
+    """What this rank writes: its share of what all of them hold, or its part of what is cut up (which the same rank of
+    every group has; one of them will write it)."""
+    if not isinstance(weight, DTensor):
+        return Piece.rows(weight, ranks.rank, ranks.size)
+    local, first = part_of(weight)
+    return Piece(local, (first, *(0 for _ in weight.shape[1:])), tuple(weight.shape))
 
 
 def put_together(path: Path, checked: bool = False) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
 from app.strategies.ranks.collectives import Communicator
 
@@ -37,6 +38,21 @@ class GroupRanks:
             dist.new_group(list(range(first, first + size)), timeout=timeout) for first in range(0, ranks.size, size)
         ]
         self._group = made[self.index]
+        # The ranks with the same place in all groups, which hold the same shards where parameters are sharded.
+        across = [dist.new_group(list(range(place, ranks.size, size)), timeout=timeout) for place in range(size)]
+        self._across = across[self.rank]
+
+    @property
+    def mesh(self) -> DeviceMesh:
+        """The group's, of one dimension, for `fully_shard`."""
+        return DeviceMesh.from_group(self._group, self._ranks.device.type)
+
+    def sum_over_groups_(self, tensor: Tensor, what: str) -> None:
+        """Collective of all ranks: `tensor` becomes the sum over groups of those at this rank's place, the same bits in
+        each."""
+        if self._ranks.size > self.size:
+            with self._ranks.named(f"sum over groups of the gradient of {what}"):
+                dist.all_reduce(tensor, group=self._across)
 
     def exchange(self, pieces: Sequence[Tensor], sizes: Sequence[int]) -> list[Tensor]:
         received = pieces[0].new_empty(sum(sizes))

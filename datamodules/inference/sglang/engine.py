@@ -31,7 +31,6 @@ from transformers import PreTrainedModel
 from app import checks
 from datamodules.inference.clock import PausedClock
 from datamodules.inference.protocol import (
-    SHAPINGS,
     GenerationError,
     GenerationRequest,
     GenerationResponse,
@@ -81,7 +80,6 @@ class SGLangEngine(ServerEngine):
     """
 
     update_methods: tuple[str, ...] = ("distributed", "disk")
-    shapings = SHAPINGS
 
     def __init__(
         self,

@@ -31,14 +31,16 @@ def data(kind: str) -> list[RolloutBatch]:
     return [make_batch(k, version=max(0, k - 1)) for k in range(3 if kind == "groups" else 2)]
 
 
-def train(devices: int, kind: str, module: str = "policy", group_size: int = 1, **options: Any) -> Result:
+def train(
+    devices: int, kind: str, module: str = "policy", group_size: int = 1, sharded: bool = False, **options: Any
+) -> Result:
     """Parameters, metrics of every step, and validation metrics."""
     torch.manual_seed(0)
     make = {"policy": PolicyModule, "critic": ActorCriticModule, "sft": SFTModule}[module]
     made = make(source(), optimizer=sgd, **options)
     metrics = Metrics()
     held_out: list[RolloutBatch | None] = [make_batch(7), make_batch(8, groups=1)]
-    run = trainer(metrics, devices=devices, strategy=DTAStrategy(group_size=group_size))
+    run = trainer(metrics, devices=devices, strategy=DTAStrategy(group_size=group_size, shard_parameters=sharded))
     run.fit(made, Batches(data(kind), held_out))
     assert made.policy_version == len(data(kind))
     validation = {name: float(v) for name, v in run.callback_metrics.items() if name.startswith("val/")}

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from functools import cache, partial
 from typing import Any
@@ -11,9 +12,12 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
 
 from app.strategies.ranks.collectives import Communicator
 from app.strategies.ranks.groups import GroupRanks
+from app.strategies.shards import shard_models
 from app.tree import PrefixTree, TreeEngine
 from tests.app.tree import models, oracle
 from tests.app.tree.cases import Case
@@ -22,6 +26,11 @@ from tests.app.tree.losses import SequenceLoss
 from tests.app.tree.parity import as_tensor, build, masked_block, take_grads
 
 TIMEOUT = timedelta(seconds=60)
+UNITS = [
+    name
+    for name in ("all_gather_single", "reduce_scatter_single", "all_gather_into_tensor", "reduce_scatter_tensor")
+    if hasattr(dist, name)
+]
 
 
 class CountedGroup(GroupRanks):
@@ -42,11 +51,54 @@ def groups_of(size: int) -> CountedGroup:
     return CountedGroup(size)
 
 
+@cache
+def sharded_over(size: int, name: str, dtype: torch.dtype) -> tuple[PreTrainedModel, nn.Linear]:
+    model, head = models.make(name, dtype), models.value_head(dtype)
+    shard_models(model, groups_of(size))
+    return model, head
+
+
+@contextmanager
+def units_noted(seen: list[tuple[str, int]]) -> Iterator[None]:
+    """Notes what `fully_shard` gathers and sums, and how many elements."""
+
+    def noted(what: str, operation: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*arguments: Any, **options: Any) -> Any:
+            output = options.get("output_tensor", options.get("output", arguments[0] if arguments else None))
+            seen.append((what, output.numel()))
+            return operation(*arguments, **options)
+
+        return run
+
+    with ExitStack() as stack:
+        for what in UNITS:
+            stack.enter_context(patch.object(dist, what, noted(what, getattr(dist, what))))
+        yield
+
+
+def mine(grads: dict[str, Tensor | None]) -> dict[str, Tensor]:
+    """What a rank adds to the sum over its group."""
+    found = {name: grad for name, grad in grads.items() if grad is not None}
+    return {
+        name: grad.full_tensor() / grad.device_mesh.size() if isinstance(grad, DTensor) else grad
+        for name, grad in found.items()
+    }
+
+
 def run_pass(
-    size: int, name: str, dtype: torch.dtype, case: Case, kind: str, want: tuple[str, ...], block: int, **engine: Any
+    size: int,
+    name: str,
+    dtype: torch.dtype,
+    case: Case,
+    kind: str,
+    want: tuple[str, ...],
+    block: int,
+    sharded: bool = False,
+    **engine: Any,
 ) -> dict[str, Any]:
-    """One rank's forward, backward and coupled backward over a case, in groups of `size`."""
-    model, head = models.shared(name, dtype)
+    """One rank's forward, backward and coupled backward over a case, in groups of `size`; parameters `sharded` or whole
+    on every rank."""
+    model, head = sharded_over(size, name, dtype) if sharded else models.shared(name, dtype)
     tree, temperatures = build(case), as_tensor(case.temperatures)
     loss = SequenceLoss(kind, case.lengths, case.seed, want)
     budgets = {"chunk_tokens": case.chunk_tokens, "live_tokens": case.live_tokens}
@@ -54,13 +106,13 @@ def run_pass(
     take_grads(model, head)
     group = groups_of(size)
     group.seen.clear()
-    with masked_block(block):
+    with masked_block(block), units_noted(group.seen):
         ours = TreeEngine(model, group=group, **engine)
         outputs = ours.forward(tree, want, temperatures)
         total = ours.backward(tree, loss, want, temperatures=temperatures)
-        grads = {name: grad for name, grad in take_grads(model, head).items() if grad is not None}
+        grads = mine(take_grads(model, head))
         ours.backward_from(tree, {name: torch.ones(tree.num_dense_tokens) for name in want}, temperatures)
-    given = {name: grad for name, grad in take_grads(model, head).items() if grad is not None}
+    given = mine(take_grads(model, head))
     return {
         "outputs": {name: outputs.flat(name) for name in want},
         "total": total,

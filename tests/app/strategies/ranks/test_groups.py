@@ -33,8 +33,19 @@ def pool(request: pytest.FixtureRequest, two_ranks: RankPool, four_ranks: RankPo
     return two_ranks if request.param == 2 else four_ranks
 
 
-def check(pool: RankPool, size: int, name: str, dtype: torch.dtype, tolerance: float, case: Case, kind: str) -> None:
-    found = pool.run(group_jobs.run_pass, size=size, name=name, dtype=dtype, case=case, kind=kind, want=WANT, block=3)
+def check(
+    pool: RankPool,
+    size: int,
+    name: str,
+    dtype: torch.dtype,
+    tolerance: float,
+    case: Case,
+    kind: str,
+    sharded: bool = False,
+) -> set[str]:
+    """Returns which collectives there were."""
+    options = {"size": size, "name": name, "dtype": dtype, "sharded": sharded}
+    found = pool.run(group_jobs.run_pass, case=case, kind=kind, want=WANT, block=3, **options)
     model, head = models.shared(name, dtype)
     dense = oracle.dense_forward(model, case.sequences, case.scored, case.temperatures, head)
     loss = SequenceLoss(kind, case.lengths, case.seed, WANT)
@@ -56,15 +67,17 @@ def check(pool: RankPool, size: int, name: str, dtype: torch.dtype, tolerance: f
         for got, want in (("grads", expected), ("given", expected_given)):
             error, where = oracle.relative_error(group_jobs.summed(group, got), want, floor=0.05)
             assert error <= tolerance, f"{got}: {error:.2e} in {where}"
+    return {what for what, _ in found[0]["collectives"]}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("pool", "size"), [(2, 2), (4, 2), (4, 4)], indirect=["pool"])
 @pytest.mark.parametrize("name", ["starcoder2", "phi"])
+@pytest.mark.parametrize("sharded", [False, True])
 @few
 @given(case=cases(), kind=st.sampled_from(sorted(KINDS)))
-def test_float64(pool: RankPool, size: int, name: str, case: Case, kind: str) -> None:
-    check(pool, size, name, torch.float64, 1e-9, case, kind)
+def test_float64(pool: RankPool, size: int, name: str, sharded: bool, case: Case, kind: str) -> None:
+    check(pool, size, name, torch.float64, 1e-9, case, kind, sharded)
 
 
 ATTENTION = [name for name, family in families.SUPPORTED.items() if family.type not in hybrids.OPTIONS]
@@ -84,12 +97,14 @@ def test_every_way_to_train(two_ranks: RankPool) -> None:
     two_ranks.run(group_jobs.run_cells, size=2, cells=cells)
 
 
-def test_a_quick_look(two_ranks: RankPool) -> None:
+@pytest.mark.parametrize("sharded", [False, True])
+def test_a_quick_look(two_ranks: RankPool, sharded: bool) -> None:
     """For `make test`: a prefix of another sequence, a sequence twice, chunks of fewer rows than ranks."""
     stem = [3, 10, 17, 24, 3]
     sequences = [np.array([*stem, *more]) for more in ([1, 2, 3], [1, 2, 3], [1], [])]
     case = Case(sequences, None, None, "tree", chunk_tokens=1, live_tokens=3, seed=0)
-    check(two_ranks, 2, "starcoder2", torch.float64, 1e-9, case, "clipped_ratio")
+    seen = check(two_ranks, 2, "starcoder2", torch.float64, 1e-9, case, "clipped_ratio", sharded)
+    assert bool(seen & set(group_jobs.UNITS)) == sharded
 
 
 def test_heads_that_cannot_be_dealt(two_ranks: RankPool) -> None:

@@ -1,0 +1,175 @@
+"""Parameters that the ranks of a group share out among themselves: torch's `fully_shard` (FSDP2), and a rank's part of
+one parameter as `ShardedOptimizer` wants it.
+
+Promises: every layer of every transformers model is a unit, gathered for its forward and its backward and freed after
+each; gradients are summed over the group as each backward leaves a unit, and accumulate as shards in the parameters'
+dtype; several groups add their shards up once a step, when all backwards are done, so that no collective inside a pass
+leaves the group. A rank's part of a parameter is a run of its rows: in checkpoints it is a box like any other.
+
+Embeddings and output projections stay whole on every rank (with optimizer state over all ranks, as ever): a pass needs
+them in every chunk, and their matrix would travel as often.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch import Tensor
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.nn import Module, Parameter
+from transformers import PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from app.strategies.pieces import Piece
+from app.strategies.ranks.groups import GroupRanks
+
+
+def shard_models(module: Module, group: GroupRanks) -> None:
+    """Collective over the group: cuts the layers of all transformers models in `module` into shards, in place.
+
+    Raises:
+        MisconfigurationException: a model whose layers are not known, or that was cut up before.
+    """
+    for name, model in _models(module):
+        body = model.base_model
+        layers = list(_outermost(body, GradientCheckpointingLayer))
+        if not layers:
+            raise MisconfigurationException(
+                f"DTAStrategy(shard_parameters=True): {type(model).__name__} ('{name}') has no layers that transformers"
+                " marks as such (GradientCheckpointingLayer), so there is nothing to gather one at a time; set"
+                " shard_parameters=False, or use another model"
+            )
+        if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
+            raise MisconfigurationException(
+                f"DTAStrategy(shard_parameters=True): '{name}' was sharded before, by an earlier fit or by its own"
+                " trainer; build a new module, and go on from a checkpoint (ckpt_path)"
+            )
+        whole = {
+            parameter
+            for part in (model.get_input_embeddings(), model.get_output_embeddings())
+            for parameter in (part.parameters() if part is not None else ())
+        }
+        for unit in (*layers, body):
+            fully_shard(unit, mesh=group.mesh, reshard_after_forward=True, ignored_params=whole)
+        for unit in body.modules():
+            if isinstance(unit, FSDPModule):
+                unit.set_gradient_divide_factor(1.0)  # sums, not means; neither setting is recursive
+                unit.set_force_sum_reduction_for_comms(True)
+
+
+def _models(module: Module) -> Iterator[tuple[str, PreTrainedModel]]:
+    """The outermost transformers models, by name."""
+    found: list[str] = []
+    for name, child in module.named_modules():
+        if isinstance(child, PreTrainedModel) and not any(f".{name}".startswith(f".{outer}") for outer in found):
+            found.append(f"{name}." if name else "")
+            yield name, child
+
+
+def _outermost(module: Module, kind: type[Module]) -> Iterator[Module]:
+    for child in module.children():
+        if isinstance(child, kind):
+            yield child
+        else:
+            yield from _outermost(child, kind)
+
+
+def part_of(whole: DTensor) -> tuple[Tensor, int]:
+    """This rank's rows of a parameter cut by `shard_models`, and which its first is."""
+    rows = -(-whole.shape[0] // whole.device_mesh.size())
+    return whole.to_local(), min(rows * whole.device_mesh.get_local_rank(), whole.shape[0])
+
+
+class Shard:
+    """This rank's part of one parameter, as `Bucket` holds many: the same methods, one parameter each.
+
+    Args:
+        name: the parameter's. param: cut by `shard_models`.
+        group: the ranks that have its other parts.
+
+    Attributes (S = elements here, maybe none):
+        master: [S], a view of the parameter's own memory.
+    """
+
+    master_is_parameter = True
+
+    def __init__(self, name: str, param: Parameter, group: GroupRanks) -> None:
+        assert isinstance(param.data, DTensor)
+        self.names, self.params, self._group = [name], [param], group
+        local, first = part_of(param.data)
+        self.master = local.view(-1)
+        self.dtype = self.master.dtype
+        row = param.numel() // max(1, param.shape[0])
+        self._start, self._whole = first * row, param.numel()
+        self._address = self.master.data_ptr()
+
+    label = property(lambda self: self.names[0])
+
+    @property
+    def counted(self) -> bool:
+        """Whether a sum over all ranks is to count this part: groups have the same ones."""
+        return self._group.index == 0
+
+    def zero_gradients(self) -> None:
+        self.params[0].grad = None
+
+    def check_attached(self) -> None:
+        """Raises RuntimeError if the parameter is no longer where it was."""
+        data = self.params[0].data
+        if not isinstance(data, DTensor) or data.to_local().data_ptr() != self._address:
+            raise RuntimeError(
+                f"parameter '{self.names[0]}' got other memory after set-up (module.to(...), param.data = ...), so it"
+                " would not be trained; move or replace it before fit starts, or write into it in place"
+            )
+
+    def reduce_gradients(self) -> Tensor:
+        """The sum over all groups, [S]; a parameter that nothing used has zeros."""
+        grad: Any = self.params[0].grad
+        self.params[0].grad = None
+        own = torch.zeros_like(self.master) if grad is None else grad.to_local().reshape(-1)
+        self._group.sum_over_groups_(own, self.names[0])
+        return own
+
+    def adopt_written(self) -> None:
+        """What is written into the parameter is written into its master."""
+
+    def gather_parameters(self) -> None:
+        """Layers are gathered when they run."""
+
+    def release_gradients(self) -> None:
+        self.params[0].grad = None
+
+    def extremes(self) -> Tensor:
+        """[2]: least and largest element here."""
+        return torch.stack(self.master.aminmax()) if self.master.numel() else self.master.new_zeros(2)
+
+    def beyond(self, bound: float) -> Iterator[tuple[str, Tensor]]:
+        """Name, and whether elements here are not below `bound` in size."""
+        yield self.names[0], ~self.master.abs().lt(bound).all()
+
+    def cut(self, full: Sequence[Tensor]) -> Tensor:
+        """This rank's part [S] of the whole tensor `full[0]`."""
+        own = full[0].reshape(-1)[self._start : self._start + self.master.numel()]
+        return own.to(self.master.device, self.master.dtype, copy=True)
+
+    def pieces(self, shard: Tensor) -> list[Piece]:
+        """What `shard` [S] holds of the parameter, laid out flat."""
+        return [Piece(shard, (self._start,), (self._whole,))]
+
+
+def split(
+    named: Iterable[tuple[str, Parameter]], group: GroupRanks | None
+) -> tuple[list[Shard], list[tuple[str, Parameter]]]:
+    """Parameters that are cut up, as shards, and those that every rank holds."""
+    shards, whole = [], []
+    for name, param in named:
+        if isinstance(param.data, DTensor):
+            assert group is not None, "shard_models cut it"
+            shards.append(Shard(name, param, group))
+        else:
+            whole.append((name, param))
+    return shards, whole
