@@ -16,6 +16,7 @@ Asynchronous RL post-training of language-model agents on Lightning.
   test        as validate, on the test loader
 
   data        make data files from checkouts of the public repositories they come from
+  check       go or no-go: whether there is anything to learn, what a step costs, what fits, what to change first
   inspect     what a tree saves on recorded data, and what fits in memory
   bench       how fast the tree engine is on this machine
   serve       start SGLang servers

@@ -40,6 +40,8 @@ TEMPERATURES = (1e-3, 1e3)
 CALL_REWARD = "call_reward"
 """Key of a training sequence's metadata with a reward of its own, which is earned at its last trained token and comes
 on top of the episode's."""
+UNTRAINABLE_CALLS = "untrainable_calls"
+"""Key of an episode's metadata with the number of its replies that were sampled so that they cannot be trained on."""
 FINAL_ANSWER = "final_answer"
 """Key of a held-out episode's metadata with the answer it votes for; "" for none."""
 

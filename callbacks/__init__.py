@@ -1,6 +1,7 @@
 """Lightning callbacks; name them in YAML as `class_path: callbacks.WeightSync` and so on."""
 
 from callbacks.base import run_dir
+from callbacks.coach import Coach
 from callbacks.hang_dump import HangDump
 from callbacks.interruption import Interruption
 from callbacks.pictures import Pictures
@@ -14,6 +15,7 @@ from callbacks.validate_ends import ValidateEnds
 from callbacks.weight_sync import WeightSync
 
 __all__ = [
+    "Coach",
     "HangDump",
     "Interruption",
     "Pictures",

@@ -48,6 +48,11 @@ class Progress(StepMetrics, ProgressBar):
     def enable(self) -> None:
         self._enabled = True
 
+    @property
+    def is_enabled(self) -> bool:
+        """Asked by `LightningModule.print`, which Lightning's own base class does not answer."""
+        return self._enabled
+
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         super().on_train_start(trainer, pl_module)
         total = trainer.estimated_stepping_batches

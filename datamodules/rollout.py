@@ -151,7 +151,7 @@ class RolloutDataModule(L.LightningDataModule):
         self.limits = limits
         self.stall = stall
         self._pool = None if reward is None else reward_pool(reward, reward_options)
-        self._filter = filter
+        self.filter = filter
         self._seed = seed
         self._made_with = {
             "workflow": fingerprint.of_object(workflow),
@@ -388,7 +388,7 @@ class RolloutDataModule(L.LightningDataModule):
             group_size=self.group_size,
             seed=self._seed,
             limits=self.limits,
-            group_filter=self._filter,
+            group_filter=self.filter,
             solved_at=self.validation.solved_at,
         )
         self._producer.start(version, self._stream)

@@ -2,6 +2,7 @@
 
     WeightSync              where the datamodule rolls out: it starts the engine and keeps it in step
     Throughput, Summary     `fit`: where the time went; summary.json
+    Coach                   `fit`: what holds the run back, in one sentence; coach.jsonl
     RewardLogger            where the datamodule rolls out: samples.jsonl
     ValidateEnds            `fit` with held-out prompts: validation before the first and after the last step
     Progress, HangDump      the progress bar; an answer to `arborist doctor`
@@ -21,6 +22,7 @@ from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import ProgressBar
 
 from callbacks import (
+    Coach,
     HangDump,
     Interruption,
     Progress,
@@ -36,7 +38,7 @@ from datamodules.inference.protocol import RolloutData
 from modules import TreeModule
 
 OPTIONAL: dict[str, type[Callback]] = {
-    kind.__name__: kind for kind in (WeightSync, Throughput, RewardLogger, ValidateEnds, Summary, HangDump)
+    kind.__name__: kind for kind in (WeightSync, Throughput, RewardLogger, ValidateEnds, Summary, Coach, HangDump)
 }
 
 
@@ -74,6 +76,7 @@ def with_defaults(
         RewardLogger: rolls_out and trains,
         ValidateEnds: fits and trains and _can_validate_ends(trainer, model, data),
         Summary: fits and trains,
+        Coach: fits and trains,
         HangDump: True,
     }
     for name in without:

@@ -55,6 +55,7 @@ from callbacks.hang_dump import install
 # Loaded when asked for: each is a file with `add_arguments(parser)` and `run(args)`, its docstring the help.
 VERBS = {
     "data": "datamodules.conversations.importers",
+    "check": "app.cli.check",
     "inspect": "app.cli.inspect",
     "bench": "app.cli.bench",
     "serve": "app.cli.serve",

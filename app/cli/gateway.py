@@ -46,6 +46,7 @@ _OF_A_MODEL = {  # options, and what they are by default
     "max_new_tokens": 4096,
     "temperature": 1.0,
     "override_sampling": False,
+    "untrainable": "refuse",
     "max_calls": 1000,
     "parser": "hermes_calls",
     "seed": 0,
@@ -73,6 +74,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--max_new_tokens", type=int, metavar="N", help="most tokens of a reply")
     parser.add_argument("--temperature", type=float, help="of calls that name none")
     parser.add_argument("--override_sampling", action="store_true", help="pass over what calls say of sampling")
+    parser.add_argument(
+        "--untrainable",
+        choices=("refuse", "serve"),
+        help="calls with top_p, temperature 0 and their like: refused (default), or answered and recorded without loss",
+    )
     parser.add_argument(
         "--parser",
         choices=_PARSERS,
@@ -139,7 +145,9 @@ async def _serve(args: argparse.Namespace, key: str, drawn: bool) -> None:
         await gateway.close()
         await sessions.close(lambda session, error: _lost(session.id, error, lost))
         if args.record:
-            _say(f"{sessions.counts['written']} session(s) recorded in {args.record}")
+            count = sessions.counts["untrainable"]
+            told = f"; {count} of their replies cannot be trained on" if count else ""
+            _say(f"{sessions.counts['written']} session(s) recorded in {args.record}{told}")
         await asyncio.to_thread(engine.close)
     if lost:
         raise lost[0]
@@ -243,7 +251,7 @@ def _open(args: argparse.Namespace, key: str) -> tuple[InferenceEngine, Any]:
             engine,
             tokenizer,
             key,
-            Sampling(args.max_new_tokens, args.temperature, args.override_sampling),
+            Sampling(args.max_new_tokens, args.temperature, args.override_sampling, args.untrainable),
             Budget(max_calls=args.max_calls),
             parser,
             TurnEnds.of(tokenizer, model, engine.vocab_size),

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from datamodules.inference.reply_text import TextStops
@@ -24,6 +24,43 @@ class GenerationError(RuntimeError):
     """A request refused or not finished; the message names the field, or what failed, and the remedy."""
 
 
+@dataclass(frozen=True)
+class Shaping:
+    """How a reply is drawn otherwise than from the model as it is. What is sampled so cannot be trained on.
+
+    Penalties and biases change the logits, in the order below; of `softmax(logits / temperature)` the others then keep
+    a part. Penalties look at the reply alone. SGLang draws a token before it has counted the last one, so that its
+    penalties come a token late, and a reply that goes on at another server is counted anew there.
+
+    Attributes:
+        top_p: keep the most likely tokens until they have this much probability, in (0, 1].
+        top_k: keep so many of the most likely tokens; -1 for all.
+        min_p: keep tokens with this share of the most likely one's probability, in [0, 1].
+        frequency_penalty, presence_penalty: taken off a token's logit for each time it is in the reply, and once where
+            it is; in [-2, 2].
+        repetition_penalty: logits of tokens of the reply are divided by it where above 0 and multiplied where below
+            (Keskar et al. 2019); in (0, 2].
+        logit_bias: token ids and what is added to their logits.
+    """
+
+    top_p: float = 1.0
+    top_k: int = -1
+    min_p: float = 0.0
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Fields that change something."""
+        return tuple(one.name for one in fields(self) if getattr(self, one.name) != one.default)
+
+
+SHAPINGS = tuple(one.name for one in fields(Shaping))
+"""All names of a `Shaping`."""
+
+
 @dataclass
 class GenerationRequest:
     """One completion to sample.
@@ -32,7 +69,8 @@ class GenerationRequest:
         tokens: prompt token ids, at least one, each in `[0, vocab_size)`.
         max_new_tokens: most tokens to generate, at least 1; `len(tokens) + max_new_tokens <= max_context`.
         temperature: tokens are drawn from `softmax(logits / temperature)` over the whole vocabulary (no top-k,
-            no top-p: log-probabilities must be those the trainer computes). 0.0 means greedy.
+            no top-p: log-probabilities must be those the trainer computes), unless there is `shaping`. 0.0 means
+            greedy.
         stop_token_ids: generation ends after the first of them; it stays in the output.
         request_id: name of the request in logs and errors.
         seed: makes this request's draws a function of the seed, its tokens and the weights alone, whatever runs
@@ -47,6 +85,8 @@ class GenerationRequest:
             passes or reports of a server: it must be quick and hand over what takes long (`call_soon_threadsafe`).
             What it raises fails this request alone. Servers' tokens come once their version is certain, so that none
             is taken back: after an update of the weights in mid-request that is at its end.
+        shaping: draws otherwise than from the model as it is; None for what can be trained. For engines that name all
+            its fields that change something in an attribute `shapings`.
     """
 
     tokens: list[int]
@@ -58,6 +98,7 @@ class GenerationRequest:
     stop_texts: tuple[str, ...] = ()
     decode: Callable[[list[int]], str] | None = None
     on_tokens: Callable[[Sequence[int], Sequence[float]], None] | None = None
+    shaping: Shaping | None = None
 
     def stops(self) -> TextStops | None:
         """A new search for the stop texts, to be given each token in turn; None for a request without any."""
@@ -101,6 +142,11 @@ class GenerationRequest:
                 raise GenerationError(
                     f"{name}.stop_token_ids: id {stop} is outside the model's vocabulary of {vocab_size}"
                 )
+        for token, _ in () if self.shaping is None else self.shaping.logit_bias:
+            if not 0 <= token < vocab_size:
+                raise GenerationError(
+                    f"{name}.shaping.logit_bias: id {token} is outside the vocabulary of {vocab_size}"
+                )
         if "" in self.stop_texts:
             raise GenerationError(f"{name}.stop_texts: an empty text ends every reply; leave it out")
         if self.stop_texts and self.decode is None:
@@ -114,7 +160,7 @@ class GenerationResponse:
     Attributes:
         tokens: generated ids without the prompt; a stop token, or the one that completes a stop text, is the last.
         logprobs: log-probability of each token in nats under `softmax(logits / temperature)` of the weights of its
-            version (temperature 1 for greedy requests).
+            version (temperature 1 for greedy requests); of requests with `shaping` not renormalised for what is kept.
         versions: policy version whose weights generated each token, never decreasing.
         finish_reason: "stop" (a stop token or text), "length" (max_new_tokens reached) or "abort" (ended early by the
             engine; the tokens so far are returned).
@@ -154,7 +200,11 @@ class WeightUpdate:
 
 @runtime_checkable
 class InferenceEngine(Protocol):
-    """Generates from a copy of the policy and takes new weights while doing so. Safe to call from any thread."""
+    """Generates from a copy of the policy and takes new weights while doing so. Safe to call from any thread.
+
+    One that honours fields of `GenerationRequest.shaping` names them in an attribute `shapings`; one without it is sent
+    no request that has any.
+    """
 
     @property
     def version(self) -> int:

@@ -7,6 +7,7 @@ sees less of.
 
 from __future__ import annotations
 
+from app.batch import UNTRAINABLE_CALLS
 from datamodules.filters import episode_rewards
 from datamodules.groups import Group
 
@@ -24,7 +25,8 @@ class Tally:
 
     def _clear(self) -> None:
         self._reward = 0.0
-        self._episodes = self._groups = self._solved = self._unsolved = 0
+        self._episodes = self._groups = self._solved = self._unsolved = self._flat = 0
+        self._untrainable = 0
         self._tokens = self._stale_tokens = self._stale_episodes = 0
 
     def finished(self, group: Group) -> None:
@@ -36,6 +38,9 @@ class Tally:
         self._groups += 1
         self._solved += solved == len(rewards)
         self._unsolved += solved == 0
+        self._flat += max(rewards) - min(rewards) < 1e-6
+        of_episodes = {one.episode_id: one.metadata.get(UNTRAINABLE_CALLS, 0) for one in group.trajectories}
+        self._untrainable += sum(of_episodes.values())
         self._tokens += _generated(group)
 
     def stale(self, group: Group) -> None:
@@ -45,12 +50,17 @@ class Tally:
 
     def take(self) -> dict[str, float]:
         """`reward` and `length` (generated tokens), means over the episodes of all finished groups; `solved` and
-        `unsolved`, the shares of these groups all of whose episodes, or none, solved the prompt; `stale_length`, as
-        `length`, of groups dropped as stale. Names without data are left out; what is taken is forgotten."""
+        `unsolved`, the shares of these groups all of whose episodes, or none, solved the prompt; `flat`, the share
+        whose episodes all have one reward, so that no advantage is left of it; `stale_length`, as `length`, of groups
+        dropped as stale; `untrainable_calls`, replies an episode that were sampled so that they cannot be trained on,
+        where there are any. Names without data are left out; what is taken is forgotten."""
         found = {}
         if self._groups:
             found = {"reward": self._reward / self._episodes, "length": self._tokens / self._episodes}
             found |= {"solved": self._solved / self._groups, "unsolved": self._unsolved / self._groups}
+            found["flat"] = self._flat / self._groups
+        if self._untrainable:
+            found[UNTRAINABLE_CALLS] = self._untrainable / self._episodes
         if self._stale_episodes:
             found["stale_length"] = self._stale_tokens / self._stale_episodes
         self._clear()

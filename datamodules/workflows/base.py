@@ -118,6 +118,11 @@ class EpisodeEngine:
         return self._engine.max_context
 
     @property
+    def shapings(self) -> tuple[str, ...]:
+        """Fields of `GenerationRequest.shaping` that it honours."""
+        return getattr(self._engine, "shapings", ())
+
+    @property
     def is_held_out(self) -> bool:
         """Whether this is an episode of validation, for which those of training are paused: it must not wait for what
         they hold."""
@@ -142,6 +147,9 @@ class EpisodeEngine:
 
         Raises GenerationError: the request is invalid, the engine failed, or it ended the reply early.
         """
+        for field in () if request.shaping is None else request.shaping.names:
+            if field not in self.shapings:
+                raise GenerationError(f"request.shaping.{field}: {type(self._engine).__name__} does not honour it")
         turn, self._turn = self._turn, self._turn + 1
         if request.seed is None:
             request.seed = self.seed(turn)

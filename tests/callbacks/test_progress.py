@@ -39,6 +39,15 @@ def test_plain_lines_show_every_step_and_validation(tmp_path: Path, capsys: pyte
     ]
 
 
+def test_what_a_module_prints_stands_beside_the_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    class Talking(TinyModule):
+        def on_train_start(self) -> None:
+            self.print("hello")
+
+    trainer(tmp_path, Progress(), enable_progress_bar=True).fit(Talking(), datamodule=TinyData(batches=2))
+    assert "hello" in capsys.readouterr().err.splitlines()
+
+
 def test_few_lines_when_steps_are_fast(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     fit = trainer(tmp_path, Progress(seconds=1000.0), enable_progress_bar=True)
     fit.fit(TinyModule(), datamodule=TinyData(batches=20))

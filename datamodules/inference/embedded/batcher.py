@@ -24,7 +24,7 @@ from transformers import PreTrainedModel
 
 from app.tree import STATES_ARGUMENT
 from datamodules.inference.embedded.kv_slots import CachedStep, KVSlots, PromptStep
-from datamodules.inference.embedded.sampling import sample, uniforms
+from datamodules.inference.embedded.sampling import sample, shaped, uniforms
 from datamodules.inference.embedded.state_slots import StateSlots
 from datamodules.inference.protocol import GenerationError, GenerationRequest, GenerationResponse
 
@@ -278,7 +278,8 @@ class Batcher:
         sequences = [self.running[row] for row in rows]
         temperatures = torch.tensor([s.request.temperature for s in sequences], dtype=torch.float32)
         uniform = uniforms([s.key for s in sequences], [len(s.logprobs) for s in sequences])
-        drawn, drawn_logprobs = sample(logits, temperatures.to(self.device), uniform.to(self.device))
+        drawn_from = self._shaped(sequences, logits)
+        drawn, drawn_logprobs = sample(logits, temperatures.to(self.device), uniform.to(self.device), drawn_from)
         tokens, logprobs = drawn.tolist(), drawn_logprobs.tolist()
         if not np.isfinite(logprobs).all():
             raise FloatingPointError(f"the weights of version {version} give log-probabilities that are not finite")
@@ -290,6 +291,18 @@ class Batcher:
         done = [self.running[row] for row in ended]
         self._free(sorted(ended))
         return done
+
+    def _shaped(self, sequences: list[Sequence], logits: Tensor) -> Tensor | None:
+        """The logits [n, V] to draw from; None where no request shapes its own."""
+        if all(sequence.request.shaping is None for sequence in sequences):
+            return None
+        result = logits.float().clone()
+        for at, sequence in enumerate(sequences):
+            request = sequence.request
+            if request.shaping is not None:
+                said = sequence.tokens[len(request.tokens) :]
+                result[at] = shaped(logits[at], request.temperature, request.shaping, said)
+        return result
 
     def drain(self) -> Iterable[Sequence]:
         """Removes and returns every request, running ones first."""

@@ -31,7 +31,13 @@ from datamodules.inference.clock import PausedClock
 from datamodules.inference.embedded.batcher import Batcher, Sequence
 from datamodules.inference.embedded.sampling import request_key
 from datamodules.inference.embedded.weights import copy_of, matched, read
-from datamodules.inference.protocol import GenerationError, GenerationRequest, GenerationResponse, WeightUpdate
+from datamodules.inference.protocol import (
+    SHAPINGS,
+    GenerationError,
+    GenerationRequest,
+    GenerationResponse,
+    WeightUpdate,
+)
 
 _log = logging.getLogger(__name__)
 
@@ -64,6 +70,7 @@ class EmbeddedEngine:
     """
 
     update_methods = ("memory", "disk")
+    shapings = SHAPINGS
 
     def __init__(
         self,

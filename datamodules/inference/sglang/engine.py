@@ -31,6 +31,7 @@ from transformers import PreTrainedModel
 from app import checks
 from datamodules.inference.clock import PausedClock
 from datamodules.inference.protocol import (
+    SHAPINGS,
     GenerationError,
     GenerationRequest,
     GenerationResponse,
@@ -80,6 +81,7 @@ class SGLangEngine(ServerEngine):
     """
 
     update_methods: tuple[str, ...] = ("distributed", "disk")
+    shapings = SHAPINGS
 
     def __init__(
         self,

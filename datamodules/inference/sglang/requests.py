@@ -13,7 +13,7 @@ import uuid
 from contextlib import aclosing
 from typing import Any
 
-from datamodules.inference.protocol import GenerationError, GenerationRequest, GenerationResponse
+from datamodules.inference.protocol import GenerationError, GenerationRequest, GenerationResponse, Shaping
 from datamodules.inference.sglang.client import ServerLost, ServerRefused
 from datamodules.inference.sglang.fleet import Fleet
 from datamodules.inference.sglang.output import ForeignWeights, Output
@@ -159,23 +159,26 @@ async def _attempt(fleet: Fleet, flight: Flight, output: Output, report_tokens: 
 
 
 def request_body(output: Output, name: str, report_tokens: int, incremental: bool) -> dict[str, Any]:
-    """What /generate takes for the rest of a request: plain sampling from the whole vocabulary."""
+    """What /generate takes for the rest of a request: plain sampling from the whole vocabulary, unless it is shaped."""
     request = output.request
+    shaping = request.shaping or Shaping()
     if request.on_tokens is not None or request.stop_texts:
         report_tokens = min(report_tokens, _PROMPT_REPORT_TOKENS)
     interval = report_tokens if incremental else max(report_tokens, -(-output.left // _MOST_REPORTS))
     sampling: dict[str, Any] = {
         "max_new_tokens": output.left,
         "temperature": request.temperature,
-        "top_p": 1.0,
-        "top_k": -1,
-        "min_p": 0.0,
-        "frequency_penalty": 0.0,
-        "presence_penalty": 0.0,
-        "repetition_penalty": 1.0,
+        "top_p": shaping.top_p,
+        "top_k": shaping.top_k,
+        "min_p": shaping.min_p,
+        "frequency_penalty": shaping.frequency_penalty,
+        "presence_penalty": shaping.presence_penalty,
+        "repetition_penalty": shaping.repetition_penalty,
         "n": 1,
         "stream_interval": interval,
     }
+    if shaping.logit_bias:
+        sampling["logit_bias"] = {str(token): bias for token, bias in shaping.logit_bias}
     if request.stop_token_ids:
         sampling["stop_token_ids"] = list(request.stop_token_ids)
     else:

@@ -7,6 +7,7 @@ the request held; nothing of what clients send is in the log; a connection that 
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import logging
 from collections.abc import Awaitable, Callable
@@ -144,8 +145,8 @@ def json_object(body: bytes) -> dict[str, Any]:
     for _ in range(_DEEPEST):
         if not level:
             break
-        level = [inner for one in level for inner in (one.values() if isinstance(one, dict) else one)]
-        level = [one for one in level if isinstance(one, dict | list)]
+        inner = itertools.chain.from_iterable(one.values() if type(one) is dict else one for one in level)
+        level = [one for one in inner if type(one) in (dict, list)]  # of JSON nothing derives from them
     if level:
         raise RequestError(f"the request is nested deeper than {_DEEPEST} levels; send it flatter")
     return found

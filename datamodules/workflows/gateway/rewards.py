@@ -75,6 +75,12 @@ class Rewards:
             choice = 0
         if isinstance(choice, bool) or not isinstance(choice, int) or not 0 <= choice < len(calls):
             raise RequestError(f"choice: must be the index of one of {len(calls)}", param="choice")
+        if not calls[choice].is_trained:
+            raise RequestError(
+                "call: this reply is not trained on, as its request asked for what cannot be (untrainable: serve); post"
+                " the episode's reward, without call",
+                param="call",
+            )
         self.calls[calls[choice].id] = float(value)
 
 

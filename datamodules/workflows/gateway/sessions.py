@@ -15,12 +15,14 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
+
+import torch
 
 from app import checks
-from app.batch import CALL_REWARD, TEMPERATURES, Trajectory
+from app.batch import CALL_REWARD, TEMPERATURES, UNTRAINABLE_CALLS, Trajectory
 from datamodules.conversations.chat_template import Chat, Message
-from datamodules.inference.protocol import GenerationRequest
+from datamodules.inference.protocol import GenerationRequest, Shaping
 from datamodules.prompts.base import Prompt
 from datamodules.workflows.base import EpisodeEngine, to_trajectory
 from datamodules.workflows.gateway.errors import RequestError
@@ -35,6 +37,7 @@ from datamodules.workflows.response_template import ResponseTemplate, TemplateCa
 OnText = Callable[[int, Piece], None]
 """Called on the session's event loop with the number of a choice and what it says next."""
 
+_OR_SERVE = ", or set untrainable: serve, which answers such calls and does not train on them"
 _RETRIED = (408, 409, 429)  # and from 500 on: what clients send again after
 
 
@@ -66,11 +69,13 @@ class Sampling:
         max_new_tokens: most of a reply, whatever the call says.
         temperature: of calls that name none.
         override: of all calls: what they say of temperature, top_p, penalties and their like is passed over.
+        untrainable: calls that ask for what cannot be trained on, "refuse" or "serve" them.
     """
 
     max_new_tokens: int
     temperature: float = 1.0
     override: bool = False
+    untrainable: Literal["refuse", "serve"] = "refuse"
 
 
 class Session:
@@ -135,12 +140,14 @@ class Session:
         """
         temperature = self._sampling.temperature if asked.temperature is None else asked.temperature
         coldest, hottest = TEMPERATURES
-        if not coldest <= temperature <= hottest:
+        serves = self._sampling.untrainable == "serve"
+        if not coldest <= temperature <= hottest and not (temperature == 0 and serves):
             raise RequestError(
                 f"temperature: {temperature}, must be between {coldest:g} and {hottest:g} to be trained on; leave it"
-                " out, or have override_sampling pass it over",
+                f" out, or have override_sampling pass it over{'' if temperature else _OR_SERVE}",
                 param="temperature",
             )
+        self._check_shaping(asked.shaping)
         if "" in asked.stop:
             raise RequestError("stop: an empty text ends every reply; leave it out", param="stop")
         self._spend(asked.n)
@@ -166,6 +173,7 @@ class Session:
                 engine.ends.ids,
                 seed=None if asked.seed is None else engine.seed(("call", asked.seed, k)),
                 stop_texts=asked.stop,
+                shaping=asked.shaping,
             )
             for k in range(asked.n)
         ]
@@ -181,6 +189,7 @@ class Session:
                     prompt,
                     len(asked.messages),
                     parser,
+                    asked.shaping is None and temperature > 0,
                     None if on_text is None else functools.partial(on_text, k),
                 )
                 for k, one in enumerate(requests)
@@ -260,16 +269,36 @@ class Session:
         except ValueError as error:
             raise RequestError(f"messages: {error}", param="messages") from error
 
-    def trajectories(self, prompt: Prompt, reward: float) -> list[Trajectory]:
-        """The training sequences: a call each, with loss on what was sampled in it."""
-        drift = {f"drift_{cause}": count for cause, count in self.transcript.drift.items()}
+    @property
+    def untrained(self) -> int:
+        """Number of the replies that cannot be trained on."""
+        return sum(not call.is_trained for call in self.transcript.calls)
+
+    def trajectories(self, prompt: Prompt, reward: float, recorded: bool = False) -> list[Trajectory]:
+        """The training sequences: a call each, with loss on what was sampled in it.
+
+        Args:
+            prompt, reward: of the episode.
+            recorded: those that cannot be trained on too, without loss and with `untrainable` in their metadata.
+        """
         calls = self.transcript.calls
-        found = [to_trajectory(prompt, call.request, call.response, k) for k, call in enumerate(calls)]
-        for call, one in zip(calls, found):
+        about = {"turns": len(calls), **self.counts}
+        about |= {f"drift_{cause}": count for cause, count in self.transcript.drift.items()}
+        if self.untrained:
+            about[UNTRAINABLE_CALLS] = self.untrained
+        found = []
+        for k, call in enumerate(calls):
+            if not (call.is_trained or recorded):
+                continue
+            one = to_trajectory(prompt, call.request, call.response, k)
             one.reward = reward
-            one.metadata = {"turns": len(calls), **self.counts, **drift}
+            one.metadata = dict(about)
             if call.id in self.rewards.calls:
                 one.metadata[CALL_REWARD] = self.rewards.calls[call.id]
+            if not call.is_trained:
+                one.loss_mask = torch.zeros_like(one.loss_mask)
+                one.metadata["untrainable"] = True
+            found.append(one)
         return found
 
     def sampled(self, tokens: Sequence[int], logprobs: Sequence[float]) -> list[Sampled]:
@@ -292,6 +321,21 @@ class Session:
         if not all(0 <= token < known for token in raw):
             raise RequestError(f"prompt: token ids must be from 0 to {known - 1}", param="prompt")
         return Rendered(self._engine.tokenizer.decode(raw, skip_special_tokens=False), list(raw))
+
+    def _check_shaping(self, shaping: Shaping | None) -> None:
+        for name in () if shaping is None else shaping.names:
+            problem = ""
+            if self._sampling.untrainable == "refuse":
+                problem = (
+                    "it would change what is sampled, and what is trained must be sampled from the model as it is;"
+                    f" leave it out, or have override_sampling pass it over{_OR_SERVE}"
+                )
+            elif name not in self._engine.shapings:
+                problem = "this engine cannot do it; leave it out, or have override_sampling pass it over"
+            elif name == "logit_bias" and shaping and shaping.logit_bias[-1][0] >= self._engine.vocab_size:
+                problem = f"token ids must be from 0 to {self._engine.vocab_size - 1}"
+            if problem:
+                raise RequestError(f"{name}: {problem}", param=name, code="unsupported_parameter")
 
     def _check_number_of(self, messages: Sequence[Message]) -> None:
         """Each is a token at least; what cannot fit need not be rendered, while other sessions wait, to know it."""
@@ -350,6 +394,7 @@ class Session:
         prompt: Rendered,
         messages: int,
         parser: Parser | None,
+        is_trained: bool,
         say: Callable[[Piece], None] | None,
     ) -> Call:
         reading = Reading(self._decode, request.stop_texts, parser, request.stop_token_ids)
@@ -380,7 +425,8 @@ class Session:
             said = str(message["content"] or "")
             say(reading.finish(said, tokens[: seen.tokens], response.logprobs[: seen.tokens]))
         whole = seen.text[: seen.whole]
-        return Call(name, request, response, messages, prompt.text, whole, end, seen.tokens, message, stop)
+        kept = seen.tokens
+        return Call(name, request, response, messages, prompt.text, whole, end, kept, message, stop, is_trained)
 
 
 def _on_this_loop(reading: Reading, say: Callable[[Piece], None]) -> Callable[[Sequence[int], Sequence[float]], None]:

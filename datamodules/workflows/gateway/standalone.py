@@ -56,7 +56,7 @@ class SessionRecorder:
         prompt = Prompt(id=hashlib.sha256(begun.encode()).hexdigest()[:12])
         number, self._next = self._next, self._next + 1
         total = session.rewards.total
-        found = session.trajectories(prompt, 0.0 if total is None else total)
+        found = session.trajectories(prompt, 0.0 if total is None else total, recorded=True)
         for one in found:
             one.metadata |= {"session": session.id, "rewarded": total is not None}
         return self._recorder.write(number, [Group(number, prompt.id, 0, label(found, number, 0, 1))])
@@ -86,7 +86,7 @@ class OpenSessions:
         seed: of the sampling, with the session's name and the number of the call.
 
     Attributes:
-        counts: sessions "written", "faulty" (the engine failed), "empty".
+        counts: sessions "written", "faulty" (the engine failed), "empty"; replies "untrainable" in those written.
     """
 
     def __init__(
@@ -139,6 +139,7 @@ class OpenSessions:
             elif self._record is not None:
                 await asyncio.to_thread(self._record.write, session)
                 self.counts["written"] += 1
+                self.counts["untrainable"] += session.untrained
             self._over.add(session.id)
             self._open.pop(session.id, None)
 

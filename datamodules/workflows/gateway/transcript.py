@@ -38,6 +38,7 @@ class Call:
         kept: number of the sampled tokens that say `reply` and `end`.
         message: the reply as the client was given it.
         stop: the text of the client's that ended it, "" for none.
+        is_trained: sampled from the model as it is, so that it can be.
     """
 
     id: str
@@ -50,6 +51,7 @@ class Call:
     kept: int
     message: Message
     stop: str = ""
+    is_trained: bool = True
 
     @property
     def ids(self) -> list[int]:
@@ -87,17 +89,20 @@ class Transcript:
         self.drift: Counter[Drift] = Counter()
         self._chat = chat
         self._decode = decode
+        self._after: dict[int, list[Call]] = {}  # by the number of messages before the reply
         self._said: dict[str, Call] = {}  # by what identifies a reply in later messages
 
     def add(self, call: Call) -> None:
         """A reply that was given to the client."""
         self.calls.append(call)
+        self._after.setdefault(call.messages, []).append(call)
         for name in _names(call.message):
             self._said[name] = call
 
     def remove(self, call: Call) -> None:
         """A reply that the client did not take after all; `add` it once it does."""
         self.calls.remove(call)
+        self._after[call.messages].remove(call)
 
     def prompt(self, messages: Sequence[Message], tools: list[dict[str, Any]] | None) -> Rendered:
         """What the model is sent for these messages. Raises ValueError when the template cannot render them."""
@@ -143,18 +148,12 @@ class Transcript:
 
     def _longest(self, text: str, messages: int) -> Call | None:
         """The call whose prompt and reply are the longest beginning of `text`."""
-        best: Call | None = None
-        for call in reversed(self.calls):
-            size = len(call.prompt) + len(call.reply) + len(call.end)
-            if call.messages >= messages or (best is not None and call.messages <= best.messages):
-                continue
-            if (
-                len(text) >= size
-                and text.startswith(call.prompt)
-                and text.startswith(call.reply + call.end, len(call.prompt))
-            ):
-                best = call
-        return best
+        for count in range(messages - 1, -1, -1):
+            for call in reversed(self._after.get(count, ())):
+                shown = call.reply + call.end
+                if text.startswith(shown, len(call.prompt)) and text.startswith(call.prompt):
+                    return call
+        return None
 
     def _replies(self, text: str, messages: Sequence[Message], at: int) -> Iterator[tuple[int, int, list[int]]]:
         """Where `text` shows replies of the session among `messages`, from `at` on: begin, end, sampled ids."""

@@ -52,6 +52,8 @@ class AgentWorkflow:
         temperature: of calls that name none.
         override_sampling: it is that of all calls, and what else they say of sampling (`top_p`, penalties) is passed
             over; without, calls are refused that would change what is sampled.
+        untrainable: "refuse" them, or "serve" them, temperature 0 included: they are sampled as they ask, later calls
+            go on with them and rewards see them, but there is no loss on their replies.
         budget: what an episode may use; see `datamodules.workflows.gateway.Budget`.
         parser: finds the calls in a reply: `datamodules.workflows.hermes_calls`, `json_calls`, a `ResponseTemplate` or
             a function of your own.
@@ -88,10 +90,12 @@ class AgentWorkflow:
         judged: Literal["answer", "transcript"] = "answer",
         host: str = "127.0.0.1",
         executor: Literal["processes", "ray"] | RayExecutor = "processes",
+        untrainable: Literal["refuse", "serve"] = "refuse",
     ) -> None:
         name = type(self).__name__
         checks.at_least(1, {f"{name}.workers": workers})
         checks.deadline({f"{name}.deadline_s": deadline_s})
+        checks.one_of(f"{name}.untrainable", untrainable, ("refuse", "serve"))
         checks.one_of(f"{name}.judged", judged, ("answer", "transcript"))
         checks.positive({f"{name}.memory_mb": memory_mb})
         if isinstance(executor, str):
@@ -101,7 +105,7 @@ class AgentWorkflow:
             self._executor = executor
         ReplyOptions(name, max_new_tokens, temperature)  # checks both
         self.max_new_tokens = max_new_tokens
-        self._sampling = Sampling(max_new_tokens, temperature, override_sampling)
+        self._sampling = Sampling(max_new_tokens, temperature, override_sampling, untrainable)
         self._budget = budget or Budget()
         self._parser = parser
         self._template_options = template_options
@@ -187,6 +191,11 @@ class AgentWorkflow:
         if not session.transcript.calls:
             raise CallFailed(
                 "the agent asked for no reply; it must call the API at OPENAI_BASE_URL, as the openai package does"
+            )
+        if session.untrained == len(session.transcript.calls):
+            raise CallFailed(
+                f"none of the agent's {session.untrained} replies can be trained on: each call asked for top_p,"
+                " temperature 0 or their like, which override_sampling passes over"
             )
         text = result if isinstance(result, str) else session.text()
         found = session.trajectories(prompt, await self._score(engine, prompt, session, result, text))

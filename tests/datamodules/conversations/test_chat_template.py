@@ -6,11 +6,13 @@ from importlib import resources
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from jinja2.sandbox import ImmutableSandboxedEnvironment
+from transformers import PreTrainedTokenizerFast
 from transformers.utils import chat_template_utils
 
+from datamodules.conversations import chat_template
 from datamodules.conversations.chat_template import Chat, hasten
 from datamodules.prompts.tokenizers import load_tokenizer
 from tests.datamodules.workflows.scripted_engine import CHATML
@@ -18,6 +20,7 @@ from tests.helpers.recorded_samples import TEMPLATE, byte_tokenizer
 
 TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
 OPENING = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "2+3, 4+5?"}]
+REASONED = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b", "reasoning": "c"}]
 REPLY = "<think>easy</think>\nI call two tools."
 RESULTS = [{"role": "tool", "content": "5"}, {"role": "tool", "content": "nine: é"}]
 ASKED = [{"role": "user", "content": "And 6+7?"}]
@@ -88,12 +91,13 @@ VALUES = st.recursive(
     lambda inner: st.one_of(st.lists(inner, max_size=2), st.dictionaries(KEYS, inner, max_size=3)),
     max_leaves=5,
 )
+ROLES = ["user", "assistant", "assistant", "tool", "system"]
 FUNCTIONS = st.fixed_dictionaries(
     {"name": WORDS, "arguments": st.one_of(WORDS, st.dictionaries(KEYS, VALUES, max_size=2))}
 )
 MESSAGES = st.lists(
     st.fixed_dictionaries(
-        {"role": st.sampled_from(["user", "assistant", "assistant", "tool", "system"])},
+        {"role": st.sampled_from(ROLES)},
         optional={
             "content": st.one_of(WORDS, st.lists(st.fixed_dictionaries({"type": st.just("text"), "text": WORDS}))),
             "reasoning_content": WORDS,
@@ -107,6 +111,15 @@ MESSAGES = st.lists(
     min_size=1,
     max_size=6,
 )
+ANY_MESSAGES = st.lists(
+    st.dictionaries(
+        st.sampled_from(["content", "reasoning_content", "thinking", "reasoning", "name", "tool_calls", "x"]),
+        st.one_of(VALUES, st.builds(tuple, st.lists(WORDS, max_size=2)), st.builds(object)),
+        max_size=4,
+    ).flatmap(lambda rest: st.sampled_from(ROLES).map(lambda role: {"role": role, "content": "b", **rest})),
+    min_size=1,
+    max_size=5,
+)
 COMMON = {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "<p>", "unk_token": "<u>"}
 
 
@@ -119,10 +132,12 @@ def rendered(template: Any, **known: Any) -> str:
 
 
 def both(source: str) -> list[Any]:
-    """The template as transformers compiles it, and with a sandbox of its own in haste."""
-    plain, quick = (chat_template_utils._cached_compile_jinja_template(source) for _ in range(2))
-    hasten(quick.environment)
-    assert "getattr" in vars(quick.environment) and "getattr" not in vars(plain.environment)
+    """The template as transformers compiles it, and compiled in a sandbox of its own in haste."""
+    plain, other = (chat_template_utils._cached_compile_jinja_template(source) for _ in range(2))
+    hasten(other.environment)
+    quick = other.environment.from_string(source)
+    assert quick.environment is other.environment and "getattr" in vars(quick.environment)
+    assert "getattr" not in vars(plain.environment)
     return [plain, quick]
 
 
@@ -155,6 +170,16 @@ def test_every_template_says_in_haste_what_it_says_otherwise(name: str) -> None:
         "{{ x.clear }}|{{ x.get('a') }}|{{ x.a }}|{{ x['a'] }}|{{ x.pop('a') }}",
         "{{ '{0.a}{0.__class__}'.format(x) }}",
         "{% for z in y %}{{ z.format(x) }}{{ loop.previtem.format }}{{ loop._iterator }}{% endfor %}",
+        "{% for z in y %}{{ loop.first }}{{ loop.last }}{{ loop.length }}{{ loop.nextitem }}{% endfor %}",
+        "{% set loop = x %}{{ loop.a }}{{ loop.index }}{{ loop.first is defined }}",
+        "{% for z in y %}{% for q in y %}{{ loop.depth }}{{ loop.cycle(1, 2) }}{% endfor %}{% endfor %}",
+        "{{ missing.a is defined }}{{ x.b is defined }}{{ x.b or 1 }}{{ x.b == x.c }}{{ x.items is defined }}{{ x.b }}",
+        "{{ q.a }}",
+        "{{ x.b.c }}",
+        "{{ x.b + 1 }}",
+        "{% set n = namespace(a=1) %}{{ n._Namespace__attrs }}{{ n.__class__ }}{{ n.a.__class__ }}",
+        "{% set n = namespace(a=y[1].format) %}{{ n.a(x) }}{{ n.a.__self__ }}{{ x.a.format(y) }}",
+        "{% macro m(x) %}{{ x.role }}{{ x.a }}{% endmacro %}{{ m({'role': 2}) }}{{ m(3) }}{{ m() }}",
         "{% set n = namespace(a=1) %}{% set n.a = x %}{{ n.a.a }}{{ n.b }}{{ n.a.copy() }}{{ n._x }}",
         "{{ x|attr('clear') }}{{ y|map(attribute='a')|list }}{{ cycler(1).next() }}",
         "{{ raise_exception(x.a) }}",
@@ -167,8 +192,58 @@ def test_a_sandbox_in_haste_refuses_what_it_refuses_otherwise(source: str) -> No
     assert first == second
 
 
+@pytest.mark.parametrize("name", [*NAMES, "of_special_tokens"])
+def test_a_chat_says_what_its_tokenizer_says(name: str) -> None:
+    marked = "{{ bos_token }}{{ enable_thinking }}{{ tools }}{{ documents }}{{ messages }}{{ messages[0].x }}"
+    known = name in NAMES
+    source = resources.files("trl").joinpath("chat_templates", name).read_text() if known else marked
+    tokenizer, options = byte_tokenizer("{# of this test #}" + source), {"enable_thinking": False, "more": ("a", None)}
+    chat = Chat(tokenizer, None, options)
+
+    def said(render: Any) -> str:
+        try:
+            return "text " + str(render())
+        except Exception as error:
+            return str(error)
+
+    @settings(max_examples=8 if known else 60, deadline=None, derandomize=True, database=None)
+    @example(messages=[{**REASONED[0], "thinking": "c"}, *REASONED], tools=None, goes_on=True)
+    @given(messages=ANY_MESSAGES, tools=st.sampled_from([None, TOOLS, []]), goes_on=st.booleans())
+    def check(messages: Any, tools: Any, goes_on: bool) -> None:
+        before = repr(messages)
+        wanted = said(
+            lambda: tokenizer.apply_chat_template(
+                messages, tools=tools, tokenize=False, add_generation_prompt=goes_on, **options
+            )
+        )
+        found = said(lambda: chat.text(messages, tools, goes_on))
+        assert repr(messages) == before
+        assert found == wanted if wanted.startswith("text ") else wanted in found
+
+    check()
+
+
+def test_a_tokenizers_own_rendering_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Own(PreTrainedTokenizerFast):
+        def apply_chat_template(self, *args: Any, **known: Any) -> str:
+            return f"own {super().apply_chat_template(*args, **known)}"
+
+    plain = byte_tokenizer(TEMPLATE)
+    own = Own(tokenizer_object=plain.backend_tokenizer, eos_token=plain.eos_token)
+    own.chat_template = TEMPLATE
+    assert Chat(own).text(ASKED, None) == "own " + Chat(plain).text(ASKED, None)
+    cut = Chat(plain, options={"continue_final_message": True}).text(ASKED, None, goes_on=False)
+    assert cut.endswith(ASKED[0]["content"])
+    with pytest.raises(ValueError, match="empty conversation"):
+        Chat(plain).text([], None)
+    wanted = Chat(plain).text(ASKED, None)
+    monkeypatch.setattr(chat_template, "_IS_KNOWN", False)  # a release of transformers that renders in another way
+    monkeypatch.setattr(chat_template, "_hastened", None)
+    assert Chat(plain).text(ASKED, None) == wanted
+
+
 def test_a_chats_templates_are_rendered_in_haste() -> None:
-    tokenizer = byte_tokenizer("{# of this test #}" + TEMPLATE)
-    Chat(tokenizer).text(OPENING, None)
-    environment = chat_template_utils._compile_jinja_template(tokenizer.chat_template).environment
+    source = "{# of this test too #}" + TEMPLATE
+    Chat(byte_tokenizer(source)).text(OPENING, None)
+    environment = chat_template_utils._compile_jinja_template(source).environment
     assert isinstance(environment, ImmutableSandboxedEnvironment) and "getattr" in vars(environment)

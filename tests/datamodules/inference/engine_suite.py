@@ -21,6 +21,7 @@ from datamodules.inference.protocol import (
     GenerationRequest,
     GenerationResponse,
     InferenceEngine,
+    Shaping,
     WeightUpdate,
 )
 
@@ -94,6 +95,7 @@ def assert_parity(
 class EngineSuite:
     tolerance = 1e-5
     samples, distance = 2000, 0.12  # drawn of one distribution; the total variation they may be off
+    penalties_lag = 0  # tokens
 
     def make_policy(self, seed: int = 0) -> PreTrainedModel:
         return tiny_policy(seed)
@@ -200,6 +202,70 @@ class EngineSuite:
         seen = torch.bincount(torch.tensor([r.tokens[0] for r in responses]), minlength=VOCABULARY) / count
         # Total variation: below 0.09 for 2,000 honest samples of 61 tokens (0.18 for 500), about 0.4 for uniform ones.
         assert (seen - expected).abs().sum() / 2 < self.distance
+
+    @pytest.mark.parametrize(
+        ("shaping", "kept"),
+        [
+            (Shaping(top_k=3), lambda p: p >= p.sort().values[-3]),
+            (Shaping(top_p=0.3), lambda p: p.sort().values.flip(0).cumsum(0)[p.argsort().flip(0).argsort()] - p < 0.3),
+            (Shaping(min_p=0.8), lambda p: p >= 0.8 * p.max()),
+            (Shaping(logit_bias=((3, -100.0), (5, 100.0))), lambda p: torch.arange(len(p)) == 5),
+        ],
+        ids=["top_k", "top_p", "min_p", "logit_bias"],
+    )
+    def test_a_shaped_request_draws_what_is_kept_of_the_distribution(self, engine, policy, shaping, kept) -> None:
+        if not set(shaping.names) <= set(getattr(engine, "shapings", ())):
+            pytest.skip(f"it does not name {shaping.names} in its shapings")
+        (prompt,) = prompts_of([7])
+        requests = [GenerationRequest(prompt, 1, 1.3, shaping=shaping, seed=k) for k in range(200)]
+        drawn = asyncio.run(generate_all(engine, requests))
+        probabilities = torch.tensor(
+            [reference_logprobs(policy, prompt, [token], 1.3)[0].exp() for token in range(VOCABULARY)]
+        )
+        allowed = kept(probabilities)
+        counts = torch.bincount(torch.tensor([one.tokens[0] for one in drawn]), minlength=VOCABULARY) / len(drawn)
+        assert allowed.sum() < VOCABULARY / 2 and counts[~allowed].sum() == 0
+        expected = (probabilities * allowed) / (probabilities * allowed).sum()
+        assert (counts - expected).abs().sum() / 2 < 0.2
+        if not shaping.logit_bias:  # log-probabilities are the model's own
+            for request, response in zip(requests[:5], drawn):
+                assert_parity({0: policy}, request, response, self.tolerance)
+
+    @pytest.mark.parametrize(
+        "shaping",
+        [
+            Shaping(frequency_penalty=0.7),
+            Shaping(presence_penalty=2.0),
+            Shaping(repetition_penalty=1.5),
+            Shaping(frequency_penalty=-0.2, presence_penalty=0.9, repetition_penalty=1.1, logit_bias=((4, 0.5),)),
+        ],
+        ids=["frequency", "presence", "repetition", "all"],
+    )
+    def test_penalties_look_at_the_reply(self, engine, policy, shaping) -> None:
+        if not set(shaping.names) <= set(getattr(engine, "shapings", ())):
+            pytest.skip(f"it does not name {shaping.names} in its shapings")
+        (prompt,) = prompts_of([5])
+        plain, penalised = asyncio.run(
+            generate_all(
+                engine,
+                [GenerationRequest(prompt, 24, 0.0), GenerationRequest(prompt, 24, 0.0, shaping=shaping)],
+            )
+        )
+        said: list[int] = []
+        for _ in range(24):
+            with torch.no_grad():
+                logits = policy(torch.tensor([[*prompt, *said]])).logits[0, -1].float()
+            counted = said[: len(said) - self.penalties_lag]
+            for token in set(counted):
+                logits[token] -= shaping.presence_penalty + shaping.frequency_penalty * counted.count(token)
+                factor = shaping.repetition_penalty
+                logits[token] = logits[token] / factor if logits[token] > 0 else logits[token] * factor
+            for token, bias in shaping.logit_bias:
+                logits[token] += bias
+            said.append(int(logits.argmax()))
+        assert penalised.tokens == said
+        assert_parity({0: policy}, GenerationRequest(prompt, 24, 0.0), plain, self.tolerance)
+        assert plain.tokens != said, "the penalties change nothing here"
 
     @pytest.mark.parametrize("updates", [1, 3])
     def test_update_in_mid_generation(self, engine, policy, updates) -> None:

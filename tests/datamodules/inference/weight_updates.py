@@ -45,15 +45,18 @@ def generate_through_updates(
     requests: Sequence[GenerationRequest],
     updates: Sequence[Callable[[], WeightUpdate]],
     together: int = 32,
+    every: bool = False,
 ) -> tuple[list[GenerationResponse], list[float]]:
     """Serves all requests, `together` at a time, and sends the updates one after another, spread evenly over them.
 
-    An update starts when its share of the requests has ended, so whatever the machine's speed others are under way.
+    An update starts when its share of the requests has ended, so whatever the machine's speed others are under way;
+    with `every`, when one of them has tokens of the version before, too.
 
     Returns:
         Responses in the requests' order, and each update's seconds of downtime.
     """
     ended = 0
+    seen: set[int] = set()
 
     async def run() -> tuple[list[GenerationResponse], list[float]]:
         places = asyncio.Semaphore(together)
@@ -62,6 +65,7 @@ def generate_through_updates(
             nonlocal ended
             async with places:
                 response = await engine.generate(request)
+            seen.update(response.versions)
             ended += 1
             return response
 
@@ -70,13 +74,17 @@ def generate_through_updates(
 
     def push() -> list[float]:
         seconds = []
-        for number, update in enumerate(updates, 1):
+        served: int | None = None
+        for number, make in enumerate(updates, 1):
             due = len(requests) * number // (len(updates) + 1)
             deadline = time.monotonic() + 120
-            while ended < due:
-                assert time.monotonic() < deadline, f"{ended} of {due} requests ended within 120 s: {engine.health()}"
+            while ended < due or (every and served is not None and served not in seen):
+                said = f"{ended} of {due} requests ended within 120 s, with tokens of {sorted(seen)}"
+                assert time.monotonic() < deadline, f"{said}: {engine.health()}"
                 time.sleep(0.002)
-            seconds.append(engine.update_weights(update()))
+            update = make()
+            seconds.append(engine.update_weights(update))
+            served = update.version
         return seconds
 
     return asyncio.run(run())

@@ -33,11 +33,12 @@ def test_a_tally_by_hand() -> None:
         tally.finished(one)
     tally.stale(group(1.0, 0.0, tokens=10))
     expected = {"reward": 3.5 / 8, "length": (4 + 12 + 4 + 16) / 8, "solved": 1 / 4, "unsolved": 2 / 4}
+    expected["flat"] = 2 / 4  # a sum of parts counts as what it is to rounding
     assert tally.take() == pytest.approx({**expected, "stale_length": 10.0})
     assert tally.take() == {}
     strict = Tally(solved_at=2.0)
     strict.finished(group(1.0))
-    assert strict.take() == {"reward": 1.0, "length": 2.0, "solved": 0.0, "unsolved": 1.0}
+    assert strict.take() == {"reward": 1.0, "length": 2.0, "solved": 0.0, "unsolved": 1.0, "flat": 1.0}
 
 
 def test_filtered_groups_count() -> None:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from datamodules.conversations.chat_template import Message
+from datamodules.inference.protocol import Shaping
 from datamodules.workflows.gateway.errors import RequestError
 from datamodules.workflows.gateway.transcript import Call
 
@@ -29,6 +30,7 @@ class Asked:
         temperature: None for the session's.
         stop: texts that end a reply.
         seed: of the first choice.
+        shaping: None for replies that are sampled from the model as it is.
         n: choices.
         logprobs: of the replies' tokens are wanted.
         stream: events instead of one answer.
@@ -51,6 +53,7 @@ class Asked:
     before: list[Message] = field(default_factory=list)
     continues: str = ""
     own: dict[str, Any] = field(default_factory=dict)
+    shaping: Shaping | None = None
 
 
 class Sampled(NamedTuple):

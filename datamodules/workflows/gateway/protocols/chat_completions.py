@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from datamodules.conversations.chat_template import Message
+from datamodules.inference.protocol import SHAPINGS
 from datamodules.workflows.gateway.errors import RequestError
 from datamodules.workflows.gateway.protocols import fields
 from datamodules.workflows.gateway.protocols.base import Asked, EventWriter, Sampled, WireProtocol
@@ -26,23 +27,15 @@ _WITHOUT_EFFECT = (
     "prompt_cache_key",
     "prompt_cache_retention",
 )
-NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "top_p": (1,),
-    "top_k": (-1, 0),
-    "min_p": (0,),
-    "frequency_penalty": (0,),
-    "presence_penalty": (0,),
-    "repetition_penalty": (1,),
-    "logit_bias": ({},),
-}
-"""What must have the value that samples from the model as it is, in Completions too."""
-_NEUTRAL = NEUTRAL | {
+_NEUTRAL: dict[str, tuple[Any, ...]] = {
     "response_format": ({"type": "text"},),
     "top_logprobs": (0,),
     "parallel_tool_calls": (True,),
     "modalities": (["text"],),
 }
 _ROLES = ("system", "developer", "user", "assistant", "tool")
+_SPEAKERS = ("system", "user", "assistant")
+_SAID = {"role", "content"}
 _MESSAGES_FIELDS = ("role", "content", "name", "tool_call_id", "reasoning_content", "tool_calls")
 _MESSAGES_WITHOUT_EFFECT = ("annotations", "provider_specific_fields")  # what a client sends back as it got it
 _MOST_CHOICES = 128
@@ -114,6 +107,7 @@ def shared(left: dict[str, Any]) -> dict[str, Any]:
         "seed": fields.number("seed", left.pop("seed", None), int, -(2**63), 2**63 - 1),
         "n": fields.number("n", left.pop("n", None), int, 1, _MOST_CHOICES) or 1,
         "stream": fields.flag("stream", left.pop("stream", None)),
+        "shaping": fields.take_shaping(left, SHAPINGS),
         "own": {"usage": fields.flag("stream_options.include_usage", options.get("include_usage"))},
     }
 
@@ -193,6 +187,9 @@ def _messages(found: Any) -> list[Message]:
     messages = []
     known = {*_MESSAGES_FIELDS, *_MESSAGES_WITHOUT_EFFECT}
     for i, one in enumerate(found):
+        if type(one) is dict and one.keys() == _SAID and one["role"] in _SPEAKERS and type(one["content"]) is str:
+            messages.append({"role": one["role"], "content": one["content"]})  # most are so; histories are long
+            continue
         where = f"messages[{i}]"
         one = fields.an_object(where, one)
         role = fields.one_of(f"{where}.role", one.get("role"), _ROLES)

@@ -13,11 +13,11 @@ from typing import Any
 from datamodules.workflows.gateway.errors import RequestError
 from datamodules.workflows.gateway.protocols import fields
 from datamodules.workflows.gateway.protocols.base import Asked, EventWriter, Sampled, WireProtocol
-from datamodules.workflows.gateway.protocols.chat_completions import NEUTRAL, openai_error, shared, usage
+from datamodules.workflows.gateway.protocols.chat_completions import openai_error, shared, usage
 from datamodules.workflows.gateway.transcript import Call
 
 _WITHOUT_EFFECT = ("user",)
-_NEUTRAL = NEUTRAL | {"suffix": ("",), "echo": (False,)}
+_NEUTRAL: dict[str, tuple[Any, ...]] = {"suffix": ("",), "echo": (False,)}
 _MAX_TOKENS = 16  # the provider's, of requests that name none
 
 

@@ -16,19 +16,22 @@ from typing import Any
 
 from jsonschema import Draft202012Validator, SchemaError
 
+from datamodules.inference.protocol import SHAPINGS, Shaping
 from datamodules.workflows.gateway.errors import RequestError
 
 _MOST_SHOWN = 100  # characters
-_OF_SAMPLING = (
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "frequency_penalty",
-    "presence_penalty",
-    "repetition_penalty",
-    "logit_bias",
-)
+_OF_SAMPLING = ("temperature", *SHAPINGS)
+_RANGES: dict[str, tuple[float, float]] = {
+    "top_p": (math.ulp(0.0), 1),  # 0 would keep nothing
+    "top_k": (-1, 2**31 - 1),
+    "min_p": (0, 1),
+    "frequency_penalty": (-2, 2),
+    "presence_penalty": (-2, 2),
+    "repetition_penalty": (math.ulp(0.0), 2),
+}
+_LARGEST_BIAS = 100
+_MOST_BIASES = 1024
+_LONGEST_ID = 10  # digits
 _TOOL_NAME = re.compile(r"[a-zA-Z0-9_.-]{1,128}")
 
 
@@ -102,7 +105,7 @@ def without_sampling(body: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def take_neutral(left: dict[str, Any], neutral: Mapping[str, tuple[Any, ...]]) -> None:
-    """Takes fields out of `left` that change what is sampled, unless they are None or have a value that does not.
+    """Takes fields out of `left` that cannot be honoured, unless they are None or have a value that changes nothing.
 
     Raises RequestError with the code "unsupported_parameter".
     """
@@ -110,11 +113,36 @@ def take_neutral(left: dict[str, Any], neutral: Mapping[str, tuple[Any, ...]]) -
         value = left.pop(key, None)
         if value is not None and not any((type(value) is not bool and value == one) or value is one for one in values):
             raise RequestError(
-                f"{key}: {shown(value)} would change what is sampled, and what is trained must be sampled from the"
-                " model as it is; leave it out, or have override_sampling pass it over",
+                f"{key}: {shown(value)} cannot be honoured; leave it out",
                 param=key,
                 code="unsupported_parameter",
             )
+
+
+def take_shaping(left: dict[str, Any], known: Iterable[str]) -> Shaping | None:
+    """Takes the fields `known` of a `Shaping` out of `left`; None where they change nothing. Raises RequestError."""
+    found: dict[str, Any] = {}
+    for key in known:
+        value = left.pop(key, None)
+        if key == "logit_bias":
+            found[key] = _biases({} if value is None else an_object(key, value))
+        elif value is not None:
+            found[key] = number(key, value, int if key == "top_k" else float, *_RANGES[key])
+    if found.get("top_k") == 0:
+        found["top_k"] = -1  # either is all of them
+    shaping = Shaping(**found)
+    return shaping if shaping.names else None
+
+
+def _biases(found: dict[str, Any]) -> tuple[tuple[int, float], ...]:
+    if len(found) > _MOST_BIASES:
+        raise RequestError(f"logit_bias: {len(found)} tokens, at most {_MOST_BIASES} are possible", param="logit_bias")
+    biases = []
+    for token, bias in found.items():
+        if not (token.isascii() and token.isdigit() and len(token) < _LONGEST_ID) or bias is None:
+            raise RequestError("logit_bias: must have token ids as keys, and numbers as values", param="logit_bias")
+        biases.append((int(token), number("logit_bias", bias, float, -_LARGEST_BIAS, _LARGEST_BIAS)))
+    return tuple(sorted(biases))
 
 
 def nothing_left(left: Mapping[str, Any], where: str = "") -> None:

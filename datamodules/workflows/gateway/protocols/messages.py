@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from datamodules.conversations.chat_template import Message
@@ -17,7 +18,7 @@ from datamodules.workflows.gateway.protocols.base import Asked, EventWriter, Sam
 from datamodules.workflows.gateway.transcript import Call
 
 _WITHOUT_EFFECT = ("metadata", "service_tier", "cache_control", "inference_geo")
-_NEUTRAL: dict[str, tuple[Any, ...]] = {"top_p": (1,), "top_k": (-1, 0), "thinking": ({"type": "disabled"},)}
+_NEUTRAL: dict[str, tuple[Any, ...]] = {"thinking": ({"type": "disabled"},)}
 _KINDS = {
     "authentication_error": (401,),
     "permission_error": (403,),
@@ -41,7 +42,7 @@ class Messages(WireProtocol):
         stop = fields.texts("stop_sequences", left.pop("stop_sequences", None))
         stream = fields.flag("stream", left.pop("stream", None))
         asked = self.counted(left)
-        return Asked(asked.model, asked.messages, asked.tools, most, temperature, stop, stream=stream)
+        return replace(asked, max_tokens=most, temperature=temperature, stop=stop, stream=stream)
 
     def counted(self, body: dict[str, Any]) -> Asked:
         """A request of `/v1/messages/count_tokens`: what makes a prompt. Raises RequestError."""
@@ -54,6 +55,7 @@ class Messages(WireProtocol):
             model=fields.optional_text("model", left.pop("model", None)),
             messages=[{"role": "system", "content": system}, *messages] if system else messages,
             tools=tools if _may_call(left.pop("tool_choice", None)) else None,
+            shaping=fields.take_shaping(left, ("top_p", "top_k")),
         )
         fields.nothing_left(left)
         return asked

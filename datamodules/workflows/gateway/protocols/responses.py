@@ -27,7 +27,6 @@ _WITHOUT_EFFECT = (
     "stream_options",
 )
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "top_p": (1,),
     "top_logprobs": (0,),
     "parallel_tool_calls": (True,),
     "truncation": ("disabled",),
@@ -66,6 +65,7 @@ class Responses(WireProtocol):
             max_tokens=fields.number("max_output_tokens", left.pop("max_output_tokens", None), int, 1),
             temperature=fields.number("temperature", left.pop("temperature", None), float, 0),
             logprobs="message.output_text.logprobs" in include,
+            shaping=fields.take_shaping(left, ("top_p",)),
             stream=fields.flag("stream", left.pop("stream", None)),
             before=[{"role": "system", "content": instructions}] if instructions else [],
             continues=previous.removeprefix(_PREFIX),

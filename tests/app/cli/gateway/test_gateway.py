@@ -42,12 +42,12 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def converse(at: str, session: str, text: str = "hello", turns: int = 2) -> list[str]:
+def converse(at: str, session: str, text: str = "hello", turns: int = 2, **options: Any) -> list[str]:
     """Ids of the replies."""
     speaks, found = client(at, session), []
     messages: list[Any] = [{"role": "user", "content": text}]
     for _ in range(turns):
-        answer = speaks.chat.completions.create(model="any", messages=messages, max_completion_tokens=8)
+        answer = speaks.chat.completions.create(model="any", messages=messages, max_completion_tokens=8, **options)
         found.append(answer.id)
         said = answer.choices[0].message.content
         messages += [{"role": "assistant", "content": said}, {"role": "user", "content": "go on"}]
@@ -103,12 +103,19 @@ def test_sessions_are_recorded_when_they_end_or_the_gateway_does(
     batch = pairs.batch(0)
     assert batch.rewards.tolist() == [1.0, 1.0, 0.0, 0.0] and batch.episode_ids.tolist() == [0, 0, 1, 1]
 
-    with running("--model", str(model), "--record", str(record), "--idle_s", "1") as (process, at):
+    serve = ("--untrainable", "serve", "--idle_s", "1")
+    with running("--model", str(model), "--record", str(record), *serve) as (process, at):
         converse(at, "third", turns=1)
+        converse(at, "third", turns=1, top_p=0.1)
         post(at, "third", "/end", {})
         converse(at, "lost", turns=1)
         process.kill()
     assert versions(record) == [0, 1, 2, 3]  # behind those before; the kill has cost the session under way
+    third = read_batch(record, 3)[0].trajectories
+    assert [("untrainable" in one.metadata, bool(one.loss_mask.any())) for one in third] == [
+        (False, True),
+        (True, False),
+    ]
 
 
 @pytest.mark.slow
@@ -129,6 +136,8 @@ def test_sglang_servers_generate_with_the_models_weights(
     try:
         asyncio.run(server.ready(START_S))
         with running("--model", str(model), "--servers", server.url, "--record", str(record)) as (process, at):
+            with pytest.raises(openai.BadRequestError, match="untrainable: serve"):
+                converse(at, "one", temperature=0.0)
             converse(at, "one", turns=3)
             process.send_signal(signal.SIGTERM)
             _, said = process.communicate(timeout=60)

@@ -28,7 +28,7 @@ def test_every_token_is_of_the_weights_of_its_version(tmp_path) -> None:
             lambda v=version: update_of(models[v], v, tmp_path if v % 2 else None, merged_weights)  # type: ignore[misc]
             for version in range(1, 7)
         ]
-        responses, seconds = generate_through_updates(engine, requests, updates)
+        responses, seconds = generate_through_updates(engine, requests, updates, every=True)
     finally:
         engine.close()
     assert all(second > 0 for second in seconds)

@@ -27,6 +27,8 @@ def started(update: WeightUpdate, policy: PreTrainedModel, url: str, **settings:
 
 @pytest.mark.slow
 class TestByDisk(EngineSuite):
+    penalties_lag = 1  # it draws ahead
+
     @pytest.fixture
     def engine(self, policy: PreTrainedModel, server: ServerProcess, tmp_path: Path) -> Iterator[SGLangEngine]:
         self.files = WeightFiles(tmp_path)
@@ -40,6 +42,7 @@ class TestByDisk(EngineSuite):
 
 class TestByBroadcast(EngineSuite):
     samples, distance = 500, 0.24
+    penalties_lag = 1
 
     @pytest.fixture
     def engine(self, policy: PreTrainedModel, server: ServerProcess) -> Iterator[SGLangEngine]:

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from app.cli.export import export
 from datamodules.inference.sglang.launcher import ServerProcess
-from tests.app.cli import export_jobs
+from tests.app.cli.verbs import export_jobs
 from tests.datamodules.inference.engine_suite import reference_logprobs
 from tests.datamodules.inference.sglang.real_servers.servers import KEY, START_S, options
 from tests.helpers.rank_pool import RankPool

@@ -9,7 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from app.cli.export import export
-from tests.app.cli import export_jobs as jobs
+from tests.app.cli.verbs import export_jobs as jobs
 from tests.helpers.rank_pool import RankPool
 
 

@@ -1,0 +1,198 @@
+"""The coach: situations that are named, runs in which nothing is said, and what a real `fit` leaves."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from app.cli import main
+from callbacks.coach import RULES, Advice, Facts, History, advise
+from datamodules.prompts import Prompt
+
+ROOT = Path(__file__).parents[2]
+WINDOW = 8
+SERVERS = Facts(servers=2, max_staleness=1, batch_size=16, group_size=8)
+EMBEDDED = Facts(servers=0, max_staleness=1, batch_size=16, group_size=8)
+
+
+def step(number: int, rng: random.Random, **changed: float) -> dict[str, float]:
+    """Metrics of a sound step, with the noise that runs have; counters grow by a batch a step."""
+    learned = min(1.0, number / 60)
+    sound = {
+        "reward": 0.4 + 0.4 * learned + rng.gauss(0, 0.03),
+        "rollouts/reward": 0.4 + 0.4 * learned + rng.gauss(0, 0.03),
+        "rollouts/length": 40 + rng.gauss(0, 2),
+        "rollouts/solved": 0.1 + 0.4 * learned + rng.gauss(0, 0.02),
+        "rollouts/unsolved": 0.2 - 0.15 * learned,
+        "rollouts/flat": 0.3 + 0.3 * learned + rng.gauss(0, 0.02),
+        "rollouts/admitted": 16.0 * number + 16,
+        "rollouts/accepted": 16.0 * number,
+        "rollouts/dropped_stale": 0.2 * number,
+        "rollouts/dropped_filtered": 0.0,
+        "rollouts/failed": 0.05 * number,
+        "rollouts/skipped": 0.0,
+        "rollouts/truncated": 2.0 * number,
+        "rollouts/running": 12.0,
+        "rollouts/queued": 4.0,
+        "strategy/skipped_steps": 0.0,
+        "mismatch_kl": abs(rng.gauss(0, 3e-4)),
+        "entropy": 0.5 - 0.35 * learned + rng.gauss(0, 0.01),
+        "clip_fraction": 0.05 + abs(rng.gauss(0, 0.02)),
+        "grad_norm": 0.8 * math.exp(rng.gauss(0, 0.5)),
+        "time/step": 10.0 * math.exp(rng.gauss(0, 0.2)),
+        "time/wait": 1.0,
+        "time/sync": 0.4,
+    }
+    return sound | changed
+
+
+def history(steps: int = 40, begins: int = 32, **changed: float | str) -> History:
+    """`changed` metrics hold from step `begins` on; as text, what is done to the sound value: "*3", or "+2n" for a
+    counter that grows by 2 more a step."""
+    rng, made = random.Random(7), History(WINDOW)
+    for number in range(1, steps + 1):
+        row = step(number, rng)
+        if number > begins:
+            for name, change in changed.items():
+                if isinstance(change, str):
+                    value = float(change[1:].removesuffix("n"))
+                    row[name] = row[name] * value if change[0] == "*" else row[name] + value * (number - begins)
+                else:
+                    row[name] = change
+        made.add(row)
+    return made
+
+
+SITUATIONS: list[tuple[str, dict[str, Any], Facts, str]] = [
+    ("steps_lost", {"strategy/skipped_steps": "+0.5n"}, EMBEDDED, "gradient_clip_val"),
+    ("sampler_differs", {"mismatch_kl": 0.03}, SERVERS, "model.correction: truncated"),
+    ("sampler_differs", {"val/mismatch_kl": 0.2}, Facts(**{**vars(SERVERS), "corrected": True}), "one precision"),
+    ("rewards_fail", {"rollouts/failed": "+3n"}, SERVERS, "reward_workers/"),
+    ("prompts_too_long", {"rollouts/skipped": "+4n"}, EMBEDDED, "max_new_tokens"),
+    ("gradient_jumps", {"grad_norm": 60.0}, EMBEDDED, "trainer.gradient_clip_val: 1.6"),
+    ("clip_decides", {"grad_norm": 25.0}, Facts(clip_norm=0.1), "raise it to 25"),
+    ("no_signal", {"rollouts/flat": 0.95, "rollouts/solved": 0.9, "rollouts/unsolved": 0.05}, EMBEDDED, "harder"),
+    ("no_signal", {"rollouts/flat": 0.97, "rollouts/solved": 0.0, "rollouts/unsolved": 0.97}, SERVERS, "easier"),
+    ("no_signal", {"rollouts/flat": 1.0}, Facts(group_size=8), "datamodules.filters.NoSignal"),
+    ("entropy_collapses", {"entropy": 0.01}, EMBEDDED, "clip_high"),
+    ("replies_cut", {"rollouts/truncated": "+60n"}, EMBEDDED, "max_new_tokens"),
+    ("length_runs_away", {"rollouts/length": 130.0, "rollouts/reward": 0.3}, EMBEDDED, "overlong"),
+    ("clipped_too_often", {"clip_fraction": 0.45}, Facts(passes=4), "model.epochs"),
+    ("clipped_too_often", {"clip_fraction": 0.45}, SERVERS, "data.max_staleness"),
+    ("dropped_as_stale", {"rollouts/dropped_stale": "+3n"}, SERVERS, "data.max_staleness: 2"),
+    ("trainer_waits", {"time/step": 10.0, "time/wait": 6.0}, SERVERS, "5 servers in place of 2 would balance"),
+    ("trainer_waits", {"time/step": 10.0, "time/wait": 7.0}, EMBEDDED, "SGLang servers"),
+    ("trainer_waits", {"time/step": 10.0, "time/wait": 4.0}, Facts(servers=4, max_staleness=0), "max_staleness: 1"),
+    ("servers_idle", {"rollouts/running": 0.0, "rollouts/queued": 16.0}, SERVERS, "1 of 2 servers"),
+    ("sync_takes_long", {"time/step": 10.0, "time/sync": 3.0}, SERVERS, "distributed"),
+]
+
+
+@pytest.mark.parametrize(("rule", "changed", "facts", "remedy"), SITUATIONS)
+def test_a_situation_is_named_and_alone(rule: str, changed: dict[str, Any], facts: Facts, remedy: str) -> None:
+    found = advise(history(**changed), facts)
+    assert [one.rule for one in found] == [rule]
+    assert remedy in found[0].remedy
+    assert found[0].evidence and all(math.isfinite(value) for value in found[0].evidence.values())
+    assert [one.rule for one in advise(history(begins=40, **changed), facts)] == []  # before it begins
+
+
+def test_every_rule_is_provoked_and_says_where_its_threshold_comes_from() -> None:
+    assert {rule.__name__ for rule in RULES} == {name for name, *_ in SITUATIONS}
+    assert all(rule.__doc__ for rule in RULES)
+
+
+@pytest.mark.parametrize("facts", [SERVERS, EMBEDDED, Facts()])
+def test_nothing_is_said_of_sound_runs(facts: Facts) -> None:
+    for seed in range(10):
+        rng, made = random.Random(seed), History(WINDOW)
+        for number in range(1, 120):
+            made.add(step(number, rng))
+            assert advise(made, facts) == [], (seed, number)
+
+
+def test_what_is_not_logged_is_not_judged() -> None:
+    made = History(WINDOW)
+    for _ in range(40):
+        made.add({"loss": 1.0, "grad_norm": math.nan})
+    assert advise(made, SERVERS) == []
+
+
+def test_longer_replies_that_earn_more_are_no_fault() -> None:
+    assert advise(history(**{"rollouts/length": 130.0, "rollouts/reward": 0.9}), EMBEDDED) == []
+
+
+def test_low_entropy_of_a_task_that_is_solved_is_no_fault() -> None:
+    assert advise(history(entropy=0.01, **{"rollouts/solved": 0.75}), EMBEDDED) == []
+
+
+def test_what_matters_more_is_said_first() -> None:
+    both = history(**{"rollouts/failed": "+3n", "time/step": 10.0, "time/wait": 6.0})
+    assert [one.rule for one in advise(both, SERVERS)] == ["rewards_fail", "trainer_waits"]
+    assert str(Advice("a", "this is so", "do that", {})) == "this is so: do that"
+
+
+# ---- real runs
+
+
+def one_for_all(prompt: Prompt, completion: str) -> float:
+    return 1.0
+
+
+def half_fail(prompt: Prompt, completion: str) -> float:
+    if int(prompt.text[0]) % 2:
+        raise RuntimeError("the judge is asleep")
+    return float(len(completion) % 2)
+
+
+def quickstart(run: Path, monkeypatch: pytest.MonkeyPatch, *args: str) -> list[dict[str, Any]]:
+    """Lines of coach.jsonl of twelve steps of the quickstart from random weights."""
+    monkeypatch.setattr(sys, "argv", ["arborist"])
+    monkeypatch.chdir(run.parent)
+    config = '{"model_type": "qwen3", "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2,'
+    config += ' "num_key_value_heads": 1, "head_dim": 16, "intermediate_size": 32, "vocab_size": 16,'
+    config += ' "max_position_embeddings": 64, "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 0}'
+    given = [
+        "fit",
+        "--config",
+        str(ROOT / "configs/quickstart.yaml"),
+        "--run_dir",
+        str(run),
+        "--trainer.max_steps",
+        "12",
+    ]
+    given += [
+        "--model.model",
+        f'{{"config": {config}}}',
+        "--data.batch_size",
+        "4",
+        "--without_callbacks",
+        "[ValidateEnds]",
+    ]
+    main([*given, "--trainer.limit_val_batches", "0", "--trainer.callbacks+=callbacks.Coach",
+          "--trainer.callbacks.window=4", *args])  # fmt: skip
+    return [json.loads(line) for line in (run / "coach.jsonl").read_text().splitlines()]
+
+
+def test_a_reward_without_differences(tmp_path, monkeypatch, capsys) -> None:
+    lines = quickstart(tmp_path / "run", monkeypatch, "--data.reward", "tests.callbacks.test_coach.one_for_all")
+    assert lines[0]["step"] == 4 and "no_signal" in [one["rule"] for one in lines[0]["advice"]]
+    said = [line for line in capsys.readouterr().err.splitlines() if "one reward for all" in line]
+    assert len(said) == 1 and "take harder ones" in said[0]
+
+
+def test_a_reward_that_fails(tmp_path, monkeypatch) -> None:
+    lines = quickstart(tmp_path / "run", monkeypatch, "--data.reward", "tests.callbacks.test_coach.half_fail")
+    assert lines[0]["advice"][0]["rule"] == "rewards_fail"
+    assert lines[0]["advice"][0]["evidence"]["rollouts/failed"] / 20 > 0.2
+
+
+def test_replies_that_are_cut(tmp_path, monkeypatch) -> None:
+    lines = quickstart(tmp_path / "run", monkeypatch, "--data.workflow.init_args.max_new_tokens", "1")
+    assert "replies_cut" in {one["rule"] for line in lines for one in line["advice"]}
