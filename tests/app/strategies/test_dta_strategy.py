@@ -33,6 +33,12 @@ def _largest_difference(got: dict[str, Tensor], expected: dict[str, Tensor]) -> 
     return max(float((got[name].double() - expected[name].double()).abs().max()) for name in expected)
 
 
+@pytest.mark.parametrize(("name", "offloads"), [("dta", False), ("dta_offload", True)])
+def test_known_to_the_trainer_by_name(name: str, offloads: bool) -> None:
+    strategy = pl.Trainer(accelerator="cpu", strategy=name, logger=False).strategy
+    assert type(strategy) is DTAStrategy and strategy._offload == offloads
+
+
 @pytest.fixture
 def pools(one_rank: RankPool, two_ranks: RankPool) -> dict[int, RankPool]:
     return {1: one_rank, 2: two_ranks}
