@@ -1,13 +1,14 @@
 """What the agents' gateway costs beside calling the engine directly, from the first turn of a conversation to the last.
 
-    python -m benchmarks.rollouts.gateway                  # two minutes; writes gateway.json and gateway.png
+    python -m benchmarks.rollouts.gateway                  # three minutes; writes gateway.json, .md and .png
     python -m benchmarks.rollouts.gateway --quick --out DIR
 
 The gateway has a process of its own, whose CPU time the kernel counts; its engine answers at once, so that all that is
 measured is the way to it: HTTP, JSON, template, tokens. Conversations of 4,000 tokens in 16 turns and in 128, with a
 template that says messages as they are and with Qwen3's, which looks for thoughts in each. At each turn an empty call
 of HTTP is made, the engine is called directly with the same prompt (in the client's process) and through the gateway,
-in an order that rotates. Milliseconds; wall holds the client's own work.
+in an order that rotates. Milliseconds; wall holds the client's own work. Then as many conversations in their last turns
+ask all at once.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import multiprocessing
 import os
 import statistics
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from datetime import UTC, datetime
 from functools import partial
 from importlib import resources
@@ -205,26 +206,73 @@ async def by_turn(server: Server, name: str, turns: int, repeats: int) -> list[d
     return rows
 
 
-async def concurrent(server: Server, sessions: int, turns: int) -> dict[str, Any]:
-    """Sessions that all ask at once, each in a plain conversation of `turns` turns."""
+async def concurrent(server: Server, name: str, sessions: int, turns: int, repeats: int) -> dict[str, Any]:
+    """Sessions that all ask at once in the last turns of a conversation, and the engine asked by all of them."""
+    engine = episode_engine(byte_tokenizer(template(name)), turns)
+    asking: list[tuple[float, float]] = []
+    direct: list[float] = []
     async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as client:
-        all_of_them = [Conversation(server, client, "plain", turns) for _ in range(sessions)]
+        all_of_them = [Conversation(server, client, name, turns) for _ in range(sessions)]
         for one in all_of_them:
-            for _ in range(turns - 1):
+            for _ in range(turns - 1 - repeats):
                 one.goes_on()
         await asyncio.gather(*(one.gateway() for one in all_of_them))
-        wall, cpu = await timed(server, lambda: _all(all_of_them))
-    return {"sessions": sessions, "turns": turns, "wall_ms_a_call": wall / sessions, "cpu_ms_a_call": cpu / sessions}
+        for _ in range(repeats):
+            for one in all_of_them:
+                one.goes_on()
+            asking.append(await timed(server, lambda: _gathered(one.gateway() for one in all_of_them)))
+            tokens = all_of_them[0].prompt_tokens
+            requests = [GenerationRequest([1] * tokens, TOKENS, stop_token_ids=engine.ends.ids) for _ in all_of_them]
+            started = time.perf_counter()
+            await _gathered(engine.generate(request) for request in requests)
+            direct.append(1000 * (time.perf_counter() - started))
+    return {
+        "template": name,
+        "sessions": sessions,
+        "turns": turns,
+        "tokens": tokens,
+        "gateway_cpu_ms_a_call": spread([cpu / sessions for _, cpu in asking]),
+        "added_wall_ms_a_call": spread(
+            [(wall - own) / sessions for (wall, _), own in zip(asking, direct, strict=True)]
+        ),
+    }
 
 
-async def _all(conversations: Sequence[Conversation]) -> None:
-    for one in conversations:
-        one.goes_on()
-    await asyncio.gather(*(one.gateway() for one in conversations))
+async def _gathered(calls: Iterable[Awaitable[Any]]) -> None:
+    await asyncio.gather(*calls)
 
 
 def spread(values: Sequence[float]) -> dict[str, float]:
     return {"median": statistics.median(values), "min": min(values), "max": max(values)}
+
+
+def markdown(result: dict[str, Any]) -> str:
+    lines = [
+        "# What the agents' gateway adds to a call",
+        "",
+        "Beside calling an engine that answers at once, milliseconds; medians (least-most) of"
+        f" {result['repeats']} conversations, and of {result['bursts']} bursts of sessions that all ask at once (a"
+        f" call's share). Wanted: at most {result['wanted_added_wall_ms']:g} ms for a conversation of"
+        f" {TOKENS:,} tokens.",
+        "",
+        "| template | turn | tokens | sessions at once | added, wall | the gateway's CPU |",
+        "|---|---|---|---|---|---|",
+    ]
+    for case in result["cases"]:
+        for row in (case["rows"][0], case["rows"][-1]):
+            turn, wall, cpu = f"{row['turn']} of {case['turns']}", row["added_wall_ms"], row["gateway_gateway_cpu_ms"]
+            lines.append(f"| {case['template']} | {turn} | {row['tokens']:,} | 1 | {_told(wall)} | {_told(cpu)} |")
+    for one in result["concurrent"]:
+        figures = f"{_told(one['added_wall_ms_a_call'])} | {_told(one['gateway_cpu_ms_a_call'])}"
+        turn = f"{one['turns'] + 1 - result['bursts']} to {one['turns']}"
+        lines.append(f"| {one['template']} | {turn} | {one['tokens']:,} | {one['sessions']} | {figures} |")
+    load = ", ".join(f"{value:g}" for value in result["load"])
+    lines += ["", f"`{result['command']}`, {result['date']}, {result['cores']} cores, load averages {load}.", ""]
+    return "\n".join(lines)
+
+
+def _told(found: dict[str, float]) -> str:
+    return f"{found['median']:.1f} ({found['min']:.1f}-{found['max']:.1f})"
 
 
 def draw(cases: Sequence[dict[str, Any]], path: Path) -> None:
@@ -256,7 +304,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/rollouts"))
     args = parser.parse_args(argv)
     args.out.mkdir(parents=True, exist_ok=True)
-    shapes, repeats = ((3, 6), 2) if args.quick else ((16, 128), 7)
+    shapes, repeats, bursts = ((3, 6), 2, 2) if args.quick else ((16, 128), 7, 7)
     server = Server()
     try:
         cases = [
@@ -264,7 +312,12 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
             for turns in shapes
             for name in ("plain", "qwen3")
         ]
-        many = asyncio.run(concurrent(server, 8 if args.quick else CONCURRENT, shapes[-1]))
+        sessions = 8 if args.quick else CONCURRENT
+        many = [
+            asyncio.run(concurrent(server, name, sessions, turns, bursts))
+            for turns in shapes
+            for name in ("plain", "qwen3")
+        ]
     finally:
         server.close()
     result = {
@@ -273,18 +326,15 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
         "cores": os.cpu_count(),
         "load": [round(value, 1) for value in os.getloadavg()],
         "repeats": repeats,
+        "bursts": bursts,
         "wanted_added_wall_ms": 3.0,
         "concurrent": many,
         "cases": cases,
     }
     write_json(args.out / "gateway.json", result)
     draw(cases, args.out / "gateway.png")
-    for case in cases:
-        for row in (case["rows"][0], case["rows"][-1]):
-            keys = ("added_wall_ms", "gateway_gateway_cpu_ms", "http_wall_ms", "http_gateway_cpu_ms")
-            told = {key: round(row[key]["median"], 2) for key in keys}
-            print(f"{case['template']}, turn {row['turn']}, {row['tokens']} tokens: {told}")
-    print(many)
+    (args.out / "gateway.md").write_text(markdown(result))
+    print(markdown(result))
     return result
 
 

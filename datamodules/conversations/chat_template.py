@@ -231,7 +231,18 @@ def _hastened(source: str) -> Template:
 
 
 class _Quick(CodeGenerator):
-    """Code that looks into dicts and loops by itself; what else has attributes is the environment's."""
+    """Code that looks into dicts and loops by itself, and leaves a loop that has found what it sought.
+
+    What else has attributes is the environment's.
+    """
+
+    def visit_For(self, node: nodes.For, frame: Frame) -> None:
+        flag = _sought(node)
+        if flag is not None:
+            found = nodes.If(nodes.Not(flag), [nodes.Break()], [], [])
+            node.body[-1].else_ = [found.set_lineno(node.lineno)]  # type: ignore[attr-defined]
+            node.set_environment(self.environment)
+        super().visit_For(node, frame)
 
     def visit_Getattr(self, node: nodes.Getattr, frame: Frame) -> None:
         if not isinstance(node.node, nodes.Name) or self.environment.is_async:
@@ -246,6 +257,48 @@ class _Quick(CodeGenerator):
             self.write("(")
         super().visit_Getattr(node, frame)
         self.write(")")
+
+
+def _sought(loop: nodes.For) -> nodes.Getattr | None:
+    """The flag of a loop over a slice that does nothing once it is false: `{% if ns.flag and ... %}` and no else.
+
+    Qwen's templates seek the last question so, from the end to the beginning. In front of it there may be names that
+    such a loop gives to sums of numbers, which are gone at the end of each round and cannot fail in a later one.
+    """
+    over = loop.iter
+    if loop.recursive or loop.test or not isinstance(over, nodes.Getitem) or not isinstance(over.arg, nodes.Slice):
+        return None
+    *before, last = [one for one in loop.body if not _is_blank(one)] or [loop]
+    if not isinstance(last, nodes.If) or last is not loop.body[-1] or last.elif_ or last.else_:
+        return None
+    flag: nodes.Node = last.test
+    while isinstance(flag, nodes.And):
+        flag = flag.left
+    if not isinstance(flag, nodes.Getattr) or not isinstance(flag.node, nodes.Name):
+        return None
+    own = {"loop", *(name.name for name in loop.target.find_all(nodes.Name))}
+    own |= {loop.target.name} if isinstance(loop.target, nodes.Name) else set()
+    for one in before:
+        if not isinstance(one, nodes.Assign) or not isinstance(one.target, nodes.Name) or not _is_number(one.node):
+            return None
+        own.add(one.target.name)
+    return None if flag.node.name in own else flag
+
+
+def _is_blank(node: nodes.Node) -> bool:
+    said = node.nodes if isinstance(node, nodes.Output) else [node]
+    return all(isinstance(one, nodes.TemplateData) and not one.data for one in said)
+
+
+def _is_number(node: nodes.Node) -> bool:
+    """Of whole numbers, lengths of names and the loop's count."""
+    if isinstance(node, nodes.Add | nodes.Sub):
+        return _is_number(node.left) and _is_number(node.right)
+    if isinstance(node, nodes.Filter):
+        return node.name == "length" and isinstance(node.node, nodes.Name) and not node.args and not node.kwargs
+    if isinstance(node, nodes.Getattr):
+        return isinstance(node.node, nodes.Name) and node.node.name == "loop" and node.attr in ("index", "index0")
+    return isinstance(node, nodes.Const) and type(node.value) is int
 
 
 def hasten(environment: SandboxedEnvironment) -> None:

@@ -120,6 +120,7 @@ ANY_MESSAGES = st.lists(
     min_size=1,
     max_size=5,
 )
+SEEKS = "{% if n.a and z %}{{ i }}{% set n.a = 0 %}{% set n.c = n.c + 1 %}{% endif %}"
 COMMON = {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "<p>", "unk_token": "<u>"}
 
 
@@ -179,6 +180,30 @@ def test_every_template_says_in_haste_what_it_says_otherwise(name: str) -> None:
         "{{ x.b + 1 }}",
         "{% set n = namespace(a=1) %}{{ n._Namespace__attrs }}{{ n.__class__ }}{{ n.a.__class__ }}",
         "{% set n = namespace(a=y[1].format) %}{{ n.a(x) }}{{ n.a.__self__ }}{{ x.a.format(y) }}",
+        *(
+            "{% set n = namespace(a=1, c=0, d=0) %}" + loop + "{{ n.a }}{{ n.c }}{{ n.d }}{{ i }}{{ loop }}"
+            for loop in (
+                "{% for z in y[::-1] %}{% set i = loop.index %}" + SEEKS + "{% endfor %}",
+                "{% for z in y[::-1] %}{% set i = (y|length - 1) - loop.index0 %}" + SEEKS + "{% endfor %}",
+                "{% for z in y[::-1] %}{% set n.d = loop.index %}" + SEEKS + "{% endfor %}",
+                "{% for z in y[::-1] %}{{ z }}" + SEEKS + "{% endfor %}",
+                "{% for z in y[::-1] %} " + SEEKS + "{% endfor %}",
+                "{% for z in y[::-1] %}" + SEEKS + " {% endfor %}",
+                "{% for z in y[::-1] %}{% set i = z.a.b %}" + SEEKS + "{% endfor %}",
+                "{% for z in y[::-1] %}{% set i = cycler(1).next() %}" + SEEKS + "{% endfor %}",
+                "{% for z in y[::-1] if raise_exception('no') or z %}" + SEEKS + "{% endfor %}",
+                "{% for z in y[::-1] %}{% set n = {'a': loop.index - 1} %}" + SEEKS + "{% endfor %}",
+                "{% for n in [x, {}, x][::1] %}{% if n.a %}{{ n.a }}{% endif %}{% endfor %}",
+                "{% for z, n in [(1, x), (2, {}), (3, x)][::1] %}{% if n.a %}{{ z }}{% endif %}{% endfor %}",
+                "{% for z in y[::1] %}{% if loop.index0 and z %}{{ z }}{% endif %}{% endfor %}",
+                "{% for z in y[9:] %}" + SEEKS + "{% else %}none{% endfor %}",
+                "{% for z in y[::-1] %}" + SEEKS + "{% else %}none{% endfor %}",
+                "{% set g = y|map('upper') %}{% for z in g %}" + SEEKS + "{% endfor %}{{ g|list }}",
+                "{% for z in y[::-1] %}{% if n.a %}{{ z }}{% set n.a = 0 %}{% else %}+{% endif %}{% endfor %}",
+                "{% for z in ['q', '', 'r'][::1] %}{% if n.d or z %}{{ z }}{% endif %}{% endfor %}",
+                "{% for z in [x, x, 1][::1] %}{% set i = z.a + '' %}" + SEEKS + "{% endfor %}",
+            )
+        ),
         "{% macro m(x) %}{{ x.role }}{{ x.a }}{% endmacro %}{{ m({'role': 2}) }}{{ m(3) }}{{ m() }}",
         "{% set n = namespace(a=1) %}{% set n.a = x %}{{ n.a.a }}{{ n.b }}{{ n.a.copy() }}{{ n._x }}",
         "{{ x|attr('clear') }}{{ y|map(attribute='a')|list }}{{ cycler(1).next() }}",
@@ -240,6 +265,13 @@ def test_a_tokenizers_own_rendering_is_kept(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(chat_template, "_IS_KNOWN", False)  # a release of transformers that renders in another way
     monkeypatch.setattr(chat_template, "_hastened", None)
     assert Chat(plain).text(ASKED, None) == wanted
+
+
+@pytest.mark.parametrize(("name", "leaves"), [("qwen3", True), ("qwen3_6", True), ("llama3_1", False)])
+def test_a_search_for_the_last_question_ends_where_it_is_found(name: str, leaves: bool) -> None:
+    source = resources.files("trl").joinpath("chat_templates", f"{name}.jinja").read_text()
+    quick = both(source)[1]
+    assert ("break" in quick.environment.compile(source, raw=True)) == leaves
 
 
 def test_a_chats_templates_are_rendered_in_haste() -> None:

@@ -35,7 +35,6 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
 }
 _ROLES = ("system", "developer", "user", "assistant", "tool")
 _SPEAKERS = ("system", "user", "assistant")
-_SAID = {"role", "content"}
 _MESSAGES_FIELDS = ("role", "content", "name", "tool_call_id", "reasoning_content", "tool_calls")
 _MESSAGES_WITHOUT_EFFECT = ("annotations", "provider_specific_fields")  # what a client sends back as it got it
 _MOST_CHOICES = 128
@@ -187,8 +186,8 @@ def _messages(found: Any) -> list[Message]:
     messages = []
     known = {*_MESSAGES_FIELDS, *_MESSAGES_WITHOUT_EFFECT}
     for i, one in enumerate(found):
-        if type(one) is dict and one.keys() == _SAID and one["role"] in _SPEAKERS and type(one["content"]) is str:
-            messages.append({"role": one["role"], "content": one["content"]})  # most are so; histories are long
+        if type(one) is dict and len(one) == 2 and type(one.get("content")) is str and one.get("role") in _SPEAKERS:
+            messages.append(one)  # most are so, and histories are long
             continue
         where = f"messages[{i}]"
         one = fields.an_object(where, one)

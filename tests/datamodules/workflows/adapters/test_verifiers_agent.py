@@ -56,6 +56,35 @@ def test_the_tasks_are_the_tasksets() -> None:
     assert rows == [{"row": 0, "question": "0+1?"}, {"row": 1, "question": "1+1?"}]
 
 
+def test_tasks_of_harbor_are_listed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if subprocess.run([PYTHON, "-c", "import harbor"], capture_output=True, timeout=120).returncode:
+        pytest.skip("ARBORIST_VERIFIERS_PYTHON has no harbor, which needs Python 3.12: pip install 'verifiers[harbor]'")
+    monkeypatch.setenv("HOME", str(tmp_path))  # where it keeps what it downloads
+    task = tmp_path / "tasks" / "greet"
+    for name, text in {
+        "task.toml": 'version = "1.0"\n[environment]\ndocker_image = "python:3.12-slim"\n',
+        "instruction.md": "Write hello into /app/hello.txt",
+        "tests/test.sh": "grep -q hello /app/hello.txt && echo 1 > /logs/verifier/reward.txt",
+    }.items():
+        (task / name).parent.mkdir(parents=True, exist_ok=True)
+        (task / name).write_text(text)
+    git = ["git", "-C", str(task.parent), "-c", "user.name=a", "-c", "user.email=a@example.org"]
+    for words in (["init", "-q"], ["add", "-A"], ["commit", "-qm", "tasks"]):
+        subprocess.run([*git, *words], check=True, timeout=60)
+    commit = subprocess.run([*git, "rev-parse", "HEAD"], check=True, timeout=60, capture_output=True, text=True).stdout
+    at = {"name": "greet", "git_url": f"file://{task.parent}", "git_commit_id": commit.strip(), "path": "greet"}
+    registry = tmp_path / "registry.json"
+    registry.write_text(json.dumps([{"name": "mine", "version": "1", "description": "", "tasks": [at]}]))
+    config = {
+        "taskset": {"dataset": "mine", "registry_path": str(registry)},
+        "agent": {"harness": {"id": "bash"}, "runtime": {"type": "docker"}},
+    }
+    command = [PYTHON, verifiers_agent.__file__, "harbor", "--tasks", "--config", json.dumps(config)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=180)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert json.loads(done.stdout) == {"row": 0, "question": "Write hello into /app/hello.txt"}
+
+
 def test_verifiers_plays_with_its_tools_and_scores() -> None:
     call = '<tool_call>\n{"name": "calculator_add", "arguments": {"a": 1, "b": 1}}\n</tool_call>'
     engine, found = run([call, "2"], row=1)
