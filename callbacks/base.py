@@ -11,6 +11,8 @@ from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 
+from app.strategies.shards import is_sharded, whole_copy
+
 
 def run_dir(trainer: Trainer) -> Path:
     """The run directory: `trainer.log_dir`, else (no logger) `trainer.default_root_dir`.
@@ -20,13 +22,9 @@ def run_dir(trainer: Trainer) -> Path:
     return Path(trainer.log_dir or trainer.default_root_dir)
 
 
-def refuse_shards(trainer: Trainer, callback: Callback) -> None:
-    """Raises ValueError when no rank holds whole parameters, which `callback` needs."""
-    if getattr(trainer.strategy, "shard_parameters", False):
-        raise ValueError(
-            f"trainer.callbacks: {type(callback).__name__} needs whole parameters, and under"
-            " DTAStrategy(shard_parameters=True) no rank holds them: set shard_parameters=False, or leave it out"
-        )
+def whole_policy(trainer: Trainer, policy: Any) -> Any:
+    """A collective: on rank 0 the policy with whole weights, which is a copy in CPU memory where ranks hold shards."""
+    return whole_copy(policy, trainer.is_global_zero) if is_sharded(policy) else policy
 
 
 class StepMetrics(Callback):

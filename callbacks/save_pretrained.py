@@ -13,7 +13,7 @@ from typing import Any
 from lightning.pytorch import Callback, LightningModule, Trainer
 from transformers import AutoTokenizer
 
-from callbacks.base import refuse_shards, run_dir
+from callbacks.base import run_dir, whole_policy
 from datamodules.inference.export import base_model, merged_weights
 
 _log = logging.getLogger(__name__)
@@ -31,13 +31,10 @@ class SavePretrained(Callback):
         self.dirpath = dirpath
         self.merge = merge
 
-    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        refuse_shards(trainer, self)
-
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         target = run_dir(trainer) / self.dirpath
+        policy: Any = whole_policy(trainer, pl_module.policy)
         if trainer.is_global_zero:
-            policy: Any = pl_module.policy
             if self.merge:
                 base_model(policy).save_pretrained(target, state_dict=merged_weights(policy))
             else:

@@ -7,7 +7,8 @@
       data.publish              the gate admits groups of the new version
 
 Promises: rollouts and validation start with the trainer's (restored) weights; when `on_train_batch_end` returns
-the engine serves the version the trainer has, and the staleness gate knows it. Only global rank 0 talks to the engine.
+the engine serves the version the trainer has, and the staleness gate knows it. Only global rank 0 talks to the engine;
+where parameters are sharded it gathers a copy in CPU memory first, one tensor at a time, with the ranks of its group.
 
 A version is one set of weights, so the engine never serves those in the middle of a batch of several steps. Validation
 there would score other weights than a checkpoint saves with that score: it is refused when training starts.
@@ -28,7 +29,7 @@ from typing import Any, Literal
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 
-from callbacks.base import refuse_shards, run_dir
+from callbacks.base import run_dir, whole_policy
 from callbacks.validate_ends import nearest_multiples
 from datamodules.inference.export import checkpoint_weights, merged_weights, num_bytes
 from datamodules.inference.protocol import RolloutData, WeightUpdate
@@ -84,7 +85,6 @@ class WeightSync(Callback):
         self._sent = -1
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        refuse_shards(trainer, self)
         data: Any = trainer.datamodule
         if not isinstance(data, RolloutData):
             raise ValueError(
@@ -104,7 +104,7 @@ class WeightSync(Callback):
                 f"WeightSync.method: {self.method}, but data.engine, {type(data.engine).__name__}, takes weights by"
                 f" {' or '.join(offered)}; set WeightSync.method: auto, or another engine"
             )
-        self._files = None
+        self._files, self._sent = None, -1
         if self._way in ("disk", "adapter"):
             directory = run_dir(trainer) / Path(self.directory or "weights")
             self._files = WeightFiles(directory, adapter=self._way == "adapter")
@@ -130,37 +130,40 @@ class WeightSync(Callback):
     ) -> None:
         module: Any = pl_module
         seconds, size, downtime_s = 0.0, 0, 0.0
-        if trainer.is_global_zero and module.policy_version != self._sent:
+        if module.policy_version != self._sent:
             began = time.perf_counter()
-            size, downtime_s = self._send(trainer, module)
-            seconds = time.perf_counter() - began
-            module.step_seconds["sync"] = module.step_seconds.get("sync", 0.0) + seconds
+            policy = whole_policy(trainer, module.policy)
+            if trainer.is_global_zero:
+                size, downtime_s = self._send(trainer, policy, module.policy_version)
+                seconds = time.perf_counter() - began
+                module.step_seconds["sync"] = module.step_seconds.get("sync", 0.0) + seconds
+            self._sent = module.policy_version
         values = {"sync/seconds": seconds, "sync/bytes": float(size), "sync/downtime_s": downtime_s}
         pl_module.log_dict(values, on_step=True, on_epoch=False, batch_size=1, rank_zero_only=True)
 
     def _start(self, trainer: Trainer, module: Any) -> None:
+        new = self._sent != module.policy_version  # otherwise the engine runs, and has them
+        policy = whole_policy(trainer, module.policy) if new else module.policy
+        self._sent = module.policy_version
         if not trainer.is_global_zero:
             return
         data: Any = trainer.datamodule
-        data.start(module.policy, module.policy_version)
+        data.start(policy, module.policy_version)
         serving = data.engine.version
         if serving < module.policy_version:  # servers without these weights, or an engine that ran before this fit
-            self._send(trainer, module)
+            self._send(trainer, policy, module.policy_version)
         elif serving > module.policy_version:
             raise RuntimeError(
                 f"WeightSync: the engine serves version {serving}, the policy is at {module.policy_version};"
                 " start older weights in a new process"
             )
-        self._sent = module.policy_version
 
-    def _send(self, trainer: Trainer, module: Any) -> tuple[int, float]:
+    def _send(self, trainer: Trainer, policy: Any, version: int) -> tuple[int, float]:
         """Bytes sent, and seconds in which nothing was generated."""
         data: Any = trainer.datamodule
-        version = module.policy_version
-        update, size = self._update(module.policy, version)
+        update, size = self._update(policy, version)
         downtime_s: float = data.engine.update_weights(update)
         data.publish(version)
-        self._sent = version
         if self._files is not None:
             try:
                 self._files.prune(keep=version)

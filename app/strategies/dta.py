@@ -53,7 +53,7 @@ from app.strategies.ranks.listening import LOOPBACK, gloo_on_loopback, is_local
 from app.strategies.ranks.rendezvous import leave_at_exit, meet
 from app.strategies.ranks.sharing import SharedRanks
 from app.strategies.ranks.watch import GRACE, RankWatch
-from app.strategies.shards import shard_models
+from app.strategies.shards import refuse_shards, shard_models
 from app.strategies.zero1 import ShardedOptimizer
 
 _MEETING = timedelta(minutes=10)  # until every process of a job has started
@@ -257,7 +257,7 @@ class DTAStrategy(DDPStrategy):
         if self._offload:
             refusals.check_offload(self.root_device)
         if self.shard_parameters:
-            refusals.check_sharded(self.lightning_module, str(self.precision_plugin.precision))
+            refusals.check_sharded(self.lightning_module, self._offload)
         self._divergence = Divergence(self._divergence.limit, Path(trainer.ckpt_path) if trainer.ckpt_path else None)
         self.optimizer_seconds = 0.0
         # A link is made as soon as `save_checkpoint` returns: what it points to must be there by then.
@@ -267,6 +267,7 @@ class DTAStrategy(DDPStrategy):
     def configure_ddp(self) -> None:
         """No wrapper: the module stays what it is. Ranks start from rank 0's parameters and buffers."""
         assert self.lightning_module is not None
+        refuse_shards(self.lightning_module)
         tensors = [*self.lightning_module.named_parameters(), *self.lightning_module.named_buffers()]
         self.ranks.require_equal(
             "\n".join(f"{name} {tuple(tensor.shape)} {tensor.dtype}" for name, tensor in tensors),

@@ -13,7 +13,6 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch.nn import Module
 
-_SHARDED_PRECISIONS = ("32-true", "64-true")
 _PRECISIONS = ("32-true", "64-true", "bf16-true", "bf16-mixed")
 
 
@@ -72,12 +71,12 @@ def check_trainer(trainer: pl.Trainer, module: pl.LightningModule, precision: st
         )
 
 
-def check_sharded(module: Module, precision: str) -> None:
+def check_sharded(module: Module, offload: bool) -> None:
     """Raises MisconfigurationException for what does not go with parameters in shards."""
-    if precision not in _SHARDED_PRECISIONS:
+    if offload:
         raise MisconfigurationException(
-            f"trainer.precision={precision} is not supported by DTAStrategy(shard_parameters=True) yet, which keeps one"
-            f" copy of a parameter: use one of {', '.join(_SHARDED_PRECISIONS)}, or shard_parameters=False"
+            "DTAStrategy(offload_optimizer=True) is not supported with shard_parameters=True, where a parameter is its"
+            " own master: leave one of them out"
         )
     for name, child in module.named_modules():
         if hasattr(child, "peft_config") and hasattr(child, "get_base_model"):

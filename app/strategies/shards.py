@@ -2,9 +2,9 @@
 one parameter as `ShardedOptimizer` wants it.
 
 Promises: every layer of every transformers model is a unit, gathered for its forward and its backward and freed after
-each; gradients are summed over the group as each backward leaves a unit, and accumulate as shards in the parameters'
-dtype; several groups add their shards up once a step, when all backwards are done, so that no collective inside a pass
-leaves the group. A rank's part of a parameter is a run of its rows: in checkpoints it is a box like any other.
+each; gradients are summed over the group as each backward leaves a unit, and accumulate as shards in float32 (float64
+for such parameters); several groups add their shards up once a step, when all backwards are done, so that no collective
+inside a pass leaves the group. A rank's part of a parameter is a run of its rows: in checkpoints a box like any other.
 
 Embeddings and output projections stay whole on every rank (with optimizer state over all ranks, as ever): a pass needs
 them in every chunk, and their matrix would travel as often.
@@ -12,27 +12,41 @@ them in every chunk, and their matrix would travel as often.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn import Module, Parameter
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from app.strategies.buckets import accumulation_dtype
 from app.strategies.pieces import Piece
 from app.strategies.ranks.groups import GroupRanks
+
+_COMPUTES_IN = "_computes_in"  # attribute of parameters that are kept in another dtype
+
+
+def refuse_shards(module: Module) -> None:
+    """Raises MisconfigurationException for a module that is cut up already: its ranks may be others now."""
+    for name, parameter in module.named_parameters():
+        if isinstance(parameter.data, DTensor):
+            raise MisconfigurationException(
+                f"DTAStrategy: parameter '{name}' was sharded before, by an earlier fit or by its own trainer; build"
+                " a new module, and go on from a checkpoint (ckpt_path)"
+            )
 
 
 def shard_models(module: Module, group: GroupRanks) -> None:
     """Collective over the group: cuts the layers of all transformers models in `module` into shards, in place.
 
     Raises:
-        MisconfigurationException: a model whose layers are not known, or that was cut up before.
+        MisconfigurationException: a model whose layers are not known.
     """
     for name, model in _models(module):
         body = model.base_model
@@ -43,22 +57,73 @@ def shard_models(module: Module, group: GroupRanks) -> None:
                 " marks as such (GradientCheckpointingLayer), so there is nothing to gather one at a time; set"
                 " shard_parameters=False, or use another model"
             )
-        if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
-            raise MisconfigurationException(
-                f"DTAStrategy(shard_parameters=True): '{name}' was sharded before, by an earlier fit or by its own"
-                " trainer; build a new module, and go on from a checkpoint (ckpt_path)"
-            )
         whole = {
             parameter
             for part in (model.get_input_embeddings(), model.get_output_embeddings())
             for parameter in (part.parameters() if part is not None else ())
         }
         for unit in (*layers, body):
-            fully_shard(unit, mesh=group.mesh, reshard_after_forward=True, ignored_params=whole)
+            _shard(unit, group, whole)
         for unit in body.modules():
             if isinstance(unit, FSDPModule):
                 unit.set_gradient_divide_factor(1.0)  # sums, not means; neither setting is recursive
                 unit.set_force_sum_reduction_for_comms(True)
+
+
+def _shard(unit: Module, group: GroupRanks, whole: set[Parameter]) -> None:
+    """Trained parameters below float32 are kept in float32, as the masters that steps add to, and gathered rounded."""
+    own = {name: p for name, p in unit.named_parameters() if p not in whole and not isinstance(p.data, DTensor)}
+    low = {name: p.dtype for name, p in own.items() if p.requires_grad and accumulation_dtype(p.dtype) != p.dtype}
+    for name in low:
+        own[name].data = own[name].data.float()
+    policy = MixedPrecisionPolicy(cast_forward_inputs=False)  # which would copy what chunks hand to layers
+    if low:
+        dtype = next(iter(low.values()))
+        policy = MixedPrecisionPolicy(dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
+    fully_shard(unit, mesh=group.mesh, reshard_after_forward=True, mp_policy=policy, ignored_params=whole)
+    for name, dtype in low.items():
+        setattr(unit.get_parameter(name), _COMPUTES_IN, dtype)
+
+
+def computes_in(parameter: Tensor) -> torch.dtype:
+    """The dtype a parameter has for layers and in checkpoints."""
+    dtype: torch.dtype = getattr(parameter, _COMPUTES_IN, parameter.dtype)
+    return dtype
+
+
+@torch.no_grad()
+def whole_copy(model: PreTrainedModel, keep: bool) -> PreTrainedModel | None:
+    """Collective over the group of rank 0: where `keep`, a plain model in CPU memory with the parameters of all ranks.
+    They are gathered one at a time, so that other ranks hold no more than the largest."""
+    named = dict(model.named_parameters(remove_duplicate=False))
+    cut = next(parameter for parameter in named.values() if isinstance(parameter.data, DTensor))
+    if not (cut.data.device_mesh.mesh == 0).any():
+        return None
+    weights = {}
+    for name, value in model.state_dict().items():
+        gathered = value.full_tensor() if isinstance(value, DTensor) else value
+        if keep:
+            dtype = computes_in(named[name]) if name in named else gathered.dtype
+            weights[name] = gathered.detach().to("cpu", dtype, copy=True)
+    if not keep:
+        return None
+    with torch.device("meta"):
+        plain: Any = type(model)(copy.deepcopy(model.config))
+    plain.load_state_dict(weights, assign=True)
+    plain.tie_weights()
+    for name, buffer in model.named_buffers():  # those that no state_dict holds
+        owner, _, own = name.rpartition(".")
+        plain.get_submodule(owner)._buffers[own] = buffer.detach().to("cpu", copy=True)
+    for also in ("generation_config", "_weight_conversions"):
+        if hasattr(model, also):
+            setattr(plain, also, copy.deepcopy(getattr(model, also)))
+    whole: PreTrainedModel = plain
+    return whole
+
+
+def is_sharded(model: Module) -> bool:
+    """Whether any parameter is cut up."""
+    return any(isinstance(parameter.data, DTensor) for parameter in model.parameters())
 
 
 def _models(module: Module) -> Iterator[tuple[str, PreTrainedModel]]:
@@ -92,17 +157,18 @@ class Shard:
         group: the ranks that have its other parts.
 
     Attributes (S = elements here, maybe none):
-        master: [S], a view of the parameter's own memory.
+        master: [S], a view of the parameter's own memory, in the accumulation dtype.
+        dtype: what layers compute in.
+        master_is_parameter: whether these are the same.
     """
-
-    master_is_parameter = True
 
     def __init__(self, name: str, param: Parameter, group: GroupRanks) -> None:
         assert isinstance(param.data, DTensor)
         self.names, self.params, self._group = [name], [param], group
         local, first = part_of(param.data)
         self.master = local.view(-1)
-        self.dtype = self.master.dtype
+        self.dtype = computes_in(param)
+        self.master_is_parameter = self.dtype == self.master.dtype
         row = param.numel() // max(1, param.shape[0])
         self._start, self._whole = first * row, param.numel()
         self._address = self.master.data_ptr()

@@ -21,7 +21,7 @@ from torch.nn import Module
 from app.strategies.checkpoint.checkpoints import CheckpointError, unpack
 from app.strategies.pieces import Piece, load_whole
 from app.strategies.ranks.collectives import Communicator
-from app.strategies.shards import part_of
+from app.strategies.shards import computes_in, part_of
 
 _WEIGHTS = "model/"
 CONFIG_FILE, GENERATION_FILE, ADAPTER_FILE = "config.json", "generation_config.json", "adapter_config.json"
@@ -49,7 +49,7 @@ def take_apart(
         if first != name:
             aliases[name] = first
         else:
-            pieces[_WEIGHTS + name] = _piece(value.detach(), ranks)
+            pieces[_WEIGHTS + name] = _piece(value.detach(), name, module, ranks)
     contents["state_dict"] = small
     contents[_ALIASES] = aliases
     contents[_MODELS] = {name: _configuration(child) for name, child in module.named_children() if _is_model(child)}
@@ -59,12 +59,13 @@ def take_apart(
     return contents, pieces
 
 
-def _piece(weight: Tensor, ranks: Communicator) -> Piece:
+def _piece(weight: Tensor, name: str, module: Module, ranks: Communicator) -> Piece:
     """What this rank writes: its share of what all of them hold, or its part of what is cut up (which the same rank of
     every group has; one of them will write it)."""
     if not isinstance(weight, DTensor):
         return Piece.rows(weight, ranks.rank, ranks.size)
     local, first = part_of(weight)
+    local = local.to(computes_in(module.get_parameter(name)))
     return Piece(local, (first, *(0 for _ in weight.shape[1:])), tuple(weight.shape))
 
 

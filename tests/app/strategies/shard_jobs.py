@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 from typing import Any
 
 import torch
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from torch import Tensor
 
+from app.batch import RolloutBatch
 from app.strategies import DTAStrategy
 from app.strategies.pieces import load_whole
-from modules import PolicyModule
+from callbacks import SavePretrained, WeightSync
+from datamodules.inference.embedded import EmbeddedEngine
+from datamodules.inference.protocol import GenerationRequest
+from modules import PolicyModule, build_model
+from tests.datamodules.inference.engine_suite import assert_parity
 from tests.helpers.tiny_policy import Batches, Metrics, make_batch, parameters, source, trainer
 
 HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2}
@@ -36,7 +42,9 @@ def fit(
         lr_scheduler=lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, step_size=2, gamma=0.5),
     )
     metrics = Metrics()
-    saved = [ModelCheckpoint(directory, filename="{step}", every_n_train_steps=steps)] if directory is not None else []
+    saved: list[Callback] = []
+    if directory is not None:
+        saved = [ModelCheckpoint(directory, filename="{step}", every_n_train_steps=steps), SavePretrained()]
     strategy = DTAStrategy(group_size=size, shard_parameters=sharded, calibrate=False)
     run = trainer(
         metrics,
@@ -48,6 +56,7 @@ def fit(
         precision=precision,
         gradient_clip_val=0.5,
         enable_checkpointing=bool(saved),
+        default_root_dir=directory,
     )
     run.fit(module, Batches([make_batch(k, version=k) for k in range(5)]), ckpt_path=start)
     return {
@@ -56,6 +65,13 @@ def fit(
         "held": sum(local(p).numel() for p in module.parameters()),
         "state": sum(v.numel() for s in run.optimizers[0].state.values() for v in s.values() if v.dim()),
     }
+
+
+def fit_twice() -> None:
+    module = PolicyModule(source(**HEADS), optimizer=adamw)
+    for _ in range(2):
+        strategy = DTAStrategy(group_size=2, shard_parameters=True)
+        trainer(devices=2, strategy=strategy, max_steps=1).fit(module, Batches([make_batch()]))
 
 
 def local(parameter: Any) -> Tensor:
@@ -68,7 +84,7 @@ def contents(path: Path) -> dict[str, Tensor]:
     return load_whole(path, lambda name: True)
 
 
-def again(layout: Layout, start: Path, directory: Path) -> None:
+def again(layout: Layout, start: Path, directory: Path, precision: str) -> None:
     """Loads a checkpoint and writes it as it is."""
     torch.manual_seed(0)
     ranks, size, sharded = layout
@@ -81,6 +97,69 @@ def again(layout: Layout, start: Path, directory: Path) -> None:
             trainer.should_stop = True
 
     run = trainer(
-        AtOnce(directory, save_top_k=0), devices=ranks, strategy=strategy, max_steps=100, enable_checkpointing=True
+        AtOnce(directory, save_top_k=0),
+        devices=ranks,
+        strategy=strategy,
+        max_steps=100,
+        precision=precision,
+        enable_checkpointing=True,
     )
     run.fit(module, Batches([make_batch(k, version=k) for k in range(5)]), ckpt_path=start)
+
+
+class Served(Batches):
+    """Batches, and an engine in this process that rank 0 starts, as `RolloutDataModule` does."""
+
+    val_sets = ()
+
+    def __init__(self, batches: list[RolloutBatch]) -> None:
+        super().__init__(batches)
+        self.engine = EmbeddedEngine()
+
+    def start(self, model: Any, version: int) -> None:
+        if not self.engine.health()["alive"]:
+            self.engine.start(model, version, seed=1)
+
+    def publish(self, version: int) -> None:
+        assert self.engine.version == version
+
+    def counters(self) -> dict[str, int]:
+        return {}
+
+    def tally(self) -> dict[str, float]:
+        return {}
+
+    def diagnose(self) -> str:
+        return ""
+
+
+class ServesWhatIsTrained(Callback):
+    """After `WeightSync`: what the engine samples is of the weights that all ranks together have."""
+
+    def __init__(self) -> None:
+        self.versions: list[int] = []
+
+    def on_train_batch_end(self, run: Any, module: Any, *unused: Any) -> None:
+        weights = parameters(module.policy)
+        if run.is_global_zero:
+            request = GenerationRequest([3, 1, 4, 1, 5], 12)
+            response = asyncio.run(run.datamodule.engine.generate(request))
+            model = build_model(source(**HEADS))
+            model.load_state_dict(weights, strict=False)
+            model.tie_weights()
+            assert_parity({module.policy_version: model}, request, response, 1e-5)
+            self.versions.append(module.policy_version)
+
+
+def serve(layout: Layout) -> list[int]:
+    """The versions that were served with the weights they are of."""
+    torch.manual_seed(0)
+    ranks, size, sharded = layout
+    module = PolicyModule(source(**HEADS), optimizer=adamw)
+    data, seen = Served([make_batch(k, version=k) for k in range(2)]), ServesWhatIsTrained()
+    strategy = DTAStrategy(group_size=size, shard_parameters=sharded)
+    try:
+        trainer(WeightSync(), seen, devices=ranks, strategy=strategy).fit(module, data)
+    finally:
+        data.engine.close()
+    return seen.versions

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
+from transformers import AutoModelForCausalLM
 
-from app.strategies import DTAStrategy
+from app.strategies import DTAStrategy, refusals
 from tests.app.strategies import shard_jobs as jobs
 from tests.app.strategies.shard_jobs import Layout
-from tests.helpers.rank_pool import RankPool
+from tests.app.tree import models
+from tests.datamodules.inference.adapters import with_lora
+from tests.helpers.rank_pool import RankError, RankPool
 
 START = 170.0
 ALONE: Layout = (1, 1, False)
@@ -44,19 +46,48 @@ def test_five_steps_are_those_of_one_process(
 
 
 @pytest.mark.slow
+def test_bfloat16_keeps_float32_masters(pools: dict[int, RankPool], tmp_path: Path) -> None:
+    """Interrupted and gone on with, to the bit; and near what whole parameters give."""
+    options = {"layout": (2, 2, True), "precision": "bf16-true"}
+    straight = pools[2].run(jobs.fit, START, steps=4, **options)[0]
+    pools[2].run(jobs.fit, START, steps=2, directory=tmp_path, **options)
+    rest = pools[2].run(jobs.fit, START, steps=4, start=tmp_path / "step=2.ckpt", **options)[0]
+    assert _difference(rest["parameters"], straight["parameters"]) == 0.0
+    whole = pools[2].run(jobs.fit, START, steps=4, layout=(2, 2, False), precision="bf16-true")[0]
+    assert straight["grad_norm"] == pytest.approx(whole["grad_norm"], rel=0.05)
+    assert _difference(straight["parameters"], whole["parameters"]) < 0.05
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("precision", ["32-true", "bf16-true"])
 @pytest.mark.parametrize("before", LAYOUTS)
-def test_a_checkpoint_is_the_same_in_every_layout(pools: dict[int, RankPool], tmp_path: Path, before: Layout) -> None:
-    """Loaded and written again, to the bit."""
-    pools[before[0]].run(jobs.fit, START, layout=before, steps=2, directory=tmp_path)
+def test_a_checkpoint_is_the_same_in_every_layout(
+    pools: dict[int, RankPool], tmp_path: Path, before: Layout, precision: str
+) -> None:
+    """Loaded and written again, to the bit; and the model directory has the same weights."""
+    pools[before[0]].run(jobs.fit, START, layout=before, steps=2, directory=tmp_path, precision=precision)
     expected = jobs.contents(tmp_path / "step=2.ckpt")
+    masters = {name: tensor for name, tensor in expected.items() if name.startswith("optimizer/master/")}
+    assert bool(masters) == (precision == "bf16-true")
+    exported = AutoModelForCausalLM.from_pretrained(tmp_path / "model").state_dict()
+    for name, tensor in expected.items():
+        if name.startswith("model/policy."):
+            assert torch.equal(exported[name.removeprefix("model/policy.")], tensor), name
     assert any(name.startswith("optimizer/exp_avg/") for name in expected)
     for number, after in enumerate(LAYOUTS):
         target = tmp_path / str(number)
-        pools[after[0]].run(jobs.again, START, layout=after, start=tmp_path / "step=2.ckpt", directory=target)
+        options = {"start": tmp_path / "step=2.ckpt", "directory": target, "precision": precision}
+        pools[after[0]].run(jobs.again, START, layout=after, **options)
         found = jobs.contents(target / "again.ckpt")
         assert found.keys() == expected.keys()
         for name, tensor in expected.items():
             assert torch.equal(found[name], tensor), (name, after)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", [(2, 2, True), (4, 2, True)])
+def test_an_engine_beside_the_trainer_serves_whole_weights(pools: dict[int, RankPool], layout: Layout) -> None:
+    assert pools[layout[0]].run(jobs.serve, START, layout=layout)[0] == [1, 2]
 
 
 def test_a_run_goes_on_with_shards_and_holds_its_part(pools: dict[int, RankPool], tmp_path: Path) -> None:
@@ -73,10 +104,18 @@ def test_a_run_goes_on_with_shards_and_holds_its_part(pools: dict[int, RankPool]
     assert sum(got["state"] for got in found) >= 2 * (layers + vocabulary)  # and the padding of buckets
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [({}, r"shard_parameters=True\) has no effect in groups of one rank: set group_size")],
-)
-def test_refused_by_name(arguments: dict[str, Any], message: str) -> None:
-    with pytest.raises(MisconfigurationException, match=message):
-        DTAStrategy(shard_parameters=True, **arguments)
+def test_refused_by_name() -> None:
+    with pytest.raises(MisconfigurationException, match=r"=True\) has no effect in groups of one rank: set group_size"):
+        DTAStrategy(shard_parameters=True)
+    model = models.make("qwen3")
+    with pytest.raises(MisconfigurationException, match=r"offload_optimizer=True.*leave one of them out"):
+        refusals.check_sharded(model, offload=True)
+    with pytest.raises(
+        MisconfigurationException, match=r"'0' has adapters \(model.adapter\).*set shard_parameters=False"
+    ):
+        refusals.check_sharded(torch.nn.ModuleList([with_lora(model)]), offload=False)
+
+
+def test_a_module_is_sharded_once(two_ranks: RankPool) -> None:
+    with pytest.raises(RankError, match=r"'policy\.\S+' was sharded before, .*build a new"):
+        two_ranks.run(jobs.fit_twice, START)
