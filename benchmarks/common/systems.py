@@ -41,7 +41,7 @@ NAMES = ("dense", "dense-leaf", "path-at-a-time", "sparse", "ours")
 @dataclass(frozen=True)
 class Settings:
     """Budgets (tokens), attention backend and rows of logits at a time of the tree systems; `sample` sequences stand
-    for all in dense ones (0: run all)."""
+    for all in dense ones (0: run all); `systems`: those of `NAMES` that run."""
 
     chunk_tokens: int | str = "auto"
     live_tokens: int | str = "auto"
@@ -50,6 +50,7 @@ class Settings:
     checkpoint_leaf: bool = False
     attention: str = "auto"
     head_tokens: int | str = "auto"
+    systems: tuple[str, ...] = NAMES
 
 
 @dataclass(frozen=True, eq=False)
@@ -165,7 +166,7 @@ def gradient_error(got: dict[str, Tensor], expected: dict[str, Tensor]) -> dict[
 
 
 def make_systems(model: PreTrainedModel, case: Case, settings: Settings) -> list[System]:
-    """All systems of `NAMES` for one case, in that order. The budgets are fixed here, from what is free now."""
+    """Systems of `NAMES` for one case, in that order. The budgets are fixed here, from what is free now."""
     shape = ModelShape.of(model.config)
     leaf_items = merged(case)
     items = [_item(case, i) for i in range(len(case.sequences))]
@@ -179,11 +180,12 @@ def make_systems(model: PreTrainedModel, case: Case, settings: Settings) -> list
         "sparse": SparseEngine(model, chunk_tokens=whole, live_tokens=whole, **common),
         "ours": TreeEngine(model, chunk_tokens=chunk, live_tokens=live, **common),
     }
-    return [
+    found = [
         _dense("dense", model, items, shape, settings.sample, settings.checkpoint_dense),
         _dense("dense-leaf", model, leaf_items, shape, settings.sample, settings.checkpoint_leaf),
         *(_tree(name, engine, case, shape) for name, engine in engines.items()),
     ]
+    return [system for system in found if system.name in settings.systems]
 
 
 def _item(case: Case, index: int) -> _Item:

@@ -1,7 +1,8 @@
 """A hybrid model over trees: a small Qwen3.5 beside a Llama of the same widths, against the same baselines.
 
     python -m benchmarks.tree.hybrid --out benchmarks/results/tree                            # a quarter of an hour
-    python -m benchmarks.tree.hybrid --workloads think turns --sizes 1x4 --sample 2 --out DIR --name NAME  # recorded
+    python -m benchmarks.tree.hybrid --workloads think turns --sizes 1x4 --sample 2 --repeats 1 \\
+        --name hybrid_recorded --out benchmarks/results/tree                                  # recorded; as long
     python -m benchmarks.tree.hybrid --toy --out DIR                                          # seconds
 
 Without `--workloads`, cases are drawn from a seed: rollouts that share a system prompt, of turns whose thought the next
@@ -57,6 +58,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3_5": {"model_type": "qwen3_5_text", **_SCANS},  # three gated delta rules, then attention
     "llama": {"model_type": "llama"},
 }
+SYSTEMS = ("dense", "dense-leaf", "path-at-a-time", "ours")
 DRAWN = ((4, 4),)
 """Rollouts x turns of the drawn cases."""
 
@@ -173,6 +175,8 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     given = [f"--{name} {' '.join(getattr(args, name))}" for name in ("workloads",) if args.workloads]
     given += ["--sizes " + " ".join(f"{a}x{b}" for a, b in args.sizes)] * bool(args.workloads)
     given += [f"--{name} {getattr(args, name)}" for name in ("sample",) if getattr(args, name)]
+    given += [f"--repeats {args.repeats}"] * (args.repeats != parser.get_default("repeats"))
+    given += [f"--name {args.name}"] * (args.name != parser.get_default("name"))
     report: dict[str, Any] = {
         "command": " ".join(["python -m benchmarks.tree.hybrid", *given, *["--toy"] * args.toy]),
         "hardware": args.hardware,
@@ -182,7 +186,8 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
         "results": [],
     }
     args.out.mkdir(parents=True, exist_ok=True)
-    settings = Settings(64, 96, args.sample) if args.toy else Settings(sample=args.sample)
+    budgets: dict[str, Any] = {"chunk_tokens": 64, "live_tokens": 96} if args.toy else {}
+    settings = Settings(**budgets, sample=args.sample, systems=SYSTEMS)
     for make in makers:
         for family in args.families:
             model = build(family, args.toy)

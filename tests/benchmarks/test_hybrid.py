@@ -15,7 +15,7 @@ def test_both_families_are_measured_against_every_baseline(tmp_path: Path) -> No
     for result in report["results"]:
         assert result["systems"]["ours"]["gradient_error"]["largest"] < 1e-4
         ratios = hybrid.summary(result)
-        assert set(ratios) == {"dense", "dense-leaf", "path-at-a-time", "sparse"}
+        assert set(ratios) == {"dense", "dense-leaf", "path-at-a-time"}
         assert ratios["dense"]["tokens"] > 1.5 and ratios["path-at-a-time"]["tokens"] == 1
         assert all(row["of_tokens"] == row["ratio"] / row["tokens"] for row in ratios.values())
     text = (tmp_path / "hybrid.md").read_text()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 import asyncio
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -10,8 +12,9 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from app.cli.export import export
-from datamodules.inference.sglang.launcher import ServerProcess
+from datamodules.inference.sglang.launcher import ServerProcess, server_python
 from tests.app.cli.verbs import export_jobs
+from tests.app.tree.states import hybrids
 from tests.datamodules.inference.engine_suite import reference_logprobs
 from tests.datamodules.inference.sglang.real_servers.servers import KEY, START_S, options
 from tests.helpers.rank_pool import RankPool
@@ -48,3 +51,17 @@ def test_a_server_serves_what_two_ranks_saved(tmp_path: Path) -> None:
     said = torch.tensor([entry[0] for entry in answer["meta_info"]["output_token_logprobs"]])
     assert len(tokens) == 20
     torch.testing.assert_close(said, reference_logprobs(model, prompt, tokens, 1.0), atol=1e-5, rtol=0)
+
+
+def test_hybrids_without_a_class_of_their_own_are_the_documented_ones() -> None:
+    """By the entry classes of its model files: most of them import on GPUs alone."""
+    where = "import importlib.util; print(importlib.util.find_spec('sglang').origin)"
+    origin = subprocess.run([str(server_python()), "-c", where], capture_output=True, text=True, check=True, timeout=60)
+    served: set[str] = set()
+    for file in (Path(origin.stdout.strip()).parent / "srt" / "models").glob("*.py"):
+        for line in ast.parse(file.read_text()).body:
+            if isinstance(line, ast.Assign) and getattr(line.targets[0], "id", None) == "EntryClass":
+                served |= {node.id for node in ast.walk(line.value) if isinstance(node, ast.Name)}
+    assert "Qwen3ForCausalLM" in served
+    missing = {name for name in hybrids.OPTIONS if type(hybrids.make(name)).__name__ not in served}
+    assert missing == {"olmo_hybrid", "lfm3", "bamba"}
