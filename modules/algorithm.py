@@ -290,6 +290,12 @@ class Algorithm:
             raise ValueError(f"objective={objective}: one for whole steps has no entropy; use the regulariser entropy")
         if self.reward_costs and not needs & {"advantages", "rewards"}:
             raise ValueError(f"regularisers: where=reward has no effect with objective={objective}; use where: loss")
+        if self.advantage is not None and self.advantage.name == "distill" and not self.reward_costs:
+            raise ValueError(
+                "advantage=distill takes what each token earns by itself, and nothing says what that is: add"
+                " regularisers: [{name: kl, coef: 1.0, where: reward, options: {estimator: k1}}], with the teacher as"
+                " reference: {path: DIR}"
+            )
         places = [(choice.name, r.where) for r, choice in self.loss_costs + self.reward_costs]
         for place in places:
             if places.count(place) > 1:

@@ -23,7 +23,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PretrainedConfig, PreTrainedModel
 
 from app import checks
 from app.tree import TreeEngine
@@ -100,6 +100,35 @@ def build_model(source: ModelSource) -> PreTrainedModel:
         model = _adapted(model, source.adapter, source.path)
     # from_pretrained leaves evaluation mode on, in which dropout and gradient checkpointing would be off in silence.
     return model.train()
+
+
+def check_same_tokens(policy: ModelSource, reference: ModelSource) -> None:
+    """Compares the tokenizers that lie beside both models' weights, where both have one: log-probabilities of a model
+    that numbers its tokens otherwise would be of other texts.
+
+    Raises:
+        ValueError: a token of the policy has another number in the reference, or none.
+    """
+    if policy.path is None or reference.path is None or policy.path == reference.path:
+        return
+    mine, other = _vocabulary(policy.path), _vocabulary(reference.path)
+    for token, number in mine.items() if other else ():
+        if other.get(token) != number:
+            there = f"{other[token]} there" if token in other else "none of its tokens"
+            raise ValueError(
+                f"reference: '{reference.path}' has another tokenizer than '{policy.path}': {token!r} is {number} here"
+                f" and {there}, so its log-probabilities would be of other texts; take a model of the same family"
+            )
+
+
+def _vocabulary(path: str) -> dict[str, int]:
+    """Token to id; empty where no tokenizer lies beside the weights, for which transformers would make one up."""
+    if Path(path).is_dir() and not any(any(Path(path).glob(name)) for name in ("tokenizer*", "vocab*")):
+        return {}
+    try:
+        return dict(AutoTokenizer.from_pretrained(path).get_vocab())
+    except (OSError, ValueError, KeyError):
+        return {}
 
 
 def inner_model(model: PreTrainedModel) -> PreTrainedModel:

@@ -24,7 +24,7 @@ from modules.advantages import Estimate
 from modules.algorithm import STEP_INPUTS, Algorithm, LossInputs, Proximal, Regulariser, with_rewards
 from modules.evaluation import EvaluationMetrics, comparable, compare
 from modules.metrics import NamedMetrics, TokenSums, episode_reward
-from modules.models import ModelSource, ReferencePolicy, Refresh, WithoutAdapters
+from modules.models import ModelSource, ReferencePolicy, Refresh, WithoutAdapters, check_same_tokens
 from modules.objectives import Aggregation
 from modules.ranks import split_minibatches
 from modules.refusals import (
@@ -164,6 +164,8 @@ class PolicyModule(TreeModule):
         if self.reference_source == "base":
             self.reference = WithoutAdapters(self.policy, lambda: self.engine)
             return
+        if isinstance(self.reference_source, ModelSource):
+            check_same_tokens(self.model_source, self.reference_source)
         self.reference = ReferencePolicy(self.reference_source, self.policy, self.engine_over, *self._reference_options)
 
     def aggregation(self) -> tuple[Aggregation, float | None]:

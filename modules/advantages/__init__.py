@@ -16,6 +16,7 @@ It returns advantages, float [T], of which those of trained tokens are read; one
 """
 
 from modules.advantages.discounted import discounted
+from modules.advantages.distill import distill
 from modules.advantages.estimate import Estimate
 from modules.advantages.gae import gae
 from modules.advantages.gae_turn import gae_turn
@@ -25,7 +26,9 @@ from modules.advantages.reward import reward
 from modules.advantages.rloo import rloo
 from modules.advantages.tree import tree
 
-ADVANTAGES = {f.__name__: f for f in (grpo, dr_grpo, rloo, reinforce_pp, reward, discounted, tree, gae, gae_turn)}
+ADVANTAGES = {
+    f.__name__: f for f in (grpo, dr_grpo, rloo, reinforce_pp, reward, discounted, distill, tree, gae, gae_turn)
+}
 """Estimators by the names they have in YAML."""
 
 __all__ = ["ADVANTAGES", "Estimate"]

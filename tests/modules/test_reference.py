@@ -10,14 +10,18 @@ import torch
 
 from app.strategies import DTAStrategy
 from modules import ActorCriticModule, ModelSource, PolicyModule, Refresh, Regulariser
-from modules.models import ReferencePolicy
+from modules.models import ReferencePolicy, build_model, check_same_tokens
+from tests.helpers.recorded_samples import byte_tokenizer
 from tests.helpers.tiny_policy import (
     CONFIG,
     Batches,
     Metrics,
     fit,
     make_batch,
+    naive_grpo,
     naive_model,
+    naive_outputs,
+    naive_training,
     parameters,
     sgd,
     source,
@@ -63,6 +67,75 @@ def test_a_checkpoint_has_what_was_refreshed(tmp_path: Any) -> None:
     trainer(max_epochs=2).fit(second, Batches(data[2:]), ckpt_path=tmp_path / "half.ckpt", weights_only=True)
     assert_same(second.reference.model, parameters(whole.reference.model))
     assert_same(second.policy, parameters(whole.policy), atol=1e-7)
+
+
+TEACHES: dict[str, Any] = {
+    "advantage": "distill",
+    "objective": "reinforce",
+    "regularisers": [Regulariser("kl", 1.0, "reward", {"estimator": "k1"})],
+}
+
+
+def naive_distillation(model: Any, batch: Any, i: int, chosen: list[int], *, teacher: Any, task: float) -> torch.Tensor:
+    """Minus the sum over trained tokens of (log q - log p + task A) log p, over the number of tokens."""
+    masks, sampled = batch.split(batch.loss_mask), batch.split(batch.behavior_logprobs)
+    logp, count = naive_outputs(model, batch, i)[0], sum(int(masks[j].sum()) for j in chosen)
+    with torch.no_grad():
+        wanted = naive_outputs(teacher, batch, i)[0]
+    advantage = naive_grpo(batch, normalize_std=False)[i]
+    total = torch.zeros(())
+    for t in masks[i].nonzero()[:, 0].tolist():
+        total = total - (wanted[t] - sampled[i][t] + task * advantage) * logp[t] / count
+    return total
+
+
+@pytest.mark.parametrize("task", [0.0, 0.5])
+def test_a_teacher_of_another_size_is_followed_token_by_token(tmp_path: Any, task: float) -> None:
+    """Three steps equal a naive dense loop, and what was read of the teacher is its own to 1e-5."""
+    torch.manual_seed(7)
+    teacher = build_model(source(num_hidden_layers=3, intermediate_size=40))
+    teacher.save_pretrained(tmp_path)
+    module = PolicyModule(
+        source(), optimizer=sgd, advantage_options={"task": task}, reference=ModelSource(str(tmp_path)), **TEACHES
+    )
+    data = [make_batch(k) for k in range(3)]
+    logged = fit(module, data)
+    model = naive_model()
+    loss = functools.partial(naive_distillation, teacher=teacher, task=task)
+    naive_training(model, data, lambda batch, _: [list(range(len(batch)))], loss)
+    assert_same(module.policy, parameters(model), atol=1e-6)
+    for batch in data:
+        for i, read in enumerate(batch.split(batch.columns["reference"])):
+            mask = batch.split(batch.loss_mask)[i]
+            torch.testing.assert_close(
+                read[mask], naive_outputs(teacher, batch, i)[0].detach()[mask], atol=1e-5, rtol=0
+            )
+    first = data[0]
+    apart = first.behavior_logprobs - first.columns["reference"]
+    episodes = len(set(first.episode_ids.tolist()))
+    assert logged[0]["penalty/kl"] == pytest.approx(float(apart[first.loss_mask].sum()) / episodes, rel=1e-4)
+
+
+def test_distillation_without_a_teacher_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"advantage=distill .* reference: \{path: DIR\}"):
+        PolicyModule(source(), optimizer=sgd, advantage="distill")
+
+
+def test_a_teacher_with_another_tokenizer_is_refused(tmp_path: Any) -> None:
+    mine, other = byte_tokenizer(), byte_tokenizer()
+    other.add_tokens(["zebra"])
+    for name, tokenizer in (("policy", mine), ("wider", other), ("bare", None)):
+        naive_model().save_pretrained(tmp_path / name)
+        if tokenizer is not None:
+            tokenizer.save_pretrained(tmp_path / name)
+    policy, wider, bare = (ModelSource(str(tmp_path / name)) for name in ("policy", "wider", "bare"))
+    check_same_tokens(policy, wider)  # a teacher may have more
+    check_same_tokens(policy, bare)
+    with pytest.raises(ValueError, match=r"reference: .*policy' has another tokenizer .*'zebra' is \d+ here and none"):
+        check_same_tokens(wider, policy)
+    module = PolicyModule(wider, optimizer=sgd, reference=policy, **TEACHES)
+    with pytest.raises(ValueError, match="take a model of the same family"):
+        fit(module, [make_batch()])
 
 
 def test_an_average_below_float32_follows_exact_arithmetic() -> None:

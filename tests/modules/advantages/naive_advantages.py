@@ -56,6 +56,10 @@ def discounted(plays: list[Play], gamma: float = 0.9, **options: Any) -> Tokens:
     return out
 
 
+def distill(plays: list[Play], task: float = 0.0, std: str = "none") -> Tokens:
+    return [[own + task * grpo_of(plays, play, std=std) for own in play.flat_rewards] for play in plays]
+
+
 def _whiten(rows: Tokens, eps: float = 1e-8) -> Tokens:
     flat = [x for row in rows for x in row]
     mean = statistics.fmean(flat)
