@@ -59,12 +59,14 @@ ALGORITHMS = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("group_size", [1, 2])
+@pytest.mark.parametrize(("group_size", "sharded"), [(1, False), (2, False), (2, True)])
 @pytest.mark.parametrize("name", ALGORITHMS)
-def test_four_ranks_train_and_log_what_one_does(name: str, group_size: int, pools: list[RankPool]) -> None:
+def test_four_ranks_train_and_log_what_one_does(
+    name: str, group_size: int, sharded: bool, pools: list[RankPool]
+) -> None:
     [(expected, steps, validation)] = pools[0].run(train, START, devices=1, **ALGORITHMS[name])
     for got, got_steps, got_validation in pools[2].run(
-        train, START, devices=4, group_size=group_size, **ALGORITHMS[name]
+        train, START, devices=4, group_size=group_size, sharded=sharded, **ALGORITHMS[name]
     ):
         assert _largest_difference(got, expected) < 1e-6
         for mine, theirs in zip(got_steps, steps, strict=True):

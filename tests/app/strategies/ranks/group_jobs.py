@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 from app.strategies.ranks.collectives import Communicator
 from app.strategies.ranks.groups import GroupRanks
 from app.strategies.shards import shard_models
-from app.tree import PrefixTree, TreeEngine
+from app.tree import PrefixTree, TreeEngine, memory
 from tests.app.tree import models, oracle
 from tests.app.tree.cases import Case
 from tests.app.tree.engine import families
@@ -155,3 +155,41 @@ def summed(found: list[dict[str, Any]], key: str) -> dict[str, Tensor | None]:
     """The gradients of the ranks of a group, added up."""
     names = {name for rank in found for name in rank[key]}
     return {name: sum(rank[key][name] for rank in found if name in rank[key]) for name in names}  # type: ignore[misc]
+
+
+def traffic(size: int, chunk_tokens: int, live_tokens: int) -> dict[str, float]:
+    """Elements that a sharded backward pass gathers and sums, beside what its plan says."""
+    model = models.make("starcoder2", torch.float64, num_hidden_layers=3)
+    group = groups_of(size)
+    shard_models(model, group)
+    engine = TreeEngine(model, chunk_tokens, live_tokens, self_check=False, group=group)
+    tree = PrefixTree.build(families.SEQUENCES)
+    actions = [step.action for step in engine.plan(tree).steps]
+    seen: list[tuple[str, int]] = []
+    with units_noted(seen):
+        engine.backward(tree, lambda out, _: out.logprobs.sum())
+    return {
+        "cut up": sum(p.numel() for p in model.parameters() if isinstance(p, DTensor)),
+        "forwards": actions.count("forward") + actions.count("anchor"),
+        "backwards": actions.count("backward"),
+        "gathered": sum(count for what, count in seen if what.startswith("all_gather")),
+        "summed": size * sum(count for what, count in seen if what.startswith("reduce_scatter")),
+    }
+
+
+def fits(size: int, free: int) -> list[str]:
+    """What a deep model's pass says with so many bytes free: whole on every rank, and in shards."""
+    said = []
+    for sharded in (False, True):
+        group = groups_of(size)
+        model = models.make("starcoder2", num_hidden_layers=24, hidden_size=128, intermediate_size=512)
+        if sharded:
+            shard_models(model, group)
+        engine = TreeEngine(model, group=group, self_check=False)
+        try:
+            with patch.object(memory, "free_bytes", lambda device: free):
+                engine.backward(PrefixTree.build(families.SEQUENCES), lambda out, _: out.logprobs.sum())
+            said.append("")
+        except ValueError as error:
+            said.append(str(error))
+    return said

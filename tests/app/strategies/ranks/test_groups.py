@@ -107,6 +107,20 @@ def test_a_quick_look(two_ranks: RankPool, sharded: bool) -> None:
     assert bool(seen & set(group_jobs.UNITS)) == sharded
 
 
+@pytest.mark.parametrize(("chunk_tokens", "live_tokens"), [(1000, 1000), (6, 30), (6, 6)])
+def test_shards_travel_as_documented(two_ranks: RankPool, chunk_tokens: int, live_tokens: int) -> None:
+    """Every layer is gathered for every forward and every backward of a chunk, and summed once a backward."""
+    for seen in two_ranks.run(group_jobs.traffic, size=2, chunk_tokens=chunk_tokens, live_tokens=live_tokens):
+        runs = seen["forwards"] + seen["backwards"]
+        assert seen["gathered"] == pytest.approx(seen["cut up"] * runs, rel=0.05)
+        assert seen["summed"] == pytest.approx(seen["cut up"] * seen["backwards"], rel=0.05)
+
+
+def test_a_model_that_fits_in_shards_alone(two_ranks: RankPool) -> None:
+    for whole, sharded in two_ranks.run(group_jobs.fits, size=2, free=34 << 20):
+        assert "a tree pass does not fit" in whole and not sharded
+
+
 def test_heads_that_cannot_be_dealt(two_ranks: RankPool) -> None:
     with pytest.raises(RankError, match=r"layer 0 .*: 3 query and 1 key-value heads cannot be dealt over a group of 2"):
         two_ranks.run(group_jobs.run_odd_heads, size=2)
