@@ -290,12 +290,15 @@ class Algorithm:
             raise ValueError(f"objective={objective}: one for whole steps has no entropy; use the regulariser entropy")
         if self.reward_costs and not needs & {"advantages", "rewards"}:
             raise ValueError(f"regularisers: where=reward has no effect with objective={objective}; use where: loss")
-        if self.advantage is not None and self.advantage.name == "distill" and not self.reward_costs:
-            raise ValueError(
-                "advantage=distill takes what each token earns by itself, and nothing says what that is: add"
-                " regularisers: [{name: kl, coef: 1.0, where: reward, options: {estimator: k1}}], with the teacher as"
-                " reference: {path: DIR}"
-            )
+        if self.advantage is not None and self.advantage.name == "distill":
+            own = [choice for _, choice in self.reward_costs if choice.function not in REGULARISERS.values()]
+            by_teacher = [c for _, c in self.reward_costs if c.name == "kl" and c.options.get("estimator") == "k1"]
+            if not own and not by_teacher:
+                raise ValueError(
+                    "advantage=distill takes what each token earns by itself, and no teacher says what that is: set"
+                    " regularisers: [{name: kl, coef: 1.0, where: reward, options: {estimator: k1}}], with the teacher"
+                    " as reference: {path: DIR}"
+                )
         places = [(choice.name, r.where) for r, choice in self.loss_costs + self.reward_costs]
         for place in places:
             if places.count(place) > 1:

@@ -23,7 +23,14 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PretrainedConfig, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PretrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 
 from app import checks
 from app.tree import TreeEngine
@@ -102,33 +109,40 @@ def build_model(source: ModelSource) -> PreTrainedModel:
     return model.train()
 
 
-def check_same_tokens(policy: ModelSource, reference: ModelSource) -> None:
-    """Compares the tokenizers that lie beside both models' weights, where both have one: log-probabilities of a model
-    that numbers its tokens otherwise would be of other texts.
+def check_same_tokens(tokenizer: PreTrainedTokenizerBase | None, policy: ModelSource, reference: ModelSource) -> None:
+    """Compares the reference's tokenizer with `tokenizer`, that of the rollouts, or where there is none with the one
+    beside the policy's weights: log-probabilities of a model that numbers its tokens otherwise would be of other texts.
+    A reference without a tokenizer beside its weights is taken at its word.
 
     Raises:
-        ValueError: a token of the policy has another number in the reference, or none.
+        ValueError: a token has another number in the reference, or none; a tokenizer that cannot be read.
     """
-    if policy.path is None or reference.path is None or policy.path == reference.path:
+    if reference.path is None or policy.path == reference.path:
         return
-    mine, other = _vocabulary(policy.path), _vocabulary(reference.path)
+    other = _vocabulary(reference.path)
+    mine = _vocabulary(policy.path) if tokenizer is None else dict(tokenizer.get_vocab())
     for token, number in mine.items() if other else ():
         if other.get(token) != number:
             there = f"{other[token]} there" if token in other else "none of its tokens"
             raise ValueError(
-                f"reference: '{reference.path}' has another tokenizer than '{policy.path}': {token!r} is {number} here"
-                f" and {there}, so its log-probabilities would be of other texts; take a model of the same family"
+                f"reference: '{reference.path}' has another tokenizer than this run: {token!r} is {number} here and"
+                f" {there}, so its log-probabilities would be of other texts; take a model of the same family"
             )
 
 
-def _vocabulary(path: str) -> dict[str, int]:
+def _vocabulary(path: str | None) -> dict[str, int]:
     """Token to id; empty where no tokenizer lies beside the weights, for which transformers would make one up."""
-    if Path(path).is_dir() and not any(any(Path(path).glob(name)) for name in ("tokenizer*", "vocab*")):
+    if path is None or (
+        Path(path).is_dir() and not any(any(Path(path).glob(name)) for name in ("tokenizer*", "vocab*"))
+    ):
         return {}
     try:
-        return dict(AutoTokenizer.from_pretrained(path).get_vocab())
-    except (OSError, ValueError, KeyError):
-        return {}
+        found = dict(AutoTokenizer.from_pretrained(path).get_vocab())
+    except Exception as error:  # files that are cut or of another kind fail anywhere in transformers
+        raise ValueError(f"the tokenizer beside '{path}' cannot be read: {_in_one_line(error)}") from error
+    if not found:
+        raise ValueError(f"the tokenizer beside '{path}' has no tokens: its files are incomplete; copy them again")
+    return found
 
 
 def inner_model(model: PreTrainedModel) -> PreTrainedModel:

@@ -164,8 +164,6 @@ class PolicyModule(TreeModule):
         if self.reference_source == "base":
             self.reference = WithoutAdapters(self.policy, lambda: self.engine)
             return
-        if isinstance(self.reference_source, ModelSource):
-            check_same_tokens(self.model_source, self.reference_source)
         self.reference = ReferencePolicy(self.reference_source, self.policy, self.engine_over, *self._reference_options)
 
     def aggregation(self) -> tuple[Aggregation, float | None]:
@@ -173,6 +171,9 @@ class PolicyModule(TreeModule):
 
     def setup(self, stage: str) -> None:
         super().setup(stage)
+        if isinstance(self.reference_source, ModelSource):
+            tokenizer = getattr(getattr(self.trainer, "datamodule", None), "tokenizer", None)
+            check_same_tokens(tokenizer, self.model_source, self.reference_source)
         if getattr(self.trainer.strategy, "shard_parameters", False) and self._reference_options[1]:
             raise ValueError(
                 "model.reference_offload: moves whole weights, and DTAStrategy(shard_parameters=True) leaves a rank"

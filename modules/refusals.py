@@ -140,6 +140,12 @@ def check_reference(
             "reference has no effect: neither the objective nor a regulariser reads it; name regularisers: [{name: kl,"
             " coef: ...}], or remove reference"
         )
+    advantage = algorithm.advantage
+    if reference == "initial" and advantage and advantage.name == "distill" and not advantage.options.get("task"):
+        raise ValueError(
+            "reference: 'initial' would teach the policy to be what it was; name the teacher's directory in"
+            " reference.path, or give the task a weight in advantage_options.task"
+        )
     for key, given in (("reference_refresh", refresh is not None), ("reference_offload", offload)):
         if given and reference is None:
             raise ValueError(f"{key} has no effect without a reference; set one, or remove {key}")

@@ -29,6 +29,7 @@ from benchmarks.learning.__main__ import ROOT, curve, finished, run, steps_to
 TARGET = 0.85
 STUDENT = {"hidden_size": 64, "intermediate_size": 192, "num_hidden_layers": 2, "num_attention_heads": 2,
            "num_key_value_heads": 1}  # fmt: skip
+EPISODES = 64 * 8  # of a step: the quickstart's batch_size x group_size
 TEACHER_STEPS = 4.0
 """Of the warm steps; the student takes them once."""
 TAUGHT = {
@@ -89,7 +90,7 @@ def result(case: str, seed: int, run_dir: Path, seconds: float) -> dict[str, Any
         "seed": seed,
         "curve": points,
         "steps_to_target": reached,
-        "tokens_to_target": None if reached is None else reached * 512 * statistics.mean(lengths),
+        "tokens_to_target": None if reached is None else reached * EPISODES * statistics.mean(lengths),
         "seconds": seconds,
         "seconds_a_step": statistics.median(float(row["time/step"]) - float(row["time/wait"]) for row in rows),
     }

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import functools
+import re
+import shutil
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -116,26 +119,48 @@ def test_a_teacher_of_another_size_is_followed_token_by_token(tmp_path: Any, tas
     assert logged[0]["penalty/kl"] == pytest.approx(float(apart[first.loss_mask].sum()) / episodes, rel=1e-4)
 
 
-def test_distillation_without_a_teacher_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"advantage=distill .* reference: \{path: DIR\}"):
-        PolicyModule(source(), optimizer=sgd, advantage="distill")
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({}, "no teacher says what that is"),
+        ({"regularisers": [Regulariser("kl", 1.0, "reward")], "reference": ModelSource("teacher")}, "estimator: k1"),
+        (
+            {"regularisers": [Regulariser("overlong", 1.0, "reward", {"max_tokens": 8, "buffer_tokens": 2})]},
+            "reference: {path: DIR}",
+        ),
+        ({**TEACHES, "reference": "initial"}, "would teach the policy to be what it was"),
+        (TEACHES, "reference is missing"),
+    ],
+)
+def test_distillation_without_a_teacher_is_refused(options: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(said)):
+        PolicyModule(source(), optimizer=sgd, **{"advantage": "distill", **options})
 
 
 def test_a_teacher_with_another_tokenizer_is_refused(tmp_path: Any) -> None:
     mine, other = byte_tokenizer(), byte_tokenizer()
     other.add_tokens(["zebra"])
-    for name, tokenizer in (("policy", mine), ("wider", other), ("bare", None)):
+    for name, tokenizer in (("policy", mine), ("wider", other), ("bare", None), ("cut", mine)):
         naive_model().save_pretrained(tmp_path / name)
         if tokenizer is not None:
             tokenizer.save_pretrained(tmp_path / name)
-    policy, wider, bare = (ModelSource(str(tmp_path / name)) for name in ("policy", "wider", "bare"))
-    check_same_tokens(policy, wider)  # a teacher may have more
-    check_same_tokens(policy, bare)
-    with pytest.raises(ValueError, match=r"reference: .*policy' has another tokenizer .*'zebra' is \d+ here and none"):
-        check_same_tokens(wider, policy)
+    (tmp_path / "cut" / "tokenizer.json").write_text("{}")
+    policy, wider, bare, cut = (ModelSource(str(tmp_path / name)) for name in ("policy", "wider", "bare", "cut"))
+    check_same_tokens(None, policy, wider)  # a teacher may have more
+    check_same_tokens(None, policy, bare)
+    check_same_tokens(mine, wider, policy)  # the rollouts' tokenizer counts, not the one beside the weights
+    for tokenizer, model in ((None, wider), (other, policy), (other, bare), (other, source())):
+        with pytest.raises(ValueError, match=r"reference: .*policy2?' has another .*'zebra' is \d+ here and none"):
+            check_same_tokens(tokenizer, model, policy if model is not policy else _copy(tmp_path / "policy"))
+    with pytest.raises(ValueError, match=r"the tokenizer beside .*cut' cannot be read|has no tokens"):
+        check_same_tokens(mine, policy, cut)
     module = PolicyModule(wider, optimizer=sgd, reference=policy, **TEACHES)
     with pytest.raises(ValueError, match="take a model of the same family"):
         fit(module, [make_batch()])
+
+
+def _copy(path: Path) -> ModelSource:
+    return ModelSource(str(shutil.copytree(path, path.with_name(path.name + "2"), dirs_exist_ok=True)))
 
 
 def test_an_average_below_float32_follows_exact_arithmetic() -> None:
