@@ -26,10 +26,10 @@ def test_cases_are_runs_that_differ_in_who_marks(case: str, tmp_path: Path) -> N
     assert config["data"] == plain["data"] and config["trainer"] == plain["trainer"]
 
 
-def test_the_student_is_smaller_and_the_teacher_learns_longer() -> None:
+def test_the_teacher_is_larger_and_learns_longer() -> None:
     student, teacher = (distill.warm_config(name, 100) for name in ("student", "teacher"))
     sizes = [one["model"]["init_args"]["model"]["config"]["hidden_size"] for one in (student, teacher)]
-    assert sizes == [64, 128]
+    assert sizes == [128, 192]
     assert (student["trainer"]["max_steps"], teacher["trainer"]["max_steps"]) == (100, 400)
 
 
