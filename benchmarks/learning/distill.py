@@ -3,10 +3,10 @@
     python -m benchmarks.learning.distill --out benchmarks/results/learning                 # half an hour on two cores
     python -m benchmarks.learning.distill --out DIR --seeds 1 --steps 10 --warm_steps 20    # a try
 
-The quickstart's sums. The student is the quickstart's own warm start, which knows about four in ten; the teacher is half
-as wide again and imitates right answers until it knows them. From there, three seeds each, same prompts, batches and
-learning rate: GRPO on the reward (Dr.GRPO, the quickstart's), the teacher alone (advantage
-`distill`), and both (task 1). Held-out accuracy of greedy answers; steps and generated tokens to 0.85, interpolated.
+The quickstart's sums. The student is the quickstart's own warm start, which knows about four in ten; the teacher is
+half as wide again and imitates right answers until it knows them. From there, three seeds each, same prompts, batches
+and learning rate: GRPO on the reward (Dr.GRPO, the quickstart's), the teacher alone (advantage `distill`), and both
+(task 1). Held-out accuracy of greedy answers; steps and generated tokens to 0.85, interpolated.
 Writes distill.json and distill.md into --out after every run; one that was stopped goes on where it was.
 """
 
