@@ -327,7 +327,9 @@ def test_signals_stay_the_runs(nodes: TwoNodes) -> None:
     finally:
         after = signal.getsignal(signal.SIGINT), signal.signal(signal.SIGTERM, before[1])
     assert said(found) == ["reply 0"] and heard == [signal.SIGTERM] and after[0] is before[0]
-    assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)  # Ray's own handler aborts when an alarm rings
+    # Ray's own handler sets an alarm of a few seconds and aborts when it rings; this test's own limit is minutes away.
+    left, _ = signal.getitimer(signal.ITIMER_REAL)
+    assert left == 0 or left > 60
 
 
 @pytest.mark.slow
