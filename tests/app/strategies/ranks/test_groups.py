@@ -19,7 +19,7 @@ from tests.app.tree.states import hybrids
 from tests.helpers.rank_pool import RankError, RankPool
 
 WANT = ("logprobs", "entropy", "values")
-EXAMPLES = 12
+EXAMPLES = 5  # in each of twelve cells; with four ranks on two cores a pass takes seconds
 few = settings(
     max_examples=EXAMPLES,
     derandomize=True,
@@ -92,8 +92,8 @@ def test_every_family(pool: RankPool, size: int) -> None:
 
 @pytest.mark.slow
 def test_every_way_to_train(two_ranks: RankPool) -> None:
-    names = ("Qwen3", "Gemma 2", "GPT-OSS", "DeepSeek-V3")
-    cells = [(name, column) for name in names for column in families.COLUMNS]
+    """With soft-capping and windows, with latent attention and experts."""
+    cells = [(name, column) for name in ("Gemma 2", "DeepSeek-V3") for column in families.COLUMNS]
     two_ranks.run(group_jobs.run_cells, size=2, cells=cells)
 
 
