@@ -1,0 +1,62 @@
+"""docs/metrics.md has every metric that runs log, and none that no run could log."""
+
+from __future__ import annotations
+
+import csv
+import re
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from app.cli import main
+from tests.docs.test_house import PRODUCT
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGE = (ROOT / "docs" / "metrics.md").read_text()
+NAMES = [name for row in re.findall(r"^\| (`[^|]*) \|", PAGE, re.MULTILINE) for name in re.findall(r"`([^`]+)`", row)]
+MODEL = yaml.safe_load((ROOT / "configs" / "quickstart_sft.yaml").read_text())["model"]["init_args"]["model"]["config"]
+SMALL = [
+    f"--model.model.config={MODEL}",
+    "--trainer.accelerator=cpu",
+    "--trainer.max_steps=2",
+    "--trainer.val_check_interval=2",
+]
+SMALL += ["--trainer.callbacks=[]", "--data.batch_size=4", "--data.group_size=2", "--data.validation.prompts.size=4"]
+GRPO = [
+    "--model.correction=masked",
+    "--model.regularisers=[{name: kl, coef: 0.01}]",
+    "--model.reference=initial",
+    "--data.max_staleness=1",
+]
+PPO = [
+    "--model.class_path=modules.ActorCriticModule",
+    "--model.advantage=gae",
+    "--model.value_clip=0.2",
+    "--model.reference=initial",
+    "--model.regularisers=[{name: kl, coef: 0.01, where: reward}, {name: entropy, coef: 0.01}]",
+    "--data.validation.samples=2",
+    "--data.validation.temperature=1.0",
+    "--data.validation.ks=[1, 2]",
+]
+
+
+def pattern(name: str) -> str:
+    return re.sub(r"<\w+>", r"[^/,]+", re.escape(name).replace(r"\<", "<").replace(r"\>", ">"))
+
+
+@pytest.mark.parametrize("flags", [GRPO, PPO], ids=["grpo", "ppo"])
+def test_what_a_run_logs_is_explained(flags: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["arborist"])
+    main(["fit", "--config", str(ROOT / "configs/quickstart.yaml"), *SMALL, *flags, f"--run_dir={tmp_path / 'run'}"])
+    with (tmp_path / "run" / "metrics.csv").open() as file:
+        columns = set(next(csv.reader(file))) - {"step", "epoch"}
+    assert len(columns) > 40
+    assert [one for one in sorted(columns) if not any(re.fullmatch(pattern(name), one) for name in NAMES)] == []
+
+
+def test_what_is_explained_is_logged_somewhere() -> None:
+    code = "\n".join(path.read_text() for folder in PRODUCT for path in sorted((ROOT / folder).rglob("*.py")))
+    parts = {part for name in NAMES for part in re.split(r"/|<\w+>", name) if part}
+    assert len(NAMES) > 60 and [part for part in sorted(parts) if not re.search(rf"\b{part.rstrip('@')}\b", code)] == []
