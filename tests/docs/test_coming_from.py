@@ -1,0 +1,58 @@
+"""docs/coming_from.md: every option it names of this project and of TRL exists."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import re
+from dataclasses import fields
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import transformers
+
+from datamodules import RolloutDataModule
+from modules import ModelSource, PolicyModule
+from modules.tree_module import TreeModule
+
+ROWS = [
+    [cell.strip() for cell in re.split(r" \| ", line.strip("| \n"))]
+    for line in (Path(__file__).resolve().parents[2] / "docs" / "coming_from.md").read_text().splitlines()
+    if line.startswith("| ")
+][1:]
+
+
+def options(of: Any) -> set[str]:
+    return set(inspect.signature(of).parameters)
+
+
+def test_options_of_this_project() -> None:
+    homes = {"model": options(PolicyModule) | options(TreeModule), "data": options(RolloutDataModule)}
+    homes |= {"trainer": options(pl.Trainer), "model.model": options(ModelSource)}
+    named = [key for row in ROWS for key in re.findall(r"`((?:model|data|trainer)\.[\w.]+)", row[1])]
+    assert len(named) > 30
+    assert [key for key in named if key.rpartition(".")[2] not in homes[key.rpartition(".")[0]]] == []
+
+
+def test_options_of_trl() -> None:
+    spec = find_spec("trl")
+    assert spec is not None and spec.origin is not None
+    source = Path(spec.origin).parent / "trainer"
+    files = [source / f"{name}.py" for name in ("grpo_config", "base_config", "grpo_trainer")]
+    names = {
+        found
+        for file in files
+        for node in ast.walk(ast.parse(file.read_text()))
+        for found in (
+            [node.target.id]
+            if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)
+            else [one.arg for one in node.args.args]
+            if isinstance(node, ast.FunctionDef)
+            else []
+        )
+    }
+    names |= {field.name for field in fields(transformers.TrainingArguments)}
+    named = [key for row in ROWS for key in re.findall(r"`(\w+)", row[2])]
+    assert len(named) > 25 and [key for key in named if key not in names] == []
