@@ -192,6 +192,7 @@ class RolloutBatch:
             value_weights what its value loss counts                 ActorCriticModule     value loss
             gradient      of the objective of a whole step, by       PolicyModule          the policy's loss
                           the token's log-probability
+            groups        how many of the step are compared          RewardModule          its loss
 
     Raises:
         BatchError: empty batch, field of another length or dtype, negative token id; a reward beyond 1e9, a temperature

@@ -1,8 +1,9 @@
 """Writes the trained policy as a Hugging Face directory when training ends.
 
-Promises: the directory loads with `AutoModelForCausalLM.from_pretrained` (and `AutoTokenizer`, when the datamodule has
-a tokenizer, or the model that the run began with), on this project's `model: {path: ...}` and on inference servers
-alike. Adapters are written as PEFT has them, for `model: {path: ..., adapter: ...}`, unless they are to be merged.
+Promises: the directory loads with `AutoModelForCausalLM.from_pretrained`, or what a `RewardModule` trained with
+`AutoModelForSequenceClassification.from_pretrained` (and `AutoTokenizer`, when the datamodule has a tokenizer, or the
+model that the run began with), on this project's `model: {path: ...}` and on inference servers alike. Adapters are
+written as PEFT has them, for `model: {path: ..., adapter: ...}`, unless they are to be merged.
 """
 
 from __future__ import annotations

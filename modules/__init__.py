@@ -1,11 +1,11 @@
 """LightningModules: what is trained, how. `PolicyModule` (RL), `ActorCriticModule` (with a critic), `SFTModule`
-(imitation), `TreeModule` (their base)."""
+(imitation), `RewardModule` (reward models), `TreeModule` (their base)."""
 
 from modules.actor_critic import ActorCriticModule
 from modules.algorithm import Regulariser
 from modules.models import ModelSource, Refresh, build_model
 from modules.policy import PolicyModule
-from modules.sft import SFTModule
+from modules.supervised import RewardModule, SFTModule
 from modules.tree_module import TreeModule
 
 __all__ = [
@@ -14,6 +14,7 @@ __all__ = [
     "PolicyModule",
     "Refresh",
     "Regulariser",
+    "RewardModule",
     "SFTModule",
     "TreeModule",
     "build_model",

@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
     AutoTokenizer,
     PretrainedConfig,
     PreTrainedModel,
@@ -75,20 +76,27 @@ class ModelSource:
             )
 
 
-def build_model(source: ModelSource) -> PreTrainedModel:
+def build_model(source: ModelSource, scores: bool = False) -> PreTrainedModel:
     """The model of `source`, in training mode, on the current default device; inside PEFT's wrapper where it has
     adapters, which alone require gradients then.
+
+    Args:
+        scores: as a reward model (`AutoModelForSequenceClassification` with one label) in place of a language model.
+            Its head starts as transformers draws it where `source` has none.
 
     Raises:
         ValueError: naming the field of `source` that cannot be used.
     """
     dtype = _DTYPES[source.dtype]
+    kind: Any = AutoModelForSequenceClassification if scores else AutoModelForCausalLM
+    one_label = {"num_labels": 1} if scores else {}
     if source.path is not None:
         _refuse_adapter(source.path)
         try:
-            model = AutoModelForCausalLM.from_pretrained(source.path, dtype=dtype)
-        except (OSError, ValueError) as error:
-            raise ValueError(f"model.path: '{source.path}' holds no causal language model: {error}") from error
+            model = kind.from_pretrained(source.path, dtype=dtype, **one_label)
+        except (OSError, ValueError, RuntimeError) as error:
+            what = "model that scores with one label" if scores else "causal language model"
+            raise ValueError(f"model.path: '{source.path}' holds no {what}: {error}") from error
     else:
         assert source.config is not None
         config = _make_config(source.config)
@@ -98,8 +106,10 @@ def build_model(source: ModelSource) -> PreTrainedModel:
                 f"model.config.pad_token_id: {padding} is outside the vocabulary of {size}; choose another"
             )
         _refuse_too_large(config, dtype)
+        for key, value in one_label.items():
+            setattr(config, key, value)
         try:
-            model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+            model = kind.from_config(config, dtype=dtype)
         except Exception as error:  # sizes that contradict each other fail anywhere in transformers
             raise ValueError(f"model.config: {_in_one_line(error)}") from error
     if source.adapter is not None:

@@ -38,12 +38,14 @@ class Step:
         batch: a whole batch. indices: the sequences of the step, ascending, one at least.
         columns: what their loss reads, [T] of the whole batch.
         tree: their prefix tree, of mode "tree".
+        whole_groups: a rank gets the sequences of a group together.
     """
 
     batch: RolloutBatch
     indices: list[int]
     columns: Mapping[str, Tensor]
     tree: PrefixTree
+    whole_groups: bool = False
 
 
 class RankWork:
@@ -80,6 +82,7 @@ class RankWork:
             if step is None:
                 return None, None, {}
             shares = self.shares(step.batch, step.indices, step.tree if self._share == "tree" else None)
+            shares = _whole_groups(shares, step.batch.group_ids) if step.whole_groups else shares
             led.append((step, shares))
             values, bounds = trained_values(step.batch, shares, step.columns)
             return {"shares": shares, "bounds": bounds}, step.batch, values
@@ -160,6 +163,17 @@ class RankWork:
                 )
             engine.fall_back(findings)
         return True
+
+
+def _whole_groups(shares: list[list[int]], groups: Tensor) -> list[list[int]]:
+    """The shares, each group's sequences in the one that had its first. Shares are cut between neighbours in the tree,
+    so that few groups move."""
+    of_group: dict[int, int] = {}
+    moved: list[list[int]] = [[] for _ in shares]
+    for number, share in enumerate(shares):
+        for sequence in share:
+            moved[of_group.setdefault(int(groups[sequence]), number)].append(sequence)
+    return [sorted(share) for share in moved]
 
 
 def build_tree(batch: RolloutBatch, share: str, indices: Sequence[int] | None = None) -> PrefixTree:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from transformers import PretrainedConfig
 
-from app.batch import BatchError, EvalHandle, RolloutBatch, StepHandle
+from app.batch import BatchError, RolloutBatch
 from app.tree import PrefixTree, on_device
 from modules.episodes import episodes
 from modules.objectives import Aggregation, token_weights
@@ -29,10 +29,9 @@ State = dict[str, Any]
 """A rollout batch under way, as checkpoints hold it: tensors and primitives only."""
 
 
-def check_batch(handle: StepHandle | EvalHandle, config: PretrainedConfig, policy_version: int) -> RolloutBatch:
+def check_batch(batch: RolloutBatch | None, handle: str, config: PretrainedConfig, policy_version: int) -> RolloutBatch:
     """The batch of a handle. Raises BatchError, naming the sequence and the remedy, if the model cannot run it, or if
     there is none."""
-    batch = handle.batch
     if batch is None:
         raise BatchError(f"{handle}: the datamodule yielded no batch on rank 0, which owns the stream")
     text = config.get_text_config()

@@ -11,8 +11,9 @@ One optimizer step, in call order; what a subclass says is marked *:
     hook                       ranks   does                                       may touch
     on_train_batch_start       all     starts the clock
     training_step              all     returns a placeholder for a loss           `train_metrics`
-      _cut_step                0       index 0: check_batch, prepare*; later:     columns of the batch; runs passes on
-                                       take_up; step_sequences*, step_columns*    all ranks by `ranks.outputs`
+      _cut_step                0       index 0: arrange*, check_batch, prepare*;  columns of the batch; runs passes on
+                                       later: take_up; step_sequences*,           all ranks by `ranks.outputs`
+                                       step_columns*
       begin_step*              all     adds to this rank's columns                `step.columns`
     backward                   all
       ranks.verify_together    all     first step: tree against dense execution   the engine: it may fall back
@@ -45,7 +46,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 from transformers import PreTrainedModel
 
-from app.batch import BatchError, RolloutBatch, StepHandle
+from app.batch import BatchError, EvalHandle, RolloutBatch, StepHandle
 from app.exchange import ranks_of
 from app.tree import FlatOutputs, PrefixTree, RankGroup, TreeEngine
 from modules.evaluation import EvaluatedModule
@@ -106,6 +107,10 @@ class TreeModule(EvaluatedModule):
     steps_per_batch: int = 1
     want: tuple[str, ...] = ("logprobs",)
     """Outputs of the tree pass that `loss` reads."""
+    keeps_groups: bool = False
+    """Whether a rank runs the sequences of a group together, for losses that compare them."""
+    may_idle: bool = False
+    """Whether a step may be without sequences though a batch takes one step."""
 
     def __init__(
         self,
@@ -155,6 +160,10 @@ class TreeModule(EvaluatedModule):
         self._logged: set[str] = set()
 
     # What subclasses define
+
+    def arrange(self, batch: RolloutBatch) -> RolloutBatch:
+        """Rank 0: what is trained of a batch that the datamodule hands out, before it is checked."""
+        return batch
 
     def prepare(self, batch: RolloutBatch) -> None:
         """Rank 0, index 0: forward passes (`ranks.outputs`) and advantages of a checked batch, as its columns."""
@@ -274,7 +283,7 @@ class TreeModule(EvaluatedModule):
         self.train_metrics.reset()
         part = self.ranks.lead(handle, self._cut_step)
         self._step = TreeStep.build(part, self.share_mode, self.last_tree)
-        self._idle = self.steps_per_batch > 1 and not bool(
+        self._idle = (self.may_idle or self.steps_per_batch > 1) and not bool(
             self.ranks.exchange.sum(torch.tensor(part is not None).long())
         )
         self.begin_step(self._step, handle.index)
@@ -286,18 +295,24 @@ class TreeModule(EvaluatedModule):
         """Rank 0: prepares a new batch, or takes up the one under way; the parts of the step."""
         assert self.policy is not None
         if handle.index == 0:
-            self.batch = check_batch(handle, self.policy.config, self.policy_version)
+            self.batch = self.checked_batch(handle)
             self.prepare(self.batch)
         elif self.batch is None or handle.batch is not self.batch:
-            offered = check_batch(handle, self.policy.config, self.policy_version)
-            self.batch = take_up(offered, self.batch, self._restored)
+            self.batch = take_up(self.checked_batch(handle), self.batch, self._restored)
         self._restored = None
         indices = self.step_sequences(self.batch, handle.index)
         # Ranks compute shared prefixes again and other modes share less, so token counts need a tree of their own.
         self.last_tree = build_tree(self.batch, "tree", indices)
         if not indices:
             return None
-        return Step(self.batch, indices, self.step_columns(self.batch, indices), self.last_tree)
+        columns = self.step_columns(self.batch, indices)
+        return Step(self.batch, indices, columns, self.last_tree, self.keeps_groups)
+
+    def checked_batch(self, handle: StepHandle | EvalHandle) -> RolloutBatch:
+        """Rank 0: the batch of a handle as it is trained. Raises BatchError as `check_batch`."""
+        assert self.policy is not None
+        arranged = None if handle.batch is None else self.arrange(handle.batch)
+        return check_batch(arranged, repr(handle), self.policy.config, self.policy_version)
 
     def tree_pass(self, step: TreeStep) -> None:
         """Accumulates this rank's gradients of one optimizer step."""

@@ -198,6 +198,58 @@ class TreeEngine:
             self.backward_from(tree, used, temperatures)
         return float(loss.detach())
 
+    def backward_grouped(
+        self,
+        tree: PrefixTree,
+        loss_fn: Callable[[FlatOutputs, Tensor], Tensor],
+        groups: Any,
+        want: Sequence[str] = ("logprobs",),
+    ) -> float:
+        """Accumulates the gradient of a loss that couples the sequences of a group (it compares them, say) into `.grad`
+        and returns the loss. One pass, but for groups whose sequences the plan ends in different chunks: these go
+        forward once more before it.
+
+        Args:
+            tree, want: as in `forward`; one temperature, the engine's.
+            loss_fn: `loss_fn(out: FlatOutputs, indices: int64 [n]) -> scalar`, the sum over groups, all of whose
+                sequences are among these. Every group is passed exactly once.
+            groups: integers [N], the group of each sequence.
+        """
+        self._verify_once(tree, want)
+        execution, ids = self.plan(tree), np.unique(np.asarray(groups), return_inverse=True)[1]
+        last = tree.sequence_last_needed
+        chunk = np.where(last >= 0, execution.token_chunk[last], -1) if tree.num_tokens else last
+        lowest, highest = np.full(len(ids), len(execution.chunks)), np.full(len(ids), -1)
+        np.minimum.at(lowest, ids, chunk)
+        np.maximum.at(highest, ids, chunk)
+        apart = torch.from_numpy((lowest < highest)[ids])  # [N]
+        if not bool(apart.any()):
+            return float(self._executor(tree, want, execution=execution).run(loss_fn))
+        chosen = apart.nonzero().flatten()
+        out = self.forward(tree.select(chosen.tolist()), want).with_gradient()
+        with torch.enable_grad():
+            before = loss_fn(out, chosen)
+            check_scalar(before, "")
+            if before.requires_grad:
+                before.backward()
+        place = torch.full((len(apart),), -1).index_copy(0, chosen, torch.arange(len(chosen)))
+
+        def rest(now: FlatOutputs, indices: Tensor) -> Tensor:
+            """Of groups that are not apart the loss; of the others, which is known, the gradient alone."""
+            together = (~apart[indices]).nonzero().flatten()
+            total = loss_fn(now.select(together), indices[together]) if len(together) else before.new_zeros(())
+            there = apart[indices].nonzero().flatten()
+            mine, theirs = now.select(there), place[indices[there]]
+            for name in want:
+                given = getattr(out, name).grad
+                if given is not None and len(there):
+                    values = getattr(mine, name)
+                    known = FlatOutputs(out.cu_seqlens, **{name: given}).select(theirs)
+                    total = total + (getattr(known, name) * (values - values.detach())).sum()
+            return total
+
+        return float(self._executor(tree, want, execution=execution).run(rest)) + float(before.detach())
+
     def backward_from(
         self, tree: PrefixTree, grads: Mapping[str, Tensor | Sequence[Tensor]], temperatures: Any | None = None
     ) -> None:

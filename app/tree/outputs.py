@@ -7,6 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from app.tree.transfer import on_device
+
 OUTPUT_NAMES = ("logprobs", "entropy", "values")
 
 
@@ -40,6 +42,16 @@ class FlatOutputs:
         start, stop = int(self.cu_seqlens[k]), int(self.cu_seqlens[k + 1])
         flat = {name: getattr(self, name) for name in OUTPUT_NAMES}
         return SequenceOutputs(**{name: x if x is None else x[start:stop] for name, x in flat.items()})
+
+    def select(self, chosen: Tensor) -> FlatOutputs:
+        """The sequences `chosen`, int64 [m] of 0 to n - 1, in that order."""
+        lengths = self.cu_seqlens.diff()[chosen]
+        ends = lengths.cumsum(0)
+        starts = self.cu_seqlens[chosen] - (ends - lengths)
+        at = torch.arange(int(lengths.sum())) + starts.repeat_interleave(lengths)
+        flat = {name: getattr(self, name) for name in OUTPUT_NAMES}
+        picked = {name: x if x is None else x[on_device(at.numpy(), x.device)] for name, x in flat.items()}
+        return FlatOutputs(torch.cat([lengths.new_zeros(1), ends]), **picked)
 
 
 class TreeOutputs:

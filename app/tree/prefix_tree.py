@@ -101,6 +101,14 @@ class PrefixTree:
             shared[1:][shared[1:] < lengths[order][:-1]] = 0
         return _grow(arrays, lengths, order, shared, leaf_tokens, masks)
 
+    def select(self, indices: Sequence[int] | Ints) -> PrefixTree:
+        """The tree of the sequences `indices`, in that order, which share every common prefix (whatever keys this one
+        was built with)."""
+        picks = np.asarray(indices, np.int64)
+        ends = np.cumsum(self.sequence_length[picks])[:-1]
+        tokens = np.split(self.tokens[self.sequence_tokens(picks)], ends)
+        return PrefixTree.build(tokens, scored=np.split(self.sequence_scored(picks), ends))
+
     @property
     def num_sequences(self) -> int:
         return len(self.sequence_length)

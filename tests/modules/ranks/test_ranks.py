@@ -58,6 +58,7 @@ CASES: dict[str, dict[str, Any]] = {
     },
     "fewer sequences than ranks, empty minibatches": {"kind": "one", "minibatches": 3},
     "sft": {"kind": "groups", "module": "sft"},
+    "a reward model": {"kind": "groups", "module": "reward"},
 }
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from app.batch import RolloutBatch
 from app.strategies import DTAStrategy
-from modules import ActorCriticModule, PolicyModule, Regulariser, SFTModule, ranks, step
+from modules import ActorCriticModule, PolicyModule, Regulariser, RewardModule, SFTModule, ranks, step
 from tests.helpers.tiny_policy import Batches, Metrics, make_batch, parameters, sgd, source, trainer
 from tests.modules.held_out import Sets
 
@@ -36,7 +36,7 @@ def train(
 ) -> Result:
     """Parameters, metrics of every step, and validation metrics."""
     torch.manual_seed(0)
-    make = {"policy": PolicyModule, "critic": ActorCriticModule, "sft": SFTModule}[module]
+    make = {"policy": PolicyModule, "critic": ActorCriticModule, "sft": SFTModule, "reward": RewardModule}[module]
     made = make(source(), optimizer=sgd, **options)
     metrics = Metrics()
     held_out: list[RolloutBatch | None] = [make_batch(7), make_batch(8, groups=1)]

@@ -14,7 +14,6 @@ from app.batch import EvalHandle
 from app.tree import FlatOutputs
 from modules.metrics import NamedMetrics
 from modules.models import ModelSource
-from modules.step import check_batch
 from modules.tree_module import TreeModule, objects_among
 
 
@@ -43,7 +42,6 @@ class SFTModule(TreeModule):
 
     def _score(self, handle: EvalHandle) -> None:
         """Rank 0."""
-        assert self.policy is not None, "configure_model builds the policy"
-        batch = check_batch(handle, self.policy.config, self.policy_version)
+        batch = self.checked_batch(handle)
         logprobs = self.ranks.outputs(batch, {"policy": ["logprobs"]})["policy"]["logprobs"]
         self.eval_metrics.update({"loss": (-torch.sum(logprobs, dtype=torch.float64), batch.loss_mask.sum())})
