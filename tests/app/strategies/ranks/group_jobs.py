@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
-from functools import cache, partial
+from functools import partial
 from typing import Any
 from unittest.mock import patch
 
@@ -46,15 +46,9 @@ class CountedGroup(GroupRanks):
         super()._run(what, operation, *arguments)
 
 
-@cache
-def groups_of(size: int) -> CountedGroup:
-    return CountedGroup(size)
-
-
-@cache
-def sharded_over(size: int, name: str, dtype: torch.dtype) -> tuple[PreTrainedModel, nn.Linear]:
+def sharded_over(group: CountedGroup, name: str, dtype: torch.dtype) -> tuple[PreTrainedModel, nn.Linear]:
     model, head = models.make(name, dtype), models.value_head(dtype)
-    shard_models(model, groups_of(size))
+    shard_models(model, group)
     return model, head
 
 
@@ -98,14 +92,13 @@ def run_pass(
 ) -> dict[str, Any]:
     """One rank's forward, backward and coupled backward over a case, in groups of `size`; parameters `sharded` or whole
     on every rank."""
-    model, head = sharded_over(size, name, dtype) if sharded else models.shared(name, dtype)
+    group = CountedGroup(size)
+    model, head = sharded_over(group, name, dtype) if sharded else models.shared(name, dtype)
     tree, temperatures = build(case), as_tensor(case.temperatures)
     loss = SequenceLoss(kind, case.lengths, case.seed, want)
     budgets = {"chunk_tokens": case.chunk_tokens, "live_tokens": case.live_tokens}
     engine = {"value_head": head, "self_check": False, **budgets, **engine}
     take_grads(model, head)
-    group = groups_of(size)
-    group.seen.clear()
     with masked_block(block), units_noted(group.seen):
         ours = TreeEngine(model, group=group, **engine)
         outputs = ours.forward(tree, want, temperatures)
@@ -125,7 +118,7 @@ def run_pass(
 
 def run_cells(size: int, cells: list[tuple[str, str]]) -> None:
     """Cells of the support matrix (family, column), as they are, by an engine of which this rank is a part."""
-    group = groups_of(size)
+    group = CountedGroup(size)
 
     def take_all(model: nn.Module, head: nn.Module | None = None) -> dict[str, Tensor | None]:
         grads = take_grads(model, head)
@@ -148,7 +141,7 @@ def run_cells(size: int, cells: list[tuple[str, str]]) -> None:
 
 def run_odd_heads(size: int) -> None:
     model = models.make("qwen3", num_attention_heads=3, num_key_value_heads=1)
-    TreeEngine(model, group=groups_of(size)).forward(PrefixTree.build(families.SEQUENCES))
+    TreeEngine(model, group=CountedGroup(size)).forward(PrefixTree.build(families.SEQUENCES))
 
 
 def summed(found: list[dict[str, Any]], key: str) -> dict[str, Tensor | None]:
@@ -160,7 +153,7 @@ def summed(found: list[dict[str, Any]], key: str) -> dict[str, Tensor | None]:
 def traffic(size: int, chunk_tokens: int, live_tokens: int) -> dict[str, float]:
     """Elements that a sharded backward pass gathers and sums, beside what its plan says."""
     model = models.make("starcoder2", torch.float64, num_hidden_layers=3)
-    group = groups_of(size)
+    group = CountedGroup(size)
     shard_models(model, group)
     engine = TreeEngine(model, chunk_tokens, live_tokens, self_check=False, group=group)
     tree = PrefixTree.build(families.SEQUENCES)
@@ -181,7 +174,7 @@ def fits(size: int, free: int) -> list[str]:
     """What a deep model's pass says with so many bytes free: whole on every rank, and in shards."""
     said = []
     for sharded in (False, True):
-        group = groups_of(size)
+        group = CountedGroup(size)
         model = models.make("starcoder2", num_hidden_layers=24, hidden_size=128, intermediate_size=512)
         if sharded:
             shard_models(model, group)
