@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 DEADLINE = 240.0  # seconds a job may take, where many others run
-IMPORTED = ["torch", "torch.distributed", "transformers", "lightning.pytorch"]
+IMPORTED = ["torch", "torch.distributed.tensor", "transformers", "lightning.pytorch"]
 
 
 class RankError(AssertionError):
@@ -51,6 +51,7 @@ def _serve(rank: int, size: int, store: str, connection: Connection, environment
     import torch
     import torch.distributed as dist
     from lightning.pytorch.utilities.rank_zero import rank_zero_only
+    from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
     rank_zero_only.rank = rank  # which the process this one is a fork of read from an environment without ranks
     torch.set_num_threads(1)
@@ -70,6 +71,8 @@ def _serve(rank: int, size: int, store: str, connection: Connection, environment
         gc.collect()  # the threads of a group end with the last reference to it
         if dist.is_initialized():
             dist.destroy_process_group()
+        # It keeps meshes by their shape, with the names of groups that are gone or, by now, another's.
+        _clear_sharding_prop_cache()
 
 
 class RankPool:
