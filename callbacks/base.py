@@ -22,9 +22,10 @@ def run_dir(trainer: Trainer) -> Path:
     return Path(trainer.log_dir or trainer.default_root_dir)
 
 
-def whole_policy(trainer: Trainer, policy: Any) -> Any:
-    """A collective: on rank 0 the policy with whole weights, which is a copy in CPU memory where ranks hold shards."""
-    return whole_copy(policy, trainer.is_global_zero) if is_sharded(policy) else policy
+def whole_policy(trainer: Trainer, policy: Any, adapter: bool = False) -> Any:
+    """A collective: on rank 0 the policy with whole weights, which is a copy in CPU memory where ranks hold shards; the
+    policy itself where nothing but its `adapter` is wanted, which every rank has."""
+    return whole_copy(policy, trainer.is_global_zero) if is_sharded(policy) and not adapter else policy
 
 
 class StepMetrics(Callback):

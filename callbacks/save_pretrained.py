@@ -34,7 +34,8 @@ class SavePretrained(Callback):
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         target = run_dir(trainer) / self.dirpath
-        policy: Any = whole_policy(trainer, pl_module.policy)
+        adapter = hasattr(pl_module.policy, "peft_config") and not self.merge
+        policy: Any = whole_policy(trainer, pl_module.policy, adapter)
         if trainer.is_global_zero:
             if self.merge:
                 base_model(policy).save_pretrained(target, state_dict=merged_weights(policy))

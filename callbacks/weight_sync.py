@@ -8,7 +8,8 @@
 
 Promises: rollouts and validation start with the trainer's (restored) weights; when `on_train_batch_end` returns
 the engine serves the version the trainer has, and the staleness gate knows it. Only global rank 0 talks to the engine;
-where parameters are sharded it gathers a copy in CPU memory first, one tensor at a time, with the ranks of its group.
+where parameters are sharded it gathers a copy in CPU memory first, one tensor at a time, with the ranks of its group
+(not for an adapter alone, which every rank has).
 
 A version is one set of weights, so the engine never serves those in the middle of a batch of several steps. Validation
 there would score other weights than a checkpoint saves with that score: it is refused when training starts.
@@ -132,7 +133,7 @@ class WeightSync(Callback):
         seconds, size, downtime_s = 0.0, 0, 0.0
         if module.policy_version != self._sent:
             began = time.perf_counter()
-            policy = whole_policy(trainer, module.policy)
+            policy = whole_policy(trainer, module.policy, self._way == "adapter")
             if trainer.is_global_zero:
                 size, downtime_s = self._send(trainer, policy, module.policy_version)
                 seconds = time.perf_counter() - began
@@ -143,7 +144,7 @@ class WeightSync(Callback):
 
     def _start(self, trainer: Trainer, module: Any) -> None:
         new = self._sent != module.policy_version  # otherwise the engine runs, and has them
-        policy = whole_policy(trainer, module.policy) if new else module.policy
+        policy = whole_policy(trainer, module.policy, self._way == "adapter") if new else module.policy
         self._sent = module.policy_version
         if not trainer.is_global_zero:
             return

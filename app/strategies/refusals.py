@@ -78,12 +78,6 @@ def check_sharded(module: Module, offload: bool) -> None:
             "DTAStrategy(offload_optimizer=True) is not supported with shard_parameters=True, where a parameter is its"
             " own master: leave one of them out"
         )
-    for name, child in module.named_modules():
-        if hasattr(child, "peft_config") and hasattr(child, "get_base_model"):
-            raise MisconfigurationException(
-                f"DTAStrategy(shard_parameters=True): '{name}' has adapters (model.adapter), which is not"
-                " supported yet; set shard_parameters=False, or train without an adapter"
-            )
 
 
 def check_steps(trainer: pl.Trainer, checkpoint: Mapping[str, Any]) -> None:

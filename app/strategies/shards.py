@@ -6,8 +6,9 @@ each; gradients are summed over the group as each backward leaves a unit, and ac
 for such parameters); several groups add their shards up once a step, when all backwards are done, so that no collective
 inside a pass leaves the group. A rank's part of a parameter is a run of its rows: in checkpoints a box like any other.
 
-Embeddings and output projections stay whole on every rank (with optimizer state over all ranks, as ever): a pass needs
-them in every chunk, and their matrix would travel as often.
+Embeddings, output projections and adapters stay whole on every rank (with optimizer state over all ranks, as ever): a
+pass needs them in every chunk, and their matrices would travel as often. What is below adapters is frozen, and only
+gathered.
 """
 
 from __future__ import annotations
@@ -62,6 +63,8 @@ def shard_models(module: Module, group: GroupRanks) -> None:
             for part in (model.get_input_embeddings(), model.get_output_embeddings())
             for parameter in (part.parameters() if part is not None else ())
         }
+        if any(hasattr(part, "base_layer") for part in model.modules()):  # as PEFT's layers have
+            whole |= {parameter for parameter in model.parameters() if parameter.requires_grad}
         for unit in (*layers, body):
             _shard(unit, group, whole)
         for unit in body.modules():
@@ -92,9 +95,10 @@ def computes_in(parameter: Tensor) -> torch.dtype:
 
 
 @torch.no_grad()
-def whole_copy(model: PreTrainedModel, keep: bool) -> PreTrainedModel | None:
-    """Collective over the group of rank 0: where `keep`, a plain model in CPU memory with the parameters of all ranks.
-    They are gathered one at a time, so that other ranks hold no more than the largest."""
+def whole_copy(model: Any, keep: bool) -> Any:
+    """Collective over the group of rank 0: where `keep`, a plain model in CPU memory with the parameters of all ranks
+    (in PEFT's wrapper where `model` is). They are gathered one at a time, so that other ranks hold no more than the
+    largest."""
     named = dict(model.named_parameters(remove_duplicate=False))
     cut = next(parameter for parameter in named.values() if isinstance(parameter.data, DTensor))
     if not (cut.data.device_mesh.mesh == 0).any():
@@ -107,18 +111,31 @@ def whole_copy(model: PreTrainedModel, keep: bool) -> PreTrainedModel | None:
             weights[name] = gathered.detach().to("cpu", dtype, copy=True)
     if not keep:
         return None
-    with torch.device("meta"):
-        plain: Any = type(model)(copy.deepcopy(model.config))
-    plain.load_state_dict(weights, assign=True)
-    plain.tie_weights()
+    whole = _without_storage(model)
+    whole.load_state_dict(weights, assign=True)
+    inner = whole.get_base_model() if hasattr(whole, "get_base_model") else whole
+    inner.tie_weights()
     for name, buffer in model.named_buffers():  # those that no state_dict holds
         owner, _, own = name.rpartition(".")
-        plain.get_submodule(owner)._buffers[own] = buffer.detach().to("cpu", copy=True)
-    for also in ("generation_config", "_weight_conversions"):
-        if hasattr(model, also):
-            setattr(plain, also, copy.deepcopy(getattr(model, also)))
-    whole: PreTrainedModel = plain
+        whole.get_submodule(owner)._buffers[own] = buffer.detach().to("cpu", copy=True)
     return whole
+
+
+def _without_storage(model: Any) -> Any:
+    """A plain model of the same configuration, and adapters of the same kind where it has some."""
+    adapted = hasattr(model, "get_base_model")
+    inner = model.get_base_model() if adapted else model
+    with torch.device("meta"):
+        plain = type(inner)(copy.deepcopy(inner.config))
+        for also in ("generation_config", "_weight_conversions"):
+            if hasattr(inner, also):
+                setattr(plain, also, copy.deepcopy(getattr(inner, also)))
+        for number, (name, adapter) in enumerate(model.peft_config.items() if adapted else ()):
+            if number == 0:
+                plain = type(model)(plain, copy.deepcopy(adapter), adapter_name=name)
+            else:
+                plain.add_adapter(name, copy.deepcopy(adapter))
+    return plain
 
 
 def is_sharded(model: Module) -> bool:

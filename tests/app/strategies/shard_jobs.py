@@ -16,7 +16,8 @@ from app.strategies.pieces import load_whole
 from callbacks import SavePretrained, WeightSync
 from datamodules.inference.embedded import EmbeddedEngine
 from datamodules.inference.protocol import GenerationRequest
-from modules import PolicyModule, build_model
+from modules import ModelSource, PolicyModule, build_model
+from modules.models import inner_model
 from tests.datamodules.inference.engine_suite import assert_parity
 from tests.helpers.tiny_policy import Batches, Metrics, make_batch, parameters, source, trainer
 
@@ -29,15 +30,26 @@ def adamw(params: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(params, lr=0.02, weight_decay=0.1)
 
 
+def adapted(base: Path | None) -> ModelSource:
+    """A new adapter on the model in `base`, or a whole model where there is none."""
+    targets = ["q_proj", "v_proj", "down_proj"]
+    return ModelSource(path=str(base), adapter={"r": 2, "target_modules": targets}) if base else source(**HEADS)
+
+
 def fit(
-    layout: Layout, steps: int, directory: Path | None = None, start: Path | None = None, precision: str = "32-true"
+    layout: Layout,
+    steps: int,
+    directory: Path | None = None,
+    start: Path | None = None,
+    precision: str = "32-true",
+    base: Path | None = None,
 ) -> dict[str, Any]:
     """`steps` optimizer steps of GRPO with clipping and a schedule, from the beginning or from the checkpoint `start`;
-    the last one's is written to `directory`."""
+    the last one's is written to `directory`. Of an adapter on the model in `base`, where that is given."""
     torch.manual_seed(0)
     ranks, size, sharded = layout
     module = PolicyModule(
-        source(**HEADS),
+        adapted(base),
         optimizer=adamw,
         lr_scheduler=lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, step_size=2, gamma=0.5),
     )
@@ -84,11 +96,11 @@ def contents(path: Path) -> dict[str, Tensor]:
     return load_whole(path, lambda name: True)
 
 
-def again(layout: Layout, start: Path, directory: Path, precision: str) -> None:
+def again(layout: Layout, start: Path, directory: Path, precision: str, base: Path | None = None) -> None:
     """Loads a checkpoint and writes it as it is."""
     torch.manual_seed(0)
     ranks, size, sharded = layout
-    module = PolicyModule(source(**HEADS), optimizer=adamw)
+    module = PolicyModule(adapted(base), optimizer=adamw)
     strategy = DTAStrategy(group_size=size, shard_parameters=sharded, calibrate=False)
 
     class AtOnce(ModelCheckpoint):
@@ -136,27 +148,27 @@ class Served(Batches):
 class ServesWhatIsTrained(Callback):
     """After `WeightSync`: what the engine samples is of the weights that all ranks together have."""
 
-    def __init__(self) -> None:
-        self.versions: list[int] = []
+    def __init__(self, source: ModelSource) -> None:
+        self.source, self.versions = source, []
 
     def on_train_batch_end(self, run: Any, module: Any, *unused: Any) -> None:
         weights = parameters(module.policy)
         if run.is_global_zero:
             request = GenerationRequest([3, 1, 4, 1, 5], 12)
             response = asyncio.run(run.datamodule.engine.generate(request))
-            model = build_model(source(**HEADS))
+            model = build_model(self.source)
             model.load_state_dict(weights, strict=False)
-            model.tie_weights()
+            inner_model(model).tie_weights()
             assert_parity({module.policy_version: model}, request, response, 1e-5)
             self.versions.append(module.policy_version)
 
 
-def serve(layout: Layout) -> list[int]:
+def serve(layout: Layout, base: Path | None = None) -> list[int]:
     """The versions that were served with the weights they are of."""
     torch.manual_seed(0)
     ranks, size, sharded = layout
-    module = PolicyModule(source(**HEADS), optimizer=adamw)
-    data, seen = Served([make_batch(k, version=k) for k in range(2)]), ServesWhatIsTrained()
+    module = PolicyModule(adapted(base), optimizer=adamw)
+    data, seen = Served([make_batch(k, version=k) for k in range(2)]), ServesWhatIsTrained(adapted(base))
     strategy = DTAStrategy(group_size=size, shard_parameters=sharded)
     try:
         trainer(WeightSync(), seen, devices=ranks, strategy=strategy).fit(module, data)

@@ -7,15 +7,17 @@ from pathlib import Path
 import pytest
 import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from peft import PeftModel
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from app.strategies import DTAStrategy, refusals
+from modules import build_model
 from tests.app.strategies import shard_jobs as jobs
 from tests.app.strategies.shard_jobs import Layout
 from tests.app.tree import models
-from tests.datamodules.inference.adapters import with_lora
 from tests.helpers.rank_pool import RankError, RankPool
+from tests.helpers.tiny_policy import source
 
 START = 170.0
 ALONE: Layout = (1, 1, False)
@@ -90,6 +92,54 @@ def test_an_engine_beside_the_trainer_serves_whole_weights(pools: dict[int, Rank
     assert pools[layout[0]].run(jobs.serve, START, layout=layout)[0] == [1, 2]
 
 
+@pytest.fixture
+def base(tmp_path: Path) -> Path:
+    torch.manual_seed(1)
+    build_model(source(**jobs.HEADS)).save_pretrained(tmp_path / "base")
+    return tmp_path / "base"
+
+
+def test_an_adapter_is_trained_on_shards_of_its_base(pools: dict[int, RankPool], tmp_path: Path, base: Path) -> None:
+    """The base is cut up, the adapter on every rank; a checkpoint goes on in another layout, and its bits are the
+    same in each; what is written at the end is PEFT's directory."""
+    [whole] = pools[1].run(jobs.fit, START, layout=ALONE, steps=3, base=base)
+    options = {"layout": (2, 2, True), "base": base}
+    for got in pools[2].run(jobs.fit, START, steps=3, directory=tmp_path, **options):
+        assert _difference(got["parameters"], whole["parameters"]) < 2e-5
+        assert got["grad_norm"] == pytest.approx(whole["grad_norm"], rel=1e-4)
+        kept = sum(p.numel() for name, p in got["parameters"].items() if "lora" in name or "embed" in name)
+        layers = sum(p.numel() for p in got["parameters"].values()) - kept
+        assert got["held"] <= layers / 2 + kept + 2
+    assert min(float(p.abs().max()) for name, p in got["parameters"].items() if "lora_B" in name) > 0
+    trained = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), tmp_path / "model")
+    exported = {f"policy.{name}": p for name, p in trained.named_parameters()}
+    assert _difference(exported, got["parameters"]) == 0.0
+
+    expected = jobs.contents(tmp_path / "step=3.ckpt")
+    options = {"start": tmp_path / "step=3.ckpt", "base": base, "precision": "32-true"}
+    for ranks, layout in ((1, ALONE), (2, (2, 2, True))):
+        pools[ranks].run(jobs.again, START, layout=layout, directory=tmp_path / str(ranks), **options)
+        found = jobs.contents(tmp_path / str(ranks) / "again.ckpt")
+        assert found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in found)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("precision", "tolerance"), [("64-true", 1e-6), ("bf16-true", 0.05)])
+@pytest.mark.parametrize("layout", [(4, 2, True), (4, 4, True)])
+def test_adapters_in_more_layouts(
+    pools: dict[int, RankPool], base: Path, layout: Layout, precision: str, tolerance: float
+) -> None:
+    options = {"steps": 3, "base": base, "precision": precision}
+    [whole] = pools[1].run(jobs.fit, START, layout=ALONE, **options)
+    for got in pools[4].run(jobs.fit, START, layout=layout, **options):
+        assert got["grad_norm"] == pytest.approx(whole["grad_norm"], rel=tolerance)
+        assert _difference(got["parameters"], whole["parameters"]) < tolerance
+
+
+def test_an_engine_serves_the_adapter_on_its_base(pools: dict[int, RankPool], base: Path) -> None:
+    assert pools[2].run(jobs.serve, START, layout=(2, 2, True), base=base)[0] == [1, 2]
+
+
 def test_a_run_goes_on_with_shards_and_holds_its_part(pools: dict[int, RankPool], tmp_path: Path) -> None:
     """For `make test`: one step on two ranks with whole parameters, the next two with shards."""
     [whole] = pools[1].run(jobs.fit, START, layout=ALONE, steps=3)
@@ -110,10 +160,6 @@ def test_refused_by_name() -> None:
     model = models.make("qwen3")
     with pytest.raises(MisconfigurationException, match=r"offload_optimizer=True.*leave one of them out"):
         refusals.check_sharded(model, offload=True)
-    with pytest.raises(
-        MisconfigurationException, match=r"'0' has adapters \(model.adapter\).*set shard_parameters=False"
-    ):
-        refusals.check_sharded(torch.nn.ModuleList([with_lora(model)]), offload=False)
 
 
 def test_a_module_is_sharded_once(two_ranks: RankPool) -> None:
