@@ -77,8 +77,8 @@ class ModelSource:
 
 
 def build_model(source: ModelSource, scores: bool = False) -> PreTrainedModel:
-    """The model of `source`, in training mode, on the current default device; inside PEFT's wrapper where it has
-    adapters, which alone require gradients then.
+    """The model of `source`, in training mode, on the current default device (on "meta" its weights are not read);
+    inside PEFT's wrapper where it has adapters, which alone require gradients then.
 
     Args:
         scores: as a reward model (`AutoModelForSequenceClassification` with one label) in place of a language model.
@@ -93,7 +93,10 @@ def build_model(source: ModelSource, scores: bool = False) -> PreTrainedModel:
     if source.path is not None:
         _refuse_adapter(source.path)
         try:
-            model = kind.from_pretrained(source.path, dtype=dtype, **one_label)
+            if _without_storage():
+                model = kind.from_config(AutoConfig.from_pretrained(source.path, **one_label), dtype=dtype)
+            else:
+                model = kind.from_pretrained(source.path, dtype=dtype, **one_label)
         except (OSError, ValueError, RuntimeError) as error:
             what = "model that scores with one label" if scores else "causal language model"
             raise ValueError(f"model.path: '{source.path}' holds no {what}: {error}") from error
@@ -117,6 +120,10 @@ def build_model(source: ModelSource, scores: bool = False) -> PreTrainedModel:
         model = _adapted(model, source.adapter, source.path)
     # from_pretrained leaves evaluation mode on, in which dropout and gradient checkpointing would be off in silence.
     return model.train()
+
+
+def _without_storage() -> bool:
+    return torch.get_default_device().type == "meta"
 
 
 def check_same_tokens(tokenizer: PreTrainedTokenizerBase | None, policy: ModelSource, reference: ModelSource) -> None:
@@ -179,6 +186,8 @@ def _adapted(model: PreTrainedModel, adapter: str | dict[str, Any], path: str) -
         raise ValueError("model.adapter: adapters need the package peft: pip install 'arborist[lora]'") from error
     if isinstance(adapter, str):
         try:
+            if _without_storage():
+                return peft.get_peft_model(model, peft.PeftConfig.from_pretrained(adapter))
             return peft.PeftModel.from_pretrained(model, adapter, is_trainable=True)
         except (OSError, ValueError, RuntimeError, KeyError, TypeError) as error:
             raise ValueError(

@@ -20,7 +20,8 @@ from __future__ import annotations
 import math
 import time
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, NoReturn
@@ -40,23 +41,23 @@ from torch.optim import Optimizer
 
 from app.interruption import Interrupted
 from app.strategies import refusals
-from app.strategies.checkpoint.checkpoints import CheckpointError, CheckpointWriter, check, pack, unreadable
+from app.strategies.checkpoint.checkpoints import CheckpointError, CheckpointWriter, pack
+from app.strategies.checkpoint.loading import load_weights, read
 from app.strategies.checkpoint.optimizer_state import load_sharded, load_whole, save_sharded
-from app.strategies.checkpoint.trainer_state import mismatch, put_together, take_apart
+from app.strategies.checkpoint.trainer_state import take_apart
 from app.strategies.divergence import Divergence
-from app.strategies.pieces import CheckpointMismatch, Piece, load_pieces
+from app.strategies.pieces import Piece, load_pieces
 from app.strategies.precision import keep_default_dtype
 from app.strategies.ranks.balance import Calibration
 from app.strategies.ranks.collectives import Communicator
 from app.strategies.ranks.groups import GroupRanks
 from app.strategies.ranks.listening import LOOPBACK, gloo_on_loopback, is_local
-from app.strategies.ranks.rendezvous import leave_at_exit, meet
+from app.strategies.ranks.rendezvous import join, leave_at_exit
 from app.strategies.ranks.sharing import SharedRanks
-from app.strategies.ranks.watch import GRACE, RankWatch
+from app.strategies.ranks.watch import RankWatch
 from app.strategies.shards import refuse_shards, shard_models
 from app.strategies.zero1 import ShardedOptimizer
 
-_MEETING = timedelta(minutes=10)  # until every process of a job has started
 _SIGNS = 3.0  # seconds to look for a rank that died behind a failed checkpoint
 _LAST_WORDS = 30.0  # seconds a run that failed waits for a checkpoint already begun
 
@@ -185,7 +186,15 @@ class DTAStrategy(DDPStrategy):
         refusals.check_group(self._group_size, self.world_size)
         with gloo_on_loopback(is_local(self._address)):
             if not dist.is_initialized():
-                self._meet()
+                assert self.cluster_environment is not None
+                limits = (self._timeout, self._death_timeout)
+                join(
+                    self.cluster_environment,
+                    self._address,
+                    self._get_process_group_backend(),
+                    self.root_device,
+                    *limits,
+                )
             super().setup_distributed()  # leaves a group that exists alone
             gloo = dist.get_backend() == "gloo"
             control = None if gloo else dist.new_group(backend="gloo", timeout=self._timeout)
@@ -202,20 +211,6 @@ class DTAStrategy(DDPStrategy):
             group, self._timeout.total_seconds(), lambda: watch.explain(_SIGNS) if watch is not None else ""
         )
         self._failed = False
-
-    def _meet(self) -> None:
-        assert self.cluster_environment is not None
-        rank, size = self.cluster_environment.global_rank(), self.cluster_environment.world_size()
-        # Nobody has to find a rank that is alone, and an earlier run of this process may still hold the port it had.
-        port = self.cluster_environment.main_port if size > 1 else 0
-        store = meet(rank, self._address, port, min(self._timeout, _MEETING))
-        device = self.root_device if self.root_device.type != "cpu" else None
-        backend = self._get_process_group_backend()
-        # NCCL's own watchdog aborts the process, with nothing said of who is missing: ours come first.
-        later = timedelta() if backend == "gloo" else self._death_timeout + timedelta(seconds=3 * GRACE)
-        dist.init_process_group(
-            backend, store=store, rank=rank, world_size=size, timeout=self._timeout + later, device_id=device
-        )
 
     @property
     def _address(self) -> str:
@@ -264,21 +259,45 @@ class DTAStrategy(DDPStrategy):
         self._links = any(getattr(callback, "save_last", None) == "link" for callback in trainer.checkpoint_callbacks)
         super().setup(trainer)
 
+    @property
+    def _cuts_up(self) -> bool:
+        module = self.lightning_module
+        return self.shard_parameters and module is not None and module.trainer.state.fn == TrainerFn.FITTING
+
+    @property
+    def _gets_weights(self) -> bool:
+        """Whether this rank's models have none of their own until they are cut up."""
+        return self._cuts_up and not self.is_global_zero
+
+    @contextmanager
+    def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
+        """Models to be cut up are built in rank 0's CPU memory, and on the others without storage."""
+        with super().tensor_init_context(empty_init), ExitStack() as inner:
+            if self._cuts_up:
+                inner.enter_context(torch.device("meta" if self._gets_weights else "cpu"))
+            yield
+
+    def model_to_device(self) -> None:
+        if not self._cuts_up:
+            super().model_to_device()
+
     def configure_ddp(self) -> None:
         """No wrapper: the module stays what it is. Ranks start from rank 0's parameters and buffers."""
         assert self.lightning_module is not None
         refuse_shards(self.lightning_module)
-        tensors = [*self.lightning_module.named_parameters(), *self.lightning_module.named_buffers()]
+        module = self.lightning_module
+        tensors = lambda: (*module.named_parameters(), *module.named_buffers())  # noqa: E731, kept they would stay whole
         self.ranks.require_equal(
-            "\n".join(f"{name} {tuple(tensor.shape)} {tensor.dtype}" for name, tensor in tensors),
+            "\n".join(f"{name} {tuple(tensor.shape)} {tensor.dtype}" for name, tensor in tensors()),
             "parameters and buffers of the module",
             "build the same model on every rank",
         )
-        for name, tensor in tensors:
-            self.ranks.broadcast_weights_(tensor, name)
-        if self.shard_parameters:
-            assert self._group is not None, "refused without groups"
-            shard_models(self.lightning_module, self._group)
+        if not self._cuts_up:
+            for name, tensor in tensors():
+                self.ranks.broadcast_weights_(tensor, name)
+            return
+        assert self._group is not None, "refused without groups"
+        shard_models(self.lightning_module, self._group, self.ranks.broadcast_weights_)
 
     def setup_optimizers(self, trainer: pl.Trainer) -> None:
         super().setup_optimizers(trainer)
@@ -413,50 +432,27 @@ class DTAStrategy(DDPStrategy):
             self._writer.wait(self._timeout.total_seconds())
 
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
-        """Collective: a checkpoint directory, or a file of another strategy. Only tensors and primitives are unpickled;
-        the ranks share the checking of a directory's bytes, and what one of them finds ends the run on all.
+        """Collective: a checkpoint directory, or a file of another strategy. Only tensors and primitives are unpickled.
 
         Raises:
             CheckpointError: it is damaged, or no checkpoint.
             MisconfigurationException: `trainer.max_steps` is below its step.
         """
-        path = Path(checkpoint_path)
-        if path.is_dir():
-            self._together(path, lambda: check(path, self.ranks.rank, self.ranks.size))
-            contents: dict[str, Any] = self._together(path, lambda: put_together(path, checked=True))
-        else:
-            load = super().load_checkpoint
-            contents = self._together(path, lambda: load(checkpoint_path, weights_only=True))
+        file = super().load_checkpoint
+        contents = read(
+            Path(checkpoint_path), self.ranks, lambda: file(checkpoint_path, weights_only=True), not self._gets_weights
+        )
         if self.lightning_module is not None:
             refusals.check_steps(self.lightning_module.trainer, contents)
         return contents
 
-    def _together(self, path: Path, read: Callable[[], Any]) -> Any:
-        """Collective: what `read` returns. Every rank raises CheckpointError when it fails on one of them."""
-        result, error = None, None
-        try:
-            result = read()
-        except Exception as failure:  # whatever damaged archives and pickles raise
-            error = failure if isinstance(failure, CheckpointError) else unreadable(path, failure)
-        try:
-            self.ranks.raise_together(error, f"ckpt_path: {path}")
-        except CheckpointError:
-            raise
-        except RuntimeError as failure:
-            raise CheckpointError(str(failure)) from failure
-        return result
-
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Raises CheckpointMismatch, naming a parameter and what the models differ in, where the weights do not fit."""
+        """Collective. Raises CheckpointMismatch, naming a parameter and what the models differ in, where the weights do
+        not fit."""
         assert self.lightning_module is not None
-        try:
-            super().load_model_state_dict(checkpoint, strict)
-        except RuntimeError as error:
-            found = mismatch(checkpoint, self.lightning_module) or " ".join(str(error).split())[:500]
-            raise CheckpointMismatch(
-                f"ckpt_path: the checkpoint is of another model: {found}. Resume with the model that wrote it"
-                " (model.model)"
-            ) from error
+        load = super().load_model_state_dict
+        own = None if self._gets_weights else lambda: load(checkpoint, strict)
+        load_weights(own, checkpoint, self.lightning_module, self.ranks)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Collective: every rank takes its shard, whatever number of ranks wrote the checkpoint."""

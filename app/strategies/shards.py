@@ -14,7 +14,7 @@ gathered.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -43,38 +43,87 @@ def refuse_shards(module: Module) -> None:
             )
 
 
-def shard_models(module: Module, group: GroupRanks) -> None:
-    """Collective over the group: cuts the layers of all transformers models in `module` into shards, in place.
+def shard_models(module: Module, group: GroupRanks, receive: Callable[[Tensor, str], None]) -> None:
+    """Collective: cuts the layers of all transformers models in `module` into shards, in place, on
+    the group's device.
+
+    A layer at a time, so that a rank whose models have no storage yet (meta tensors) never holds more than its shards,
+    one layer and what stays whole. `receive(tensor, name)`, a collective of all ranks, puts rank 0's values into it.
 
     Raises:
-        MisconfigurationException: a model whose layers are not known.
+        MisconfigurationException: a model whose layers are not known; a tensor without storage that is neither
+            parameter nor buffer.
     """
-    for name, model in _models(module):
-        body = model.base_model
-        layers = list(_outermost(body, GradientCheckpointingLayer))
-        if not layers:
+    models = list(_models(module))
+    for name, model in models:
+        if next(_layers(model), None) is None:
             raise MisconfigurationException(
                 f"DTAStrategy(shard_parameters=True): {type(model).__name__} ('{name}') has no layers that transformers"
                 " marks as such (GradientCheckpointingLayer), so there is nothing to gather one at a time; set"
                 " shard_parameters=False, or use another model"
             )
+    rounded: list[tuple[Module, dict[str, torch.dtype]]] = []
+    filled: dict[int, tuple[Tensor, Tensor]] = {}
+    _fill(module, "", {layer for _, model in models for layer in _layers(model)}, filled, group.device, receive)
+    for name, model in models:
+        body = model.base_model
         whole = {
             parameter
             for part in (model.get_input_embeddings(), model.get_output_embeddings())
             for parameter in (part.parameters() if part is not None else ())
         }
-        if any(hasattr(part, "base_layer") for part in model.modules()):  # as PEFT's layers have
-            whole |= {parameter for parameter in model.parameters() if parameter.requires_grad}
-        for unit in (*layers, body):
-            _shard(unit, group, whole)
+        adapted = any(hasattr(part, "base_layer") for part in model.modules())  # as PEFT's layers have
+        for number, unit in enumerate(_layers(model)):
+            _fill(unit, f"{name}layer {number}: ", set(), dict(filled), group.device, receive)
+            rounded.append((unit, _shard(unit, group, whole, adapted)))
+        rounded.append((body, _shard(body, group, whole, adapted)))
         for unit in body.modules():
             if isinstance(unit, FSDPModule):
                 unit.set_gradient_divide_factor(1.0)  # sums, not means; neither setting is recursive
                 unit.set_force_sum_reduction_for_comms(True)
+    module.to(group.device)  # what rank 0 built in CPU memory and stays whole; makes new parameters
+    for unit, dtypes in rounded:
+        for name, dtype in dtypes.items():
+            setattr(unit.get_parameter(name), _COMPUTES_IN, dtype)
 
 
-def _shard(unit: Module, group: GroupRanks, whole: set[Parameter]) -> None:
-    """Trained parameters below float32 are kept in float32, as the masters that steps add to, and gathered rounded."""
+def _fill(
+    module: Module,
+    path: str,
+    but: set[Module],
+    filled: dict[int, tuple[Tensor, Tensor]],
+    device: torch.device,
+    receive: Callable[[Tensor, str], None],
+) -> None:
+    """Parameters and buffers of `module`, those of the modules `but` excepted, get rank 0's values, and memory on
+    `device` where they have none. What is tied stays so, by `filled`: what was filled, and what is in its place."""
+    for tensors in (module._parameters, module._buffers):
+        for name, tensor in tensors.items():
+            if tensor is None:
+                continue
+            if id(tensor) not in filled:
+                new: Tensor = tensor
+                if tensor.is_meta:
+                    new = torch.empty_like(tensor, device=device)
+                    new = Parameter(new, tensor.requires_grad) if isinstance(tensor, Parameter) else new
+                receive(new, f"{path}{name}")
+                filled[id(tensor)] = tensor, new
+            tensors[name] = filled[id(tensor)][1]  # type: ignore[assignment]
+    for name, value in vars(module).items():
+        if isinstance(value, Tensor) and value.is_meta:
+            raise MisconfigurationException(
+                f"DTAStrategy(shard_parameters=True): '{path}{name}' of {type(module).__name__} is a tensor that is"
+                " neither parameter nor buffer, so ranks without weights cannot get it; register it as a buffer"
+            )
+    for name, child in module.named_children():
+        if child not in but:
+            _fill(child, f"{path}{name}.", but, filled, device, receive)
+
+
+def _shard(unit: Module, group: GroupRanks, whole: set[Parameter], adapted: bool) -> dict[str, torch.dtype]:
+    """Trained parameters below float32 are kept in float32, as the masters that steps add to, and gathered rounded: to
+    the dtypes returned. Those that are trained beside an `adapted` base stay whole."""
+    whole = whole | {parameter for parameter in unit.parameters() if adapted and parameter.requires_grad}
     own = {name: p for name, p in unit.named_parameters() if p not in whole and not isinstance(p.data, DTensor)}
     low = {name: p.dtype for name, p in own.items() if p.requires_grad and accumulation_dtype(p.dtype) != p.dtype}
     for name in low:
@@ -84,8 +133,7 @@ def _shard(unit: Module, group: GroupRanks, whole: set[Parameter]) -> None:
         dtype = next(iter(low.values()))
         policy = MixedPrecisionPolicy(dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
     fully_shard(unit, mesh=group.mesh, reshard_after_forward=True, mp_policy=policy, ignored_params=whole)
-    for name, dtype in low.items():
-        setattr(unit.get_parameter(name), _COMPUTES_IN, dtype)
+    return low
 
 
 def computes_in(parameter: Tensor) -> torch.dtype:
@@ -152,12 +200,16 @@ def _models(module: Module) -> Iterator[tuple[str, PreTrainedModel]]:
             yield name, child
 
 
-def _outermost(module: Module, kind: type[Module]) -> Iterator[Module]:
+def _layers(model: PreTrainedModel) -> Iterator[Module]:
+    yield from _outermost(model.base_model)
+
+
+def _outermost(module: Module) -> Iterator[Module]:
     for child in module.children():
-        if isinstance(child, kind):
+        if isinstance(child, GradientCheckpointingLayer):
             yield child
         else:
-            yield from _outermost(child, kind)
+            yield from _outermost(child)
 
 
 def part_of(whole: DTensor) -> tuple[Tensor, int]:

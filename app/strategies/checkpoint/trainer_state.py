@@ -69,18 +69,20 @@ def _piece(weight: Tensor, name: str, module: Module, ranks: Communicator) -> Pi
     return Piece(local, (first, *(0 for _ in weight.shape[1:])), tuple(weight.shape))
 
 
-def put_together(path: Path, checked: bool = False) -> dict[str, Any]:
-    """The dictionary Lightning restores from: whole weights in CPU memory; in place of optimizer states
-    `{"description", "path"}`, since every rank reads only its own pieces of these. `checked`: its files
-    were compared with what was written before.
+def put_together(path: Path, checked: bool = False, weights: bool = True) -> dict[str, Any]:
+    """The dictionary Lightning restores from: whole weights in CPU memory (none but small ones without `weights`); in
+    place of optimizer states `{"description", "path"}`, since every rank reads only its own pieces of these. `checked`:
+    its files were compared with what was written before.
 
     Raises:
         CheckpointError: it is damaged, or no checkpoint.
     """
     contents = _contents(path, checked)
-    weights: dict[str, Any] = contents["state_dict"]
-    weights.update({n.removeprefix(_WEIGHTS): t for n, t in load_whole(path, _is_weight).items()})
-    weights.update({name: weights[first] for name, first in contents.pop(_ALIASES).items()})
+    found: dict[str, Any] = contents["state_dict"]
+    aliases = contents.pop(_ALIASES)
+    if weights:
+        found.update({n.removeprefix(_WEIGHTS): t for n, t in load_whole(path, _is_weight).items()})
+        found.update({name: found[first] for name, first in aliases.items()})
     if _OPTIMIZER in contents:
         contents["optimizer_states"] = [{"description": contents.pop(_OPTIMIZER), "path": path}]
     return contents

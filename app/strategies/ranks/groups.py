@@ -27,11 +27,11 @@ class GroupRanks:
         timeout: how long a rank waits for the others in one collective.
 
     Attributes:
-        rank: this rank's place in its group. index: which group that is.
+        rank: this rank's place in its group. index: which group that is. device: where its tensors are.
     """
 
     def __init__(self, ranks: Communicator, size: int, timeout: timedelta) -> None:
-        self._ranks, self.size = ranks, size
+        self._ranks, self.size, self.device = ranks, size, ranks.device
         self.rank, self.index = ranks.rank % size, ranks.rank // size
         # Every rank takes part in the making of every group.
         made = [

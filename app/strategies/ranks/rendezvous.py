@@ -16,16 +16,51 @@ import time
 import weakref
 from datetime import timedelta
 
+import torch
 import torch.distributed as dist
+from lightning.fabric.plugins import ClusterEnvironment
 
 from app.strategies.ranks.collectives import Communicator
 from app.strategies.ranks.listening import open_store
+from app.strategies.ranks.watch import GRACE
 
+_MEETING = timedelta(minutes=10)  # until every process of a job has started
 _KEY = "arborist/rank-0"
 _TRY = timedelta(seconds=5)
 
 
-def meet(rank: int, address: str, port: int, timeout: timedelta) -> dist.Store:
+def join(
+    cluster: ClusterEnvironment,
+    address: str,
+    backend: str,
+    device: torch.device,
+    timeout: timedelta,
+    death_timeout: timedelta,
+) -> None:
+    """Collective over the processes of a job: makes the process group of all ranks.
+
+    Args:
+        address: where rank 0 is reached. timeout: of a collective. death_timeout: until a rank's death is known.
+
+    Raises:
+        RuntimeError: rank 0 could not be reached in time.
+    """
+    rank, size = cluster.global_rank(), cluster.world_size()
+    # Nobody has to find a rank that is alone, and an earlier run of this process may still hold the port it had.
+    store = _meet(rank, address, cluster.main_port if size > 1 else 0, min(timeout, _MEETING))
+    # NCCL's own watchdog aborts the process, with nothing said of who is missing: ours come first.
+    later = timedelta() if backend == "gloo" else death_timeout + timedelta(seconds=3 * GRACE)
+    dist.init_process_group(
+        backend,
+        store=store,
+        rank=rank,
+        world_size=size,
+        timeout=timeout + later,
+        device_id=device if device.type != "cpu" else None,
+    )
+
+
+def _meet(rank: int, address: str, port: int, timeout: timedelta) -> dist.Store:
     """Collective over the processes of a job: a store that nobody used before.
 
     Args:

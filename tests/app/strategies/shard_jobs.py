@@ -91,6 +91,31 @@ def local(parameter: Any) -> Tensor:
     return found
 
 
+LARGE = {**HEADS, "hidden_size": 512, "intermediate_size": 2048, "head_dim": 128, "num_hidden_layers": 24}
+
+
+def most_memory(sharded: bool) -> tuple[int, int]:
+    """Most bytes that this rank's process had beyond those at the start while a model was built and cut up, and the
+    bytes of the model's parameters."""
+    sizes: list[int] = []
+
+    class Look(Callback):
+        def on_fit_start(self, run: Any, module: Any) -> None:
+            sizes.append(sum(p.numel() * p.itemsize for p in module.parameters()))
+
+    status = Path("/proc/self/status")
+
+    def read(field: str) -> int:
+        return next(int(line.split()[1]) << 10 for line in status.read_text().splitlines() if line.startswith(field))
+
+    module = PolicyModule(source(**LARGE), optimizer=adamw)
+    Path("/proc/self/clear_refs").write_text("5")  # forgets the highest so far
+    before = read("VmRSS:")
+    strategy = DTAStrategy(group_size=2, shard_parameters=sharded)
+    trainer(Look(), devices=2, strategy=strategy, max_steps=0).fit(module, Batches([make_batch()]))
+    return read("VmHWM:") - before, sizes[0]
+
+
 def contents(path: Path) -> dict[str, Tensor]:
     """Every tensor of a checkpoint, whole."""
     return load_whole(path, lambda name: True)

@@ -154,6 +154,18 @@ def test_a_run_goes_on_with_shards_and_holds_its_part(pools: dict[int, RankPool]
     assert sum(got["state"] for got in found) >= 2 * (layers + vocabulary)  # and the padding of buckets
 
 
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="reads memory as Linux gives it")
+def test_only_rank_0_ever_has_a_whole_model() -> None:
+    """And its layers go as they are cut."""
+    pool = RankPool(2)  # of processes that free memory they had lies about in
+    try:
+        (first, size), (second, _) = pool.run(jobs.most_memory, START, sharded=True)
+    finally:
+        pool.close()
+    assert first < 1.25 * size
+    assert second < 0.65 * size
+
+
 def test_refused_by_name() -> None:
     with pytest.raises(MisconfigurationException, match=r"=True\) has no effect in groups of one rank: set group_size"):
         DTAStrategy(shard_parameters=True)

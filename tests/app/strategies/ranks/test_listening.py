@@ -14,6 +14,7 @@ from lightning.fabric.plugins.environments import LightningEnvironment
 
 from app.strategies import DTAStrategy
 from app.strategies.ranks import listening
+from app.strategies.ranks.rendezvous import join
 
 SOON = timedelta(seconds=10)
 
@@ -48,10 +49,7 @@ def test_a_rank_that_is_alone_needs_no_free_port(monkeypatch: pytest.MonkeyPatch
     """A run after another one in the same process: Lightning left the port in the environment."""
     with socket.create_server(("127.0.0.1", 0)) as taken:
         monkeypatch.setenv("MASTER_PORT", str(taken.getsockname()[1]))
-        strategy = DTAStrategy(process_group_backend="gloo")
-        strategy.parallel_devices = [torch.device("cpu")]
-        strategy.cluster_environment = LightningEnvironment()
-        strategy._meet()
+        join(LightningEnvironment(), listening.LOOPBACK, "gloo", torch.device("cpu"), SOON, SOON)
         assert dist.get_world_size() == 1
 
 
