@@ -73,7 +73,8 @@ class RolloutDataModule(L.LightningDataModule):
         batches_per_epoch: rollout batches an epoch. The stream goes on from epoch to epoch.
         limits: deadlines, how often to fail before the run stops, and how much is played at once.
         stall: when rollouts count as stalled, and what the watchdog does then.
-        record: directory that every batch is written to, for `ReplayDataModule`; relative to the run directory.
+        record: directory that every batch is written to, for `ReplayDataModule`; relative to the run directory. A run
+            that goes on from a checkpoint sets those after it aside, see `RolloutRecorder.begin`.
         seed: of all sampling.
 
     Raises:
@@ -345,7 +346,10 @@ class RolloutDataModule(L.LightningDataModule):
         assert self.tokenizer is not None, "start comes after setup"
         under_way = (self._stream or {}).get("version") == version
         if self._recorder is not None:
-            self._recorder.begin(version + under_way)  # a batch under way was recorded when it was handed out
+            # A batch under way was recorded when it was handed out. What is in a run's own directory is the run's, even
+            # where it was killed before its first checkpoint and begins anew.
+            goes_on = self._stream is not None or not Path(str(self._record)).is_absolute()
+            self._recorder.begin(version + under_way, goes_on)
         if self._pool is not None:
             self._pool.start(self._logs and self._logs / "reward_workers")
         self.engine.start(model, version, self._seed)

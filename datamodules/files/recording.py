@@ -6,9 +6,10 @@ A file holds the batch's tensors bit for bit (token ids, masks, log-probabilitie
 groups, prompt ids, finish reasons and metadata, as JSON in the bytes of one more tensor (`json`; a file's header is too
 small for those of large batches); and in its header the SHA-256 of all that.
 
-Promises: a file that is there is whole (written aside, then renamed); batches that are there are never overwritten;
-what is read back equals what was written, but for metadata that JSON cannot express, which comes back as text; a file
-of which a bit has changed is refused. Nothing is unpickled.
+Promises: a file that is there is whole (written aside, then renamed); batches that are there are never overwritten:
+those after the checkpoint from which a run goes on are set aside, into `superseded_<number>`; what is read back equals
+what was written, but for metadata that JSON cannot express, which comes back as text; a file of which a bit has changed
+is refused. Nothing is unpickled.
 
 Recordings of the format before (`arborist-rollouts-1`: JSON in the header, no hash) are read too; damage inside their
 tensors shows only where it makes data that no batch may hold.
@@ -17,7 +18,9 @@ tensors shows only where it makes data that no batch may hold.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
+import logging
 import os
 import re
 from contextlib import suppress
@@ -32,6 +35,7 @@ from torch import Tensor
 from app.text import reason
 from datamodules.groups import Group, pack, unpack
 
+_log = logging.getLogger(__name__)
 FORMAT = "arborist-rollouts-2"
 _WITHOUT_HASH = "arborist-rollouts-1"
 _JSON = "json"
@@ -52,19 +56,49 @@ class RolloutRecorder:
     def __init__(self, directory: Path) -> None:
         self.directory = directory
 
-    def begin(self, version: int) -> None:
-        """Raises RecordingError when the directory holds batches from `version` on: another run went on from there."""
+    def begin(self, version: int, goes_on: bool) -> None:
+        """Before the first batch of a run, which is that of `version`.
+
+        Args:
+            version: of the policy.
+            goes_on: from a checkpoint. What was recorded after it, by a run that was killed say, is played again, and
+                set aside here.
+
+        Raises:
+            RecordingError: a new run, where the directory holds batches from `version` on; or they cannot be moved.
+        """
         later = [known for known in versions(self.directory) if known >= version]
-        if later:
+        if not later:
+            return
+        if not goes_on:
             raise RecordingError(
-                f"record: {self.directory} already holds batches of versions {later[0]} to {later[-1]}, and this run"
-                f" begins at version {version}; move those away where this run goes on from a checkpoint before them,"
-                " or name another directory (a relative one lies in the run directory)"
+                f"record: {self.directory} already holds batches of versions {later[0]} to {later[-1]}, of another run;"
+                " name another directory (a relative one lies in the run directory), or move those away"
             )
+        folders = (self.directory / f"superseded_{number}" for number in itertools.count())
+        aside = next(folder for folder in folders if not folder.exists())
+        try:
+            aside.mkdir()
+            for known in reversed(later):  # what is left when this is cut short is still whole
+                path = _path(self.directory, known)
+                os.replace(path, aside / path.name)
+        except OSError as error:
+            raise RecordingError(
+                f"record: batches of versions {later[0]} to {later[-1]} could not be set aside to {aside}: {error};"
+                " move them away, or name another directory"
+            ) from error
+        _log.warning(
+            "record: the run goes on at version %d; batches of versions %d to %d, recorded after that checkpoint, are"
+            " set aside in %s",
+            version,
+            later[0],
+            later[-1],
+            aside,
+        )
 
     def write(self, version: int, groups: list[Group]) -> Path:
         """Writes the batch that policy `version` is trained on. Raises RecordingError when that fails."""
-        path = self.directory / f"batch_{version:08d}.safetensors"
+        path = _path(self.directory, version)
         packed = pack(groups)
         tensors = {name: tensor.contiguous() for name, tensor in packed.pop("tensors").items()}
         tensors[_JSON] = torch.frombuffer(bytearray(json.dumps(packed).encode()), dtype=torch.uint8)
@@ -84,6 +118,10 @@ class RolloutRecorder:
         return path
 
 
+def _path(directory: Path, version: int) -> Path:
+    return directory / f"batch_{version:08d}.safetensors"
+
+
 def versions(directory: Path) -> list[int]:
     """The policy versions whose batches `directory` holds, in order."""
     found = (_NAME.fullmatch(path.name) for path in directory.glob("batch_*.safetensors"))
@@ -96,7 +134,7 @@ def read_batch(directory: Path, version: int) -> list[Group]:
     Raises:
         RecordingError: no such file, or one that is broken or of another format.
     """
-    path = directory / f"batch_{version:08d}.safetensors"
+    path = _path(directory, version)
     if not path.is_file():
         known = versions(directory)
         held = f"it holds versions {known[0]} to {known[-1]}, {len(known)} batches" if known else "it holds none"

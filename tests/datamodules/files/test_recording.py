@@ -166,11 +166,9 @@ def test_recordings_of_the_format_before_are_read(tmp_path: Path) -> None:
 def test_a_recording_is_never_overwritten_and_a_full_disk_is_said(tmp_path: Path) -> None:
     recorder = RolloutRecorder(tmp_path)
     recorder.write(4, some_groups())
-    recorder.begin(5)
-    with pytest.raises(
-        RecordingError, match="already holds batches of versions 4 to 4, and this run begins at version 4"
-    ):
-        recorder.begin(4)
+    recorder.begin(5, goes_on=False)
+    with pytest.raises(RecordingError, match="already holds batches of versions 4 to 4, of another run"):
+        recorder.begin(4, goes_on=False)
     blocked = tmp_path / "file"
     blocked.write_text("in the way")
     with pytest.raises(RecordingError, match=r"the batch of version 0 could not be written to .*file"):
@@ -266,6 +264,37 @@ def started_policy(initial: Path) -> PolicyModule:
     module = policy(initial)
     module.configure_model()
     return module
+
+
+def test_a_run_that_was_killed_goes_on_and_sets_aside_what_it_plays_again(
+    tmp_path: Path, initial: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fit(batches: int, **options: Any) -> None:
+        data = rollouts(max_staleness=1, batches_per_epoch=batches, record="rollouts")
+        checkpoint = ModelCheckpoint(tmp_path / "ckpt", every_n_train_steps=1, save_top_k=-1, filename="{step}")
+        callbacks = {"callbacks": [WeightSync(), checkpoint], "enable_checkpointing": True, "max_epochs": 1}
+        trainer(tmp_path, **callbacks).fit(policy(initial), datamodule=data, **options)
+
+    def held(directory: Path) -> dict[int, bytes]:
+        return {
+            version: (directory / f"batch_{version:08d}.safetensors").read_bytes() for version in versions(directory)
+        }
+
+    directory = tmp_path / "rollouts"
+    fit(3)  # killed now, the last checkpoint that is whole being that of step 1
+    first = held(directory)
+    with caplog.at_level("WARNING"):
+        fit(2, ckpt_path=tmp_path / "ckpt" / "step=1.ckpt", weights_only=True)
+    assert list(first) == [0, 1, 2] and held(directory / "superseded_0") == {k: first[k] for k in (1, 2)}
+    assert list(held(directory)) == [0, 1] and held(directory)[0] == first[0]
+    assert f"versions 1 to 2, recorded after that checkpoint, are set aside in {directory}/superseded_0" in caplog.text
+    replayed = policy(initial)
+    trainer(tmp_path, callbacks=[], max_epochs=9).fit(replayed, datamodule=ReplayDataModule(str(directory)))
+    assert replayed.policy_version == 2
+
+    before = held(directory)
+    fit(1)  # killed before its first checkpoint: `--ckpt_path last` begins anew in the same run directory
+    assert list(held(directory)) == [0] and held(directory / "superseded_1") == before
 
 
 def test_rolling_out_only_trains_nothing_and_can_be_trained_on(tmp_path: Path, initial: Path) -> None:
