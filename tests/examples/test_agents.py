@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ from app.cli import main
 from datamodules.prompts.base import Prompt
 from datamodules.workflows.gateway import AgentWorkflow
 from tests.datamodules.workflows.scripted_engine import WITH_CALLS, ScriptedEngine, play
+from tests.helpers import npm
 from tests.helpers.recorded_samples import byte_tokenizer
 
 ROOT = Path(__file__).parents[2]
@@ -48,19 +48,8 @@ def prepared(name: str, tmp_path: Path) -> list[str]:
     words: list[str] = options(name)["agent"]
     if words[0] == "python3":
         return [sys.executable, *words[1:]]
-    if shutil.which("node") is None or shutil.which("npm") is None:
-        pytest.skip("node or npm is missing")
     folder = shutil.copytree(AGENTS / name, tmp_path / name)
-    try:
-        subprocess.run(
-            ["npm", "install", "--no-audit", "--no-fund", "--silent"],
-            cwd=folder,
-            check=True,
-            capture_output=True,
-            timeout=180,
-        )
-    except (subprocess.CalledProcessError, subprocess.TimeoutExpired) as error:
-        pytest.skip(f"npm cannot install the openai package here: {error}")
+    npm.install(folder)
     return [words[0], str(folder / Path(words[1]).name), *words[2:]]
 
 
