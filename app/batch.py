@@ -3,7 +3,7 @@ handles on batches that loaders yield.
 
 Promises: a `RolloutBatch` that exists is valid (checked once, at construction, by an error that names the
 field and the sequence); its tensors are never cast or moved behind its back (Lightning's device and
-precision conversions see an opaque object). Imports nothing of the project.
+precision conversions see an opaque object). Imports of the project what lies below it: `app.fields`, `app.pictures`.
 """
 
 from __future__ import annotations
@@ -14,9 +14,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-import numpy as np
 import torch
 from torch import Tensor
+
+from app.fields import BatchError as BatchError
+from app.fields import as_number, as_tensor
+from app.pictures import Picture, fault, merged, used
 
 _TOKEN_DTYPES = {
     "tokens": torch.int64,
@@ -46,54 +49,6 @@ FINAL_ANSWER = "final_answer"
 """Key of a held-out episode's metadata with the answer it votes for; "" for none."""
 
 
-class BatchError(ValueError):
-    """Data that cannot be trained on; the message names the field, the sequence and the remedy."""
-
-
-def _tensor(value: Any, key: str, name: str) -> Tensor:
-    """1-D `value` (tensor, array or list of numbers) in the dtype of the token field `key`.
-
-    Lists go through numpy: torch would make them its default dtype, which is another one inside some contexts. Refuses
-    what a conversion would change in silence.
-    """
-    where, dtype = f"Trajectory.{key} of {name}", _TOKEN_DTYPES[key]
-    if not isinstance(value, Tensor):
-        try:
-            value = np.asarray(value)
-        except ValueError as error:  # lists of several lengths
-            raise BatchError(f"{where}: expected one number a token, got {type(value).__name__} ({error})") from error
-        if value.dtype.kind not in "biuf":
-            raise BatchError(f"{where}: expected numbers, got {value.dtype} ({str(value)[:40]})")
-        value = torch.from_numpy(value) if value.size else torch.zeros(value.shape, dtype=dtype)
-    if value.dim() != 1:
-        raise BatchError(f"{where}: expected a 1-D tensor, got shape {tuple(value.shape)}")
-    if dtype == torch.int64 and (value.is_floating_point() or value.dtype == torch.bool):
-        raise BatchError(f"{where}: expected integers, got {value.dtype}")
-    if dtype == torch.bool and value.dtype != torch.bool and not bool(((value == 0) | (value == 1)).all()):
-        raise BatchError(f"{where}: expected True or False for each token, got numbers other than 0 and 1")
-    if dtype == torch.float32 and value.is_complex():
-        raise BatchError(f"{where}: expected real numbers, got {value.dtype}")
-    if dtype == torch.float32 and value.is_floating_point() and value.itemsize < 4:
-        raise BatchError(
-            f"{where}: {value.dtype} has lost digits that importance ratios need; make it float32 where it is created"
-            " (dtype=torch.float32, whatever torch's default dtype is at the time)"
-        )
-    return value.to(dtype)
-
-
-def _number(value: Any, key: str, name: str, kind: type = numbers.Real) -> Any:
-    """The scalar `value` of a trajectory's field `key`: a float, or of kind `numbers.Integral` an int."""
-    try:
-        plain: Any = value.item() if hasattr(value, "item") else value  # of tensors, and of numpy's scalars
-        fits, convert = isinstance(plain, kind), int if kind is numbers.Integral else float
-        if fits:
-            return convert(plain)
-    except (RuntimeError, ValueError, OverflowError):  # several numbers, or a whole one beyond all floats
-        pass
-    expected = "an integer" if kind is numbers.Integral else "a number"
-    raise BatchError(f"Trajectory.{key} of {name}: expected {expected}, got {str(value)[:40]!r}")
-
-
 @dataclass(eq=False)
 class Trajectory:
     """One training sequence, as the inference engine produced it (nothing is re-tokenized).
@@ -112,6 +67,9 @@ class Trajectory:
         finish_reason: why generation ended ("stop", "length", ...).
         temperature: sampling temperature, > 0.
         metadata: anything JSON-able a workflow wants to see again in logs.
+        images: int32 [L], -1 or an index into `pictures` for each token; None without pictures. A picture's tokens are
+            all there, untrained, with text between it and the next (`app/pictures.py`).
+        pictures: what they show, each once.
 
     Per-token fields may be given as lists or arrays.
 
@@ -131,15 +89,17 @@ class Trajectory:
     finish_reason: str = "stop"
     temperature: float = 1.0
     metadata: dict[str, Any] = field(default_factory=dict)
+    images: Tensor | None = None
+    pictures: tuple[Picture, ...] = ()
 
     def __post_init__(self) -> None:
         name = self.name
-        for key in _TOKEN_DTYPES:
-            setattr(self, key, _tensor(getattr(self, key), key, name))
+        for key, dtype in _TOKEN_DTYPES.items():
+            setattr(self, key, as_tensor(getattr(self, key), dtype, f"Trajectory.{key} of {name}"))
         for key in ("reward", "temperature"):
-            setattr(self, key, _number(getattr(self, key), key, name))
+            setattr(self, key, as_number(getattr(self, key), f"Trajectory.{key} of {name}"))
         for key in _IDS:
-            setattr(self, key, _number(getattr(self, key), key, name, numbers.Integral))
+            setattr(self, key, as_number(getattr(self, key), f"Trajectory.{key} of {name}", numbers.Integral))
         length = self.tokens.numel()
         if length == 0:
             raise BatchError(f"Trajectory.tokens of {name} is empty: a training sequence needs at least one token")
@@ -147,6 +107,20 @@ class Trajectory:
             got = getattr(self, key).numel()
             if got != length:
                 raise BatchError(f"Trajectory.{key} of {name} has {got} entries but tokens has {length}: align them")
+        self._check_pictures(name, length)
+
+    def _check_pictures(self, name: str, length: int) -> None:
+        self.pictures = tuple(self.pictures)
+        if self.images is None and not self.pictures:
+            return
+        images = as_tensor([] if self.images is None else self.images, torch.int64, f"Trajectory.images of {name}")
+        if images.numel() != length:
+            raise BatchError(f"Trajectory.images of {name} has {images.numel()} entries but tokens has {length}")
+        found = fault(images, self.pictures, torch.tensor([0, length]), self.loss_mask)
+        if found is not None:
+            at = "" if found[0] is None else f" at position {found[0]}"
+            raise BatchError(f"Trajectory.images of {name}{at}: {found[1]}")
+        self.images = images.to(torch.int32) if self.pictures else None
 
     @property
     def name(self) -> str:
@@ -173,6 +147,7 @@ class RolloutBatch:
         cu_seqlens: int64 [N + 1], from 0 to T.
         rewards, temperatures: float32 [N]; group_ids, episode_ids, turn_indices: int64 [N].
         prompt_ids, finish_reasons: N strings. metadata: N dicts.
+        images: int32 [T], -1 or an index into `pictures` (distinct by key), as in `Trajectory`; None without pictures.
         columns: named float32 [T] tensors added on the way, 0 on tokens that are not trained. Those of this project:
 
             name          what                                       written by (rank 0)   read by
@@ -196,8 +171,7 @@ class RolloutBatch:
 
     Raises:
         BatchError: empty batch, field of another length or dtype, negative token id; a reward beyond 1e9, a temperature
-            outside [1e-3, 1e3], or a trained token's log-probability outside [-1e3, 1e-3] (not finite included).
-    """
+    XX"""
 
     def __init__(
         self,
@@ -216,6 +190,8 @@ class RolloutBatch:
         finish_reasons: Sequence[str],
         metadata: Sequence[dict[str, Any]] | None = None,
         columns: dict[str, Tensor] | None = None,
+        images: Tensor | None = None,
+        pictures: Sequence[Picture] = (),
     ) -> None:
         self.tokens = tokens
         self.loss_mask = loss_mask
@@ -230,6 +206,7 @@ class RolloutBatch:
         self.prompt_ids = list(prompt_ids)
         self.finish_reasons = list(finish_reasons)
         self.metadata = list(metadata) if metadata is not None else [{} for _ in self.prompt_ids]
+        self.images, self.pictures = images, tuple(pictures)
         self.columns: dict[str, Tensor] = {}
         self._validate()
         for name, value in (columns or {}).items():
@@ -242,6 +219,7 @@ class RolloutBatch:
         if not items:
             raise BatchError("RolloutBatch: empty batch, there is no trajectory in it; wait for at least one group")
         lengths = torch.tensor([0] + [t.tokens.numel() for t in items])
+        images, pictures = merged((t.images, t.pictures, t.tokens.numel()) for t in items)
         return cls(
             tokens=torch.cat([t.tokens for t in items]),
             loss_mask=torch.cat([t.loss_mask for t in items]),
@@ -249,7 +227,9 @@ class RolloutBatch:
             versions=torch.cat([t.versions for t in items]),
             cu_seqlens=lengths.cumsum(0),
             # Workflows set rewards late, after a trajectory has checked its own.
-            rewards=torch.tensor([_number(t.reward, "reward", t.name) for t in items], dtype=torch.float32),
+            rewards=torch.tensor(
+                [as_number(t.reward, f"Trajectory.reward of {t.name}") for t in items], dtype=torch.float32
+            ),
             group_ids=torch.tensor([t.group_id for t in items], dtype=torch.int64),
             episode_ids=torch.tensor([t.episode_id for t in items], dtype=torch.int64),
             turn_indices=torch.tensor([t.turn_index for t in items], dtype=torch.int64),
@@ -257,6 +237,8 @@ class RolloutBatch:
             prompt_ids=[t.prompt_id for t in items],
             finish_reasons=[t.finish_reason for t in items],
             metadata=[t.metadata for t in items],
+            images=images,
+            pictures=pictures,
         )
 
     @property
@@ -288,10 +270,11 @@ class RolloutBatch:
         return ranges(self.cu_seqlens, indices)
 
     def select(self, indices: Sequence[int] | Tensor) -> RolloutBatch:
-        """A new batch of the sequences `indices`, in that order (columns included)."""
+        """A new batch of the sequences `indices`, in that order (columns included, and of the pictures theirs)."""
         chosen = torch.as_tensor(indices, dtype=torch.int64)
         flat = self.flat_index(chosen)
         picks = chosen.tolist()
+        images, pictures = used(None if self.images is None else self.images[flat], self.pictures)
         return RolloutBatch(
             **{name: getattr(self, name)[flat] for name in _TOKEN_DTYPES},
             **{name: getattr(self, name)[chosen] for name in _SEQUENCE_DTYPES},
@@ -300,6 +283,8 @@ class RolloutBatch:
             finish_reasons=[self.finish_reasons[i] for i in picks],
             metadata=[self.metadata[i] for i in picks],
             columns={name: value[flat] for name, value in self.columns.items()},
+            images=images,
+            pictures=pictures,
         )
 
     def without(self, *names: Literal["columns", "metadata"]) -> RolloutBatch:
@@ -335,8 +320,10 @@ class RolloutBatch:
         self.columns[name] = values.float()
 
     def tensors(self) -> dict[str, Tensor]:
-        """All tensors by name, for shipping between ranks; columns are prefixed with `columns.`."""
+        """All tensors but pictures by name, for shipping between ranks; columns are prefixed with `columns.`."""
         named = {name: getattr(self, name) for name in (*_TOKEN_DTYPES, *_SEQUENCE_DTYPES, "cu_seqlens")}
+        if self.images is not None:
+            named["images"] = self.images
         named.update({f"columns.{name}": value for name, value in self.columns.items()})
         return named
 
@@ -347,12 +334,15 @@ class RolloutBatch:
         prompt_ids: Sequence[str],
         finish_reasons: Sequence[str],
         metadata: Sequence[dict[str, Any]] | None = None,
+        pictures: Sequence[Picture] = (),
     ) -> RolloutBatch:
         """The inverse of `tensors()`."""
         prefix = "columns."
         columns = {name[len(prefix) :]: value for name, value in tensors.items() if name.startswith(prefix)}
-        fields = {name: value for name, value in tensors.items() if not name.startswith(prefix)}
-        return cls(**fields, prompt_ids=prompt_ids, finish_reasons=finish_reasons, metadata=metadata, columns=columns)
+        fields: dict[str, Any] = {name: value for name, value in tensors.items() if not name.startswith(prefix)}
+        images = fields.pop("images", None)
+        texts: dict[str, Any] = {"prompt_ids": prompt_ids, "finish_reasons": finish_reasons, "metadata": metadata}
+        return cls(**fields, **texts, columns=columns, images=images, pictures=pictures)
 
     def check_vocabulary(self, vocab_size: int) -> None:
         """Raises BatchError, naming sequence and position, when a token id is outside `[0, vocab_size)`."""
@@ -368,6 +358,20 @@ class RolloutBatch:
         sequence = int(torch.searchsorted(self.cu_seqlens, flat_position, right=True)) - 1
         position = flat_position - int(self.cu_seqlens[sequence])
         return f"position {position} of sequence {sequence} (prompt '{self.prompt_ids[sequence]}')"
+
+    def _validate_pictures(self) -> None:
+        images = self.images
+        if images is None and not self.pictures:
+            return
+        if images is None or images.shape != self.tokens.shape or images.dtype != torch.int32:
+            got = None if images is None else f"{images.dtype} of shape {tuple(images.shape)}"
+            raise BatchError(
+                f"RolloutBatch.images: expected torch.int32 of shape {tuple(self.tokens.shape)}, got {got}"
+            )
+        found = fault(images, self.pictures, self.cu_seqlens, self.loss_mask)
+        if found is not None:
+            at = "" if found[0] is None else f" at {self._where(found[0])}"
+            raise BatchError(f"RolloutBatch.images{at}: {found[1]}")
 
     def _validate(self) -> None:
         count = len(self.prompt_ids)
@@ -392,6 +396,7 @@ class RolloutBatch:
             )
         if int(bounds[0]) != 0 or int(bounds[-1]) != total or bool((bounds.diff() < 1).any()):
             raise BatchError(f"RolloutBatch.cu_seqlens: must rise strictly from 0 to {total} (no empty sequence)")
+        self._validate_pictures()
         logprobs, mask = self.behavior_logprobs, self.loss_mask
         checks = (
             ("tokens", self.tokens < 0, "token ids are never negative"),

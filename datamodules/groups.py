@@ -10,7 +10,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
+
 from app.batch import RolloutBatch, Trajectory
+from app.pictures import Picture, used
 
 
 @dataclass(frozen=True)
@@ -41,11 +44,13 @@ def to_batch(groups: Iterable[Group]) -> RolloutBatch:
 
 
 def pack(groups: list[Group]) -> dict[str, Any]:
-    """Groups as tensors and primitives, for a checkpoint."""
+    """Groups as tensors and primitives, for a checkpoint; with pictures, each distinct one once."""
     if not groups:
         return {}
     batch = to_batch(groups)
+    shown = [(one.key.hex(), one.tokens, torch.from_numpy(one.pixels.copy())) for one in batch.pictures]
     return {
+        **({"pictures": shown} if shown else {}),
         "groups": [(group.index, group.prompt_id, group.admitted_at, len(group.trajectories)) for group in groups],
         "tensors": batch.tensors(),
         "prompt_ids": batch.prompt_ids,
@@ -58,8 +63,11 @@ def unpack(packed: dict[str, Any]) -> list[Group]:
     """The inverse of `pack`. Raises ValueError for groups that do not hold every trajectory once."""
     if not packed:
         return []
+    pictures = [
+        Picture(bytes.fromhex(key), pixels.numpy(), tokens) for key, tokens, pixels in packed.get("pictures", ())
+    ]
     batch = RolloutBatch.from_tensors(
-        packed["tensors"], packed["prompt_ids"], packed["finish_reasons"], json.loads(packed["metadata"])
+        packed["tensors"], packed["prompt_ids"], packed["finish_reasons"], json.loads(packed["metadata"]), pictures
     )
     trajectories = _trajectories(batch)
     counts = [count for *_, count in packed["groups"]]
@@ -76,6 +84,8 @@ def _trajectories(batch: RolloutBatch) -> list[Trajectory]:
     fields = {
         name: batch.split(getattr(batch, name)) for name in ("tokens", "loss_mask", "behavior_logprobs", "versions")
     }
+    images = [None] * len(batch) if batch.images is None else batch.split(batch.images)
+    shown = [used(own, batch.pictures) for own in images]
     return [
         Trajectory(
             **{name: values[i].clone() for name, values in fields.items()},
@@ -87,6 +97,8 @@ def _trajectories(batch: RolloutBatch) -> list[Trajectory]:
             finish_reason=batch.finish_reasons[i],
             temperature=float(batch.temperatures[i]),
             metadata=batch.metadata[i],
+            images=shown[i][0],
+            pictures=shown[i][1],
         )
         for i in range(len(batch))
     ]

@@ -195,4 +195,7 @@ def _digest(batch: RolloutBatch) -> str:
     digest = hashlib.sha256()
     for tensor in (batch.tokens, batch.cu_seqlens, batch.rewards):
         digest.update(tensor.contiguous().numpy().tobytes())
+    if batch.images is not None:
+        digest.update(batch.images.contiguous().numpy().tobytes())
+        digest.update(b"".join(picture.key for picture in batch.pictures))
     return digest.hexdigest()

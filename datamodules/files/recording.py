@@ -1,10 +1,11 @@
 """Rollouts on disk: one file a batch, as the trainer got it, for training again without rolling out.
 
     DIR/batch_00000012.safetensors      the batch that took the policy from version 12 to 13
+    DIR/pictures/<key>.png              what its sequences show, once for all batches
 
 A file holds the batch's tensors bit for bit (token ids, masks, log-probabilities, versions, rewards, temperatures); the
-groups, prompt ids, finish reasons and metadata, as JSON in the bytes of one more tensor (`json`; a file's header is too
-small for those of large batches); and in its header the SHA-256 of all that.
+groups, prompt ids, finish reasons and metadata, and keys and digests of pictures, as JSON in the bytes of one more
+tensor (`json`; a file's header is too small for those of large batches); and in its header the SHA-256 of all that.
 
 Promises: a file that is there is whole (written aside, then renamed); batches that are there are never overwritten:
 those after the checkpoint from which a run goes on are set aside, into `superseded_<number>`; what is read back equals
@@ -32,13 +33,17 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from app.pictures import key_of
 from app.text import reason
+from datamodules.files.picture_files import PictureError, read_png, write_png
 from datamodules.groups import Group, pack, unpack
 
 _log = logging.getLogger(__name__)
 FORMAT = "arborist-rollouts-2"
 _WITHOUT_HASH = "arborist-rollouts-1"
 _JSON = "json"
+PICTURES = "pictures"
+"""Folder of the pictures, below that of the batches."""
 _NAME = re.compile(r"batch_(\d{8})\.safetensors")
 
 
@@ -100,12 +105,17 @@ class RolloutRecorder:
         """Writes the batch that policy `version` is trained on. Raises RecordingError when that fails."""
         path = _path(self.directory, version)
         packed = pack(groups)
+        shown = packed.pop("pictures", [])
+        if shown:
+            packed["pictures"] = [(key, tokens, key_of(pixels.numpy()).hex()) for key, tokens, pixels in shown]
         tensors = {name: tensor.contiguous() for name, tensor in packed.pop("tensors").items()}
         tensors[_JSON] = torch.frombuffer(bytearray(json.dumps(packed).encode()), dtype=torch.uint8)
         header = {"format": FORMAT, "version": str(version), "sha256": _hash(version, tensors)}
         aside = path.with_suffix(".part")
         try:
             self.directory.mkdir(parents=True, exist_ok=True)
+            for key, _, pixels in shown:
+                write_png(self.directory / PICTURES / f"{key}.png", pixels.numpy())
             save_file(tensors, aside, metadata=header)
             os.replace(aside, path)
         except (OSError, SafetensorError) as error:
@@ -160,11 +170,28 @@ def read_batch(directory: Path, version: int) -> list[Group]:
         raise RecordingError(f"{path}: damaged, its contents are not those of its SHA-256; record it again")
     try:
         text = header["batch"] if found == _WITHOUT_HASH else tensors.pop(_JSON).numpy().tobytes()
-        return _groups(json.loads(text), tensors)
+        packed = json.loads(text)
+        if "pictures" in packed:
+            packed["pictures"] = [_picture(directory, *one) for one in packed["pictures"]]
+        return _groups(packed, tensors)
+    except RecordingError:
+        raise
     except (KeyError, TypeError, ValueError, RecursionError) as error:  # a BatchError is a ValueError
         raise RecordingError(
             f"{path}: not a recorded batch ({type(error).__name__}: {reason(error)}); record it again"
         ) from None
+
+
+def _picture(directory: Path, key: str, tokens: int, digest: str) -> tuple[str, int, Tensor]:
+    """A picture as `datamodules.groups.pack` has it. Raises RecordingError unless its pixels are those recorded."""
+    path = directory / PICTURES / f"{bytes.fromhex(key).hex()}.png"
+    try:
+        pixels = read_png(path)
+    except PictureError as error:
+        raise RecordingError(f"{error}; copy {PICTURES}/ with the batches, or record them again") from None
+    if key_of(pixels).hex() != digest:
+        raise RecordingError(f"{path}: damaged, its pixels are not those that were recorded; record the batches again")
+    return key, tokens, torch.from_numpy(pixels)
 
 
 def _groups(packed: Any, tensors: dict[str, Tensor]) -> list[Group]:

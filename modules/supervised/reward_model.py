@@ -236,7 +236,11 @@ def with_scores(batch: RolloutBatch) -> RolloutBatch:
     ends = bounds[1:] - 1
     inside = torch.ones(int(bounds[-1]), dtype=torch.bool).index_fill(0, ends, False)
     tokens = torch.empty(int(bounds[-1]), dtype=torch.int64).masked_scatter(inside, part.tokens)
-    tokens[ends] = part.tokens[part.cu_seqlens[1:] - 1]  # any id will do
+    tokens[ends] = part.tokens[part.cu_seqlens[1:] - 1]  # any id will do, but a picture's placeholder
+    images = None
+    if part.images is not None:
+        images = torch.full((int(bounds[-1]),), -1, dtype=torch.int32).masked_scatter(inside, part.images)
+        tokens[ends[part.images[part.cu_seqlens[1:] - 1] >= 0]] = 0
     return RolloutBatch(
         tokens=tokens,
         loss_mask=~inside,
@@ -251,4 +255,6 @@ def with_scores(batch: RolloutBatch) -> RolloutBatch:
         prompt_ids=part.prompt_ids,
         finish_reasons=part.finish_reasons,
         metadata=part.metadata,
+        images=images,
+        pictures=part.pictures,
     )

@@ -2,7 +2,8 @@
 
 Promises: unpacking, of all sequences or some, gives every tensor back bit for bit, and takes memory and time for those
 alone. Shared prefixes travel once (depth-first order: a sequence is a number of tokens of its predecessor and what
-follows them); masks, versions and what is equal over a turn travel as runs, log-probabilities only where there are any.
+follows them); masks, versions and what is equal over a turn travel as runs, log-probabilities only where there are any,
+each distinct picture once (its bytes are not copied when sequences are taken).
 On recorded agent episodes that is below a fiftieth of the flat tensors.
 """
 
@@ -10,7 +11,7 @@ from __future__ import annotations
 
 import json
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -19,10 +20,12 @@ import torch
 from torch import Tensor
 
 from app.batch import BatchError, RolloutBatch
+from app.pictures import Picture, used
 from app.tree import PrefixTree
 
 _ALIGNMENT = 8  # bytes; the widest element is int64, and a byte view must start at a multiple of its element size
 _OF_SEQUENCES = ("rewards", "temperatures", "group_ids", "episode_ids", "turn_indices")
+_PICTURE = "picture"
 Array = npt.NDArray[Any]
 
 
@@ -43,8 +46,11 @@ def pack(batch: RolloutBatch) -> tuple[bytes, Tensor]:
             payload.add(name, values)
         else:
             _pack_flat(payload, name, values)
+    for picture in batch.pictures:
+        payload.add(_PICTURE, picture.pixels.reshape(-1))
     header = {
         "arrays": payload.entries,
+        "pictures": [(one.key.hex(), one.pixels.shape, one.tokens) for one in batch.pictures],
         "prompt_ids": batch.prompt_ids,
         "finish_reasons": batch.finish_reasons,
         "metadata": batch.metadata,
@@ -62,7 +68,13 @@ class PackedBatch:
 
     def __init__(self, header: bytes, payload: Tensor) -> None:
         self._fields: dict[str, Any] = json.loads(zlib.decompress(header))
-        self._arrays = _arrays(self._fields.pop("arrays"), payload)
+        arrays = list(_arrays(self._fields.pop("arrays"), payload))
+        self._arrays = {name: array for name, array in arrays if name != _PICTURE}
+        pixels = (array for name, array in arrays if name == _PICTURE)
+        self._pictures = [
+            Picture(bytes.fromhex(key), next(pixels).reshape(shape), tokens)
+            for key, shape, tokens in self._fields.pop("pictures")
+        ]
         self._bounds = np.concatenate([[0], np.cumsum(self._arrays.pop("lengths").astype(np.int64))])
 
     def __len__(self) -> int:
@@ -78,7 +90,11 @@ class PackedBatch:
             else:
                 tensors[name] = _take_flat(self._arrays, name, self._bounds, own)
         fields = {name: [values[i] for i in own] for name, values in self._fields.items()}
-        return RolloutBatch.from_tensors({name: torch.from_numpy(array) for name, array in tensors.items()}, **fields)
+        named = {name: torch.from_numpy(array) for name, array in tensors.items()}
+        images, pictures = used(named.pop("images", None), self._pictures)
+        if images is not None:
+            named["images"] = images
+        return RolloutBatch.from_tensors(named, **fields, pictures=pictures)
 
     def _tokens(self, own: Array) -> Array:
         order, shared, suffixes = (self._arrays[name] for name in ("order", "shared", "suffixes"))
@@ -113,7 +129,7 @@ def pack_values(values: Mapping[str, Tensor]) -> tuple[bytes, Tensor]:
 def unpack_values(header: bytes, payload: Tensor) -> dict[str, Tensor]:
     """The inverse of `pack_values`."""
     fields: dict[str, Any] = json.loads(header)
-    arrays = _arrays(fields["arrays"], payload)
+    arrays = dict(_arrays(fields["arrays"], payload))
     whole = np.zeros(1, np.int64)
     return {
         name: torch.from_numpy(_take_flat(arrays, name, np.array([0, length]), whole))
@@ -121,14 +137,13 @@ def unpack_values(header: bytes, payload: Tensor) -> dict[str, Tensor]:
     }
 
 
-def _arrays(entries: list[tuple[str, str, int]], payload: Tensor) -> dict[str, Array]:
-    arrays: dict[str, Array] = {}
+def _arrays(entries: list[tuple[str, str, int]], payload: Tensor) -> Iterator[tuple[str, Array]]:
+    """Views of the arrays in the payload, by name."""
     data, offset = payload.numpy(), 0
     for name, dtype, count in entries:
         size = count * np.dtype(dtype).itemsize
-        arrays[name] = data[offset : offset + size].view(dtype)
+        yield name, data[offset : offset + size].view(dtype)
         offset += size + -size % _ALIGNMENT
-    return arrays
 
 
 class _Payload:

@@ -18,14 +18,16 @@ from app.batch import Trajectory
 from callbacks.pictures import Pictures, read_metrics
 from callbacks.reward_logger import RewardLogger
 from callbacks.weight_sync import WeightSync
+from datamodules.files.picture_files import write_png
 from datamodules.files.recording import RecordingError, RolloutRecorder, read_batch, versions
-from datamodules.groups import Group, pack, to_batch
+from datamodules.groups import Group, pack, to_batch, unpack
 from datamodules.prompts import Prompt, PromptSource
 from datamodules.replay import ReplayDataModule
 from datamodules.rollout import RolloutDataModule
 from datamodules.workflows import RLVRWorkflow
 from modules import ModelSource, PolicyModule
 from tests.datamodules.test_rollout import rollouts, tiny_model, trainer
+from tests.helpers.pictured import picture, pictured
 
 
 def some_groups(first: int = 0) -> list[Group]:
@@ -136,6 +138,69 @@ def test_long_texts_do_not_fill_the_header(tmp_path: Path) -> None:
     path = RolloutRecorder(tmp_path).write(1, groups)
     assert int.from_bytes(path.read_bytes()[:8], "little") < 5_000
     assert to_batch(read_batch(tmp_path, 1)).metadata == to_batch(groups).metadata
+
+
+def pictured_groups(first: int = 0) -> list[Group]:
+    """Of two pictures each, one of which all of them show."""
+    shared = picture(0, height=7, width=5)
+    groups = []
+    for index in range(first, first + 2):
+        own = picture(index + 1)
+        layouts = ([1, shared, 2, own, 3], [1, own, 2], [4, 5])
+        shown = [pictured(list(layout), group_id=index, episode_id=index * 3 + i) for i, layout in enumerate(layouts)]
+        groups.append(Group(index, "shown", 2, shown))
+    return groups
+
+
+def assert_pictures_equal(mine: list[Group], theirs: list[Group]) -> None:
+    one, other = to_batch(mine), to_batch(theirs)
+    assert same(one.tensors(), other.tensors()) and len(one.pictures) == 3
+    for a, b in zip(one.pictures, other.pictures, strict=True):
+        assert (a.key, a.tokens, a.pixels.shape) == (b.key, b.tokens, b.pixels.shape)
+        assert a.pixels.tobytes() == b.pixels.tobytes()
+
+
+def test_pictures_are_recorded_once_a_folder_and_read_back_bit_for_bit(tmp_path: Path) -> None:
+    recorder = RolloutRecorder(tmp_path)
+    recorder.write(0, pictured_groups())
+    shown = {path: path.stat().st_mtime_ns for path in (tmp_path / "pictures").iterdir()}
+    recorder.write(1, pictured_groups())
+    assert {path: path.stat().st_mtime_ns for path in (tmp_path / "pictures").iterdir()} == shown and len(shown) == 3
+    recorder.write(2, pictured_groups(1))
+    assert len(list((tmp_path / "pictures").iterdir())) == 4
+    recorder.write(3, some_groups())
+    for version, groups in enumerate((pictured_groups(), pictured_groups(), pictured_groups(1))):
+        assert_pictures_equal(read_batch(tmp_path, version), groups)
+    assert to_batch(read_batch(tmp_path, 3)).pictures == ()
+    assert max(path.stat().st_size for path in tmp_path.glob("*.safetensors")) < 10_000
+
+
+def test_recorded_pictures_that_are_damaged_or_gone_are_refused_by_name(tmp_path: Path) -> None:
+    RolloutRecorder(tmp_path).write(0, pictured_groups())
+    path = next(iter(sorted((tmp_path / "pictures").iterdir())))
+    whole = path.read_bytes()
+    for broken in (b"", whole[:40], whole[:-30], b"GIF89a", whole.replace(b"IDAT", b"IDAX")):
+        path.write_bytes(broken)
+        with pytest.raises(
+            RecordingError, match=rf"{path}: cannot be read as a PNG file .*copy pictures/ with"
+        ) as told:
+            read_batch(tmp_path, 0)
+        assert "\n" not in str(told.value)
+    other = picture(77)
+    path.unlink()
+    with pytest.raises(RecordingError, match=rf"{path}: cannot be read as a PNG file"):
+        read_batch(tmp_path, 0)
+    write_png(path, other.pixels)
+    with pytest.raises(RecordingError, match=rf"{path}: damaged, its pixels are not those that were recorded"):
+        read_batch(tmp_path, 0)
+
+
+def test_pictures_are_in_the_state_of_a_stream_once(tmp_path: Path) -> None:
+    packed = pack(pictured_groups())
+    assert len(packed["pictures"]) == 3 and "pictures" not in pack(some_groups())
+    torch.save(packed, tmp_path / "state")
+    loaded = torch.load(tmp_path / "state", weights_only=True)
+    assert_pictures_equal(unpack(loaded), pictured_groups())
 
 
 def in_the_format_before(**changes: Any) -> dict[str, Any]:

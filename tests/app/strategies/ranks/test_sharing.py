@@ -11,6 +11,7 @@ import torch
 from app.batch import RolloutBatch, Trajectory
 from tests.app.strategies import zero1_jobs as jobs
 from tests.app.strategies.ranks import sharing_jobs as sharing
+from tests.helpers.pictured import picture, pictured_batch
 from tests.helpers.rank_pool import RankError, RankPool
 
 START = 170.0  # seconds: four processes import everything the first time
@@ -48,6 +49,9 @@ def _assert_equal(got: RolloutBatch | None, batch: RolloutBatch | None, bare: bo
     assert got.tensors().keys() == expected.keys()
     for name, tensor in got.tensors().items():
         assert tensor.dtype == expected[name].dtype and torch.equal(tensor, expected[name]), name
+    assert [(one.key, one.pixels.tobytes()) for one in got.pictures] == [
+        (one.key, one.pixels.tobytes()) for one in batch.pictures
+    ]
     metadata = [{}] * len(batch) if bare else batch.metadata
     assert (got.prompt_ids, got.finish_reasons, got.metadata) == (batch.prompt_ids, batch.finish_reasons, metadata)
 
@@ -76,6 +80,19 @@ def test_every_rank_hears_and_answers(size: int, two_ranks: RankPool, four_ranks
     for (words, number), answers in zip(asked, results[0].answers, strict=True):
         expected = torch.zeros(0) if number is None else words[0] * batches[number].behavior_logprobs
         assert len(answers) == size and all(torch.equal(answer, expected) for answer in answers)
+
+
+def test_pictures_travel_once_with_their_batch(two_ranks: RankPool) -> None:
+    batch = pictured_batch()
+    large = picture(9, height=200, width=200)
+    batch.pictures = (large, batch.pictures[1])
+    results = two_ranks.run(sharing.exchange, START, asked=[([1], 0), ([2], 0)], batches=[batch], said=(None, 0, {}))
+    for rank, seen in enumerate(results):
+        for _, served in seen.served:
+            _assert_equal(served, batch, bare=rank > 0)
+        _assert_equal(seen.said[1], batch, bare=rank > 0)
+    first, *later = results[0].received
+    assert large.pixels.nbytes < first < large.pixels.nbytes * 1.1 and sum(later) < large.pixels.nbytes / 20
 
 
 def test_a_batch_is_forgotten_on_demand(two_ranks: RankPool) -> None:

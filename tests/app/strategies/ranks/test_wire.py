@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from app.batch import RolloutBatch, Trajectory
 from app.strategies.ranks.wire import PackedBatch, pack, pack_values, unpack, unpack_values
+from tests.helpers.pictured import pictured_batch
 
 FLOATS = st.sampled_from([0.0, -0.0, -1.5, 1e-38, -3.25e7])
 LOGPROBS = st.sampled_from([0.0, -0.0, -1.5, 1e-38, -3.25e2])
@@ -65,6 +66,20 @@ def test_some_sequences_are_those_of_the_batch(batch: RolloutBatch, data: st.Dat
     for name, tensor in expected.tensors().items():
         assert tensor.dtype == got.tensors()[name].dtype and _bits(tensor) == _bits(got.tensors()[name]), name
     assert (got.prompt_ids, got.metadata) == (expected.prompt_ids, expected.metadata)
+
+
+@pytest.mark.parametrize("chosen", [[0, 1, 2, 3, 4], [0, 3], [2], [1, 2, 4]])
+def test_pictures_are_those_of_the_sequences(chosen: list[int]) -> None:
+    batch = pictured_batch()
+    header, payload = pack(batch)
+    for picture in batch.pictures:
+        assert payload.numpy().tobytes().count(picture.pixels.tobytes()) == 1
+    got, expected = PackedBatch(header, payload).select(chosen), batch.select(chosen)
+    assert got.tensors().keys() == expected.tensors().keys()
+    assert all(tensor.equal(got.tensors()[name]) for name, tensor in expected.tensors().items())
+    assert [(one.key, one.tokens, one.pixels.tobytes(), one.pixels.shape) for one in got.pictures] == [
+        (one.key, one.tokens, one.pixels.tobytes(), one.pixels.shape) for one in expected.pictures
+    ]
 
 
 @given(st.dictionaries(st.sampled_from("abc"), st.lists(FLOATS, max_size=20)))
