@@ -7,14 +7,30 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Protocol
 
 from datamodules.prompts.base import Prompt
-from datamodules.rewards.judges.client import JudgeClient
+from datamodules.rewards.judges.client import JudgeClient, Spent
 from datamodules.rewards.judges.model import JudgeModel
 
 Verdict = tuple[float, dict[str, float]]
 """What a reply is worth, and what that is made of, by name."""
+
+
+class Client(Protocol):
+    """What a judge's questions go through, for one launch. Attributes: spent, what was used so far."""
+
+    spent: Spent
+
+    def open(self) -> None:
+        """Joins the running event loop. Raises ValueError: what it needs cannot be used."""
+
+    def close(self) -> None:
+        """Lets go of what it holds. Idempotent."""
+
+    @property
+    def exhausted(self) -> str:
+        """Why no question will be answered any more; "" while they are."""
 
 
 class Judge(ABC):
@@ -36,12 +52,16 @@ class Judge(ABC):
         """The parts that say how the judge's numbers stand to the verifier's, of replies judged together."""
         return [{"verifier": true, "drift": own - true} for true, own in zip(verified, judged, strict=True)]
 
+    def client(self) -> Client:
+        """A new client of its model. Raises ImportError, ValueError as that."""
+        return JudgeClient(self.model)
+
     @abstractmethod
-    async def verdicts(self, client: JudgeClient, prompt: Prompt, replies: Sequence[Any]) -> list[Verdict]:
+    async def verdicts(self, client: Any, prompt: Prompt, replies: Sequence[Any]) -> list[Verdict]:
         """One for each reply, in their order.
 
         Args:
-            client: the model, connected.
+            client: what `client` gave, open.
             prompt: the task.
             replies: texts, or transcripts as `material.readable` takes them; one alone unless `is_relative`.
 

@@ -17,7 +17,6 @@ from typing import Any
 from datamodules.processes.foreign import described
 from datamodules.prompts.base import Prompt
 from datamodules.rewards.judges.base import Judge
-from datamodules.rewards.judges.client import JudgeClient
 from datamodules.rewards.judges.model import BudgetSpent, JudgeError
 from datamodules.rewards.options import Judgement, RewardOptions
 from datamodules.rewards.pool import RewardError, RewardPool
@@ -38,7 +37,7 @@ class JudgePool:
         failures: questions, about one reply or a group, that found no answer.
 
     Raises:
-        ValueError: options without effect, since there is no verifier; or as `JudgeClient`.
+        ValueError: options without effect, since there is no verifier; or as `Judge.client`.
     """
 
     def __init__(self, judge: Judge, options: RewardOptions | None = None) -> None:
@@ -51,7 +50,7 @@ class JudgePool:
         self._judge = judge
         self._verifier = None if judge.verifier is None else RewardPool(judge.verifier, options)
         self._options = options
-        self._client = JudgeClient(judge.model)
+        self._client = judge.client()
         self.failures = 0
 
     def start(self, logs: Path | None = None) -> None:
