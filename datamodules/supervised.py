@@ -24,7 +24,7 @@ from datamodules.pipeline import fingerprint
 from datamodules.pipeline.loaders import Position, StepLoader
 from datamodules.prompts.base import Prompt, PromptSource, prompt_source
 from datamodules.prompts.records import reply_text
-from datamodules.prompts.tokenizers import encode_prompt, load_tokenizer, texts_of
+from datamodules.prompts.tokenizers import encode_reply, load_tokenizer, texts_of
 from datamodules.workflows.turn_ends import template_end
 
 
@@ -126,17 +126,15 @@ class SupervisedDataModule(L.LightningDataModule):
         assert self.tokenizer is not None, "batches come after setup"
         if not solution:
             raise ValueError(f"prompt '{prompt.id}' has neither solution nor answer to imitate; set answer_field")
-        given = encode_prompt(self.tokenizer, prompt)
-        made = encode_prompt(self.tokenizer, Prompt(id=f"{prompt.id} (solution)", text=solution), bare=True)
-        end = self._chat_end if prompt.messages else None
-        length = len(given) + len(made) + 1
+        given, made = encode_reply(self.tokenizer, prompt, solution, self._chat_end)
+        length = len(given) + len(made)
         if self.max_tokens is not None and length > self.max_tokens:
             raise ValueError(
                 f"prompt '{prompt.id}' and its solution have {length} tokens, more than max_tokens {self.max_tokens};"
                 " raise max_tokens or remove it from the data"
             )
         return Trajectory(
-            tokens=torch.tensor([*given, *made, self.tokenizer.eos_token_id if end is None else end]),
+            tokens=torch.tensor([*given, *made]),
             loss_mask=torch.arange(length) >= len(given),
             behavior_logprobs=torch.zeros(length, dtype=torch.float32),
             versions=torch.full((length,), -1),

@@ -213,7 +213,9 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=100, help="optimizer steps of every run")
     parser.add_argument("--warm_steps", type=int, default=500, help="supervised steps of the warm start")
-    parser.add_argument("--runs", type=Path, default=ROOT / "runs" / "learning_noisy_judge", help="where the runs write")
+    parser.add_argument(
+        "--runs", type=Path, default=ROOT / "runs" / "learning_noisy_judge", help="where the runs write"
+    )
     parser.add_argument("--deadline_s", type=float, default=1800.0, help="seconds one run may take")
     parser.add_argument("--hardware", default="a CPU", help="what the report says the machine is")
     args = parser.parse_args(argv)

@@ -84,6 +84,27 @@ def encode_prompt(tokenizer: PreTrainedTokenizerBase, prompt: Prompt, bare: bool
     return tuple(tokens)
 
 
+def encode_reply(
+    tokenizer: PreTrainedTokenizerBase, prompt: Prompt, reply: str, end: int | None
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Token ids of a prompt, and of a reply to it with what ends it.
+
+    Args:
+        tokenizer: the model's.
+        prompt: text or messages.
+        reply: may be empty.
+        end: the token with which the chat template ends a reply, None where there is no such token; a text's reply is
+            ended by the tokenizer's end of sequence.
+
+    Raises:
+        ValueError: as `encode_prompt`.
+    """
+    text = Prompt(id=f"{prompt.id} (reply)", text=reply)
+    made = encode_prompt(tokenizer, text, bare=True) if reply else ()
+    last = end if prompt.messages and end is not None else tokenizer.eos_token_id
+    return encode_prompt(tokenizer, prompt), (*made, last)
+
+
 def _with_beginning(tokenizer: PreTrainedTokenizerBase, text: str, bare: list[int]) -> list[int]:
     """The ids of a text to go on from: with the special tokens that the tokenizer puts before it, and without an end of
     sequence behind it, with which some tokenizers say that nothing follows."""

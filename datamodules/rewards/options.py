@@ -26,12 +26,15 @@ class Judgement:
         parts: what it is made of, by name, for the logs (empty when the reward is one number).
         failed: why there is no real reward and `value` is the configured one instead; "" when there is.
         unreadable: the reward could not read the completion within its bounds and took it for wrong.
+        turns: what each call of a transcript earns on top, at its end, in their order; () where nothing is said of
+            single ones.
     """
 
     value: float
     parts: dict[str, float] = field(default_factory=dict)
     failed: str = ""
     unreadable: bool = False
+    turns: tuple[float, ...] = ()
 
     def metadata(self) -> dict[str, Any]:
         """What of this goes into a trajectory's metadata, where there is any: `reward_parts`, `reward_failed`,

@@ -26,7 +26,7 @@ def verdicts(judge: Judge, replies: list[str], times: int) -> tuple[list[list[fl
         asked = [replies] if judge.is_relative else [[one] for one in replies]
         found = []
         for _ in range(times):
-            found.append([value for part in asked for value, _ in await judge.verdicts(client, PROMPT, part)])
+            found.append([one.value for part in asked for one in await judge.verdicts(client, PROMPT, part)])
         return found
 
     return asyncio.run(body()), client.spent.calls

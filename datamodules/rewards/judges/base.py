@@ -7,14 +7,25 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 from datamodules.prompts.base import Prompt
 from datamodules.rewards.judges.client import JudgeClient, Spent
 from datamodules.rewards.judges.model import JudgeModel
 
-Verdict = tuple[float, dict[str, float]]
-"""What a reply is worth, and what that is made of, by name."""
+
+class Verdict(NamedTuple):
+    """What a reply is worth.
+
+    Attributes:
+        value: of the whole.
+        parts: what it is made of, by name.
+        turns: what each call of a transcript earns on top; see `Judgement`.
+    """
+
+    value: float
+    parts: dict[str, float]
+    turns: tuple[float, ...] = ()
 
 
 class Client(Protocol):
@@ -37,7 +48,7 @@ class Judge(ABC):
     """Gives rewards by asking a model.
 
     Attributes:
-        model: which one, and how it is asked.
+        model: which one, and how it is asked, of judges that answer in words.
         verifier: a plain reward of the same replies, or None. Where there is one it is asked too: its number is the
             part `verifier`, the judge's less its the part `drift`, and held-out episodes are scored by it alone, so
             that validation is what no reply can talk a judge into.

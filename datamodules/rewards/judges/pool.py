@@ -16,7 +16,7 @@ from typing import Any
 
 from datamodules.processes.foreign import described
 from datamodules.prompts.base import Prompt
-from datamodules.rewards.judges.base import Judge
+from datamodules.rewards.judges.base import Judge, Verdict
 from datamodules.rewards.judges.model import BudgetSpent, JudgeError
 from datamodules.rewards.options import Judgement, RewardOptions
 from datamodules.rewards.pool import RewardError, RewardPool
@@ -116,18 +116,19 @@ class JudgePool:
         true = [one.value for one in verified if one is not None and not one.failed]
         beside: list[dict[str, float]] = [{}] * len(replies)
         if len(true) == len(replies):  # else one was scored and not judged: nothing to compare with
-            beside = self._judge.beside(true, [value for value, _ in verdicts])
+            beside = self._judge.beside(true, [one.value for one in verdicts])
         return [
             Judgement(
-                value,
-                {**parts, **more},
+                found.value,
+                {**found.parts, **more},
                 failed="" if one is None else one.failed,
                 unreadable=one is not None and one.unreadable,
+                turns=found.turns,
             )
-            for (value, parts), more, one in zip(verdicts, beside, verified, strict=True)
+            for found, more, one in zip(verdicts, beside, verified, strict=True)
         ]
 
-    async def _verdicts(self, prompt: Prompt, replies: Sequence[Any]) -> list[tuple[float, dict[str, float]]]:
+    async def _verdicts(self, prompt: Prompt, replies: Sequence[Any]) -> list[Verdict]:
         return await self._judge.verdicts(self._client, prompt, replies)
 
     async def _verified(self, prompt: Prompt, reply: Any) -> Judgement | None:

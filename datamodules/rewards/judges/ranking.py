@@ -121,7 +121,7 @@ class RankingJudge(Judge):
         for i, (_, was_cut) in enumerate(shown):
             # Against every other episode of the group: those with the same reply tie.
             wins = [0.5 if at[i] == at[j] else better[at[i]][at[j]] for j in range(len(shown)) if j != i]
-            found.append((statistics.fmean(wins), {"judge_cut": float(was_cut), **inconsistent}))
+            found.append(Verdict(statistics.fmean(wins), {"judge_cut": float(was_cut), **inconsistent}))
         return found
 
     def beside(self, verified: Sequence[float], judged: Sequence[float]) -> list[dict[str, float]]:

@@ -118,7 +118,7 @@ class RubricJudge(Judge):
         parts["judge_cut"] = float(was_cut)
         if self._repeats > 1:
             parts["disagreement"] = statistics.stdev(totals)
-        return statistics.fmean(totals), parts
+        return Verdict(statistics.fmean(totals), parts)
 
     def _read(self, value: dict[str, Any]) -> dict[str, int]:
         return {one: points(value, one, self._scale) for one in self.criteria}

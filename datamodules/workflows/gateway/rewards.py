@@ -83,6 +83,11 @@ class Rewards:
             )
         self.calls[calls[choice].id] = float(value)
 
+    def add(self, ids: Sequence[str], values: Sequence[float]) -> None:
+        """Adds what a reward says of single calls to what was posted for them."""
+        for one, value in zip(ids, values, strict=True):
+            self.calls[one] = self.calls.get(one, 0.0) + value
+
 
 def shown(exchanges: Sequence[Exchange]) -> list[dict[str, Any]]:
     """The transcript as rewards get it, a dictionary a call in the order of the answers: `id`, `messages` and `tools`

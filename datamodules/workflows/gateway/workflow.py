@@ -211,7 +211,13 @@ class AgentWorkflow:
                     f"prompt '{prompt.id}': a reward was posted for the episode, and the data's reward is set; leave"
                     " one of them out (rewards of single calls may be posted with both)"
                 )
-            return await engine.score(prompt, shown(session.exchanges) if self._judged == "transcript" else text)
+            if self._judged == "answer":
+                return await engine.score(prompt, text)
+            calls = shown(session.exchanges)
+            reward = await engine.score(prompt, calls)
+            if engine.judgement is not None and engine.judgement.turns:
+                session.rewards.add([one["id"] for one in calls], engine.judgement.turns)
+            return reward
         value = self._agents[0].number(result) if session.rewards.total is None else session.rewards.total
         if value is None:
             raise ValueError(

@@ -18,6 +18,7 @@ from datamodules.pending import Pending
 from datamodules.pipeline.player import EpisodePlayer
 from datamodules.processes.calls import CallFailed
 from datamodules.prompts.base import Prompt
+from datamodules.rewards import Judgement
 from datamodules.workflows.gateway import AgentWorkflow, Budget
 from tests.datamodules.workflows.gateway import agents
 from tests.datamodules.workflows.scripted_engine import WITH_CALLS, Pool, ScriptedEngine, generated, play
@@ -163,6 +164,17 @@ def test_a_reward_may_judge_the_transcript() -> None:
 
     _, found = run(agents.shopper, [CALL, "It is 6."], cheap, judged="transcript")
     assert [one.reward for one in found] == [0.8, 0.8] and found[0].metadata["completion"] == "It is 6."
+
+
+def test_what_a_judge_says_of_single_calls_is_theirs() -> None:
+    class Process(Pool):
+        async def judge(self, prompt: Prompt, completion: Any) -> Judgement:
+            return Judgement(1.0, turns=(0.25, 0.0))
+
+    engine = ScriptedEngine(TOKENIZER, [CALL, "It is 6."])
+    workflow = AgentWorkflow(agents.shopper, max_new_tokens=200, workers=1, judged="transcript")
+    found = play(workflow, engine, TOKENIZER, TASK, Process(right))
+    assert [(one.reward, one.metadata[CALL_REWARD]) for one in found] == [(1.0, 0.25), (1.0, 0.0)]
 
 
 def test_validation_does_not_wait_for_agents_that_are_paused_for_it() -> None:
