@@ -6,9 +6,10 @@ Needs torch and transformers only; knows no RL and no Lightning. See `PrefixTree
 
 from app.tree.attention.groups import RankGroup
 from app.tree.engine import TreeEngine
+from app.tree.model.pictures import Tower, picture_positions, picture_tokens
 from app.tree.outputs import FlatOutputs, SequenceOutputs, TreeOutputs
 from app.tree.partition import partition
-from app.tree.prefix_tree import PrefixTree
+from app.tree.prefix_tree import Picture, PrefixTree
 from app.tree.report import ModelReport, TreeReport, inspect_model, inspect_tree, read_config
 from app.tree.self_check import SelfCheckError
 from app.tree.states.functions import STATES_ARGUMENT
@@ -23,6 +24,7 @@ __all__ = [
     "STATES_ARGUMENT",
     "FlatOutputs",
     "ModelReport",
+    "Picture",
     "PieceStates",
     "PieceTree",
     "PrefixTree",
@@ -30,6 +32,7 @@ __all__ = [
     "SelfCheckError",
     "SequenceOutputs",
     "StateLayers",
+    "Tower",
     "TreeEngine",
     "TreeOutputs",
     "TreeReport",
@@ -37,5 +40,7 @@ __all__ = [
     "inspect_tree",
     "on_device",
     "partition",
+    "picture_positions",
+    "picture_tokens",
     "read_config",
 ]

@@ -27,7 +27,14 @@ from app.tree.executor import BatchedLoss, Executor, check_scalar
 from app.tree.heads import Heads
 from app.tree.memory import auto_budgets
 from app.tree.model.checkpointing import checkpointable
-from app.tree.model.refusals import refuse_by_name, refuse_dropout, refuse_unsupported, transformers_model
+from app.tree.model.pictures import PicturePass, Tower
+from app.tree.model.refusals import (
+    refuse_by_name,
+    refuse_dropout,
+    refuse_pictures,
+    refuse_unsupported,
+    transformers_model,
+)
 from app.tree.model.shallow import first_layers
 from app.tree.outputs import OUTPUT_NAMES, FlatOutputs, TreeOutputs
 from app.tree.planning.cost import ModelShape
@@ -68,6 +75,8 @@ class TreeEngine:
             group's.
         states: what computes the scans of layers that carry a state: "torch", "fla" (kernels of flash-linear-attention
             and mamba-ssm, on CUDA devices), or "auto"; see `app.tree.states.kernels`.
+        image_processor: makes the model's arguments of a picture's pixels, for trees with pictures: transformers' own,
+            `AutoImageProcessor.from_pretrained(directory, backend="pil")`.
 
     Attributes:
         dense: whether every leaf sequence runs alone, through the model's own attention (after such a fallback).
@@ -91,6 +100,7 @@ class TreeEngine:
         on_mismatch: Literal["error", "fallback"] = "error",
         group: RankGroup | None = None,
         states: str = "auto",
+        image_processor: Any | None = None,
     ) -> None:
         for name, budget in (("chunk_tokens", chunk_tokens), ("live_tokens", live_tokens)):
             if budget != "auto" and (isinstance(budget, str) or budget < 1):
@@ -122,6 +132,7 @@ class TreeEngine:
                 " (group=None)"
             )
         self.group = group
+        self.tower = Tower(self.model, image_processor)
         self.chunk_tokens, self.live_tokens = chunk_tokens, live_tokens
         self.temperature = temperature
         self.attention, self.states = attention, states
@@ -290,7 +301,13 @@ class TreeEngine:
         head = None if self.value_head is None else copy.deepcopy(self.value_head).float()
         device = next(shallow.parameters()).device.type
         with torch.autocast(device, enabled=False):
-            found = TreeEngine(shallow, temperature=self.temperature, value_head=head, self_check=False)
+            found = TreeEngine(
+                shallow,
+                temperature=self.temperature,
+                value_head=head,
+                self_check=False,
+                image_processor=self.tower.processor,
+            )
             again = found.verify(tree, want)
         if again is None or again.passed:
             return report
@@ -366,6 +383,7 @@ class TreeEngine:
             with_grads,
             None if execution.dense else self.group,
             scans,
+            PicturePass(self.tower, execution.tree, with_grads) if execution.tree.pictures else None,
         )
 
     def _scans(self) -> Scans:
@@ -383,8 +401,12 @@ class TreeEngine:
         if names & {"logprobs", "entropy"} and self.heads.projection is None:
             raise ValueError(f"want: {type(self.model).__name__} has no output projection; use a ...ForCausalLM model")
         vocabulary = self.model.get_input_embeddings().weight.shape[0]
-        if tree.num_tokens and int(tree.tokens.max()) >= vocabulary:
-            i, position, token = _find_token(tree, int(np.argmax(tree.tokens >= vocabulary)))
+        if tree.pictures:
+            refuse_pictures(self.model, self.tower.processor)
+            self._refuse_placeholders(tree)
+        text = np.where(tree.picture_rows < 0, tree.tokens, 0) if tree.pictures else tree.tokens
+        if tree.num_tokens and int(text.max()) >= vocabulary:
+            i, position, token = _find_token(tree, int(np.argmax(text >= vocabulary)))
             raise ValueError(
                 f"sequences[{i}]: token id {token} at position {position} is outside the model's vocabulary of"
                 f" {vocabulary}; use the tokenizer that belongs to the model"
@@ -399,6 +421,17 @@ class TreeEngine:
         for module in (self.model, self.value_head):
             if module is not None:
                 refuse_dropout(module)
+
+    def _refuse_placeholders(self, tree: PrefixTree) -> None:
+        """A model takes every placeholder id for a row of a picture, a sampled one too."""
+        ids = [getattr(self.model.config, name, None) for name in ("image_token_id", "video_token_id")]
+        found = np.isin(tree.tokens, [one for one in ids if one is not None])
+        if found.any():
+            i, position, token = _find_token(tree, int(found.argmax()))
+            raise ValueError(
+                f"sequences[{i}]: token id {token} at position {position} is a placeholder that belongs to no picture;"
+                " say so in images, or leave the sequence out"
+            )
 
 
 def _one_by_one(loss_fn: LossFn) -> LossFn:

@@ -23,6 +23,7 @@ from app.tree.attention.groups import RankGroup, RowShares
 from app.tree.attention.path_cache import KeyValue, PathCache
 from app.tree.heads import Heads, Kept
 from app.tree.model.checkpointing import checkpointed
+from app.tree.model.pictures import PicturePass, TakenRows
 from app.tree.outputs import FlatOutputs
 from app.tree.planning.layout import Layout, layout
 from app.tree.planning.plan import ExecutionPlan
@@ -55,6 +56,7 @@ class _Run:
     hidden: Tensor  # [rows run here, H]
     scored: _Scored
     states: PieceStates | None  # of layers that carry one
+    taken: TakenRows | None  # of pictures
     kept: Kept | None = None  # what the heads keep for the backward that follows
 
 
@@ -87,15 +89,16 @@ class Executor:
         with_grads: bool,
         group: RankGroup | None = None,
         scans: Scans = TORCH,
+        pictures: PicturePass | None = None,
     ) -> None:
         self.model, self.body, self.heads, self.plan, self.want = model, model.base_model, heads, plan, want
         self.backend, self.state_layers, self.with_grads, self.group = backend, state_layers, with_grads, group
-        self.scans = scans
+        self.scans, self.pictures = scans, pictures
         tree = plan.tree
         parameter = next(model.parameters())
         self.device = parameter.device
         self.dtype = torch.promote_types(torch.float32, parameter.dtype)
-        self.tokens = on_device(tree.tokens, self.device)
+        self.tokens = on_device(tree.tokens if pictures is None else pictures.model_tokens(tree), self.device)
         self.values = {name: self._per_token() for name in want}
         self.grads: dict[str, Tensor] = {}  # of the outputs that losses use: an unused entropy costs backward nothing
         self.temperature: Tensor | float = temperature
@@ -137,6 +140,8 @@ class Executor:
                         self._pop(step.chunk, step.piece)
                     case "backward":
                         self._backward(step.chunk)
+            if self.pictures is not None:
+                self.pictures.finish()
         return self.total
 
     def set_grads(self, grads: dict[str, Tensor]) -> None:
@@ -156,8 +161,9 @@ class Executor:
         if self.with_grads:
             _accumulate_in_float32(self.model, self.heads.value_head)
         attention = nullcontext() if self.plan.dense else tree_attention_on(self.model)
+        pictures = nullcontext() if self.pictures is None else self.pictures.tower.borrowed(self.with_grads)
         try:
-            with torch.set_grad_enabled(self.with_grads), attention, self.state_layers.noted():
+            with torch.set_grad_enabled(self.with_grads), attention, pictures, self.state_layers.noted():
                 yield
         finally:
             self.heads.release()
@@ -177,7 +183,7 @@ class Executor:
         chunk, again = self.plan.chunks[index], index in self.open
         if again and not self.with_grads:
             return
-        with checkpointed(self.body, chunk.checkpoint and self.with_grads):
+        with checkpointed(self.model, chunk.checkpoint and self.with_grads):
             run = self._run(index, None, store=bool(chunk.anchors) and not again)
         if not again:
             self._provide(index, run, None)
@@ -228,6 +234,8 @@ class Executor:
             ends, end_grads = self._owed_to_ends(run, state)
             torch.autograd.backward([run.hidden, *ends], [grad, *end_grads])
             self._owe_to_starts(index, run)
+            if self.pictures is not None:
+                self.pictures.owe(run.taken)
 
     def _owed_to_ends(self, run: _Run, state: _Open) -> tuple[list[Tensor], list[Tensor]]:
         """States at the ends of a run's pieces, and their gradients: more roots of its backward."""
@@ -254,20 +262,26 @@ class Executor:
         depths = self.plan.tree.token_depth[rows.tokens]
         shares = None if self.group is None else RowShares.of(self.group, len(rows.tokens))
         attention = ChunkAttention(rows, self.cache, chunk.path_tokens, depths, self.backend, store, shares)
-        states = None
+        states, taken = None, None
         here = slice(None) if shares is None else shares.run
         ids = self.tokens[on_device(rows.tokens[here], self.device)].unsqueeze(0)
         if self.plan.dense:
-            out = self.body(input_ids=ids, use_cache=False)
+            whole = {} if self.pictures is None else self.pictures.untouched(self.plan.tree.tokens[rows.tokens])
+            out = self.body(input_ids=ids, use_cache=False, **whole)
         else:
-            positions = on_device(depths[here], self.device).unsqueeze(0)
+            positions, given = on_device(depths[here], self.device).unsqueeze(0), dict[str, Any]()
+            if self.pictures is not None:
+                positions = self.pictures.position_ids(rows.tokens[here], positions)
+                given, taken = self.pictures.take(rows.tokens[here])
             states = self._states(index, rows, only)
             carried = {} if states is None else {STATES_ARGUMENT: states}
-            out = self.body(input_ids=ids, position_ids=positions, use_cache=False, tree_chunk=attention, **carried)
+            out = self.body(
+                input_ids=ids, position_ids=positions, use_cache=False, tree_chunk=attention, **carried, **given
+            )
             self._refuse_other_attention(attention.calls)
             if states is not None:
                 self.state_layers.refuse_unreached(states)
-        return _Run(rows, attention, out.last_hidden_state[0], self._scored_rows(index, rows, shares), states)
+        return _Run(rows, attention, out.last_hidden_state[0], self._scored_rows(index, rows, shares), states, taken)
 
     def _states(self, index: int, rows: Layout, only: Sequence[int] | None) -> PieceStates | None:
         """Of layers that carry states, those a run starts from: leaves with the values of the end it hangs below."""

@@ -7,14 +7,19 @@ through the sequence indices; no Python loop over tokens and no recursion.
 How: sort the sequences (a prefix sorts right before its extensions), take the longest common prefix of
 neighbours, and grow the rightmost path of the tree one sequence at a time. Tokens are then laid out in
 depth-first order, so a subtree is one contiguous range of tokens.
+
+Pictures: a placeholder stands for one row of one picture's features, so that is its identity. It gets an id of its own
+beyond every vocabulary, `FIRST_ROW` + the row among those of all pictures, and whatever compares tokens tells pictures
+apart whose placeholders have equal ids. A picture is one identity as a whole, for its rows depend on all of it: no fork
+falls inside one.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -23,6 +28,25 @@ Ints = npt.NDArray[np.int64]
 Bools = npt.NDArray[np.bool_]
 
 SHARE_MODES = ("tree", "leaf", "none")
+FIRST_ROW = 2**31
+"""Token ids from here on are rows of pictures, where a tree has any."""
+
+
+class Picture(Protocol):
+    """What a tree needs to know of a picture.
+
+    Attributes:
+        key: names its content; pictures with equal keys are one.
+        pixels: uint8 [H, W, 3], of a size that the model's image processor keeps.
+        tokens: how many placeholders it takes, one for each row of its features.
+    """
+
+    @property
+    def key(self) -> bytes: ...
+    @property
+    def pixels(self) -> npt.NDArray[np.uint8]: ...
+    @property
+    def tokens(self) -> int: ...
 
 
 @dataclass(frozen=True, eq=False)
@@ -32,7 +56,7 @@ class PrefixTree:
     S segments (maximal unbranched runs of tokens) in depth-first order, T tokens in the same order.
 
     Attributes:
-        tokens: int64 [T], token ids.
+        tokens: int64 [T], token ids; of placeholders `FIRST_ROW` + the row they stand for, see `picture_rows`.
         segment_parent: int64 [S], index of the parent segment, -1 for roots; parents come before children.
         segment_start: int64 [S], depth (position in the sequence) of the segment's first token.
         segment_length: int64 [S], tokens in the segment.
@@ -44,6 +68,7 @@ class PrefixTree:
         num_leaf_tokens: dense-leaf tokens: sequences that are prefixes of (or equal to) others dropped, the rest
             counted alone; the same in every sharing mode.
         scored_masks: the caller's `scored`, bool [L_i] each, or None for "all but the first token".
+        pictures: distinct pictures, whose rows are numbered one after the other.
     """
 
     tokens: Ints
@@ -57,6 +82,7 @@ class PrefixTree:
     shared_with_previous: Ints
     num_leaf_tokens: int
     scored_masks: tuple[Bools, ...] | None
+    pictures: tuple[Picture, ...] = ()
 
     @classmethod
     def build(
@@ -65,6 +91,8 @@ class PrefixTree:
         scored: Sequence[Any] | None = None,
         keys: Sequence[int] | npt.ArrayLike | None = None,
         share: str = "tree",
+        images: Sequence[Any] | None = None,
+        pictures: Sequence[Picture] = (),
     ) -> PrefixTree:
         """Builds the tree of `sequences`.
 
@@ -74,6 +102,10 @@ class PrefixTree:
             keys: N integers; sequences share tokens only where their keys are equal (temperature, adapter, ...).
             share: "tree", every common prefix; "leaf", only sequences that are prefixes of others are merged
                 into the longer one (the dense-leaf baseline); "none", nothing.
+            images: N integer arrays [L_i]: -1 for text, and for placeholders the index of their picture in `pictures`,
+                which has one for each of its rows, in order, with nothing or text (between tiles) in between. Their
+                positions are never scored. Default: text alone.
+            pictures: distinct by `key`.
 
         Raises:
             ValueError: naming the argument and the sequence that is wrong.
@@ -83,6 +115,10 @@ class PrefixTree:
         if share not in SHARE_MODES:
             raise ValueError(f"share must be one of {SHARE_MODES}, got {share!r}")
         masks = None if scored is None else _as_masks(scored, arrays)
+        if images is not None:
+            arrays, masks = _with_pictures(arrays, masks, images, pictures)
+        elif len(pictures):
+            raise ValueError("pictures: given without images=..., which say where they are")
         key_array = np.zeros(count, np.int64) if keys is None else _as_array(keys)
         if key_array.shape != (count,) or (count and key_array.dtype.kind not in "iub"):
             raise ValueError(
@@ -99,7 +135,7 @@ class PrefixTree:
             shared[:] = 0
         elif share == "leaf" and count:
             shared[1:][shared[1:] < lengths[order][:-1]] = 0
-        return _grow(arrays, lengths, order, shared, leaf_tokens, masks)
+        return _grow(arrays, lengths, order, shared, leaf_tokens, masks, tuple(pictures))
 
     def select(self, indices: Sequence[int] | Ints) -> PrefixTree:
         """The tree of the sequences `indices`, in that order, which share every common prefix (whatever keys this one
@@ -107,7 +143,12 @@ class PrefixTree:
         picks = np.asarray(indices, np.int64)
         ends = np.cumsum(self.sequence_length[picks])[:-1]
         tokens = np.split(self.tokens[self.sequence_tokens(picks)], ends)
-        return PrefixTree.build(tokens, scored=np.split(self.sequence_scored(picks), ends))
+        return self.rebuilt(tokens, scored=np.split(self.sequence_scored(picks), ends))
+
+    def rebuilt(self, sequences: Sequence[Ints], **options: Any) -> PrefixTree:
+        """A tree of `sequences`, parts of this one's with the ids they have in it, over the same pictures; `options`
+        of `build`."""
+        return replace(PrefixTree.build(sequences, **options), pictures=self.pictures)
 
     @property
     def num_sequences(self) -> int:
@@ -126,6 +167,18 @@ class PrefixTree:
     def num_dense_tokens(self) -> int:
         """Tokens of all sequences, each counted alone."""
         return int(self.sequence_length.sum())
+
+    @cached_property
+    def picture_rows(self) -> Ints:
+        """int64 [T]: which row each token stands for, counted over `pictures` one after the other; -1 for text."""
+        if not self.pictures:
+            return np.full(self.num_tokens, -1, np.int64)
+        return np.where(self.tokens >= FIRST_ROW, self.tokens - FIRST_ROW, -1)
+
+    @cached_property
+    def picture_starts(self) -> Ints:
+        """int64 [pictures + 1]: the first row of each picture, and the number of rows."""
+        return np.cumsum([0, *(picture.tokens for picture in self.pictures)])
 
     @cached_property
     def leaf_sequences(self) -> Ints:
@@ -286,6 +339,61 @@ def _as_masks(scored: Sequence[Any], arrays: list[npt.NDArray[Any]]) -> tuple[Bo
     return tuple(masks)
 
 
+def _with_pictures(
+    arrays: list[npt.NDArray[Any]],
+    masks: tuple[Bools, ...] | None,
+    images: Sequence[Any],
+    pictures: Sequence[Picture],
+) -> tuple[list[npt.NDArray[Any]], tuple[Bools, ...]]:
+    """Tokens whose placeholders have the ids of the rows they stand for, and masks that score none of them."""
+    if len(images) != len(arrays):
+        raise ValueError(f"images: {len(images)} arrays for {len(arrays)} sequences; give one a sequence")
+    keys = [picture.key for picture in pictures]
+    if len(set(keys)) < len(keys):
+        again = next(i for i, key in enumerate(keys) if key in keys[:i])
+        raise ValueError(f"pictures[{again}] has the key of pictures[{keys.index(keys[again])}]; give each once")
+    starts = np.cumsum([0, *(picture.tokens for picture in pictures)])
+    out, scored = [], []
+    for i, (array, given) in enumerate(zip(arrays, images)):
+        column = _as_array(given)
+        if column.shape != array.shape or column.dtype.kind not in "iu":
+            raise ValueError(
+                f"images[{i}]: expected {len(array)} integers, one a token, got {column.dtype} of shape {column.shape}"
+            )
+        if column.min() < -1 or column.max() >= len(pictures):
+            raise ValueError(f"images[{i}]: indices must lie in [-1, {len(pictures)}), the number of pictures")
+        here = np.flatnonzero(column >= 0)
+        if int(array[column < 0].max(initial=0)) >= FIRST_ROW:
+            raise ValueError(f"sequences[{i}]: token ids beside pictures must lie below {FIRST_ROW}")
+        mask = column < 0 if masks is None else masks[i]
+        if mask[here].any():
+            position = int(here[mask[here].argmax()])
+            raise ValueError(f"scored[{i}]: position {position} is a picture's placeholder, which has no probability")
+        rows = _rows(column[here], starts, f"images[{i}]", here)
+        array = array.astype(np.int64)
+        array[here] = FIRST_ROW + rows
+        out.append(array)
+        scored.append(mask)
+    return out, tuple(scored)
+
+
+def _rows(owners: Ints, starts: Ints, name: str, positions: Ints) -> Ints:
+    """The row each placeholder stands for; `owners`: its picture; `name`, `positions`: where they are, for errors."""
+    rows, k = np.empty(len(owners), np.int64), 0
+    while k < len(owners):
+        picture = int(owners[k])
+        size = int(starts[picture + 1] - starts[picture])
+        have = int((np.append(owners[k : k + size], -1) != picture).argmax())
+        if not 0 < have == size:
+            raise ValueError(
+                f"{name}, position {positions[k]}: {have} of the {size} placeholders of picture {picture} follow;"
+                " pictures are whole, so cut sequences before or after them"
+            )
+        rows[k : k + size] = np.arange(starts[picture], starts[picture + 1])
+        k += size
+    return rows
+
+
 def _sort(arrays: list[npt.NDArray[Any]], keys: Ints) -> Ints:
     """Depth-first order: by key, then by tokens. Big-endian bytes compare as the unsigned integers they hold."""
     names = [array.astype(">u4").tobytes() for array in arrays]
@@ -313,6 +421,7 @@ def _grow(
     shared: Ints,
     leaf_tokens: int,
     masks: tuple[Bools, ...] | None,
+    pictures: tuple[Picture, ...],
 ) -> PrefixTree:
     """Grows the tree along its rightmost path, then renumbers nodes depth first and lays the tokens out."""
     end: list[int] = []  # depth one past the node's last token
@@ -371,6 +480,7 @@ def _grow(
         shared_with_previous=shared,
         num_leaf_tokens=leaf_tokens,
         scored_masks=masks,
+        pictures=pictures,
     )
 
 

@@ -136,10 +136,12 @@ AttentionInterface.register(ATTENTION_NAME, tree_attention)
 
 @contextmanager
 def tree_attention_on(model: PreTrainedModel) -> Iterator[None]:
-    """The model attends through `tree_attention` inside, and as before afterwards."""
-    before = model.config._attn_implementation
-    model.config._attn_implementation = ATTENTION_NAME
+    """The model attends through `tree_attention` inside, and as before afterwards; towers of other inputs always do as
+    before."""
+    config = model.config.get_text_config()  # a composite configuration would hand it to all of its parts
+    before = config._attn_implementation
+    config._attn_implementation = ATTENTION_NAME
     try:
         yield
     finally:
-        model.config._attn_implementation = before
+        config._attn_implementation = before

@@ -11,10 +11,11 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
-from torch import nn
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
+
+from app.tree.model.language import language_model
 
 _FLAGS = ("gradient_checkpointing", "_gradient_checkpointing_func", "training")
 
@@ -46,11 +47,11 @@ def checkpoints_itself(model: PreTrainedModel) -> bool:
 
 
 @contextmanager
-def checkpointed(body: nn.Module, on: bool) -> Iterator[None]:
-    """Forwards of `body` inside are checkpointed layer by layer when `on`; their backward may come later."""
+def checkpointed(model: PreTrainedModel, on: bool) -> Iterator[None]:
+    """Forwards of `model` inside are checkpointed layer by layer when `on`; their backward may come later."""
     before: list[tuple[Any, dict[str, Any]]] = []
     try:
-        for layer in _layers(body) if on else []:
+        for layer in _layers(model) if on else []:
             before.append((layer, {name: layer.__dict__[name] for name in _FLAGS if name in layer.__dict__}))
             layer.gradient_checkpointing = True
             layer._gradient_checkpointing_func = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
@@ -63,5 +64,5 @@ def checkpointed(body: nn.Module, on: bool) -> Iterator[None]:
             layer.__dict__.update(flags)
 
 
-def _layers(model: nn.Module) -> list[Any]:
-    return [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+def _layers(model: PreTrainedModel) -> list[Any]:
+    return [module for module in language_model(model).modules() if isinstance(module, GradientCheckpointingLayer)]

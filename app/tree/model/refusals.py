@@ -5,10 +5,13 @@ Promises: nothing is run; an error says which layer, setting or input is meant, 
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Collection
 from typing import Any
 
+import transformers
 from torch import nn
+from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
@@ -43,14 +46,38 @@ def refuse_by_name(model: PreTrainedModel) -> None:
     config = model.config.get_text_config()
     if config.model_type in _REFUSED:
         raise ValueError(f"{type(model).__name__}: {_REFUSED[config.model_type]}; use another model")
-    for name in ("vision_config", "audio_config"):
-        if getattr(model.config, name, None) is not None:
-            text = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(config.model_type)
-            remedy = "train a text model (...ForCausalLM) with the weights of its language model"
-            raise ValueError(
-                f"{type(model).__name__} takes images or sound ({name}), and sequences of a tree are text alone; "
-                + (remedy if text is None else f"load its language model alone, as {text}.from_pretrained(...) does")
-            )
+    if getattr(model.config, "audio_config", None) is not None:
+        text = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(config.model_type)
+        remedy = "train a text model (...ForCausalLM) with the weights of its language model"
+        raise ValueError(
+            f"{type(model).__name__} takes sound (audio_config), and sequences of a tree are text and pictures; "
+            + (remedy if text is None else f"load its language model alone, as {text}.from_pretrained(...) does")
+        )
+
+
+def refuse_pictures(model: PreTrainedModel, processor: Any | None) -> None:
+    """Models that cannot take pictures from a tree, and what is missing to do so."""
+    name, body = type(model).__name__, model.base_model
+    if getattr(model.config, "vision_config", None) is None:
+        raise ValueError(f"pictures: {name} takes text alone; use a model with a vision_config")
+    accepted = inspect.signature(body.forward).parameters
+    if not hasattr(body, "get_image_features") or "mm_encoder_outputs" not in accepted:
+        raise ValueError(
+            f"pictures: {name} takes no features of pictures that were made before (mm_encoder_outputs), as models of"
+            f" transformers 5.20 and newer do (this is {transformers.__version__}); use a newer one, or another model"
+        )
+    told = getattr(model.config.get_text_config(), "use_bidirectional_attention", None)
+    if "token_type_ids" in accepted or told:
+        raise ValueError(
+            f"pictures: placeholders of one picture see each other in {name} (bidirectional attention), and tree"
+            " training sees ancestors alone; use a model with causal attention, or batches without pictures"
+        )
+    if processor is None:
+        raise ValueError(
+            "pictures: TreeEngine needs image_processor=AutoImageProcessor.from_pretrained(directory, backend='pil')"
+        )
+    if any(isinstance(parameter, DTensor) for parameter in body.parameters()):
+        raise ValueError(f"pictures: the parameters of {name} are sharded, and its tower runs on whole ones")
 
 
 def refuse_unsupported(model: PreTrainedModel, stateful: Collection[int]) -> None:
@@ -80,7 +107,9 @@ def refuse_dropout(model: nn.Module) -> None:
             raise ValueError(f"dropout of {module.p} at '{name}' in training mode; set it to 0 or call eval()")
     if not model.training or not isinstance(model, PreTrainedModel):
         return
-    for key, rate in model.config.get_text_config().to_dict().items():
+    vision = getattr(model.config, "vision_config", None)
+    rates = [part.to_dict() for part in (model.config.get_text_config(), vision) if part is not None]
+    for key, rate in (item for part in rates for item in part.items()):
         named = ("dropout" in key or key.endswith("pdrop")) and not key.startswith(("classifier", "summary"))
         if named and isinstance(rate, float) and rate > 0:
             raise ValueError(

@@ -14,10 +14,14 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from app.tree.model.language import language_model
+
 
 def first_layers(model: PreTrainedModel, depth: int) -> PreTrainedModel | None:
     """The model with its first `depth` layers alone, adapters included; None where they are not one list of layers."""
-    holder = next((name for name, module in model.named_modules() if _is_stack(module)), None)
+    text = language_model(model)
+    stacks = {id(module) for module in text.modules() if _is_stack(module)}
+    holder = next((name for name, module in model.named_modules() if id(module) in stacks), None)
     if holder is None:
         return None
     parent = model.get_submodule(holder.rpartition(".")[0])

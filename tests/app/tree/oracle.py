@@ -29,11 +29,16 @@ LossFn = Callable[[Any, int], Tensor]
 
 
 def dense_sequence(
-    model: PreTrainedModel, tokens: Any, scored: Any = None, temperature: float = 1.0, head: nn.Module | None = None
+    model: PreTrainedModel,
+    tokens: Any,
+    scored: Any = None,
+    temperature: float = 1.0,
+    head: nn.Module | None = None,
+    inputs: dict[str, Any] | None = None,
 ) -> DenseOutput:
-    """Outputs of one sequence, with graph when gradients are enabled."""
+    """Outputs of one sequence, with graph when gradients are enabled; `inputs`: more arguments, pixels say."""
     ids = torch.as_tensor(tokens, dtype=torch.int64)
-    result = model(input_ids=ids[None], use_cache=False, output_hidden_states=True)
+    result = model(input_ids=ids[None], use_cache=False, output_hidden_states=head is not None, **(inputs or {}))
     logits = result.logits[0, :-1]
     if logits.dtype in (torch.bfloat16, torch.float16):
         logits = logits.float()
@@ -81,14 +86,15 @@ def dense_backward(
     scored: Sequence[Any] | None = None,
     temperatures: Sequence[float] | None = None,
     head: nn.Module | None = None,
+    inputs: Sequence[dict[str, Any]] | None = None,
 ) -> tuple[float, dict[str, Tensor]]:
     """Summed loss and its gradients (zeros where a parameter has no part in it); `.grad` is not touched."""
     named = parameters(model, head)
     total = 0.0
     grads = {name: torch.zeros_like(p) for name, p in named.items()}
     for i, tokens in enumerate(sequences):
-        out = dense_sequence(model, tokens, scored and scored[i], temperatures[i] if temperatures else 1.0, head)
-        loss = loss_fn(out, i)
+        temperature, given = temperatures[i] if temperatures else 1.0, inputs[i] if inputs else None
+        loss = loss_fn(dense_sequence(model, tokens, scored and scored[i], temperature, head, given), i)
         total += float(loss.detach())
         if loss.requires_grad:
             for name, grad in zip(named, torch.autograd.grad(loss, list(named.values()), allow_unused=True)):

@@ -57,22 +57,6 @@ LATENT: dict[str, Any] = dict(
     n_group=2,
     topk_group=1,
 )
-IMAGES: dict[str, Any] = dict(
-    text_config=dict(
-        model_type="gemma3_text",
-        vocab_size=31,
-        hidden_size=16,
-        intermediate_size=24,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-    ),
-    vision_config=dict(
-        hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, image_size=8, patch_size=4
-    ),
-    mm_tokens_per_image=4,
-)
 
 
 @dataclass(frozen=True)
@@ -205,7 +189,6 @@ REFUSED: dict[str, Family] = {
         dict(EXPERTS, layer_types=["linear_attention", "full_attention"], head_dim=8),
         "states in line",
     ),
-    "Gemma 3 with images": Family("gemma3", IMAGES, "input other than text"),
     "DiffLlama": Family("diffllama", {}, "two attentions a layer"),
     "Doge": Family("doge", {}, "masks of its own"),
     "StableLM": Family("stablelm", {}, "attention outside transformers' interface"),

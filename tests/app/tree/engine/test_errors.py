@@ -6,11 +6,10 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, Qwen3_5Config, Qwen3_5ForConditionalGeneration
+from transformers import Qwen2AudioConfig, Qwen2AudioForConditionalGeneration
 
 from app.tree import PrefixTree, TreeEngine
 from tests.app.tree import models, oracle
-from tests.app.tree.states import hybrids
 
 GOOD = [np.array([1, 2, 3]), np.array([1, 2, 5, 6])]
 
@@ -177,18 +176,11 @@ def test_layers_with_other_state_are_refused_by_name(name: str, options: dict, m
     refused(model, message)
 
 
-def test_a_model_with_pictures_names_its_text_class() -> None:
-    """By whatever class it was loaded; the text class alone is trained."""
-    text = dict(models.make("qwen3_5_text", **hybrids.OPTIONS["qwen3_5_text"]).config.to_dict())
-    vision = dict(depth=1, hidden_size=16, intermediate_size=16, num_heads=2, out_hidden_size=models.HIDDEN)
-    config = Qwen3_5Config(text_config=text, vision_config=vision)
-    refused(
-        Qwen3_5ForConditionalGeneration(config),
-        r"Qwen3_5ForConditionalGeneration takes images.*alone, as Qwen3_5ForCausalLM\.from_pretrained",
-    )
-    text_model = AutoModelForCausalLM.from_config(config)
-    assert type(text_model).__name__ == "Qwen3_5ForCausalLM"
-    run(text_model)
+def test_a_model_that_hears_is_refused_by_name() -> None:
+    text = dict(models.make("qwen2").config.to_dict())
+    sound = dict(d_model=16, encoder_layers=1, encoder_attention_heads=2, encoder_ffn_dim=16, num_mel_bins=8)
+    model = Qwen2AudioForConditionalGeneration(Qwen2AudioConfig(text_config=text, audio_config=sound))
+    refused(model, r"Qwen2AudioForConditionalGeneration takes sound.*alone, as Qwen2ForCausalLM\.from_pretrained")
 
 
 WINDOWED = [

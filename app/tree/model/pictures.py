@@ -1,0 +1,287 @@
+"""Pictures of a tree on their way into a model: the features of each once, and their gradients back, once.
+
+Promises: nothing is known of a family by its name. A model takes features through transformers' public argument
+`mm_encoder_outputs`, in the form in which its own `get_image_features` gives them; what else it makes of a picture
+(deepstack features) goes the same way. A picture's tower runs once a pass, when its first row is needed, and where the
+tower is frozen once for as long as its weights stay. Gradients of rows are added up in the accumulation dtype over all
+chunks and sequences; one backward through the tower, which is linear in them, ends the pass. The module's own notes
+(`rope_deltas`) are as found.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from app.tree.model.language import language_model
+from app.tree.model.positions import PicturePositions, counts_pictures
+from app.tree.prefix_tree import FIRST_ROW, Ints, Picture, PrefixTree
+from app.tree.transfer import on_device
+
+_KEPT_BYTES = 2**30
+"""Features of frozen towers that are kept from pass to pass."""
+
+
+class _Form(NamedTuple):
+    """How a model gives features: the type of the output, and of what holds them."""
+
+    output: type[Any]
+    listed: bool
+
+
+@dataclass(frozen=True, eq=False)
+class TakenRows:
+    """Rows of features that a chunk was given, as leaves.
+
+    Attributes:
+        leaves: one a table, [rows, H].
+        pictures: those they are of; `index`: int64 [rows], the row in these pictures' tables one after the other.
+    """
+
+    leaves: list[Tensor]
+    pictures: list[int]
+    index: Tensor
+
+
+class Tower:
+    """What makes features of pictures: a model's `get_image_features` behind transformers' image processor.
+
+    Attributes:
+        placeholder: the id that stands for a row of features in the model's vocabulary.
+        runs: pictures that have gone through the tower.
+    """
+
+    def __init__(self, model: PreTrainedModel, processor: Any | None) -> None:
+        self.model, self.processor = model, processor
+        self.body: Any = model.base_model
+        self.placeholder: int = getattr(model.config, "image_token_id", -1)
+        self.positions = PicturePositions(model) if counts_pictures(model) else None
+        self.runs = 0
+        text = {id(p) for p in language_model(model).parameters()}
+        self._parameters = [p for p in self.body.parameters() if id(p) not in text]
+        self._kept: OrderedDict[bytes, list[Tensor]] = OrderedDict()
+        self._kept_of: Any = None
+        self.form: _Form | None = None
+
+    @property
+    def trained(self) -> bool:
+        return any(p.requires_grad for p in self._parameters)
+
+    def inputs(self, pictures: Sequence[Picture], accepted: Any) -> dict[str, Tensor]:
+        """The arguments for these pictures, of one sequence, that a function with such parameters takes."""
+        found = self.processor([picture.pixels for picture in pictures], return_tensors="pt")  # type: ignore[misc]
+        parameter = self._parameters[0]
+        return {
+            name: value.to(parameter.device, parameter.dtype if value.is_floating_point() else value.dtype)
+            for name, value in found.items()
+            if name in accepted and isinstance(value, Tensor)
+        }
+
+    def sequence_inputs(self, tokens: Ints, tree: PrefixTree) -> dict[str, Tensor]:
+        """What the untouched model takes for one sequence: its pictures as pixels, and where they are. `tokens`: with
+        the ids they have in `tree`."""
+        rows = rows_of(tokens, tree)
+        firsts = rows[np.isin(rows, tree.picture_starts[:-1]) & (rows >= 0)]
+        if not len(firsts):
+            return {}
+        accepted = inspect.signature(self.body.forward).parameters
+        pictures = [tree.pictures[i] for i in np.searchsorted(tree.picture_starts, firsts).tolist()]
+        kinds = on_device((rows >= 0).astype(np.int64), self._parameters[0].device).unsqueeze(0)
+        named = {name: kinds for name in ("mm_token_type_ids", "token_type_ids") if name in accepted}
+        return self.inputs(pictures, accepted) | named
+
+    def features(self, picture: Picture) -> list[Tensor]:
+        """Its tables, [tokens, H] each: features, and those of deepstack; with graph where gradients are enabled and
+        the tower is trained."""
+        if self.trained:
+            return self._run(picture)
+        weights = [(p.data_ptr(), p._version) for p in self._parameters]
+        if weights != self._kept_of:
+            self._kept.clear()
+            self._kept_of = weights
+        if picture.key not in self._kept:
+            with torch.no_grad():
+                self._kept[picture.key] = self._run(picture)
+            while len(self._kept) > 1 and sum(x.nbytes for tables in self._kept.values() for x in tables) > _KEPT_BYTES:
+                self._kept.popitem(last=False)
+        self._kept.move_to_end(picture.key)
+        return self._kept[picture.key]
+
+    def _run(self, picture: Picture) -> list[Tensor]:
+        self.runs += 1
+        inputs = self.inputs([picture], inspect.signature(self.body.get_image_features).parameters)
+        out = self.body.get_image_features(**inputs, return_dict=True)
+        pooled = out.pooler_output
+        self.form = _Form(type(out), isinstance(pooled, list | tuple))
+        tables = [_rows(pooled), *(_rows(x) for x in getattr(out, "deepstack_features", None) or ())]
+        for table in tables:
+            if len(table) != picture.tokens:
+                raise ValueError(
+                    f"picture {picture.key.hex()} has {picture.tokens} tokens, and {type(self.model).__name__} makes"
+                    f" {len(table)} rows of features of it; give Picture.tokens that number, of pixels that need no"
+                    " resizing"
+                )
+        return tables
+
+    def wrapped(self, tables: Sequence[Tensor]) -> dict[str, Any]:
+        """Rows of features as the model's argument."""
+        assert self.form is not None, "rows come from a run"
+        held = [[x] if self.form.listed else x.unsqueeze(0) for x in tables]
+        more = {"deepstack_features": held[1:]} if len(held) > 1 else {}
+        return {"mm_encoder_outputs": {"image": self.form.output(pooler_output=held[0], **more)}}
+
+    @contextmanager
+    def borrowed(self, with_grads: bool) -> Iterator[None]:
+        """Inside, what enters the layers takes gradients where features do: keys and values of pictures on the path
+        have theirs from layers below the first trained parameter too. What a forward notes on the model is undone."""
+        noted = getattr(self.body, "rope_deltas", None)
+        hook = None
+        if with_grads and self.trained:
+            hook = self.model.get_input_embeddings().register_forward_hook(
+                lambda module, args, output: output.requires_grad_() if torch.is_grad_enabled() else output
+            )
+        try:
+            yield
+        finally:
+            if hook is not None:
+                hook.remove()
+            if hasattr(self.body, "rope_deltas"):
+                self.body.rope_deltas = noted
+
+
+class PicturePass:
+    """The pictures of one pass over `tree`, with gradients or without."""
+
+    def __init__(self, tower: Tower, tree: PrefixTree, with_grads: bool) -> None:
+        self.tower, self.tree, self.with_grads = tower, tree, with_grads
+        device = tower._parameters[0].device
+        self.positions: Tensor | None = None  # [3, T]
+        if tower.positions is not None:
+            self.positions = on_device(tower.positions.of_tree(tree), device)
+        self._tables: dict[int, list[Tensor]] = {}
+        self._owed: dict[int, list[Tensor]] = {}
+
+    def model_tokens(self, tree: PrefixTree) -> Ints:
+        """int64: the token ids of `tree` in the model's vocabulary."""
+        return np.where(tree.picture_rows >= 0, self.tower.placeholder, tree.tokens)
+
+    def position_ids(self, tokens: Ints, depths: Tensor) -> Tensor:
+        """Of a run over these tree tokens: [3, 1, n], or `depths` [1, n] where the model counts tokens."""
+        if self.positions is None:
+            return depths
+        return self.positions[:, on_device(tokens, depths.device)].unsqueeze(1)
+
+    def untouched(self, tokens: Ints) -> dict[str, Any]:
+        """What the model itself takes for one whole sequence; `tokens`: with the ids they have in the tree."""
+        return self.tower.sequence_inputs(tokens, self.tree)
+
+    def take(self, tokens: Ints) -> tuple[dict[str, Any], TakenRows | None]:
+        """The model's argument for a run over these tree tokens, and the rows in it where they take gradients."""
+        rows = self.tree.picture_rows[tokens]
+        rows = rows[rows >= 0]
+        if not len(rows):
+            return {}, None
+        starts = self.tree.picture_starts
+        owners = np.searchsorted(starts, rows, "right") - 1
+        pictures = np.unique(owners)
+        for picture in pictures.tolist():
+            if picture not in self._tables:
+                with torch.set_grad_enabled(self.with_grads):  # whatever the first run that needs it keeps
+                    self._tables[picture] = self.tower.features(self.tree.pictures[picture])
+        sizes = starts[pictures + 1] - starts[pictures]
+        place = np.cumsum(sizes) - sizes - starts[pictures]  # from a row to its place in these pictures' tables
+        local = rows + place[np.searchsorted(pictures, owners)]
+        columns = list(zip(*(self._tables[picture] for picture in pictures.tolist())))
+        index = on_device(local, columns[0][0].device)
+        leaves = [torch.cat(column).detach()[index] for column in columns]
+        if not (self.tower.trained and torch.is_grad_enabled()):
+            return self.tower.wrapped(leaves), None
+        for leaf in leaves:
+            leaf.requires_grad_()
+        return self.tower.wrapped(leaves), TakenRows(leaves, pictures.tolist(), index)
+
+    def owe(self, taken: TakenRows | None) -> None:
+        """Adds up what the backward of a run gave the rows it was given."""
+        if taken is None:
+            return
+        sizes = [self.tree.pictures[picture].tokens for picture in taken.pictures]
+        for k, leaf in enumerate(taken.leaves):
+            if leaf.grad is None:
+                continue
+            dtype = torch.promote_types(torch.float32, leaf.dtype)
+            sums = leaf.new_zeros(sum(sizes), leaf.shape[1], dtype=dtype).index_add_(
+                0, taken.index, leaf.grad.to(dtype)
+            )
+            for picture, grad in zip(taken.pictures, sums.split(sizes)):
+                tables = self._tables[picture]
+                owed = self._owed.setdefault(picture, [torch.zeros_like(x, dtype=dtype) for x in tables])
+                owed[k] += grad
+            leaf.grad = None
+
+    def finish(self) -> None:
+        """One backward through the tower, of what all rows are owed."""
+        roots, grads = list[Tensor](), list[Tensor]()
+        for picture, owed in self._owed.items():
+            for table, grad in zip(self._tables[picture], owed):
+                if table.requires_grad:
+                    roots.append(table)
+                    grads.append(grad.to(table.dtype))
+        if roots:
+            torch.autograd.backward(roots, grads)
+        self._tables.clear()
+        self._owed.clear()
+
+
+def picture_tokens(config: Any, processor: Any, pixels: Any) -> int:
+    """How many placeholders a picture takes in a model of this transformers configuration.
+
+    Args:
+        processor: the model's image processor.
+        pixels: uint8 [H, W, 3].
+    """
+    found, vision = processor([pixels], return_tensors="pt"), config.vision_config
+    grid = found.get("image_grid_thw")
+    if grid is not None:
+        return int(grid.prod()) // vision.spatial_merge_size**2
+    values = found["pixel_values"]
+    height, width = found["image_sizes"][0] if "image_sizes" in found else values.shape[-2:]
+    tiles, patch = values.shape[:-3].numel(), vision.patch_size
+    patch_height, patch_width = patch if isinstance(patch, list | tuple) else (patch, patch)
+    rows = (int(height) // patch_height) * (int(width) // patch_width)
+    rows //= getattr(config, "spatial_merge_size", 1) ** 2 * getattr(config, "scale_factor", 1) ** 2
+    rows = int(rows * getattr(config, "downsample_ratio", 1.0) ** 2)
+    whole = getattr(config, "vision_feature_select_strategy", "default") == "full"
+    return tiles * (rows + whole)  # with the token of the class
+
+
+def picture_positions(model: PreTrainedModel, images: Any, pictures: Sequence[Picture]) -> Ints | None:
+    """Positions int64 [3, L] of one sequence in a model that counts time, height and width of pictures; None in one
+    that counts tokens. A token after the sequence is at one more than the last, in all three.
+
+    Args:
+        images: integers [L]: -1 for text, else the picture's index in `pictures`.
+    """
+    if not counts_pictures(model):
+        return None
+    tree = PrefixTree.build([np.zeros(len(images), np.int64)], images=[images], pictures=pictures)
+    return PicturePositions(model).of_tree(tree)
+
+
+def rows_of(tokens: Ints, tree: PrefixTree) -> Ints:
+    """The row each of `tokens` stands for, -1 for text; ids as in `tree`."""
+    return np.where(tokens >= FIRST_ROW, tokens - FIRST_ROW, -1) if tree.pictures else np.full(len(tokens), -1)
+
+
+def _rows(features: Any) -> Tensor:
+    """[rows, H] of features in whatever holds them."""
+    parts = [features] if isinstance(features, Tensor) else list(features)
+    return torch.cat([part.reshape(-1, part.shape[-1]) for part in parts])

@@ -1,0 +1,108 @@
+"""Positions of text and pictures, for models whose rotary embedding counts time, height and width (3-D M-RoPE).
+
+Promises: the model's own `get_rope_index` says how a picture of a shape is counted, asked once a shape; over a tree
+these counts are added up segment by segment, so a shared prefix is counted once. Models without that function count
+tokens.
+
+How: text advances all three counts by one. A picture's rows have the count before it plus an offset each, and what
+follows goes on from there plus one advance for the whole picture. So the count before a token is a sum over what
+precedes it, and depends on its prefix alone.
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import PreTrainedModel
+
+from app.tree.prefix_tree import Ints, Picture, PrefixTree
+
+
+class PicturePositions:
+    """How one model counts pictures, by their shapes; raises ValueError where it counts in a way unknown here."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self._model, self._known = model, dict[tuple[int, int], tuple[Ints, int]]()
+
+    def of(self, picture: Picture) -> tuple[Ints, int]:
+        """Offsets int64 [3, tokens] of its rows, and how far the counts advance over it."""
+        vision = self._model.config.vision_config
+        unit = vision.patch_size * vision.spatial_merge_size
+        height, width = (side // unit for side in picture.pixels.shape[:2])
+        if height * width != picture.tokens or picture.pixels.shape[:2] != (height * unit, width * unit):
+            raise ValueError(
+                f"picture {picture.key.hex()}: {picture.tokens} tokens for pixels of shape {picture.pixels.shape}, and"
+                f" {type(self._model).__name__} makes one of each {unit} x {unit} pixels; resize it as its image"
+                " processor does"
+            )
+        if (height, width) not in self._known:
+            self._known[height, width] = _ask(self._model, height, width)
+        return self._known[height, width]
+
+    def of_tree(self, tree: PrefixTree) -> Ints:
+        """int64 [3, T] of every tree token.
+
+        Raises:
+            ValueError: two pictures without a token of text between them, which the model would take for one.
+        """
+        _refuse_adjacent(tree)
+        offsets, advance = self._columns(tree)
+        before = np.cumsum(advance) - advance  # in the tree's order; what precedes a segment is its parent's, so:
+        first, total = tree.segment_offset, np.append(before, advance.sum())
+        base = np.zeros(tree.num_segments, np.int64)
+        own = total[first + tree.segment_length] - before[first] if tree.num_tokens else base
+        for segment, parent in enumerate(tree.segment_parent.tolist()):  # parents come first
+            if parent >= 0:
+                base[segment] = base[parent] + own[parent]
+        return offsets + before + np.repeat(base - before[first], tree.segment_length)
+
+    def _columns(self, tree: PrefixTree) -> tuple[Ints, Ints]:
+        """Offsets [3, T] of tokens and how far each advances the count: a picture with its last row."""
+        rows, starts = tree.picture_rows, tree.picture_starts
+        offsets, advance = np.zeros((3, len(rows)), np.int64), np.ones(len(rows), np.int64)
+        here = np.flatnonzero(rows >= 0)
+        owners = np.searchsorted(starts, rows[here], "right") - 1
+        for picture in np.unique(owners).tolist():
+            mine = here[owners == picture]
+            row = rows[mine] - starts[picture]
+            of_row, whole = self.of(tree.pictures[picture])
+            offsets[:, mine] = of_row[:, row]
+            advance[mine] = np.where(row == tree.pictures[picture].tokens - 1, whole, 0)
+        return offsets, advance
+
+
+def counts_pictures(model: PreTrainedModel) -> bool:
+    """Whether the model counts time, height and width of pictures, and not tokens."""
+    return hasattr(model.base_model, "get_rope_index")
+
+
+def _refuse_adjacent(tree: PrefixTree) -> None:
+    rows, parents = tree.picture_rows, tree.token_parent
+    first = np.isin(rows, tree.picture_starts[:-1]) & (parents >= 0) & (rows[parents] >= 0)
+    if first.any():
+        picture = int(np.searchsorted(tree.picture_starts, rows[int(first.argmax())]))
+        raise ValueError(
+            f"pictures[{picture}] follows another without a token between them, and the model would count both as one;"
+            " put the tokens around pictures that the model's chat template does"
+        )
+
+
+def _ask(model: PreTrainedModel, height: int, width: int) -> tuple[Ints, int]:
+    """The model's own positions of text, one picture of height x width features, and text."""
+    body: Any = model.base_model
+    merge, size = model.config.vision_config.spatial_merge_size, height * width
+    kinds = torch.tensor([[0, *[1] * size, 0]])
+    ids = torch.where(kinds == 1, model.config.image_token_id, 0)
+    grid = torch.tensor([[1, height * merge, width * merge]])
+    known = {"input_ids": ids, "mm_token_type_ids": kinds, "image_grid_thw": grid}
+    accepted = inspect.signature(body.get_rope_index).parameters
+    if missing := sorted(known.keys() - accepted):
+        raise ValueError(f"{type(body).__name__}.get_rope_index takes no {missing}; pictures need transformers 5.20")
+    positions = body.get_rope_index(**known)[0].reshape(3, -1).numpy().astype(np.int64)
+    last = positions[:, -1]
+    if (positions[:, 0] != 0).any() or (last != last[0]).any():
+        raise ValueError(f"{type(body).__name__}.get_rope_index does not count text alike in all three directions")
+    return positions[:, 1:-1] - 1, int(last[0]) - 1

@@ -1,0 +1,177 @@
+"""Tiny vision-language models, pictures for them, and the untouched model as the oracle: one sequence at a time, from
+pixels, with the positions the model gives itself. Nothing of `app.tree` is used but what a test passes in."""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import transformers
+from torch import Tensor
+from transformers import CONFIG_MAPPING, AutoModelForImageTextToText, PreTrainedModel
+
+from tests.app.tree import models, oracle
+from tests.app.tree.losses import SequenceLoss
+
+IMAGE, VIDEO, START, END, VOCABULARY = 37, 36, 38, 39, 40
+Part = int | str
+"""A token, or the name of a picture, with the tokens around it that its family puts there."""
+
+
+@dataclass(frozen=True, eq=False)
+class Pixels:
+    """A picture as the tree knows it."""
+
+    key: bytes
+    pixels: npt.NDArray[np.uint8]
+    tokens: int
+
+
+@dataclass(frozen=True)
+class Family:
+    """`options`: of the configuration; `processor`: its type and options; `sizes`: height and width of pictures by
+    name, none of which it resizes, with their rows."""
+
+    type: str
+    options: dict[str, Any]
+    processor: tuple[str, dict[str, Any]]
+    sizes: dict[str, tuple[int, int, int]]
+    tolerances: tuple[float, float] = (2e-6, 2e-6)
+
+
+_TEXT: dict[str, Any] = dict(
+    vocab_size=VOCABULARY,
+    hidden_size=16,
+    intermediate_size=24,
+    num_hidden_layers=3,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=8,
+    max_position_embeddings=256,
+    pad_token_id=None,
+    bos_token_id=None,
+    eos_token_id=None,
+)
+_QWEN_TOWER: dict[str, Any] = dict(
+    depth=3,
+    hidden_size=16,
+    intermediate_size=24,
+    num_heads=2,
+    patch_size=4,
+    spatial_merge_size=2,
+    temporal_patch_size=2,
+    out_hidden_size=16,
+)
+_QWEN_IDS: dict[str, Any] = dict(
+    image_token_id=IMAGE, video_token_id=VIDEO, vision_start_token_id=START, vision_end_token_id=END
+)
+_MROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 1]}
+_QWEN_PROCESSOR = (
+    "Qwen2VLImageProcessorPil",
+    dict(patch_size=4, merge_size=2, size={"shortest_edge": 64, "longest_edge": 4096}),
+)
+# A and B: equal grids, so equal ids; C and D: others, each different in its own way.
+_GRIDS = {"A": (16, 24, 6), "B": (16, 24, 6), "C": (24, 16, 6), "D": (8, 32, 4)}
+FAMILIES: dict[str, Family] = {
+    "Qwen3-VL": Family(
+        "qwen3_vl",
+        dict(
+            text_config={**_TEXT, "rope_parameters": {**_MROPE, "mrope_interleaved": True}},
+            vision_config={**_QWEN_TOWER, "num_position_embeddings": 16, "deepstack_visual_indexes": [0, 1]},
+            **_QWEN_IDS,
+        ),
+        _QWEN_PROCESSOR,
+        _GRIDS,
+    ),
+}
+
+
+@dataclass(frozen=True, eq=False)
+class Vision:
+    """A model with its image processor and pictures."""
+
+    model: PreTrainedModel
+    processor: Any
+    pictures: dict[str, Pixels] = field(default_factory=dict)
+
+    def sequences(self, texts: Sequence[Sequence[Part]]) -> Sequences:
+        return Sequences(self, texts)
+
+
+def make(name: str, dtype: torch.dtype = torch.float32, seed: int = 0) -> Vision:
+    """A fresh model in evaluation mode, all of it trainable."""
+    family = FAMILIES[name]
+    config = CONFIG_MAPPING[family.type](**family.options)
+    model = AutoModelForImageTextToText.from_config(config, attn_implementation="sdpa", dtype=torch.float64)
+    models.randomise(model, seed)
+    kind, options = family.processor
+    processor = getattr(transformers, kind)(**options)
+    random = np.random.default_rng(seed)
+    pictures = {}
+    for letter, (height, width, rows) in family.sizes.items():
+        pixels = random.integers(0, 256, (height, width, 3), dtype=np.uint8)
+        pictures[letter] = Pixels(hashlib.blake2b(pixels.tobytes(), digest_size=16).digest(), pixels, rows)
+    return Vision(model.to(dtype).eval(), processor, pictures)
+
+
+class Sequences:
+    """Sequences of text and pictures: what `PrefixTree.build` takes, and what the untouched model does."""
+
+    def __init__(self, vision: Vision, texts: Sequence[Sequence[Part]]) -> None:
+        self.vision, self.texts = vision, [list(text) for text in texts]
+        names = list(dict.fromkeys(part for text in texts for part in text if isinstance(part, str)))
+        self.pictures = [vision.pictures[name] for name in names]
+        self.tokens, self.images = [], []
+        for text in texts:
+            tokens, images = list[int](), list[int]()
+            for part in text:
+                if isinstance(part, str):
+                    size = vision.pictures[part].tokens
+                    tokens += [START, *[IMAGE] * size, END]
+                    images += [-1, *[names.index(part)] * size, -1]
+                else:
+                    tokens.append(part)
+                    images.append(-1)
+            self.tokens.append(np.array(tokens))
+            self.images.append(np.array(images, np.int32))
+
+    @property
+    def lengths(self) -> list[int]:
+        return [len(tokens) for tokens in self.tokens]
+
+    def scored(self) -> list[npt.NDArray[np.bool_]]:
+        return [images < 0 for images in self.images]
+
+    def arguments(self, i: int) -> dict[str, Any]:
+        """What the untouched model takes for sequence i beside its ids."""
+        names = [part for part in self.texts[i] if isinstance(part, str)]
+        if not names:
+            return {}
+        vision = self.vision
+        dtype = next(vision.model.parameters()).dtype
+        found = vision.processor([vision.pictures[name].pixels for name in names], return_tensors="pt")
+        accepted = inspect.signature(vision.model.forward).parameters
+        out = {
+            name: value.to(dtype) if value.is_floating_point() else value
+            for name, value in found.items()
+            if name in accepted
+        }
+        kinds = torch.from_numpy((self.images[i] >= 0).astype(np.int64))[None]
+        return out | {name: kinds for name in ("mm_token_type_ids", "token_type_ids") if name in accepted}
+
+    def dense_logprobs(self) -> list[Tensor]:
+        with torch.no_grad():
+            return [
+                oracle.dense_sequence(self.vision.model, tokens, scored, inputs=self.arguments(i)).logprobs
+                for i, (tokens, scored) in enumerate(zip(self.tokens, self.scored()))
+            ]
+
+    def dense_backward(self, loss: SequenceLoss) -> tuple[float, dict[str, Tensor]]:
+        inputs = [self.arguments(i) for i in range(len(self.tokens))]
+        return oracle.dense_backward(self.vision.model, self.tokens, loss, self.scored(), inputs=inputs)
