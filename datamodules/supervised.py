@@ -20,8 +20,11 @@ from transformers import PreTrainedTokenizerBase
 
 from app import checks
 from app.batch import RolloutBatch, Trajectory
+from datamodules.answers import whole_text
+from datamodules.groups import Group
 from datamodules.pipeline import fingerprint
-from datamodules.pipeline.loaders import Position, StepLoader
+from datamodules.pipeline.loaders import EvalLoader, Position, StepLoader
+from datamodules.pipeline.validation import ValSet
 from datamodules.prompts.base import Prompt, PromptSource, prompt_source
 from datamodules.prompts.records import reply_text
 from datamodules.prompts.tokenizers import encode_reply, load_tokenizer, texts_of
@@ -156,6 +159,7 @@ class PairsDataModule(SupervisedDataModule):
         batch_size: pairs a batch, over all ranks.
         batches_per_epoch: batches an epoch.
         max_tokens: sequences longer than this are refused, by name; None for no limit of our own.
+        validation: held-out pairs, a source with an end, which a reward model's accuracy and calibration are of.
 
     Raises:
         ValueError: as `SupervisedDataModule`; (when dealt) a prompt without a second answer, or with twice the same.
@@ -169,13 +173,46 @@ class PairsDataModule(SupervisedDataModule):
         batch_size: int = 16,
         batches_per_epoch: int = 100,
         max_tokens: int | None = None,
+        validation: PromptSource | None = None,
     ) -> None:
         super().__init__(prompts, tokenizer, batch_size, batches_per_epoch, max_tokens)
         self.rejected_field = rejected_field
+        self.validation = None if validation is None else prompt_source(validation, "validation")
+        if self.validation is not None and self.validation.size is None:
+            raise ValueError("validation: a source without end; set its size")
+
+    def setup(self, stage: str) -> None:
+        super().setup(stage)
+        module = self.trainer and self.trainer.lightning_module
+        if self.validation is not None and not getattr(module, "evaluates_pairs", module is None):
+            raise ValueError(
+                f"validation has no effect on {type(module).__name__}, only RewardModule has a score of held-out pairs;"
+                " remove it from the data"
+            )
+
+    def val_dataloader(self) -> EvalLoader | list[EvalLoader]:
+        """The held-out pairs, in batches as those of training; no loader without any."""
+        source = self.validation
+        if source is None:
+            return []
+        assert source.size is not None
+        return EvalLoader(ValSet(source.name, "", source, 2, (), 1.0, whole_text), self.batch_size, self._held_out)
+
+    test_dataloader = val_dataloader
+
+    def _held_out(self, held_out: ValSet, first: int, last: int) -> list[Group]:
+        if not self.trainer.is_global_zero:
+            return []
+        return [
+            Group(index, prompt.id, 0, self._pair(prompt, index))
+            for index, prompt in ((index, held_out.source.deal(index)) for index in range(first, last))
+        ]
 
     def trajectories(self, index: int) -> list[Trajectory]:
         """The chosen and the rejected episode of the pair at stream position `index`."""
-        prompt = self.prompts.deal(index)
+        return self._pair(self.prompts.deal(index), index)
+
+    def _pair(self, prompt: Prompt, index: int) -> list[Trajectory]:
         where = f"prompt '{prompt.id}'"
         if self.rejected_field not in prompt.metadata:
             raise ValueError(

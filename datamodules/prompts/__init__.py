@@ -1,10 +1,11 @@
-"""Where prompts come from: made on the fly (`ArithmeticPrompts`, `ReasoningGymPrompts`), files (`JsonlPrompts`), data
-sets and Parquet (`DatasetPrompts`), recorded conversations (`TauPrompts`), others of these (`MixedPrompts`,
-`CurriculumPrompts`, `StagedPrompts`), your own `PromptSource`."""
+"""Where prompts come from: made on the fly (`ArithmeticPrompts`, `ReasoningGymPrompts`), files (`JsonlPrompts`,
+`DialoguePairs`), data sets and Parquet (`DatasetPrompts`), recorded conversations (`TauPrompts`), others of these
+(`MixedPrompts`, `CurriculumPrompts`, `StagedPrompts`), your own `PromptSource`."""
 
 from datamodules.prompts.arithmetic import ArithmeticPrompts
 from datamodules.prompts.base import Prompt, PromptSource
 from datamodules.prompts.curriculum import CurriculumPrompts, StagedPrompts
+from datamodules.prompts.dialogues import DialoguePairs
 from datamodules.prompts.jsonl import JsonlPrompts
 from datamodules.prompts.mixed import MixedPrompts
 from datamodules.prompts.reasoning_gym import ReasoningGymPrompts
@@ -15,6 +16,7 @@ __all__ = [
     "ArithmeticPrompts",
     "CurriculumPrompts",
     "DatasetPrompts",
+    "DialoguePairs",
     "JsonlPrompts",
     "MixedPrompts",
     "Prompt",

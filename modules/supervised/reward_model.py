@@ -62,6 +62,7 @@ class RewardModule(TreeModule):
     want = ("values",)
     keeps_groups = True
     may_idle = True
+    evaluates_pairs = True
 
     def __init__(self, model: ModelSource, margin: float = 0.0, centre: float = 0.0, **tree_options: Any) -> None:
         super().__init__(model, **tree_options)

@@ -15,14 +15,17 @@ import pytest
 import yaml
 
 from app.cli import main
+from modules import ModelSource, build_model
 from tests.app.cli.test_end_to_end import CONFIGS, MODEL, workplace  # noqa: F401 - an autouse fixture
 from tests.datamodules.workflows.scripted_engine import CHATML
 from tests.helpers.doubles import conversations
+from tests.helpers.judge_server import JudgeServer
 from tests.helpers.recorded_samples import byte_tokenizer, line, write_jsonl
 
 EXPERIMENTS = sorted((CONFIGS / "experiments").glob("*.yaml"))
 QUICK = ("gsm8k_grpo", "sft_tau", "dpo_pairs")  # one of each module
 VOCABULARY = 270
+TINY = {**MODEL, "vocab_size": VOCABULARY, "max_position_embeddings": 1024}
 
 # Laid over all that roll out. `None` removes a key, so that the default holds.
 ROLLOUTS: dict[str, Any] = {
@@ -91,6 +94,19 @@ OVERLAYS: dict[str, dict[str, Any]] = {
         "model": {"minibatches": 2},
         "expect": {"margin", "preferred"},
     },
+    "reward_model": {
+        "data": {"batch_size": 2, "validation": {"init_args": {"size": 2}}},
+        "expect": {"accuracy", "margin", "val/accuracy", "val/calibration_error"},
+    },
+    "rubric_grpo": {
+        "data": gsm8k(reward={"init_args": {"model": {"cache": None}}}),
+        "expect": {"reward/right", "reward/drift", "rollouts/judge_calls", "val/accuracy"},
+    },
+    "distill": {
+        "data": gsm8k(),
+        "model": {"reference": {"path": "teacher", "dtype": None}},
+        "expect": {"penalty/kl", "reward", "val/accuracy"},
+    },
 }
 
 
@@ -117,6 +133,13 @@ def files(folder: Path) -> None:
         "problems": [{"problem": f"{i} + 2?", "solution": "so it is", "answer": str(i + 2)} for i in range(2)],
         "pairs": [{"prompt": f"Two and two? ({i})", **answers} for i in range(6)],
     }
+    (folder / "hh-rlhf" / "helpful-base").mkdir(parents=True)
+    said = {key: f"\n\nHuman: Two and two?\n\nAssistant: {key}" for key in ("chosen", "rejected")}
+    for name in ("train", "test"):
+        with gzip.open(folder / "hh-rlhf" / "helpful-base" / f"{name}.jsonl.gz", "wt") as pairs:
+            pairs.writelines(json.dumps(said) + "\n" for _ in range(4))
+    build_model(ModelSource(config=TINY)).save_pretrained(folder / "teacher")
+    byte_tokenizer(CHATML).save_pretrained(folder / "teacher")
     for name, records in rows.items():
         parquet.write_table(arrow.Table.from_pylist(records), folder / f"{name}.parquet")
 
@@ -148,11 +171,7 @@ def small(path: Path) -> dict[str, Any]:
     for callback in config["trainer"].get("callbacks", []):
         if isinstance(callback, dict) and "checkpoint" in overlay:
             callback["init_args"]["monitor"] = overlay["checkpoint"]
-    model = {
-        "path": None,
-        "dtype": None,
-        "config": {**MODEL, "vocab_size": VOCABULARY, "max_position_embeddings": 1024},
-    }
+    model = {"path": None, "dtype": None, "config": TINY}
     config["model"]["init_args"] = laid_over(config["model"]["init_args"], {**overlay.get("model", {}), "model": model})
     data = {"tokenizer": "models", **overlay["data"]}
     config["data"]["init_args"] = laid_over(config["data"]["init_args"], data)
@@ -198,8 +217,10 @@ def test_an_experiment(
     full = yaml.safe_load(capsys.readouterr().out)
     assert full["model"]["class_path"] == yaml.safe_load(path.read_text())["model"]["class_path"]
 
-    Path("small.yaml").write_text(yaml.safe_dump(small(path)))
-    main(["fit", "--config", "small.yaml", "--run_dir", "run"])
+    with JudgeServer(lambda asked, number: json.dumps({"right": number % 10, "reasoned": 5})) as judge:
+        config = yaml.safe_dump(small(path)).replace("http://127.0.0.1:30000/v1", judge.url)
+        Path("small.yaml").write_text(config)
+        main(["fit", "--config", "small.yaml", "--run_dir", "run"])
     with Path("run/metrics.csv").open() as file:
         rows = list(csv.DictReader(file))
     logged = {name: [float(row[name]) for row in rows if row[name]] for name in rows[0]}
