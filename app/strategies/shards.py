@@ -6,9 +6,9 @@ each; gradients are summed over the group as each backward leaves a unit, and ac
 for such parameters); several groups add their shards up once a step, when all backwards are done, so that no collective
 inside a pass leaves the group. A rank's part of a parameter is a run of its rows: in checkpoints a box like any other.
 
-Embeddings, output projections and adapters stay whole on every rank (with optimizer state over all ranks, as ever): a
-pass needs them in every chunk, and their matrices would travel as often. What is below adapters is frozen, and only
-gathered.
+Embeddings and output projections are cut by rows too, and never gathered: a pass needs them in every chunk, and sends
+hidden states instead (`app.tree.CutVocabulary`). Adapters stay whole on every rank, and so do vocabularies they are put
+on; optimizer state of what stays whole is over all ranks, as ever. What is below adapters is frozen, and only gathered.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import Shard as Rows
 from torch.nn import Module, Parameter
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
@@ -29,6 +30,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from app.strategies.buckets import accumulation_dtype
 from app.strategies.pieces import Piece
 from app.strategies.ranks.groups import GroupRanks
+from app.tree import CutVocabulary, vocabulary_modules
 
 _COMPUTES_IN = "_computes_in"  # attribute of parameters that are kept in another dtype
 
@@ -64,15 +66,18 @@ def shard_models(module: Module, group: GroupRanks, receive: Callable[[Tensor, s
             )
     rounded: list[tuple[Module, dict[str, torch.dtype]]] = []
     filled: dict[int, tuple[Tensor, Tensor]] = {}
-    _fill(module, "", {layer for _, model in models for layer in _layers(model)}, filled, group.device, receive)
+    apart = {layer for _, model in models for layer in _layers(model)}
+    apart |= {part for _, model in models for part in _vocabulary(model)}
+    _fill(module, "", apart, filled, group.device, receive)
     for name, model in models:
         body = model.base_model
+        adapted = _is_adapted(model)
+        rounded += _cut_vocabulary(name, model, group, filled, receive)
         whole = {
             parameter
             for part in (model.get_input_embeddings(), model.get_output_embeddings())
             for parameter in (part.parameters() if part is not None else ())
         }
-        adapted = any(hasattr(part, "base_layer") for part in model.modules())  # as PEFT's layers have
         for number, unit in enumerate(_layers(model)):
             _fill(unit, f"{name}layer {number}: ", set(), dict(filled), group.device, receive)
             rounded.append((unit, _shard(unit, group, whole, adapted)))
@@ -87,6 +92,49 @@ def shard_models(module: Module, group: GroupRanks, receive: Callable[[Tensor, s
             setattr(unit.get_parameter(name), _COMPUTES_IN, dtype)
 
 
+def _is_adapted(model: Module) -> bool:
+    """Whether any layer has adapters, as PEFT's have."""
+    return any(hasattr(part, "base_layer") for part in model.modules())
+
+
+def _vocabulary(model: PreTrainedModel) -> list[Module]:
+    """Embedding and output projection, those that are cut up; trained beside an adapted base they stay whole."""
+    adapted = _is_adapted(model)
+    found = vocabulary_modules(model)
+    return [part for part in found if not (adapted and any(p.requires_grad for p in part.parameters()))]
+
+
+def _cut_vocabulary(
+    name: str,
+    model: PreTrainedModel,
+    group: GroupRanks,
+    filled: dict[int, tuple[Tensor, Tensor]],
+    receive: Callable[[Tensor, str], None],
+) -> list[tuple[Module, dict[str, torch.dtype]]]:
+    """Cuts what `_vocabulary` says, one matrix at a time; returns which parameters of which modules are kept in another
+    dtype than they have for layers, and in which."""
+    parts = _vocabulary(model)
+    dtypes = {part: {own: p.dtype for own, p in part.named_parameters()} for part in parts}
+    mesh = group.mesh
+
+    def cut(parameter: Tensor) -> Tensor:
+        dtype = accumulation_dtype(parameter.dtype) if parameter.requires_grad else parameter.dtype
+        own = torch.zeros(0, *parameter.shape[1:], dtype=dtype, device=group.device)
+        pieces = parameter.detach().chunk(group.size)
+        if group.rank < len(pieces):
+            own = pieces[group.rank].to(group.device, dtype, copy=True)
+        shape, stride = parameter.shape, parameter.stride()
+        whole = DTensor.from_local(own, mesh, [Rows(0)], run_check=False, shape=shape, stride=stride)
+        return Parameter(whole, parameter.requires_grad)
+
+    for part in parts:
+        _fill(part, name, set(), filled, group.device, receive, cut)
+    if parts:
+        CutVocabulary(model, group, next(iter(dtypes[parts[0]].values())))
+    kept = {part: {own: p.dtype for own, p in part.named_parameters()} for part in parts}
+    return [(part, {own: was for own, was in dtypes[part].items() if kept[part][own] != was}) for part in parts]
+
+
 def _fill(
     module: Module,
     path: str,
@@ -94,9 +142,11 @@ def _fill(
     filled: dict[int, tuple[Tensor, Tensor]],
     device: torch.device,
     receive: Callable[[Tensor, str], None],
+    cut: Callable[[Tensor], Tensor] = lambda parameter: parameter,
 ) -> None:
     """Parameters and buffers of `module`, those of the modules `but` excepted, get rank 0's values, and memory on
-    `device` where they have none. What is tied stays so, by `filled`: what was filled, and what is in its place."""
+    `device` where they have none; parameters are `cut` then. What is tied stays so, by `filled`: what was filled, and
+    what is in its place."""
     for tensors in (module._parameters, module._buffers):
         for name, tensor in tensors.items():
             if tensor is None:
@@ -107,7 +157,7 @@ def _fill(
                     new = torch.empty_like(tensor, device=device)
                     new = Parameter(new, tensor.requires_grad) if isinstance(tensor, Parameter) else new
                 receive(new, f"{path}{name}")
-                filled[id(tensor)] = tensor, new
+                filled[id(tensor)] = tensor, cut(new) if isinstance(new, Parameter) else new
             tensors[name] = filled[id(tensor)][1]  # type: ignore[assignment]
     for name, value in vars(module).items():
         if isinstance(value, Tensor) and value.is_meta:
@@ -117,7 +167,7 @@ def _fill(
             )
     for name, child in module.named_children():
         if child not in but:
-            _fill(child, f"{path}{name}.", but, filled, device, receive)
+            _fill(child, f"{path}{name}.", but, filled, device, receive, cut)
 
 
 def _shard(unit: Module, group: GroupRanks, whole: set[Parameter], adapted: bool) -> dict[str, torch.dtype]:

@@ -7,6 +7,7 @@ Needs torch and transformers only; knows no RL and no Lightning. See `PrefixTree
 from app.tree.attention.groups import RankGroup
 from app.tree.engine import TreeEngine
 from app.tree.model.pictures import Tower, picture_positions, picture_tokens
+from app.tree.model.vocabulary import CutVocabulary, vocabulary_modules
 from app.tree.outputs import FlatOutputs, SequenceOutputs, TreeOutputs
 from app.tree.partition import partition
 from app.tree.prefix_tree import Picture, PrefixTree
@@ -22,6 +23,7 @@ from app.tree.transfer import on_device
 __all__ = [
     "SCAN_PACKAGES",
     "STATES_ARGUMENT",
+    "CutVocabulary",
     "FlatOutputs",
     "ModelReport",
     "Picture",
@@ -43,4 +45,5 @@ __all__ = [
     "picture_positions",
     "picture_tokens",
     "read_config",
+    "vocabulary_modules",
 ]

@@ -7,8 +7,8 @@ reaches chunks above before they run backward. Nothing is synchronised with the 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -24,10 +24,11 @@ from app.tree.attention.path_cache import KeyValue, PathCache
 from app.tree.heads import Heads, Kept
 from app.tree.model.checkpointing import checkpointed
 from app.tree.model.pictures import PicturePass, TakenRows
+from app.tree.model.vocabulary import CutVocabulary
 from app.tree.outputs import FlatOutputs
 from app.tree.planning.layout import Layout, layout
 from app.tree.planning.plan import ExecutionPlan
-from app.tree.prefix_tree import Ints
+from app.tree.prefix_tree import Ints, PrefixTree
 from app.tree.states.functions import STATES_ARGUMENT
 from app.tree.states.layers import StateLayers
 from app.tree.states.piece_states import PieceStates, States
@@ -43,8 +44,18 @@ class _Scored(NamedTuple):
 
     rows: Tensor  # rows of `hidden` that predict them
     predicted: Tensor  # tree tokens they predict
-    everyone: Tensor  # tree tokens that rows of any rank predict
-    at: Tensor  # where `predicted` are among them
+    everyone: Tensor  # tree tokens that rows of any rank predict, rank by rank
+    counts: list[int]  # how many of each rank
+    at: slice  # where `predicted` are among them
+
+
+class _Asked(NamedTuple):
+    """Outputs that the heads compute at once: of this rank's rows, or of those of all ranks."""
+
+    names: frozenset[str]
+    rows: tuple[Tensor, Tensor, Tensor | float]  # hidden states [n, H], targets [n], temperature
+    predicted: Tensor  # tree tokens [n]
+    at: slice  # where these are among everyone's
 
 
 @dataclass(eq=False)
@@ -93,7 +104,9 @@ class Executor:
     ) -> None:
         self.model, self.body, self.heads, self.plan, self.want = model, model.base_model, heads, plan, want
         self.backend, self.state_layers, self.with_grads, self.group = backend, state_layers, with_grads, group
-        self.scans, self.pictures = scans, pictures
+        self.scans, self.pictures, self.vocabulary = scans, pictures, CutVocabulary.of(model)
+        # Ranks that have a vocabulary in parts run every plan together: rows of their own, or (densely) the same ones.
+        self._together = group if self.vocabulary is None else self.vocabulary.group
         tree = plan.tree
         parameter = next(model.parameters())
         self.device = parameter.device
@@ -103,7 +116,7 @@ class Executor:
         self.grads: dict[str, Tensor] = {}  # of the outputs that losses use: an unused entropy costs backward nothing
         self.temperature: Tensor | float = temperature
         if per_sequence is not None and tree.num_sequences:
-            self.temperature = self._per_segment(per_sequence)
+            self.temperature = _per_segment(tree, per_sequence, self.device, self.dtype)
         self._group_scored()
         last = tree.sequence_last_needed
         chunk = np.where(last >= 0, plan.token_chunk[last], len(plan.chunks)) if len(last) and plan.chunks else 0 * last
@@ -221,15 +234,15 @@ class Executor:
         # Logits have no graph: the heads give the hidden states' gradient, in blocks. Rows that predict nothing scored
         # get zero here, and their share through the attention of the rows that see them.
         grad = torch.zeros_like(run.hidden)
-        rows, predicted, *_ = run.scored
-        if len(rows):
-            # Complete by now: losses of sequences through these tokens were evaluated at the latest with this chunk.
-            grads = {name: x[predicted] for name, x in self.grads.items()}
-            temperature = self._temperature(predicted)
-            row_grads = self.heads.backward(
-                run.hidden.detach()[rows], self.tokens[predicted], temperature, grads, run.kept
-            )
-            grad.index_add_(0, rows, row_grads)  # a state before a fork predicts several tokens
+        scored = run.scored
+        # Complete by now: losses of sequences through these tokens were evaluated at the latest with this chunk.
+        for asked in self._asked(run, scored, self.grads.keys()) if len(scored.everyone) else ():
+            grads = {name: self.grads[name][asked.predicted] for name in asked.names}
+            row_grads = self.heads.backward(*asked.rows, grads, run.kept)
+            if asked.predicted is scored.everyone:
+                assert self.heads.vocabulary is not None
+                row_grads = self.heads.vocabulary.to_owners(row_grads, scored.counts)
+            grad.index_add_(0, scored.rows, row_grads)  # a state before a fork predicts several tokens
         if run.hidden.requires_grad:
             ends, end_grads = self._owed_to_ends(run, state)
             torch.autograd.backward([run.hidden, *ends], [grad, *end_grads])
@@ -275,9 +288,14 @@ class Executor:
                 given, taken = self.pictures.take(rows.tokens[here])
             states = self._states(index, rows, only)
             carried = {} if states is None else {STATES_ARGUMENT: states}
-            out = self.body(
-                input_ids=ids, position_ids=positions, use_cache=False, tree_chunk=attention, **carried, **given
-            )
+            looking_up: AbstractContextManager[None] = nullcontext()
+            if self.vocabulary is not None and shares is not None:
+                tokens = self.plan.tree.tokens[rows.tokens]
+                looking_up = self.vocabulary.asked_for([tokens[shares.run_by(r)] for r in range(shares.group.size)])
+            with looking_up:
+                out = self.body(
+                    input_ids=ids, position_ids=positions, use_cache=False, tree_chunk=attention, **carried, **given
+                )
             self._refuse_other_attention(attention.calls)
             if states is not None:
                 self.state_layers.refuse_unreached(states)
@@ -326,10 +344,20 @@ class Executor:
         source = self._row_of[self.plan.tree.token_parent[predicted]]
         self._row_of[rows.tokens] = -1
         source, everyone = source[source >= 0], predicted[source >= 0]
-        own = slice(0, len(rows.tokens)) if shares is None else shares.own
-        at = np.flatnonzero((source >= own.start) & (source < own.stop))
-        found = (source[at] - own.start, everyone[at], everyone, at)
-        return _Scored(*(on_device(index, self.device) for index in found))
+        if shares is None:  # the others, if there are any, run the same rows
+            copies, rank = (1, 0) if self._together is None else (self._together.size, self._together.rank)
+            counts, at = [len(source)] * copies, slice(rank * len(source), (rank + 1) * len(source))
+            own, everyone = source, np.tile(everyone, copies)
+        else:
+            owner = np.searchsorted(shares.bounds[1:], source, side="right")
+            by_rank = np.argsort(owner, kind="stable")
+            source, everyone = source[by_rank], everyone[by_rank]
+            counts = np.bincount(owner, minlength=shares.group.size).tolist()
+            before = sum(counts[: shares.group.rank])
+            at = slice(before, before + counts[shares.group.rank])
+            own = source[at] - shares.own.start
+        here, tokens, everyones = (on_device(index, self.device) for index in (own, everyone[at], everyone))
+        return _Scored(here, tokens, everyones, counts, at)
 
     def _provide(self, index: int, run: _Run, only: Sequence[int] | None) -> None:
         """Opens a chunk, with a run's keys and values for the pushes that follow."""
@@ -345,21 +373,32 @@ class Executor:
         scored = self._scored_rows(index, run.layout, run.attention.shares, known) if known else run.scored
         if not len(scored.everyone):
             return
-        rows, predicted = scored.rows, scored.predicted
         keep = self.with_grads and not self.plan.chunks[index].anchors  # with none below, backward is the next step
-        # Detached: losses are taken of leaves (`_losses`), and backward computes logits again block by block.
-        hidden, targets, temperature = run.hidden.detach()[rows], self.tokens[predicted], self._temperature(predicted)
-        outputs, run.kept = self.heads.forward(hidden, targets, temperature, self.want, keep)
-        if self.group is None:
-            for name, values in outputs.items():
-                self.values[name][predicted] = values
-            return
         columns = torch.zeros(len(self.want), len(scored.everyone), dtype=self.dtype, device=self.device)
-        for column, name in zip(columns, sorted(self.want)):
-            column[scored.at] = outputs[name]
-        self.group.sum_(columns)  # of one number and zeros: exact, and losses are the same on every rank
-        for column, name in zip(columns, sorted(self.want)):
-            self.values[name][scored.everyone] = column
+        by_name = dict(zip(sorted(self.want), columns))
+        for asked in self._asked(run, scored, self.want):
+            outputs, run.kept = self.heads.forward(*asked.rows, asked.names, keep)
+            for name, values in outputs.items():
+                by_name[name][asked.at] = values
+        if self._together is not None:  # of one rank's number and zeros, or of terms; the same bits on every rank
+            self._together.sum_(columns)
+        for name, values in by_name.items():
+            self.values[name][scored.everyone] = values
+
+    def _asked(self, run: _Run, scored: _Scored, names: Set[str]) -> Iterator[_Asked]:
+        """What the heads compute of a run: of this rank's own rows everything; of a vocabulary in parts, after that,
+        the terms of all ranks' rows."""
+        # Detached: losses are taken of leaves (`_losses`), and backward computes logits again block by block.
+        hidden, vocabulary = run.hidden.detach()[scored.rows], self.heads.vocabulary
+        own = frozenset(names) if vocabulary is None else frozenset(names) & {"values"}
+        if own and len(hidden):
+            predicted = scored.predicted
+            rows = hidden, self.tokens[predicted], self._temperature(predicted)
+            yield _Asked(own, rows, predicted, scored.at)
+        if vocabulary is not None and names - own:
+            predicted = scored.everyone
+            rows = vocabulary.to_everyone(hidden, scored.counts), self.tokens[predicted], self._temperature(predicted)
+            yield _Asked(frozenset(names) - own, rows, predicted, slice(None))
 
     def _losses(self, group: int) -> None:
         """Losses of the sequences that end in a chunk; their gradients are added to the tokens' on their path."""
@@ -410,30 +449,32 @@ class Executor:
     def _per_token(self) -> Tensor:
         return torch.zeros(self.plan.tree.num_tokens, dtype=self.dtype, device=self.device)
 
-    def _per_segment(self, per_sequence: np.ndarray[Any, np.dtype[np.float64]]) -> Tensor | float:
-        """Temperature of every tree token from those of the sequences through it, which have to agree."""
-        tree = self.plan.tree
-        low, high = np.full(tree.num_segments, np.inf), np.full(tree.num_segments, -np.inf)
-        np.minimum.at(low, tree.sequence_segment, per_sequence)
-        np.maximum.at(high, tree.sequence_segment, per_sequence)
-        for segment in range(tree.num_segments - 1, -1, -1):
-            parent = tree.segment_parent[segment]
-            if parent >= 0:
-                low[parent], high[parent] = min(low[parent], low[segment]), max(high[parent], high[segment])
-        if (low != high).any():
-            raise ValueError(
-                "temperatures: sequences with different temperatures share tokens; build the tree with"
-                " keys=<one integer per temperature>, so that only equal ones share"
-            )
-        if (low == low[0]).all():
-            return float(low[0])
-        return on_device(np.repeat(low, tree.segment_length), self.device, self.dtype)
-
 
 def check_scalar(loss: Tensor, where: str) -> None:
     """Raises ValueError when a loss function returned anything but one number."""
     if loss.dim():
         raise ValueError(f"loss_fn: expected a scalar{where}, got shape {tuple(loss.shape)}; sum it")
+
+
+def _per_segment(
+    tree: PrefixTree, per_sequence: np.ndarray[Any, np.dtype[np.float64]], device: torch.device, dtype: torch.dtype
+) -> Tensor | float:
+    """Temperature of every tree token from those of the sequences through it, which have to agree."""
+    low, high = np.full(tree.num_segments, np.inf), np.full(tree.num_segments, -np.inf)
+    np.minimum.at(low, tree.sequence_segment, per_sequence)
+    np.maximum.at(high, tree.sequence_segment, per_sequence)
+    for segment in range(tree.num_segments - 1, -1, -1):
+        parent = tree.segment_parent[segment]
+        if parent >= 0:
+            low[parent], high[parent] = min(low[parent], low[segment]), max(high[parent], high[segment])
+    if (low != high).any():
+        raise ValueError(
+            "temperatures: sequences with different temperatures share tokens; build the tree with"
+            " keys=<one integer per temperature>, so that only equal ones share"
+        )
+    if (low == low[0]).all():
+        return float(low[0])
+    return on_device(np.repeat(low, tree.segment_length), device, dtype)
 
 
 def _accumulate_in_float32(*modules: nn.Module | None) -> None:

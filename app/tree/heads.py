@@ -3,18 +3,23 @@
 Promises: only the rows asked for reach the vocabulary, `head_tokens` rows at a time, so [tokens x vocabulary] never
 exists; backward computes logits again, except those of the last block where it follows at once; softmax statistics in
 float32 (float64 for float64 models); log-probabilities are of softmax(logits / temperature); the logit transform of the
-model's own forward (scaling, soft-capping) is applied; entropy costs nothing unless wanted.
+model's own forward (scaling, soft-capping) is applied; entropy costs nothing unless wanted. Where the projection is in
+parts over a group of ranks, each has its columns of the logits of all ranks' rows.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
+
+from app.tree.model.vocabulary import CutVocabulary
 
 _aten = torch.ops.aten
 
@@ -37,14 +42,22 @@ class Heads:
     Args:
         model: a causal language model.
         value_head: maps hidden states [n, H] to values [n] or [n, 1], or None.
-        head_tokens: rows of logits held at a time, at least 1.
+        head_tokens: rows of logits held at a time, at least 1; as many times more where each has few columns here.
+
+    Attributes:
+        vocabulary: the ranks that have the projection in parts, and run these heads together on the same rows; None
+            where it is whole. Log-probabilities and entropies are then this rank's terms, as is what `backward`
+            returns: they count when summed over the ranks.
     """
 
     def __init__(self, model: PreTrainedModel, value_head: nn.Module | None, head_tokens: int | str) -> None:
         self.projection: Any = model.get_output_embeddings()
         self.value_head = value_head
         config = model.config.get_text_config()
+        vocabulary = CutVocabulary.of(model)
+        self.vocabulary = vocabulary if vocabulary is not None and vocabulary.projects else None
         self.vocab_size = config.vocab_size
+        self._columns = config.vocab_size if self.vocabulary is None else self.vocabulary.count
         self._divide = getattr(config, "logits_scaling", None)  # Granite
         self._multiply = getattr(config, "logit_scale", None)  # Cohere
         self._softcap = getattr(config, "final_logit_softcapping", None)  # Gemma 2
@@ -59,8 +72,9 @@ class Heads:
         self._scratch.clear()
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """The model's own logits of hidden states [n, H]: [n, V]."""
-        logits: Tensor = self.projection(hidden)
+        """The model's own logits of hidden states [n, H]: [n, V], or this rank's columns of them."""
+        with nullcontext() if self.vocabulary is None else self.vocabulary.logits_in_parts():
+            logits: Tensor = self.projection(hidden)
         if self._divide is not None:
             logits = logits / self._divide
         if self._multiply is not None:
@@ -91,7 +105,7 @@ class Heads:
             for rows in self._blocks(len(hidden)):
                 logp = self._log_softmax(hidden[rows], temperature, rows)
                 if "logprobs" in want:
-                    outputs["logprobs"][rows] = logp.gather(-1, targets[rows].unsqueeze(-1)).squeeze(-1)
+                    outputs["logprobs"][rows] = self._pick(logp, targets[rows])
                 if "entropy" in want:
                     outputs["entropy"][rows] = -_row_dot(self._exp(logp), logp)
                 kept = Kept(rows, logp) if keep else None
@@ -154,7 +168,7 @@ class Heads:
                 logp = self._log_softmax(hidden, temperature, rows, logits)
             if "entropy" in grads:
                 probs = self._exp(logp)
-                logp += -_row_dot(probs, logp).unsqueeze(-1)
+                logp += -self._total(_row_dot(probs, logp)).unsqueeze(-1)
                 logp *= grads["entropy"].unsqueeze(-1)
                 if "logprobs" in grads:
                     logp += grads["logprobs"].unsqueeze(-1)
@@ -162,15 +176,15 @@ class Heads:
             else:
                 grad = logp.exp_().mul_(-grads["logprobs"].unsqueeze(-1))
             if "logprobs" in grads:
-                grad.scatter_add_(-1, targets.unsqueeze(-1), grads["logprobs"].unsqueeze(-1))
+                self._add(grad, targets, grads["logprobs"])
             grad = _divide(grad, temperature, rows)
             if in_place:
                 weight = self.projection.weight
                 if weight.requires_grad:
                     if weight.grad is None:
                         weight.grad = torch.zeros_like(weight)
-                    weight.grad.addmm_(grad.t(), leaf)
-                return grad @ weight
+                    _own(weight.grad).addmm_(grad.t(), leaf)
+                return grad @ _own(weight)
         assert logits is not None
         torch.autograd.backward(logits, grad.to(logits.dtype))
         assert leaf.grad is not None, "logits depend on the hidden states"
@@ -179,16 +193,37 @@ class Heads:
     def _log_softmax(
         self, hidden: Tensor, temperature: Tensor | float, rows: slice, logits: Tensor | None = None
     ) -> Tensor:
-        """log softmax(logits / temperature) of a block, [n, V] in the accumulation dtype, free to be overwritten."""
+        """log softmax(logits / temperature) of a block, [n, V] in the accumulation dtype, free to be overwritten; of
+        all columns, also where this rank has some."""
+        out: Tensor | None = None
         if logits is None and self._in_place(hidden):
-            scaled = torch.mm(hidden, self.projection.weight.t(), out=self._block(0, hidden))
+            scaled = torch.mm(hidden, _own(self.projection.weight).t(), out=self._block(0, hidden))
             out = self._block(1, hidden)
-            result: Tensor = _aten._log_softmax.out(_divide(scaled, temperature, rows), -1, False, out=out)
-            return result
-        scaled = (self.logits(hidden) if logits is None else logits.detach()).to(
-            torch.promote_types(torch.float32, hidden.dtype), copy=True
-        )
-        return _divide(scaled, temperature, rows).log_softmax(-1)
+        else:
+            scaled = (self.logits(hidden) if logits is None else logits.detach()).to(
+                torch.promote_types(torch.float32, hidden.dtype), copy=True
+            )
+        scaled = _divide(scaled, temperature, rows)
+        if self.vocabulary is not None:
+            return torch.sub(scaled, self.vocabulary.log_of_sum(scaled.logsumexp(-1)).unsqueeze(-1), out=out)
+        result: Tensor = scaled.log_softmax(-1) if out is None else _aten._log_softmax.out(scaled, -1, False, out=out)
+        return result
+
+    def _pick(self, columns: Tensor, targets: Tensor) -> Tensor:
+        """Of each row of a block [n, V] that of its target."""
+        if self.vocabulary is not None:
+            return self.vocabulary.pick(columns, targets)
+        return columns.gather(-1, targets.unsqueeze(-1)).squeeze(-1)
+
+    def _add(self, columns: Tensor, targets: Tensor, values: Tensor) -> None:
+        """Adds `values` [n] to a block [n, V] at the rows' targets."""
+        if self.vocabulary is not None:
+            return self.vocabulary.add_(columns, targets, values)
+        columns.scatter_add_(-1, targets.unsqueeze(-1), values.unsqueeze(-1))
+
+    def _total(self, part: Tensor) -> Tensor:
+        """Of sums over the columns here [n], those over all columns."""
+        return part if self.vocabulary is None else self.vocabulary.sum(part)
 
     def _exp(self, logp: Tensor) -> Tensor:
         """exp of a block, in the other scratch block where there is one (its logits are used up by then)."""
@@ -200,7 +235,7 @@ class Heads:
         the softmax itself."""
         scratch = self._scratch.get(which)
         if scratch is None or len(scratch) < len(like) or scratch.dtype != like.dtype:
-            scratch = self._scratch[which] = like.new_empty(len(like), self.vocab_size)
+            scratch = self._scratch[which] = like.new_empty(len(like), self._columns)
         return scratch[: len(like)]
 
     def _in_place(self, hidden: Tensor) -> bool:
@@ -227,8 +262,15 @@ class Heads:
         )
 
     def _blocks(self, count: int) -> Iterator[slice]:
-        for start in range(0, count, self.head_tokens):
-            yield slice(start, min(start + self.head_tokens, count))
+        step = self.head_tokens * (1 if self.vocabulary is None else self.vocabulary.group.size)
+        for start in range(0, count, step):
+            yield slice(start, min(start + step, count))
+
+
+def _own(weight: Any) -> Tensor:
+    """The rows of a weight, or of its gradient, that this rank has."""
+    rows: Tensor = weight.to_local() if isinstance(weight, DTensor) else weight
+    return rows
 
 
 def _divide(block: Tensor, temperature: Tensor | float, rows: slice) -> Tensor:
@@ -241,7 +283,7 @@ def _divide(block: Tensor, temperature: Tensor | float, rows: slice) -> Tensor:
 def _row_dot(a: Tensor, b: Tensor) -> Tensor:
     """Sum over the last dimension of a * b, both [n, V], a few rows at a time (what caches hold). Not a matrix product:
     those may be told to round to TF32 or bf16 (`torch.set_float32_matmul_precision`), an error of 1e-3 here."""
-    rows = max(1, _DOT_ELEMENTS[a.is_cuda] // a.shape[-1])
+    rows = max(1, _DOT_ELEMENTS[a.is_cuda] // max(1, a.shape[-1]))
     product = a.new_empty(min(rows, len(a)), a.shape[-1])
     pieces = zip(a.split(rows), b.split(rows), strict=True)
     return torch.cat([torch.mul(x, y, out=product[: len(x)]).sum(-1) for x, y in pieces])

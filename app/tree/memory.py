@@ -21,6 +21,7 @@ from transformers import PreTrainedModel
 
 from app.tree.heads import BLOCK_BYTES
 from app.tree.model.checkpointing import checkpoints_itself
+from app.tree.model.vocabulary import CutVocabulary, vocabulary_modules
 from app.tree.planning.cost import ModelShape
 from app.tree.planning.plan import Chunk, most_ends
 from app.tree.prefix_tree import PrefixTree
@@ -43,7 +44,8 @@ class PassMemory:
         parameters: there already, for orientation; not part of `total`.
         gradients: of parameters that have none yet.
         gathered: where parameters are sharded (FSDP2), the largest unit's twice, as the next is on its way while one
-            runs, and its gradients with what is sent of them.
+            runs, and its gradients with what is sent of them; where the vocabulary is, hidden states and gradients of
+            the rows of all ranks, once as sent and once as they come, and the gradient of what one chunk looks up.
         path_cache: keys and values of the longest path, once in place and once in the chunks they come from, with their
             gradients, and the gradients on their way to a chunk.
         states: of layers that carry one, at the ends of the chunks of the longest path, with their gradients.
@@ -103,15 +105,17 @@ def pass_memory(
     layer = shape.activation_bytes(element) // shape.layers
     scan = 4 * shape.states.scan_buffer_values() if shape.states is not None else 0
     largest = min(chunk_tokens, max(tokens, _LEAST)) if not chunks else max(chunk.tokens for chunk in chunks)
+    cut, width = CutVocabulary.of(model), shape.hidden
     held = 1 + longest // chunk_tokens if chunks is None else most_ends(chunks)
     return PassMemory(
         parameters=sum(_here(p) * p.element_size() for p in model.parameters()),
         gradients=missing * accumulated,
-        gathered=_largest_unit(model) * 2 * (element + accumulated),
+        gathered=_largest_unit(model) * 2 * (element + accumulated)
+        + (0 if cut is None else 4 * min(largest, scored) * width * element + cut.count * width * accumulated),
         path_cache=key_value * (longest * (2 * element + accumulated) + min(chunk_tokens, tokens) * accumulated),
         states=2 * 4 * shape.state_values * held,
         outputs=tokens * (8 + 3 * accumulated) + dense * (8 + 3 * accumulated),
-        head_block=(2 if element >= 4 else 3)
+        head_block=((2 if element >= 4 else 3) + (cut is not None))
         * min(rows, max(1, scored), -(-chunk_tokens // ranks))
         * shape.vocabulary
         * accumulated,
@@ -128,10 +132,11 @@ def _here(parameter: Tensor) -> int:
 def _largest_unit(model: PreTrainedModel) -> int:
     """Elements of the largest part of a sharded model that is gathered at once; 0 where nothing is sharded."""
     units = {id(module) for module in model.modules() if isinstance(module, FSDPModule)}
+    never = {id(module) for module in vocabulary_modules(model)}
 
     def own(module: nn.Module) -> int:
         mine = sum(p.numel() for p in module.parameters(recurse=False) if isinstance(p, DTensor))
-        return mine + sum(own(child) for child in module.children() if id(child) not in units)
+        return mine + sum(own(child) for child in module.children() if id(child) not in units | never)
 
     return max((own(module) for module in model.modules() if id(module) in units), default=0)
 

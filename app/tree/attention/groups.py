@@ -62,7 +62,12 @@ class RowShares:
     def run(self) -> slice:
         """The rows that this rank's layers run: its own, or one that nobody reads where it has none, since layers need
         not know how to do nothing, and every rank has to take part in what layers do together."""
-        return self.own if self.own.start < self.own.stop else slice(0, 1)
+        return self.run_by(self.group.rank)
+
+    def run_by(self, rank: int) -> slice:
+        """The rows that a rank's layers run."""
+        start, stop = self.bounds[rank : rank + 2]
+        return slice(start, stop) if start < stop else slice(0, 1)
 
     def refusal(self, query_heads: int, key_heads: int) -> str | None:
         """Why attention with so many heads cannot be shared, with the remedy; None when it can."""

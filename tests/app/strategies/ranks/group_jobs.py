@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
-from functools import partial
 from typing import Any
 from unittest.mock import patch
 
@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 
 from app.strategies.ranks.collectives import Communicator
 from app.strategies.ranks.groups import GroupRanks
-from app.strategies.shards import shard_models
+from app.strategies.shards import is_sharded, shard_models
 from app.tree import PrefixTree, TreeEngine, memory
 from tests.app.tree import models, oracle
 from tests.app.tree.cases import Case
@@ -39,9 +39,12 @@ class CountedGroup(GroupRanks):
     def __init__(self, size: int) -> None:
         super().__init__(Communicator(dist.group.WORLD, torch.device("cpu")), size, TIMEOUT)
         self.seen: list[tuple[str, int]] = []
+        self.sent = 0  # elements, to other ranks by exchanges
 
     def _run(self, what: str, operation: Callable[..., Any], *arguments: Any) -> None:
         equal = operation is not dist.all_to_all_single
+        if not equal:
+            self.sent += sum(arguments[-1]) - arguments[-1][self.rank]
         self.seen.append((what, arguments[-1].numel() if equal else 0))
         super()._run(what, operation, *arguments)
 
@@ -120,14 +123,27 @@ def run_pass(
     }
 
 
-def run_cells(size: int, cells: list[tuple[str, str]]) -> None:
-    """Cells of the support matrix (family, column), as they are, by an engine of which this rank is a part."""
+def run_cells(size: int, cells: list[tuple[str, str]], sharded: bool) -> None:
+    """Cells of the support matrix (family, column), as they are, by an engine of which this rank is a part, and that
+    has parameters whole or sharded."""
     group = CountedGroup(size)
+    check_parity = families.check_parity
+
+    def engine_over(model: Any, *arguments: Any, **options: Any) -> TreeEngine:
+        if sharded and not is_sharded(model):
+            shard_models(model, group, receive)
+        return TreeEngine(model, *arguments, group=group, **options)
+
+    def check(family: families.Family, model: Any, dense: Any = None) -> None:
+        check_parity(family, model, dense or copy.deepcopy(model))  # the oracle's own stays whole
 
     def take_all(model: nn.Module, head: nn.Module | None = None) -> dict[str, Tensor | None]:
         grads = take_grads(model, head)
         for name, parameter in oracle.parameters(model, head).items():
             mine = grads[name]
+            if isinstance(mine, DTensor):
+                grads[name] = mine.full_tensor()
+                continue
             if mine is None:
                 mine = grads[name] = torch.zeros_like(
                     parameter, dtype=torch.promote_types(torch.float32, parameter.dtype)
@@ -136,7 +152,8 @@ def run_cells(size: int, cells: list[tuple[str, str]]) -> None:
         return grads
 
     with (
-        patch.object(families, "TreeEngine", partial(TreeEngine, group=group)),
+        patch.object(families, "TreeEngine", engine_over),
+        patch.object(families, "check_parity", check),
         patch.object(families, "take_grads", take_all),
     ):
         for family, column in cells:
@@ -148,6 +165,24 @@ def run_odd_heads(size: int) -> None:
     TreeEngine(model, group=CountedGroup(size)).forward(PrefixTree.build(families.SEQUENCES))
 
 
+def call_plainly(size: int) -> tuple[Tensor, Tensor, list[str]]:
+    """Logits of a whole model and of the same in shards, called as it is, and what is said where that cannot be."""
+    group = CountedGroup(size)
+    model = models.make("phi", torch.float64, pad_token_id=3)
+    ids = torch.from_numpy(families.SEQUENCES[0])[None]
+    with torch.no_grad():
+        whole = model(input_ids=ids).logits
+        shard_models(model, group, receive)
+        logits = model(input_ids=ids).logits
+    said = []
+    for attempt in (lambda: model(input_ids=ids + group.rank), lambda: model(input_ids=ids)):
+        try:
+            attempt()
+        except RuntimeError as error:
+            said.append(str(error))
+    return whole, logits, said
+
+
 def summed(found: list[dict[str, Any]], key: str) -> dict[str, Tensor | None]:
     """The gradients of the ranks of a group, added up."""
     names = {name for rank in found for name in rank[key]}
@@ -155,18 +190,25 @@ def summed(found: list[dict[str, Any]], key: str) -> dict[str, Tensor | None]:
 
 
 def traffic(size: int, chunk_tokens: int, live_tokens: int) -> dict[str, float]:
-    """Elements that a sharded backward pass gathers and sums, beside what its plan says."""
+    """Elements that a sharded backward pass gathers, sums and exchanges, beside what its plan says."""
     model = models.make("starcoder2", torch.float64, num_hidden_layers=3)
     group = CountedGroup(size)
-    shard_models(model, group, receive)
-    engine = TreeEngine(model, chunk_tokens, live_tokens, self_check=False, group=group)
-    tree = PrefixTree.build(families.SEQUENCES)
-    actions = [step.action for step in engine.plan(tree).steps]
+    sent, tree = [], PrefixTree.build(families.SEQUENCES)
     seen: list[tuple[str, int]] = []
-    with units_noted(seen):
-        engine.backward(tree, lambda out, _: out.logprobs.sum())
+    for sharded in (False, True):
+        if sharded:
+            shard_models(model, group, receive)
+        engine = TreeEngine(model, chunk_tokens, live_tokens, self_check=False, group=group)
+        actions = [step.action for step in engine.plan(tree).steps]
+        before = group.sent
+        with units_noted(seen):
+            engine.backward(tree, lambda out, _: out.logprobs.sum())
+        sent.append(group.sent - before)
     return {
-        "cut up": sum(p.numel() for p in model.parameters() if isinstance(p, DTensor)),
+        "more exchanged": sent[1] - sent[0],
+        "scored": len(tree.scored_tokens),
+        "rows": tree.num_tokens,
+        "cut up": sum(p.numel() for layer in model.base_model.layers for p in layer.parameters()),
         "forwards": actions.count("forward") + actions.count("anchor"),
         "backwards": actions.count("backward"),
         "gathered": sum(count for what, count in seen if what.startswith("all_gather")),

@@ -84,33 +84,47 @@ ATTENTION = [name for name, family in families.SUPPORTED.items() if family.type 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("pool", "size"), [(2, 2), (4, 4)], indirect=["pool"])
-def test_every_family(pool: RankPool, size: int) -> None:
+@pytest.mark.parametrize(("pool", "size", "sharded"), [(2, 2, False), (4, 4, False), (2, 2, True)], indirect=["pool"])
+def test_every_family(pool: RankPool, size: int, sharded: bool) -> None:
     """Windows, sinks, soft-capping, latent attention, experts; of 4 ranks, two have the same key-value head."""
-    pool.run(group_jobs.run_cells, size=size, cells=[(name, "float32") for name in ATTENTION])
+    pool.run(group_jobs.run_cells, size=size, cells=[(name, "float32") for name in ATTENTION], sharded=sharded)
 
 
 @pytest.mark.slow
-def test_every_way_to_train(two_ranks: RankPool) -> None:
+@pytest.mark.parametrize("sharded", [False, True])
+def test_every_way_to_train(two_ranks: RankPool, sharded: bool) -> None:
     """With soft-capping and windows, with latent attention and experts."""
     cells = [(name, column) for name in ("Gemma 2", "DeepSeek-V3") for column in families.COLUMNS]
-    two_ranks.run(group_jobs.run_cells, size=2, cells=cells)
+    two_ranks.run(group_jobs.run_cells, size=2, cells=cells, sharded=sharded)
 
 
-@pytest.mark.parametrize("sharded", [False, True])
-def test_a_quick_look(two_ranks: RankPool, sharded: bool) -> None:
-    """For `make test`: a prefix of another sequence, a sequence twice, chunks of fewer rows than ranks."""
+@pytest.mark.parametrize(("name", "sharded"), [("starcoder2", False), ("starcoder2", True), ("phi", True)])
+def test_a_quick_look(two_ranks: RankPool, name: str, sharded: bool) -> None:
+    """For `make test`: a prefix of another sequence, a sequence twice, chunks of fewer rows than ranks. StarCoder 2 has
+    one matrix for both ends, Phi two, and a bias."""
     stem = [3, 10, 17, 24, 3]
     sequences = [np.array([*stem, *more]) for more in ([1, 2, 3], [1, 2, 3], [1], [])]
     case = Case(sequences, None, None, "tree", chunk_tokens=1, live_tokens=3, seed=0)
-    seen = check(two_ranks, 2, "starcoder2", torch.float64, 1e-9, case, "clipped_ratio", sharded)
+    seen = check(two_ranks, 2, name, torch.float64, 1e-9, case, "clipped_ratio", sharded)
     assert bool(seen & set(group_jobs.UNITS)) == sharded
+
+
+def test_a_model_in_shards_is_called_by_all_ranks_alike(two_ranks: RankPool) -> None:
+    for whole, logits, said in two_ranks.run(group_jobs.call_plainly, size=2):
+        assert torch.allclose(logits, whole, rtol=0, atol=1e-12)
+        assert "different input: run different sequences by TreeEngine(group=...)" in said[0]
+        assert "whole logits come without gradient; compute losses by TreeEngine(group=...)" in said[1]
 
 
 @pytest.mark.parametrize(("chunk_tokens", "live_tokens"), [(1000, 1000), (6, 30), (6, 6)])
 def test_shards_travel_as_documented(two_ranks: RankPool, chunk_tokens: int, live_tokens: int) -> None:
-    """Every layer is gathered for every forward and every backward of a chunk, and summed once a backward."""
-    for seen in two_ranks.run(group_jobs.traffic, size=2, chunk_tokens=chunk_tokens, live_tokens=live_tokens):
+    """Every layer is gathered for every forward and every backward of a chunk, and summed once a backward; of the
+    vocabulary hidden states alone travel."""
+    found = two_ranks.run(group_jobs.traffic, size=2, chunk_tokens=chunk_tokens, live_tokens=live_tokens)
+    logits, embedded = (models.HIDDEN * found[0][what] for what in ("scored", "rows"))
+    sent = sum(seen["more exchanged"] for seen in found)
+    assert 3 * logits < sent < 1.05 * (3 * logits + 3 * embedded)  # chunks that run twice embed their rows again
+    for seen in found:
         runs = seen["forwards"] + seen["backwards"]
         assert seen["gathered"] == pytest.approx(seen["cut up"] * runs, rel=0.05)
         assert seen["summed"] == pytest.approx(seen["cut up"] * seen["backwards"], rel=0.05)
