@@ -6,6 +6,7 @@ from callbacks.hang_dump import HangDump
 from callbacks.interruption import Interruption
 from callbacks.pictures import Pictures
 from callbacks.progress import Progress
+from callbacks.report import Report
 from callbacks.reward_logger import RewardLogger
 from callbacks.save_last import SaveLast
 from callbacks.save_pretrained import SavePretrained
@@ -20,6 +21,7 @@ __all__ = [
     "Interruption",
     "Pictures",
     "Progress",
+    "Report",
     "RewardLogger",
     "SaveLast",
     "SavePretrained",

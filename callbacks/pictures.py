@@ -19,7 +19,7 @@ from app.interruption import Interrupted
 from callbacks import figures
 from callbacks.base import run_dir
 
-_PARTS = {  # label -> metrics that add up to it, bottom of the stack first
+TIME_PARTS = {  # label -> metrics that add up to it, bottom of the stack first
     "waiting for rollouts": ("time/wait",),
     "prepare": ("time/prepare",),
     "tree pass": ("time/tree",),
@@ -74,7 +74,7 @@ class Pictures(Callback):
             drawn["reward_curve.png"] = figures.reward_curve(steps, rewards, held_out, f"Reward ({name})")
         if "time/step" in series:
             steps, whole = series["time/step"]
-            parts = {label: _total(series, keys, len(steps)) for label, keys in _PARTS.items()}
+            parts = {label: total(series, keys, len(steps)) for label, keys in TIME_PARTS.items()}
             known = [sum(values) for values in zip(*parts.values(), strict=True)]
             parts["other"] = [max(0.0, all_ - some) for all_, some in zip(whole, known, strict=True)]
             drawn["step_time.png"] = figures.step_times(steps, parts, f"Time of a step ({name})")
@@ -118,7 +118,7 @@ def _is_validation(values: dict[str, float]) -> bool:
     return bool(values) and all(key.startswith(("val/", "val_", "test")) for key in values)
 
 
-def _total(series: dict[str, tuple[list[float], list[float]]], keys: tuple[str, ...], count: int) -> list[float]:
+def total(series: dict[str, tuple[list[float], list[float]]], keys: tuple[str, ...], count: int) -> list[float]:
     """Sums the metrics `keys` entry by entry; ones that were not logged count 0."""
     columns = [series[key][1] if key in series else [0.0] * count for key in keys]
     return [sum(values) for values in zip(*columns, strict=True)]

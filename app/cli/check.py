@@ -30,6 +30,8 @@ from typing import Any, Literal
 
 import yaml
 
+from app.statistics import share_interval
+
 _EPISODES = 256
 _ENOUGH_GROUPS = 12
 Level = Literal["no-go", "change", "note"]
@@ -230,7 +232,7 @@ def signal(rollouts: Rollouts, solved_at: float) -> Part:
     shares = [sum(r >= solved_at - 1e-6 for r in each) / len(each) for each in rewards]
     first, any_ = statistics.fmean(shares), statistics.fmean(share > 0 for share in shares)
     k = statistics.median_low(len(each) for each in rewards)
-    share, (low, high) = different / n, _interval(different, n)
+    share, (low, high) = different / n, share_interval(different, n)
     every = [reward for each in rewards for reward in each]
     episodes = [one for group in rollouts.groups for one in group]
     tokens = sorted(one.tokens for one in episodes)
@@ -290,15 +292,6 @@ def _of_length(cut: float | None, rollouts: Rollouts) -> list[Reason]:
         overlay = {"data": {"init_args": {"workflow": {"init_args": {"max_new_tokens": 2 * limit}}}}}
     named = "max_new_tokens of the workflow" if limit is None else f"max_new_tokens, {limit} now"
     return [Reason("change", f"{cut:.0%} of the episodes are cut before their answer", f"raise {named}", overlay)]
-
-
-def _interval(count: int, of: int) -> tuple[float, float]:
-    """Wilson's 95% interval of a share (Wilson 1927)."""
-    z = 1.96
-    share, more = count / of, z * z / of
-    middle = (share + more / 2) / (1 + more)
-    width = z * math.sqrt(share * (1 - share) / of + more / (4 * of)) / (1 + more)
-    return max(0.0, middle - width), min(1.0, middle + width)
 
 
 # ---- what it costs

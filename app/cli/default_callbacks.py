@@ -3,6 +3,7 @@
     WeightSync              where the datamodule rolls out: it starts the engine and keeps it in step
     Throughput, Summary     `fit`: where the time went; summary.json
     Coach                   `fit`: what holds the run back, in one sentence; coach.jsonl
+    Report                  `fit`: report.html, and report.jsonl that it is made from
     RewardLogger            where the datamodule rolls out: samples.jsonl
     ValidateEnds            `fit` with held-out prompts: validation before the first and after the last step
     Progress, HangDump      the progress bar; an answer to `arborist doctor`
@@ -26,6 +27,7 @@ from callbacks import (
     HangDump,
     Interruption,
     Progress,
+    Report,
     RewardLogger,
     SaveLast,
     Summary,
@@ -38,7 +40,8 @@ from datamodules.inference.protocol import RolloutData
 from modules import TreeModule
 
 OPTIONAL: dict[str, type[Callback]] = {
-    kind.__name__: kind for kind in (WeightSync, Throughput, RewardLogger, ValidateEnds, Summary, Coach, HangDump)
+    kind.__name__: kind
+    for kind in (WeightSync, Throughput, RewardLogger, ValidateEnds, Summary, Coach, Report, HangDump)
 }
 
 
@@ -77,6 +80,7 @@ def with_defaults(
         ValidateEnds: fits and trains and _can_validate_ends(trainer, model, data),
         Summary: fits and trains,
         Coach: fits and trains,
+        Report: fits and trains,
         HangDump: True,
     }
     for name in without:

@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from callbacks.report.charts import held_out_curve
+from callbacks.report.runs import read_run
 from datamodules.pipeline.gate import unaccounted
 
 ROOT = Path(__file__).parents[3]
@@ -67,7 +69,16 @@ def synchronous(warm: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_run_leaves_everything_behind(synchronous: Path) -> None:
     names = {path.name for path in synchronous.iterdir()}
     pictures = {"reward_curve.png", "step_time.png", "tree.png"}
+    assert names >= {"report.html", "report.jsonl"}
     assert names >= {"config.yaml", "metrics.csv", "samples.jsonl", "summary.json", "checkpoints"} | pictures
+    kept = read_run(synchronous)
+    assert [row["batch"] for row in kept.batches] == [1, 2, 4, 6] and kept.notes == []
+    for row in kept.batches:  # advantages as they were trained on
+        assert row["credit"] == "advantage" and row["groups"] == row["groups_shown"] == 4
+        assert all(len(values) == len(row["tree"]["parent"]) for values in row["tree"].values())
+    before_and_after = [accuracy for _, accuracy, _, _ in held_out_curve(kept)]
+    assert before_and_after == pytest.approx(column(metrics(synchronous), "val/accuracy"))
+    assert "held-out accuracy" in (synchronous / "report.html").read_text()
     summary = json.loads((synchronous / "summary.json").read_text())
     rows = metrics(synchronous)
     assert summary["dense_tokens"] == sum(column(rows, "tokens/dense"))

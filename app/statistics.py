@@ -1,0 +1,158 @@
+"""How sure a number is: intervals of means and shares, paired comparisons, and how many prompts would tell.
+
+Promises: numpy alone; the prompt is the unit, since episodes of one prompt are alike; where values are 0 or 1 the
+intervals hold at the ends of the scale too, where a resampled one has no width. Imports nothing of the project.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+Z95 = 1.959963984540054  # of a two-sided 95% interval
+Z80 = 0.8416212335729143  # of 80% power
+RESAMPLES = 2000
+
+
+def share_interval(count: float, of: float) -> tuple[float, float]:
+    """Wilson's 95% interval of a share (Wilson 1927). `of` above 0."""
+    share, more = count / of, Z95 * Z95 / of
+    middle = (share + more / 2) / (1 + more)
+    width = Z95 * math.sqrt(share * (1 - share) / of + more / (4 * of)) / (1 + more)
+    return max(0.0, middle - width), min(1.0, middle + width)
+
+
+def mean_interval(values: Sequence[float]) -> tuple[float, float]:
+    """95% interval of the mean of independent values, one a prompt: Wilson's where all are 0 or 1, else from prompts
+    drawn again (`_bootstrap`). A single value tells nothing: the interval is infinite."""
+    array = np.asarray(values, float)
+    if _binary(array):
+        return share_interval(float(array.sum()), len(array))
+    if len(array) < 2:
+        return -math.inf, math.inf
+    return _bootstrap(array)
+
+
+@dataclass(frozen=True)
+class Paired:
+    """B against A on the same prompts.
+
+    Attributes:
+        prompts: how many. difference: mean of B - A. low, high: its 95% interval. p: chance of a difference so large,
+            in either direction, were there none.
+        better, worse: prompts on which B is above A, below A.
+        prompts_needed: that would tell this difference from none in four of five trials; None where it is 0.
+    """
+
+    prompts: int
+    difference: float
+    low: float
+    high: float
+    p: float
+    better: int
+    worse: int
+    prompts_needed: int | None
+
+    @property
+    def distinguishable(self) -> bool:
+        """Whether the interval leaves 0 out."""
+        return self.low > 0 or self.high < 0
+
+    def in_words(self) -> str:
+        """What follows, in a sentence."""
+        interval = f"95% interval {self.low:+.3f} to {self.high:+.3f}"
+        counts = f"{self.better:,} prompts better, {self.worse:,} worse"
+        if self.distinguishable:
+            return f"{'better' if self.difference > 0 else 'worse'}; {interval}, p = {self.p:.2g}; {counts}"
+        more = (
+            f"; about {self.prompts_needed:,} prompts would tell a difference of this size"
+            if self.prompts_needed
+            else ""
+        )
+        return f"not distinguishable; {interval}, p = {self.p:.2g}; {counts}{more}"
+
+
+def paired(a: Sequence[float], b: Sequence[float]) -> Paired:
+    """Compares two policies by their means on each prompt.
+
+    Where all are 0 or 1: the interval of Bonett and Price (2012), which adds one prompt to either side, and McNemar's
+    exact test. Else prompts are drawn again for the interval, and signs of differences flipped for the test.
+
+    Args:
+        a, b: [n], n >= 2, entry i of both is prompt i.
+
+    Raises:
+        ValueError: not so.
+    """
+    first, second = np.asarray(a, float), np.asarray(b, float)
+    if first.shape != second.shape or first.ndim != 1 or len(first) < 2:
+        raise ValueError(
+            f"paired: needs two values or more on each side, as many, got {first.shape} and {second.shape}"
+        )
+    each = second - first
+    n, difference = len(each), float(each.mean())
+    better, worse = int((each > 0).sum()), int((each < 0).sum())
+    if _binary(first) and _binary(second):
+        up, down = (better + 1) / (n + 2), (worse + 1) / (n + 2)
+        variance = up + down - (up - down) ** 2
+        half = Z95 * math.sqrt(variance / (n + 2))
+        low, high = max(-1.0, up - down - half), min(1.0, up - down + half)
+        p = mcnemar(better, worse)
+    else:
+        variance = float(each.var(ddof=1))
+        low, high = _bootstrap(each)
+        p = _sign_flips(each)
+    needed = prompts_needed(variance, difference) if difference else None
+    return Paired(n, difference, low, high, p, better, worse, needed)
+
+
+def prompts_needed(variance: float, difference: float) -> int:
+    """Prompts on which a mean difference of this size, which varies so over prompts, differs from 0 at the 5% level in
+    four of five trials (normal approximation). `difference` not 0."""
+    return max(2, math.ceil((Z95 + Z80) ** 2 * variance / difference**2))
+
+
+def mcnemar(better: int, worse: int) -> float:
+    """Exact two-sided p of McNemar (1947): whether prompts on which two policies differ fall to either side alike."""
+    n, least = better + worse, min(better, worse)
+    if n == 0:
+        return 1.0
+    logs = [
+        math.lgamma(n + 1) - math.lgamma(k + 1) - math.lgamma(n - k + 1) - n * math.log(2) for k in range(least + 1)
+    ]
+    return min(1.0, 2 * math.fsum(map(math.exp, logs)))
+
+
+def _binary(values: npt.NDArray[np.float64]) -> bool:
+    return bool(np.isin(values, (0.0, 1.0)).all()) and len(values) > 0
+
+
+def _bootstrap(values: npt.NDArray[np.float64]) -> tuple[float, float]:
+    """95% interval of a mean by percentiles of means of values drawn again, expanded for few values as by Hesterberg
+    (2015, section 5.3); n >= 2. The same values have the same interval."""
+    n, random = len(values), np.random.default_rng(0)
+    at_a_time = max(1, 4_000_000 // n)
+    parts = [
+        values[random.integers(0, n, (min(at_a_time, RESAMPLES - done), n))].mean(1)
+        for done in range(0, RESAMPLES, at_a_time)
+    ]
+    z, v = Z95, n - 1
+    t = z + (z**3 + z) / (4 * v) + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * v**2)  # Student's quantile (Fisher)
+    tail = 0.5 * math.erfc(math.sqrt(n / v) * t / math.sqrt(2))
+    low, high = np.quantile(np.concatenate(parts), [tail, 1 - tail])
+    return float(low), float(high)
+
+
+def _sign_flips(differences: npt.NDArray[np.float64]) -> float:
+    """p of a permutation test; at least 1 / (RESAMPLES + 1)."""
+    random, n = np.random.default_rng(0), len(differences)
+    observed, seen = abs(differences.sum()) * (1 - 1e-12), 0
+    at_a_time = max(1, 4_000_000 // n)
+    for done in range(0, RESAMPLES, at_a_time):
+        signs = random.integers(0, 2, (min(at_a_time, RESAMPLES - done), n)) * 2 - 1
+        seen += int((np.abs(signs @ differences) >= observed).sum())
+    return (seen + 1) / (RESAMPLES + 1)

@@ -1,0 +1,117 @@
+"""Keeps what `report.html` shows beside the metrics, and writes the page when a run ends.
+
+Promises: `report.jsonl` in the run directory, complete lines at any time: the prefix tree and some transcripts of the
+first, second, fourth, eighth ... rollout batch and of the last, and every validation's rewards prompt by prompt;
+`report.html` at the end of `fit`, or when it is interrupted (`arborist look` makes it at any time). A page that cannot
+be made is a warning, never the end of a run. Only global rank 0 writes; nothing is drawn or imported before the end.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.utilities import rank_zero_warn
+from torch.optim import Optimizer
+
+from app.batch import RolloutBatch
+from app.interruption import Interrupted
+from callbacks.base import run_dir
+from callbacks.report.moments import batch_moment, transcript
+from modules.episodes import episodes
+
+FILE, PAGE = "report.jsonl", "report.html"
+_FOLLOWED = 8  # held-out prompts whose replies are kept, the same ones in every validation
+
+
+class Report(Callback):
+    """Writes `report.jsonl` on the way and `report.html` at the end of `fit`."""
+
+    def __init__(self) -> None:
+        self._directory: Path | None = None
+        self._latest: tuple[int, int, RolloutBatch] | None = None
+        self._written = 0  # number of the last batch that was written
+        self._held_out: dict[str, dict[str, Any]] = {}
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        self._directory = run_dir(trainer)
+        self._latest, self._written, self._held_out = None, 0, {}
+
+    def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
+        module: Any = pl_module
+        batch = getattr(module, "batch", None)
+        if not trainer.is_global_zero or batch is None or module.steps_done > 0:
+            return
+        number = int(module.policy_version) + 1
+        self._latest = (number, trainer.global_step + 1, batch)
+        if number & (number - 1) == 0:
+            self._write_batch(trainer)
+
+    def on_validation_batch_end(
+        self,
+        trainer: Trainer,
+        pl_module: LightningModule,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+        dataloader_idx: int = 0,
+    ) -> None:
+        if not trainer.is_global_zero or batch.batch is None or trainer.state.fn != "fit":
+            return
+        found = self._held_out.setdefault(batch.name, {"solved_at": batch.solved_at, "rewards": {}, "replies": {}})
+        rewards, _, of_sequence = episodes(batch.batch)
+        first = {episode: i for i, episode in reversed(list(enumerate(of_sequence.tolist())))}
+        last = {episode: i for i, episode in enumerate(of_sequence.tolist())}
+        tokenizer = getattr(trainer.datamodule, "tokenizer", None)
+        for episode, reward in enumerate(rewards.tolist()):
+            prompt = batch.batch.prompt_ids[first[episode]]
+            found["rewards"].setdefault(prompt, []).append(round(reward, 6))
+            if prompt not in found["replies"] and len(found["replies"]) < _FOLLOWED:
+                runs = transcript(batch.batch, last[episode], tokenizer)
+                found["replies"][prompt] = {"reward": reward, "runs": runs}
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        held_out, self._held_out = self._held_out, {}
+        if held_out and not trainer.sanity_checking:
+            self._append({"kind": "held_out", "step": trainer.global_step, "sets": held_out})
+
+    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._finish(trainer)
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        if isinstance(exception, KeyboardInterrupt | Interrupted):
+            self._finish(trainer)
+
+    def _finish(self, trainer: Trainer) -> None:
+        if not trainer.is_global_zero or self._directory is None or trainer.state.fn != "fit":
+            return
+        for logger in trainer.loggers:
+            logger.save()  # metrics.csv may lag behind
+        self._write_batch(trainer)
+        self._latest = None
+        try:
+            from callbacks.report.page import write_page  # bokeh takes a second to be imported
+            from callbacks.report.runs import read_run
+
+            write_page([read_run(self._directory)], self._directory / PAGE)
+        except Exception as error:
+            rank_zero_warn(
+                f"Report: {self._directory / PAGE} not written ({type(error).__name__}: {error});"
+                f" 'arborist look {self._directory}' tries again"
+            )
+
+    def _write_batch(self, trainer: Trainer) -> None:
+        if self._latest is None or self._latest[0] == self._written:
+            return
+        number, step, batch = self._latest
+        tokenizer = getattr(trainer.datamodule, "tokenizer", None)
+        self._append({"kind": "batch", "step": step, "batch": number, **batch_moment(batch, tokenizer)})
+        self._written = number
+
+    def _append(self, row: dict[str, Any]) -> None:
+        assert self._directory is not None
+        self._directory.mkdir(parents=True, exist_ok=True)
+        with (self._directory / FILE).open("a", encoding="ascii") as file:
+            file.write(json.dumps(row) + "\n")

@@ -1,0 +1,87 @@
+"""Intervals hold what they promise (simulated), tests agree with their tables, and prompts that are said to tell do."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+
+from app.statistics import mcnemar, mean_interval, paired, prompts_needed, share_interval
+
+RANDOM = np.random.default_rng(7)
+
+
+def test_known_values() -> None:
+    assert share_interval(8, 10) == pytest.approx((0.4902, 0.9433), abs=1e-4)  # Wilson's, as in textbooks
+    assert share_interval(0, 20)[0] == 0.0 and share_interval(20, 20)[1] == 1.0
+    assert mcnemar(10, 2) == pytest.approx(2 * (1 + 12 + 66) / 2**12) and mcnemar(0, 0) == 1.0 and mcnemar(3, 3) == 1.0
+    assert mcnemar(900, 300) == pytest.approx(4.2e-71, rel=0.1)  # no overflow; normal tail: z = 17.3
+    assert prompts_needed(0.25, 0.1) == 197  # (1.96 + 0.84)^2 * 0.25 / 0.01
+    assert mean_interval([0.5]) == (-math.inf, math.inf)
+
+
+def covers(interval: tuple[float, float], truth: float) -> bool:
+    return interval[0] <= truth <= interval[1]
+
+
+@pytest.mark.parametrize(("truth", "n"), [(0.05, 40), (0.5, 60), (0.97, 100)])
+def test_intervals_of_shares_cover(truth: float, n: int) -> None:
+    counts = RANDOM.binomial(n, truth, 2000)
+    assert 0.92 < np.mean([covers(share_interval(int(k), n), truth) for k in counts]) < 0.985
+
+
+@pytest.mark.parametrize("n", [15, 60])
+def test_intervals_of_means_cover(n: int) -> None:
+    draws = RANDOM.beta(2, 5, (500, n))
+    assert 0.915 < np.mean([covers(mean_interval(list(row)), 2 / 7) for row in draws]) < 0.985
+
+
+@pytest.mark.parametrize(("up", "down", "n"), [(0.1, 0.1, 50), (0.3, 0.05, 80), (0.02, 0.01, 100)])
+def test_paired_intervals_of_shares_cover(up: float, down: float, n: int) -> None:
+    hits = []
+    for kinds in RANDOM.choice(3, (600, n), p=[up, down, 1 - up - down]):
+        found = paired((kinds == 1).astype(float), (kinds == 0).astype(float))
+        hits.append(covers((found.low, found.high), up - down))
+    assert np.mean(hits) > 0.93
+
+
+def test_paired_intervals_of_degrees_cover() -> None:
+    hits = []
+    for _ in range(150):
+        prompts = RANDOM.uniform(0, 1, 60)
+        a, b = (prompts + RANDOM.normal(shift, 0.2, 60) for shift in (0.0, 0.1))
+        found = paired(list(a), list(b))
+        hits.append(covers((found.low, found.high), 0.1))
+    assert np.mean(hits) > 0.88
+
+
+def test_no_difference_is_seldom_told_and_the_prompts_needed_tell_it() -> None:
+    def told(up: float, down: float, n: int, trials: int) -> float:
+        draws = RANDOM.choice(3, (trials, n), p=[up, down, 1 - up - down])
+        return float(np.mean([paired(k == 1, k == 0).distinguishable for k in draws]))
+
+    assert told(0.1, 0.1, 100, 400) < 0.08
+    up, down = 0.15, 0.05
+    needed = prompts_needed(up + down - (up - down) ** 2, up - down)
+    assert 0.7 < told(up, down, needed, 300) < 0.9
+
+
+def test_pairs_take_away_what_prompts_differ_in() -> None:
+    hard = np.linspace(0, 1, 30)
+    found = paired(list(hard), list(hard + 0.05 + 0.01 * np.sin(np.arange(30))))
+    assert found.distinguishable and found.better == 30 and found.p < 0.01 and "better; 95%" in found.in_words()
+
+
+def test_alike_is_not_told() -> None:
+    found = paired([1.0, 0.0, 1.0, 1.0], [1.0, 0.0, 1.0, 1.0])
+    assert not found.distinguishable and found.p == 1.0 and found.prompts_needed is None
+    assert found.low < 0 < found.high and "not distinguishable" in found.in_words()
+    few = paired([1.0, 0.0, 0.0, 1.0], [1.0, 1.0, 0.0, 1.0])
+    assert not few.distinguishable and few.prompts_needed is not None and "would tell" in few.in_words()
+
+
+@pytest.mark.parametrize(("a", "b"), [([1.0], [1.0]), ([1.0, 0.0], [1.0]), ([], [])])
+def test_what_cannot_be_compared(a: list[float], b: list[float]) -> None:
+    with pytest.raises(ValueError, match="two values or more"):
+        paired(a, b)

@@ -1,0 +1,96 @@
+"""What is kept of a batch: its tree, credit by box, the transcripts worth reading; and all of it small."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from app.batch import RolloutBatch, Trajectory
+from callbacks.report import moments
+from tests.helpers.recorded_samples import byte_tokenizer
+
+
+def episode(
+    tokens: list[int], reward: float, group: int, number: int, logprob: float = -1.0, turn: int = 0
+) -> Trajectory:
+    """The first two tokens are the prompt."""
+    trained = torch.arange(len(tokens)) >= 2
+    return Trajectory(
+        tokens=tokens,
+        loss_mask=trained,
+        behavior_logprobs=torch.where(trained, logprob, 0.0),
+        versions=torch.where(trained, 4, -1),
+        reward=reward,
+        group_id=group,
+        episode_id=number,
+        turn_index=turn,
+        prompt_id=f"p{group}",
+    )
+
+
+def batch() -> RolloutBatch:
+    return RolloutBatch.from_trajectories(
+        [
+            episode([1, 2, 3, 4], 1.0, 0, 0),
+            episode([1, 2, 3, 5], 0.0, 0, 1),
+            episode([1, 2, 6], 0.0, 0, 2),
+            episode([9, 8, 7], 2.0, 1, 3),
+            episode([9, 8, 7, 7], 2.0, 1, 4, -3.0),
+        ]
+    )
+
+
+def test_boxes_carry_the_mean_credit_of_what_is_trained_in_them() -> None:
+    one = batch()
+    one.add_column("advantages", torch.tensor([0, 0, 6, 6, 0, 0, -3, -3, 0, 0, -3, 0, 0, 1, 0, 0, 5, 5]))
+    found = moments.batch_moment(one, None)
+    tree = found["tree"]
+    by_text = {text: i for i, text in enumerate(tree["text"])}
+    assert set(by_text) == {"1 2", "3", "4", "5", "6", "9 8 7 7"}  # one that is a prefix ends inside a box
+    want = {"1 2": None, "3": 1.5, "4": 6.0, "5": -3.0, "6": -3.0, "9 8 7 7": 11 / 3}
+    assert {text: tree["credit"][i] for text, i in by_text.items()} == pytest.approx(want, abs=1e-5)
+    assert [tree["sequences"][by_text[text]] for text in ("1 2", "3", "6", "9 8 7 7")] == [3, 2, 1, 2]
+    assert [tree["rows"][by_text[text]] for text in ("1 2", "3", "9 8 7 7")] == [3, 2, 1]
+    assert tree["text"][tree["parent"][by_text["5"]]] == "3" and tree["start"][by_text["5"]] == 3
+    assert tree["reward"][by_text["3"]] == 0.5 and found["credit"] == "advantage" and found["version"] == 4
+    assert (found["groups"], found["groups_shown"], found["sequences"]) == (2, 2, 5)
+
+
+def test_without_advantages_the_group_is_compared() -> None:
+    found = moments.batch_moment(batch(), None)
+    by_text = dict(zip(found["tree"]["text"], found["tree"]["credit"], strict=True))
+    assert by_text["4"] == pytest.approx(2 / 3, abs=1e-5) and by_text["9 8 7 7"] == 0.0
+    assert found["credit"] == "reward less its group's mean"
+
+
+def test_best_worst_and_the_one_its_group_foretold_least() -> None:
+    told = moments.batch_moment(batch(), byte_tokenizer())["transcripts"]
+    assert (told["best"]["reward"], told["worst"]["reward"]) == (2.0, 0.0)
+    assert told["surprising"]["prompt_id"] == "p0" and told["surprising"]["reward"] == 1.0  # the only one of three
+    assert told["surprising"]["above"] == pytest.approx(2 / 3) and told["surprising"]["surprise"] == 1.0
+    assert [said for _, said in told["best"]["runs"]] == [False, True]
+
+
+def test_of_equal_rewards_the_least_likely_reply_is_surprising() -> None:
+    alike = RolloutBatch.from_trajectories([episode([1, 2, 3 + i], 1.0, 0, i, -float(i)) for i in range(3)])
+    assert moments.batch_moment(alike, None)["transcripts"]["surprising"]["surprise"] == 2.0
+
+
+def test_an_episode_is_told_by_its_last_turn() -> None:
+    turns = [
+        episode([1, 2, 3], 1.0, 0, 0, turn=0),
+        episode([1, 2, 3, 4, 5], 1.0, 0, 0, turn=1),
+        episode([1, 2], 0, 0, 1),
+    ]
+    best = moments.batch_moment(RolloutBatch.from_trajectories(turns), None)["transcripts"]["best"]
+    assert best["turns"] == 2 and best["runs"] == [("1 2", False), ("3 4 5", True)]
+
+
+def test_large_batches_show_whole_groups_and_long_texts_their_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(moments, "MOST_TOKENS", 6)
+    monkeypatch.setattr(moments, "MOST_TEXT", 30)
+    found = moments.batch_moment(batch(), None)
+    assert (found["groups"], found["groups_shown"]) == (2, 1) and "9 8 7 7" not in found["tree"]["text"]
+    long = RolloutBatch.from_trajectories([episode([1, 2, *range(100, 140)], 0, 0, 0)])
+    (text,) = moments.batch_moment(long, None)["tree"]["text"]
+    assert text.startswith("1 2 100") and text.endswith("138 139") and "characters left out" in text and len(text) < 80

@@ -1,0 +1,155 @@
+"""The report: what it shows, that it needs nothing else, and that what models write stays text.
+
+In a real browser where there is one, by what the page holds and whether its canvases are drawn on, not by pixels.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from app.text import printable
+from callbacks.report.charts import charts, held_out_curve, lines, step_parts
+from callbacks.report.page import page, write_page
+from callbacks.report.runs import RunData
+from tests.callbacks.report.hostile import HOSTILE, run
+from tests.helpers.browser import INKED, PHONE, opened
+
+
+def data_of(html: str) -> Any:
+    (text,) = re.findall(r'<script type="application/json" id="data">(.*?)</script>', html, re.DOTALL)
+    return json.loads(text)
+
+
+def test_what_it_says() -> None:
+    html = page([run()])
+    for said in (
+        "toy/now",
+        "0.200 → 0.800",
+        "+0.600",
+        "better; 95% interval",
+        "4.00 x fewer",
+        "Highest reward",
+        "this at 10",
+    ):
+        assert said in html, said
+    assert "1 more groups are not shown" in json.dumps(data_of(html))
+
+
+def test_nothing_is_fetched() -> None:
+    html = page([run()])
+    without_scripts = re.sub(r"<script.*?</script>", "", html, flags=re.DOTALL)
+    assert not re.findall(r"""(?:src|href)\s*=\s*["'](?!#)""", without_scripts)
+    assert "default-src 'none'" in html and "http-equiv" in html
+
+
+def test_hostile_text_opens_and_closes_no_element() -> None:
+    plain, hostile = page([run(texts=("a", "b", "c"))]), page([run(HOSTILE[0], HOSTILE)])
+    for tag in ("script", "/script", "img", "svg", "body", "/body", "/html", "!--"):
+        count = [
+            len(re.findall(f"<{tag}", re.sub(r"<script>.*?</script>", "", one, flags=re.DOTALL)))
+            for one in (plain, hostile)
+        ]
+        assert count[0] == count[1], tag
+    assert data_of(hostile)["runs"][0]["batches"][0]["tree"]["text"][0] == HOSTILE[0]
+    hostile.encode("utf-8")  # no half of a character left
+
+
+def test_intervals_are_over_prompts() -> None:
+    one = run()
+    (step, accuracy, low, high), _ = held_out_curve(one)
+    assert (step, accuracy) == (0, 0.2) and 0.05 < low < 0.1 and 0.4 < high < 0.45  # Wilson's, 4 of 20
+    bare = replace(one, held_out=[])
+    assert held_out_curve(bare) == [(0, 0.2, 0.2, 0.2), (10, 0.8, 0.8, 0.8)]
+
+
+def test_parts_of_a_step_add_up() -> None:
+    split = step_parts(run().series)
+    assert split is not None and sum(values[0] for values in split[1].values()) == 2.0 and split[1]["other"][0] == 0.5
+    assert step_parts({}) is None
+
+
+def test_logarithms_take_what_is_above_zero() -> None:
+    flat = RunData("flat", series={"x": ([1.0], [0.0])})
+    assert lines([flat], ["x"], log=True) is None and lines([flat], ["x"]) is not None and lines([flat], ["y"]) is None
+
+
+def test_long_series_are_thinned_and_say_so() -> None:
+    steps = [float(step) for step in range(1, 2001)]
+    long = RunData("long", series={"entropy": (steps, [math.sin(step) for step in steps])})
+    (chart,) = charts([long])
+    (line,) = [one for one in chart.figure.renderers if one.name]
+    assert len(line.data_source.data["x"]) == 500 and line.data_source.data["x"][0] == 2.5
+    assert "mean of 4 steps" in page([long])
+
+
+@pytest.mark.parametrize("runs", [[], [RunData("empty")], [run()] * 9])
+def test_what_makes_no_report_is_refused(runs: list[RunData]) -> None:
+    with pytest.raises(ValueError, match=r"one to 8 runs|empty: nothing was logged"):
+        page(runs)
+
+
+# ---- in a browser
+
+
+def test_a_browser_draws_it_offline(tmp_path: Path) -> None:
+    write_page([run(children=4000)], tmp_path / "report.html")
+    assert [one.name for one in tmp_path.iterdir()] == ["report.html"]
+    seen: list[str] = []
+    with opened(tmp_path / "report.html", seen) as page:
+        boxes = page.locator(".chart")
+        assert boxes.count() == 6
+        for i in range(boxes.count()):
+            boxes.nth(i).scroll_into_view_if_needed()
+            assert boxes.nth(i).evaluate(INKED), i
+        tree = page.locator("#tree")
+        assert tree.evaluate(INKED) and tree.get_attribute("data-drawn") == "4001"
+        tree.scroll_into_view_if_needed()
+        tree.click(position={"x": 20, "y": 100})
+        assert "10 tokens from position 0, shared by 4000 of 4000 sequences" in page.inner_text("#node-about")
+        tree.press("ArrowRight")
+        assert (
+            "advantage 1; mean reward 1" in page.inner_text("#node-about")
+            and page.inner_text("#node-text") == "what is it?this"
+        )
+        assert tree.get_attribute("data-drawn") == "2"  # the box and what leads to it
+        page.click("#tree-all")
+        page.select_option("#tree-step", "0")
+        page.select_option("#tree-colour", "sequences")
+        assert tree.get_attribute("data-drawn") == "4001" and page.inner_text("#scale-high") == "4000"
+        assert page.evaluate("document.documentElement.scrollWidth") <= 1280
+    assert seen == []
+
+
+def test_a_phone_shows_runs_laid_over_each_other_without_scrolling_sideways(tmp_path: Path) -> None:
+    write_page([run("one"), run("two")], tmp_path / "report.html")
+    seen: list[str] = []
+    with opened(tmp_path / "report.html", seen, **PHONE) as page:
+        assert page.evaluate("document.documentElement.scrollWidth") <= 390
+        assert page.locator("#chart0").evaluate(INKED) and page.locator("#tree").evaluate(INKED)
+        assert page.locator("#tree-run option").all_inner_texts() == ["one", "two"]
+        page.locator("#tree").scroll_into_view_if_needed()
+        page.locator("#tree").tap(position={"x": 300, "y": 20})
+        assert "shared by 1 of 6" in page.inner_text("#node-about")
+    assert seen == []
+
+
+def test_hostile_text_is_shown_and_does_nothing(tmp_path: Path) -> None:
+    write_page([run(HOSTILE[0], HOSTILE)], tmp_path / "report.html")
+    seen: list[str] = []
+    with opened(tmp_path / "report.html", seen) as page:
+        assert page.evaluate("window.hacked") is None
+        assert page.inner_text("h1") == HOSTILE[0]
+        shown = page.locator("#transcripts ~ .strip .text").first.inner_text()
+        for text in HOSTILE[:6]:
+            assert printable(text) in shown
+        page.locator("#tree").click(position={"x": 20, "y": 100})
+        assert page.text_content("#node-text") == HOSTILE[0]
+        assert page.evaluate("document.documentElement.scrollWidth") <= 1280
+    assert seen == []

@@ -1,0 +1,39 @@
+"""Runs are read as far as they are: those going on, those gone on with, those whose files are broken."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from callbacks.report.runs import is_run, read_run
+
+
+def write(path: Path, rows: list[object], end: str = "\n") -> None:
+    path.write_text("\n".join(json.dumps(row) for row in rows) + end)
+
+
+def test_a_run_that_was_gone_on_with_is_one_curve(tmp_path: Path) -> None:
+    (tmp_path / "metrics_1.csv").write_text("epoch,reward,step\n0,1,0\n0,2,1\n0,3,2\n")
+    (tmp_path / "metrics.csv").write_text("epoch,loss,reward,step\n0,7,20,1\n0,8,30,2\n")  # from after step 1
+    batches = [{"kind": "batch", "step": step, "batch": number} for number, step in enumerate([1, 2, 3, 2, 3])]
+    write(tmp_path / "report.jsonl", [*batches, {"kind": "held_out", "step": 3, "sets": {}}])
+    found = read_run(tmp_path)
+    assert is_run(tmp_path)
+    assert found.series == {"reward": ([1, 2, 3], [1, 20, 30]), "loss": ([2, 3], [7, 8])}
+    assert [(row["step"], row["batch"]) for row in found.batches] == [(1, 0), (2, 3), (3, 4)]
+    assert found.notes == [] and len(found.held_out) == 1
+
+
+def test_a_line_that_is_being_written_is_left_and_broken_ones_are_counted(tmp_path: Path) -> None:
+    (tmp_path / "report.jsonl").write_text('{"kind": "batch", "step": 1}\n[]\nnonsense\n{"kind": "ba')
+    (tmp_path / "config.yaml").write_text("a: [")
+    (tmp_path / "summary.json").write_text('{"seconds": 3}')
+    found = read_run(tmp_path)
+    assert len(found.batches) == 1 and found.summary == {"seconds": 3}
+    assert found.notes == ["report.jsonl: 2 lines cannot be read", "config.yaml cannot be read"]
+
+
+def test_a_run_without_the_callback_says_so(tmp_path: Path) -> None:
+    (tmp_path / "metrics.csv").write_text("epoch,reward,step\n0,1,0\n")
+    assert "Report callback" in read_run(tmp_path).notes[0]
+    assert not is_run(tmp_path / "elsewhere")
