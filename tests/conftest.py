@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch.distributed as dist
@@ -18,6 +19,10 @@ from tests.helpers.rank_pool import RankPool
 
 WHOLE_RUNS = ("tests/app/cli/", "tests/docs/")
 
+if not Path(
+    "/dev/nvidiactl"
+).exists():  # read when Triton is imported, which torch may do: on CPUs there is no other way
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # in the background of a script; the ranks of tests inherit it
     signal.signal(signal.SIGINT, signal.default_int_handler)
 

@@ -62,7 +62,7 @@ class TreeEngine:
         attention: attention backend, "auto" or a name in `app.tree.attention.BACKENDS`.
         temperature: > 0; log-probabilities are of softmax(logits / temperature), as the sampler's.
         value_head: maps hidden states [n, H] to values [n] or [n, 1]; default `model.value_head` or `model.score`.
-        head_tokens: rows of logits held at a time; "auto" aims at 128 MiB a block.
+        head_tokens: rows of logits held at a time; "auto": 128 MiB of them on a CPU, thousands of rows on a GPU.
         checkpointing: whether the planner may choose chunks whose layers run again in backward.
         rates: what the planner predicts times with, from `app.tree.calibrate.measure_rates`. By default a GPU's are
             measured at the first plan (a fraction of a second), and a CPU's are constants, so that plans repeat there.

@@ -19,7 +19,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-from app.tree.heads import BLOCK_BYTES
+from app.tree.heads import Heads
 from app.tree.model.checkpointing import checkpoints_itself
 from app.tree.model.vocabulary import CutVocabulary, vocabulary_modules
 from app.tree.planning.cost import ModelShape
@@ -50,7 +50,7 @@ class PassMemory:
             gradients, and the gradients on their way to a chunk.
         states: of layers that carry one, at the ends of the chunks of the longest path, with their gradients.
         outputs: tokens, outputs and their gradients, of the tree and of all sequences.
-        head_block: logits, softmax and gradient of one block of rows.
+        head_block: logits, softmax and gradient of one block of rows, as this projection is computed on this device.
         backward: gradients of one layer's activations of a chunk while its backward runs, or a scan's own buffers.
         live_activations: what `live_tokens` keep for backward.
     """
@@ -89,10 +89,11 @@ def pass_memory(
     head_tokens: int | None = None,
     chunks: Sequence[Chunk] | None = None,
     ranks: int = 1,
+    device: torch.device | None = None,
 ) -> PassMemory:
     """Estimates a pass over `tree` (without one: what does not depend on it) at these budgets. `chunks`: of its plan,
     where there is one, whose sizes and states are counted then. `ranks`: how many run it together, sharing rows and
-    heads; the bytes are those of one of them."""
+    heads; the bytes are those of one of them. `device`: where it will run, default where the model is."""
     shape, parameter = ModelShape.of(model.config), next(model.parameters())
     element = parameter.element_size()
     accumulated = max(4, element)
@@ -100,7 +101,8 @@ def pass_memory(
     key_value = 2 * shape.attention_layers * -(-shape.key_value_heads // ranks) * shape.head_dim
     longest = int(tree.sequence_length.max()) if tree is not None and tree.num_sequences else 0
     tokens, dense = (tree.num_tokens, tree.num_dense_tokens) if tree is not None else (0, 0)
-    rows = head_tokens or max(_LEAST, BLOCK_BYTES // (4 * shape.vocabulary))
+    heads = Heads(model, None, head_tokens or "auto", device)
+    rows = heads.head_tokens
     scored = len(tree.scored_tokens) if tree is not None else rows
     layer = shape.activation_bytes(element) // shape.layers
     scan = 4 * shape.states.scan_buffer_values() if shape.states is not None else 0
@@ -115,10 +117,7 @@ def pass_memory(
         path_cache=key_value * (longest * (2 * element + accumulated) + min(chunk_tokens, tokens) * accumulated),
         states=2 * 4 * shape.state_values * held,
         outputs=tokens * (8 + 3 * accumulated) + dense * (8 + 3 * accumulated),
-        head_block=((2 if element >= 4 else 3) + (cut is not None))
-        * min(rows, max(1, scored), -(-chunk_tokens // ranks))
-        * shape.vocabulary
-        * accumulated,
+        head_block=heads.block_bytes(min(rows, max(1, scored), -(-chunk_tokens // ranks))),
         backward=largest * max(layer, scan) // ranks,
         live_activations=live_tokens * token_bytes(model) // ranks,
     )

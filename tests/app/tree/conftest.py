@@ -44,3 +44,11 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="session")
+def interpreted() -> None:
+    """Triton's kernels run in its interpreter, on CPUs: slow, and the arithmetic of the compiled ones."""
+    if torch.cuda.is_available():
+        pytest.skip("kernels are compiled here; tests marked gpu run them")
+    pytest.importorskip("triton", reason="needs the package triton (in the dev extra on Linux)")

@@ -8,12 +8,14 @@ import pytest
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import AutoModelForCausalLM, Qwen3Config
 
 from app.tree import PrefixTree, TreeEngine
 from app.tree.heads import Heads
+from app.tree.heads import heads as heads_module
 from tests.app.tree import models
 
-F64 = torch.float64
+F64, LOW = torch.float64, (torch.bfloat16, torch.float16)
 ROWS = 11
 
 
@@ -55,12 +57,12 @@ def test_the_kept_block_is_not_computed_again(monkeypatch: pytest.MonkeyPatch) -
     model = models.make("qwen2")
     heads, calls = Heads(model, None, 4), []
     inner = Heads._log_softmax
-    monkeypatch.setattr(Heads, "_log_softmax", lambda self, *args: calls.append(args[2]) or inner(self, *args))
+    monkeypatch.setattr(Heads, "_log_softmax", lambda self, *args: calls.append(len(args[0])) or inner(self, *args))
     hidden, targets = torch.randn(10, models.HIDDEN), torch.zeros(10, dtype=torch.int64)
     _, kept = heads.forward(hidden, targets, 1.0, frozenset(["logprobs"]), keep=True)
-    assert calls == [slice(0, 4), slice(4, 8), slice(8, 10)]
+    assert calls == [4, 4, 2]
     heads.backward(hidden, targets, 1.0, {"logprobs": torch.ones(10)}, kept)
-    assert calls[3:] == [slice(4, 8), slice(0, 4)]
+    assert calls[3:] == [4, 4]
 
 
 def test_scratch_is_reused_within_a_pass_and_given_back() -> None:
@@ -69,8 +71,8 @@ def test_scratch_is_reused_within_a_pass_and_given_back() -> None:
     seen: set[int] = set()
     block = engine.heads._block
 
-    def watched(which: int, like: Tensor) -> Tensor:
-        found = block(which, like)
+    def watched(name: str, like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+        found = block(name, like, dtype)
         seen.add(found.untyped_storage().data_ptr())
         return found
 
@@ -120,3 +122,87 @@ def test_entropy_asks_for_no_product_but_the_projection() -> None:
     blocks = {(4, models.HIDDEN), (3, models.HIDDEN)}  # by the projection
     gradients = {(4, vocabulary), (3, vocabulary), (vocabulary, models.HIDDEN)}
     assert blocks <= set(products.seen) <= blocks | gradients
+
+
+def rounded_reference(
+    hidden: Tensor, weight: Tensor, targets: Tensor, temperature: Tensor, grads: dict[str, Tensor], dtype: torch.dtype
+) -> tuple[dict[str, Tensor], Tensor, Tensor]:
+    """In float64 but for logits, which are rounded to `dtype`: outputs, and gradients of hidden states and weight."""
+    hidden, weight = hidden.double().requires_grad_(), weight.detach().double().requires_grad_()
+    logits = hidden @ weight.t()
+    logits = logits + (logits.detach().to(dtype).double() - logits.detach())
+    logp = torch.log_softmax(logits / temperature.double()[:, None], -1)
+    found = {"logprobs": logp[torch.arange(ROWS), targets], "entropy": -(logp.exp() * logp).sum(-1)}
+    loss = sum((found[name] * grad.double()).sum() for name, grad in grads.items())
+    grad_hidden, grad_weight = torch.autograd.grad(loss, [hidden, weight])
+    return {name: x.detach() for name, x in found.items()}, grad_hidden, grad_weight
+
+
+BOTH = ("logprobs", "entropy")
+
+
+@pytest.mark.parametrize(
+    "way, dtype, autocast, wanted",  # kernels take their time in the interpreter
+    [
+        *(("plain", dtype, False, names) for dtype in LOW for names in (("logprobs",), BOTH, ("entropy",))),
+        ("plain", torch.float32, True, BOTH),
+        ("fused", torch.bfloat16, False, ("logprobs",)),
+        ("fused", torch.float32, True, ("entropy",)),
+        ("fused", torch.float32, False, BOTH),
+    ],
+)
+def test_weight_gradients_of_low_precision_are_summed_in_float32(
+    way: str,
+    dtype: torch.dtype,
+    autocast: bool,
+    wanted: tuple[str, ...],
+    request: pytest.FixtureRequest,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """In place, whatever the block: no [V, H] is made, and sums over blocks are not rounded."""
+    if way == "fused":
+        request.getfixturevalue("interpreted")
+        monkeypatch.setattr(heads_module, "_has_kernels", lambda device: True)
+        monkeypatch.setattr(heads_module._fused_operators(), "_BLOCK", 16)  # two steps for 31 tokens
+    low = torch.bfloat16 if autocast else dtype
+    model = models.make("phi", dtype)
+    model.lm_head.bias = None
+    weight = model.lm_head.weight
+    weight.grad_dtype = torch.float32
+    random = torch.Generator().manual_seed(0)
+    hidden = torch.randn(ROWS, models.HIDDEN, generator=random).to(dtype)
+    targets = torch.randint(0, model.config.vocab_size, (ROWS,), generator=random)
+    temperature = torch.rand(ROWS, generator=random) + 0.5
+    grads = {name: torch.randn(ROWS, generator=random) for name in wanted}
+    given: Tensor | float = temperature if len(wanted) > 1 else 0.7
+    told = temperature if len(wanted) > 1 else torch.full((ROWS,), 0.7)
+    want, want_hidden, want_weight = rounded_reference(hidden.to(low), weight.to(low), targets, told, grads, low)
+    heads = Heads(model, None, 6)
+    with torch.autocast("cpu", low, enabled=autocast):
+        assert heads._way(hidden) == way
+        outputs, kept = heads.forward(hidden, targets, given, frozenset(wanted), keep=True)
+        got = heads.backward(hidden, targets, given, grads, kept)
+    assert heads._scratch["logits"].dtype == low
+    rounding = 1e-5 + 8 * torch.finfo(low).eps * (low != torch.float32)  # a sum may round a logit to its neighbour
+    for name in wanted:
+        assert outputs[name].dtype == torch.float32
+        assert (outputs[name] - want[name]).abs().max() < rounding
+    assert got.dtype == dtype and weight.grad.dtype == torch.float32
+    assert (got - want_hidden).abs().max() < rounding * want_hidden.abs().max()
+    assert (weight.grad - want_weight).abs().max() < rounding * want_weight.abs().max()
+
+
+def test_blocks_are_sized_by_device_and_counted() -> None:
+    """Thousands of rows on a GPU for vocabularies of today, within 1.25 GiB of all that a block is."""
+    for vocabulary in (151_936, 248_320):
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(
+                Qwen3Config(vocab_size=vocabulary, hidden_size=64, num_hidden_layers=1), dtype=torch.bfloat16
+            )
+        cpu, gpu = Heads(model, None, "auto"), Heads(model, None, "auto", torch.device("cuda"))
+        assert cpu.head_tokens == 128 * 2**20 // (4 * vocabulary)
+        assert gpu.head_tokens > 500 and gpu.block_bytes(gpu.head_tokens) <= 1280 * 2**20
+        kernels = {False: 10, True: 2}[heads_module._has_triton()]
+        assert gpu.block_bytes(1) == kernels * vocabulary
+        model.lm_head.register_forward_hook(lambda *_: None)  # through autograd, with [V, H] to be added up
+        assert gpu.block_bytes(1) > 6 * model.lm_head.weight.numel()

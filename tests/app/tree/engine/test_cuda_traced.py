@@ -9,6 +9,7 @@ import json
 import shutil
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -61,3 +62,17 @@ def test_float32_and_older_gpus_have_a_kernel_that_starts_at_once(traced: list[d
     assert found["float32", "sdpa"] == found["auto", "auto"] == efficient
     assert found["older GPU", "auto"] == found["older GPU", "sdpa"] == efficient
     assert not found["older GPU, bf16", "auto"]
+
+
+def test_heads_run_on_their_kernels_and_sum_in_place(traced: list[dict[str, Any]]) -> None:
+    """One product with float32 output a block; kernels where Triton is, from Ampere on."""
+    kernels = (
+        {"arborist.softmax_outputs.default", "arborist.softmax_gradient_.default"} if find_spec("triton") else set()
+    )
+    product = {"aten.addmm.dtype_out"}
+    found = {(one["case"], one["backend"]): set(one["heads"]) for one in traced}
+    for case in ("bf16", "entropy", "autocast", "window"):
+        assert found[case, "sdpa"] == product | kernels
+    assert found["temperatures", "flash"] == found["checkpointing", "flash"] == product | kernels
+    assert found["float32", "sdpa"] == kernels and not found["float64", "sdpa"] | found["soft-capping", "sdpa"]
+    assert found["older GPU", "sdpa"] == product

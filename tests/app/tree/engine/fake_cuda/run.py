@@ -14,6 +14,7 @@ import traceback
 from contextlib import nullcontext
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 _torch = find_spec("torch")
@@ -58,17 +59,20 @@ CASES: list[tuple[str, str, dict[str, Any], torch.dtype, dict[str, Any], str]] =
 
 
 class Waits(TorchDispatchMode):
-    """Notes where the host would wait for the device, and which attention operators ran."""
+    """Notes where the host would wait for the device, and which operators of attention and of heads ran."""
 
     def __init__(self) -> None:
         super().__init__()
         self.places: list[str] = []
         self.operators: set[str] = set()
+        self.heads: set[str] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, name = kwargs or {}, str(func)
         if "attention" in name:
             self.operators.add(name.removeprefix("aten.").removesuffix(".default"))
+        if name.startswith(("arborist.softmax", "aten.addmm.dtype_out")):
+            self.heads.add(name)
         if name.startswith("aten._pin_memory"):  # fake tensors know no pinning
             return args[0]
         if name.startswith("aten._local_scalar_dense"):
@@ -110,6 +114,8 @@ def run(label: str, name: str, options: dict[str, Any], dtype: torch.dtype, how:
     compute = how.pop("capability", (9, 0))
     kernels.capability.cache_clear()
     torch.cuda.get_device_capability = lambda *args: compute  # type: ignore[assignment]
+    gpu = SimpleNamespace(major=compute[0], minor=compute[1], total_memory=80 * 2**30)
+    torch.cuda.get_device_properties = lambda *args: gpu  # type: ignore[assignment]
     with FakeTensorMode(allow_non_fake_inputs=True):
         moved(model, dtype)
         if how.pop("checkpointing", False):
@@ -131,7 +137,8 @@ def run(label: str, name: str, options: dict[str, Any], dtype: torch.dtype, how:
                 engine.backward(tree, loss, batched=True, want=want, temperatures=temperatures)
             except DataDependentOutputException:
                 waits.places += _places(traceback.extract_tb(sys.exc_info()[2]))[-1:]
-    report = {"case": label, "backend": backend, "waits": waits.places, "operators": sorted(waits.operators)}
+    report = {"case": label, "backend": backend, "waits": waits.places}
+    report |= {"operators": sorted(waits.operators), "heads": sorted(waits.heads)}
     print(json.dumps(report), flush=True)
 
 
