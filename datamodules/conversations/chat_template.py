@@ -167,17 +167,32 @@ class Chat:
             text = text.replace(token, f"{token[0]} {token[1:]}")
         return text
 
-    def text(self, messages: Sequence[Message], tools: list[dict[str, Any]] | None, goes_on: bool = True) -> str:
-        """What the template makes of `messages` and `tools`; `goes_on`: up to where the next reply begins.
+    def shown(self, message: Message) -> Message:
+        """The message as the template is shown it: what `text` makes of each, for messages that it is given often."""
+        return _as_shown(message) if self._is_ordinary else message
 
-        Raises ValueError when it cannot.
+    def text(
+        self,
+        messages: Sequence[Message],
+        tools: list[dict[str, Any]] | None,
+        goes_on: bool = True,
+        are_shown: bool = False,
+    ) -> str:
+        """What the template makes of `messages` and `tools`. Raises ValueError when it cannot.
+
+        Args:
+            messages, tools: of the conversation.
+            goes_on: up to where the next reply begins.
+            are_shown: the messages are what `shown` has made of them.
         """
         slow: Callable[..., Any] = self._tokenizer.apply_chat_template
         ordinary = self._is_ordinary and messages and all(type(one) is dict for one in tools or ())
-        render = self._rendered if ordinary else slow
         try:
+            if ordinary:
+                said = list(messages) if are_shown else [_as_shown(one) for one in messages]
+                return self._rendered(said, tools, goes_on)
             return str(
-                render(list(messages), tools=tools, tokenize=False, add_generation_prompt=goes_on, **self._options)
+                slow(list(messages), tools=tools, tokenize=False, add_generation_prompt=goes_on, **self._options)
             )
         except Exception as error:  # templates raise whatever they like
             roles = ", ".join(dict.fromkeys(str(message.get("role")) for message in messages))
@@ -185,19 +200,17 @@ class Chat:
                 f"tokenizer: its chat template cannot render messages of the roles {roles}: {error}"
             ) from error
 
-    def _rendered(
-        self, messages: list[Message], tools: list[dict[str, Any]] | None, add_generation_prompt: bool, **options: Any
-    ) -> str:
+    def _rendered(self, messages: list[Message], tools: list[dict[str, Any]] | None, goes_on: bool) -> str:
         """As `apply_chat_template` does it."""
         template = _hastened(self._tokenizer.get_chat_template(None, tools))
         return template.render(
             {
                 **self._tokenizer.special_tokens_map,
-                **chat_template_utils._plain_template_data(options),
-                "messages": [_as_shown(one) for one in messages],
+                **chat_template_utils._plain_template_data(self._options),
+                "messages": messages,
                 "tools": chat_template_utils._plain_template_data(tools),
                 "documents": None,
-                "add_generation_prompt": add_generation_prompt,
+                "add_generation_prompt": goes_on,
             }
         )
 

@@ -13,6 +13,7 @@ from typing import Any
 from app.batch import LARGEST_REWARD
 from datamodules.conversations.chat_template import Message
 from datamodules.workflows.gateway.errors import RequestError
+from datamodules.workflows.gateway.history import Said
 from datamodules.workflows.gateway.transcript import Call
 
 
@@ -21,15 +22,23 @@ class Exchange:
     """A request that was answered.
 
     Attributes:
-        messages, tools: what the client sent.
+        said: the last message that the client sent, which knows those before it; None for a prompt without messages.
+        tools: what the client sent.
         calls: the choices it was given.
         before: number of messages in front that later requests, which go on with this one, do not see.
     """
 
-    messages: Sequence[Message]
+    said: Said | None
     tools: list[dict[str, Any]] | None
     calls: list[Call]
     before: int = 0
+
+    @property
+    def messages(self) -> list[Message]:
+        """What the client sent; a prompt without messages is one of the user's."""
+        if self.said is None:
+            return [{"role": "user", "content": self.calls[0].prompt.text}]
+        return self.said.conversation()
 
 
 @dataclass
@@ -95,7 +104,7 @@ def shown(exchanges: Sequence[Exchange]) -> list[dict[str, Any]]:
     return [
         {
             "id": call.id,
-            "messages": list(one.messages),
+            "messages": one.messages,
             "tools": one.tools or [],
             "reply": call.message,
             "finish_reason": call.response.finish_reason,

@@ -13,7 +13,8 @@ import functools
 import secrets
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -26,12 +27,13 @@ from datamodules.inference.protocol import GenerationRequest, Shaping
 from datamodules.prompts.base import Prompt
 from datamodules.workflows.base import EpisodeEngine, to_trajectory
 from datamodules.workflows.gateway.errors import RequestError
+from datamodules.workflows.gateway.history import Kept
 from datamodules.workflows.gateway.protocols import fields
 from datamodules.workflows.gateway.protocols.base import Asked, Sampled
 from datamodules.workflows.gateway.repeats import Repeats
 from datamodules.workflows.gateway.replies import Parser, Piece, Reading, as_message, shown
 from datamodules.workflows.gateway.rewards import Exchange, Rewards
-from datamodules.workflows.gateway.transcript import Call, Rendered, Transcript
+from datamodules.workflows.gateway.transcript import Call, Plan, Transcript
 from datamodules.workflows.response_template import ResponseTemplate, TemplateCalls
 
 OnText = Callable[[int, Piece], None]
@@ -39,6 +41,7 @@ OnText = Callable[[int, Piece], None]
 
 _OR_SERVE = ", or set untrainable: serve, which answers such calls and does not train on them"
 _RETRIED = (408, 409, 429)  # and from 500 on: what clients send again after
+_LONG = 1 << 16  # characters
 
 
 @dataclass(frozen=True)
@@ -127,6 +130,8 @@ class Session:
         self._free = asyncio.Semaphore(budget.max_parallel)
         self._decode: Callable[..., str] = functools.partial(engine.tokenizer.decode, skip_special_tokens=False)
         self._repeats = Repeats()
+        self._chat = chat
+        self._tools: dict[str, list[dict[str, Any]] | None] = {}  # as they are written: clients send them each time
         self.transcript = Transcript(chat, self._decode)
 
     async def reply(self, asked: Asked, on_text: OnText | None = None, name: str = "", same: bytes = b"") -> list[Call]:
@@ -151,15 +156,15 @@ class Session:
         if "" in asked.stop:
             raise RequestError("stop: an empty text ends every reply; leave it out", param="stop")
         self._spend(asked.n)
-        try:
-            prompt = self._prompt(asked)
-        except ValueError as error:
-            raise RequestError(f"messages: {error}", param="messages") from error
-        room = self._engine.max_context - len(prompt.tokens)
+        with _refused():
+            plan = self._plan(asked)
+            tokens = await self._tokens_of(plan)
+        prompt = Kept(plan.text, tokens, plan.base, plan.begins)
+        room = self._engine.max_context - prompt.count
         if room < 1:
             raise RequestError(
                 f"messages: this model's maximum context length is {self._engine.max_context} tokens, and they are"
-                f" {len(prompt.tokens)}, which leaves no room for a reply; shorten the conversation",
+                f" {prompt.count}, which leaves no room for a reply; shorten the conversation",
                 param="messages",
                 code="context_length_exceeded",
             )
@@ -167,7 +172,7 @@ class Session:
         engine = self._engine  # a seed that is the same in every episode must not make a group's samples alike
         requests = [
             GenerationRequest(
-                list(prompt.tokens),
+                list(tokens),
                 most,
                 temperature,
                 engine.ends.ids,
@@ -195,10 +200,7 @@ class Session:
                 for k, one in enumerate(requests)
             )
         )
-        raw = asked.prompt is not None
-        shown_as = [{"role": "user", "content": prompt.text}] if raw else asked.messages  # to rewards
-        exchange = Exchange(shown_as, asked.tools, [], len(asked.before))
-        return await self._awaited(sampling, exchange, same, asked.n)
+        return await self._awaited(sampling, asked, plan, prompt, same)
 
     def heard(self, body: dict[str, Any]) -> dict[str, Any]:
         """A request as this session takes it, whatever its protocol."""
@@ -261,13 +263,11 @@ class Session:
             code="previous_response_not_found",
         )
 
-    def count(self, messages: Sequence[Message], tools: list[dict[str, Any]] | None) -> int:
+    async def count(self, messages: Sequence[Message], tools: list[dict[str, Any]] | None) -> int:
         """Tokens of the prompt that `reply` would send. Raises RequestError."""
         self._check_number_of(messages)
-        try:
-            return self.transcript.count(messages, tools)
-        except ValueError as error:
-            raise RequestError(f"messages: {error}", param="messages") from error
+        with _refused():
+            return len(await self._tokens_of(self.transcript.count(messages, tools)))
 
     @property
     def untrained(self) -> int:
@@ -290,7 +290,9 @@ class Session:
         for k, call in enumerate(calls):
             if not (call.is_trained or recorded):
                 continue
-            one = to_trajectory(prompt, call.request, call.response, k)
+            made = len(call.response.tokens)
+            request = GenerationRequest(call.prompt.tokens, made, call.temperature)
+            one = to_trajectory(prompt, request, call.response, k)
             one.reward = reward
             one.metadata = dict(about)
             if call.id in self.rewards.calls:
@@ -310,7 +312,7 @@ class Session:
         """What the last reply said; "" before the first, and of one that only calls tools."""
         return str(self.transcript.calls[-1].message["content"] or "") if self.transcript.calls else ""
 
-    def _prompt(self, asked: Asked) -> Rendered:
+    def _plan(self, asked: Asked) -> Plan:
         raw = asked.prompt
         if raw is None:
             self._check_number_of(asked.messages)
@@ -320,7 +322,13 @@ class Session:
         known = self._engine.vocab_size
         if not all(0 <= token < known for token in raw):
             raise RequestError(f"prompt: token ids must be from 0 to {known - 1}", param="prompt")
-        return Rendered(self._engine.tokenizer.decode(raw, skip_special_tokens=False), list(raw))
+        return self.transcript.of_ids(raw)
+
+    async def _tokens_of(self, plan: Plan) -> list[int]:
+        """Other sessions go on while long texts are tokenized, without Python's lock."""
+        if plan.unknown < _LONG:
+            return plan.tokens(self._chat.encode)
+        return await asyncio.to_thread(plan.tokens, self._chat.encode)
 
     def _check_shaping(self, shaping: Shaping | None) -> None:
         for name in () if shaping is None else shaping.names:
@@ -361,7 +369,7 @@ class Session:
         self._started += n
 
     async def _awaited(
-        self, sampling: asyncio.Future[list[Call]], exchange: Exchange, same: bytes, n: int
+        self, sampling: asyncio.Future[list[Call]], asked: Asked, plan: Plan, prompt: Kept, same: bytes
     ) -> list[Call]:
         """The replies, recorded, unless their client leaves first."""
         same = same or secrets.token_bytes(16)
@@ -370,9 +378,9 @@ class Session:
             calls = await sampling
         except asyncio.CancelledError:
             if sampling.done() and not sampling.cancelled() and sampling.exception() is None:
-                self._set_aside(same, replace(exchange, calls=sampling.result()))
+                self._set_aside(same, self._exchange(asked, plan, prompt, sampling.result()))
             else:
-                self.counts["abandoned_calls"] += n
+                self.counts["abandoned_calls"] += asked.n
                 self._repeats.given_up(same)
             raise
         except RequestError as error:
@@ -380,18 +388,25 @@ class Session:
                 self._repeats.given_up(same)
             raise
         else:
-            exchange = replace(exchange, calls=calls)
+            exchange = self._exchange(asked, plan, prompt, calls)
             self._record(exchange)
             self._repeats.taken(same, exchange)
             return calls
         finally:
             self._repeats.end(same, sampling)
 
+    def _exchange(self, asked: Asked, plan: Plan, prompt: Kept, calls: list[Call]) -> Exchange:
+        """What is kept of a request and its answer."""
+        said = self.transcript.keep(asked.messages, plan, prompt) if asked.prompt is None else None
+        written = repr(asked.tools)  # by which 1 and 1.0 differ
+        tools = self._tools.setdefault(written, asked.tools)
+        return Exchange(said, tools, calls, len(asked.before))
+
     async def _sample(
         self,
         name: str,
         request: GenerationRequest,
-        prompt: Rendered,
+        prompt: Kept,
         messages: int,
         parser: Parser | None,
         is_trained: bool,
@@ -425,8 +440,18 @@ class Session:
             said = str(message["content"] or "")
             say(reading.finish(said, tokens[: seen.tokens], response.logprobs[: seen.tokens]))
         whole = seen.text[: seen.whole]
-        kept = seen.tokens
-        return Call(name, request, response, messages, prompt.text, whole, end, kept, message, stop, is_trained)
+        return Call(
+            name, prompt, request.temperature, response, messages, whole, end, seen.tokens, message, stop, is_trained
+        )
+
+
+@contextmanager
+def _refused() -> Iterator[None]:
+    """What cannot be rendered or tokenized."""
+    try:
+        yield
+    except ValueError as error:
+        raise RequestError(f"messages: {error}", param="messages") from error
 
 
 def _on_this_loop(reading: Reading, say: Callable[[Piece], None]) -> Callable[[Sequence[int], Sequence[float]], None]:

@@ -3,24 +3,27 @@
 Promises: a prompt's text is what the model's chat template renders for the messages of that call, as a server would;
 where that text shows an earlier reply of the session, whole or from some token on, the prompt holds the ids that were
 sampled for it, and is tokenized anew only where it shows something else. Cost of a conversation that goes on: rendering
-its messages, and tokenizing what is new.
+its messages, and tokenizing what is new, also where the template leaves out the thoughts of earlier replies.
 """
 
 from __future__ import annotations
 
 import functools
-import json
+from bisect import bisect_left
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from datamodules.conversations.chat_template import Chat, Message
-from datamodules.inference.protocol import GenerationRequest, GenerationResponse
+from datamodules.inference.protocol import GenerationResponse
+from datamodules.workflows.gateway.history import Kept, Messages, Said, for_template, names
 
 Drift = Literal["thoughts", "arguments", "stops", "edited"]
 """Why a later prompt shows a reply otherwise than it was sampled: its beginning is left out, its calls are written
 otherwise, it ended at a stop text, which is not shown, or something else."""
+
+_LONGEST_CHARACTER = 4  # tokens
 
 
 @dataclass(frozen=True)
@@ -29,9 +32,10 @@ class Call:
 
     Attributes:
         id: of the reply; unique in the session.
-        request, response: as the engine had them.
+        prompt: that the engine was sent.
+        temperature: at which it sampled.
+        response: as the engine made it.
         messages: number of those that the prompt was rendered from.
-        prompt: text of the prompt.
         reply: text of the reply, special tokens included, without the one that ended it; up to the last whole token
             before a stop text.
         end: text of that; "" where the reply was cut off, or ended at a text.
@@ -42,10 +46,10 @@ class Call:
     """
 
     id: str
-    request: GenerationRequest
+    prompt: Kept
+    temperature: float
     response: GenerationResponse
     messages: int
-    prompt: str
     reply: str
     end: str
     kept: int
@@ -65,11 +69,35 @@ class Call:
 
 
 @dataclass(frozen=True)
-class Rendered:
-    """A prompt: its text and token ids."""
+class Plan:
+    """A prompt before it is tokenized.
+
+    Attributes:
+        text: of it.
+        pieces: the same: token ids where they are known, text where they are not.
+        base: a prompt that begins alike, as far as one can know; None for none.
+        begins: all of the base does.
+        known: the messages that were kept before.
+    """
 
     text: str
-    tokens: list[int]
+    pieces: list[str | list[int]]
+    base: Kept | None
+    begins: bool = False
+    known: list[Said] = field(default_factory=list)
+
+    @property
+    def unknown(self) -> int:
+        """Number of the characters to be tokenized."""
+        return sum(len(one) for one in self.pieces if isinstance(one, str))
+
+    def tokens(self, encode: Callable[[str], list[int]]) -> list[int]:
+        """Raises what `encode` does."""
+        found: list[int] = []
+        for one in self.pieces:
+            if one:
+                found += encode(one) if isinstance(one, str) else one
+        return found
 
 
 class Transcript:
@@ -81,7 +109,7 @@ class Transcript:
 
     Attributes:
         calls: those answered.
-        drift: how often a prompt showed an earlier reply otherwise than it was sampled, by cause.
+        drift: how often a prompt forked from an earlier reply, as it shows it otherwise than it was sampled, by cause.
     """
 
     def __init__(self, chat: Chat, decode: Callable[[Sequence[int]], str]) -> None:
@@ -89,14 +117,20 @@ class Transcript:
         self.drift: Counter[Drift] = Counter()
         self._chat = chat
         self._decode = decode
+        self._messages = Messages(lambda message: chat.shown(for_template(message)))
         self._after: dict[int, list[Call]] = {}  # by the number of messages before the reply
-        self._said: dict[str, Call] = {}  # by what identifies a reply in later messages
+        self._said: dict[bytes, Call] = {}  # by what identifies a reply in later messages
+        self._shown: dict[tuple[str, int], int] = {}  # what `_first_shown` has found
+
+    def keep(self, messages: Sequence[Message], plan: Plan, prompt: Kept) -> Said | None:
+        """Messages that were answered, by the prompt that was planned for them; the last of them, None for none."""
+        return self._messages.keep(list(messages), plan.known, prompt)
 
     def add(self, call: Call) -> None:
         """A reply that was given to the client."""
         self.calls.append(call)
         self._after.setdefault(call.messages, []).append(call)
-        for name in _names(call.message):
+        for name in names(call.message):
             self._said[name] = call
 
     def remove(self, call: Call) -> None:
@@ -104,61 +138,94 @@ class Transcript:
         self.calls.remove(call)
         self._after[call.messages].remove(call)
 
-    def prompt(self, messages: Sequence[Message], tools: list[dict[str, Any]] | None) -> Rendered:
+    def prompt(self, messages: Sequence[Message], tools: list[dict[str, Any]] | None) -> Plan:
         """What the model is sent for these messages. Raises ValueError when the template cannot render them."""
-        text = self._chat.text([_for_template(one) for one in messages], tools)
-        before = self._longest(text, len(messages))
-        tokens: list[int] = []
-        at = seen = 0
-        if before is not None:
-            tokens = [*before.request.tokens, *before.ids]
-            if before.kept < len(before.response.tokens):
-                self.drift["stops"] += 1
-            at = len(before.prompt) + len(before.reply) + len(before.end)
-            seen = before.messages + 1
-        for start, end, shown in self._replies(text, messages[seen:], at):
-            tokens += self._chat.encode(text[at:start]) if start > at else []
-            tokens += shown
-            at = end
-        return Rendered(text, tokens + self._chat.encode(text[at:]))
+        known = self._messages.known(list(messages))
+        new = map(self._messages.shown, messages[len(known) :])
+        text = self._chat.text([*(one.shown for one in known), *new], tools, are_shown=True)
+        base = known[-1].prompt if known else None
 
-    def count(self, messages: Sequence[Message], tools: list[dict[str, Any]] | None) -> int:
-        """Tokens of that prompt, which nobody is sent. Raises ValueError as `prompt`."""
+        def named(k: int) -> list[bytes]:
+            return known[k].names if k < len(known) else names(messages[k])
+
+        pieces: list[str | list[int]] = []
+        at = seen = 0
+        begun = self._begun(text, messages, named)
+        if begun is not None:
+            call, at, shown = begun
+            pieces, base, seen = [call.prompt.tokens, *shown], call.prompt, call.messages + 1
+        for start, end, ids in self._replies(text, messages, named, seen, at):
+            pieces += [text[at:start], ids]
+            at = end
+        return Plan(text, [*pieces, text[at:]], base, begun is not None, known)
+
+    def count(self, messages: Sequence[Message], tools: list[dict[str, Any]] | None) -> Plan:
+        """That prompt, which nobody is sent. Raises ValueError as `prompt`."""
         drift = self.drift.copy()
         try:
-            return len(self.prompt(messages, tools).tokens)
+            return self.prompt(messages, tools)
         finally:
             self.drift = drift
 
-    def extended(self, text: str) -> Rendered:
-        """A prompt that is this text, which may go on with an earlier prompt and its reply. Raises ValueError when the
-        tokenizer has no tokens for it."""
+    def extended(self, text: str) -> Plan:
+        """A prompt that is this text, which may go on with an earlier prompt and its reply."""
         best: Call | None = None
-        for call in self.calls:
-            size = len(call.prompt) + len(call.reply)
-            if best is not None and size <= len(best.prompt) + len(best.reply):
+        for call in reversed(self.calls):
+            size = call.prompt.size + len(call.reply)
+            if best is not None and size <= best.prompt.size + len(best.reply):
                 continue
-            if text.startswith(call.prompt) and text.startswith(call.reply, len(call.prompt)):
+            if text.startswith(call.reply, call.prompt.size) and call.prompt.begins(text):
                 best = call
         if best is None:
-            return Rendered(text, self._chat.encode(text))
+            return Plan(text, [text], self.calls[-1].prompt if self.calls else None)
         said = best.ids[:-1] if best.end else best.ids  # what ended it is no text that clients see
-        rest = text[len(best.prompt) + len(best.reply) :]
-        return Rendered(text, [*best.request.tokens, *said, *self._chat.encode(rest)])
+        rest = text[best.prompt.size + len(best.reply) :]
+        return Plan(text, [best.prompt.tokens, said, rest], best.prompt, begins=True)
 
-    def _longest(self, text: str, messages: int) -> Call | None:
-        """The call whose prompt and reply are the longest beginning of `text`."""
-        for count in range(messages - 1, -1, -1):
-            for call in reversed(self._after.get(count, ())):
+    def of_ids(self, tokens: list[int]) -> Plan:
+        """A prompt that is these."""
+        return Plan(self._decode(tokens), [tokens], self.calls[-1].prompt if self.calls else None)
+
+    def _begun(
+        self, text: str, messages: Sequence[Message], named: Callable[[int], list[bytes]]
+    ) -> tuple[Call, int, list[str | list[int]]] | None:
+        """The call with the longest prompt that begins `text`, if its reply follows, whole or from some token on; where
+        that ends; and the pieces of it."""
+        for count in range(len(messages) - 1, -1, -1):
+            calls = self._after.get(count, ())
+            for call in reversed(calls):
                 shown = call.reply + call.end
-                if text.startswith(shown, len(call.prompt)) and text.startswith(call.prompt):
-                    return call
+                if text.startswith(shown, call.prompt.size) and call.prompt.begins(text):
+                    if call.kept < len(call.response.tokens):
+                        self.drift["stops"] += 1
+                    return call, call.prompt.size + len(shown), [call.ids]
+            if messages[count].get("role") != "assistant":
+                continue
+            mine = [self._said.get(name) for name in named(count)]
+            for call in sorted(reversed(calls), key=lambda one: one not in mine):
+                begins = call.prompt.size
+                if not call.end or not call.prompt.begins(text):
+                    continue
+                ends = text.find(self._header, begins)
+                left = self._from_some_token(call, text[begins:ends] if ends >= 0 else text[begins:])
+                if left is not None:
+                    start, end, ids = left
+                    self.drift["thoughts"] += 1
+                    return call, begins + end, [text[begins : begins + start], ids]
         return None
 
-    def _replies(self, text: str, messages: Sequence[Message], at: int) -> Iterator[tuple[int, int, list[int]]]:
-        """Where `text` shows replies of the session among `messages`, from `at` on: begin, end, sampled ids."""
-        for message in messages:
-            if message.get("role") != "assistant":
+    def _replies(
+        self,
+        text: str,
+        messages: Sequence[Message],
+        named: Callable[[int], list[bytes]],
+        seen: int,
+        at: int,
+    ) -> Iterator[tuple[int, int, list[int]]]:
+        """Where `text` shows replies of the session among the messages behind those `seen`, from `at` on: begin, end,
+        sampled ids."""
+        for k in range(seen, len(messages)):
+            if messages[k].get("role") != "assistant":
                 continue
             begins = text.find(self._header, at) + len(self._header)
             if begins < at + len(self._header):
@@ -166,7 +233,7 @@ class Transcript:
             ends = text.find(self._header, begins)
             ends = len(text) if ends < 0 else ends
             at = begins
-            call = next((self._said[name] for name in _names(message) if name in self._said), None)
+            call = next((self._said[name] for name in named(k) if name in self._said), None)
             if call is None or not call.reply.strip():
                 continue
             whole = call.reply + call.end
@@ -176,32 +243,42 @@ class Transcript:
                     self.drift["stops"] += 1
                 yield start, at, call.ids
                 continue
-            shown = self._from_some_token(call, text[begins:ends])
-            if shown is None:
-                self.drift["arguments" if message.get("tool_calls") else "edited"] += 1
+            left = self._from_some_token(call, text[begins:ends])
+            if left is None:
+                self.drift["arguments" if messages[k].get("tool_calls") else "edited"] += 1
                 continue
             self.drift["thoughts"] += 1
-            start, count = begins + shown[0], shown[1]
-            tokens = call.response.tokens[-count:]
-            at = start + len(self._decode(tokens))
-            yield start, at, tokens
+            start, end, ids = left
+            at = begins + end
+            yield begins + start, at, ids
 
-    def _from_some_token(self, call: Call, shown: str) -> tuple[int, int] | None:
-        """Where `shown` begins with what the reply says from some token on, and the count of these tokens."""
-        pieces = [self._decode([token]) for token in call.response.tokens]
-        if "".join(pieces) != call.reply + call.end:  # characters of several tokens
-            return None
+    def _from_some_token(self, call: Call, shown: str) -> tuple[int, int, list[int]] | None:
+        """Where `shown` begins with what the reply says from some token on: begin, end, and the ids of these tokens."""
         closed = shown.find(call.end) if call.end else -1
         if closed < 0:
             return None
-        last = closed + len(call.end)
-        count = size = 0
-        for piece in reversed(pieces):
-            if not piece or not shown.endswith(piece, 0, last - size):
-                break
-            count, size = count + 1, size + len(piece)
-        begins_there = not shown[: last - size].strip()
-        return (last - size, count) if count > 1 and begins_there else None
+        said, last = call.reply + call.end, closed + len(call.end)
+        first = self._first_shown(call, said, _alike_at_the_end(said, shown[:last]))
+        tokens = call.ids[first:]
+        begins = last - len(self._decode(tokens))
+        return None if len(tokens) < 2 or shown[:begins].strip() else (begins, last, tokens)
+
+    def _first_shown(self, call: Call, said: str, size: int) -> int:
+        """The first of the reply's tokens that is shown with all behind it, where the last `size` characters of what it
+        `said` are; their number for none."""
+        known = self._shown.get((call.id, size))
+        if known is None:
+            ids = call.ids
+
+            def text(k: int) -> str:
+                return self._decode(ids[k:])
+
+            near = bisect_left(range(len(ids)), -size, key=lambda k: -len(text(k)))
+            # Nearly so: what is left of a character of several tokens is no text, and may be longer than it.
+            around = range(max(0, near - _LONGEST_CHARACTER), len(ids))
+            known = next((k for k in around if len(text(k)) <= size and said.endswith(text(k))), len(ids))
+            self._shown[call.id, size] = known
+        return known
 
     @functools.cached_property
     def _header(self) -> str:
@@ -212,29 +289,13 @@ class Transcript:
         return opening.split("\n")[0]
 
 
-def _names(message: Message) -> list[str]:
-    """What tells a reply from others once it comes back: the ids of its calls; its text, and its calls as such."""
-    calls = message.get("tool_calls") or []
-    ids = [f"id {one['id']}" for one in calls if isinstance(one.get("id"), str)]
-    wanted = [(one["function"]["name"], _parsed(one["function"]["arguments"])) for one in calls]
-    text = str(message.get("content") or "").strip()
-    return [*ids, "text " + json.dumps([text, wanted], sort_keys=True, ensure_ascii=False)]
-
-
-def _for_template(message: Message) -> Message:
-    """Templates take the arguments of calls as objects; clients send them as text."""
-    if not message.get("tool_calls"):
-        return message
-    calls = []
-    for one in message["tool_calls"]:
-        function = one["function"]
-        calls.append({**one, "function": {**function, "arguments": _parsed(function["arguments"])}})
-    return {**message, "content": message.get("content") or "", "tool_calls": calls}
-
-
-def _parsed(arguments: Any) -> Any:
-    try:
-        found = json.loads(arguments) if isinstance(arguments, str) else arguments
-    except (ValueError, RecursionError):
-        return arguments
-    return found if isinstance(found, Mapping) else arguments
+def _alike_at_the_end(one: str, other: str) -> int:
+    """Length of the longest common end."""
+    low, high = 0, min(len(one), len(other)) + 1
+    while high - low > 1:
+        middle = (low + high) // 2
+        if other.endswith(one[-middle:]):
+            low = middle
+        else:
+            high = middle
+    return low

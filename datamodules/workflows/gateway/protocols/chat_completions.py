@@ -121,7 +121,7 @@ def openai_error(problem: RequestError) -> dict[str, Any]:
 
 def usage(calls: Sequence[Call]) -> dict[str, int]:
     """Tokens of the prompt and of all replies to it."""
-    given = len(calls[0].request.tokens)
+    given = calls[0].prompt.count
     made = sum(len(call.response.tokens) for call in calls)
     return {"prompt_tokens": given, "completion_tokens": made, "total_tokens": given + made}
 

@@ -149,7 +149,7 @@ def _stop(call: Call) -> dict[str, Any]:
 
 
 def _usage(call: Call) -> dict[str, int]:
-    return {"input_tokens": len(call.request.tokens), "output_tokens": len(call.response.tokens)}
+    return {"input_tokens": call.prompt.count, "output_tokens": len(call.response.tokens)}
 
 
 def _tool_use(call: dict[str, Any]) -> dict[str, Any]:

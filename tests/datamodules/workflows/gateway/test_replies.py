@@ -132,6 +132,6 @@ def test_a_reply_that_ends_at_a_text_is_trained_whole_and_shown_up_to_it() -> No
 
     asyncio.run(run())
     first, second = session.transcript.calls
-    before = [*first.request.tokens, *first.ids]
-    assert len(first.ids) < len(first.response.tokens) and second.request.tokens[: len(before)] == before
+    before = [*first.prompt.tokens, *first.ids]
+    assert len(first.ids) < len(first.response.tokens) and second.prompt.tokens[: len(before)] == before
     assert dict(session.transcript.drift) == {"stops": 1}

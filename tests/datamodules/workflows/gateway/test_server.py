@@ -101,7 +101,7 @@ async def test_only_a_sessions_own_key_speaks_in_it() -> None:
     ("body", "status", "says"),
     [
         (b"", 400, "no JSON"),
-        (b'{"messages": NaN}', 400, "NaN is no JSON"),
+        (b'{"messages": NaN}', 400, "no JSON"),
         (b"[" * 100_000, 400, "no JSON"),
         (b"\xff", 400, "no JSON"),
         (b"[]", 400, "JSON object"),

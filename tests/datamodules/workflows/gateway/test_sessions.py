@@ -101,17 +101,17 @@ def test_whatever_an_agent_does_with_its_history(seed: int) -> None:
     asyncio.run(converse(session, draw, turns=8))
     calls = session.transcript.calls
     # Nothing lost, nothing twice, as the engine was asked and as it answered.
-    assert [id(call.request) for call in calls] and {id(c.request) for c in calls} == {id(r) for r in server.seen}
-    assert len(calls) == len(server.responses)
+    sent = {id(answer): asked.tokens for asked, answer in zip(server.seen, server.responses, strict=True)}
+    assert len(calls) == len(sent) and all(call.prompt.tokens == sent[id(call.response)] for call in calls)
     kept = whole = 0
     for call in calls:
-        assert TOKENIZER.decode(call.request.tokens) == call.prompt  # what a server would have rendered
+        assert TOKENIZER.decode(call.prompt.tokens) == call.prompt.text  # what a server would have rendered
         for other in calls:
             shown = other.reply + other.end
-            if other.end and call.prompt.startswith(other.prompt + shown):
+            if other.end and call.prompt.text.startswith(other.prompt.text + shown):
                 whole += 1
-                before = [*other.request.tokens, *other.response.tokens]
-                kept += call.request.tokens[: len(before)] == before
+                before = [*other.prompt.tokens, *other.response.tokens]
+                kept += call.prompt.tokens[: len(before)] == before
     assert kept == whole > 0
 
 

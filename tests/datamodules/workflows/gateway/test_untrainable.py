@@ -95,10 +95,9 @@ def test_they_are_served_by_every_protocol_and_are_context_alone(opened: Callabl
     assert [call.is_trained for call in calls] == [False] * 6 + [True] * 2 and session.untrained == 6
     model = model_of_words(0)
     for call, (_, _, shaping) in zip(calls, SHAPED):
-        assert shaping is None or call.request.shaping == shaping
         if shaping is not None:
             for at in range(len(call.response.tokens)):
-                before = torch.tensor([[*call.request.tokens, *call.response.tokens[:at]]])
+                before = torch.tensor([[*call.prompt.tokens, *call.response.tokens[:at]]])
                 with torch.no_grad():
                     odds = model(before).logits[0, -1].softmax(-1)
                 more_likely = odds[odds > odds[call.response.tokens[at]]]
@@ -106,23 +105,23 @@ def test_they_are_served_by_every_protocol_and_are_context_alone(opened: Callabl
     assert calls[4].response.tokens == [LETTER] * 3
     greedy = calls[5]
     with torch.no_grad():
-        logits = model(torch.tensor([[*greedy.request.tokens, *greedy.response.tokens]])).logits[0]
-    assert logits[len(greedy.request.tokens) - 1 : -1].argmax(-1).tolist() == greedy.response.tokens
+        logits = model(torch.tensor([[*greedy.prompt.tokens, *greedy.response.tokens]])).logits[0]
+    assert logits[len(greedy.prompt.tokens) - 1 : -1].argmax(-1).tolist() == greedy.response.tokens
 
     # What is trained goes on with the very ids of what is not.
     found = session.trajectories(TASK, 0.5)
     assert len(found) == 2 and {one.metadata[UNTRAINABLE_CALLS] for one in found} == {6}
-    first = [*calls[4].request.tokens, *calls[4].response.tokens]
+    first = [*calls[4].prompt.tokens, *calls[4].response.tokens]
     for one, call in zip(found, calls[6:]):
         assert one.tokens[: len(first)].tolist() == first
-        assert one.tokens[one.loss_mask].tolist() == call.response.tokens and call.request.shaping is None
+        assert one.tokens[one.loss_mask].tolist() == call.response.tokens and call.is_trained
     session.rewards.post({"reward": 0.5}, session.exchanges)
     SessionRecorder(tmp_path / "recorded").write(session)
     recorded = read_batch(tmp_path / "recorded", 0)[0].trajectories
     assert [bool(one.metadata.get("untrainable")) for one in recorded] == [True] * 6 + [False] * 2
     assert [int(one.loss_mask.sum()) for one in recorded[:6]] == [0] * 6
     for one, call in zip(recorded, calls):
-        assert one.tokens.tolist() == [*call.request.tokens, *call.response.tokens]
+        assert one.tokens.tolist() == [*call.prompt.tokens, *call.response.tokens]
 
 
 class Obliging(ScriptedEngine):

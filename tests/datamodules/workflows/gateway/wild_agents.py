@@ -212,7 +212,7 @@ def check(session: Session, books: Books, agent: WildAgent, chat: Chat, tokenize
         call = by_name[name]  # whatever the client was given is trained
         assert call.message == given.message
         rendered = chat.text([_rendered(one) for one in given.messages], [LOOK_UP])
-        assert tokenizer.decode(call.request.tokens) == rendered, "the prompt is not the template's"
+        assert tokenizer.decode(call.prompt.tokens) == rendered, "the prompt is not the template's"
 
 
 def _session_on(engine: Any, most: int, seed: int) -> tuple[Books, Session]:

@@ -48,7 +48,7 @@ def test_a_conversation_with_tools(streamed: bool) -> None:
         there.check_one_path()
         last = there.session.transcript.calls[-1]
     assert (answer.content[0].text, answer.stop_reason) == ("It is 6.", "end_turn")
-    assert (answer.usage.input_tokens, answer.usage.output_tokens) == (len(last.request.tokens), 9)
+    assert (answer.usage.input_tokens, answer.usage.output_tokens) == (last.prompt.count, 9)
 
 
 @pytest.mark.parametrize("streamed", [False, True])

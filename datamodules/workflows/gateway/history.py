@@ -1,0 +1,213 @@
+"""What a session keeps of what it was asked: each message once, and of each prompt what no earlier one begins with.
+
+Promises: a session's memory grows with what is new in its calls, and not with the history that each of them shows
+again; what is kept reads back as it came, to the token. Cost of a message that is known: looking it up.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Mapping
+from functools import cached_property
+from typing import Any
+
+from datamodules.conversations.chat_template import Message
+
+
+class Said:
+    """A message behind those before it.
+
+    Args:
+        before: the one before it; None for the first.
+        message: as the client sent it.
+        shown: as templates take it.
+        prompt: the first that showed it.
+    """
+
+    def __init__(self, before: Said | None, message: Message, shown: Message, prompt: Kept) -> None:
+        self.before, self.message, self.shown, self.prompt = before, message, shown, prompt
+
+    @cached_property
+    def names(self) -> list[bytes]:
+        """See `names`."""
+        return names(self.message)
+
+    def conversation(self) -> list[Message]:
+        """All messages up to this one."""
+        found: list[Message] = []
+        at: Said | None = self
+        while at is not None:
+            found.append(at.message)
+            at = at.before
+        return found[::-1]
+
+
+class Messages:
+    """Those of a session, as a tree: conversations that begin alike share their beginning.
+
+    Args:
+        shown: what templates take of a message.
+    """
+
+    def __init__(self, shown: Callable[[Message], Message]) -> None:
+        self.shown = shown
+        self._last: list[Said] = []
+        self._last_messages: list[Message] = []
+        self._said: dict[tuple[Said | None, Any, Any], list[Said]] = {}  # by the one before, role and content
+
+    def known(self, messages: list[Message]) -> list[Said]:
+        """As many of them as were kept."""
+        found = self._last[: _alike(messages, self._last_messages)]  # which most go on with
+        at = found[-1] if found else None
+        for message in messages[len(found) :]:
+            if (at := self._find(at, message)) is None:
+                break
+            found.append(at)
+        return found
+
+    def keep(self, messages: list[Message], known: list[Said], prompt: Kept) -> Said | None:
+        """The last of them; None where there are none.
+
+        Args:
+            messages: all of which are kept.
+            known: what `known` found of them before.
+            prompt: that showed them.
+        """
+        said = list(known)
+        for message in messages[len(known) :]:
+            before = said[-1] if said else None
+            one = self._find(before, message)  # may have been said since
+            if one is None:
+                one = Said(before, message, self.shown(message), prompt)
+                self._said.setdefault((before, message["role"], message["content"]), []).append(one)
+            said.append(one)
+        self._last, self._last_messages = said, [one.message for one in said]
+        return said[-1] if said else None
+
+    def _find(self, before: Said | None, message: Message) -> Said | None:
+        for one in self._said.get((before, message["role"], message["content"]), ()):
+            if one.message == message:  # all that protocols leave in messages is text
+                return one
+        return None
+
+
+class Kept:
+    """A prompt.
+
+    Args:
+        text, tokens: of it, which read back from here.
+        base: a prompt that may begin alike, None for none. What they share is not kept again.
+        begins: whether all of the base is known to begin it; otherwise that is found out.
+
+    Attributes:
+        size: number of characters. count: of tokens.
+    """
+
+    def __init__(self, text: str, tokens: list[int], base: Kept | None, begins: bool = False) -> None:
+        self.size, self.count = len(text), len(tokens)
+        chars = ids = 0
+        if base is not None and begins:
+            chars, ids = base.size, base.count
+        elif base is not None:
+            chars, ids = _alike(text, base.text), _alike(tokens, base.tokens)
+        self._chars, self._ids = chars, ids  # that it shares with the base
+        while base is not None and chars <= base._chars and ids <= base._ids:
+            base = base._base  # which has all that is shared
+        self._base: Kept | None = base
+        self._text, self._tokens = text[chars:], tokens[ids:]
+        self._whole: tuple[str, list[int]] | None = (text, tokens)  # until another prompt goes on from here
+        if self._base is not None:
+            self._base._whole = None
+
+    @property
+    def text(self) -> str:
+        if self._whole is not None:
+            return self._whole[0]
+        pieces = []
+        at: Kept | None = self
+        end = self.size
+        while at is not None and end:
+            if end > at._chars:
+                pieces.append(at._text[: end - at._chars])
+                end = at._chars
+            at = at._base
+        return "".join(reversed(pieces))
+
+    @property
+    def tokens(self) -> list[int]:
+        """Not to be changed."""
+        if self._whole is not None:
+            return self._whole[1]
+        pieces = []
+        at: Kept | None = self
+        end = self.count
+        while at is not None and end:
+            if end > at._ids:
+                pieces.append(at._tokens[: end - at._ids])
+                end = at._ids
+            at = at._base
+        found: list[int] = []
+        for piece in reversed(pieces):
+            found += piece
+        return found
+
+    def begins(self, text: str) -> bool:
+        """Whether `text` begins with it."""
+        if self._whole is not None or len(text) < self.size:
+            return text.startswith(self.text)
+        at: Kept | None = self
+        end = self.size
+        while at is not None and end:  # from its end, where texts differ first
+            if end > at._chars:
+                if not text.startswith(at._text[: end - at._chars], at._chars):
+                    return False
+                end = at._chars
+            at = at._base
+        return True
+
+
+def _alike(one: Any, other: Any) -> int:
+    """Length of the longest common beginning of two texts or lists."""
+    low, high = 0, min(len(one), len(other))
+    if one[:high] == other[:high]:
+        return high
+    while high - low > 1:  # alike before `low`, and not before `high`
+        middle = (low + high) // 2
+        if one[low:middle] == other[low:middle]:
+            low = middle
+        else:
+            high = middle
+    return low
+
+
+def names(message: Message) -> list[bytes]:
+    """What tells a reply from others once it comes back: the ids of its calls; its text, and its calls as such."""
+    if message.get("role") != "assistant":
+        return []
+    calls = message.get("tool_calls") or []
+    ids = [f"id {one['id']}" for one in calls if isinstance(one.get("id"), str)]
+    wanted = [(one["function"]["name"], parsed(one["function"]["arguments"])) for one in calls]
+    text = str(message.get("content") or "").strip()
+    said = [*ids, "text " + json.dumps([text, wanted], sort_keys=True)]
+    return [hashlib.blake2b(one.encode("utf-8", "surrogatepass"), digest_size=16).digest() for one in said]
+
+
+def for_template(message: Message) -> Message:
+    """Templates take the arguments of calls as objects; clients send them as text."""
+    if not message.get("tool_calls"):
+        return message
+    calls = []
+    for one in message["tool_calls"]:
+        function = one["function"]
+        calls.append({**one, "function": {**function, "arguments": parsed(function["arguments"])}})
+    return {**message, "content": message.get("content") or "", "tool_calls": calls}
+
+
+def parsed(arguments: Any) -> Any:
+    """The arguments of a call as an object; as they are where they are none."""
+    try:
+        found = json.loads(arguments) if isinstance(arguments, str) else arguments
+    except (ValueError, RecursionError):
+        return arguments
+    return found if isinstance(found, Mapping) else arguments
