@@ -1,9 +1,10 @@
 """Writes the trained policy as a Hugging Face directory when training ends.
 
 Promises: the directory loads with `AutoModelForCausalLM.from_pretrained`, or what a `RewardModule` trained with
-`AutoModelForSequenceClassification.from_pretrained` (and `AutoTokenizer`, when the datamodule has a tokenizer, or the
-model that the run began with), on this project's `model: {path: ...}` and on inference servers alike. Adapters are
-written as PEFT has them, for `model: {path: ..., adapter: ...}`, unless they are to be merged.
+`AutoModelForSequenceClassification.from_pretrained`, or a model that sees with `AutoModelForImageTextToText` and its
+image processor (and `AutoTokenizer`, when the datamodule has a tokenizer, or the model that the run began with), on
+this project's `model: {path: ...}` and on inference servers alike. Adapters are written as PEFT has them, for
+`model: {path: ..., adapter: ...}`, unless they are to be merged.
 """
 
 from __future__ import annotations
@@ -44,6 +45,9 @@ class SavePretrained(Callback):
             tokenizer = _tokenizer(trainer, pl_module)
             if tokenizer is not None:
                 tokenizer.save_pretrained(target)
+            images = getattr(trainer.datamodule, "image_processor", None)
+            if images is not None:
+                images.processor.save_pretrained(target)
         trainer.strategy.barrier("SavePretrained")  # no rank reads or leaves before the files are complete
 
 

@@ -18,6 +18,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from app import checks
 from app.batch import RolloutBatch
+from datamodules.conversations.image_processor import ImageProcessor
 from datamodules.files.recording import RolloutRecorder, versions
 from datamodules.filters import GroupFilter
 from datamodules.groups import Group, to_batch
@@ -143,6 +144,7 @@ class RolloutDataModule(L.LightningDataModule):
         self.engine: InferenceEngine = _checked_engine(engine)
         self.tokenizer_spec = tokenizer
         self.tokenizer: PreTrainedTokenizerBase | None = None
+        self.image_processor: ImageProcessor | None = None
         self.validation = validation
         self.val_sets = validation.sets()
         self.batch_size = batch_size
@@ -180,6 +182,7 @@ class RolloutDataModule(L.LightningDataModule):
         self._logs = Path(directory or trainer.default_root_dir)
         if self.tokenizer is None:
             self.tokenizer = load_tokenizer(self.tokenizer_spec, texts_of(self.prompts))
+            self.image_processor = ImageProcessor.beside(self.tokenizer_spec, self.tokenizer)
             if self.tokenizer_spec.startswith("train:") and trainer.is_global_zero and directory:
                 self.tokenizer.save_pretrained(Path(directory) / "tokenizer")
             self._made_with |= fingerprint.of_tokenizer(self.tokenizer)
@@ -352,6 +355,8 @@ class RolloutDataModule(L.LightningDataModule):
             self._recorder.begin(version + under_way, goes_on)
         if self._pool is not None:
             self._pool.start(self._logs and self._logs / "reward_workers")
+        if self.image_processor is not None and hasattr(self.engine, "use_images"):
+            self.engine.use_images(self.image_processor)
         self.engine.start(model, version, self._seed)
         if self.tokenizer.eos_token_id >= self.engine.vocab_size:
             raise ValueError(
@@ -375,6 +380,7 @@ class RolloutDataModule(L.LightningDataModule):
                 reply_tokens=self.workflow.max_new_tokens,
                 encode=getattr(self.workflow, "encode", None),
                 long_prompts=self.limits.long_prompts,
+                image_processor=self.image_processor,
             )
             for source in (self.prompts, *(one.source for one in self.val_sets))
         )
@@ -383,7 +389,13 @@ class RolloutDataModule(L.LightningDataModule):
         self._val_dealers = {one.name: its for one, its in zip(self.val_sets, val_dealers)}
         self._ends = ends.ids
         player = EpisodePlayer(
-            self.workflow, self.engine, self.tokenizer, self._pool, self.limits.episode_deadline_s, ends
+            self.workflow,
+            self.engine,
+            self.tokenizer,
+            self._pool,
+            self.limits.episode_deadline_s,
+            ends,
+            self.image_processor,
         )
         self._producer = Producer(
             player,

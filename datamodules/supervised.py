@@ -9,7 +9,7 @@ pairs, and the tree computes the prompt of a pair, and whatever its answers have
 
 from __future__ import annotations
 
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -21,13 +21,15 @@ from transformers import PreTrainedTokenizerBase
 from app import checks
 from app.batch import RolloutBatch, Trajectory
 from datamodules.answers import whole_text
+from datamodules.conversations.image_processor import ImageProcessor
 from datamodules.groups import Group
 from datamodules.pipeline import fingerprint
 from datamodules.pipeline.loaders import EvalLoader, Position, StepLoader
 from datamodules.pipeline.validation import ValSet
 from datamodules.prompts.base import Prompt, PromptSource, prompt_source
+from datamodules.prompts.dealer import encoded
 from datamodules.prompts.records import reply_text
-from datamodules.prompts.tokenizers import encode_reply, load_tokenizer, texts_of
+from datamodules.prompts.tokenizers import encode_prompt, encode_reply, load_tokenizer, texts_of
 from datamodules.workflows.turn_ends import template_end
 
 
@@ -60,6 +62,7 @@ class SupervisedDataModule(L.LightningDataModule):
         self.prompts = prompt_source(prompts, "prompts")
         self.tokenizer_spec = tokenizer
         self.tokenizer: PreTrainedTokenizerBase | None = None
+        self.image_processor: ImageProcessor | None = None
         self.batch_size = batch_size
         self.batches_per_epoch = batches_per_epoch
         self.max_tokens = max_tokens
@@ -70,6 +73,7 @@ class SupervisedDataModule(L.LightningDataModule):
         if self.tokenizer is not None:
             return
         self.tokenizer = load_tokenizer(self.tokenizer_spec, texts_of(self.prompts))
+        self.image_processor = ImageProcessor.beside(self.tokenizer_spec, self.tokenizer)
         trainer = self.trainer
         directory = trainer.log_dir if trainer else None  # asked on every rank: Lightning broadcasts it
         if self.tokenizer_spec.startswith("train:") and trainer and trainer.is_global_zero and directory:
@@ -129,7 +133,8 @@ class SupervisedDataModule(L.LightningDataModule):
         assert self.tokenizer is not None, "batches come after setup"
         if not solution:
             raise ValueError(f"prompt '{prompt.id}' has neither solution nor answer to imitate; set answer_field")
-        given, made = encode_reply(self.tokenizer, prompt, solution, self._chat_end)
+        told = encoded(prompt, partial(encode_prompt, self.tokenizer), self.image_processor)
+        given, made = told.tokens, encode_reply(self.tokenizer, prompt, solution, self._chat_end)
         length = len(given) + len(made)
         if self.max_tokens is not None and length > self.max_tokens:
             raise ValueError(
@@ -145,6 +150,8 @@ class SupervisedDataModule(L.LightningDataModule):
             group_id=group,
             episode_id=episode,
             prompt_id=prompt.id,
+            images=torch.tensor([*told.images, *[-1] * len(made)]) if told.pictures else None,
+            pictures=told.pictures,
         )
 
 

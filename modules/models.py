@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 from transformers import (
     AutoConfig,
-    AutoModelForCausalLM,
+    AutoImageProcessor,
     AutoModelForSequenceClassification,
     AutoTokenizer,
     PretrainedConfig,
@@ -34,7 +34,7 @@ from transformers import (
 )
 
 from app import checks
-from app.tree import TreeEngine
+from app.tree import TreeEngine, auto_class
 
 _LARGEST = 2**31 - 1
 _MOST_LAYERS = 10_000
@@ -55,6 +55,7 @@ class ModelSource:
         adapter: what is trained in place of these weights, which stay as they are: a directory written by PEFT, to go
             on with; or the fields of PEFT's configuration of a new one, with `peft_type` (LORA) and `target_modules`
             ("all-linear") where they are not said. Adapters of narrow weights are float32, as PEFT has them.
+        train_tower: of a model that sees, also train what makes features of pictures; it stays as it is otherwise.
 
     Raises:
         ValueError: both or neither of path and config, an adapter of random weights, or another dtype.
@@ -64,6 +65,7 @@ class ModelSource:
     config: dict[str, Any] | None = None
     dtype: str = "float32"
     adapter: str | dict[str, Any] | None = None
+    train_tower: bool = False
 
     def __post_init__(self) -> None:
         if (self.path is None) == (self.config is None):
@@ -88,13 +90,14 @@ def build_model(source: ModelSource, scores: bool = False) -> PreTrainedModel:
         ValueError: naming the field of `source` that cannot be used.
     """
     dtype = _DTYPES[source.dtype]
-    kind: Any = AutoModelForSequenceClassification if scores else AutoModelForCausalLM
     one_label = {"num_labels": 1} if scores else {}
     if source.path is not None:
         _refuse_adapter(source.path)
         try:
+            config = AutoConfig.from_pretrained(source.path, **one_label)
+            kind: Any = AutoModelForSequenceClassification if scores else auto_class(config)
             if _without_storage():
-                model = kind.from_config(AutoConfig.from_pretrained(source.path, **one_label), dtype=dtype)
+                model = kind.from_config(config, dtype=dtype)
             else:
                 model = kind.from_pretrained(source.path, dtype=dtype, **one_label)
         except (OSError, ValueError, RuntimeError) as error:
@@ -111,15 +114,48 @@ def build_model(source: ModelSource, scores: bool = False) -> PreTrainedModel:
         _refuse_too_large(config, dtype)
         for key, value in one_label.items():
             setattr(config, key, value)
+        kind = AutoModelForSequenceClassification if scores else auto_class(config)
         try:
             model = kind.from_config(config, dtype=dtype)
         except Exception as error:  # sizes that contradict each other fail anywhere in transformers
             raise ValueError(f"model.config: {_in_one_line(error)}") from error
+    tower = tower_parameters(model)
+    if source.train_tower and not tower:
+        raise ValueError(f"model.train_tower has no effect: a {config.model_type} sees no pictures; remove it")
+    for parameter in () if source.train_tower else tower:
+        parameter.requires_grad_(False)
     if source.adapter is not None:
         assert source.path is not None
         model = _adapted(model, source.adapter, source.path)
     # from_pretrained leaves evaluation mode on, in which dropout and gradient checkpointing would be off in silence.
     return model.train()
+
+
+def tower_parameters(model: PreTrainedModel) -> list[nn.Parameter]:
+    """What makes features of pictures, projectors included; none of a model that does not see."""
+    if getattr(model.config, "vision_config", None) is None:
+        return []
+    text = {id(parameter) for parameter in model.get_decoder().parameters()}
+    return [parameter for parameter in model.base_model.parameters() if id(parameter) not in text]
+
+
+def image_processor_of(source: ModelSource) -> Any | None:
+    """transformers' image processor beside the weights of `source`, of the PIL backend; None where it sees no pictures,
+    or there is none.
+
+    Raises:
+        ValueError: one that cannot be read.
+    """
+    names = ("preprocessor_config.json", "processor_config.json")
+    if source.path is None or not any((Path(source.path) / name).is_file() for name in names):
+        return None
+    try:
+        if getattr(AutoConfig.from_pretrained(source.path), "vision_config", None) is None:
+            return None
+        return AutoImageProcessor.from_pretrained(source.path, backend="pil")
+    except Exception as error:  # files that are cut or of another kind fail anywhere in transformers
+        what = f"the image processor in '{source.path}' cannot be read"
+        raise ValueError(f"model.path: {what}: {_in_one_line(error)}") from error
 
 
 def _without_storage() -> bool:
@@ -272,7 +308,7 @@ def _refuse_too_large(config: PretrainedConfig, dtype: torch.dtype) -> None:
         return
     try:
         with torch.device("meta"):
-            shapes = AutoModelForCausalLM.from_config(config, dtype=dtype)
+            shapes = auto_class(config).from_config(config, dtype=dtype)
     except Exception:  # sizes that contradict each other, which fail again, or a model that reads values as it is made
         return
     needed = sum(parameter.numel() * parameter.element_size() for parameter in shapes.parameters())

@@ -182,12 +182,18 @@ def build_tree(batch: RolloutBatch, share: str, indices: Sequence[int] | None = 
     `PrefixTree.build`."""
     if indices is not None and not len(indices):
         return PrefixTree.build([])
-    sequences, scored, temperatures = batch.sequences(), batch.split(batch.loss_mask), batch.temperatures
-    if indices is not None and len(indices) < len(batch):
-        sequences, scored = [sequences[i] for i in indices], [scored[i] for i in indices]
-        temperatures = temperatures[list(indices)]
-    keys = temperatures.unique(return_inverse=True)[1]
-    return PrefixTree.build(sequences, scored=scored, keys=keys.numpy(), share=share)
+    picks = range(len(batch)) if indices is None else indices
+    sequences, scored = batch.sequences(), batch.split(batch.loss_mask)
+    images = None if batch.images is None else batch.split(batch.images)
+    keys = batch.temperatures[list(picks)].unique(return_inverse=True)[1]
+    return PrefixTree.build(
+        [sequences[i] for i in picks],
+        scored=[scored[i] for i in picks],
+        keys=keys.numpy(),
+        share=share,
+        images=images and [images[i] for i in picks],
+        pictures=batch.pictures,
+    )
 
 
 def split_minibatches(

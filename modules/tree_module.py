@@ -51,7 +51,7 @@ from app.exchange import ranks_of
 from app.tree import FlatOutputs, PrefixTree, RankGroup, TreeEngine
 from modules.evaluation import EvaluatedModule
 from modules.metrics import NamedMetrics, log_alone
-from modules.models import ModelSource, build_model
+from modules.models import ModelSource, build_model, image_processor_of
 from modules.objectives import Aggregation
 from modules.ranks import RankWork, Step, build_tree
 from modules.refusals import refuse_optimizer, refuse_options, refuse_trainer
@@ -214,6 +214,7 @@ class TreeModule(EvaluatedModule):
         dtype before training starts."""
         engine = self._engines.get(model)
         if engine is None or engine.group is not self._group:
+            self._engine_options.setdefault("image_processor", image_processor_of(self.model_source))
             engine = TreeEngine(model, value_head=value_head, group=self._group, **self._engine_options)
             self._engines[model] = engine
         return engine

@@ -1,6 +1,6 @@
 """`arborist export --ckpt DIR --out DIR`: a checkpoint's policy as a Hugging Face directory.
 
-Promises: what is written loads with `AutoModelForCausalLM.from_pretrained`, on this project's `model: {path: ...}` and
+Promises: what is written loads with transformers' auto class of the model, on this project's `model: {path: ...}` and
 on inference servers; adapters are merged, or written alone as PEFT has them (`--adapter`). One process, CPU memory for
 one copy of the weights; the checkpoint is only read, and `--out` appears when it is complete. A checkpoint from
 somebody else is data: it names no file that is written and no code that is run.
@@ -17,10 +17,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoTokenizer
 
 from app.strategies.checkpoint.checkpoints import CheckpointError
 from app.strategies.checkpoint.trainer_state import ADAPTER_FILE, CONFIGURATIONS, GENERATION_FILE, model_weights
+from app.tree import auto_class
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -100,7 +101,7 @@ def _rebuild(files: Mapping[str, str], weights: dict[str, Tensor], ckpt: Path, a
         config = AutoConfig.from_pretrained(directory, trust_remote_code=False)
         dtype = next(tensor.dtype for tensor in weights.values() if tensor.is_floating_point())
         # Explicit: a configuration may name attention kernels of the hub, which are code.
-        model = AutoModelForCausalLM.from_config(
+        model: Any = auto_class(config).from_config(
             config, dtype=dtype, attn_implementation="eager", trust_remote_code=False
         )
         adapted = ADAPTER_FILE in files

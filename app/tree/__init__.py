@@ -6,6 +6,7 @@ Needs torch and transformers only; knows no RL and no Lightning. See `PrefixTree
 
 from app.tree.attention.groups import RankGroup
 from app.tree.engine import TreeEngine
+from app.tree.model.language import auto_class
 from app.tree.model.pictures import Tower, picture_positions, picture_tokens
 from app.tree.model.vocabulary import CutVocabulary, vocabulary_modules
 from app.tree.outputs import FlatOutputs, SequenceOutputs, TreeOutputs
@@ -38,6 +39,7 @@ __all__ = [
     "TreeEngine",
     "TreeOutputs",
     "TreeReport",
+    "auto_class",
     "inspect_model",
     "inspect_tree",
     "on_device",

@@ -14,11 +14,12 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig
 
 from app.tree.attention import BACKENDS
 from app.tree.memory import DEVICE_CHUNK, PassMemory, pass_memory
 from app.tree.model.checkpointing import checkpointable
+from app.tree.model.language import auto_class
 from app.tree.planning.cost import ModelShape, plan_flops
 from app.tree.planning.plan import ExecutionPlan, most_ends
 from app.tree.planning.planner import plan
@@ -166,7 +167,7 @@ def inspect_model(
         chunk_tokens: default the device's; live_tokens: default everything at once.
     """
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype))
+        model = auto_class(config).from_config(config, dtype=getattr(torch, dtype))
     shape, element = ModelShape.of(config), 2 if dtype == "bfloat16" else 4
     if device == "cuda":
         times = TimeModel(shape, GPU_RATES, BACKENDS["flash"], element)

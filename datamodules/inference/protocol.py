@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedModel
 
+    from app.pictures import Picture
+
 
 class GenerationError(RuntimeError):
     """A request refused or not finished; the message names the field, or what failed, and the remedy."""
@@ -87,6 +89,8 @@ class GenerationRequest:
             is taken back: after an update of the weights in mid-request that is at its end.
         shaping: draws otherwise than from the model as it is; None for what can be trained. For engines that name all
             its fields that change something in an attribute `shapings`.
+        images: for each token the index of its picture in `pictures`, or -1; None without pictures.
+        pictures: distinct ones that the prompt shows, whole. For engines that have a method `use_images`.
     """
 
     tokens: list[int]
@@ -99,6 +103,8 @@ class GenerationRequest:
     decode: Callable[[list[int]], str] | None = None
     on_tokens: Callable[[Sequence[int], Sequence[float]], None] | None = None
     shaping: Shaping | None = None
+    images: list[int] | None = None
+    pictures: tuple[Picture, ...] = ()
 
     def stops(self) -> TextStops | None:
         """A new search for the stop texts, to be given each token in turn; None for a request without any."""
@@ -127,6 +133,11 @@ class GenerationRequest:
             raise GenerationError(
                 f"{name}.tokens: id {bad} at position {at} is outside the model's vocabulary of {vocab_size};"
                 " use the tokenizer that belongs to the model"
+            )
+        if len(self.images or ()) != (len(self.tokens) if self.pictures else 0):
+            raise GenerationError(
+                f"{name}.images: {len(self.images or ())} entries for {len(self.tokens)} tokens and"
+                f" {len(self.pictures)} pictures; give one a token, and none without pictures"
             )
         if self.max_new_tokens < 1:
             raise GenerationError(f"{name}.max_new_tokens: {self.max_new_tokens}, must be at least 1")
@@ -203,7 +214,8 @@ class InferenceEngine(Protocol):
     """Generates from a copy of the policy and takes new weights while doing so. Safe to call from any thread.
 
     One that honours fields of `GenerationRequest.shaping` names them in an attribute `shapings`; one without it is sent
-    no request that has any.
+    no request that has any. One that shows pictures has a method `use_images(processor)`, called before `start` with
+    the model's `ImageProcessor`.
     """
 
     @property

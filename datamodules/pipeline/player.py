@@ -18,6 +18,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from app.batch import Trajectory
+from datamodules.conversations.image_processor import ImageProcessor
 from datamodules.groups import Group, label, to_batch
 from datamodules.inference.protocol import InferenceEngine
 from datamodules.pending import LastArrival, Pending
@@ -45,6 +46,7 @@ class EpisodePlayer:
         pool: opened reward workers or judge, None when the workflow brings its own rewards.
         deadline_s: seconds an episode may take, waits for `unpaused` not counted.
         ends: what ends a turn of the model; None for what the tokenizer says of it.
+        image_processor: the model's; None for one that sees no pictures.
     """
 
     def __init__(
@@ -55,8 +57,10 @@ class EpisodePlayer:
         pool: RewardPool | JudgePool | None,
         deadline_s: float,
         ends: TurnEnds | None = None,
+        image_processor: ImageProcessor | None = None,
     ) -> None:
         self.engine = engine
+        self._image_processor = image_processor
         self.pool = pool
         self._workflow = workflow
         self._tokenizer = tokenizer
@@ -127,6 +131,7 @@ class EpisodePlayer:
             before=wait,
             pending=table,
             ends=self._ends,
+            image_processor=self._image_processor,
         )
         try:
             async with limit:

@@ -33,6 +33,7 @@ from datamodules.pipeline.stream import Stream
 from datamodules.processes import foreign
 from datamodules.prompts.base import Prompt
 from datamodules.prompts.dealer import PromptDealer
+from datamodules.workflows.base import PlaceholderSampled
 
 _log = logging.getLogger(__name__)
 _INTERRUPT_POLL_S = 1.0  # how often a waiting trainer looks up, so that it can be interrupted
@@ -373,7 +374,7 @@ class Producer:
         return group
 
     def _drop(self, pending: Pending, error: BaseException) -> None:
-        if not self.stream.fail(pending):
+        if not self.stream.fail(pending, placeholder=isinstance(error, PlaceholderSampled)):
             return
         prompt_id = pending.prompt_id if pending.prompt_id != "?" else f"index {pending.index}"
         reason = foreign.described(error)

@@ -101,9 +101,12 @@ class Stream:
             self.changed.notify_all()
             return surplus
 
-    def fail(self, pending: Pending) -> bool:
-        """Its group failed. False when it had been given up before."""
-        return self._drop(pending, "failed")
+    def fail(self, pending: Pending, placeholder: bool = False) -> bool:
+        """Its group failed; `placeholder`: a reply had one of a picture. False when it had been given up before."""
+        with self.changed:
+            dropped = self._drop(pending, "failed")
+            self.tally.placeholders_sampled += dropped and placeholder
+            return dropped
 
     def filter(self, pending: Pending, group: Group) -> bool:
         """Its group was complete and filtered out. False when it had been given up before."""

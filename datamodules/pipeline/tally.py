@@ -17,6 +17,9 @@ class Tally:
 
     Args:
         solved_at: an episode with at least this reward has solved its prompt.
+
+    Attributes:
+        placeholders_sampled: groups that failed because a reply had a placeholder of a picture.
     """
 
     def __init__(self, solved_at: float = 1.0) -> None:
@@ -27,6 +30,7 @@ class Tally:
         self._reward = 0.0
         self._episodes = self._groups = self._solved = self._unsolved = self._flat = 0
         self._untrainable = 0
+        self.placeholders_sampled = 0
         self._tokens = self._stale_tokens = self._stale_episodes = 0
 
     def finished(self, group: Group) -> None:
@@ -53,7 +57,8 @@ class Tally:
         `unsolved`, the shares of these groups all of whose episodes, or none, solved the prompt; `flat`, the share
         whose episodes all have one reward, so that no advantage is left of it; `stale_length`, as `length`, of groups
         dropped as stale; `untrainable_calls`, replies an episode that were sampled so that they cannot be trained on,
-        where there are any. Names without data are left out; what is taken is forgotten."""
+        and `placeholder_sampled`, groups that failed as a reply had one, where there are any. Names without data are
+        left out; what is taken is forgotten."""
         found = {}
         if self._groups:
             found = {"reward": self._reward / self._episodes, "length": self._tokens / self._episodes}
@@ -61,6 +66,8 @@ class Tally:
             found["flat"] = self._flat / self._groups
         if self._untrainable:
             found[UNTRAINABLE_CALLS] = self._untrainable / self._episodes
+        if self.placeholders_sampled:
+            found["placeholder_sampled"] = float(self.placeholders_sampled)
         if self._stale_episodes:
             found["stale_length"] = self._stale_tokens / self._stale_episodes
         self._clear()

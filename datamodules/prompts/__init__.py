@@ -1,6 +1,7 @@
-"""Where prompts come from: made on the fly (`ArithmeticPrompts`, `ReasoningGymPrompts`), files (`JsonlPrompts`,
-`DialoguePairs`), data sets and Parquet (`DatasetPrompts`), recorded conversations (`TauPrompts`), others of these
-(`MixedPrompts`, `CurriculumPrompts`, `StagedPrompts`), your own `PromptSource`."""
+"""Where prompts come from: made on the fly (`ArithmeticPrompts`, `ReasoningGymPrompts`; with pictures
+`SquaresPrompts`), files (`JsonlPrompts`, `DialoguePairs`), data sets and Parquet (`DatasetPrompts`), recorded
+conversations (`TauPrompts`), others of these (`MixedPrompts`, `CurriculumPrompts`, `StagedPrompts`), your own
+`PromptSource`."""
 
 from datamodules.prompts.arithmetic import ArithmeticPrompts
 from datamodules.prompts.base import Prompt, PromptSource
@@ -9,6 +10,7 @@ from datamodules.prompts.dialogues import DialoguePairs
 from datamodules.prompts.jsonl import JsonlPrompts
 from datamodules.prompts.mixed import MixedPrompts
 from datamodules.prompts.reasoning_gym import ReasoningGymPrompts
+from datamodules.prompts.squares import SquaresPrompts
 from datamodules.prompts.tables import DatasetPrompts
 from datamodules.prompts.tau import TauPrompts
 
@@ -22,6 +24,7 @@ __all__ = [
     "Prompt",
     "PromptSource",
     "ReasoningGymPrompts",
+    "SquaresPrompts",
     "StagedPrompts",
     "TauPrompts",
 ]

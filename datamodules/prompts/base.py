@@ -24,6 +24,10 @@ class Prompt:
         solution: text that supervised training imitates; the answer when empty.
         metadata: whatever else rewards and workflows need; JSON-able.
         tokens: ids of the rendered prompt, filled in by the datamodule before a workflow sees it.
+        pictures: what the parts `{"type": "image"}` of messages show, in their order: anything that
+            `datamodules.files.picture_files.pixels_of` takes. Before a workflow sees them the datamodule makes them
+            `app.pictures.Picture`s, each distinct one once. Reward workers get none.
+        images: for each of `tokens` the index of its picture, or -1; filled in with them, empty without pictures.
     """
 
     id: str
@@ -33,6 +37,8 @@ class Prompt:
     solution: str = ""
     metadata: dict[str, Any] = field(default_factory=dict)
     tokens: tuple[int, ...] = ()
+    pictures: tuple[Any, ...] = ()
+    images: tuple[int, ...] = ()
 
     def conversation(self) -> list[dict[str, Any]]:
         """The prompt as messages; text is what a user says."""

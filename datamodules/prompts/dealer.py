@@ -1,7 +1,8 @@
 """Deals encoded prompts by stream index, and refuses those that do not fit the model.
 
 Promises: what is dealt has token ids inside the vocabulary and room for a reply; prompts too long for the context
-are an error before the first rollout, or left out with a logged count where the user chose that.
+are an error before the first rollout, or left out with a logged count where the user chose that. Pictures are prepared
+for the model, and the prompt has a placeholder for each row of theirs.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ from typing import Literal
 
 from transformers import PreTrainedTokenizerBase
 
+from datamodules.conversations.image_processor import ImageProcessor, distinct
+from datamodules.files.picture_files import PictureError
 from datamodules.prompts.base import Prompt, PromptSource
 from datamodules.prompts.tokenizers import encode_prompt
 
@@ -35,6 +38,7 @@ class PromptDealer:
         reply_tokens: most new tokens the workflow asks for.
         encode: prompt -> the token ids its episodes begin with; None for the prompt's own text or messages.
         long_prompts: "error" refuses a source with prompts that do not fit, "skip" leaves those prompts out.
+        image_processor: the model's; None for one that sees no pictures.
     """
 
     def __init__(
@@ -47,6 +51,7 @@ class PromptDealer:
         reply_tokens: int,
         encode: Callable[[Prompt], Sequence[int]] | None = None,
         long_prompts: Literal["error", "skip"] = "error",
+        image_processor: ImageProcessor | None = None,
     ) -> None:
         self.source = source
         self._encode_tokens = encode or partial(encode_prompt, tokenizer)
@@ -54,6 +59,7 @@ class PromptDealer:
         self._max_context = max_context
         self._reply_tokens = reply_tokens
         self._skips = long_prompts == "skip"
+        self._image_processor = image_processor
 
     def deal(self, index: int) -> Prompt | None:
         """The encoded prompt at `index`; None where it is too long and long prompts are skipped.
@@ -98,7 +104,8 @@ class PromptDealer:
         _log.warning("limits.long_prompts: skip leaves out %s", what)
 
     def _encode(self, prompt: Prompt) -> Prompt:
-        tokens = tuple(self._encode_tokens(prompt))
+        prompt = encoded(prompt, self._encode_tokens, self._image_processor)
+        tokens = prompt.tokens
         if not tokens:
             raise ValueError(f"prompt '{prompt.id}' has no tokens: the workflow's encode returned none")
         if max(tokens) >= self._vocab_size:
@@ -111,4 +118,35 @@ class PromptDealer:
                 f"prompt '{prompt.id}' has {len(tokens)} tokens, which leaves no room for {self._reply_tokens} new ones"
                 f" in the model's context of {self._max_context}; lower max_new_tokens or shorten the prompt"
             )
-        return replace(prompt, tokens=tokens)
+        return prompt
+
+
+def encoded(
+    prompt: Prompt, encode: Callable[[Prompt], Sequence[int]], image_processor: ImageProcessor | None
+) -> Prompt:
+    """The prompt with its tokens and, prepared, its pictures.
+
+    Args:
+        encode: prompt -> token ids, one placeholder for each picture.
+        image_processor: the model's; None for one that sees no pictures.
+
+    Raises:
+        ValueError: it cannot be encoded; PictureError: pictures that cannot be used, or that no message shows.
+    """
+    where = f"prompt '{prompt.id}'"
+    if image_processor is None:
+        if prompt.pictures:
+            raise PictureError(
+                f"{where} has pictures, and the model has no image processor: the directory that data.tokenizer names"
+                " needs the model's config.json and preprocessor_config.json"
+            )
+        return replace(prompt, tokens=tuple(encode(prompt)))
+    prompt = replace(
+        prompt,
+        text=image_processor.quoted(prompt.text),
+        messages=image_processor.quoted_messages(prompt.messages),
+        pictures=tuple(image_processor.picture(one, f"{where}, picture {k}") for k, one in enumerate(prompt.pictures)),
+    )
+    tokens, images = image_processor.expanded(tuple(encode(prompt)), prompt.pictures, where)
+    pictures = distinct(prompt.pictures)
+    return replace(prompt, tokens=tokens, pictures=pictures, images=images if pictures else ())

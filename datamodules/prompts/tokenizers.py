@@ -84,10 +84,8 @@ def encode_prompt(tokenizer: PreTrainedTokenizerBase, prompt: Prompt, bare: bool
     return tuple(tokens)
 
 
-def encode_reply(
-    tokenizer: PreTrainedTokenizerBase, prompt: Prompt, reply: str, end: int | None
-) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Token ids of a prompt, and of a reply to it with what ends it.
+def encode_reply(tokenizer: PreTrainedTokenizerBase, prompt: Prompt, reply: str, end: int | None) -> tuple[int, ...]:
+    """Token ids of a reply to a prompt, with what ends it.
 
     Args:
         tokenizer: the model's.
@@ -102,7 +100,7 @@ def encode_reply(
     text = Prompt(id=f"{prompt.id} (reply)", text=reply)
     made = encode_prompt(tokenizer, text, bare=True) if reply else ()
     last = end if prompt.messages and end is not None else tokenizer.eos_token_id
-    return encode_prompt(tokenizer, prompt), (*made, last)
+    return (*made, last)
 
 
 def _with_beginning(tokenizer: PreTrainedTokenizerBase, text: str, bare: list[int]) -> list[int]:

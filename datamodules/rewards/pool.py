@@ -15,6 +15,7 @@ import math
 import pickle
 from collections import OrderedDict, deque
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -52,7 +53,7 @@ class _Call:
         self.prompt_id = prompt.id
         self.retries = retries  # left
         try:
-            self.payload = pickle.dumps(((prompt, completion), {}))
+            self.payload = pickle.dumps(((replace(prompt, pictures=()), completion), {}))
         except Exception as error:
             raise RewardError(f"prompt '{prompt.id}' cannot be sent to a reward worker: {error}") from error
         self.future: asyncio.Future[Judgement] = asyncio.get_running_loop().create_future()

@@ -1,11 +1,11 @@
-"""How episodes are played: one reply (`RLVRWorkflow`), several tries (`MultiTurnWorkflow`), an agent with tools
-(`ToolWorkflow`), recorded conversations again (`TauReplayWorkflow`), or any class with
-`async def run(engine, prompt) -> list[Trajectory]`."""
+"""How episodes are played: one reply (`RLVRWorkflow`; of prompts with pictures `VisionRLVRWorkflow`), several tries
+(`MultiTurnWorkflow`), an agent with tools (`ToolWorkflow`), recorded conversations again (`TauReplayWorkflow`), or any
+class with `async def run(engine, prompt) -> list[Trajectory]`."""
 
 from datamodules.workflows.base import EpisodeEngine, Workflow, to_trajectory
 from datamodules.workflows.multi_turn import MultiTurnWorkflow
 from datamodules.workflows.response_template import ResponseTemplate
-from datamodules.workflows.rlvr import RLVRWorkflow
+from datamodules.workflows.rlvr import RLVRWorkflow, VisionRLVRWorkflow
 from datamodules.workflows.tau_replay import TauReplayWorkflow
 from datamodules.workflows.tool_calls import ToolCall, hermes_calls, json_calls
 from datamodules.workflows.tool_use import ToolWorkflow
@@ -23,6 +23,7 @@ __all__ = [
     "ToolWorkflow",
     "Toolbox",
     "Turns",
+    "VisionRLVRWorkflow",
     "Workflow",
     "hermes_calls",
     "json_calls",

@@ -25,6 +25,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from app.batch import Trajectory
+from datamodules.conversations.image_processor import ImageProcessor
 from datamodules.inference.protocol import (
     GenerationError,
     GenerationRequest,
@@ -60,6 +61,10 @@ class Workflow(ABC):
         return cls is Workflow and inspect.iscoroutinefunction(getattr(other, "run", None))
 
 
+class PlaceholderSampled(RuntimeError):
+    """A reply with a token that stands for a picture: no model can be shown it again, so its group is dropped."""
+
+
 class EpisodeEngine:
     """The inference engine, for one episode.
 
@@ -74,6 +79,7 @@ class EpisodeEngine:
         before: awaited before every request (held while training rollouts are paused).
         pending: kept up to date with the requests and rewards the episode waits for.
         ends: what ends a turn of the model; None for what the tokenizer says of it.
+        image_processor: the model's; None for one that sees no pictures.
     """
 
     def __init__(
@@ -89,8 +95,10 @@ class EpisodeEngine:
         before: Callable[[], Awaitable[Any]] | None = None,
         pending: Pending | None = None,
         ends: TurnEnds | None = None,
+        image_processor: ImageProcessor | None = None,
     ) -> None:
         self.tokenizer = tokenizer
+        self.image_processor = image_processor
         self.ends = TurnEnds.of(tokenizer) if ends is None else ends
         self.sample = sample
         self._engine = engine
@@ -145,7 +153,9 @@ class EpisodeEngine:
         """Samples one reply. Fills in the request's `seed`, `request_id` and, for stop texts, `decode` where empty, and
         validation's temperature, and adds what ends a turn of this model to its stop tokens where there are any.
 
-        Raises GenerationError: the request is invalid, the engine failed, or it ended the reply early.
+        Raises:
+            GenerationError: the request is invalid, the engine failed, or it ended the reply early.
+            PlaceholderSampled: the reply has a placeholder of a picture, at which it ended.
         """
         for field in () if request.shaping is None else request.shaping.names:
             if field not in self.shapings:
@@ -160,6 +170,8 @@ class EpisodeEngine:
             request.decode = partial(self.tokenizer.decode, skip_special_tokens=False)
         if request.stop_token_ids:
             request.stop_token_ids = tuple(dict.fromkeys([*request.stop_token_ids, *self.ends.ids]))
+        placeholders = self._check_pictures(request)
+        request.stop_token_ids = tuple(dict.fromkeys([*request.stop_token_ids, *placeholders]))
         if self._before is not None:
             await self._before()
         with self._pending.waiting("reply", request.request_id):
@@ -168,7 +180,27 @@ class EpisodeEngine:
             raise GenerationError(
                 f"request '{request.request_id}' was ended by the engine after {len(response.tokens)} tokens"
             )
+        if placeholders and not placeholders.isdisjoint(response.tokens):
+            raise PlaceholderSampled(f"reply '{request.request_id}' has a placeholder of a picture that is not there")
         return response
+
+    def _check_pictures(self, request: GenerationRequest) -> frozenset[int]:
+        """The tokens that no reply may hold. Raises GenerationError for pictures that the model cannot be shown."""
+        if self.image_processor is None or not hasattr(self._engine, "use_images"):
+            if request.pictures:
+                raise GenerationError(
+                    f"request.pictures: {type(self._engine).__name__} shows no pictures to this model"
+                )
+            return frozenset()
+        placeholders = frozenset(self.image_processor.placeholders)
+        images = request.images or [-1] * len(request.tokens)
+        at = next((k for k, (t, i) in enumerate(zip(request.tokens, images)) if (t in placeholders) != (i >= 0)), None)
+        if at is not None:
+            raise GenerationError(
+                f"request.images: token {request.tokens[at]} at position {at} "
+                + ("is a placeholder of no picture" if images[at] < 0 else "of a picture is no placeholder")
+            )
+        return placeholders
 
     async def score(self, prompt: Prompt, completion: Any) -> float:
         """The configured reward of `completion` (text, or whatever else the function takes that can be pickled), from a
@@ -203,4 +235,6 @@ def to_trajectory(
         prompt_id=prompt.id,
         finish_reason=response.finish_reason,
         temperature=request.temperature or 1.0,  # greedy replies carry log-probabilities at temperature 1
+        images=None if request.images is None else torch.tensor([*request.images, *[-1] * made]),
+        pictures=request.pictures,
     )

@@ -38,7 +38,7 @@ class RLVRWorkflow:
         self._options.prepare(tokenizer)
 
     async def run(self, engine: EpisodeEngine, prompt: Prompt) -> list[Trajectory]:
-        request = self._options.request(prompt.tokens)
+        request = self._options.request(prompt.tokens, None, prompt.images, prompt.pictures)
         response = await engine.generate(request)
         trajectory = to_trajectory(prompt, request, response)
         ended = response.tokens[-1:] and response.tokens[-1] in engine.ends.ids
@@ -46,3 +46,12 @@ class RLVRWorkflow:
         trajectory.reward = await engine.score(prompt, text)
         trajectory.metadata = {"completion": text, "answer": prompt.answer}
         return [trajectory]
+
+
+class VisionRLVRWorkflow(RLVRWorkflow):
+    """The same for prompts with pictures, which each of them must have: one without shows a mistake in the data."""
+
+    async def run(self, engine: EpisodeEngine, prompt: Prompt) -> list[Trajectory]:
+        if not prompt.pictures:
+            raise ValueError(f"prompt '{prompt.id}' has no picture; use RLVRWorkflow where that is meant")
+        return await super().run(engine, prompt)

@@ -17,6 +17,7 @@ from transformers import PreTrainedTokenizerBase
 
 from app import checks
 from app.batch import Trajectory
+from app.pictures import Picture, merged, used
 from datamodules.inference.protocol import GenerationRequest, GenerationResponse
 from datamodules.prompts.base import Prompt
 from datamodules.workflows.base import EpisodeEngine
@@ -72,11 +73,23 @@ class ReplyOptions:
             found += tokens
         self.stop_ids = tuple(dict.fromkeys(found))
 
-    def request(self, tokens: Sequence[int], most: int | None = None) -> GenerationRequest:
-        """A request for a reply to `tokens`, of `most` tokens where that is less than `max_new_tokens`."""
+    def request(
+        self,
+        tokens: Sequence[int],
+        most: int | None = None,
+        images: Sequence[int] = (),
+        pictures: Sequence[Picture] = (),
+    ) -> GenerationRequest:
+        """A request for a reply to `tokens`, of `most` tokens where that is less than `max_new_tokens`. `images`: for
+        each token the index of its picture, or -1; empty without pictures."""
         count = self.max_new_tokens if most is None else min(most, self.max_new_tokens)
         return GenerationRequest(
-            list(tokens), max_new_tokens=count, temperature=self.temperature, stop_token_ids=self.stop_ids
+            list(tokens),
+            max_new_tokens=count,
+            temperature=self.temperature,
+            stop_token_ids=self.stop_ids,
+            images=list(images) if pictures else None,
+            pictures=tuple(pictures),
         )
 
 
@@ -98,12 +111,16 @@ class Turns:
 
     Attributes:
         tokens: what the next request will send.
+        images, pictures: the picture of each of them, or -1; and what it is an index of.
         count: turns generated.
         end: the token that ended the last reply; None where it was cut off.
     """
 
     def __init__(self, prompt: Prompt, options: ReplyOptions, tokens: Sequence[int] | None = None) -> None:
         self.tokens = list(prompt.tokens if tokens is None else tokens)
+        own = tokens is None and bool(prompt.pictures)
+        self.images = list(prompt.images) if own else [-1] * len(self.tokens)
+        self.pictures: tuple[Picture, ...] = prompt.pictures if own else ()
         self.count = 0
         self.end: int | None = None
         self._prompt = prompt
@@ -140,10 +157,12 @@ class Turns:
                 )
             self.finish_reason = "length"
             return None
-        request = self._options.request(self.tokens, room if most is None else min(room, most))
+        count = room if most is None else min(room, most)
+        request = self._options.request(self.tokens, count, self.images, self.pictures)
         response = await engine.generate(request)
         self._turns.append(_Turn(len(self.tokens), response, request.temperature or 1.0, response.finish_reason))
         self.tokens += response.tokens
+        self.images += [-1] * len(response.tokens)
         self.count += 1
         self._reply = response.tokens
         # The engine has completed the request's stop tokens by what ends a turn of this model.
@@ -155,15 +174,23 @@ class Turns:
         kept = self._reply if self.end is None else self._reply[:-1]
         return str(tokenizer.decode(list(kept), skip_special_tokens=not special))
 
-    def extend(self, tokens: Sequence[int]) -> None:
-        """Appends what the model is told next."""
+    def extend(self, tokens: Sequence[int], images: Sequence[int] = (), pictures: Sequence[Picture] = ()) -> None:
+        """Appends what the model is told next, or shown: `images` has the index of each token's picture, or -1."""
+        column, self.pictures = merged(
+            [
+                (torch.tensor(self.images, dtype=torch.int32), self.pictures, len(self.tokens)),
+                (torch.tensor(images, dtype=torch.int32) if pictures else None, pictures, len(tokens)),
+            ]
+        )
         self.tokens += tokens
+        self.images = [-1] * len(self.tokens) if column is None else column.tolist()
 
     def rewrite(self, tokens: Sequence[int]) -> None:
         """Goes on from another rendering of the conversation; the turns so far are sequences of their own."""
         self._closed += self._by_turn()
         self._turns = []
         self.tokens = list(tokens)
+        self.images, self.pictures = [-1] * len(self.tokens), ()
 
     def trajectories(self, sequences: Sequences, reward: float, metadata: dict[str, object]) -> list[Trajectory]:
         """The training sequences of the episode, each with its reward and metadata."""
@@ -190,7 +217,10 @@ class Turns:
             mask[made] = True
             logprobs[made] = torch.tensor(turn.response.logprobs, dtype=torch.float32)
             versions[made] = torch.tensor(turn.response.versions)
+        images, pictures = used(torch.tensor(self.images[:length], dtype=torch.int32), self.pictures)
         return Trajectory(
+            images=images,
+            pictures=pictures,
             tokens=torch.tensor(self.tokens[:length]),
             loss_mask=mask,
             behavior_logprobs=logprobs,

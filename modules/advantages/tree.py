@@ -38,7 +38,12 @@ def tree(batch: RolloutBatch, std: Literal["none", "group"] = "none", eps: float
     of_episode, _ = group_sizes(batch, groups, "tree")
     turn = turns(batch, of_sequence)
     # Tree tokens name states: two sequences of a group have the same tokens up to a position, or another tree token.
-    prefixes = PrefixTree.build(batch.sequences(), keys=batch.group_ids.unique(return_inverse=True)[1].numpy())
+    prefixes = PrefixTree.build(
+        batch.sequences(),
+        keys=batch.group_ids.unique(return_inverse=True)[1].numpy(),
+        images=None if batch.images is None else batch.split(batch.images),
+        pictures=batch.pictures,
+    )
     token = torch.from_numpy(prefixes.sequence_tokens(range(len(batch))))
     before, count_before = _values(token[turn.first - 1], turn.episode, rewards)
     after, count_after = _values(token[turn.last], turn.episode, rewards)

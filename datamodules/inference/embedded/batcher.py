@@ -4,7 +4,8 @@ Requests wait in order, get a row of the key-value grid when there is room, have
 prompts once, the samples of a group share it), then decode together; rows are free again as requests end. Single-
 threaded and without clocks: the same calls in the same order give the same tokens. Promises: memory is bounded by
 `kv_cache_tokens` and `max_batch_tokens` (and one state a running request, for models whose layers carry one); after
-`flush()` no key, value or state computed before it is ever read.
+`flush()` no key, value or state computed before it is ever read, nor features of a tower whose weights have moved;
+prompts share a prefill only where their pictures are equal, too.
 
 transformers' own `ContinuousBatchingManager` (5.23) was measured first. Its samples are right, but it draws them from
 the process-wide random generator, which it seeds at its start; greedy and sampled requests cannot run side by side;
@@ -16,13 +17,15 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from app.tree import STATES_ARGUMENT
+from app.tree import STATES_ARGUMENT, Tower
+from datamodules.inference.embedded.images import PromptImages, featured, placed
 from datamodules.inference.embedded.kv_slots import CachedStep, KVSlots, PromptStep
 from datamodules.inference.embedded.sampling import sample, shaped, uniforms
 from datamodules.inference.embedded.state_slots import StateSlots
@@ -39,6 +42,7 @@ class Sequence:
         "computed",
         "failure",
         "finish_reason",
+        "images",
         "key",
         "logprobs",
         "request",
@@ -59,7 +63,12 @@ class Sequence:
         self.stops = request.stops()
         self.cancelled = False
         self.computed = 0
-        self.share: tuple[int, ...] = tuple(self.tokens)
+        self.images = PromptImages(request)
+        self.share = self.identity()
+
+    def identity(self) -> tuple[int | bytes, ...]:
+        """Its tokens, where a picture's are the picture's key: requests of which it is equal share their prefill."""
+        return self.images.identity(self.tokens)
 
     @property
     def limit(self) -> int:
@@ -95,15 +104,22 @@ class Batcher:
 
     Args:
         model: a causal LM whose attention implementation is `kv_slots.ATTENTION`, in eval mode.
+        image_processor: transformers', for requests with pictures.
         kv_cache_tokens: tokens of the key-value grid, rows x longest request.
         max_batch_tokens: most prompt tokens, padding included, in one forward; longer prompts go in chunks.
         max_concurrent: most requests running at a time.
     """
 
     def __init__(
-        self, model: PreTrainedModel, kv_cache_tokens: int, max_batch_tokens: int, max_concurrent: int
+        self,
+        model: PreTrainedModel,
+        kv_cache_tokens: int,
+        max_batch_tokens: int,
+        max_concurrent: int,
+        image_processor: Any | None = None,
     ) -> None:
         self.model = model
+        self.tower = None if image_processor is None else Tower(model, image_processor)
         self.device = model.device
         self.slots = KVSlots(kv_cache_tokens)
         self.states = StateSlots(model)
@@ -120,7 +136,7 @@ class Batcher:
         """Forgets all keys and values: running requests wait again, in front, to compute prompt + output anew."""
         for sequence in self.running:
             sequence.computed = 0
-            sequence.share = tuple(sequence.tokens)
+            sequence.share = sequence.identity()
         self.waiting.extendleft(reversed(self.running))
         self.running = []
 
@@ -185,7 +201,7 @@ class Batcher:
 
     def _prompts(self, fresh: list[int]) -> tuple[list[int], Tensor]:
         """Computes prompts of some rows of `fresh`; returns the rows that are complete and their logits [n, V]."""
-        groups: dict[tuple[int, ...], list[int]] = {}
+        groups: dict[tuple[int | bytes, ...], list[int]] = {}
         for row in fresh:
             groups.setdefault(self.running[row].share, []).append(row)
         leaders = [max(rows, key=lambda row: self.running[row].computed) for rows in groups.values()]
@@ -252,14 +268,20 @@ class Batcher:
     ) -> Tensor:
         """Logits [n, V] at the packed positions `keep` (int64 [n], all when None), of so many next tokens a row."""
         self.slots.step = step
+        positions, pictures = step.positions.unsqueeze(0), dict[str, Any]()
+        if self.tower is not None:
+            spans = [(self.running[row].images, self.running[row].computed) for row in rows]
+            positions = placed(self.tower, spans, lengths, positions)
+            pictures = featured(self.tower, spans, lengths)
         states = self.states.begin(rows, [self.running[row].computed for row in rows], lengths)
         with self.states.layers.noted():
             output = self.model(
                 input_ids=torch.tensor([tokens], device=self.device),
-                position_ids=step.positions.unsqueeze(0),
+                position_ids=positions,
                 logits_to_keep=0 if keep is None else keep.to(self.device),
                 use_cache=False,
                 slots=self.slots,
+                **pictures,
                 **({} if states is None else {STATES_ARGUMENT: states}),
             )
         layers = len(self.states.layers.attending)

@@ -27,6 +27,7 @@ import torch
 from transformers import PreTrainedModel
 
 from app import checks
+from datamodules.conversations.image_processor import ImageProcessor
 from datamodules.inference.clock import PausedClock
 from datamodules.inference.embedded.batcher import Batcher, Sequence
 from datamodules.inference.embedded.sampling import request_key
@@ -120,15 +121,21 @@ class EmbeddedEngine:
         self._version = -1
         self._seed = 0
         self._arrivals = 0
+        self._image_processor: ImageProcessor | None = None
 
     # -------------------------------------------------------------------------------------------------- lifecycle
+
+    def use_images(self, processor: ImageProcessor) -> None:
+        """From the next `start` on, requests may have pictures."""
+        self._image_processor = processor
 
     def start(self, model: PreTrainedModel, version: int, seed: int) -> None:
         with self._condition:
             if self._thread is not None:
                 raise GenerationError("EmbeddedEngine.start: it already runs; close() it first")
         own = copy_of(model, self.dtype, self.device)
-        batcher = Batcher(own, self.kv_cache_tokens, self.max_batch_tokens, self.max_concurrent)
+        processor = None if self._image_processor is None else self._image_processor.processor
+        batcher = Batcher(own, self.kv_cache_tokens, self.max_batch_tokens, self.max_concurrent, processor)
         with self._condition:
             self._batcher = batcher
             self._version, self._seed, self._arrivals = version, seed, 0
@@ -188,6 +195,8 @@ class EmbeddedEngine:
 
     async def generate(self, request: GenerationRequest) -> GenerationResponse:
         request.validate(self.vocab_size, self.max_context)
+        if request.pictures and self._image_processor is None:
+            raise GenerationError("request.pictures: the engine was started without the model's image processor")
         job = self._enqueue(request, asyncio.get_running_loop())
         ends = self._clock.now() + self.request_timeout_s
         try:

@@ -12,9 +12,9 @@ from contextlib import AbstractContextManager
 import torch
 from torch import Tensor
 from torch.nn import Module
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, PreTrainedModel
 
-from app.tree import StateLayers
+from app.tree import StateLayers, auto_class
 from datamodules.inference.embedded.kv_slots import ATTENTION
 from datamodules.inference.export import base_model, merged_weights
 from datamodules.inference.protocol import GenerationError
@@ -41,9 +41,10 @@ def copy_of(policy: Module, dtype: str | None, device: str | None) -> PreTrained
         )
     target = torch.device(device) if device is not None else model.device
     with _unmoved_generators(target), target:
-        own = AutoModelForCausalLM.from_config(
-            config, dtype=getattr(torch, dtype) if dtype else model.dtype, attn_implementation=ATTENTION
+        own: PreTrainedModel = auto_class(config).from_config(
+            config, dtype=getattr(torch, dtype) if dtype else model.dtype
         )
+    own.config.get_text_config()._attn_implementation = ATTENTION  # towers of other inputs attend as ever
     with torch.no_grad():
         for mine, theirs in matched(own, merged_weights(policy)):
             mine.copy_(theirs)
@@ -59,7 +60,9 @@ def read(path: str) -> dict[str, Tensor]:
     """state_dict of the model that `save_pretrained` wrote to the directory `path`."""
     try:
         with _unmoved_generators(torch.device("cpu")):
-            return AutoModelForCausalLM.from_pretrained(path, local_files_only=True).state_dict()
+            kind = auto_class(AutoConfig.from_pretrained(path, local_files_only=True))
+            weights: dict[str, Tensor] = kind.from_pretrained(path, local_files_only=True).state_dict()
+            return weights
     except (OSError, ValueError) as error:
         raise GenerationError(f"WeightUpdate.path: {path} holds no model of save_pretrained: {error}") from error
 

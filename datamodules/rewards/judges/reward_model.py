@@ -17,7 +17,7 @@ from transformers import AutoConfig
 from app import checks
 from datamodules.conversations.chat_template import Chat, Message
 from datamodules.prompts.base import Prompt
-from datamodules.prompts.tokenizers import encode_reply, load_tokenizer
+from datamodules.prompts.tokenizers import encode_prompt, encode_reply, load_tokenizer
 from datamodules.rewards.judges.base import Judge, Verdict
 from datamodules.rewards.judges.material import harmless
 from datamodules.rewards.judges.model import JudgeError
@@ -118,10 +118,9 @@ class RewardModel(Judge):
 
     async def _verdict(self, client: LocalScores | ServerScores, prompt: Prompt, reply: Any) -> Verdict:
         if isinstance(reply, str):
-            given, made = encode_reply(
-                self._tokenizer, prompt, self._quoted(reply), None if self._chat is None else self._chat.end
-            )
-            (score,) = await self._scores(client, prompt, [*given, *made])
+            end = None if self._chat is None else self._chat.end
+            made = encode_reply(self._tokenizer, prompt, self._quoted(reply), end)
+            (score,) = await self._scores(client, prompt, [*encode_prompt(self._tokenizer, prompt), *made])
             return self._made(score)
         if not isinstance(reply, list | tuple) or not reply or not all(isinstance(one, dict) for one in reply):
             raise TypeError(
