@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
+from torch.distributed import ReduceOp
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor import Shard as Rows
@@ -82,10 +83,15 @@ def shard_models(module: Module, group: GroupRanks, receive: Callable[[Tensor, s
             _fill(unit, f"{name}layer {number}: ", set(), dict(filled), group.device, receive)
             rounded.append((unit, _shard(unit, group, whole, adapted)))
         rounded.append((body, _shard(body, group, whole, adapted)))
-        for unit in body.modules():
+        for own, unit in body.named_modules():
             if isinstance(unit, FSDPModule):
                 unit.set_gradient_divide_factor(1.0)  # sums, not means; neither setting is recursive
                 unit.set_force_sum_reduction_for_comms(True)
+                where = f"{name}{own}" or type(body).__name__
+                gather: Any = _Gather(group, f"the parameters of '{where}'")
+                total: Any = _ReduceScatter(group, f"the gradients of '{where}'")
+                unit.set_custom_all_gather(gather)
+                unit.set_custom_reduce_scatter(total)
     module.to(group.device)  # what rank 0 built in CPU memory and stays whole; makes new parameters
     for unit, dtypes in rounded:
         for name, dtype in dtypes.items():
@@ -184,6 +190,27 @@ def _shard(unit: Module, group: GroupRanks, whole: set[Parameter], adapted: bool
         policy = MixedPrecisionPolicy(dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
     fully_shard(unit, mesh=group.mesh, reshard_after_forward=True, mp_policy=policy, ignored_params=whole)
     return low
+
+
+class _Named:
+    """A collective of `fully_shard`'s that goes through the group, which names it where it fails."""
+
+    def __init__(self, group: GroupRanks, what: str) -> None:
+        self.group, self.what = group, what
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+
+class _Gather(_Named):
+    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, async_op: bool = False) -> Any:
+        return self.group.gather_flat(output_tensor, input_tensor, self.what, async_op)
+
+
+class _ReduceScatter(_Named):
+    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, async_op: bool = False) -> Any:
+        assert op == ReduceOp.SUM, "as shard_models set it"
+        return self.group.reduce_scatter_flat(output_tensor, input_tensor, self.what, async_op)
 
 
 def computes_in(parameter: Tensor) -> torch.dtype:

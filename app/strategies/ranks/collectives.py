@@ -22,8 +22,8 @@ from torch import Tensor
 from app.strategies.ranks.watch import Progress, RankWatch
 
 # torch 2.13 renamed the flat collectives and deprecates the names that 2.11 and 2.12 know.
-_reduce_scatter_flat = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-_all_gather_flat = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter_flat = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+all_gather_flat = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 _POLL = 0.001  # seconds between looks at what a device does
 
@@ -76,13 +76,13 @@ class Communicator:
                 self._enqueue(what, dist.all_to_all_single, parts, flat)
                 torch.sum(parts.view(self.size, -1), dim=0, out=mine)
             else:
-                self._enqueue(what, _reduce_scatter_flat, mine, flat)
+                self._enqueue(what, reduce_scatter_flat, mine, flat)
         return mine
 
     def all_gather_(self, flat: Tensor, what: str) -> None:
         """Fills `flat` [n * size], in place, with every rank's own slice of it."""
         if self.size > 1:
-            self._enqueue(f"all-gather of {what}", _all_gather_flat, flat, self.slice_of(flat))
+            self._enqueue(f"all-gather of {what}", all_gather_flat, flat, self.slice_of(flat))
 
     def broadcast_weights_(self, tensor: Tensor, what: str) -> None:
         """Overwrites `tensor` with rank 0's, in place."""
@@ -141,7 +141,7 @@ class Communicator:
             mine = tensor.detach().cpu().reshape(-1)
             everyone = torch.empty(self.size * mine.numel(), dtype=mine.dtype)
             if self.size > 1:
-                _all_gather_flat(everyone, mine, group=self.control)
+                all_gather_flat(everyone, mine, group=self.control)
             else:
                 everyone.copy_(mine)
         return everyone.view(self.size, *tensor.shape)

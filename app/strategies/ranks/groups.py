@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from app.strategies.ranks.collectives import Communicator
+from app.strategies.ranks.collectives import Communicator, all_gather_flat, reduce_scatter_flat
 
 
 class GroupRanks:
@@ -62,6 +62,15 @@ class GroupRanks:
         )
         return list(received.split(list(sizes)))
 
+    def gather_flat(self, whole: Tensor, own: Tensor, what: str, async_op: bool) -> Any:
+        """Collective: `whole` [n * size] becomes what each rank has as `own` [n]; with `async_op` once what is returned
+        is waited for."""
+        return self._run(f"gather of {what}", all_gather_flat, whole, own, async_op=async_op)
+
+    def reduce_scatter_flat(self, own: Tensor, whole: Tensor, what: str, async_op: bool) -> Any:
+        """Collective: `own` [n] becomes this rank's part of the sum of all ranks' `whole` [n * size]."""
+        return self._run(f"sum of {what}", reduce_scatter_flat, own, whole, async_op=async_op)
+
     def sum_(self, tensor: Tensor) -> None:
         there = tensor.to(self._ranks.device)
         self._run("sum of outputs", dist.all_reduce, there)
@@ -74,6 +83,6 @@ class GroupRanks:
         self._run("agreement on a plan", dist.all_gather, everyone, mine)
         return [found[0].tolist() for found in everyone]
 
-    def _run(self, what: str, operation: Callable[..., Any], *arguments: Any) -> None:
+    def _run(self, what: str, operation: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
         with self._ranks.named(f"{what} in group {self.index}", counted=False):
-            operation(*arguments, group=self._group)
+            return operation(*arguments, group=self._group, **options)

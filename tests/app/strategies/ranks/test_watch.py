@@ -47,6 +47,13 @@ def test_a_dead_rank_is_named_in_the_collective_it_left(pair: RankPool) -> None:
     assert "rank 1 (host" in caught.value.messages[0] and "when it died" in caught.value.messages[0]
 
 
+def test_a_dead_rank_is_named_in_the_layer_that_waits_for_it(pair: RankPool) -> None:
+    with pytest.raises(RankError) as caught:
+        pair.run(jobs.die_between_two_layers)
+    assert "gather of the parameters of 'layers.1' in group 0 failed" in caught.value.messages[0]
+    assert "rank 1 (host" in caught.value.messages[0] and "when it died" in caught.value.messages[0]
+
+
 def test_a_dead_rank_ends_a_rank_that_computes(pair: RankPool, tmp_path: Path) -> None:
     with pytest.raises(RankError, match="the process died"):
         pair.run(jobs.die_while_the_other_computes, report=tmp_path / "report", grace=40.0)

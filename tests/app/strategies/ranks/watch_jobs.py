@@ -15,7 +15,11 @@ import torch
 import torch.distributed as dist
 
 from app.strategies.ranks.collectives import Communicator
+from app.strategies.ranks.groups import GroupRanks
 from app.strategies.ranks.watch import Progress, RankWatch
+from app.strategies.shards import shard_models
+from app.tree import PrefixTree, TreeEngine
+from tests.app.tree import models
 
 
 def watched(timeout: float, death_timeout: float) -> Communicator:
@@ -40,6 +44,17 @@ def die_while_the_other_waits() -> None:
     if ranks.rank == 1:
         os._exit(3)
     ranks.sum(torch.ones(1))
+
+
+def die_between_two_layers() -> None:
+    """Of a model in shards, in the middle of a pass."""
+    ranks = watched(timeout=50.0, death_timeout=20.0)
+    group = GroupRanks(ranks, 2, timedelta(seconds=50))
+    model = models.make("qwen3")
+    shard_models(model, group, lambda tensor, name: None)
+    if ranks.rank == 1:
+        model.model.layers[0].register_forward_hook(lambda *_: os._exit(3))
+    TreeEngine(model, group=group, self_check=False).forward(PrefixTree.build([[1, 2, 3, 4]]))
 
 
 def die_while_the_other_computes(report: Path) -> None:
