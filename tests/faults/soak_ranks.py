@@ -1,11 +1,13 @@
 """Ranks of a real two-process run are killed at random moments: it goes on, loses nothing, leaves nothing behind.
 
-    python -m tests.faults.soak_ranks [--kills 10] [--steps 60] [--seed 0] [--out benchmarks/results/faults]
+    python -m tests.faults.soak_ranks [--kills 10] [--steps 60] [--seed 0] [--modes whole groups shards]
+        [--out benchmarks/results/faults]
 
 Runs `arborist fit` (supervised warm start of the quickstart, float32, checkpoint every step) under torchrun with
-restarts: once undisturbed, then again while one rank after another gets SIGKILL, each at a random moment of training
-after the one before was overcome. Every step's loss, however often it was trained, must equal the undisturbed run's to
-the last digit. Exit code 1 otherwise. Writes soak_ranks.json and soak_ranks.md.
+restarts, in each mode: once undisturbed, then again while one rank after another gets SIGKILL, each at a random moment
+of training after the one before was overcome. torchrun has to name the rank, and every step's loss, however often it
+was trained, must equal the undisturbed run's to the last digit. Exit code 1 otherwise. Writes soak_ranks.json and
+soak_ranks.md.
 """
 
 from __future__ import annotations
@@ -27,8 +29,14 @@ import psutil
 from benchmarks.common.records import write_json
 
 ROOT = Path(__file__).parents[2]
-_PATIENCE = 300.0  # seconds for a start, a restart or the rest of a run
+_PATIENCE = 600.0  # seconds for a start, a restart or the rest of a run
 _CHECKPOINTS = "lightning.pytorch.callbacks.ModelCheckpoint"
+MODES: dict[str, list[str]] = {
+    "whole": [],
+    "groups": ["--trainer.strategy.group_size=2"],
+    "shards": ["--trainer.strategy.group_size=2", "--trainer.strategy.shard_parameters=true"],
+}
+"""Options of the strategy by mode: each rank a part of the tree, both one plan, and that with parameters in shards."""
 
 
 def main() -> None:
@@ -36,14 +44,12 @@ def main() -> None:
     parser.add_argument("--kills", type=int, default=10)
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--seed", type=int, default=0, help="of the moments and ranks")
+    parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES))
     parser.add_argument("--out", type=Path, help="directory for soak_ranks.json and soak_ranks.md")
     arguments = parser.parse_args()
-    with tempfile.TemporaryDirectory() as scratch:
-        calm, killed = Path(scratch) / "calm", Path(scratch) / "killed"
-        _wait(_start(calm, arguments.steps, 0), calm)
-        kills = _disturb(killed, arguments.steps, arguments.kills, random.Random(arguments.seed))
-        result = _compare(calm, killed, arguments.steps) | {"kills": kills, "left_behind": _left_behind(killed)}
-    result["passed"] = not result["left_behind"] and not result["different"] and len(kills) == arguments.kills
+    choice = random.Random(arguments.seed)
+    found = {mode: soak(mode, arguments.steps, arguments.kills, choice) for mode in arguments.modes}
+    result: dict[str, Any] = {"modes": found, "passed": all(one["passed"] for one in found.values())}
     result["command"] = "python -m tests.faults.soak_ranks " + " ".join(sys.argv[1:])
     text = _markdown(result)
     print(text)
@@ -53,12 +59,23 @@ def main() -> None:
     raise SystemExit(0 if result["passed"] else 1)
 
 
-def _start(run_dir: Path, steps: int, restarts: int) -> subprocess.Popen[bytes]:
+def soak(mode: str, steps: int, kills: int, choice: random.Random) -> dict[str, Any]:
+    """What `kills` kills did to a run of `steps` steps in one of `MODES`, at moments and of ranks by `choice`."""
+    with tempfile.TemporaryDirectory() as scratch:
+        calm, killed = Path(scratch) / "calm", Path(scratch) / "killed"
+        _wait(_start(calm, mode, steps, 0), calm)
+        done = _disturb(killed, mode, steps, kills, choice)
+        result = _compare(calm, killed, steps) | {"kills": done, "left_behind": _left_behind(killed)}
+    named = all(kill["named"] for kill in done)
+    return result | {"passed": named and not result["left_behind"] and not result["different"] and len(done) == kills}
+
+
+def _start(run_dir: Path, mode: str, steps: int, restarts: int) -> subprocess.Popen[bytes]:
     run = ["--config", "configs/quickstart_sft.yaml", "--run_dir", str(run_dir), "--ckpt_path", "last"]
     run += ["--trainer.max_steps", str(steps), "--trainer.devices", "2", "--trainer.accelerator", "cpu"]
     run += ["--trainer.enable_checkpointing", "true", f"--trainer.callbacks+={_CHECKPOINTS}"]
     run += ["--trainer.callbacks.every_n_train_steps=1", "--trainer.callbacks.save_last=true"]
-    run += ["--trainer.strategy=app.strategies.DTAStrategy", "--trainer.strategy.calibrate=false"]
+    run += ["--trainer.strategy=app.strategies.DTAStrategy", "--trainer.strategy.calibrate=false", *MODES[mode]]
     agent = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", f"--max-restarts={restarts}"]
     run_dir.parent.mkdir(exist_ok=True)
     with (run_dir.parent / f"{run_dir.name}.log").open("wb") as log:
@@ -67,8 +84,9 @@ def _start(run_dir: Path, steps: int, restarts: int) -> subprocess.Popen[bytes]:
         return subprocess.Popen(command, cwd=ROOT, env=environment, stdout=log, stderr=subprocess.STDOUT)
 
 
-def _disturb(run_dir: Path, steps: int, kills: int, choice: random.Random) -> list[dict[str, Any]]:
-    process = _start(run_dir, steps, kills)
+def _disturb(run_dir: Path, mode: str, steps: int, kills: int, choice: random.Random) -> list[dict[str, Any]]:
+    process = _start(run_dir, mode, steps, kills)
+    log = run_dir.parent / f"{run_dir.name}.log"
     done: list[dict[str, Any]] = []
     for number in range(kills):
         # Kills are spread over the run, each after a step that was not reached before.
@@ -78,10 +96,13 @@ def _disturb(run_dir: Path, steps: int, kills: int, choice: random.Random) -> li
         if len(ranks) < 2:
             raise SystemExit(f"kill {number + 1}: the run has {len(ranks)} ranks; see {run_dir.parent}")
         victim = choice.randrange(2)
-        step, start = _steps_done(run_dir), time.monotonic()
+        step, start, before = _steps_done(run_dir), time.monotonic(), log.stat().st_size
         os.kill(sorted(rank.pid for rank in ranks)[victim], signal.SIGKILL)
         _await(lambda step=step: _steps_done(run_dir) > step, process, run_dir)
-        done.append({"rank": victim, "after_step": step, "seconds_until_next_step": time.monotonic() - start})
+        seconds = time.monotonic() - start
+        told = log.read_bytes()[before:].decode(errors="replace")
+        named = f"failed (exitcode: -9) local_rank: {victim} " in told
+        done.append({"rank": victim, "after_step": step, "named": named, "seconds_until_next_step": seconds})
     _wait(process, run_dir)
     return done
 
@@ -129,19 +150,23 @@ def _left_behind(run_dir: Path) -> list[str]:
 
 
 def _markdown(result: dict[str, Any]) -> str:
-    lines = [
-        f"`{result['command']}`",
-        "",
-        f"{'Passed' if result['passed'] else 'FAILED'}: {result['steps']} steps on two ranks,"
-        f" {len(result['kills'])} kills; {result['trained_again']} steps were trained again from a checkpoint; losses"
-        f" that differ from the undisturbed run: {len(result['different'])}; left behind:"
-        f" {len(result['left_behind'])}.",
-        "",
-        "| kill | rank | after step | seconds until the next new step |",
-        "|---|---|---|---|",
+    lines = [f"`{result['command'].strip()}`", ""]
+    for mode, found in result["modes"].items():
+        lines += [
+            f"{mode}: {'passed' if found['passed'] else 'FAILED'}, {found['steps']} steps on two ranks,"
+            f" {len(found['kills'])} kills; {found['trained_again']} steps were trained again from a checkpoint; losses"
+            f" that differ from the undisturbed run: {len(found['different'])}; left behind:"
+            f" {len(found['left_behind'])}.",
+            "",
+        ]
+    lines += [
+        "| mode | kill | rank | named | after step | seconds until the next new step |",
+        "|---|---|---|---|---|---|",
     ]
-    for number, kill in enumerate(result["kills"], 1):
-        lines.append(f"| {number} | {kill['rank']} | {kill['after_step']} | {kill['seconds_until_next_step']:.1f} |")
+    for mode, found in result["modes"].items():
+        for number, kill in enumerate(found["kills"], 1):
+            named, seconds = "yes" if kill["named"] else "NO", kill["seconds_until_next_step"]
+            lines.append(f"| {mode} | {number} | {kill['rank']} | {named} | {kill['after_step']} | {seconds:.1f} |")
     return "\n".join(lines) + "\n"
 
 
