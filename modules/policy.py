@@ -32,6 +32,7 @@ from modules.refusals import (
     check_groups,
     check_proximal,
     check_reference,
+    check_sharded_reference,
     note_aggregation,
 )
 from modules.regularisers import k3
@@ -174,11 +175,10 @@ class PolicyModule(TreeModule):
         if isinstance(self.reference_source, ModelSource):
             tokenizer = getattr(getattr(self.trainer, "datamodule", None), "tokenizer", None)
             check_same_tokens(tokenizer, self.model_source, self.reference_source)
-        if getattr(self.trainer.strategy, "shard_parameters", False) and self._reference_options[1]:
-            raise ValueError(
-                "model.reference_offload: moves whole weights, and DTAStrategy(shard_parameters=True) leaves a rank"
-                " only shards of them; set reference_offload: false"
-            )
+        if getattr(self.trainer.strategy, "shard_parameters", False):
+            source = self.reference_source if isinstance(self.reference_source, ModelSource) else self.model_source
+            rounded = source.dtype == "bfloat16" or self.trainer.precision == "bf16-true"
+            check_sharded_reference(*self._reference_options, rounded)
         if stage == "fit":
             check_groups(self.minibatches, getattr(self.trainer, "datamodule", None))
 

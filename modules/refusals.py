@@ -123,6 +123,21 @@ def note_aggregation(algorithm: Algorithm, given: str | None, mode: str) -> None
         )
 
 
+def check_sharded_reference(refresh: Refresh | None, offload: bool, rounded: bool) -> None:
+    """Under DTAStrategy(shard_parameters=True). `rounded`: the reference is narrower than float32."""
+    if offload:
+        raise ValueError(
+            "model.reference_offload: moves whole weights, and DTAStrategy(shard_parameters=True) leaves a rank"
+            " only shards of them; set reference_offload: false"
+        )
+    if refresh is not None and refresh.ema > 0 and rounded:
+        raise ValueError(
+            f"model.reference_refresh.ema={refresh.ema}: the average of a bfloat16 reference is kept in float32 beside"
+            " it, which DTAStrategy(shard_parameters=True) does not cut up; set ema: 0 (the reference then becomes the"
+            " policy), or train in float32 (precision 32-true or bf16-mixed)"
+        )
+
+
 def check_reference(
     algorithm: Algorithm, reference: ModelSource | str | None, refresh: Refresh | None, offload: bool, has_critic: bool
 ) -> None:

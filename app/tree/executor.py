@@ -24,6 +24,7 @@ from app.tree.attention.path_cache import KeyValue, PathCache
 from app.tree.heads import Heads, Kept
 from app.tree.model.checkpointing import checkpointed
 from app.tree.model.pictures import PicturePass, TakenRows
+from app.tree.model.sharded import casts_are_made_anew
 from app.tree.model.vocabulary import CutVocabulary
 from app.tree.outputs import FlatOutputs
 from app.tree.planning.layout import Layout, layout
@@ -175,8 +176,9 @@ class Executor:
             _accumulate_in_float32(self.model, self.heads.value_head)
         attention = nullcontext() if self.plan.dense else tree_attention_on(self.model)
         pictures = nullcontext() if self.pictures is None else self.pictures.tower.borrowed(self.with_grads)
+        anew = casts_are_made_anew(self.model)
         try:
-            with torch.set_grad_enabled(self.with_grads), attention, pictures, self.state_layers.noted():
+            with torch.set_grad_enabled(self.with_grads), attention, pictures, anew, self.state_layers.noted():
                 yield
         finally:
             self.heads.release()

@@ -16,8 +16,9 @@ from app.strategies.pieces import load_whole
 from callbacks import SavePretrained, WeightSync
 from datamodules.inference.embedded import EmbeddedEngine
 from datamodules.inference.protocol import GenerationRequest
-from modules import ModelSource, PolicyModule, build_model
-from modules.models import inner_model
+from modules import ActorCriticModule, ModelSource, PolicyModule, build_model
+from modules.algorithm import Regulariser
+from modules.models import Refresh, inner_model
 from tests.datamodules.inference.engine_suite import assert_parity
 from tests.helpers.tiny_policy import Batches, Metrics, make_batch, parameters, source, trainer
 
@@ -36,6 +37,22 @@ def adapted(base: Path | None) -> ModelSource:
     return ModelSource(path=str(base), adapter={"r": 2, "target_modules": targets}) if base else source(**HEADS)
 
 
+FOLLOWING: dict[str, Any] = {"reference": "initial", "regularisers": [Regulariser("kl", 0.1)]}
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8, "norm_topk_prob": True}
+KINDS: dict[str, dict[str, Any]] = {
+    "grpo": {},
+    "gspo": {"objective": "gspo"},
+    "average": {**FOLLOWING, "reference_refresh": Refresh(2, ema=0.5)},
+    "copied": {**FOLLOWING, "reference_refresh": Refresh(2)},
+    "shared critic": {"critic": "shared"},
+    "critic": {"critic": "initial", "critic_lr": 0.03},
+    "experts": {"model": source(**HEADS, **EXPERTS, model_type="qwen3_moe")},
+    "untied": {"model": source(**HEADS, tie_word_embeddings=False)},
+    "small chunks": {"chunk_tokens": 8, "live_tokens": 16},
+}
+"""Options of the module by what is trained."""
+
+
 def fit(
     layout: Layout,
     steps: int,
@@ -43,13 +60,16 @@ def fit(
     start: Path | None = None,
     precision: str = "32-true",
     base: Path | None = None,
+    kind: str = "grpo",
 ) -> dict[str, Any]:
-    """`steps` optimizer steps of GRPO with clipping and a schedule, from the beginning or from the checkpoint `start`;
-    the last one's is written to `directory`. Of an adapter on the model in `base`, where that is given."""
+    """`steps` optimizer steps with clipping and a schedule, from the beginning or from the checkpoint `start`; the last
+    one's is written to `directory`. Of an adapter on the model in `base`, where that is given."""
     torch.manual_seed(0)
     ranks, size, sharded = layout
-    module = PolicyModule(
-        adapted(base),
+    chosen = {"model": adapted(base), **KINDS[kind]}
+    made = ActorCriticModule if "critic" in chosen else PolicyModule
+    module = made(
+        **chosen,
         optimizer=adamw,
         lr_scheduler=lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, step_size=2, gamma=0.5),
     )

@@ -48,6 +48,29 @@ def test_five_steps_are_those_of_one_process(
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("kind", [kind for kind in jobs.KINDS if kind != "grpo"])
+def test_everything_that_is_trained(pools: dict[int, RankPool], kind: str) -> None:
+    """Policy, critic and reference, after five steps in float64, are those of one process (experts, whose products know
+    no float64, in float32)."""
+    precision, tolerance = ("32-true", 2e-4) if kind == "experts" else ("64-true", 1e-6)
+    options = {"steps": 5, "precision": precision, "kind": kind}
+    [expected] = pools[1].run(jobs.fit, START, layout=ALONE, **options)
+    for got in pools[2].run(jobs.fit, START, layout=(2, 2, True), **options):
+        assert _difference(got["parameters"], expected["parameters"]) < tolerance
+        assert got["grad_norm"] == pytest.approx(expected["grad_norm"], rel=tolerance)
+
+
+@pytest.mark.slow
+def test_mixed_precision(pools: dict[int, RankPool]) -> None:
+    """Float32 parameters that autocast rounds in every chunk."""
+    options = {"steps": 2, "precision": "bf16-mixed", "kind": "small chunks"}
+    [whole] = pools[1].run(jobs.fit, START, layout=ALONE, **options)
+    for got in pools[2].run(jobs.fit, START, layout=(2, 2, True), **options):
+        assert got["grad_norm"] == pytest.approx(whole["grad_norm"], rel=0.05)
+        assert _difference(got["parameters"], whole["parameters"]) < 0.05
+
+
+@pytest.mark.slow
 def test_bfloat16_keeps_float32_masters(pools: dict[int, RankPool], tmp_path: Path) -> None:
     """Interrupted and gone on with, to the bit; and near what whole parameters give."""
     options = {"layout": (2, 2, True), "precision": "bf16-true"}
@@ -175,6 +198,11 @@ def test_refused_by_name() -> None:
     model = models.make("qwen3")
     with pytest.raises(MisconfigurationException, match=r"offload_optimizer=True.*leave one of them out"):
         refusals.check_sharded(model, offload=True)
+
+
+def test_an_average_that_no_checkpoint_would_hold(two_ranks: RankPool) -> None:
+    with pytest.raises(RankError, match=r"reference_refresh.ema=0.5: .*set ema: 0 \(.*, or train in float32"):
+        two_ranks.run(jobs.fit, START, layout=(2, 2, True), steps=1, precision="bf16-true", kind="average")
 
 
 def test_a_module_is_sharded_once(two_ranks: RankPool) -> None:
