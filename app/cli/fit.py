@@ -57,6 +57,7 @@ VERBS = {
     "data": "datamodules.conversations.importers",
     "check": "app.cli.check",
     "inspect": "app.cli.inspect",
+    "look": "app.cli.look",
     "bench": "app.cli.bench",
     "serve": "app.cli.serve",
     "gateway": "app.cli.gateway",

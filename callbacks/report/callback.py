@@ -20,6 +20,7 @@ from app.batch import RolloutBatch
 from app.interruption import Interrupted
 from callbacks.base import run_dir
 from callbacks.report.moments import batch_moment, transcript
+from datamodules.prompts.tokenizers import load_tokenizer
 from modules.episodes import episodes
 
 FILE, PAGE = "report.jsonl", "report.html"
@@ -34,6 +35,7 @@ class Report(Callback):
         self._latest: tuple[int, int, RolloutBatch] | None = None
         self._written = 0  # number of the last batch that was written
         self._held_out: dict[str, dict[str, Any]] = {}
+        self._decoder: Any = None
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         self._directory = run_dir(trainer)
@@ -64,7 +66,7 @@ class Report(Callback):
         rewards, _, of_sequence = episodes(batch.batch)
         first = {episode: i for i, episode in reversed(list(enumerate(of_sequence.tolist())))}
         last = {episode: i for i, episode in enumerate(of_sequence.tolist())}
-        tokenizer = getattr(trainer.datamodule, "tokenizer", None)
+        tokenizer = self._tokenizer(trainer)
         for episode, reward in enumerate(rewards.tolist()):
             prompt = batch.batch.prompt_ids[first[episode]]
             found["rewards"].setdefault(prompt, []).append(round(reward, 6))
@@ -106,9 +108,16 @@ class Report(Callback):
         if self._latest is None or self._latest[0] == self._written:
             return
         number, step, batch = self._latest
-        tokenizer = getattr(trainer.datamodule, "tokenizer", None)
-        self._append({"kind": "batch", "step": step, "batch": number, **batch_moment(batch, tokenizer)})
+        self._append({"kind": "batch", "step": step, "batch": number, **batch_moment(batch, self._tokenizer(trainer))})
         self._written = number
+
+    def _tokenizer(self, trainer: Trainer) -> Any:
+        """What decodes; of recorded text the datamodule has its directory alone."""
+        found = getattr(trainer.datamodule, "tokenizer", None)
+        if isinstance(found, str):
+            self._decoder = self._decoder or load_tokenizer(found)
+            return self._decoder
+        return found
 
     def _append(self, row: dict[str, Any]) -> None:
         assert self._directory is not None

@@ -243,9 +243,9 @@ def _source(steps: Any, **columns: Any) -> ColumnDataSource:
 
 
 def _figure(y: Literal["linear", "log"] = "linear") -> Any:
-    plot = figure(height=270, sizing_mode="stretch_width", tools="xbox_zoom,reset", y_axis_type=y, min_border=4,
-                  toolbar_location="above", background_fill_alpha=0, border_fill_alpha=0)  # fmt: skip
-    plot.toolbar.autohide, plot.toolbar.logo, plot.toolbar.active_drag = True, None, None  # a drag scrolls the page
+    plot = figure(height=260, sizing_mode="stretch_width", tools="", y_axis_type=y, min_border=4,
+                  toolbar_location=None, background_fill_alpha=0, border_fill_alpha=0)  # fmt: skip
+    plot.toolbar.visible = False  # else a mark of it stays
     return plot
 
 

@@ -32,8 +32,8 @@ def batch_moment(batch: RolloutBatch, tokenizer: Any) -> dict[str, Any]:
     Returns:
         `version` (of the newest trained token), `credit` (what colours the tree), `groups`, `groups_shown`,
         `sequences`, `tree`: lists over its nodes in depth-first order (see `_tree`), and `transcripts`: the episodes
-        "best", "worst" and "surprising" (the reward farthest from its group's mean, in the group's standard deviations;
-        of several the reply that the sampler found least likely).
+        "best", "worst" (of equal rewards the one farther from its group's) and "surprising" (the reward farthest from
+        its group's mean, in the group's standard deviations; of several the reply that the sampler found least likely).
     """
     credit = batch.columns.get("advantages")
     name = "advantage" if credit is not None else "reward less its group's mean"
@@ -118,7 +118,11 @@ def _transcripts(batch: RolloutBatch, tokenizer: Any) -> dict[str, dict[str, Any
     surprise = -sums / counts.clamp(min=1)
     strange = torch.where(deviation > 0, above.abs() / deviation.clamp(min=1e-12), 0.0)
     rank = torch.round(strange * 1e6) + surprise / (1 + surprise)  # ties of rounding go to the least likely
-    chosen = {"best": int(rewards.argmax()), "worst": int(rewards.argmin()), "surprising": int(rank.argmax())}
+    # Of equal rewards the one that is farther from its group's: where others failed, or did not.
+    best, worst = (
+        torch.where(rewards == end, sign * above, -torch.inf) for end, sign in ((rewards.max(), 1), (rewards.min(), -1))
+    )
+    chosen = {"best": int(best.argmax()), "worst": int(worst.argmax()), "surprising": int(rank.argmax())}
     found = {}
     for name, episode in chosen.items():
         own = (of_sequence == episode).nonzero().flatten()

@@ -4,6 +4,11 @@
   const data = JSON.parse(document.getElementById("data").textContent);
   for (const [id, item] of Object.entries(data.charts)) Bokeh.embed.embed_item(item, id);
 
+  for (const box of document.querySelectorAll(".strip .text")) { // long prompts: begin where the policy speaks
+    const said = box.querySelector(".said");
+    if (said) box.scrollTop = Math.max(0, said.offsetTop - 60);
+  }
+
   const canvas = document.getElementById("tree");
   if (!canvas) return;
   const find = (id) => document.getElementById(id);
@@ -23,7 +28,8 @@
     steps.replaceChildren();
     const own = data.runs[+runs.value].batches;
     own.forEach((one, i) => option(steps, i, one.label));
-    steps.value = own.length - 1;
+    const told = own.findLastIndex((one) => one.tree.credit.some((credit) => credit)); // else all is of one colour
+    steps.value = told < 0 ? own.length - 1 : told;
     chooseBatch();
   }
   function chooseBatch() {

@@ -159,6 +159,10 @@ def _cards(run: RunData) -> list[dict[str, str]]:
     return [{key: _text(value) for key, value in card.items()} for card in cards]
 
 
+def _label(row: dict[str, Any]) -> str:
+    return _text(row.get("label") or f"step {row['step']}")
+
+
 def _batch(one: dict[str, Any]) -> dict[str, Any]:
     tree = one["tree"]
     cut = (
@@ -167,7 +171,7 @@ def _batch(one: dict[str, Any]) -> dict[str, Any]:
         else ""
     )
     return {
-        "label": _text(one.get("label") or f"step {one['step']}"),
+        "label": _label(one),
         "credit": _text(one["credit"]),
         "sequences": one["sequences"],
         "about": f"{one['groups_shown']:,} groups, {len(tree['parent']):,} boxes, {sum(tree['length']):,} tokens in the"
@@ -186,7 +190,7 @@ def _transcripts(runs: Sequence[RunData]) -> list[dict[str, Any]]:
                 one = batch["transcripts"][kind]
                 turns = f", {one['turns']} turns" if one["turns"] > 1 else ""
                 about = f"{one['prompt_id']}; {one['above']:+.3g} from its group; {one['finish']}{turns}"
-                cells.append({"step": batch["step"], "reward": f"reward {one['reward']:.3g}", "about": _text(about),
+                cells.append({"when": _label(batch), "reward": f"reward {one['reward']:.3g}", "about": _text(about),
                               "runs": _runs(one["runs"])})  # fmt: skip
             if cells:
                 rows.append({"title": _text(title + named), "cells": cells})

@@ -1,0 +1,76 @@
+"""`Report` in a run: what it keeps and when, that a page which cannot be made ends nothing, and that it is seldom."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from app.batch import RolloutBatch, StepHandle
+from app.interruption import Interrupted
+from callbacks import Report, ValidateEnds
+from tests.helpers.recorded_samples import byte_tokenizer
+from tests.helpers.tiny_run import TinyData, TinyModule, trainer
+
+
+class Batched(TinyModule):
+    """Holds its batch as TreeModule does."""
+
+    batch: RolloutBatch | None = None
+    steps_done = 0
+
+    def training_step(self, handle: StepHandle, batch_idx: int) -> torch.Tensor:
+        self.batch, self.steps_done = handle.batch, handle.index
+        loss = super().training_step(handle, batch_idx)
+        self.policy_version -= handle.index == handle.count - 1
+        return loss
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if batch.index == batch.count - 1:
+            self.policy_version, self.steps_done = self.policy_version + 1, 0
+        super().on_train_batch_end(outputs, batch, batch_idx)
+
+
+def rows(run: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run / "report.jsonl").read_text().splitlines()]
+
+
+def test_first_second_fourth_and_last_batch_and_every_validation(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    trainer(run, Report(), ValidateEnds()).fit(Batched(2), datamodule=TinyData(batches=6, count=2))
+    kept = rows(run)
+    assert [(one["batch"], one["step"]) for one in kept if one["kind"] == "batch"] == [(1, 1), (2, 3), (4, 7), (6, 11)]
+    held_out = [one for one in kept if one["kind"] == "held_out"]
+    assert [one["step"] for one in held_out] == [0, 12]
+    assert held_out[0]["sets"]["held-out"]["rewards"] == {"prompt-0": [0.0], "prompt-1": [1.0]}
+    assert held_out[0]["sets"]["held-out"]["replies"]["prompt-1"]["runs"] == [["1 2", False], ["3 11", True]]
+    assert "held-out accuracy" in (run / "report.html").read_text()
+
+
+def test_recorded_text_is_read_with_the_datamodules_tokenizer(tmp_path: Path) -> None:
+    byte_tokenizer().save_pretrained(tmp_path / "tokenizer")
+    data: Any = TinyData(batches=1)
+    data.tokenizer = str(tmp_path / "tokenizer")
+    trainer(tmp_path / "run", Report()).fit(Batched(), datamodule=data)
+    (kept,) = rows(tmp_path / "run")
+    assert kept["tree"]["text"][0] == byte_tokenizer().decode([1, 2, 3])
+
+
+def test_an_interrupted_run_has_its_page(tmp_path: Path) -> None:
+    class Ends(Batched):
+        def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+            if batch_idx == 2:
+                raise Interrupted(15, 2, None)
+
+    with pytest.raises(Interrupted):
+        trainer(tmp_path / "run", Report()).fit(Ends(), datamodule=TinyData(batches=3))
+    assert (tmp_path / "run" / "report.html").exists() and [one["batch"] for one in rows(tmp_path / "run")] == [1, 2]
+
+
+def test_a_page_that_cannot_be_made_ends_no_run(tmp_path: Path) -> None:
+    (tmp_path / "run" / "report.html").mkdir(parents=True)  # in the way
+    with pytest.warns(UserWarning, match="arborist look"):
+        trainer(tmp_path / "run", Report()).fit(Batched(), datamodule=TinyData(batches=1))
