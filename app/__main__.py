@@ -17,6 +17,7 @@ Asynchronous RL post-training of language-model agents on Lightning.
 
   data        make data files from checkouts of the public repositories they come from
   check       go or no-go: whether there is anything to learn, what a step costs, what fits, what to change first
+  compare     two models on the same prompts: which is better, by how much, and how sure that is
   inspect     what a tree saves on recorded data, and what fits in memory
   look        one page about runs, finished or going on, or about recordings: curves, trees, transcripts
   bench       how fast the tree engine is on this machine

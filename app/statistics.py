@@ -44,7 +44,7 @@ class Paired:
     Attributes:
         prompts: how many. difference: mean of B - A. low, high: its 95% interval. p: chance of a difference so large,
             in either direction, were there none.
-        better, worse: prompts on which B is above A, below A.
+        better, worse: prompts on which B is above A, below A. deviation: of B - A over prompts, standard.
         prompts_needed: that would tell this difference from none in four of five trials; None where it is 0.
     """
 
@@ -55,6 +55,7 @@ class Paired:
     p: float
     better: int
     worse: int
+    deviation: float
     prompts_needed: int | None
 
     @property
@@ -107,7 +108,7 @@ def paired(a: Sequence[float], b: Sequence[float]) -> Paired:
         low, high = _bootstrap(each)
         p = _sign_flips(each)
     needed = prompts_needed(variance, difference) if difference else None
-    return Paired(n, difference, low, high, p, better, worse, needed)
+    return Paired(n, difference, low, high, p, better, worse, math.sqrt(variance), needed)
 
 
 def prompts_needed(variance: float, difference: float) -> int:

@@ -3,7 +3,7 @@
     WeightSync              where the datamodule rolls out: it starts the engine and keeps it in step
     Throughput, Summary     `fit`: where the time went; summary.json
     Coach                   `fit`: what holds the run back, in one sentence; coach.jsonl
-    Report                  `fit`: report.html, and report.jsonl that it is made from
+    Report                  `fit`: report.html, and report.jsonl that it is made from; `validate`: the latter
     RewardLogger            where the datamodule rolls out: samples.jsonl
     ValidateEnds            `fit` with held-out prompts: validation before the first and after the last step
     Progress, HangDump      the progress bar; an answer to `arborist doctor`
@@ -80,7 +80,7 @@ def with_defaults(
         ValidateEnds: fits and trains and _can_validate_ends(trainer, model, data),
         Summary: fits and trains,
         Coach: fits and trains,
-        Report: fits and trains,
+        Report: trains and (fits or (rolls_out and subcommand == "validate")),
         HangDump: True,
     }
     for name in without:

@@ -56,6 +56,7 @@ from callbacks.hang_dump import install
 VERBS = {
     "data": "datamodules.conversations.importers",
     "check": "app.cli.check",
+    "compare": "app.cli.compare",
     "inspect": "app.cli.inspect",
     "look": "app.cli.look",
     "bench": "app.cli.bench",

@@ -1,14 +1,15 @@
 """Keeps what `report.html` shows beside the metrics, and writes the page when a run ends.
 
 Promises: `report.jsonl` in the run directory, complete lines at any time: the prefix tree and some transcripts of the
-first, second, fourth, eighth ... rollout batch and of the last, and every validation's rewards prompt by prompt;
-`report.html` at the end of `fit`, or when it is interrupted (`arborist look` makes it at any time). A page that cannot
-be made is a warning, never the end of a run. Only global rank 0 writes; nothing is drawn or imported before the end.
+first, second, fourth, eighth ... rollout batch and of the last, and every validation's rewards and generated tokens by
+prompt; `report.html` at the end of `fit`, or when it is interrupted (`arborist look` makes it at any time). A page that
+cannot be made is a warning, never the end of a run. Only global rank 0 writes; nothing is drawn before the end.
 """
 
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,7 @@ class Report(Callback):
         self._written = 0  # number of the last batch that was written
         self._held_out: dict[str, dict[str, Any]] = {}
         self._decoder: Any = None
+        self._began = 0.0  # the validation under way
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         self._directory = run_dir(trainer)
@@ -51,6 +53,9 @@ class Report(Callback):
         if number & (number - 1) == 0:
             self._write_batch(trainer)
 
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._began = time.perf_counter()
+
     def on_validation_batch_end(
         self,
         trainer: Trainer,
@@ -60,16 +65,21 @@ class Report(Callback):
         batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:
-        if not trainer.is_global_zero or batch.batch is None or trainer.state.fn != "fit":
+        if not trainer.is_global_zero or batch.batch is None:
             return
-        found = self._held_out.setdefault(batch.name, {"solved_at": batch.solved_at, "rewards": {}, "replies": {}})
+        found = self._held_out.setdefault(
+            batch.name, {"solved_at": batch.solved_at, "rewards": {}, "tokens": {}, "replies": {}}
+        )
         rewards, _, of_sequence = episodes(batch.batch)
         first = {episode: i for i, episode in reversed(list(enumerate(of_sequence.tolist())))}
         last = {episode: i for i, episode in enumerate(of_sequence.tolist())}
         tokenizer = self._tokenizer(trainer)
+        of_token = of_sequence.repeat_interleave(batch.batch.lengths())
+        generated = of_token[batch.batch.loss_mask].bincount(minlength=len(rewards)).tolist()
         for episode, reward in enumerate(rewards.tolist()):
             prompt = batch.batch.prompt_ids[first[episode]]
             found["rewards"].setdefault(prompt, []).append(round(reward, 6))
+            found["tokens"].setdefault(prompt, []).append(generated[episode])
             if prompt not in found["replies"] and len(found["replies"]) < _FOLLOWED:
                 runs = transcript(batch.batch, last[episode], tokenizer)
                 found["replies"][prompt] = {"reward": reward, "runs": runs}
@@ -77,7 +87,8 @@ class Report(Callback):
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         held_out, self._held_out = self._held_out, {}
         if held_out and not trainer.sanity_checking:
-            self._append({"kind": "held_out", "step": trainer.global_step, "sets": held_out})
+            seconds = round(time.perf_counter() - self._began, 3)
+            self._append({"kind": "held_out", "step": trainer.global_step, "seconds": seconds, "sets": held_out})
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._finish(trainer)

@@ -1,0 +1,110 @@
+"""`arborist compare`: two policies on the same prompts, played for real; what it says, by task, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from app.cli import main
+from app.cli.compare import Played, compared
+from datamodules.prompts.tokenizers import load_tokenizer
+from modules.models import ModelSource, build_model
+from tests.helpers.tiny_model import TINY_WITH_ENDS
+
+ROOT = Path(__file__).resolve().parents[4]
+TOKENIZER = "char:0123456789+-*="
+
+
+def played(solved: int, of: int, tokens: float = 5.0, first: int = 0) -> Played:
+    """The first `solved` of prompts "0", "1", ... are solved."""
+    names = [str(i) for i in range(first, of)]
+    return Played({one: float(int(one) < solved) for one in names}, dict.fromkeys(names, tokens), 2.0)
+
+
+def test_a_clear_difference_is_told_with_what_it_cost() -> None:
+    text, figures = compared(played(20, 100), played(60, 100, 8.0), {}, 0.05)
+    assert "B against A: better; 95% interval" in text and "40 prompts better, 0 worse" in text
+    assert figures["distinguishable"] and "prompts_for_least" not in figures
+    assert "generated tokens an episode: 5.0 and 8.0" in text and "2.0 and 2.0" in text
+    worse, _ = compared(played(60, 100), played(20, 100), {}, 0.05)
+    assert "B against A: worse" in worse
+
+
+def test_a_small_one_is_not_and_says_how_many_prompts_would_tell() -> None:
+    a, b = played(50, 100), played(50, 100)
+    b.rewards["3"], b.rewards["70"], b.rewards["71"] = 0.0, 1.0, 1.0
+    text, figures = compared(a, b, {}, 0.05)
+    assert "not distinguishable" in text and not figures["distinguishable"]
+    # One prompt more on either side: variance 5 / 102, (1.96 + 0.84)^2 * 0.049 / 0.05^2.
+    assert figures["prompts_for_least"] == 154
+    assert f"about {figures['prompts_for_least']:,} prompts" in text
+
+
+def test_tasks_are_told_apart_and_prompts_of_one_side_counted() -> None:
+    tasks = {str(i): "easy" if i < 40 else "hard" if i < 99 else "lone" for i in range(100)}
+    text, figures = compared(played(40, 100), played(80, 100, first=1), tasks, 0.05)
+    found = figures["tasks"]
+    assert found["hard"]["better"] == 40 and found["easy"]["difference"] == 0 and "lone" not in found
+    assert "1 prompts were answered by one side alone" in text and figures["one_sided"] == 1
+    assert "too few to compare" in text and found["all"]["prompts"] == 99
+
+
+def test_nothing_in_common() -> None:
+    with pytest.raises(ValueError, match="both sides answered 0 prompts"):
+        compared(played(1, 2), played(1, 4, first=2), {}, 0.05)
+
+
+@pytest.fixture
+def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A model directory, the run it could be of, and some prompts."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["arborist"])
+    tokenizer = load_tokenizer(TOKENIZER)
+    config = {**TINY_WITH_ENDS, "vocab_size": len(tokenizer), "max_position_embeddings": 64}
+    build_model(ModelSource(config=config)).save_pretrained("run/model")
+    settings: Any = yaml.safe_load((ROOT / "configs/quickstart.yaml").read_text())
+    settings["trainer"] |= {"accelerator": "cpu"}
+    settings["model"]["init_args"]["model"] = {"path": "run/model"}
+    Path("run/config.yaml").write_text(yaml.safe_dump(settings))
+    rows = [{"question": f"{i}+1=", "answer": str(i + 1), "digits": len(str(i))} for i in range(6, 14)]
+    Path("prompts.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    return tmp_path
+
+
+def test_a_model_against_itself(workplace: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    main(["compare", "run", "run/model", "--prompts", "prompts.jsonl", "--by", "digits", "--out", "out"])
+    said = capfd.readouterr().out
+    found = json.loads(Path("out/compare.json").read_text())
+    assert found["tasks"]["all"]["prompts"] == 8 and found["tasks"]["all"]["difference"] == 0
+    assert {"1", "2"} < set(found["tasks"]) and not found["distinguishable"] and "not distinguishable" in said
+    assert found["tokens"][0] == found["tokens"][1] > 0 and min(found["seconds"]) > 0
+
+
+@pytest.mark.parametrize(
+    ("args", "said"),
+    [
+        (["nowhere", "run"], "A: there is no 'nowhere'"),
+        (["run", "empty"], "B: empty is no run directory, no model directory and no checkpoint"),
+        (["run", "began"], "B: began has neither model/ nor checkpoints/last.ckpt yet"),
+        (["bare", "bare"], "--config: neither A nor B is of a run"),
+        (["run", "alone.ckpt"], "arborist export"),
+        (["run", "run", "--by", "colour"], "has no field 'colour'; it has question, answer, digits"),
+        (["run", "run", "--samples", "0"], "--samples: must be above 0"),
+        (["run", "run", "--config", "began/config.yaml"], "has no model.init_args"),
+        (["run", "run", "--prompts", "none.jsonl"], "--prompts: there is no file 'none.jsonl'"),
+    ],
+)
+def test_mistakes(workplace: Path, args: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    for name in ("empty", "began", "bare", "alone.ckpt"):
+        Path(name).mkdir()
+    Path("began/config.yaml").write_text("{}")
+    Path("bare/config.json").write_text("{}")
+    with pytest.raises(SystemExit) as ended:
+        main(["compare", *args, *([] if "--prompts" in args else ["--prompts", "prompts.jsonl"]), "--out", "out"])
+    printed = capsys.readouterr().err
+    assert ended.value.code == 2 and said in printed and "Traceback" not in printed
