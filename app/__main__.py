@@ -1,8 +1,11 @@
 """`python -m app ...`: the same as the console script `arborist ...`.
 
-Promises: `--help` answers at once, before the seconds that Lightning and transformers take to be imported.
+Promises: `--help` answers at once, before the seconds that Lightning and transformers take to be imported; on GPUs
+torch's allocator maps memory in expandable segments, unless the environment says how: lengths change from step to step,
+and fixed blocks of all sizes would be free and of no use.
 """
 
+import os
 import sys
 
 HELP = """\
@@ -34,6 +37,8 @@ def main() -> None:
     if sys.argv[1:] in ([], ["-h"], ["--help"]):
         print(HELP, end="", file=sys.stdout if sys.argv[1:] else sys.stderr)
         sys.exit(0 if sys.argv[1:] else 2)
+    if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:  # its older name
+        os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")  # read when torch is imported
     try:
         from app.cli import main as run
     except KeyboardInterrupt:

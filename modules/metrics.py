@@ -6,12 +6,13 @@ there are two reductions.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from typing import Any, cast
 
 import lightning as L
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torchmetrics import Metric
 
 from app.batch import RolloutBatch
@@ -97,6 +98,18 @@ class TokenSums:
     def means(self, weight: Tensor | float) -> dict[str, tuple[Tensor, Tensor | float]]:
         """name -> (sum, weight), as `NamedMetrics.update` takes them."""
         return {name: (total, weight) for name, total in zip(self.names, self._sums)}
+
+
+def remembered(module: nn.Module) -> Callable[[], None]:
+    """What `module` has counted so far; calling it undoes what is counted later, by a pass that has to be repeated."""
+    held = [*vars(module).items(), *module.named_children()]
+    kept = {name: copy.deepcopy(x) for name, x in held if isinstance(x, (NamedMetrics, TokenSums))}
+
+    def restore() -> None:
+        for name, value in kept.items():
+            setattr(module, name, copy.deepcopy(value))
+
+    return restore
 
 
 def forget(trainer: Any, hook: str, names: Iterable[str]) -> None:

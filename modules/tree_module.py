@@ -50,7 +50,7 @@ from app.batch import BatchError, EvalHandle, RolloutBatch, StepHandle
 from app.exchange import ranks_of
 from app.tree import FlatOutputs, PrefixTree, RankGroup, TreeEngine
 from modules.evaluation import EvaluatedModule
-from modules.metrics import NamedMetrics, log_alone
+from modules.metrics import NamedMetrics, log_alone, remembered
 from modules.models import ModelSource, build_model, image_processor_of
 from modules.objectives import Aggregation
 from modules.ranks import RankWork, Step, build_tree
@@ -216,6 +216,7 @@ class TreeModule(EvaluatedModule):
         if engine is None or engine.group is not self._group:
             self._engine_options.setdefault("image_processor", image_processor_of(self.model_source))
             engine = TreeEngine(model, value_head=value_head, group=self._group, **self._engine_options)
+            engine.remember = lambda: remembered(self)
             self._engines[model] = engine
         return engine
 

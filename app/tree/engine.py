@@ -25,7 +25,7 @@ from app.tree.attention.groups import RankGroup
 from app.tree.calibrate import measure_rates
 from app.tree.executor import BatchedLoss, Executor, check_scalar
 from app.tree.heads import Heads
-from app.tree.memory import auto_budgets
+from app.tree.memory import Budget, Result
 from app.tree.model.checkpointing import checkpointable
 from app.tree.model.pictures import PicturePass, Tower
 from app.tree.model.refusals import (
@@ -80,6 +80,8 @@ class TreeEngine:
 
     Attributes:
         dense: whether every leaf sequence runs alone, through the model's own attention (after such a fallback).
+        remember: None, or what is called before a pass that is repeated where a GPU's memory runs out (with half the
+            live tokens, a warning, and losses evaluated again); what it returns undoes what these have recorded.
 
     Raises:
         ValueError: an argument out of range, or a model this engine would compute wrongly, naming the layer or setting.
@@ -133,7 +135,8 @@ class TreeEngine:
             )
         self.group = group
         self.tower = Tower(self.model, image_processor)
-        self.chunk_tokens, self.live_tokens = chunk_tokens, live_tokens
+        self.budget = Budget(chunk_tokens, live_tokens)
+        self.remember: Callable[[], Callable[[], None]] | None = None
         self.temperature = temperature
         self.attention, self.states = attention, states
         self.checkpointing, self.rates = checkpointing, rates
@@ -143,7 +146,13 @@ class TreeEngine:
     def plan(self, tree: PrefixTree) -> ExecutionPlan:
         """The plan that `forward` and `backward` execute for `tree`: of a few candidates within the budgets, the one
         of least predicted time."""
-        return dense_plan(tree) if self.dense else self._plan(tree, self.chunk_tokens, self.live_tokens)
+        if self.dense:
+            return dense_plan(tree)
+        ranks = 1 if self.group is None else self.group.size
+        chunk, live = self.budget.tokens(self.model, tree, self.heads.head_tokens, ranks)
+        if self.group is not None:  # by the memory of the one that has least
+            chunk, live = (int(min(values)) for values in zip(*self.group.gather((chunk, live))))
+        return self._plan(tree, chunk, live)
 
     def forward(
         self, tree: PrefixTree, want: Sequence[str] = ("logprobs",), temperatures: Any | None = None
@@ -180,8 +189,8 @@ class TreeEngine:
             SelfCheckError: the first time, when the self-check fails; gradients are as before then.
         """
         self._verify_once(tree, want)
-        executor = self._executor(tree, want, temperatures)
-        return float(executor.run(loss_fn if batched else _one_by_one(loss_fn)))
+        losses = loss_fn if batched else _one_by_one(loss_fn)
+        return self._with_room(lambda: float(self._executor(tree, want, temperatures).run(losses)))
 
     def backward_coupled(
         self,
@@ -227,6 +236,15 @@ class TreeEngine:
             groups: integers [N], the group of each sequence.
         """
         self._verify_once(tree, want)
+        return self._with_room(lambda: self._grouped(tree, loss_fn, groups, want))
+
+    def _grouped(
+        self,
+        tree: PrefixTree,
+        loss_fn: Callable[[FlatOutputs, Tensor], Tensor],
+        groups: Any,
+        want: Sequence[str],
+    ) -> float:
         execution, ids = self.plan(tree), np.unique(np.asarray(groups), return_inverse=True)[1]
         last = tree.sequence_last_needed
         chunk = np.where(last >= 0, execution.token_chunk[last], -1) if tree.num_tokens else last
@@ -283,9 +301,17 @@ class TreeEngine:
                 )
             flat[name] = grad.detach()
         self._verify_once(tree, tuple(flat))
-        executor = self._executor(tree, tuple(flat), temperatures)
-        executor.set_grads(flat)
-        executor.run()
+
+        def run() -> None:
+            executor = self._executor(tree, tuple(flat), temperatures)
+            executor.set_grads(flat)
+            executor.run()
+
+        self._with_room(run)
+
+    def _with_room(self, run: Callable[[], Result]) -> Result:
+        modules = [module for module in (self.model, self.value_head) if module is not None]
+        return self.budget.run(run, modules, self.group is not None, self.remember)
 
     def verify(self, tree: PrefixTree, want: Sequence[str] = ("logprobs",)) -> CheckReport | None:
         """Compares tree with dense execution on a small part of `tree`, and changes nothing. None when there is nothing
@@ -344,19 +370,16 @@ class TreeEngine:
             )
         self.fall_back(str(report))
 
-    def _plan(self, tree: PrefixTree, chunk_tokens: int | str, live_tokens: int | str) -> ExecutionPlan:
+    def _plan(self, tree: PrefixTree, chunk_tokens: int, live_tokens: int) -> ExecutionPlan:
         shape, parameter = ModelShape.of(self.model.config), next(self.model.parameters())
         if self.rates is None:
             self.rates = measure_rates(self.model) if parameter.device.type == "cuda" else CPU_RATES
             if self.group is not None:  # one plan for all: by what the first of them measured
                 self.rates = Rates(*self.group.gather(astuple(self.rates))[0])
         backend = choose_backend(self.attention, self.model)
-        ranks = 1 if self.group is None else self.group.size
-        chunk, live = auto_budgets(self.model, chunk_tokens, live_tokens, tree, self.heads.head_tokens, ranks)
-        if self.group is not None:  # and by the memory of the one that has least
-            chunk, live = (int(min(values)) for values in zip(*self.group.gather((chunk, live))))
         share = shape.checkpoint_share() if self.checkpointing and checkpointable(self.model) else 1.0
-        return plan(tree, chunk, live, TimeModel(shape, self.rates, backend, parameter.element_size()), share)
+        times = TimeModel(shape, self.rates, backend, parameter.element_size())
+        return plan(tree, chunk_tokens, live_tokens, times, share)
 
     def _executor(
         self,

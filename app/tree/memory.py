@@ -6,10 +6,13 @@ to do, before anything runs.
 
 from __future__ import annotations
 
+import gc
 import os
-from collections.abc import Sequence
+import warnings
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
+from typing import TypeVar
 
 import psutil
 import torch
@@ -19,6 +22,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
+from app.tree.attention import path_cache
 from app.tree.heads import Heads
 from app.tree.model.checkpointing import checkpoints_itself
 from app.tree.model.vocabulary import CutVocabulary, vocabulary_modules
@@ -26,8 +30,14 @@ from app.tree.planning.cost import ModelShape
 from app.tree.planning.plan import Chunk, most_ends
 from app.tree.prefix_tree import PrefixTree
 
-DEVICE_CHUNK = {"cpu": 2048, "cuda": 8192}
-"""Tokens a chunk when the user leaves it open: CPUs are fastest at 1-4K (cache), GPUs need more to fill their units."""
+DEVICE_CHUNK = {"cpu": 2048, "cuda": 32768}
+"""Most tokens a chunk when the user leaves it open: CPUs are fastest at 1-4K (cache); on GPUs a chunk adds to the
+gradient of every weight, so that longer ones gain as long as they fit, and the planner weighs shorter ones too."""
+
+Result = TypeVar("Result")
+
+_ROUND = 1024
+"""Live tokens above it are a multiple of it, so that a few bytes more or less make no other plan."""
 
 _CPU_SHARE, _GPU_SHARE = 0.5, 0.8
 """Of the free memory, what a pass may take: a CPU's is also other processes', and its allocator returns it late."""
@@ -114,7 +124,12 @@ def pass_memory(
         gradients=missing * accumulated,
         gathered=_largest_unit(model) * 2 * (element + accumulated)
         + (0 if cut is None else 4 * min(largest, scored) * width * element + cut.count * width * accumulated),
-        path_cache=key_value * (longest * (2 * element + accumulated) + min(chunk_tokens, tokens) * accumulated),
+        path_cache=key_value
+        * (
+            path_cache.rows(longest, device or parameter.device) * (element + accumulated)
+            + longest * element
+            + min(chunk_tokens, tokens) * accumulated
+        ),
         states=2 * 4 * shape.state_values * held,
         outputs=tokens * (8 + 3 * accumulated) + dense * (8 + 3 * accumulated),
         head_block=heads.block_bytes(min(rows, max(1, scored), -(-chunk_tokens // ranks))),
@@ -147,11 +162,13 @@ def auto_budgets(
     tree: PrefixTree | None = None,
     head_tokens: int | None = None,
     ranks: int = 1,
+    free: int | None = None,
 ) -> tuple[int, int]:
     """Replaces "auto" by numbers: (chunk_tokens, live_tokens), of all `ranks` that run a pass together.
 
     `chunk_tokens`: the device's good size. `live_tokens`: what of half the free memory of a CPU (shared with the other
-    ranks on it), or four fifths of a GPU's, is left beside the other parts of a pass over `tree`.
+    ranks on it), or four fifths of a GPU's, is left beside the other parts of a pass over `tree`, in multiples of 1,024
+    where it is more. `free`: bytes to count with instead of those that are free now.
 
     Raises:
         ValueError: when not even 16 tokens' activations fit, naming the bytes of each part.
@@ -160,7 +177,7 @@ def auto_budgets(
     chunk = chunk_tokens if not isinstance(chunk_tokens, str) else ranks * DEVICE_CHUNK["cuda" if on_gpu else "cpu"]
     if not isinstance(live_tokens, str):
         return chunk, live_tokens
-    free = free_bytes(next(model.parameters()).device)
+    free = free_bytes(next(model.parameters()).device) if free is None else free
     usable = int(free * (_GPU_SHARE if on_gpu else _CPU_SHARE))
     least = pass_memory(model, _LEAST, _LEAST, tree, head_tokens, ranks=ranks)
     if least.total > usable:
@@ -174,7 +191,118 @@ def auto_budgets(
     live = ranks * (usable - fixed.total) // each
     if live < chunk:  # chunks will be no larger than what is live, and their backward smaller with them
         live = ranks * (usable - (fixed.total - fixed.backward)) // (each + ranks * fixed.backward // chunk)
-    return chunk, max(_LEAST, live)
+    return chunk, max(_LEAST, live if live < _ROUND else live - live % _ROUND)
+
+
+class Budget:
+    """The token budgets of one engine, from pass to pass.
+
+    Promises: free memory is asked for at the first two plans for a backward pass alone (by the second an optimizer has
+    its state), so that equal trees get equal plans from then on; a pass that ran out of a GPU's memory is repeated with
+    half the live tokens, from exactly the gradients it began with, and later passes keep to these.
+
+    Args:
+        chunk_tokens, live_tokens: numbers, or "auto".
+    """
+
+    def __init__(self, chunk_tokens: int | str, live_tokens: int | str) -> None:
+        self.chunk_tokens, self.live_tokens = chunk_tokens, live_tokens
+        self._room: int | None = None  # bytes, were there no gradients
+        self._passes = 0
+        self._most: int | None = None
+        self._planned = 0
+
+    def tokens(self, model: PreTrainedModel, tree: PrefixTree, head_tokens: int, ranks: int = 1) -> tuple[int, int]:
+        """(chunk_tokens, live_tokens) of a pass over `tree`; errors of `auto_budgets`."""
+        free = None
+        if isinstance(self.live_tokens, str):
+            parameters = [p for p in model.parameters() if p.grad is not None]
+            gradients = sum(_here(p.grad) * p.grad.element_size() for p in parameters if p.grad is not None)
+            if self._room is None or self._passes < 2:
+                self._room = free_bytes(next(model.parameters()).device) + gradients
+            free = self._room - gradients
+        chunk, live = auto_budgets(model, self.chunk_tokens, self.live_tokens, tree, head_tokens, ranks, free)
+        self._planned = live if self._most is None else min(live, self._most)
+        return chunk, self._planned
+
+    def run(
+        self,
+        run: Callable[[], Result],
+        modules: Sequence[nn.Module],
+        together: bool,
+        remember: Callable[[], Callable[[], None]] | None,
+    ) -> Result:
+        """`run()`, a backward pass planned anew at each call; once more with half the live tokens when a GPU's memory
+        runs out.
+
+        Args:
+            modules: whose gradients it adds to.
+            together: whether other ranks run the same plan, so that this one cannot choose another by itself.
+            remember: called before; what it returns undoes what losses of a failed attempt have recorded.
+
+        Raises:
+            torch.OutOfMemoryError: with a note on what to change, where the pass cannot be repeated.
+        """
+        before = _GradientsBefore(modules) if runs_out(modules[0]) and not together else None
+        forget = remember() if before is not None and remember is not None else None
+        while True:
+            try:
+                result = run()
+                self._passes += 1
+                return result
+            except torch.OutOfMemoryError as error:
+                half = self._planned // 2
+                if before is None or half < _LEAST or not before.restore():
+                    error.add_note(
+                        f"A tree pass of {self._planned} live tokens ran out of memory and was not repeated with fewer:"
+                        f" {_why(together, half)}. Set live_tokens (or chunk_tokens) to less"
+                    )
+                    raise
+                found = str(error).splitlines()[0]
+            # The error is gone, and with its traceback all that the failed attempt had allocated.
+            gc.collect()
+            if torch.cuda.is_available():
+                torch.cuda.empty_cache()
+            if forget is not None:
+                forget()
+            warnings.warn(
+                f"a tree pass of {self._planned} live tokens ran out of memory ({found}); it is repeated with {half},"
+                " and so are later ones",
+                stacklevel=3,
+            )
+            self._most = half
+
+
+class _GradientsBefore:
+    """The gradients before a pass, of which nothing is copied: those that are absent or zero can be made so again."""
+
+    def __init__(self, modules: Sequence[nn.Module]) -> None:
+        trained = [p for module in modules for p in module.parameters() if p.requires_grad]
+        self._absent = [p for p in trained if p.grad is None]
+        self._there = [p.grad for p in trained if p.grad is not None]
+        norms = torch._foreach_norm(self._there, float("inf")) if self._there else []
+        self._largest = torch.stack([norm.float() for norm in norms]).max() if norms else None  # read after a failure
+
+    def restore(self) -> bool:
+        """As before; False, and nothing done, where other passes had left something in them."""
+        if self._largest is not None and not bool(self._largest == 0):
+            return False
+        for parameter in self._absent:
+            parameter.grad = None
+        for grad in self._there:
+            grad.zero_()
+        return True
+
+
+def _why(together: bool, half: int) -> str:
+    if together:
+        return "ranks of a group run one plan together"
+    return f"{half} are too few" if half < _LEAST else "gradients of earlier passes are in the same tensors"
+
+
+def runs_out(module: nn.Module) -> bool:
+    """Whether allocations for this module fail by an error that one can go on from: on GPUs, not in host memory."""
+    return next(module.parameters()).device.type == "cuda"
 
 
 def free_bytes(device: torch.device) -> int:

@@ -1,7 +1,8 @@
 """Keys and values of the live path, per layer, and the gradients that reach them.
 
-Promises: sized for one plan's longest path, never for a configured maximum; a token on the path is written once and
-read in place; gradients are held in the accumulation dtype.
+Promises: sized for one plan's longest path, never for a configured maximum (on CUDA devices up to a multiple of 2,048
+tokens, so that the allocator gives pass after pass the same blocks again); a token on the path is written once and read
+in place; gradients are held in the accumulation dtype.
 Depth d of the path is row d of every buffer: keys and values [1, Hk, capacity, d], one pair a layer.
 """
 
@@ -11,6 +12,8 @@ import torch
 from torch import Tensor
 
 KeyValue = tuple[Tensor, Tensor]
+
+_CUDA_ROUND = 2048
 
 
 class PathCache:
@@ -29,8 +32,8 @@ class PathCache:
             if self.with_grads:
                 dtype = torch.promote_types(torch.float32, keys.dtype)
                 self._grads[layer] = (self._buffer(keys, dtype).zero_(), self._buffer(values, dtype).zero_())
-        for buffer, rows in zip(self._values[layer], (keys, values), strict=True):
-            buffer[:, :, start : start + rows.shape[2]].copy_(rows)
+        for buffer, new in zip(self._values[layer], (keys, values), strict=True):
+            buffer[:, :, start : start + new.shape[2]].copy_(new)
 
     def pop(self, start: int, stop: int) -> dict[int, KeyValue]:
         """The gradients that reached depths [start, stop), by layer, which are zero again afterwards."""
@@ -53,5 +56,10 @@ class PathCache:
             buffer[:, :, start : start + grad.shape[2]] += grad
 
     def _buffer(self, like: Tensor, dtype: torch.dtype) -> Tensor:
-        shape = (*like.shape[:2], self.capacity, like.shape[3])
+        shape = (*like.shape[:2], rows(self.capacity, like.device), like.shape[3])
         return torch.empty(shape, dtype=dtype, device=like.device)
+
+
+def rows(tokens: int, device: torch.device) -> int:
+    """Rows of a buffer for a path of so many tokens."""
+    return tokens if device.type != "cuda" else -(-tokens // _CUDA_ROUND) * _CUDA_ROUND

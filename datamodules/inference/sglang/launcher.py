@@ -308,6 +308,8 @@ class ServerProcess:
             "PYTHONUNBUFFERED": "1",
         }
         own.pop(API_KEY_VARIABLE, None)
+        if own.get("PYTORCH_ALLOC_CONF") == "expandable_segments:True":  # the trainer's; torch_memory_saver refuses it
+            del own["PYTORCH_ALLOC_CONF"]
         if self._key:
             own[API_KEY_VARIABLE] = self._key
         if self.options.num_threads is not None:

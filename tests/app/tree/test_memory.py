@@ -54,7 +54,7 @@ def test_auto_takes_what_is_left(free) -> None:
     for extra in (10_000, 100_000):
         fixed = pass_memory(model, DEVICE_CHUNK["cpu"], 0, TREE).total
         free(2 * (fixed + extra * token_bytes(model)))
-        assert auto_budgets(model, "auto", "auto", TREE) == (DEVICE_CHUNK["cpu"], extra)
+        assert auto_budgets(model, "auto", "auto", TREE) == (DEVICE_CHUNK["cpu"], extra // 1024 * 1024)
     assert auto_budgets(model, "auto", 7, TREE) == (DEVICE_CHUNK["cpu"], 7)
     assert auto_budgets(model, 5, "auto", TREE)[0] == 5
 

@@ -23,7 +23,7 @@ class Meter:
         self.now = self.peak = 0
 
     def pack(self, tensor: Tensor) -> _Saved:
-        return _Saved(tensor, self)
+        return _Saved(tensor.detach(), self)  # with its graph an output would hold itself
 
     @contextmanager
     def measuring(self) -> Iterator[None]:
