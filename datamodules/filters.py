@@ -4,7 +4,8 @@ A filter is any object with `reason(group) -> str | None`: why the group is left
 drops and counts (`dropped_filtered`) what a filter names a reason for, and rolls out more prompts in its place.
 
 Promises: the filters here are pure functions of the group; they judge episodes, not turns (an episode of 20 sequences
-counts once), and their reasons say what was measured.
+counts once, by its reward and those of its single calls together, as advantages do), and their reasons say what was
+measured.
 """
 
 from __future__ import annotations
@@ -13,7 +14,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 
 from app import checks
-from datamodules.groups import Group
+from app.batch import Trajectory
+from datamodules.groups import Group, earned
 
 
 class GroupFilter(ABC):
@@ -130,8 +132,11 @@ class Custom(GroupFilter):
 
 
 def episode_rewards(group: Group) -> dict[int, float]:
-    """Episode id -> its reward, in the order of the group's episodes."""
-    return {one.episode_id: one.reward for one in group.trajectories}
+    """Episode id -> what it earned, rewards of single calls included, in the order of the group's episodes."""
+    turns: dict[int, list[Trajectory]] = {}
+    for one in group.trajectories:
+        turns.setdefault(one.episode_id, []).append(one)
+    return {episode: earned(own) for episode, own in turns.items()}
 
 
 def _span(rewards: Sequence[float]) -> str:

@@ -6,13 +6,13 @@ Promises: saved and loaded groups are equal in every field; what is saved are te
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
-from app.batch import RolloutBatch, Trajectory
+from app.batch import CALL_REWARD, LARGEST_REWARD, BatchError, RolloutBatch, Trajectory
 from app.pictures import Picture, used
 
 
@@ -31,6 +31,24 @@ class Group:
     prompt_id: str
     admitted_at: int
     trajectories: list[Trajectory]
+
+
+def earned(turns: Sequence[Trajectory]) -> float:
+    """What the episode of these training sequences earned: its reward, and what single calls were given on top.
+
+    Raises:
+        BatchError: such a reward that is no number within the range of rewards.
+    """
+    total = turns[0].reward
+    for one in turns:
+        value = one.metadata.get(CALL_REWARD, 0.0)
+        if type(value) not in (int, float) or not abs(value) <= LARGEST_REWARD:
+            raise BatchError(
+                f"Trajectory.metadata of {one.name}: {CALL_REWARD} is {str(value)[:40]}; it must be a finite number"
+                f" within {LARGEST_REWARD:g}"
+            )
+        total += value
+    return total
 
 
 def label(trajectories: list[Trajectory], index: int, sample: int, group_size: int) -> list[Trajectory]:

@@ -24,7 +24,7 @@ from app import checks
 from app.batch import BatchError, RolloutBatch, Trajectory
 from modules.advantages import ADVANTAGES, Estimate
 from modules.corrections import CORRECTIONS
-from modules.episodes import call_rewards, episodes
+from modules.episodes import call_rewards, earned, episodes
 from modules.objectives import OBJECTIVES, traits_of
 from modules.regularisers import REGULARISERS
 
@@ -335,9 +335,8 @@ class Algorithm:
 
 def with_rewards(batch: RolloutBatch, token_rewards: Tensor) -> RolloutBatch:
     """A view of `batch` whose episodes' rewards include their tokens' [T]."""
-    rewards, _, of_sequence = episodes(batch)
-    of_token = of_sequence.repeat_interleave(batch.lengths())
-    return batch.with_rewards(rewards.index_add(0, of_token, token_rewards.double())[of_sequence].float())
+    rewards, _, of_sequence = earned(batch, token_rewards)
+    return batch.with_rewards(rewards[of_sequence].float())
 
 
 def _at_level_of(correction: Choice, sequence_ratio: bool) -> Choice:

@@ -70,6 +70,13 @@ def call_rewards(batch: RolloutBatch) -> Tensor:
     return found
 
 
+def earned(batch: RolloutBatch, token_rewards: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """As `episodes`, whose rewards include those of their tokens, `token_rewards` [T]."""
+    rewards, groups, of_sequence = episodes(batch)
+    of_token = of_sequence.repeat_interleave(batch.lengths())
+    return rewards.index_add(0, of_token, token_rewards.double()), groups, of_sequence
+
+
 def group_sizes(batch: RolloutBatch, groups: Tensor, name: str) -> tuple[Tensor, Tensor]:
     """Numbers the groups and counts their episodes, for estimators that compare the episodes of a group.
 

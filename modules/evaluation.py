@@ -6,7 +6,7 @@ left.
 
 For each set, with n samples a prompt:
 
-    accuracy   mean reward over episodes
+    accuracy   mean reward over episodes, with rewards of single calls
     pass@k     chance that at least one of k samples solves a prompt, mean over prompts: 1 - C(n - c, k) / C(n, k)
                where c of n solved it, which is unbiased (Chen et al. 2021, eq. 1)
     mean@n     mean over prompts of the mean reward of their episodes
@@ -35,7 +35,7 @@ import torch
 from torch import Tensor, nn
 
 from app.batch import FINAL_ANSWER, EvalHandle, RolloutBatch, StepHandle
-from modules.episodes import episodes
+from modules.episodes import call_rewards, earned
 from modules.metrics import NamedMetrics, episode_reward, log_alone
 from modules.regularisers import k3
 
@@ -161,7 +161,7 @@ def majority(answers: Sequence[str], solved: Sequence[bool]) -> float:
 
 def _measure(handle: EvalHandle, batch: RolloutBatch) -> dict[str, tuple[float, int]]:
     """name -> (total, weight)."""
-    rewards, groups, of_sequence = episodes(batch)
+    rewards, groups, of_sequence = earned(batch, call_rewards(batch))
     totals = {"accuracy": (float(rewards.sum()), len(rewards))}
     if not handle.ks:
         return totals

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torchmetrics import Metric
 
 from app.batch import RolloutBatch
-from modules.episodes import episodes
+from modules.episodes import call_rewards, earned
 
 
 class NamedMetrics(Metric):
@@ -144,8 +144,8 @@ def log_alone(
 
 
 def episode_reward(batch: RolloutBatch | None) -> tuple[float, int]:
-    """Sum of the rewards of a batch's episodes, and their number; zeros without a batch."""
+    """Sum of what a batch's episodes earned, with rewards of single calls, and their number; zeros without a batch."""
     if batch is None:
         return 0.0, 0
-    rewards = episodes(batch)[0]
+    rewards = earned(batch, call_rewards(batch))[0]
     return float(rewards.sum()), len(rewards)

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from datamodules.conversations.tokens import Bools, Ints, RecordedDataError, Workload
 from datamodules.files.recording import read_batch, versions
+from datamodules.groups import earned
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,7 +55,7 @@ def load_sessions(directory: Path) -> list[Session]:
                         task=group.prompt_id,
                         trial=trials[group.prompt_id],
                         model="",
-                        reward=mine[0].reward,
+                        reward=earned(mine),
                         source=f"{directory} batch {version} episode {episode}",
                         is_rewarded=all(one.metadata.get("rewarded", True) for one in mine),
                         calls=[(one.tokens.numpy(), one.loss_mask.numpy()) for one in mine],

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
 from jsonargparse import ArgumentParser
 
-from app.batch import Trajectory
+from app.batch import CALL_REWARD, BatchError, Trajectory
 from datamodules.filters import Custom, Filters, GroupFilter, NoSignal, RewardBand, TooManyTruncated
-from datamodules.groups import Group
+from datamodules.groups import Group, earned, to_batch
+from datamodules.pipeline.tally import Tally
+from modules.metrics import episode_reward
 
 
 def group(*episodes: tuple[float, str], turns: int = 1) -> Group:
@@ -35,6 +38,30 @@ def group(*episodes: tuple[float, str], turns: int = 1) -> Group:
             for turn in range(turns)
         ],
     )
+
+
+def credited(*episodes: Sequence[float | None]) -> Group:
+    """Episodes without a reward of their own, by the rewards of their calls."""
+    made = group(*((0.0, "stop") for _ in episodes), turns=len(episodes[0]))
+    for one, value in zip(made.trajectories, [value for own in episodes for value in own], strict=True):
+        if value is not None:
+            one.metadata[CALL_REWARD] = value
+    return made
+
+
+def test_rewards_of_single_calls_are_their_episodes() -> None:
+    same, other = [0.5, None, 0.5], [None, 1.0, None]
+    assert NoSignal().reason(credited(same, other)) == "no signal: the rewards of its 2 episodes are all 1"
+    assert NoSignal().reason(credited(same, [0.5, 0.25, None])) is None
+    assert RewardBand(0.5, 0.9).reason(credited(same, other)) == "mean reward 1 outside [0.5, 0.9]"
+    tally = Tally()
+    tally.finished(credited(same, [0.0, None, -1.0]))
+    found = tally.take()
+    assert (found["reward"], found["flat"], found["unsolved"]) == (0.0, 0.0, 0.0)
+    with pytest.raises(BatchError, match="call_reward is much; it must be a finite number"):
+        earned(credited([0.5], ["much"]).trajectories[1:])  # type: ignore[list-item]
+    batch = to_batch([credited(same, [0.0, None, -1.0])])
+    assert episode_reward(batch) == (0.0, 2)
 
 
 def odd(group: Group) -> str | None:
