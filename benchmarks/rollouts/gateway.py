@@ -1,11 +1,12 @@
 """What the agents' gateway costs beside calling the engine directly, from the first turn of a conversation to the last.
 
-    python -m benchmarks.rollouts.gateway                  # three minutes; writes gateway.json, .md and .png
+    python -m benchmarks.rollouts.gateway                  # five minutes; writes gateway.json, .md and .png
     python -m benchmarks.rollouts.gateway --quick --out DIR
 
 The gateway has a process of its own, whose CPU time the kernel counts; its engine answers at once, so that all that is
 measured is the way to it: HTTP, JSON, template, tokens. Conversations of 4,000 tokens in 16 turns and in 128, with a
-template that says messages as they are and with Qwen3's, which looks for thoughts in each. At each turn an empty call
+template that says messages as they are and with Qwen3's, which looks for thoughts in each, also of a model that thinks
+("qwen3, thinks"): that template leaves the thoughts of earlier replies out. At each turn an empty call
 of HTTP is made, the engine is called directly with the same prompt (in the client's process) and through the gateway,
 in an order that rotates. Milliseconds; wall holds the client's own work. Then as many conversations in their last turns
 ask all at once.
@@ -46,10 +47,13 @@ PLAIN = (
 WAYS = ("direct", "http", "gateway")
 TOKENS = 4000
 CONCURRENT = 256
+CASES = ("plain", "qwen3", "qwen3, thinks")
+THOUGHTS = "<think>\n" + "hm " * 10 + "\n</think>\n\n"
 
 
-def template(name: str) -> str:
+def template(case: str) -> str:
     """Of trl's data, but for the plain one."""
+    name = case.partition(",")[0]
     return PLAIN if name == "plain" else resources.files("trl").joinpath(f"chat_templates/{name}.jinja").read_text()
 
 
@@ -70,6 +74,11 @@ def said(turns: int) -> str:
     return "so " * max(1, (TOKENS // turns - 20) // 6)
 
 
+def reply(case: str, turns: int) -> str:
+    """What the model says."""
+    return THOUGHTS * case.endswith("thinks") + said(turns)
+
+
 class Instant:
     """An engine that always says the same, at once."""
 
@@ -85,8 +94,8 @@ class Instant:
         return GenerationResponse(list(self._reply), [-0.1] * made, [0] * made, "stop")
 
 
-def episode_engine(tokenizer: PreTrainedTokenizerBase, turns: int) -> EpisodeEngine:
-    return EpisodeEngine(Instant(tokenizer, said(turns)), tokenizer, None, name="e", seed="s")  # type: ignore[arg-type]
+def episode_engine(tokenizer: PreTrainedTokenizerBase, says: str) -> EpisodeEngine:
+    return EpisodeEngine(Instant(tokenizer, says), tokenizer, None, name="e", seed="s")  # type: ignore[arg-type]
 
 
 def serve(pipe: Connection) -> None:
@@ -103,7 +112,7 @@ def serve(pipe: Connection) -> None:
                 if name not in chats:
                     tokenizers[name] = byte_tokenizer(template(name))
                     chats[name] = Chat(tokenizers[name])
-                engine = episode_engine(tokenizers[name], turns)
+                engine = episode_engine(tokenizers[name], reply(name, turns))
                 session = Session(engine, chats[name], Sampling(TOKENS), Budget(max_calls=1 << 20), hermes_calls)
                 pipe.send((gateway.admit(session) + "/v1", session.key))
         finally:
@@ -144,14 +153,14 @@ class Conversation:
     """One session, and the ways to ask in it."""
 
     def __init__(self, server: Server, client: aiohttp.ClientSession, name: str, turns: int) -> None:
-        self._said = said(turns)
+        self._said, self._reply = said(turns), reply(name, turns)
         self.messages: list[dict[str, Any]] = [{"role": "user", "content": self._said}]
         self._client = client
         self._address, self._headers = server.session(name, turns)
         self.prompt_tokens = 0
 
     def goes_on(self) -> None:
-        self.messages += [{"role": "assistant", "content": self._said}, {"role": "user", "content": self._said}]
+        self.messages += [{"role": "assistant", "content": self._reply}, {"role": "user", "content": self._said}]
 
     async def gateway(self) -> None:
         body = {"model": "any", "messages": self.messages}
@@ -177,7 +186,7 @@ async def by_turn(server: Server, name: str, turns: int, repeats: int) -> list[d
     """A row for each turn."""
     taken: dict[int, dict[str, list[tuple[float, float]]]] = {t: {way: [] for way in WAYS} for t in range(1, turns + 1)}
     sizes: dict[int, int] = {}
-    engine = episode_engine(byte_tokenizer(template(name)), turns)
+    engine = episode_engine(byte_tokenizer(template(name)), reply(name, turns))
 
     async def direct(tokens: int) -> None:
         await engine.generate(GenerationRequest([1] * max(1, tokens), TOKENS, stop_token_ids=engine.ends.ids))
@@ -208,7 +217,7 @@ async def by_turn(server: Server, name: str, turns: int, repeats: int) -> list[d
 
 async def concurrent(server: Server, name: str, sessions: int, turns: int, repeats: int) -> dict[str, Any]:
     """Sessions that all ask at once in the last turns of a conversation, and the engine asked by all of them."""
-    engine = episode_engine(byte_tokenizer(template(name)), turns)
+    engine = episode_engine(byte_tokenizer(template(name)), reply(name, turns))
     asking: list[tuple[float, float]] = []
     direct: list[float] = []
     async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as client:
@@ -310,14 +319,10 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
         cases = [
             {"template": name, "turns": turns, "rows": asyncio.run(by_turn(server, name, turns, repeats))}
             for turns in shapes
-            for name in ("plain", "qwen3")
+            for name in CASES
         ]
         sessions = 8 if args.quick else CONCURRENT
-        many = [
-            asyncio.run(concurrent(server, name, sessions, turns, bursts))
-            for turns in shapes
-            for name in ("plain", "qwen3")
-        ]
+        many = [asyncio.run(concurrent(server, name, sessions, turns, bursts)) for turns in shapes for name in CASES]
     finally:
         server.close()
     result = {
