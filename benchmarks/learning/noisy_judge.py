@@ -40,7 +40,6 @@ CASES: dict[str, tuple[str, float]] = {
     "single, 10%": ("single", 0.1),
     "single, 30%": ("single", 0.3),
     "twice, 30%": ("twice", 0.3),
-    "ranked, 0%": ("ranked", 0.0),
     "ranked, 30%": ("ranked", 0.3),
 }
 _MODEL = JudgeModel(url="http://localhost/v1", name="noisy", temperature=1.0)  # which is never asked
