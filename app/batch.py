@@ -43,6 +43,9 @@ TEMPERATURES = (1e-3, 1e3)
 CALL_REWARD = "call_reward"
 """Key of a training sequence's metadata with a reward of its own, which is earned at its last trained token and comes
 on top of the episode's."""
+TEACHER_PROMPT = "teacher_prompt"
+"""Key of a training sequence's metadata with token ids that a teacher is shown in place of what stands before the first
+trained token: a richer prompt, for a policy that teaches itself."""
 UNTRAINABLE_CALLS = "untrainable_calls"
 """Key of an episode's metadata with the number of its replies that were sampled so that they cannot be trained on."""
 FINAL_ANSWER = "final_answer"

@@ -2,6 +2,7 @@
 (imitation), `RewardModule` (reward models), `TreeModule` (their base)."""
 
 from modules.actor_critic import ActorCriticModule
+from modules.advantages.teacher import TeacherServer
 from modules.algorithm import Regulariser
 from modules.models import ModelSource, Refresh, build_model
 from modules.policy import PolicyModule
@@ -16,6 +17,7 @@ __all__ = [
     "Regulariser",
     "RewardModule",
     "SFTModule",
+    "TeacherServer",
     "TreeModule",
     "build_model",
 ]

@@ -162,23 +162,23 @@ def _without_storage() -> bool:
     return torch.get_default_device().type == "meta"
 
 
-def check_same_tokens(tokenizer: PreTrainedTokenizerBase | None, policy: ModelSource, reference: ModelSource) -> None:
-    """Compares the reference's tokenizer with `tokenizer`, that of the rollouts, or where there is none with the one
-    beside the policy's weights: log-probabilities of a model that numbers its tokens otherwise would be of other texts.
-    A reference without a tokenizer beside its weights is taken at its word.
+def check_same_tokens(tokenizer: PreTrainedTokenizerBase | None, policy: ModelSource, reference: str | None) -> None:
+    """Compares the tokenizer in the directory `reference` with `tokenizer`, that of the rollouts, or where there is
+    none with the one beside the policy's weights: log-probabilities of a model that numbers its tokens otherwise would
+    be of other texts. A reference without a tokenizer beside its weights is taken at its word.
 
     Raises:
         ValueError: a token has another number in the reference, or none; a tokenizer that cannot be read.
     """
-    if reference.path is None or policy.path == reference.path:
+    if reference is None or policy.path == reference:
         return
-    other = _vocabulary(reference.path)
+    other = _vocabulary(reference)
     mine = _vocabulary(policy.path) if tokenizer is None else dict(tokenizer.get_vocab())
     for token, number in mine.items() if other else ():
         if other.get(token) != number:
             there = f"{other[token]} there" if token in other else "none of its tokens"
             raise ValueError(
-                f"reference: '{reference.path}' has another tokenizer than this run: {token!r} is {number} here and"
+                f"reference: '{reference}' has another tokenizer than this run: {token!r} is {number} here and"
                 f" {there}, so its log-probabilities would be of other texts; take a model of the same family"
             )
 

@@ -9,7 +9,7 @@ run only for what is read.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any, Literal
@@ -18,9 +18,10 @@ import torch
 from torch import Tensor
 
 from app import checks
-from app.batch import EvalHandle, RolloutBatch
+from app.batch import TEACHER_PROMPT, BatchError, EvalHandle, RolloutBatch
 from app.tree import FlatOutputs, TreeEngine, on_device
 from modules.advantages import Estimate
+from modules.advantages.teacher import TeacherServer, shown
 from modules.algorithm import STEP_INPUTS, Algorithm, LossInputs, Proximal, Regulariser, with_rewards
 from modules.evaluation import EvaluationMetrics, comparable, compare
 from modules.metrics import NamedMetrics, TokenSums, episode_reward
@@ -66,9 +67,10 @@ class PolicyModule(TreeModule):
         aggregation: "token_mean", "sequence_mean", "episode_mean" or "constant" (see `token_weights`); default: the
             objective's own.
         aggregation_constant: tokens, the divisor of aggregation "constant".
-        reference: "initial", a frozen copy of the weights this run starts from, or where else it comes from. It is part
-            of the checkpoint, so a resumed run keeps it. "base": the policy with its adapters off, which takes no
-            memory and is what "initial" is for adapters that begin at nothing, as LoRA's do.
+        reference: "initial", a frozen copy of the weights this run starts from, or where else it comes from. A copy is
+            part of the checkpoint, so a resumed run keeps it. "base": the policy with its adapters off, which takes no
+            memory and is what "initial" is for adapters that begin at nothing, as LoRA's do. `TeacherServer`: an SGLang
+            server has it, and is asked.
         reference_refresh: lets the reference follow the policy every so many rollout batches.
         reference_offload: keep the reference in CPU memory between its passes.
         minibatches: optimizer steps one pass over a rollout batch takes, at most the groups it holds. A run may stop
@@ -110,7 +112,7 @@ class PolicyModule(TreeModule):
         proximal: Proximal | None = None,
         aggregation: Aggregation | None = None,
         aggregation_constant: float | None = None,
-        reference: ModelSource | Literal["initial", "base"] | None = None,
+        reference: ModelSource | TeacherServer | Literal["initial", "base"] | None = None,
         reference_refresh: Refresh | None = None,
         reference_offload: bool = False,
         minibatches: int = 1,
@@ -161,6 +163,8 @@ class PolicyModule(TreeModule):
         super().configure_model()
         if self.reference_source is None or self.reference is not None:
             return
+        if isinstance(self.reference_source, TeacherServer):
+            return
         assert self.policy is not None
         if self.reference_source == "base":
             self.reference = WithoutAdapters(self.policy, lambda: self.engine)
@@ -172,11 +176,13 @@ class PolicyModule(TreeModule):
 
     def setup(self, stage: str) -> None:
         super().setup(stage)
-        if isinstance(self.reference_source, ModelSource):
+        other = self.reference_source
+        if isinstance(other, ModelSource | TeacherServer):
             tokenizer = getattr(getattr(self.trainer, "datamodule", None), "tokenizer", None)
-            check_same_tokens(tokenizer, self.model_source, self.reference_source)
+            path = other.tokenizer if isinstance(other, TeacherServer) else other.path
+            check_same_tokens(tokenizer, self.model_source, path)
         if getattr(self.trainer.strategy, "shard_parameters", False):
-            source = self.reference_source if isinstance(self.reference_source, ModelSource) else self.model_source
+            source = other if isinstance(other, ModelSource) else self.model_source
             rounded = source.dtype == "bfloat16" or self.trainer.precision == "bf16-true"
             check_sharded_reference(*self._reference_options, rounded)
         if stage == "fit":
@@ -196,7 +202,28 @@ class PolicyModule(TreeModule):
         for engine, outputs in (self.ranks.outputs(batch, passes) if passes else {}).items():
             for name, column in outputs.items():
                 batch.add_column(_LOGPROBS[engine] if name == "logprobs" else name, column)
+        self._teach(batch, passes)
         self._credit(batch)
+
+    def _teach(self, batch: RolloutBatch, passes: Mapping[str, tuple[str, ...]]) -> None:
+        """The column `reference`, where `passes` did not bring it: of a teacher on a server, or that sees other prompts
+        than the policy."""
+        other = shown(batch)
+        if other is not None and self.reference_source is None:
+            raise BatchError(
+                "RolloutBatch.metadata: prompts for a teacher (hints of the workflow), and no reference reads them; set"
+                " reference, or remove the workflow's hint"
+            )
+        if self.reference_source is None or "reference" in passes:
+            return
+        batch_there = batch if other is None else other
+        if isinstance(self.reference_source, TeacherServer):
+            found = self.reference_source.logprobs(batch_there)
+        else:
+            found = self.ranks.outputs(batch_there, {"reference": ["logprobs"]})["reference"]["logprobs"]
+        column = torch.zeros(batch.num_tokens, dtype=torch.float32)
+        column[batch.loss_mask] = found[batch_there.loss_mask]
+        batch.add_column("reference", column)
 
     def passes(self, batch: RolloutBatch) -> dict[str, tuple[str, ...]]:
         """Forward passes at the start of the batch. With one step a batch the policy at its start is the policy of the
@@ -207,7 +234,7 @@ class PolicyModule(TreeModule):
         passes: dict[str, tuple[str, ...]] = {}
         if (anchored and self.steps_per_batch > 1) or in_reward:
             passes["policy"] = ("logprobs",)
-        if self.reference is not None:
+        if self.reference is not None and not any(TEACHER_PROMPT in one for one in batch.metadata):
             passes["reference"] = ("logprobs",)
         return passes
 

@@ -16,6 +16,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 
 from app import checks
 from app.exchange import OneProcess, Ranks
+from modules.advantages.teacher import TeacherServer
 from modules.algorithm import Algorithm
 from modules.models import ModelSource, Refresh
 from modules.objectives import AGGREGATIONS
@@ -139,7 +140,11 @@ def check_sharded_reference(refresh: Refresh | None, offload: bool, rounded: boo
 
 
 def check_reference(
-    algorithm: Algorithm, reference: ModelSource | str | None, refresh: Refresh | None, offload: bool, has_critic: bool
+    algorithm: Algorithm,
+    reference: ModelSource | TeacherServer | str | None,
+    refresh: Refresh | None,
+    offload: bool,
+    has_critic: bool,
 ) -> None:
     if isinstance(reference, str) and reference not in ("initial", "base"):
         raise ValueError(
@@ -156,14 +161,18 @@ def check_reference(
             " coef: ...}], or remove reference"
         )
     advantage = algorithm.advantage
-    if reference == "initial" and advantage and advantage.name == "distill" and not advantage.options.get("task"):
+    still = reference == "initial" and refresh is None
+    if still and advantage and advantage.name == "distill" and not advantage.options.get("task"):
         raise ValueError(
             "reference: 'initial' would teach the policy to be what it was; name the teacher's directory in"
-            " reference.path, or give the task a weight in advantage_options.task"
+            " reference.path, give the task a weight in advantage_options.task, or, for a policy that teaches itself by"
+            " the workflow's hints, set reference_refresh"
         )
     for key, given in (("reference_refresh", refresh is not None), ("reference_offload", offload)):
         if given and reference is None:
             raise ValueError(f"{key} has no effect without a reference; set one, or remove {key}")
+        if given and isinstance(reference, TeacherServer):
+            raise ValueError(f"{key} has no effect on a reference that a server has; remove {key}")
         if given and reference == "base":
             raise ValueError(f"{key} has no effect on reference 'base', which is the policy itself; remove {key}")
     if "values" in algorithm.needs and not has_critic:

@@ -6,11 +6,14 @@ Promises: the reply is trained as sampled, its stop token included; the reward s
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from transformers import PreTrainedTokenizerBase
 
-from app.batch import Trajectory
+from app.batch import TEACHER_PROMPT, Trajectory
+from datamodules.files.expressions import Template
 from datamodules.prompts.base import Prompt
+from datamodules.prompts.tokenizers import encode_prompt
 from datamodules.workflows.base import EpisodeEngine, to_trajectory
 from datamodules.workflows.turns import ReplyOptions
 
@@ -23,14 +26,26 @@ class RLVRWorkflow:
         temperature: of sampling, above 0.
         stop: tokens, besides what ends a turn anyway (see `datamodules.workflows.turn_ends`), that end a reply (each
             must be one token).
+        hint: what a teacher reads in place of the prompt's text, or of its last user message, with the places {text}
+            (that text), {answer} and {solution}: a policy that is its own teacher (`reference: initial` with
+            `reference_refresh`) learns to say without the hint what it would say with it. None shows the prompt alone.
 
     Raises:
-        ValueError: an argument out of range, a stop text that is not one token.
+        ValueError: an argument out of range, a stop text that is not one token, an unknown place in the hint.
     """
 
-    def __init__(self, max_new_tokens: int = 256, temperature: float = 1.0, stop: Sequence[str] = ()) -> None:
+    def __init__(
+        self,
+        max_new_tokens: int = 256,
+        temperature: float = 1.0,
+        stop: Sequence[str] = (),
+        hint: str | None = None,
+    ) -> None:
         self.max_new_tokens = max_new_tokens
         self.stop = tuple(stop)
+        self._hint = None if hint is None else Template(hint, "RLVRWorkflow.hint")
+        if self._hint is not None and (unknown := sorted(self._hint.names - {"text", "answer", "solution"})):
+            raise ValueError(f"RLVRWorkflow.hint: {{{unknown[0]}}} is none of {{text}}, {{answer}}, {{solution}}")
         self._options = ReplyOptions("RLVRWorkflow", max_new_tokens, temperature, stop)
 
     def prepare(self, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -45,7 +60,27 @@ class RLVRWorkflow:
         text = engine.tokenizer.decode(response.tokens[:-1] if ended else response.tokens, skip_special_tokens=True)
         trajectory.reward = await engine.score(prompt, text)
         trajectory.metadata = {"completion": text, "answer": prompt.answer}
+        if self._hint is not None:
+            hinted = self._hinted(prompt, self._hint)
+            trajectory.metadata[TEACHER_PROMPT] = list(encode_prompt(engine.tokenizer, hinted))
         return [trajectory]
+
+    @staticmethod
+    def _hinted(prompt: Prompt, hint: Template) -> Prompt:
+        """What the teacher is shown. Raises ValueError: no user message that the hint belongs into."""
+        if prompt.pictures:
+            raise ValueError(
+                f"RLVRWorkflow.hint: prompt '{prompt.id}' has pictures, which a hint cannot hold; leave it out"
+            )
+        values = {"text": prompt.text, "answer": prompt.answer, "solution": prompt.solution}
+        if not prompt.messages:
+            return replace(prompt, text=hint.fill(values.__getitem__))
+        at = max((k for k, one in enumerate(prompt.messages) if one.get("role") == "user"), default=-1)
+        if at < 0 or not isinstance(prompt.messages[at].get("content"), str):
+            raise ValueError(f"RLVRWorkflow.hint: prompt '{prompt.id}' has no user message of text; leave hint out")
+        values["text"] = prompt.messages[at]["content"]
+        told = {**prompt.messages[at], "content": hint.fill(values.__getitem__)}
+        return replace(prompt, messages=(*prompt.messages[:at], told, *prompt.messages[at + 1 :]))
 
 
 class VisionRLVRWorkflow(RLVRWorkflow):

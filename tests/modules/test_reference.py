@@ -146,14 +146,14 @@ def test_a_teacher_with_another_tokenizer_is_refused(tmp_path: Any) -> None:
             tokenizer.save_pretrained(tmp_path / name)
     (tmp_path / "cut" / "tokenizer.json").write_text("{}")
     policy, wider, bare, cut = (ModelSource(str(tmp_path / name)) for name in ("policy", "wider", "bare", "cut"))
-    check_same_tokens(None, policy, wider)  # a teacher may have more
-    check_same_tokens(None, policy, bare)
-    check_same_tokens(mine, wider, policy)  # the rollouts' tokenizer counts, not the one beside the weights
+    check_same_tokens(None, policy, wider.path)  # a teacher may have more
+    check_same_tokens(None, policy, bare.path)
+    check_same_tokens(mine, wider, policy.path)  # the rollouts' tokenizer counts, not the one beside the weights
     for tokenizer, model in ((None, wider), (other, policy), (other, bare), (other, source())):
         with pytest.raises(ValueError, match=r"reference: .*policy2?' has another .*'zebra' is \d+ here and none"):
-            check_same_tokens(tokenizer, model, policy if model is not policy else _copy(tmp_path / "policy"))
+            check_same_tokens(tokenizer, model, (policy if model is not policy else _copy(tmp_path / "policy")).path)
     with pytest.raises(ValueError, match=r"the tokenizer beside .*cut' cannot be read|has no tokens"):
-        check_same_tokens(mine, policy, cut)
+        check_same_tokens(mine, policy, cut.path)
     module = PolicyModule(wider, optimizer=sgd, reference=policy, **TEACHES)
     with pytest.raises(ValueError, match="take a model of the same family"):
         fit(module, [make_batch()])

@@ -1,0 +1,198 @@
+"""What a teacher is shown and asked: log-probabilities of the tokens that the policy sampled.
+
+Promises: one request a sequence to a teacher on a server (SGLang's /generate, which scores a prompt and shares prefixes
+in its radix cache), and what comes back is checked token by token to be of what was sent; a server that is away or busy
+is asked again until the deadline; a teacher that is shown another prompt (hints) scores the same reply behind it.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from app import checks
+from app.batch import TEACHER_PROMPT, BatchError, RolloutBatch
+
+_FIRST_WAIT_S = 0.5
+_LONGEST_WAIT_S = 10.0
+_SAID = 300
+
+
+class TeacherLost(RuntimeError):
+    """A teacher's server that gave no log-probabilities; the message says why, and what to do."""
+
+
+@dataclass(frozen=True)
+class TeacherServer:
+    """A teacher that an SGLang server serves, in place of a copy of its weights here.
+
+    Attributes:
+        url: "http://host:port".
+        tokenizer: directory of its tokenizer, which has to number tokens as this run's does.
+        key_variable: environment variable with the server's key; one that is not set means none.
+        max_concurrent: requests in flight.
+        deadline_s: seconds one sequence may take, all attempts and the waits between them included.
+
+    Raises:
+        ValueError: an option out of range.
+    """
+
+    url: str
+    tokenizer: str
+    key_variable: str = "ARBORIST_SGLANG_API_KEY"
+    max_concurrent: int = 16
+    deadline_s: float = 300.0
+
+    def __post_init__(self) -> None:
+        if not self.url.startswith(("http://", "https://")):
+            raise ValueError(f"reference.url: {self.url!r} is no URL; give it as http://host:port")
+        if not self.tokenizer:
+            raise ValueError("reference.tokenizer: empty; name the directory of the teacher's tokenizer")
+        checks.at_least(1, {"reference.max_concurrent": self.max_concurrent})
+        checks.deadline({"reference.deadline_s": self.deadline_s})
+
+    def logprobs(self, batch: RolloutBatch) -> Tensor:
+        """Of each trained token given those before it: float32 [T], 0 on others.
+
+        Raises:
+            BatchError: a sequence that was sampled at another temperature than 1, or with pictures.
+            TeacherLost: no answer before the deadline, a refusal, or an answer that is none.
+        """
+        off = (batch.temperatures != 1.0).nonzero()
+        if len(off):
+            raise BatchError(
+                f"RolloutBatch.temperatures: {float(batch.temperatures[int(off[0])]):g}, but a teacher on a server"
+                " scores at temperature 1; set the workflow's temperature to 1.0, or load the teacher here"
+                " (reference.path)"
+            )
+        if batch.pictures:
+            raise BatchError("RolloutBatch.pictures: a teacher on a server is sent tokens alone; set reference.path")
+        masks, sequences = batch.split(batch.loss_mask), batch.sequences()
+        chosen = [i for i, mask in enumerate(masks) if bool(mask.any())]
+        found = torch.zeros(batch.num_tokens, dtype=torch.float32)
+        with ThreadPoolExecutor(self.max_concurrent, thread_name_prefix="teacher") as pool:
+            firsts = [int(masks[i].nonzero()[0]) for i in chosen]
+            asked = pool.map(self._scored, [sequences[i].tolist() for i in chosen], firsts)
+            for i, first, values in zip(chosen, firsts, asked, strict=True):
+                begin = int(batch.cu_seqlens[i])
+                found[begin + first : begin + first + len(values)] = torch.tensor(values)
+        return found * batch.loss_mask
+
+    def _scored(self, tokens: list[int], first: int) -> list[float]:
+        """Log-probabilities of `tokens[first:]`, first at least 1."""
+        if first < 1:
+            raise BatchError(
+                "RolloutBatch.loss_mask: the first token of a sequence is trained, and nothing predicts it"
+            )
+        body = {
+            "input_ids": tokens,
+            "sampling_params": {"max_new_tokens": 0, "temperature": 1.0},
+            "return_logprob": True,
+            "logprob_start_len": first - 1,
+        }
+        answer = self._post("/generate", body)
+        about = answer.get("meta_info") if isinstance(answer, dict) else None
+        found = about.get("input_token_logprobs") if isinstance(about, dict) else None
+        wanted = tokens[first:]
+        rows = found[-len(wanted) :] if isinstance(found, list) else []
+        values = [row[0] for row in rows if isinstance(row, list) and len(row) >= 2 and type(row[0]) in (int, float)]
+        if [row[1] for row in rows if isinstance(row, list) and len(row) >= 2] != wanted or len(values) != len(wanted):
+            raise TeacherLost(
+                f"{self.url}: answers with log-probabilities of {len(values)} tokens where {len(wanted)} were asked"
+                " for; the server must be SGLang's, of a version that scores prompts (return_logprob)"
+            )
+        if not all(math.isfinite(value) for value in values):
+            raise TeacherLost(f"{self.url}: a log-probability is not finite; the teacher's weights or dtype are broken")
+        return [min(0.0, float(value)) for value in values]
+
+    def _post(self, path: str, body: dict[str, Any]) -> Any:
+        ends, wait = time.monotonic() + self.deadline_s, _FIRST_WAIT_S
+        headers = {"content-type": "application/json"}
+        if key := os.environ.get(self.key_variable):
+            headers["authorization"] = f"Bearer {key}"
+        while True:
+            request = urllib.request.Request(self.url.rstrip("/") + path, json.dumps(body).encode(), headers)
+            try:
+                with urllib.request.urlopen(request, timeout=max(0.1, ends - time.monotonic())) as reply:
+                    return json.load(reply)
+            except urllib.error.HTTPError as error:
+                said = " ".join(error.read(4 * _SAID).decode("utf-8", "replace").split())[:_SAID]
+                why = f"status {error.code}: {said}"
+                if error.code < 500 and error.code != 429:
+                    raise TeacherLost(f"{self.url}{path} refuses {len(body['input_ids'])} tokens: {why}") from error
+            except (OSError, ValueError) as error:  # no connection, a time-out, no JSON
+                why = str(error) or type(error).__name__
+            if time.monotonic() + wait >= ends:
+                raise TeacherLost(
+                    f"{self.url}: the teacher gave no log-probabilities within {self.deadline_s:g} s"
+                    f" (reference.deadline_s): {why}"
+                )
+            time.sleep(wait)
+            wait = min(_LONGEST_WAIT_S, 2 * wait)
+
+
+def shown(batch: RolloutBatch) -> RolloutBatch | None:
+    """The batch as its teacher sees it: each sequence that has a prompt for it (`app.batch.TEACHER_PROMPT`) with that
+    in the place of everything before its first trained token. None where no sequence has one. The trained tokens are
+    the same in the same order.
+
+    Raises:
+        BatchError: such a prompt that is no list of token ids, or pictures.
+    """
+    if not any(TEACHER_PROMPT in one for one in batch.metadata):
+        return None
+    if batch.pictures:
+        raise BatchError(f"RolloutBatch.metadata: {TEACHER_PROMPT} beside pictures, which it cannot hold; remove hints")
+    starts = batch.cu_seqlens[:-1].tolist()
+    ends = batch.cu_seqlens[1:].tolist()
+    tokens, masks = [], []
+    for i, (start, end) in enumerate(zip(starts, ends, strict=True)):
+        mask = batch.loss_mask[start:end]
+        ids = batch.metadata[i].get(TEACHER_PROMPT)
+        if ids is None or not bool(mask.any()):
+            tokens.append(batch.tokens[start:end])
+            masks.append(mask)
+            continue
+        if not _are_ids(ids):
+            raise BatchError(
+                f"RolloutBatch.metadata: {TEACHER_PROMPT} of prompt '{batch.prompt_ids[i]}' must be a list of token ids"
+            )
+        first = int(mask.nonzero()[0])
+        tokens.append(torch.cat([torch.tensor(ids), batch.tokens[start + first : end]]))
+        masks.append(torch.cat([torch.zeros(len(ids), dtype=torch.bool), mask[first:]]))
+    mask = torch.cat(masks)
+    behavior = torch.zeros(len(mask), dtype=torch.float32)
+    behavior[mask] = batch.behavior_logprobs[batch.loss_mask]
+    versions = torch.full((len(mask),), -1)
+    versions[mask] = batch.versions[batch.loss_mask]
+    lengths = torch.tensor([len(one) for one in tokens])
+    return RolloutBatch(
+        tokens=torch.cat(tokens),
+        loss_mask=mask,
+        behavior_logprobs=behavior,
+        versions=versions,
+        cu_seqlens=torch.cat([lengths.new_zeros(1), lengths.cumsum(0)]),
+        rewards=batch.rewards,
+        group_ids=batch.group_ids,
+        episode_ids=batch.episode_ids,
+        turn_indices=batch.turn_indices,
+        temperatures=batch.temperatures,
+        prompt_ids=batch.prompt_ids,
+        finish_reasons=batch.finish_reasons,
+        metadata=batch.metadata,
+    )
+
+
+def _are_ids(value: Any) -> bool:
+    return isinstance(value, Sequence) and bool(value) and all(type(one) is int and one >= 0 for one in value)
