@@ -36,7 +36,7 @@ from datamodules.prompts.base import Prompt, PromptSource, prompt_source
 from datamodules.prompts.dealer import PromptDealer
 from datamodules.prompts.tokenizers import load_tokenizer, texts_of
 from datamodules.rewards.judges.base import Judge
-from datamodules.rewards.judges.pool import reward_pool
+from datamodules.rewards.judges.pool import JudgePool, reward_pool
 from datamodules.rewards.options import RewardOptions
 from datamodules.workflows.base import Workflow
 from datamodules.workflows.turn_ends import TurnEnds
@@ -388,6 +388,8 @@ class RolloutDataModule(L.LightningDataModule):
             one.check()
         self._val_dealers = {one.name: its for one, its in zip(self.val_sets, val_dealers)}
         self._ends = ends.ids
+        if isinstance(self._pool, JudgePool):
+            self._pool.join(self.engine, self.tokenizer, ends.ids)
         player = EpisodePlayer(
             self.workflow,
             self.engine,

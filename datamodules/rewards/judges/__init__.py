@@ -2,8 +2,9 @@
 
 from datamodules.rewards.judges.base import Judge
 from datamodules.rewards.judges.model import Budget, JudgeModel
+from datamodules.rewards.judges.policy import PolicyModel
 from datamodules.rewards.judges.ranking import RankingJudge
 from datamodules.rewards.judges.reward_model import RewardModel
 from datamodules.rewards.judges.rubric import RubricJudge
 
-__all__ = ["Budget", "Judge", "JudgeModel", "RankingJudge", "RewardModel", "RubricJudge"]
+__all__ = ["Budget", "Judge", "JudgeModel", "PolicyModel", "RankingJudge", "RewardModel", "RubricJudge"]

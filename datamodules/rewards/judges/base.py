@@ -12,6 +12,7 @@ from typing import Any, ClassVar, NamedTuple, Protocol
 from datamodules.prompts.base import Prompt
 from datamodules.rewards.judges.client import JudgeClient, Spent
 from datamodules.rewards.judges.model import JudgeModel
+from datamodules.rewards.judges.policy import PolicyClient, PolicyModel
 
 
 class Verdict(NamedTuple):
@@ -55,7 +56,7 @@ class Judge(ABC):
         is_relative: it compares the replies of a group, and has nothing to say of one alone.
     """
 
-    model: JudgeModel
+    model: JudgeModel | PolicyModel
     verifier: Callable[[Prompt, str], float] | None
     is_relative: ClassVar[bool] = False
 
@@ -65,7 +66,7 @@ class Judge(ABC):
 
     def client(self) -> Client:
         """A new client of its model. Raises ImportError, ValueError as that."""
-        return JudgeClient(self.model)
+        return PolicyClient(self.model) if isinstance(self.model, PolicyModel) else JudgeClient(self.model)
 
     @abstractmethod
     async def verdicts(self, client: Any, prompt: Prompt, replies: Sequence[Any]) -> list[Verdict]:

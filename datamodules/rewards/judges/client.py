@@ -188,14 +188,7 @@ class JudgeClient:
 
     async def _post(self, question: Question[Any], again: str, seconds: float) -> tuple[str, bool]:
         """The answer's text, and whether its length was over."""
-        word, material = fenced(question.blocks)
-        body: dict[str, Any] = {
-            "model": self._model.name,
-            "messages": [
-                {"role": "system", "content": fill(question.system, {"fence": word})},
-                {"role": "user", "content": f"{material}\n\n{again} Answer now, with the JSON object alone.".lstrip()},
-            ],
-        }
+        body: dict[str, Any] = {"model": self._model.name, "messages": spoken(question, again)}
         if self._model.temperature is not None:
             body["temperature"] = self._model.temperature
         if "max_completion_tokens" not in self._model.request:
@@ -257,6 +250,15 @@ class JudgeClient:
         # Not the word of the fence, which is another one each time, nor whether the server keeps the form.
         asked = [_FORMAT, self._settings, question.system, list(question.blocks), question.schema, question.repeat]
         return hashlib.sha256(json.dumps(asked, sort_keys=True, default=str).encode()).digest()
+
+
+def spoken(question: Question[Any], again: str) -> list[dict[str, Any]]:
+    """The messages that ask. `again`: what was wrong with the last answer, "" in the first place."""
+    word, material = fenced(question.blocks)
+    return [
+        {"role": "system", "content": fill(question.system, {"fence": word})},
+        {"role": "user", "content": f"{material}\n\n{again} Answer now, with the JSON object alone.".lstrip()},
+    ]
 
 
 def _retry_after(error: Any) -> float | None:

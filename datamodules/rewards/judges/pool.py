@@ -14,10 +14,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from transformers import PreTrainedTokenizerBase
+
+from datamodules.inference.protocol import InferenceEngine
 from datamodules.processes.foreign import described
 from datamodules.prompts.base import Prompt
 from datamodules.rewards.judges.base import Judge, Verdict
 from datamodules.rewards.judges.model import BudgetSpent, JudgeError
+from datamodules.rewards.judges.policy import PolicyClient
 from datamodules.rewards.options import Judgement, RewardOptions
 from datamodules.rewards.pool import RewardError, RewardPool
 
@@ -57,6 +61,11 @@ class JudgePool:
         """As `RewardPool.start`, for the verifier."""
         if self._verifier is not None:
             self._verifier.start(logs)
+
+    def join(self, engine: InferenceEngine, tokenizer: PreTrainedTokenizerBase, ends: tuple[int, ...]) -> None:
+        """Tells a judge that is the policy which engine serves it; see `PolicyClient.join`."""
+        if isinstance(self._client, PolicyClient):
+            self._client.join(engine, tokenizer, ends)
 
     async def open(self) -> None:
         """As `RewardPool.open`, for the verifier; and joins the event loop."""

@@ -24,6 +24,7 @@ from datamodules.rewards.judges.base import Judge, Verdict
 from datamodules.rewards.judges.client import JudgeClient, Question
 from datamodules.rewards.judges.material import Block
 from datamodules.rewards.judges.model import JudgeError, JudgeModel
+from datamodules.rewards.judges.policy import PolicyModel
 from datamodules.rewards.judges.wording import fill, instructions
 
 Order = dict[int, int]
@@ -45,7 +46,7 @@ class RankingJudge(Judge):
     """Ranks the replies of a group.
 
     Args:
-        model: the judge.
+        model: the judge: a model behind a URL, or the policy itself (`PolicyModel`).
         criteria: what makes one answer better than another, in words.
         compare: "group" shows all replies in one question; "pairs" two at a time, n (n - 1) / 2 questions for n
             different replies, and a reply's place is how many it beats.
@@ -67,7 +68,7 @@ class RankingJudge(Judge):
 
     def __init__(
         self,
-        model: JudgeModel,
+        model: JudgeModel | PolicyModel,
         criteria: str,
         compare: Literal["group", "pairs"] = "group",
         orders: int = 2,

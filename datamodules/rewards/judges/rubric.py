@@ -19,6 +19,7 @@ from datamodules.rewards.judges.answers import points
 from datamodules.rewards.judges.base import Judge, Verdict
 from datamodules.rewards.judges.client import JudgeClient, Question
 from datamodules.rewards.judges.model import JudgeError, JudgeModel
+from datamodules.rewards.judges.policy import PolicyModel
 from datamodules.rewards.judges.wording import fill, instructions
 
 _NAME = re.compile(r"[A-Za-z][A-Za-z0-9_]{0,39}")
@@ -30,7 +31,7 @@ class RubricJudge(Judge):
     """Grades a reply by criteria.
 
     Args:
-        model: the judge.
+        model: the judge: a model behind a URL, or the policy itself (`PolicyModel`).
         criteria: name -> what earns the points, in words. Names are letters, digits and underscores.
         weights: name -> share in the reward, above 0; 1.0 for those not named.
         scale: points a criterion can get, 1 (yes or no) to 100.
@@ -50,7 +51,7 @@ class RubricJudge(Judge):
 
     def __init__(
         self,
-        model: JudgeModel,
+        model: JudgeModel | PolicyModel,
         criteria: dict[str, str],
         weights: dict[str, float] | None = None,
         scale: int = 10,
