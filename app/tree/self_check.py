@@ -7,10 +7,11 @@ precision three times, of which the largest difference counts), times a margin. 
 rounding and no more. What passes wrongly is a mistake no larger than rounding, which no comparison in that dtype could
 tell from it.
 
-How small: `BRANCHES` sequences around one fork of the batch's tree, `CONTEXT` tokens to either side of it, in chunks of
-a quarter of that, so that paths, siblings, retained and repeated chunks all occur; the loss needs some `SCORED` tokens
-right after the fork and a few before. Of every parameter's gradient at most `SAMPLED` entries, spread evenly (of
-embeddings: in the rows of the sampled tokens), are compared.
+How small: a few sequences around one fork of the batch's tree, some tokens to either side of it (`EXTENT`, and of large
+models `EXTENT_LARGE`, for the check costs what its tokens and every parameter of each of its passes do), in chunks of a
+quarter of that, so that paths, siblings, retained and repeated chunks all occur; the loss needs `SCORED` tokens right
+after the fork and a few before. Of every parameter's gradient at most `SAMPLED` entries, spread evenly (of embeddings:
+in the rows of the sampled tokens), are compared.
 """
 
 from __future__ import annotations
@@ -33,7 +34,9 @@ from app.tree.prefix_tree import Ints, PrefixTree
 Budgets = tuple[int, int]
 """Chunk and live tokens."""
 
-BRANCHES, CONTEXT, SCORED, SAMPLED = 4, 48, 24, 4096
+SCORED, SAMPLED = 24, 4096
+EXTENT, EXTENT_LARGE, LARGE = (4, 48), (3, 16), 2**26
+"""Sequences, and tokens before and after the fork; of models of more than `LARGE` parameters."""
 MARGIN, MARGIN_LOW, PERTURBATIONS, ATTEMPTS = 30.0, 3.0, 3, 3
 """How many times dense's own rounding error is allowed, in full and in low precision (autocast too), where that error
 is the largest of three. Two ways to compute the same differ by about as much as one does from itself: in bf16 0.1 to
@@ -133,6 +136,12 @@ class Subject:
     def low_precision(self) -> bool:
         return torch.finfo(self.dtype).bits < 32
 
+    @property
+    def extent(self) -> tuple[int, int]:
+        """Of the sample, by the size of the model."""
+        parameters = sum(p.numel() for module in self.modules for p in module.parameters())
+        return EXTENT if parameters <= LARGE else EXTENT_LARGE
+
     def owner(self, parameter: str) -> str:
         """The type of the module that owns a parameter."""
         module, _, _ = parameter.rpartition(".")
@@ -150,7 +159,7 @@ def compare(subject: Subject, tree: PrefixTree, want: frozenset[str]) -> CheckRe
     Args:
         want: outputs that losses will use; the sample's loss weights all of them at random.
     """
-    sequences, fork = sample(tree)
+    sequences, fork = sample(tree, *subject.extent)
     trainable = any(p.requires_grad for module in subject.modules for p in module.parameters())
     if not sequences or max(map(len, sequences)) < 2 or not trainable:
         return None
@@ -190,25 +199,25 @@ def _attempt(subject: Subject, sequences: list[Ints], fork: int, want: frozenset
     return _report(subject, sequences, outputs, over_grads, dense_grads, [grads for _, grads in rounded])
 
 
-def sample(tree: PrefixTree) -> tuple[list[Ints], int]:
-    """Token ids of up to `BRANCHES` sequences through the fork with most tokens right below it, cut to `CONTEXT` tokens
+def sample(tree: PrefixTree, branches: int = EXTENT[0], context: int = EXTENT[1]) -> tuple[list[Ints], int]:
+    """Token ids of up to `branches` sequences through the fork with most tokens right below it, cut to `context` tokens
     before and after the fork, and the position of the fork in them; without a fork, the beginnings of two sequences."""
     if not tree.num_sequences:
         return [], 0
-    below = np.bincount(tree.segment_parent + 1, np.minimum(tree.segment_length, CONTEXT), tree.num_segments + 1)
+    below = np.bincount(tree.segment_parent + 1, np.minimum(tree.segment_length, context), tree.num_segments + 1)
     below[np.bincount(tree.segment_parent + 1, minlength=tree.num_segments + 1) < 2] = 0
     fork = int(below[1:].argmax())
     if not below[1 + fork]:
-        return [tree.tokens[tree.sequence_tokens([i])[: 2 * CONTEXT]] for i in tree.leaf_sequences[:2]], 0
+        return [tree.tokens[tree.sequence_tokens([i])[: 2 * context]] for i in tree.leaf_sequences[:2]], 0
     depth = int(tree.segment_start[fork] + tree.segment_length[fork])
     children = np.flatnonzero(tree.segment_parent == fork)
-    largest = children[np.argsort(-tree.segment_length[children], kind="stable")][: BRANCHES - 1]
+    largest = children[np.argsort(-tree.segment_length[children], kind="stable")][: branches - 1]
     segment = tree.sequence_segment[tree.sorted_sequences]
     inside = [np.flatnonzero((segment >= c) & (segment < tree.segment_end[c])) for c in largest]
     places = [int(found[0]) for found in inside] + [int(inside[0][-1])]
-    start = max(0, depth - CONTEXT)
+    start = max(0, depth - context)
     chosen = [
-        tree.tokens[tree.sequence_tokens([tree.sorted_sequences[place]])[start : depth + CONTEXT]]
+        tree.tokens[tree.sequence_tokens([tree.sorted_sequences[place]])[start : depth + context]]
         for place in dict.fromkeys(places)
     ]
     return chosen, depth - start

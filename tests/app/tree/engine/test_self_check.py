@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from app.tree import PrefixTree, SelfCheckError, TreeEngine
-from app.tree.self_check import BRANCHES, CONTEXT, sample
+from app.tree import PrefixTree, SelfCheckError, TreeEngine, self_check
+from app.tree.self_check import EXTENT, EXTENT_LARGE, LARGE, Subject, sample
 from tests.app.tree import models, oracle
 from tests.app.tree.cases import VOCABULARY
 from tests.app.tree.engine import families
@@ -98,6 +98,13 @@ def scaled_logits(model) -> None:
     model.forward = scaled
 
 
+@pytest.fixture(params=["small", "large"])
+def size(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The models as they are, and taken for ones so large that as little as possible is compared."""
+    if request.param == "large":
+        monkeypatch.setattr(self_check, "LARGE", 0)
+
+
 BROKEN: dict[str, Callable[[nn.Module], None]] = {
     f.__name__: f for f in (convolved, shifted, own_positions, ignores_the_mask, scaled_logits)
 }
@@ -105,7 +112,7 @@ BROKEN: dict[str, Callable[[nn.Module], None]] = {
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("kind", BROKEN)
-def test_a_broken_model_is_caught(kind: str, dtype: torch.dtype) -> None:
+def test_a_broken_model_is_caught(kind: str, dtype: torch.dtype, size: None) -> None:
     model = models.make("qwen3", dtype)
     BROKEN[kind](model)
     with pytest.raises(SelfCheckError, match=r"Qwen3ForCausalLM: .* differ by more than rounding .*on_mismatch"):
@@ -127,7 +134,7 @@ def test_the_report_names_numbers_and_layer() -> None:
         assert f"{number:.1e}" in str(report)
 
 
-def test_a_weak_mistake_is_caught_in_float32() -> None:
+def test_a_weak_mistake_is_caught_in_float32(size: None) -> None:
     model = models.make("qwen3")
     convolved(model, strength=1e-4)
     report = TreeEngine(model).verify(TREE)
@@ -138,7 +145,7 @@ def test_a_weak_mistake_is_caught_in_float32() -> None:
 @pytest.mark.parametrize(
     "row", ["Qwen3", "Qwen3-MoE", "Gemma 2", "GPT-OSS", "Granite", "OLMo-2", "Mistral, sliding window"]
 )
-def test_right_models_pass(row: str, dtype: torch.dtype) -> None:
+def test_right_models_pass(row: str, dtype: torch.dtype, size: None) -> None:
     """With room: they stay well below what is allowed."""
     for seed in range(3):
         report = TreeEngine(families.build(families.SUPPORTED[row], dtype, seed)).verify(TREE)
@@ -255,12 +262,22 @@ def test_the_sample_is_small_and_has_forks() -> None:
     long = conversation(stem=3000)
     tree = PrefixTree.build(long)
     found, fork = sample(tree)
-    assert 2 <= len(found) <= BRANCHES and all(len(s) <= 2 * CONTEXT for s in found)
+    branches, context = EXTENT
+    assert 2 <= len(found) <= branches and all(len(s) <= 2 * context for s in found)
     assert all(any(s.tobytes() in whole.tobytes() for whole in long) for s in found)
-    assert PrefixTree.build(found).num_segments > 1 and fork == CONTEXT
+    assert PrefixTree.build(found).num_segments > 1 and fork == context
     assert len({tuple(s[: fork + 1]) for s in found}) > 1 == len({tuple(s[:fork]) for s in found})
     assert sample(PrefixTree.build([])) == ([], 0)
     ((only,), _) = sample(PrefixTree.build([np.arange(20)]))
     assert (only == np.arange(20)).all()
     apart, _ = sample(PrefixTree.build([np.arange(200), np.arange(5, 300)]))
-    assert [len(s) for s in apart] == [2 * CONTEXT] * 2
+    assert [len(s) for s in apart] == [2 * context] * 2
+
+
+@pytest.mark.parametrize(("parameters", "extent"), [(10**5, EXTENT), (LARGE, EXTENT), (LARGE + 1, EXTENT_LARGE)])
+def test_the_sample_is_smaller_where_the_model_is_large(parameters: int, extent: tuple[int, int]) -> None:
+    model = nn.Linear(1, parameters, bias=False, device="meta")
+    subject = Subject(model, None, 1.0, lambda *of_a_pass: None)  # type: ignore[arg-type]
+    found, fork = sample(PrefixTree.build(conversation(stem=3000)), *subject.extent)
+    assert subject.extent == extent and len(found) <= extent[0] and fork == extent[1]
+    assert all(len(s) <= 2 * fork for s in found)

@@ -17,9 +17,11 @@ from app.tree.model.shallow import first_layers
 from app.tree.states.block_scan import BlockIndex
 from app.tree.states.piece_states import PieceStates
 from tests.app.tree import oracle
-from tests.app.tree.engine.test_self_check import DTYPES, TREE
+from tests.app.tree.engine.test_self_check import DTYPES, TREE, size
 from tests.app.tree.parity import assert_unchanged, snapshot
 from tests.app.tree.states import hybrids
+
+__all__ = ["size"]  # a fixture
 
 Patch = pytest.MonkeyPatch
 
@@ -73,7 +75,7 @@ def train(model) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("mutation", MUTATIONS)
-def test_a_lost_state_is_refused(mutation: str, dtype: torch.dtype, monkeypatch: Patch) -> None:
+def test_a_lost_state_is_refused(mutation: str, dtype: torch.dtype, size: None, monkeypatch: Patch) -> None:
     model = hybrids.make("qwen3_5_text", dtype)
     MUTATIONS[mutation](monkeypatch)
     with pytest.raises(SelfCheckError, match=r"Qwen3_5ForCausalLM: .* differ by more than rounding"):
@@ -83,13 +85,15 @@ def test_a_lost_state_is_refused(mutation: str, dtype: torch.dtype, monkeypatch:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("mutation", [name for name in MUTATIONS if "tail" in name])
-def test_a_lost_tail_is_refused_without_a_scan(mutation: str, dtype: torch.dtype, monkeypatch: Patch) -> None:
+def test_a_lost_tail_is_refused_without_a_scan(
+    mutation: str, dtype: torch.dtype, size: None, monkeypatch: Patch
+) -> None:
     MUTATIONS[mutation](monkeypatch)
     with pytest.raises(SelfCheckError, match="Lfm2ForCausalLM"):
         train(hybrids.make("lfm2", dtype))
 
 
-def test_autocast_is_no_hiding_place(monkeypatch: Patch) -> None:
+def test_autocast_is_no_hiding_place(size: None, monkeypatch: Patch) -> None:
     MUTATIONS["gradient of the state dropped"](monkeypatch)
     with torch.autocast("cpu", torch.bfloat16), pytest.raises(SelfCheckError, match="first 2 layers"):
         train(hybrids.make("qwen3_5_text"))
@@ -97,7 +101,7 @@ def test_autocast_is_no_hiding_place(monkeypatch: Patch) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", hybrids.QUICK)
-def test_right_models_pass(name: str, dtype: torch.dtype) -> None:
+def test_right_models_pass(name: str, dtype: torch.dtype, size: None) -> None:
     model = hybrids.make(name, dtype)
     before = snapshot(model)
     train(model)
