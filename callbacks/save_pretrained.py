@@ -16,7 +16,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from transformers import AutoTokenizer
 
 from callbacks.base import run_dir, whole_policy
-from datamodules.inference.export import base_model, merged_weights
+from datamodules.inference.served_config import save_merged
 
 _log = logging.getLogger(__name__)
 
@@ -38,10 +38,10 @@ class SavePretrained(Callback):
         adapter = hasattr(pl_module.policy, "peft_config") and not self.merge
         policy: Any = whole_policy(trainer, pl_module.policy, adapter)
         if trainer.is_global_zero:
-            if self.merge:
-                base_model(policy).save_pretrained(target, state_dict=merged_weights(policy))
-            else:
+            if adapter:
                 policy.save_pretrained(target)
+            else:
+                save_merged(policy, target)
             tokenizer = _tokenizer(trainer, pl_module)
             if tokenizer is not None:
                 tokenizer.save_pretrained(target)

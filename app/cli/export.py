@@ -22,6 +22,7 @@ from transformers import AutoConfig, AutoTokenizer
 from app.strategies.checkpoint.checkpoints import CheckpointError
 from app.strategies.checkpoint.trainer_state import ADAPTER_FILE, CONFIGURATIONS, GENERATION_FILE, model_weights
 from app.tree import auto_class
+from datamodules.inference.served_config import save_merged
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -75,7 +76,10 @@ def export(
         made_model = _rebuild(files, weights, ckpt, adapter)
         if dtype is not None:
             made_model = made_model.to(dtype)
-        made_model.save_pretrained(target)
+        if adapter:
+            made_model.save_pretrained(target)
+        else:
+            save_merged(made_model, target)
         if GENERATION_FILE in files and not adapter:
             # As it is: transformers refuses to write what it reads with a warning.
             (target / GENERATION_FILE).write_text(files[GENERATION_FILE])

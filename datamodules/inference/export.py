@@ -8,6 +8,7 @@ load as another model, is refused here. peft itself is not imported: its layers 
 from __future__ import annotations
 
 import copy
+import re
 from typing import Any, cast
 
 import torch
@@ -69,7 +70,10 @@ def checkpoint_weights(policy: Module) -> dict[str, Tensor]:
         )
     for tied in plain.all_tied_weights_keys:
         weights.pop(tied, None)
-    return revert_weight_conversion(plain, weights)
+    reverted = revert_weight_conversion(plain, weights)
+    if base.config.model_type == "kimi_linear":  # read under one name, layers with and without experts leave under it
+        return {re.sub(r"\.block_sparse_moe\.(\w+_proj\.)", r".mlp.\1", name): t for name, t in reverted.items()}
+    return reverted
 
 
 _OF_PLAIN_LORA = {"peft_type", "r", "lora_alpha", "target_modules", "lora_dropout", "init_lora_weights"}

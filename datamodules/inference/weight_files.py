@@ -24,6 +24,7 @@ from torch import Tensor
 from torch.nn import Module
 
 from datamodules.inference.export import ExportError, adapter_weights, base_model, checkpoint_weights, num_bytes
+from datamodules.inference.served_config import put_back
 
 _MARGIN_BYTES = 1 << 20  # configuration, index and headers beside the tensors
 
@@ -103,6 +104,7 @@ def _save_config(policy: Module, directory: Path) -> None:
     config.architectures = [type(base).__name__]
     config.dtype = str(base.dtype).removeprefix("torch.")
     config.save_pretrained(directory)
+    put_back(directory)
     if getattr(base, "generation_config", None) is not None:
         base.generation_config.save_pretrained(directory)
 

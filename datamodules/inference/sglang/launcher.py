@@ -9,6 +9,7 @@ server/serve_main.py). Nothing starts in a constructor.
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import shutil
 import socket
@@ -295,6 +296,17 @@ class ServerProcess:
         shown = "\n".join(f"    {line[:400]}" for line in lines)
         return f"the end of {self.log_file}:\n{shown}" if lines else f"its log {self.log_file} is empty"
 
+    def _dtype(self) -> str | None:
+        """Of the model's weights as it is served, where that can be known."""
+        if self.options.dtype != "auto":
+            return self.options.dtype
+        try:
+            config = json.loads((Path(self.options.model_path) / "config.json").read_text())
+        except (OSError, ValueError):  # a name on the hub; or the server says what is wrong with it
+            return None
+        dtype = config.get("dtype") or config.get("torch_dtype")
+        return dtype if isinstance(dtype, str) else None
+
     def _environment(self) -> dict[str, str]:
         own = {name: value for name, value in os.environ.items() if name not in _RANK}
         own |= {
@@ -307,6 +319,8 @@ class ServerProcess:
             "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1",  # for the margin in --context-length
             "PYTHONUNBUFFERED": "1",
         }
+        if dtype := self._dtype():
+            own.setdefault("SGLANG_MAMBA_CONV_DTYPE", dtype)  # else convolutions of any model remember in bfloat16
         own.pop(API_KEY_VARIABLE, None)
         if own.get("PYTORCH_ALLOC_CONF") == "expandable_segments:True":  # the trainer's; torch_memory_saver refuses it
             del own["PYTORCH_ALLOC_CONF"]

@@ -16,6 +16,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from datamodules.inference.export import ExportError, base_model, checkpoint_weights, merged_weights, num_bytes
+from datamodules.inference.served_config import save_merged
 from datamodules.inference.weight_files import WeightFiles, split
 from tests.app.tree.states import hybrids
 from tests.datamodules.inference.adapters import with_lora
@@ -130,21 +131,41 @@ def test_experts_leave_under_the_names_of_a_checkpoint(tmp_path) -> None:
 
 @pytest.mark.parametrize("name", hybrids.OPTIONS)
 def test_a_hybrid_leaves_as_transformers_itself_saves_it(name: str, tmp_path) -> None:
-    """The same names, shapes and values in the files, and the same model when they are read again."""
+    """The same names, shapes and values in the files, and the same model when they are read again; but for a layer of
+    Kimi Linear without experts, whose name on the hub transformers loses."""
     policy = hybrids.make(name).eval()
     policy.save_pretrained(tmp_path / "reference")
+    save_merged(policy, tmp_path / "saved")
     ours, _ = WeightFiles(tmp_path).write(policy, 1)
-    written, expected = (
+    written, saved, expected = (
         {k: v for file in sorted(folder.glob("*.safetensors")) for k, v in load_file(file).items()}
-        for folder in (ours, tmp_path / "reference")
+        for folder in (ours, tmp_path / "saved", tmp_path / "reference")
     )
-    assert written.keys() == expected.keys()
+    configurations = [json.loads((folder / "config.json").read_text()) for folder in (ours, tmp_path / "saved")]
+    assert configurations[0] == configurations[1]
+    if name == "kimi_linear":
+        kept = ".layers.0.block_sparse_moe."
+        expected = {key.replace(kept, ".layers.0.mlp."): tensor for key, tensor in expected.items()}
+        assert sum(".mlp." in key for key in expected) == 3
+    assert written.keys() == saved.keys() == expected.keys()
     assert all(torch.equal(written[name], tensor) for name, tensor in expected.items())
     loaded, info = AutoModelForCausalLM.from_pretrained(ours, output_loading_info=True)
     assert type(loaded) is type(policy)
     assert not any(info[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
     again, before = (logits(model).log_softmax(-1) for model in (loaded.eval(), policy))
     torch.testing.assert_close(again, before, rtol=1e-6, atol=1e-6)
+
+
+def test_an_order_of_layers_that_servers_cannot_be_told_is_refused(tmp_path) -> None:
+    """They would build other layers in its place, or none."""
+    layers = {"layer_types": ["full_attention", "linear_attention", "linear_attention"]}
+    for name in ("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next"):
+        with pytest.raises(ExportError, match=rf"layers \[1\] of 3 attend \(layer_types\).* {name} model"):
+            WeightFiles(tmp_path).write(hybrids.make(name, **layers), 1)
+    dense_last = hybrids.make("kimi_linear", mlp_layer_types=["dense", "sparse", "dense"])
+    with pytest.raises(ExportError, match=r"without experts follows one with them \(mlp_layer_types\)"):
+        WeightFiles(tmp_path).write(dense_last, 1)
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_policy_that_is_not_its_configuration_is_refused() -> None:

@@ -1,9 +1,10 @@
 """Lets released sglang and torchvision wheels run beside a CPU build of torch; imported before either of them.
 
 Two things stand in the way and nothing else: torchvision registers shape functions for two operators that live in its
-CUDA library, and sglang imports helpers of speculative decoding from `sgl_kernel`, which has no CPU wheel. The
-operators get their schemas; the module gets a stand-in whose helpers raise when called, so that using one is an error
-and never a wrong result. A torchvision that loads and an `sgl_kernel` that is installed are left alone.
+CUDA library, and sglang imports helpers of speculative decoding and of recurrent layers from `sgl_kernel`, which has no
+CPU wheel. The operators get their schemas; the module gets a stand-in whose helpers raise when called, so that using
+one is an error and never a wrong result. A torchvision that loads and an `sgl_kernel` that is installed are left alone.
+Triton's kernels, which short convolutions ask for on every device, are interpreted.
 
 sglang's own processes are forks here: spawned, each imports everything again, which is two thirds of a start. Memory
 that its adapters want pinned, for copies to a GPU, is ordinary memory.
@@ -23,6 +24,9 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+
+_ASKED_FOR_AT_IMPORT = ("fused_gdn_gating_cpu", "fused_sigmoid_gating_delta_rule_update_cpu")
+"""Operators of `sgl_kernel` that sglang looks up for whatever model has recurrent layers."""
 
 _set_start_method = multiprocessing.set_start_method
 
@@ -45,15 +49,20 @@ class _StandIn(types.ModuleType):
 def install() -> None:
     """Puts all in force in this process. Idempotent."""
     os.environ.setdefault("SGLANG_USE_CPU_ENGINE", "1")
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # read when triton is imported
     multiprocessing.set_start_method = _fork
     for name in ("tensor", "zeros"):
         setattr(torch, name, _unpinned(getattr(torch, name)))
     torch.Tensor.pin_memory = _itself  # type: ignore[assignment, method-assign]
     _complete_torchvision()
+    _mend_interpreter()
     if "sgl_kernel" not in sys.modules and importlib.util.find_spec("sgl_kernel") is None:
-        module = _StandIn("sgl_kernel")
-        module.__spec__ = importlib.machinery.ModuleSpec("sgl_kernel", None)
-        sys.modules["sgl_kernel"] = module
+        for name in ("sgl_kernel", "sgl_kernel.mamba"):
+            module = _StandIn(name)
+            module.__spec__ = importlib.machinery.ModuleSpec(name, None)
+            sys.modules[name] = module
+        for name in _ASKED_FOR_AT_IMPORT:
+            setattr(torch.ops.sgl_kernel, name, getattr(sys.modules["sgl_kernel"], name))
 
 
 def _fork(method: str | None, force: bool = False) -> None:
@@ -71,6 +80,26 @@ def _unpinned(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
 
 def _itself(tensor: torch.Tensor, *args: Any) -> torch.Tensor:
     return tensor
+
+
+def _mend_interpreter() -> None:
+    """Masks of one value for all lanes are integers in Triton's interpreter, whose loads and stores take no such."""
+    if importlib.util.find_spec("triton") is None:
+        return
+    builder: Any = importlib.import_module("triton.runtime.interpreter").InterpreterBuilder
+    load, store = builder.create_masked_load, builder.create_masked_store
+
+    def boolean(mask: Any) -> Any:
+        mask.data = mask.data.astype(bool)
+        return mask
+
+    def masked_load(self: Any, pointers: Any, mask: Any, *rest: Any) -> Any:
+        return load(self, pointers, boolean(mask), *rest)
+
+    def masked_store(self: Any, pointers: Any, value: Any, mask: Any, *rest: Any) -> Any:
+        return store(self, pointers, value, boolean(mask), *rest)
+
+    builder.create_masked_load, builder.create_masked_store = masked_load, masked_store
 
 
 def _complete_torchvision() -> None:

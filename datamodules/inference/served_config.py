@@ -1,0 +1,86 @@
+"""A model's configuration as it stands on the hub, which is how inference servers know it.
+
+Promises: what transformers renamed or left out on reading is put back, so that servers, whose transformers is another,
+see the layers that are there; transformers reads the result as what it wrote. An order of layers that a server's class
+cannot express is refused where files are for servers, for they would build another model.
+"""
+
+from __future__ import annotations
+
+import json
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from torch.nn import Module
+
+from datamodules.inference.export import ExportError, base_model, checkpoint_weights, merged_weights
+
+_LAYERS = {"linear_attention": "mamba", "full_attention": "attention"}
+_RENAMED = {"nemotron_h": ("layers_block_type", "mtp_layers_block_type"), "granitemoehybrid": ("layer_types",)}
+"""Where configurations list layers, and should by the second of each pair in `_LAYERS`; transformers reads both."""
+_EVERY_NTH = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
+
+
+def as_on_the_hub(fields: dict[str, Any]) -> dict[str, Any]:
+    """Of a configuration that transformers wrote (`config.json`), what else a server needs, and in its words.
+
+    Raises:
+        ExportError: layers in an order that servers cannot be told.
+    """
+    kind = fields.get("model_type", "")
+    found: dict[str, Any] = {}
+    for name in _RENAMED.get(kind, ()):
+        if fields.get(name):
+            found[name] = [_LAYERS.get(layer, layer) for layer in fields[name]]
+    layers = fields.get("layer_types") or []
+    attending = [number for number, layer in enumerate(layers, 1) if layer == "full_attention"]
+    if kind in _EVERY_NTH:
+        every = attending[0] if attending else len(layers) + 1
+        if attending != list(range(every, len(layers) + 1, every)):
+            raise ExportError(
+                f"weight export: layers {attending} of {len(layers)} attend (layer_types), and servers know a {kind}"
+                " model by every how many layers one does; choose such an order, or the embedded engine"
+            )
+        found["full_attention_interval"] = every
+    if kind == "kimi_linear":
+        mixtures = [layer == "sparse" for layer in fields["mlp_layer_types"]]
+        if mixtures != sorted(mixtures):
+            raise ExportError(
+                f"weight export: a layer without experts follows one with them (mlp_layer_types), and servers know a"
+                f" {kind} model by how many come first; choose such an order, or the embedded engine"
+            )
+        found["first_k_dense_replace"] = mixtures.count(False)
+        found["linear_attn_config"] = {
+            "full_attn_layers": attending,
+            "kda_layers": [number for number in range(1, len(layers) + 1) if number not in attending],
+            "num_heads": fields["linear_num_heads"],
+            "head_dim": fields["linear_head_dim"],
+            "short_conv_kernel_size": fields["linear_conv_kernel_dim"],
+        }
+    if isinstance(text := fields.get("text_config"), dict):  # of a model that also sees
+        found["text_config"] = text | as_on_the_hub(text)
+    return found
+
+
+def put_back(directory: Path) -> None:
+    """Rewrites the `config.json` of a directory that transformers wrote, as servers read it.
+
+    Raises:
+        ExportError: as `as_on_the_hub`.
+    """
+    file = directory / "config.json"
+    written = json.loads(file.read_text())
+    file.write_text(json.dumps(written | as_on_the_hub(written), indent=2, sort_keys=True) + "\n")
+
+
+def save_merged(policy: Module, directory: Path) -> None:
+    """`save_pretrained` of the whole model that `policy` is, adapters merged; servers read it too, where they have a
+    word for the order of its layers."""
+    base: Any = base_model(policy)
+    if base.config.model_type == "kimi_linear":  # whose names transformers does not turn back rightly
+        base.save_pretrained(directory, state_dict=checkpoint_weights(policy), save_original_format=False)
+    else:
+        base.save_pretrained(directory, state_dict=merged_weights(policy))
+    with suppress(ExportError):
+        put_back(directory)
