@@ -3,6 +3,8 @@
     python -m benchmarks.tree.hybrid --out benchmarks/results/tree                            # a quarter of an hour
     python -m benchmarks.tree.hybrid --workloads think turns --sizes 1x4 --sample 2 --repeats 1 \\
         --name hybrid_recorded --out benchmarks/results/tree                                  # recorded; as long
+    python -m benchmarks.tree.hybrid --families qwen3_5 --workloads think turns --sizes 8x4 --sample 2 --repeats 1 \\
+        --name hybrid_recorded_8x4 --out benchmarks/results/tree                              # a quarter of an hour
     python -m benchmarks.tree.hybrid --toy --out DIR                                          # seconds
 
 Without `--workloads`, cases are drawn from a seed: rollouts that share a system prompt, of turns whose thought the next
@@ -172,9 +174,10 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     else:
         shrink = 10 if args.toy else 1
         makers = [lambda v, s=size: dropped_thoughts(*s, v, shrink) for size in DRAWN]
-    given = [f"--{name} {' '.join(getattr(args, name))}" for name in ("workloads",) if args.workloads]
+    given = [f"--families {' '.join(args.families)}"] * (args.families != list(FAMILIES))
+    given += [f"--workloads {' '.join(args.workloads)}"] * bool(args.workloads)
     given += ["--sizes " + " ".join(f"{a}x{b}" for a, b in args.sizes)] * bool(args.workloads)
-    given += [f"--{name} {getattr(args, name)}" for name in ("sample",) if getattr(args, name)]
+    given += [f"--sample {args.sample}"] * bool(args.sample)
     given += [f"--repeats {args.repeats}"] * (args.repeats != parser.get_default("repeats"))
     given += [f"--name {args.name}"] * (args.name != parser.get_default("name"))
     report: dict[str, Any] = {
