@@ -190,7 +190,7 @@ class TreeEngine:
         """
         self._verify_once(tree, want)
         losses = loss_fn if batched else _one_by_one(loss_fn)
-        return self._with_room(lambda: float(self._executor(tree, want, temperatures).run(losses)))
+        return float(self._with_room(lambda: self._executor(tree, want, temperatures).run(losses)))
 
     def backward_coupled(
         self,

@@ -19,7 +19,7 @@ from torch.nn import functional
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from app.tree import TreeEngine
-from app.tree.attention import flash, kernels
+from app.tree.attention import flash, kernels, packages
 from benchmarks.common.systems import NAMES, Settings, gradient_error, gradients, make_systems, qwen3
 from benchmarks.common.workloads import Case
 
@@ -110,6 +110,11 @@ def _served(device: torch.device, dtype: torch.dtype) -> Iterator[tuple[Any, str
             yield kernels.Math(), own
     if kernels.flash_refusal(device, dtype, q.shape[-1]) is None:
         yield kernels.pick_kernel(q, None), "squares"
+        yield packages.CudnnKernel(), "causal"
+        for package in packages.PACKAGES:
+            if package.missing(device) is None:
+                yield package.dense(), "causal"
+                yield package.dense(), "squares"
 
 
 def _kernel(
@@ -131,7 +136,10 @@ def _kernel(
         own[n // 2 :, n // 4 : n // 2] = False
     if part == "squares":  # two branches
         own[n // 3 :, : n // 3] = False
-    own_kernel = flash.FlashSquares([0, n // 3, n], None, device) if part == "squares" else kernel
+    own_kernel, bounds = kernel, [0, n // 3, n]
+    if part == "squares":
+        packed = isinstance(kernel, packages.PackageKernel)
+        own_kernel = kernel.within(bounds, device) if packed else flash.FlashSquares(bounds, None, device)
     visible = torch.cat([torch.ones(n, path, dtype=torch.bool), own], 1)
     scale = width**-0.5
 
@@ -228,7 +236,8 @@ def backends(device: torch.device, compiled: bool = True) -> tuple[str, ...]:
     if device.type != "cuda":
         return ("sdpa",)
     flash = kernels.flash_refusal(device, torch.bfloat16, 64) is None
-    return ("sdpa", *(["flash"] if flash else []), *(["flex"] if compiled else []))
+    others = [package.name for package in packages.PACKAGES if package.missing(device) is None]
+    return ("sdpa", *(["flash", "cudnn", *others] if flash else []), *(["flex"] if compiled else []))
 
 
 def _run_engine(
@@ -236,8 +245,8 @@ def _run_engine(
 ) -> dict[str, dict[str, Tensor]]:
     """Gradients by system, of a model whose weights are the same numbers in every dtype."""
     shape: dict[str, Any] = {"hidden": 128, "layers": 2, "heads": 4, "key_value_heads": 2, "head_dim": 64}
-    model = qwen3(**shape, vocabulary=512, dtype=torch.float64)
-    moved = qwen3(**shape, vocabulary=512, dtype=dtype, device=device, window=window)
+    model = qwen3(**shape, vocabulary=5000, dtype=torch.float64)
+    moved = qwen3(**shape, vocabulary=5000, dtype=dtype, device=device, window=window)
     with torch.no_grad():
         for mine, drawn in zip(moved.parameters(), model.parameters(), strict=True):
             mine.copy_(drawn.to(torch.bfloat16).to(dtype))

@@ -20,11 +20,14 @@ from app.tree.attention.chunk_attention import Backend, ChunkAttention, LayerCal
 from app.tree.attention.flash import FlashBackend
 from app.tree.attention.flex import FLEX_HEAD_DIM, FlexBackend
 from app.tree.attention.kernels import AMPERE, FLASH_DTYPES, capability, flash_refusal
+from app.tree.attention.packages import FLASH_3, PACKAGES, CudnnBackend
 from app.tree.attention.part_attention import PartBackend
 
 ATTENTION_NAME = "arborist_tree"
 
-BACKENDS: dict[str, Backend] = {backend.name: backend for backend in (PartBackend(), FlexBackend(), FlashBackend())}
+BACKENDS: dict[str, Backend] = {
+    backend.name: backend for backend in (PartBackend(), FlexBackend(), FlashBackend(), *PACKAGES, CudnnBackend())
+}
 """Attention backends by name."""
 
 _HARMLESS = frozenset(
@@ -36,9 +39,10 @@ _HARMLESS = frozenset(
 def choose_backend(name: str, model: PreTrainedModel) -> Backend:
     """The backend called `name`, or for "auto" the fastest for the model's device, dtype (autocast counts) and heads.
 
-    On CPUs that is `sdpa`. On CUDA devices `flash` for bf16 and float16 from compute capability 8.0 on; `flex` for
-    what is left of these two (soft-capped scores, heads that flash kernels do not take), compiled at the first step;
-    `sdpa`, whose kernels start at once, for float32 and float64, for older GPUs, and where Triton is missing.
+    On CPUs that is `sdpa`. On CUDA devices `flash` for bf16 and float16 from compute capability 8.0 on, on Hopper
+    `flash3` where that package is installed; `flex` for what is left of these two (soft-capped scores, heads that flash
+    kernels do not take), compiled at the first step; `sdpa`, whose kernels start at once, for float32 and float64, for
+    older GPUs, and where Triton is missing.
 
     Raises:
         ValueError: a name that is not in `BACKENDS`.
@@ -59,7 +63,7 @@ def choose_backend(name: str, model: PreTrainedModel) -> Backend:
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     capped = getattr(config, "attn_logit_softcapping", None) is not None
     if not capped and flash_refusal(device, dtype, head_dim) is None:
-        return BACKENDS["flash"]
+        return BACKENDS["flash" if FLASH_3.missing(device) is not None else FLASH_3.name]  # 2 is what ATen has
     return BACKENDS["sdpa" if head_dim < FLEX_HEAD_DIM or find_spec("triton") is None else "flex"]
 
 

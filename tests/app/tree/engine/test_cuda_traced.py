@@ -42,7 +42,7 @@ def traced(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 
 
 def test_every_case_runs_and_waits_for_the_loss_alone(traced: list[dict[str, Any]]) -> None:
-    assert len(traced) == 24
+    assert len(traced) == 26
     assert {(one["case"], one["backend"]): one["waits"] for one in traced if one["waits"] != [LOSS]} == {}
 
 
@@ -51,6 +51,8 @@ def test_low_precision_runs_on_flash_kernels(traced: list[dict[str, Any]]) -> No
     packed = {"_flash_attention_forward", "_flash_attention_backward"}
     found = {(one["case"], one["backend"]): set(one["operators"]) for one in traced}
     assert found["bf16", "sdpa"] == dense and found["autocast", "sdpa"] == dense
+    cudnn = {f"_scaled_dot_product_cudnn_attention{suffix}" for suffix in ("", "_backward")}
+    assert found["bf16", "cudnn"] == dense | packed | cudnn and found["window", "cudnn"] >= packed
     assert found["bf16", "flash"] == dense | packed and found["window", "flash"] >= packed
     assert not found["float64", "sdpa"] and not found["soft-capping", "sdpa"]
 
