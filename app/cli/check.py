@@ -7,8 +7,8 @@
 Says how many groups have different rewards, so that anything can be learned from them, pass@1 beside pass@k, how long
 replies are and how many are cut, what the prefix tree saves of a batch, what fits on the device and what a step takes
 by the planner's prediction; which tokens end a reply, and whether the chat template drops old thoughts. Then one
-verdict (go, change something first, no-go) with its reasons. Writes check.json, and recommended.yaml when there is
-something to lay over the run.
+verdict (go; go, slowly at first; change something first; no-go) with its reasons. Writes check.json, and
+recommended.yaml when there is something to lay over the run.
 
 Promises: nothing is trained; every reason comes with its number and a remedy; what cannot be told is left out, never
 guessed. Times and memory are the planner's predictions (benchmarks/results/tree has how far off these are).
@@ -26,7 +26,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import datetime
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import yaml
 
@@ -34,7 +34,8 @@ from app.statistics import share_interval
 
 _EPISODES = 256
 _ENOUGH_GROUPS = 12
-Level = Literal["no-go", "change", "note"]
+_VERDICTS = {"no-go": "no-go", "change": "change something first", "slow": "go, slowly at first"}
+Level = Literal["no-go", "change", "slow", "note"]
 
 
 @dataclass(frozen=True)
@@ -119,10 +120,9 @@ def run(arguments: argparse.Namespace) -> None:
         figures |= part[1]
         reasons += part[2]
     levels = [reason.level for reason in reasons]
-    verdict = "no-go" if "no-go" in levels else "change something first" if "change" in levels else "go"
+    verdict = next((words for level, words in _VERDICTS.items() if level in levels), "go")
     lines += ["", f"verdict: {verdict}"]
-    order = {"no-go": 0, "change": 1, "note": 2}
-    for reason in sorted(reasons, key=lambda one: order[one.level]):
+    for reason in sorted(reasons, key=lambda one: get_args(Level).index(one.level)):
         lines.append(f"  {reason.level:<7} {reason.finding}: {reason.remedy}")
     print("\n".join(lines))
     found = {"verdict": verdict, "reasons": [asdict(one) for one in reasons], **figures}
@@ -275,7 +275,14 @@ def _of_signal(
         keep = {"class_path": "datamodules.filters.NoSignal"}
         overlay = {"data": {"init_args": {"filter": keep}}}
         finding = f"{1 - share:.0%} of the groups have one reward for all episodes and teach nothing"
-        reasons.append(Reason("change", finding, remedy, overlay))
+        now_and_then = not partial and any_ >= 2 * first
+        if now_and_then:
+            finding += f", but {any_:.0%} of the prompts are solved in one of {k} tries"
+            remedy = (
+                f"go all the same: what an answer looks like is often learnt first, and then many more differ; {remedy}"
+            )
+            remedy += "; if rollouts/flat has not fallen after some twenty steps, take easier prompts"
+        reasons.append(Reason("slow" if now_and_then else "change", finding, remedy, overlay))
     if not partial and share >= 0.1 and any_ - first > 0.02:
         finding = f"{any_ - first:.2f} lies between pass@1 and pass@{k}"
         reasons.append(Reason("note", finding, "what the model finds now and then; the first gains come from there"))
@@ -299,8 +306,9 @@ def _of_length(cut: float | None, rollouts: Rollouts) -> list[Reason]:
 
 def _sharing_and_cost(rollouts: Rollouts, arguments: argparse.Namespace) -> Part:
     import numpy as np
+    import torch
 
-    from app.tree import PrefixTree, inspect_model, inspect_tree
+    from app.tree import PrefixTree, device_rates, inspect_model, inspect_tree
 
     tokens, trained, temperatures = rollouts.batch
     _, keys = np.unique(np.array(temperatures), return_inverse=True)
@@ -324,14 +332,18 @@ def _sharing_and_cost(rollouts: Rollouts, arguments: argparse.Namespace) -> Part
     if config is None:
         return [*lines, "no --model: nothing is said about time and memory"], figures, reasons
     dtype = "bfloat16" if arguments.device == "cuda" else "float32"
-    whole = inspect_model(tree, config, arguments.device, dtype, None, None)
-    least = inspect_model(tree, config, arguments.device, dtype, None, report.longest)
+    # Where the run is to train on a device of this kind, what that one can do; else what such a device usually can.
+    there = arguments.device == "cpu" or torch.cuda.is_available()
+    rates = device_rates(config, arguments.device, dtype) if there else None
+    whole = inspect_model(tree, config, arguments.device, dtype, None, None, rates)
+    least = inspect_model(tree, config, arguments.device, dtype, None, report.longest, rates)
     steps = arguments.steps or rollouts.settings.get("trainer", {}).get("max_steps") or 0
     each = whole.tree_seconds / arguments.devices
     lines.append(
         f"{whole.name}, {whole.parameters / 1e6:,.3g} M parameters, {dtype} on {arguments.device}: predicted"
         f" {each:.3g} s for forward and backward of the batch ({whole.dense_seconds / whole.tree_seconds:.1f} times"
-        f" faster than one by one)" + (f", {_time(each * steps)} for {steps:,} steps" if steps > 0 else "")
+        f" faster than one by one; {'rates measured here' if there else 'usual rates'})"
+        + (f", {_time(each * steps)} for {steps:,} steps" if steps > 0 else "")
     )
     weights, gradients, state = _bytes_a_parameter(dtype)
     fixed = whole.parameters * (weights + gradients + state / arguments.devices) / 2**30
@@ -341,7 +353,8 @@ def _sharing_and_cost(rollouts: Rollouts, arguments: argparse.Namespace) -> Part
         f"memory a device, GiB: {fixed:.3g} for weights, gradients and optimizer, {need:.3g} with the least a pass"
         f" needs, {all_:.3g} with nothing computed twice; there are {memory:.3g}"
     )
-    figures |= {"predicted_seconds": each, "parameters": whole.parameters, "gib_fixed": fixed, "gib_least": need,
+    figures |= {"predicted_seconds": each, "rates_measured": there, "parameters": whole.parameters}
+    figures |= {"gib_fixed": fixed, "gib_least": need,
                 "gib_all": all_, "gib_there": memory}  # fmt: skip
     if need > memory:
         reasons.append(_too_large(whole.parameters, dtype, need - fixed, memory, arguments.devices))

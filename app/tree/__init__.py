@@ -5,6 +5,7 @@ Needs torch and transformers only; knows no RL and no Lightning. See `PrefixTree
 """
 
 from app.tree.attention.groups import RankGroup
+from app.tree.calibrate import device_rates
 from app.tree.engine import TreeEngine
 from app.tree.model.language import auto_class
 from app.tree.model.pictures import Tower, picture_positions, picture_tokens
@@ -40,6 +41,7 @@ __all__ = [
     "TreeOutputs",
     "TreeReport",
     "auto_class",
+    "device_rates",
     "inspect_model",
     "inspect_tree",
     "on_device",

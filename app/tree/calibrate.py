@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 import torch
 from torch.nn import functional
-from transformers import PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 
 from app.tree.attention.kernels import pick_kernel
 from app.tree.planning.cost import ModelShape
@@ -20,10 +20,19 @@ from app.tree.planning.timing import CPU_RATES, GPU_RATES, Rates
 
 def measure_rates(model: PreTrainedModel, repeats: int = 5) -> Rates:
     """The rates of `model`'s device, for its shapes and its dtype (that of autocast, inside such a context)."""
-    shape, parameter = ModelShape.of(model.config), next(model.parameters())
+    parameter = next(model.parameters())
     device, dtype = parameter.device, parameter.dtype
     if torch.is_autocast_enabled(device.type):
         dtype = torch.get_autocast_dtype(device.type)
+    return _measure(ModelShape.of(model.config), device, dtype, repeats)
+
+
+def device_rates(config: PretrainedConfig, device: str, dtype: str) -> Rates:
+    """The same for a model of this configuration that is not there: "cpu" or "cuda", "float32" or "bfloat16"."""
+    return _measure(ModelShape.of(config), torch.device(device), getattr(torch, dtype), repeats=5)
+
+
+def _measure(shape: ModelShape, device: torch.device, dtype: torch.dtype, repeats: int) -> Rates:
     default = GPU_RATES if device.type == "cuda" else CPU_RATES
 
     def best(run: Callable[[], object]) -> float:

@@ -23,7 +23,7 @@ from app.tree.model.language import auto_class
 from app.tree.planning.cost import ModelShape, plan_flops
 from app.tree.planning.plan import ExecutionPlan, most_ends
 from app.tree.planning.planner import plan
-from app.tree.planning.timing import CPU_RATES, GPU_RATES, TimeModel
+from app.tree.planning.timing import CPU_RATES, GPU_RATES, Rates, TimeModel
 from app.tree.planning.work import Work, count_work
 from app.tree.prefix_tree import Ints, PrefixTree
 from app.tree.states.piece_tree import PieceTree
@@ -159,20 +159,27 @@ def inspect_tree(tree: PrefixTree) -> TreeReport:
 
 
 def inspect_model(
-    tree: PrefixTree, config: Any, device: str, dtype: str, chunk_tokens: int | None, live_tokens: int | None
+    tree: PrefixTree,
+    config: Any,
+    device: str,
+    dtype: str,
+    chunk_tokens: int | None,
+    live_tokens: int | None,
+    rates: Rates | None = None,
 ) -> ModelReport:
     """Plans `tree` for a model of this transformers configuration, and predicts.
 
     Args:
         chunk_tokens: default the device's; live_tokens: default everything at once.
+        rates: by default what such a device usually can.
     """
     with torch.device("meta"):
         model = auto_class(config).from_config(config, dtype=getattr(torch, dtype))
     shape, element = ModelShape.of(config), 2 if dtype == "bfloat16" else 4
     if device == "cuda":
-        times = TimeModel(shape, GPU_RATES, BACKENDS["flash"], element)
+        times = TimeModel(shape, rates or GPU_RATES, BACKENDS["flash"], element)
     else:
-        times = TimeModel(shape, CPU_RATES, BACKENDS["sdpa"], element)
+        times = TimeModel(shape, rates or CPU_RATES, BACKENDS["sdpa"], element)
     chunk, live = chunk_tokens or DEVICE_CHUNK[device], live_tokens or tree.num_tokens
     share = shape.checkpoint_share() if checkpointable(model) else 1.0
     execution = plan(tree, chunk, live, times, share)

@@ -67,7 +67,7 @@
     return { x: 0, w: wide, y: 0, h: high };
   }
   const mix = (a, b, t) => `rgb(${a.map((one, i) => Math.round(one + (b[i] - one) * t)).join()})`;
-  const GREY = "#dde2e6", LOW = [197, 71, 43], MIDDLE = [243, 241, 234], HIGH = [30, 110, 170], GREEN = [38, 120, 90];
+  const GREY = "rgb(221,226,230)", LOW = [197, 71, 43], MIDDLE = [243, 241, 234], HIGH = [30, 110, 170], GREEN = [38, 120, 90];
   function painter() {
     const kind = colours.value, values = tree[kind].filter((one) => one !== null);
     const low = values.reduce((a, b) => Math.min(a, b), Infinity), high = values.reduce((a, b) => Math.max(a, b), -Infinity);
@@ -106,7 +106,8 @@
       const x = (tree.start[n] - window_.x) * sx, w = tree.length[n] * sx, y = (tree.row[n] - window_.y) * sy, h = tree.rows[n] * sy;
       if (y >= height || x >= width || x + w <= 0 || y + h <= 0) continue;
       const gap = h > 3 ? 1 : 0;
-      pen.fillStyle = colour(n);
+      const painted = colour(n);
+      pen.fillStyle = painted;
       pen.fillRect(x, y, Math.max(0.7, w - (w > 3 ? 1 : 0)), Math.max(0.7, h - gap));
       drawn++;
       if (n === chosen) {
@@ -117,7 +118,8 @@
       const left = Math.max(0, x), room = Math.min(width, x + w) - left;
       if (h >= 12 && room >= 16) {
         const text = tree.text[n].slice(0, Math.floor((room - 6) / 6.7)).replace(/\s/g, " ");
-        pen.fillStyle = "#22303c";
+        const [r, g, b] = painted.match(/\d+/g);
+        pen.fillStyle = 0.3 * r + 0.6 * g + 0.1 * b < 125 ? "#fff" : "#22303c";
         pen.save();
         pen.beginPath();
         pen.rect(left, y, room - 2, h);

@@ -26,7 +26,12 @@ ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text()
 CONFIGURATION = (ROOT / "docs" / "configuration.md").read_text()
 RESULTS = (ROOT / "docs" / "results.md").read_text()
-PAGES = ["README.md", "CONTRIBUTING.md", *(f"docs/{path.name}" for path in sorted((ROOT / "docs").glob("*.md")))]
+PAGES = [
+    "README.md",
+    "CONTRIBUTING.md",
+    "CHANGELOG.md",
+    *(f"docs/{path.name}" for path in sorted((ROOT / "docs").glob("*.md"))),
+]
 SWEEP = ROOT / "configs" / "sweeps" / "quickstart_lr.yaml"
 LR = "model.optimizer.init_args.lr"
 SMALL = ["--trainer.accelerator=cpu", "--trainer.max_steps=2", "--trainer.val_check_interval=2"]

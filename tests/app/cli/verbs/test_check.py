@@ -93,13 +93,15 @@ def test_figures_by_hand(capsys: pytest.CaptureFixture[str]) -> None:
     [
         ([[0.0] * 4] * 40, "no-go", "warm-start"),
         ([[1.0] * 4] * 40, "no-go", "harder prompts"),
-        ([[1, 0, 0, 0]] * 12 + [[0.0] * 4] * 28, "change something first", "data.filter trains on the others alone"),
+        ([[1, 0, 0, 0]] * 12 + [[0.0] * 4] * 28, "go, slowly at first", "data.filter trains on the others alone"),
+        ([[1, 0, 0, 0]] * 12 + [[0.0] * 4] * 28, "go, slowly at first", "30% of the prompts are solved in one of 4"),
+        ([[1, 1, 1, 0]] * 12 + [[1.0] * 4] * 28, "change something first", "data.filter trains on the others alone"),
         ([[0.2, 0.3, 0.4, 0.1]] * 20, "go", ""),
     ],
 )
 def test_verdicts_on_what_there_is_to_learn(groups: Any, verdict: str, said: str) -> None:
     found = check(record(groups))
-    assert found["verdict"] == verdict and said in of(found, "no-go") + of(found, "change")
+    assert found["verdict"] == verdict and said in "".join(of(found, level) for level in ("no-go", "change", "slow"))
 
 
 def test_what_is_recommended_is_a_file_that_a_run_takes(capsys: pytest.CaptureFixture[str]) -> None:
