@@ -4,8 +4,9 @@ A client that waits too long, or whose connection breaks, leaves and sends the s
 was still being sampled, that ended with the client's leaving, and the repetition is sampled anew. Where it was
 complete, the repetition gets that very reply, so that no sampled token is lost and none is trained twice.
 
-Promises: a request is a repetition when its client says so (the providers' clients count their retries), or when an
-equal one was left with a complete reply that nobody has taken; everything else is a call of its own. Where the first is
+Promises: a request is a repetition when its client says so (the providers' clients count their retries; a second one
+with the same `Idempotency-Key` is one), or when an equal one was left with a complete reply that nobody has taken;
+everything else is a call of its own. Where the first is
 still being sampled because its connection looks alive, a repetition waits for it, as long as the engine's own deadlines
 let it, and gets the same reply; unless several equal ones run and nobody can tell which of them it repeats.
 """
@@ -39,7 +40,7 @@ class Repeats:
 
         Args:
             request: what makes it equal to another one.
-            retried: the client says that it gave an equal one up.
+            retried: the client says that it gave an equal one up, if there was one.
         """
         known = self._requests[request]
         while retried and not known.left and not known.given_up and len(known.running) == 1:

@@ -122,8 +122,9 @@ class Gateway:
         body = await self._listener.body(request)
         asked = protocol.parse(session.heard(json_object(body)))
         asked = session.continued(replace(asked, model=asked.model or self.model))
-        same = hashlib.blake2b(body, person=protocol.path.encode()[-16:]).digest()
-        calls = await session.again(same, retried=_retries(request) > 0)
+        key = request.headers.get("Idempotency-Key", "")
+        same = _same(protocol, body, key)
+        calls = await session.again(same, retried=bool(key) or _retries(request) > 0)
         if asked.stream:
             return await self._stream(protocol, request, session, asked, same, calls)
         if calls is None:
@@ -208,6 +209,14 @@ class Gateway:
 
 def _of(session: Session, call: Call) -> list[Sampled]:
     return session.sampled(call.ids, call.logprobs)
+
+
+def _same(protocol: WireProtocol, body: bytes, key: str) -> bytes:
+    """What is equal in requests that may be one call; with a key of the client's only in those that are."""
+    digest = hashlib.blake2b(body, person=protocol.path.encode()[-16:])
+    if key:
+        digest.update(hashlib.blake2b(key.encode("utf-8", "surrogateescape")).digest())
+    return digest.digest()
 
 
 def _retries(request: web.Request) -> int:

@@ -181,8 +181,10 @@ async def test_a_request_that_does_not_arrive_is_told_so() -> None:
         assert answer.status == 408 and "within 0.2 s" in (await answer.json())["error"]["message"]
 
 
-async def ask(client: aiohttp.ClientSession, address: str, session: Session, retries: int = 0, **more: Any) -> str:
-    headers = {**bearer(session), "x-stainless-retry-count": str(retries)}
+async def ask(
+    client: aiohttp.ClientSession, address: str, session: Session, retries: int = 0, key: str = "", **more: Any
+) -> str:
+    headers = {**bearer(session), "x-stainless-retry-count": str(retries)} | ({"Idempotency-Key": key} if key else {})
     async with client.post(address + "/v1/chat/completions", json={**HELLO, **more}, headers=headers) as answer:
         assert answer.status == 200, await answer.text()
         return str((await answer.json())["choices"][0]["message"]["content"])
@@ -211,6 +213,20 @@ async def test_a_repetition_of_an_answer_that_was_lost_is_given_that_very_answer
         assert await ask(client, address, session) == "two"  # it does not say so: a call of its own
         assert await ask(client, address, session, seed=1) == "three"
     assert len(session.transcript.calls) == 3 and session.counts["repeated_calls"] == 1
+
+
+@on_a_loop
+async def test_a_key_tells_equal_calls_apart_and_their_repetitions() -> None:
+    engine = ScriptedEngine(TOKENIZER, ["one", "two", "three", "four"])
+    session = new_session(engine)
+    async with serving(session) as (client, (address,)):
+        assert await ask(client, address, session, key="a") == "one"
+        assert await ask(client, address, session, key="b") == "two"
+        assert await ask(client, address, session, key="a") == "one"  # though it does not say that it tries again
+        assert await ask(client, address, session, key="b", retries=1) == "two"
+        assert await ask(client, address, session) == "three"
+        assert await ask(client, address, session, key="a", seed=1) == "four"  # another request
+    assert len(session.transcript.calls) == len(engine.responses) == 4 and session.counts["repeated_calls"] == 2
 
 
 @on_a_loop

@@ -28,12 +28,19 @@ Replies = Sequence[str | list[int]] | Callable[[GenerationRequest], str | list[i
 
 
 class Door:
-    """What a client needs: `address`, `key`; and what the engine saw."""
+    """What a client needs: `address`, `key`; and what the engine saw.
 
-    def __init__(self, replies: Replies, **budget: Any) -> None:
+    Args:
+        replies: of a scripted engine.
+        session: another one; then there is no such engine.
+        budget: of the session.
+    """
+
+    def __init__(self, replies: Replies, session: Session | None, **budget: Any) -> None:
         self.engine = ScriptedEngine(TOKENIZER, replies)
         episode = EpisodeEngine(self.engine, TOKENIZER, None, name="e", seed="s")  # type: ignore[arg-type]
-        self.session = Session(episode, Chat(TOKENIZER), Sampling(200), Budget(**budget), hermes_calls)
+        scripted = Session(episode, Chat(TOKENIZER), Sampling(200), Budget(**budget), hermes_calls)
+        self.session = session or scripted
         self.key = self.session.key
         self.address = ""
 
@@ -57,9 +64,9 @@ class Door:
 
 
 @contextmanager
-def door(replies: Replies = REPLIES, **budget: Any) -> Iterator[Door]:
+def door(replies: Replies = REPLIES, session: Session | None = None, **budget: Any) -> Iterator[Door]:
     """Open while the block runs."""
-    made = Door(replies, **budget)
+    made = Door(replies, session, **budget)
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever, daemon=True)
     thread.start()
