@@ -41,7 +41,7 @@ OnText = Callable[[int, Piece], None]
 
 _OR_SERVE = ", or set untrainable: serve, which answers such calls and does not train on them"
 _RETRIED = (408, 409, 429)  # and from 500 on: what clients send again after
-_LONG = 1 << 16  # characters
+_LONG = 1 << 13  # characters; some ms of work
 
 
 @dataclass(frozen=True)
@@ -158,6 +158,14 @@ class Session:
         self._spend(asked.n)
         with _refused():
             plan = self._plan(asked)
+        sampling = asyncio.ensure_future(self._answers(asked, plan, temperature, name or self.new_name(), on_text))
+        return await self._awaited(sampling, asked, plan, same)
+
+    async def _answers(
+        self, asked: Asked, plan: Plan, temperature: float, name: str, on_text: OnText | None
+    ) -> list[Call]:
+        """The replies, which nobody has yet. Raises RequestError."""
+        with _refused():
             tokens = await self._tokens_of(plan)
         prompt = Kept(plan.text, tokens, plan.base, plan.begins)
         room = self._engine.max_context - prompt.count
@@ -185,8 +193,7 @@ class Session:
         parser = self._parser if asked.tools else None
         if asked.tools and isinstance(parser, ResponseTemplate):
             parser = parser.of_tools(asked.tools)  # whose schemas give its arguments types
-        name = name or self.new_name()
-        sampling = asyncio.gather(
+        return await asyncio.gather(
             *(
                 self._sample(
                     name if k == 0 else f"{name}-{k}",
@@ -200,7 +207,6 @@ class Session:
                 for k, one in enumerate(requests)
             )
         )
-        return await self._awaited(sampling, asked, plan, prompt, same)
 
     def heard(self, body: dict[str, Any]) -> dict[str, Any]:
         """A request as this session takes it, whatever its protocol."""
@@ -368,9 +374,7 @@ class Session:
             raise RequestError(f"the session may use {what}, which are spent", code="session_budget_exceeded")
         self._started += n
 
-    async def _awaited(
-        self, sampling: asyncio.Future[list[Call]], asked: Asked, plan: Plan, prompt: Kept, same: bytes
-    ) -> list[Call]:
+    async def _awaited(self, sampling: asyncio.Future[list[Call]], asked: Asked, plan: Plan, same: bytes) -> list[Call]:
         """The replies, recorded, unless their client leaves first."""
         same = same or secrets.token_bytes(16)
         self._repeats.begin(same, sampling)
@@ -378,7 +382,7 @@ class Session:
             calls = await sampling
         except asyncio.CancelledError:
             if sampling.done() and not sampling.cancelled() and sampling.exception() is None:
-                self._set_aside(same, self._exchange(asked, plan, prompt, sampling.result()))
+                self._set_aside(same, self._exchange(asked, plan, sampling.result()))
             else:
                 self.counts["abandoned_calls"] += asked.n
                 self._repeats.given_up(same)
@@ -388,16 +392,16 @@ class Session:
                 self._repeats.given_up(same)
             raise
         else:
-            exchange = self._exchange(asked, plan, prompt, calls)
+            exchange = self._exchange(asked, plan, calls)
             self._record(exchange)
             self._repeats.taken(same, exchange)
             return calls
         finally:
             self._repeats.end(same, sampling)
 
-    def _exchange(self, asked: Asked, plan: Plan, prompt: Kept, calls: list[Call]) -> Exchange:
+    def _exchange(self, asked: Asked, plan: Plan, calls: list[Call]) -> Exchange:
         """What is kept of a request and its answer."""
-        said = self.transcript.keep(asked.messages, plan, prompt) if asked.prompt is None else None
+        said = self.transcript.keep(asked.messages, plan, calls[0].prompt) if asked.prompt is None else None
         written = repr(asked.tools)  # by which 1 and 1.0 differ
         tools = self._tools.setdefault(written, asked.tools)
         return Exchange(said, tools, calls, len(asked.before))

@@ -274,9 +274,11 @@ class Transcript:
                 return self._decode(ids[k:])
 
             near = bisect_left(range(len(ids)), -size, key=lambda k: -len(text(k)))
-            # Nearly so: what is left of a character of several tokens is no text, and may be longer than it.
-            around = range(max(0, near - _LONGEST_CHARACTER), len(ids))
-            known = next((k for k in around if len(text(k)) <= size and said.endswith(text(k))), len(ids))
+            # Nearly so: what is left of a character of several tokens is no text, and may be longer than it. And some
+            # decoders leave out the space before a word that comes first.
+            around = range(max(0, near - _LONGEST_CHARACTER), min(near + _LONGEST_CHARACTER, len(ids)))
+            whole = (k for k in around if len(text(k)) <= size and self._decode(ids[:k]) + text(k) == said)
+            known = next(whole, len(ids))
             self._shown[call.id, size] = known
         return known
 
