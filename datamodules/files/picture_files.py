@@ -7,6 +7,7 @@ a channel) is refused; the size is looked at before anything is unpacked.
 
 from __future__ import annotations
 
+import base64
 import io
 import os
 from collections.abc import Mapping
@@ -54,9 +55,9 @@ def pixels_of(value: Any, where: str) -> Pixels:
     """A picture as uint8 [H, W, 3].
 
     Args:
-        value: an array uint8 [H, W], [H, W, 1], [H, W, 3] or [H, W, 4]; a PIL image; a file's bytes or path (BMP, GIF,
-            JPEG, PNG, PPM, TIFF, WebP); or such bytes or path in a mapping (`bytes`, `path`), as data sets hold them.
-            It is turned as its EXIF data says; what is transparent stands on white.
+        value: an array uint8 [H, W], [H, W, 1], [H, W, 3] or [H, W, 4]; a PIL image; a file's bytes, path or data URL
+            (RFC 2397, base64; BMP, GIF, JPEG, PNG, PPM, TIFF, WebP); or such bytes or path in a mapping (`bytes`,
+            `path`), as data sets hold them. It is turned as its EXIF data says; what is transparent stands on white.
         where: what errors call it.
 
     Raises:
@@ -69,6 +70,8 @@ def pixels_of(value: Any, where: str) -> Pixels:
         return _of_image(value, where)
     if isinstance(value, Mapping):
         value = value.get("bytes") or value.get("path")
+    if isinstance(value, str) and value.startswith("data:"):
+        value = _of_url(value, where)
     if isinstance(value, bytes | bytearray | memoryview):
         source: Any = io.BytesIO(value)
     elif isinstance(value, str | os.PathLike) and str(value):
@@ -83,6 +86,16 @@ def pixels_of(value: Any, where: str) -> Pixels:
         raise
     except (OSError, SyntaxError, ValueError, TypeError, EOFError, Image.DecompressionBombError) as error:
         raise PictureError(f"{where}: cannot be read as a picture ({reason(error)}); remove or replace it") from None
+
+
+def _of_url(url: str, where: str) -> bytes:
+    head, comma, body = url.partition(",")
+    if not comma or not head.endswith(";base64"):
+        raise PictureError(f"{where}: a data URL must be data:image/...;base64,..., got {printable(url[:40])!r}")
+    try:
+        return base64.b64decode(body, validate=True)
+    except ValueError as error:  # binascii.Error is one
+        raise PictureError(f"{where}: its data URL is no base64 ({reason(error)})") from None
 
 
 def _of_array(value: Any, where: str) -> Pixels:

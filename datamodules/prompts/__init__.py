@@ -1,12 +1,13 @@
 """Where prompts come from: made on the fly (`ArithmeticPrompts`, `ReasoningGymPrompts`; with pictures
-`SquaresPrompts`), files (`JsonlPrompts`, `DialoguePairs`), data sets and Parquet (`DatasetPrompts`), recorded
-conversations (`TauPrompts`), others of these (`MixedPrompts`, `CurriculumPrompts`, `StagedPrompts`), your own
-`PromptSource`."""
+`SquaresPrompts`), files (`JsonlPrompts`, `DialoguePairs`), data sets and Parquet (`DatasetPrompts`; with pictures
+of its own `EasyVqaPrompts`), recorded conversations (`TauPrompts`), others (`MixedPrompts`, `CurriculumPrompts`,
+`StagedPrompts`), your own `PromptSource`."""
 
 from datamodules.prompts.arithmetic import ArithmeticPrompts
 from datamodules.prompts.base import Prompt, PromptSource
 from datamodules.prompts.curriculum import CurriculumPrompts, StagedPrompts
 from datamodules.prompts.dialogues import DialoguePairs
+from datamodules.prompts.easy_vqa import EasyVqaPrompts
 from datamodules.prompts.jsonl import JsonlPrompts
 from datamodules.prompts.mixed import MixedPrompts
 from datamodules.prompts.reasoning_gym import ReasoningGymPrompts
@@ -19,6 +20,7 @@ __all__ = [
     "CurriculumPrompts",
     "DatasetPrompts",
     "DialoguePairs",
+    "EasyVqaPrompts",
     "JsonlPrompts",
     "MixedPrompts",
     "Prompt",

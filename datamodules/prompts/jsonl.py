@@ -23,7 +23,7 @@ class JsonlPrompts(RecordPrompts):
     Args:
         path: the file; may contain `${ARBORIST_DATA}` or any other environment variable.
         record_options: see `RecordPrompts`: question_field, answer_field, template, answer_pattern, chat, system,
-            shuffle, seed, offset, size.
+            shuffle, seed, offset, size, image_field (paths of pictures begin at the file's folder).
 
     Raises:
         ValueError: a broken line (file and line number), a field that is not there, an answer without a match, an
@@ -34,6 +34,7 @@ class JsonlPrompts(RecordPrompts):
     def __init__(self, path: str, **record_options: Any) -> None:
         super().__init__(**record_options)
         self.path = resolve(path, "JsonlPrompts.path")
+        self.format.folder = self.path.parent
         self._prompts = [
             self.format.prompt(record, f"{self.name}:{number}", f"{self.path}:{number}")
             for number, record in read_json_lines(self.path)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from app import checks
@@ -15,6 +16,9 @@ from app.text import printable
 from datamodules.files.expressions import Pattern, Template
 from datamodules.prompts.base import Prompt, PromptSource
 from datamodules.prompts.order import DealingOrder
+
+DATA_URL = "data:image/"
+"""What a picture in a text begins with (RFC 2397, base64)."""
 
 
 class RecordFormat:
@@ -30,6 +34,10 @@ class RecordFormat:
         answer_pattern: regular expression whose first group, found in the answer, is the reference answer.
         chat: makes the text a user message.
         system: system message before it; or before the question's messages.
+        image_field: field with what the question shows: one picture or a list of them, as bytes, as a path below
+            `folder`, as a data URL, or in a record with `bytes` or `path` (see `pixels_of`). The text becomes a user
+            message; `<image>` in it says where each of them is, which are before the text otherwise.
+        folder: of the records' file, which relative paths of pictures begin at.
 
     Raises:
         ValueError: an option without effect, no regular expression with a group, or more than names in the template.
@@ -44,6 +52,8 @@ class RecordFormat:
         answer_pattern: str | None = None,
         chat: bool = False,
         system: str | None = None,
+        image_field: str | None = None,
+        folder: Path | None = None,
     ) -> None:
         if answer_pattern is not None and answer_field is None:
             raise ValueError(f"{owner}.answer_pattern has no effect without answer_field; remove one of them")
@@ -52,13 +62,15 @@ class RecordFormat:
         self.answer_field = answer_field
         self.template = None if template is None else Template(template, f"{owner}.template")
         self.answer_pattern = None if answer_pattern is None else Pattern(answer_pattern, f"{owner}.answer_pattern")
-        self.chat = chat
+        self.chat = chat or image_field is not None
         self.system = system
+        self.image_field = image_field
+        self.folder = folder
 
     def check_chat(self, is_messages: bool) -> None:
         """Raises ValueError for chat options that have no effect on such questions."""
         if is_messages:
-            for key, given in (("chat", self.chat), ("template", self.template is not None)):
+            for key, given in (("chat", self.chat and not self.image_field), ("template", self.template is not None)):
                 if given:
                     raise ValueError(
                         f"{self.owner}.{key} has no effect, field '{self.question_field}' holds messages; remove it"
@@ -89,9 +101,12 @@ class RecordFormat:
             if self.chat:
                 messages, text = ({"role": "user", "content": text},), ""
         self.check_chat(isinstance(question, list))
+        pictures = () if self.image_field is None else self._pictures(record, where)
+        if pictures:
+            messages = with_images(messages, len(pictures), where)
         if self.system is not None:
             messages = ({"role": "system", "content": self.system}, *messages)
-        used = (self.question_field, self.answer_field)
+        used = (self.question_field, self.answer_field, self.image_field)
         return Prompt(
             id=name,
             text=text,
@@ -99,7 +114,27 @@ class RecordFormat:
             answer=self._answer(solution, where),
             solution=solution,
             metadata={key: value for key, value in record.items() if key not in used},
+            pictures=pictures,
         )
+
+    def _pictures(self, record: Mapping[str, Any], where: str) -> tuple[Any, ...]:
+        assert self.image_field is not None
+        value = _lookup(record, self.image_field)
+        found = tuple(value) if isinstance(value, list | tuple) else (value,)
+        if not found or any(one is None for one in found):
+            raise ValueError(
+                f"{where}: no picture in field '{self.image_field}' (the record has {_names(record)}); set image_field"
+                " to your name, or remove the record"
+            )
+        return tuple(self._located(one) for one in found)
+
+    def _located(self, picture: Any) -> Any:
+        """The picture, its path below the folder of the records."""
+        if isinstance(picture, Mapping) and not picture.get("bytes") and isinstance(picture.get("path"), str):
+            picture = picture["path"]
+        if self.folder is None or not isinstance(picture, str) or picture.startswith(DATA_URL):
+            return picture
+        return str(self.folder / picture)
 
     def _field(self, record: Mapping[str, Any], path: str, where: str) -> Any:
         value = _lookup(record, path)
@@ -153,6 +188,7 @@ class RecordPrompts(PromptSource):
             whole field stays the solution supervised training imitates), such as '#### (.+)'; 5 s a search.
         chat: makes the text a user message, rendered with the tokenizer's chat template.
         system: system message before it (needs messages).
+        image_field: field with one picture or a list of them, which the question shows (`RecordFormat`).
         shuffle: deals a new order every time through the records; False keeps their own.
         seed: of the order.
         offset: records to leave out at the beginning (for validation on a slice of the same data).
@@ -174,11 +210,14 @@ class RecordPrompts(PromptSource):
         seed: int = 0,
         offset: int = 0,
         size: int | None = None,
+        image_field: str | None = None,
     ) -> None:
         owner = type(self).__name__
         checks.at_least(0, {f"{owner}.offset": offset})
         checks.at_least(1, {f"{owner}.size": size})
-        self.format = RecordFormat(owner, question_field, answer_field, template, answer_pattern, chat, system)
+        self.format = RecordFormat(
+            owner, question_field, answer_field, template, answer_pattern, chat, system, image_field
+        )
         self._shuffle, self._seed, self._offset, self._size = shuffle, seed, offset, size
 
     @property
@@ -196,6 +235,47 @@ class RecordPrompts(PromptSource):
         if rest < (self._size or 1):
             raise ValueError(f"{type(self).__name__}: {what}; offset {self._offset} and size {self._size} ask for more")
         self._order = DealingOrder(self._size or rest, self._shuffle, self._seed)
+
+
+def with_images(messages: tuple[dict[str, Any], ...], count: int, where: str) -> tuple[dict[str, Any], ...]:
+    """The messages, with parts for `count` pictures: where they say so by such parts or by `<image>` in their texts, or
+    before the first text of the user.
+
+    Raises ValueError, naming `where`, for another number of places.
+    """
+    shown = [{**message, "content": _parts(message.get("content"))} for message in messages]
+    places = sum(part.get("type") == "image" for message in shown for part in message["content"])
+    if not places:
+        first = next((message for message in shown if message["role"] == "user"), None)
+        if first is None:
+            raise ValueError(f"{where}: no message of a user shows its {count} pictures; say where by <image>")
+        first["content"] = [{"type": "image"}] * count + first["content"]
+    elif places != count:
+        raise ValueError(
+            f"{where}: {count} pictures, but its messages have {places} places for one; correct the record"
+        )
+    whole = zip(shown, messages)
+    return tuple(message if _has_image(message["content"]) else dict(as_it_was) for message, as_it_was in whole)
+
+
+def _parts(content: Any) -> list[Any]:
+    """Content as parts, `<image>` in texts being parts of their own."""
+    if isinstance(content, list):
+        return [part for one in content for part in (_parts(one["text"]) if _is_text_part(one) else [one])]
+    texts = str(content or "").split("<image>")
+    parts: list[Any] = []
+    for k, text in enumerate(texts):
+        parts += [{"type": "image"}] if k else []
+        parts += [{"type": "text", "text": text}] if text else []
+    return parts
+
+
+def _is_text_part(part: Any) -> bool:
+    return isinstance(part, Mapping) and isinstance(part.get("text"), str)
+
+
+def _has_image(parts: list[Any]) -> bool:
+    return any(part.get("type") == "image" for part in parts)
 
 
 def reply_text(value: Any, where: str) -> str:

@@ -32,7 +32,8 @@ class DatasetPrompts(RecordPrompts):
         split: of the data set. Parquet files have none.
         revision: commit, tag or branch on the hub.
         record_options: see `RecordPrompts`: question_field, answer_field, template, answer_pattern, chat, system,
-            shuffle, seed, offset, size. Its fields are columns here.
+            shuffle, seed, offset, size, image_field (paths of pictures begin at the table's folder). Its fields are
+            columns here.
 
     Raises:
         ImportError: the library is not installed.
@@ -55,6 +56,7 @@ class DatasetPrompts(RecordPrompts):
             unused = {"DatasetPrompts.name": name, "DatasetPrompts.split": split, "DatasetPrompts.revision": revision}
             checks.no_effect(f"on the Parquet files of '{path}'", unused)
             self._rows: Any = _ParquetRows(files)
+            self.format.folder = files[0].parent
         else:
             self._rows = _load(path, name, split, revision)
         self.use(len(self._rows), f"'{path}' has {len(self._rows)} rows")
