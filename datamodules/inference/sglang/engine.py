@@ -11,6 +11,9 @@ late; keys come from the environment and appear in no log, error or checkpoint; 
 Launched servers come up with the model's weights. Those given by address have others: the engine's `version` is -1 then
 until a first `update_weights`. With `adapters`, servers have the model below a policy's LoRA and get its adapter alone,
 beside those of versions before: nothing stands still for an update, and a request ends with the adapter it began with.
+Requests with pictures go to servers given by address that were started with the model's directory, its tokenizer and
+image processor (`--enable-multimodal`): a server makes tokens of pictures by itself, which are compared with the
+trainer's. Servers keep features of pictures over updates (SGLang 0.5.21), so that a tower must not be trained.
 Sampling follows a request's `seed` only on servers with deterministic inference (an option of SGLang for GPUs); others
 draw from streams of their own, and runs on them are not reproducible.
 """
@@ -29,6 +32,7 @@ from typing import Any, TypeVar
 from transformers import PreTrainedModel
 
 from app import checks
+from datamodules.conversations.image_processor import ImageProcessor
 from datamodules.inference.clock import PausedClock
 from datamodules.inference.protocol import (
     SHAPINGS,
@@ -41,7 +45,7 @@ from datamodules.inference.protocol import (
 from datamodules.inference.sglang.fleet import Fleet
 from datamodules.inference.sglang.launcher import API_KEY_VARIABLE, server_python
 from datamodules.inference.sglang.loop_thread import LoopThread
-from datamodules.inference.sglang.model_match import ModelMatch
+from datamodules.inference.sglang.model_match import ModelMatch, refuse_trained_tower
 from datamodules.inference.sglang.requests import Pending, complete
 from datamodules.inference.sglang.roster import Launch, given_servers, launched_servers, with_adapters
 from datamodules.inference.sglang.router import PrefixRouter
@@ -133,6 +137,7 @@ class SGLangEngine(ServerEngine):
         self._max_context = 0
         self._pending: set[Pending] = set()
         self._scratch = ""
+        self._shows_pictures = False
         self._update_s = 0.0  # the longest deadline of an update so far
         # Of the loop alone.
         self._control_lock = asyncio.Lock()
@@ -141,9 +146,15 @@ class SGLangEngine(ServerEngine):
 
     # -------------------------------------------------------------------------------------------------- lifecycle
 
+    def use_images(self, processor: ImageProcessor) -> None:
+        """From the next `start` on, requests may have pictures."""
+        self._shows_pictures = True
+
     def start(self, model: PreTrainedModel, version: int, seed: int) -> None:
         if self._thread is not None:
             raise GenerationError("SGLangEngine.start: it already runs; close() it first")
+        if self._shows_pictures and self.launch is None:
+            refuse_trained_tower(model)
         self._match, self._max_context = ModelMatch(model, adapter=bool(self.adapters)), 0
         key = os.environ.get(self.api_key_env) or None
         weights: Weights | None = None
@@ -234,6 +245,11 @@ class SGLangEngine(ServerEngine):
 
     async def generate(self, request: GenerationRequest) -> GenerationResponse:
         request.validate(self.vocab_size, self.max_context)
+        if request.pictures and (self.launch is not None or not self._shows_pictures):
+            raise GenerationError(
+                "request.pictures: servers started by SGLangEngine.launch show none; start them with"
+                " --enable-multimodal on the model's directory, and name them in SGLangEngine.urls"
+            )
         thread = self._thread
         if thread is None:
             raise GenerationError(_NOT_RUNNING)

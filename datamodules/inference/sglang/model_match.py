@@ -91,6 +91,19 @@ class ModelMatch:
                 )
 
 
+def refuse_trained_tower(model: PreTrainedModel) -> None:
+    """Raises GenerationError for a model whose tower is trained. SGLang 0.5.21 keeps a picture's features when weights
+    are updated, `flush_cache` or not, and would go on with those of the old tower in silence."""
+    base = base_model(model)
+    text = {id(parameter) for parameter in base.get_decoder().parameters()}
+    moving = [n for n, p in base.base_model.named_parameters() if p.requires_grad and id(p) not in text]
+    if moving:
+        raise GenerationError(
+            f"SGLangEngine.urls: '{moving[0]}' is trained, and servers keep the features that a tower made of a picture"
+            " before an update: set model.model.train_tower to false, or generate with EmbeddedEngine"
+        )
+
+
 def _shapes_in(directory: Path, config: str) -> dict[str, tuple[int, ...]]:
     """Names and shapes in the headers of a directory's safetensors files, beside their configuration."""
     shapes: dict[str, tuple[int, ...]] = {}

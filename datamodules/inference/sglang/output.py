@@ -5,8 +5,9 @@ which tokens belong to which weights. A server that is lost gives no last report
 version is certain, because the reports before and after them carry the same one.
 
 Promises: the three lists always fit together, and never hold more than was asked for; versions never decrease; whatever
-a server sends, a report that makes no sense or contradicts itself, or weights that are not this run's, are errors that
-say what is wrong, in short, and never training data. What a server generated behind a stop text is left out.
+a server sends, a report that makes no sense or contradicts itself, weights that are not this run's, or a prompt with
+pictures that it read as other tokens than the trainer does, are errors that say what is wrong, in short, and never
+training data. What a server generated behind a stop text is left out.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
+from app.pictures import Picture
 from app.text import printable
 from datamodules.inference.protocol import GenerationError, GenerationRequest, GenerationResponse
 from datamodules.inference.reply_text import TextStops
@@ -65,6 +67,32 @@ class Output:
         """What the next attempt begins with."""
         return [*self.request.tokens, *self.tokens]
 
+    def collapsed(self) -> tuple[list[int], list[Picture]]:
+        """The same with one placeholder a picture, as servers take it, and the pictures in order of their places."""
+        request = self.request
+        if not request.pictures:
+            return self.prompt(), []
+        tokens, places, left = list[int](), list[Picture](), 0
+        for token, image in zip(request.tokens, request.images or ()):
+            if image < 0:
+                tokens.append(token)
+            elif left:
+                left -= 1
+            else:
+                places.append(request.pictures[image])
+                left = places[-1].tokens - 1
+                tokens.append(token)
+        return [*tokens, *self.tokens], places
+
+    def affinity(self) -> list[int]:
+        """The same for a router: whose tokens are those of a picture are told apart by its key."""
+        pictures = self.request.pictures
+        if not pictures:
+            return self.prompt()
+        names = [int.from_bytes(picture.key[:7]) for picture in pictures]
+        own = zip(self.request.tokens, self.request.images or ())
+        return [*(token if image < 0 else -1 - names[image] for token, image in own), *self.tokens]
+
     def begin(self, version: int, adapter: bool = False) -> None:
         """An attempt on a server that has weights `version`. `adapter`: it goes on with them to its end, whatever the
         server is given meanwhile, and reports carry the label of the model below."""
@@ -94,6 +122,8 @@ class Output:
             report = self.last = Report.of(said, self._vocab_size)
         except ValueError as error:
             raise self._wrong(str(error)) from error
+        if self.request.pictures and not report.status:
+            self._check_prompt(report)
         tokens, logprobs, versions = self._attempt
         known = len(tokens)
         fresh = slice(0, None) if incremental else slice(known, None)
@@ -149,6 +179,19 @@ class Output:
     def response(self) -> GenerationResponse:
         return GenerationResponse(self.tokens, self.logprobs, self.versions, self.finish_reason)
 
+    def _check_prompt(self, report: Report) -> None:
+        """A server makes tokens of pictures by itself: they must be the trainer's."""
+        ours, theirs = self.prompt(), report.prompt
+        if theirs == ours:
+            return
+        if theirs is None:
+            raise self._wrong("it does not say which tokens it made of the prompt's pictures (prompt_token_ids)")
+        at = next((k for k, (a, b) in enumerate(zip(ours, theirs)) if a != b), min(len(ours), len(theirs)))
+        raise self._wrong(
+            f"it read a prompt with pictures as {len(theirs)} tokens, the trainer as {len(ours)}, and they part at"
+            f" position {at}: start it with the image processor and tokenizer of the model that is trained"
+        )
+
     def _apply_spans(self, spans: list[tuple[str, int, int]], newest: int) -> int:
         """Versions of the whole attempt as its last report says; returns its number of tokens."""
         versions, count = self._attempt[2], len(self._attempt[0])
@@ -192,6 +235,7 @@ class Report:
         message: the server's words on that, with an HTTP status where it refused the request.
         spans: (label of weights, first token, end) of all tokens of the attempt; in its last report only.
         prompt_tokens, cached_tokens: of the prompt, and those of them that need not be computed.
+        prompt: ids of the prompt as the server read it; None where it does not say.
     """
 
     tokens: list[int]
@@ -204,6 +248,7 @@ class Report:
     spans: list[tuple[str, int, int]]
     prompt_tokens: int
     cached_tokens: int
+    prompt: list[int] | None = None
 
     @classmethod
     def of(cls, said: Any, vocab_size: int) -> Report:
@@ -244,6 +289,7 @@ class Report:
             spans=spans,
             prompt_tokens=_count(meta.get("prompt_tokens") or 0, "prompt_tokens"),
             cached_tokens=_count(meta.get("cached_tokens") or 0, "cached_tokens"),
+            prompt=None if (given := report.get("prompt_token_ids")) is None else _ids(given, "prompt_token_ids"),
         )
 
 
@@ -269,6 +315,10 @@ def _list(value: Any, name: str) -> list[Any]:
     if not isinstance(value, list):
         raise ValueError(f"{name} is {_kind(value)}, where a list belongs")
     return value
+
+
+def _ids(value: Any, name: str) -> list[int]:
+    return [_count(one, f"an entry of {name}") for one in _list(value, name)]
 
 
 def _count(value: Any, name: str) -> int:

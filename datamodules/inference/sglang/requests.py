@@ -8,11 +8,17 @@ aborted at its server; every end that is not a completion is a GenerationError t
 from __future__ import annotations
 
 import asyncio
+import base64
+import io
 import logging
 import uuid
 from contextlib import aclosing
+from functools import lru_cache
 from typing import Any
 
+from PIL import Image
+
+from app.pictures import Picture
 from datamodules.inference.protocol import GenerationError, GenerationRequest, GenerationResponse, Shaping
 from datamodules.inference.sglang.client import ServerLost, ServerRefused
 from datamodules.inference.sglang.fleet import Fleet
@@ -22,6 +28,7 @@ from datamodules.inference.sglang.server_state import Flight
 _log = logging.getLogger(__name__)
 _PROMPT_REPORT_TOKENS = 4  # where somebody reads along, or a text may end the reply: what is sampled behind it is lost
 _MOST_REPORTS = 16  # of one request at a server whose reports repeat everything
+_KNOWN_PICTURES = 256  # encoded, by which the samples of a group and of its neighbours are served
 _OVERLOADED = (429, 502, 503, 504)  # or ending
 
 
@@ -54,7 +61,7 @@ async def complete(fleet: Fleet, pending: Pending, report_tokens: int, max_attem
     output, lost = pending.output, 0
     name = output.request.request_id
     while True:
-        flight = pending.flight = await fleet.acquire(output.prompt(), name)
+        flight = pending.flight = await fleet.acquire(output.affinity(), name)
         before = len(output.tokens)
         try:
             await _fly(fleet, flight, output, report_tokens)
@@ -185,13 +192,24 @@ def request_body(output: Output, name: str, report_tokens: int, incremental: boo
         sampling["ignore_eos"] = True  # which would switch stop_token_ids off as well
     if request.seed is not None:
         sampling["sampling_seed"] = request.seed % (1 << 31)
+    tokens, pictures = output.collapsed()
+    shown = {"image_data": [encoded_png(one) for one in pictures], "return_prompt_token_ids": True} if pictures else {}
     return {
         "rid": name,
-        "input_ids": output.prompt(),
+        "input_ids": tokens,
         "sampling_params": sampling,
         "return_logprob": True,
         "stream": True,
+        **shown,
     }
+
+
+@lru_cache(_KNOWN_PICTURES)
+def encoded_png(picture: Picture) -> str:
+    """Base64 of a PNG file of its pixels, which servers need not resize."""
+    held = io.BytesIO()
+    Image.fromarray(picture.pixels).save(held, "png")
+    return base64.b64encode(held.getvalue()).decode()
 
 
 def _is_complete(output: Output) -> bool:
