@@ -52,13 +52,13 @@ class Rollouts:
     """What was rolled out.
 
     Attributes:
-        groups: episodes of a prompt, a list each. batch: training sequences of one batch, token ids and trained.
+        groups: episodes of a prompt, a list each. batch: training sequences of one batch (`sequence_files.Sequences`).
         groups_a_batch: groups that `batch` is made of. seconds: of rolling out a batch, where it was measured.
         settings: of the run, as its config.yaml has them; {} where there is none.
     """
 
     groups: list[list[Episode]]
-    batch: tuple[list[Any], list[Any], list[float]]
+    batch: Any
     groups_a_batch: int
     seconds: float | None = None
     settings: dict[str, Any] = field(default_factory=dict)
@@ -163,10 +163,11 @@ def _rolled_out(config: Path, arguments: argparse.Namespace, out: Path) -> Rollo
 
 def _recorded(path: Path, timed: bool = False) -> Rollouts:
     """Recorded batches with the configuration beside them, or an .npz of conversations."""
-    from datamodules.conversations.sequence_files import load_sequences
+    from datamodules.conversations.sequence_files import load_sequences, of_batch
 
     if path.is_dir():
         from datamodules.files.recording import read_batch, versions
+        from datamodules.groups import to_batch
 
         known = versions(path)
         if not known:
@@ -175,9 +176,7 @@ def _recorded(path: Path, timed: bool = False) -> Rollouts:
         groups = [_episodes(group.trajectories) for batch in batches for group in batch]
         sizes = [sum(len(one.tokens) for group in batch for one in group.trajectories) for batch in batches]
         usual = batches[sizes.index(statistics.median_high(sizes))]
-        trajectories = [one for group in usual for one in group.trajectories]
-        sequences = ([one.tokens.numpy() for one in trajectories], [one.loss_mask.numpy() for one in trajectories],
-                     [one.temperature for one in trajectories])  # fmt: skip
+        sequences = of_batch(to_batch(usual))
         seconds = None
         if timed and len(known) > 1:  # this process's own recording: a file is written when its batch is whole
             ends = sorted(file.stat().st_mtime for file in path.glob("batch_*.safetensors"))
@@ -192,8 +191,7 @@ def _recorded(path: Path, timed: bool = False) -> Rollouts:
     tasks: dict[tuple[str, str], list[Episode]] = {}
     for one in load_npz(path):
         tasks.setdefault((one.task, one.model), []).append(Episode(one.reward, int((one.ends - one.starts).sum())))
-    found = load_sequences(path, "turns")
-    return Rollouts(list(tasks.values()), (found.tokens, found.trained, found.temperatures), len(tasks))
+    return Rollouts(list(tasks.values()), load_sequences(path, "turns"), len(tasks))
 
 
 def _episodes(trajectories: Sequence[Any]) -> list[Episode]:
@@ -310,9 +308,9 @@ def _sharing_and_cost(rollouts: Rollouts, arguments: argparse.Namespace) -> Part
 
     from app.tree import PrefixTree, device_rates, inspect_model, inspect_tree
 
-    tokens, trained, temperatures = rollouts.batch
-    _, keys = np.unique(np.array(temperatures), return_inverse=True)
-    tree = PrefixTree.build(tokens, trained, keys=keys)
+    batch = rollouts.batch
+    _, keys = np.unique(np.array(batch.temperatures), return_inverse=True)
+    tree = PrefixTree.build(batch.tokens, batch.trained, keys=keys, images=batch.images, pictures=batch.pictures)
     report = inspect_tree(tree)
     dense, leaf = report.dense_tokens / report.tree_tokens, report.leaf_tokens / report.tree_tokens
     lines = [

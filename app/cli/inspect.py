@@ -63,7 +63,8 @@ def run(arguments: argparse.Namespace) -> None:
     stop = arguments.limit
     tokens, trained = found.tokens[:stop], found.trained[:stop]
     _, keys = np.unique(np.array(found.temperatures[:stop]), return_inverse=True)
-    tree = PrefixTree.build(tokens, trained, keys=keys)
+    images = None if found.images is None else found.images[:stop]
+    tree = PrefixTree.build(tokens, trained, keys=keys, images=images, pictures=found.pictures)
     report = inspect_tree(tree)
     title = f"{path.name} ({arguments.workload})" if path.suffix == ".npz" or arguments.tokenizer else path.name
     print(_tree_text(title, report))

@@ -22,8 +22,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
-from app.batch import TEMPERATURES
+from app.batch import TEMPERATURES, RolloutBatch
+from app.pictures import Picture
 from app.text import printable, reason
 from datamodules.conversations.chat import ChatEncoder, load_chat_tokenizer, load_system, load_transcripts
 from datamodules.conversations.sessions import no_batches
@@ -45,11 +47,14 @@ _TOKENS = ("tokens", "input_ids")
 
 @dataclass(frozen=True, eq=False)
 class Sequences:
-    """N training sequences: token ids int64 [L_i], trained positions bool [L_i], and each one's temperature."""
+    """N training sequences: token ids int64 [L_i], trained positions bool [L_i], and each one's temperature; of batches
+    with pictures also which of `pictures` each token shows, or -1, int32 [L_i]."""
 
     tokens: list[Ints]
     trained: list[Bools]
     temperatures: list[float]
+    images: list[npt.NDArray[np.int32]] | None = None
+    pictures: tuple[Picture, ...] = ()
 
 
 def load_sequences(
@@ -102,13 +107,18 @@ def _recorded(path: Path) -> Sequences:
     folder, chosen = (path, versions(path)) if path.is_dir() else (path.parent, _version(path))
     if not chosen:
         raise no_batches(path)
-    result = Sequences([], [], [])
-    for version in chosen:
-        batch = to_batch(read_batch(folder, version))
-        result.tokens.extend(t.numpy() for t in batch.sequences())
-        result.trained.extend(mask.numpy() for mask in batch.split(batch.loss_mask))
-        result.temperatures.extend(batch.temperatures.tolist())
-    return result
+    return of_batch(to_batch(group for version in chosen for group in read_batch(folder, version)))
+
+
+def of_batch(batch: RolloutBatch) -> Sequences:
+    """The sequences of a batch."""
+    return Sequences(
+        [tokens.numpy() for tokens in batch.sequences()],
+        [mask.numpy() for mask in batch.split(batch.loss_mask)],
+        batch.temperatures.tolist(),
+        None if batch.images is None else [images.numpy() for images in batch.split(batch.images)],
+        batch.pictures,
+    )
 
 
 def _version(path: Path) -> list[int]:

@@ -282,10 +282,10 @@ class SGLangEngine(ServerEngine):
     # ---------------------------------------------------------------------------------------------------- control
 
     def pause(self) -> None:
-        self._call(self._pause(), self.control_timeout_s)
+        self._call(self._stand(still=True), self.control_timeout_s)
 
     def resume(self) -> None:
-        self._call(self._resume(), self.control_timeout_s)
+        self._call(self._stand(still=False), self.control_timeout_s)
 
     def update_weights(self, update: WeightUpdate) -> float:
         if update.version <= self.version:
@@ -311,15 +311,11 @@ class SGLangEngine(ServerEngine):
         for before it may have to end first."""
         return seconds + max(self._update_s, self.control_timeout_s) + _GRACE_S
 
-    async def _pause(self) -> None:
+    async def _stand(self, still: bool) -> None:
         async with self._control_lock:
-            await self._running_fleet().pause(self.control_timeout_s)
-            self._clock.pause()
-
-    async def _resume(self) -> None:
-        async with self._control_lock:
-            await self._running_fleet().resume(self.control_timeout_s)
-            self._clock.resume()
+            fleet, clock = self._running_fleet(), self._clock
+            await (fleet.pause if still else fleet.resume)(self.control_timeout_s)
+            (clock.pause if still else clock.resume)()
 
     async def _update(self, weights: Weights, deadline_s: float) -> float:
         async with self._control_lock:

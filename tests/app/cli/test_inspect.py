@@ -15,10 +15,13 @@ import torch
 
 from app.batch import Trajectory
 from app.cli import main
+from app.tree import PrefixTree
+from datamodules.conversations.sequence_files import load_sequences
 from datamodules.conversations.tokens import Conversation, save_npz
 from datamodules.files.recording import RolloutRecorder
 from datamodules.groups import Group
 from tests.app.tree import brute
+from tests.helpers.pictured import picture, pictured
 
 SYSTEM = list(range(100, 140))
 ROLLOUTS = [[*SYSTEM, *turn] for turn in ([1, 2, 3], [1, 2, 3, 4, 5], [1, 9, 9], [7] * 30, [7] * 30)]
@@ -255,3 +258,15 @@ def test_parquet_without_the_column_is_refused(tmp_path: Path, capsys: pytest.Ca
     with pytest.raises(SystemExit):
         inspect(path, tmp_path / "out")
     assert "not a readable parquet file" in capsys.readouterr().err
+
+
+def test_pictures_of_recorded_batches_tell_sequences_apart(tmp_path: Path) -> None:
+    """Two pictures under equal ids: nothing behind them is shared."""
+    shown = [pictured([1, picture(k // 2), 2], episode_id=k) for k in range(4)]
+    recorder = RolloutRecorder(tmp_path / "rollouts")
+    for version in range(2):
+        recorder.write(version, [Group(0, "shown", 0, shown)])
+    found = load_sequences(tmp_path / "rollouts")
+    assert len(found.pictures) == 2 and found.images is not None and len(found.images) == 8
+    tree = PrefixTree.build(found.tokens, found.trained, images=found.images, pictures=found.pictures)
+    assert tree.num_tokens == 1 + 2 * (4 + 1 + 3)
