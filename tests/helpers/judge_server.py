@@ -44,13 +44,16 @@ class Said:
 class JudgeServer:
     """`with JudgeServer(answer) as server:`, where `answer(asked, number)` gives `Said` or the judge's text.
 
+    Args:
+        port: 0 for a free one.
+
     Attributes:
-        url: of the API.
+        url: of the API. port: that it listens on.
         asked: requests so far, in order.
         most_at_once: requests that were in flight together.
     """
 
-    def __init__(self, answer: Callable[[Asked, int], Said | str]) -> None:
+    def __init__(self, answer: Callable[[Asked, int], Said | str], port: int = 0) -> None:
         self._answer = answer
         self._lock = threading.Lock()
         self._now = 0
@@ -72,7 +75,8 @@ class JudgeServer:
 
             def handle_error(self, *_: Any) -> None: ...  # clients that have gone
 
-        self._http = Server(("127.0.0.1", 0), Handler)
+        self._http = Server(("127.0.0.1", port), Handler)
+        self.port = self._http.server_port
         self.url = f"http://127.0.0.1:{self._http.server_port}/v1"
         self._thread = threading.Thread(target=self._http.serve_forever, args=(0.05,), daemon=True)
 

@@ -11,7 +11,7 @@ import pytest
 from datamodules.prompts import DatasetPrompts, Prompt, ReasoningGymPrompts
 from datamodules.prompts.dealer import PromptDealer
 from datamodules.prompts.tokenizers import load_tokenizer
-from datamodules.rewards import BySource, ReasoningGym, RewardError, RewardPool, exact_match
+from datamodules.rewards import BySource, ReasoningGym, RewardError, RewardPool, exact_match, math_verify
 from tests.datamodules.rewards.test_rewards import with_pool
 
 ROWS = [
@@ -49,6 +49,19 @@ def saved_splits(path: Path) -> str:
 
 
 # ---- tables
+
+
+def test_rows_of_torl_are_prompts_with_a_checkable_answer(tmp_path: Path) -> None:
+    """verl's form of ToRL's data: messages, and the ground truth in a nested record."""
+    arrow, writer = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    messages = [{"role": "system", "content": "Use python."}, {"role": "user", "content": "What is 6 x 7?"}]
+    truth = {"style": "rule", "ground_truth": "\\frac{84}{2}"}
+    row = {"data_source": "math", "prompt": messages, "ability": "math", "reward_model": truth}
+    writer.write_table(arrow.Table.from_pylist([row]), tmp_path / "train.parquet")
+    fields = {"question_field": "prompt", "answer_field": "reward_model.ground_truth"}
+    prompt = DatasetPrompts(str(tmp_path / "train.parquet"), **fields).deal(0)
+    assert [one["role"] for one in prompt.messages] == ["system", "user"] and prompt.answer == "\\frac{84}{2}"
+    assert math_verify(prompt, "So it is \\boxed{42}.") == 1.0 and math_verify(prompt, "\\boxed{41}") == 0.0
 
 
 @pytest.mark.parametrize(

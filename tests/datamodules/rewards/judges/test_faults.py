@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import socket
+import threading
+import time
+from typing import Any
 
 import pytest
 
 from datamodules.rewards import RewardError, RewardOptions
-from datamodules.rewards.judges import Budget
+from datamodules.rewards.judges import Budget, Judge
+from datamodules.rewards.judges.pool import JudgePool
 from tests.datamodules.rewards.judges.judging import judged, points, rubric
 from tests.helpers.judge_server import Asked, JudgeServer, Said
 
@@ -42,6 +46,51 @@ def test_all_hold_while_an_overloaded_judge_asks_for_it() -> None:
         found, pool = judged(rubric(server.url, about={"max_concurrent": 1}), ["1", "2", "3"])
     assert [one.value for one in found] == [1.0] * 3
     assert len(server.asked) == 4 and pool.spent()["judge_retries"] == 1 and pool.failures == 0
+
+
+def test_a_judge_that_is_busy_for_long_is_waited_for_and_every_request_is_counted() -> None:
+    """Status 429 to whoever asks, without a word of when to come again."""
+    began: list[float] = []
+
+    def busy(asked: Asked, number: int) -> Said | str:
+        began.append(time.monotonic())
+        return Said("slow down", 429) if time.monotonic() < began[0] + 2.0 else points(10, 10)
+
+    with JudgeServer(busy) as server:
+        found, pool = judged(rubric(server.url, about={"deadline_s": 50.0}), [str(k) for k in range(6)])
+    spent = pool.spent()
+    assert [one.value for one in found] == [1.0] * 6 and pool.failures == 0
+    assert spent["judge_calls"] == len(server.asked) == 6 + spent["judge_retries"] and spent["judge_retries"] >= 6
+    assert spent["judge_refused"] == 0 and spent["judge_input_tokens"] == 600  # those that were answered
+
+
+def returning(judge: Judge, port: int) -> tuple[list[Any], JudgePool, JudgeServer]:
+    """Two questions to a judge that is there again only once they have failed for a while."""
+    servers: list[JudgeServer] = []
+
+    def come_back() -> None:
+        servers.append(JudgeServer(lambda asked, number: points(5, 5), port).__enter__())
+
+    later = threading.Timer(1.5, come_back)
+    later.start()
+    try:
+        found, pool = judged(judge, ["1", "2"])
+    finally:
+        later.join()
+        servers[0].__exit__(None, None, None)
+    return found, pool, servers[0]
+
+
+def test_a_judge_that_dies_and_comes_back_costs_time_alone() -> None:
+    with JudgeServer(lambda asked, number: points(10, 10)) as first:
+        url, port = first.url, first.port
+        judge = rubric(url, about={"deadline_s": 50.0})
+        (found,), _ = judged(judge, ["42"])
+        assert found.value == 1.0
+    found, pool, server = returning(judge, port)
+    assert [one.value for one in found] == [0.5, 0.5] and pool.failures == 0
+    assert len(server.asked) == 2 and pool.spent()["judge_calls"] == 2 + pool.spent()["judge_retries"]
+    assert pool.spent()["judge_retries"] >= 2
 
 
 def test_a_pause_beyond_the_deadline_is_not_waited_for() -> None:
