@@ -164,11 +164,11 @@ def markdown(report: dict[str, Any]) -> str:
     lines = [
         "# A judge that errs",
         "",
-        f"`{report['command']}` on {report['hardware']}: the quickstart's sums from one warm start, {report['steps']}"
-        f" steps of {BATCH} prompts x {GROUP} replies, rewards by a judge that takes a reply for the opposite of what"
-        " it is with the probability of the case. Held-out: greedy answers to 256 sums, by the truth; gain: over the"
-        " start, mean of the seeds. Requests: questions to the judge. Drift: the judge's number less the truth's (of"
-        " rankings: place less place).",
+        f"`{report['command']}` on {report['hardware']}, {len(report['summary'][0]['final'])} seeds: the quickstart's"
+        f" sums from one warm start, {report['steps']} steps of {BATCH} prompts x {GROUP} replies, rewards by a judge"
+        " that takes a reply for the opposite of what it is with the probability of the case. Held-out: greedy answers"
+        " to 256 sums, by the truth; gain: over the start, mean of the seeds. Requests: questions to the judge. Drift:"
+        " the judge's number less the truth's (of rankings: place less place).",
         "",
         "| judge | held-out before | after half of the steps, mean | after all, by seed | gain | of the perfect judge's"
         " | requests a step | drift |",
@@ -210,7 +210,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=100, help="optimizer steps of every run")
+    parser.add_argument("--steps", type=int, default=80, help="optimizer steps of every run")
     parser.add_argument("--warm_steps", type=int, default=500, help="supervised steps of the warm start")
     parser.add_argument(
         "--runs", type=Path, default=ROOT / "runs" / "learning_noisy_judge", help="where the runs write"
