@@ -236,7 +236,7 @@ def backends(device: torch.device, compiled: bool = True) -> tuple[str, ...]:
     if device.type != "cuda":
         return ("sdpa",)
     flash = kernels.flash_refusal(device, torch.bfloat16, 64) is None
-    others = [package.name for package in packages.PACKAGES if package.missing(device) is None]
+    others = [package.name for package in packages.PACKAGES if flash and package.missing(device) is None]
     return ("sdpa", *(["flash", "cudnn", *others] if flash else []), *(["flex"] if compiled else []))
 
 

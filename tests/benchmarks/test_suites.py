@@ -121,11 +121,13 @@ def test_a_sweep_of_something_else_is_refused(words: str, capsys: pytest.Capture
 
 
 def test_a_gpu_without_flash_kernels_is_not_asked_for_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    from app.tree.attention import kernels
+    from app.tree.attention import kernels, packages
     from benchmarks.gpu.parity import backends
 
-    for capability, expected in (((7, 5), ("sdpa", "flex")), ((9, 0), ("sdpa", "flash", "flex"))):
-        monkeypatch.setattr(kernels, "capability", lambda device, found=capability: found)
+    monkeypatch.setattr(packages, "find_spec", lambda name: None)
+    for capability, expected in (((7, 5), ("sdpa", "flex")), ((9, 0), ("sdpa", "flash", "cudnn", "flex"))):
+        for module in (kernels, packages):
+            monkeypatch.setattr(module, "capability", lambda device, found=capability: found)
         assert backends(torch.device("cuda")) == expected
         assert backends(torch.device("cuda"), compiled=False) == expected[:-1]
 

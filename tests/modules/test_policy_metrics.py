@@ -9,11 +9,12 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
+from torch import nn
 
 from app.batch import BatchError, EvalHandle, RolloutBatch, StepHandle
 from app.tree import PrefixTree
 from modules import ModelSource, PolicyModule, Refresh, Regulariser, evaluation
-from modules.metrics import NamedMetrics
+from modules.metrics import NamedMetrics, TokenSums, remembered
 from tests.helpers.tiny_policy import (
     VOCABULARY,
     Batches,
@@ -332,3 +333,31 @@ def test_half_of_dr_grpo_is_said_to_be() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         PolicyModule(source(), advantage="dr_grpo", aggregation="token_mean")
+
+
+class Counting(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.train_metrics = NamedMetrics(("accuracy",), ("loss",), ("peak",))
+        self._sums = TokenSums(("cost",), torch.device("cpu"))
+
+    def count(self, value: float) -> None:
+        self.train_metrics.update({"accuracy": (value, 2)}, {"loss": value}, {"peak": torch.tensor(value)})
+        self._sums.add({"cost": torch.full((3,), value)}, torch.tensor([True, False, True]))
+
+    def found(self) -> tuple[dict[str, float], float]:
+        metrics = {name: float(value) for name, value in self.train_metrics.compute().items()}
+        return metrics, float(self._sums.means(1.0)["cost"][0])
+
+
+def test_counts_of_a_failed_pass_are_undone_and_counted_again() -> None:
+    module, once = Counting(), Counting()
+    for one in (module, once):
+        one.count(1.0)
+    undo = remembered(module)
+    for _ in range(2):  # two attempts fail
+        module.count(5.0)
+        undo()
+    module.count(2.0)
+    once.count(2.0)
+    assert module.found() == once.found() and once.found()[1] == 6.0

@@ -36,7 +36,7 @@ def traced(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     command += [f"-L{path}" for path in library_paths()] + ["-lc10", "-ltorch_cpu"]
     subprocess.run(command, check=True, timeout=300)
     run = [sys.executable, "-m", "tests.app.tree.engine.fake_cuda.run", str(device)]
-    done = subprocess.run(run, cwd=HERE.parents[4], capture_output=True, text=True, timeout=300)
+    done = subprocess.run(run, cwd=HERE.parents[4], capture_output=True, text=True, timeout=800)
     assert done.returncode == 0, f"{done.stdout[-500:]}\n{done.stderr[-3000:]}"
     return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
 
