@@ -95,13 +95,13 @@ def test_sessions_are_recorded_when_they_end_or_the_gateway_does(
     imitated = RecordedDataModule(str(record), unrewarded="leave_out", min_reward=1.0)
     imitated.setup("fit")
     batch = imitated.batch(0)
-    assert len(batch) == 2 and batch.rewards.tolist() == [1.0, 1.0]
+    assert len(batch) == 2 and batch.rewards.tolist() == [1.5, 1.5]  # of the session, and of its first call on top
     assert torch.equal(batch.tokens, torch.cat([one.tokens for one in groups[0].trajectories]))
     assert torch.equal(batch.loss_mask, torch.cat([one.loss_mask for one in groups[0].trajectories]))
     pairs = RecordedDataModule(str(record), unrewarded="leave_out", pairs=True)
     pairs.setup("fit")
     batch = pairs.batch(0)
-    assert batch.rewards.tolist() == [1.0, 1.0, 0.0, 0.0] and batch.episode_ids.tolist() == [0, 0, 1, 1]
+    assert batch.rewards.tolist() == [1.5, 1.5, 0.0, 0.0] and batch.episode_ids.tolist() == [0, 0, 1, 1]
 
     serve = ("--untrainable", "serve", "--idle_s", "1")
     with running("--model", str(model), "--record", str(record), *serve) as (process, at):
