@@ -27,6 +27,7 @@ from app.tree.executor import BatchedLoss, Executor, check_scalar
 from app.tree.heads import Heads
 from app.tree.memory import Budget, Result
 from app.tree.model.checkpointing import checkpointable
+from app.tree.model.picture_check import Entries, entering, entries_over
 from app.tree.model.pictures import PicturePass, Tower
 from app.tree.model.refusals import (
     refuse_by_name,
@@ -346,9 +347,17 @@ class TreeEngine:
             execution = dense_plan(small) if budgets is None else self._plan(small, *budgets)
             self._executor(small, want, execution=execution).run(loss_fn)
 
+        def entries(small: PrefixTree) -> list[Entries]:
+            execution = self._plan(small, max(1, small.num_tokens // 4), small.num_tokens)
+            executor = self._executor(small, want, with_grads=False, execution=execution)
+            with entering(self.model) as calls:
+                executor.run()
+            return entries_over(execution, calls, executor.backend.masked_block)
+
         scans = any(kind == "scan" for _, kind in self.state_layers.expected)
         total = None if self.group is None else self.group.sum_
-        subject = Subject(self.model, self.value_head, self.temperature, run, scans, total)
+        alone = entries if self.group is None else None  # a rank of a group has some of the rows
+        subject = Subject(self.model, self.value_head, self.temperature, self.tower, run, scans, total, alone)
         return compare(subject, tree, frozenset(want))
 
     def fall_back(self, findings: str) -> None:
@@ -363,10 +372,14 @@ class TreeEngine:
         if report is None or report.passed:
             return
         if self.on_mismatch == "error":
+            cause = (
+                "The engine gives the model its pictures otherwise than the model itself does"
+                if report.pictures
+                else "Some layer mixes tokens past the attention the engine controls"
+            )
             raise SelfCheckError(
-                f"{type(self.model).__name__}: {report}. Some layer mixes tokens past the attention the engine"
-                " controls; train it with on_mismatch='fallback' (every sequence alone), or set self_check=False if"
-                " you know better"
+                f"{type(self.model).__name__}: {report}. {cause}; train it with on_mismatch='fallback' (every sequence"
+                " alone), or set self_check=False if you know better"
             )
         self.fall_back(str(report))
 

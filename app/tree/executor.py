@@ -281,7 +281,7 @@ class Executor:
         here = slice(None) if shares is None else shares.run
         ids = self.tokens[on_device(rows.tokens[here], self.device)].unsqueeze(0)
         if self.plan.dense:
-            whole = {} if self.pictures is None else self.pictures.untouched(self.plan.tree.tokens[rows.tokens])
+            whole = {} if self.pictures is None else self.pictures.untouched(rows.tokens)
             out = self.body(input_ids=ids, use_cache=False, **whole)
         else:
             positions, given = on_device(depths[here], self.device).unsqueeze(0), dict[str, Any]()

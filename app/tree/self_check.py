@@ -10,15 +10,16 @@ tell from it.
 How small: a few sequences around one fork of the batch's tree, some tokens to either side of it (`EXTENT`, and of large
 models `EXTENT_LARGE`, for the check costs what its tokens and every parameter of each of its passes do), in chunks of a
 quarter of that, so that paths, siblings, retained and repeated chunks all occur; the loss needs `SCORED` tokens right
-after the fork and a few before. Of every parameter's gradient at most `SAMPLED` entries, spread evenly (of embeddings:
-in the rows of the sampled tokens), are compared.
+after the fork and a few before. Of batches with pictures, what `app.tree.model.picture_check` samples. Of every
+parameter's gradient at most `SAMPLED` entries, spread evenly (of embeddings: in the rows of the sampled tokens), are
+compared.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -28,8 +29,10 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from app.tree.executor import BatchedLoss
+from app.tree.model.picture_check import Entries, Sample, by_token, differences, entering, picture_sample
+from app.tree.model.pictures import Tower
 from app.tree.outputs import FlatOutputs
-from app.tree.prefix_tree import Ints, PrefixTree
+from app.tree.prefix_tree import Bools, Ints, PrefixTree
 
 Budgets = tuple[int, int]
 """Chunk and live tokens."""
@@ -68,6 +71,7 @@ class CheckReport:
         margin: how many times dense's own difference is allowed.
         passed: whether everything is within that.
         low_precision: whether the model computes in less than 32 bits.
+        pictures: what enters the language model otherwise than the untouched model has it, in words.
         scope: which part of the model was compared, in words; empty: all of it.
     """
 
@@ -80,16 +84,18 @@ class CheckReport:
     margin: float
     passed: bool
     low_precision: bool
+    pictures: str = ""
     scope: str = ""
 
     def __str__(self) -> str:
         verdict = "agree" if self.passed else "differ by more than rounding"
+        found = f"; of what enters the language model, {self.pictures}" if self.pictures else ""
         return (
             f"tree and dense execution {verdict} on {self.sequences} sampled sequences of {self.tokens} tokens"
             f"{self.scope}: outputs differ by {self.outputs[0]:.1e} (dense from itself under rounding:"
             f" {self.outputs[1]:.1e}), the gradient of '{self.parameter}' ({self.layer}) by {self.gradients[0]:.1e} of"
             f" its size (dense from itself: {self.gradients[1]:.1e}); allowed is {self.margin:g} times as much as dense"
-            " from itself"
+            f" from itself{found}"
         )
 
 
@@ -102,14 +108,18 @@ class Subject:
         run: `run(tree, loss, budgets)` accumulates gradients, over the tree within budgets or, with None, densely.
         scans: some layers run a scan, whose own rounding `SCAN` allows.
         total: of gradients over a tree, where ranks run it together: makes them their sum over these, in place.
+        tower: what the model makes pictures' features with.
+        entries: what enters the language model for each sequence of a tree, by token, where that is known.
     """
 
     model: PreTrainedModel
     value_head: nn.Module | None
     temperature: float
+    tower: Tower
     run: Callable[[PrefixTree, BatchedLoss, Budgets | None], None]
     scans: bool = False
     total: Callable[[Tensor], None] | None = None
+    entries: Callable[[PrefixTree], list[Entries]] | None = None
 
     @property
     def modules(self) -> list[nn.Module]:
@@ -159,28 +169,32 @@ def compare(subject: Subject, tree: PrefixTree, want: frozenset[str]) -> CheckRe
     Args:
         want: outputs that losses will use; the sample's loss weights all of them at random.
     """
-    sequences, fork = sample(tree, *subject.extent)
+    found = picture_sample(tree, subject.tower.placeholder) if tree.pictures else None
+    if found is None:
+        sequences, fork = sample(tree, *subject.extent)
+        found = Sample(sequences, [_around(fork, len(s)) for s in sequences])
     trainable = any(p.requires_grad for module in subject.modules for p in module.parameters())
-    if not sequences or max(map(len, sequences)) < 2 or not trainable:
+    if not found.sequences or max(map(len, found.sequences)) < 2 or not trainable:
         return None
-    ids = np.unique(np.concatenate(sequences))
     report = None
     for attempt in range(ATTEMPTS):
-        places = np.random.default_rng(attempt).permutation(len(ids)) if attempt else np.arange(len(ids))
-        report = _attempt(subject, [ids[places[np.searchsorted(ids, s)]] for s in sequences], fork, want)
-        if report.passed:
+        report = _attempt(subject, found.permuted(attempt), want)
+        if report.passed or report.pictures:
             break
     return report
 
 
-def _attempt(subject: Subject, sequences: list[Ints], fork: int, want: frozenset[str]) -> CheckReport:
-    scored = [
-        (np.arange(len(s)) >= max(1, fork - SCORED // 4)) & (np.arange(len(s)) < fork + SCORED) for s in sequences
-    ]
-    small = PrefixTree.build(sequences, scored=scored)
+def _around(fork: int, length: int) -> Bools:
+    """Which positions of a sequence the loss needs."""
+    positions = np.arange(length)
+    return (positions >= max(1, fork - SCORED // 4)) & (positions < fork + SCORED)
+
+
+def _attempt(subject: Subject, sampled: Sample, want: frozenset[str]) -> CheckReport:
+    small, ids = sampled.tree(), np.unique(np.concatenate(sampled.sequences))
     over_tree = (max(1, small.num_tokens // 4), max(1, small.num_tokens // 2))
-    own_logprobs = _models_logprobs(subject, sequences) if "logprobs" in want else None
-    chosen = {name: _chosen(p, small.tokens, subject) for name, p in subject.parameters.items()}
+    own_logprobs, own_entries = _models_own(subject, sampled)
+    chosen = {name: _chosen(p, ids, subject) for name, p in subject.parameters.items()}
     runs = []
     perturbations = PERTURBATIONS if subject.low_precision else 1
     for budgets, seed in ((over_tree, None), (None, None), *((None, k + 1) for k in range(perturbations))):
@@ -192,11 +206,15 @@ def _attempt(subject: Subject, sequences: list[Ints], fork: int, want: frozenset
             subject.total(gradient)
     (over, over_grads), (dense, dense_grads), *rounded = runs
     difference = over - dense
-    if own_logprobs is not None:  # not even the engine's output projection is taken on trust
+    if "logprobs" in want:  # not even the engine's output projection is taken on trust
         column = _column("logprobs", want, own_logprobs)
-        difference[column] = over[column] - own_logprobs * torch.from_numpy(np.concatenate(scored))
+        difference[column] = over[column] - own_logprobs * torch.from_numpy(np.concatenate(sampled.scored))
     outputs = (float(difference.abs().max()), max(float((out - dense).abs().max()) for out, _ in rounded))
-    return _report(subject, sequences, outputs, over_grads, dense_grads, [grads for _, grads in rounded])
+    report = _report(subject, sampled.sequences, outputs, over_grads, dense_grads, [grads for _, grads in rounded])
+    if not own_entries or subject.entries is None:
+        return report
+    apart = differences(own_entries, subject.entries(small), torch.finfo(subject.dtype).eps)
+    return replace(report, pictures=apart, passed=report.passed and not apart)
 
 
 def sample(tree: PrefixTree, branches: int = EXTENT[0], context: int = EXTENT[1]) -> tuple[list[Ints], int]:
@@ -245,16 +263,21 @@ def _run(subject: Subject, tree: PrefixTree, want: frozenset[str], budgets: Budg
 
 
 @torch.no_grad()
-def _models_logprobs(subject: Subject, sequences: list[Ints]) -> Tensor:
-    """Log-probabilities by the model's own forward, float64 [sum of L_i] on the CPU, entry 0 of a sequence 0.0."""
+def _models_own(subject: Subject, sampled: Sample) -> tuple[Tensor, list[Entries]]:
+    """Log-probabilities by the model's own forward, float64 [sum of L_i] on the CPU, entry 0 of a sequence 0.0; and
+    what enters its language model, where there are pictures."""
     device = next(subject.model.parameters()).device
-    columns = []
-    for tokens in sequences:
-        ids = torch.from_numpy(tokens).to(device)
-        logits = subject.model(input_ids=ids[None], use_cache=False).logits[0, :-1].double() / subject.temperature
-        chosen = logits.log_softmax(-1).gather(-1, ids[1:, None]).squeeze(-1)
+    columns, entries = [], list[Entries]()
+    for i, tokens in enumerate(sampled.sequences):
+        ids, (pictures, is_row) = torch.from_numpy(tokens).to(device), sampled.seen(i)
+        with subject.tower.borrowed(with_grads=False), entering(subject.model) as calls:
+            given = subject.tower.untouched(pictures, is_row)
+            logits = subject.model(input_ids=ids[None], use_cache=False, **given).logits[0, :-1].double()
+        chosen = (logits / subject.temperature).log_softmax(-1).gather(-1, ids[1:, None]).squeeze(-1)
         columns.append(torch.cat([chosen.new_zeros(1), chosen]).cpu())
-    return torch.cat(columns)
+        if pictures:
+            entries.append(by_token(calls[0], is_row))
+    return torch.cat(columns), entries
 
 
 def _column(name: str, want: frozenset[str], like: Tensor) -> slice:

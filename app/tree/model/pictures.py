@@ -24,7 +24,7 @@ from transformers import PreTrainedModel
 
 from app.tree.model.language import language_model
 from app.tree.model.positions import PicturePositions, counts_pictures
-from app.tree.prefix_tree import FIRST_ROW, Ints, Picture, PrefixTree
+from app.tree.prefix_tree import Bools, Ints, Picture, PrefixTree
 from app.tree.transfer import on_device
 
 _KEPT_BYTES = 2**30
@@ -86,16 +86,13 @@ class Tower:
             if name in accepted and isinstance(value, Tensor)
         }
 
-    def sequence_inputs(self, tokens: Ints, tree: PrefixTree) -> dict[str, Tensor]:
-        """What the untouched model takes for one sequence: its pictures as pixels, and where they are. `tokens`: with
-        the ids they have in `tree`."""
-        rows = rows_of(tokens, tree)
-        firsts = rows[np.isin(rows, tree.picture_starts[:-1]) & (rows >= 0)]
-        if not len(firsts):
+    def untouched(self, pictures: Sequence[Picture], is_row: Bools) -> dict[str, Tensor]:
+        """What the model itself takes for one sequence: its pictures in order, as pixels, and which tokens are their
+        placeholders."""
+        if not len(pictures):
             return {}
         accepted = inspect.signature(self.body.forward).parameters
-        pictures = [tree.pictures[i] for i in np.searchsorted(tree.picture_starts, firsts).tolist()]
-        kinds = on_device((rows >= 0).astype(np.int64), self._parameters[0].device).unsqueeze(0)
+        kinds = on_device(is_row.astype(np.int64), self._parameters[0].device).unsqueeze(0)
         named = {name: kinds for name in ("mm_token_type_ids", "token_type_ids") if name in accepted}
         return self.inputs(pictures, accepted) | named
 
@@ -181,8 +178,10 @@ class PicturePass:
         return self.positions[:, on_device(tokens, depths.device)].unsqueeze(1)
 
     def untouched(self, tokens: Ints) -> dict[str, Any]:
-        """What the model itself takes for one whole sequence; `tokens`: with the ids they have in the tree."""
-        return self.tower.sequence_inputs(tokens, self.tree)
+        """What the model itself takes for one whole sequence of tree tokens."""
+        rows, starts = self.tree.picture_rows[tokens], self.tree.picture_starts
+        firsts = rows[np.isin(rows, starts[:-1])]
+        return self.tower.untouched([self.tree.pictures[i] for i in np.searchsorted(starts, firsts)], rows >= 0)
 
     def take(self, tokens: Ints) -> tuple[dict[str, Any], TakenRows | None]:
         """The model's argument for a run over these tree tokens, and the rows in it where they take gradients."""
@@ -274,11 +273,6 @@ def picture_positions(model: PreTrainedModel, images: Any, pictures: Sequence[Pi
         return None
     tree = PrefixTree.build([np.zeros(len(images), np.int64)], images=[images], pictures=pictures)
     return PicturePositions(model).of_tree(tree)
-
-
-def rows_of(tokens: Ints, tree: PrefixTree) -> Ints:
-    """The row each of `tokens` stands for, -1 for text; ids as in `tree`."""
-    return np.where(tokens >= FIRST_ROW, tokens - FIRST_ROW, -1) if tree.pictures else np.full(len(tokens), -1)
 
 
 def _rows(features: Any) -> Tensor:

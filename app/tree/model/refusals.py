@@ -37,15 +37,19 @@ _REFUSED = {
     "zamba2": "its attention layers share one block, which has no layer of its own to keep keys and values for",
     "qwen4_exp_text": "it keeps the last token ids and a dilated convolution's tail beside its states, in line",
     "minimax": "its lightning attention is computed in line, not by a function that a tree can give a state to",
+    "paligemma": "every token of its prompt sees all of the prompt, so a prefix depends on what follows it",
+    "mllama": "its pictures enter through layers of cross-attention, which have no place in a sequence",
+    "gemma4_text": "the widths of its heads differ from layer to layer, which the path's cache takes for one",
 }
-"""Model types whose state cannot be carried over a tree, and why."""
+"""Model types that cannot run over a tree, and why."""
 
 
 def refuse_by_name(model: PreTrainedModel) -> None:
     """Models whose kind is known not to work, whatever their layers look like."""
     config = model.config.get_text_config()
-    if config.model_type in _REFUSED:
-        raise ValueError(f"{type(model).__name__}: {_REFUSED[config.model_type]}; use another model")
+    for kind in (model.config.model_type, config.model_type):
+        if kind in _REFUSED:
+            raise ValueError(f"{type(model).__name__}: {_REFUSED[kind]}; use another model")
     if getattr(model.config, "audio_config", None) is not None:
         text = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(config.model_type)
         remedy = "train a text model (...ForCausalLM) with the weights of its language model"

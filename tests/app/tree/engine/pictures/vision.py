@@ -58,7 +58,9 @@ _TEXT: dict[str, Any] = dict(
     bos_token_id=None,
     eos_token_id=None,
 )
-_QWEN_TOWER: dict[str, Any] = dict(
+_EXPERTS: dict[str, Any] = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=8)
+_TOWER: dict[str, Any] = dict(hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2)
+_GRID: dict[str, Any] = dict(
     depth=3,
     hidden_size=16,
     intermediate_size=24,
@@ -68,26 +70,132 @@ _QWEN_TOWER: dict[str, Any] = dict(
     temporal_patch_size=2,
     out_hidden_size=16,
 )
-_QWEN_IDS: dict[str, Any] = dict(
+_IDS: dict[str, Any] = dict(
     image_token_id=IMAGE, video_token_id=VIDEO, vision_start_token_id=START, vision_end_token_id=END
 )
 _MROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 1]}
-_QWEN_PROCESSOR = (
-    "Qwen2VLImageProcessorPil",
-    dict(patch_size=4, merge_size=2, size={"shortest_edge": 64, "longest_edge": 4096}),
-)
+_GRID_PROCESSOR = dict(patch_size=4, merge_size=2, size={"shortest_edge": 64, "longest_edge": 4096})
+_QWEN = ("Qwen2VLImageProcessorPil", _GRID_PROCESSOR)
 # A and B: equal grids, so equal ids; C and D: others, each different in its own way.
 _GRIDS = {"A": (16, 24, 6), "B": (16, 24, 6), "C": (24, 16, 6), "D": (8, 32, 4)}
+_SQUARE: dict[str, Any] = dict(do_resize=True, do_rescale=True, do_normalize=True)
+_DEEPSTACK = {**_GRID, "num_position_embeddings": 16, "deepstack_visual_indexes": [0, 1]}
+_IDEFICS: dict[str, Any] = dict(
+    text_config=dict(model_type="llama", **_TEXT),
+    vision_config=dict(**_TOWER, image_size=16, patch_size=4),
+    image_token_id=IMAGE,
+    scale_factor=2,
+    pad_token_id=0,
+)
+_TILES = dict(do_image_splitting=False, size={"longest_edge": 16}, max_image_size={"longest_edge": 16}, do_pad=True)
+
+
+def _squares(side: int, rows: int) -> dict[str, tuple[int, int, int]]:
+    return dict.fromkeys("ABCD", (side, side, rows))
+
+
 FAMILIES: dict[str, Family] = {
     "Qwen3-VL": Family(
         "qwen3_vl",
         dict(
             text_config={**_TEXT, "rope_parameters": {**_MROPE, "mrope_interleaved": True}},
-            vision_config={**_QWEN_TOWER, "num_position_embeddings": 16, "deepstack_visual_indexes": [0, 1]},
-            **_QWEN_IDS,
+            vision_config=_DEEPSTACK,
+            **_IDS,
         ),
-        _QWEN_PROCESSOR,
+        _QWEN,
         _GRIDS,
+    ),
+    "Qwen3-VL-MoE": Family(
+        "qwen3_vl_moe",
+        dict(
+            text_config={**_TEXT, **_EXPERTS, "rope_parameters": {**_MROPE, "mrope_interleaved": True}},
+            vision_config=_DEEPSTACK,
+            **_IDS,
+        ),
+        _QWEN,
+        _GRIDS,
+    ),
+    "Qwen2.5-VL": Family(
+        "qwen2_5_vl",
+        dict(
+            text_config={
+                **{k: v for k, v in _TEXT.items() if k != "head_dim"},
+                "hidden_size": 32,
+                "rope_parameters": _MROPE,
+            },
+            vision_config={**_GRID, "out_hidden_size": 32, "window_size": 16, "fullatt_block_indexes": [1]},
+            **_IDS,
+        ),
+        _QWEN,
+        _GRIDS,
+    ),
+    "GLM-4V": Family(
+        "glm4v",
+        dict(
+            text_config={**_TEXT, "rope_parameters": {**_MROPE, "partial_rotary_factor": 0.5, "mrope_section": [1, 1]}},
+            vision_config={**_GRID, "image_size": 32},
+            image_start_token_id=START,
+            image_end_token_id=END,
+            image_token_id=IMAGE,
+            video_token_id=VIDEO,
+        ),
+        ("Glm4vImageProcessorPil", _GRID_PROCESSOR),
+        _GRIDS,
+    ),
+    "LLaVA": Family(
+        "llava",
+        dict(
+            text_config=dict(model_type="llama", **_TEXT),
+            vision_config=dict(model_type="clip_vision_model", **_TOWER, image_size=12, patch_size=4),
+            image_token_id=IMAGE,
+        ),
+        ("CLIPImageProcessorPil", dict(size={"shortest_edge": 12}, crop_size={"height": 12, "width": 12})),
+        _squares(12, 9),
+    ),
+    "SmolVLM": Family("smolvlm", _IDEFICS, ("SmolVLMImageProcessorPil", _TILES), _squares(16, 4)),
+    "Idefics3": Family("idefics3", _IDEFICS, ("Idefics3ImageProcessorPil", _TILES), _squares(16, 4)),
+    "InternVL": Family(
+        "internvl",
+        dict(
+            text_config=dict(model_type="qwen2", **{k: v for k, v in _TEXT.items() if k != "head_dim"}),
+            vision_config=dict(**_TOWER, image_size=[16, 16], patch_size=[4, 4]),
+            image_token_id=IMAGE,
+            image_seq_length=4,
+            downsample_ratio=0.5,
+        ),
+        ("GotOcr2ImageProcessorPil", dict(size={"height": 16, "width": 16}, crop_to_patches=False)),
+        _squares(16, 4),
+    ),
+    "Mistral3": Family(
+        "mistral3",
+        dict(
+            text_config=dict(model_type="mistral", sliding_window=None, **_TEXT),
+            vision_config=dict(model_type="pixtral", **_TOWER, image_size=32, patch_size=4, head_dim=8),
+            image_token_id=IMAGE,
+            spatial_merge_size=2,
+            multimodal_projector_bias=False,
+        ),
+        ("PixtralImageProcessorPil", dict(size={"longest_edge": 32}, patch_size={"height": 8, "width": 8})),
+        _GRIDS,
+    ),
+    "Qwen3.5": Family(
+        "qwen3_5",
+        dict(
+            text_config={
+                **_TEXT,
+                "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+                "linear_num_key_heads": 2,
+                "linear_num_value_heads": 4,
+                "linear_key_head_dim": 8,
+                "linear_value_head_dim": 6,
+                "rope_parameters": {**_MROPE, "mrope_interleaved": True, "partial_rotary_factor": 1.0},
+            },
+            vision_config={**_GRID, "num_position_embeddings": 16},
+            **_IDS,
+        ),
+        _QWEN,
+        _GRIDS,
+        (5e-5, 5e-5),
     ),
 }
 
