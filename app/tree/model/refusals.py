@@ -70,8 +70,7 @@ def refuse_pictures(model: PreTrainedModel, processor: Any | None) -> None:
             f"pictures: {name} takes no features of pictures that were made before (mm_encoder_outputs), as models of"
             f" transformers 5.20 and newer do (this is {transformers.__version__}); use a newer one, or another model"
         )
-    told = getattr(model.config.get_text_config(), "use_bidirectional_attention", None)
-    if "token_type_ids" in accepted or told:
+    if _sees_ahead(model):
         raise ValueError(
             f"pictures: placeholders of one picture see each other in {name} (bidirectional attention), and tree"
             " training sees ancestors alone; use a model with causal attention, or batches without pictures"
@@ -82,6 +81,13 @@ def refuse_pictures(model: PreTrainedModel, processor: Any | None) -> None:
         )
     if any(isinstance(parameter, DTensor) for parameter in body.parameters()):
         raise ValueError(f"pictures: the parameters of {name} are sharded, and its tower runs on whole ones")
+
+
+def _sees_ahead(model: PreTrainedModel) -> bool:
+    """Whether placeholders of a picture see each other: said by the configuration, or by masks made of token types."""
+    accepted = inspect.signature(model.base_model.forward).parameters
+    told = getattr(model.config.get_text_config(), "use_bidirectional_attention", None)
+    return bool("token_type_ids" in accepted or told)
 
 
 def refuse_unsupported(model: PreTrainedModel, stateful: Collection[int]) -> None:

@@ -286,14 +286,14 @@ def _low_precision(family: Family, autocast: bool) -> None:
             TreeEngine(model, 4, 8).backward(PrefixTree.build(SEQUENCES), loss)
         got = take_grads(model)
         assert all(grad.dtype == torch.float32 for grad in got.values() if grad is not None)
-        ours.append(_distance(got, truth))
-        theirs.append(_distance(dense, truth))
+        ours.append(distance(got, truth))
+        theirs.append(distance(dense, truth))
     # Medians: now and then rounding sends a token to another expert, here or there, which is five times the error.
     ratio = np.median(ours) / np.median(theirs)
     assert ratio < LOW_PRECISION, f"{ratio:.2f} times the error of dense: {ours} and {theirs}"
 
 
-def _distance(got: dict[str, Any], truth: dict[str, torch.Tensor]) -> float:
+def distance(got: dict[str, Any], truth: dict[str, torch.Tensor]) -> float:
     error = sum(float((t if got.get(n) is None else got[n].float() - t).square().sum()) for n, t in truth.items())
     return (error / sum(float(t.square().sum()) for t in truth.values())) ** 0.5
 

@@ -19,7 +19,7 @@ from transformers import CONFIG_MAPPING, AutoModelForImageTextToText, PreTrained
 from tests.app.tree import models, oracle
 from tests.app.tree.losses import SequenceLoss
 
-IMAGE, VIDEO, START, END, VOCABULARY = 37, 36, 38, 39, 40
+BETWEEN, VIDEO, IMAGE, START, END, VOCABULARY = 35, 36, 37, 38, 39, 40
 Part = int | str
 """A token, or the name of a picture, with the tokens around it that its family puts there."""
 
@@ -36,13 +36,16 @@ class Pixels:
 @dataclass(frozen=True)
 class Family:
     """`options`: of the configuration; `processor`: its type and options; `sizes`: height and width of pictures by
-    name, none of which it resizes, with their rows."""
+    name, none of which it resizes, with their rows; `note`: for readers of the support matrix;
+    `tile`: rows between two tokens of text inside a picture."""
 
     type: str
     options: dict[str, Any]
     processor: tuple[str, dict[str, Any]]
     sizes: dict[str, tuple[int, int, int]]
     tolerances: tuple[float, float] = (2e-6, 2e-6)
+    note: str = ""
+    tile: int | None = None
 
 
 _TEXT: dict[str, Any] = dict(
@@ -87,7 +90,8 @@ _IDEFICS: dict[str, Any] = dict(
     scale_factor=2,
     pad_token_id=0,
 )
-_TILES = dict(do_image_splitting=False, size={"longest_edge": 16}, max_image_size={"longest_edge": 16}, do_pad=True)
+_TILES = dict(do_image_splitting=True, size={"longest_edge": 32}, max_image_size={"longest_edge": 16}, do_pad=True)
+_TILED = {"A": (32, 16, 12), "B": (32, 16, 12), "C": (16, 32, 12), "D": (32, 32, 20)}
 
 
 def _squares(side: int, rows: int) -> dict[str, tuple[int, int, int]]:
@@ -104,6 +108,7 @@ FAMILIES: dict[str, Family] = {
         ),
         _QWEN,
         _GRIDS,
+        note="3-D positions, deepstack features",
     ),
     "Qwen3-VL-MoE": Family(
         "qwen3_vl_moe",
@@ -114,6 +119,7 @@ FAMILIES: dict[str, Family] = {
         ),
         _QWEN,
         _GRIDS,
+        note="the same; experts",
     ),
     "Qwen2.5-VL": Family(
         "qwen2_5_vl",
@@ -128,6 +134,7 @@ FAMILIES: dict[str, Family] = {
         ),
         _QWEN,
         _GRIDS,
+        note="3-D positions",
     ),
     "GLM-4V": Family(
         "glm4v",
@@ -141,6 +148,7 @@ FAMILIES: dict[str, Family] = {
         ),
         ("Glm4vImageProcessorPil", _GRID_PROCESSOR),
         _GRIDS,
+        note="3-D positions",
     ),
     "LLaVA": Family(
         "llava",
@@ -152,8 +160,22 @@ FAMILIES: dict[str, Family] = {
         ("CLIPImageProcessorPil", dict(size={"shortest_edge": 12}, crop_size={"height": 12, "width": 12})),
         _squares(12, 9),
     ),
-    "SmolVLM": Family("smolvlm", _IDEFICS, ("SmolVLMImageProcessorPil", _TILES), _squares(16, 4)),
-    "Idefics3": Family("idefics3", _IDEFICS, ("Idefics3ImageProcessorPil", _TILES), _squares(16, 4)),
+    "SmolVLM": Family(
+        "smolvlm",
+        _IDEFICS,
+        ("SmolVLMImageProcessorPil", _TILES),
+        _TILED,
+        tile=4,
+        note="pictures in tiles",
+    ),
+    "Idefics3": Family(
+        "idefics3",
+        _IDEFICS,
+        ("Idefics3ImageProcessorPil", _TILES),
+        _TILED,
+        tile=4,
+        note="pictures in tiles",
+    ),
     "InternVL": Family(
         "internvl",
         dict(
@@ -196,6 +218,77 @@ FAMILIES: dict[str, Family] = {
         _QWEN,
         _GRIDS,
         (5e-5, 5e-5),
+        note="3-D positions; gated delta rule between layers of attention",
+    ),
+}
+_SIGLIP = ("SiglipImageProcessorPil", dict(size={"height": 16, "width": 16}))
+REFUSED: dict[str, Family] = {
+    "Gemma 3": Family(
+        "gemma3",
+        dict(
+            text_config={
+                **_TEXT,
+                "layer_types": ["sliding_attention", "full_attention"] * 2,
+                "sliding_window": 8,
+                "num_hidden_layers": 4,
+            },
+            vision_config=dict(**_TOWER, image_size=16, patch_size=4),
+            mm_tokens_per_image=4,
+            image_token_id=IMAGE,
+            boi_token_id=START,
+            eoi_token_id=END,
+        ),
+        ("Gemma3ImageProcessorPil", dict(size={"height": 16, "width": 16})),
+        _squares(16, 4),
+    ),
+    "Gemma 4": Family(
+        "gemma4",
+        dict(
+            text_config={**_TEXT, "vocab_size_per_layer_input": VOCABULARY, "hidden_size_per_layer_input": 0},
+            vision_config=_TOWER,
+            image_token_id=IMAGE,
+        ),
+        _SIGLIP,
+        _squares(16, 4),
+    ),
+    "PaliGemma": Family(
+        "paligemma",
+        dict(
+            text_config=dict(model_type="gemma", **_TEXT),
+            vision_config=dict(
+                model_type="siglip_vision_model", **_TOWER, image_size=16, patch_size=4, projection_dim=16
+            ),
+            image_token_id=IMAGE,
+            projection_dim=16,
+        ),
+        _SIGLIP,
+        _squares(16, 16),
+    ),
+    "Llama 3.2 Vision": Family(
+        "mllama",
+        dict(
+            text_config={
+                **{
+                    name: value for name, value in _TEXT.items() if not name.endswith("token_id") and name != "head_dim"
+                },
+                "cross_attention_layers": [1],
+                **dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id"), 0),
+            },
+            vision_config=dict(
+                hidden_size=16,
+                intermediate_size=24,
+                num_hidden_layers=2,
+                num_global_layers=1,
+                attention_heads=2,
+                image_size=16,
+                patch_size=4,
+                vision_output_dim=32,
+                intermediate_layers_indices=[0],
+            ),
+            image_token_index=IMAGE,
+        ),
+        _SIGLIP,
+        _squares(16, 4),
     ),
 }
 
@@ -207,6 +300,7 @@ class Vision:
     model: PreTrainedModel
     processor: Any
     pictures: dict[str, Pixels] = field(default_factory=dict)
+    tile: int | None = None
 
     def sequences(self, texts: Sequence[Sequence[Part]]) -> Sequences:
         return Sequences(self, texts)
@@ -214,7 +308,7 @@ class Vision:
 
 def make(name: str, dtype: torch.dtype = torch.float32, seed: int = 0) -> Vision:
     """A fresh model in evaluation mode, all of it trainable."""
-    family = FAMILIES[name]
+    family = FAMILIES.get(name) or REFUSED[name]
     config = CONFIG_MAPPING[family.type](**family.options)
     model = AutoModelForImageTextToText.from_config(config, attn_implementation="sdpa", dtype=torch.float64)
     models.randomise(model, seed)
@@ -225,7 +319,7 @@ def make(name: str, dtype: torch.dtype = torch.float32, seed: int = 0) -> Vision
     for letter, (height, width, rows) in family.sizes.items():
         pixels = random.integers(0, 256, (height, width, 3), dtype=np.uint8)
         pictures[letter] = Pixels(hashlib.blake2b(pixels.tobytes(), digest_size=16).digest(), pixels, rows)
-    return Vision(model.to(dtype).eval(), processor, pictures)
+    return Vision(model.to(dtype).eval(), processor, pictures, family.tile)
 
 
 class Sequences:
@@ -241,8 +335,10 @@ class Sequences:
             for part in text:
                 if isinstance(part, str):
                     size = vision.pictures[part].tokens
-                    tokens += [START, *[IMAGE] * size, END]
-                    images += [-1, *[names.index(part)] * size, -1]
+                    tile = [IMAGE] * (vision.tile or size)
+                    inside = [*tile, *[token for _ in range(size // len(tile) - 1) for token in (BETWEEN, *tile)]]
+                    tokens += [START, *inside, END]
+                    images += [names.index(part) if token == IMAGE else -1 for token in (START, *inside, END)]
                 else:
                     tokens.append(part)
                     images.append(-1)

@@ -1,0 +1,95 @@
+"""Families with pictures: exact, or refused by name. Rows and columns are those of `docs/support_matrix.md`."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from app.tree import SelfCheckError, TreeEngine, picture_tokens
+from app.tree.model import refusals
+from tests.app.tree.engine.pictures import families, vision
+
+CELLS = [  # quick: every family in float32, and every column of one family
+    pytest.param(name, column, marks=[] if column == "float32" or name == "LLaVA" else pytest.mark.slow)
+    for name in vision.FAMILIES
+    for column in families.COLUMNS
+]
+
+
+@pytest.mark.parametrize(("name", "column"), CELLS)
+def test_supported_family(name: str, column: str) -> None:
+    assert families.cell(name, column) == "yes"
+
+
+@pytest.mark.parametrize("name", vision.FAMILIES)
+def test_placeholders_of_a_picture(name: str) -> None:
+    """By the configuration what the tower makes, without running it."""
+    model = vision.make(name)
+    for picture in model.pictures.values():
+        assert picture_tokens(model.model.config, model.processor, picture.pixels) == picture.tokens
+
+
+@pytest.mark.parametrize("name", vision.REFUSED)
+def test_refused_family(name: str) -> None:
+    assert type(vision.make(name).model).__name__ in families.refusal(name)
+
+
+def test_a_mask_among_placeholders_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gemma 3, were it not refused."""
+    monkeypatch.setattr(refusals, "_sees_ahead", lambda model: False)
+    model = vision.make("Gemma 3")
+    engine = TreeEngine(model.model, image_processor=model.processor, self_check=True)
+    with pytest.raises(SelfCheckError, match="'attention_mask', which the model makes of its pictures, is missing"):
+        engine.backward(families.build(model.sequences(families.TEXTS)), lambda out, i: out.logprobs.sum())
+
+
+def test_pictures_need_what_is_missing() -> None:
+    model = vision.make("LLaVA")
+    tree = families.build(model.sequences(families.TEXTS))
+    with pytest.raises(ValueError, match="TreeEngine needs image_processor="):
+        TreeEngine(model.model).forward(tree)
+    with pytest.raises(ValueError, match="LlamaForCausalLM takes text alone"):
+        from tests.app.tree import models
+
+        TreeEngine(models.make("llama"), image_processor=model.processor).forward(tree)
+
+
+def test_an_older_transformers_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = vision.make("LLaVA")
+
+    def forward(input_ids: torch.Tensor, pixel_values: torch.Tensor) -> None: ...
+
+    monkeypatch.setattr(model.model.base_model, "forward", forward)
+    with pytest.raises(ValueError, match=r"LlavaForConditionalGeneration takes no features .* transformers 5\.20"):
+        TreeEngine(model.model, image_processor=model.processor).forward(families.build(model.sequences([["A", 1]])))
+
+
+def test_a_placeholder_that_was_sampled_is_refused() -> None:
+    """The model would take it for a row of a picture."""
+    model = vision.make("LLaVA")
+    tree = families.build(model.sequences([["A", 1, 2], ["A", 1, vision.IMAGE, 3]]))
+    with pytest.raises(
+        ValueError, match=r"sequences\[1\]: token id 37 at position 12 is a placeholder that belongs to"
+    ):
+        TreeEngine(model.model, image_processor=model.processor).forward(tree)
+
+
+def test_a_picture_of_another_size_is_refused() -> None:
+    model = vision.make("LLaVA")
+    sequences = model.sequences([["A", 1, 2]])
+    small = sequences.images[0].astype(int)
+    small[1] = -1  # eight placeholders for nine rows
+    sequences.images[0], sequences.tokens[0][1] = small, 5
+    sequences.pictures[0] = vision.Pixels(b"a", sequences.pictures[0].pixels, 8)
+    with pytest.raises(ValueError, match=r"picture 61 has 8 tokens, and LlavaForConditionalGeneration makes 9 rows"):
+        TreeEngine(model.model, image_processor=model.processor).forward(families.build(sequences))
+
+
+def test_pictures_side_by_side_are_refused() -> None:
+    """Where positions count them in three dimensions; the model itself fails there."""
+    model = vision.make("Qwen3-VL")
+    sequences = model.sequences([["A", "B", 1]])
+    keep = [i for i, token in enumerate(sequences.tokens[0]) if token not in (vision.START, vision.END)]
+    sequences.tokens[0], sequences.images[0] = sequences.tokens[0][keep], sequences.images[0][keep]
+    with pytest.raises(ValueError, match=r"pictures\[1\] follows another without a token between them"):
+        TreeEngine(model.model, image_processor=model.processor).forward(families.build(sequences))
