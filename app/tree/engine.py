@@ -25,7 +25,7 @@ from app.tree.attention.groups import RankGroup
 from app.tree.calibrate import measure_rates
 from app.tree.executor import BatchedLoss, Executor, check_scalar
 from app.tree.heads import Heads
-from app.tree.memory import Budget, Result
+from app.tree.memory import Budget, Result, tower_graphs_fit
 from app.tree.model.checkpointing import checkpointable
 from app.tree.model.picture_check import Entries, entering, entries_over
 from app.tree.model.pictures import PicturePass, Tower
@@ -419,8 +419,14 @@ class TreeEngine:
             with_grads,
             None if execution.dense else self.group,
             scans,
-            PicturePass(self.tower, execution.tree, with_grads) if execution.tree.pictures else None,
+            self._pictures(execution.tree, with_grads),
         )
+
+    def _pictures(self, tree: PrefixTree, with_grads: bool) -> PicturePass | None:
+        if not tree.pictures:
+            return None
+        graphs = with_grads and self.tower.trained and tower_graphs_fit(self.model, tree)
+        return PicturePass(self.tower, tree, graphs)
 
     def _scans(self) -> Scans:
         shape = ModelShape.of(self.model.config).states

@@ -25,8 +25,9 @@ from transformers import PreTrainedModel
 from app.tree.attention import path_cache
 from app.tree.heads import Heads
 from app.tree.model.checkpointing import checkpoints_itself
+from app.tree.model.pictures import tower_parameters
 from app.tree.model.vocabulary import CutVocabulary, vocabulary_modules
-from app.tree.planning.cost import ModelShape
+from app.tree.planning.cost import ModelShape, TowerShape
 from app.tree.planning.plan import Chunk, most_ends
 from app.tree.prefix_tree import PrefixTree
 
@@ -41,6 +42,9 @@ _ROUND = 1024
 
 _CPU_SHARE, _GPU_SHARE = 0.5, 0.8
 """Of the free memory, what a pass may take: a CPU's is also other processes', and its allocator returns it late."""
+
+_TOWER_SHARE = 0.125
+"""Of the free memory, what graphs of pictures through a trained tower may take."""
 
 _LEAST = 16
 """Live tokens below which a pass would crawl."""
@@ -63,6 +67,7 @@ class PassMemory:
         head_block: logits, softmax and gradient of one block of rows, as this projection is computed on this device.
         backward: gradients of one layer's activations of a chunk while its backward runs, or a scan's own buffers.
         live_activations: what `live_tokens` keep for backward.
+        pictures: tables of features, with their gradients and the graphs that made them where a tower is trained.
     """
 
     parameters: int
@@ -74,6 +79,7 @@ class PassMemory:
     head_block: int
     backward: int
     live_activations: int
+    pictures: int = 0
 
     @property
     def total(self) -> int:
@@ -135,7 +141,32 @@ def pass_memory(
         head_block=heads.block_bytes(min(rows, max(1, scored), -(-chunk_tokens // ranks))),
         backward=largest * max(layer, scan) // ranks,
         live_activations=live_tokens * token_bytes(model) // ranks,
+        pictures=_picture_bytes(model, tree) if tree is not None and tree.pictures else 0,
     )
+
+
+def tower_graphs_fit(model: PreTrainedModel, tree: PrefixTree) -> bool:
+    """Whether the graphs of all pictures through a trained tower may be kept during a pass; otherwise the tower runs
+    once more for each at the end of it."""
+    return _graph_bytes(model, tree) <= _TOWER_SHARE * free_bytes(next(model.parameters()).device)
+
+
+def _graph_bytes(model: PreTrainedModel, tree: PrefixTree) -> int:
+    tower, element = TowerShape.of(model.config), next(model.parameters()).element_size()
+    if tower is None:
+        return 0
+    sizes = (picture.pixels.shape for picture in tree.pictures)
+    return sum(tower.graph_bytes(height, width, element) for height, width, _ in sizes)
+
+
+def _picture_bytes(model: PreTrainedModel, tree: PrefixTree) -> int:
+    tower, hidden = TowerShape.of(model.config), ModelShape.of(model.config).hidden
+    element = next(model.parameters()).element_size()
+    values = int(tree.picture_starts[-1]) * hidden * (1 + (tower.deepstack if tower is not None else 0))
+    if not any(parameter.requires_grad for parameter in tower_parameters(model)):
+        return values * element
+    kept = min(_graph_bytes(model, tree), int(_TOWER_SHARE * free_bytes(next(model.parameters()).device)))
+    return values * (element + max(4, element)) + kept
 
 
 def _here(parameter: Tensor) -> int:

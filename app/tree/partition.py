@@ -23,6 +23,11 @@ Floats = npt.NDArray[np.float64]
 PrefixCost = Callable[[Ints], npt.ArrayLike]
 
 
+TOWER = 0.4
+"""Cost of a picture's way through a tower, of that of its placeholders through the layers: what the FLOPs are for a
+picture of 228 placeholders in a 4B Qwen3-VL."""
+
+
 def tokens_and_pairs(lengths: Ints) -> Floats:
     """Cost of running prefixes of `lengths` tokens: tokens + attention pairs / 8192 (linear and quadratic FLOPs balance
     near 8,192 tokens of context for the model sizes in use)."""
@@ -41,7 +46,8 @@ def partition(
         num_parts: ranks or minibatches, at least 1.
         cost: maps prefix lengths (int64 [n]) to the cost of running one prefix of that length from the root
             (non-decreasing); a part costs what its own prefix tree costs: its paths, each shared token once.
-            Default: `tokens_and_pairs`.
+            Default: `tokens_and_pairs`. A picture adds `TOWER` times the cost of as many tokens as it has, once for
+            the paths that share its first place.
         token_limit: most dense tokens of a part (what its per-token columns and outputs take memory for).
 
     Raises:
@@ -55,7 +61,12 @@ def partition(
     run_cost = cost or tokens_and_pairs
     leaves = np.array([group[-1] for group in groups], np.int64)
     full = np.asarray(run_cost(tree.sequence_length[leaves]), np.float64)
-    again = np.asarray(run_cost(_shared_between_groups(tree, groups)), np.float64)
+    shared = _shared_between_groups(tree, groups)
+    again = np.asarray(run_cost(shared), np.float64)
+    if tree.pictures:
+        each = TOWER * np.asarray(run_cost(np.array([picture.tokens for picture in tree.pictures])), np.float64)
+        full += np.array([_towers(tree, leaf, tree.sequence_length[leaf], each) for leaf in leaves])
+        again += np.array([_towers(tree, leaf, stop, each) for leaf, stop in zip(leaves, shared)])
     dense = np.array([tree.sequence_length[group].sum() for group in groups], np.int64)
     most = int(dense.sum()) if token_limit is None else token_limit
     best = _contiguous(full, again, dense, most, num_parts)
@@ -138,6 +149,12 @@ def _dealt(full: Floats, again: Floats, dense: Ints, most: int, num_parts: int, 
         np.maximum(left, np.minimum.accumulate(again[unit:0:-1])[::-1], out=left)
     dealt = [[k for u in np.flatnonzero(owners == p) for k in range(starts[u], ends[u])] for p in range(num_parts)]
     return float(loads.max()), sorted(dealt, key=lambda part: part or [len(full)])
+
+
+def _towers(tree: PrefixTree, sequence: int, stop: int, each: Floats) -> float:
+    """What the distinct pictures in the first `stop` tokens of a sequence cost; `each`: by picture."""
+    rows = tree.picture_rows[tree.sequence_tokens([sequence])[:stop]]
+    return float(each[np.unique(np.searchsorted(tree.picture_starts, rows[rows >= 0], "right") - 1)].sum())
 
 
 def _subtrees(total: Floats, again: Floats, limit: float, most: int) -> Ints | None:

@@ -4,7 +4,8 @@ Promises: nothing is known of a family by its name. A model takes features throu
 `mm_encoder_outputs`, in the form in which its own `get_image_features` gives them; what else it makes of a picture
 (deepstack features) goes the same way. A picture's tower runs once a pass, when its first row is needed, and where the
 tower is frozen once for as long as its weights stay. Gradients of rows are added up in the accumulation dtype over all
-chunks and sequences; one backward through the tower, which is linear in them, ends the pass. The module's own notes
+chunks and sequences; one backward through the tower, which is linear in them, ends the pass. Where the graphs of all
+pictures are too large to wait for it, the tower runs once more then, picture by picture. The module's own notes
 (`rope_deltas`) are as found.
 """
 
@@ -19,7 +20,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from app.tree.model.language import language_model
@@ -66,8 +67,7 @@ class Tower:
         self.placeholder: int = getattr(model.config, "image_token_id", -1)
         self.positions = PicturePositions(model) if counts_pictures(model) else None
         self.runs = 0
-        text = {id(p) for p in language_model(model).parameters()}
-        self._parameters = [p for p in self.body.parameters() if id(p) not in text]
+        self._parameters = tower_parameters(model)
         self._kept: OrderedDict[bytes, list[Tensor]] = OrderedDict()
         self._kept_of: Any = None
         self.form: _Form | None = None
@@ -156,10 +156,11 @@ class Tower:
 
 
 class PicturePass:
-    """The pictures of one pass over `tree`, with gradients or without."""
+    """The pictures of one pass over `tree`. `graphs`: whether those through a trained tower
+    are kept during the pass; otherwise each picture goes through it once more at the end, one at a time."""
 
-    def __init__(self, tower: Tower, tree: PrefixTree, with_grads: bool) -> None:
-        self.tower, self.tree, self.with_grads = tower, tree, with_grads
+    def __init__(self, tower: Tower, tree: PrefixTree, graphs: bool) -> None:
+        self.tower, self.tree, self.graphs = tower, tree, graphs
         device = tower._parameters[0].device
         self.positions: Tensor | None = None  # [3, T]
         if tower.positions is not None:
@@ -194,7 +195,7 @@ class PicturePass:
         pictures = np.unique(owners)
         for picture in pictures.tolist():
             if picture not in self._tables:
-                with torch.set_grad_enabled(self.with_grads):  # whatever the first run that needs it keeps
+                with torch.set_grad_enabled(self.graphs):  # whatever the first run that needs it keeps
                     self._tables[picture] = self.tower.features(self.tree.pictures[picture])
         sizes = starts[pictures + 1] - starts[pictures]
         place = np.cumsum(sizes) - sizes - starts[pictures]  # from a row to its place in these pictures' tables
@@ -228,16 +229,25 @@ class PicturePass:
 
     def finish(self) -> None:
         """One backward through the tower, of what all rows are owed."""
-        roots, grads = list[Tensor](), list[Tensor]()
-        for picture, owed in self._owed.items():
-            for table, grad in zip(self._tables[picture], owed):
-                if table.requires_grad:
-                    roots.append(table)
-                    grads.append(grad.to(table.dtype))
-        if roots:
-            torch.autograd.backward(roots, grads)
+        if self.graphs:
+            _backward([(self._tables[picture], owed) for picture, owed in self._owed.items()])
         self._tables.clear()
+        for picture in [] if self.graphs else list(self._owed):
+            _backward([(self.tower.features(self.tree.pictures[picture]), self._owed.pop(picture))])
         self._owed.clear()
+
+
+def _backward(owed: Sequence[tuple[list[Tensor], list[Tensor]]]) -> None:
+    """Of tables of features with their gradients, those that were trained for."""
+    pairs = [pair for tables, grads in owed for pair in zip(tables, grads) if pair[0].requires_grad]
+    if pairs:
+        torch.autograd.backward([table for table, _ in pairs], [grad.to(table.dtype) for table, grad in pairs])
+
+
+def tower_parameters(model: PreTrainedModel) -> list[nn.Parameter]:
+    """Of all that makes features of pictures, projectors included; none in a model of text."""
+    text = {id(parameter) for parameter in language_model(model).parameters()}
+    return [parameter for parameter in model.base_model.parameters() if id(parameter) not in text]
 
 
 def picture_tokens(config: Any, processor: Any, pixels: Any) -> int:

@@ -1,4 +1,4 @@
-"""What plans cost by a model's shape: FLOPs and bytes. Time is in `app.tree.planning.timing`, budgets in
+"""What plans and pictures cost by a model's shape: FLOPs and bytes. Time is in `app.tree.planning.timing`, budgets in
 `app.tree.memory`.
 
 Promises: pure arithmetic on a configuration; nothing is allocated or run.
@@ -119,6 +119,50 @@ class ModelShape:
 
     def _attention_values(self) -> int:
         return 3 * self.heads * self.head_dim + 4 * self.key_value_heads * self.head_dim
+
+
+@dataclass(frozen=True)
+class TowerShape:
+    """The numbers of a vision configuration that costs depend on; `deepstack`: tables of features beside the first."""
+
+    layers: int
+    hidden: int
+    intermediate: int
+    patch: int
+    deepstack: int
+
+    @classmethod
+    def of(cls, config: Any) -> TowerShape | None:
+        """Reads a transformers configuration; None where there is no tower, or one that is described otherwise."""
+        vision = getattr(config, "vision_config", None)
+        if vision is None:
+            return None
+        hidden = getattr(vision, "embed_dim", None) or getattr(vision, "hidden_size", None)
+        layers = getattr(vision, "depth", None) or getattr(vision, "num_hidden_layers", None)
+        patch = getattr(vision, "patch_size", None)
+        if not (hidden and layers and patch):
+            return None
+        return cls(
+            layers=layers,
+            hidden=hidden,
+            intermediate=getattr(vision, "intermediate_size", None) or 4 * hidden,
+            patch=patch if isinstance(patch, int) else patch[0],
+            deepstack=len(getattr(vision, "deepstack_visual_indexes", None) or ()),
+        )
+
+    def patches(self, height: int, width: int) -> int:
+        """Of a picture of so many pixels."""
+        return max(1, height // self.patch * (width // self.patch))
+
+    def forward_flops(self, height: int, width: int) -> float:
+        """Multiply-adds x 2 of one picture's forward; every patch attends to all of them."""
+        patches, weights = self.patches(height, width), 4 * self.hidden**2 + 2 * self.hidden * self.intermediate
+        return 2.0 * self.layers * patches * (weights + 2 * patches * self.hidden)
+
+    def graph_bytes(self, height: int, width: int, bytes_per_value: int) -> int:
+        """Estimated bytes that one picture's forward keeps for backward."""
+        values = self.layers * (10 * self.hidden + 3 * self.intermediate)
+        return self.patches(height, width) * values * bytes_per_value
 
 
 def plan_flops(plan: ExecutionPlan, shape: ModelShape) -> float:

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import functools
+
+import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from transformers.models.qwen3_vl import modeling_qwen3_vl
 
-from app.tree import PrefixTree, TreeEngine
+from app.tree import PrefixTree, TreeEngine, memory, partition, picture_positions
+from app.tree.model.positions import PicturePositions
 from tests.app.tree import oracle
 from tests.app.tree.engine.pictures import vision
 from tests.app.tree.losses import SequenceLoss
@@ -162,3 +168,101 @@ def test_every_sequence_alone() -> None:
     engine.backward(build(sequences), loss)
     error, where = oracle.relative_error(take_grads(model.model), expected)
     assert error <= 2e-6, where
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.float64, marks=pytest.mark.slow)])
+def test_a_tower_that_runs_again_for_its_backward(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the graphs of all pictures have no room: one picture's at a time."""
+    monkeypatch.setattr(memory, "_TOWER_SHARE", 0.0)
+    if dtype == torch.float64:
+        monkeypatch.setattr(modeling_qwen3_vl.Qwen3VLTextRMSNorm, "forward", exact_norm)
+    exact = dtype == torch.float64
+    engine = compare(vision.make("Qwen3-VL", dtype), TEXTS, (7, 14), 1e-9 if exact else 2e-6, 1e-7 if exact else 2e-6)
+    assert engine.tower.runs == 4 + 8
+
+
+def test_parts_add_up() -> None:
+    """As two ranks run them, which share pictures: summed gradients are those of the whole."""
+    model = vision.make("Qwen3-VL")
+    sequences = model.sequences(TEXTS)
+    loss = SequenceLoss("tanh_of_sums", sequences.lengths, 0, ("logprobs",))
+    _, expected = sequences.dense_backward(loss)
+    tree = build(sequences)
+    for part in partition(tree, 2):
+        engine = TreeEngine(model.model, 17, 34, image_processor=model.processor)
+        engine.backward(tree.select(part), lambda out, i, part=part: loss(out, part[i]))
+        assert part and 0 < engine.tower.runs <= 4
+    error, where = oracle.relative_error(take_grads(model.model), expected)
+    assert error <= 2e-6, where
+
+
+def test_by_the_forward_of_another_backend() -> None:
+    model = vision.make("Qwen3-VL")
+    sequences = model.sequences(TEXTS[4:10])
+    out = TreeEngine(model.model, 17, 34, attention="flex", image_processor=model.processor).forward(build(sequences))
+    for got, want in zip(out.logprobs, sequences.dense_logprobs()):
+        assert (got - want).abs().max() <= 1e-5
+
+
+LETTERS = st.sampled_from(["A", "B", "C", "D", 1, 2, 3])
+WORDS = st.lists(st.lists(LETTERS, min_size=1, max_size=6), min_size=1, max_size=6)
+
+
+@pytest.mark.slow
+@settings(max_examples=25)
+@given(words=WORDS, chunk=st.integers(1, 40), live=st.integers(1, 60))
+def test_random_trees(words: list[list[vision.Part]], chunk: int, live: int) -> None:
+    """Pictures anywhere: equal ids, shared, swapped, twice, first, last, cut by chunks anywhere; in float64."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(modeling_qwen3_vl.Qwen3VLTextRMSNorm, "forward", exact_norm)
+        compare(exact_model(), words, (chunk, live), 1e-9, 1e-7)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_positions_are_the_models_own(seed: int) -> None:
+    """Over a tree and of one sequence, against the model's function of whole sequences."""
+    model, random = vision.make("Qwen3-VL"), np.random.default_rng(seed)
+    texts = [[(*"ABCD", 1, 2, 3)[k] for k in random.integers(0, 7, random.integers(1, 8))] for _ in range(8)]
+    sequences = model.sequences(texts)
+    tree = build(sequences)
+    counted = PicturePositions(model.model).of_tree(tree)
+    for i, tokens in enumerate(sequences.tokens):
+        alone = picture_positions(model.model, sequences.images[i], sequences.pictures)
+        given = sequences.arguments(i)
+        if given:
+            known = {name: given[name] for name in ("mm_token_type_ids", "image_grid_thw")}
+            own = model.model.model.get_rope_index(torch.from_numpy(tokens)[None], **known)[0][:, 0].numpy()
+        else:
+            own = np.tile(np.arange(len(tokens)), (3, 1))
+        assert alone is not None and (alone == own).all()
+        assert (counted[:, tree.sequence_tokens([i])] == own).all()
+
+
+@functools.cache
+def exact_model() -> vision.Vision:
+    return vision.make("Qwen3-VL", torch.float64)
+
+
+def test_parts_cost_what_their_pictures_do() -> None:
+    """Ten sequences on one picture cost one tower; as many on pictures of their own are dealt apart."""
+    sizes = vision.Pixels(b"0", np.zeros((8, 8, 3), np.uint8), 40)
+    pictures = [vision.Pixels(bytes([k]), sizes.pixels, 40) for k in range(4)]
+    shown = [0, 0, 0, 0, 1, 2, 3]
+    tokens = [np.array([1, *[vision.IMAGE] * 40, 2, 3 + i]) for i in range(len(shown))]
+    images = [np.array([-1, *[m] * 40, -1, -1]) for m in shown]
+    tree = PrefixTree.build(tokens, images=images, pictures=pictures)
+    assert [sorted(part) for part in partition(tree, 4)] == [[0, 1, 2, 3], [4], [5], [6]]
+
+
+def test_memory_of_tables_and_towers(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = vision.make("Qwen3-VL")
+    tree = build(model.sequences(TEXTS))
+    values = (6 + 6 + 6 + 4) * 16 * (1 + 2)  # rows, width, features and two of deepstack
+    trained = memory.pass_memory(model.model, 8, 16, tree).pictures
+    for parameter in model.model.model.visual.parameters():
+        parameter.requires_grad_(False)
+    assert memory.pass_memory(model.model, 8, 16, tree).pictures == values * 4
+    monkeypatch.setattr(memory, "_TOWER_SHARE", 0.0)
+    next(model.model.model.visual.parameters()).requires_grad_(True)
+    assert memory.pass_memory(model.model, 8, 16, tree).pictures == values * 8 < trained
+    assert memory.pass_memory(model.model, 8, 16, PrefixTree.build([np.arange(5)])).pictures == 0
