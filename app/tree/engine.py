@@ -33,6 +33,7 @@ from app.tree.model.refusals import (
     refuse_by_name,
     refuse_dropout,
     refuse_pictures,
+    refuse_tokens,
     refuse_unsupported,
     transformers_model,
 )
@@ -442,17 +443,9 @@ class TreeEngine:
             raise ValueError("want: 'values' needs a value head; pass value_head=... to TreeEngine")
         if names & {"logprobs", "entropy"} and self.heads.projection is None:
             raise ValueError(f"want: {type(self.model).__name__} has no output projection; use a ...ForCausalLM model")
-        vocabulary = self.model.get_input_embeddings().weight.shape[0]
         if tree.pictures:
             refuse_pictures(self.model, self.tower.processor)
-            self._refuse_placeholders(tree)
-        text = np.where(tree.picture_rows < 0, tree.tokens, 0) if tree.pictures else tree.tokens
-        if tree.num_tokens and int(text.max()) >= vocabulary:
-            i, position, token = _find_token(tree, int(np.argmax(text >= vocabulary)))
-            raise ValueError(
-                f"sequences[{i}]: token id {token} at position {position} is outside the model's vocabulary of"
-                f" {vocabulary}; use the tokenizer that belongs to the model"
-            )
+        refuse_tokens(self.model, tree)
         longest = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
         if longest is not None and tree.num_sequences and int(tree.sequence_length.max()) > longest:
             i = int(tree.sequence_length.argmax())
@@ -463,17 +456,6 @@ class TreeEngine:
         for module in (self.model, self.value_head):
             if module is not None:
                 refuse_dropout(module)
-
-    def _refuse_placeholders(self, tree: PrefixTree) -> None:
-        """A model takes every placeholder id for a row of a picture, a sampled one too."""
-        ids = [getattr(self.model.config, name, None) for name in ("image_token_id", "video_token_id")]
-        found = np.isin(tree.tokens, [one for one in ids if one is not None])
-        if found.any():
-            i, position, token = _find_token(tree, int(found.argmax()))
-            raise ValueError(
-                f"sequences[{i}]: token id {token} at position {position} is a placeholder that belongs to no picture;"
-                " say so in images, or leave the sequence out"
-            )
 
 
 def _one_by_one(loss_fn: LossFn) -> LossFn:
@@ -497,12 +479,3 @@ def _temperatures(tree: PrefixTree, temperatures: Any) -> np.ndarray[Any, np.dty
     if not (values > 0).all():
         raise ValueError(f"temperatures[{int(np.argmin(values > 0))}] must be above 0")
     return values
-
-
-def _find_token(tree: PrefixTree, token: int) -> tuple[int, int, int]:
-    """A sequence that holds a tree token, with the position and the id."""
-    for i in range(tree.num_sequences):
-        found = np.flatnonzero(tree.sequence_tokens([i]) == token)
-        if len(found):
-            return i, int(found[0]), int(tree.tokens[token])
-    raise AssertionError("every tree token belongs to a sequence")

@@ -9,11 +9,14 @@ import inspect
 from collections.abc import Collection
 from typing import Any
 
+import numpy as np
 import transformers
 from torch import nn
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from app.tree.prefix_tree import PrefixTree
 
 
 def transformers_model(model: Any) -> PreTrainedModel:
@@ -81,6 +84,36 @@ def refuse_pictures(model: PreTrainedModel, processor: Any | None) -> None:
         )
     if any(isinstance(parameter, DTensor) for parameter in body.parameters()):
         raise ValueError(f"pictures: the parameters of {name} are sharded, and its tower runs on whole ones")
+
+
+def refuse_tokens(model: PreTrainedModel, tree: PrefixTree) -> None:
+    """Ids beyond the vocabulary; and placeholders that belong to no picture, such as one that was sampled: beside
+    pictures a model takes every one for a row of theirs."""
+    vocabulary = model.get_input_embeddings().weight.shape[0]
+    text = np.where(tree.picture_rows < 0, tree.tokens, 0) if tree.pictures else tree.tokens
+    if tree.num_tokens and int(text.max()) >= vocabulary:
+        i, position, token = _find_token(tree, int(np.argmax(text >= vocabulary)))
+        raise ValueError(
+            f"sequences[{i}]: token id {token} at position {position} is outside the model's vocabulary of"
+            f" {vocabulary}; use the tokenizer that belongs to the model"
+        )
+    ids = [getattr(model.config, name, None) for name in ("image_token_id", "video_token_id")] if tree.pictures else []
+    found = np.isin(tree.tokens, [one for one in ids if one is not None])
+    if found.any():
+        i, position, token = _find_token(tree, int(found.argmax()))
+        raise ValueError(
+            f"sequences[{i}]: token id {token} at position {position} is a placeholder that belongs to no picture; say"
+            " so in images, or leave the sequence out"
+        )
+
+
+def _find_token(tree: PrefixTree, token: int) -> tuple[int, int, int]:
+    """A sequence that holds a tree token, with the position and the id."""
+    for i in range(tree.num_sequences):
+        found = np.flatnonzero(tree.sequence_tokens([i]) == token)
+        if len(found):
+            return i, int(found[0]), int(tree.tokens[token])
+    raise AssertionError("every tree token belongs to a sequence")
 
 
 def _sees_ahead(model: PreTrainedModel) -> bool:
