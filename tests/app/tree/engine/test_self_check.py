@@ -277,7 +277,7 @@ def test_the_sample_is_small_and_has_forks() -> None:
 @pytest.mark.parametrize(("parameters", "extent"), [(10**5, EXTENT), (LARGE, EXTENT), (LARGE + 1, EXTENT_LARGE)])
 def test_the_sample_is_smaller_where_the_model_is_large(parameters: int, extent: tuple[int, int]) -> None:
     model = nn.Linear(1, parameters, bias=False, device="meta")
-    subject = Subject(model, None, 1.0, lambda *of_a_pass: None)  # type: ignore[arg-type]
+    subject = Subject(model, None, 1.0, None, lambda *of_a_pass: None)  # type: ignore[arg-type]
     found, fork = sample(PrefixTree.build(conversation(stem=3000)), *subject.extent)
     assert subject.extent == extent and len(found) <= extent[0] and fork == extent[1]
     assert all(len(s) <= 2 * fork for s in found)
