@@ -174,7 +174,7 @@ class RolloutBatch:
 
     Raises:
         BatchError: empty batch, field of another length or dtype, negative token id; a reward beyond 1e9, a temperature
-    XX"""
+    """
 
     def __init__(
         self,
