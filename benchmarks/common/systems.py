@@ -307,7 +307,7 @@ class SparseEngine(TreeEngine):
     """The tree engine with everything in one chunk, or in as few as memory allows."""
 
     def plan(self, tree: PrefixTree) -> ExecutionPlan:
-        chunk, live = auto_budgets(self.model, self.chunk_tokens, self.live_tokens, tree)
+        chunk, live = auto_budgets(self.model, self.budget.chunk_tokens, self.budget.live_tokens, tree)
         return plan(tree, chunk, live, packing=Packing(min(chunk, live)))
 
 
@@ -315,7 +315,7 @@ class PathEngine(TreeEngine):
     """The tree engine under the published algorithm's plan."""
 
     def plan(self, tree: PrefixTree) -> ExecutionPlan:
-        chunk, _ = auto_budgets(self.model, self.chunk_tokens, self.live_tokens)
+        chunk, _ = auto_budgets(self.model, self.budget.chunk_tokens, self.budget.live_tokens)
         return path_plan(tree, chunk)
 
 
