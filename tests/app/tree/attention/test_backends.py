@@ -280,7 +280,7 @@ def test_auto_on_cuda(
     stand_in = torch.empty(0, dtype=parameter.dtype)
     monkeypatch.setattr(type(model), "parameters", lambda self: iter([_On("cuda", stand_in.dtype)]))
     monkeypatch.setattr("app.tree.attention.function.find_spec", lambda name: object())
-    for module in ("function", "kernels"):
+    for module in ("function", "kernels", "packages"):
         monkeypatch.setattr(f"app.tree.attention.{module}.capability", lambda device: capability)
     assert choose_backend("auto", model).name == expected
     monkeypatch.setattr("app.tree.attention.function.find_spec", lambda name: None)

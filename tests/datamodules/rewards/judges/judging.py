@@ -41,4 +41,4 @@ def judged(
         finally:
             pool.close()
 
-    return asyncio.run(asyncio.wait_for(body(), 60.0)), pool
+    return asyncio.run(asyncio.wait_for(body(), 240.0)), pool
