@@ -103,7 +103,7 @@ def run_cells(size: int, cells: list[tuple[str, str]], sharded: bool) -> None:
     """Cells of the support matrix (family, column), as they are, by an engine of which this rank is a part, and that
     has parameters whole or sharded."""
     group = CountedGroup(size)
-    check_parity = families.check_parity
+    check_parity, within = families.check_parity, families.within
 
     def engine_over(model: Any, *arguments: Any, **options: Any) -> TreeEngine:
         if sharded and not is_sharded(model):
@@ -111,7 +111,13 @@ def run_cells(size: int, cells: list[tuple[str, str]], sharded: bool) -> None:
         return TreeEngine(model, *arguments, group=group, **options)
 
     def check(family: families.Family, model: Any, dense: Any = None) -> None:
-        check_parity(family, model, dense or copy.deepcopy(model))  # the oracle's own stays whole
+        try:
+            check_parity(family, model, dense or copy.deepcopy(model))  # the oracle's own stays whole
+        except AssertionError as error:
+            raise AssertionError(f"{family.type}: {error}") from error
+
+    def within_after_sums(found: tuple[float, float], tolerances: tuple[float, float]) -> None:
+        within(found, (tolerances[0], 2 * tolerances[1]))  # every gradient is a sum over ranks, rounded once more
 
     def take_all(model: nn.Module, head: nn.Module | None = None) -> dict[str, Tensor | None]:
         grads = take_grads(model, head)
@@ -130,6 +136,7 @@ def run_cells(size: int, cells: list[tuple[str, str]], sharded: bool) -> None:
     with (
         patch.object(families, "TreeEngine", engine_over),
         patch.object(families, "check_parity", check),
+        patch.object(families, "within", within_after_sums),
         patch.object(families, "take_grads", take_all),
     ):
         for family, column in cells:
