@@ -193,7 +193,7 @@ def _around(fork: int, length: int) -> Bools:
 def _attempt(subject: Subject, sampled: Sample, want: frozenset[str]) -> CheckReport:
     small, ids = sampled.tree(), np.unique(np.concatenate(sampled.sequences))
     over_tree = (max(1, small.num_tokens // 4), max(1, small.num_tokens // 2))
-    own_logprobs, own_entries = _models_own(subject, sampled)
+    own_logprobs, own_entries = _models_own(subject, sampled, "logprobs" in want)
     chosen = {name: _chosen(p, ids, subject) for name, p in subject.parameters.items()}
     runs = []
     perturbations = PERTURBATIONS if subject.low_precision else 1
@@ -263,17 +263,20 @@ def _run(subject: Subject, tree: PrefixTree, want: frozenset[str], budgets: Budg
 
 
 @torch.no_grad()
-def _models_own(subject: Subject, sampled: Sample) -> tuple[Tensor, list[Entries]]:
-    """Log-probabilities by the model's own forward, float64 [sum of L_i] on the CPU, entry 0 of a sequence 0.0; and
-    what enters its language model, where there are pictures."""
+def _models_own(subject: Subject, sampled: Sample, logprobs: bool) -> tuple[Tensor, list[Entries]]:
+    """Log-probabilities by the model's own forward, float64 [sum of L_i] on the CPU, entry 0 of a sequence 0.0 (all,
+    unless `logprobs`: reward models have none); and what enters its language model, where there are pictures."""
     device = next(subject.model.parameters()).device
     columns, entries = [], list[Entries]()
     for i, tokens in enumerate(sampled.sequences):
         ids, (pictures, is_row) = torch.from_numpy(tokens).to(device), sampled.seen(i)
         with subject.tower.borrowed(with_grads=False), entering(subject.model) as calls:
             given = subject.tower.untouched(pictures, is_row)
-            logits = subject.model(input_ids=ids[None], use_cache=False, **given).logits[0, :-1].double()
-        chosen = (logits / subject.temperature).log_softmax(-1).gather(-1, ids[1:, None]).squeeze(-1)
+            logits = subject.model(input_ids=ids[None], use_cache=False, **given).logits
+        chosen = torch.zeros(len(ids) - 1, dtype=torch.float64)
+        if logprobs:
+            logp = (logits[0, :-1].double() / subject.temperature).log_softmax(-1)
+            chosen = logp.gather(-1, ids[1:, None]).squeeze(-1)
         columns.append(torch.cat([chosen.new_zeros(1), chosen]).cpu())
         if pictures:
             entries.append(by_token(calls[0], is_row))

@@ -175,7 +175,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
         shrink = 10 if args.toy else 1
         makers = [lambda v, s=size: dropped_thoughts(*s, v, shrink) for size in DRAWN]
     given = [f"--families {' '.join(args.families)}"] * (args.families != list(FAMILIES))
-    given += [f"--workloads {' '.join(args.workloads)}"] * bool(args.workloads)
+    given += [f"--workloads {' '.join(args.workloads or ())}"] * bool(args.workloads)
     given += ["--sizes " + " ".join(f"{a}x{b}" for a, b in args.sizes)] * bool(args.workloads)
     given += [f"--sample {args.sample}"] * bool(args.sample)
     given += [f"--repeats {args.repeats}"] * (args.repeats != parser.get_default("repeats"))

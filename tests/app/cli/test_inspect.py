@@ -140,7 +140,8 @@ def test_predictions_for_a_model(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert model["speed_up_over_dense"] > model["speed_up_over_leaf"] > 1
     parts = {name: size for name, size in model["memory"].items() if name not in ("total", "parameters")}
     assert sum(parts.values()) == model["memory"]["total"]
-    assert parts.pop("states") == 0 == parts.pop("gathered")  # attention alone, nothing sharded
+    # Attention alone, nothing sharded, text.
+    assert parts.pop("states") == parts.pop("gathered") == parts.pop("pictures") == 0
     assert all(size > 0 for size in parts.values())
     assert model["memory"]["parameters"] == 4 * model["parameters"] == model["memory"]["gradients"]
     assert model["plan"]["extra_forward_tokens"] == 0

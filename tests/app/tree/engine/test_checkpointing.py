@@ -30,8 +30,8 @@ class CheckpointingEngine(TreeEngine):
     share = 0.3
 
     def plan(self, tree: PrefixTree) -> ExecutionPlan:
-        budget = max(1, min(self.chunk_tokens, int(self.live_tokens / self.share)))
-        return plan(tree, budget, self.live_tokens, share=self.share, packing=Packing(budget))
+        budget = max(1, min(self.budget.chunk_tokens, int(self.budget.live_tokens / self.share)))
+        return plan(tree, budget, self.budget.live_tokens, share=self.share, packing=Packing(budget))
 
 
 @pytest.mark.parametrize("name", models.FLOAT64_CLEAN)
