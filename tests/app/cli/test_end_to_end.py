@@ -185,9 +185,9 @@ def test_bad_rewards_cost_their_groups_only(caplog: pytest.LogCaptureFixture, wo
     assert logged["rollouts/reward"] == pytest.approx(logged["reward"])  # nothing is filtered
     dropped = [record.getMessage() for record in caplog.records if "group dropped" in record.getMessage()]
     for number, said in ((2, "returned nan"), (4, "no such answer key"), (5, "did not return within 1 s")):
-        (message,) = (one for one in dropped if f":{number}'" in one)
+        (message,) = {one for one in dropped if f":{number}'" in one}  # once more in a batch that nobody waits for
         assert said in message and f"sums:{number}" in message
-    assert len(dropped) == 3
+    assert len(set(dropped)) == 3
 
 
 @pytest.mark.parametrize(
