@@ -214,6 +214,13 @@ class PolicyModule(TreeModule):
                 "RolloutBatch.metadata: prompts for a teacher (hints of the workflow), and no reference reads them; set"
                 " reference, or remove the workflow's hint"
             )
+        advantage = self.algorithm.advantage
+        alone = advantage is not None and advantage.name == "distill" and not advantage.options.get("task")
+        if alone and other is None and self.reference_source == "initial":
+            raise BatchError(
+                "RolloutBatch.metadata: advantage=distill with reference 'initial' teaches nothing without hints,"
+                " as the teacher reads what the policy reads; set the workflow's hint, or reference.path"
+            )
         if self.reference_source is None or "reference" in passes:
             return
         batch_there = batch if other is None else other

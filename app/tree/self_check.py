@@ -270,6 +270,9 @@ def _models_own(subject: Subject, sampled: Sample, logprobs: bool) -> tuple[Tens
     columns, entries = [], list[Entries]()
     for i, tokens in enumerate(sampled.sequences):
         ids, (pictures, is_row) = torch.from_numpy(tokens).to(device), sampled.seen(i)
+        if not (logprobs or pictures):
+            columns.append(torch.zeros(len(ids), dtype=torch.float64))
+            continue
         with subject.tower.borrowed(with_grads=False), entering(subject.model) as calls:
             given = subject.tower.untouched(pictures, is_row)
             logits = subject.model(input_ids=ids[None], use_cache=False, **given).logits

@@ -127,6 +127,11 @@ def compare(rows: dict[str, dict[str, Any]], clock: str) -> dict[str, dict[str, 
     return result
 
 
+def ratio(found: dict[str, float]) -> str:
+    """One of `compare`: the median, and from least to most."""
+    return f"{found['ratio']:.2f} ({found['ratio_min']:.2f} to {found['ratio_max']:.2f})"
+
+
 def table(result: dict[str, Any], clock: str) -> str:
     """A case's rows as Markdown."""
     head = ["system", "tokens", "pairs (M)", "TFLOP", "extra forward tokens", "CPU s (min-max)", "wall s (min-max)"]

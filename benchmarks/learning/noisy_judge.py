@@ -23,9 +23,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-import yaml
-
 from benchmarks.common.records import write_json
+from benchmarks.learning import hybrid
 from benchmarks.learning.__main__ import ROOT, curve, finished, run, warm_config
 from datamodules.rewards.functions import exact_match
 from datamodules.rewards.judges import JudgeModel, RankingJudge, RubricJudge
@@ -103,21 +102,9 @@ class NoisyRanking(RankingJudge):
 def rl_config(case: str, seed: int, model: Path, steps: int) -> dict[str, Any]:
     """The quickstart's second part with batches of 32 x 8 and a judge; held-out accuracy five times."""
     way, error = CASES[case]
-    config: dict[str, Any] = yaml.safe_load((ROOT / "configs/quickstart.yaml").read_text())
-    config["seed_everything"] = seed
-    config["trainer"] |= {
-        "max_steps": steps,
-        "val_check_interval": max(1, steps // 5),
-        "accelerator": "cpu",
-        "enable_checkpointing": False,
-        "callbacks": [],
-    }
-    options = config["model"]["init_args"]
-    options["model"] = {"path": str(model)}
-    options["lr_scheduler"]["init_args"]["total_iters"] = steps
+    config = hybrid.rl_config(seed, model, steps)
     data = config["data"]["init_args"]
-    data |= {"seed": seed, "batch_size": BATCH, "group_size": GROUP}
-    data["prompts"]["init_args"]["seed"] = 1000 + seed
+    data |= {"batch_size": BATCH, "group_size": GROUP}
     kind = "NoisyRanking" if way == "ranked" else "NoisyRubric"
     about = {"error": error, "seed": seed} | ({"repeats": 2} if way == "twice" else {})
     data["reward"] = {"class_path": f"benchmarks.learning.noisy_judge.{kind}", "init_args": about}

@@ -29,7 +29,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from benchmarks.common.measure import environment
+from benchmarks.common.measure import environment, ratio
 from benchmarks.common.models import build_model
 from benchmarks.common.records import write_json
 from benchmarks.common.systems import Settings
@@ -132,20 +132,16 @@ def markdown(report: dict[str, Any]) -> str:
             f"{ours['tokens']:,}",
             f"{dense['tokens']:.2f}",
             f"{ours['cpu_seconds']['median']:.2f}",
-            _range(dense),
+            ratio(dense),
             f"{dense['of_tokens']:.2f}",
-            _range(leaf),
+            ratio(leaf),
             f"{leaf['of_tokens']:.2f}",
-            _range(path),
+            ratio(path),
             "-" if error is None else f"{error['largest']:.1e}",
             str(result["repeats"]),
         ]
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines) + "\n"
-
-
-def _range(found: dict[str, float]) -> str:
-    return f"{found['ratio']:.2f} ({found['ratio_min']:.2f} to {found['ratio_max']:.2f})"
 
 
 def main(argv: Sequence[str] | None = None) -> dict[str, Any]:

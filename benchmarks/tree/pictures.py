@@ -32,7 +32,7 @@ from transformers import AutoModelForImageTextToText, PreTrainedModel, Qwen2VLIm
 
 from app.tree import FlatOutputs, PrefixTree, TreeEngine
 from app.tree.planning.cost import ModelShape, TowerShape, plan_flops
-from benchmarks.common.measure import compare, environment, measure
+from benchmarks.common.measure import compare, environment, measure, ratio
 from benchmarks.common.records import write_json
 from benchmarks.common.systems import System, attach_gradients, gradient_error, gradients
 
@@ -330,18 +330,14 @@ def markdown(report: dict[str, Any]) -> str:
             f"{dense['tokens'] / ours['tokens']:.2f}",
             f"{row['counts']['dense']['tower_runs']}, {row['counts']['ours']['tower_runs']}",
             f"{ours['cpu_seconds']['median']:.2f}",
-            _range(versus["dense"]),
-            _range(versus["dense-leaf"]),
+            ratio(versus["dense"]),
+            ratio(versus["dense-leaf"]),
             *("-" if one["peak_bytes"] is None else f"{one['peak_bytes'] / 2**20:,.0f}" for one in (dense, ours)),
             f"{row['gradient_error']:.1e}",
             str(len(ours["cpu_seconds"]["runs"])),
         ]
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines) + "\n"
-
-
-def _range(found: dict[str, float]) -> str:
-    return f"{found['ratio']:.2f} ({found['ratio_min']:.2f} to {found['ratio_max']:.2f})"
 
 
 def main(argv: Sequence[str] | None = None) -> dict[str, Any]:

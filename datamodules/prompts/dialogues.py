@@ -19,7 +19,7 @@ from typing import Any
 from datamodules.files.data_files import resolve
 from datamodules.files.json_lines import read_json_lines
 from datamodules.prompts.base import Prompt
-from datamodules.prompts.records import RecordPrompts
+from datamodules.prompts.records import FilePrompts
 
 _log = logging.getLogger(__name__)
 _TURN = re.compile(r"(?:\A|\n)\n(Human|Assistant):[ \t]*")
@@ -27,7 +27,7 @@ _ROLES = {"Human": "user", "Assistant": "assistant"}
 REJECTED = "rejected"
 
 
-class DialoguePairs(RecordPrompts):
+class DialoguePairs(FilePrompts):
     """Prompts with a chosen and a rejected reply.
 
     Args:
@@ -73,15 +73,6 @@ class DialoguePairs(RecordPrompts):
         if not self._prompts:
             raise ValueError(f"DialoguePairs.path: {self.path} holds no pair that can be used; name another file")
         self.use(len(self._prompts), f"{self.path} has {len(self._prompts)} pairs")
-
-    @property
-    def name(self) -> str:
-        folder = self.path.parent.name
-        stem = self.path.name.split(".")[0]
-        return f"{folder}/{stem}" if folder else stem
-
-    def deal(self, index: int) -> Prompt:
-        return self._prompts[self.record_at(index)]
 
 
 def _dialogue(record: dict[str, Any], field: str, where: str) -> list[dict[str, Any]]:

@@ -13,11 +13,10 @@ from typing import Any
 
 from datamodules.files.data_files import resolve
 from datamodules.files.json_lines import read_json_lines
-from datamodules.prompts.base import Prompt
-from datamodules.prompts.records import RecordPrompts
+from datamodules.prompts.records import FilePrompts
 
 
-class JsonlPrompts(RecordPrompts):
+class JsonlPrompts(FilePrompts):
     """Questions and answers of a JSONL file.
 
     Args:
@@ -42,12 +41,3 @@ class JsonlPrompts(RecordPrompts):
         if not self._prompts:
             raise ValueError(f"JsonlPrompts.path: {self.path} holds no prompts, only blank lines; name another file")
         self.use(len(self._prompts), f"{self.path} has {len(self._prompts)} prompts")
-
-    @property
-    def name(self) -> str:
-        folder = self.path.parent.name
-        stem = self.path.name.split(".")[0]
-        return f"{folder}/{stem}" if folder else stem
-
-    def deal(self, index: int) -> Prompt:
-        return self._prompts[self.record_at(index)]

@@ -237,6 +237,22 @@ class RecordPrompts(PromptSource):
         self._order = DealingOrder(self._size or rest, self._shuffle, self._seed)
 
 
+class FilePrompts(RecordPrompts):
+    """Prompts that are read from one file, all of them when the source is made."""
+
+    path: Path
+    _prompts: list[Prompt]
+
+    @property
+    def name(self) -> str:
+        folder = self.path.parent.name
+        stem = self.path.name.split(".")[0]
+        return f"{folder}/{stem}" if folder else stem
+
+    def deal(self, index: int) -> Prompt:
+        return self._prompts[self.record_at(index)]
+
+
 def with_images(messages: tuple[dict[str, Any], ...], count: int, where: str) -> tuple[dict[str, Any], ...]:
     """The messages, with parts for `count` pictures: where they say so by such parts or by `<image>` in their texts, or
     before the first text of the user.

@@ -156,8 +156,8 @@ class Tower:
 
 
 class PicturePass:
-    """The pictures of one pass over `tree`. `graphs`: whether those through a trained tower
-    are kept during the pass; otherwise each picture goes through it once more at the end, one at a time."""
+    """The pictures of one pass over `tree`. `graphs`: whether those through a trained tower are kept during the pass;
+    otherwise each picture goes through it once more at the end, one at a time."""
 
     def __init__(self, tower: Tower, tree: PrefixTree, graphs: bool) -> None:
         self.tower, self.tree, self.graphs = tower, tree, graphs

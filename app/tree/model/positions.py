@@ -61,16 +61,14 @@ class PicturePositions:
 
     def _columns(self, tree: PrefixTree) -> tuple[Ints, Ints]:
         """Offsets [3, T] of tokens and how far each advances the count: a picture with its last row."""
-        rows, starts = tree.picture_rows, tree.picture_starts
+        rows = tree.picture_rows
         offsets, advance = np.zeros((3, len(rows)), np.int64), np.ones(len(rows), np.int64)
         here = np.flatnonzero(rows >= 0)
-        owners = np.searchsorted(starts, rows[here], "right") - 1
-        for picture in np.unique(owners).tolist():
-            mine = here[owners == picture]
-            row = rows[mine] - starts[picture]
-            of_row, whole = self.of(tree.pictures[picture])
-            offsets[:, mine] = of_row[:, row]
-            advance[mine] = np.where(row == tree.pictures[picture].tokens - 1, whole, 0)
+        known = [self.of(picture) for picture in tree.pictures]
+        of_row = np.zeros(int(tree.picture_starts[-1]), np.int64)
+        of_row[tree.picture_starts[1:] - 1] = [whole for _, whole in known]
+        offsets[:, here] = np.concatenate([of_picture for of_picture, _ in known], 1)[:, rows[here]]
+        advance[here] = of_row[rows[here]]
         return offsets, advance
 
 

@@ -180,6 +180,12 @@ def test_hints_that_nobody_reads_are_refused() -> None:
         shown(broken)
 
 
+def test_a_policy_without_hints_has_nothing_to_teach_itself() -> None:
+    module = PolicyModule(source(), optimizer=sgd, reference="initial", reference_refresh=Refresh(every=1), **TEACHES)
+    with pytest.raises(BatchError, match="teaches nothing without hints"):
+        fit(module, [unheated(0)])
+
+
 def test_a_workflow_writes_what_the_teacher_is_shown() -> None:
     tokenizer = byte_tokenizer(CHATML)
     workflow = RLVRWorkflow(hint="{text}\nThe answer is {answer}.")
