@@ -34,7 +34,7 @@ from transformers import (
 )
 
 from app import checks
-from app.tree import TreeEngine, auto_class
+from app.tree import TreeEngine, auto_class, tower_parameters
 
 _LARGEST = 2**31 - 1
 _MOST_LAYERS = 10_000
@@ -129,14 +129,6 @@ def build_model(source: ModelSource, scores: bool = False) -> PreTrainedModel:
         model = _adapted(model, source.adapter, source.path)
     # from_pretrained leaves evaluation mode on, in which dropout and gradient checkpointing would be off in silence.
     return model.train()
-
-
-def tower_parameters(model: PreTrainedModel) -> list[nn.Parameter]:
-    """What makes features of pictures, projectors included; none of a model that does not see."""
-    if getattr(model.config, "vision_config", None) is None:
-        return []
-    text = {id(parameter) for parameter in model.get_decoder().parameters()}
-    return [parameter for parameter in model.base_model.parameters() if id(parameter) not in text]
 
 
 def image_processor_of(source: ModelSource) -> Any | None:

@@ -8,7 +8,7 @@ from app.tree.attention.groups import RankGroup
 from app.tree.calibrate import device_rates
 from app.tree.engine import TreeEngine
 from app.tree.model.language import auto_class
-from app.tree.model.pictures import Tower, picture_positions, picture_tokens
+from app.tree.model.pictures import Tower, picture_positions, picture_tokens, tower_parameters
 from app.tree.model.vocabulary import CutVocabulary, vocabulary_modules
 from app.tree.outputs import FlatOutputs, SequenceOutputs, TreeOutputs
 from app.tree.partition import partition
@@ -49,5 +49,6 @@ __all__ = [
     "picture_positions",
     "picture_tokens",
     "read_config",
+    "tower_parameters",
     "vocabulary_modules",
 ]

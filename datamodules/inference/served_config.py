@@ -8,7 +8,7 @@ cannot express is refused where files are for servers, for they would build anot
 from __future__ import annotations
 
 import json
-from contextlib import suppress
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from torch.nn import Module
 
 from datamodules.inference.export import ExportError, base_model, checkpoint_weights, merged_weights
 
+_log = logging.getLogger(__name__)
 _LAYERS = {"linear_attention": "mamba", "full_attention": "attention"}
 _RENAMED = {"nemotron_h": ("layers_block_type", "mtp_layers_block_type"), "granitemoehybrid": ("layer_types",)}
 """Where configurations list layers, and should by the second of each pair in `_LAYERS`; transformers reads both."""
@@ -82,5 +83,7 @@ def save_merged(policy: Module, directory: Path) -> None:
         base.save_pretrained(directory, state_dict=checkpoint_weights(policy), save_original_format=False)
     else:
         base.save_pretrained(directory, state_dict=merged_weights(policy))
-    with suppress(ExportError):
+    try:
         put_back(directory)
+    except ExportError as error:
+        _log.warning("%s holds a model that transformers reads, and SGLang would read wrongly: %s", directory, error)

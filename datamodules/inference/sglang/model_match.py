@@ -12,6 +12,7 @@ from pathlib import Path
 from safetensors import SafetensorError, safe_open
 from transformers import PreTrainedModel
 
+from app.tree import tower_parameters
 from datamodules.inference.export import adapter_weights, base_model, checkpoint_weights
 from datamodules.inference.protocol import GenerationError, WeightUpdate
 from datamodules.inference.sglang.client import shown
@@ -95,8 +96,8 @@ def refuse_trained_tower(model: PreTrainedModel) -> None:
     """Raises GenerationError for a model whose tower is trained. SGLang 0.5.21 keeps a picture's features when weights
     are updated, `flush_cache` or not, and would go on with those of the old tower in silence."""
     base = base_model(model)
-    text = {id(parameter) for parameter in base.get_decoder().parameters()}
-    moving = [n for n, p in base.base_model.named_parameters() if p.requires_grad and id(p) not in text]
+    tower = {id(parameter) for parameter in tower_parameters(base) if parameter.requires_grad}
+    moving = [name for name, parameter in base.base_model.named_parameters() if id(parameter) in tower]
     if moving:
         raise GenerationError(
             f"SGLangEngine.urls: '{moving[0]}' is trained, and servers keep the features that a tower made of a picture"
