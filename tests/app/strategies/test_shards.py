@@ -182,14 +182,14 @@ def test_a_run_goes_on_with_shards_and_holds_its_part(pools: dict[int, RankPool]
 
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="reads memory as Linux gives it")
 def test_only_rank_0_ever_has_a_whole_model() -> None:
-    """And its layers go as they are cut."""
+    """And its layers go as they are cut: beside its half, the other rank holds the largest of them."""
     pool = RankPool(2)  # of processes that free memory they had lies about in
     try:
         (first, size), (second, _) = pool.run(jobs.most_memory, START, sharded=True)
     finally:
         pool.close()
     assert first < 1.25 * size
-    assert second < 0.65 * size
+    assert second < 0.75 * size
 
 
 def test_refused_by_name() -> None:

@@ -68,7 +68,8 @@ def test_four_ranks_train_and_log_what_one_does(
     for got, got_steps, got_validation in pools[2].run(
         train, START, devices=4, group_size=group_size, sharded=sharded, **ALGORITHMS[name]
     ):
-        assert _largest_difference(got, expected) < 1e-6
+        # The ranks of a group add up in float32 what belongs to each other's rows; parameters reach 0.6.
+        assert _largest_difference(got, expected) < (1e-6 if group_size == 1 else 4e-6)
         for mine, theirs in zip(got_steps, steps, strict=True):
             assert mine.keys() == theirs.keys()
             same = {metric: value for metric, value in theirs.items() if metric != "tokens/s"}
