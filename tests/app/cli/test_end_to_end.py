@@ -29,21 +29,12 @@ from datamodules.rewards import RewardOptions, RewardPool, math_verify
 from modules import ModelSource, build_model
 from tests.helpers.doubles import conversations, off_by_one
 from tests.helpers.recorded_samples import byte_tokenizer, line, real_file, write_jsonl
-from tests.helpers.tiny_model import TINY_WITH_ENDS
+from tests.helpers.tiny_model import HYBRID_LAYERS, TINY_WITH_ENDS
 
 ROOT = Path(__file__).resolve().parents[3]
 CONFIGS = ROOT / "configs"
 MODEL = TINY_WITH_ENDS
-HYBRID = MODEL | {
-    "model_type": "qwen3_5_text",
-    "num_hidden_layers": 2,
-    "layer_types": ["linear_attention", "full_attention"],
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 2,
-    "linear_key_head_dim": 8,
-    "linear_value_head_dim": 8,
-}
-"""A gated delta rule, and attention."""
+HYBRID = MODEL | HYBRID_LAYERS
 MODEL_KEY = "--model.init_args.model.config"
 
 WITHOUT_VALIDATION = ["--data.validation.prompts=null", "--trainer.val_check_interval=null"]

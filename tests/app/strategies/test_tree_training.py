@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from torch import Tensor
 
 from tests.app.strategies import tree_jobs as jobs
 from tests.helpers.rank_pool import RankPool
+from tests.helpers.tiny_model import HYBRID_LAYERS
 from tests.helpers.tiny_policy import source
 from tests.modules.ranks.training_jobs import train
 
@@ -64,9 +67,21 @@ ALGORITHMS = {
 def test_four_ranks_train_and_log_what_one_does(
     name: str, group_size: int, sharded: bool, pools: list[RankPool]
 ) -> None:
-    [(expected, steps, validation)] = pools[0].run(train, START, devices=1, **ALGORITHMS[name])
+    _trains_what_one_does(pools, ALGORITHMS[name], group_size, sharded)
+
+
+@pytest.mark.slow
+def test_a_critic_of_a_hybrid(pools: list[RankPool]) -> None:
+    """Ranks of their own: groups refuse states."""
+    _trains_what_one_does(pools, {"kind": "two", "module": "critic", "critic": "initial", "model": HYBRID_LAYERS})
+
+
+def _trains_what_one_does(
+    pools: list[RankPool], run: dict[str, Any], group_size: int = 1, sharded: bool = False
+) -> None:
+    [(expected, steps, validation)] = pools[0].run(train, START, devices=1, **run)
     for got, got_steps, got_validation in pools[2].run(
-        train, START, devices=4, group_size=group_size, sharded=sharded, **ALGORITHMS[name]
+        train, START, devices=4, group_size=group_size, sharded=sharded, **run
     ):
         # The ranks of a group add up in float32 what belongs to each other's rows; parameters reach 0.6.
         assert _largest_difference(got, expected) < (1e-6 if group_size == 1 else 4e-6)

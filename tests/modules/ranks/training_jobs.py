@@ -32,12 +32,18 @@ def data(kind: str) -> list[RolloutBatch]:
 
 
 def train(
-    devices: int, kind: str, module: str = "policy", group_size: int = 1, sharded: bool = False, **options: Any
+    devices: int,
+    kind: str,
+    module: str = "policy",
+    group_size: int = 1,
+    sharded: bool = False,
+    model: dict[str, Any] | None = None,
+    **options: Any,
 ) -> Result:
-    """Parameters, metrics of every step, and validation metrics."""
+    """Parameters, metrics of every step, and validation metrics. `model` lays over the tiny one."""
     torch.manual_seed(0)
     make = {"policy": PolicyModule, "critic": ActorCriticModule, "sft": SFTModule, "reward": RewardModule}[module]
-    made = make(source(), optimizer=sgd, **options)
+    made = make(source(**model or {}), optimizer=sgd, **options)
     metrics = Metrics()
     held_out: list[RolloutBatch | None] = [make_batch(7), make_batch(8, groups=1)]
     run = trainer(metrics, devices=devices, strategy=DTAStrategy(group_size=group_size, shard_parameters=sharded))

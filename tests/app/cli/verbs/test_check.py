@@ -11,11 +11,13 @@ from typing import Any
 
 import pytest
 import yaml
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from app.batch import Trajectory
 from app.cli import main
 from datamodules.files.recording import RolloutRecorder
 from datamodules.groups import Group
+from tests.helpers.tiny_model import HYBRID_LAYERS
 
 ROOT = Path(__file__).resolve().parents[4]
 DATA = os.environ.get("ARBORIST_DATA", "")
@@ -118,6 +120,17 @@ def test_what_is_recommended_is_a_file_that_a_run_takes(capsys: pytest.CaptureFi
     data = yaml.safe_load(capsys.readouterr().out)["data"]["init_args"]
     assert data["workflow"]["init_args"]["max_new_tokens"] == 10
     assert data["filter"]["class_path"] == "datamodules.filters.NoSignal"
+
+
+def test_a_hybrid_is_counted_by_its_layers() -> None:
+    """States are kept where others hang below, not a key and a value a token."""
+    Path("hybrid.json").write_text(json.dumps(CONFIG | HYBRID_LAYERS))
+    path = record([[1, 0, 1, 0]] * 20)
+    found = check(path, "--model", "hybrid.json")
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**CONFIG | HYBRID_LAYERS))
+    assert found["parameters"] == sum(one.numel() for one in model.parameters())
+    assert found["verdict"] == "go" and found["predicted_seconds"] > 0
+    assert found["gib_fixed"] < found["gib_least"] <= found["gib_all"]
 
 
 def test_verdicts_on_memory() -> None:
