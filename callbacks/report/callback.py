@@ -105,7 +105,7 @@ class Report(Callback):
         self._write_batch(trainer)
         self._latest = None
         try:
-            from callbacks.report.page import write_page  # bokeh takes a second to be imported
+            from callbacks.report.page import write_page
             from callbacks.report.runs import read_run
 
             write_page([read_run(self._directory)], self._directory / PAGE)

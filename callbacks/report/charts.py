@@ -1,20 +1,18 @@
-"""The report's charts, by bokeh: drawn on canvases, so that thousands of points stay fluid, offline, on a phone too.
+"""The report's charts as plain data; `page.js` draws them with BokehJS, on canvases: fluid, offline, on a phone too.
 
-Promises: pure functions of runs; a chart without data is None; several runs are laid over each other, one colour each;
-long series are averaged down to `MOST_POINTS` points a line, which `thinned` says.
+Promises: pure functions of runs that import no plotting library, so that a page costs a run next to nothing; a chart
+without data is None; several runs are laid over each other, one colour each; long series are averaged down to
+`MOST_POINTS` points a line, which `thinned` says.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal
+from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
-from bokeh.models import ColumnDataSource, HoverTool, NumeralTickFormatter
-from bokeh.models.annotations import TeeHead, Whisker
-from bokeh.plotting import figure
 
 from app.statistics import Z95, mean_interval
 from callbacks.figures import PART_COLOURS
@@ -23,8 +21,27 @@ from callbacks.report.runs import RunData, Series
 
 MOST_POINTS = 500
 RUN_COLOURS = ("#2a78b5", "#d1622b", "#2e8b63", "#8b6bb1", "#b8860b", "#c2185b", "#00838f", "#5d4037")
-_INK, _GREY, _GRID = "#22303c", "#8a97a3", "#e6e9ec"
 _DASHES = ("solid", "dashed", "dotted", "dotdash")
+
+
+@dataclass
+class Plot:
+    """What a chart shows.
+
+    Attributes:
+        log: a logarithmic y axis. share: it begins at 0 and counts in percent. high: where it ends, None for all.
+        marks: in order of drawing, each with `kind` and what that needs: "line" (x, y, and by choice width, alpha,
+        dash), "points" (x, y, size), "band" and "whiskers" (x, low, high), "bars" (left, right, bottom, top, and x, y
+        for the pointer); `colour`, and `label` of those that the legend names.
+    """
+
+    log: bool = False
+    share: bool = False
+    high: float | None = None
+    marks: list[dict[str, Any]] = field(default_factory=list)
+
+    def add(self, kind: str, colour: str, columns: dict[str, Any], **options: Any) -> None:
+        self.marks.append({"kind": kind, "colour": colour, **columns, **options})
 
 
 @dataclass(frozen=True)
@@ -35,16 +52,16 @@ class Chart:
     section: str
     title: str
     about: str
-    figure: Any
+    plot: Plot
 
 
 def charts(runs: Sequence[RunData]) -> list[Chart]:
     """All that these runs have data for."""
     found: list[Chart] = []
 
-    def add(section: str, title: str, about: str, drawn: Any) -> None:
-        if drawn is not None:
-            found.append(Chart(f"chart{len(found)}", section, title, about, drawn))
+    def add(section: str, title: str, about: str, plot: Plot | None) -> None:
+        if plot is not None:
+            found.append(Chart(f"chart{len(found)}", section, title, about, plot))
 
     add("learning", "Reward and held-out accuracy", _ABOUT_REWARD, reward_curve(runs))
     add("learning", "Held-out, of several samples", "Above accuracy: there is something left to learn.", several(runs))
@@ -80,38 +97,28 @@ _LINES: list[tuple[str, tuple[str, ...], str, str, dict[str, Any]]] = [
 ]  # fmt: skip
 
 
-def reward_curve(runs: Sequence[RunData]) -> Any:
+def reward_curve(runs: Sequence[RunData]) -> Plot | None:
     """Training reward with the interval of its running mean, and held-out accuracy with intervals over prompts."""
-    plot = _figure()
-    drawn = False
+    plot = Plot()
     for colour, run in zip(RUN_COLOURS, runs):
         name = run.name if len(runs) > 1 else ""
         reward = next((key for key in ("rollouts/reward", "reward") if key in run.series), None)
         if reward is not None:
             steps, values = (np.asarray(one, float) for one in run.series[reward])
-            window = max(1, len(values) // 20)
-            means, half = _running(values, window)
-            source = _source(steps, y=values)
-            plot.line("x", "y", source=source, color=colour, alpha=0.25)
-            source = _source(steps, y=means, low=means - half, high=means + half)
-            plot.varea("x", "low", "high", source=source, color=colour, alpha=0.15)
+            means, half = _running(values, max(1, len(values) // 20))
             label = " ".join(filter(None, (name, "training")))
-            plot.line("x", "y", source=source, color=colour, width=2, legend_label=label, name=label)
-            drawn = True
+            plot.add("line", colour, _points(steps, y=values), alpha=0.25)
+            plot.add("band", colour, _points(steps, low=means - half, high=means + half))
+            plot.add("line", colour, _points(steps, y=means), width=2, label=label)
         held_out = held_out_curve(run)
         if held_out:
-            steps, values, low, high = (np.array(one) for one in zip(*held_out, strict=True))
+            x, y, low, high = ([float(one) for one in column] for column in zip(*held_out, strict=True))
             shade = colour if len(runs) > 1 else RUN_COLOURS[1]
-            source = ColumnDataSource({"x": steps, "y": values, "low": low, "high": high})
-            lower, upper = TeeHead(line_color=shade, size=8), TeeHead(line_color=shade, size=8)
-            whisker = Whisker(base="x", lower="low", upper="high", source=source, line_color=shade)
-            whisker.update(lower_head=lower, upper_head=upper)
-            plot.add_layout(whisker)
             label = " ".join(filter(None, (name, "held-out")))
-            plot.line("x", "y", source=source, color=shade, width=2, legend_label=label, name=label)
-            plot.scatter("x", "y", source=source, color=shade, size=7, legend_label=label)
-            drawn = True
-    return _finish(plot) if drawn else None
+            plot.add("whiskers", shade, {"x": x, "low": low, "high": high})
+            plot.add("line", shade, {"x": x, "y": y}, width=2, label=label)
+            plot.add("points", shade, {"x": x, "y": y}, size=7, label=label)
+    return plot if plot.marks else None
 
 
 def held_out_curve(run: RunData) -> list[tuple[float, float, float, float]]:
@@ -140,44 +147,41 @@ def _accuracy(row: dict[str, Any]) -> tuple[float, float, float]:
     return mean, low if math.isfinite(low) else mean, high if math.isfinite(high) else mean
 
 
-def several(runs: Sequence[RunData]) -> Any:
+def several(runs: Sequence[RunData]) -> Plot | None:
     """pass@k, mean@n, maj@n of held-out prompts."""
     names = {key for run in runs for key in run.series if any(f"/{kind}@" in key for kind in ("pass", "mean", "maj"))}
     return lines(runs, tuple(sorted(names)), share=True)
 
 
-def parts(runs: Sequence[RunData]) -> Any:
+def parts(runs: Sequence[RunData]) -> Plot | None:
     """What rewards are made of."""
     names = {key for run in runs for key in run.series if key.startswith(("reward/", "penalty/"))}
     return lines(runs, tuple(sorted(names)))
 
 
-def lines(runs: Sequence[RunData], names: Sequence[str], log: bool = False, share: bool = False) -> Any:
+def lines(runs: Sequence[RunData], names: Sequence[str], log: bool = False, share: bool = False) -> Plot | None:
     """One line a metric that was logged: a colour a run, or a metric where there is one run."""
-    wanted = [(i, run, k, name) for i, run in enumerate(runs) for k, name in enumerate(names) if name in run.series]
-    if log:  # a logarithm has no place for what is not above 0
-        wanted = [one for one in wanted if any(value > 0 for value in one[1].series[one[3]][1])]
-    if not wanted:
-        return None
-    plot = _figure("log" if log else "linear")
-    for i, run, k, name in wanted:
-        steps, values = (np.asarray(one, float) for one in run.series[name])
-        if log:
-            steps, values = steps[values > 0], values[values > 0]
-        colour = RUN_COLOURS[(i if len(runs) > 1 else k) % len(RUN_COLOURS)]
-        dash = _DASHES[k % len(_DASHES)] if len(runs) > 1 else "solid"
-        label = f"{run.name} {name}" if len(runs) > 1 else name
-        source = _source(steps, y=values)
-        plot.line("x", "y", source=source, color=colour, width=1.6, line_dash=dash, legend_label=label, name=label)
-        if len(values) < 12:
-            plot.scatter("x", "y", source=source, color=colour, size=5, legend_label=label)
-    if share:
-        plot.yaxis.formatter = NumeralTickFormatter(format="0%")
-        plot.y_range.start = 0
-    return _finish(plot)
+    plot = Plot(log, share)
+    for i, run in enumerate(runs):
+        for k, name in enumerate(names):
+            if name not in run.series:
+                continue
+            steps, values = (np.asarray(one, float) for one in run.series[name])
+            if log:  # a logarithm has no place for what is not above 0
+                steps, values = steps[values > 0], values[values > 0]
+                if not len(values):
+                    continue
+            colour = RUN_COLOURS[(i if len(runs) > 1 else k) % len(RUN_COLOURS)]
+            dash = _DASHES[k % len(_DASHES)] if len(runs) > 1 else "solid"
+            label = f"{run.name} {name}" if len(runs) > 1 else name
+            points = _points(steps, y=values)
+            plot.add("line", colour, points, width=1.6, dash=dash, label=label)
+            if len(values) < 12:
+                plot.add("points", colour, points, size=5, label=label)
+    return plot if plot.marks else None
 
 
-def step_times(run: RunData, bars: int = 100) -> Any:
+def step_times(run: RunData, bars: int = 100) -> Plot | None:
     """Stacked bars of seconds a step; neighbouring steps are averaged down to at most `bars` bars."""
     split = step_parts(run.series)
     if split is None:
@@ -185,25 +189,21 @@ def step_times(run: RunData, bars: int = 100) -> Any:
     steps, seconds = split
     per_bar = max(1, -(-len(steps) // bars))
     groups = [slice(at, at + per_bar) for at in range(0, len(steps), per_bar)]
-    data: dict[str, Any] = {label: [float(np.mean(values[g])) for g in groups] for label, values in seconds.items()}
-    data["left"] = [steps[g][0] - 0.5 for g in groups]
-    data["right"] = [steps[g][-1] + 0.5 for g in groups]
-    plot = _figure()
+    left, right = [steps[g][0] - 0.5 for g in groups], [steps[g][-1] + 0.5 for g in groups]
+    middle = [(a + b) / 2 for a, b in zip(left, right, strict=True)]
+    plot = Plot()
     stack = np.zeros(len(groups))
     everything = sum(float(np.sum(values)) for values in seconds.values()) or 1.0
     for label, values in seconds.items():
-        source = ColumnDataSource(
-            {"left": data["left"], "right": data["right"], "bottom": stack, "top": stack + data[label],
-             "x": [(a + b) / 2 for a, b in zip(data["left"], data["right"])], "y": data[label]}
-        )  # fmt: skip
+        height = np.array([np.mean(values[g]) for g in groups])
+        columns = {"left": left, "right": right, "bottom": _short(stack), "top": _short(stack + height)}
+        hovered = {"x": middle, "y": _short(height)}
         share = f"{label} ({np.sum(values) / everything:.0%})"
-        plot.quad("left", "right", "top", "bottom", source=source, color=PART_COLOURS[label], line_color=None,
-                  legend_label=share, name=label)  # fmt: skip
-        stack = stack + np.array(data[label])
+        plot.add("bars", PART_COLOURS[label], {**columns, **hovered}, label=share)
+        stack = stack + height
     if len(stack) > 10 and stack.max() > 3 * np.median(stack) > 0:  # a first step (warm-up) may tower over all others
-        plot.y_range.end = 3 * float(np.median(stack))
-    plot.y_range.start = 0
-    return _finish(plot)
+        plot.high = 3 * float(np.median(stack))
+    return plot
 
 
 def step_parts(series: Series) -> tuple[list[float], dict[str, Any]] | None:
@@ -233,36 +233,15 @@ def _running(values: Any, window: int) -> tuple[Any, Any]:
     return means, Z95 * np.sqrt(variances / np.maximum(1, ones - 1)) * (ones > 1)
 
 
-def _source(steps: Any, **columns: Any) -> ColumnDataSource:
+def _points(steps: Any, **columns: Any) -> dict[str, list[float]]:
     """At most `MOST_POINTS` points, means of neighbours."""
     each = max(1, -(-len(steps) // MOST_POINTS))
     edges = np.arange(0, len(steps), each)
     sizes = np.diff(np.append(edges, len(steps)))
-    shrink: Callable[[Any], Any] = lambda one: np.add.reduceat(np.asarray(one, float), edges) / sizes  # noqa: E731
-    return ColumnDataSource({"x": shrink(steps), **{name: shrink(one) for name, one in columns.items()}})
+    shrink: Callable[[Any], list[float]] = lambda one: _short(np.add.reduceat(np.asarray(one, float), edges) / sizes)  # noqa: E731
+    return {"x": shrink(steps), **{name: shrink(one) for name, one in columns.items()}}
 
 
-def _figure(y: Literal["linear", "log"] = "linear") -> Any:
-    plot = figure(height=260, sizing_mode="stretch_width", tools="", y_axis_type=y, min_border=4,
-                  toolbar_location=None, background_fill_alpha=0, border_fill_alpha=0)  # fmt: skip
-    plot.toolbar.visible = False  # else a mark of it stays
-    return plot
-
-
-def _finish(plot: Any) -> Any:
-    plot.xaxis.axis_label = "optimizer steps"
-    plot.outline_line_color = None
-    plot.xgrid.grid_line_color, plot.ygrid.grid_line_color = None, _GRID
-    for axis in plot.axis:
-        axis.update(axis_line_color=_GREY, major_tick_line_color=_GREY, minor_tick_line_color=None,
-                    major_label_text_color=_INK, axis_label_text_color=_GREY,
-                    axis_label_text_font_style="normal")  # fmt: skip
-    named = [one for one in plot.renderers if one.name]
-    plot.add_tools(HoverTool(renderers=named, tooltips=[("", "$name"), ("step", "@x{0,0}"), ("", "@y{0.[00000]}")]))
-    if plot.legend:  # two columns fit a phone
-        legend = plot.legend[0]
-        legend.update(orientation="horizontal", border_line_color=None, background_fill_alpha=0, click_policy="hide",
-                      label_text_font_size="11px", spacing=4, padding=2, margin=0,
-                      ncols=min(2, len(legend.items)))  # fmt: skip
-        plot.add_layout(legend, "below")
-    return plot
+def _short(values: Any) -> list[float]:
+    """With as many digits as a screen can show."""
+    return [float(f"{value:.7g}") for value in values]

@@ -2,7 +2,49 @@
 "use strict";
 (() => {
   const data = JSON.parse(document.getElementById("data").textContent);
-  for (const [id, item] of Object.entries(data.charts)) Bokeh.embed.embed_item(item, id);
+  const INK = "#22303c", QUIET = "#8a97a3", GRID = "#e6e9ec";
+  for (const [id, plot] of Object.entries(data.charts)) Bokeh.Plotting.show(chart(plot), document.getElementById(id));
+
+  function chart(plot) {
+    const fromZero = plot.share || plot.marks[0].kind === "bars";
+    const figure = Bokeh.Plotting.figure({
+      y_range: new Bokeh.DataRange1d({ ...(fromZero && { start: 0 }), ...(plot.high !== null && { end: plot.high }) }),
+      height: 260, sizing_mode: "stretch_width", min_border: 4, tools: "", toolbar_location: null, outline_line_color: null,
+      background_fill_alpha: 0, border_fill_alpha: 0, y_axis_type: plot.log ? "log" : "linear",
+    });
+    figure.toolbar.visible = false; // else a mark of it stays
+    const named = new Map(); // label -> what it hides when it is clicked
+    for (const { kind, colour, label = null, ...mark } of plot.marks) {
+      const { alpha = 1, width = 1, dash = "solid", size = 1, ...columns } = mark;
+      const source = new Bokeh.ColumnDataSource({ data: columns });
+      const [f, common] = [(field) => ({ field }), { source, color: colour, name: label }];
+      let drawn = null;
+      if (kind === "line") drawn = figure.line(f("x"), f("y"), { ...common, alpha, line_width: width, line_dash: dash });
+      if (kind === "points") drawn = figure.scatter(f("x"), f("y"), { ...common, size });
+      if (kind === "band") figure.varea(f("x"), f("low"), f("high"), { ...common, alpha: 0.15 });
+      if (kind === "bars") drawn = figure.quad(f("left"), f("right"), f("bottom"), f("top"), { ...common, line_color: null });
+      if (kind === "whiskers") {
+        const head = () => new Bokeh.TeeHead({ line_color: colour, size: 8 });
+        const ends = { base: f("x"), lower: f("low"), upper: f("high"), lower_head: head(), upper_head: head() };
+        figure.add_layout(new Bokeh.Whisker({ source, line_color: colour, ...ends }));
+      }
+      if (label !== null) named.set(label, [...(named.get(label) ?? []), drawn]);
+    }
+    if (plot.share) figure.yaxis.formatter = new Bokeh.NumeralTickFormatter({ format: "0%" });
+    figure.xgrid.grid_line_color = null;
+    figure.ygrid.grid_line_color = GRID;
+    const style = { axis_line_color: QUIET, major_tick_line_color: QUIET, minor_tick_line_color: null,
+                    major_label_text_color: INK };
+    for (const axis of figure.axes) axis.setv(style);
+    const tooltips = [["", "$name"], ["step", "@x{0,0}"], ["", "@y{0.[00000]}"]];
+    figure.add_tools(new Bokeh.HoverTool({ renderers: [...named.values()].flat(), tooltips }));
+    const items = [...named].map(([label, renderers]) => new Bokeh.LegendItem({ label, renderers }));
+    figure.add_layout(new Bokeh.Legend({ // two columns fit a phone
+      items, orientation: "horizontal", ncols: Math.min(2, items.length), border_line_color: null, background_fill_alpha: 0,
+      click_policy: "hide", label_text_font_size: "11px", spacing: 4, padding: 2, margin: 0,
+    }), "below");
+    return figure;
+  }
 
   for (const box of document.querySelectorAll(".strip .text")) { // long prompts: begin where the policy speaks
     const said = box.querySelector(".said");

@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import importlib.util
 import json
 import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from bokeh.embed import json_item
-from bokeh.resources import INLINE
 from jinja2 import Environment
 from markupsafe import Markup
 
@@ -65,10 +64,10 @@ def page(runs: Sequence[RunData]) -> str:
         raise ValueError(f"{', '.join(run.name for run in runs)}: nothing was logged or recorded yet; try again later")
     shown = {**sections, "trees": has_trees, "transcripts": transcripts, "heldout": held_out, "coach": coach}
     data = {
-        "charts": {chart.key: json_item(chart.figure) for chart in drawn},
+        "charts": {chart.key: vars(chart.plot) for chart in drawn},
         "runs": [{"name": _text(run.name), "batches": [_batch(one) for one in run.batches]} for run in runs],
     }
-    scripts = [_script(INLINE.js_raw[0]), _script((_HERE / "page.js").read_text("utf-8"))]
+    scripts = [_script(file.read_text("utf-8")) for file in (*_bokeh_js(), _HERE / "page.js")]
     template = Environment(autoescape=True, trim_blocks=True).from_string((_HERE / "page.html").read_text("utf-8"))
     return template.render(
         title=_text(", ".join(run.name for run in runs)),
@@ -86,6 +85,13 @@ def page(runs: Sequence[RunData]) -> str:
         data=Markup(json.dumps(_finite(data)).replace("<", "\\u003c")),
         scripts=[Markup(script) for script in scripts],
     )
+
+
+def _bokeh_js() -> list[Path]:
+    """BokehJS and its interface, out of the Python package, which is not imported: that takes a second."""
+    found = importlib.util.find_spec("bokeh")
+    assert found is not None and found.origin is not None, "bokeh is among the project's dependencies"
+    return [Path(found.origin).parent / "server/static/js" / name for name in ("bokeh.min.js", "bokeh-api.min.js")]
 
 
 def _script(text: str) -> str:

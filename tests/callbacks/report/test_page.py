@@ -84,8 +84,8 @@ def test_long_series_are_thinned_and_say_so() -> None:
     steps = [float(step) for step in range(1, 2001)]
     long = RunData("long", series={"entropy": (steps, [math.sin(step) for step in steps])})
     (chart,) = charts([long])
-    (line,) = [one for one in chart.figure.renderers if one.name]
-    assert len(line.data_source.data["x"]) == 500 and line.data_source.data["x"][0] == 2.5
+    (line,) = chart.plot.marks
+    assert len(line["x"]) == 500 and line["x"][0] == 2.5
     assert "mean of 4 steps" in page([long])
 
 
