@@ -157,6 +157,8 @@ class RolloutBatch:
             proximal      log-probability, nats, of the policy at    PolicyModule          objectives (as `old`), costs
                           the start of the batch                                           in the reward
             reference     that of the reference policy               PolicyModule          objectives, regularisers
+            likely_id_k,  the reference's likeliest tokens, k from 0,  PolicyModule       losses, as `soft`
+            likely_p_k    and their probabilities
             token_rewards costs in the reward, rewards of calls      PolicyModule          advantages, objectives of
                                                                                            whole steps
             advantages    units of (normalised) reward               PolicyModule          objectives

@@ -26,7 +26,7 @@ from modules.advantages import ADVANTAGES, Estimate
 from modules.corrections import CORRECTIONS
 from modules.episodes import call_rewards, earned, episodes
 from modules.objectives import OBJECTIVES, traits_of
-from modules.regularisers import REGULARISERS
+from modules.regularisers import LIKELIEST, REGULARISERS
 
 Function = str | Callable
 Proximal = Literal["sampler", "recomputed", "interpolated"]
@@ -43,6 +43,9 @@ class LossInputs:
         old: [T], nats: of the policy the ratio is taken against (`proximal` says which).
         behavior: [T], nats: of the sampler.
         reference: [T], nats: of the reference policy.
+        soft: [T], with gradient, nats: sum over the reference's likeliest tokens of its probability x the policy's
+            log-probability; of costs in the loss alone.
+        teacher_soft: [T], nats: the same sum with the reference's own log-probabilities.
         advantages: [T], units of (normalised) reward.
         mask: bool [T], trained tokens; what other tokens hold is arbitrary, but finite.
         cu_seqlens: int64 [n + 1]: sequence k is tokens `cu_seqlens[k]` to `cu_seqlens[k + 1]`.
@@ -54,6 +57,8 @@ class LossInputs:
     old: Tensor | None = None
     behavior: Tensor | None = None
     reference: Tensor | None = None
+    soft: Tensor | None = None
+    teacher_soft: Tensor | None = None
     advantages: Tensor | None = None
     mask: Tensor
     cu_seqlens: Tensor
@@ -64,6 +69,7 @@ class LossInputs:
 
 STEP_INPUTS = ("groups", "episodes", "rewards")
 TOKEN_INPUTS = tuple(one.name for one in fields(LossInputs) if one.name not in STEP_INPUTS)
+SOFT_INPUTS = ("soft", "teacher_soft")
 SEQUENCE_INPUTS = ("episodes", "turns")  # of costs in the reward, from the batch itself
 REWARD_INPUTS = ("logprobs", "reference", "mask", "cu_seqlens", *SEQUENCE_INPUTS)
 CORRECTION_INPUTS = ("old", "behavior", "mask", "cu_seqlens")
@@ -144,7 +150,7 @@ class Algorithm:
         correction_options: dict[str, Any] | None = None,
         proximal: Proximal | None = None,
     ) -> None:
-        inputs = (*TOKEN_INPUTS, *STEP_INPUTS)
+        inputs = [name for name in (*TOKEN_INPUTS, *STEP_INPUTS) if name not in SOFT_INPUTS]
         self.objective = choose("objective", objective, objective_options, OBJECTIVES, inputs)
         self.traits = traits_of(self.objective.function)
         self.whole_step = self.traits.whole_step or bool(self.objective.needs & set(STEP_INPUTS))
@@ -173,6 +179,12 @@ class Algorithm:
         """Inputs that any of the functions asks for."""
         chosen = [self.objective, self.advantage, self.correction, *(c for _, c in self.loss_costs + self.reward_costs)]
         return frozenset().union(*(choice.needs for choice in chosen if choice is not None))
+
+    @property
+    def likeliest(self) -> int:
+        """How many of the reference's likeliest tokens costs in the loss compare with; 0 where none does."""
+        counts = [c.options.get("k", LIKELIEST) for _, c in self.loss_costs if c.needs & set(SOFT_INPUTS)]
+        return max(counts, default=0)
 
     # Before the optimizer steps, on the whole batch
 
@@ -239,6 +251,11 @@ class Algorithm:
     # Checks
 
     def _cost(self, regulariser: Regulariser) -> Choice:
+        if regulariser.name == "forward_kl" and regulariser.where == "reward":
+            raise ValueError(
+                "regularisers.forward_kl: compares whole distributions, which no sampled token earns: set where: loss,"
+                " or take kl for the reward"
+            )
         inputs = (*TOKEN_INPUTS, *SEQUENCE_INPUTS) if regulariser.where == "loss" else REWARD_INPUTS
         choice = choose(
             "regularisers", regulariser.name, regulariser.options, REGULARISERS, inputs, "regularisers.options"
@@ -251,7 +268,7 @@ class Algorithm:
                 f"regularisers.{choice.name}: coef={coef!r} must be a finite number above 0: costs are made small"
             )
         if regulariser.where == "loss":
-            if not choice.needs & {"logprobs", "entropy"}:
+            if not choice.needs & {"logprobs", "entropy", "soft"}:
                 raise ValueError(
                     f"regularisers.{choice.name} has no gradient, so it has no effect in the loss: set where: reward"
                 )
@@ -293,7 +310,7 @@ class Algorithm:
         if self.advantage is not None and self.advantage.name == "distill":
             own = [choice for _, choice in self.reward_costs if choice.function not in REGULARISERS.values()]
             by_teacher = [c for _, c in self.reward_costs if c.name == "kl" and c.options.get("estimator") == "k1"]
-            if not own and not by_teacher:
+            if not own and not by_teacher and not self.likeliest:
                 raise ValueError(
                     "advantage=distill takes what each token earns by itself, and no teacher says what that is: set"
                     " regularisers: [{name: kl, coef: 1.0, where: reward, options: {estimator: k1}}], with the teacher"
@@ -317,7 +334,7 @@ class Algorithm:
         """Calls every function once, on four tokens, so that mistakes show now; names of what `losses` reports."""
         with torch.enable_grad():
             tokens: dict[str, Any] = {
-                name: torch.tensor([0.0, -1.0, 0.0, -2.0], requires_grad=name in ("logprobs", "entropy"))
+                name: torch.tensor([0.0, -1.0, 0.0, -2.0], requires_grad=name in ("logprobs", "entropy", "soft"))
                 for name in TOKEN_INPUTS
             }
             pair, zeros = torch.tensor([0, 1]), torch.tensor([0, 0])

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from app import checks
 from app.batch import TEACHER_PROMPT, BatchError, EvalHandle, RolloutBatch
-from app.tree import FlatOutputs, TreeEngine, on_device
+from app.tree import FlatOutputs, SoftTargets, TreeEngine, on_device
 from modules.advantages import Estimate
 from modules.advantages.teacher import TeacherServer, shown
 from modules.algorithm import STEP_INPUTS, Algorithm, LossInputs, Proximal, Regulariser, with_rewards
@@ -27,7 +27,7 @@ from modules.evaluation import EvaluationMetrics, comparable, compare
 from modules.metrics import NamedMetrics, TokenSums, episode_reward
 from modules.models import ModelSource, ReferencePolicy, Refresh, WithoutAdapters, check_same_tokens
 from modules.objectives import Aggregation
-from modules.ranks import split_minibatches
+from modules.ranks import likeliest_columns, split_minibatches
 from modules.refusals import (
     check_aggregation,
     check_groups,
@@ -149,7 +149,10 @@ class PolicyModule(TreeModule):
         self._penalties: dict[str, float] = {}
         self._sums = TokenSums((), self.device)
         self._peak = torch.zeros(())
-        self._token_metrics = ("entropy", *(["approx_kl"] if self._has_old else []), *self.algorithm.metrics)
+        self._likely = likeliest_columns(self.algorithm.likeliest)
+        own = [*(["approx_kl"] if self._has_old else []), *(["teacher_mass"] if self._likely else [])]
+        self._token_metrics = ("entropy", *own, *self.algorithm.metrics)
+        self.want = (*self.want, *(["soft"] if self._likely else []))
         means = ("reward", *self._token_metrics, "staleness", "mismatch_kl", *self.algorithm.penalties)
         self.train_metrics = NamedMetrics(means, ("loss", *TOKEN_COUNTS), ("staleness_max", "logprob_diff_max"))
         self.eval_metrics = EvaluationMetrics()
@@ -225,12 +228,13 @@ class PolicyModule(TreeModule):
             return
         batch_there = batch if other is None else other
         if isinstance(self.reference_source, TeacherServer):
-            found = self.reference_source.logprobs(batch_there)
+            found = self.reference_source.scores(batch_there, self.algorithm.likeliest)
         else:
-            found = self.ranks.outputs(batch_there, {"reference": ["logprobs"]})["reference"]["logprobs"]
-        column = torch.zeros(batch.num_tokens, dtype=torch.float32)
-        column[batch.loss_mask] = found[batch_there.loss_mask]
-        batch.add_column("reference", column)
+            found = self.ranks.outputs(batch_there, {"reference": ["logprobs", *self._likely]})["reference"]
+        for name, values in found.items():
+            column = torch.zeros(batch.num_tokens, dtype=torch.float32)
+            column[batch.loss_mask] = values[batch_there.loss_mask]
+            batch.add_column("reference" if name == "logprobs" else name, column)
 
     def passes(self, batch: RolloutBatch) -> dict[str, tuple[str, ...]]:
         """Forward passes at the start of the batch. With one step a batch the policy at its start is the policy of the
@@ -242,7 +246,7 @@ class PolicyModule(TreeModule):
         if (anchored and self.steps_per_batch > 1) or in_reward:
             passes["policy"] = ("logprobs",)
         if self.reference is not None and not any(TEACHER_PROMPT in one for one in batch.metadata):
-            passes["reference"] = ("logprobs",)
+            passes["reference"] = ("logprobs", *self._likely)
         return passes
 
     def _credit(self, batch: RolloutBatch) -> None:
@@ -275,7 +279,7 @@ class PolicyModule(TreeModule):
         columns = super().step_columns(batch, indices)
         if self.algorithm.whole_step:
             columns["gradient"] = self._couple(batch, indices, columns["weights"])
-        return columns | {name: batch.columns[name] for name in _COLUMNS if name in batch.columns}
+        return columns | {name: batch.columns[name] for name in (*_COLUMNS, *self._likely) if name in batch.columns}
 
     # One step
 
@@ -285,12 +289,24 @@ class PolicyModule(TreeModule):
         self._sums = TokenSums(names, self.device)
         self._peak = torch.full((), -torch.inf, dtype=torch.float64, device=self.device)
         batch = step.batch
+        if self._likely:
+            step.soft = self._soft_targets(step)
         if batch is None:
             return
         step.columns |= self._token_columns(batch)
         current = batch.loss_mask & (batch.versions == self.policy_version)
         if index == 0 and bool(current.any()):
             step.columns["current"] = current
+
+    def _soft_targets(self, step: TreeStep) -> SoftTargets:
+        """The reference's likeliest tokens, taken out of the step's columns, which get what losses read of them."""
+        own = [step.columns.pop(name) for name in self._likely if step.batch is not None]
+        both = torch.stack(own, -1) if own else torch.zeros(0, len(self._likely))
+        ids, probabilities = both.chunk(2, -1)
+        if own:
+            step.columns["teacher_soft"] = torch.xlogy(probabilities, probabilities).sum(-1)
+            step.columns["teacher_mass"] = probabilities.sum(-1)
+        return SoftTargets(ids.long(), probabilities)
 
     def _token_columns(self, batch: RolloutBatch) -> dict[str, Tensor]:
         """[T] tensors that `_loss_inputs` reads."""
@@ -326,6 +342,8 @@ class PolicyModule(TreeModule):
             old=old,
             behavior=behavior,
             reference=columns.get("reference"),
+            soft=out.soft,
+            teacher_soft=columns.get("teacher_soft"),
             advantages=columns.get("advantages"),
             mask=columns["mask"],
             cu_seqlens=on_device(out.cu_seqlens.numpy(), now.device),
@@ -342,6 +360,8 @@ class PolicyModule(TreeModule):
             losses, more = self.algorithm.losses(inputs)
             losses, stats = (losses + costs) * columns["weights"], {**stats, **more}
         stats["entropy"] = inputs.entropy.detach()
+        if "teacher_mass" in columns:
+            stats["teacher_mass"] = columns["teacher_mass"]
         stats["approx_kl"] = k3(inputs.old, now)
         self._sums.add(stats, inputs.mask)
         if "current" in columns:

@@ -22,12 +22,19 @@ from torch import Tensor
 
 from app.batch import BatchError, EvalHandle, RolloutBatch, StepHandle, ranges
 from app.exchange import Parts, Ranks, Said
-from app.tree import PrefixTree, SelfCheckError, TreeEngine, partition
+from app.tree import Likeliest, PrefixTree, SelfCheckError, TreeEngine, partition
 
 Passes = Mapping[str, Sequence[str]]
-"""Forward passes: the outputs that are wanted, by the name of the engine, as `{"policy": ["logprobs", "values"]}`."""
+"""Forward passes: the outputs that are wanted, by the name of the engine, as `{"policy": ["logprobs", "values"]}`; the
+names of `likeliest_columns` come last."""
 H = TypeVar("H", StepHandle, EvalHandle)
 EngineFor = Callable[[str], AbstractContextManager[TreeEngine]]
+
+
+def likeliest_columns(count: int) -> tuple[str, ...]:
+    """Columns with the `count` likeliest tokens where a token stands, best first, and with their probabilities. Ids are
+    exact in float32 below 2^24."""
+    return (*(f"likely_id_{k}" for k in range(count)), *(f"likely_p_{k}" for k in range(count)))
 
 
 @dataclass
@@ -123,9 +130,14 @@ class RankWork:
         part = _pick(batch, share, {}) if isinstance(batch, RolloutBatch) else batch.select(share)
         tree, rows = build_tree(part, self._share), []
         for name, want in passes.items():
+            outputs = [one for one in want if not one.startswith("likely_")]
+            likeliest = Likeliest((len(want) - len(outputs)) // 2) if len(outputs) < len(want) else None
             with self._engine_for(name) as engine:
-                out = engine.forward(tree, want=want, temperatures=part.temperatures)
-            columns = [out.flat(output) for output in want]
+                out = engine.forward(tree, want=outputs, temperatures=part.temperatures, soft=likeliest)
+            columns = [out.flat(output) for output in outputs]
+            if likeliest is not None:
+                ids, logprobs = likeliest.found(tree)
+                columns += [*ids.unbind(-1), *logprobs.exp().unbind(-1)]
             rows += [column[part.loss_mask.to(column.device)].float().cpu() for column in columns]
         return torch.stack(rows)
 

@@ -150,12 +150,13 @@ def check_reference(
         raise ValueError(
             f"reference: '{reference}' is neither 'initial' nor 'base' nor a model; write reference: {{path: DIR}}"
         )
-    if "reference" in algorithm.needs and reference is None:
+    reads = bool(algorithm.needs & {"reference", "soft"})
+    if reads and reference is None:
         raise ValueError(
             f"reference is missing: {_readers(algorithm)} compares the policy with one; set reference to 'initial' or"
             " to a model"
         )
-    if "reference" not in algorithm.needs and reference is not None:
+    if not reads and reference is not None:
         raise ValueError(
             "reference has no effect: neither the objective nor a regulariser reads it; name regularisers: [{name: kl,"
             " coef: ...}], or remove reference"
@@ -184,4 +185,4 @@ def check_reference(
 
 def _readers(algorithm: Algorithm) -> str:
     costs = [choice for _, choice in algorithm.loss_costs + algorithm.reward_costs]
-    return " and ".join(c.name for c in (algorithm.objective, *costs) if "reference" in c.needs)
+    return " and ".join(c.name for c in (algorithm.objective, *costs) if c.needs & {"reference", "soft"})

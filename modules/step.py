@@ -20,7 +20,7 @@ from torch import Tensor
 from transformers import PretrainedConfig
 
 from app.batch import BatchError, RolloutBatch
-from app.tree import PrefixTree, on_device
+from app.tree import PrefixTree, SoftTargets, on_device
 from modules.episodes import episodes
 from modules.objectives import Aggregation, token_weights
 from modules.ranks import build_tree
@@ -105,11 +105,13 @@ class TreeStep:
         batch: this rank's sequences, with the columns that rank 0 computed; None when it has none.
         tree: their prefix tree.
         columns: named [T] tensors on the model's device, T the rank's dense tokens.
+        soft: a reference's likeliest tokens, [T, K], where a loss compares with them.
     """
 
     batch: RolloutBatch | None
     tree: PrefixTree
     columns: dict[str, Tensor] = field(default_factory=dict)
+    soft: SoftTargets | None = None
 
     @classmethod
     def build(cls, part: RolloutBatch | None, share: str, whole: PrefixTree | None) -> TreeStep:

@@ -324,6 +324,7 @@ class TreeModule(EvaluatedModule):
             want=self.want,
             batched=True,
             temperatures=step.temperatures,
+            soft=step.soft,
         )
         self.train_metrics.update(sums={"loss": total})
 

@@ -7,6 +7,7 @@ Needs torch and transformers only; knows no RL and no Lightning. See `PrefixTree
 from app.tree.attention.groups import RankGroup
 from app.tree.calibrate import device_rates
 from app.tree.engine import TreeEngine
+from app.tree.heads import Likeliest, SoftTargets
 from app.tree.model.language import auto_class
 from app.tree.model.pictures import Tower, picture_positions, picture_tokens, tower_parameters
 from app.tree.model.vocabulary import CutVocabulary, vocabulary_modules
@@ -27,6 +28,7 @@ __all__ = [
     "STATES_ARGUMENT",
     "CutVocabulary",
     "FlatOutputs",
+    "Likeliest",
     "ModelReport",
     "Picture",
     "PieceStates",
@@ -35,6 +37,7 @@ __all__ = [
     "RankGroup",
     "SelfCheckError",
     "SequenceOutputs",
+    "SoftTargets",
     "StateLayers",
     "Tower",
     "TreeEngine",

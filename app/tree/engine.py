@@ -24,7 +24,7 @@ from app.tree.attention import BACKENDS, choose_backend
 from app.tree.attention.groups import RankGroup
 from app.tree.calibrate import measure_rates
 from app.tree.executor import BatchedLoss, Executor, check_scalar
-from app.tree.heads import Heads
+from app.tree.heads import Heads, Likeliest, Soft, SoftTargets, refuse_soft
 from app.tree.memory import Budget, Result, tower_graphs_fit
 from app.tree.model.checkpointing import checkpointable
 from app.tree.model.picture_check import Entries, entering, entries_over
@@ -157,18 +157,26 @@ class TreeEngine:
         return self._plan(tree, chunk, live)
 
     def forward(
-        self, tree: PrefixTree, want: Sequence[str] = ("logprobs",), temperatures: Any | None = None
+        self,
+        tree: PrefixTree,
+        want: Sequence[str] = ("logprobs",),
+        temperatures: Any | None = None,
+        soft: Soft | None = None,
     ) -> TreeOutputs:
         """Outputs of every sequence, without gradient.
 
         Args:
             tree: what to run.
-            want: any of "logprobs", "entropy", "values".
+            want: any of "logprobs", "entropy", "values", "soft".
             temperatures: float [N], one a sequence, instead of the engine's; sequences that share tokens need
                 equal ones (build the tree with `keys`).
+            soft: what "soft" is made of, a row a token of all sequences; or a `Likeliest`, which collects beside
+                "logprobs" what the model finds likeliest.
         """
-        executor = self._executor(tree, want, temperatures, with_grads=False)
+        executor = self._executor(tree, want, temperatures, with_grads=False, soft=soft)
         executor.run()
+        if isinstance(soft, Likeliest) and executor.group is not None:
+            soft.sum_over(executor.group)
         return TreeOutputs(executor.outputs(range(tree.num_sequences)))
 
     def backward(
@@ -178,11 +186,12 @@ class TreeEngine:
         want: Sequence[str] = ("logprobs",),
         batched: bool = False,
         temperatures: Any | None = None,
+        soft: SoftTargets | None = None,
     ) -> float:
         """Accumulates the gradient of the summed loss into `.grad` and returns that sum.
 
         Args:
-            tree, want, temperatures: as in `forward`.
+            tree, want, temperatures, soft: as in `forward`.
             loss_fn: `loss_fn(out: SequenceOutputs, i: int) -> scalar` for sequence i; with `batched`,
                 `loss_fn(out: FlatOutputs, indices: int64 [n]) -> scalar`, the sum over these sequences.
                 Every sequence is passed exactly once.
@@ -192,7 +201,7 @@ class TreeEngine:
         """
         self._verify_once(tree, want)
         losses = loss_fn if batched else _one_by_one(loss_fn)
-        return float(self._with_room(lambda: self._executor(tree, want, temperatures).run(losses)))
+        return float(self._with_room(lambda: self._executor(tree, want, temperatures, soft=soft).run(losses)))
 
     def backward_coupled(
         self,
@@ -319,6 +328,7 @@ class TreeEngine:
         """Compares tree with dense execution on a small part of `tree`, and changes nothing. None when there is nothing
         to compare: no sequences, or no trainable parameter. In low precision, where rounding would hide a gradient that
         a state lost, the first layers of a model that carries states are compared in float32 as well."""
+        want = [name for name in want if name != "soft"] or ["logprobs"]  # of the same logits
         report = self._compare(tree, want)
         depth = self.state_layers.first_of_each
         if report is None or not (report.passed and depth and report.low_precision):
@@ -402,8 +412,10 @@ class TreeEngine:
         temperatures: Any | None = None,
         with_grads: bool = True,
         execution: ExecutionPlan | None = None,
+        soft: Soft | None = None,
     ) -> Executor:
         self._validate(tree, want)
+        refuse_soft(want, soft, self.heads.vocabulary is not None)
         per_sequence = None if temperatures is None else _temperatures(tree, temperatures)
         backend = choose_backend(self.attention, self.model)
         execution, names = execution or self.plan(tree), frozenset(want)
@@ -421,6 +433,7 @@ class TreeEngine:
             None if execution.dense else self.group,
             scans,
             self._pictures(execution.tree, with_grads),
+            soft,
         )
 
     def _pictures(self, tree: PrefixTree, with_grads: bool) -> PicturePass | None:
@@ -441,7 +454,7 @@ class TreeEngine:
             raise ValueError(f"want: expected a non-empty tuple out of {OUTPUT_NAMES}, got {want!r}")
         if "values" in names and self.value_head is None:
             raise ValueError("want: 'values' needs a value head; pass value_head=... to TreeEngine")
-        if names & {"logprobs", "entropy"} and self.heads.projection is None:
+        if names - {"values"} and self.heads.projection is None:
             raise ValueError(f"want: {type(self.model).__name__} has no output projection; use a ...ForCausalLM model")
         if tree.pictures:
             refuse_pictures(self.model, self.tower.processor)

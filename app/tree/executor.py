@@ -21,7 +21,7 @@ from app.tree.attention import tree_attention_on
 from app.tree.attention.chunk_attention import Backend, ChunkAttention
 from app.tree.attention.groups import RankGroup, RowShares
 from app.tree.attention.path_cache import KeyValue, PathCache
-from app.tree.heads import Heads, Kept
+from app.tree.heads import Heads, Kept, Soft
 from app.tree.model.checkpointing import checkpointed
 from app.tree.model.pictures import PicturePass, TakenRows
 from app.tree.model.sharded import casts_are_made_anew
@@ -57,6 +57,7 @@ class _Asked(NamedTuple):
     rows: tuple[Tensor, Tensor, Tensor | float]  # hidden states [n, H], targets [n], temperature
     predicted: Tensor  # tree tokens [n]
     at: slice  # where these are among everyone's
+    soft: Soft | None  # of them
 
 
 @dataclass(eq=False)
@@ -102,6 +103,7 @@ class Executor:
         group: RankGroup | None = None,
         scans: Scans = TORCH,
         pictures: PicturePass | None = None,
+        soft: Soft | None = None,
     ) -> None:
         self.model, self.body, self.heads, self.plan, self.want = model, model.base_model, heads, plan, want
         self.backend, self.state_layers, self.with_grads, self.group = backend, state_layers, with_grads, group
@@ -114,6 +116,7 @@ class Executor:
         self.dtype = torch.promote_types(torch.float32, parameter.dtype)
         self.tokens = on_device(tree.tokens if pictures is None else pictures.model_tokens(tree), self.device)
         self.values = {name: self._per_token() for name in want}
+        self.soft = None if soft is None else soft.on(tree, heads.vocab_size, self.device, self.dtype)
         self.grads: dict[str, Tensor] = {}  # of the outputs that losses use: an unused entropy costs backward nothing
         self.temperature: Tensor | float = temperature
         if per_sequence is not None and tree.num_sequences:
@@ -240,7 +243,7 @@ class Executor:
         # Complete by now: losses of sequences through these tokens were evaluated at the latest with this chunk.
         for asked in self._asked(run, scored, self.grads.keys()) if len(scored.everyone) else ():
             grads = {name: self.grads[name][asked.predicted] for name in asked.names}
-            row_grads = self.heads.backward(*asked.rows, grads, run.kept)
+            row_grads = self.heads.backward(*asked.rows, grads, run.kept, asked.soft)
             if asked.predicted is scored.everyone:
                 assert self.heads.vocabulary is not None
                 row_grads = self.heads.vocabulary.to_owners(row_grads, scored.counts)
@@ -379,7 +382,7 @@ class Executor:
         columns = torch.zeros(len(self.want), len(scored.everyone), dtype=self.dtype, device=self.device)
         by_name = dict(zip(sorted(self.want), columns))
         for asked in self._asked(run, scored, self.want):
-            outputs, run.kept = self.heads.forward(*asked.rows, asked.names, keep)
+            outputs, run.kept = self.heads.forward(*asked.rows, asked.names, keep, asked.soft)
             for name, values in outputs.items():
                 by_name[name][asked.at] = values
         if self._together is not None:  # of one rank's number and zeros, or of terms; the same bits on every rank
@@ -396,11 +399,11 @@ class Executor:
         if own and len(hidden):
             predicted = scored.predicted
             rows = hidden, self.tokens[predicted], self._temperature(predicted)
-            yield _Asked(own, rows, predicted, scored.at)
+            yield _Asked(own, rows, predicted, scored.at, self.soft and self.soft[predicted])
         if vocabulary is not None and names - own:
             predicted = scored.everyone
             rows = vocabulary.to_everyone(hidden, scored.counts), self.tokens[predicted], self._temperature(predicted)
-            yield _Asked(frozenset(names) - own, rows, predicted, slice(None))
+            yield _Asked(frozenset(names) - own, rows, predicted, slice(None), self.soft and self.soft[predicted])
 
     def _losses(self, group: int) -> None:
         """Losses of the sequences that end in a chunk; their gradients are added to the tokens' on their path."""

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from app.tree.transfer import on_device
 
-OUTPUT_NAMES = ("logprobs", "entropy", "values")
+OUTPUT_NAMES = ("logprobs", "entropy", "values", "soft")
 
 
 @dataclass(frozen=True, eq=False)
@@ -17,12 +17,14 @@ class SequenceOutputs:
     """Outputs of one sequence, each [L_i] in the accumulation dtype, or None when not wanted.
 
     Entry t belongs to token t and comes from the hidden state of token t - 1: its log-probability (nats), the entropy
-    of the distribution it was drawn from, the value of the state it was drawn in. Entry 0 and unscored entries are 0.0.
+    of the distribution it was drawn from, the value of the state it was drawn in, and what `SoftTargets` make of that
+    distribution. Entry 0 and unscored entries are 0.0.
     """
 
     logprobs: Tensor | None = None
     entropy: Tensor | None = None
     values: Tensor | None = None
+    soft: Tensor | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,6 +38,7 @@ class FlatOutputs:
     logprobs: Tensor | None = None
     entropy: Tensor | None = None
     values: Tensor | None = None
+    soft: Tensor | None = None
 
     def sequence(self, k: int) -> SequenceOutputs:
         """Views of the k-th sequence."""
@@ -55,14 +58,14 @@ class FlatOutputs:
 
 
 class TreeOutputs:
-    """Outputs of all sequences of a tree: `logprobs`, `entropy`, `values` are lists of [L_i], or None."""
+    """Outputs of all sequences of a tree: `logprobs`, `entropy`, `values`, `soft` are lists of [L_i], or None."""
 
     def __init__(self, flat: FlatOutputs) -> None:
         self._flat = flat
         self.cu_seqlens = flat.cu_seqlens
         lengths = flat.cu_seqlens.diff().tolist()
-        self.logprobs, self.entropy, self.values = (
-            None if x is None else list(x.split(lengths)) for x in (flat.logprobs, flat.entropy, flat.values)
+        self.logprobs, self.entropy, self.values, self.soft = (
+            None if x is None else list(x.split(lengths)) for x in (getattr(flat, name) for name in OUTPUT_NAMES)
         )
 
     def flat(self, name: str) -> Tensor:

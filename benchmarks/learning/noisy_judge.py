@@ -221,12 +221,12 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
             run_dir, began = runs / f"{case.replace(', ', '_').rstrip('%')}_{seed}", time.monotonic()
             run(rl_config(case, seed, warm / "model", args.steps), run_dir, args.deadline_s)
             results.append(result(case, seed, run_dir, time.monotonic() - began))
+            print(f"{case}, seed {seed}: {results[-1]['seconds']:.0f} s", flush=True)
             results.sort(key=lambda one: (list(CASES).index(one["case"]), one["seed"]))
             report["summary"] = summary(results)
             write_json(args.out / "noisy_judge.json", report)
             (args.out / "noisy_judge.md").write_text(markdown(report))
             picture(results, args.out / "noisy_judge.png")
-            print(f"{case}, seed {seed}: {results[-1]['seconds']:.0f} s", flush=True)
     return report
 
 

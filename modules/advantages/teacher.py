@@ -1,4 +1,5 @@
-"""What a teacher is shown and asked: log-probabilities of the tokens that the policy sampled.
+"""What a teacher is shown and asked: log-probabilities of the tokens that the policy sampled, and of those likeliest to
+it in their places.
 
 Promises: one request a sequence to a teacher on a server (SGLang's /generate, which scores a prompt and shares prefixes
 in its radix cache), and what comes back is checked token by token to be of what was sent; a server that is away or busy
@@ -23,6 +24,7 @@ from torch import Tensor
 
 from app import checks
 from app.batch import TEACHER_PROMPT, BatchError, RolloutBatch
+from modules.ranks import likeliest_columns
 
 _FIRST_WAIT_S = 0.5
 _LONGEST_WAIT_S = 10.0
@@ -62,8 +64,9 @@ class TeacherServer:
         checks.at_least(1, {"reference.max_concurrent": self.max_concurrent})
         checks.deadline({"reference.deadline_s": self.deadline_s})
 
-    def logprobs(self, batch: RolloutBatch) -> Tensor:
-        """Of each trained token given those before it: float32 [T], 0 on others.
+    def scores(self, batch: RolloutBatch, likeliest: int = 0) -> dict[str, Tensor]:
+        """Columns, float32 [T], 0 on tokens that are not trained: `logprobs`, of each given those before it, and those
+        of `modules.ranks.likeliest_columns`.
 
         Raises:
             BatchError: a sequence that was sampled at another temperature than 1, or with pictures.
@@ -80,17 +83,20 @@ class TeacherServer:
             raise BatchError("RolloutBatch.pictures: a teacher on a server is sent tokens alone; set reference.path")
         masks, sequences = batch.split(batch.loss_mask), batch.sequences()
         chosen = [i for i, mask in enumerate(masks) if bool(mask.any())]
-        found = torch.zeros(batch.num_tokens, dtype=torch.float32)
+        names = ("logprobs", *likeliest_columns(likeliest))
+        found = torch.zeros(len(names), batch.num_tokens, dtype=torch.float32)
         with ThreadPoolExecutor(self.max_concurrent, thread_name_prefix="teacher") as pool:
             firsts = [int(masks[i].nonzero()[0]) for i in chosen]
-            asked = pool.map(self._scored, [sequences[i].tolist() for i in chosen], firsts)
-            for i, first, values in zip(chosen, firsts, asked, strict=True):
+            counts = [likeliest] * len(chosen)
+            asked = pool.map(self._scored, [sequences[i].tolist() for i in chosen], firsts, counts)
+            for i, first, rows in zip(chosen, firsts, asked, strict=True):
                 begin = int(batch.cu_seqlens[i])
-                found[begin + first : begin + first + len(values)] = torch.tensor(values)
-        return found * batch.loss_mask
+                found[:, begin + first : begin + first + len(rows)] = torch.tensor(rows).t()
+        return dict(zip(names, found * batch.loss_mask, strict=True))
 
-    def _scored(self, tokens: list[int], first: int) -> list[float]:
-        """Log-probabilities of `tokens[first:]`, first at least 1."""
+    def _scored(self, tokens: list[int], first: int, likeliest: int) -> list[list[float]]:
+        """Of each of `tokens[first:]` (first at least 1) its log-probability, then the ids of the likeliest tokens in
+        its place and their probabilities."""
         if first < 1:
             raise BatchError(
                 "RolloutBatch.loss_mask: the first token of a sequence is trained, and nothing predicts it"
@@ -100,6 +106,7 @@ class TeacherServer:
             "sampling_params": {"max_new_tokens": 0, "temperature": 1.0},
             "return_logprob": True,
             "logprob_start_len": first - 1,
+            **({"top_logprobs_num": likeliest} if likeliest else {}),
         }
         answer = self._post("/generate", body)
         about = answer.get("meta_info") if isinstance(answer, dict) else None
@@ -114,7 +121,20 @@ class TeacherServer:
             )
         if not all(math.isfinite(value) for value in values):
             raise TeacherLost(f"{self.url}: a log-probability is not finite; the teacher's weights or dtype are broken")
-        return [min(0.0, float(value)) for value in values]
+        best = self._likeliest(about, len(wanted), likeliest) if likeliest else [[]] * len(wanted)
+        return [[min(0.0, float(value)), *more] for value, more in zip(values, best, strict=True)]
+
+    def _likeliest(self, about: Any, tokens: int, count: int) -> list[list[float]]:
+        found = about.get("input_top_logprobs")
+        rows = found[-tokens:] if isinstance(found, list) else []
+        pairs = [[one[:2] for one in row if isinstance(one, list) and len(one) >= 2] for row in rows if row]
+        numbers = all(type(p) in (int, float) and type(token) is int for row in pairs for p, token in row)
+        if len(pairs) != tokens or not numbers or any(len(row) != count for row in pairs):
+            raise TeacherLost(
+                f"{self.url}: gives no {count} likeliest tokens of {tokens} positions (input_top_logprobs), which the"
+                " regulariser forward_kl compares with; serve the teacher with SGLang, lower k, or use kl"
+            )
+        return [[*(float(token) for _, token in row), *(math.exp(min(0.0, p)) for p, _ in row)] for row in pairs]
 
     def _post(self, path: str, body: dict[str, Any]) -> Any:
         ends, wait = time.monotonic() + self.deadline_s, _FIRST_WAIT_S

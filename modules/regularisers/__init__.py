@@ -4,6 +4,7 @@
       regularisers:
         - {name: kl, coef: 0.05}                                          # in the loss, k3
         - {name: kl, coef: 0.05, where: reward, options: {estimator: k1}}
+        - {name: forward_kl, coef: 1.0, options: {k: 20}}                 # of the reference's 20 likeliest tokens
         - {name: entropy, coef: 0.01}
         - {name: overlong, coef: 1.0, where: reward, options: {max_tokens: 512, buffer_tokens: 128}}
 
@@ -13,10 +14,11 @@ returns the cost of each token [T], in nats or units of its own. Into the reward
 """
 
 from modules.regularisers.entropy import entropy
+from modules.regularisers.forward_kl import LIKELIEST, forward_kl
 from modules.regularisers.kl import k1, k2, k3, kl, kl_weighted
 from modules.regularisers.overlong import overlong
 
-REGULARISERS = {f.__name__: f for f in (kl, kl_weighted, entropy, overlong)}
+REGULARISERS = {f.__name__: f for f in (kl, kl_weighted, forward_kl, entropy, overlong)}
 """Regularisers by the names they have in YAML."""
 
-__all__ = ["REGULARISERS", "k1", "k2", "k3"]
+__all__ = ["LIKELIEST", "REGULARISERS", "k1", "k2", "k3"]

@@ -24,11 +24,16 @@ SMALL = [
     "--trainer.val_check_interval=2",
 ]
 SMALL += ["--trainer.callbacks=[]", "--data.batch_size=4", "--data.group_size=2", "--data.validation.prompts.size=4"]
+JUDGE = {
+    "class_path": "benchmarks.learning.noisy_judge.NoisyRubric",
+    "init_args": {"error": 0.2, "seed": 0, "repeats": 2},
+}
 GRPO = [
     "--model.correction=masked",
-    "--model.regularisers=[{name: kl, coef: 0.01}]",
+    "--model.regularisers=[{name: kl, coef: 0.01}, {name: forward_kl, coef: 0.01, options: {k: 3}}]",
     "--model.reference=initial",
     "--data.max_staleness=1",
+    f"--data.reward={JUDGE}",
 ]
 PPO = [
     "--model.class_path=modules.ActorCriticModule",
@@ -53,6 +58,15 @@ def test_what_a_run_logs_is_explained(flags: list[str], tmp_path: Path, monkeypa
     with (tmp_path / "run" / "metrics.csv").open() as file:
         columns = set(next(csv.reader(file))) - {"step", "epoch"}
     assert len(columns) > 40
+    judged = {
+        "rollouts/judge_calls",
+        "reward/right",
+        "reward/disagreement",
+        "reward/drift",
+        "forward_kl",
+        "teacher_mass",
+    }
+    assert judged <= columns or flags is PPO
     assert [one for one in sorted(columns) if not any(re.fullmatch(pattern(name), one) for name in NAMES)] == []
 
 

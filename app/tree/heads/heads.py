@@ -3,8 +3,9 @@
 Promises: only the rows asked for reach the vocabulary, `head_tokens` rows at a time, so [tokens x vocabulary] never
 exists; backward computes logits again, except those of the last block where it follows at once; softmax statistics in
 float32 (float64 for float64 models); log-probabilities are of softmax(logits / temperature); the logit transform of the
-model's own forward (scaling, soft-capping) is applied; entropy costs nothing unless wanted. Where the projection is in
-parts over a group of ranks, each has its columns of the logits of all ranks' rows.
+model's own forward (scaling, soft-capping) is applied; entropy costs nothing unless wanted, nor do columns beside the
+targets (`app.tree.heads.soft`). Where the projection is in parts over a group of ranks, each has its columns of the
+logits of all ranks' rows.
 
 A projection that is a bare matrix product has its weight's gradient accumulated in place, in the accumulation dtype, by
 one product a block: in low precision autograd would make a rounded [V, H], a float32 copy of it and a sum. On CUDA
@@ -27,9 +28,13 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from app.tree.attention.kernels import AMPERE
+from app.tree.heads.soft import Likeliest, Soft, SoftTargets
 from app.tree.model.vocabulary import CutVocabulary
 
 _aten = torch.ops.aten
+
+Way = Literal["fused", "plain", "autograd"]
+_FROM_LOGITS = frozenset({"logprobs", "entropy", "soft"})
 
 _DOT_ELEMENTS = (2**18, 2**24)  # on a CPU and on a GPU, where launches count
 _CPU_BLOCK, _GPU_BLOCK, _GPU_PART = 128 * 2**20, 1280 * 2**20, 64
@@ -132,19 +137,22 @@ class Heads:
         temperature: Tensor | float,
         want: frozenset[str],
         keep: bool = False,
+        soft: Soft | None = None,
     ) -> tuple[dict[str, Tensor], Kept | None]:
         """Outputs of rows `hidden` [n, H] for `targets` int64 [n]: {name: [n]} in the accumulation dtype.
 
         Args:
             temperature: a number or [n].
             keep: whether `backward` for the same rows is the next call, which then gets the second result.
+            soft: of these rows; `backward` is given the same.
         """
         dtype = torch.promote_types(torch.float32, hidden.dtype)
         outputs = {name: torch.empty(len(hidden), dtype=dtype, device=hidden.device) for name in want}
         kept: Kept | None = None
-        if want & {"logprobs", "entropy"}:
-            for rows in self._blocks(len(hidden)):
-                found, block = self._outputs_block(hidden[rows], targets[rows], _of(temperature, rows), want)
+        if want & _FROM_LOGITS:
+            for rows in self._blocks(len(hidden), soft):
+                beside = None if soft is None else soft[rows]
+                found, block = self._outputs_block(hidden[rows], targets[rows], _of(temperature, rows), want, beside)
                 for name, values in found.items():
                     outputs[name][rows] = values
                 kept = Kept(rows, block) if keep else None
@@ -160,6 +168,7 @@ class Heads:
         temperature: Tensor | float,
         grads: dict[str, Tensor],
         kept: Kept | None = None,
+        soft: Soft | None = None,
     ) -> Tensor:
         """Accumulates the heads' parameter gradients and returns the gradient of `hidden` [n, H].
 
@@ -169,12 +178,13 @@ class Heads:
         """
         hidden = hidden.detach()
         grad_hidden = torch.zeros_like(hidden)
-        if grads.keys() & {"logprobs", "entropy"}:
-            for rows in reversed(list(self._blocks(len(hidden)))):  # the kept block is the last
+        if grads.keys() & _FROM_LOGITS:
+            for rows in reversed(list(self._blocks(len(hidden), soft))):  # the kept block is the last
                 block = kept.block if kept is not None and kept.rows == rows else None
-                kept = None
+                kept, beside = None, None if soft is None else soft[rows]
+                by_name = {name: grad[rows] for name, grad in grads.items()}
                 grad_hidden[rows] = self._backward_block(
-                    hidden[rows], targets[rows], _of(temperature, rows), {n: g[rows] for n, g in grads.items()}, block
+                    hidden[rows], targets[rows], _of(temperature, rows), by_name, block, beside
                 )
         if "values" in grads:
             assert self.value_head is not None, "checked when the pass starts"
@@ -186,10 +196,10 @@ class Heads:
         return grad_hidden
 
     def _outputs_block(
-        self, hidden: Tensor, targets: Tensor, temperature: Tensor | float, want: frozenset[str]
+        self, hidden: Tensor, targets: Tensor, temperature: Tensor | float, want: frozenset[str], soft: Soft | None
     ) -> tuple[dict[str, Tensor], Tensor]:
         """Outputs of one block of rows, and what `Kept` keeps of it."""
-        way, rounded = self._way(hidden), hidden.to(self._computes_in(hidden))
+        way, rounded = self._way(hidden, soft), hidden.to(self._computes_in(hidden))
         if way == "fused":
             operators, logits = _fused_operators(), self._logits_block(rounded)
             logprobs, entropy = operators.softmax_outputs(
@@ -201,6 +211,12 @@ class Heads:
             found["logprobs"] = self._pick(logp, targets)
         if "entropy" in want:
             found["entropy"] = -_row_dot(self._exp(logp), logp)
+        if "soft" in want:
+            assert isinstance(soft, SoftTargets), "checked when the pass starts"
+            columns = zip(soft.ids.unbind(-1), soft.weights.unbind(-1), strict=True)
+            found["soft"] = torch.stack([weights * self._pick(logp, ids) for ids, weights in columns]).sum(0)
+        if isinstance(soft, Likeliest):
+            soft.keep(logp)
         return found, logp
 
     def _backward_block(
@@ -210,16 +226,17 @@ class Heads:
         temperature: Tensor | float,
         grads: dict[str, Tensor],
         block: Tensor | None,
+        soft: Soft | None,
     ) -> Tensor:
         """Gradient of the hidden states of one block of rows; that of the weight is accumulated. `block`: what was kept
         of it."""
-        way = self._way(hidden)
+        way = self._way(hidden, soft)
         if way == "autograd":
             leaf = hidden.detach().requires_grad_()
             with torch.enable_grad():
                 logits = self.logits(leaf)
             with torch.no_grad():
-                grad = self._logit_gradient(hidden, targets, temperature, grads, block, logits)
+                grad = self._logit_gradient(hidden, targets, temperature, grads, block, soft, logits)
             torch.autograd.backward(logits, grad.to(logits.dtype))
             assert leaf.grad is not None, "logits depend on the hidden states"
             return leaf.grad
@@ -233,7 +250,7 @@ class Heads:
                 )
                 low = grad
             else:
-                grad = low = self._logit_gradient(rounded, targets, temperature, grads, block)
+                grad = low = self._logit_gradient(rounded, targets, temperature, grads, block, soft)
                 if grad.dtype != rounded.dtype:
                     low = self._block("logits", rounded).copy_(grad)
             weight = self.projection.weight
@@ -250,23 +267,29 @@ class Heads:
         temperature: Tensor | float,
         grads: dict[str, Tensor],
         logp: Tensor | None,
+        soft: Soft | None,
         logits: Tensor | None = None,
     ) -> Tensor:
         """Gradient [n, V] of a block's logits, in the accumulation dtype; with p = softmax(logits / temperature):
-        d logprob = 1[target] - p and d entropy = -p (log p + entropy)."""
+        d logprob = 1[target] - p, d entropy = -p (log p + entropy), d soft = weights at their columns - sum(weights) p.
+        """
         if logp is None:
             logp = self._log_softmax(hidden, temperature, logits)
+        picks = [(targets, grads["logprobs"])] if "logprobs" in grads else []
+        if "soft" in grads:
+            assert isinstance(soft, SoftTargets), "checked when the pass starts"
+            picks += list(zip(soft.ids.unbind(-1), (grads["soft"].unsqueeze(-1) * soft.weights).unbind(-1)))
         if "entropy" in grads:
             probs = self._exp(logp)
             logp += -self._total(_row_dot(probs, logp)).unsqueeze(-1)
             logp *= grads["entropy"].unsqueeze(-1)
-            if "logprobs" in grads:
-                logp += grads["logprobs"].unsqueeze(-1)
+            if picks:
+                logp += sum(values for _, values in picks).unsqueeze(-1)
             grad = probs.mul_(logp).neg_()
         else:
-            grad = logp.exp_().mul_(-grads["logprobs"].unsqueeze(-1))
-        if "logprobs" in grads:
-            self._add(grad, targets, grads["logprobs"])
+            grad = logp.exp_().mul_(-sum(values for _, values in picks).unsqueeze(-1))
+        for columns, values in picks:
+            self._add(grad, columns, values)
         return _divided(grad, temperature)
 
     def _log_softmax(self, hidden: Tensor, temperature: Tensor | float, logits: Tensor | None) -> Tensor:
@@ -328,12 +351,13 @@ class Heads:
             scratch = self._scratch[name] = like.new_empty(len(like), self._columns, dtype=dtype)
         return scratch[: len(like)]
 
-    def _way(self, hidden: Tensor | None = None) -> Literal["fused", "plain", "autograd"]:
-        """How blocks are computed, of these hidden states, or of any that the model itself would make."""
+    def _way(self, hidden: Tensor | None = None, soft: Soft | None = None) -> Way:
+        """How blocks are computed, of these hidden states, or of any that the model itself would make. Kernels know one
+        column a row."""
         dtype = self._computes_in(hidden)
         if not self._is_bare(dtype):
             return "autograd"
-        whole = self.vocabulary is None  # a softmax over ranks asks them in the middle
+        whole = self.vocabulary is None and soft is None  # a softmax over ranks asks them in the middle
         return "fused" if whole and dtype != torch.float64 and _has_kernels(self._where()) else "plain"
 
     def _is_bare(self, dtype: torch.dtype) -> bool:
@@ -376,21 +400,23 @@ class Heads:
             return next(self.projection.parameters()).device
         return self._device or torch.device("cpu")
 
-    def _logit_bytes(self) -> int:
+    def _logit_bytes(self, soft: Soft | None = None) -> int:
         """Bytes of all copies of one logit that exist at a time: as the projection computes it, and in the accumulation
         dtype, scaled and as a softmax; autograd makes a gradient of its own."""
         element = self._computes_in().itemsize
         kept = max(4, element)
         copies = {"fused": element, "plain": 2 * kept + (element if element < kept else 0)}
         passing = 0 if self.vocabulary is None else kept  # a sum of exponentials, taken by itself
-        return copies.get(self._way(), 2 * element + 3 * kept) + passing
+        return copies.get(self._way(soft=soft), 2 * element + 3 * kept) + passing
 
     def _rounds_weight(self) -> bool:
         """Whether the weight is kept in a higher precision than it computes in."""
         return self.vocabulary is not None or torch.is_autocast_enabled(self._where().type)
 
-    def _blocks(self, count: int) -> Iterator[slice]:
+    def _blocks(self, count: int, soft: Soft | None) -> Iterator[slice]:
         step = self.head_tokens * (1 if self.vocabulary is None else self.vocabulary.group.size)
+        if soft is not None:  # where kernels would have kept fewer copies of a logit
+            step = max(1, step * self._logit_bytes() // self._logit_bytes(soft))
         for start in range(0, count, step):
             yield slice(start, min(start + step, count))
 

@@ -104,7 +104,7 @@ def test_a_server_that_was_away_is_asked_again() -> None:
     good = scorer(teacher())
     batch = unheated(0)
     with served(lambda body, number: 503 if number == 0 else good(body, number)) as (url, asked):
-        found = TeacherServer(url, "there", max_concurrent=1).logprobs(batch)
+        found = TeacherServer(url, "there", max_concurrent=1).scores(batch)["logprobs"]
     assert len(asked) == len(batch) + 1 and bool((found[batch.loss_mask] < 0).all())
 
 
@@ -120,14 +120,14 @@ def test_a_server_that_was_away_is_asked_again() -> None:
 )
 def test_what_is_no_answer_is_an_error(answer: Any, said: str) -> None:
     with served(lambda body, number: answer) as (url, _), pytest.raises(TeacherLost, match=said):
-        TeacherServer(url, "there", deadline_s=0.1, max_concurrent=1).logprobs(unheated(0))
+        TeacherServer(url, "there", deadline_s=0.1, max_concurrent=1).scores(unheated(0))
 
 
 def test_what_a_server_cannot_score_is_refused(tmp_path: Path) -> None:
     hot = make_batch(0)
     hot.temperatures = torch.full_like(hot.temperatures, 0.7)
     with pytest.raises(BatchError, match="scores at temperature 1"):
-        TeacherServer("http://localhost:1", "there", deadline_s=1.0).logprobs(hot)
+        TeacherServer("http://localhost:1", "there", deadline_s=1.0).scores(hot)
     with pytest.raises(ValueError, match=r"reference\.url: 'localhost'"):
         TeacherServer("localhost", "there")
     with pytest.raises(ValueError, match="reference_offload has no effect on a reference that a server has"):
