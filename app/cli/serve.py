@@ -5,7 +5,7 @@
 The servers run in the environment that `make sglang` built (CPU) or that ARBORIST_SGLANG_PYTHON names. They listen on
 loopback unless --host says otherwise; then they want an API key, from the environment variable ARBORIST_SGLANG_API_KEY,
 here and where training runs. Arguments after a `--` go to SGLang as they are; those that say where it listens or which
-key it wants are refused.
+key it wants are refused. `--chat` is for a judge: Chat Completions under /v1.
 
 Promises: a server that ends is started again, on its port; when this command ends, however it ends, so do its servers,
 with all they left in shared memory.
@@ -29,7 +29,6 @@ from datamodules.inference.sglang.client import is_loopback
 from datamodules.inference.sglang.launcher import (
     API_KEY_VARIABLE,
     ServerDidNotStart,
-    ServerOptions,
     ServerProcess,
     refused_argument,
 )
@@ -63,6 +62,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tensor_parallel", type=int, default=1, metavar="N", help="GPUs of one server")
     parser.add_argument("--num_threads", type=int, metavar="N", help="CPU threads of one server")
     parser.add_argument("--seed", type=int, default=0, help="of sampling")
+    parser.add_argument("--chat", action="store_true", help="speak Chat Completions under /v1, for judges")
     parser.add_argument("--log_dir", metavar="DIR", help="for the servers' logs (default: runs/serve/<time>)")
     parser.add_argument("--start_timeout_s", type=float, default=600.0, metavar="S", help="for a server to come up")
     parser.add_argument("arguments", nargs="*", metavar="-- ...", help="more arguments for SGLang")
@@ -103,8 +103,9 @@ def _processes(args: argparse.Namespace) -> list[ServerProcess]:
     context = args.context or _limit(Path(args.model))
     options = launch.options(str(Path(args.model).absolute()), context, None, args.seed, args.max_concurrent)
     return [
-        ServerProcess(_at(one, args.host, args.port + index if args.port else 0), logs / f"server_{index}.log", key)
+        ServerProcess(replace(one, host=args.host, port=port, chat=args.chat), logs / f"server_{index}.log", key)
         for index, one in enumerate(options)
+        for port in [args.port + index if args.port else 0]
     ]
 
 
@@ -113,10 +114,6 @@ def _limit(model: Path) -> int | None:
     config = json.loads((model / "config.json").read_text())
     limit: int | None = config.get("text_config", config).get("max_position_embeddings")
     return limit
-
-
-def _at(options: ServerOptions, host: str, port: int) -> ServerOptions:
-    return replace(options, host=host, port=port)
 
 
 async def _serve(processes: list[ServerProcess], start_s: float) -> None:

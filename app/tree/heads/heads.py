@@ -284,10 +284,10 @@ class Heads:
             logp += -self._total(_row_dot(probs, logp)).unsqueeze(-1)
             logp *= grads["entropy"].unsqueeze(-1)
             if picks:
-                logp += sum(values for _, values in picks).unsqueeze(-1)
+                logp += torch.stack([values for _, values in picks]).sum(0).unsqueeze(-1)
             grad = probs.mul_(logp).neg_()
         else:
-            grad = logp.exp_().mul_(-sum(values for _, values in picks).unsqueeze(-1))
+            grad = logp.exp_().mul_(-torch.stack([values for _, values in picks]).sum(0).unsqueeze(-1))
         for columns, values in picks:
             self._add(grad, columns, values)
         return _divided(grad, temperature)

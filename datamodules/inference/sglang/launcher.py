@@ -103,6 +103,8 @@ class ServerOptions:
         num_threads: CPU threads of an operation; None leaves torch's default.
         seed: of its sampling.
         version: policy version of the weights in `model_path`; None for weights that are no version of a run.
+        chat: it has the model's tokenizer and speaks Chat Completions under /v1 beside token ids; rollouts send these
+            alone and start faster without.
         arguments: more arguments for SGLang, as on its command line.
 
     Raises:
@@ -122,6 +124,7 @@ class ServerOptions:
     num_threads: int | None = None
     seed: int = 0
     version: int | None = None
+    chat: bool = False
     arguments: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
@@ -150,8 +153,9 @@ class ServerOptions:
         else:
             given |= {"--base-gpu-id": self.gpu, "--tp-size": self.tensor_parallel}
         flags = [str(part) for name, value in given.items() if value is not None for part in (name, value)]
-        # Token ids in and out, no tokenizer; reports hold what is new only; an idle scheduler does not spin.
-        return [*flags, "--skip-tokenizer-init", "--incremental-streaming-output", "--sleep-on-idle", *self.arguments]
+        ids = [] if self.chat else ["--skip-tokenizer-init"]  # token ids in and out
+        # Reports hold what is new only; an idle scheduler does not spin.
+        return [*flags, *ids, "--incremental-streaming-output", "--sleep-on-idle", *self.arguments]
 
 
 class ServerProcess:

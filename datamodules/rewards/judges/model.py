@@ -53,7 +53,7 @@ class Budget:
 
 @dataclass(frozen=True)
 class JudgeModel:
-    """A model behind an OpenAI-compatible URL (a provider, a server of SGLang or vLLM, `arborist serve`).
+    """A model behind an OpenAI-compatible URL (a provider, a server of SGLang or vLLM, `arborist serve --chat`).
 
     Attributes:
         url: with its `/v1`.

