@@ -22,10 +22,11 @@ _TRIES = 1_000
 
 
 class SquaresPrompts(PromptSource):
-    """Pictures of 28 x 28 pixels with up to 9 squares in red, green and blue; "r=" asks how many are red.
+    """Pictures of 28 x 28 pixels with 1 to 9 squares in red, green and blue; "r=" asks how many are red.
 
     Args:
-        most: squares of a picture, drawn from 0 to so many, at most 16.
+        most: squares of a picture, drawn from 1 to so many, at most 16. Their number is drawn first and the split
+            decided by where they are, so that both splits have as many of each.
         split: "train" or "validation".
         size: number of prompts after which the source starts over; None for no end.
         holdout: one in `holdout` of all arrangements belongs to the validation split.
@@ -73,8 +74,9 @@ class SquaresPrompts(PromptSource):
 
     def _picture(self, number: int) -> tuple[npt.NDArray[np.uint8], dict[str, int]]:
         rng = np.random.default_rng([self.seed, number])
+        count = int(rng.integers(1, self.most + 1))
         for _ in range(_TRIES):
-            cells = rng.permutation(_CELLS**2)[: rng.integers(self.most + 1)]
+            cells = rng.permutation(_CELLS**2)[:count]
             letters = rng.integers(len(_COLOURS), size=len(cells))
             arrangement = ",".join(f"{cell}{'rgb'[k]}" for cell, k in sorted(zip(cells.tolist(), letters.tolist())))
             if (zlib.crc32(arrangement.encode()) % self.holdout == 0) == (self.split == "validation"):

@@ -132,3 +132,11 @@ def test_squares_are_counted_right_and_splits_share_no_picture(vision: TinyVisio
         assert train.deal(k).answer == prompt.answer
         dominant = prompt.pictures[0].argmax(2)[prompt.pictures[0].max(2) > 140]
         assert (int(prompt.answer) == 0) == (not (dominant == "rgb".index(prompt.id[-1])).any())
+
+
+def test_both_splits_of_squares_ask_alike() -> None:
+    train = [SquaresPrompts(seed=1).deal(k).answer for k in range(900)]
+    held_out = [one.answer for one in SquaresPrompts(split="validation", size=900, seed=3).samples()]
+    for answer in "012345":
+        assert abs(train.count(answer) - held_out.count(answer)) < 90  # a tenth of the questions
+    assert len({*train[::3]}) > 4 and len({*held_out[::3]}) > 4
