@@ -22,6 +22,8 @@ from jinja2.utils import Namespace
 from transformers import PreTrainedTokenizerBase
 from transformers.utils import chat_template_utils
 
+from datamodules.conversations.resumed_template import Renderings, ResumableTemplate
+
 Message = dict[str, Any]
 
 _REPLY = "@@reply@@"  # stands for a reply in a rendered conversation
@@ -176,21 +178,22 @@ class Chat:
         messages: Sequence[Message],
         tools: list[dict[str, Any]] | None,
         goes_on: bool = True,
-        are_shown: bool = False,
+        past: Renderings | None = None,
     ) -> str:
         """What the template makes of `messages` and `tools`. Raises ValueError when it cannot.
 
         Args:
             messages, tools: of the conversation.
             goes_on: up to where the next reply begins.
-            are_shown: the messages are what `shown` has made of them.
+            past: renderings that this one may go on from; it is added. The messages are what `shown` has made of them,
+                then, the same objects each time.
         """
         slow: Callable[..., Any] = self._tokenizer.apply_chat_template
         ordinary = self._is_ordinary and messages and all(type(one) is dict for one in tools or ())
         try:
             if ordinary:
-                said = list(messages) if are_shown else [_as_shown(one) for one in messages]
-                return self._rendered(said, tools, goes_on)
+                said = [_as_shown(one) for one in messages] if past is None else list(messages)
+                return self._rendered(said, tools, goes_on, past)
             return str(
                 slow(list(messages), tools=tools, tokenize=False, add_generation_prompt=goes_on, **self._options)
             )
@@ -200,19 +203,26 @@ class Chat:
                 f"tokenizer: its chat template cannot render messages of the roles {roles}: {error}"
             ) from error
 
-    def _rendered(self, messages: list[Message], tools: list[dict[str, Any]] | None, goes_on: bool) -> str:
+    def _rendered(
+        self, messages: list[Message], tools: list[dict[str, Any]] | None, goes_on: bool, past: Renderings | None
+    ) -> str:
         """As `apply_chat_template` does it."""
-        template = _hastened(self._tokenizer.get_chat_template(None, tools))
-        return template.render(
-            {
-                **self._tokenizer.special_tokens_map,
-                **chat_template_utils._plain_template_data(self._options),
-                "messages": messages,
-                "tools": chat_template_utils._plain_template_data(tools),
-                "documents": None,
-                "add_generation_prompt": goes_on,
-            }
-        )
+        source = self._tokenizer.get_chat_template(None, tools)
+        special = self._tokenizer.special_tokens_map
+        plain = chat_template_utils._plain_template_data
+        known = {
+            **special,
+            **plain(self._options),
+            "messages": messages,
+            "documents": None,
+            "add_generation_prompt": goes_on,
+        }
+        template = None if past is None else _resumable(source)
+        if past is None or template is None:
+            return _hastened(source).render({**known, "tools": plain(tools)})
+        about = (source, goes_on, repr(tools), repr(special))  # repr tells 1 from 1.0
+        found = past.tools(about)
+        return past.text(template, {**known, "tools": plain(tools) if found is None else found}, about)
 
     def encode(self, text: str) -> list[int]:
         """The ids of rendered text. Raises ValueError when the tokenizer has none for it."""
@@ -241,6 +251,13 @@ def _hastened(source: str) -> Template:
     environment = chat_template_utils._compile_jinja_template(source).environment
     hasten(environment)
     return environment.from_string(source)
+
+
+@lru_cache(maxsize=64)
+def _resumable(source: str) -> ResumableTemplate | None:
+    """None where no loop can be resumed."""
+    found = ResumableTemplate(_hastened(source).environment, source)
+    return found if found.loops else None
 
 
 class _Quick(CodeGenerator):

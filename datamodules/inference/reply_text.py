@@ -8,6 +8,9 @@ the tokens are cut. Cost of a token: decoding the few around it (as TGI's and vL
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
+
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 Decode = Callable[[list[int]], str]
 """Token ids to text, special tokens included."""
@@ -15,6 +18,18 @@ Decode = Callable[[list[int]], str]
 _UNKNOWN = "\ufffd"  # what decoders put in place of bytes that are no character, or not one yet
 _MOST_HELD = 3  # of them may be the beginning of one character
 _LONGEST_WINDOW, _SHORTEST_WINDOW = 64, 8  # tokens; both far above those of one character
+
+
+def decode_of(tokenizer: PreTrainedTokenizerBase) -> Decode:
+    """The tokenizer's, for lists of ids alone: its own would look at each of them for tensors and batches first."""
+    kind = type(tokenizer)
+    if (
+        kind.decode is PreTrainedTokenizerBase.decode
+        and getattr(kind, "_decode", None) is PreTrainedTokenizerFast._decode
+        and not tokenizer.clean_up_tokenization_spaces
+    ):
+        return partial(tokenizer.backend_tokenizer.decode, skip_special_tokens=False)
+    return partial(tokenizer.decode, skip_special_tokens=False)
 
 
 class ReplyText:

@@ -66,20 +66,21 @@ class Messages:
             found.append(at)
         return found
 
-    def keep(self, messages: list[Message], known: list[Said], prompt: Kept) -> Said | None:
+    def keep(self, messages: list[Message], known: list[Said], shown: list[Message], prompt: Kept) -> Said | None:
         """The last of them; None where there are none.
 
         Args:
             messages: all of which are kept.
             known: what `known` found of them before.
+            shown: all of them, as templates take them.
             prompt: that showed them.
         """
         said = list(known)
-        for message in messages[len(known) :]:
+        for message, taken in zip(messages[len(known) :], shown[len(known) :], strict=True):
             before = said[-1] if said else None
             one = self._find(before, message)  # may have been said since
             if one is None:
-                one = Said(before, message, self.shown(message), prompt)
+                one = Said(before, message, taken, prompt)
                 self._said.setdefault((before, message["role"], message["content"]), []).append(one)
             said.append(one)
         self._last, self._last_messages = said, [one.message for one in said]

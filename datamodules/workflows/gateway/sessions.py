@@ -24,6 +24,7 @@ from app import checks
 from app.batch import CALL_REWARD, TEMPERATURES, UNTRAINABLE_CALLS, Trajectory
 from datamodules.conversations.chat_template import Chat, Message
 from datamodules.inference.protocol import GenerationRequest, Shaping
+from datamodules.inference.reply_text import decode_of
 from datamodules.prompts.base import Prompt
 from datamodules.workflows.base import EpisodeEngine, to_trajectory
 from datamodules.workflows.gateway.errors import RequestError
@@ -128,7 +129,7 @@ class Session:
         self._tokens = 0
         self._started = 0
         self._free = asyncio.Semaphore(budget.max_parallel)
-        self._decode: Callable[..., str] = functools.partial(engine.tokenizer.decode, skip_special_tokens=False)
+        self._decode = decode_of(engine.tokenizer)
         self._repeats = Repeats()
         self._chat = chat
         self._tools: dict[str, list[dict[str, Any]] | None] = {}  # as they are written: clients send them each time

@@ -3,7 +3,7 @@
 Promises: a prompt's text is what the model's chat template renders for the messages of that call, as a server would;
 where that text shows an earlier reply of the session, whole or from some token on, the prompt holds the ids that were
 sampled for it, and is tokenized anew only where it shows something else. Cost of a conversation that goes on: rendering
-its messages, and tokenizing what is new, also where the template leaves out the thoughts of earlier replies.
+and tokenizing what is new, also where the template leaves out the thoughts of earlier replies.
 """
 
 from __future__ import annotations
@@ -16,7 +16,9 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from datamodules.conversations.chat_template import Chat, Message
+from datamodules.conversations.resumed_template import Renderings
 from datamodules.inference.protocol import GenerationResponse
+from datamodules.inference.reply_text import Decode
 from datamodules.workflows.gateway.history import Kept, Messages, Said, for_template, names
 
 Drift = Literal["thoughts", "arguments", "stops", "edited"]
@@ -78,6 +80,7 @@ class Plan:
         base: a prompt that begins alike, as far as one can know; None for none.
         begins: all of the base does.
         known: the messages that were kept before.
+        shown: all messages, as templates take them.
     """
 
     text: str
@@ -85,6 +88,7 @@ class Plan:
     base: Kept | None
     begins: bool = False
     known: list[Said] = field(default_factory=list)
+    shown: list[Message] = field(default_factory=list)
 
     @property
     def unknown(self) -> int:
@@ -112,19 +116,20 @@ class Transcript:
         drift: how often a prompt forked from an earlier reply, as it shows it otherwise than it was sampled, by cause.
     """
 
-    def __init__(self, chat: Chat, decode: Callable[[Sequence[int]], str]) -> None:
+    def __init__(self, chat: Chat, decode: Decode) -> None:
         self.calls: list[Call] = []
         self.drift: Counter[Drift] = Counter()
         self._chat = chat
         self._decode = decode
         self._messages = Messages(lambda message: chat.shown(for_template(message)))
+        self._renderings = Renderings()
         self._after: dict[int, list[Call]] = {}  # by the number of messages before the reply
         self._said: dict[bytes, Call] = {}  # by what identifies a reply in later messages
         self._shown: dict[tuple[str, int], int] = {}  # what `_first_shown` has found
 
     def keep(self, messages: Sequence[Message], plan: Plan, prompt: Kept) -> Said | None:
         """Messages that were answered, by the prompt that was planned for them; the last of them, None for none."""
-        return self._messages.keep(list(messages), plan.known, prompt)
+        return self._messages.keep(list(messages), plan.known, plan.shown, prompt)
 
     def add(self, call: Call) -> None:
         """A reply that was given to the client."""
@@ -141,8 +146,8 @@ class Transcript:
     def prompt(self, messages: Sequence[Message], tools: list[dict[str, Any]] | None) -> Plan:
         """What the model is sent for these messages. Raises ValueError when the template cannot render them."""
         known = self._messages.known(list(messages))
-        new = map(self._messages.shown, messages[len(known) :])
-        text = self._chat.text([*(one.shown for one in known), *new], tools, are_shown=True)
+        shown = [*(one.shown for one in known), *map(self._messages.shown, messages[len(known) :])]
+        text = self._chat.text(shown, tools, past=self._renderings)
         base = known[-1].prompt if known else None
 
         def named(k: int) -> list[bytes]:
@@ -152,12 +157,12 @@ class Transcript:
         at = seen = 0
         begun = self._begun(text, messages, named)
         if begun is not None:
-            call, at, shown = begun
-            pieces, base, seen = [call.prompt.tokens, *shown], call.prompt, call.messages + 1
+            call, at, said = begun
+            pieces, base, seen = [call.prompt.tokens, *said], call.prompt, call.messages + 1
         for start, end, ids in self._replies(text, messages, named, seen, at):
             pieces += [text[at:start], ids]
             at = end
-        return Plan(text, [*pieces, text[at:]], base, begun is not None, known)
+        return Plan(text, [*pieces, text[at:]], base, begun is not None, known, shown)
 
     def count(self, messages: Sequence[Message], tools: list[dict[str, Any]] | None) -> Plan:
         """That prompt, which nobody is sent. Raises ValueError as `prompt`."""

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from transformers import PreTrainedTokenizerFast
 
-from datamodules.inference.reply_text import ReplyText, TextStops, cut_at_stop, maybe_stop
+from datamodules.inference.reply_text import ReplyText, TextStops, cut_at_stop, decode_of, maybe_stop
 from tests.helpers.recorded_samples import byte_tokenizer
 
 TOKENIZER = byte_tokenizer()
@@ -32,6 +34,29 @@ def pieces(ids: list[int], sizes: list[int]) -> tuple[list[str], str]:
 def test_pieces_are_the_whole_text(ids: list[int], sizes: list[int]) -> None:
     found, rest = pieces(ids, sizes)
     assert "".join([*found, rest]) == DECODE(ids)
+
+
+@settings(max_examples=80, deadline=None)
+@given(st.one_of(TEXTS, IDS))
+def test_ids_are_decoded_as_the_tokenizer_decodes_them(ids: list[int]) -> None:
+    assert decode_of(TOKENIZER)(ids) == DECODE(ids)
+
+
+def test_a_tokenizers_own_decoding_is_kept() -> None:
+    class Own(PreTrainedTokenizerFast):
+        def decode(self, *args: Any, **known: Any) -> str:
+            return f"own {super().decode(*args, **known)}"
+
+    class Inner(PreTrainedTokenizerFast):
+        def _decode(self, *args: Any, **known: Any) -> str:
+            return f"inner {super()._decode(*args, **known)}"
+
+    ids = [*TOKENIZER.encode("a", add_special_tokens=False), TOKENIZER.eos_token_id]
+    for kind, begins in ((Own, "own a"), (Inner, "inner a"), (PreTrainedTokenizerFast, "a")):
+        one = kind(tokenizer_object=TOKENIZER.backend_tokenizer, eos_token=TOKENIZER.eos_token)
+        assert decode_of(one)(ids) == f"{begins}{TOKENIZER.eos_token}"
+    cleaned = PreTrainedTokenizerFast(tokenizer_object=TOKENIZER.backend_tokenizer, clean_up_tokenization_spaces=True)
+    assert getattr(decode_of(cleaned), "func", None) == cleaned.decode
 
 
 def test_a_character_comes_with_its_last_byte() -> None:

@@ -190,7 +190,7 @@ def test_what_is_kept_reads_back(seed: int) -> None:
             talk[-1]["name"] = draw.choice("pq")
         known = messages.known(talk)
         assert [one.message for one in known] == talk[: len(known)]
-        said.append((messages.keep([{**one} for one in talk], known, prompts[-1][0]), talk))
+        said.append((messages.keep([{**one} for one in talk], known, talk, prompts[-1][0]), talk))
         assert [one.message for one in messages.known(talk)] == talk
     for kept, text, tokens in prompts:
         assert (kept.text, kept.tokens, kept.size, kept.count) == (text, tokens, len(text), len(tokens))
