@@ -8,10 +8,13 @@ from datetime import timedelta
 from typing import Any
 from unittest.mock import patch
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
 from transformers import PreTrainedModel
 
 from app.strategies.ranks.collectives import Communicator
@@ -195,6 +198,47 @@ def traffic(size: int, chunk_tokens: int, live_tokens: int) -> dict[str, float]:
         "gathered": size * sum(count for what, count in group.seen if "the parameters of" in what),
         "summed": sum(count for what, count in group.seen if "the gradients of" in what),
     }
+
+
+_FLASH = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+_FLASH_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+
+
+class Arithmetic(TorchDispatchMode):
+    """Multiplications and additions of all matrix products and of attention, as each is computed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.flops: dict[str, int] = {}
+
+    def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found, packet = operator(*args, **(kwargs or {})), operator.overloadpacket
+        if packet in (_FLASH, _FLASH_BACKWARD):  # torch counts those of GPUs alone; two products, and five
+            products, (query, key) = (2, args[:2]) if packet is _FLASH else (5, args[1:3])
+            count = 2 * products * query.numel() * key.shape[-2]
+        elif packet in flop_registry:
+            count = flop_registry[packet](*args, **(kwargs or {}), out_val=found)
+        else:
+            return found
+        self.flops[str(packet)] = self.flops.get(str(packet), 0) + count
+        return found
+
+
+def arithmetic(size: int, sharded: bool, chunk_tokens: int, live_tokens: int) -> tuple[dict[str, int], dict[str, int]]:
+    """FLOPs by operator of a backward pass: of the whole tree alone, and of this rank's part in groups of `size`."""
+    counted = []
+    random = np.random.default_rng(0)
+    stem = random.integers(0, 31, 40)
+    tree = PrefixTree.build([np.concatenate([stem, [number], random.integers(0, 31, 30)]) for number in range(9)])
+    for group in (None, CountedGroup(size)):
+        model = models.make("llama", hidden_size=32, intermediate_size=96, vocab_size=131, max_position_embeddings=128)
+        if group is not None and sharded:
+            shard_models(model, group, receive)
+        engine = TreeEngine(model, chunk_tokens, live_tokens, self_check=False, group=group)
+        with Arithmetic() as counter:
+            engine.backward(tree, lambda out, _: (out.logprobs + 0.1 * out.entropy).sum(), ("logprobs", "entropy"))
+        counted.append(counter.flops)
+    return counted[0], counted[1]
 
 
 def fits(size: int, free: int) -> list[str]:

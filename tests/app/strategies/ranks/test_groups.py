@@ -130,6 +130,17 @@ def test_shards_travel_as_documented(two_ranks: RankPool, chunk_tokens: int, liv
         assert seen["summed"] == pytest.approx(seen["cut up"] * seen["backwards"], rel=0.05)
 
 
+@pytest.mark.parametrize(("pool", "size"), [(2, 2), (4, 4)], indirect=["pool"])
+@pytest.mark.parametrize("sharded", [False, True])
+def test_nothing_is_computed_twice(pool: RankPool, size: int, sharded: bool) -> None:
+    """The ranks of a group together do at most 5% more arithmetic than one process with the same budgets, where some
+    chunks run twice and fewer key-value heads than ranks."""
+    found = pool.run(group_jobs.arithmetic, size=size, sharded=sharded, chunk_tokens=40, live_tokens=48)
+    alone = found[0][0]
+    assert {"aten.mm", "aten._scaled_dot_product_flash_attention_for_cpu_backward"} <= alone.keys()
+    assert sum(sum(own.values()) for _, own in found) <= 1.05 * sum(alone.values())
+
+
 def test_a_model_that_fits_in_shards_alone(two_ranks: RankPool) -> None:
     for whole, sharded in two_ranks.run(group_jobs.fits, size=2, free=34 << 20):
         assert "a tree pass does not fit" in whole and not sharded
