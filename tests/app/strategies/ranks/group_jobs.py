@@ -21,6 +21,7 @@ from app.strategies.ranks.collectives import Communicator
 from app.strategies.ranks.groups import GroupRanks
 from app.strategies.shards import is_sharded, shard_models
 from app.tree import PrefixTree, TreeEngine, memory
+from benchmarks.common.memory import peak_bytes
 from tests.app.tree import models, oracle
 from tests.app.tree.cases import Case
 from tests.app.tree.engine import families
@@ -184,11 +185,17 @@ def traffic(size: int, chunk_tokens: int, live_tokens: int) -> dict[str, float]:
         if sharded:
             shard_models(model, group, receive)
         engine = TreeEngine(model, chunk_tokens, live_tokens, self_check=False, group=group)
-        actions = [step.action for step in engine.plan(tree).steps]
+        plan = engine.plan(tree)
+        actions = [step.action for step in plan.steps]
         before = group.sent
         engine.backward(tree, lambda out, _: out.logprobs.sum())
         sent.append(group.sent - before)
+    config = model.config
+    values = 2 * (config.num_attention_heads + config.num_key_value_heads) * models.HIDDEN // config.num_attention_heads
+    runs = 2 * sum(chunk.tokens for chunk in plan.chunks) + plan.extra_forward_tokens  # forward, and backward
     return {
+        "exchanged": sent[0],
+        "heads' rows": config.num_hidden_layers * values * runs * (size - 1) / size,
         "more exchanged": sent[1] - sent[0],
         "scored": len(tree.scored_tokens),
         "rows": tree.num_tokens,
@@ -239,6 +246,37 @@ def arithmetic(size: int, sharded: bool, chunk_tokens: int, live_tokens: int) ->
             engine.backward(tree, lambda out, _: (out.logprobs + 0.1 * out.entropy).sum(), ("logprobs", "entropy"))
         counted.append(counter.flops)
     return counted[0], counted[1]
+
+
+DEEP: dict[str, Any] = {
+    "vocab_size": 256,
+    "hidden_size": 64,
+    "intermediate_size": 192,
+    "num_hidden_layers": 20,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 512,
+}
+
+
+def most_held(size: int, sharded: bool, branches: int) -> tuple[int, int, int]:
+    """Most bytes of tensors that this rank has during a backward pass beyond those from before (its parameters and
+    their gradients), what was estimated, and the number of chunks."""
+    group = CountedGroup(size)
+    model = models.make("qwen3", **DEEP)
+    if sharded:
+        shard_models(model, group, receive)
+    random = np.random.default_rng(0)
+    stem = random.integers(0, 256, 64)
+    sequences = [np.concatenate([stem, [number], random.integers(0, 256, 31)]) for number in range(branches)]
+    engine = TreeEngine(model, 128, 512, head_tokens=64, self_check=False, group=group)
+    run = lambda tree: engine.backward(tree, lambda out, _: out.logprobs.sum())  # noqa: E731
+    run(PrefixTree.build(sequences[:2]))  # from now on there are gradients
+    tree = PrefixTree.build(sequences)
+    plan = engine.plan(tree)
+    budgets = plan.chunk_tokens, plan.peak_live_tokens
+    estimate = memory.pass_memory(model, *budgets, tree, 64, plan.chunks, ranks=size)
+    return peak_bytes(lambda: run(tree), torch.device("cpu")), estimate.total, len(plan.chunks)
 
 
 def fits(size: int, free: int) -> list[str]:

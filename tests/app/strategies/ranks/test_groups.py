@@ -118,9 +118,11 @@ def test_a_model_in_shards_is_called_by_all_ranks_alike(two_ranks: RankPool) -> 
 
 @pytest.mark.parametrize(("chunk_tokens", "live_tokens"), [(1000, 1000), (6, 30), (6, 6)])
 def test_shards_travel_as_documented(two_ranks: RankPool, chunk_tokens: int, live_tokens: int) -> None:
-    """Every layer is gathered for every forward and every backward of a chunk, and summed once a backward; of the
-    vocabulary hidden states alone travel."""
+    """Half of a row's heads go to the other rank and back, forward and backward; every layer is gathered for every
+    forward and every backward of a chunk, and summed once a backward; of the vocabulary hidden states alone travel."""
     found = two_ranks.run(group_jobs.traffic, size=2, chunk_tokens=chunk_tokens, live_tokens=live_tokens)
+    swapped = sum(seen["exchanged"] for seen in found)
+    assert swapped == pytest.approx(found[0]["heads' rows"], rel=0.05)
     logits, embedded = (models.HIDDEN * found[0][what] for what in ("scored", "rows"))
     sent = sum(seen["more exchanged"] for seen in found)
     assert 3 * logits < sent < 1.05 * (3 * logits + 3 * embedded)  # chunks that run twice embed their rows again
@@ -139,6 +141,17 @@ def test_nothing_is_computed_twice(pool: RankPool, size: int, sharded: bool) -> 
     alone = found[0][0]
     assert {"aten.mm", "aten._scaled_dot_product_flash_attention_for_cpu_backward"} <= alone.keys()
     assert sum(sum(own.values()) for _, own in found) <= 1.05 * sum(alone.values())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sharded", [False, True])
+def test_a_rank_holds_what_was_estimated(two_ranks: RankPool, sharded: bool) -> None:
+    """Within 10%, and no more where a tree has three times as many chunks."""
+    few, many = (two_ranks.run(group_jobs.most_held, size=2, sharded=sharded, branches=n) for n in (12, 40))
+    for (less, _, chunks), (more, estimate, as_many) in zip(few, many, strict=True):
+        assert as_many > 2.5 * chunks
+        assert more == pytest.approx(less, rel=0.05)
+        assert more == pytest.approx(estimate, rel=0.1)
 
 
 def test_a_model_that_fits_in_shards_alone(two_ranks: RankPool) -> None:
