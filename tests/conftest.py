@@ -3,6 +3,9 @@
 Lightning leaves a seed, a launcher's variables (LOCAL_RANK, MASTER_PORT) and a process group behind. A later run
 would take another seed from them, or believe that somebody else starts its ranks and wait for them. Tests with whole
 runs in this process come last all the same.
+
+Hypothesis draws few examples, the same on every run; `make test-all` draws more (HYPOTHESIS_PROFILE=ci), and
+HYPOTHESIS_PROFILE=thorough many more, random ones.
 """
 
 from __future__ import annotations
@@ -14,10 +17,23 @@ from pathlib import Path
 
 import pytest
 import torch.distributed as dist
+from hypothesis import HealthCheck, settings
 
 from tests.helpers.rank_pool import RankPool
 
 WHOLE_RUNS = ("tests/app/cli/", "tests/docs/")
+
+for _name, _count in (("quick", 30), ("ci", 60), ("thorough", 600)):
+    settings.register_profile(
+        _name,
+        derandomize=_name != "thorough",
+        deadline=None,
+        max_examples=_count,
+        print_blob=True,
+        # Of time, on machines that others use, and of how much is drawn.
+        suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much],
+    )
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "quick"))
 
 if not Path(
     "/dev/nvidiactl"

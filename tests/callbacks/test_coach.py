@@ -180,6 +180,7 @@ def quickstart(run: Path, monkeypatch: pytest.MonkeyPatch, *args: str) -> list[d
     return [json.loads(line) for line in (run / "coach.jsonl").read_text().splitlines()]
 
 
+@pytest.mark.slow
 def test_a_reward_without_differences(tmp_path, monkeypatch, capsys) -> None:
     lines = quickstart(tmp_path / "run", monkeypatch, "--data.reward", "tests.callbacks.test_coach.one_for_all")
     assert lines[0]["step"] == 4 and "no_signal" in [one["rule"] for one in lines[0]["advice"]]
@@ -187,12 +188,14 @@ def test_a_reward_without_differences(tmp_path, monkeypatch, capsys) -> None:
     assert len(said) == 1 and "take harder ones" in said[0]
 
 
+@pytest.mark.slow
 def test_a_reward_that_fails(tmp_path, monkeypatch) -> None:
     lines = quickstart(tmp_path / "run", monkeypatch, "--data.reward", "tests.callbacks.test_coach.half_fail")
     assert lines[0]["advice"][0]["rule"] == "rewards_fail"
     assert lines[0]["advice"][0]["evidence"]["rollouts/failed"] / 20 > 0.2
 
 
+@pytest.mark.slow
 def test_replies_that_are_cut(tmp_path, monkeypatch) -> None:
     lines = quickstart(tmp_path / "run", monkeypatch, "--data.workflow.init_args.max_new_tokens", "1")
     assert "replies_cut" in {one["rule"] for line in lines for one in line["advice"]}

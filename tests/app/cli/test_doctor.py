@@ -159,6 +159,7 @@ def test_a_run_that_hangs_is_asked_where(tmp_path: Path, launch: Callable[..., s
     assert process.poll() is None  # the run is as it was
 
 
+@pytest.mark.slow
 def test_a_call_that_holds_the_interpreter_lock_is_shown(
     tmp_path: Path, launch: Callable[..., subprocess.Popen[str]]
 ) -> None:

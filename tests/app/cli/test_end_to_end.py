@@ -199,9 +199,8 @@ def test_a_workflow_that_always_fails_ends_the_run(
 # ---- recorded conversations, on one process and on two
 
 
-@pytest.mark.parametrize(
-    "model", [pytest.param(MODEL, id="attention"), pytest.param(HYBRID, id="hybrid", marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("model", [MODEL, HYBRID], ids=["attention", "hybrid"])
 def test_two_processes_train_recorded_data_as_one(workplace: Path, model: dict[str, Any]) -> None:
     overlay = {"model": {"init_args": {"model": {"path": None, "config": model}}}, "trainer": {"accelerator": "cpu"}}
     Path("tiny.yaml").write_text(yaml.safe_dump(overlay))

@@ -1,32 +1,14 @@
-"""Settings of the tree tests: one torch thread (the models are tiny), reproducible hypothesis examples.
-
-The default profile draws few examples, the same on every run; `make test-all` draws more (HYPOTHESIS_PROFILE=ci), and
-HYPOTHESIS_PROFILE=thorough many more, random ones.
-"""
+"""Settings of the tree tests: one torch thread (the models are tiny), and no self-check but where it is tested."""
 
 from __future__ import annotations
 
 import functools
-import os
 from collections.abc import Iterator
 
 import pytest
 import torch
-from hypothesis import HealthCheck, settings
 
 from app.tree import TreeEngine
-
-_CHECKS = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much]
-for _name, _count in (("quick", 30), ("ci", 60), ("thorough", 600)):
-    settings.register_profile(
-        _name,
-        derandomize=_name != "thorough",
-        deadline=None,
-        max_examples=_count,
-        print_blob=True,
-        suppress_health_check=_CHECKS,
-    )
-settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "quick"))
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -356,6 +356,7 @@ def test_real_gsm8k_files_are_accepted(tmp_path: Path) -> None:
         assert (tmp_path / "data" / "gsm8k" / name).read_bytes() == real_file(f"gsm8k/{name}").read_bytes()
 
 
+@pytest.mark.slow
 def test_real_airline_conversations_survive_the_import_unchanged(tmp_path: Path) -> None:
     """The recorded conversations, put back into tau-bench's format and imported, give the recorded file again."""
     recorded = read_lines(real_file("tau/airline_gpt-4o_50x4.jsonl.gz"))

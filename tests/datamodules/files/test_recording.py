@@ -270,6 +270,7 @@ def half_rollouts(**options: Any) -> RolloutDataModule:
     return rollouts(max_staleness=1, **made, **options)
 
 
+@pytest.mark.slow
 def test_half_characters_go_through_a_run_and_its_files(tmp_path: Path, initial: Path) -> None:
     data = half_rollouts(batches_per_epoch=2, record="rollouts")
     log = CSVLogger(str(tmp_path), name="", version="", flush_logs_every_n_steps=1)

@@ -14,6 +14,7 @@ from datamodules.pipeline.stream import Stream
 from tests.datamodules.pipeline.simulation import EVENTS, Simulation, group_of
 
 
+@pytest.mark.slow
 def test_a_hundred_thousand_random_events_never_exceed_the_bound_and_never_starve() -> None:
     """Slow episodes, failures, filters, stalls, surplus, publishes and crashes, in 40 runs of all shapes of gate."""
     rng = random.Random(0)

@@ -168,6 +168,7 @@ def test_mistakes(args: tuple[str, ...], said: str, capsys: pytest.CaptureFixtur
     assert ended.value.code == 2 and said in printed and "Traceback" not in printed
 
 
+@pytest.mark.slow
 def test_a_run_is_rolled_out_and_judged(capsys: pytest.CaptureFixture[str]) -> None:
     """The quickstart from random weights: hardly a sum is right, and nothing is trained."""
     config = json.dumps(CONFIG | {"vocab_size": 16, "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 0})

@@ -76,6 +76,7 @@ def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+@pytest.mark.slow
 def test_a_model_against_itself(workplace: Path, capfd: pytest.CaptureFixture[str]) -> None:
     main(["compare", "run", "run/model", "--prompts", "prompts.jsonl", "--by", "digits", "--out", "out"])
     said = capfd.readouterr().out

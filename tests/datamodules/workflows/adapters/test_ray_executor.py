@@ -157,6 +157,7 @@ def both_started(folder: Path) -> dict[str, dict[str, Any]]:
     return {name.split(" on ")[1]: {"task": name.split(" on ")[0], **one} for name, one in found.items()}
 
 
+@pytest.mark.slow
 def test_agents_run_on_both_nodes(nodes: TwoNodes, tmp_path: Path) -> None:
     def let_go() -> None:
         assert set(both_started(tmp_path)) == {"head", "other"}  # at once, with a CPU each
@@ -173,6 +174,7 @@ def test_agents_run_on_both_nodes(nodes: TwoNodes, tmp_path: Path) -> None:
     assert no_longer(pids)
 
 
+@pytest.mark.slow
 def test_an_episode_whose_node_dies_is_played_again_from_the_start(
     nodes: TwoNodes, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -233,6 +235,7 @@ def command(*lines: str) -> list[str]:
     return [sys.executable, "-c", COMMAND + "\n".join(lines), HERE, "{folder}"]
 
 
+@pytest.mark.slow
 def test_a_command_answers_and_its_keys_are_nowhere_else(nodes: TwoNodes, tmp_path: Path) -> None:
     keys: list[str] = []
 
@@ -263,6 +266,7 @@ def test_a_command_answers_and_its_keys_are_nowhere_else(nodes: TwoNodes, tmp_pa
     assert [path for path in logs if keys[0].encode() in path.read_bytes()] == []
 
 
+@pytest.mark.slow
 def test_what_a_failed_agent_printed_comes_back(nodes: TwoNodes, tmp_path: Path) -> None:
     lines = ["ask('x')", "print('first')", "print('no such fruit', file=sys.stderr)", "sys.exit(3)"]
     _, (failed,) = play(nodes, command(*lines), task("a"), logs=tmp_path)
@@ -272,6 +276,7 @@ def test_what_a_failed_agent_printed_comes_back(nodes: TwoNodes, tmp_path: Path)
     assert kept.parent == tmp_path and "first" in kept.read_text()
 
 
+@pytest.mark.slow
 def test_a_deadline_ends_what_an_agent_started_on_its_node(nodes: TwoNodes, tmp_path: Path) -> None:
     _, (failed,) = play(nodes, ray_agents.hangs, task("a", tmp_path), logs=tmp_path / "logs", deadline_s=3.0)
     assert isinstance(failed, CallFailed)
@@ -299,6 +304,7 @@ def test_an_agent_has_a_limit_of_memory(nodes: TwoNodes) -> None:
     assert isinstance(failed, CallFailed) and re.search(r"MB of 300 MB", str(failed))
 
 
+@pytest.mark.slow
 def test_a_wait_for_a_node_says_what_for(nodes: TwoNodes) -> None:
     wants = {"num_gpus": 1, "resources": {"seat": 2}, "wait_s": 1.0}
     _, (failed,) = play(nodes, ray_agents.quick, task("a"), executor=wants)
@@ -319,6 +325,7 @@ def test_nodes_that_cannot_reach_the_gateway_are_named(nodes: TwoNodes) -> None:
         nodes.leave("stranger")
 
 
+@pytest.mark.slow
 def test_signals_stay_the_runs(nodes: TwoNodes) -> None:
     heard: list[int] = []
     before = signal.getsignal(signal.SIGINT), signal.signal(signal.SIGTERM, lambda number, frame: heard.append(number))
