@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 from app.strategies.ranks.collectives import Communicator
 from app.strategies.ranks.groups import GroupRanks
 from app.strategies.shards import is_sharded, shard_models
-from app.tree import PrefixTree, TreeEngine, memory
+from app.tree import Likeliest, PrefixTree, SoftTargets, TreeEngine, memory
 from benchmarks.common.memory import peak_bytes
 from tests.app.tree import models, oracle
 from tests.app.tree.cases import Case
@@ -101,6 +101,22 @@ def run_pass(
         "given": given,
         "collectives": list(group.seen),
     }
+
+
+def run_soft(size: int, name: str, case: Case, soft: SoftTargets, sharded: bool) -> dict[str, Any]:
+    """One rank's backward over columns beside tokens, and what it collects as likeliest; in shards, why it does not."""
+    group = CountedGroup(size)
+    model, head = sharded_over(group, name, torch.float64) if sharded else models.shared(name, torch.float64)
+    engine = TreeEngine(model, case.chunk_tokens, case.live_tokens, value_head=head, group=group, self_check=False)
+    tree, likeliest, want = build(case), Likeliest(3), ("logprobs", "soft")
+    take_grads(model, head)
+    total = engine.backward(tree, SequenceLoss("clipped_ratio", case.lengths, case.seed, want), want, soft=soft)
+    try:
+        engine.forward(tree, soft=likeliest)
+        found: Any = likeliest.found(tree)
+    except ValueError as error:
+        found = str(error)
+    return {"total": total, "grads": mine(take_grads(model, head)), "likeliest": found}
 
 
 def run_cells(size: int, cells: list[tuple[str, str]], sharded: bool) -> None:

@@ -9,12 +9,13 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from app.tree import TreeEngine
+from app.tree import Likeliest, SoftTargets, TreeEngine
 from tests.app.strategies.ranks import group_jobs
 from tests.app.tree import models, oracle
-from tests.app.tree.cases import Case, cases
+from tests.app.tree.cases import VOCABULARY, Case, cases
 from tests.app.tree.engine import families
 from tests.app.tree.losses import KINDS, SequenceLoss
+from tests.app.tree.parity import build, take_grads
 from tests.app.tree.states import hybrids
 from tests.helpers.rank_pool import RankError, RankPool
 
@@ -107,6 +108,33 @@ def test_a_quick_look(two_ranks: RankPool, name: str, sharded: bool) -> None:
     case = Case(sequences, None, None, "tree", chunk_tokens=1, live_tokens=3, seed=0)
     seen = check(two_ranks, 2, name, torch.float64, 1e-9, case, "clipped_ratio", sharded)
     assert any("the parameters of 'layers.1'" in what for what in seen) == sharded
+
+
+@pytest.mark.parametrize(("name", "sharded"), [("starcoder2", False), ("phi", True)])
+def test_columns_beside_tokens(two_ranks: RankPool, name: str, sharded: bool) -> None:
+    """Two ranks compute what one process does, which dense autograd vouches for elsewhere."""
+    stem = [3, 10, 17, 24, 3]
+    case = Case([np.array([*stem, *more]) for more in ([1, 2, 3], [4], [])], None, None, "tree", 2, 4, seed=0)
+    random = np.random.default_rng(0)
+    ids = np.stack([random.permutation(VOCABULARY)[:3] for _ in range(sum(case.lengths))])
+    soft, want = SoftTargets(torch.from_numpy(ids), torch.from_numpy(random.random(ids.shape))), ("logprobs", "soft")
+    found = two_ranks.run(group_jobs.run_soft, size=2, name=name, case=case, soft=soft, sharded=sharded)
+    model, head = models.shared(name, torch.float64)
+    engine, tree = TreeEngine(model, value_head=head, self_check=False), build(case)
+    take_grads(model, head)
+    total = engine.backward(tree, SequenceLoss("clipped_ratio", case.lengths, case.seed, want), want, soft=soft)
+    expected = {key: grad for key, grad in take_grads(model, head).items() if grad is not None}
+    error, where = oracle.relative_error(group_jobs.summed(found, "grads"), expected)
+    assert error <= 1e-9, where
+    likeliest = Likeliest(3)
+    engine.forward(tree, soft=likeliest)
+    for rank in found:
+        assert rank["total"] == pytest.approx(total, rel=1e-9)
+        if sharded:
+            assert "whose vocabulary ranks share" in rank["likeliest"]
+            continue
+        for got, alone in zip(rank["likeliest"], likeliest.found(tree), strict=True):
+            torch.testing.assert_close(got, alone, atol=1e-9, rtol=0)
 
 
 def test_a_model_in_shards_is_called_by_all_ranks_alike(two_ranks: RankPool) -> None:
