@@ -128,7 +128,8 @@ class TeacherServer:
         found = about.get("input_top_logprobs")
         rows = found[-tokens:] if isinstance(found, list) else []
         pairs = [[one[:2] for one in row if isinstance(one, list) and len(one) >= 2] for row in rows if row]
-        numbers = all(type(p) in (int, float) and type(token) is int for row in pairs for p, token in row)
+        kinds = all(type(p) in (int, float) and type(token) is int for row in pairs for p, token in row)
+        numbers = kinds and not any(math.isnan(p) for row in pairs for p, _ in row)
         if len(pairs) != tokens or not numbers or any(len(row) != count for row in pairs):
             raise TeacherLost(
                 f"{self.url}: gives no {count} likeliest tokens of {tokens} positions (input_top_logprobs), which the"

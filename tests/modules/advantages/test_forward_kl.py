@@ -96,8 +96,21 @@ def test_a_server_teaches_as_a_model_here(tmp_path: Path) -> None:
     assert {one["top_logprobs_num"] for one in asked} == {K} and len(asked) == 2 * len(unheated(0))
 
 
-def test_a_server_without_likeliest_tokens_is_refused() -> None:
-    with served(scorer(teacher())) as (url, _), pytest.raises(TeacherLost, match="gives no 4 likeliest tokens"):
+def broken(model: Any) -> Any:
+    """`with_likeliest`, one of whose numbers is none."""
+    good = with_likeliest(model)
+
+    def answer(body: dict[str, Any], number: int) -> dict[str, Any]:
+        found = good(body, number)
+        found["meta_info"]["input_top_logprobs"][-1][0][0] = float("nan")
+        return found
+
+    return answer
+
+
+@pytest.mark.parametrize("answers", [scorer, broken])
+def test_a_server_without_likeliest_tokens_is_refused(answers: Any) -> None:
+    with served(answers(teacher())) as (url, _), pytest.raises(TeacherLost, match="gives no 4 likeliest tokens"):
         TeacherServer(url, "there", max_concurrent=1).scores(unheated(0), K)
 
 
