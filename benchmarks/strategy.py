@@ -1,12 +1,13 @@
 """What data parallelism costs between ranks: time and bytes of one optimizer step, and the balance of a split tree.
 
     python -m benchmarks.strategy [--ranks 2] [--parameters 8] [--repeats 5] [--out DIR]      # exchange of gradients
-    python -m benchmarks.strategy --balance 2x2 [--ranks 2] [--data FILE]                     # CPU seconds a rank
+    python -m benchmarks.strategy --balance 2x2 [--ranks 2] [--groups 1] [--toy] [--data FILE]   # CPU seconds a rank
 
 Exchange: the same layers under DTAStrategy's sharded optimizer (bfloat16 and float32), DistributedDataParallel with
 float32 gradients, and the same with ZeroRedundancyOptimizer; all in one gloo process group, taking turns. Bytes, a
 parameter and rank, are counted on a loopback device of their own (a network namespace, where the system permits one;
-else left out); medians. Balance: every rank runs its part of recorded airline turns through the tree engine.
+else left out); medians. Balance: every rank runs its part of recorded airline turns through the tree engine, alone or
+in groups of ranks that run one plan together; before that rank 0 runs the whole, while the others wait.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -30,12 +32,14 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
 from app.strategies.ranks.collectives import Communicator
+from app.strategies.ranks.groups import GroupRanks
 from app.strategies.zero1 import ShardedOptimizer
 from app.tree import PrefixTree, TreeEngine, partition
 from benchmarks.common.records import write_json
 
 _INSIDE = "ARBORIST_BENCH_NETWORK"
 _WIDTH = 512
+_EACH = {"cpu_seconds": ".2f", "tokens": ""}
 Step = Callable[[], None]
 
 
@@ -45,6 +49,8 @@ def main() -> None:
     parser.add_argument("--parameters", type=float, default=8.0, help="millions")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--balance", metavar="TASKSxTRIALS", help="measure the balance of a split tree instead")
+    parser.add_argument("--groups", type=int, nargs="+", default=[1], help="with --balance: ranks that run one plan")
+    parser.add_argument("--toy", action="store_true", help="with --balance: a tiny model (hidden 32, two layers)")
     parser.add_argument("--data", help="recorded conversations (default: airline_tokens.npz of ARBORIST_DATA)")
     parser.add_argument("--out", type=Path, help="directory for strategy.json and strategy.md")
     parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
@@ -52,6 +58,8 @@ def main() -> None:
     arguments = parser.parse_args()
     if arguments.ranks < 2:
         parser.error(f"--ranks {arguments.ranks}: at least 2 are needed to exchange anything")
+    if any(arguments.ranks % size for size in arguments.groups):
+        parser.error(f"--groups {arguments.groups}: each has to divide --ranks {arguments.ranks}")
     if arguments.rank is not None:
         _rank(arguments)
     else:
@@ -77,7 +85,9 @@ def _launch(arguments: argparse.Namespace) -> None:
     print(text)
     if arguments.out is not None:
         arguments.out.mkdir(parents=True, exist_ok=True)
-        name = "strategy_balance" if arguments.balance else f"strategy_{arguments.ranks}"
+        name = f"strategy_{arguments.ranks}"
+        if arguments.balance:
+            name = "strategy_balance" if arguments.groups == [1] else f"strategy_groups_{arguments.balance}"
         write_json(arguments.out / f"{name}.json", result)
         (arguments.out / f"{name}.md").write_text(text)
 
@@ -184,39 +194,65 @@ def _balance(arguments: argparse.Namespace) -> dict[str, Any]:
 
     tasks, trials = map(int, arguments.balance.split("x"))
     source, recorded = conversations(arguments.data)
-    case = make_case(source, recorded, "turns", tasks, trials, vocabulary=8192)
-    parts = partition(case.tree(), arguments.ranks)
-    mine = case.pick(parts[arguments.rank])
-    engine = TreeEngine(build_model(), chunk_tokens=2048, live_tokens=8192, self_check=False)
-    tree, used = PrefixTree.build(mine.sequences, mine.scored), []
-    for _ in range(2):  # the first warms up
-        begin = time.process_time()
-        if tree.num_sequences:
-            engine.backward(tree, lambda out, indices: out.logprobs.sum(), batched=True)
-        used.append(time.process_time() - begin)
-    everyone: list[Any] = [None] * arguments.ranks
-    dist.all_gather_object(everyone, (used[-1], tree.num_tokens))
-    seconds = [spent for spent, _ in everyone]
+    case = make_case(source, recorded, "turns", tasks, trials, vocabulary=512 if arguments.toy else 8192)
+    whole, model = case.tree(), build_model(toy=arguments.toy)
+    ranks = Communicator(dist.group.WORLD, torch.device("cpu"))
+    warm = PrefixTree.build([sequence[:64] for sequence in case.sequences[:2]])
+
+    def run(sequences: Sequence[int], group: GroupRanks | None) -> float:
+        """CPU seconds of this process."""
+        engine = TreeEngine(model, chunk_tokens=2048, live_tokens=8192, self_check=False, group=group)
+        tree = whole.select(sequences) if sequences else None
+        for one in (warm, tree):
+            dist.barrier()
+            begin = time.process_time()
+            if one is not None:
+                engine.backward(one, lambda out, indices: out.logprobs.sum(), batched=True)
+        return time.process_time() - begin
+
+    alone = _of_all(run(range(whole.num_sequences) if arguments.rank == 0 else (), None))[0]
+    rows = []
+    for size in arguments.groups:
+        parts = partition(whole, arguments.ranks // size)
+        mine = parts[arguments.rank // size]
+        group = GroupRanks(ranks, size, timedelta(hours=1)) if size > 1 else None
+        seconds = _of_all(run(mine, group))
+        tokens = [whole.select(part).num_tokens if part else 0 for part in parts]
+        rows.append({"group": size, "cpu_seconds": seconds, "tokens": tokens})
     return {
         "case": case.name,
         "source": source,
         "ranks": arguments.ranks,
-        "cpu_seconds": seconds,
-        "slowest_over_mean": max(seconds) * arguments.ranks / sum(seconds),
-        "tokens": [tokens for _, tokens in everyone],
-        "tokens_of_one_tree": case.tree().num_tokens,
+        "cpu_seconds_of_one_tree": alone,
+        "tokens_of_one_tree": whole.num_tokens,
+        "groups": rows,
     }
+
+
+def _of_all(mine: float) -> list[float]:
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, mine)
+    return everyone
 
 
 def _markdown(result: dict[str, Any]) -> str:
     lines = [f"`{result['command']}`", ""]
     if "rows" not in result:
-        seconds = ", ".join(f"{spent:.2f}" for spent in result["cpu_seconds"])
+        alone, count = result["cpu_seconds_of_one_tree"], result["ranks"]
         lines += [
-            f"{result['case']} of {result['source']} on {result['ranks']} ranks: CPU seconds {seconds}; slowest / mean"
-            f" {result['slowest_over_mean']:.3f}; tokens {result['tokens']}, as one tree"
-            f" {result['tokens_of_one_tree']}."
+            f"{result['case']} of {result['source']} on {count} ranks, and as one tree: {alone:.2f} CPU seconds,"
+            f" {result['tokens_of_one_tree']} tokens.",
+            "",
+            "| ranks of a group | CPU seconds of each rank | slowest / mean | slowest x ranks / one tree |"
+            " all / one tree | tokens of each group |",
+            "|---|---|---|---|---|---|",
         ]
+        for row in result["groups"]:
+            seconds = row["cpu_seconds"]
+            each, tokens = (", ".join(f"{one:{form}}" for one in row[key]) for key, form in _EACH.items())
+            most, total = max(seconds) * count, sum(seconds)
+            ratios = f"{most / total:.3f} | {most / alone:.3f} | {total / alone:.3f}"
+            lines.append(f"| {row['group']} | {each} | {ratios} | {tokens} |")
         return "\n".join(lines) + "\n"
     lines += [
         f"{result['ranks']} ranks, {result['parameters'] / 1e6:.1f} M parameters; one step (forward and backward of two"

@@ -6,12 +6,15 @@ that step. (A callback's own `on_train_batch_end` runs before the module's: what
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
+from torch import Tensor
 
-from app.strategies.shards import is_sharded, whole_copy
+from app.strategies.shards import gathers, is_sharded, whole_copy, without_storage
+from datamodules.inference.export import base_model, checkpoint_parts, weight_parts
 
 
 def run_dir(trainer: Trainer) -> Path:
@@ -26,6 +29,21 @@ def whole_policy(trainer: Trainer, policy: Any, adapter: bool = False) -> Any:
     """A collective: on rank 0 the policy with whole weights, which is a copy in CPU memory where ranks hold shards; the
     policy itself where nothing but its `adapter` is wanted, which every rank has."""
     return whole_copy(policy, trainer.is_global_zero) if is_sharded(policy) and not adapter else policy
+
+
+def policy_in_parts(policy: Any, keep: bool) -> tuple[Any, Iterator[dict[str, Tensor]]]:
+    """A collective, of a policy that ranks hold in shards: where `keep`, a model like it without storage, and its
+    weights as `checkpoint_weights`, a layer at a time, gathered as one asks for the next. Elsewhere nothing, when the
+    last was gathered."""
+    gather = gathers(base_model(policy), keep)
+    if keep:
+        assert gather is not None, "rank 0 keeps"
+        like = without_storage(policy)
+        return like, checkpoint_parts(policy, gather, like)
+    if gather is not None:
+        for names in weight_parts(policy):
+            gather(names)
+    return None, iter(())
 
 
 class StepMetrics(Callback):

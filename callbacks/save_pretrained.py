@@ -4,7 +4,7 @@ Promises: the directory loads with `AutoModelForCausalLM.from_pretrained`, or wh
 `AutoModelForSequenceClassification.from_pretrained`, or a model that sees with `AutoModelForImageTextToText` and its
 image processor (and `AutoTokenizer`, when the datamodule has a tokenizer, or the model that the run began with), on
 this project's `model: {path: ...}` and on inference servers alike. Adapters are written as PEFT has them, for
-`model: {path: ..., adapter: ...}`, unless they are to be merged.
+`model: {path: ..., adapter: ...}`, unless they are to be merged. Of a model in shards rank 0 holds no more than a file.
 """
 
 from __future__ import annotations
@@ -15,8 +15,10 @@ from typing import Any
 from lightning.pytorch import Callback, LightningModule, Trainer
 from transformers import AutoTokenizer
 
-from callbacks.base import run_dir, whole_policy
-from datamodules.inference.served_config import save_merged
+from app.strategies.shards import is_sharded
+from callbacks.base import policy_in_parts, run_dir
+from datamodules.inference.served_config import put_back_or_say, save_merged
+from datamodules.inference.weight_files import save_config, save_parts
 
 _log = logging.getLogger(__name__)
 
@@ -36,12 +38,20 @@ class SavePretrained(Callback):
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         target = run_dir(trainer) / self.dirpath
         adapter = hasattr(pl_module.policy, "peft_config") and not self.merge
-        policy: Any = whole_policy(trainer, pl_module.policy, adapter)
+        policy: Any = pl_module.policy
+        parts = None
+        if is_sharded(policy) and not adapter:
+            policy, parts = policy_in_parts(policy, trainer.is_global_zero)
         if trainer.is_global_zero:
             if adapter:
                 policy.save_pretrained(target)
-            else:
+            elif parts is None:
                 save_merged(policy, target)
+            else:
+                target.mkdir(parents=True, exist_ok=True)
+                save_parts(parts, target)
+                save_config(policy, target)
+                put_back_or_say(target)
             tokenizer = _tokenizer(trainer, pl_module)
             if tokenizer is not None:
                 tokenizer.save_pretrained(target)

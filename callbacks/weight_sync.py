@@ -8,8 +8,8 @@
 
 Promises: rollouts and validation start with the trainer's (restored) weights; when `on_train_batch_end` returns
 the engine serves the version the trainer has, and the staleness gate knows it. Only global rank 0 talks to the engine;
-where parameters are sharded it gathers a copy in CPU memory first, one tensor at a time, with the ranks of its group
-(not for an adapter alone, which every rank has).
+where parameters are sharded it gathers them with the ranks of its group, one tensor at a time: by method disk a layer
+after another into files, else into a copy in CPU memory (nothing for an adapter alone, which every rank has).
 
 A version is one set of weights, so the engine never serves those in the middle of a batch of several steps. Validation
 there would score other weights than a checkpoint saves with that score: it is refused when training starts.
@@ -25,12 +25,15 @@ from __future__ import annotations
 import logging
 import math
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
 
 from lightning.pytorch import Callback, LightningModule, Trainer
+from torch import Tensor
 
-from callbacks.base import run_dir, whole_policy
+from app.strategies.shards import is_sharded
+from callbacks.base import policy_in_parts, run_dir, whole_policy
 from callbacks.validate_ends import nearest_multiples
 from datamodules.inference.export import checkpoint_weights, merged_weights, num_bytes
 from datamodules.inference.protocol import RolloutData, WeightUpdate
@@ -133,9 +136,13 @@ class WeightSync(Callback):
         seconds, size, downtime_s = 0.0, 0, 0.0
         if module.policy_version != self._sent:
             began = time.perf_counter()
-            policy = whole_policy(trainer, module.policy, self._way == "adapter")
+            policy, parts = module.policy, None
+            if self._way == "disk" and is_sharded(policy):
+                policy, parts = policy_in_parts(policy, trainer.is_global_zero)
+            else:
+                policy = whole_policy(trainer, policy, self._way == "adapter")
             if trainer.is_global_zero:
-                size, downtime_s = self._send(trainer, policy, module.policy_version)
+                size, downtime_s = self._send(trainer, policy, module.policy_version, parts)
                 seconds = time.perf_counter() - began
                 module.step_seconds["sync"] = module.step_seconds.get("sync", 0.0) + seconds
             self._sent = module.policy_version
@@ -159,10 +166,12 @@ class WeightSync(Callback):
                 " start older weights in a new process"
             )
 
-    def _send(self, trainer: Trainer, policy: Any, version: int) -> tuple[int, float]:
-        """Bytes sent, and seconds in which nothing was generated."""
+    def _send(
+        self, trainer: Trainer, policy: Any, version: int, parts: Iterator[dict[str, Tensor]] | None = None
+    ) -> tuple[int, float]:
+        """Bytes sent, and seconds in which nothing was generated. `parts`: the weights, where `policy` has none."""
         data: Any = trainer.datamodule
-        update, size = self._update(policy, version)
+        update, size = self._update(policy, version, parts)
         downtime_s: float = data.engine.update_weights(update)
         data.publish(version)
         if self._files is not None:
@@ -172,9 +181,9 @@ class WeightSync(Callback):
                 _log.warning("WeightSync.directory: older weights could not be removed: %s", error)
         return size, downtime_s
 
-    def _update(self, policy: Any, version: int) -> tuple[WeightUpdate, int]:
+    def _update(self, policy: Any, version: int, parts: Iterator[dict[str, Tensor]] | None) -> tuple[WeightUpdate, int]:
         if self._files is not None:
-            path, size = self._files.write(policy, version)
+            path, size = self._files.write(policy, version, parts)
             return WeightUpdate(version, path=str(path), deadline_s=self.deadline_s), size
         weights = merged_weights(policy) if self._way == "memory" else checkpoint_weights(policy)
         return WeightUpdate(version, state_dict=weights, deadline_s=self.deadline_s), num_bytes(weights)

@@ -219,24 +219,38 @@ def computes_in(parameter: Tensor) -> torch.dtype:
     return dtype
 
 
-@torch.no_grad()
-def whole_copy(model: Any, keep: bool) -> Any:
-    """Collective over the group of rank 0: where `keep`, a plain model in CPU memory with the parameters of all ranks
-    (in PEFT's wrapper where `model` is). They are gathered one at a time, so that other ranks hold no more than the
-    largest."""
-    named = dict(model.named_parameters(remove_duplicate=False))
+def gathers(model: Any, keep: bool) -> Callable[[Iterable[str]], dict[str, Tensor]] | None:
+    """A collective over the group of rank 0, which its ranks call with the same names: what of the `state_dict` of
+    `model` has these, whole, in CPU memory of its own and in the dtype of checkpoints; nothing but where `keep`. One is
+    gathered at a time, so that ranks hold no more than the largest beside it. None for ranks of other groups."""
+    named, state = dict(model.named_parameters(remove_duplicate=False)), model.state_dict()
     cut = next(parameter for parameter in named.values() if isinstance(parameter.data, DTensor))
     if not (cut.data.device_mesh.mesh == 0).any():
         return None
-    weights = {}
-    for name, value in model.state_dict().items():
-        gathered = value.full_tensor() if isinstance(value, DTensor) else value
-        if keep:
-            dtype = computes_in(named[name]) if name in named else gathered.dtype
-            weights[name] = gathered.detach().to("cpu", dtype, copy=True)
+
+    @torch.no_grad()
+    def gather(names: Iterable[str]) -> dict[str, Tensor]:
+        found = {}
+        for name in names:
+            value = state[name]
+            whole = value.full_tensor() if isinstance(value, DTensor) else value
+            if keep:
+                dtype = computes_in(named[name]) if name in named else whole.dtype
+                found[name] = whole.detach().to("cpu", dtype, copy=True)
+        return found
+
+    return gather
+
+
+@torch.no_grad()
+def whole_copy(model: Any, keep: bool) -> Any:
+    """Collective over the group of rank 0: where `keep`, a plain model in CPU memory with the parameters of all ranks
+    (in PEFT's wrapper where `model` is)."""
+    gather = gathers(model, keep)
+    weights = gather(model.state_dict()) if gather is not None else {}
     if not keep:
         return None
-    whole = _without_storage(model)
+    whole = without_storage(model)
     whole.load_state_dict(weights, assign=True)
     inner = whole.get_base_model() if hasattr(whole, "get_base_model") else whole
     inner.tie_weights()
@@ -246,8 +260,9 @@ def whole_copy(model: Any, keep: bool) -> Any:
     return whole
 
 
-def _without_storage(model: Any) -> Any:
-    """A plain model of the same configuration, and adapters of the same kind where it has some."""
+def without_storage(model: Any) -> Any:
+    """A plain model of the same configuration and dtypes on the meta device, and adapters of the same kind where it has
+    some."""
     adapted = hasattr(model, "get_base_model")
     inner = model.get_base_model() if adapted else model
     with torch.device("meta"):
@@ -260,6 +275,9 @@ def _without_storage(model: Any) -> Any:
                 plain = type(model)(plain, copy.deepcopy(adapter), adapter_name=name)
             else:
                 plain.add_adapter(name, copy.deepcopy(adapter))
+    named = dict(model.named_parameters(remove_duplicate=False))
+    for name, parameter in plain.named_parameters():
+        parameter.data = parameter.data.to(computes_in(named[name]))
     return plain
 
 

@@ -2,13 +2,15 @@
 
 Promises: the trainer's model is only read; a LoRA-ed policy (any adapter peft can merge) comes out under exactly the
 names of its base model, one layer merged at a time on a copy of that layer; what an engine could not load, or would
-load as another model, is refused here. peft itself is not imported: its layers are recognised by what they offer.
+load as another model, is refused here; what does not fit into one memory is exported a layer at a time
+(`checkpoint_parts`). peft itself is not imported: its layers are recognised by what they offer.
 """
 
 from __future__ import annotations
 
 import copy
 import re
+from collections.abc import Callable, Iterable, Iterator, Set
 from typing import Any, cast
 
 import torch
@@ -16,6 +18,9 @@ from torch import Tensor
 from torch.nn import Module
 from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
+
+Fetch = Callable[[Iterable[str]], dict[str, Tensor]]
+"""Gets tensors by their names in a base model's own `state_dict()`, into memory that may be written."""
 
 
 class ExportError(ValueError):
@@ -38,15 +43,7 @@ def merged_weights(policy: Module) -> dict[str, Tensor]:
         ExportError: merging gives values that are not finite, or separates tied embeddings.
     """
     base = base_model(policy)
-    weights = {name: tensor.detach() for name, tensor in base.state_dict().items()}
-    adapted = _adapted_modules(base)
-    for path, module in adapted.items():
-        for name in [name for name in weights if name.startswith(f"{path}.")]:
-            del weights[name]
-        for name, tensor in _merged(path, module).state_dict().items():
-            weights[f"{path}.{name}"] = tensor.detach().cpu()
-    _check_ties(base, weights, adapted)
-    return weights
+    return _merge(base, _adapted_modules(base), {name: tensor.detach() for name, tensor in base.state_dict().items()})
 
 
 def checkpoint_weights(policy: Module) -> dict[str, Tensor]:
@@ -61,17 +58,86 @@ def checkpoint_weights(policy: Module) -> dict[str, Tensor]:
     base = base_model(policy)
     weights = merged_weights(policy)
     plain = _plain(base)
+    _check_names(plain, weights.keys())
+    return _as_saved(plain, weights)
+
+
+def weight_parts(policy: Module) -> list[list[str]]:
+    """The names of the base model's `state_dict()`, a layer's together, in the order in which `checkpoint_parts` asks
+    for them. Of tied tensors one name alone, or all names together where adapters are on one."""
+    base = base_model(policy)
+    adapted, ties = _adapted_modules(base), base.all_tied_weights_keys
+
+    def place(name: str) -> str:
+        inside = next((path for path in adapted if name.startswith(f"{path}.")), None)
+        layer = re.match(r"(.*?\.\d+)(\.|$)", inside or name)
+        return layer[1] if layer else inside or name
+
+    apart = {tied: source for tied, source in ties.items() if {place(tied), place(source)} & adapted.keys()}
+    together = {place(tied): place(source) for tied, source in apart.items()}
+    parts: dict[str, list[str]] = {}
+    for name in base.state_dict():
+        if name not in ties or name in apart:
+            parts.setdefault(together.get(place(name), place(name)), []).append(name)
+    return list(parts.values())
+
+
+def checkpoint_parts(policy: Module, fetch: Fetch, without: Module) -> Iterator[dict[str, Tensor]]:
+    """`checkpoint_weights` of a policy whose tensors are elsewhere, a layer at a time; what is yielded may be dropped.
+
+    Args:
+        policy: whose names count, and whose tensors are not looked at.
+        fetch: called once for each of `weight_parts`, in order.
+        without: a model like the policy, adapters and all, that has no storage and gets its tensors for a while.
+
+    Raises:
+        ExportError: as `checkpoint_weights`, names that do not fit only after the last part.
+    """
+    holder = base_model(without)
+    adapted, plain, seen = _adapted_modules(holder), _plain(holder), set[str]()
+    for names in weight_parts(policy):
+        weights = fetch(names)
+        if adapted:
+            holder.load_state_dict(weights, strict=False, assign=True)
+        merged = _merge(holder, adapted, dict(weights))
+        if adapted:
+            empty = {name: tensor.to("meta") for name, tensor in weights.items()}
+            holder.load_state_dict(empty, strict=False, assign=True)
+        seen |= merged.keys()
+        part = _as_saved(plain, merged)
+        del weights, merged  # what is dropped of `part` is gone
+        yield part
+    _check_names(plain, seen | plain.all_tied_weights_keys.keys())
+
+
+def _merge(base: PreTrainedModel, adapted: dict[str, Module], weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    """`weights` of the base model, all or those of some layers, with what adapters make of them."""
+    for path, module in adapted.items():
+        own = [name for name in weights if name.startswith(f"{path}.")]
+        for name in own:
+            del weights[name]
+        for name, tensor in _merged(path, module).state_dict().items() if own else ():
+            weights[f"{path}.{name}"] = tensor.detach().cpu()
+    _check_ties(base, weights, adapted)
+    return weights
+
+
+def _check_names(plain: PreTrainedModel, names: Set[str]) -> None:
     expected = plain.state_dict().keys()
-    if weights.keys() != expected:
-        missing, unknown = sorted(expected - weights.keys()), sorted(weights.keys() - expected)
+    if names != expected:
+        missing, unknown = sorted(expected - names), sorted(names - expected)
         raise ExportError(
-            f"weight export: the policy is not the {type(base).__name__} its configuration describes; missing"
+            f"weight export: the policy is not the {type(plain).__name__} its configuration describes; missing"
             f" {missing[:3]} ({len(missing)}), unknown {unknown[:3]} ({len(unknown)}); a server could not load it"
         )
+
+
+def _as_saved(plain: PreTrainedModel, weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Under the names of a checkpoint; of tied tensors the first alone."""
     for tied in plain.all_tied_weights_keys:
         weights.pop(tied, None)
     reverted = revert_weight_conversion(plain, weights)
-    if base.config.model_type == "kimi_linear":  # read under one name, layers with and without experts leave under it
+    if plain.config.model_type == "kimi_linear":  # read under one name, layers with and without experts leave under it
         return {re.sub(r"\.block_sparse_moe\.(\w+_proj\.)", r".mlp.\1", name): t for name, t in reverted.items()}
     return reverted
 
@@ -142,7 +208,7 @@ def _merged(path: str, module: Module) -> Module:
 def _check_ties(base: PreTrainedModel, weights: dict[str, Tensor], adapted: dict[str, Module]) -> None:
     for name, source in base.all_tied_weights_keys.items() if adapted else ():
         apart = name.rpartition(".")[0] in adapted, source.rpartition(".")[0] in adapted
-        if apart == (False, False):
+        if apart == (False, False) or not {name, source} & weights.keys():  # or of another part
             continue
         # One adapter on one of two tied modules drifts away with its first step, equal as they may be now.
         if not all(apart) or not torch.equal(weights[name], weights[source]):

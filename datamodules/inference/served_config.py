@@ -83,6 +83,11 @@ def save_merged(policy: Module, directory: Path) -> None:
         base.save_pretrained(directory, state_dict=checkpoint_weights(policy), save_original_format=False)
     else:
         base.save_pretrained(directory, state_dict=merged_weights(policy))
+    put_back_or_say(directory)
+
+
+def put_back_or_say(directory: Path) -> None:
+    """`put_back`, or a warning where files need not be for servers."""
     try:
         put_back(directory)
     except ExportError as error:

@@ -16,6 +16,7 @@ import copy
 import json
 import os
 import shutil
+from collections.abc import Iterable
 from pathlib import Path
 
 from safetensors import SafetensorError
@@ -26,6 +27,7 @@ from torch.nn import Module
 from datamodules.inference.export import ExportError, adapter_weights, base_model, checkpoint_weights, num_bytes
 from datamodules.inference.served_config import put_back
 
+SHARD_BYTES = 4 << 30
 _MARGIN_BYTES = 1 << 20  # configuration, index and headers beside the tensors
 
 
@@ -38,7 +40,7 @@ class WeightFiles:
         adapter: write the policy's adapter, and not the model it is on.
     """
 
-    def __init__(self, directory: str | Path, shard_bytes: int = 4 << 30, adapter: bool = False) -> None:
+    def __init__(self, directory: str | Path, shard_bytes: int = SHARD_BYTES, adapter: bool = False) -> None:
         if shard_bytes < 1:
             raise ValueError(f"WeightFiles.shard_bytes: {shard_bytes}, must be at least 1")
         self.directory = Path(directory).absolute()
@@ -48,8 +50,12 @@ class WeightFiles:
     def path(self, version: int) -> Path:
         return self.directory / f"v{version:08d}"
 
-    def write(self, policy: Module, version: int) -> tuple[Path, int]:
+    def write(self, policy: Module, version: int, parts: Iterable[dict[str, Tensor]] | None = None) -> tuple[Path, int]:
         """Writes the policy's weights and configuration; an older directory of that version is replaced.
+
+        Args:
+            parts: the weights of a whole model, in its checkpoint's names and layout; `policy` may then be without
+                storage. They are written as they come, up to `shard_bytes` together in memory.
 
         Returns:
             The directory, and the bytes of its tensors.
@@ -57,8 +63,11 @@ class WeightFiles:
         Raises:
             ExportError: the policy cannot be exported, or the disk does not take it.
         """
-        weights = adapter_weights(policy) if self.adapter else checkpoint_weights(policy)
-        size = num_bytes(weights)
+        if parts is None:
+            weights = adapter_weights(policy) if self.adapter else checkpoint_weights(policy)
+            size, parts = num_bytes(weights), [weights]
+        else:
+            size = sum(parameter.nbytes for parameter in policy.parameters())
         target = self.path(version)
         aside = target.with_name(f".{target.name}.partial")
         try:
@@ -71,8 +80,9 @@ class WeightFiles:
             if self.adapter:
                 policy.save_pretrained(str(aside))  # type: ignore[operator]
             else:
-                _save_config(policy, aside)
-                _save_shards(weights, aside, self.shard_bytes)
+                save_config(policy, aside)
+                put_back(aside)
+                size = save_parts(parts, aside, self.shard_bytes)
             for path in (*aside.iterdir(), aside):
                 _flush(path)
             _remove(target)
@@ -98,30 +108,51 @@ class WeightFiles:
                 _remove(path)
 
 
-def _save_config(policy: Module, directory: Path) -> None:
+def save_config(policy: Module, directory: Path) -> None:
+    """What stands beside the weights of the whole model that `policy` is, as transformers writes it."""
     base = base_model(policy)
     config = copy.deepcopy(base.config)  # the trainer's own stays as it is
     config.architectures = [type(base).__name__]
     config.dtype = str(base.dtype).removeprefix("torch.")
     config.save_pretrained(directory)
-    put_back(directory)
     if getattr(base, "generation_config", None) is not None:
         base.generation_config.save_pretrained(directory)
 
 
-def _save_shards(weights: dict[str, Tensor], directory: Path, shard_bytes: int) -> None:
-    shards = split(weights, shard_bytes)
-    index: dict[str, str] = {}
-    for number, names in enumerate(shards, 1):
-        suffix = "" if len(shards) == 1 else f"-{number:05d}-of-{len(shards):05d}"
-        file = f"model{suffix}.safetensors"
-        # One shard at a time on the host, each tensor in memory of its own: parameters may be views of a flat buffer.
-        tensors = {name: weights[name].cpu().clone().contiguous() for name in names}
-        save_file(tensors, directory / file, metadata={"format": "pt"})
-        index |= dict.fromkeys(names, file)
-    if len(shards) > 1:
-        content = {"metadata": {"total_size": sum(t.nbytes for t in weights.values())}, "weight_map": index}
+def save_parts(parts: Iterable[dict[str, Tensor]], directory: Path, shard_bytes: int = SHARD_BYTES) -> int:
+    """Writes tensors as they come, a file whenever `shard_bytes` are together (a larger tensor has a file of its own),
+    so that no more than these, twice, and one part are in memory. Parts are emptied, weights that stood there removed.
+    Returns the bytes of all."""
+    for old in directory.glob("model*.safetensors*"):
+        old.unlink()
+    files: list[dict[str, int]] = []
+    held: dict[str, Tensor] = {}
+
+    def write() -> None:
+        files.append({name: tensor.nbytes for name, tensor in held.items()})
+        save_file(held, directory / _file(len(files), 0), metadata={"format": "pt"})
+        held.clear()
+
+    for part in parts:
+        for name in list(part):
+            tensor = part.pop(name)
+            if held and sum(other.nbytes for other in held.values()) + tensor.nbytes > shard_bytes:
+                write()
+            held[name] = tensor.cpu().clone().contiguous()  # parameters may be views of a flat buffer
+    write()
+    for number in range(1, len(files) + 1):
+        (directory / _file(number, 0)).rename(directory / _file(number, len(files)))
+    size = sum(sum(sizes.values()) for sizes in files)
+    if len(files) > 1:
+        index = {name: _file(number, len(files)) for number, sizes in enumerate(files, 1) for name in sizes}
+        content = {"metadata": {"total_size": size}, "weight_map": index}
         (directory / "model.safetensors.index.json").write_text(json.dumps(content, indent=2, sort_keys=True))
+    return size
+
+
+def _file(number: int, of: int) -> str:
+    """`of`: how many there are; 0 while nobody knows."""
+    return "model.safetensors" if of == 1 else f"model-{number:05d}-of-{of:05d}.safetensors"
 
 
 def split(weights: dict[str, Tensor], most_bytes: int) -> list[list[str]]:

@@ -14,8 +14,10 @@ from app.batch import RolloutBatch
 from app.strategies import DTAStrategy
 from app.strategies.pieces import load_whole
 from callbacks import SavePretrained, WeightSync
+from callbacks.base import policy_in_parts
 from datamodules.inference.embedded import EmbeddedEngine
 from datamodules.inference.protocol import GenerationRequest
+from datamodules.inference.weight_files import save_parts
 from modules import ActorCriticModule, ModelSource, PolicyModule, build_model
 from modules.algorithm import Regulariser
 from modules.models import Refresh, inner_model
@@ -77,6 +79,7 @@ def fit(
     saved: list[Callback] = []
     if directory is not None:
         saved = [ModelCheckpoint(directory, filename="{step}", every_n_train_steps=steps), SavePretrained()]
+        saved += [SavePretrained("merged", merge=True)] if base is not None else []
     strategy = DTAStrategy(group_size=size, shard_parameters=sharded, calibrate=False)
     run = trainer(
         metrics,
@@ -114,26 +117,34 @@ def local(parameter: Any) -> Tensor:
 LARGE = {**HEADS, "hidden_size": 512, "intermediate_size": 2048, "head_dim": 128, "num_hidden_layers": 24}
 
 
-def most_memory(sharded: bool) -> tuple[int, int]:
-    """Most bytes that this rank's process had beyond those at the start while a model was built and cut up, and the
-    bytes of the model's parameters."""
-    sizes: list[int] = []
-
-    class Look(Callback):
-        def on_fit_start(self, run: Any, module: Any) -> None:
-            sizes.append(sum(p.numel() * p.itemsize for p in module.parameters()))
-
+def most_memory(sharded: bool, directory: Path) -> tuple[int, int, int]:
+    """Most bytes that this rank's process had beyond those at the start while a model was built and cut up, and beyond
+    those from then on while it was written to `directory` in files of 16 MiB; the bytes of the model's parameters."""
+    found: list[int] = []
     status = Path("/proc/self/status")
 
     def read(field: str) -> int:
         return next(int(line.split()[1]) << 10 for line in status.read_text().splitlines() if line.startswith(field))
 
+    def begin() -> int:
+        Path("/proc/self/clear_refs").write_text("5")  # forgets the highest so far
+        return read("VmRSS:")
+
+    class Look(Callback):
+        def on_fit_start(self, run: Any, module: Any) -> None:
+            found.append(read("VmHWM:") - before)
+            here = begin()
+            _, parts = policy_in_parts(module.policy, run.is_global_zero)
+            written = save_parts(parts, directory, 16 << 20) if run.is_global_zero else 0
+            found.append(read("VmHWM:") - here)
+            found.append(sum(p.numel() * p.itemsize for p in module.parameters()))
+            assert written in (0, found[-1])
+
     module = PolicyModule(source(**LARGE), optimizer=adamw)
-    Path("/proc/self/clear_refs").write_text("5")  # forgets the highest so far
-    before = read("VmRSS:")
+    before = begin()
     strategy = DTAStrategy(group_size=2, shard_parameters=sharded)
     trainer(Look(), devices=2, strategy=strategy, max_steps=0).fit(module, Batches([make_batch()]))
-    return read("VmHWM:") - before, sizes[0]
+    return found[0], found[1], found[2]
 
 
 def contents(path: Path) -> dict[str, Tensor]:
@@ -208,15 +219,16 @@ class ServesWhatIsTrained(Callback):
             self.versions.append(module.policy_version)
 
 
-def serve(layout: Layout, base: Path | None = None) -> list[int]:
-    """The versions that were served with the weights they are of."""
+def serve(layout: Layout, base: Path | None = None, directory: Path | None = None) -> list[int]:
+    """The versions that were served with the weights they are of, which went through files in `directory` or memory."""
     torch.manual_seed(0)
     ranks, size, sharded = layout
     module = PolicyModule(adapted(base), optimizer=adamw)
     data, seen = Served([make_batch(k, version=k) for k in range(2)]), ServesWhatIsTrained(adapted(base))
     strategy = DTAStrategy(group_size=size, shard_parameters=sharded)
+    sync = WeightSync("memory" if directory is None else "disk", directory and str(directory))
     try:
-        trainer(WeightSync(), seen, devices=ranks, strategy=strategy).fit(module, data)
+        trainer(sync, seen, devices=ranks, strategy=strategy).fit(module, data)
     finally:
         data.engine.close()
     return seen.versions

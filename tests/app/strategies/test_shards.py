@@ -111,8 +111,12 @@ def test_a_checkpoint_is_the_same_in_every_layout(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", [(2, 2, True), (4, 2, True)])
-def test_an_engine_beside_the_trainer_serves_whole_weights(pools: dict[int, RankPool], layout: Layout) -> None:
-    assert pools[layout[0]].run(jobs.serve, START, layout=layout)[0] == [1, 2]
+@pytest.mark.parametrize("by_files", [False, True])
+def test_an_engine_beside_the_trainer_serves_whole_weights(
+    pools: dict[int, RankPool], tmp_path: Path, layout: Layout, by_files: bool
+) -> None:
+    directory = tmp_path if by_files else None
+    assert pools[layout[0]].run(jobs.serve, START, layout=layout, directory=directory)[0] == [1, 2]
 
 
 @pytest.fixture
@@ -140,6 +144,8 @@ def test_an_adapter_is_trained_on_shards_of_its_base(pools: dict[int, RankPool],
     trained = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), tmp_path / "model")
     exported = {f"policy.{name}": p for name, p in trained.named_parameters()}
     assert _difference(exported, got["parameters"]) == 0.0
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged").state_dict()
+    assert _difference(merged, trained.merge_and_unload().state_dict()) == 0.0
 
     expected = jobs.contents(tmp_path / "step=3.ckpt")
     options = {"start": tmp_path / "step=3.ckpt", "base": base, "precision": "32-true"}
@@ -162,8 +168,12 @@ def test_adapters_in_more_layouts(
         assert _difference(got["parameters"], whole["parameters"]) < tolerance
 
 
-def test_an_engine_serves_the_adapter_on_its_base(pools: dict[int, RankPool], base: Path) -> None:
-    assert pools[2].run(jobs.serve, START, layout=(2, 2, True), base=base)[0] == [1, 2]
+@pytest.mark.parametrize("by_files", [False, True])
+def test_an_engine_serves_the_adapter_on_its_base(
+    pools: dict[int, RankPool], tmp_path: Path, base: Path, by_files: bool
+) -> None:
+    directory = tmp_path / "weights" if by_files else None
+    assert pools[2].run(jobs.serve, START, layout=(2, 2, True), base=base, directory=directory)[0] == [1, 2]
 
 
 def test_a_run_goes_on_with_shards_and_holds_its_part(pools: dict[int, RankPool], tmp_path: Path) -> None:
@@ -181,15 +191,18 @@ def test_a_run_goes_on_with_shards_and_holds_its_part(pools: dict[int, RankPool]
 
 
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="reads memory as Linux gives it")
-def test_only_rank_0_ever_has_a_whole_model() -> None:
-    """And its layers go as they are cut: beside its half, the other rank holds the largest of them."""
+def test_only_rank_0_ever_has_a_whole_model(tmp_path: Path) -> None:
+    """And its layers go as they are cut: beside its half, the other rank holds the largest of them. When it is written,
+    in files of 16 MiB, it is whole nowhere."""
     pool = RankPool(2)  # of processes that free memory they had lies about in
     try:
-        (first, size), (second, _) = pool.run(jobs.most_memory, START, sharded=True)
+        found = pool.run(jobs.most_memory, START, sharded=True, directory=tmp_path)
     finally:
         pool.close()
+    (first, first_writing, size), (second, second_writing, _) = found
     assert first < 1.25 * size
     assert second < 0.75 * size
+    assert max(first_writing, second_writing) < 0.5 * size
 
 
 def test_refused_by_name() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import resource
 import signal
 import subprocess
@@ -15,7 +16,16 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from datamodules.inference.export import ExportError, base_model, checkpoint_weights, merged_weights, num_bytes
+from app.strategies.shards import without_storage
+from datamodules.inference.export import (
+    ExportError,
+    base_model,
+    checkpoint_parts,
+    checkpoint_weights,
+    merged_weights,
+    num_bytes,
+    weight_parts,
+)
 from datamodules.inference.served_config import save_merged
 from datamodules.inference.weight_files import WeightFiles, split
 from tests.app.tree.states import hybrids
@@ -45,6 +55,25 @@ def assert_loads(path: Path, policy) -> None:
     loaded, info = AutoModelForCausalLM.from_pretrained(path, output_loading_info=True)
     assert not any(info[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
     torch.testing.assert_close(logits(loaded.eval()), logits(policy), atol=2e-5, rtol=0)
+
+
+def assert_parts_are_the_whole(policy) -> None:
+    """What is exported a layer at a time, through a model without storage, is what is exported at once."""
+    state, asked = base_model(policy).state_dict(), []
+
+    def fetch(names):
+        asked.append(list(names))
+        return {name: state[name].detach().clone() for name in names}
+
+    like, whole, found = without_storage(policy), checkpoint_weights(policy), {}
+    for part in checkpoint_parts(policy, fetch, like):
+        assert not found.keys() & part.keys()
+        assert len({re.sub(r"\D+", " ", name).split(" ")[1] for name in part}) == 1  # of one layer
+        found |= part
+        assert all(parameter.is_meta for parameter in like.parameters())
+    assert asked == weight_parts(policy)
+    assert found.keys() == whole.keys()
+    assert all(torch.equal(found[name], tensor) for name, tensor in whole.items())
 
 
 def test_a_plain_policy_is_not_copied() -> None:
@@ -86,14 +115,17 @@ def test_adapters_are_merged_without_a_trace_in_the_trainer(options, tmp_path) -
     assert checkpoint_weights(policy).keys() == plain.state_dict().keys() - {"lm_head.weight"}
     path, _ = WeightFiles(tmp_path).write(policy, 1)
     assert_loads(path, policy)
+    assert_parts_are_the_whole(policy)
     assert torch.equal(torch.get_rng_state(), generator)
     assert all(torch.equal(tensor, before[name]) for name, tensor in policy.state_dict().items())
 
 
 @pytest.mark.parametrize("options", [{"target_modules": ["embed_tokens"]}, {"modules_to_save": ["lm_head"]}], ids=str)
 def test_tied_embeddings_that_adapters_separate_are_refused(options) -> None:
-    with pytest.raises(ExportError, match=r"lm_head.weight.*embed_tokens.weight.*tie_word_embeddings: false"):
-        merged_weights(with_lora(tiny_policy(), **options))
+    policy = with_lora(tiny_policy(), **options)
+    for export in (merged_weights, assert_parts_are_the_whole):
+        with pytest.raises(ExportError, match=r"lm_head.weight.*embed_tokens.weight.*tie_word_embeddings: false"):
+            export(policy)
 
 
 def test_untied_embeddings_may_have_adapters(tmp_path) -> None:
@@ -102,6 +134,7 @@ def test_untied_embeddings_may_have_adapters(tmp_path) -> None:
     with torch.no_grad():
         policy.get_base_model().lm_head.modules_to_save["default"].weight.mul_(2)
     assert "lm_head.weight" in checkpoint_weights(policy)
+    assert_parts_are_the_whole(policy)
     assert_loads(WeightFiles(tmp_path).write(policy, 1)[0], policy)
 
 
@@ -125,8 +158,10 @@ def test_experts_leave_under_the_names_of_a_checkpoint(tmp_path) -> None:
     ours, size = WeightFiles(tmp_path).write(policy, 1)
     assert size == num_bytes(weights) and abs(reference.stat().st_size - size) < 100_000
     assert_loads(ours, policy)
+    assert_parts_are_the_whole(policy)
     adapted = with_lora(policy, target_modules=["q_proj"])
     assert checkpoint_weights(adapted).keys() == weights.keys()
+    assert_parts_are_the_whole(adapted)
 
 
 @pytest.mark.parametrize("name", hybrids.OPTIONS)
@@ -134,6 +169,7 @@ def test_a_hybrid_leaves_as_transformers_itself_saves_it(name: str, tmp_path) ->
     """The same names, shapes and values in the files, and the same model when they are read again; but for a layer of
     Kimi Linear without experts, whose name on the hub transformers loses."""
     policy = hybrids.make(name).eval()
+    assert_parts_are_the_whole(policy)
     policy.save_pretrained(tmp_path / "reference")
     save_merged(policy, tmp_path / "saved")
     ours, _ = WeightFiles(tmp_path).write(policy, 1)
