@@ -132,6 +132,8 @@ def distributions(model: torch.nn.Module, tokens: torch.Tensor) -> torch.Tensor:
 def test_a_reward_model_by_classify(smollm2: Path, tmp_path: Path) -> None:
     torch.manual_seed(0)
     model = AutoModelForSequenceClassification.from_pretrained(smollm2, dtype="float32", num_labels=1).eval()
+    # Else transformers takes the token that ends a reply for padding, whose id it has, and scores the one before.
+    model.config.pad_token_id = None
     model.save_pretrained(tmp_path / "model")
     tokenizer = AutoTokenizer.from_pretrained(smollm2)
     tokenizer.save_pretrained(tmp_path / "model")
