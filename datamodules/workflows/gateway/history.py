@@ -1,18 +1,88 @@
-"""What a session keeps of what it was asked: each message once, and of each prompt what no earlier one begins with.
+"""What a session keeps of what it was asked: each message once, of each prompt what no earlier one begins with, and the
+last request as it came.
 
 Promises: a session's memory grows with what is new in its calls, and not with the history that each of them shows
-again; what is kept reads back as it came, to the token. Cost of a message that is known: looking it up.
+again; what is kept reads back as it came, to the token. Cost of a message that is known: looking it up; in a request
+that goes on with the last one, to the byte, not even reading it.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Mapping
+import re
+import secrets
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
+import orjson
+
 from datamodules.conversations.chat_template import Message
+
+_MESSAGES = re.compile(rb'"messages"\s*:\s*\[')
+
+
+class Shown(list[Any]):
+    """The messages of a request, the first of which may have been in the last one, too.
+
+    Attributes:
+        read: what a protocol has made of the first of them, one of each.
+    """
+
+    read: Sequence[Message] = ()
+
+
+class Bodies:
+    """Reads requests whose `messages` go on with those of the one before."""
+
+    def __init__(self) -> None:
+        self._body, self._messages = b"", Shown()  # of the last request
+        self._begin, self._end, self._whole = 0, 0, 0  # where its list begins, up to where that many of it are known
+        self._mark = secrets.token_hex(16)  # that no client knows
+
+    def read(self, body: bytes, parse: Callable[[bytes], dict[str, Any]]) -> dict[str, Any]:
+        """What `parse` makes of the body, which raises what it likes; `messages` are `Shown`.
+
+        Those of the last request are the same objects: nobody may change them.
+        """
+        found = self._gone_on(body, parse)
+        if found is None:
+            found = parse(body)
+            if type(found.get("messages")) is not list:
+                return found
+            found["messages"] = Shown(found["messages"])
+            begins = _MESSAGES.search(body)
+            self._begin = self._end = begins.end() if begins is not None else len(body)
+            self._whole = 0
+        self._body, self._messages = body, found["messages"]
+        return found
+
+    def _gone_on(self, body: bytes, parse: Callable[[bytes], dict[str, Any]]) -> dict[str, Any] | None:
+        """None where it does not go on with the last one."""
+        last, messages, size = self._body, self._messages, _alike(self._body, body)
+        if size <= self._end or last[size : size + 1] != b"]" or body[size : size + 1] != b",":
+            return None
+        mark = f'"{self._mark}"'.encode()
+        head = last[: self._begin] + mark  # with one mark for all the messages up to the bracket
+        new = last[self._end : size]
+        try:
+            # Between where the list begins and the bracket there are all its messages, and nothing else; the bracket
+            # closes it; and the request, where a name may come twice, means this list.
+            if len(orjson.loads(b"[" + mark * (self._whole > 0) + new + b"]")) != (
+                len(messages) - self._whole + (self._whole > 0)
+            ) or orjson.loads(head + last[size:])["messages"] != [self._mark]:
+                return None
+            found = parse(head + body[size:])
+        except Exception:  # said by reading the whole of it
+            return None
+        shown = found.get("messages")
+        if type(shown) is not list or shown[0] != self._mark:
+            return None
+        found["messages"] = now = Shown([*messages, *shown[1:]])
+        now.read = messages.read
+        self._end, self._whole = size, len(messages)
+        return found
 
 
 class Said:

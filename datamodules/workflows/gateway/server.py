@@ -120,7 +120,7 @@ class Gateway:
     async def _reply(self, protocol: WireProtocol, request: web.Request) -> web.StreamResponse:
         session = self._session(request)
         body = await self._listener.body(request)
-        asked = protocol.parse(session.heard(json_object(body)))
+        asked = protocol.parse(session.heard(session.bodies.read(body, json_object)))
         asked = session.continued(replace(asked, model=asked.model or self.model))
         key = request.headers.get("Idempotency-Key", "")
         same = _same(protocol, body, key)

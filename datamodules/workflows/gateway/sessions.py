@@ -28,7 +28,7 @@ from datamodules.inference.reply_text import decode_of
 from datamodules.prompts.base import Prompt
 from datamodules.workflows.base import EpisodeEngine, to_trajectory
 from datamodules.workflows.gateway.errors import RequestError
-from datamodules.workflows.gateway.history import Kept
+from datamodules.workflows.gateway.history import Bodies, Kept
 from datamodules.workflows.gateway.protocols import fields
 from datamodules.workflows.gateway.protocols.base import Asked, Sampled
 from datamodules.workflows.gateway.repeats import Repeats
@@ -96,7 +96,7 @@ class Session:
         id: part of the URL. key: what a client must show. touched: when it last asked or was answered, by
             `time.monotonic`.
         fault: why the engine could not answer; None while it can. exhausted: whether a call was beyond the budget.
-        rewards: what was posted. exchanges: what was asked and answered.
+        bodies: by which requests are read. rewards: what was posted. exchanges: what was asked and answered.
         ended: set when the agent said that it is done.
         counts: `abandoned_calls` were given up by the client while they were sampled, `untaken_calls` once they were
             complete; `repeated_calls` were answered with a reply that had been sampled before; of `overridden_calls`
@@ -118,6 +118,7 @@ class Session:
         self.touched = time.monotonic()
         self.fault: Exception | None = None
         self.exhausted = False
+        self.bodies = Bodies()
         self.rewards = Rewards()
         self.exchanges: list[Exchange] = []
         self.ended = asyncio.Event()

@@ -14,6 +14,7 @@ from typing import Any
 from datamodules.conversations.chat_template import Message
 from datamodules.inference.protocol import SHAPINGS
 from datamodules.workflows.gateway.errors import RequestError
+from datamodules.workflows.gateway.history import Shown
 from datamodules.workflows.gateway.protocols import fields
 from datamodules.workflows.gateway.protocols.base import Asked, EventWriter, Sampled, WireProtocol
 from datamodules.workflows.gateway.transcript import Call
@@ -183,9 +184,9 @@ def _logprobs(tokens: Sequence[Sampled]) -> dict[str, Any]:
 def _messages(found: Any) -> list[Message]:
     if not isinstance(found, list) or not found:
         raise RequestError("messages: must be a list of at least one message", param="messages")
-    messages = []
+    messages: list[Message] = list(found.read) if isinstance(found, Shown) else []
     known = {*_MESSAGES_FIELDS, *_MESSAGES_WITHOUT_EFFECT}
-    for i, one in enumerate(found):
+    for i, one in enumerate(found[len(messages) :], len(messages)):
         if type(one) is dict and len(one) == 2 and type(one.get("content")) is str and one.get("role") in _SPEAKERS:
             messages.append(one)  # most are so, and histories are long
             continue
@@ -202,6 +203,8 @@ def _messages(found: Any) -> list[Message]:
             message |= {"tool_calls": calls} if calls else {}
         fields.nothing_left({key: value for key, value in one.items() if key not in known}, where)
         messages.append(message)
+    if isinstance(found, Shown):
+        found.read = messages
     return messages
 
 

@@ -4,20 +4,25 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import json
 import random
 import sys
 from collections.abc import Callable, Sequence
 from types import FunctionType, ModuleType
 from typing import Any
 
+import orjson
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from datamodules.conversations.chat_template import Chat, Message
 from datamodules.inference.protocol import GenerationRequest, GenerationResponse
 from datamodules.workflows.base import EpisodeEngine
 from datamodules.workflows.gateway import Budget, Session
-from datamodules.workflows.gateway.history import Kept, Messages
+from datamodules.workflows.gateway.history import Bodies, Kept, Messages
 from datamodules.workflows.gateway.protocols.base import Asked
+from datamodules.workflows.gateway.protocols.chat_completions import ChatCompletions
 from datamodules.workflows.gateway.sessions import Sampling
 from datamodules.workflows.tool_calls import hermes_calls
 from tests.datamodules.workflows.gateway.agents import LOOK_UP
@@ -199,3 +204,91 @@ def test_what_is_kept_reads_back(seed: int) -> None:
     for last, talk in said:
         assert last.conversation() == talk
     assert len({id(last) for last, _ in said}) == len({str(talk) for _, talk in said})
+
+
+TEXTS = st.sampled_from(["", "a", "é", '"', "\\", ']}, {"', '"messages": [', "],", "[", '\\"],'])
+VALUES = st.one_of(
+    TEXTS, st.lists(TEXTS, max_size=2), st.lists(st.lists(TEXTS, max_size=2), max_size=2), st.just({"messages": [1]})
+)
+SAID = st.one_of(st.fixed_dictionaries({"role": st.just("user"), "content": TEXTS}), VALUES)
+BODIES = st.lists(
+    st.tuples(
+        st.sampled_from([0, 0, 0, 1, 2]),  # messages of the last request that are left out
+        st.lists(SAID, max_size=3),
+        st.lists(st.tuples(st.sampled_from(["model", "tools", "messages", "x"]), VALUES), max_size=2),
+        st.lists(st.tuples(st.sampled_from(["model", "tools", "messages", "x"]), VALUES), max_size=2),
+        st.sampled_from([(",", ":"), (", ", ": ")]),
+        st.booleans(),
+    ),
+    min_size=2,
+    max_size=8,
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(BODIES)
+def test_requests_are_read_as_the_whole_of_them(steps: list[Any]) -> None:
+    bodies, said = Bodies(), list[Any]()
+    front, behind, separators = [], [], (",", ":")
+    for cut, new, *options, is_ascii in steps:
+        said = [*said[: len(said) - cut], *new]
+        if cut == 0 and new:  # mostly, as a client does it, all else stays
+            options = [front, behind, separators]
+        front, behind, separators = options
+        named = [*front, ("messages", said), *behind]  # names may come twice
+        pairs = [f"{json.dumps(name)}{separators[1]}" + _json(one, separators, is_ascii) for name, one in named]
+        body = ("{" + separators[0].join(pairs) + "}").encode()
+        assert bodies.read(body, orjson.loads) == orjson.loads(body)
+
+
+@pytest.mark.parametrize(
+    "last",
+    [
+        '{"messages": [1], "tools": [2]',
+        '{"messages": [[1], [2]',
+        '{"messages": [1], "messages": [2]',
+        '{"tools": [{"messages": [1]',
+        '{"x": "\\"messages\\": [", "messages": [1]',
+        '{"x": {"messages": [0]}, "messages": [1]',
+        '{"messages": [1, "]", "a]',
+        '{"messages": [',
+    ],
+)
+def test_a_bracket_that_does_not_close_the_messages(last: str) -> None:
+    for end in ("}", "]}", "]}}", "]}]}", '"]}', ', "messages": [3]}', ', "messages": 3}'):
+        bodies = Bodies()
+        for new in ("]", ", 5]", ", 5, [6]]", ', 5, [6], "7", "]"]', ", 5"):
+            body = (last + new + end).encode()
+            try:
+                wanted = orjson.loads(body)
+            except ValueError:
+                with pytest.raises(orjson.JSONDecodeError):
+                    bodies.read(body, orjson.loads)
+                continue
+            assert bodies.read(body, orjson.loads) == wanted
+
+
+def _json(value: Any, separators: tuple[str, str], is_ascii: bool) -> str:
+    return json.dumps(value, separators=separators, ensure_ascii=is_ascii)
+
+
+@pytest.mark.parametrize("first", ["model", "messages"])
+def test_what_a_request_says_again_is_not_read_again(first: str) -> None:
+    bodies, protocol, sizes = Bodies(), ChatCompletions(), []
+    call = {"id": "1", "type": "function", "function": {"name": "add", "arguments": "{}"}}
+    said = [{"role": "user", "content": SAYS}, {"role": "assistant", "content": None, "tool_calls": [call]}]
+    before: list[Message] = []
+    for _ in range(20):
+        request = {"model": "any", "messages": said, "temperature": 1.0}
+        order = sorted(request, key=lambda key: key != first)
+
+        def parse(body: bytes) -> dict[str, Any]:
+            sizes.append(len(body))
+            return dict(orjson.loads(body))
+
+        asked = protocol.parse(bodies.read(json.dumps({key: request[key] for key in order}).encode(), parse))
+        assert asked.messages == protocol.parse(json.loads(json.dumps(request))).messages
+        assert all(one is other for one, other in zip(asked.messages, before, strict=False))
+        before = asked.messages
+        said = [*said, {"role": "tool", "content": "5", "tool_call_id": "1"}, *said[:2]]
+    assert len(sizes) == 20 and max(sizes[1:]) < 600
