@@ -63,10 +63,12 @@ class _Reads:
     known: bool = True
 
     def read(self, node: nodes.Node, impure: Collection[str], is_own: bool = True) -> None:
-        """Args:
-        node: part of a body.
-        impure: names of what says something else each time.
-        is_own: the name "loop" is that of the loop itself.
+        """Adds what a part of a body reads.
+
+        Args:
+            node: that part.
+            impure: names of what says something else each time.
+            is_own: the name "loop" is that of the loop itself.
         """
         if isinstance(node, nodes.Name):
             self.known &= not (node.name == "loop" and is_own) and node.name not in impure
