@@ -2,7 +2,7 @@
 
     python -m benchmarks.gpu_suite --checks flash --workloads none --out DIR                # does it run? 3 minutes
     python -m benchmarks.gpu_suite --checks none --size 0.6B --workloads whole think --profile \\
-        --sweep chunk=2048,8192,32768 head=220,4096 attention=flash,cudnn --out DIR         # is it faster? 9 minutes
+        --sweep chunk=2048,8192,32768 head=220,4096 attention=flash,cudnn,triton --out DIR  # is it faster? 9 minutes
     python -m benchmarks.gpu_suite --checks none --size 8B --workloads whole --out DIR      # and at 8B? 9 minutes
     python -m benchmarks.gpu_suite --checks none --workloads none --train 4B --out DIR      # whole steps, 6 minutes
     python -m benchmarks.gpu_suite --checks none --workloads none --hybrid 4B --out DIR     # Qwen3.5, 9 minutes
@@ -14,9 +14,10 @@ bf16 weights and float32 gradients; forward and backward, no optimizer (but with
 checkpointing, dense-leaf (checkpointing only where its activations do not fit; on a GPU also kept to flash kernels, as
 ours are), path-at-a-time and sparse (benchmarks.common.systems). Every size writes gpu_SIZE.json, anew after each case
 and sweep, and gpu_SIZE.png where matplotlib is installed; checks write gpu_checks.json, --train gpu_train.json (it
-needs the package lightning). Exit code 1 when a check fails. Needs torch >= 2.11 and transformers >= 5.17; flash
-attention is ATen's own, no package; scans of hybrid models run on kernels where fla-core is installed. --hybrid: eight
-answers of 64, 128 and 1,024 tokens to a prompt of 16,384, as gpu_hybrid_SIZE.json.
+needs the package lightning). All files of a folder make one page, gpu.md, beside what was expected. Exit code 1 when a
+check fails. Needs torch >= 2.11 and transformers >= 5.17; flash attention is ATen's own, no package; scans of hybrid
+models run on kernels where fla-core is installed. --hybrid: eight answers of 64, 128 and 1,024 tokens to a prompt of
+16,384, as gpu_hybrid_SIZE.json.
 """
 
 from __future__ import annotations
@@ -42,6 +43,7 @@ from benchmarks.common.records import write_json
 from benchmarks.common.systems import Settings, System, make_systems, qwen3
 from benchmarks.common.workloads import DEFAULT_DATA, WORKLOADS, Case, conversations, make_case, parse_size
 from benchmarks.gpu import hybrids
+from benchmarks.gpu.page import UNDERSTOOD, write_page
 from benchmarks.gpu.parity import backends, check_engine, check_kernels, check_margin, check_torch
 
 SHAPES: dict[str, dict[str, Any]] = {
@@ -51,10 +53,6 @@ SHAPES: dict[str, dict[str, Any]] = {
     "8B": {"hidden": 4096, "layers": 36, "heads": 32, "key_value_heads": 8, "intermediate": 12288, "tied": False},
 }
 VOCABULARY = 151_936
-UNDERSTOOD = {"0.6B": 180.0, "8B": 260.0}
-"""TFLOP/s of the tree pass on `whole` 8x4 on an H100 or H200, below which something is slow that no reckoning knows.
-The roofline, written down before any GPU ran this: 600 TFLOP/s in matrix products, 370 and 310 in FlashAttention-2
-forward and backward, 4 TB/s of memory, norms, rotary embedding and SwiGLU unfused: 237 at 0.6B and 350 at 8B."""
 SWEPT = {"chunk": "chunk_tokens", "live": "live_tokens", "head": "head_tokens", "attention": "attention"}
 """What --sweep may change, and the setting it is."""
 
@@ -376,6 +374,7 @@ def _write(report: dict[str, Any], out: str | None, name: str) -> None:
         folder = Path(out)
         folder.mkdir(parents=True, exist_ok=True)
         write_json(folder / f"gpu_{name}.json", report)
+        write_page(folder)
 
 
 if __name__ == "__main__":

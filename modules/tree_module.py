@@ -266,6 +266,8 @@ class TreeModule(EvaluatedModule):
 
     def on_train_start(self) -> None:
         self._stop_asked = False
+        with self.trainer.precision_plugin.forward_context():  # autocast counts
+            self.print(f"tree engine: {self.engine.chosen()}")
 
     def on_train_batch_start(self, batch: StepHandle, batch_idx: int) -> None:
         self._step_start = time.perf_counter()

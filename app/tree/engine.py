@@ -145,6 +145,12 @@ class TreeEngine:
         self.value_head = value_head or getattr(self.model, "value_head", None) or getattr(self.model, "score", None)
         self.heads = Heads(self.model, self.value_head, head_tokens)
 
+    def chosen(self) -> str:
+        """What computes a pass here, in one line: attention, scans, and how logits are computed."""
+        scans = f", scans {self._scans().name}" if self.state_layers.mixers else ""
+        attention, logits = choose_backend(self.attention, self.model).name, self.heads.way()
+        return f"attention {attention}{scans}, logits {logits} in blocks of {self.heads.head_tokens} rows"
+
     def plan(self, tree: PrefixTree) -> ExecutionPlan:
         """The plan that `forward` and `backward` execute for `tree`: of a few candidates within the budgets, the one
         of least predicted time."""

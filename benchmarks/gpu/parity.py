@@ -10,6 +10,7 @@ import functools
 import inspect
 import re
 from collections.abc import Callable, Iterator, Sequence
+from importlib.util import find_spec
 from typing import Any
 
 import numpy as np
@@ -237,7 +238,8 @@ def backends(device: torch.device, compiled: bool = True) -> tuple[str, ...]:
         return ("sdpa",)
     flash = kernels.flash_refusal(device, torch.bfloat16, 64) is None
     others = [package.name for package in packages.PACKAGES if flash and package.missing(device) is None]
-    return ("sdpa", *(["flash", "cudnn", *others] if flash else []), *(["flex"] if compiled else []))
+    triton = ["triton"] if find_spec("triton") is not None and kernels.capability(device) >= kernels.AMPERE else []
+    return ("sdpa", *(["flash", "cudnn", *others] if flash else []), *triton, *(["flex"] if compiled else []))
 
 
 def _run_engine(

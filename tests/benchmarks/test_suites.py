@@ -65,6 +65,10 @@ def test_gpu_suite_at_toy_size(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert written["sweep"]["tflops"].keys() == points.keys()
     assert "chunks of at most 32" in points["chunk=32"]["detail"] != points["ours"]["detail"]
     assert points["head=8"]["predicted_bytes"] < points["head=64"]["predicted_bytes"]
+    page = (tmp_path / "gpu.md").read_text()
+    assert page.index("not understood below") < page.index("not GPU figures") and "| 0.6B | 237 | 180 |" in page
+    assert all(f"| {name} | " in page for name in (*case["systems"], *points, "self_check", "tree_tflops"))
+    assert "### Whole optimizer steps" in page
     trained = json.loads((tmp_path / "gpu_train.json").read_text())["train"]
     assert trained["ranks"] == 1 and len(trained["steps"]) == 3
     assert all(step["seconds"] > 0 < step["tree_tokens"] for step in trained["steps"])
@@ -78,7 +82,7 @@ def test_commands_of_the_suite_ask_for_what_they_say(monkeypatch: pytest.MonkeyP
     assert [one.checks for one in asked] == ["flash", "none", "none", "none", "none", "flex", "all"]
     assert [one.hybrid for one in asked] == [None] * 4 + ["4B"] + [None] * 2
     assert [dict(one.sweep) for one in asked if one.sweep] == [
-        {"chunk": [2048, 8192, 32768], "head": [220, 4096], "attention": ["flash", "cudnn"]}
+        {"chunk": [2048, 8192, 32768], "head": [220, 4096], "attention": ["flash", "cudnn", "triton"]}
     ]
     assert asked[3].train == "4B" and asked[2].size == ["8B"] and asked[1].profile
     assert [one.workloads for one in asked[3:6]] == [["none"]] * 3
@@ -110,6 +114,7 @@ def test_checks_are_selected(level: str, tmp_path: Path) -> None:
     report = gpu_suite.main(["--toy", "--checks", level, "--workloads", "none", "--out", str(tmp_path)])
     wanted = {"none": set(), "flex": {"engine"}}[level]
     written = json.loads((tmp_path / "gpu_checks.json").read_text())
+    assert (tmp_path / "gpu.md").read_text().count("\n## ") == 2  # what was expected, and this call
     assert set(report["checks"]) == set(written["checks"]) == wanted and report["passed"]
 
 
@@ -122,10 +127,13 @@ def test_a_sweep_of_something_else_is_refused(words: str, capsys: pytest.Capture
 
 def test_a_gpu_without_flash_kernels_is_not_asked_for_them(monkeypatch: pytest.MonkeyPatch) -> None:
     from app.tree.attention import kernels, packages
+    from benchmarks.gpu import parity
     from benchmarks.gpu.parity import backends
 
     monkeypatch.setattr(packages, "find_spec", lambda name: None)
-    for capability, expected in (((7, 5), ("sdpa", "flex")), ((9, 0), ("sdpa", "flash", "cudnn", "flex"))):
+    monkeypatch.setattr(parity, "find_spec", lambda name: object())
+    everything = ("sdpa", "flash", "cudnn", "triton", "flex")
+    for capability, expected in (((7, 5), ("sdpa", "flex")), ((9, 0), everything)):
         for module in (kernels, packages):
             monkeypatch.setattr(module, "capability", lambda device, found=capability: found)
         assert backends(torch.device("cuda")) == expected

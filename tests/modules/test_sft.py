@@ -38,11 +38,13 @@ def test_three_steps_equal_a_naive_dense_loop(mode: str) -> None:
         torch.testing.assert_close(got[name], expected[name], atol=1e-6, rtol=0)
 
 
-def test_learns_and_validates() -> None:
+def test_learns_and_validates(capsys: pytest.CaptureFixture[str]) -> None:
     batch = make_batch(groups=2, recorded=False)
     module = SFTModule(source(), optimizer=lambda p: torch.optim.AdamW(p, lr=0.02))
     losses = [step["loss"] for step in fit(module, [batch] * 40)]
     assert losses[0] > 2.5 and losses[-1] < 0.6 * losses[0]
+    [line] = [line for line in "".join(capsys.readouterr()).splitlines() if line.startswith("tree engine: ")]
+    assert line.startswith("tree engine: attention sdpa, logits plain in blocks of ")
     [metrics] = trainer().validate(module, Batches([], held_out=[batch, make_batch(3)]), verbose=False)
     with torch.no_grad():
         total = count = 0.0

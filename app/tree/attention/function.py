@@ -19,6 +19,7 @@ from transformers import AttentionInterface, PreTrainedModel
 from app.tree.attention.chunk_attention import Backend, ChunkAttention, LayerCall
 from app.tree.attention.flash import FlashBackend
 from app.tree.attention.flex import FLEX_HEAD_DIM, FlexBackend
+from app.tree.attention.interval import IntervalBackend
 from app.tree.attention.kernels import AMPERE, FLASH_DTYPES, capability, flash_refusal
 from app.tree.attention.packages import FLASH_3, PACKAGES, CudnnBackend
 from app.tree.attention.part_attention import PartBackend
@@ -26,7 +27,8 @@ from app.tree.attention.part_attention import PartBackend
 ATTENTION_NAME = "arborist_tree"
 
 BACKENDS: dict[str, Backend] = {
-    backend.name: backend for backend in (PartBackend(), FlexBackend(), FlashBackend(), *PACKAGES, CudnnBackend())
+    backend.name: backend
+    for backend in (PartBackend(), FlexBackend(), FlashBackend(), *PACKAGES, CudnnBackend(), IntervalBackend())
 }
 """Attention backends by name."""
 
@@ -42,7 +44,7 @@ def choose_backend(name: str, model: PreTrainedModel) -> Backend:
     On CPUs that is `sdpa`. On CUDA devices `flash` for bf16 and float16 from compute capability 8.0 on, on Hopper
     `flash3` where that package is installed; `flex` for what is left of these two (soft-capped scores, heads that flash
     kernels do not take), compiled at the first step; `sdpa`, whose kernels start at once, for float32 and float64, for
-    older GPUs, and where Triton is missing.
+    older GPUs, and where Triton is missing. `cudnn` and `triton` are never chosen: no GPU has shown yet where they win.
 
     Raises:
         ValueError: a name that is not in `BACKENDS`.

@@ -50,6 +50,11 @@ class PathCache:
         keys, values = self._values[layer]
         return keys[:, :, :length], values[:, :, :length]
 
+    def grads(self, layer: int, length: int) -> KeyValue:
+        """Views of the gradients of depths [0, length), in the accumulation dtype, to be added to."""
+        keys, values = self._grads[layer]
+        return keys[:, :, :length], values[:, :, :length]
+
     def add_grads(self, layer: int, keys: Tensor, values: Tensor, start: int = 0) -> None:
         """Adds gradients [1, Hk, n, d] of depths [start, start + n)."""
         for buffer, grad in zip(self._grads[layer], (keys, values), strict=True):

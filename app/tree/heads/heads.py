@@ -107,7 +107,7 @@ class Heads:
             return 0
         weight = getattr(self.projection, "weight", None)
         weight, passing = None if weight is None else _own(weight), 0
-        if self._way() == "autograd" and weight is not None and weight.requires_grad:
+        if self.way() == "autograd" and weight is not None and weight.requires_grad:
             passing = weight.numel() * (weight.element_size() + (4 if weight.element_size() < 4 else 0))
         elif weight is not None and self._computes_in() != weight.dtype:
             passing = weight.numel() * self._computes_in().itemsize  # the weight, rounded once a pass
@@ -199,7 +199,7 @@ class Heads:
         self, hidden: Tensor, targets: Tensor, temperature: Tensor | float, want: frozenset[str], soft: Soft | None
     ) -> tuple[dict[str, Tensor], Tensor]:
         """Outputs of one block of rows, and what `Kept` keeps of it."""
-        way, rounded = self._way(hidden, soft), hidden.to(self._computes_in(hidden))
+        way, rounded = self.way(hidden, soft), hidden.to(self._computes_in(hidden))
         if way == "fused":
             operators, logits = _fused_operators(), self._logits_block(rounded)
             logprobs, entropy = operators.softmax_outputs(
@@ -230,7 +230,7 @@ class Heads:
     ) -> Tensor:
         """Gradient of the hidden states of one block of rows; that of the weight is accumulated. `block`: what was kept
         of it."""
-        way = self._way(hidden, soft)
+        way = self.way(hidden, soft)
         if way == "autograd":
             leaf = hidden.detach().requires_grad_()
             with torch.enable_grad():
@@ -351,7 +351,7 @@ class Heads:
             scratch = self._scratch[name] = like.new_empty(len(like), self._columns, dtype=dtype)
         return scratch[: len(like)]
 
-    def _way(self, hidden: Tensor | None = None, soft: Soft | None = None) -> Way:
+    def way(self, hidden: Tensor | None = None, soft: Soft | None = None) -> Way:
         """How blocks are computed, of these hidden states, or of any that the model itself would make. Kernels know one
         column a row."""
         dtype = self._computes_in(hidden)
@@ -407,7 +407,7 @@ class Heads:
         kept = max(4, element)
         copies = {"fused": element, "plain": 2 * kept + (element if element < kept else 0)}
         passing = 0 if self.vocabulary is None else kept  # a sum of exponentials, taken by itself
-        return copies.get(self._way(soft=soft), 2 * element + 3 * kept) + passing
+        return copies.get(self.way(soft=soft), 2 * element + 3 * kept) + passing
 
     def _rounds_weight(self) -> bool:
         """Whether the weight is kept in a higher precision than it computes in."""

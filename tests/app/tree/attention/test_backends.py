@@ -326,7 +326,7 @@ def test_attention_operators_have_the_arguments_flash_passes() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-@pytest.mark.parametrize("backend", ["sdpa", "flash", "flex"])
+@pytest.mark.parametrize("backend", ["sdpa", "flash", "flex", "triton"])
 @pytest.mark.parametrize("name", ["starcoder2", "gemma2", "gpt_oss", "qwen3"])
 def test_real_kernels_on_cuda(backend: str, name: str) -> None:
     """bf16 gradients no further from the float64 truth than 1.3 times the dense bf16 model's."""

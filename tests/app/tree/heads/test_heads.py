@@ -179,7 +179,7 @@ def test_weight_gradients_of_low_precision_are_summed_in_float32(
     want, want_hidden, want_weight = rounded_reference(hidden.to(low), weight.to(low), targets, told, grads, low)
     heads = Heads(model, None, 6)
     with torch.autocast("cpu", low, enabled=autocast):
-        assert heads._way(hidden) == way
+        assert heads.way(hidden) == way
         outputs, kept = heads.forward(hidden, targets, given, frozenset(wanted), keep=True)
         got = heads.backward(hidden, targets, given, grads, kept)
     assert heads._scratch["logits"].dtype == low

@@ -41,17 +41,20 @@ SHARED = list(range(20))
 SEQUENCES = [np.array(SHARED + [i] * count) for i, count in ((3, 5), (4, 7), (5, 30), (3, 2))]
 WIDE = dict(head_dim=16)  # the smallest that FlexAttention compiles
 CAPPED = dict(attn_implementation="eager", head_dim=16, sliding_window=4, attn_logit_softcapping=2.0)
+SINKS = dict(attn_implementation="eager", head_dim=16, sliding_window=4, num_local_experts=4, num_experts_per_tok=2)
 # label, model, its options, dtype, options of `backward` and of the device, backends
 CASES: list[tuple[str, str, dict[str, Any], torch.dtype, dict[str, Any], str]] = [
-    ("bf16", "qwen3", WIDE, BF16, {}, "sdpa flash flex cudnn"),
+    ("bf16", "qwen3", WIDE, BF16, {}, "sdpa flash flex cudnn triton"),
     ("entropy", "qwen3", WIDE, BF16, {"want": ("logprobs", "entropy")}, "sdpa flash flex"),
     ("temperatures", "qwen3", WIDE, BF16, {"temperatures": [1.0, 0.5, 1.0, 0.5]}, "flash"),
-    ("autocast", "qwen3", WIDE, F32, {"autocast": True}, "sdpa flash flex"),
-    ("checkpointing", "qwen3", WIDE, BF16, {"checkpointing": True}, "flash flex"),
-    ("float32", "qwen3", WIDE, F32, {}, "sdpa flex"),
+    ("autocast", "qwen3", WIDE, F32, {"autocast": True}, "sdpa flash flex triton"),
+    ("checkpointing", "qwen3", WIDE, BF16, {"checkpointing": True}, "flash flex triton"),
+    ("float16", "qwen3", WIDE, F16, {}, "triton"),
+    ("float32", "qwen3", WIDE, F32, {}, "sdpa flex triton"),
     ("float64", "starcoder2", {}, F64, {}, "sdpa"),
-    ("window", "mistral", {"head_dim": 16, "sliding_window": 5}, BF16, {}, "sdpa flash flex cudnn"),
-    ("soft-capping", "gemma2", CAPPED, BF16, {}, "sdpa flex"),
+    ("window", "mistral", {"head_dim": 16, "sliding_window": 5}, BF16, {}, "sdpa flash flex cudnn triton"),
+    ("soft-capping", "gemma2", CAPPED, BF16, {}, "sdpa flex triton"),
+    ("sinks", "gpt_oss", SINKS, BF16, {}, "triton"),
     ("older GPU", "qwen3", WIDE, F16, {"capability": (7, 5)}, "auto sdpa"),
     ("older GPU, bf16", "qwen3", WIDE, BF16, {"capability": (7, 5)}, "auto"),
     ("auto", "qwen3", WIDE, F32, {}, "auto"),
@@ -143,15 +146,17 @@ def run(label: str, name: str, options: dict[str, Any], dtype: torch.dtype, how:
 
 
 def main() -> None:
+    cases = [(*case[:-1], backend) for case in CASES for backend in case[-1].split()]
+    if find_spec("triton") is None:
+        cases = [case for case in cases if case[-1] != "triton"]
     compiled: Any = torch.compile
     torch.compile = lambda f, **options: compiled(f, **(options | {"backend": "aot_eager"}))  # no Triton needed
     torch.Tensor.pin_memory = lambda self: self  # type: ignore[method-assign,assignment]
     torch.amp.autocast_mode.torch.cuda.amp.common.amp_definitely_not_available = lambda: False
     packages._QUERY_STEP = packages._KEY_STEP = 4  # chunks here are far shorter than what is worth a plan of cuDNN's
     torch.cuda.is_bf16_supported = lambda *args: True  # type: ignore[assignment]
-    for case in CASES:
-        for backend in case[-1].split():
-            run(*case[:-1], backend)
+    for case in cases:
+        run(*case)
 
 
 if __name__ == "__main__":
