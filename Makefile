@@ -32,7 +32,7 @@ SMALL := OMP_NUM_THREADS=1
 RUN   := runs/quickstart/$(shell date +%Y-%m-%d_%H-%M-%S)
 PIP   := $(PY) -m pip --disable-pip-version-check -q
 
-.PHONY: help quickstart quickstart-vision example test test-all lint sglang soak trl bench-learning clean
+.PHONY: help quickstart quickstart-vision example test test-all lint docs sglang soak trl bench-learning clean
 
 help:
 	@echo "make quickstart   train a tiny model in a few minutes (CPU); results in runs/quickstart/<time>/"
@@ -41,6 +41,7 @@ help:
 	@echo "make test         lint, then the tests (but those that take long: real servers, kills, whole runs many times)"
 	@echo "make test-all     lint, then every test"
 	@echo "make lint         ruff, mypy, import-linter"
+	@echo "make docs         the site, in build/site; a link that leads to nothing is an error"
 	@echo "make sglang       an environment for SGLang servers on CPU, used by 'arborist serve' and the tests"
 	@echo "make soak         every fault at random moments of real runs, ten times each; about half an hour"
 	@echo "make trl          an environment with TRL, whose losses the tests compare with (they are skipped without it)"
@@ -81,6 +82,10 @@ test: lint $(TESTED_SERVER)
 
 test-all: lint $(TESTED_SERVER)
 	$(PY) -m pytest --numprocesses $(WORKERS) --dist loadfile
+
+docs: $(STAMP)
+	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs build --strict --quiet
+	@echo "Done: build/site/index.html"
 
 sglang: $(SERVER_STAMP)
 
