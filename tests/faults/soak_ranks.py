@@ -115,7 +115,7 @@ def _await(condition: Any, process: subprocess.Popen[bytes], run_dir: Path) -> N
             process.kill()
             log = (run_dir.parent / f"{run_dir.name}.log").read_text(errors="replace")
             raise SystemExit(f"{log[-5000:]}\nthe run did not go on (exit code {process.poll()})")
-        time.sleep(0.01)
+        time.sleep(0.1)  # looking costs processor time that the run needs
 
 
 def _wait(process: subprocess.Popen[bytes], run_dir: Path) -> None:
