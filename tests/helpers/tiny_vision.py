@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from PIL import Image
 from torch import Tensor
 from transformers import AutoModelForImageTextToText, AutoTokenizer, PreTrainedModel
 
@@ -58,6 +60,12 @@ def unencoded(parts: Sequence[str | np.ndarray], name: str = "p", **fields: Any)
     content = [{"type": "text", "text": one} if isinstance(one, str) else {"type": "image"} for one in parts]
     pictures = tuple(one for one in parts if not isinstance(one, str))
     return Prompt(id=name, messages=({"role": "user", "content": content},), pictures=pictures, **fields)
+
+
+def png(pixels: np.ndarray) -> bytes:
+    held = io.BytesIO()
+    Image.fromarray(pixels).save(held, "png")
+    return held.getvalue()
 
 
 def noise(seed: int, height: int = 16, width: int = 24) -> np.ndarray:

@@ -154,6 +154,8 @@ def _message(one: Message) -> Message:
     content, calls = one.get("content"), one.get("tool_calls") or []
     if one.get("function_call") or one.get("audio"):
         raise ValueError("no text")
+    if isinstance(content, tuple):  # with pictures
+        raise ValueError("no text")
     if isinstance(content, list):
         if any(part["type"] != "text" for part in content):
             raise ValueError("no text")

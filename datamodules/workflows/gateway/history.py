@@ -158,7 +158,7 @@ class Messages:
 
     def _find(self, before: Said | None, message: Message) -> Said | None:
         for one in self._said.get((before, message["role"], message["content"]), ()):
-            if one.message == message:  # all that protocols leave in messages is text
+            if one.message == message:  # all that protocols leave in messages is text, or names pictures
                 return one
         return None
 
@@ -264,8 +264,18 @@ def names(message: Message) -> list[bytes]:
     return [hashlib.blake2b(one.encode("utf-8", "surrogatepass"), digest_size=16).digest() for one in said]
 
 
+def in_parts(message: Message) -> Message:
+    """The message with pictures, which are not text in a tuple of contents, as templates know them."""
+    content = message.get("content")
+    if type(content) is not tuple:
+        return message
+    parts = [{"type": "text", "text": one} if isinstance(one, str) else {"type": "image"} for one in content]
+    return {**message, "content": parts}
+
+
 def for_template(message: Message) -> Message:
     """Templates take the arguments of calls as objects; clients send them as text."""
+    message = in_parts(message)
     if not message.get("tool_calls"):
         return message
     calls = []

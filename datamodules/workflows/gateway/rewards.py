@@ -13,7 +13,7 @@ from typing import Any
 from app.batch import LARGEST_REWARD
 from datamodules.conversations.chat_template import Message
 from datamodules.workflows.gateway.errors import RequestError
-from datamodules.workflows.gateway.history import Said
+from datamodules.workflows.gateway.history import Said, in_parts
 from datamodules.workflows.gateway.transcript import Call
 
 
@@ -104,7 +104,7 @@ def shown(exchanges: Sequence[Exchange]) -> list[dict[str, Any]]:
     return [
         {
             "id": call.id,
-            "messages": one.messages,
+            "messages": [in_parts(message) for message in one.messages],
             "tools": one.tools or [],
             "reply": call.message,
             "finish_reason": call.response.finish_reason,

@@ -22,6 +22,7 @@ import torch
 
 from app import checks
 from app.batch import CALL_REWARD, TEMPERATURES, UNTRAINABLE_CALLS, Trajectory
+from app.pictures import Picture
 from datamodules.conversations.chat_template import Chat, Message
 from datamodules.inference.protocol import GenerationRequest, Shaping
 from datamodules.inference.reply_text import decode_of
@@ -31,6 +32,7 @@ from datamodules.workflows.gateway.errors import RequestError
 from datamodules.workflows.gateway.history import Bodies, Kept
 from datamodules.workflows.gateway.protocols import fields
 from datamodules.workflows.gateway.protocols.base import Asked, Sampled
+from datamodules.workflows.gateway.protocols.images import SessionImages
 from datamodules.workflows.gateway.repeats import Repeats
 from datamodules.workflows.gateway.replies import Parser, Piece, Reading, as_message, shown
 from datamodules.workflows.gateway.rewards import Exchange, Rewards
@@ -131,6 +133,7 @@ class Session:
         self._started = 0
         self._free = asyncio.Semaphore(budget.max_parallel)
         self._decode = decode_of(engine.tokenizer)
+        self._images = SessionImages(engine.image_processor)
         self._repeats = Repeats()
         self._chat = chat
         self._tools: dict[str, list[dict[str, Any]] | None] = {}  # as they are written: clients send them each time
@@ -158,6 +161,7 @@ class Session:
         if "" in asked.stop:
             raise RequestError("stop: an empty text ends every reply; leave it out", param="stop")
         self._spend(asked.n)
+        asked = replace(asked, messages=await self._images.read(asked.messages))
         with _refused():
             plan = self._plan(asked)
         sampling = asyncio.ensure_future(self._answers(asked, plan, temperature, name or self.new_name(), on_text))
@@ -167,14 +171,17 @@ class Session:
         self, asked: Asked, plan: Plan, temperature: float, name: str, on_text: OnText | None
     ) -> list[Call]:
         """The replies, which nobody has yet. Raises RequestError."""
+        pictures = self._images.seen(asked.messages)
         with _refused():
             tokens = await self._tokens_of(plan)
+            placed = self._images.placed(tokens, pictures)
         prompt = Kept(plan.text, tokens, plan.base, plan.begins)
-        room = self._engine.max_context - prompt.count
+        given = len(placed["tokens"])
+        room = self._engine.max_context - given
         if room < 1:
             raise RequestError(
                 f"messages: this model's maximum context length is {self._engine.max_context} tokens, and they are"
-                f" {prompt.count}, which leaves no room for a reply; shorten the conversation",
+                f" {given}, which leaves no room for a reply; shorten the conversation",
                 param="messages",
                 code="context_length_exceeded",
             )
@@ -182,10 +189,10 @@ class Session:
         engine = self._engine  # a seed that is the same in every episode must not make a group's samples alike
         requests = [
             GenerationRequest(
-                list(tokens),
-                most,
-                temperature,
-                engine.ends.ids,
+                **{**placed, "tokens": list(placed["tokens"])},
+                max_new_tokens=most,
+                temperature=temperature,
+                stop_token_ids=engine.ends.ids,
                 seed=None if asked.seed is None else engine.seed(("call", asked.seed, k)),
                 stop_texts=asked.stop,
                 shaping=asked.shaping,
@@ -201,6 +208,7 @@ class Session:
                     name if k == 0 else f"{name}-{k}",
                     one,
                     prompt,
+                    pictures,
                     len(asked.messages),
                     parser,
                     asked.shaping is None and temperature > 0,
@@ -274,8 +282,10 @@ class Session:
     async def count(self, messages: Sequence[Message], tools: list[dict[str, Any]] | None) -> int:
         """Tokens of the prompt that `reply` would send. Raises RequestError."""
         self._check_number_of(messages)
+        messages = await self._images.read(messages)
         with _refused():
-            return len(await self._tokens_of(self.transcript.count(messages, tools)))
+            tokens = await self._tokens_of(self.transcript.count(messages, tools))
+            return len(self._images.placed(tokens, self._images.seen(messages))["tokens"])
 
     @property
     def untrained(self) -> int:
@@ -299,7 +309,8 @@ class Session:
             if not (call.is_trained or recorded):
                 continue
             made = len(call.response.tokens)
-            request = GenerationRequest(call.prompt.tokens, made, call.temperature)
+            placed = self._images.placed(call.prompt.tokens, call.pictures)
+            request = GenerationRequest(**placed, max_new_tokens=made, temperature=call.temperature)
             one = to_trajectory(prompt, request, call.response, k)
             one.reward = reward
             one.metadata = dict(about)
@@ -413,6 +424,7 @@ class Session:
         name: str,
         request: GenerationRequest,
         prompt: Kept,
+        pictures: tuple[Picture, ...],
         messages: int,
         parser: Parser | None,
         is_trained: bool,
@@ -446,8 +458,9 @@ class Session:
             said = str(message["content"] or "")
             say(reading.finish(said, tokens[: seen.tokens], response.logprobs[: seen.tokens]))
         whole = seen.text[: seen.whole]
+        kept = seen.tokens
         return Call(
-            name, prompt, request.temperature, response, messages, whole, end, seen.tokens, message, stop, is_trained
+            name, prompt, request.temperature, response, messages, whole, end, kept, message, stop, is_trained, pictures
         )
 
 

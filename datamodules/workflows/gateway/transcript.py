@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from app.pictures import Picture
 from datamodules.conversations.chat_template import Chat, Message
 from datamodules.conversations.resumed_template import Renderings
 from datamodules.inference.protocol import GenerationResponse
@@ -45,6 +46,7 @@ class Call:
         message: the reply as the client was given it.
         stop: the text of the client's that ended it, "" for none.
         is_trained: sampled from the model as it is, so that it can be.
+        pictures: that the prompt shows, in the order of their places, of which it has one token each.
     """
 
     id: str
@@ -58,6 +60,12 @@ class Call:
     message: Message
     stop: str = ""
     is_trained: bool = True
+    pictures: tuple[Picture, ...] = ()
+
+    @property
+    def given(self) -> int:
+        """Number of the prompt's tokens, those of pictures included."""
+        return self.prompt.count + sum(one.tokens - 1 for one in self.pictures)
 
     @property
     def ids(self) -> list[int]:

@@ -23,7 +23,7 @@ from datamodules.inference.protocol import GenerationError
 from datamodules.processes.calls import CallFailed, DeadlinePassed, Lost
 from datamodules.prompts.base import Prompt
 from datamodules.workflows.adapters.ray_executor import RayExecutor
-from datamodules.workflows.base import EpisodeEngine
+from datamodules.workflows.base import EpisodeEngine, PlaceholderSampled
 from datamodules.workflows.gateway import agents
 from datamodules.workflows.gateway.rewards import shown
 from datamodules.workflows.gateway.server import Gateway
@@ -174,8 +174,7 @@ class AgentWorkflow:
             with engine.waiting("agent", prompt.id):
                 result = await self._agents[engine.is_held_out].run(door, prompt, self._deadline_s, output)
         except (CallFailed, DeadlinePassed) as error:
-            if session.fault is not None:
-                raise GenerationError(f"the engine failed under the agent: {session.fault}") from session.fault
+            _check(session)
             if isinstance(error, Lost):
                 raise
             if not session.exhausted:
@@ -186,8 +185,7 @@ class AgentWorkflow:
             raise
         finally:
             gateway.dismiss(session)
-        if session.fault is not None:
-            raise GenerationError(f"the engine failed under the agent: {session.fault}") from session.fault
+        _check(session)
         if not session.transcript.calls:
             raise CallFailed(
                 "the agent asked for no reply; it must call the API at OPENAI_BASE_URL, as the openai package does"
@@ -237,6 +235,14 @@ class AgentWorkflow:
     def _template(self) -> Chat:
         assert self._chat is not None, "prepare comes first"
         return self._chat
+
+
+def _check(session: Session) -> None:
+    """Raises what ended the session, if something did."""
+    if isinstance(session.fault, PlaceholderSampled):  # counted apart
+        raise session.fault
+    if session.fault is not None:
+        raise GenerationError(f"the engine failed under the agent: {session.fault}") from session.fault
 
 
 def _words(error: Exception) -> str:

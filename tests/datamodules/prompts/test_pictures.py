@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import io
 import json
 from pathlib import Path
 from typing import Any
@@ -12,20 +11,13 @@ import numpy as np
 import pyarrow
 import pyarrow.parquet
 import pytest
-from PIL import Image
 
 from datamodules.files.picture_files import PictureError, pixels_of
 from datamodules.prompts import DatasetPrompts, EasyVqaPrompts, JsonlPrompts, Prompt
 from datamodules.rewards import RegexMatch, math_verify
-from tests.helpers.tiny_vision import noise
+from tests.helpers.tiny_vision import noise, png
 
 A, B = noise(1), noise(2)
-
-
-def png(pixels: np.ndarray) -> bytes:
-    held = io.BytesIO()
-    Image.fromarray(pixels).save(held, "png")
-    return held.getvalue()
 
 
 def shown(prompt: Prompt) -> list[Any]:

@@ -15,7 +15,7 @@ from datamodules.conversations.chat_template import Message
 from datamodules.inference.protocol import SHAPINGS
 from datamodules.workflows.gateway.errors import RequestError
 from datamodules.workflows.gateway.history import Shown
-from datamodules.workflows.gateway.protocols import fields
+from datamodules.workflows.gateway.protocols import fields, images
 from datamodules.workflows.gateway.protocols.base import Asked, EventWriter, Sampled, WireProtocol
 from datamodules.workflows.gateway.transcript import Call
 
@@ -35,6 +35,7 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "modalities": (["text"],),
 }
 _ROLES = ("system", "developer", "user", "assistant", "tool")
+_SHOW_PICTURES = ("user", "tool")
 _SPEAKERS = ("system", "user", "assistant")
 _MESSAGES_FIELDS = ("role", "content", "name", "tool_call_id", "reasoning_content", "tool_calls")
 _MESSAGES_WITHOUT_EFFECT = ("annotations", "provider_specific_fields")  # what a client sends back as it got it
@@ -122,7 +123,7 @@ def openai_error(problem: RequestError) -> dict[str, Any]:
 
 def usage(calls: Sequence[Call]) -> dict[str, int]:
     """Tokens of the prompt and of all replies to it."""
-    given = calls[0].prompt.count
+    given = calls[0].given
     made = sum(len(call.response.tokens) for call in calls)
     return {"prompt_tokens": given, "completion_tokens": made, "total_tokens": given + made}
 
@@ -193,7 +194,7 @@ def _messages(found: Any) -> list[Message]:
         where = f"messages[{i}]"
         one = fields.an_object(where, one)
         role = fields.one_of(f"{where}.role", one.get("role"), _ROLES)
-        message: Message = {"role": "system" if role == "developer" else role, "content": _content(where, one)}
+        message: Message = {"role": "system" if role == "developer" else role, "content": _content(where, one, role)}
         for key in ("name", "tool_call_id", "reasoning_content"):
             if one.get(key) is not None:
                 message[key] = fields.a_text(f"{where}.{key}", one[key])
@@ -208,22 +209,31 @@ def _messages(found: Any) -> list[Message]:
     return messages
 
 
-def _content(where: str, message: dict[str, Any]) -> str:
+def _content(where: str, message: dict[str, Any], role: str) -> Any:
+    """Text, or with pictures `images.content_of`."""
     content = message.get("content")
     if content is None and message["role"] == "assistant":
         return ""
     if isinstance(content, str):
         return content
-    said = []
+    said: list[str | images.Sent] = []
     for k, part in enumerate(fields.a_list(f"{where}.content", content)):
         part = fields.an_object(f"{where}.content[{k}]", part)
+        if part.get("type") == "image_url" and role in _SHOW_PICTURES:
+            at = f"{where}.content[{k}].image_url"
+            given = dict(fields.an_object(at, part.get("image_url")))
+            said.append(images.sent(f"{at}.url", given.pop("url", None)))
+            fields.take_neutral(given, {"detail": ("auto",)})
+            fields.nothing_left(given, at)
+            continue
         if part.get("type") != "text":
             raise RequestError(
-                f"{where}.content[{k}].type: {fields.shown(part.get('type'))}, only text is supported",
+                f"{where}.content[{k}].type: {fields.shown(part.get('type'))}, only text is supported, and image_url"
+                " in messages of the user or of a tool",
                 param=f"{where}.content",
             )
         said.append(fields.a_text(f"{where}.content[{k}].text", part.get("text")))
-    return "".join(said)
+    return images.content_of(said)
 
 
 def _call(where: str, call: Any) -> dict[str, Any]:

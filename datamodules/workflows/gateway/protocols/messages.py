@@ -13,7 +13,7 @@ from typing import Any
 
 from datamodules.conversations.chat_template import Message
 from datamodules.workflows.gateway.errors import RequestError
-from datamodules.workflows.gateway.protocols import fields
+from datamodules.workflows.gateway.protocols import fields, images
 from datamodules.workflows.gateway.protocols.base import Asked, EventWriter, Sampled, WireProtocol
 from datamodules.workflows.gateway.transcript import Call
 
@@ -149,7 +149,7 @@ def _stop(call: Call) -> dict[str, Any]:
 
 
 def _usage(call: Call) -> dict[str, int]:
-    return {"input_tokens": call.prompt.count, "output_tokens": len(call.response.tokens)}
+    return {"input_tokens": call.given, "output_tokens": len(call.response.tokens)}
 
 
 def _tool_use(call: dict[str, Any]) -> dict[str, Any]:
@@ -215,19 +215,37 @@ def _asked(where: str, blocks: list[Any]) -> list[Message]:
     messages: list[Message] = []
     for k, block in enumerate(blocks):
         at = f"{where}[{k}]"
-        kind = _kind(at, block, ("text", "tool_result"))
-        if kind == "text":
-            text = fields.a_text(f"{at}.text", block.get("text"))
-            if messages and messages[-1]["role"] == "user":
-                messages[-1]["content"] += text
-            else:
-                messages.append({"role": "user", "content": text})
+        kind = _kind(at, block, ("text", "image", "tool_result"))
+        if kind != "tool_result":
+            if not messages or messages[-1]["role"] != "user":
+                messages.append({"role": "user", "content": []})
+            messages[-1]["content"].append(_part(at, block))
             continue
         fields.flag(f"{at}.is_error", block.get("is_error"))  # the text says so to the model
         identity = fields.a_text(f"{at}.tool_use_id", block.get("tool_use_id"))
-        content = text_of(f"{at}.content", block.get("content") or "")
-        messages.append({"role": "tool", "tool_call_id": identity, "content": content})
-    return messages or [{"role": "user", "content": ""}]
+        where_told, told = f"{at}.content", block.get("content") or ""
+        blocks_told = [{"type": "text", "text": told}] if isinstance(told, str) else fields.a_list(where_told, told)
+        parts = [_part(f"{where_told}[{i}]", one) for i, one in enumerate(blocks_told)]
+        messages.append({"role": "tool", "tool_call_id": identity, "content": parts})
+    return [{**one, "content": images.content_of(one["content"])} for one in messages] or [
+        {"role": "user", "content": ""}
+    ]
+
+
+def _part(where: str, block: Any) -> str | images.Sent:
+    """A text, or a picture."""
+    if _kind(where, block, ("text", "image")) == "text":
+        return fields.a_text(f"{where}.text", block.get("text"))
+    source = fields.an_object(f"{where}.source", block.get("source"))
+    if source.get("type") != "base64":
+        raise RequestError(
+            f"{where}.source.type: {fields.shown(source.get('type'))}, must be base64: nothing is fetched; send the"
+            " picture itself",
+            param=f"{where}.source.type",
+        )
+    kind = fields.a_text(f"{where}.source.media_type", source.get("media_type"))
+    data = fields.a_text(f"{where}.source.data", source.get("data"))
+    return images.sent(f"{where}.source.data", f"data:{kind};base64,{data}")
 
 
 def _said(where: str, blocks: list[Any]) -> list[Message]:

@@ -22,7 +22,7 @@ def response(asked: Asked, name: str, created: int, items: list[Item], call: Cal
     """The object; `call` is None while the reply is sampled."""
     usage = incomplete = None
     if call is not None:
-        given, made = call.prompt.count, len(call.response.tokens)
+        given, made = call.given, len(call.response.tokens)
         usage = {
             "input_tokens": given,
             "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},

@@ -12,7 +12,7 @@ from typing import Any
 
 from datamodules.conversations.chat_template import Message
 from datamodules.workflows.gateway.errors import RequestError
-from datamodules.workflows.gateway.protocols import fields
+from datamodules.workflows.gateway.protocols import fields, images
 from datamodules.workflows.gateway.protocols.base import Asked, EventWriter, Sampled, WireProtocol
 from datamodules.workflows.gateway.protocols.chat_completions import openai_error
 from datamodules.workflows.gateway.protocols.response_events import ResponseEvents, items_of, response
@@ -122,7 +122,7 @@ def messages_of(found: Any) -> list[Message]:
         kind = fields.one_of(f"{where}.type", item.get("type") or "message", known)
         if kind == "function_call_output":
             identity = fields.a_text(f"{where}.call_id", item.get("call_id"))
-            content = _text(f"{where}.output", item.get("output"))
+            content = _content(f"{where}.output", item.get("output"))
             messages.append({"role": "tool", "tool_call_id": identity, "content": content})
             saying = False
             continue
@@ -130,7 +130,7 @@ def messages_of(found: Any) -> list[Message]:
         if kind == "message":
             role = fields.one_of(f"{where}.role", item.get("role"), ("user", "assistant", "system", "developer"))
         if role != "assistant":
-            content = _text(f"{where}.content", item.get("content"))
+            content = (_content if role == "user" else _text)(f"{where}.content", item.get("content"))
             messages.append({"role": "system" if role == "developer" else role, "content": content})
             saying = False
             continue
@@ -170,14 +170,31 @@ def _add(where: str, kind: str, item: dict[str, Any], message: Message) -> None:
 
 def _text(where: str, content: Any) -> str:
     """A text, or parts of it."""
+    return "".join(map(str, _parts(where, content, shows=False)))
+
+
+def _content(where: str, content: Any) -> Any:
+    """The same, or with pictures `images.content_of`."""
+    return images.content_of(_parts(where, content, shows=True))
+
+
+def _parts(where: str, content: Any, shows: bool) -> list[str | images.Sent]:
     if isinstance(content, str):
-        return content
-    said = []
+        return [content]
+    said: list[str | images.Sent] = []
     for k, part in enumerate(fields.a_list(where, content)):
-        kind = fields.an_object(f"{where}[{k}]", part).get("type")
+        at = f"{where}[{k}]"
+        kind = fields.an_object(at, part).get("type")
+        if kind == "input_image" and shows:
+            left = {key: value for key, value in part.items() if key != "type"}
+            said.append(images.sent(f"{at}.image_url", left.pop("image_url", None)))
+            fields.take_neutral(left, {"detail": ("auto",)})
+            fields.nothing_left(left, at)
+            continue
         if kind not in ("input_text", "output_text", "text"):
+            known = "text, and input_image" if shows else "text"
             raise RequestError(
-                f"{where}[{k}].type: {fields.shown(kind)} is not supported here; only text", param=f"{where}[{k}].type"
+                f"{at}.type: {fields.shown(kind)} is not supported here; only {known}", param=f"{at}.type"
             )
-        said.append(fields.a_text(f"{where}[{k}].text", part.get("text")))
-    return "".join(said)
+        said.append(fields.a_text(f"{at}.text", part.get("text")))
+    return said

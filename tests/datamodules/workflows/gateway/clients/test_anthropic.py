@@ -127,7 +127,10 @@ def test_models_are_listed() -> None:
         ({"temperature": 1.5}, "temperature"),
         ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools[0].type"),
         ({"tools": [{"name": "x", "input_schema": {"type": "what"}}]}, "tools[0].input_schema"),
-        ({"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]}, "messages[0].content[0].type"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]},
+            "messages[0].content[0].source.type",
+        ),
         ({"messages": [{"role": "user", "content": "x"}, {"role": "assistant", "content": "It"}]}, "messages"),
         ({"container": "c"}, "container"),
     ],

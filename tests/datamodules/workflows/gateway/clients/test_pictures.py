@@ -1,0 +1,140 @@
+"""The providers' packages send pictures: a model that sees is shown them, as the untouched model confirms; one that
+does not, and what is no picture, is refused by the field."""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import anthropic
+import numpy as np
+import openai
+import pytest
+import torch
+
+from datamodules.conversations.chat_template import Chat
+from datamodules.inference import EmbeddedEngine
+from datamodules.prompts import Prompt
+from datamodules.workflows import hermes_calls
+from datamodules.workflows.base import EpisodeEngine
+from datamodules.workflows.gateway import Budget, Session
+from datamodules.workflows.gateway.sessions import Sampling
+from tests.datamodules.workflows.gateway.clients.door import Door, door
+from tests.helpers.tiny_vision import TinyVision, noise, png
+
+A, B = noise(1), noise(2)
+
+
+def base64_of(pixels: np.ndarray) -> str:
+    return base64.b64encode(png(pixels)).decode()
+
+
+def url(pixels: np.ndarray) -> str:
+    return f"data:image/png;base64,{base64_of(pixels)}"
+
+
+@pytest.fixture(scope="module")
+def vision(tmp_path_factory: pytest.TempPathFactory) -> TinyVision:
+    return TinyVision(tmp_path_factory.mktemp("vision"))
+
+
+@pytest.fixture(scope="module")
+def engine(vision: TinyVision) -> Iterator[EmbeddedEngine]:
+    made = EmbeddedEngine(kv_cache_tokens=4096, num_threads=1)
+    made.use_images(vision.images)
+    made.start(vision.model, version=0, seed=1)
+    yield made
+    made.close()
+
+
+def session_of(vision: TinyVision, engine: EmbeddedEngine, sees: bool = True) -> Session:
+    episode = EpisodeEngine(
+        engine, vision.tokenizer, None, name="e", seed="s", image_processor=vision.images if sees else None
+    )
+    return Session(episode, Chat(vision.tokenizer), Sampling(6), Budget(), hermes_calls)
+
+
+def of_openai(there: Door) -> list[int]:
+    """Two calls, a picture each; tokens of the prompts as the client is told."""
+    client = openai.OpenAI(base_url=there.v1, api_key=there.key, max_retries=0)
+    shown: Any = [{"type": "text", "text": "look <|image_pad|>"}, {"type": "image_url", "image_url": {"url": url(A)}}]
+    messages: list[Any] = [{"role": "user", "content": shown}]
+    first = client.chat.completions.create(model="m", messages=messages)
+    then: Any = [{"type": "image_url", "image_url": {"url": url(B), "detail": "auto"}}, {"type": "text", "text": "?"}]
+    messages += [{"role": "assistant", "content": first.choices[0].message.content}, {"role": "user", "content": then}]
+    second = client.chat.completions.create(model="m", messages=messages)
+    return [one.usage.prompt_tokens for one in (first, second) if one.usage]
+
+
+def of_responses(there: Door) -> list[int]:
+    client = openai.OpenAI(base_url=there.v1, api_key=there.key, max_retries=0)
+
+    def told(pixels: np.ndarray, text: str) -> Any:
+        image = {"type": "input_image", "image_url": url(pixels), "detail": "auto"}
+        return [{"role": "user", "content": [{"type": "input_text", "text": text}, image]}]
+
+    first = client.responses.create(model="m", input=told(A, "look <|image_pad|>"))
+    second = client.responses.create(model="m", input=told(B, "?"), previous_response_id=first.id)
+    return [one.usage.input_tokens for one in (first, second) if one.usage]
+
+
+def of_anthropic(there: Door) -> list[int]:
+    client = anthropic.Anthropic(base_url=there.address, api_key=there.key, max_retries=0)
+
+    def block(pixels: np.ndarray) -> Any:
+        return {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": base64_of(pixels)}}
+
+    messages: list[Any] = [{"role": "user", "content": [{"type": "text", "text": "look <|image_pad|>"}, block(A)]}]
+    first = client.messages.create(model="m", messages=messages, max_tokens=6)
+    counted = client.messages.count_tokens(model="m", messages=messages).input_tokens
+    assert counted == first.usage.input_tokens
+    said = "".join(one.text for one in first.content if one.type == "text")
+    messages += [{"role": "assistant", "content": said or "."}]
+    result = {"type": "tool_result", "tool_use_id": "1", "content": [block(B), {"type": "text", "text": "?"}]}
+    messages += [{"role": "user", "content": [result]}]
+    second = client.messages.create(model="m", messages=messages, max_tokens=6)
+    return [first.usage.input_tokens, second.usage.input_tokens]
+
+
+@pytest.mark.parametrize("converse", [of_openai, of_responses, of_anthropic])
+def test_what_clients_show_is_what_the_model_sees(
+    vision: TinyVision, engine: EmbeddedEngine, converse: Callable[[Door], list[int]]
+) -> None:
+    session = session_of(vision, engine)
+    with door(session=session) as there:
+        told = converse(there)
+    calls = session.trajectories(Prompt(id="p"), 1.0)
+    pictures = [vision.images.picture(one, "here") for one in (A, B)]
+    for k, one in enumerate(calls):
+        assert [shown.key for shown in one.pictures] == [shown.key for shown in pictures[: k + 1]]
+        assert one.images is not None and told[k] == int((~one.loss_mask).sum())
+        assert int((one.images >= 0).sum()) == sum(shown.tokens for shown in one.pictures)
+        expected = vision.logprobs(one.tokens.tolist(), one.pictures, one.images.tolist())[one.loss_mask]
+        torch.testing.assert_close(one.behavior_logprobs[one.loss_mask], expected, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize(
+    ("sees", "image", "param", "problem"),
+    [
+        (False, url(A), "messages[0].content[0].image_url.url", "shown no pictures"),
+        (True, "https://example.org/a.png", "messages[0].content[0].image_url.url", "nothing is fetched"),
+        (True, "data:image/png;base64,AAAA", "messages[0].content[0].image_url.url", "cannot be read as a picture"),
+        (True, "data:image/png,AAAA", "messages[0].content[0].image_url.url", "a data URL must be"),
+    ],
+)
+def test_what_cannot_be_shown_is_refused_by_its_field(
+    vision: TinyVision, engine: EmbeddedEngine, sees: bool, image: str, param: str, problem: str
+) -> None:
+    session = session_of(vision, engine, sees)
+    with door(session=session) as there:
+        client = openai.OpenAI(base_url=there.v1, api_key=there.key, max_retries=0)
+        content: Any = [{"type": "image_url", "image_url": {"url": image}}]
+        with pytest.raises(openai.BadRequestError, match=problem) as refused:
+            client.chat.completions.create(model="m", messages=[{"role": "user", "content": content}])
+        assert refused.value.param == param and param in str(refused.value)
+        if sees:
+            with pytest.raises(openai.BadRequestError, match="0 pictures, but its tokens have 1 places"):
+                client.completions.create(model="m", prompt="a <|image_pad|>")
+        answer = client.chat.completions.create(model="m", messages=[{"role": "user", "content": "text"}])
+    assert answer.usage is not None and session.fault is None and not session.transcript.calls[0].pictures
