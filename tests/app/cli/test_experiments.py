@@ -15,12 +15,14 @@ import pytest
 import yaml
 
 from app.cli import main
+from examples.vision.make_model import write
 from modules import ModelSource, build_model
 from tests.app.cli.test_end_to_end import CONFIGS, MODEL, workplace  # noqa: F401 - an autouse fixture
 from tests.datamodules.workflows.scripted_engine import CHATML
 from tests.helpers.doubles import conversations
 from tests.helpers.judge_server import JudgeServer
 from tests.helpers.recorded_samples import byte_tokenizer, line, write_jsonl
+from tests.helpers.tiny_vision import noise, png
 
 EXPERIMENTS = sorted((CONFIGS / "experiments").glob("*.yaml"))
 QUICK = ("gsm8k_grpo", "sft_tau", "dpo_pairs")  # one of each module
@@ -50,7 +52,19 @@ def table(name: str) -> dict[str, Any]:
     return {"init_args": {"path": f"{name}.parquet", "name": None, "split": None}}
 
 
+def sees(**more: Any) -> dict[str, Any]:
+    """Of the experiments with pictures."""
+    data = {**ROLLOUTS, **SHORT, "reward": LENGTH, "tokenizer": "sees", **more}
+    return {"data": data, "model": {"model": {"path": "sees", "config": None}}, "expect": {"reward", "val/accuracy"}}
+
+
 OVERLAYS: dict[str, dict[str, Any]] = {
+    "geometry3k_grpo": sees(prompts=table("figures"), validation={"prompts": table("figures")}),
+    "clevr_count_grpo": sees(
+        prompts=table("figures"),
+        validation={"prompts": {"init_args": {"path": "figures.parquet", "name": None, "split": None, "size": 2}}},
+    ),
+    "easy_vqa_grpo": sees(validation={"prompts": {"init_args": {"size": 2}}}),
     "gsm8k_grpo": {"data": gsm8k(), "expect": {"val/accuracy"}},
     "gsm8k_ppo": {
         "data": gsm8k(batch_size=4, group_size=1),
@@ -140,6 +154,11 @@ def files(folder: Path) -> None:
             pairs.writelines(json.dumps(said) + "\n" for _ in range(4))
     build_model(ModelSource(config=TINY)).save_pretrained(folder / "teacher")
     byte_tokenizer(CHATML).save_pretrained(folder / "teacher")
+    write(folder / "sees", hidden=32, tower=16, patch=4, merge=2)
+    rows["figures"] = [
+        {"images": [{"bytes": png(noise(i)), "path": None}], "problem": f"<image>Find {i}.", "answer": str(i)}
+        for i in range(4)
+    ]
     for name, records in rows.items():
         parquet.write_table(arrow.Table.from_pylist(records), folder / f"{name}.parquet")
 
@@ -172,7 +191,8 @@ def small(path: Path) -> dict[str, Any]:
         if isinstance(callback, dict) and "checkpoint" in overlay:
             callback["init_args"]["monitor"] = overlay["checkpoint"]
     model = {"path": None, "dtype": None, "config": TINY}
-    config["model"]["init_args"] = laid_over(config["model"]["init_args"], {**overlay.get("model", {}), "model": model})
+    of_model = laid_over({"model": model}, overlay.get("model", {}))
+    config["model"]["init_args"] = laid_over(config["model"]["init_args"], of_model)
     data = {"tokenizer": "models", **overlay["data"]}
     config["data"]["init_args"] = laid_over(config["data"]["init_args"], data)
     if path.stem == "reasoning_gym":
@@ -206,8 +226,9 @@ def test_prompts_are_validated_in_the_form_they_are_trained_in(path: Path) -> No
 def test_an_experiment(
     path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    if path.stem == "reasoning_gym":
-        pytest.importorskip("reasoning_gym")
+    for stem, package in (("reasoning_gym", "reasoning_gym"), ("easy_vqa_grpo", "easy_vqa")):
+        if path.stem == stem:
+            pytest.importorskip(package)
     files(tmp_path)
     monkeypatch.setenv("ARBORIST_DATA", str(tmp_path))
     assert len(path.read_text().splitlines()) <= 40
