@@ -26,7 +26,7 @@ import yaml
 from benchmarks.common.records import write_json
 from benchmarks.learning.__main__ import ROOT, curve, finished, run
 from datamodules.prompts import SquaresPrompts
-from examples.vision.make_model import write
+from examples.vision.make_model import SPREAD, write
 
 TOKENS = ("tokens/dense", "tokens/leaf", "tokens/tree")
 
@@ -122,7 +122,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
         if any(one["seed"] == seed for one in results):
             continue
         model, warm = runs / f"model_{seed}", runs / f"warm_{seed}"
-        write(model, seed=seed)
+        write(model, seed=seed, spread=SPREAD)
         run(warm_config(seed, model), warm, args.deadline_s)
         began = time.monotonic()
         run(rl_config(seed, warm / "model", args.steps), runs / f"grpo_{seed}", args.deadline_s)
