@@ -38,7 +38,7 @@ def tokenizer() -> PreTrainedTokenizerFast:
 
 
 SPREAD = 0.06
-"""Of the weights that learn: with transformers' 0.02 so small a model stays longer at guessing the commonest answers."""
+"""Of the weights at the start; transformers' 0.02 is meant for models that are wider."""
 
 
 def write(
