@@ -26,7 +26,7 @@ FlashAttention-2 forward and backward, 4 TB/s of memory, norms, rotary embedding
 | 8B | 350 | {UNDERSTOOD["8B"]:.0f} |
 
 Goals, 8B and 8x4: `turns` and `think` 14 and 12 times dense, 1.7 and 12 times dense-leaf, 1.3 times sparse
-by FlexAttention; `whole` 1.1 times dense-leaf without checkpointing; 55% of what a large matrix product reaches."""
+by FlexAttention; `whole` 1.1 times dense-leaf without checkpointing; 55% of the peak."""
 
 
 def write_page(folder: Path) -> Path:
