@@ -127,6 +127,7 @@ def test_a_browser_draws_it_offline(tmp_path: Path) -> None:
     assert seen == []
 
 
+@pytest.mark.slow
 def test_a_phone_shows_runs_laid_over_each_other_without_scrolling_sideways(tmp_path: Path) -> None:
     write_page([run("one"), run("two")], tmp_path / "report.html")
     seen: list[str] = []
@@ -140,6 +141,7 @@ def test_a_phone_shows_runs_laid_over_each_other_without_scrolling_sideways(tmp_
     assert seen == []
 
 
+@pytest.mark.slow
 def test_hostile_text_is_shown_and_does_nothing(tmp_path: Path) -> None:
     write_page([run(HOSTILE[0], HOSTILE)], tmp_path / "report.html")
     seen: list[str] = []
