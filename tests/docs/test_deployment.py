@@ -1,4 +1,4 @@
-"""Dockerfile agrees with the files that say the same elsewhere."""
+"""Dockerfile and configs/cluster/skypilot.yaml agree with the files that say the same elsewhere."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import subprocess
 import tomllib
 from pathlib import Path
 
+import yaml
 from packaging.requirements import Requirement
 from packaging.version import Version
 
@@ -73,3 +74,19 @@ def test_nothing_that_git_ignores_is_sent_to_the_build() -> None:
     tracked = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
     tops = {path.split("/")[0] for path in tracked}
     assert not {one for one in ignored if one in tops}, "what the image needs"
+
+
+def test_skypilot_starts_what_slurm_starts() -> None:
+    path = ROOT / "configs" / "cluster" / "skypilot.yaml"
+    task = yaml.safe_load(path.read_text())
+    assert path.read_text().count("\n") <= 40
+    assert task.keys() == {"name", "num_nodes", "workdir", "resources", "envs", "setup", "run"}
+    assert task["setup"] == "make .venv/.installed" and re.search(
+        r"^STAMP := \$\(VENV\)/\.installed$", (ROOT / "Makefile").read_text(), re.MULTILINE
+    )
+    subprocess.run(["bash", "-n"], input=task["run"], text=True, check=True)
+    flags = [re.findall(r"(?<= )--[\w.-]+", text) for text in (task["run"], path.with_name("slurm.sbatch").read_text())]
+    of_torchrun_on = [some[some.index("--nnodes") :] for some in flags]
+    assert of_torchrun_on[0] == of_torchrun_on[1]
+    given = {"SKYPILOT_NUM_NODES", "SKYPILOT_NUM_GPUS_PER_NODE", "SKYPILOT_NODE_IPS", "SKYPILOT_TASK_ID"}
+    assert set(re.findall(r"\$(\w+)", task["run"])) == given | task["envs"].keys()
