@@ -28,6 +28,10 @@ def options(of: Any) -> set[str]:
     return set(inspect.signature(of).parameters)
 
 
+def test_every_row_says_something_of_everybody() -> None:
+    assert {len(row) for row in ROWS} == {6} and all(cell for row in ROWS for cell in row)
+
+
 def test_options_of_this_project() -> None:
     homes = {"model": options(PolicyModule) | options(TreeModule), "data": options(RolloutDataModule)}
     homes |= {"trainer": options(pl.Trainer), "model.model": options(ModelSource)}
