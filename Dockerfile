@@ -1,6 +1,6 @@
 # Arborist and the SGLang servers that it starts, for machines with NVIDIA GPUs and drivers for CUDA 13:
 #
-#     docker build --build-arg USER_ID="$(id -u)" -t arborist .
+#     mkdir -p runs && docker build --build-arg USER_ID="$(id -u)" -t arborist .
 #     docker run --rm -it --init --gpus all --shm-size 16g -v "$PWD/runs:/arborist/runs" arborist make quickstart
 #
 # Promises: trainer and servers have environments of their own, as on any machine; nothing runs as root; what fixes
