@@ -13,7 +13,7 @@ from typing import Any
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
 
-from app.strategies.shards import gathers, is_sharded, whole_copy, without_storage
+from app.strategies.shards import gathers, is_sharded, take_buffers, whole_copy, without_storage
 from datamodules.inference.export import base_model, checkpoint_parts, weight_parts
 
 
@@ -39,6 +39,7 @@ def policy_in_parts(policy: Any, keep: bool) -> tuple[Any, Iterator[dict[str, Te
     if keep:
         assert gather is not None, "rank 0 keeps"
         like = without_storage(policy)
+        take_buffers(policy, like)
         return like, checkpoint_parts(policy, gather, like)
     if gather is not None:
         for names in weight_parts(policy):

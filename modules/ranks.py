@@ -136,7 +136,7 @@ class RankWork:
                 out = engine.forward(tree, want=outputs, temperatures=part.temperatures, soft=likeliest)
             columns = [out.flat(output) for output in outputs]
             if likeliest is not None:
-                ids, logprobs = likeliest.found(tree)
+                ids, logprobs = likeliest.found()
                 columns += [*ids.unbind(-1), *logprobs.exp().unbind(-1)]
             rows += [column[part.loss_mask.to(column.device)].float().cpu() for column in columns]
         return torch.stack(rows)

@@ -254,10 +254,17 @@ def whole_copy(model: Any, keep: bool) -> Any:
     whole.load_state_dict(weights, assign=True)
     inner = whole.get_base_model() if hasattr(whole, "get_base_model") else whole
     inner.tie_weights()
-    for name, buffer in model.named_buffers():  # those that no state_dict holds
-        owner, _, own = name.rpartition(".")
-        whole.get_submodule(owner)._buffers[own] = buffer.detach().to("cpu", copy=True)
+    take_buffers(model, whole)
     return whole
+
+
+def take_buffers(model: Module, like: Module) -> None:
+    """Copies in CPU memory of the buffers that no state_dict of `model` holds, for a model like it."""
+    held = model.state_dict().keys()
+    for name, buffer in model.named_buffers():
+        if name not in held:
+            owner, _, own = name.rpartition(".")
+            like.get_submodule(owner)._buffers[own] = buffer.detach().to("cpu", copy=True)
 
 
 def without_storage(model: Any) -> Any:

@@ -140,16 +140,16 @@ class TreeEngine:
         self.budget = Budget(chunk_tokens, live_tokens)
         self.remember: Callable[[], Callable[[], None]] | None = None
         self.temperature = temperature
-        self.attention, self.states = attention, states
-        self.checkpointing, self.rates = checkpointing, rates
+        self.attention, self.states, self.checkpointing, self.rates = attention, states, checkpointing, rates
         self.value_head = value_head or getattr(self.model, "value_head", None) or getattr(self.model, "score", None)
         self.heads = Heads(self.model, self.value_head, head_tokens)
 
     def chosen(self) -> str:
-        """What computes a pass here, in one line: attention, scans, and how logits are computed."""
+        """What computes a pass here, in one line: attention, scans, and logits, where there are some."""
         scans = f", scans {self._scans().name}" if self.state_layers.mixers else ""
-        attention, logits = choose_backend(self.attention, self.model).name, self.heads.way()
-        return f"attention {attention}{scans}, logits {logits} in blocks of {self.heads.head_tokens} rows"
+        heads, attention = self.heads, choose_backend(self.attention, self.model).name
+        logits = f", logits {heads.way()} in blocks of {heads.head_tokens} rows" if heads.projection else ""
+        return f"attention {attention}{scans}{logits}"
 
     def plan(self, tree: PrefixTree) -> ExecutionPlan:
         """The plan that `forward` and `backward` execute for `tree`: of a few candidates within the budgets, the one

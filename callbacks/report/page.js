@@ -5,6 +5,9 @@
   const INK = "#22303c", QUIET = "#8a97a3", GRID = "#e6e9ec";
   for (const [id, plot] of Object.entries(data.charts)) Bokeh.Plotting.show(chart(plot), document.getElementById(id));
 
+  // What is no number comes as null, which would be drawn as 0.
+  const numbers = (columns) => Object.entries(columns).map(([name, column]) => [name, column.map((one) => one ?? NaN)]);
+
   function chart(plot) {
     const fromZero = plot.share || plot.marks[0].kind === "bars";
     const figure = Bokeh.Plotting.figure({
@@ -16,7 +19,7 @@
     const named = new Map(); // label -> what it hides when it is clicked
     for (const { kind, colour, label = null, ...mark } of plot.marks) {
       const { alpha = 1, width = 1, dash = "solid", size = 1, ...columns } = mark;
-      const source = new Bokeh.ColumnDataSource({ data: columns });
+      const source = new Bokeh.ColumnDataSource({ data: Object.fromEntries(numbers(columns)) });
       const [f, common] = [(field) => ({ field }), { source, color: colour, name: label }];
       let drawn = null;
       if (kind === "line") drawn = figure.line(f("x"), f("y"), { ...common, alpha, line_width: width, line_dash: dash });

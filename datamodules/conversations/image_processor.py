@@ -142,8 +142,10 @@ class ImageProcessor:
         """Rendered ids, one placeholder a picture in their order, with as many as each picture has tokens; and for each
         id the index of its picture among the distinct ones (`distinct`), or -1.
 
-        Raises PictureError: another number of placeholders than of pictures.
+        Raises PictureError: another number of placeholders than of pictures, or one that stands for something else.
         """
+        if any(token != self.placeholder and token in self.placeholders for token in tokens):
+            raise PictureError(f"{where}: spells a placeholder of something else than a picture; leave it out")
         count = sum(token == self.placeholder for token in tokens)
         if count != len(pictures):
             raise PictureError(

@@ -80,16 +80,19 @@ class _Reads:
             name = node.node.name
             self.known &= name not in (*impure, _MESSAGES) and (name != "loop" or not is_own or node.attr in _OF_ROUNDS)
             self.attributes.add(node.attr)
+            if hasattr(list, node.attr):  # an alias of the messages might be asked for it
+                self.whole.add(name)
         elif isinstance(node, nodes.Compare) and is_own and (attribute := _beside_index(node)):
             self.compared.add(attribute)
         elif _is_indexed(node):
             self.indexed.add(node.node.name)  # type: ignore[attr-defined]
             self.read(node.arg, impure, is_own)  # type: ignore[attr-defined]
         elif isinstance(node, nodes.For):
-            self.read(node.iter, impure, is_own)
-            for one in (node.target, node.test, *node.body, *node.else_):
+            for one in (node.iter, node.test, *node.else_):  # there, "loop" is still that around it
                 if one is not None:
-                    self.read(one, impure, is_own=False)
+                    self.read(one, impure, is_own)
+            for one in (node.target, *node.body):
+                self.read(one, impure, is_own=False)
         else:
             self.known &= not isinstance(node, _ELSEWHERE)
             for one in node.iter_child_nodes():
@@ -388,7 +391,9 @@ def _is_same(old: Any, new: Any) -> bool:
     if type(old) is not type(new):
         return False
     if isinstance(new, Macro):
-        return bool(old._func.__code__ is new._func.__code__)  # what it reads is compared by itself
+        code = new._func.__code__  # what it reads is compared by itself, but for parameters of a macro around it
+        own = all(not name.startswith("l_") or name.startswith("l_0_") for name in code.co_freevars)
+        return own and old._func.__code__ is code
     return isinstance(new, Undefined) or (type(new) in _PLAIN and bool(old == new))
 
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 import copy
 import json
 import os
+import re
 import shutil
 from collections.abc import Iterable
 from pathlib import Path
@@ -123,8 +124,9 @@ def save_parts(parts: Iterable[dict[str, Tensor]], directory: Path, shard_bytes:
     """Writes tensors as they come, a file whenever `shard_bytes` are together (a larger tensor has a file of its own),
     so that no more than these, twice, and one part are in memory. Parts are emptied, weights that stood there removed.
     Returns the bytes of all."""
-    for old in directory.glob("model*.safetensors*"):
-        old.unlink()
+    for old in directory.iterdir():
+        if _WEIGHTS.fullmatch(old.name):
+            old.unlink()
     files: list[dict[str, int]] = []
     held: dict[str, Tensor] = {}
 
@@ -148,6 +150,9 @@ def save_parts(parts: Iterable[dict[str, Tensor]], directory: Path, shard_bytes:
         content = {"metadata": {"total_size": size}, "weight_map": index}
         (directory / "model.safetensors.index.json").write_text(json.dumps(content, indent=2, sort_keys=True))
     return size
+
+
+_WEIGHTS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?")
 
 
 def _file(number: int, of: int) -> str:

@@ -50,6 +50,12 @@ class SquaresPrompts(PromptSource):
         checks.one_of("SquaresPrompts.split", split, ("train", "validation"))
         self.most, self.split, self.holdout, self.seed = most, split, holdout, seed
         self._size = size
+        letters = [f"{cell}{letter}" for cell in range(_CELLS**2) for letter in "rgb"]  # the fewest: of one square
+        if not any(map(self._is_held_out, letters)):
+            raise ValueError(
+                f"SquaresPrompts.holdout: {holdout} leaves no picture of one square to the validation split; lower it"
+                " (10 is usual)"
+            )
 
     @property
     def name(self) -> str:
@@ -72,6 +78,9 @@ class SquaresPrompts(PromptSource):
             pictures=(pixels,),
         )
 
+    def _is_held_out(self, arrangement: str) -> bool:
+        return zlib.crc32(arrangement.encode()) % self.holdout == 0
+
     def _picture(self, number: int) -> tuple[npt.NDArray[np.uint8], dict[str, int]]:
         rng = np.random.default_rng([self.seed, number])
         count = int(rng.integers(1, self.most + 1))
@@ -79,10 +88,10 @@ class SquaresPrompts(PromptSource):
             cells = rng.permutation(_CELLS**2)[:count]
             letters = rng.integers(len(_COLOURS), size=len(cells))
             arrangement = ",".join(f"{cell}{'rgb'[k]}" for cell, k in sorted(zip(cells.tolist(), letters.tolist())))
-            if (zlib.crc32(arrangement.encode()) % self.holdout == 0) == (self.split == "validation"):
+            if self._is_held_out(arrangement) == (self.split == "validation"):
                 break
         else:
-            raise ValueError(f"SquaresPrompts: no picture of the {self.split} split in {_TRIES} draws; raise most")
+            raise ValueError(f"SquaresPrompts: no picture of the {self.split} split in {_TRIES} draws; lower holdout")
         pixels = rng.normal(30, 12, (_CELLS * _CELL, _CELLS * _CELL, 3))
         for cell, k in zip(cells.tolist(), letters.tolist()):
             side = int(rng.integers(3, 6))

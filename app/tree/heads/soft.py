@@ -78,6 +78,7 @@ class Likeliest:
     def __init__(self, count: int) -> None:
         self.count = count
         self._ids = self._logprobs = torch.zeros(0, count)
+        self._tree: PrefixTree | None = None  # that was run, which a dense engine builds anew
         self._rows: Tensor | None = None
 
     def __getitem__(self, rows: Any) -> Likeliest:
@@ -91,6 +92,7 @@ class Likeliest:
         """Ready to collect over a tree. Raises ValueError: more than the vocabulary has, or less than one."""
         if not 1 <= self.count <= vocab_size:
             raise ValueError(f"Likeliest: {self.count} columns, must be 1 to the vocabulary's {vocab_size}")
+        self._tree = tree
         self._ids = torch.zeros(tree.num_tokens, self.count, dtype=torch.int64, device=device)
         self._logprobs = torch.zeros(tree.num_tokens, self.count, dtype=dtype, device=device)
         return self
@@ -107,10 +109,11 @@ class Likeliest:
         group.sum_(self._logprobs)
         self._ids = ids.long()
 
-    def found(self, tree: PrefixTree) -> tuple[Tensor, Tensor]:
+    def found(self) -> tuple[Tensor, Tensor]:
         """Columns int64 [sum of L_i, K], likeliest first, and their log-probabilities, of the tokens of all sequences
         concatenated; 0 where a sequence does not score."""
-        tokens, scored = _dense(tree)
+        assert self._tree is not None, "a forward pass collects"
+        tokens, scored = _dense(self._tree)
         index = on_device(tokens, self._ids.device)
         here = on_device(scored, self._ids.device).unsqueeze(-1)
         return self._ids[index] * here, self._logprobs[index].masked_fill(~here, 0.0)

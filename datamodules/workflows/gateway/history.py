@@ -77,7 +77,7 @@ class Bodies:
         except Exception:  # said by reading the whole of it
             return None
         shown = found.get("messages")
-        if type(shown) is not list or shown[0] != self._mark:
+        if type(shown) is not list or shown[:1] != [self._mark]:
             return None
         found["messages"] = now = Shown([*messages, *shown[1:]])
         now.read = messages.read

@@ -118,6 +118,12 @@ FORGED = [
     "{% set n = namespace(c=size) %}<<{{ n['c'] }}{{ (n).c }}{{ m.role }}>>",
     "{% set c = messages|length %}<<{{ c }}{{ m.content }}>>",
     "{% set c = messages %}<<{{ c|length }}{{ m.content }}>>",
+    "{% set c = messages %}<<{{ c.count(m) }}{{ m.content }}>>",
+    "{% set c = messages %}{% for m in c %}{{ c.count(m) }}>>",
+    "<<{% for p in [] %}{% else %}{{ loop.length }}{% endfor %}{{ m.role }}>>",
+    "<<{% for p in [1] if loop.length > 5 %}{{ p }}{% endfor %}{{ m.role }}>>",
+    "{% macro o(n, x) %}{% macro i() %}{{ n }}{% endmacro %}{% set x.f = i %}{% endmacro %}{% set n = namespace() %}"
+    "{{ o(size, n) }}<<{{ n.f() }}{{ m.role }}>>",
     "{% set c = messages[2:] %}<<{{ c[loop.index0].role }}{{ m.content }}>>",
     "{% set c = messages|map(attribute='content') %}<<{{ c|first }}{{ m.role }}>>",
     "{% set c = cycler(1, 2, 3) %}<<{{ c.next() }}{{ m.role }}>>{{ c.next() }}",

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 from app.pictures import Picture
@@ -17,6 +18,9 @@ from datamodules.conversations.chat_template import Message
 from datamodules.conversations.image_processor import ImageProcessor, distinct
 from datamodules.files.picture_files import PictureError
 from datamodules.workflows.gateway.errors import RequestError
+
+_READERS = ThreadPoolExecutor(2, "pictures")  # of all sessions: a large picture takes a gigabyte while it is read
+_MOST_BYTES = 1 << 29  # of pixels that a session keeps
 
 
 class Sent(NamedTuple):
@@ -57,6 +61,7 @@ class SessionImages:
     def __init__(self, processor: ImageProcessor | None) -> None:
         self._processor = processor
         self._pictures: dict[str, Picture] = {}  # by their keys
+        self._bytes = 0  # of their pixels
         self._known: dict[bytes, Held] = {}  # by hashes of what was sent: clients send it with every call
 
     async def read(self, messages: Sequence[Message]) -> list[Message]:
@@ -97,9 +102,19 @@ class SessionImages:
         name = hashlib.blake2b(part.url.encode("utf-8", "surrogatepass"), digest_size=16).digest()
         if name not in self._known:
             try:
-                picture = await asyncio.to_thread(self._processor.picture, part.url, part.where)
+                loop = asyncio.get_running_loop()
+                picture = await loop.run_in_executor(_READERS, self._processor.picture, part.url, part.where)
             except PictureError as error:
                 raise RequestError(str(error), param=part.where) from error
-            self._pictures[picture.key.hex()] = picture
+            if picture.key.hex() not in self._pictures:
+                if self._bytes + picture.pixels.nbytes > _MOST_BYTES:
+                    raise RequestError(
+                        f"{part.where}: the session's pictures would be more than {_MOST_BYTES >> 20} MiB; end it and"
+                        " begin another, or show smaller ones",
+                        status=413,
+                        param=part.where,
+                    )
+                self._bytes += picture.pixels.nbytes
+                self._pictures[picture.key.hex()] = picture
             self._known[name] = Held(picture.key.hex())
         return self._known[name]

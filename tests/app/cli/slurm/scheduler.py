@@ -48,7 +48,7 @@ def sbatch(spool: Path, script: Path, arguments: list[str]) -> int:
 
 def srun(spool: Path, words: list[str]) -> int:
     """Runs the one task of a step on this "node"."""
-    command = [word for word in words if not word.startswith("--kill-on-bad-exit")]
+    command = [word for word in words if not word.startswith(("--kill-on-bad-exit", "--cpus-per-task"))]
     process = subprocess.Popen(command)
     (spool / "step.pid").write_text(str(process.pid))
     return process.wait()

@@ -113,7 +113,7 @@ def run_soft(size: int, name: str, case: Case, soft: SoftTargets, sharded: bool)
     total = engine.backward(tree, SequenceLoss("clipped_ratio", case.lengths, case.seed, want), want, soft=soft)
     try:
         engine.forward(tree, soft=likeliest)
-        found: Any = likeliest.found(tree)
+        found: Any = likeliest.found()
     except ValueError as error:
         found = str(error)
     return {"total": total, "grads": mine(take_grads(model, head)), "likeliest": found}

@@ -133,7 +133,7 @@ def test_columns_beside_tokens(two_ranks: RankPool, name: str, sharded: bool) ->
         if sharded:
             assert "whose vocabulary ranks share" in rank["likeliest"]
             continue
-        for got, alone in zip(rank["likeliest"], likeliest.found(tree), strict=True):
+        for got, alone in zip(rank["likeliest"], likeliest.found(), strict=True):
             torch.testing.assert_close(got, alone, atol=1e-9, rtol=0)
 
 

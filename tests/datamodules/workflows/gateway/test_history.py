@@ -255,7 +255,7 @@ def test_requests_are_read_as_the_whole_of_them(steps: list[Any]) -> None:
     ],
 )
 def test_a_bracket_that_does_not_close_the_messages(last: str) -> None:
-    for end in ("}", "]}", "]}}", "]}]}", '"]}', ', "messages": [3]}', ', "messages": 3}'):
+    for end in ("}", "]}", "]}}", "]}]}", '"]}', ', "messages": [3]}', ', "messages": []}', ', "messages": 3}'):
         bodies = Bodies()
         for new in ("]", ", 5]", ", 5, [6]]", ', 5, [6], "7", "]"]', ", 5"):
             body = (last + new + end).encode()
