@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import random
+import struct
 import zlib
 from pathlib import Path
 from typing import Any
@@ -115,6 +116,9 @@ def bad_pictures() -> dict[str, Any]:
     for mode in ("I;16", "F", "I", "HSV", "LAB"):
         found[f"mode {mode}"] = Image.new(mode, (8, 8))
     found["16 bits a channel"] = saved("png", Image.new("I;16", (8, 8), 40_000))
+    # Turned, and a field that is to be a short number says a long one.
+    fields = struct.pack(">HHHIHHHHIII", 2, 274, 3, 1, 6, 0, 296, 4, 1, 70_000, 0)
+    found["damaged EXIF data"] = saved("jpeg", exif=b"Exif\0\0MM\0*" + struct.pack(">I", 8) + fields)
     for k in range(200 - len(found)):
         data = bytearray(whole["png"])
         at = rng.randrange(40, len(data) - 20)

@@ -134,6 +134,11 @@ def test_squares_are_counted_right_and_splits_share_no_picture(vision: TinyVisio
         assert (int(prompt.answer) == 0) == (not (dominant == "rgb".index(prompt.id[-1])).any())
 
 
+def test_a_split_without_pictures_of_one_square_is_refused_by_name() -> None:
+    with pytest.raises(ValueError, match=r"SquaresPrompts.holdout: 18 leaves no picture of one square.*lower it"):
+        SquaresPrompts(split="validation", holdout=18)
+
+
 def test_both_splits_of_squares_ask_alike() -> None:
     train = [SquaresPrompts(seed=1).deal(k).answer for k in range(900)]
     held_out = [one.answer for one in SquaresPrompts(split="validation", size=900, seed=3).samples()]
