@@ -6,7 +6,9 @@
   for (const [id, plot] of Object.entries(data.charts)) Bokeh.Plotting.show(chart(plot), document.getElementById(id));
 
   // What is no number comes as null, which would be drawn as 0.
-  const numbers = (columns) => Object.entries(columns).map(([name, column]) => [name, column.map((one) => one ?? NaN)]);
+  function numbers(columns) {
+    return Object.entries(columns).map(([name, column]) => [name, column.map((one) => one ?? NaN)]);
+  }
 
   function chart(plot) {
     const fromZero = plot.share || plot.marks[0].kind === "bars";
