@@ -144,7 +144,7 @@ class ImageProcessor:
 
         Raises PictureError: another number of placeholders than of pictures, or one that stands for something else.
         """
-        if any(token != self.placeholder and token in self.placeholders for token in tokens):
+        if not {*self.placeholders}.difference([self.placeholder]).isdisjoint(tokens):
             raise PictureError(f"{where}: spells a placeholder of something else than a picture; leave it out")
         count = sum(token == self.placeholder for token in tokens)
         if count != len(pictures):

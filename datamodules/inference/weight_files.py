@@ -129,6 +129,7 @@ def save_parts(parts: Iterable[dict[str, Tensor]], directory: Path, shard_bytes:
             old.unlink()
     files: list[dict[str, int]] = []
     held: dict[str, Tensor] = {}
+    together = 0  # bytes of what is held
 
     def write() -> None:
         files.append({name: tensor.nbytes for name, tensor in held.items()})
@@ -138,8 +139,10 @@ def save_parts(parts: Iterable[dict[str, Tensor]], directory: Path, shard_bytes:
     for part in parts:
         for name in list(part):
             tensor = part.pop(name)
-            if held and sum(other.nbytes for other in held.values()) + tensor.nbytes > shard_bytes:
+            if held and together + tensor.nbytes > shard_bytes:
                 write()
+                together = 0
+            together += tensor.nbytes
             held[name] = tensor.cpu().clone().contiguous()  # parameters may be views of a flat buffer
     write()
     for number in range(1, len(files) + 1):

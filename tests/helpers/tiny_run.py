@@ -103,10 +103,7 @@ class _Stream:
         return self.data.batches * self.data.count
 
     def __iter__(self) -> Iterator[StepHandle]:
-        for number in range(self.data.batches):
-            batch = make_batch([0.0, 1.0, 0.5], first_id=10 * number)
-            for index in range(self.data.count):
-                yield StepHandle(batch, index, self.data.count)
+        return self.data.steps()
 
 
 class _HeldOut:
@@ -145,6 +142,13 @@ class TinyData(LightningDataModule):
 
     def train_dataloader(self) -> _Stream:
         return _Stream(self)
+
+    def steps(self) -> Iterator[StepHandle]:
+        """An epoch; tests have others."""
+        for number in range(self.batches):
+            batch = make_batch([0.0, 1.0, 0.5], first_id=10 * number)
+            for index in range(self.count):
+                yield StepHandle(batch, index, self.count)
 
     def val_dataloader(self) -> Any:
         return _HeldOut() if self.validate else []

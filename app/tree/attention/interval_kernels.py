@@ -268,19 +268,7 @@ def interval_attention(
 
 
 @interval_attention.register_fake
-def _(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    path_k: Tensor | None,
-    path_v: Tensor | None,
-    sinks: Tensor | None,
-    intervals: list[Tensor],
-    block: int,
-    scale: float,
-    window: int,
-    softcap: float,
-) -> tuple[Tensor, Tensor]:
+def _(q: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
     return _outputs(q)
 
 
@@ -333,23 +321,7 @@ def interval_attention_backward(
 
 
 @interval_attention_backward.register_fake
-def _(
-    grad: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    path_k: Tensor | None,
-    path_v: Tensor | None,
-    path_grad_k: Tensor | None,
-    path_grad_v: Tensor | None,
-    out: Tensor,
-    lse: Tensor,
-    intervals: list[Tensor],
-    block: int,
-    scale: float,
-    window: int,
-    softcap: float,
-) -> tuple[Tensor, Tensor, Tensor]:
+def _(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
     return _gradients(q, k, v)
 
 

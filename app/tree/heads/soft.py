@@ -55,17 +55,17 @@ class SoftTargets:
                 f"soft: {len(self.ids)} rows, but the tree's sequences have {tree.num_dense_tokens} tokens; give one a"
                 " token, those of all sequences in the tree's order"
             )
-        if self.ids.numel() and not 0 <= int(self.ids.min()) <= int(self.ids.max()) < vocab_size:
+        if bool(((self.ids < 0) | (self.ids >= vocab_size)).any()):  # before anything else is on its way to a GPU
             raise ValueError(f"soft: a column outside of the vocabulary of {vocab_size}; its ids are another model's")
         tokens, scored = _dense(tree)
         rows = np.flatnonzero(scored)
         found, first = np.unique(tokens[rows], return_index=True)
-        ids = torch.zeros(tree.num_tokens, self.ids.shape[1], dtype=torch.int64)
-        weights = torch.zeros(tree.num_tokens, self.ids.shape[1], dtype=dtype)
-        at, chosen = torch.from_numpy(found), torch.from_numpy(rows[first])
-        ids[at] = self.ids.cpu()[chosen]
-        weights[at] = self.weights.detach().cpu()[chosen].to(dtype)
-        return SoftTargets(on_device(ids.numpy(), device), on_device(weights.numpy(), device))
+        ids = torch.zeros(tree.num_tokens, self.ids.shape[1], dtype=torch.int64, device=device)
+        weights = torch.zeros(tree.num_tokens, self.ids.shape[1], dtype=dtype, device=device)
+        at, chosen = on_device(found, device), on_device(rows[first], device)
+        ids[at] = self.ids.to(device)[chosen]
+        weights[at] = self.weights.detach().to(device, dtype)[chosen]
+        return SoftTargets(ids, weights)
 
 
 class Likeliest:

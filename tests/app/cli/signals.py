@@ -53,23 +53,12 @@ class Waits(TinyData):
         super().__init__(batches=5)
         self.signum = int(signum)
 
-    def train_dataloader(self) -> Any:
-        return _Waiting(self)
-
-
-class _Waiting:
-    def __init__(self, data: Waits) -> None:
-        self._data = data
-
-    def __len__(self) -> int:
-        return self._data.batches
-
-    def __iter__(self) -> Iterator[StepHandle]:
-        trainer = self._data.trainer
+    def steps(self) -> Iterator[StepHandle]:
+        trainer = self.trainer
         assert trainer is not None
-        for _ in range(self._data.batches):
+        for _ in range(self.batches):
             if trainer.global_step == 2:
-                os.kill(os.getpid(), self._data.signum)
+                os.kill(os.getpid(), self.signum)
                 until(lambda: interruption.pending() is not None)
                 yield StepHandle(None, 0, 1)
             else:

@@ -9,7 +9,6 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -25,21 +24,10 @@ STEPS = 40
 class Slow(TinyData):
     """Batches that take their time; the fourth step of the first start finds that the job's time is up."""
 
-    def train_dataloader(self) -> Any:
-        return _Slowly(self)
-
-
-class _Slowly:
-    def __init__(self, data: Slow) -> None:
-        self._data = data
-
-    def __len__(self) -> int:
-        return self._data.batches
-
-    def __iter__(self) -> Iterator[StepHandle]:
-        trainer = self._data.trainer
+    def steps(self) -> Iterator[StepHandle]:
+        trainer = self.trainer
         assert trainer is not None
-        for number in range(self._data.batches):
+        for number in range(self.batches):
             if trainer.global_step == 4 and os.environ["SLURM_RESTART_COUNT"] == "0":
                 (Path(os.environ["FAKE_SLURM_SPOOL"]) / "time_is_up").touch()
             if os.environ["SLURM_RESTART_COUNT"] == "0" and trainer.global_step >= 4:

@@ -49,27 +49,16 @@ class OneIsAsked(TinyData):
         super().__init__(batches=50, validate=False)
         self.waits = waits
 
-    def train_dataloader(self) -> Any:
-        return _Stream(self)
-
-
-class _Stream:
-    def __init__(self, data: OneIsAsked) -> None:
-        self._data = data
-
-    def __len__(self) -> int:
-        return self._data.batches
-
-    def __iter__(self) -> Iterator[StepHandle]:
-        trainer: Any = self._data.trainer
-        for _ in range(self._data.batches):
+    def steps(self) -> Iterator[StepHandle]:
+        trainer: Any = self.trainer
+        for _ in range(self.batches):
             batch = make_batch([0.0, 1.0])
             if trainer.global_step == 2 and trainer.global_rank == 1:
-                timer = threading.Timer(0.5 if self._data.waits else 0.0, os.kill, (os.getpid(), signal.SIGTERM))
+                timer = threading.Timer(0.5 if self.waits else 0.0, os.kill, (os.getpid(), signal.SIGTERM))
                 timer.start()
-                if not self._data.waits:
+                if not self.waits:
                     until(lambda: interruption.pending() is not None)
-            if trainer.global_step == 2 and trainer.global_rank == 0 and self._data.waits:
+            if trainer.global_step == 2 and trainer.global_rank == 0 and self.waits:
                 until(lambda: interruption.pending() is not None)
                 batch = None
             yield StepHandle(batch, 0, 1)
