@@ -2,8 +2,8 @@
 
 Promises: nothing is known of a family by its name. A model takes features through transformers' public argument
 `mm_encoder_outputs`, in the form in which its own `get_image_features` gives them; what else it makes of a picture
-(deepstack features) goes the same way. A picture's tower runs once a pass, when its first row is needed, and where the
-tower is frozen once for as long as its weights stay. Gradients of rows are added up in the accumulation dtype over all
+(deepstack features) goes the same way. A picture goes through the tower once a pass, with others of its size, when its
+first row is needed, and where the tower is frozen once for as long as its weights stay. Gradients of rows are added up in the accumulation dtype over all
 chunks and sequences; one backward through the tower, which is linear in them, ends the pass. Where the graphs of all
 pictures are too large to wait for it, the tower runs once more then, picture by picture. The module's own notes
 (`rope_deltas`) are as found.
@@ -30,6 +30,9 @@ from app.tree.transfer import on_device
 
 _KEPT_BYTES = 2**30
 """Features of frozen towers that are kept from pass to pass."""
+ROWS_AT_ONCE = 1024
+"""Most rows of features that pictures which share a run of the tower have: they are small, where a run's overhead is
+larger than they are, and its scratch memory no more than one large picture's."""
 
 
 class _Form(NamedTuple):
@@ -96,38 +99,57 @@ class Tower:
         named = {name: kinds for name in ("mm_token_type_ids", "token_type_ids") if name in accepted}
         return self.inputs(pictures, accepted) | named
 
-    def features(self, picture: Picture) -> list[Tensor]:
-        """Its tables, [tokens, H] each: features, and those of deepstack; with graph where gradients are enabled and
-        the tower is trained."""
+    def features(self, pictures: Sequence[Picture]) -> list[list[Tensor]]:
+        """Of each picture its tables, [tokens, H] each: features, and those of deepstack; with graph where gradients
+        are enabled and the tower is trained."""
         if self.trained:
-            return self._run(picture)
+            return self._run(pictures)
         weights = [(p.data_ptr(), p._version) for p in self._parameters]
         if weights != self._kept_of:
             self._kept.clear()
             self._kept_of = weights
-        if picture.key not in self._kept:
+        missing = list({picture.key: picture for picture in pictures if picture.key not in self._kept}.values())
+        if missing:
             with torch.no_grad():
-                self._kept[picture.key] = self._run(picture)
-            while len(self._kept) > 1 and sum(x.nbytes for tables in self._kept.values() for x in tables) > _KEPT_BYTES:
-                self._kept.popitem(last=False)
-        self._kept.move_to_end(picture.key)
-        return self._kept[picture.key]
+                for picture, tables in zip(missing, self._run(missing)):
+                    self._kept[picture.key] = [table.clone() for table in tables]  # alone, to be let go alone
+        found = [self._kept[picture.key] for picture in pictures]
+        for picture in pictures:
+            self._kept.move_to_end(picture.key)
+        kept = sum(x.nbytes for tables in self._kept.values() for x in tables) if missing else 0
+        while kept > _KEPT_BYTES and len(self._kept) > 1:
+            kept -= sum(x.nbytes for x in self._kept.popitem(last=False)[1])
+        return found
 
-    def _run(self, picture: Picture) -> list[Tensor]:
-        self.runs += 1
-        inputs = self.inputs([picture], inspect.signature(self.body.get_image_features).parameters)
+    def _run(self, pictures: Sequence[Picture]) -> list[list[Tensor]]:
+        """Through the tower: pictures of equal size, which processors lay out alike, together."""
+        alike: dict[tuple[int, ...], list[int]] = {}
+        for k, picture in enumerate(pictures):
+            alike.setdefault((*picture.pixels.shape, picture.tokens), []).append(k)
+        tables: dict[int, list[Tensor]] = {}
+        for (*_, tokens), members in alike.items():
+            count = max(1, ROWS_AT_ONCE // tokens)
+            for first in range(0, len(members), count):
+                together = members[first : first + count]
+                tables |= zip(together, self._run_together([pictures[k] for k in together]))
+        return [tables[k] for k in range(len(pictures))]
+
+    def _run_together(self, pictures: Sequence[Picture]) -> list[list[Tensor]]:
+        self.runs += len(pictures)
+        inputs = self.inputs(pictures, inspect.signature(self.body.get_image_features).parameters)
         out = self.body.get_image_features(**inputs, return_dict=True)
         pooled = out.pooler_output
         self.form = _Form(type(out), isinstance(pooled, list | tuple))
         tables = [_rows(pooled), *(_rows(x) for x in getattr(out, "deepstack_features", None) or ())]
+        tokens = pictures[0].tokens
         for table in tables:
-            if len(table) != picture.tokens:
+            if len(table) != tokens * len(pictures):
                 raise ValueError(
-                    f"picture {picture.key.hex()} has {picture.tokens} tokens, and {type(self.model).__name__} makes"
-                    f" {len(table)} rows of features of it; give Picture.tokens that number, of pixels that need no"
-                    " resizing"
+                    f"picture {pictures[0].key.hex()} has {tokens} tokens, and {type(self.model).__name__} makes"
+                    f" {len(table) // len(pictures)} rows of features of it; give Picture.tokens that number, of pixels"
+                    " that need no resizing"
                 )
-        return tables
+        return [list(of_picture) for of_picture in zip(*(table.split(tokens) for table in tables))]
 
     def wrapped(self, tables: Sequence[Tensor]) -> dict[str, Any]:
         """Rows of features as the model's argument."""
@@ -193,10 +215,10 @@ class PicturePass:
         starts = self.tree.picture_starts
         owners = np.searchsorted(starts, rows, "right") - 1
         pictures = np.unique(owners)
-        for picture in pictures.tolist():
-            if picture not in self._tables:
-                with torch.set_grad_enabled(self.graphs):  # whatever the first run that needs it keeps
-                    self._tables[picture] = self.tower.features(self.tree.pictures[picture])
+        missing = [picture for picture in pictures.tolist() if picture not in self._tables]
+        with torch.set_grad_enabled(self.graphs):  # whatever the first run that needs them keeps
+            made = self.tower.features([self.tree.pictures[picture] for picture in missing])
+        self._tables |= zip(missing, made)
         sizes = starts[pictures + 1] - starts[pictures]
         place = np.cumsum(sizes) - sizes - starts[pictures]  # from a row to its place in these pictures' tables
         local = rows + place[np.searchsorted(pictures, owners)]
@@ -233,7 +255,7 @@ class PicturePass:
             _backward([(self._tables[picture], owed) for picture, owed in self._owed.items()])
         self._tables.clear()
         for picture in [] if self.graphs else list(self._owed):
-            _backward([(self.tower.features(self.tree.pictures[picture]), self._owed.pop(picture))])
+            _backward([(self.tower.features([self.tree.pictures[picture]])[0], self._owed.pop(picture))])
         self._owed.clear()
 
 

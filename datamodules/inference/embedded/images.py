@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from app.pictures import Picture
 from app.tree import Tower, picture_positions
 from datamodules.inference.protocol import GenerationRequest
 
@@ -71,13 +72,17 @@ def placed(tower: Tower, spans: Spans, lengths: Sequence[int], counted: Tensor) 
 
 def featured(tower: Tower, spans: Spans, lengths: Sequence[int]) -> dict[str, Any]:
     """The model's argument with the features of a forward's tokens; empty where none of them is a picture's."""
-    parts: list[list[Tensor]] = []
+    runs: list[tuple[Picture, np.ndarray]] = []  # of tokens of one picture, and their rows of its features
     for (images, start), n in zip(spans, lengths):
         owners, rows = images.owner[start : start + n], images.row[start : start + n]
         edges = np.flatnonzero(np.diff(owners, prepend=-2, append=-2))
         for first, last in zip(edges[:-1].tolist(), edges[1:].tolist()):
             if owners[first] >= 0:
-                tables = tower.features(images.pictures[owners[first]])
-                index = torch.from_numpy(rows[first:last]).to(tables[0].device)
-                parts.append([table[index] for table in tables])
-    return tower.wrapped([torch.cat(column) for column in zip(*parts)]) if parts else {}
+                runs.append((images.pictures[owners[first]], rows[first:last]))
+    if not runs:
+        return {}
+    parts = [
+        [table[torch.from_numpy(rows).to(table.device)] for table in tables]
+        for (_, rows), tables in zip(runs, tower.features([picture for picture, _ in runs]))
+    ]
+    return tower.wrapped([torch.cat(column) for column in zip(*parts)])

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from transformers.models.qwen3_vl import modeling_qwen3_vl
 
 from app.tree import PrefixTree, TreeEngine, memory, partition, picture_positions
+from app.tree.model import pictures
 from app.tree.model.positions import PicturePositions
 from tests.app.tree import oracle
 from tests.app.tree.engine.pictures import vision
@@ -128,6 +129,22 @@ def test_a_tower_runs_once_a_picture() -> None:
         frozen[0] *= 2
     assert not torch.equal(engine.forward(tree).logprobs[0], before)
     assert engine.tower.runs == 16
+
+
+def test_pictures_of_one_size_share_a_run_of_the_tower(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As many as have room for their rows."""
+    model = vision.make("Qwen3-VL")
+    sequences = model.sequences(TEXTS)
+    tree, sizes = build(sequences), {picture.pixels.shape for picture in sequences.pictures}
+    calls: list[int] = []
+    model.model.model.visual.register_forward_hook(lambda *given: calls.append(1))
+    engine = TreeEngine(model.model, image_processor=model.processor)
+    for rows, runs in ((pictures.ROWS_AT_ONCE, len(sizes)), (1, len(sequences.pictures))):
+        monkeypatch.setattr(pictures, "ROWS_AT_ONCE", rows)
+        calls.clear()
+        engine.backward(tree, lambda out, i: out.logprobs.sum())
+        assert len(calls) == runs
+    assert len(sizes) < len(sequences.pictures)
 
 
 def test_the_model_is_as_found() -> None:
