@@ -3,10 +3,10 @@
 Promises: nothing is known of a family by its name. A model takes features through transformers' public argument
 `mm_encoder_outputs`, in the form in which its own `get_image_features` gives them; what else it makes of a picture
 (deepstack features) goes the same way. A picture goes through the tower once a pass, with others of its size, when its
-first row is needed, and where the tower is frozen once for as long as its weights stay. Gradients of rows are added up in the accumulation dtype over all
-chunks and sequences; one backward through the tower, which is linear in them, ends the pass. Where the graphs of all
-pictures are too large to wait for it, the tower runs once more then, picture by picture. The module's own notes
-(`rope_deltas`) are as found.
+first row is needed, and where the tower is frozen once for as long as its weights stay. Gradients of rows are added up
+in the accumulation dtype over all chunks and sequences; one backward through the tower, which is linear in them, ends
+the pass. Where the graphs of all pictures are too large to wait for it, the tower runs once more then, picture by
+picture. The module's own notes (`rope_deltas`) are as found.
 """
 
 from __future__ import annotations
