@@ -18,6 +18,12 @@ class PausedClock:
     def now(self) -> float:
         return (self._paused_since or time.monotonic()) - self._left_out_s
 
+    @property
+    def still_s(self) -> float:
+        """Seconds left out so far."""
+        since, left_out = self._paused_since, self._left_out_s
+        return left_out if since is None else left_out + time.monotonic() - since
+
     def pause(self) -> None:
         self._paused_since = self._paused_since or time.monotonic()
 
@@ -27,6 +33,6 @@ class PausedClock:
             self._paused_since = None
 
     def leave_out(self, seconds: float) -> None:
-        """The engine stood still so long, until now; in a pause that is left out already."""
+        """The engine stood still so long, until now; in a pause that is left out already. Below 0, it did not."""
         if self._paused_since is None:
             self._left_out_s += seconds

@@ -12,7 +12,6 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Sequence
-from contextlib import suppress
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -20,9 +19,11 @@ from transformers import PreTrainedTokenizerBase
 from app.batch import Trajectory
 from datamodules.conversations.image_processor import ImageProcessor
 from datamodules.groups import Group, earned, label, to_batch
+from datamodules.inference.clock import PausedClock
 from datamodules.inference.protocol import InferenceEngine
 from datamodules.pending import LastArrival, Pending
 from datamodules.processes import foreign
+from datamodules.processes.deadline import deadline
 from datamodules.prompts.base import Prompt
 from datamodules.rewards.judges.pool import JudgePool, Score
 from datamodules.rewards.pool import RewardPool
@@ -44,7 +45,8 @@ class EpisodePlayer:
         engine: where its tokens come from.
         tokenizer: the model's.
         pool: opened reward workers or judge, None when the workflow brings its own rewards.
-        deadline_s: seconds an episode may take, waits for `unpaused` not counted.
+        deadline_s: seconds an episode may take; waits for `unpaused` are not counted, nor is what the engine stands
+            still.
         ends: what ends a turn of the model; None for what the tokenizer says of it.
         image_processor: the model's; None for one that sees no pictures.
     """
@@ -96,29 +98,21 @@ class EpisodePlayer:
                 is no Exception (SystemExit, a CancelledError that nobody asked for).
             Exception: whatever the workflow, the engine or the reward raised.
         """
-        loop = asyncio.get_running_loop()
-        limit = asyncio.timeout(self._deadline_s)
-        table = pending or Pending(prompt.id)
-
-        held, left = 0, self._deadline_s
+        table, clock, held = pending or Pending(prompt.id), PausedClock(), 0
 
         async def wait() -> None:
-            nonlocal held, left
+            nonlocal held
             if unpaused is None or unpaused.is_set():
                 return
-            ends = limit.when()
-            if ends is not None:
-                left = ends - loop.time()
-                limit.reschedule(None)
             held += 1
+            clock.pause()
             try:
                 with table.waiting("resume"):
                     await unpaused.wait()
             finally:
                 held -= 1
                 if held == 0:  # several requests of one episode may have been held
-                    with suppress(RuntimeError):  # the episode is over
-                        limit.reschedule(loop.time() + left)
+                    clock.resume()
 
         episode = EpisodeEngine(
             self.engine,
@@ -129,15 +123,17 @@ class EpisodePlayer:
             sample=sample,
             temperature=temperature,
             before=wait,
+            held=lambda: clock.still_s,
             pending=table,
             ends=self._ends,
             image_processor=self._image_processor,
         )
+        limit: asyncio.Timeout | None = None
         try:
-            async with limit:
+            async with deadline(self._deadline_s, lambda: episode.held_s) as limit:
                 result = await self._workflow.run(episode, prompt)
         except TimeoutError as error:
-            if limit.expired():
+            if limit is not None and limit.expired():
                 raise EpisodeError(
                     f"the episode was not over after {self._deadline_s:g} s (limits.episode_deadline_s)"
                 ) from error

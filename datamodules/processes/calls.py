@@ -16,6 +16,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from datamodules.processes.deadline import Held
 from datamodules.processes.guarded import LOG_BYTES, OverMemory, end_all
 from datamodules.processes.limits import hidden_variables, memory_limit
 from datamodules.processes.process import Garbled, WorkerProcess
@@ -56,6 +57,7 @@ class Calls(ABC):
         kwargs: Mapping[str, Any],
         seconds: float | None,
         output: Path | None = None,
+        held: Held | None = None,
     ) -> Any:
         """What the function returns (awaited there if need be), as JSON has it. Cancelled, it ends what runs there.
 
@@ -64,6 +66,7 @@ class Calls(ABC):
             args, kwargs: its arguments.
             seconds: it may run, time spent waiting for a place to run not counted; None for a caller that sees to that.
             output: file for what it has printed, where it comes to nothing (cancelled included) and there are `logs`.
+            held: how many of the seconds were not counted so far; None where all are.
 
         Raises:
             CallFailed: the function raised, returned what JSON cannot have or more than 1 MB, or lost its process.
@@ -139,10 +142,13 @@ class ProcessCalls(Calls):
         kwargs: Mapping[str, Any],
         seconds: float | None,
         output: Path | None = None,
+        held: Held | None = None,
     ) -> Any:
-        return await self.call_pickled(pickled_call(name, args, kwargs), seconds, output)
+        return await self.call_pickled(pickled_call(name, args, kwargs), seconds, output, held)
 
-    async def call_pickled(self, job: bytes, seconds: float | None, output: Path | None = None) -> Any:
+    async def call_pickled(
+        self, job: bytes, seconds: float | None, output: Path | None = None, held: Callable[[], float] | None = None
+    ) -> Any:
         """As `call`, of what `pickled_call` made."""
         if self._loop is not asyncio.get_running_loop():  # the first call, or rollouts begin again
             self.stop()
@@ -154,8 +160,8 @@ class ProcessCalls(Calls):
             one = await self._process()
             begin = _size(one.log)
             try:
-                await one.ask([job], seconds)
-                status, content, over = await one.answer(seconds)
+                await one.ask([job], seconds, held)
+                status, content, over = await one.answer(seconds, held)
             except BaseException as error:  # a cancellation too: what runs there is not to go on
                 try:
                     ended = await one.end(is_gone=isinstance(error, EOFError | ConnectionError))

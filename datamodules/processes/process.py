@@ -10,12 +10,13 @@ import asyncio
 import json
 import pickle
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from multiprocessing import spawn
 from pathlib import Path
 from typing import Any
 
 from datamodules.processes import worker
+from datamodules.processes.deadline import deadline
 from datamodules.processes.guarded import GuardedProcess, OverMemory, framed
 
 
@@ -73,10 +74,11 @@ class WorkerProcess(GuardedProcess):
             raise ValueError(str(message[1]))
         self._check_memory(message[1])
 
-    async def ask(self, jobs: Sequence[bytes], seconds: float | None) -> None:
+    async def ask(self, jobs: Sequence[bytes], seconds: float | None, held: Callable[[], float] | None = None) -> None:
         """Sends calls, each the pickled (arguments, named arguments), to be answered in this order.
 
-        `seconds` may be None, here and in `answer`, for a caller that has a deadline of its own.
+        `seconds` may be None, here and in `answer`, for a caller that has a deadline of its own; `held` says how many
+        were not counted so far, see `deadline`.
 
         Raises:
             TimeoutError: it does not read them for `seconds`.
@@ -85,10 +87,10 @@ class WorkerProcess(GuardedProcess):
         numbered = [(self._asked + place, job) for place, job in enumerate(jobs)]
         self._asked += len(jobs)
         self._next = numbered[0][0]
-        async with asyncio.timeout(seconds):
+        async with deadline(seconds, held):
             await self.send(framed(pickle.dumps(numbered)))
 
-    async def answer(self, seconds: float | None) -> tuple[str, Any, str]:
+    async def answer(self, seconds: float | None, held: Callable[[], float] | None = None) -> tuple[str, Any, str]:
         """The answer to the oldest call: its status, its content, and "" or why the process holds too much after it.
 
         Raises:
@@ -99,7 +101,7 @@ class WorkerProcess(GuardedProcess):
         """
         message = self._received_line()
         if message is None:
-            async with asyncio.timeout(seconds):
+            async with deadline(seconds, held):
                 message = await self._line()
         if len(message) != 4 or message[0] != self._next or not isinstance(message[1], str):
             raise Garbled(f"asked for answer {self._next} it sent {str(message)[:100]}")

@@ -20,6 +20,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import urllib.request
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -27,6 +28,7 @@ from typing import Any
 
 _LENGTH = struct.Struct("!Q")
 _POLL_S = 0.1  # how soon an interrupt is noticed: Python's own wakes no wait
+_ASK_S = 5.0  # a call's deadline may be late by as much
 _END_S = 15.0  # the guardian's own bound is shorter
 
 
@@ -35,7 +37,8 @@ def relayed(setup: Mapping[str, Any]) -> dict[str, Any]:
 
     Args:
         setup: "functions", of `pickled_functions`; "job", of `pickled_call`; "seconds" it may run, or None;
-            "memory_mb", "workers" and "keep_environment", see `ProcessCalls`; "folder" to run in, None for this one.
+            "memory_mb", "workers" and "keep_environment", see `ProcessCalls`; "folder" to run in, None for this one;
+            "held", None or the url and key of a `Held`, which is asked when the seconds are over.
 
     Returns:
         "status": "ok", "failed", "deadline", "cancelled" or "lost" (somebody kills what this process has started);
@@ -120,9 +123,10 @@ async def _called(setup: Mapping[str, Any], folder: Path) -> dict[str, Any]:
     calls = ProcessCalls(setup["functions"], setup["workers"], setup["memory_mb"], setup["keep_environment"], once=True)
     calls.logs = folder
     output = folder / "output"
+    held = None if setup.get("held") is None else _Asked(*setup["held"])
     loop.add_reader(0, leave)
     try:
-        content = await calls.call_pickled(setup["job"], setup["seconds"], output)
+        content = await calls.call_pickled(setup["job"], setup["seconds"], output, held)
         return {"status": "ok", "content": content, "printed": ""}
     except DeadlinePassed as error:
         status, why = "deadline", str(error)
@@ -135,6 +139,21 @@ async def _called(setup: Mapping[str, Any], folder: Path) -> dict[str, Any]:
         calls.stop()
     printed = output.read_text("utf-8", "replace") if output.exists() else ""
     return {"status": status, "content": why, "printed": printed}
+
+
+class _Asked:
+    """A `Held` of another machine. Where nobody answers, no more is known than was said last."""
+
+    def __init__(self, url: str, key: str) -> None:
+        self._request = urllib.request.Request(url, headers={"Authorization": f"Bearer {key}"})
+        self._opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # the key is for this one
+        self._last_s = 0.0
+
+    def __call__(self) -> float:
+        unknown = suppress(OSError, ValueError, KeyError, TypeError)
+        with unknown, self._opener.open(self._request, timeout=_ASK_S) as said:
+            self._last_s = float(json.load(said)["held_s"])
+        return self._last_s
 
 
 if __name__ == "__main__":

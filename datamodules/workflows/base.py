@@ -77,6 +77,7 @@ class EpisodeEngine:
         sample: number of the episode among those of its prompt, from 0.
         temperature: replaces the workflow's own (validation); None leaves it.
         before: awaited before every request (held while training rollouts are paused).
+        held: seconds for which requests were held there so far.
         pending: kept up to date with the requests and rewards the episode waits for.
         ends: what ends a turn of the model; None for what the tokenizer says of it.
         image_processor: the model's; None for one that sees no pictures.
@@ -93,6 +94,7 @@ class EpisodeEngine:
         sample: int = 0,
         temperature: float | None = None,
         before: Callable[[], Awaitable[Any]] | None = None,
+        held: Callable[[], float] | None = None,
         pending: Pending | None = None,
         ends: TurnEnds | None = None,
         image_processor: ImageProcessor | None = None,
@@ -106,7 +108,7 @@ class EpisodeEngine:
         self._name = name
         self._seed = seed
         self._temperature = temperature
-        self._before = before
+        self._before, self._held = before, held
         self._pending = pending or Pending()
         self._turn = 0
         self.judgement: Judgement | None = None  # the last one asked for
@@ -140,6 +142,13 @@ class EpisodeEngine:
     def has_reward(self) -> bool:
         """Whether `score` may be asked."""
         return self._score is not None
+
+    @property
+    def held_s(self) -> float:
+        """Seconds so far that no deadline counts: requests were held, or the engine stood still. Both at once count
+        twice, but weights are new before validation, or after it."""
+        still: float = getattr(self._engine, "still_s", 0.0)
+        return still + (0.0 if self._held is None else self._held())
 
     def waiting(self, what: str, name: str = "") -> AbstractContextManager[None]:
         """`with engine.waiting("tool", "search"): await ...` says in time-outs and to the watchdog what is awaited."""

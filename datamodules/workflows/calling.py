@@ -16,6 +16,7 @@ from typing import Any
 
 from app import checks
 from datamodules.processes.calls import DeadlinePassed, ProcessCalls
+from datamodules.processes.deadline import deadline
 
 
 class Caller:
@@ -93,14 +94,17 @@ def is_asynchronous(function: Callable[..., Any]) -> bool:
     )
 
 
-async def within(seconds: float | None, result: Awaitable[Any]) -> Any:
-    """What it gives. Raises DeadlinePassed when that takes longer, and what it raises."""
-    limit = asyncio.timeout(seconds)
+async def within(seconds: float | None, result: Awaitable[Any], held: Callable[[], float] | None = None) -> Any:
+    """What it gives. Raises DeadlinePassed when that takes longer, and what it raises.
+
+    `held`: how many seconds were not counted so far; None where all are.
+    """
+    limit: asyncio.Timeout | None = None
     try:
-        async with limit:
+        async with deadline(seconds, held) as limit:
             return await result
     except TimeoutError as error:
-        if limit.expired():
+        if limit is not None and limit.expired():
             raise DeadlinePassed(seconds) from error
         raise
 

@@ -191,6 +191,11 @@ class EmbeddedEngine:
                 "error": repr(self._error) if self._error else "",
             }
 
+    @property
+    def still_s(self) -> float:
+        """Seconds for which it stood still, in pauses and updates."""
+        return self._clock.still_s
+
     # -------------------------------------------------------------------------------------------------- requests
 
     async def generate(self, request: GenerationRequest) -> GenerationResponse:

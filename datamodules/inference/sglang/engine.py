@@ -24,6 +24,7 @@ import asyncio
 import os
 import shutil
 import tempfile
+import time
 from collections.abc import Coroutine, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -241,6 +242,12 @@ class SGLangEngine(ServerEngine):
             raise GenerationError(f"server '{server}' was not launched by this engine; restart it where it runs")
         self._call(fleet.restart(found), self.start_timeout_s)
 
+    @property
+    def still_s(self) -> float:
+        """Seconds for which servers stood still, in pauses and updates; an update under way counts whole until it is
+        known for how long they did."""
+        return self._clock.still_s
+
     # --------------------------------------------------------------------------------------------------- requests
 
     async def generate(self, request: GenerationRequest) -> GenerationResponse:
@@ -319,9 +326,15 @@ class SGLangEngine(ServerEngine):
 
     async def _update(self, weights: Weights, deadline_s: float) -> float:
         async with self._control_lock:
-            synced = await self._running_fleet().update(weights, deadline_s)
-            longest = max((one.downtime_s for one in synced), default=0.0)
-            self._clock.leave_out(longest)
+            fleet, clock, began, longest = self._running_fleet(), self._clock, time.monotonic(), 0.0
+            clock.pause()
+            try:
+                synced = await fleet.update(weights, deadline_s)
+                longest = max((one.downtime_s for one in synced), default=0.0)
+            finally:
+                if not fleet.target.paused:
+                    clock.resume()
+                    clock.leave_out(longest - (time.monotonic() - began))
             return longest
 
     # ------------------------------------------------------------------------------------------------ on the loop

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from app import checks
 from datamodules.processes.calls import CallFailed, Calls, DeadlinePassed, pickled_call, pickled_functions
+from datamodules.processes.deadline import Held, deadline
 from datamodules.processes.limits import looks_secret
 from datamodules.prompts.extras import needs
 
@@ -189,6 +190,7 @@ class RayCalls(Calls):
         kwargs: Mapping[str, Any],
         seconds: float | None,
         output: Path | None = None,
+        held: Held | None = None,
     ) -> Any:
         """See `Calls.call`; of a call that is cancelled, nothing it has printed comes back.
 
@@ -200,13 +202,14 @@ class RayCalls(Calls):
             self._loop = asyncio.get_running_loop()
             self._free = asyncio.Semaphore(self._workers)
         setup = {**self._setup, "job": job, "seconds": seconds, "folder": self._executor.folder}
+        setup["held"] = None if held is None else (held.url, held.key)
         async with self._free:
             task = self._executor.cluster.start(setup, self._resources)
             self._running.add(task)
             found = None
             try:
                 await self._placed(task)
-                async with asyncio.timeout(None if seconds is None else seconds + _START_S + _END_S):
+                async with deadline(None if seconds is None else seconds + _START_S + _END_S, held):
                     found = await task.next()
             except TimeoutError as error:  # neither it nor its relay has kept the deadline
                 raise DeadlinePassed(seconds) from error

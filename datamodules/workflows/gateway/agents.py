@@ -22,11 +22,13 @@ from urllib.parse import urlsplit
 
 import aiohttp
 
-from datamodules.processes.calls import CallFailed, Calls, DeadlinePassed, ProcessCalls
+from datamodules.processes.calls import CallFailed, Calls, ProcessCalls
 from datamodules.processes.commands import run_command
+from datamodules.processes.deadline import Held
 from datamodules.processes.environment import InEnvironment
 from datamodules.prompts.base import Prompt
 from datamodules.workflows.adapters.ray_executor import RayExecutor
+from datamodules.workflows.calling import within
 
 _MOST_SHOWN = 500  # characters of a service's refusal
 _MOST_ANSWER = 1 << 20  # bytes
@@ -41,11 +43,18 @@ class Door:
         address: to which protocols append `/v1/...`.
         key: of the session.
         ended: set when the agent said that it is done.
+        held_s: seconds so far in which its calls were held, or the engine stood still.
     """
 
     address: str
     key: str
     ended: asyncio.Event
+    held_s: Callable[[], float]
+
+    @property
+    def held(self) -> Held:
+        """Seconds that an agent's deadline does not count."""
+        return Held(self.held_s, f"{self.address}/held", self.key)
 
     @property
     def variables(self) -> dict[str, str]:
@@ -68,7 +77,8 @@ class Agent(ABC):
         Args:
             door: of its session.
             task: what it is to do.
-            seconds: it may take, without the wait for a free worker or node; None for a caller that sees to that.
+            seconds: it may take, without the wait for a free worker or node, and those in which it was held; None for
+                a caller that sees to that.
             output: file for what it has printed, should it fail.
 
         Raises:
@@ -159,7 +169,7 @@ class FunctionAgent(_ProcessAgent):
     """
 
     async def run(self, door: Door, task: Prompt, seconds: float | None, output: Path | None) -> Any:
-        return await self._calls.call("agent", (door.variables, task), {}, seconds, output)
+        return await self._calls.call("agent", (door.variables, task), {}, seconds, output, door.held)
 
 
 class CommandAgent(_ProcessAgent):
@@ -180,7 +190,7 @@ class CommandAgent(_ProcessAgent):
     async def run(self, door: Door, task: Prompt, seconds: float | None, output: Path | None) -> Any:
         words = [_filled(word, task) for word in self._words]
         given = json.dumps(_shown(task), ensure_ascii=False)
-        return await self._calls.call("agent", (door.variables, words, given), {}, seconds, output) or None
+        return await self._calls.call("agent", (door.variables, words, given), {}, seconds, output, door.held) or None
 
     def number(self, answer: Any) -> float | None:
         try:
@@ -213,14 +223,7 @@ class ServiceAgent(Agent):
         if self._loop is not loop:
             self._loop, self._free = loop, asyncio.Semaphore(self._workers)
         async with self._free:
-            limit = asyncio.timeout(seconds)
-            try:
-                async with limit:
-                    return await self._ask(door, task)
-            except TimeoutError as error:
-                if limit.expired():
-                    raise DeadlinePassed(seconds) from error
-                raise
+            return await within(seconds, self._ask(door, task), door.held)
 
     def log_to(self, directory: Path) -> None:
         pass  # it prints elsewhere

@@ -72,6 +72,7 @@ class Gateway:
         router.add_post("/r/{session}/v1/messages/count_tokens", self._count)
         router.add_get("/r/{session}/v1/models", self._models)
         router.add_get("/r/{session}/v1/models/{id:.+}", self._models)
+        router.add_get("/r/{session}/held", self._held)
         router.add_post("/r/{session}/reward", self._reward)
         router.add_post("/r/{session}/end", self._end)
 
@@ -193,6 +194,9 @@ class Gateway:
                 session.not_taken(same, calls)
             hang_up(request, error)
         return response
+
+    async def _held(self, request: web.Request) -> web.StreamResponse:
+        return web.json_response({"held_s": self._session(request).held_s})
 
     async def _reward(self, request: web.Request) -> web.StreamResponse:
         session = self._session(request)

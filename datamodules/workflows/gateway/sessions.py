@@ -288,6 +288,11 @@ class Session:
             return len(self._images.placed(tokens, self._images.seen(messages))["tokens"])
 
     @property
+    def held_s(self) -> float:
+        """Seconds of the episode so far that no deadline counts."""
+        return self._engine.held_s
+
+    @property
     def untrained(self) -> int:
         """Number of the replies that cannot be trained on."""
         return sum(not call.is_trained for call in self.transcript.calls)

@@ -59,7 +59,8 @@ class AgentWorkflow:
             a function of your own.
         workers: agents that run at a time, a process each; at least 1. An episode that waits for one to be free spends
             its own time (`data.limits.episode_deadline_s`). Agents of validation have as many of their own.
-        deadline_s: seconds an agent may take, pauses for validation included; None for the episode's deadline.
+        deadline_s: seconds an agent may take, without those in which its calls are held for validation or the engine
+            stands still for new weights; None for the episode's deadline.
         memory_mb: most memory of an agent with all it started, in 10^6 bytes; see `ProcessCalls`.
         keep_environment: environment variables they may see though their names look like secrets.
         template_options: further arguments of the chat template, such as `{enable_thinking: false}`.
@@ -168,7 +169,7 @@ class AgentWorkflow:
         session = Session(engine, self._template(), self._sampling, self._budget, self._parser)
         if lost:
             session.counts["lost_attempts"] = lost
-        door = agents.Door(gateway.admit(session), session.key, session.ended)
+        door = agents.Door(gateway.admit(session), session.key, session.ended, lambda: engine.held_s)
         output = self._output and self._output / f"{session.id}.log"
         try:
             with engine.waiting("agent", prompt.id):

@@ -290,6 +290,7 @@ class EngineSuite:
 
         responses, seconds = asyncio.run(run())
         assert engine.version == updates and all(second > 0 for second in seconds)
+        assert engine.still_s > 0
         for request, response in zip(requests, responses):
             assert response.versions == sorted(response.versions) and len(response.tokens) == 90
             assert_parity(models, request, response, self.tolerance)
@@ -300,12 +301,17 @@ class EngineSuite:
         request = GenerationRequest(prompts_of([5])[0], 20)
 
         async def run() -> GenerationResponse:
+            assert engine.still_s < 0.1
             engine.pause()
             pending = asyncio.create_task(engine.generate(request))
             await asyncio.sleep(0.2)
-            assert not pending.done() and engine.health()["paused"]
+            assert not pending.done() and engine.health()["paused"] and engine.still_s > 0.1
             engine.resume()
-            return await pending
+            response = await pending
+            before = engine.still_s
+            await asyncio.sleep(0.05)
+            assert engine.still_s == pytest.approx(before) and before > 0.1
+            return response
 
         assert_parity({0: policy}, request, asyncio.run(run()), self.tolerance)
         engine.resume()  # without a pause it does nothing

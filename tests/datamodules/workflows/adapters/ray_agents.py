@@ -53,6 +53,12 @@ def quick(prompt: Prompt) -> str:
     return ask(prompt.text)
 
 
+def slow(prompt: Prompt) -> str:
+    """Takes longer than its deadline before it asks."""
+    time.sleep(4)
+    return ask(prompt.text)
+
+
 def sees(prompt: Prompt) -> str:
     """The variables of its environment that look like keys, and whether it is bound in memory."""
     ask(prompt.text)

@@ -285,6 +285,17 @@ def test_a_deadline_ends_what_an_agent_started_on_its_node(nodes: TwoNodes, tmp_
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("is_still", [True, False])
+def test_a_node_does_not_count_what_the_engine_stands_still(
+    nodes: TwoNodes, is_still: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if is_still:
+        monkeypatch.setattr(ScriptedEngine, "still_s", property(lambda self: time.monotonic()), raising=False)
+    _, (found,) = play(nodes, ray_agents.slow, task("a"), deadline_s=1.0)
+    assert isinstance(found, list) if is_still else "the agent was not over after 1 s" in str(found)
+
+
+@pytest.mark.slow
 def test_an_episode_that_is_given_up_ends_its_agent(nodes: TwoNodes, tmp_path: Path) -> None:
     _, (failed,) = play(nodes, ray_agents.hangs, task("a", tmp_path), episode_s=8.0)
     assert isinstance(failed, EpisodeError)

@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import threading
+import time
 import urllib.error
 import urllib.request
 from typing import Any
@@ -162,3 +163,17 @@ def siblings(prompt: Prompt) -> str:
     answer = client.chat.completions.create(model="any", messages=ask, n=3, logprobs=True)
     assert all(one.logprobs and one.logprobs.content for one in answer.choices)
     return "|".join(str(one) for one in [*answers, *(one.message.content for one in answer.choices)])
+
+
+def slow(prompt: Prompt) -> str:
+    """For deadlines: takes 1.5 s before it asks."""
+    time.sleep(1.5)
+    answer = OpenAI().chat.completions.create(model="any", messages=[{"role": "user", "content": prompt.text}])
+    return answer.choices[0].message.content or ""
+
+
+def hanging(prompt: Prompt) -> None:
+    """The same, twice, and then it hangs."""
+    slow(prompt)
+    slow(prompt)
+    time.sleep(60)
