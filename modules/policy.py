@@ -21,13 +21,13 @@ from app import checks
 from app.batch import TEACHER_PROMPT, BatchError, EvalHandle, RolloutBatch
 from app.tree import FlatOutputs, SoftTargets, TreeEngine, on_device
 from modules.advantages import Estimate
-from modules.advantages.teacher import TeacherServer, shown
+from modules.advantages.teacher import TeacherServer, shown, views
 from modules.algorithm import STEP_INPUTS, Algorithm, LossInputs, Proximal, Regulariser, with_rewards
 from modules.evaluation import EvaluationMetrics, comparable, compare
 from modules.metrics import NamedMetrics, TokenSums, episode_reward
 from modules.models import ModelSource, ReferencePolicy, Refresh, WithoutAdapters, check_same_tokens
 from modules.objectives import Aggregation
-from modules.ranks import likeliest_columns, split_minibatches
+from modules.ranks import TEACHERS_VIEW, likeliest_columns, split_minibatches
 from modules.refusals import (
     check_aggregation,
     check_groups,
@@ -235,6 +235,8 @@ class PolicyModule(TreeModule):
             column = torch.zeros(batch.num_tokens, dtype=torch.float32)
             column[batch.loss_mask] = values[batch_there.loss_mask]
             batch.add_column("reference" if name == "logprobs" else name, column)
+        if self._likely and other is not None:
+            batch.add_column(TEACHERS_VIEW, views(batch))
 
     def passes(self, batch: RolloutBatch) -> dict[str, tuple[str, ...]]:
         """Forward passes at the start of the batch. With one step a batch the policy at its start is the policy of the
@@ -279,7 +281,8 @@ class PolicyModule(TreeModule):
         columns = super().step_columns(batch, indices)
         if self.algorithm.whole_step:
             columns["gradient"] = self._couple(batch, indices, columns["weights"])
-        return columns | {name: batch.columns[name] for name in (*_COLUMNS, *self._likely) if name in batch.columns}
+        names = (*_COLUMNS, *self._likely, TEACHERS_VIEW)
+        return columns | {name: batch.columns[name] for name in names if name in batch.columns}
 
     # One step
 
@@ -301,6 +304,7 @@ class PolicyModule(TreeModule):
     def _soft_targets(self, step: TreeStep) -> SoftTargets:
         """The reference's likeliest tokens, taken out of the step's columns, which get what losses read of them."""
         own = [step.columns.pop(name) for name in self._likely if step.batch is not None]
+        step.columns.pop(TEACHERS_VIEW, None)  # the tree has been made by it
         both = torch.stack(own, -1) if own else torch.zeros(0, len(self._likely))
         ids, probabilities = both.chunk(2, -1)
         if own:

@@ -27,6 +27,8 @@ from app.tree import Likeliest, PrefixTree, SelfCheckError, TreeEngine, partitio
 Passes = Mapping[str, Sequence[str]]
 """Forward passes: the outputs that are wanted, by the name of the engine, as `{"policy": ["logprobs", "values"]}`; the
 names of `likeliest_columns` come last."""
+TEACHERS_VIEW = "teachers_view"
+"""Column with a number for each prompt of a teacher, on the trained tokens of the sequences that have it."""
 H = TypeVar("H", StepHandle, EvalHandle)
 EngineFor = Callable[[str], AbstractContextManager[TreeEngine]]
 
@@ -189,15 +191,21 @@ def _whole_groups(shares: list[list[int]], groups: Tensor) -> list[list[int]]:
 
 
 def build_tree(batch: RolloutBatch, share: str, indices: Sequence[int] | None = None) -> PrefixTree:
-    """The prefix tree of the sequences `indices` (default: all) of a batch: trained tokens are scored, and only equal
-    temperatures share tokens (a token's log-probability depends on its sequence's temperature). `share`: see
-    `PrefixTree.build`."""
+    """The prefix tree of the sequences `indices` (default: all) of a batch, whose trained tokens are scored.
+
+    Only equal temperatures share tokens (a log-probability depends on its sequence's temperature), and where the
+    batch has the column TEACHERS_VIEW only equal numbers in it (soft targets depend on these). `share`: see
+    `PrefixTree.build`.
+    """
     if indices is not None and not len(indices):
         return PrefixTree.build([])
     picks = range(len(batch)) if indices is None else indices
     sequences, scored = batch.sequences(), batch.split(batch.loss_mask)
     images = None if batch.images is None else batch.split(batch.images)
     keys = batch.temperatures[list(picks)].unique(return_inverse=True)[1]
+    if TEACHERS_VIEW in batch.columns:
+        views = torch.stack([column.max() for column in batch.split(batch.columns[TEACHERS_VIEW])])[list(picks)]
+        keys = torch.stack([keys.to(views), views]).unique(dim=1, return_inverse=True)[1]
     return PrefixTree.build(
         [sequences[i] for i in picks],
         scored=[scored[i] for i in picks],

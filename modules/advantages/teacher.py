@@ -215,5 +215,18 @@ def shown(batch: RolloutBatch) -> RolloutBatch | None:
     )
 
 
+def views(batch: RolloutBatch) -> Tensor:
+    """float32 [T]: on trained tokens the number of the prompt that the sequence's teacher is shown, 0 where it is the
+    policy's own. Sequences of equal tokens and equal numbers are taught the same."""
+    numbers: dict[tuple[int, ...], int] = {}
+    found = torch.zeros(batch.num_tokens, dtype=torch.float32)
+    for row, mask, about in zip(batch.split(found), batch.split(batch.loss_mask), batch.metadata, strict=True):
+        ids = about.get(TEACHER_PROMPT)
+        if ids is not None and bool(mask.any()):
+            prompt = (int(mask.nonzero()[0]), *ids)  # in the place of so many tokens
+            row[mask] = float(numbers.setdefault(prompt, len(numbers) + 1))
+    return found
+
+
 def _are_ids(value: Any) -> bool:
     return isinstance(value, Sequence) and bool(value) and all(type(one) is int and one >= 0 for one in value)

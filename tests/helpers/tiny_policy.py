@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from app.batch import EvalHandle, RolloutBatch, Trajectory
+from app.batch import TEACHER_PROMPT, EvalHandle, RolloutBatch, Trajectory
 from datamodules.pipeline.loaders import Position, StepLoader
 from modules import ModelSource, build_model
 from tests.helpers.tiny_model import TINY_MODEL
@@ -81,6 +81,31 @@ def make_batch(
                     )
                 )
     return RolloutBatch.from_trajectories(trajectories)
+
+
+def make_twins(seed: int = 0) -> RolloutBatch:
+    """Three groups of the same sequences, whose teachers see two richer prompts, and the policy's own."""
+    one, copies = make_batch(seed, groups=1), 3
+    number = torch.arange(copies).repeat_interleave(len(one))
+    hints = []
+    for sequence, mask in zip(one.sequences(), one.split(one.loss_mask), strict=True):
+        prompt = sequence[: int(mask.nonzero()[0])].tolist()
+        hints.append([[3, 9, 14, *prompt], [11, 2, 7, *prompt]])
+    return RolloutBatch(
+        tokens=one.tokens.repeat(copies),
+        loss_mask=one.loss_mask.repeat(copies),
+        behavior_logprobs=one.behavior_logprobs.repeat(copies),
+        versions=one.versions.repeat(copies),
+        cu_seqlens=torch.cat([one.cu_seqlens[:1], one.lengths().repeat(copies).cumsum(0)]),
+        rewards=one.rewards.repeat(copies),
+        group_ids=number,
+        episode_ids=one.episode_ids.repeat(copies) + 100 * number,
+        turn_indices=one.turn_indices.repeat(copies),
+        temperatures=one.temperatures.repeat(copies),
+        prompt_ids=[f"prompt-{k}" for k in number.tolist()],
+        finish_reasons=[*one.finish_reasons] * copies,
+        metadata=[*({TEACHER_PROMPT: two[k]} for k in range(2) for two in hints), *({} for _ in hints)],
+    )
 
 
 class Batches(L.LightningDataModule):

@@ -11,10 +11,22 @@ import pytest
 import torch
 
 from app.batch import RolloutBatch
+from app.tree import SoftTargets, TreeEngine
 from modules import ModelSource, PolicyModule, Refresh, Regulariser, TeacherServer
-from modules.advantages.teacher import TeacherLost, shown
-from modules.ranks import likeliest_columns
-from tests.helpers.tiny_policy import fit, make_batch, naive_model, naive_training, parameters, sgd, source
+from modules.advantages.teacher import TeacherLost, shown, views
+from modules.ranks import TEACHERS_VIEW, build_tree, likeliest_columns
+from tests.app.tree import models
+from tests.helpers.tiny_policy import (
+    fit,
+    make_batch,
+    make_twins,
+    naive_model,
+    naive_outputs,
+    naive_training,
+    parameters,
+    sgd,
+    source,
+)
 from tests.modules.advantages.test_teacher import hinted, scorer, served, teacher, unheated
 from tests.modules.test_reference import assert_same
 
@@ -130,6 +142,91 @@ def test_a_richer_prompt_is_followed_in_whole_distributions() -> None:
     columns = torch.cat([one.indices[mask] for one, mask in zip(expected, masks)])
     torch.testing.assert_close(probabilities[batch.loss_mask], values.exp().detach(), atol=1e-5, rtol=0)
     assert torch.equal(ids[batch.loss_mask].long(), columns) and not ids[~batch.loss_mask].any()
+
+
+@pytest.mark.parametrize("mode", ["dta", "sparse", "disabled"])
+def test_equal_sequences_follow_each_its_own_teacher(mode: Any, tmp_path: Path) -> None:
+    """What their teachers saw differs, so they share no token: training is a dense loop's, each by its own targets."""
+    data = [make_twins(k) for k in range(2)]
+    there = teacher()
+    there.save_pretrained(tmp_path)
+    taught = module(ModelSource(str(tmp_path)), tree_training_mode=mode)
+    fit(taught, data)
+    model = naive_model()
+
+    def loss(model: Any, batch: RolloutBatch, i: int, chosen: list[int]) -> torch.Tensor:
+        masks, seen = batch.split(batch.loss_mask), shown(batch)
+        assert seen is not None
+        with torch.no_grad():
+            likely = distributions(there, seen, i).topk(K, -1)
+        rows = seen.split(seen.loss_mask)[i][1:]
+        values, ids = likely.values[rows], likely.indices[rows]
+        logp = distributions(model, batch, i)[masks[i][1:]].gather(-1, ids)
+        return COEF * (values.exp() * (values - logp)).sum() / sum(int(masks[j].sum()) for j in chosen)
+
+    naive_training(model, data, lambda batch, _: [list(range(len(batch)))], loss)
+    assert_same(taught.policy, parameters(model), atol=1e-6)
+
+
+def test_they_are_each_others_only_where_their_teachers_saw_the_same() -> None:
+    """In float64, against every row run alone: values and gradients."""
+    batch, (model, _) = make_twins(0), models.shared("starcoder2", torch.float64)
+    model.zero_grad()
+    batch.add_column(TEACHERS_VIEW, views(batch))
+    tree = build_tree(batch, "tree")
+    assert build_tree(batch.without("columns"), "tree").num_tokens < tree.num_tokens < batch.num_tokens
+    generator = torch.Generator().manual_seed(1)
+    soft = SoftTargets(
+        torch.stack([torch.randperm(17, generator=generator)[:K] for _ in range(batch.num_tokens)]),
+        torch.rand(batch.num_tokens, K, generator=generator, dtype=torch.float64),
+    )
+    masks = batch.split(batch.loss_mask)
+    found: dict[int, torch.Tensor] = {}
+
+    def loss(out: Any, i: int) -> torch.Tensor:
+        found[i] = out.soft.detach()[masks[i]]
+        return (i + 1) * out.soft[masks[i]].sin().sum()
+
+    TreeEngine(model).backward(tree, loss, want=("soft",), soft=soft)
+    got = {name: p.grad.clone() for name, p in model.named_parameters()}
+    model.zero_grad()
+    for i, (ids, weights) in enumerate(zip(batch.split(soft.ids), batch.split(soft.weights), strict=True)):
+        logp = distributions(model, batch, i).gather(-1, ids[1:])
+        alone = (weights[1:] * logp).sum(-1)[masks[i][1:]]
+        torch.testing.assert_close(found[i], alone.detach(), atol=1e-9, rtol=0)
+        ((i + 1) * alone.sin().sum()).backward()
+    for name, p in model.named_parameters():
+        torch.testing.assert_close(got[name], p.grad, atol=1e-9, rtol=0)
+
+
+def test_the_other_direction_follows_each_its_own_teacher_too(tmp_path: Path) -> None:
+    """There a teacher's log-probability is a sequence's own, whatever it shares."""
+    data = [make_twins(k) for k in range(2)]
+    there = teacher()
+    there.save_pretrained(tmp_path)
+    taught = PolicyModule(
+        source(),
+        optimizer=sgd,
+        advantage="distill",
+        objective="reinforce",
+        regularisers=[Regulariser("kl", COEF, "reward", {"estimator": "k1"})],
+        reference=ModelSource(str(tmp_path)),
+    )
+    fit(taught, data)
+    assert taught.last_tree is not None and taught.last_tree.num_tokens < data[1].num_tokens // 3
+    model = naive_model()
+
+    def loss(model: Any, batch: RolloutBatch, i: int, chosen: list[int]) -> torch.Tensor:
+        masks, seen = batch.split(batch.loss_mask), shown(batch)
+        assert seen is not None
+        with torch.no_grad():
+            wanted = naive_outputs(there, seen, i)[0][seen.split(seen.loss_mask)[i]]
+        logp = naive_outputs(model, batch, i)[0][masks[i]]
+        sampled = batch.split(batch.behavior_logprobs)[i][masks[i]]
+        return -COEF * ((wanted - sampled) * logp).sum() / sum(int(masks[j].sum()) for j in chosen)
+
+    naive_training(model, data, lambda batch, _: [list(range(len(batch)))], loss)
+    assert_same(taught.policy, parameters(model), atol=1e-6)
 
 
 @pytest.mark.parametrize(

@@ -23,6 +23,14 @@ CASES: dict[str, dict[str, Any]] = {
         "reference": "initial",
         "aggregation": "sequence_mean",
     },
+    "teachers that see other prompts": {
+        "kind": "twins",
+        "minibatches": 2,
+        "advantage": "distill",
+        "objective": "reinforce",
+        "regularisers": [Regulariser("forward_kl", 0.7, options={"k": 4})],
+        "reference": source(),
+    },
     "disabled": {"kind": "groups", "tree_training_mode": "disabled"},
     "dpo": {"kind": "pairs", "objective": "dpo", "reference": source(), "minibatches": 2},
     "m2po, reference that follows": {

@@ -14,7 +14,7 @@ from torch import Tensor
 from app.batch import RolloutBatch
 from app.strategies import DTAStrategy
 from modules import ActorCriticModule, PolicyModule, Regulariser, RewardModule, SFTModule, ranks, step
-from tests.helpers.tiny_policy import Batches, Metrics, make_batch, parameters, sgd, source, trainer
+from tests.helpers.tiny_policy import Batches, Metrics, make_batch, make_twins, parameters, sgd, source, trainer
 from tests.modules.held_out import Sets
 
 KL = Regulariser("kl", 0.1)
@@ -23,9 +23,11 @@ Result = tuple[dict[str, Tensor], list[dict[str, float]], dict[str, float]]
 
 def data(kind: str) -> list[RolloutBatch]:
     """Ordinary batches, three ("groups") or two ("two"), one of a single group, so that some steps have one sequence
-    ("one"), or pairs of episodes ("pairs")."""
+    ("one"), pairs of episodes ("pairs"), or equal sequences whose teachers see different prompts ("twins")."""
     if kind == "pairs":
         return [make_batch(k, groups=4, episodes=2, version=max(0, k - 1)) for k in range(2)]
+    if kind == "twins":
+        return [make_twins(k) for k in range(2)]
     if kind == "one":
         return [make_batch(0, groups=1, episodes=2)]
     return [make_batch(k, version=max(0, k - 1)) for k in range(3 if kind == "groups" else 2)]
