@@ -12,6 +12,7 @@ import hashlib
 import json
 import re
 import secrets
+from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from typing import Any
@@ -83,6 +84,42 @@ class Bodies:
         now.read = messages.read
         self._end, self._whole = size, len(messages)
         return found
+
+    @property
+    def size(self) -> int:
+        """Bytes of the last request."""
+        return len(self._body)
+
+    def forget(self) -> None:
+        """The next request is read whole, as the first was."""
+        self._body, self._messages = b"", Shown()
+        self._begin, self._end, self._whole = 0, 0, 0
+
+
+class Shelf:
+    """The last requests of many sessions, together of at most so many bytes: beyond, those are forgotten that were read
+    longest ago.
+
+    Attributes:
+        size: bytes of all.
+    """
+
+    def __init__(self, most_bytes: int) -> None:
+        self.size = 0
+        self._most_bytes = most_bytes
+        self._sizes: OrderedDict[Bodies, int] = OrderedDict()
+
+    def keep(self, bodies: Bodies) -> None:
+        """A request was read."""
+        self.size += bodies.size - self._sizes.pop(bodies, 0)
+        self._sizes[bodies] = bodies.size
+        while self.size > self._most_bytes:
+            self.drop(next(iter(self._sizes)))
+
+    def drop(self, bodies: Bodies) -> None:
+        """Forgets its last request, if it has one."""
+        bodies.forget()
+        self.size -= self._sizes.pop(bodies, 0)
 
 
 class Said:

@@ -16,6 +16,7 @@ from functools import partial
 from aiohttp import web
 
 from datamodules.workflows.gateway.errors import RequestError
+from datamodules.workflows.gateway.history import Shelf
 from datamodules.workflows.gateway.listener import LEFT, MESSAGES, PROTOCOLS, Listener, hang_up, json_object, spoken
 from datamodules.workflows.gateway.protocols import models
 from datamodules.workflows.gateway.protocols.base import Asked, Sampled, WireProtocol
@@ -37,6 +38,8 @@ class Gateway:
         opens: makes the session of a name that is not there, for a client with this key; None refuses the client, as
             without it all are.
         ended: called with a session that its client has ended, before the client is told.
+        kept_bytes: of the last requests of all sessions, which the next ones are compared with; where they have been
+            forgotten, requests are read whole.
     """
 
     def __init__(
@@ -47,10 +50,12 @@ class Gateway:
         transfer_s: float = 60.0,
         opens: Callable[[str, str], Session | None] | None = None,
         ended: Callable[[Session], Awaitable[None]] | None = None,
+        kept_bytes: int = 128 << 20,
     ) -> None:
         self._opens, self._ended = opens, ended
         self.model = model
         self._sessions: dict[str, Session] = {}
+        self._shelf = Shelf(kept_bytes)
         self._listener = Listener(host, port, transfer_s, _MOST_BYTES)
 
     @property
@@ -84,6 +89,7 @@ class Gateway:
     def dismiss(self, session: Session) -> None:
         """Nobody can speak in it any more."""
         self._sessions.pop(session.id, None)
+        self._shelf.drop(session.bodies)
 
     def _session(self, request: web.Request) -> Session:
         """The session of the path, if the request may speak in it; unknown ones and wrong keys are told alike."""
@@ -121,7 +127,9 @@ class Gateway:
     async def _reply(self, protocol: WireProtocol, request: web.Request) -> web.StreamResponse:
         session = self._session(request)
         body = await self._listener.body(request)
-        asked = protocol.parse(session.heard(session.bodies.read(body, json_object)))
+        found = session.bodies.read(body, json_object)
+        self._shelf.keep(session.bodies)
+        asked = protocol.parse(session.heard(found))
         asked = session.continued(replace(asked, model=asked.model or self.model))
         key = request.headers.get("Idempotency-Key", "")
         same = _same(protocol, body, key)
@@ -206,6 +214,7 @@ class Gateway:
     async def _end(self, request: web.Request) -> web.StreamResponse:
         session = self._session(request)
         session.ended.set()
+        self._shelf.drop(session.bodies)
         if self._ended is not None:
             await self._ended(session)
         return web.json_response({"ended": True})

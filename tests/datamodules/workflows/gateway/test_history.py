@@ -20,7 +20,7 @@ from datamodules.conversations.chat_template import Chat, Message
 from datamodules.inference.protocol import GenerationRequest, GenerationResponse
 from datamodules.workflows.base import EpisodeEngine
 from datamodules.workflows.gateway import Budget, Session
-from datamodules.workflows.gateway.history import Bodies, Kept, Messages
+from datamodules.workflows.gateway.history import Bodies, Kept, Messages, Shelf
 from datamodules.workflows.gateway.protocols.base import Asked
 from datamodules.workflows.gateway.protocols.chat_completions import ChatCompletions
 from datamodules.workflows.gateway.sessions import Sampling
@@ -292,3 +292,34 @@ def test_what_a_request_says_again_is_not_read_again(first: str) -> None:
         before = asked.messages
         said = [*said, {"role": "tool", "content": "5", "tool_call_id": "1"}, *said[:2]]
     assert len(sizes) == 20 and max(sizes[1:]) < 600
+
+
+def test_what_many_sessions_keep_of_their_requests_is_bounded() -> None:
+    """Those read longest ago are forgotten, and read whole the next time, to the same."""
+    sizes, many = list[int](), [Bodies() for _ in range(8)]
+    request = json.dumps({"messages": [{"role": "user", "content": "x" * 1000}]}).encode()
+    shelf = Shelf(3 * len(request) + 500)
+
+    def parse(body: bytes) -> dict[str, Any]:
+        sizes.append(len(body))
+        return dict(orjson.loads(body))
+
+    def read(one: Bodies, body: bytes) -> int:
+        sizes.clear()
+        assert one.read(body, parse) == orjson.loads(body)
+        shelf.keep(one)
+        assert shelf.size == sum(each.size for each in many) <= 3 * len(request) + 500
+        return sizes[-1]
+
+    for one in many:
+        assert read(one, request) == len(request)
+    assert [one.size > 0 for one in many] == [False] * 5 + [True] * 3
+    longer = request[:-2] + b', {"role": "user", "content": "y"}]}'
+    assert read(many[5], longer) < 200  # goes on with the last one
+    assert read(many[0], longer) == len(longer) and many[6].size == 0 and many[5].size > 0
+    assert read(many[1], request[:-2] + b" " * 4 * len(request) + b"]}") > 4 * len(request)
+    assert not any(one.size for one in many)  # it is larger than all together may be
+    read(many[2], request)
+    shelf.drop(many[2])
+    shelf.drop(many[2])
+    assert shelf.size == many[2].size == 0
