@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import json
+import math
 import subprocess
+import threading
+import time
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -81,6 +85,48 @@ def test_a_run_outlives_a_judge_that_was_away(tmp_path: Path) -> None:
     assert column(rows, "rollouts/judge_retries")[-1] >= 3 and len(column(rows, "reward")) == 3
     assert 24 + 3 <= column(rows, "rollouts/judge_calls")[-1] <= len(server.asked)
     assert unaccounted(accounts(rows)) == 0
+
+
+AWAY_S = 60.0
+
+
+@pytest.mark.parametrize("how", ["busy", "gone"])
+def test_a_run_waits_for_a_judge_that_is_away_for_a_minute(how: str, tmp_path: Path) -> None:
+    """Status 429 to whoever asks, or nobody at its address: it costs time alone, and each request is counted."""
+    rubric = {"criteria": {"short": "the answer is short"}, "scale": 5}
+    left, until = threading.Event(), [math.inf]
+
+    def judge(one: Asked, number: int) -> Said | str:
+        if number >= 4 and until[0] == math.inf:
+            until[0] = time.monotonic() + AWAY_S
+            left.set()
+        if time.monotonic() < until[0] < math.inf:
+            return Said("slow down", 429) if how == "busy" else Said(drop=True)
+        return grade(one, number)
+
+    with ExitStack() as servers:
+        first = JudgeServer(judge)
+        serving = ExitStack()
+        serving.enter_context(first)
+
+        def leave() -> None:  # and come back at the same address
+            assert left.wait(300)
+            serving.close()
+            time.sleep(max(0.0, until[0] - time.monotonic()))
+            servers.enter_context(JudgeServer(grade, first.port))
+
+        away = threading.Thread(target=leave if how == "gone" else left.wait, daemon=True)
+        away.start()
+        done = run(tmp_path, first.url, judge=rubric, deadline_s=280.0)
+        away.join(300)
+        serving.close()
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = metrics(tmp_path / "run")
+    last = {name: column(rows, f"rollouts/{name}")[-1] for name in ("failed", "judge_retries", "judge_refused")}
+    assert last["failed"] == 0 and last["judge_refused"] == 0 and last["judge_retries"] >= 4
+    assert len(column(rows, "reward")) == 3 and unaccounted(accounts(rows)) == 0
+    assert column(rows, "rollouts/judge_calls")[-1] == 24 + last["judge_retries"]
+    assert column(rows, "rollouts/judge_input_tokens")[-1] == 2400
 
 
 def test_a_run_whose_judge_has_spent_its_budget_ends_and_says_so(tmp_path: Path) -> None:

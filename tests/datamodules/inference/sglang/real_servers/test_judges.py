@@ -7,6 +7,7 @@ import asyncio
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,7 +16,9 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from app.batch import RolloutBatch, Trajectory
 from datamodules.inference.sglang.launcher import ServerProcess
 from datamodules.prompts.base import Prompt
-from datamodules.rewards.judges import JudgeModel, RewardModel, RubricJudge
+from datamodules.rewards import RewardError
+from datamodules.rewards.judges import JudgeModel, RankingJudge, RewardModel, RubricJudge
+from datamodules.rewards.judges.pool import JudgePool
 from examples.smollm2.prepare import write_model
 from modules import TeacherServer
 from modules.ranks import likeliest_columns
@@ -77,6 +80,37 @@ def test_a_judge_by_the_servers_own_chat_completions(chat: ServerProcess) -> Non
     spent = pool.spent()
     assert (spent["judge_calls"], spent["judge_misread"], spent["judge_refused"]) == (2, 0, 0)
     assert spent["judge_input_tokens"] > 200 and 10 < spent["judge_output_tokens"] <= 128
+
+
+@pytest.mark.parametrize("compare", ["group", "pairs"])
+def test_a_group_is_ranked_by_the_servers_own_chat_completions(chat: ServerProcess, compare: Any) -> None:
+    """Each question in both directions. A grammar cannot say that every reply has one place: what a model this small
+    ranks otherwise rewards nobody, in words; what it ranks is places, the same when it is asked again."""
+    about = {"max_tokens": 48, "structured": "json_schema", "max_concurrent": 2, "deadline_s": 200.0}
+    model = JudgeModel(f"{chat.url}/v1", "smollm2", VARIABLE, attempt_s=200.0, **about)  # type: ignore[arg-type]
+    judge = RankingJudge(model, 'the sum is right; reasoning is "", and each answer has one place', compare)
+
+    async def ranked() -> tuple[list[Any], JudgePool]:
+        pool = JudgePool(judge)
+        await pool.open()
+        try:
+            scores = pool.of_group(3)
+            asked = (score(PROMPT, one) for score, one in zip(scores, [*REPLIES, REPLIES[0]], strict=True))
+            return await asyncio.gather(*asked, return_exceptions=True), pool
+        finally:
+            pool.close()
+
+    (found, pool), (again, _) = asyncio.run(ranked()), asyncio.run(ranked())
+    assert list(map(str, found)) == list(map(str, again))
+    spent = pool.spent()
+    assert spent["judge_refused"] == 0 and spent["judge_input_tokens"] > 200
+    if isinstance(found[0], RewardError):
+        assert all("'ranking' does not hold each of 1 to 2 once" in str(one) for one in found)
+        assert spent["judge_misread"] > 0
+    else:
+        assert found[0].value == found[2].value and sum(one.value for one in found) == pytest.approx(1.5)
+        assert found[0].value in (0.25, 0.5, 0.75) and set(found[0].parts) == {"judge_cut", "inconsistent"}
+        assert (spent["judge_calls"], spent["judge_misread"]) == (2, 0)
 
 
 def a_batch(path: Path) -> RolloutBatch:
