@@ -221,6 +221,7 @@ def _lost(session: str, error: Exception, lost: list[Exception]) -> None:
 
 def _open(args: argparse.Namespace, key: str) -> tuple[InferenceEngine, Any]:
     """A started engine, and the sessions in front of it."""
+    from datamodules.conversations.image_processor import ImageProcessor
     from datamodules.inference import EmbeddedEngine
     from datamodules.inference.protocol import WeightUpdate
     from datamodules.inference.sglang import SGLangEngine
@@ -240,9 +241,15 @@ def _open(args: argparse.Namespace, key: str) -> tuple[InferenceEngine, Any]:
             parser.prepare(tokenizer)
         except ValueError as error:
             raise CannotStart(f"--parser: {error}") from error
-    model = build_model(ModelSource(path=str(path), dtype=args.dtype)).eval()
-    engine: InferenceEngine
+    try:
+        images = ImageProcessor.beside(str(path), tokenizer)
+    except ValueError as error:
+        raise CannotStart(f"--model: {error}") from error
+    model = build_model(ModelSource(path=str(path), dtype=args.dtype)).eval().requires_grad_(False)
+    engine: SGLangEngine | EmbeddedEngine
     engine = SGLangEngine(urls=args.servers) if args.servers else EmbeddedEngine(kv_cache_tokens=args.kv_cache_tokens)
+    if images is not None:
+        engine.use_images(images)
     engine.start(model, 0, args.seed)
     try:
         if args.servers:
@@ -258,6 +265,7 @@ def _open(args: argparse.Namespace, key: str) -> tuple[InferenceEngine, Any]:
             SessionRecorder(Path(args.record)) if args.record else None,
             args.idle_s,
             args.seed,
+            images,
         )
     except BaseException:
         engine.close()

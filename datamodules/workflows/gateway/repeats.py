@@ -18,12 +18,11 @@ from collections import defaultdict
 from dataclasses import dataclass, field
 
 from datamodules.workflows.gateway.rewards import Exchange
-from datamodules.workflows.gateway.transcript import Call
 
 
 @dataclass
 class _Request:
-    running: list[asyncio.Future[list[Call]]] = field(default_factory=list)
+    running: list[asyncio.Future[Exchange]] = field(default_factory=list)
     given_up: int = 0  # whose repetition has not come yet
     left: list[Exchange] = field(default_factory=list)  # complete, and not taken
     taken: Exchange | None = None  # the last answer that went out
@@ -55,11 +54,11 @@ class Repeats:
             return None
         return None if known.running else known.taken
 
-    def begin(self, request: bytes, sampling: asyncio.Future[list[Call]]) -> None:
-        """It is being sampled, until `end`."""
+    def begin(self, request: bytes, sampling: asyncio.Future[Exchange]) -> None:
+        """It is being read and sampled, until `end`."""
         self._requests[request].running.append(sampling)
 
-    def end(self, request: bytes, sampling: asyncio.Future[list[Call]]) -> None:
+    def end(self, request: bytes, sampling: asyncio.Future[Exchange]) -> None:
         """Comes after what became of it."""
         self._requests[request].running.remove(sampling)
 

@@ -161,18 +161,17 @@ class Session:
         if "" in asked.stop:
             raise RequestError("stop: an empty text ends every reply; leave it out", param="stop")
         self._spend(asked.n)
-        asked = replace(asked, messages=await self._images.read(asked.messages))
-        with _refused():
-            plan = self._plan(asked)
-        sampling = asyncio.ensure_future(self._answers(asked, plan, temperature, name or self.new_name(), on_text))
-        return await self._awaited(sampling, asked, plan, same)
+        sampling = asyncio.ensure_future(self._answers(asked, temperature, name or self.new_name(), on_text))
+        return await self._awaited(sampling, asked.n, same)
 
-    async def _answers(
-        self, asked: Asked, plan: Plan, temperature: float, name: str, on_text: OnText | None
-    ) -> list[Call]:
+    async def _answers(self, asked: Asked, temperature: float, name: str, on_text: OnText | None) -> Exchange:
         """The replies, which nobody has yet. Raises RequestError."""
+        asked = replace(
+            asked, messages=await self._images.read(asked.messages), tools=self._images.quoted_tools(asked.tools)
+        )
         pictures = self._images.seen(asked.messages)
         with _refused():
+            plan = self._plan(asked)
             tokens = await self._tokens_of(plan)
             placed = self._images.placed(tokens, pictures)
         prompt = Kept(plan.text, tokens, plan.base, plan.begins)
@@ -202,7 +201,7 @@ class Session:
         parser = self._parser if asked.tools else None
         if asked.tools and isinstance(parser, ResponseTemplate):
             parser = parser.of_tools(asked.tools)  # whose schemas give its arguments types
-        return await asyncio.gather(
+        calls = await asyncio.gather(
             *(
                 self._sample(
                     name if k == 0 else f"{name}-{k}",
@@ -217,6 +216,7 @@ class Session:
                 for k, one in enumerate(requests)
             )
         )
+        return self._exchange(asked, plan, calls)
 
     def heard(self, body: dict[str, Any]) -> dict[str, Any]:
         """A request as this session takes it, whatever its protocol."""
@@ -282,7 +282,7 @@ class Session:
     async def count(self, messages: Sequence[Message], tools: list[dict[str, Any]] | None) -> int:
         """Tokens of the prompt that `reply` would send. Raises RequestError."""
         self._check_number_of(messages)
-        messages = await self._images.read(messages)
+        messages, tools = await self._images.read(messages), self._images.quoted_tools(tools)
         with _refused():
             tokens = await self._tokens_of(self.transcript.count(messages, tools))
             return len(self._images.placed(tokens, self._images.seen(messages))["tokens"])
@@ -392,17 +392,17 @@ class Session:
             raise RequestError(f"the session may use {what}, which are spent", code="session_budget_exceeded")
         self._started += n
 
-    async def _awaited(self, sampling: asyncio.Future[list[Call]], asked: Asked, plan: Plan, same: bytes) -> list[Call]:
-        """The replies, recorded, unless their client leaves first."""
+    async def _awaited(self, sampling: asyncio.Future[Exchange], n: int, same: bytes) -> list[Call]:
+        """The `n` replies, recorded, unless their client leaves first."""
         same = same or secrets.token_bytes(16)
         self._repeats.begin(same, sampling)
         try:
-            calls = await sampling
+            exchange = await sampling
         except asyncio.CancelledError:
             if sampling.done() and not sampling.cancelled() and sampling.exception() is None:
-                self._set_aside(same, self._exchange(asked, plan, sampling.result()))
+                self._set_aside(same, sampling.result())
             else:
-                self.counts["abandoned_calls"] += asked.n
+                self.counts["abandoned_calls"] += n
                 self._repeats.given_up(same)
             raise
         except RequestError as error:
@@ -410,10 +410,9 @@ class Session:
                 self._repeats.given_up(same)
             raise
         else:
-            exchange = self._exchange(asked, plan, calls)
             self._record(exchange)
             self._repeats.taken(same, exchange)
-            return calls
+            return exchange.calls
         finally:
             self._repeats.end(same, sampling)
 

@@ -21,6 +21,7 @@ from transformers import PreTrainedTokenizerBase
 
 from app import checks
 from datamodules.conversations.chat_template import Chat
+from datamodules.conversations.image_processor import ImageProcessor
 from datamodules.files.recording import RolloutRecorder, versions
 from datamodules.groups import Group, label
 from datamodules.inference.protocol import InferenceEngine
@@ -84,6 +85,7 @@ class OpenSessions:
         record: None to record nothing.
         idle_s: seconds of silence after which a session is over.
         seed: of the sampling, with the session's name and the number of the call.
+        image_processor: the model's; None for one that is shown no pictures.
 
     Attributes:
         counts: sessions "written", "faulty" (the engine failed), "empty"; replies "untrainable" in those written.
@@ -101,6 +103,7 @@ class OpenSessions:
         record: SessionRecorder | None,
         idle_s: float,
         seed: int = 0,
+        image_processor: ImageProcessor | None = None,
     ) -> None:
         checks.deadline({"idle_s": idle_s})
         self.counts: Counter[str] = Counter()
@@ -108,7 +111,7 @@ class OpenSessions:
         self._chat = Chat(tokenizer)
         self._key, self._seed = key, seed
         self._sampling, self._budget, self._parser = sampling, budget, parser
-        self._record = record
+        self._record, self._image_processor = record, image_processor
         self._idle_s = idle_s
         self._open: dict[str, Session] = {}
         self._over: set[str] = set()
@@ -121,7 +124,13 @@ class OpenSessions:
             return None
         check_new(name, self._over, len(self._open))
         engine = EpisodeEngine(
-            self._engine, self._tokenizer, None, name=name, seed=f"{self._seed}/{name}", ends=self._ends
+            self._engine,
+            self._tokenizer,
+            None,
+            name=name,
+            seed=f"{self._seed}/{name}",
+            ends=self._ends,
+            image_processor=self._image_processor,
         )
         self._open[name] = session = Session(
             engine, self._chat, self._sampling, self._budget, self._parser, name, self._key

@@ -84,13 +84,28 @@ class SessionImages:
         ids, images = self._processor.expanded(tokens, seen, "the prompt")
         return {"tokens": list(ids), "images": list(images) if seen else None, "pictures": distinct(seen)}
 
+    def quoted_tools(self, tools: list[dict[str, Any]] | None) -> list[dict[str, Any]] | None:
+        """The tools, without text that a model would take for a picture."""
+        return tools if self._processor is None else self._quoted(tools)
+
     async def _message(self, message: Message) -> Message:
-        content = message["content"]
-        if type(content) is tuple:
-            content = tuple([await self._part(one) for one in content])
-        elif self._processor is not None and isinstance(content, str):
-            content = self._processor.quoted(content)
-        return message if content == message["content"] else {**message, "content": content}
+        read: Message = {}
+        for name, value in message.items():  # thoughts and the arguments of calls are shown, too
+            is_parts = name == "content" and type(value) is tuple
+            read[name] = tuple([await self._part(one) for one in value]) if is_parts else self._quoted(value)
+        return message if read == message else read
+
+    def _quoted(self, value: Any) -> Any:
+        """JSON, all its texts quoted."""
+        if self._processor is None:
+            return value
+        if isinstance(value, str):
+            return self._processor.quoted(value)
+        if isinstance(value, dict):
+            return {self._quoted(name): self._quoted(one) for name, one in value.items()}
+        if isinstance(value, list):
+            return [self._quoted(one) for one in value]
+        return value
 
     async def _part(self, part: str | Sent | Held) -> str | Held:
         if isinstance(part, Held):

@@ -3,7 +3,11 @@ does not, and what is no picture, is refused by the field."""
 
 from __future__ import annotations
 
+import asyncio
 import base64
+import copy
+import json
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -138,3 +142,90 @@ def test_what_cannot_be_shown_is_refused_by_its_field(
                 client.completions.create(model="m", prompt="a <|image_pad|>")
         answer = client.chat.completions.create(model="m", messages=[{"role": "user", "content": "text"}])
     assert answer.usage is not None and session.fault is None and not session.transcript.calls[0].pictures
+
+
+class Slow:
+    """The model's image processor, which has read no picture until it may."""
+
+    def __init__(self, vision: TinyVision) -> None:
+        self.begun, self.may = threading.Event(), threading.Event()
+        self._processor = vision.images
+
+    def picture(self, value: Any, where: str) -> Any:
+        self.begun.set()
+        assert self.may.wait(30)
+        return self._processor.picture(value, where)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._processor, name)
+
+
+@pytest.mark.parametrize("leaves", [False, True])
+def test_a_retry_while_pictures_are_read_is_the_same_call(
+    vision: TinyVision, engine: EmbeddedEngine, leaves: bool
+) -> None:
+    slow = Slow(vision)
+    episode = EpisodeEngine(engine, vision.tokenizer, None, name="e", seed="s", image_processor=slow)  # type: ignore[arg-type]
+    session = Session(episode, Chat(vision.tokenizer), Sampling(6), Budget(), hermes_calls)
+    shown: Any = {"role": "user", "content": [{"type": "image_url", "image_url": {"url": url(A)}}]}
+    arrived, again = list[bool](), session.again
+
+    async def hear(same: bytes, retried: bool) -> Any:
+        arrived.append(retried)
+        return await again(same, retried)
+
+    session.again = hear  # type: ignore[method-assign]
+
+    async def converse(there: Door) -> list[str]:
+        async with openai.AsyncOpenAI(base_url=there.v1, api_key=there.key, max_retries=0) as client:
+
+            async def ask(retries: int) -> str:
+                told = {"x-stainless-retry-count": str(retries)}
+                return (await client.chat.completions.create(model="m", messages=[shown], extra_headers=told)).id
+
+            first = asyncio.create_task(ask(0))
+            assert await asyncio.to_thread(slow.begun.wait, 30)
+            if leaves:
+                first.cancel()
+                await asyncio.gather(first, return_exceptions=True)
+                async with asyncio.timeout(30):
+                    while not session.counts["abandoned_calls"]:
+                        await asyncio.sleep(0.01)
+            second = asyncio.create_task(ask(1))
+            async with asyncio.timeout(30):
+                while arrived != [False, True]:
+                    await asyncio.sleep(0.01)
+            slow.may.set()
+            return [await one for one in ([second] if leaves else [first, second])]
+
+    with door(session=session) as there:
+        names = asyncio.run(converse(there))
+    assert len(set(names)) == 1 and len(session.trajectories(Prompt(id="p"), 1.0)) == 1
+    assert session.counts["repeated_calls"] == (0 if leaves else 1)
+    assert session.counts["abandoned_calls"] == (1 if leaves else 0)
+
+
+def test_placeholders_that_tools_and_thoughts_spell_are_quoted(vision: TinyVision, engine: EmbeddedEngine) -> None:
+    tokenizer, spelled = copy.deepcopy(vision.tokenizer), "<|image_pad|>"
+    tokenizer.chat_template = (
+        "{% for tool in tools or [] %}{{ tool | tojson }}{% endfor %}{% for message in messages %}"
+        "{{ message.reasoning_content }}{% for call in message.tool_calls or [] %}{{ call | tojson }}{% endfor %}"
+        "{% if message.content is string %}{{ message.content }}{% else %}{% for part in message.content %}"
+        "<|vision_start|><|image_pad|><|vision_end|>{% endfor %}{% endif %}{% endfor %}"
+    )
+    episode = EpisodeEngine(engine, tokenizer, None, name="e", seed="s", image_processor=vision.images)
+    session = Session(episode, Chat(tokenizer), Sampling(6), Budget(), hermes_calls)
+    tool = {"name": "look", "description": spelled, "parameters": {"type": "object", "properties": {spelled: {}}}}
+    call = {"id": "1", "type": "function", "function": {"name": "look", "arguments": json.dumps({"at": spelled})}}
+    said = {"role": "assistant", "content": None, "reasoning_content": f"I think {spelled}", "tool_calls": [call]}
+    told: list[Any] = [{"role": "user", "content": "?"}, said]
+    told += [{"role": "tool", "tool_call_id": "1", "content": [{"type": "image_url", "image_url": {"url": url(A)}}]}]
+    tools: Any = [{"type": "function", "function": tool}]
+    with door(session=session) as there:
+        client = openai.OpenAI(base_url=there.v1, api_key=there.key, max_retries=0)
+        client.chat.completions.create(model="m", messages=told, tools=tools)
+    (one,) = session.trajectories(Prompt(id="p"), 1.0)
+    assert [shown.key for shown in one.pictures] == [vision.images.picture(A, "here").key] and one.images is not None
+    assert int((one.images >= 0).sum()) == one.pictures[0].tokens
+    prompt = vision.tokenizer.decode(one.tokens[~one.loss_mask][one.images[~one.loss_mask] < 0])
+    assert prompt.count("< |image_pad|>") == 4 and spelled not in prompt
