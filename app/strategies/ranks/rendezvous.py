@@ -47,7 +47,7 @@ def join(
     """
     rank, size = cluster.global_rank(), cluster.world_size()
     # Nobody has to find a rank that is alone, and an earlier run of this process may still hold the port it had.
-    store = _meet(rank, address, cluster.main_port if size > 1 else 0, min(timeout, _MEETING))
+    store = meet(rank, address, cluster.main_port if size > 1 else 0, min(timeout, _MEETING))
     # NCCL's own watchdog aborts the process, with nothing said of who is missing: ours come first.
     later = timedelta() if backend == "gloo" else death_timeout + timedelta(seconds=3 * GRACE)
     dist.init_process_group(
@@ -60,7 +60,7 @@ def join(
     )
 
 
-def _meet(rank: int, address: str, port: int, timeout: timedelta) -> dist.Store:
+def meet(rank: int, address: str, port: int, timeout: timedelta) -> dist.Store:
     """Collective over the processes of a job: a store that nobody used before.
 
     Args:

@@ -19,11 +19,13 @@ import torch
 import yaml
 from packaging.requirements import Requirement
 
-from app.cli import doctor, main
-from app.cli.doctor_dump import NoSuchRun, dump
+from app.cli import main
+from app.cli.doctor import machine
+from app.cli.doctor.dump import NoSuchRun, dump
+from app.cli.doctor.findings import Finding
 from tests.helpers.tiny_model import TINY_WITH_ENDS
 
-ROOT = Path(__file__).resolve().parents[3]
+ROOT = Path(__file__).resolve().parents[4]
 
 # A tiny random model, and a reward that never returns for the third prompt.
 RUN = {
@@ -293,7 +295,9 @@ def test_what_is_wrong_is_said_with_its_remedy(
 ) -> None:
     monkeypatch.setenv("ARBORIST_DATA", str(tmp_path / "nowhere"))
     monkeypatch.setenv("ARBORIST_SGLANG_PYTHON", sys.executable)  # an interpreter without it
-    assert doctor.run(doctor.argparse.Namespace(dump=None)) == 1
+    with pytest.raises(SystemExit) as caught:
+        main(["doctor"])
+    assert caught.value.code == 1
     printed = capsys.readouterr().out
     assert re.search(r"BAD +ARBORIST_DATA +.*nowhere is no directory; correct or unset it", printed)
     assert re.search(r"BAD +SGLang +.* has none .*build that environment again", printed)
@@ -302,32 +306,32 @@ def test_what_is_wrong_is_said_with_its_remedy(
 
 def test_versions_are_judged_by_the_support_matrix() -> None:
     lightning = Requirement("lightning>=2.6.4")
-    assert doctor.judge(lightning, "2.6.6").level == "ok"
-    assert doctor.judge(lightning, "2.6.2").text == "2.6.2, wanted >=2.6.4: pip install 'lightning>=2.6.4'"
-    assert doctor.judge(lightning, None).level == "bad"
-    assert doctor.judge(Requirement("torch>=2.11"), "2.13.0+cpu").level == "ok"
-    python, packages = doctor.requirements()
+    assert machine.judge(lightning, "2.6.6").level == "ok"
+    assert machine.judge(lightning, "2.6.2").text == "2.6.2, wanted >=2.6.4: pip install 'lightning>=2.6.4'"
+    assert machine.judge(lightning, None).level == "bad"
+    assert machine.judge(Requirement("torch>=2.11"), "2.13.0+cpu").level == "ok"
+    python, packages = machine.requirements()
     assert str(python.specifier) == ">=3.11"
     assert {"torch", "lightning", "transformers"} <= {one.name for one in packages}
 
 
 def test_packages_for_scans_are_looked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """Beside a GPU: what is not there is a note with the command that installs it."""
-    found = {finding.what: finding for finding in doctor.scan_kernels()}
+    found = {finding.what: finding for finding in machine.scan_kernels()}
     assert found.keys() == {"fla-core", "mamba-ssm"}
     for name, finding in found.items():
         if finding.level == "note":
             assert f"pip install '{name}>=" in finding.text and "torch's scan" in finding.text
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
-    assert found.keys() <= {finding.what for finding in doctor._gpus()}
+    assert found.keys() <= {finding.what for finding in machine._gpus()}
 
 
 def test_a_check_that_fails_is_a_finding(monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken() -> Iterator[doctor.Finding]:
+    def broken() -> Iterator[Finding]:
         raise PermissionError("not for you")
         yield
 
-    monkeypatch.setattr(doctor, "_disk", broken)
-    (finding,) = [one for one in doctor.examine() if one.level == "bad"]
+    monkeypatch.setattr(machine, "_disk", broken)
+    (finding,) = [one for one in machine.examine() if one.level == "bad"]
     assert finding.text == "could not be checked: PermissionError: not for you"

@@ -1,16 +1,11 @@
-"""Checks whether this machine can run Arborist, or asks a run that hangs where it is.
+"""Whether this machine can run Arborist.
 
-    arborist doctor               one line a check; what is wrong comes with its remedy; exit code 1 if something is
-    arborist doctor --dump PID    stacks of all threads of all ranks of that run, pending prompts, gate and tasks, in
-                                  a file in the run directory, whose path is printed
-
-Versions are compared with pyproject.toml, so there is one support matrix. Checks look and measure; none changes
-anything.
+Promises: versions are compared with pyproject.toml, so there is one support matrix; checks look and measure, and none
+changes anything; one that fails itself is a finding.
 """
 
 from __future__ import annotations
 
-import argparse
 import importlib.metadata
 import importlib.util
 import os
@@ -21,52 +16,18 @@ import subprocess
 import sys
 import tomllib
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 import psutil
 import torch
 from packaging.requirements import Requirement
 
-from app.cli.doctor_dump import dump
+from app.cli.doctor.findings import Finding
 from app.tree import SCAN_PACKAGES
 from datamodules.files.data_files import VARIABLE as DATA_VARIABLE
 
-_ROOT = Path(__file__).resolve().parents[2]
+_ROOT = Path(__file__).resolve().parents[3]
 _GIB = 2**30
-_MARKS = {"ok": "ok  ", "note": "note", "bad": "BAD "}
-
-
-@dataclass(frozen=True)
-class Finding:
-    """One line: `level` "ok", "note" (works, with a limit or without an optional part) or "bad"; what was looked at;
-    the finding, with the remedy where there is one."""
-
-    level: Literal["ok", "note", "bad"]
-    what: str
-    text: str
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--dump", type=int, metavar="PID", help="any process of a run that hangs")
-    parser.add_argument(
-        "--deadline", type=float, default=15.0, metavar="SECONDS", help="for the answers to --dump (default: 15)"
-    )
-
-
-def run(args: argparse.Namespace) -> int:
-    """Does what was asked for and prints it; returns the exit code."""
-    if args.dump is not None:
-        print(dump(args.dump, args.deadline))
-        return 0
-    findings = list(examine())
-    width = max(len(finding.what) for finding in findings)
-    for finding in findings:
-        print(f"{_MARKS[finding.level]}  {finding.what:<{width}}  {finding.text}")
-    bad = sum(finding.level == "bad" for finding in findings)
-    print(f"\n{bad} of {len(findings)} checks failed" if bad else f"\nall {len(findings)} checks passed")
-    return 1 if bad else 0
 
 
 def examine() -> Iterator[Finding]:
