@@ -4,6 +4,7 @@ from callbacks.base import run_dir
 from callbacks.coach import Coach
 from callbacks.hang_dump import HangDump
 from callbacks.interruption import Interruption
+from callbacks.opening import Opening
 from callbacks.pictures import Pictures
 from callbacks.progress import Progress
 from callbacks.report import Report
@@ -19,6 +20,7 @@ __all__ = [
     "Coach",
     "HangDump",
     "Interruption",
+    "Opening",
     "Pictures",
     "Progress",
     "Report",

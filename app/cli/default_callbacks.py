@@ -3,6 +3,7 @@
     WeightSync              where the datamodule rolls out: it starts the engine and keeps it in step
     Throughput, Summary     `fit`: where the time went; summary.json
     Coach                   `fit`: what holds the run back, in one sentence; coach.jsonl
+    Opening                 `fit`: what is trained and how, in a few lines at the start
     Report                  `fit`: report.html, and report.jsonl that it is made from; `validate`: the latter
     RewardLogger            where the datamodule rolls out: samples.jsonl
     ValidateEnds            `fit` with held-out prompts: validation before the first and after the last step
@@ -26,6 +27,7 @@ from callbacks import (
     Coach,
     HangDump,
     Interruption,
+    Opening,
     Progress,
     Report,
     RewardLogger,
@@ -41,7 +43,7 @@ from modules import TreeModule
 
 OPTIONAL: dict[str, type[Callback]] = {
     kind.__name__: kind
-    for kind in (WeightSync, Throughput, RewardLogger, ValidateEnds, Summary, Coach, Report, HangDump)
+    for kind in (WeightSync, Throughput, RewardLogger, ValidateEnds, Summary, Coach, Opening, Report, HangDump)
 }
 
 
@@ -80,6 +82,7 @@ def with_defaults(
         ValidateEnds: fits and trains and _can_validate_ends(trainer, model, data),
         Summary: fits and trains,
         Coach: fits and trains,
+        Opening: fits and trains,
         Report: trains and (fits or (rolls_out and subcommand == "validate")),
         HangDump: True,
     }

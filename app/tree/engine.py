@@ -82,8 +82,9 @@ class TreeEngine:
 
     Attributes:
         dense: whether every leaf sequence runs alone, through the model's own attention (after such a fallback).
-        remember: None, or what is called before a pass that is repeated where a GPU's memory runs out (with half the
-            live tokens, a warning, and losses evaluated again); what it returns undoes what these have recorded.
+        last_plan: of the pass that ran last; None before the first.
+        remember: None, or called before a pass that is repeated where a GPU's memory runs out (half the live tokens, a
+            warning, losses evaluated again); what it returns undoes what these have recorded.
 
     Raises:
         ValueError: an argument out of range, or a model this engine would compute wrongly, naming the layer or setting.
@@ -125,6 +126,7 @@ class TreeEngine:
                 " on_mismatch='error', or let each rank run a part of its own"
             )
         self.on_mismatch, self.dense, self._verified = on_mismatch, False, not self_check
+        self.last_plan: ExecutionPlan | None = None
         self.model = transformers_model(model)
         refuse_by_name(self.model)
         self.state_layers = StateLayers.of(self.model)
@@ -424,13 +426,13 @@ class TreeEngine:
         refuse_soft(want, soft, self.heads.vocabulary is not None)
         per_sequence = None if temperatures is None else _temperatures(tree, temperatures)
         backend = choose_backend(self.attention, self.model)
-        execution, names = execution or self.plan(tree), frozenset(want)
+        self.last_plan = execution = execution or self.plan(tree)
         scans = TORCH if execution.dense else self._scans()
         return Executor(
             self.model,
             self.heads,
             execution,
-            names,
+            frozenset(want),
             self.temperature,
             per_sequence,
             backend,
@@ -443,10 +445,8 @@ class TreeEngine:
         )
 
     def _pictures(self, tree: PrefixTree, with_grads: bool) -> PicturePass | None:
-        if not tree.pictures:
-            return None
-        graphs = with_grads and self.tower.trained and tower_graphs_fit(self.model, tree)
-        return PicturePass(self.tower, tree, graphs)
+        graphs = with_grads and self.tower.trained and bool(tree.pictures) and tower_graphs_fit(self.model, tree)
+        return PicturePass(self.tower, tree, graphs) if tree.pictures else None
 
     def _scans(self) -> Scans:
         shape = ModelShape.of(self.model.config).states
