@@ -72,7 +72,7 @@ def run(arguments: argparse.Namespace) -> None:
     rows = labelled(arguments.labelled, arguments.tokenizer)[: arguments.limit]
     pool = reward_pool(reward, options)
     try:
-        found = asyncio.run(_judged(pool, rows))
+        found = asyncio.run(judged(pool, rows))
     finally:
         pool.close()
     if arguments.out is not None:
@@ -116,7 +116,7 @@ def labelled(path: Path, tokenizer: str | None) -> list[Labelled]:
     if path.is_dir():
         if tokenizer is None:
             raise ValueError("--tokenizer: recorded batches hold token ids; name the directory of their tokenizer")
-        return _recorded(path, tokenizer)
+        return recorded(path, tokenizer)
     if tokenizer is not None:
         raise ValueError("--tokenizer has no effect on lines of text; leave it out")
     rows = []
@@ -155,7 +155,8 @@ def _row(fields: Any, number: int) -> Labelled:
     return Labelled(prompt, fields.get("completion", fields.get("transcript")), float(label))
 
 
-def _recorded(path: Path, tokenizer: str) -> list[Labelled]:
+def recorded(path: Path, tokenizer: str) -> list[Labelled]:
+    """The replies of recorded batches, with their rewards as labels. Raises ValueError: there is none."""
     from datamodules.files.recording import read_batch, versions
     from datamodules.prompts.base import Prompt
     from datamodules.prompts.tokenizers import load_tokenizer
@@ -181,7 +182,7 @@ def _recorded(path: Path, tokenizer: str) -> list[Labelled]:
     return rows
 
 
-async def _judged(pool: Any, rows: Sequence[Labelled]) -> list[Any]:
+async def judged(pool: Any, rows: Sequence[Labelled]) -> list[Any]:
     """A judgement, or the error, of each."""
     await pool.open()
     groups: dict[str, list[int]] = {}

@@ -17,6 +17,7 @@ from app.batch import Trajectory
 from app.cli import main
 from datamodules.files.recording import RolloutRecorder
 from datamodules.groups import Group
+from tests.helpers.judge_server import JudgeServer, Said
 from tests.helpers.tiny_model import HYBRID_LAYERS
 
 ROOT = Path(__file__).resolve().parents[4]
@@ -152,6 +153,7 @@ def test_verdicts_on_memory() -> None:
         (("nowhere",), "WHAT: there is no 'nowhere'"),
         (("model.json",), "is no YAML, no directory of recorded batches and no .npz"),
         (("run/rollouts", "--episodes", "0"), "--episodes: must be above 0"),
+        (("run/rollouts", "--judge-again", "-1"), "--judge-again: must be 0 or more"),
         (("run/rollouts", "--with", "--trainer.max_steps", "3"), "--with has no effect"),
         (("single/rollouts",), "data.group_size 2 or more"),
         (("run",), "holds no batch_*.safetensors"),
@@ -185,3 +187,80 @@ def test_recorded_airline_conversations() -> None:
     assert (found["groups"], found["group_size"], found["verdict"]) == (50, 4, "go")
     assert found["dense_over_tree"] == pytest.approx(25.30, abs=0.01)
     assert found["pass@4"] > found["pass@1"]
+
+
+QUALITY = {"poor": 2, "fair": 4, "good": 6, "best": 8}
+
+
+def judged_run(url: str, cache: Path) -> Path:
+    """Twelve groups of four replies whose recorded rewards are those of `QUALITY`."""
+    recorder = RolloutRecorder(Path("run") / "rollouts")
+    made = []
+    for index in range(12):
+        trajectories = [
+            Trajectory(
+                tokens=[2, 3, 4 + index % 8, 5],
+                loss_mask=[False, False, True, True],
+                behavior_logprobs=[0.0, 0.0, -1.0, -1.0],
+                versions=[-1, -1, 0, 0],
+                reward=points / 10,
+                group_id=index,
+                episode_id=4 * index + one,
+                finish_reason="stop",
+                metadata={"completion": f"{name} {index}"},
+            )
+            for one, (name, points) in enumerate(QUALITY.items())
+        ]
+        made.append(Group(index, f"p{index}", 0, trajectories))
+    recorder.write(0, made)
+    judge = {"url": url, "name": "judge", "temperature": 1.0, "cache": str(cache)}
+    options = {"model": judge, "criteria": {"good": "It is good."}}
+    reward = {"class_path": "datamodules.rewards.judges.RubricJudge", "init_args": options}
+    settings = {"data": {"init_args": {"reward": reward, "tokenizer": "char:0123456789+-*="}}}
+    Path("run/config.yaml").write_text(yaml.safe_dump(settings))
+    return Path("run/rollouts")
+
+
+def test_a_judge_is_asked_again_and_its_noise_is_told_from_what_replies_are_worth(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """Second verdicts change places in pairs: by two points each, of a variance of 20/3 within groups."""
+    swapped = {"poor": 4, "fair": 2, "good": 8, "best": 6}
+    with JudgeServer(lambda asked, number: json.dumps({"good": swapped[asked.blocks["REPLY"].split()[0]]})) as server:
+        path = judged_run(server.url, tmp_path / "verdicts")
+        found = check(path, "--judge-again", 30)
+        assert len(server.asked) == found["judged_again"] == 32  # whole groups; and none from the cache, or to it
+        assert not (tmp_path / "verdicts").exists()
+        assert found["judge_noise"] == pytest.approx(0.02**0.5) and found["judge_same"] == 0
+        assert found["judge_noise_share"] == pytest.approx(0.02 / (0.2 / 3)) and found["judge_order"] == pytest.approx(
+            4 / 6
+        )
+        assert "2 verdicts a reply (`repeats` of the judge) bring it to 25%" in of(found, "note")
+        assert "judged again: 32 of 32 replies" in capsys.readouterr().out
+        assert "judged_again" not in check(path, "--judge-again", 0) and len(server.asked) == 32
+
+
+@pytest.mark.parametrize(
+    ("second", "level", "said"),
+    [
+        (QUALITY, "", ""),
+        (
+            {"poor": 8, "fair": 6, "good": 4, "best": 2},
+            "change",
+            "100% of the variance within groups is the judge's noise",
+        ),
+    ],
+)
+def test_a_judge_that_repeats_itself_and_one_that_tosses_coins(
+    second: dict[str, int], level: str, said: str, tmp_path: Path
+) -> None:
+    with JudgeServer(lambda asked, number: json.dumps({"good": second[asked.blocks["REPLY"].split()[0]]})) as server:
+        found = check(judged_run(server.url, tmp_path / "verdicts"))
+    assert found["judged_again"] == 48 and found["judge_same"] == (0 if level else 1)
+    assert said in of(found, level) if level else "noise" not in json.dumps(found["reasons"])
+
+
+def test_a_judge_that_does_not_answer_again(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    with JudgeServer(lambda asked, number: Said("no", status=401)) as server:
+        found = check(judged_run(server.url, tmp_path / "verdicts"))
+    assert "judged_again" not in found and "no group has two second verdicts" in capsys.readouterr().out

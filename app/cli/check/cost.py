@@ -1,0 +1,117 @@
+"""What a step costs and what fits: tokens as a tree, seconds and memory by the planner's prediction.
+
+Promises: nothing is allocated for the model; what cannot be told is left out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+from typing import Any
+
+from app.cli.check.findings import Part, Reason, Rollouts, model_config
+
+_OPTIMIZER_BYTES = 100
+"""What clipping and AdamW read and write of a float32 parameter, its gradient and its state, all operators together."""
+
+
+def sharing_and_cost(rollouts: Rollouts, arguments: argparse.Namespace) -> Part:
+    import numpy as np
+    import torch
+
+    from app.tree import PrefixTree, device_rates, inspect_model, inspect_tree
+
+    batch = rollouts.batch
+    _, keys = np.unique(np.array(batch.temperatures), return_inverse=True)
+    tree = PrefixTree.build(batch.tokens, batch.trained, keys=keys, images=batch.images, pictures=batch.pictures)
+    report = inspect_tree(tree)
+    dense, leaf = report.dense_tokens / report.tree_tokens, report.leaf_tokens / report.tree_tokens
+    lines = [
+        f"a batch of {rollouts.groups_a_batch:,} groups: {report.sequences:,} sequences, {report.tree_tokens:,} tokens"
+        f" as a tree; {dense:.2f} times fewer than one by one, {leaf:.2f} than without prefixes of others"
+    ]
+    figures: dict[str, Any] = {"tree_tokens": report.tree_tokens, "dense_over_tree": dense, "leaf_over_tree": leaf}
+    reasons = []
+    if dense < 1.1:
+        reasons.append(
+            Reason("note", f"sequences share little ({dense:.2f} times)", "the tree neither costs nor helps")
+        )
+    if rollouts.seconds is not None:
+        lines.append(f"rolling a batch out took {rollouts.seconds:.3g} s here")
+        figures["rollout_seconds"] = rollouts.seconds
+    config = model_config(rollouts, arguments)
+    if config is None:
+        return [*lines, "no --model: nothing is said about time and memory"], figures, reasons
+    dtype = "bfloat16" if arguments.device == "cuda" else "float32"
+    # Where the run is to train on a device of this kind, what that one can do; else what such a device usually can.
+    there = arguments.device == "cpu" or torch.cuda.is_available()
+    rates = device_rates(config, arguments.device, dtype) if there else None
+    whole = inspect_model(tree, config, arguments.device, dtype, None, None, rates)
+    least = inspect_model(tree, config, arguments.device, dtype, None, report.longest, rates)
+    steps = arguments.steps or rollouts.settings.get("trainer", {}).get("max_steps") or 0
+    each = whole.tree_seconds / arguments.devices
+    optimizer = 0.0 if rates is None else _OPTIMIZER_BYTES * whole.parameters / arguments.devices / rates.memory
+    lines.append(
+        f"{whole.name}, {whole.parameters / 1e6:,.3g} M parameters, {dtype} on {arguments.device}: predicted"
+        f" {each:.3g} s for forward and backward of the batch ({whole.dense_seconds / whole.tree_seconds:.1f} times"
+        f" faster than one by one; {'rates measured here' if there else 'usual rates'})"
+        + (f", {optimizer:.3g} s for clipping and the optimizer" if there else "")
+        + (f"; {_time((each + optimizer) * steps)} for {steps:,} steps" if steps > 0 else "")
+    )
+    weights, gradients, state = _bytes_a_parameter(dtype)
+    fixed = whole.parameters * (weights + gradients + state / arguments.devices) / 2**30
+    memory = arguments.gib or _memory(arguments.device) / 2**30
+    need, all_ = fixed + least.memory.total / 2**30, fixed + whole.memory.total / 2**30
+    lines.append(
+        f"memory a device, GiB: {fixed:.3g} for weights, gradients and optimizer, {need:.3g} with the least a pass"
+        f" needs, {all_:.3g} with nothing computed twice; there are {memory:.3g}"
+    )
+    figures |= {"predicted_seconds": each, "rates_measured": there, "parameters": whole.parameters}
+    figures |= {"predicted_optimizer_seconds": optimizer} if there else {}
+    figures |= {"gib_fixed": fixed, "gib_least": need, "gib_all": all_, "gib_there": memory}
+    if need > memory:
+        reasons.append(_too_large(whole.parameters, dtype, need - fixed, memory, arguments.devices))
+    elif all_ > memory:
+        again = least.plan.extra_forward_tokens / max(1, report.tree_tokens)
+        finding = f"not all activations fit at once ({all_:.3g} of {memory:.3g} GiB)"
+        reasons.append(
+            Reason("note", finding, f"up to {again:.0%} of the tokens run forward twice, which costs time only")
+        )
+    return lines, figures, reasons
+
+
+def _time(seconds: float) -> str:
+    hours, minutes = seconds / 3600, seconds / 60
+    return f"{hours:.3g} h" if hours >= 1 else f"{minutes:.3g} min" if minutes >= 1 else f"{seconds:.3g} s"
+
+
+def _bytes_a_parameter(dtype: str) -> tuple[int, int, int]:
+    """Of weights, gradients and Adam's state (docs/scaling.md, "Memory"); the state is shared by the devices."""
+    return (2, 4, 12) if dtype == "bfloat16" else (4, 4, 8)
+
+
+def _too_large(parameters: int, dtype: str, work: float, memory: float, devices: int) -> Reason:
+    weights, gradients, state = _bytes_a_parameter(dtype)
+    room = (memory - work) * 2**30 / parameters - weights - gradients
+    finding = f"the run needs more than the {memory:.3g} GiB of a device"
+    if room > 0:
+        return Reason(
+            "change", finding, f"{max(devices + 1, math.ceil(state / room))} devices share the optimizer's state"
+        )
+    if parameters * weights / 2**30 + work < memory:
+        return Reason(
+            "change", finding, "an adapter (model.adapter) trains it: frozen weights need no gradient or state"
+        )
+    return Reason("no-go", finding, "take a smaller model or larger devices: not even frozen weights fit")
+
+
+def _memory(device: str) -> int:
+    if device == "cpu":
+        import psutil
+
+        return int(psutil.virtual_memory().total)
+    import torch
+
+    if not torch.cuda.is_available():
+        raise ValueError("--gib: this machine has no GPU to ask; say how much memory one has")
+    return int(torch.cuda.get_device_properties(0).total_memory)

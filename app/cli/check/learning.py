@@ -1,0 +1,99 @@
+"""Is there anything to learn: rewards of groups, and lengths of replies.
+
+Promises: every reason comes with its number and a remedy; shares come with an interval.
+"""
+
+from __future__ import annotations
+
+import statistics
+
+from app.cli.check.findings import Part, Reason, Rollouts
+from app.statistics import share_interval
+
+_ENOUGH_GROUPS = 12
+
+
+def signal(rollouts: Rollouts, solved_at: float) -> Part:
+    """Rewards of groups and lengths of replies: text, figures, reasons.
+
+    Raises:
+        ValueError: no prompt has two episodes.
+    """
+    groups = [group for group in rollouts.groups if len(group) > 1]
+    if not groups:
+        raise ValueError("WHAT: no prompt has two episodes or more, and advantages come from their differences;"
+                         " record with data.group_size 2 or more")  # fmt: skip
+    n = len(groups)
+    rewards = [[one.reward for one in group] for group in groups]
+    different = sum(max(each) - min(each) > 1e-6 for each in rewards)
+    shares = [sum(r >= solved_at - 1e-6 for r in each) / len(each) for each in rewards]
+    first, any_ = statistics.fmean(shares), statistics.fmean(share > 0 for share in shares)
+    k = statistics.median_low(len(each) for each in rewards)
+    share, (low, high) = different / n, share_interval(different, n)
+    every = [reward for each in rewards for reward in each]
+    episodes = [one for group in rollouts.groups for one in group]
+    tokens = sorted(one.tokens for one in episodes)
+    said = [one.cut for one in episodes if one.cut is not None]
+    cut = sum(said) / len(said) if said else None
+    lines = [
+        f"{n:,} groups of {k} episodes, rewards from {min(every):.3g} to {max(every):.3g},"
+        f" mean {statistics.fmean(every):.3f}",
+        f"groups with different rewards: {different:,} ({share:.0%}; 95% interval {low:.0%} to {high:.0%})",
+        f"pass@1 {first:.3f}, pass@{k} {any_:.3f} (a reward of {solved_at:g} or more)",
+        f"generated tokens an episode: median {tokens[len(tokens) // 2]:,}, 9 of 10 below"
+        f" {tokens[min(len(tokens) - 1, 9 * len(tokens) // 10)]:,}, longest {tokens[-1]:,}"
+        + ("" if cut is None else f"; {cut:.0%} cut by the limit"),
+    ]
+    figures = {"groups": n, "group_size": k, "different": share, "different_interval": [low, high], "pass@1": first,
+               f"pass@{k}": any_, "reward": statistics.fmean(every), "tokens_median": tokens[len(tokens) // 2],
+               "tokens_mean": statistics.fmean(tokens),
+               "cut": cut}  # fmt: skip
+    reasons = [*_of_signal(n, share, (low, high), first, any_, k, max(every) < solved_at), *_of_length(cut, rollouts)]
+    return lines, figures, reasons
+
+
+def _of_signal(
+    n: int, share: float, interval: tuple[float, float], first: float, any_: float, k: int, partial: bool
+) -> list[Reason]:
+    """`partial`: no episode is solved, so rewards are degrees (or the task is out of reach)."""
+    reasons = []
+    if n < _ENOUGH_GROUPS:
+        reasons.append(Reason("note", f"only {n} groups", "roll out more (--episodes) before trusting this"))
+    if interval[1] < 0.1 or share == 0:
+        if first > 0.5:
+            finding = f"pass@1 is {first:.2f} and {share:.0%} of the groups have different rewards"
+            reasons.append(Reason("no-go", finding, "the model can do this already: take harder prompts"))
+        else:
+            remedy = "no sample shows what is better: warm-start the model on demonstrations, or take easier prompts"
+            reasons.append(Reason("no-go", f"{share:.0%} of the groups have different rewards", remedy))
+    elif share < 0.5:
+        remedy = f"data.filter trains on the others alone, at {1 / share:.1f} rollouts for each that counts"
+        if first < 0.1 and not partial:
+            remedy += f"; larger groups find more of pass@{k} {any_:.2f}"
+        keep = {"class_path": "datamodules.filters.NoSignal"}
+        overlay = {"data": {"init_args": {"filter": keep}}}
+        finding = f"{1 - share:.0%} of the groups have one reward for all episodes and teach nothing"
+        now_and_then = not partial and any_ >= 2 * first
+        if now_and_then:
+            finding += f", but {any_:.0%} of the prompts are solved in one of {k} tries"
+            remedy = (
+                f"go all the same: what an answer looks like is often learnt first, and then many more differ; {remedy}"
+            )
+            remedy += "; if rollouts/flat has not fallen after some twenty steps, take easier prompts"
+        reasons.append(Reason("slow" if now_and_then else "change", finding, remedy, overlay))
+    if not partial and share >= 0.1 and any_ - first > 0.02:
+        finding = f"{any_ - first:.2f} lies between pass@1 and pass@{k}"
+        reasons.append(Reason("note", finding, "what the model finds now and then; the first gains come from there"))
+    return reasons
+
+
+def _of_length(cut: float | None, rollouts: Rollouts) -> list[Reason]:
+    if cut is None or cut <= 0.1:
+        return []
+    workflow = rollouts.settings.get("data", {}).get("init_args", {}).get("workflow", {})
+    limit = (workflow.get("init_args") or {}).get("max_new_tokens")
+    overlay = {}
+    if isinstance(limit, int):
+        overlay = {"data": {"init_args": {"workflow": {"init_args": {"max_new_tokens": 2 * limit}}}}}
+    named = "max_new_tokens of the workflow" if limit is None else f"max_new_tokens, {limit} now"
+    return [Reason("change", f"{cut:.0%} of the episodes are cut before their answer", f"raise {named}", overlay)]
