@@ -1,7 +1,8 @@
 """Measures how fast this device is at the kinds of work that plans consist of, for predicted times.
 
 Promises: about a second on a CPU, less on a GPU; nothing of the model is run or changed: its shapes and dtype are used,
-on random data; the fastest of a few repeats counts, so a busy machine disturbs little.
+on random data; the fastest of a few repeats counts, and on a CPU its time is the thread's own, so that a busy machine
+disturbs little.
 """
 
 from __future__ import annotations
@@ -77,15 +78,15 @@ between them (fitted to plans of small chunks)."""
 
 
 def _best(run: Callable[[], object], device: torch.device, repeats: int) -> float:
-    """Seconds of the fastest run after one to warm up."""
-    fastest = float("inf")
+    """Seconds of the fastest run after one to warm up; on a CPU this thread's own, where others may have the core."""
+    fastest, now = float("inf"), time.perf_counter if device.type == "cuda" else time.thread_time
     for attempt in range(repeats + 1):
         if device.type == "cuda":
             torch.cuda.synchronize(device)
-        begin = time.perf_counter()
+        begin = now()
         run()
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         if attempt:
-            fastest = min(fastest, time.perf_counter() - begin)
+            fastest = min(fastest, now() - begin)
     return fastest

@@ -86,7 +86,7 @@ class ScanReport:
 @dataclass(frozen=True, eq=False)
 class ModelReport:
     """Predictions for one model; FLOPs and seconds are of forward and backward of everything. `attending`: layers with
-    keys and values; `scans`: of those that carry a state, where there are any."""
+    keys and values; `cached`: values of these a token; `scans`: of layers that carry a state, where there are any."""
 
     name: str
     parameters: int
@@ -101,6 +101,7 @@ class ModelReport:
     memory: PassMemory
     plan: ExecutionPlan
     attending: int
+    cached: int
     scans: ScanReport | None
 
     def rows(self) -> Iterator[tuple[str, float, float]]:
@@ -212,6 +213,7 @@ def inspect_model(
         ),
         plan=execution,
         attending=shape.attention_layers,
+        cached=2 * shape.attention_layers * shape.key_value_heads * shape.head_dim,
         scans=_scans(execution, shape, times),
     )
 

@@ -10,6 +10,7 @@ import math
 from typing import Any
 
 from app.cli.check.findings import Part, Reason, Rollouts, model_config
+from app.tree import ModelReport
 
 _OPTIMIZER_BYTES = 100
 """What clipping and AdamW read and write of a float32 parameter, its gradient and its state, all operators together."""
@@ -61,10 +62,12 @@ def sharing_and_cost(rollouts: Rollouts, arguments: argparse.Namespace) -> Part:
     weights, gradients, state = _bytes_a_parameter(dtype)
     fixed = whole.parameters * (weights + gradients + state / arguments.devices) / 2**30
     memory = arguments.gib or _memory(arguments.device) / 2**30
-    need, all_ = fixed + least.memory.total / 2**30, fixed + whole.memory.total / 2**30
+    beside = (_engine(rollouts, whole, report.dense_tokens) + _process(arguments.device)) / 2**30
+    need, all_ = (fixed + beside + (one.memory.total - one.memory.gradients) / 2**30 for one in (least, whole))
     lines.append(
-        f"memory a device, GiB: {fixed:.3g} for weights, gradients and optimizer, {need:.3g} with the least a pass"
-        f" needs, {all_:.3g} with nothing computed twice; there are {memory:.3g}"
+        f"memory a device, GiB: {fixed:.3g} for weights, gradients and optimizer, {beside:.3g} for the process and"
+        f" an engine in it, {need:.3g} with the least a pass needs, {all_:.3g} with nothing computed twice; there are"
+        f" {memory:.3g}"
     )
     figures |= {"predicted_seconds": each, "rates_measured": there, "parameters": whole.parameters}
     figures |= {"predicted_optimizer_seconds": optimizer} if there else {}
@@ -78,6 +81,26 @@ def sharing_and_cost(rollouts: Rollouts, arguments: argparse.Namespace) -> Part:
             Reason("note", finding, f"up to {again:.0%} of the tokens run forward twice, which costs time only")
         )
     return lines, figures, reasons
+
+
+def _engine(rollouts: Rollouts, model: ModelReport, tokens: int) -> int:
+    """Bytes of an engine in the trainer's process: its copy of the weights, and keys and values of a batch."""
+    engine = (rollouts.settings.get("data", {}).get("init_args") or {}).get("engine") or {}
+    if not isinstance(engine, dict) or not str(engine.get("class_path", "")).endswith("EmbeddedEngine"):
+        return 0
+    options = engine.get("init_args") or {}
+    element = 2 if options.get("dtype") in ("bfloat16", "float16") else 4
+    kept = min(tokens, options.get("kv_cache_tokens") or tokens)
+    return element * (model.parameters + kept * model.cached)
+
+
+def _process(device: str) -> int:
+    """Bytes of a process that has imported what a run imports and holds no model, as this one."""
+    if device != "cpu":
+        return 0
+    import psutil
+
+    return int(psutil.Process().memory_info().rss)
 
 
 def _time(seconds: float) -> str:

@@ -6,8 +6,9 @@ Promises: every reason comes with its number and a remedy; shares come with an i
 from __future__ import annotations
 
 import statistics
+from collections.abc import Sequence
 
-from app.cli.check.findings import Part, Reason, Rollouts
+from app.cli.check.findings import Episode, Part, Reason, Rollouts
 from app.statistics import share_interval
 
 _ENOUGH_GROUPS = 12
@@ -48,7 +49,10 @@ def signal(rollouts: Rollouts, solved_at: float) -> Part:
                f"pass@{k}": any_, "reward": statistics.fmean(every), "tokens_median": tokens[len(tokens) // 2],
                "tokens_mean": statistics.fmean(tokens),
                "cut": cut}  # fmt: skip
-    reasons = [*_of_signal(n, share, (low, high), first, any_, k, max(every) < solved_at), *_of_length(cut, rollouts)]
+    reasons = [
+        *_of_signal(n, share, (low, high), first, any_, k, max(every) < solved_at),
+        *_of_length(episodes, cut, rollouts),
+    ]
     return lines, figures, reasons
 
 
@@ -87,13 +91,20 @@ def _of_signal(
     return reasons
 
 
-def _of_length(cut: float | None, rollouts: Rollouts) -> list[Reason]:
+def _of_length(episodes: Sequence[Episode], cut: float | None, rollouts: Rollouts) -> list[Reason]:
+    """More room helps where replies that end by themselves do better than those that are cut."""
     if cut is None or cut <= 0.1:
         return []
     workflow = rollouts.settings.get("data", {}).get("init_args", {}).get("workflow", {})
     limit = (workflow.get("init_args") or {}).get("max_new_tokens")
+    named = "max_new_tokens of the workflow" if limit is None else f"max_new_tokens, {limit} now"
+    mean = statistics.fmean(one.reward for one in episodes)
+    ended, stopped = ([one.reward > mean for one in episodes if one.cut is was] for was in (False, True))
+    if sum(ended) + sum(stopped) and ended and share_interval(sum(ended), len(ended))[0] <= statistics.fmean(stopped):
+        finding = f"{cut:.0%} of the episodes are cut, but those that end by themselves are hardly better"
+        finding += f" ({statistics.fmean(ended):.0%} above the mean reward, of the cut {statistics.fmean(stopped):.0%})"
+        return [Reason("note", finding, f"the limit is not what is missing; should replies grow, raise {named}")]
     overlay = {}
     if isinstance(limit, int):
         overlay = {"data": {"init_args": {"workflow": {"init_args": {"max_new_tokens": 2 * limit}}}}}
-    named = "max_new_tokens of the workflow" if limit is None else f"max_new_tokens, {limit} now"
-    return [Reason("change", f"{cut:.0%} of the episodes are cut before their answer", f"raise {named}", overlay)]
+    return [Reason("change", f"{cut:.0%} of the episodes are cut before their end", f"raise {named}", overlay)]

@@ -108,7 +108,7 @@ def test_verdicts_on_what_there_is_to_learn(groups: Any, verdict: str, said: str
 
 
 def test_what_is_recommended_is_a_file_that_a_run_takes(capsys: pytest.CaptureFixture[str]) -> None:
-    path = record([[1, 0, 0, 0]] * 12 + [[0.0] * 4] * 28, cut=2)
+    path = record([[0, 0, 0, 1]] * 12 + [[0.0] * 4] * 28, cut=2)
     settings = {"data": {"init_args": {"workflow": {"init_args": {"max_new_tokens": 5}}}}}
     (path.parent / "config.yaml").write_text(yaml.safe_dump(settings))
     found = check(path)
@@ -121,6 +121,18 @@ def test_what_is_recommended_is_a_file_that_a_run_takes(capsys: pytest.CaptureFi
     data = yaml.safe_load(capsys.readouterr().out)["data"]["init_args"]
     assert data["workflow"]["init_args"]["max_new_tokens"] == 10
     assert data["filter"]["class_path"] == "datamodules.filters.NoSignal"
+
+
+@pytest.mark.parametrize(
+    ("rewards", "level"),
+    [
+        ([0, 0, 1, 1], "change"),  # who ends by itself does better: there is not enough room
+        ([0, 1, 0, 1], "note"),  # no better: room is not what is missing
+        ([0, 0, 0, 0], "change"),  # nobody can tell
+    ],
+)
+def test_replies_that_are_cut(rewards: list[float], level: str) -> None:
+    assert "50% of the episodes are cut" in of(check(record([rewards] * 20, cut=2)), level)
 
 
 def test_a_hybrid_is_counted_by_its_layers() -> None:
