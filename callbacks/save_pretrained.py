@@ -19,8 +19,7 @@ from transformers import AutoTokenizer
 
 from app.strategies.shards import is_sharded
 from callbacks.base import policy_in_parts, run_dir
-from datamodules.inference.served_config import put_back_or_say, save_merged
-from datamodules.inference.weight_files import save_config, save_parts
+from datamodules.inference.weight_files import save_model
 
 _log = logging.getLogger(__name__)
 
@@ -58,13 +57,8 @@ class SavePretrained(Callback):
         if trainer.is_global_zero:
             if adapter:
                 policy.save_pretrained(target)
-            elif parts is None:
-                save_merged(policy, target)
             else:
-                target.mkdir(parents=True, exist_ok=True)
-                save_parts(parts, target)
-                save_config(policy, target)
-                put_back_or_say(target)
+                save_model(policy, target, parts)
             tokenizer = _tokenizer(trainer, pl_module)
             if tokenizer is not None:
                 tokenizer.save_pretrained(target)

@@ -2,8 +2,9 @@
 
 Promises: what is written loads with transformers' auto class of the model, on this project's `model: {path: ...}` and
 on inference servers; adapters are merged, or written alone as PEFT has them (`--adapter`). One process, CPU memory for
-one copy of the weights; the checkpoint is only read, and `--out` appears when it is complete. A checkpoint from
-somebody else is data: it names no file that is written and no code that is run.
+what fills one file (4 GB at most, twice while it is written) and a layer, whatever the size of the model; the
+checkpoint is only read, and `--out` appears when it is complete. A checkpoint from somebody else is data: it names no
+file that is written and no code that is run.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from __future__ import annotations
 import argparse
 import shutil
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +21,10 @@ from torch import Tensor
 from transformers import AutoConfig, AutoTokenizer
 
 from app.strategies.checkpoint.checkpoints import CheckpointError
-from app.strategies.checkpoint.trainer_state import ADAPTER_FILE, CONFIGURATIONS, GENERATION_FILE, model_weights
+from app.strategies.checkpoint.trainer_state import ADAPTER_FILE, CONFIGURATIONS, GENERATION_FILE, SavedModel
 from app.tree import auto_class
-from datamodules.inference.served_config import save_merged
+from datamodules.inference.export import base_model, checkpoint_parts
+from datamodules.inference.weight_files import SHARD_BYTES, save_model
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -54,9 +56,10 @@ def export(
     dtype: torch.dtype | None = None,
     tokenizer: str | None = None,
     adapter: bool = False,
+    shard_bytes: int = SHARD_BYTES,
 ) -> None:
     """Writes `model` of the checkpoint `ckpt` to `out`, in `dtype` (None: as in the checkpoint); an
-    adapter merged, or, with `adapter`, alone.
+    adapter merged, or, with `adapter`, alone; at most `shard_bytes` of tensors in one file.
 
     Raises:
         ValueError: `out` holds something, `ckpt` is no checkpoint directory or has no such model or no adapter, or its
@@ -65,7 +68,7 @@ def export(
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ValueError(f"--out: {out} already holds something; name another directory")
     try:
-        files, weights = model_weights(ckpt, model)
+        saved = SavedModel(ckpt, model)
     except CheckpointError as error:
         raise ValueError(f"--ckpt: {str(error).removeprefix('ckpt_path: ')}") from error
     except ValueError as error:
@@ -73,16 +76,22 @@ def export(
     out.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=out.parent, prefix=f".{out.name}-") as made:
         target = Path(made) / "model"
-        made_model = _rebuild(files, weights, ckpt, adapter)
-        if dtype is not None:
-            made_model = made_model.to(dtype)
+        like = _without_storage(saved, ckpt, adapter)
         if adapter:
-            made_model.save_pretrained(target)
+            like.save_pretrained(target, state_dict=_in(dtype, saved.fetch(_of_adapter(like))))
         else:
-            save_merged(made_model, target)
-        if GENERATION_FILE in files and not adapter:
+            base = base_model(like)
+            inside = next(f"{path}." if path else "" for path, part in like.named_modules() if part is base)
+
+            def fetch(names: Iterable[str]) -> dict[str, Tensor]:
+                found = saved.fetch([inside + name for name in names])
+                return {name.removeprefix(inside): tensor for name, tensor in found.items()}
+
+            parts = (_in(dtype, part) for part in checkpoint_parts(like, fetch, like))
+            save_model(like, target, parts, dtype, shard_bytes)
+        if GENERATION_FILE in saved.files and not adapter:
             # As it is: transformers refuses to write what it reads with a warning.
-            (target / GENERATION_FILE).write_text(files[GENERATION_FILE])
+            (target / GENERATION_FILE).write_text(saved.files[GENERATION_FILE])
         if tokenizer is not None:
             AutoTokenizer.from_pretrained(tokenizer).save_pretrained(target)
         if out.exists():
@@ -90,35 +99,56 @@ def export(
         shutil.move(target, out)
 
 
-def _rebuild(files: Mapping[str, str], weights: dict[str, Tensor], ckpt: Path, adapter: bool) -> Any:
-    if adapter and ADAPTER_FILE not in files:
+def _in(dtype: torch.dtype | None, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    if dtype is None:
+        return tensors
+    return {name: tensor.to(dtype) if tensor.is_floating_point() else tensor for name, tensor in tensors.items()}
+
+
+def _of_adapter(model: Any) -> list[str]:
+    """The names in PEFT's `model` of what PEFT writes of it."""
+    import peft  # only those who train adapters have it
+
+    state = model.state_dict()
+    written = {id(tensor) for tensor in peft.get_peft_model_state_dict(model, state_dict=state).values()}
+    return [name for name, tensor in state.items() if id(tensor) in written]
+
+
+def _without_storage(saved: SavedModel, ckpt: Path, adapter: bool) -> Any:
+    """A model of its configuration, adapters and all, whose tensors are meta tensors."""
+    if adapter and ADAPTER_FILE not in saved.files:
         raise ValueError(f"--adapter: {ckpt} holds a model without one; leave it out")
-    for name, text in files.items():
+    for name, text in saved.files.items():
         if name not in CONFIGURATIONS or not isinstance(text, str):
             raise ValueError(
                 f"--ckpt: {ckpt} holds a configuration named {name!r:.200}; only {', '.join(CONFIGURATIONS)} belong"
                 " there, so this project did not write it: export a checkpoint whose origin you know"
             )
     with tempfile.TemporaryDirectory() as directory:
-        for name, text in files.items():
+        for name, text in saved.files.items():
             (Path(directory) / name).write_text(text)
         config = AutoConfig.from_pretrained(directory, trust_remote_code=False)
-        dtype = next(tensor.dtype for tensor in weights.values() if tensor.is_floating_point())
-        # Explicit: a configuration may name attention kernels of the hub, which are code.
-        model: Any = auto_class(config).from_config(
-            config, dtype=dtype, attn_implementation="eager", trust_remote_code=False
-        )
-        adapted = ADAPTER_FILE in files
-        if adapted:
-            import peft  # only those who train adapters have it
+        for part in (config, config.get_text_config()):
+            if not saved.tied and getattr(part, "tie_word_embeddings", False):
+                part.tie_word_embeddings = False  # it had two tensors, whatever its configuration says
+        largest = max(saved.tensors.values(), key=lambda tensor: tensor.numel())
+        with torch.device("meta"):
+            # Explicit: a configuration may name attention kernels of the hub, which are code.
+            model: Any = auto_class(config).from_config(
+                config, dtype=largest.dtype, attn_implementation="eager", trust_remote_code=False
+            )
+            if ADAPTER_FILE in saved.files:
+                import peft
 
-            options = peft.PeftConfig.from_pretrained(directory)
-            model.name_or_path = options.base_model_name_or_path or ""  # which the adapter goes on naming
-            model = peft.get_peft_model(model, options)
-    missing, unexpected = model.load_state_dict(weights, strict=False)
-    if missing or unexpected:
+                options = peft.PeftConfig.from_pretrained(directory)
+                model.name_or_path = options.base_model_name_or_path or ""  # which the adapter goes on naming
+                model = peft.get_peft_model(model, options)
+    own = model.state_dict()
+    missing, unknown = sorted(own.keys() - saved.tensors.keys()), sorted(saved.tensors.keys() - own.keys())
+    other = sorted(n for n in own.keys() & saved.tensors.keys() if own[n].shape != saved.tensors[n].shape)
+    if missing or unknown or other:
         raise ValueError(
             f"--ckpt: the weights in {ckpt} do not fit their own configuration: {len(missing)} are missing"
-            f" {missing[:3]}, {len(unexpected)} are unknown {unexpected[:3]}"
+            f" {missing[:3]}, {len(unknown)} are unknown {unknown[:3]}, {len(other)} have another shape {other[:3]}"
         )
-    return model.merge_and_unload() if adapted and not adapter else model
+    return model

@@ -11,7 +11,7 @@ import dataclasses
 import hashlib
 import os
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -116,43 +116,74 @@ def save_pieces(
         raise RuntimeError(text) from failures[0][1]
 
 
-def load_pieces(pieces: Mapping[str, Piece], directory: Path) -> None:
-    """Fills `pieces[name].local` in place from a checkpoint of any number of ranks. Every rank reads for itself.
+class SavedPieces:
+    """What `save_pieces` wrote to `directory`; its table of contents is read once.
+
+    Attributes:
+        tensors: of the shape and dtype of every whole tensor, by name, without storage.
 
     Raises:
-        CheckpointMismatch: a tensor is missing or has another shape.
         CheckpointError: files cannot be read.
     """
-    known = _contents(directory)
-    for name, piece in pieces.items():
-        if name not in known:
-            raise CheckpointMismatch(f"{directory}: the checkpoint holds no '{name}', which this run needs")
-        if tuple(known[name].size) != piece.size:
-            raise CheckpointMismatch(
-                f"{directory}: '{name}' has shape {tuple(known[name].size)} in the checkpoint and {piece.size} in this"
-                " run: the checkpoint belongs to another model"
-            )
-    wanted: dict[str, Any] = {name: piece.local for name, piece in pieces.items()}
-    reader = HuggingFaceStorageReader(str(directory))
-    with _readable(directory), warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # meant: each rank by itself
-        dcp.load(wanted, storage_reader=reader, planner=_LoadPlanner(pieces), no_dist=True)
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self._reader = _Reader(str(directory))
+        with _readable(directory):
+            known = self._reader.read_metadata().state_dict_metadata
+            self.tensors = {
+                name: torch.empty(entry.size, dtype=entry.properties.dtype, device="meta")
+                for name, entry in known.items()
+                if isinstance(entry, TensorStorageMetadata)
+            }
+
+    def load(self, pieces: Mapping[str, Piece]) -> None:
+        """Fills `pieces[name].local` in place, whatever number of ranks wrote them. Every rank reads for itself.
+
+        Raises:
+            CheckpointMismatch: a tensor is missing or has another shape.
+            CheckpointError: files cannot be read.
+        """
+        for name, piece in pieces.items():
+            if name not in self.tensors:
+                raise CheckpointMismatch(f"{self.directory}: the checkpoint holds no '{name}', which this run needs")
+            if tuple(self.tensors[name].shape) != piece.size:
+                raise CheckpointMismatch(
+                    f"{self.directory}: '{name}' has shape {tuple(self.tensors[name].shape)} in the checkpoint and"
+                    f" {piece.size} in this run: the checkpoint belongs to another model"
+                )
+        wanted: dict[str, Any] = {name: piece.local for name, piece in pieces.items()}
+        with _readable(self.directory), warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # meant: each rank by itself
+            dcp.load(wanted, storage_reader=self._reader, planner=_LoadPlanner(pieces), no_dist=True)
+
+    def whole(self, names: Iterable[str]) -> dict[str, Tensor]:
+        """These tensors, whole, in CPU memory; errors as `load`."""
+        found = {name: torch.empty_like(self.tensors[name], device="cpu") for name in names}
+        self.load({name: Piece(whole, (0,) * whole.dim(), tuple(whole.shape)) for name, whole in found.items()})
+        return found
+
+
+def load_pieces(pieces: Mapping[str, Piece], directory: Path) -> None:
+    """`SavedPieces.load`, once."""
+    SavedPieces(directory).load(pieces)
 
 
 def load_whole(directory: Path, wanted: Callable[[str], bool]) -> dict[str, Tensor]:
     """The tensors whose names are `wanted`, whole, in CPU memory."""
-    pieces = {}
-    for name, entry in _contents(directory).items():
-        if wanted(name):
-            whole = torch.empty(entry.size, dtype=entry.properties.dtype)
-            pieces[name] = Piece(whole, (0,) * whole.dim(), tuple(whole.shape))
-    load_pieces(pieces, directory)
-    return {name: piece.local for name, piece in pieces.items()}
+    saved = SavedPieces(directory)
+    return saved.whole(filter(wanted, saved.tensors))
 
 
-def _contents(directory: Path) -> dict[str, Any]:
-    with _readable(directory):
-        return HuggingFaceStorageReader(str(directory)).read_metadata().state_dict_metadata
+class _Reader(HuggingFaceStorageReader):
+    """Opens every file once for what is in it, however often it is asked."""
+
+    _known: Metadata | None = None
+
+    def read_metadata(self) -> Metadata:
+        if self._known is None:
+            self._known = super().read_metadata()
+        return self._known
 
 
 @contextmanager

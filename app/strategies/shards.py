@@ -31,7 +31,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from app.strategies.buckets import accumulation_dtype
 from app.strategies.pieces import Piece
 from app.strategies.ranks.groups import GroupRanks
-from app.tree import CutVocabulary, vocabulary_modules
+from app.tree import CutVocabulary, own_config, vocabulary_modules
 
 _COMPUTES_IN = "_computes_in"  # attribute of parameters that are kept in another dtype
 
@@ -273,7 +273,7 @@ def without_storage(model: Any) -> Any:
     adapted = hasattr(model, "get_base_model")
     inner = model.get_base_model() if adapted else model
     with torch.device("meta"):
-        plain = type(inner)(copy.deepcopy(inner.config))
+        plain = type(inner)(own_config(inner))
         for also in ("generation_config", "_weight_conversions"):
             if hasattr(inner, also):
                 setattr(plain, also, copy.deepcopy(getattr(inner, also)))

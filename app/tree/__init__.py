@@ -8,7 +8,7 @@ from app.tree.attention.groups import RankGroup
 from app.tree.calibrate import device_rates
 from app.tree.engine import TreeEngine
 from app.tree.heads import Likeliest, SoftTargets
-from app.tree.model.language import auto_class
+from app.tree.model.language import auto_class, own_config, tied_names
 from app.tree.model.pictures import Tower, picture_positions, picture_tokens, tower_parameters
 from app.tree.model.vocabulary import CutVocabulary, vocabulary_modules
 from app.tree.outputs import FlatOutputs, SequenceOutputs, TreeOutputs
@@ -48,10 +48,12 @@ __all__ = [
     "inspect_model",
     "inspect_tree",
     "on_device",
+    "own_config",
     "partition",
     "picture_positions",
     "picture_tokens",
     "read_config",
+    "tied_names",
     "tower_parameters",
     "vocabulary_modules",
 ]

@@ -1,9 +1,10 @@
 """The policy's weights as an inference engine needs them: adapters merged, names of the base model, ties once.
 
 Promises: the trainer's model is only read; a LoRA-ed policy (any adapter peft can merge) comes out under exactly the
-names of its base model, one layer merged at a time on a copy of that layer; what an engine could not load, or would
-load as another model, is refused here; what does not fit into one memory is exported a layer at a time
-(`checkpoint_parts`). peft itself is not imported: its layers are recognised by what they offer.
+names of its base model, one layer merged at a time on a copy of that layer; which tensors are tied is told by the
+tensors, not by the configuration; what an engine could not load, or would load as another model, is refused here; what
+does not fit into one memory is exported a layer at a time (`checkpoint_parts`). peft itself is not imported: its layers
+are recognised by what they offer.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ from torch import Tensor
 from torch.nn import Module
 from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
+
+from app.tree import own_config, tied_names
 
 Fetch = Callable[[Iterable[str]], dict[str, Tensor]]
 """Gets tensors by their names in a base model's own `state_dict()`, into memory that may be written."""
@@ -43,7 +46,8 @@ def merged_weights(policy: Module) -> dict[str, Tensor]:
         ExportError: merging gives values that are not finite, or separates tied embeddings.
     """
     base = base_model(policy)
-    return _merge(base, _adapted_modules(base), {name: tensor.detach() for name, tensor in base.state_dict().items()})
+    weights = {name: tensor.detach() for name, tensor in base.state_dict().items()}
+    return _merge(_adapted_modules(base), tied_names(base), weights)
 
 
 def checkpoint_weights(policy: Module) -> dict[str, Tensor]:
@@ -66,7 +70,7 @@ def weight_parts(policy: Module) -> list[list[str]]:
     """The names of the base model's `state_dict()`, a layer's together, in the order in which `checkpoint_parts` asks
     for them. Of tied tensors one name alone, or all names together where adapters are on one."""
     base = base_model(policy)
-    adapted, ties = _adapted_modules(base), base.all_tied_weights_keys
+    adapted, ties = _adapted_modules(base), tied_names(base)
 
     def place(name: str) -> str:
         inside = next((path for path in adapted if name.startswith(f"{path}.")), None)
@@ -93,13 +97,13 @@ def checkpoint_parts(policy: Module, fetch: Fetch, without: Module) -> Iterator[
     Raises:
         ExportError: as `checkpoint_weights`, names that do not fit only after the last part.
     """
-    holder = base_model(without)
-    adapted, plain, seen = _adapted_modules(holder), _plain(holder), set[str]()
+    base, holder = base_model(policy), base_model(without)
+    adapted, ties, plain, seen = _adapted_modules(holder), tied_names(base), _plain(base), set[str]()
     for names in weight_parts(policy):
         weights = fetch(names)
         if adapted:
             holder.load_state_dict(weights, strict=False, assign=True)
-        merged = _merge(holder, adapted, dict(weights))
+        merged = _merge(adapted, ties, dict(weights))
         if adapted:
             empty = {name: tensor.to("meta") for name, tensor in weights.items()}
             holder.load_state_dict(empty, strict=False, assign=True)
@@ -110,7 +114,7 @@ def checkpoint_parts(policy: Module, fetch: Fetch, without: Module) -> Iterator[
     _check_names(plain, seen | plain.all_tied_weights_keys.keys())
 
 
-def _merge(base: PreTrainedModel, adapted: dict[str, Module], weights: dict[str, Tensor]) -> dict[str, Tensor]:
+def _merge(adapted: dict[str, Module], ties: dict[str, str], weights: dict[str, Tensor]) -> dict[str, Tensor]:
     """`weights` of the base model, all or those of some layers, with what adapters make of them."""
     for path, module in adapted.items():
         own = [name for name in weights if name.startswith(f"{path}.")]
@@ -118,7 +122,7 @@ def _merge(base: PreTrainedModel, adapted: dict[str, Module], weights: dict[str,
             del weights[name]
         for name, tensor in _merged(path, module).state_dict().items() if own else ():
             weights[f"{path}.{name}"] = tensor.detach().cpu()
-    _check_ties(base, weights, adapted)
+    _check_ties(ties, weights, adapted)
     return weights
 
 
@@ -205,8 +209,8 @@ def _merged(path: str, module: Module) -> Module:
         raise ExportError(f"weight export: the adapters of '{path}' cannot be merged: {error}") from error
 
 
-def _check_ties(base: PreTrainedModel, weights: dict[str, Tensor], adapted: dict[str, Module]) -> None:
-    for name, source in base.all_tied_weights_keys.items() if adapted else ():
+def _check_ties(ties: dict[str, str], weights: dict[str, Tensor], adapted: dict[str, Module]) -> None:
+    for name, source in ties.items() if adapted else ():
         apart = name.rpartition(".")[0] in adapted, source.rpartition(".")[0] in adapted
         if apart == (False, False) or not {name, source} & weights.keys():  # or of another part
             continue
@@ -222,7 +226,8 @@ def _check_ties(base: PreTrainedModel, weights: dict[str, Tensor], adapted: dict
 def _plain(base: PreTrainedModel) -> PreTrainedModel:
     """A model of the same class without storage: its names, ties and conversions, and no adapter in the way."""
     with torch.device("meta"):
-        plain = type(base)(copy.deepcopy(base.config))
+        plain = type(base)(own_config(base))
+    plain.all_tied_weights_keys = tied_names(base)
     if hasattr(base, "_weight_conversions"):
         plain._weight_conversions = base._weight_conversions
     return plain

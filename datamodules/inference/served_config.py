@@ -8,15 +8,11 @@ cannot express is refused where files are for servers, for they would build anot
 from __future__ import annotations
 
 import json
-import logging
 from pathlib import Path
 from typing import Any
 
-from torch.nn import Module
+from datamodules.inference.export import ExportError
 
-from datamodules.inference.export import ExportError, base_model, checkpoint_weights, merged_weights
-
-_log = logging.getLogger(__name__)
 _LAYERS = {"linear_attention": "mamba", "full_attention": "attention"}
 _RENAMED = {"nemotron_h": ("layers_block_type", "mtp_layers_block_type"), "granitemoehybrid": ("layer_types",)}
 """Where configurations list layers, and should by the second of each pair in `_LAYERS`; transformers reads both."""
@@ -73,22 +69,3 @@ def put_back(directory: Path) -> None:
     file = directory / "config.json"
     written = json.loads(file.read_text())
     file.write_text(json.dumps(written | as_on_the_hub(written), indent=2, sort_keys=True) + "\n")
-
-
-def save_merged(policy: Module, directory: Path) -> None:
-    """`save_pretrained` of the whole model that `policy` is, adapters merged; servers read it too, where they have a
-    word for the order of its layers."""
-    base: Any = base_model(policy)
-    if base.config.model_type == "kimi_linear":  # whose names transformers does not turn back rightly
-        base.save_pretrained(directory, state_dict=checkpoint_weights(policy), save_original_format=False)
-    else:
-        base.save_pretrained(directory, state_dict=merged_weights(policy))
-    put_back_or_say(directory)
-
-
-def put_back_or_say(directory: Path) -> None:
-    """`put_back`, or a warning where files need not be for servers."""
-    try:
-        put_back(directory)
-    except ExportError as error:
-        _log.warning("%s holds a model that transformers reads, and SGLang would read wrongly: %s", directory, error)

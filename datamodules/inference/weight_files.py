@@ -12,22 +12,25 @@ adapters it is the merged model, or the adapter alone, as PEFT has it.
 
 from __future__ import annotations
 
-import copy
 import json
+import logging
 import os
 import re
 import shutil
 from collections.abc import Iterable
 from pathlib import Path
 
+import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 from torch.nn import Module
 
+from app.tree import own_config
 from datamodules.inference.export import ExportError, adapter_weights, base_model, checkpoint_weights, num_bytes
 from datamodules.inference.served_config import put_back
 
+_log = logging.getLogger(__name__)
 SHARD_BYTES = 4 << 30
 _MARGIN_BYTES = 1 << 20  # configuration, index and headers beside the tensors
 
@@ -81,7 +84,7 @@ class WeightFiles:
             if self.adapter:
                 policy.save_pretrained(str(aside))  # type: ignore[operator]
             else:
-                save_config(policy, aside)
+                _save_config(policy, aside)
                 put_back(aside)
                 size = save_parts(parts, aside, self.shard_bytes)
             for path in (*aside.iterdir(), aside):
@@ -109,12 +112,39 @@ class WeightFiles:
                 _remove(path)
 
 
-def save_config(policy: Module, directory: Path) -> None:
+def save_model(
+    policy: Module,
+    directory: Path,
+    parts: Iterable[dict[str, Tensor]] | None = None,
+    dtype: torch.dtype | None = None,
+    shard_bytes: int = SHARD_BYTES,
+) -> None:
+    """`save_pretrained` of the whole model that `policy` is, adapters merged, into a directory made when missing;
+    servers read it too, or a warning says that they have no word for the order of its layers.
+
+    Args:
+        parts: its weights, where `policy` is without storage; see `WeightFiles.write`.
+        dtype: of these, where it is another than the policy's.
+        shard_bytes: most bytes of tensors in one file (a larger tensor has a file of its own).
+
+    Raises:
+        ExportError: the policy cannot be exported.
+    """
+    directory.mkdir(parents=True, exist_ok=True)
+    save_parts([checkpoint_weights(policy)] if parts is None else parts, directory, shard_bytes)
+    _save_config(policy, directory, dtype)
+    try:
+        put_back(directory)
+    except ExportError as error:
+        _log.warning("%s holds a model that transformers reads, and SGLang would read wrongly: %s", directory, error)
+
+
+def _save_config(policy: Module, directory: Path, dtype: torch.dtype | None = None) -> None:
     """What stands beside the weights of the whole model that `policy` is, as transformers writes it."""
     base = base_model(policy)
-    config = copy.deepcopy(base.config)  # the trainer's own stays as it is
+    config = own_config(base)
     config.architectures = [type(base).__name__]
-    config.dtype = str(base.dtype).removeprefix("torch.")
+    config.dtype = str(dtype or base.dtype).removeprefix("torch.")
     config.save_pretrained(directory)
     if getattr(base, "generation_config", None) is not None:
         base.generation_config.save_pretrained(directory)

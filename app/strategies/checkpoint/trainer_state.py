@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn import Module
 
 from app.strategies.checkpoint.checkpoints import CheckpointError, unpack
-from app.strategies.pieces import Piece, load_whole
+from app.strategies.pieces import Piece, SavedPieces, load_whole
 from app.strategies.ranks.collectives import Communicator
 from app.strategies.shards import computes_in, part_of
 
@@ -113,27 +113,48 @@ def mismatch(checkpoint: Mapping[str, Any], module: Module) -> str:
     return "; ".join([found, *options]) if found else ""
 
 
-def model_weights(path: Path, name: str) -> tuple[dict[str, str], dict[str, Tensor]]:
-    """Of the transformers model that was the module's child `name`: its configurations by file name (JSON text) and its
-    weights by their names in it.
+class SavedModel:
+    """A transformers model in the checkpoint `path`, that was the module's child `name`; nothing but its small tensors
+    is in memory.
+
+    Attributes:
+        files: its configurations by file name (JSON text).
+        tensors: of the shape and dtype of each of its weights, by their names in it.
+        tied: names that stand for the same tensor as another, with that one.
 
     Raises:
         CheckpointError: it is damaged, or no checkpoint.
         ValueError: there is no such model; names those there are.
     """
-    contents = _contents(path)
-    models = contents[_MODELS]
-    if name not in models:
-        raise ValueError(f"{path} holds no transformers model '{name}'; it holds {sorted(models) or 'none'}")
-    prefix = f"{_WEIGHTS}{name}."
-    weights = {n.removeprefix(prefix): t for n, t in load_whole(path, lambda n: n.startswith(prefix)).items()}
-    for small, value in contents["state_dict"].items():
-        if small.startswith(f"{name}."):
-            weights[small.removeprefix(f"{name}.")] = value
-    for alias, first in contents[_ALIASES].items():
-        if alias.startswith(f"{name}.") and first.startswith(f"{name}."):
-            weights[alias.removeprefix(f"{name}.")] = weights[first.removeprefix(f"{name}.")]
-    return models[name], weights
+
+    def __init__(self, path: Path, name: str) -> None:
+        contents = _contents(path)
+        models = contents[_MODELS]
+        if name not in models:
+            raise ValueError(f"{path} holds no transformers model '{name}'; it holds {sorted(models) or 'none'}")
+        self.files: dict[str, str] = models[name]
+        self._saved, prefix = SavedPieces(path), f"{name}."
+        aliases = {alias: first for alias, first in contents[_ALIASES].items() if alias.startswith(prefix)}
+        self.tied = {alias.removeprefix(prefix): first.removeprefix(prefix) for alias, first in aliases.items()}
+        stored = {one: one for one in (n.removeprefix(_WEIGHTS) for n in self._saved.tensors if _is_weight(n))}
+        self._stored = {
+            own.removeprefix(prefix): f"{_WEIGHTS}{first}"
+            for own, first in (stored | aliases).items()
+            if own.startswith(prefix) and f"{_WEIGHTS}{first}" in self._saved.tensors
+        }
+        small = {n.removeprefix(prefix): t for n, t in contents["state_dict"].items() if n.startswith(prefix)}
+        self._small = {n: tensor for n, tensor in small.items() if isinstance(tensor, Tensor)}
+        self.tensors = {n: self._saved.tensors[full] for n, full in self._stored.items()} | self._small
+
+    def fetch(self, names: Iterable[str]) -> dict[str, Tensor]:
+        """These of its weights, in CPU memory of their own.
+
+        Raises:
+            CheckpointError: files cannot be read.
+        """
+        names = list(names)
+        read = self._saved.whole({self._stored[name] for name in names if name in self._stored})
+        return {name: read[self._stored[name]] if name in self._stored else self._small[name] for name in names}
 
 
 def _contents(path: Path, checked: bool = False) -> dict[str, Any]:

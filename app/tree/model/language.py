@@ -1,10 +1,11 @@
-"""The part of a model that text goes through, and how a model that writes is made.
+"""The part of a model that text goes through, how a model that writes is made, and what its configuration should say.
 
-Promise: where a model has nothing else, that part is its body.
+Promises: where a model has nothing else, that part is its body; which tensors are one is told by the tensors.
 """
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 from torch import nn
@@ -25,3 +26,32 @@ def auto_class(config: PretrainedConfig) -> Any:
     if sees and type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         return AutoModelForImageTextToText
     return AutoModelForCausalLM
+
+
+def tied_names(model: PreTrainedModel) -> dict[str, str]:
+    """Of the names in its `state_dict` those that stand for the same tensor as another, with that one; tensors tell it:
+    transformers leaves a projection alone that files have beside the embedding, whatever their configuration says."""
+    known: dict[str, str] = model.all_tied_weights_keys
+    return {name: source for name, source in known.items() if _tensor(model, name) is _tensor(model, source)}
+
+
+def own_config(model: PreTrainedModel) -> PretrainedConfig:
+    """A copy of its configuration, from which a model with the same tensors is made: not tied where it has two."""
+    config: PretrainedConfig = copy.deepcopy(model.config)
+    if not tied_names(model):
+        for part in (config, config.get_text_config()):
+            if getattr(part, "tie_word_embeddings", False):
+                part.tie_word_embeddings = False
+    return config
+
+
+def _tensor(model: nn.Module, name: str) -> Any:
+    """By its name in a model without adapters."""
+    path, _, own = name.rpartition(".")
+    module = model.get_submodule(path)
+    while (inside := next((getattr(module, key) for key in _INSIDE if hasattr(module, key)), None)) is not None:
+        module = inside
+    return getattr(module, own)
+
+
+_INSIDE = ("base_layer", "original_module")  # where PEFT's layers keep what they are put on

@@ -6,7 +6,6 @@ of its merged weights; weights that do not fit are refused as a whole, before an
 
 from __future__ import annotations
 
-import copy
 from contextlib import AbstractContextManager
 
 import torch
@@ -14,7 +13,7 @@ from torch import Tensor
 from torch.nn import Module
 from transformers import AutoConfig, PreTrainedModel
 
-from app.tree import StateLayers, auto_class
+from app.tree import StateLayers, auto_class, own_config
 from datamodules.inference.embedded.kv_slots import ATTENTION
 from datamodules.inference.export import base_model, merged_weights
 from datamodules.inference.protocol import GenerationError
@@ -28,7 +27,7 @@ def copy_of(policy: Module, dtype: str | None, device: str | None) -> PreTrained
     `policy`, a transformers model or a `peft` model around one, stays as it is.
     """
     model = base_model(policy)
-    config = copy.deepcopy(model.config)
+    config = own_config(model)
     text = config.get_text_config()
     kinds = getattr(text, "layer_types", None) or ()
     stateful = StateLayers.of(model).indices

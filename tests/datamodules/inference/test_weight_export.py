@@ -17,6 +17,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from app.strategies.shards import without_storage
+from datamodules.inference.embedded.weights import copy_of
 from datamodules.inference.export import (
     ExportError,
     base_model,
@@ -26,8 +27,7 @@ from datamodules.inference.export import (
     num_bytes,
     weight_parts,
 )
-from datamodules.inference.served_config import save_merged
-from datamodules.inference.weight_files import WeightFiles, split
+from datamodules.inference.weight_files import WeightFiles, save_model, split
 from tests.app.tree.states import hybrids
 from tests.datamodules.inference.adapters import with_lora
 from tests.datamodules.inference.engine_suite import VOCABULARY, tiny_policy
@@ -138,6 +138,18 @@ def test_untied_embeddings_may_have_adapters(tmp_path) -> None:
     assert_loads(WeightFiles(tmp_path).write(policy, 1)[0], policy)
 
 
+@pytest.mark.parametrize("adapters", [False, True])
+def test_a_projection_that_only_the_configuration_ties(adapters: bool, tmp_path) -> None:
+    """transformers reads files with two tensors as they are; so are they written, and taken by an engine."""
+    policy = tiny_policy()
+    policy.lm_head.weight = torch.nn.Parameter(-policy.lm_head.weight.detach())
+    policy = with_lora(policy) if adapters else policy
+    assert base_model(policy).config.tie_word_embeddings
+    assert_parts_are_the_whole(policy)
+    assert_loads(WeightFiles(tmp_path).write(policy, 1)[0], policy)
+    torch.testing.assert_close(logits(copy_of(policy, None, None)), logits(policy), atol=2e-5, rtol=0)
+
+
 def test_adapters_that_are_not_finite_are_named() -> None:
     policy = with_lora(tiny_policy())
     with torch.no_grad():
@@ -171,7 +183,7 @@ def test_a_hybrid_leaves_as_transformers_itself_saves_it(name: str, tmp_path) ->
     policy = hybrids.make(name).eval()
     assert_parts_are_the_whole(policy)
     policy.save_pretrained(tmp_path / "reference")
-    save_merged(policy, tmp_path / "saved")
+    save_model(policy, tmp_path / "saved")
     ours, _ = WeightFiles(tmp_path).write(policy, 1)
     written, saved, expected = (
         {k: v for file in sorted(folder.glob("*.safetensors")) for k, v in load_file(file).items()}

@@ -17,10 +17,15 @@ from tests.app.strategies.zero1_jobs import communicator
 
 
 def save_language_model(
-    path: Path, adapters: bool, smuggled: dict[str, str] | None = None, fields: dict[str, object] | None = None
+    path: Path,
+    adapters: bool,
+    smuggled: dict[str, str] | None = None,
+    fields: dict[str, object] | None = None,
+    apart: bool = False,
 ) -> dict[str, Tensor]:
     """Saves a module with a tiny language model as `policy`, and the weights it computes with. `smuggled`: files added
-    to its configurations, `fields` to its config.json."""
+    to its configurations, `fields` to its config.json. `apart`: its output projection is another tensor than its
+    embedding, against its configuration."""
     holder = nn.Module()
     torch.manual_seed(3)
     config = AutoConfig.for_model(
@@ -35,16 +40,36 @@ def save_language_model(
         tie_word_embeddings=True,
     )
     holder.policy = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    if apart:
+        holder.policy.lm_head.weight = nn.Parameter(-holder.policy.lm_head.weight.detach())
     holder.policy.generation_config.update(do_sample=True, temperature=0.7)
     if adapters:
         settings = peft.LoraConfig(r=4, target_modules=["q_proj", "down_proj"], init_lora_weights=False)
         holder.policy = peft.get_peft_model(holder.policy, settings)
+    save(holder, path, smuggled or {}, fields or {})
+    merged = holder.policy.merge_and_unload() if adapters else holder.policy
+    return {name: tensor.clone() for name, tensor in merged.state_dict().items()}
+
+
+def save_large_model(path: Path) -> int:
+    """Saves a module with 230 MB of float32 as `policy`; its bytes."""
+    holder = nn.Module()
+    sizes = {"vocab_size": 512, "hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 14, "head_dim": 64}
+    config = AutoConfig.for_model("qwen3", **sizes, num_attention_heads=8, num_key_value_heads=8)
+    with torch.device("meta"):
+        holder.policy = AutoModelForCausalLM.from_config(config)
+    holder.policy.to_empty(device="cpu")
+    for number, parameter in enumerate(holder.policy.parameters()):
+        parameter.detach().fill_(number)
+    save(holder, path, {}, {})
+    return sum(parameter.nbytes for parameter in holder.policy.parameters())
+
+
+def save(holder: nn.Module, path: Path, smuggled: dict[str, str], fields: dict[str, object]) -> None:
     contents, pieces = take_apart({"state_dict": holder.state_dict()}, holder, communicator())
     files = contents["transformers_models"]["policy"]
-    files["config.json"] = json.dumps(json.loads(files["config.json"]) | (fields or {}))
-    files |= smuggled or {}
+    files["config.json"] = json.dumps(json.loads(files["config.json"]) | fields)
+    files |= smuggled
     saving = writer()
     saving.save(path, pack(contents), pieces)
     saving.wait(SECONDS)
-    merged = holder.policy.merge_and_unload() if adapters else holder.policy
-    return {name: tensor.clone() for name, tensor in merged.state_dict().items()}

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from app.cli.export import export
+from app.strategies.pieces import load_whole
 from tests.app.cli.verbs import export_jobs as jobs
 from tests.helpers.rank_pool import RankPool
 
@@ -24,6 +30,44 @@ def test_what_two_ranks_saved(two_ranks: RankPool, tmp_path: Path, adapters: boo
     assert got.keys() == expected.keys()
     assert all(torch.equal(got[name], expected[name]) for name in expected)
     assert sorted(path.name for path in out.parent.iterdir()) == ["model"]
+
+
+@pytest.mark.parametrize("adapters", [False, True])
+def test_a_projection_that_only_the_configuration_ties(one_rank: RankPool, tmp_path: Path, adapters: bool) -> None:
+    """It is written, and the configuration beside it says so."""
+    [expected] = one_rank.run(jobs.save_language_model, path=tmp_path / "step.ckpt", adapters=adapters, apart=True)
+    export(tmp_path / "step.ckpt", tmp_path / "out")
+    got = AutoModelForCausalLM.from_pretrained(tmp_path / "out").state_dict()
+    assert not torch.equal(got["lm_head.weight"], got["model.embed_tokens.weight"])
+    assert got.keys() == expected.keys() and all(torch.equal(got[name], expected[name]) for name in expected)
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["tie_word_embeddings"] is False
+
+
+_LIMITED = """
+import resource, sys
+from pathlib import Path
+import transformers.models.qwen3.modeling_qwen3
+from app.cli.export import export
+held = next(int(line.split()[1]) << 10 for line in open("/proc/self/status") if line.startswith("VmData:"))
+resource.setrlimit(resource.RLIMIT_DATA, (held + int(sys.argv[3]),) * 2)
+export(Path(sys.argv[1]), Path(sys.argv[2]), shard_bytes=16 << 20)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="limits memory as Linux does")
+def test_a_model_larger_than_memory(one_rank: RankPool, tmp_path: Path) -> None:
+    """In a process that may allocate half of its bytes, beside what it has imported."""
+    path, out = tmp_path / "step.ckpt", tmp_path / "out"
+    [size] = one_rank.run(jobs.save_large_model, path=path)
+    environment = os.environ | {"PYTHONPATH": os.getcwd(), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-c", _LIMITED, str(path), str(out), str(size // 2)]
+    done = subprocess.run(command, env=environment, timeout=300, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    got = {name: tensor for file in out.glob("*.safetensors") for name, tensor in load_file(file).items()}
+    expected = load_whole(path, lambda name: True)
+    assert len(list(out.glob("*.safetensors"))) > 10
+    assert got.keys() == {name.removeprefix("model/policy.") for name in expected}
+    assert all(torch.equal(got[name.removeprefix("model/policy.")], tensor) for name, tensor in expected.items())
 
 
 class TestOptions:
@@ -47,6 +91,20 @@ class TestOptions:
     def test_no_adapter(self, path: Path, tmp_path: Path) -> None:
         with pytest.raises(ValueError, match=r"--adapter: .* holds a model without one; leave it out"):
             export(path, tmp_path / "out", adapter=True)
+
+    def test_the_adapter_alone(self, one_rank: RankPool, tmp_path: Path) -> None:
+        """On the model below it, it makes the model that was trained."""
+        [expected] = one_rank.run(jobs.save_language_model, path=tmp_path / "step.ckpt", adapters=True)
+        export(tmp_path / "step.ckpt", tmp_path / "out", adapter=True)
+        written = load_file(tmp_path / "out" / "adapter_model.safetensors")
+        assert all("lora_" in name for name in written) and len(written) == 8
+        layer = "model.layers.1.self_attn.q_proj"
+        a, b = (written[f"base_model.model.{layer}.lora_{one}.weight"] for one in "AB")
+        saved = load_whole(tmp_path / "step.ckpt", lambda name: f"{layer}.base_layer" in name)
+        scale = json.loads((tmp_path / "out" / "adapter_config.json").read_text())["lora_alpha"] / 4
+        [below] = saved.values()
+        again = below + (scale * b.float() @ a.float()).to(below.dtype)
+        torch.testing.assert_close(again, expected[f"{layer}.weight"])
 
     def test_not_a_checkpoint(self, tmp_path: Path) -> None:
         with pytest.raises(ValueError, match=rf"--ckpt: {tmp_path} is no checkpoint of DTAStrategy"):
