@@ -15,6 +15,7 @@ from torch.nn import functional
 from transformers import PretrainedConfig, PreTrainedModel
 
 from app.tree.attention.kernels import pick_kernel
+from app.tree.model.shape import shape_of
 from app.tree.planning.cost import ModelShape
 from app.tree.planning.timing import CPU_RATES, GPU_RATES, Rates
 
@@ -25,7 +26,7 @@ def measure_rates(model: PreTrainedModel, repeats: int = 5) -> Rates:
     device, dtype = parameter.device, parameter.dtype
     if torch.is_autocast_enabled(device.type):
         dtype = torch.get_autocast_dtype(device.type)
-    return _measure(ModelShape.of(model.config), device, dtype, repeats)
+    return _measure(shape_of(model), device, dtype, repeats)
 
 
 def device_rates(config: PretrainedConfig, device: str, dtype: str) -> Rates:

@@ -38,8 +38,8 @@ from app.tree.model.refusals import (
     transformers_model,
 )
 from app.tree.model.shallow import first_layers
+from app.tree.model.shape import shape_of
 from app.tree.outputs import OUTPUT_NAMES, FlatOutputs, TreeOutputs
-from app.tree.planning.cost import ModelShape
 from app.tree.planning.dense import dense_plan
 from app.tree.planning.plan import ExecutionPlan
 from app.tree.planning.planner import plan
@@ -403,7 +403,7 @@ class TreeEngine:
         self.fall_back(str(report))
 
     def _plan(self, tree: PrefixTree, chunk_tokens: int, live_tokens: int) -> ExecutionPlan:
-        shape, parameter = ModelShape.of(self.model.config), next(self.model.parameters())
+        shape, parameter = shape_of(self.model), next(self.model.parameters())
         if self.rates is None:
             self.rates = measure_rates(self.model) if parameter.device.type == "cuda" else CPU_RATES
             if self.group is not None:  # one plan for all: by what the first of them measured
@@ -449,7 +449,7 @@ class TreeEngine:
         return PicturePass(self.tower, tree, graphs) if tree.pictures else None
 
     def _scans(self) -> Scans:
-        shape = ModelShape.of(self.model.config).states
+        shape = shape_of(self.model).states
         sizes = (0, 0, 0) if shape is None else (shape.heads, shape.key_dim, shape.value_dim)
         return choose_scans(self.states, self.model, self.state_layers.functions, sizes)
 

@@ -26,6 +26,7 @@ from app.tree.attention import path_cache
 from app.tree.heads import Heads
 from app.tree.model.checkpointing import checkpoints_itself
 from app.tree.model.pictures import tower_parameters
+from app.tree.model.shape import shape_of
 from app.tree.model.vocabulary import CutVocabulary, vocabulary_modules
 from app.tree.planning.cost import ModelShape, TowerShape
 from app.tree.planning.plan import Chunk, most_ends
@@ -92,7 +93,7 @@ class PassMemory:
 
 def token_bytes(model: PreTrainedModel) -> int:
     """Bytes a live token keeps for backward in this model, checkpointed by the user or not."""
-    shape, element = ModelShape.of(model.config), next(model.parameters()).element_size()
+    shape, element = shape_of(model), next(model.parameters()).element_size()
     whole = shape.activation_bytes(element)
     return max(1, int(whole * shape.checkpoint_share())) if checkpoints_itself(model) else whole
 
@@ -110,7 +111,7 @@ def pass_memory(
     """Estimates a pass over `tree` (without one: what does not depend on it) at these budgets. `chunks`: of its plan,
     where there is one, whose sizes and states are counted then. `ranks`: how many run it together, sharing rows and
     heads; the bytes are those of one of them. `device`: where it will run, default where the model is."""
-    shape, parameter = ModelShape.of(model.config), next(model.parameters())
+    shape, parameter = shape_of(model), next(model.parameters())
     element = parameter.element_size()
     accumulated = max(4, element)
     missing = sum(_here(p) for p in model.parameters() if p.requires_grad and p.grad is None)

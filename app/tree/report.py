@@ -20,6 +20,7 @@ from app.tree.attention import BACKENDS
 from app.tree.memory import DEVICE_CHUNK, PassMemory, pass_memory
 from app.tree.model.checkpointing import checkpointable
 from app.tree.model.language import auto_class
+from app.tree.model.shape import shape_of
 from app.tree.planning.cost import ModelShape, plan_flops
 from app.tree.planning.plan import ExecutionPlan, most_ends
 from app.tree.planning.planner import plan
@@ -176,7 +177,7 @@ def inspect_model(
     """
     with torch.device("meta"):
         model = auto_class(config).from_config(config, dtype=getattr(torch, dtype))
-    shape, element = ModelShape.of(config), 2 if dtype == "bfloat16" else 4
+    shape, element = shape_of(model), 2 if dtype == "bfloat16" else 4
     if device == "cuda":
         times = TimeModel(shape, rates or GPU_RATES, BACKENDS["flash"], element)
     else:

@@ -12,13 +12,17 @@ from typing import Any
 from app.tree.planning.plan import ExecutionPlan
 from app.tree.planning.state_shape import StateShape, attending_layers, feed_forward_layers, state_shape
 
+FUSED_NORMS_KEEP = 4
+"""Hidden sizes of values that a layer keeps whose norms are one operation each: their inputs and results."""
+
 
 @dataclass(frozen=True)
 class ModelShape:
     """The numbers of a decoder-only configuration that costs depend on.
 
     `attending`, `feed_forward`: layers that have keys and values, and an MLP (None: all); `states`: those that carry a
-    state.
+    state; `gated`: whether an MLP has a third matrix, whose product the activation is multiplied by; `mlp_keeps`,
+    `norms_keep`: what a layer's MLP and norms keep for backward, in intermediate and hidden sizes.
     """
 
     layers: int
@@ -31,10 +35,13 @@ class ModelShape:
     attending: int | None = None
     feed_forward: int | None = None
     states: StateShape | None = None
+    gated: bool = True
+    mlp_keeps: int = 4
+    norms_keep: int = 8
 
     @classmethod
     def of(cls, config: Any) -> ModelShape:
-        """Reads a transformers configuration."""
+        """Reads a transformers configuration, which does not say whether MLPs are gated: they are, in most."""
         text = config.get_text_config()
         heads = text.num_attention_heads
         intermediate = getattr(text, "intermediate_size", None) or 4 * text.hidden_size
@@ -85,19 +92,20 @@ class ModelShape:
         """FLOPs of the linear layers of one token's forward, output projection aside."""
         attention_io = (2 * self.heads + 2 * self.key_value_heads) * self.head_dim
         weights = self.hidden * (
-            self.attention_layers * attention_io + self.feed_forward_layers * 3 * self.intermediate
+            self.attention_layers * attention_io + self.feed_forward_layers * (2 + self.gated) * self.intermediate
         )
         if self.states is not None:
             weights += self.states.linear_weights(self.hidden)
         return 2.0 * weights
 
     def activation_bytes(self, bytes_per_value: int) -> int:
-        """Estimated bytes a token keeps alive for backward in a gated-MLP decoder without activation checkpointing.
-        In low precision norms also save float32 copies. Against what autograd really saves (Qwen 2 and 3, Llama,
-        Mistral, Phi-3, Granite): 0-15% too many in float32, 7% too many to 15% too few in bf16."""
-        values = self.attention_layers * self._attention_values() + self.feed_forward_layers * 4 * self.intermediate
-        values += self.layers * 8 * self.hidden
-        kept = values * bytes_per_value * (1.15 if bytes_per_value < 4 else 1.0)
+        """Estimated bytes a token keeps alive for backward in a decoder without activation checkpointing.
+        Against what autograd really saves (Qwen 2 and 3, Llama, Mistral, Phi-3, Granite): 0-15% too many in float32,
+        7% too many to 15% too few in bf16."""
+        values = self.attention_layers * self._attention_values()
+        values += self.feed_forward_layers * self.mlp_keeps * self.intermediate
+        values += self.layers * self.norms_keep * self.hidden
+        kept = values * bytes_per_value * self._copies(bytes_per_value)
         if self.states is not None:  # scans keep float32 whatever the layers' dtype is
             states = self.states
             kept += states.layers * (states.kept_values() * bytes_per_value + states.kept_scan_values() * 4)
@@ -114,8 +122,12 @@ class ModelShape:
         mixers = [self._attention_values() * bytes_per_value] if self.attention_layers else []
         if self.states is not None:
             mixers.append(self.states.kept_values() * bytes_per_value + self.states.kept_scan_values() * 4)
-        rest = (8 * self.hidden + 4 * self.intermediate) * bytes_per_value
-        return int((max(mixers) + rest) * (1.15 if bytes_per_value < 4 else 1.0))
+        rest = (self.norms_keep * self.hidden + self.mlp_keeps * self.intermediate) * bytes_per_value
+        return int((max(mixers) + rest) * self._copies(bytes_per_value))
+
+    def _copies(self, bytes_per_value: int) -> float:
+        """In low precision norms that are written out also save float32 copies."""
+        return 1.15 if bytes_per_value < 4 and self.norms_keep > FUSED_NORMS_KEEP else 1.0
 
     def _attention_values(self) -> int:
         return 3 * self.heads * self.head_dim + 4 * self.key_value_heads * self.head_dim

@@ -5,9 +5,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 
 from app.tree import PrefixTree, TreeEngine, memory
 from app.tree.memory import DEVICE_CHUNK, auto_budgets, pass_memory, token_bytes
+from app.tree.model.shape import shape_of
 from app.tree.planning.cost import ModelShape
 from tests.app.tree import models
 from tests.app.tree.engine.test_memory import Meter
@@ -25,15 +27,26 @@ def free(monkeypatch: pytest.MonkeyPatch):
     return set_
 
 
-@pytest.mark.parametrize("name", ["qwen2", "qwen3", "llama"])
+@pytest.mark.parametrize("name", ["qwen2", "qwen3", "llama", "starcoder2", "phi", "gpt_neox"])
 def test_a_tokens_bytes_are_what_autograd_saves(name: str) -> None:
-    """Within a fifth, on a model large enough for its layers to dominate."""
+    """Within a fifth, on a model large enough for its layers to dominate; the last three have MLPs without a gate."""
     model = models.make(name, hidden_size=64, intermediate_size=192, num_hidden_layers=4, head_dim=16)
     tokens = np.random.default_rng(0).integers(0, 31, 60)
     meter = Meter(model)
     with meter.measuring():
         TreeEngine(model, 60, 60).backward(PrefixTree.build([tokens]), lambda o, i: o.logprobs.sum())
     assert token_bytes(model) * 59 == pytest.approx(meter.peak, rel=0.2)
+
+
+def test_layers_are_told_by_their_modules() -> None:
+    """Whatever the configuration does not say, below an adapter and in one tensor too."""
+    sizes = {"hidden_size": 64, "intermediate_size": 192, "head_dim": 16}
+    gated = {name: shape_of(models.make(name, **sizes)) for name in ("llama", "phi3", "starcoder2", "phi")}
+    assert [shape.gated for shape in gated.values()] == [True, True, False, False]
+    assert [shape.mlp_keeps for shape in gated.values()] == [4, 4, 2, 5]
+    model = models.make("starcoder2", **sizes)
+    adapted = get_peft_model(model, LoraConfig(r=2, target_modules="all-linear"))
+    assert shape_of(adapted.get_base_model()) == gated["starcoder2"]
 
 
 def test_parts_grow_with_what_they_hold() -> None:

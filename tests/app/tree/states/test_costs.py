@@ -13,6 +13,7 @@ from app.tree import PrefixTree, TreeEngine
 from app.tree.attention.part_attention import PartBackend
 from app.tree.executor import Executor
 from app.tree.memory import pass_memory
+from app.tree.model.shape import shape_of
 from app.tree.planning.cost import ModelShape
 from app.tree.planning.packing import Packing
 from app.tree.planning.plan import most_ends
@@ -99,7 +100,7 @@ def test_linear_flops_are_those_of_each_layers_own_weights(name: str) -> None:
     """Two a weight; gates of a few values a head are left out."""
     model = wide(name)
     weights = sum(m.weight.numel() for m in model.model.layers.modules() if isinstance(m, nn.Linear))
-    assert ModelShape.of(model.config).linear_flops() == pytest.approx(2 * weights, rel=0.08)
+    assert shape_of(model).linear_flops() == pytest.approx(2 * weights, rel=0.08)
 
 
 @pytest.mark.parametrize(("chunk_tokens", "live_tokens"), [(4000, 4000), (512, 4000), (512, 512), (256, 300)])

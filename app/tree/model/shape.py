@@ -1,0 +1,52 @@
+"""The numbers of a model that costs depend on, with what its configuration does not say.
+
+Promise: nothing is allocated or run; modules are told by the shapes of their weights and by what they are made of.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.activations import GELUActivation, GELUTanh, ReLUSquaredActivation
+
+from app.tree.model.language import language_model
+from app.tree.planning.cost import FUSED_NORMS_KEEP, ModelShape
+
+_GATED, _PLAIN, _WRITTEN_OUT = 4, 2, 5
+"""Intermediate sizes of values that an MLP keeps; the last where its activation is several operations."""
+_ONE_OPERATION = (nn.GELU, nn.SiLU, nn.ReLU, GELUActivation, GELUTanh, ReLUSquaredActivation)
+
+
+def shape_of(model: PreTrainedModel) -> ModelShape:
+    """As `ModelShape.of` its configuration, and what its first MLP is: gated, with three matrices between the hidden
+    and the intermediate size, or with two; and whether all its norms are torch's own, or some written out.
+
+    What shows neither (experts in one tensor, sizes that attention has too) counts as gated, which needs more memory.
+    """
+    shape = ModelShape.of(model.config)
+    parts = list(language_model(model).modules())
+    norms = {isinstance(part, nn.LayerNorm) for part in parts if type(part).__name__.endswith("Norm")}
+    shape = replace(shape, norms_keep=FUSED_NORMS_KEEP) if norms == {True} else shape
+    if shape.intermediate in (shape.hidden, shape.heads * shape.head_dim):
+        return shape
+    for module in parts:
+        matrices = sum(_matrices(child, shape) for child in module.children())
+        if matrices == 2:
+            fused = any(isinstance(child, _ONE_OPERATION) for child in module.children())
+            return replace(shape, gated=False, mlp_keeps=_PLAIN if fused else _WRITTEN_OUT)
+        if matrices == 3:
+            break
+    return replace(shape, gated=True, mlp_keeps=_GATED)
+
+
+def _matrices(module: nn.Module, shape: ModelShape) -> int:
+    """How many matrices between hidden and intermediate size a layer is: two where it is gate and up projection."""
+    weight = getattr(getattr(module, "base_layer", module), "weight", None)  # below an adapter
+    if weight is None or weight.dim() != 2:
+        return 0
+    for one, other in (weight.shape, weight.shape[::-1]):
+        if one == shape.hidden and other % shape.intermediate == 0:
+            return int(other // shape.intermediate)
+    return 0
