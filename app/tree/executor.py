@@ -24,6 +24,7 @@ from app.tree.attention.path_cache import KeyValue, PathCache
 from app.tree.heads import Heads, Kept, Soft
 from app.tree.model.checkpointing import checkpointed
 from app.tree.model.pictures import PicturePass, TakenRows
+from app.tree.model.projections import summed_in_place
 from app.tree.model.sharded import casts_are_made_anew
 from app.tree.model.vocabulary import CutVocabulary
 from app.tree.outputs import FlatOutputs
@@ -177,11 +178,12 @@ class Executor:
         """The model attends over the tree inside; scratch memory goes back afterwards."""
         if self.with_grads:
             _accumulate_in_float32(self.model, self.heads.value_head)
-        attention = nullcontext() if self.plan.dense else tree_attention_on(self.model)
+        dense, anew = self.plan.dense, casts_are_made_anew(self.model)
+        attention = nullcontext() if dense else tree_attention_on(self.model)
+        summed = nullcontext() if dense else summed_in_place(self.body)
         pictures = nullcontext() if self.pictures is None else self.pictures.tower.borrowed(self.with_grads)
-        anew = casts_are_made_anew(self.model)
         try:
-            with torch.set_grad_enabled(self.with_grads), attention, pictures, anew, self.state_layers.noted():
+            with torch.set_grad_enabled(self.with_grads), attention, pictures, anew, summed, self.state_layers.noted():
                 yield
         finally:
             self.heads.release()
@@ -441,8 +443,7 @@ class Executor:
 
     def _group_scored(self) -> None:
         """Scored tokens ordered by the chunk whose rows predict them."""
-        tree = self.plan.tree
-        scored = tree.scored_tokens
+        tree, scored = self.plan.tree, self.plan.tree.scored_tokens
         chunk = self.plan.token_chunk[tree.token_parent[scored]]
         order = np.argsort(chunk, kind="stable")
         self._scored: Ints = scored[order]

@@ -29,9 +29,8 @@ from transformers import PreTrainedModel
 
 from app.tree.attention.kernels import AMPERE
 from app.tree.heads.soft import Likeliest, Soft, SoftTargets
+from app.tree.model.projections import add_product
 from app.tree.model.vocabulary import CutVocabulary
-
-_aten = torch.ops.aten
 
 Way = Literal["fused", "plain", "autograd"]
 _FROM_LOGITS = frozenset({"logprobs", "entropy", "soft"})
@@ -306,7 +305,9 @@ class Heads:
         scaled = _divided(scaled, temperature)
         if self.vocabulary is not None:
             return torch.sub(scaled, self.vocabulary.log_of_sum(scaled.logsumexp(-1)).unsqueeze(-1), out=out)
-        result: Tensor = scaled.log_softmax(-1) if out is None else _aten._log_softmax.out(scaled, -1, False, out=out)
+        if out is None:
+            return scaled.log_softmax(-1)
+        result: Tensor = torch.ops.aten._log_softmax.out(scaled, -1, False, out=out)
         return result
 
     def _pick(self, columns: Tensor, targets: Tensor) -> Tensor:
@@ -449,12 +450,10 @@ def _add_product(total: Tensor, exact: Tensor, low: Tensor, hidden: Tensor) -> N
     """Adds grad.T @ hidden to `total` [V, H] without a temporary of its size. The gradient [n, V] of the logits is
     given as computed (`exact`) and in the dtype of `hidden` (`low`): CUDA devices multiply the latter with sums in
     float32, others have no such product and multiply the former."""
-    if low.dtype == total.dtype:
-        total.addmm_(low.t(), hidden)
-    elif total.device.type != "cuda":
-        total.addmm_(exact.t().to(total.dtype), hidden.to(total.dtype))
+    if low.dtype == total.dtype or total.device.type == "cuda":
+        add_product(total, low, hidden)
     else:
-        _aten.addmm.dtype_out(total, low.t(), hidden, total.dtype, out=total)
+        total.addmm_(exact.t().to(total.dtype), hidden.to(total.dtype))
 
 
 def _has_kernels(device: torch.device) -> bool:

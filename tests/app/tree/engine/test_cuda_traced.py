@@ -90,3 +90,14 @@ def test_heads_run_on_their_kernels_and_sum_in_place(traced: list[dict[str, Any]
     assert found["temperatures", "flash"] == found["checkpointing", "flash"] == product | kernels
     assert found["float32", "sdpa"] == kernels and not found["float64", "sdpa"] | found["soft-capping", "sdpa"]
     assert found["older GPU", "sdpa"] == product
+
+
+def test_layers_sum_their_weight_gradients_in_place(traced: list[dict[str, Any]]) -> None:
+    """Every projection of the layers, in low precision with float32 output; nothing under autocast."""
+    found = {(one["case"], one["backend"]): {tuple(shape) for shape in one["projections"]} for one in traced}
+    qwen3 = {(64, 16), (32, 16), (16, 64), (24, 16), (16, 24)}
+    for case in ("bf16", "entropy", "float32"):
+        assert found[case, "sdpa"] == qwen3
+    assert found["checkpointing", "flash"] == found["older GPU", "sdpa"] == qwen3
+    assert found["window", "flash"] and found["float64", "sdpa"]
+    assert not found["autocast", "sdpa"] | found["autocast", "flash"]

@@ -34,6 +34,7 @@ from app.tree import PrefixTree, TreeEngine  # noqa: E402
 from app.tree.attention import kernels, packages  # noqa: E402
 from app.tree.planning.timing import GPU_RATES  # noqa: E402
 from tests.app.tree import models  # noqa: E402
+from tests.app.tree.cases import VOCABULARY  # noqa: E402
 
 BF16, F16, F32, F64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 ENGINE = str(Path(kernels.__file__).parents[1])  # the folder app/tree; the tests' own has the same name
@@ -69,12 +70,16 @@ class Waits(TorchDispatchMode):
         self.places: list[str] = []
         self.operators: set[str] = set()
         self.heads: set[str] = set()
+        self.projections: set[tuple[int, ...]] = set()  # shapes of layers' weight gradients that are summed in place
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, name = kwargs or {}, str(func)
         if "attention" in name:
             self.operators.add(name.removeprefix("aten.").removesuffix(".default"))
-        if name.startswith(("arborist.softmax", "aten.addmm.dtype_out")):
+        summed = {"aten.addmm.dtype_out": kwargs.get("out"), "aten.addmm_.default": args[0] if args else None}.get(name)
+        if summed is not None and len(summed) != VOCABULARY:
+            self.projections.add(tuple(summed.shape))
+        elif name.startswith(("arborist.softmax", "aten.addmm.dtype_out")):
             self.heads.add(name)
         if name.startswith("aten._pin_memory"):  # fake tensors know no pinning
             return args[0]
@@ -142,6 +147,7 @@ def run(label: str, name: str, options: dict[str, Any], dtype: torch.dtype, how:
                 waits.places += _places(traceback.extract_tb(sys.exc_info()[2]))[-1:]
     report = {"case": label, "backend": backend, "waits": waits.places}
     report |= {"operators": sorted(waits.operators), "heads": sorted(waits.heads)}
+    report["projections"] = sorted(waits.projections)
     print(json.dumps(report), flush=True)
 
 
