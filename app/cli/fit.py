@@ -102,6 +102,7 @@ class ArboristCLI(LightningCLI):
     """LightningCLI with this project's defaults, its run directories and `--run_dir`."""
 
     def __init__(self, args: list[str] | None = None) -> None:
+        self._first = (sys.argv[1:] if args is None else args)[:1]
         super().__init__(
             LightningModule,
             LightningDataModule,
@@ -117,6 +118,12 @@ class ArboristCLI(LightningCLI):
             },
             args=args,
         )
+
+    def subcommands(self) -> dict[str, set[str]]:
+        """The one that comes first, as a rule: parsers for the other three would be half of what understanding a
+        command takes. All of them for the help, and where something else comes first."""
+        known: dict[str, set[str]] = LightningCLI.subcommands()
+        return {name: known[name] for name in self._first if name in known} or known
 
     def add_arguments_to_parser(self, parser: Any) -> None:
         parser.add_argument(
