@@ -3,8 +3,8 @@
 They see the environment torchrun would give them, so a real Lightning Trainer works in them too. Every job has a
 deadline; after a death or a missed deadline all ranks are killed (the others may hang in a collective) and the next job
 starts fresh ones. Ranks are forks of one process that has imported what they need: an import takes seconds a rank.
-A job leaves no group behind: gloo has threads for each that wake a hundred times a second, which took most of both
-cores once a few hundred jobs had left theirs.
+A job leaves no group behind, and ranks that wait for one have none: gloo has threads for each that wake a hundred
+times a second, which took most of both cores once a few hundred jobs had left theirs.
 """
 
 from __future__ import annotations
@@ -56,6 +56,7 @@ def _serve(rank: int, size: int, store: str, connection: Connection, environment
     rank_zero_only.rank = rank  # which the process this one is a fork of read from an environment without ranks
     torch.set_num_threads(1)
     for number in itertools.count():
+        function, arguments = connection.recv()
         dist.init_process_group(
             "gloo",
             init_method=f"file://{store}{number}",
@@ -63,7 +64,6 @@ def _serve(rank: int, size: int, store: str, connection: Connection, environment
             world_size=size,
             timeout=timedelta(seconds=DEADLINE),
         )
-        function, arguments = connection.recv()
         try:
             connection.send((True, function(**arguments)))
         except BaseException:
