@@ -112,6 +112,18 @@ def _model_text(m: ModelReport) -> str:
             f"states: {s.state_bytes / 2**20:,.3g} MiB at a fork, at most {s.held:,} at a time; forwards of"
             f" {s.pieces:,} pieces" + (f", scans of {s.rows:,} rows in {s.levels:,} steps" if s.rows else "")
         )
+    if m.tower is not None:
+        t = m.tower
+        lines += ["", f"{'pictures':<13}{'tower runs':>12} {'of tree':>8} {'PFLOP forward':>13} {'of tree':>8}"]
+        for name, runs, flops in t.rows():
+            lines.append(
+                f"{name:<13}{runs:>12,} {_times(runs, t.tree_runs):>8} {flops / 1e15:>13,.3g}"
+                f" {_times(flops, t.tree_flops):>8}"
+            )
+        lines.append(
+            f"features {t.feature_bytes / 2**20:,.3g} MiB; a trained tower has three times the FLOPs, and keeps"
+            f" {t.graph_bytes / 2**20:,.3g} MiB for backward"
+        )
     lines += ["", f"memory of the plan: {m.memory}", f"in all beside the parameters: {m.memory.total / 2**30:,.2f} GiB"]
     return "\n".join(lines)
 

@@ -21,7 +21,7 @@ from app.tree.memory import DEVICE_CHUNK, PassMemory, pass_memory
 from app.tree.model.checkpointing import checkpointable
 from app.tree.model.language import auto_class
 from app.tree.model.shape import shape_of
-from app.tree.planning.cost import ModelShape, plan_flops
+from app.tree.planning.cost import ModelShape, TowerShape, plan_flops
 from app.tree.planning.plan import ExecutionPlan, most_ends
 from app.tree.planning.planner import plan
 from app.tree.planning.timing import CPU_RATES, GPU_RATES, Rates, TimeModel
@@ -84,10 +84,40 @@ class ScanReport:
     levels: int
 
 
+@dataclass(frozen=True)
+class TowerReport:
+    """What a tower does for the pictures of a tree. FLOPs are of forwards alone; a tower that is trained has three
+    times as many, and keeps graphs.
+
+    Attributes:
+        dense_runs, leaf_runs, tree_runs: pictures that go through it: of every sequence alone, of dense-leaf, of the
+            tree, where each does once.
+        dense_flops, leaf_flops, tree_flops: of these.
+        feature_bytes: of the tables of all pictures' features.
+        graph_bytes: estimated, that forwards through a trained tower keep for backward.
+    """
+
+    dense_runs: int
+    leaf_runs: int
+    tree_runs: int
+    dense_flops: float
+    leaf_flops: float
+    tree_flops: float
+    feature_bytes: int
+    graph_bytes: int
+
+    def rows(self) -> Iterator[tuple[str, int, float]]:
+        """(name, pictures through the tower, FLOPs) of each way to run the sequences."""
+        yield "dense", self.dense_runs, self.dense_flops
+        yield "dense-leaf", self.leaf_runs, self.leaf_flops
+        yield "tree", self.tree_runs, self.tree_flops
+
+
 @dataclass(frozen=True, eq=False)
 class ModelReport:
     """Predictions for one model; FLOPs and seconds are of forward and backward of everything. `attending`: layers with
-    keys and values; `cached`: values of these a token; `scans`: of layers that carry a state, where there are any."""
+    keys and values; `cached`: values of these a token; `scans`: of layers that carry a state, where there are any;
+    `tower`: where the tree has pictures and the model a tower, whose FLOPs come on top."""
 
     name: str
     parameters: int
@@ -104,6 +134,7 @@ class ModelReport:
     attending: int
     cached: int
     scans: ScanReport | None
+    tower: TowerReport | None
 
     def rows(self) -> Iterator[tuple[str, float, float]]:
         """(name, FLOPs, predicted seconds) of each way to run the sequences."""
@@ -113,13 +144,14 @@ class ModelReport:
 
     def figures(self) -> dict[str, Any]:
         """All of it but the chunks of the plan, for JSON."""
-        values = {name: value for name, value in vars(self).items() if name not in ("memory", "plan", "scans")}
+        values = {name: value for name, value in vars(self).items() if name not in ("memory", "plan", "scans", "tower")}
         execution = self.plan
         return values | {
             "speed_up_over_dense": self.dense_seconds / self.tree_seconds,
             "speed_up_over_leaf": self.leaf_seconds / self.tree_seconds,
             "memory": vars(self.memory) | {"total": self.memory.total},
             "scans": None if self.scans is None else dict(vars(self.scans)),
+            "tower": None if self.tower is None else dict(vars(self.tower)),
             "plan": {
                 "packing": execution.packing,
                 "chunks": len(execution.chunks),
@@ -216,6 +248,7 @@ def inspect_model(
         attending=shape.attention_layers,
         cached=2 * shape.attention_layers * shape.key_value_heads * shape.head_dim,
         scans=_scans(execution, shape, times),
+        tower=_tower(tree, config, shape.hidden, element),
     )
 
 
@@ -255,6 +288,32 @@ def _scans(execution: ExecutionPlan, shape: ModelShape, times: TimeModel) -> Sca
         pieces=sum(len(chunk.pieces) for chunk in execution.chunks) + twice,
         rows=(work.scanned + work.scanned_again) * scanning,
         levels=(work.levels + work.levels_again) * scanning,
+    )
+
+
+def _tower(tree: PrefixTree, config: Any, hidden: int, bytes_per_value: int) -> TowerReport | None:
+    tower = TowerShape.of(config)
+    if tower is None or not tree.pictures:
+        return None
+    sizes = [picture.pixels.shape[:2] for picture in tree.pictures]
+    flops = np.array([tower.forward_flops(height, width) for height, width in sizes])
+
+    def shown(sequences: Ints) -> Ints:
+        """How often these sequences show each picture."""
+        rows = tree.picture_rows[tree.sequence_tokens(sequences)]
+        firsts = np.searchsorted(tree.picture_starts, rows[np.isin(rows, tree.picture_starts[:-1])])
+        return np.bincount(firsts, minlength=len(sizes))
+
+    dense, leaf = shown(np.arange(tree.num_sequences)), shown(tree.leaf_sequences)
+    return TowerReport(
+        dense_runs=int(dense.sum()),
+        leaf_runs=int(leaf.sum()),
+        tree_runs=len(sizes),
+        dense_flops=float(dense @ flops),
+        leaf_flops=float(leaf @ flops),
+        tree_flops=float(flops.sum()),
+        feature_bytes=int(tree.picture_starts[-1]) * hidden * (1 + tower.deepstack) * bytes_per_value,
+        graph_bytes=sum(tower.graph_bytes(height, width, bytes_per_value) for height, width in sizes),
     )
 
 

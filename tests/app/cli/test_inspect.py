@@ -20,6 +20,7 @@ from datamodules.conversations.sequence_files import load_sequences
 from datamodules.conversations.tokens import Conversation, save_npz
 from datamodules.files.recording import RolloutRecorder
 from datamodules.groups import Group
+from examples.vision.make_model import write
 from tests.app.tree import brute
 from tests.helpers.pictured import picture, pictured
 
@@ -271,3 +272,18 @@ def test_pictures_of_recorded_batches_tell_sequences_apart(tmp_path: Path) -> No
     assert len(found.pictures) == 2 and found.images is not None and len(found.images) == 8
     tree = PrefixTree.build(found.tokens, found.trained, images=found.images, pictures=found.pictures)
     assert tree.num_tokens == 1 + 2 * (4 + 1 + 3)
+
+
+def test_a_tower_is_counted_once_a_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """FLOPs by hand: of 16 patches, each of which attends to all."""
+    write(tmp_path / "model")
+    shown = [pictured([1, picture(k // 2, 16, 28, 28), 2], episode_id=k) for k in range(4)]
+    RolloutRecorder(tmp_path / "rollouts").write(0, [Group(0, "shown", 0, shown)])
+    found = inspect(tmp_path / "rollouts", tmp_path / "out", "--model", str(tmp_path / "model"), "--dtype", "float32")
+    tower = found["model"]["tower"]
+    once = 2 * 2 * 16 * (4 * 48**2 + 2 * 48 * 96 + 2 * 16 * 48)
+    for system, runs in (("dense", 4), ("leaf", 2), ("tree", 2)):  # every sequence is there twice
+        assert (tower[f"{system}_runs"], tower[f"{system}_flops"]) == (runs, runs * once)
+    assert tower["feature_bytes"] == 2 * 16 * 96 * 2 * 4 and tower["graph_bytes"] > tower["feature_bytes"]
+    text = capsys.readouterr().out
+    assert "tower runs" in text and "a trained tower has three times the FLOPs" in text
