@@ -65,6 +65,12 @@ OVERLAYS: dict[str, dict[str, Any]] = {
         validation={"prompts": {"init_args": {"path": "figures.parquet", "name": None, "split": None, "size": 2}}},
     ),
     "easy_vqa_grpo": sees(validation={"prompts": {"init_args": {"size": 2}}}),
+    "minigrid_grpo": sees(
+        reward=None,  # the world's
+        prompts={"init_args": {"tile": 8}},
+        validation={"prompts": {"init_args": {"size": 2, "tile": 8}}},
+        workflow={"init_args": {"max_turns": 3, "max_new_tokens": 4}},
+    ),
     "gsm8k_grpo": {"data": gsm8k(), "expect": {"val/accuracy"}},
     "gsm8k_ppo": {
         "data": gsm8k(batch_size=4, group_size=1),
@@ -226,7 +232,11 @@ def test_prompts_are_validated_in_the_form_they_are_trained_in(path: Path) -> No
 def test_an_experiment(
     path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for stem, package in (("reasoning_gym", "reasoning_gym"), ("easy_vqa_grpo", "easy_vqa")):
+    for stem, package in (
+        ("reasoning_gym", "reasoning_gym"),
+        ("easy_vqa_grpo", "easy_vqa"),
+        ("minigrid_grpo", "minigrid"),
+    ):
         if path.stem == stem:
             pytest.importorskip(package)
     files(tmp_path)
