@@ -28,6 +28,10 @@ from app.tree.planning.layout import Part
 from app.tree.prefix_tree import Bools, Ints
 from app.tree.transfer import on_device
 
+SHARED = {(8, 0): 163 * 1024, (8, 7): 163 * 1024, (9, 0): 227 * 1024, (10, 0): 227 * 1024, (10, 3): 227 * 1024}
+"""Most bytes of shared memory of a block, by compute capability; of others, `_LEAST_SHARED`."""
+
+_LEAST_SHARED = 99 * 1024
 _HEAD_DIM = 256
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -117,8 +121,21 @@ def _how(q: Tensor, chunk: ChunkAttention, call: LayerCall) -> tuple[Any, ...]:
 
 
 def block_rows(q: Tensor) -> int:
-    """Queries, and keys, of one block: fewer where their numbers would not fit a GPU's shared memory."""
-    return 64 if q.shape[-1] * q.element_size() <= 256 else 32
+    """Queries, and keys, of one block: fewer where their numbers would not fit the GPU's shared memory."""
+    limit = SHARED.get(capability(q.device), _LEAST_SHARED) if q.device.type == "cuda" else None
+    return fitting_rows(q.shape[-1], q.element_size(), limit)
+
+
+def fitting_rows(head: int, element: int, limit: int | None) -> int:
+    """Rows of a block of heads this wide, of numbers of `element` bytes, on a GPU whose blocks may have `limit` bytes
+    of shared memory. What the gradients of keys take, the most of the three kernels, is known from compiling them
+    (Triton 3.7): four blocks of rows, and scores and probabilities on their way to a product."""
+    rows, width = 64 if head * element <= 256 else 32, max(16, 1 << (head - 1).bit_length())
+    while (
+        limit is not None and rows > 16 and 4 * rows * width * element + 2 * rows * rows * element + 32 * rows > limit
+    ):
+        rows //= 2
+    return rows
 
 
 def intervals(ends: Ints, depths: Ints, path: int, window: int | None, block: int) -> list[Ints]:

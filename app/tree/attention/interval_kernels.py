@@ -28,12 +28,24 @@ _NOTHING = tl.constexpr(-1e30)
 
 
 @triton.jit
+def _places(address, first, step, WIDTH: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Addresses of rows [first, first + BLOCK), `step` numbers apart: [BLOCK, WIDTH]. Where a block begins may be
+    further than int32 counts (131,072 rows of 128 heads of 128), within it nothing is."""
+    row, column = tl.arange(0, BLOCK), tl.arange(0, WIDTH)
+    return address + tl.cast(first, tl.int64) * step + (row[:, None] * step + column[None, :])
+
+
+@triton.jit
+def _there(first, rows, HEAD: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Which of these rows and columns there are in [rows, HEAD]."""
+    return (first + tl.arange(0, BLOCK) < rows)[:, None] & (tl.arange(0, WIDTH) < HEAD)[None, :]
+
+
+@triton.jit
 def _tile(address, first, rows, step, HEAD: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
     """Rows [first, first + BLOCK) of [rows, HEAD], 0 beyond: [BLOCK, WIDTH]."""
-    row = first + tl.arange(0, BLOCK)
-    column = tl.arange(0, WIDTH)
-    there = (row < rows)[:, None] & (column < HEAD)[None, :]
-    return tl.load(address + row[:, None] * step + column[None, :], mask=there, other=0.0)
+    places = _places(address, first, step, WIDTH, BLOCK)
+    return tl.load(places, mask=_there(first, rows, HEAD, WIDTH, BLOCK), other=0.0)
 
 
 @triton.jit
@@ -139,9 +151,8 @@ def _forward_kernel(  # type: ignore[no-untyped-def]
         visible = _visible(row, depth, start + tl.arange(0, BLOCK), depths, ends, rows, rows, False, WINDOW)
         most, total, sums = _add_to_softmax(most, total, sums, score, visible, value, MULTIPLIED, SUM)
     total = tl.where(row < rows, total, 1.0)
-    column = tl.arange(0, WIDTH)
-    there = (row < rows)[:, None] & (column < HEAD)[None, :]
-    place = out + head * out_head + row[:, None] * out_row + column[None, :]
+    place = _places(out + head * out_head, here * BLOCK, out_row, WIDTH, BLOCK)
+    there = _there(here * BLOCK, rows, HEAD, WIDTH, BLOCK)
     tl.store(place, (sums / total[:, None]).to(out.dtype.element_ty), mask=there)
     tl.store(lse + head * rows + row, most + tl.log(total), mask=row < rows)
 
@@ -181,9 +192,8 @@ def _query_gradient_kernel(  # type: ignore[no-untyped-def]
         visible = _visible(row, depth, start + tl.arange(0, BLOCK), depths, ends, rows, rows, False, WINDOW)
         _, slope = _gradient_of_scores(score, visible, normaliser, delta, given, value, SOFTCAP, MULTIPLIED, SUM)
         sums += _product(slope.to(key.dtype), key, MULTIPLIED, SUM)
-    column = tl.arange(0, WIDTH)
-    there = (row < rows)[:, None] & (column < HEAD)[None, :]
-    place = grad_q + head * grad_q_head + row[:, None] * grad_q_row + column[None, :]
+    place = _places(grad_q + head * grad_q_head, here * BLOCK, grad_q_row, WIDTH, BLOCK)
+    there = _there(here * BLOCK, rows, HEAD, WIDTH, BLOCK)
     tl.store(place, (sums * SCALE).to(grad_q.dtype.element_ty), mask=there)
 
 
@@ -227,10 +237,9 @@ def _key_gradient_kernel(  # type: ignore[no-untyped-def]
             )
             sums_v += _product(tl.trans(probability.to(given.dtype)), given, MULTIPLIED, SUM)
             sums_k += _product(tl.trans(slope.to(query.dtype)), query, MULTIPLIED, SUM)
-    place = tl.arange(0, WIDTH)
-    there = (column < keys)[:, None] & (place < HEAD)[None, :]
-    to_k = grad_k + key_head * grad_k_head + column[:, None] * grad_k_row + place[None, :]
-    to_v = grad_v + key_head * grad_v_head + column[:, None] * grad_v_row + place[None, :]
+    there = _there(start, keys, HEAD, WIDTH, BLOCK)
+    to_k = _places(grad_k + key_head * grad_k_head, start, grad_k_row, WIDTH, BLOCK)
+    to_v = _places(grad_v + key_head * grad_v_head, start, grad_v_row, WIDTH, BLOCK)
     tl.store(to_k, tl.load(to_k, mask=there, other=0.0) + sums_k * SCALE, mask=there)
     tl.store(to_v, tl.load(to_v, mask=there, other=0.0) + sums_v, mask=there)
 
