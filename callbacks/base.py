@@ -6,15 +6,13 @@ that step. (A callback's own `on_train_batch_end` runs before the module's: what
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
-from torch import Tensor
 
-from app.strategies.shards import gathers, is_sharded, take_buffers, whole_copy, without_storage
-from datamodules.inference.export import base_model, checkpoint_parts, weight_parts
+from app.strategies.shards import gathers, take_buffers, without_storage
+from datamodules.inference.export import WeightParts, base_model, weight_parts
 
 
 def run_dir(trainer: Trainer) -> Path:
@@ -25,26 +23,20 @@ def run_dir(trainer: Trainer) -> Path:
     return Path(trainer.log_dir or trainer.default_root_dir)
 
 
-def whole_policy(trainer: Trainer, policy: Any, adapter: bool = False) -> Any:
-    """A collective: on rank 0 the policy with whole weights, which is a copy in CPU memory where ranks hold shards; the
-    policy itself where nothing but its `adapter` is wanted, which every rank has."""
-    return whole_copy(policy, trainer.is_global_zero) if is_sharded(policy) and not adapter else policy
-
-
-def policy_in_parts(policy: Any, keep: bool) -> tuple[Any, Iterator[dict[str, Tensor]]]:
+def policy_in_parts(policy: Any, keep: bool) -> tuple[Any, WeightParts | None]:
     """A collective, of a policy that ranks hold in shards: where `keep`, a model like it without storage, and its
-    weights as `checkpoint_weights`, a layer at a time, gathered as one asks for the next. Elsewhere nothing, when the
-    last was gathered."""
+    weights, a layer at a time, gathered as one asks for the next; all of them have to be asked for. Elsewhere nothing,
+    when the last was gathered."""
     gather = gathers(base_model(policy), keep)
     if keep:
         assert gather is not None, "rank 0 keeps"
         like = without_storage(policy)
         take_buffers(policy, like)
-        return like, checkpoint_parts(policy, gather, like)
+        return like, WeightParts(policy, gather, like)
     if gather is not None:
         for names in weight_parts(policy):
             gather(names)
-    return None, iter(())
+    return None, None
 
 
 class StepMetrics(Callback):

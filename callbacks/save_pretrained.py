@@ -58,7 +58,7 @@ class SavePretrained(Callback):
             if adapter:
                 policy.save_pretrained(target)
             else:
-                save_model(policy, target, parts)
+                save_model(policy, target, None if parts is None else parts.saved())
             tokenizer = _tokenizer(trainer, pl_module)
             if tokenizer is not None:
                 tokenizer.save_pretrained(target)

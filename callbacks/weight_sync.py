@@ -8,8 +8,9 @@
 
 Promises: rollouts and validation start with the trainer's (restored) weights; when `on_train_batch_end` returns
 the engine serves the version the trainer has, and the staleness gate knows it. Only global rank 0 talks to the engine;
-where parameters are sharded it gathers them with the ranks of its group, one tensor at a time: by method disk a layer
-after another into files, else into a copy in CPU memory (nothing for an adapter alone, which every rank has).
+where parameters are sharded it gathers them with the ranks of its group, one tensor at a time, and never has all: a
+layer after another goes into files, which method "distributed" sends in buckets, or into the embedded engine's own copy
+(nothing for an adapter alone, which every rank has).
 
 A version is one set of weights, so the engine never serves those in the middle of a batch of several steps. Validation
 there would score other weights than a checkpoint saves with that score: it is refused when training starts.
@@ -25,17 +26,15 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
 
 from lightning.pytorch import Callback, LightningModule, Trainer
-from torch import Tensor
 
 from app.strategies.shards import is_sharded
-from callbacks.base import policy_in_parts, run_dir, whole_policy
+from callbacks.base import policy_in_parts, run_dir
 from callbacks.validate_ends import nearest_multiples
-from datamodules.inference.export import checkpoint_weights, merged_weights, num_bytes
+from datamodules.inference.export import WeightParts, base_model, checkpoint_weights, merged_weights, num_bytes
 from datamodules.inference.protocol import RolloutData, WeightUpdate
 from datamodules.inference.weight_files import WeightFiles
 
@@ -52,7 +51,7 @@ class WeightSync(Callback):
             (`SGLangEngine(adapters=...)`); "auto" takes the first that the engine offers.
         directory: of methods "disk" and "adapter", seen by all servers under the same path; relative paths are below
             the run directory and None is its `weights`. It holds the version served, and the next one while that is
-            written.
+            written. (So does `weights` for method "distributed" where parameters are sharded.)
         deadline_s: seconds the engine may take for one update; a server that takes longer counts as lost.
 
     By other methods a policy with LoRA adapters is sent merged, under its base model's names.
@@ -136,11 +135,7 @@ class WeightSync(Callback):
         seconds, size, downtime_s = 0.0, 0, 0.0
         if module.policy_version != self._sent:
             began = time.perf_counter()
-            policy, parts = module.policy, None
-            if self._way == "disk" and is_sharded(policy):
-                policy, parts = policy_in_parts(policy, trainer.is_global_zero)
-            else:
-                policy = whole_policy(trainer, policy, self._way == "adapter")
+            policy, parts = self._policy(trainer, module)
             if trainer.is_global_zero:
                 size, downtime_s = self._send(trainer, policy, module.policy_version, parts)
                 seconds = time.perf_counter() - began
@@ -151,24 +146,35 @@ class WeightSync(Callback):
 
     def _start(self, trainer: Trainer, module: Any) -> None:
         new = self._sent != module.policy_version  # otherwise the engine runs, and has them
-        policy = whole_policy(trainer, module.policy, self._way == "adapter") if new else module.policy
+        policy, parts = self._policy(trainer, module) if new else (module.policy, None)
         self._sent = module.policy_version
         if not trainer.is_global_zero:
             return
         data: Any = trainer.datamodule
-        data.start(policy, module.policy_version)
+        in_parts = () if parts is None else (parts,)
+        data.start(policy, module.policy_version, *in_parts)
         serving = data.engine.version
         if serving < module.policy_version:  # servers without these weights, or an engine that ran before this fit
-            self._send(trainer, policy, module.policy_version)
-        elif serving > module.policy_version:
-            raise RuntimeError(
-                f"WeightSync: the engine serves version {serving}, the policy is at {module.policy_version};"
-                " start older weights in a new process"
-            )
+            self._send(trainer, policy, module.policy_version, parts)
+        elif parts is not None:
+            parts.skip()  # an engine that ran with them has not asked; the other ranks wait
+        if serving <= module.policy_version:
+            return
+        raise RuntimeError(
+            f"WeightSync: the engine serves version {serving}, the policy is at {module.policy_version};"
+            " start older weights in a new process"
+        )
 
-    def _send(
-        self, trainer: Trainer, policy: Any, version: int, parts: Iterator[dict[str, Tensor]] | None = None
-    ) -> tuple[int, float]:
+    def _policy(self, trainer: Trainer, module: Any) -> tuple[Any, WeightParts | None]:
+        """A collective: on rank 0 the policy, which is without storage where ranks have shards of it, and its weights
+        then."""
+        if self._way != "adapter" and is_sharded(module.policy):
+            if self._files is None and self._way == "distributed":
+                self._files = WeightFiles(run_dir(trainer) / "weights")
+            return policy_in_parts(module.policy, trainer.is_global_zero)
+        return module.policy, None
+
+    def _send(self, trainer: Trainer, policy: Any, version: int, parts: WeightParts | None = None) -> tuple[int, float]:
         """Bytes sent, and seconds in which nothing was generated. `parts`: the weights, where `policy` has none."""
         data: Any = trainer.datamodule
         update, size = self._update(policy, version, parts)
@@ -181,10 +187,14 @@ class WeightSync(Callback):
                 _log.warning("WeightSync.directory: older weights could not be removed: %s", error)
         return size, downtime_s
 
-    def _update(self, policy: Any, version: int, parts: Iterator[dict[str, Tensor]] | None) -> tuple[WeightUpdate, int]:
+    def _update(self, policy: Any, version: int, parts: WeightParts | None) -> tuple[WeightUpdate, int]:
         if self._files is not None:
-            path, size = self._files.write(policy, version, parts)
-            return WeightUpdate(version, path=str(path), deadline_s=self.deadline_s), size
+            path, size = self._files.write(policy, version, None if parts is None else parts.saved())
+            read_here = self._way == "distributed"
+            return WeightUpdate(version, path=str(path), deadline_s=self.deadline_s, read_here=read_here), size
+        if parts is not None:
+            size = sum(parameter.nbytes for parameter in base_model(policy).parameters())
+            return WeightUpdate(version, parts=parts, deadline_s=self.deadline_s), size
         weights = merged_weights(policy) if self._way == "memory" else checkpoint_weights(policy)
         return WeightUpdate(version, state_dict=weights, deadline_s=self.deadline_s), num_bytes(weights)
 

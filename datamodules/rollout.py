@@ -22,6 +22,7 @@ from datamodules.conversations.image_processor import ImageProcessor
 from datamodules.files.recording import RolloutRecorder, versions
 from datamodules.filters import GroupFilter
 from datamodules.groups import Group, to_batch
+from datamodules.inference.export import WeightParts
 from datamodules.inference.protocol import InferenceEngine, ServerEngine
 from datamodules.pipeline import fingerprint
 from datamodules.pipeline.diagnosis import everything
@@ -241,7 +242,7 @@ class RolloutDataModule(L.LightningDataModule):
 
     # ---- called by WeightSync, on global rank 0
 
-    def start(self, model: PreTrainedModel, version: int) -> None:
+    def start(self, model: PreTrainedModel, version: int, parts: WeightParts | None = None) -> None:
         """Starts reward workers, engine and producer with these weights; does nothing where they run already.
 
         Training rollouts are admitted from the first training step on.
@@ -253,7 +254,7 @@ class RolloutDataModule(L.LightningDataModule):
             return
         self._started = True
         try:
-            self._launch(model, version)
+            self._launch(model, version, parts)
         except BaseException:
             self.close()
             raise
@@ -345,7 +346,7 @@ class RolloutDataModule(L.LightningDataModule):
         assert self.tokenizer is not None
         return with_answers(groups, self.tokenizer, prompts.answer, self._ends) if prompts.samples > 1 else groups
 
-    def _launch(self, model: PreTrainedModel, version: int) -> None:
+    def _launch(self, model: PreTrainedModel, version: int, parts: WeightParts | None) -> None:
         assert self.tokenizer is not None, "start comes after setup"
         under_way = (self._stream or {}).get("version") == version
         if self._recorder is not None:
@@ -357,7 +358,8 @@ class RolloutDataModule(L.LightningDataModule):
             self._pool.start(self._logs and self._logs / "reward_workers")
         if self.image_processor is not None and hasattr(self.engine, "use_images"):
             self.engine.use_images(self.image_processor)
-        self.engine.start(model, version, self._seed)
+        in_parts = () if parts is None else (parts,)
+        self.engine.start(model, version, self._seed, *in_parts)
         if self.tokenizer.eos_token_id >= self.engine.vocab_size:
             raise ValueError(
                 f"tokenizer: its end of sequence is token {self.tokenizer.eos_token_id}, outside the model's vocabulary"

@@ -23,7 +23,7 @@ from transformers import AutoConfig, AutoTokenizer
 from app.strategies.checkpoint.checkpoints import CheckpointError
 from app.strategies.checkpoint.trainer_state import ADAPTER_FILE, CONFIGURATIONS, GENERATION_FILE, SavedModel
 from app.tree import auto_class
-from datamodules.inference.export import base_model, checkpoint_parts
+from datamodules.inference.export import WeightParts, base_model
 from datamodules.inference.weight_files import SHARD_BYTES, save_model
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -87,7 +87,7 @@ def export(
                 found = saved.fetch([inside + name for name in names])
                 return {name.removeprefix(inside): tensor for name, tensor in found.items()}
 
-            parts = (_in(dtype, part) for part in checkpoint_parts(like, fetch, like))
+            parts = (_in(dtype, part) for part in WeightParts(like, fetch, like).saved())
             save_model(like, target, parts, dtype, shard_bytes)
         if GENERATION_FILE in saved.files and not adapter:
             # As it is: transformers refuses to write what it reads with a warning.

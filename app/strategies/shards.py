@@ -242,22 +242,6 @@ def gathers(model: Any, keep: bool) -> Callable[[Iterable[str]], dict[str, Tenso
     return gather
 
 
-@torch.no_grad()
-def whole_copy(model: Any, keep: bool) -> Any:
-    """Collective over the group of rank 0: where `keep`, a plain model in CPU memory with the parameters of all ranks
-    (in PEFT's wrapper where `model` is)."""
-    gather = gathers(model, keep)
-    weights = gather(model.state_dict()) if gather is not None else {}
-    if not keep:
-        return None
-    whole = without_storage(model)
-    whole.load_state_dict(weights, assign=True)
-    inner = whole.get_base_model() if hasattr(whole, "get_base_model") else whole
-    inner.tie_weights()
-    take_buffers(model, whole)
-    return whole
-
-
 def take_buffers(model: Module, like: Module) -> None:
     """Copies in CPU memory of the buffers that no state_dict of `model` holds, for a model like it."""
     held = model.state_dict().keys()

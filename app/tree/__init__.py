@@ -8,6 +8,7 @@ from app.tree.attention.groups import RankGroup
 from app.tree.calibrate import device_rates
 from app.tree.engine import TreeEngine
 from app.tree.heads import Likeliest, SoftTargets
+from app.tree.memory import free_bytes
 from app.tree.model.language import auto_class, own_config, tied_names
 from app.tree.model.pictures import Tower, picture_positions, picture_tokens, tower_parameters
 from app.tree.model.vocabulary import CutVocabulary, vocabulary_modules
@@ -45,6 +46,7 @@ __all__ = [
     "TreeReport",
     "auto_class",
     "device_rates",
+    "free_bytes",
     "inspect_model",
     "inspect_tree",
     "on_device",

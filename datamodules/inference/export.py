@@ -3,7 +3,7 @@
 Promises: the trainer's model is only read; a LoRA-ed policy (any adapter peft can merge) comes out under exactly the
 names of its base model, one layer merged at a time on a copy of that layer; which tensors are tied is told by the
 tensors, not by the configuration; what an engine could not load, or would load as another model, is refused here; what
-does not fit into one memory is exported a layer at a time (`checkpoint_parts`). peft itself is not imported: its layers
+does not fit into one memory is exported a layer at a time (`WeightParts`). peft itself is not imported: its layers
 are recognised by what they offer.
 """
 
@@ -66,9 +66,15 @@ def checkpoint_weights(policy: Module) -> dict[str, Tensor]:
     return _as_saved(plain, weights)
 
 
+def checkpoint_shapes(policy: Module) -> dict[str, tuple[int, ...]]:
+    """Of `checkpoint_weights`, whether the policy has storage or not."""
+    plain = _plain(base_model(policy))
+    return {name: tuple(tensor.shape) for name, tensor in _as_saved(plain, dict(plain.state_dict())).items()}
+
+
 def weight_parts(policy: Module) -> list[list[str]]:
-    """The names of the base model's `state_dict()`, a layer's together, in the order in which `checkpoint_parts` asks
-    for them. Of tied tensors one name alone, or all names together where adapters are on one."""
+    """The names of the base model's `state_dict()`, a layer's together, in the order in which `WeightParts` asks for
+    them. Of tied tensors one name alone, or all names together where adapters are on one."""
     base = base_model(policy)
     adapted, ties = _adapted_modules(base), tied_names(base)
 
@@ -86,32 +92,57 @@ def weight_parts(policy: Module) -> list[list[str]]:
     return list(parts.values())
 
 
-def checkpoint_parts(policy: Module, fetch: Fetch, without: Module) -> Iterator[dict[str, Tensor]]:
-    """`checkpoint_weights` of a policy whose tensors are elsewhere, a layer at a time; what is yielded may be dropped.
+class WeightParts:
+    """The weights of a policy whose tensors are elsewhere, a layer at a time; gone through once, by one of the methods.
+    What is yielded may be dropped.
 
     Args:
         policy: whose names count, and whose tensors are not looked at.
         fetch: called once for each of `weight_parts`, in order.
         without: a model like the policy, adapters and all, that has no storage and gets its tensors for a while.
 
-    Raises:
-        ExportError: as `checkpoint_weights`, names that do not fit only after the last part.
+    Attributes:
+        device: where the policy is.
     """
-    base, holder = base_model(policy), base_model(without)
-    adapted, ties, plain, seen = _adapted_modules(holder), tied_names(base), _plain(base), set[str]()
-    for names in weight_parts(policy):
-        weights = fetch(names)
-        if adapted:
-            holder.load_state_dict(weights, strict=False, assign=True)
-        merged = _merge(adapted, ties, dict(weights))
-        if adapted:
-            empty = {name: tensor.to("meta") for name, tensor in weights.items()}
-            holder.load_state_dict(empty, strict=False, assign=True)
-        seen |= merged.keys()
-        part = _as_saved(plain, merged)
-        del weights, merged  # what is dropped of `part` is gone
-        yield part
-    _check_names(plain, seen | plain.all_tied_weights_keys.keys())
+
+    def __init__(self, policy: Module, fetch: Fetch, without: Module) -> None:
+        self._fetch, self._holder, base = fetch, base_model(without), base_model(policy)
+        self._adapted, self._ties, self._plain = _adapted_modules(self._holder), tied_names(base), _plain(base)
+        self._left = iter(weight_parts(policy))
+        self.device = base.device
+
+    def merged(self) -> Iterator[dict[str, Tensor]]:
+        """As `merged_weights`, tied tensors under one name alone.
+
+        Raises:
+            ExportError: as `merged_weights`, and names that do not fit after the last part.
+        """
+        seen = set(self._ties)
+        for names in self._left:
+            weights = self._fetch(names)
+            lent = {n: tensor for n, tensor in weights.items() if any(n.startswith(f"{p}.") for p in self._adapted)}
+            self._holder.load_state_dict(lent, strict=False, assign=True)
+            merged = _merge(self._adapted, self._ties, weights)
+            empty = {name: tensor.to("meta") for name, tensor in lent.items()}
+            self._holder.load_state_dict(empty, strict=False, assign=True)
+            seen |= merged.keys()
+            del weights, lent
+            yield merged
+            del merged  # what is dropped of it is gone
+        _check_names(self._plain, seen)
+
+    def saved(self) -> Iterator[dict[str, Tensor]]:
+        """As `checkpoint_weights`; errors as `merged`."""
+        for merged in self.merged():
+            part = _as_saved(self._plain, merged)
+            del merged
+            yield part
+            del part
+
+    def skip(self) -> None:
+        """Fetches what is left for nothing: others that hold parts of it expect to be asked."""
+        for names in self._left:
+            self._fetch(names)
 
 
 def _merge(adapted: dict[str, Module], ties: dict[str, str], weights: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -200,13 +231,16 @@ def _adapted_modules(base: Module) -> dict[str, Module]:
 @torch.no_grad()
 def _merged(path: str, module: Module) -> Module:
     own: Any = copy.deepcopy(module)  # merging writes into the base layer
-    try:
-        if hasattr(own, "unload_and_optionally_merge_module"):
-            return own.unload_and_optionally_merge_module(merge=True, safe_merge=True, adapter_names=None)
-        own.merge(safe_merge=True)
-        return own.get_base_layer()
-    except ValueError as error:  # peft's own check of the merged values
-        raise ExportError(f"weight export: the adapters of '{path}' cannot be merged: {error}") from error
+    # peft's safe_merge would round what it adds to the base's dtype, and the sum once more.
+    if hasattr(own, "unload_and_optionally_merge_module"):
+        merged: Module = own.unload_and_optionally_merge_module(merge=True, safe_merge=False, adapter_names=None)
+    else:
+        own.merge(safe_merge=False)
+        merged = own.get_base_layer()
+    bad = next((name for name, tensor in merged.state_dict().items() if not tensor.isfinite().all()), None)
+    if bad is not None:
+        raise ExportError(f"weight export: the adapters of '{path}' cannot be merged: its {bad} would not be finite")
+    return merged
 
 
 def _check_ties(ties: dict[str, str], weights: dict[str, Tensor], adapted: dict[str, Module]) -> None:

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from app.pictures import Picture
+    from datamodules.inference.export import WeightParts
 
 
 class GenerationError(RuntimeError):
@@ -185,15 +186,17 @@ class GenerationResponse:
 
 @dataclass
 class WeightUpdate:
-    """New weights for an engine: exactly one of `state_dict` and `path`.
+    """New weights for an engine: exactly one of `state_dict`, `parts` and `path`.
 
     Attributes:
         version: policy version of these weights; greater than the engine's current one.
         state_dict: complete, by the engine's names: method "memory" takes those of the base model's own `state_dict()`
             (`export.merged_weights`), "distributed" those of a checkpoint (`export.checkpoint_weights`). The engine
             copies the tensors before `update_weights` returns and keeps no reference.
+        parts: for method "memory", where they are nowhere whole: gone through before `update_weights` returns.
         path: for method "disk", a directory written by `save_pretrained` or `WeightFiles`; for method "adapter", one of
             a PEFT adapter alone. It stays until the engine has newer weights: a server that comes late loads it too.
+            For method "distributed" it is read here and sent, to servers that need not see it (`read_here`).
         deadline_s: seconds the engine may take; above 0.
     """
 
@@ -201,10 +204,12 @@ class WeightUpdate:
     state_dict: dict[str, Tensor] | None = None
     path: str | None = None
     deadline_s: float = 300.0
+    parts: WeightParts | None = None
+    read_here: bool = False
 
     def __post_init__(self) -> None:
-        if (self.state_dict is None) == (self.path is None):
-            raise ValueError("WeightUpdate: give exactly one of state_dict and path")
+        if sum(given is not None for given in (self.state_dict, self.path, self.parts)) != 1:
+            raise ValueError("WeightUpdate: give exactly one of state_dict, parts and path")
         if not 0 < self.deadline_s < math.inf:
             raise ValueError(f"WeightUpdate.deadline_s: {self.deadline_s}, must be above 0 and finite")
 
@@ -235,8 +240,11 @@ class InferenceEngine(Protocol):
     def update_methods(self) -> tuple[str, ...]:
         """Ways it takes new weights, the preferred one first: of "memory", "distributed", "disk" and "adapter"."""
 
-    def start(self, model: PreTrainedModel, version: int, seed: int) -> None:
+    def start(self, model: PreTrainedModel, version: int, seed: int, parts: WeightParts | None = None) -> None:
         """Called once, on global rank 0, before the first request; the trainer's `model` is left untouched.
+
+        `parts`: its weights, where `model` has no storage, since ranks hold shards of them; gone through, or not at
+        all.
 
         An engine in other processes may come up without the weights of `model`: its `version` is then -1, and the
         caller brings them with a first `update_weights`, before the first request.
@@ -307,8 +315,9 @@ class RolloutData(Protocol):
     engine: InferenceEngine
     val_sets: Sequence[Any]
 
-    def start(self, model: PreTrainedModel, version: int) -> None:
-        """Starts the engine, and whatever uses it, with these weights; does nothing where they run already."""
+    def start(self, model: PreTrainedModel, version: int, parts: WeightParts | None = None) -> None:
+        """Starts the engine, and whatever uses it, with these weights (see `InferenceEngine.start`); does nothing where
+        they run already."""
 
     def publish(self, version: int) -> None:
         """The engine serves `version` from now on."""

@@ -131,8 +131,8 @@ def save_model(
         ExportError: the policy cannot be exported.
     """
     directory.mkdir(parents=True, exist_ok=True)
-    save_parts([checkpoint_weights(policy)] if parts is None else parts, directory, shard_bytes)
     _save_config(policy, directory, dtype)
+    save_parts([checkpoint_weights(policy)] if parts is None else parts, directory, shard_bytes)
     try:
         put_back(directory)
     except ExportError as error:

@@ -31,7 +31,8 @@ from datamodules.conversations.image_processor import ImageProcessor
 from datamodules.inference.clock import PausedClock
 from datamodules.inference.embedded.batcher import Batcher, Sequence
 from datamodules.inference.embedded.sampling import request_key
-from datamodules.inference.embedded.weights import copy_of, matched, read
+from datamodules.inference.embedded.weights import copy_of, fill, matched, read
+from datamodules.inference.export import WeightParts
 from datamodules.inference.protocol import (
     SHAPINGS,
     GenerationError,
@@ -54,6 +55,9 @@ class _Job:
 
 class EmbeddedEngine:
     """An `InferenceEngine` in this process (see the protocol for its methods). A policy with adapters is merged.
+
+    It holds a whole copy of the model on its device, beside what the trainer holds there; where that is more than is
+    free, it is refused. New weights of a policy in shards come a layer at a time, while nothing is generated.
 
     Args:
         kv_cache_tokens: size of the key-value cache in tokens, (running requests) x (longest of them): the bound on
@@ -129,11 +133,11 @@ class EmbeddedEngine:
         """From the next `start` on, requests may have pictures."""
         self._image_processor = processor
 
-    def start(self, model: PreTrainedModel, version: int, seed: int) -> None:
+    def start(self, model: PreTrainedModel, version: int, seed: int, parts: WeightParts | None = None) -> None:
         with self._condition:
             if self._thread is not None:
                 raise GenerationError("EmbeddedEngine.start: it already runs; close() it first")
-        own = copy_of(model, self.dtype, self.device)
+        own = copy_of(model, self.dtype, self.device, parts)
         processor = None if self._image_processor is None else self._image_processor.processor
         batcher = Batcher(own, self.kv_cache_tokens, self.max_batch_tokens, self.max_concurrent, processor)
         with self._condition:
@@ -267,10 +271,12 @@ class EmbeddedEngine:
                 " every update (close() and start() the engine to go back)"
             )
         weights = read(update.path) if update.path is not None else update.state_dict or {}
-        pairs = matched(batcher.model, weights)
+        pairs = matched(batcher.model, weights) if update.parts is None else []
         still = time.perf_counter()
         with self._hold("update_weights", update.deadline_s - (time.monotonic() - begin)):
             try:
+                if update.parts is not None:
+                    fill(batcher.model, update.parts)
                 with torch.no_grad():
                     for target, source in pairs:
                         target.copy_(source)

@@ -8,23 +8,28 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager
 
+import psutil
 import torch
 from torch import Tensor
 from torch.nn import Module
 from transformers import AutoConfig, PreTrainedModel
 
-from app.tree import StateLayers, auto_class, own_config
+from app.tree import StateLayers, auto_class, free_bytes, own_config
 from datamodules.inference.embedded.kv_slots import ATTENTION
-from datamodules.inference.export import base_model, merged_weights
+from datamodules.inference.export import WeightParts, base_model, merged_weights
 from datamodules.inference.protocol import GenerationError
 
 _KNOWN = {"full_attention", "sliding_attention", "mlp", "moe"}  # layer types with keys and values or no state at all
 
 
-def copy_of(policy: Module, dtype: str | None, device: str | None) -> PreTrainedModel:
+def copy_of(policy: Module, dtype: str | None, device: str | None, parts: WeightParts | None = None) -> PreTrainedModel:
     """A second model of the same configuration and weights, its attention reading the slots.
 
-    `policy`, a transformers model or a `peft` model around one, stays as it is.
+    `policy`, a transformers model or a `peft` model around one, stays as it is. `parts`: its weights, where it has no
+    storage.
+
+    Raises:
+        GenerationError: a model whose state cannot be kept, or that is larger than the memory that is free.
     """
     model = base_model(policy)
     config = own_config(model)
@@ -38,15 +43,25 @@ def copy_of(policy: Module, dtype: str | None, device: str | None) -> PreTrained
             f"EmbeddedEngine.start: {type(model).__name__} has {what}, whose state it cannot keep; generate with"
             " an SGLang server instead"
         )
-    target = torch.device(device) if device is not None else model.device
+    target = torch.device(device) if device is not None else model.device if parts is None else parts.device
+    element = getattr(torch, dtype).itemsize if dtype else model.dtype.itemsize
+    needs, free = element * sum(parameter.numel() for parameter in model.parameters()), _free(target)
+    if needs > free:
+        raise GenerationError(
+            f"EmbeddedEngine.start: its own copy of the model takes {needs / 1e9:.1f} GB, and {free / 1e9:.1f} GB are"
+            f" free on {target}; set EmbeddedEngine.device to another, or generate with SGLang servers (SGLangEngine)"
+        )
     with _unmoved_generators(target), target:
         own: PreTrainedModel = auto_class(config).from_config(
             config, dtype=getattr(torch, dtype) if dtype else model.dtype
         )
     own.config.get_text_config()._attn_implementation = ATTENTION  # towers of other inputs attend as ever
-    with torch.no_grad():
-        for mine, theirs in matched(own, merged_weights(policy)):
-            mine.copy_(theirs)
+    if parts is not None:
+        fill(own, parts)
+    else:
+        with torch.no_grad():
+            for mine, theirs in matched(own, merged_weights(policy)):
+                mine.copy_(theirs)
     return own.eval().requires_grad_(False)
 
 
@@ -64,6 +79,34 @@ def read(path: str) -> dict[str, Tensor]:
             return weights
     except (OSError, ValueError) as error:
         raise GenerationError(f"WeightUpdate.path: {path} holds no model of save_pretrained: {error}") from error
+
+
+def _free(device: torch.device) -> int:
+    """Bytes; on a CPU all there are, whatever other ranks may take of them."""
+    return int(free_bytes(device) if device.type == "cuda" else psutil.virtual_memory().available)
+
+
+@torch.no_grad()
+def fill(model: PreTrainedModel, parts: WeightParts) -> None:
+    """Writes weights into `model` as they come.
+
+    Raises:
+        GenerationError: names or shapes differ, or some are missing; those before are written then.
+    """
+    own = model.state_dict()
+    written = set()
+    for part in parts.merged():
+        for name, value in part.items():
+            if name not in own or own[name].shape != value.shape:
+                raise GenerationError(
+                    f"WeightUpdate.parts: '{name}' {tuple(value.shape)} is no tensor of the engine's"
+                    f" {type(model).__name__}; send the parts of a model of the same configuration"
+                )
+            own[name].copy_(value)
+            written.add(own[name].data_ptr())
+    missing = [name for name, tensor in own.items() if tensor.data_ptr() not in written]
+    if missing:
+        raise GenerationError(f"WeightUpdate.parts: {len(missing)} tensors are missing, {missing[:3]} among them")
 
 
 def matched(model: PreTrainedModel, weights: dict[str, Tensor]) -> list[tuple[Tensor, Tensor]]:

@@ -35,6 +35,7 @@ from transformers import PreTrainedModel
 from app import checks
 from datamodules.conversations.image_processor import ImageProcessor
 from datamodules.inference.clock import PausedClock
+from datamodules.inference.export import WeightParts
 from datamodules.inference.protocol import (
     SHAPINGS,
     GenerationError,
@@ -151,7 +152,7 @@ class SGLangEngine(ServerEngine):
         """From the next `start` on, requests may have pictures."""
         self._shows_pictures = True
 
-    def start(self, model: PreTrainedModel, version: int, seed: int) -> None:
+    def start(self, model: PreTrainedModel, version: int, seed: int, parts: WeightParts | None = None) -> None:
         if self._thread is not None:
             raise GenerationError("SGLangEngine.start: it already runs; close() it first")
         if self._shows_pictures and self.launch is None:
@@ -164,7 +165,8 @@ class SGLangEngine(ServerEngine):
         else:
             server_python()  # before anything is written
             self._scratch = tempfile.mkdtemp(prefix="arborist-engine-")
-            path, _ = WeightFiles(Path(self._scratch) / "weights", adapter=bool(self.adapters)).write(model, version)
+            files = WeightFiles(Path(self._scratch) / "weights", adapter=bool(self.adapters))
+            path, _ = files.write(model, version, None if parts is None else parts.saved())
             weights = weights_of(WeightUpdate(version, path=str(path)), adapter=bool(self.adapters))
             options = self.launch.options(str(path), self._match.positions, version, seed, self.max_concurrent)
             if self.adapters:

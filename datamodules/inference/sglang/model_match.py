@@ -13,7 +13,7 @@ from safetensors import SafetensorError, safe_open
 from transformers import PreTrainedModel
 
 from app.tree import tower_parameters
-from datamodules.inference.export import adapter_weights, base_model, checkpoint_weights
+from datamodules.inference.export import adapter_weights, base_model, checkpoint_shapes
 from datamodules.inference.protocol import GenerationError, WeightUpdate
 from datamodules.inference.sglang.client import shown
 from datamodules.inference.sglang.server_state import Server, WrongModel
@@ -36,8 +36,10 @@ class ModelMatch:
         self.positions: int = base.config.get_text_config().max_position_embeddings
         self.architecture = type(base).__name__
         self._adapter = adapter
-        weights = adapter_weights(model) if adapter else checkpoint_weights(model)
-        self._shapes = {name: tuple(tensor.shape) for name, tensor in weights.items()}
+        if adapter:
+            self._shapes = {name: tuple(tensor.shape) for name, tensor in adapter_weights(model).items()}
+        else:
+            self._shapes = checkpoint_shapes(model)
         # Tied tensors have several names, of which a checkpoint has one.
         self._known = set(base.state_dict()) | set(self._shapes)
 

@@ -17,7 +17,8 @@ from callbacks import SavePretrained, WeightSync
 from callbacks.base import policy_in_parts
 from datamodules.inference.embedded import EmbeddedEngine
 from datamodules.inference.protocol import GenerationRequest
-from datamodules.inference.weight_files import save_parts
+from datamodules.inference.sglang.weights import HostWeights
+from datamodules.inference.weight_files import WeightFiles
 from modules import ActorCriticModule, ModelSource, PolicyModule, build_model
 from modules.algorithm import Regulariser
 from modules.models import Refresh, inner_model
@@ -119,7 +120,8 @@ LARGE = {**HEADS, "hidden_size": 512, "intermediate_size": 2048, "head_dim": 128
 
 def most_memory(sharded: bool, directory: Path) -> tuple[int, int, int]:
     """Most bytes that this rank's process had beyond those at the start while a model was built and cut up, and beyond
-    those from then on while it was written to `directory` in files of 16 MiB; the bytes of the model's parameters."""
+    those from then on while it was written to `directory` in files of 16 MiB, and read again in buckets as servers are
+    sent; the bytes of the model's parameters."""
     found: list[int] = []
     status = Path("/proc/self/status")
 
@@ -134,11 +136,14 @@ def most_memory(sharded: bool, directory: Path) -> tuple[int, int, int]:
         def on_fit_start(self, run: Any, module: Any) -> None:
             found.append(read("VmHWM:") - before)
             here = begin()
-            _, parts = policy_in_parts(module.policy, run.is_global_zero)
-            written = save_parts(parts, directory, 16 << 20) if run.is_global_zero else 0
+            like, parts = policy_in_parts(module.policy, run.is_global_zero)
+            size = sum(p.numel() * p.itemsize for p in module.parameters())
+            if parts is not None:
+                path, written = WeightFiles(directory, 16 << 20).write(like, 1, parts.saved())
+                sent = sum(bucket.read().nbytes for bucket in HostWeights.in_files(path, 1, 16 << 20).buckets)
+                assert written == sent == size
             found.append(read("VmHWM:") - here)
-            found.append(sum(p.numel() * p.itemsize for p in module.parameters()))
-            assert written in (0, found[-1])
+            found.append(size)
 
     module = PolicyModule(source(**LARGE), optimizer=adamw)
     before = begin()
@@ -184,9 +189,9 @@ class Served(Batches):
         super().__init__(batches)
         self.engine = EmbeddedEngine()
 
-    def start(self, model: Any, version: int) -> None:
+    def start(self, model: Any, version: int, parts: Any = None) -> None:
         if not self.engine.health()["alive"]:
-            self.engine.start(model, version, seed=1)
+            self.engine.start(model, version, 1, parts)
 
     def publish(self, version: int) -> None:
         assert self.engine.version == version

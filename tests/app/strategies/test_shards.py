@@ -193,7 +193,7 @@ def test_a_run_goes_on_with_shards_and_holds_its_part(pools: dict[int, RankPool]
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="reads memory as Linux gives it")
 def test_only_rank_0_ever_has_a_whole_model(tmp_path: Path) -> None:
     """And its layers go as they are cut: beside its half, the other rank holds the largest of them. When it is written,
-    in files of 16 MiB, it is whole nowhere."""
+    in files of 16 MiB, and sent from there, it is whole nowhere."""
     pool = RankPool(2)  # of processes that free memory they had lies about in
     try:
         found = pool.run(jobs.most_memory, START, sharded=True, directory=tmp_path)

@@ -11,6 +11,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -20,13 +21,16 @@ from app.strategies.shards import without_storage
 from datamodules.inference.embedded.weights import copy_of
 from datamodules.inference.export import (
     ExportError,
+    WeightParts,
     base_model,
-    checkpoint_parts,
+    checkpoint_shapes,
     checkpoint_weights,
     merged_weights,
     num_bytes,
     weight_parts,
 )
+from datamodules.inference.protocol import GenerationError
+from datamodules.inference.sglang.weights import HostWeights
 from datamodules.inference.weight_files import WeightFiles, save_model, split
 from tests.app.tree.states import hybrids
 from tests.datamodules.inference.adapters import with_lora
@@ -66,7 +70,7 @@ def assert_parts_are_the_whole(policy) -> None:
         return {name: state[name].detach().clone() for name in names}
 
     like, whole, found = without_storage(policy), checkpoint_weights(policy), {}
-    for part in checkpoint_parts(policy, fetch, like):
+    for part in WeightParts(policy, fetch, like).saved():
         assert not found.keys() & part.keys()
         assert len({re.sub(r"\D+", " ", name).split(" ")[1] for name in part}) == 1  # of one layer
         found |= part
@@ -74,6 +78,9 @@ def assert_parts_are_the_whole(policy) -> None:
     assert asked == weight_parts(policy)
     assert found.keys() == whole.keys()
     assert all(torch.equal(found[name], tensor) for name, tensor in whole.items())
+    assert {name: tuple(tensor.shape) for name, tensor in whole.items()} == checkpoint_shapes(policy)
+    engines = copy_of(without_storage(policy), None, "cpu", WeightParts(policy, fetch, like)).state_dict()
+    assert all(torch.equal(engines[name], tensor) for name, tensor in merged_weights(policy).items())
 
 
 def test_a_plain_policy_is_not_copied() -> None:
@@ -147,7 +154,8 @@ def test_a_projection_that_only_the_configuration_ties(adapters: bool, tmp_path)
     assert base_model(policy).config.tie_word_embeddings
     assert_parts_are_the_whole(policy)
     assert_loads(WeightFiles(tmp_path).write(policy, 1)[0], policy)
-    torch.testing.assert_close(logits(copy_of(policy, None, None)), logits(policy), atol=2e-5, rtol=0)
+    engines = copy_of(policy, None, None).state_dict()
+    assert all(torch.equal(engines[name], tensor) for name, tensor in merged_weights(policy).items())
 
 
 def test_adapters_that_are_not_finite_are_named() -> None:
@@ -246,6 +254,38 @@ def test_parameters_in_one_flat_buffer_do_not_count_as_shared(tmp_path) -> None:
     assert num_bytes(merged_weights(policy)) == flat.nbytes
     path, _ = WeightFiles(tmp_path).write(policy, 1)
     assert_loads(path, tiny_policy())
+
+
+def test_weights_in_files_are_sent_as_those_in_memory(tmp_path) -> None:
+    """In buckets of their own, one in memory at a time; a file that is gone is named."""
+    policy = tiny_policy()
+    path, size = WeightFiles(tmp_path, shard_bytes=20_000).write(policy, 1)
+
+    def tensors(weights: HostWeights) -> dict[str, bytes]:
+        found = {}
+        for bucket in weights.buckets:
+            ends = np.cumsum([4 * np.prod(shape) for shape in bucket.shapes]).tolist()
+            parts = np.split(bucket.read().numpy(), ends[:-1])
+            found |= {name: part.tobytes() for name, part in zip(bucket.names, parts, strict=True)}
+        return found
+
+    ours, theirs = HostWeights.in_files(path, 1, 15_000), HostWeights.copy_of(checkpoint_weights(policy), 1, 15_000)
+    assert ours.nbytes == theirs.nbytes == size
+    assert all(
+        bucket.data is None and (len(bucket.names) == 1 or bucket.read().nbytes <= 15_000) for bucket in ours.buckets
+    )
+    assert tensors(ours) == tensors(theirs)
+    files = sorted(path.glob("*.safetensors"))
+    files[0].unlink()
+    with pytest.raises(GenerationError, match=rf"{files[0]} cannot be read"):
+        tensors(ours)
+
+
+def test_a_model_that_does_not_fit_beside_the_trainer_is_refused() -> None:
+    with torch.device("meta"):
+        policy = Qwen2ForCausalLM(Qwen2Config(**SMALL | {"intermediate_size": 1 << 36}))
+    with pytest.raises(GenerationError, match=r"its own copy .* takes [\d.]+ GB, and [\d.]+ GB are free on cpu; set"):
+        copy_of(policy, None, "cpu")
 
 
 def test_split_cuts_before_the_limit() -> None:
