@@ -185,7 +185,7 @@ class SGLangEngine(ServerEngine):
         if thread is None:
             return
         try:
-            thread.call(self._shut(), self._patience(self.control_timeout_s))
+            thread.call(self._shut(), _patience(self.control_timeout_s, max(self._update_s, self.control_timeout_s)))
         finally:
             thread.stop(self.control_timeout_s)
             fleet, self._fleet = self._fleet, None
@@ -313,12 +313,7 @@ class SGLangEngine(ServerEngine):
         if self._thread is None:
             work.close()
             raise GenerationError(_NOT_RUNNING)
-        return self._thread.call(work, self._patience(deadline_s))
-
-    def _patience(self, seconds: float) -> float:
-        """Seconds after which a call that has a deadline of `seconds` has met a loop that stands still: what was asked
-        for before it may have to end first."""
-        return seconds + max(self._update_s, self.control_timeout_s) + _GRACE_S
+        return self._thread.call(work, _patience(deadline_s, max(self._update_s, self.control_timeout_s)))
 
     async def _stand(self, still: bool) -> None:
         async with self._control_lock:
@@ -384,3 +379,8 @@ class SGLangEngine(ServerEngine):
         if self._fleet is None:
             raise GenerationError(_NOT_RUNNING)
         return self._fleet
+
+
+def _patience(deadline_s: float, ahead_s: float) -> float:
+    """Seconds after which a call has met a loop that stands still: what was asked for before it may have to end first."""
+    return deadline_s + ahead_s + _GRACE_S
