@@ -382,5 +382,5 @@ class SGLangEngine(ServerEngine):
 
 
 def _patience(deadline_s: float, ahead_s: float) -> float:
-    """Seconds after which a call has met a loop that stands still: what was asked for before it may have to end first."""
+    """Seconds after which a call has met a loop that stands still: what was asked for before it may end first."""
     return deadline_s + ahead_s + _GRACE_S
