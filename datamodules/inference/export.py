@@ -47,7 +47,8 @@ def merged_weights(policy: Module) -> dict[str, Tensor]:
     """
     base = base_model(policy)
     weights = {name: tensor.detach() for name, tensor in base.state_dict().items()}
-    return _merge(_adapted_modules(base), tied_names(base), weights)
+    adapted = _adapted_modules(base)
+    return _merge(adapted, tied_names(base) if adapted else {}, weights)
 
 
 def checkpoint_weights(policy: Module) -> dict[str, Tensor]:
