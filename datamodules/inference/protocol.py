@@ -221,7 +221,7 @@ class InferenceEngine(Protocol):
     One that honours fields of `GenerationRequest.shaping` names them in an attribute `shapings`; one without it is sent
     no request that has any. One that shows pictures has a method `use_images(processor)`, called before `start` with
     the model's `ImageProcessor`. One that knows for how long it stood still, in pauses and updates, has a number
-    `still_s` of seconds, which never falls by more than a pause was overrated; deadlines of episodes go by it.
+    `still_s` of seconds, those of what is under way included, by which deadlines of episodes go.
     """
 
     @property

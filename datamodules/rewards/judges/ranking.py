@@ -30,15 +30,6 @@ from datamodules.rewards.judges.wording import fill, instructions
 Order = dict[int, int]
 """The place of each reply, 0 the best; ties share one."""
 
-_SCHEMA = {
-    "type": "object",
-    "properties": {
-        "reasoning": {"type": "string"},
-        "ranking": {"type": "array", "items": {"type": "array", "items": {"type": "integer"}}},
-    },
-    "required": ["reasoning", "ranking"],
-    "additionalProperties": False,
-}
 _MOST = 32
 
 
@@ -59,6 +50,7 @@ class RankingJudge(Judge):
         verifier: a plain reward beside the judge's; see `Judge`. `drift` is the judge's place less the place by the
             verifier's number, `against` the share of the pairs that the verifier tells apart and the judge puts in the
             other order. Held-out episodes need one, since one reply alone has no place.
+        reasoning: the judge reasons before it ranks.
 
     Raises:
         ValueError: an option out of range.
@@ -76,6 +68,7 @@ class RankingJudge(Judge):
         max_characters: int = 20_000,
         prompt: str | None = None,
         verifier: Callable[[Prompt, str], float] | None = None,
+        reasoning: bool = True,
     ) -> None:
         name = "RankingJudge"
         checks.one_of(f"{name}.compare", compare, ("group", "pairs"))
@@ -90,6 +83,8 @@ class RankingJudge(Judge):
         self._compare = compare
         self._orders = orders
         self._reference = reference
+        self._fields = ['"reasoning": "..."'] if reasoning else []
+        self._schema = _schema(reasoning)
         self._most = max_characters
         self._text = instructions(prompt, "ranking.md", f"{name}.prompt", ("fence", "criteria", "count", "form"))
 
@@ -147,18 +142,19 @@ class RankingJudge(Judge):
         standing = list(party)
         content = "\0".join([*(text for _, text in before), *(texts[one] for one in party)])
         random.Random(hashlib.sha256(content.encode("utf-8", "replace")).digest()).shuffle(standing)
-        form = ", ".join(f"[{number + 1}]" for number in range(min(3, len(party))))
+        places = ", ".join(f"[{number + 1}]" for number in range(min(3, len(party))))
+        ranking = f'"ranking": [{places}{", ..." if len(party) > 3 else ""}]'
         values = {
             "criteria": self._criteria,
             "count": str(len(party)),
-            "form": '{"reasoning": "...", "ranking": [' + form + (", ..." if len(party) > 3 else "") + "]}",
+            "form": "{" + ", ".join([*self._fields, ranking]) + "}",
         }
         system = fill(self._text, values)
         questions: list[Question[Order]] = []
         for turned in range(self._orders):
             order = standing[::-1] if turned else standing
             blocks = [*before, *((f"ANSWER {place + 1}", texts[one]) for place, one in enumerate(order))]
-            questions.append(Question(system, blocks, _SCHEMA, _reader(order)))
+            questions.append(Question(system, blocks, self._schema, _reader(order)))
         return questions
 
 
@@ -178,6 +174,12 @@ def _reader(order: Sequence[int]) -> Callable[[dict[str, Any]], Order]:
         return {order[number - 1]: rank for rank, place in enumerate(places) for number in place}
 
     return read
+
+
+def _schema(reasoning: bool) -> dict[str, Any]:
+    properties: dict[str, Any] = {"reasoning": {"type": "string"}} if reasoning else {}
+    properties["ranking"] = {"type": "array", "items": {"type": "array", "items": {"type": "integer"}}}
+    return {"type": "object", "properties": properties, "required": list(properties), "additionalProperties": False}
 
 
 def _better(order: Order, first: int, second: int) -> float:

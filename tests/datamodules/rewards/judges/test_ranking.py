@@ -66,6 +66,17 @@ def test_places_with_ties(compare: str, calls: int) -> None:
     assert len(server.asked) == calls  # the reply that came twice is shown once
 
 
+def test_a_ranking_may_be_asked_for_without_reasoning() -> None:
+    with JudgeServer(lambda asked, number: json.dumps({"ranking": [[1], [2]]})) as server:
+        ranked(server.url, ["a", "b"], orders=1, reasoning=False)
+        ranked(server.url, ["a", "b"], orders=1)
+    for asked, fields in zip(server.asked, [["ranking"], ["reasoning", "ranking"]], strict=True):
+        told = asked.body["messages"][0]["content"]
+        assert ("{" + ("" if len(fields) == 1 else '"reasoning": "...", ') + '"ranking": [[1], [2]]}') in told
+        schema = asked.body["response_format"]["json_schema"]["schema"]
+        assert list(schema["properties"]) == schema["required"] == fields
+
+
 def test_equal_replies_need_no_judge() -> None:
     with JudgeServer(by_length) as server:
         found, _ = ranked(server.url, ["same"] * 4)

@@ -4,6 +4,7 @@ examples/smollm2/prepare.py fetches from the package registry)."""
 from __future__ import annotations
 
 import asyncio
+import re
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -88,7 +89,7 @@ def test_a_group_is_ranked_by_the_servers_own_chat_completions(chat: ServerProce
     ranks otherwise rewards nobody, in words; what it ranks is places, the same when it is asked again."""
     about = {"max_tokens": 48, "structured": "json_schema", "max_concurrent": 2, "deadline_s": 200.0}
     model = JudgeModel(f"{chat.url}/v1", "smollm2", VARIABLE, attempt_s=200.0, **about)  # type: ignore[arg-type]
-    judge = RankingJudge(model, 'the sum is right; reasoning is "", and each answer has one place', compare)
+    judge = RankingJudge(model, "the sum is right", compare, reasoning=False)
 
     async def ranked() -> tuple[list[Any], JudgePool]:
         pool = JudgePool(judge)
@@ -105,8 +106,8 @@ def test_a_group_is_ranked_by_the_servers_own_chat_completions(chat: ServerProce
     spent = pool.spent()
     assert spent["judge_refused"] == 0 and spent["judge_input_tokens"] > 200
     if isinstance(found[0], RewardError):
-        assert all("'ranking' does not hold each of 1 to 2 once" in str(one) for one in found)
-        assert spent["judge_misread"] > 0
+        unread = r"answered \d times what cannot be read: ('ranking' does not hold each of 1 to 2 once|it was cut off)"
+        assert all(re.search(unread, str(one)) for one in found) and spent["judge_misread"] > 0
     else:
         assert found[0].value == found[2].value and sum(one.value for one in found) == pytest.approx(1.5)
         assert found[0].value in (0.25, 0.5, 0.75) and set(found[0].parts) == {"judge_cut", "inconsistent"}
