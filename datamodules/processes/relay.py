@@ -28,7 +28,7 @@ from typing import Any
 
 _LENGTH = struct.Struct("!Q")
 _POLL_S = 0.1  # how soon an interrupt is noticed: Python's own wakes no wait
-_ASK_S = 5.0  # a call's deadline may be late by as much
+_ASK_S = 30.0  # a busy run answers late; where none does, a call's deadline is late by as much
 _END_S = 15.0  # the guardian's own bound is shorter
 
 
