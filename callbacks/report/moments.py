@@ -56,10 +56,8 @@ def shown_groups(batch: RolloutBatch) -> list[int]:
     """Ids of the first groups that have at most `MOST_TOKENS` tokens as trees; of one at least."""
     shown: list[int] = []
     room = MOST_TOKENS
-    sequences = batch.sequences()
     for group in dict.fromkeys(batch.group_ids.tolist()):
-        own = PrefixTree.build([sequences[i] for i in _of_groups(batch, [group])])
-        room -= own.num_tokens
+        room -= _built(batch.select(_of_groups(batch, [group]))).num_tokens
         if room < 0 and shown:
             break
         shown.append(group)
@@ -81,9 +79,11 @@ def _tree(batch: RolloutBatch, credit: torch.Tensor, chosen: list[int], tokenize
     own = batch.select(chosen)
     flat = batch.flat_index(chosen)
     _, keys = np.unique(own.temperatures.numpy(), return_inverse=True)
-    tree = PrefixTree.build(own.sequences(), keys=keys)
+    tree = _built(own, keys)
     every = np.arange(tree.num_sequences)
     of_token = tree.sequence_tokens(every)
+    ids = np.empty(tree.num_tokens, np.int64)
+    ids[of_token] = own.tokens.numpy()  # the tree's own tell pictures apart, and no tokenizer knows them
     segment = np.searchsorted(tree.segment_offset, of_token, side="right") - 1
     mask, count = own.loss_mask.numpy(), tree.num_segments
     trained = np.bincount(segment[mask], minlength=count)
@@ -103,8 +103,14 @@ def _tree(batch: RolloutBatch, credit: torch.Tensor, chosen: list[int], tokenize
         "trained": trained.tolist(),
         "credit": [round(float(c / n), 5) if n else None for c, n in zip(credits, trained, strict=True)],
         "reward": [round(float(one), 5) for one in rewards],
-        "text": [_read(tree.tokens[a:b].tolist(), tokenizer) for a, b in zip(tree.segment_offset, ends, strict=True)],
+        "text": [_read(ids[a:b].tolist(), tokenizer) for a, b in zip(tree.segment_offset, ends, strict=True)],
     }
+
+
+def _built(batch: RolloutBatch, keys: np.ndarray | None = None) -> PrefixTree:
+    """The tree that is trained: placeholders are shared where they show the same picture."""
+    images = None if batch.images is None else batch.split(batch.images)
+    return PrefixTree.build(batch.sequences(), keys=keys, images=images, pictures=batch.pictures)
 
 
 def _transcripts(batch: RolloutBatch, tokenizer: Any) -> dict[str, dict[str, Any]]:

@@ -7,6 +7,7 @@ import torch
 
 from app.batch import RolloutBatch, Trajectory
 from callbacks.report import moments
+from tests.helpers.pictured import PLACEHOLDER, picture, pictured
 from tests.helpers.recorded_samples import byte_tokenizer
 
 
@@ -94,3 +95,13 @@ def test_large_batches_show_whole_groups_and_long_texts_their_ends(monkeypatch: 
     long = RolloutBatch.from_trajectories([episode([1, 2, *range(100, 140)], 0, 0, 0)])
     (text,) = moments.batch_moment(long, None)["tree"]["text"]
     assert text.startswith("1 2 100") and text.endswith("138 139") and "characters left out" in text and len(text) < 80
+
+
+def test_pictures_under_equal_ids_are_boxes_of_their_own() -> None:
+    """As the tree that is trained has them; the text is the placeholders' own."""
+    shown = [pictured([1, picture(k // 2), 2], group_id=k // 2, episode_id=k) for k in range(4)]
+    tree = moments.batch_moment(RolloutBatch.from_trajectories(shown), None)["tree"]
+    boxes = dict(zip(zip(tree["text"], tree["sequences"]), tree["parent"]))
+    behind = " ".join(map(str, [*[PLACEHOLDER] * 4, 2, 20, 21, 22]))
+    assert sorted(zip(tree["text"], tree["sequences"])) == [("1", 4), (behind, 2), (behind, 2)]
+    assert boxes[behind, 2] == tree["text"].index("1")
