@@ -69,11 +69,24 @@ MUTATIONS: dict[str, Callable[[Patch], None]] = {
 }
 
 
+# Either dtype and either size is quick.
+in_every_way = pytest.mark.parametrize(
+    ("dtype", "size"),
+    [
+        (torch.float32, "small"),
+        (torch.bfloat16, "large"),
+        pytest.param(torch.float32, "large", marks=pytest.mark.slow),
+        pytest.param(torch.bfloat16, "small", marks=pytest.mark.slow),
+    ],
+    indirect=["size"],
+)
+
+
 def train(model) -> None:
     TreeEngine(model, self_check=True).backward(TREE, lambda out, i: out.logprobs.sum())
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@in_every_way
 @pytest.mark.parametrize("mutation", MUTATIONS)
 def test_a_lost_state_is_refused(mutation: str, dtype: torch.dtype, size: None, monkeypatch: Patch) -> None:
     model = hybrids.make("qwen3_5_text", dtype)
@@ -83,7 +96,7 @@ def test_a_lost_state_is_refused(mutation: str, dtype: torch.dtype, size: None, 
     assert all(p.grad is None for p in model.parameters())
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@in_every_way
 @pytest.mark.parametrize("mutation", [name for name in MUTATIONS if "tail" in name])
 def test_a_lost_tail_is_refused_without_a_scan(
     mutation: str, dtype: torch.dtype, size: None, monkeypatch: Patch
