@@ -120,6 +120,7 @@ ANY_MESSAGES = st.lists(
     min_size=1,
     max_size=5,
 )
+EXAMPLES = settings.default.max_examples // 6  # of each template
 SEEKS = "{% if n.a and z %}{{ i }}{% set n.a = 0 %}{% set n.c = n.c + 1 %}{% endif %}"
 COMMON = {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "<p>", "unk_token": "<u>"}
 
@@ -146,7 +147,7 @@ def both(source: str) -> list[Any]:
 def test_every_template_says_in_haste_what_it_says_otherwise(name: str) -> None:
     plain, quick = both(resources.files("trl").joinpath("chat_templates", name).read_text())
 
-    @settings(max_examples=12, deadline=None, derandomize=True, database=None)
+    @settings(max_examples=EXAMPLES, deadline=None, derandomize=True, database=None)
     @given(messages=MESSAGES, tools=st.sampled_from([None, TOOLS]), goes_on=st.booleans())
     def check(messages: Any, tools: Any, goes_on: bool) -> None:
         known = {"messages": messages, "tools": tools, "documents": None, "add_generation_prompt": goes_on}
@@ -231,7 +232,7 @@ def test_a_chat_says_what_its_tokenizer_says(name: str) -> None:
         except Exception as error:
             return str(error)
 
-    @settings(max_examples=8 if known else 60, deadline=None, derandomize=True, database=None)
+    @settings(max_examples=EXAMPLES if known else 60, deadline=None, derandomize=True, database=None)
     @example(messages=[{**REASONED[0], "thinking": "c"}, *REASONED], tools=None, goes_on=True)
     @given(messages=ANY_MESSAGES, tools=st.sampled_from([None, TOOLS, []]), goes_on=st.booleans())
     def check(messages: Any, tools: Any, goes_on: bool) -> None:
