@@ -67,6 +67,7 @@ OVERLAYS: dict[str, dict[str, Any]] = {
     "easy_vqa_grpo": sees(validation={"prompts": {"init_args": {"size": 2}}}),
     "minigrid_grpo": sees(
         reward=None,  # the world's
+        reward_options=None,
         prompts={"init_args": {"tile": 8}},
         validation={"prompts": {"init_args": {"size": 2, "tile": 8}}},
         workflow={"init_args": {"max_turns": 3, "max_new_tokens": 4}},
