@@ -12,7 +12,7 @@ something first; no-go) with its reasons. Writes check.json, and recommended.yam
 the run.
 
 Promises: nothing is trained; every reason comes with its number and a remedy; what cannot be told is left out, never
-guessed. Times and memory are predictions: benchmarks/results/check has how far off they are.
+guessed. Times and memory are the planner's predictions (benchmarks/results/tree has how far off these are).
 """
 
 from __future__ import annotations

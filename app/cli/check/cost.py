@@ -61,17 +61,18 @@ def sharing_and_cost(rollouts: Rollouts, arguments: argparse.Namespace) -> Part:
     )
     weights, gradients, state = _bytes_a_parameter(dtype)
     fixed = whole.parameters * (weights + gradients + state / arguments.devices) / 2**30
-    memory = arguments.gib or _memory(arguments.device) / 2**30
-    beside = (_engine(rollouts, whole, report.dense_tokens) + _process(arguments.device)) / 2**30
+    beside = _engine(rollouts, whole, report.dense_tokens) / 2**30
+    process = _process(arguments.device) / 2**30
+    memory = arguments.gib or _memory(arguments.device) / 2**30 - process
     need, all_ = (fixed + beside + (one.memory.total - one.memory.gradients) / 2**30 for one in (least, whole))
     lines.append(
-        f"memory a device, GiB: {fixed:.3g} for weights, gradients and optimizer, {beside:.3g} for the process and"
-        f" an engine in it, {need:.3g} with the least a pass needs, {all_:.3g} with nothing computed twice; there are"
+        f"memory a device, GiB: {fixed:.3g} for weights, gradients and optimizer, {beside:.3g} for an engine"
+        f" beside them, {need:.3g} with the least a pass needs, {all_:.3g} with nothing computed twice; there are"
         f" {memory:.3g}"
     )
     figures |= {"predicted_seconds": each, "rates_measured": there, "parameters": whole.parameters}
     figures |= {"predicted_optimizer_seconds": optimizer} if there else {}
-    figures |= {"gib_fixed": fixed, "gib_least": need, "gib_all": all_, "gib_there": memory}
+    figures |= {"gib_fixed": fixed, "gib_least": need, "gib_all": all_, "gib_there": memory, "gib_process": process}
     if need > memory:
         reasons.append(_too_large(whole.parameters, dtype, need - fixed, memory, arguments.devices))
     elif all_ > memory:
