@@ -10,11 +10,9 @@ this project's `model: {path: ...}` and on inference servers alike. Adapters are
 from __future__ import annotations
 
 import logging
-from pathlib import Path
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.loggers import WandbLogger
 from transformers import AutoTokenizer
 
 from app.strategies.shards import is_sharded
@@ -30,22 +28,11 @@ class SavePretrained(Callback):
     Args:
         dirpath: where; relative paths are below the run directory.
         merge: write a policy with adapters as one model without, which servers load.
-        artifact: also hand the directory to Weights & Biases, as an artifact of this name and of type "model".
-
-    Raises:
-        ValueError: (at set-up) `artifact` without a `WandbLogger`.
     """
 
-    def __init__(self, dirpath: str = "model", merge: bool = False, artifact: str | None = None) -> None:
+    def __init__(self, dirpath: str = "model", merge: bool = False) -> None:
         self.dirpath = dirpath
         self.merge = merge
-        self.artifact = artifact
-
-    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        if self.artifact is not None and not _wandb(trainer):
-            raise ValueError(
-                "SavePretrained.artifact has no effect without a WandbLogger in trainer.logger: add one, or remove it"
-            )
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         target = run_dir(trainer) / self.dirpath
@@ -65,22 +52,7 @@ class SavePretrained(Callback):
             images = getattr(trainer.datamodule, "image_processor", None)
             if images is not None:
                 images.processor.save_pretrained(target)
-            if self.artifact is not None:
-                _upload(target, self.artifact, trainer)
         trainer.strategy.barrier("SavePretrained")  # no rank reads or leaves before the files are complete
-
-
-def _wandb(trainer: Trainer) -> list[WandbLogger]:
-    return [logger for logger in trainer.loggers if isinstance(logger, WandbLogger)]
-
-
-def _upload(directory: Path, name: str, trainer: Trainer) -> None:
-    import wandb
-
-    artifact = wandb.Artifact(name, type="model", metadata={"step": trainer.global_step})
-    artifact.add_dir(str(directory))
-    for logger in _wandb(trainer):
-        logger.experiment.log_artifact(artifact)
 
 
 def _tokenizer(trainer: Trainer, module: LightningModule) -> Any:

@@ -28,7 +28,7 @@ import torch.distributed as dist
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.cli import LightningCLI
-from lightning.pytorch.loggers import CSVLogger, Logger, WandbLogger
+from lightning.pytorch.loggers import CSVLogger, Logger
 from lightning.pytorch.utilities import rank_zero_only
 from transformers.utils import logging as transformers_logging
 
@@ -76,7 +76,6 @@ _TRAINER_DEFAULTS = {
 }
 
 _RUN_DIR_VARIABLE = "ARBORIST_RUN_DIR"
-_WANDB_ID = "WANDB_RUN_ID"
 
 # Lightning's advice that does not apply here. Warnings of other libraries and of other kinds stay.
 _HARMLESS = (
@@ -174,8 +173,6 @@ class ArboristCLI(LightningCLI):
         _answer_the_doctor(run_dir)
         kwargs.setdefault("default_root_dir", given.get("default_root_dir") or str(run_dir))
         kwargs.setdefault("logger", _with_csv(given.get("logger"), run_dir))
-        if _leads():
-            _one_wandb_run(_as_list(given.get("logger")), run_dir)
         try:
             return super().instantiate_trainer(callbacks=callbacks, **kwargs)
         except (ValueError, TypeError) as error:  # the Trainer refuses a value: the user's, not a failure
@@ -246,22 +243,6 @@ def _with_csv(logger: Any, run_dir: Path) -> list[Logger] | bool:
     if any(isinstance(one, CSVLogger) for one in given):
         return given
     return [Metrics(save_dir=str(run_dir.parent), name="", version=run_dir.name, flush_logs_every_n_steps=1), *given]
-
-
-def _one_wandb_run(loggers: list[Any], run_dir: Path) -> None:
-    """A run that goes on in its directory goes on at W&B too: its id there stands in the file `wandb_id`. One that the
-    configuration names, or a sweep's agent, is left alone."""
-    for logger in loggers:
-        if not isinstance(logger, WandbLogger) or logger.version is not None or _WANDB_ID in os.environ:
-            continue
-        file = run_dir / "wandb_id"
-        known = file.read_text().strip() if file.exists() else ""
-        os.environ.update({_WANDB_ID: known} if known else {})
-        try:
-            experiment = logger.experiment
-        finally:
-            os.environ.pop(_WANDB_ID, None)
-        file.write_text(f"{experiment.id}\n")
 
 
 def _as_list(value: Any) -> list[Any]:
