@@ -2,7 +2,8 @@
 
     python -m benchmarks.gpu_suite --checks flash --workloads none --out DIR                # does it run? 3 minutes
     python -m benchmarks.gpu_suite --checks none --size 0.6B --workloads whole think --profile \\
-        --sweep chunk=2048,8192,32768 head=220,4096 attention=flash,cudnn,triton --out DIR  # is it faster? 9 minutes
+        --sweep chunk=2048,8192,32768 head=220,4096 attention=flash,cudnn,triton elementwise=compile \\
+        --out DIR                                                                           # is it faster? 9 minutes
     python -m benchmarks.gpu_suite --checks none --size 8B --workloads whole --out DIR      # and at 8B? 9 minutes
     python -m benchmarks.gpu_suite --checks none --workloads none --train 4B --out DIR      # whole steps, 6 minutes
     python -m benchmarks.gpu_suite --checks none --workloads none --hybrid 4B --out DIR     # Qwen3.5, 9 minutes
@@ -54,6 +55,7 @@ SHAPES: dict[str, dict[str, Any]] = {
 }
 VOCABULARY = 151_936
 SWEPT = {"chunk": "chunk_tokens", "live": "live_tokens", "head": "head_tokens", "attention": "attention"}
+SWEPT |= {"elementwise": "elementwise"}
 """What --sweep may change, and the setting it is."""
 
 
@@ -65,7 +67,10 @@ def checks(device: torch.device, level: str, seeds: int = 3) -> dict[str, list[d
     torch.set_float32_matmul_precision("highest")
     try:
         if level == "flex":
-            return {"engine": check_engine(device, ("flex",) if device.type == "cuda" else ("sdpa",))}
+            found = {"engine": check_engine(device, ("flex",) if device.type == "cuda" else ("sdpa",))}
+            if device.type == "cuda":  # code generation for CPUs takes minutes and is torch's own affair
+                found["elementwise"] = check_engine(device, (), elementwise="compile")
+            return found
         found = {"torch": check_torch(device), "kernels": check_kernels(device)}
         found["engine"] = check_engine(device, trained) if all(row["ok"] for row in found["torch"]) else []
         found["self_check"] = check_margin(device, seeds)
@@ -222,7 +227,7 @@ def _swept(text: str) -> tuple[str, list[int | str]]:
     name, _, values = text.partition("=")
     if name not in SWEPT or not values:
         raise argparse.ArgumentTypeError(f"{text!r}: expected NAME=VALUE,VALUE with NAME out of {sorted(SWEPT)}")
-    if name == "attention":
+    if name in ("attention", "elementwise"):
         return name, list(values.split(","))
     if not all(value.isdigit() and int(value) for value in values.split(",")):
         raise argparse.ArgumentTypeError(f"{text!r}: expected numbers of tokens of at least 1 after {name}=")
@@ -247,7 +252,7 @@ def _parser() -> argparse.ArgumentParser:
         type=_swept,
         default=[],
         metavar="NAME=VALUE,VALUE",
-        help="also time the first workload's tree pass at these settings: chunk, live and head (tokens), attention",
+        help="also time the first workload's tree pass at these: chunk, live, head (tokens), attention, elementwise",
     )
     parser.add_argument("--train", choices=list(SHAPES), help="also whole optimizer steps under DTAStrategy, this size")
     parser.add_argument("--hybrid", choices=list(hybrids.SHAPES), help="also Qwen3.5 of this size, long prompts")

@@ -85,6 +85,8 @@ class TreeModule(EvaluatedModule):
         attention: attention backend of the tree engine.
         states: what computes the scans of layers that carry a state: "torch", "fla" (kernels of flash-linear-attention
             and mamba-ssm, on CUDA devices), or "auto".
+        elementwise: how norms, rotary embeddings and activations of the layers run in the tree engine: "eager", or
+            "compile", fused by torch.compile.
         self_check: the first step also runs a small part of its batch densely, one sequence at a time. When tree and
             dense execution differ by more than rounding, "error" ends the run, "fallback" goes on densely (on all
             ranks); "skip" does not check.
@@ -122,6 +124,7 @@ class TreeModule(EvaluatedModule):
         live_tokens: TokenBudget = "auto",
         attention: str = "auto",
         states: str = "auto",
+        elementwise: str = "eager",
         self_check: SelfCheck = "error",
     ) -> None:
         super().__init__()
@@ -136,6 +139,7 @@ class TreeModule(EvaluatedModule):
             "live_tokens": live_tokens,
             "attention": attention,
             "states": states,
+            "elementwise": elementwise,
             "self_check": False,  # done here, where ranks can agree
         }
         self.self_check = self_check

@@ -25,8 +25,10 @@ from app.tree.attention.groups import RankGroup
 from app.tree.calibrate import measure_rates
 from app.tree.executor import BatchedLoss, Executor, check_scalar
 from app.tree.heads import Heads, Likeliest, Soft, SoftTargets, refuse_soft
+from app.tree.heads.temperatures import sequence_temperatures
 from app.tree.memory import Budget, Result, tower_graphs_fit
 from app.tree.model.checkpointing import checkpointable
+from app.tree.model.elementwise import refuse_elementwise
 from app.tree.model.picture_check import Entries, entering, entries_over
 from app.tree.model.pictures import PicturePass, Tower
 from app.tree.model.refusals import (
@@ -79,6 +81,8 @@ class TreeEngine:
             and mamba-ssm, on CUDA devices), or "auto"; see `app.tree.states.kernels`.
         image_processor: makes the model's arguments of a picture's pixels, for trees with pictures: transformers' own,
             `AutoImageProcessor.from_pretrained(directory, backend="pil")`.
+        elementwise: how norms, rotary embeddings and activations run: "eager", or "compile", fused by torch.compile,
+            which takes a minute at the first step; see `app.tree.model.elementwise`.
 
     Attributes:
         dense: whether every leaf sequence runs alone, through the model's own attention (after such a fallback).
@@ -106,6 +110,7 @@ class TreeEngine:
         group: RankGroup | None = None,
         states: str = "auto",
         image_processor: Any | None = None,
+        elementwise: str = "eager",
     ) -> None:
         for name, budget in (("chunk_tokens", chunk_tokens), ("live_tokens", live_tokens)):
             if budget != "auto" and (isinstance(budget, str) or budget < 1):
@@ -114,6 +119,7 @@ class TreeEngine:
             raise ValueError(f"attention must be 'auto' or one of {sorted(BACKENDS)}, got {attention!r}")
         if states not in STATES:
             raise ValueError(f"states must be one of {STATES}, got {states!r}")
+        refuse_elementwise(elementwise)
         if not temperature > 0:
             raise ValueError(f"temperature must be above 0, got {temperature}")
         if on_mismatch not in ("error", "fallback"):
@@ -141,17 +147,17 @@ class TreeEngine:
         self.tower = Tower(self.model, image_processor)
         self.budget = Budget(chunk_tokens, live_tokens)
         self.remember: Callable[[], Callable[[], None]] | None = None
-        self.temperature = temperature
+        self.temperature, self.elementwise = temperature, elementwise
         self.attention, self.states, self.checkpointing, self.rates = attention, states, checkpointing, rates
         self.value_head = value_head or getattr(self.model, "value_head", None) or getattr(self.model, "score", None)
         self.heads = Heads(self.model, self.value_head, head_tokens)
 
     def chosen(self) -> str:
-        """What computes a pass here, in one line: attention, scans, and logits, where there are some."""
+        """What computes a pass here, in one line: attention, scans, logits, and how element-wise parts run."""
         scans = f", scans {self._scans().name}" if self.state_layers.mixers else ""
         heads, attention = self.heads, choose_backend(self.attention, self.model).name
         logits = f", logits {heads.way()} in blocks of {heads.head_tokens} rows" if heads.projection else ""
-        return f"attention {attention}{scans}{logits}"
+        return f"attention {attention}{scans}{logits}, element-wise parts {self.elementwise}"
 
     def plan(self, tree: PrefixTree) -> ExecutionPlan:
         """The plan that `forward` and `backward` execute for `tree`: of a few candidates within the budgets, the one
@@ -424,7 +430,7 @@ class TreeEngine:
     ) -> Executor:
         self._validate(tree, want)
         refuse_soft(want, soft, self.heads.vocabulary is not None)
-        per_sequence = None if temperatures is None else _temperatures(tree, temperatures)
+        per_sequence = None if temperatures is None else sequence_temperatures(tree, temperatures)
         backend = choose_backend(self.attention, self.model)
         self.last_plan = execution = execution or self.plan(tree)
         scans = TORCH if execution.dense else self._scans()
@@ -442,6 +448,7 @@ class TreeEngine:
             scans,
             self._pictures(execution.tree, with_grads),
             soft,
+            self.elementwise,
         )
 
     def _pictures(self, tree: PrefixTree, with_grads: bool) -> PicturePass | None:
@@ -487,14 +494,3 @@ def _one_by_one(loss_fn: LossFn) -> LossFn:
         return torch.stack(losses).sum()
 
     return batched
-
-
-def _temperatures(tree: PrefixTree, temperatures: Any) -> np.ndarray[Any, np.dtype[np.float64]]:
-    values = np.asarray(temperatures.detach().cpu() if isinstance(temperatures, Tensor) else temperatures, np.float64)
-    if values.shape != (tree.num_sequences,):
-        raise ValueError(
-            f"temperatures: expected {tree.num_sequences} numbers, one a sequence, got shape {values.shape}"
-        )
-    if not (values > 0).all():
-        raise ValueError(f"temperatures[{int(np.argmin(values > 0))}] must be above 0")
-    return values

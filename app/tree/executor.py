@@ -22,15 +22,16 @@ from app.tree.attention.chunk_attention import Backend, ChunkAttention
 from app.tree.attention.groups import RankGroup, RowShares
 from app.tree.attention.path_cache import KeyValue, PathCache
 from app.tree.heads import Heads, Kept, Soft
+from app.tree.heads.temperatures import token_temperatures
 from app.tree.model.checkpointing import checkpointed
+from app.tree.model.elementwise import layers_as
 from app.tree.model.pictures import PicturePass, TakenRows
-from app.tree.model.projections import summed_in_place
 from app.tree.model.sharded import casts_are_made_anew
 from app.tree.model.vocabulary import CutVocabulary
 from app.tree.outputs import FlatOutputs
 from app.tree.planning.layout import Layout, layout
 from app.tree.planning.plan import ExecutionPlan
-from app.tree.prefix_tree import Ints, PrefixTree
+from app.tree.prefix_tree import Ints
 from app.tree.states.functions import STATES_ARGUMENT
 from app.tree.states.layers import StateLayers
 from app.tree.states.piece_states import PieceStates, States
@@ -105,10 +106,12 @@ class Executor:
         scans: Scans = TORCH,
         pictures: PicturePass | None = None,
         soft: Soft | None = None,
+        elementwise: str = "eager",
     ) -> None:
         self.model, self.body, self.heads, self.plan, self.want = model, model.base_model, heads, plan, want
         self.backend, self.state_layers, self.with_grads, self.group = backend, state_layers, with_grads, group
         self.scans, self.pictures, self.vocabulary = scans, pictures, CutVocabulary.of(model)
+        self.elementwise = elementwise
         # Ranks that have a vocabulary in parts run every plan together: rows of their own, or (densely) the same ones.
         self._together = group if self.vocabulary is None else self.vocabulary.group
         tree = plan.tree
@@ -121,7 +124,7 @@ class Executor:
         self.grads: dict[str, Tensor] = {}  # of the outputs that losses use: an unused entropy costs backward nothing
         self.temperature: Tensor | float = temperature
         if per_sequence is not None and tree.num_sequences:
-            self.temperature = _per_segment(tree, per_sequence, self.device, self.dtype)
+            self.temperature = token_temperatures(tree, per_sequence, self.device, self.dtype)
         self._group_scored()
         last = tree.sequence_last_needed
         chunk = np.where(last >= 0, plan.token_chunk[last], len(plan.chunks)) if len(last) and plan.chunks else 0 * last
@@ -180,10 +183,10 @@ class Executor:
             _accumulate_in_float32(self.model, self.heads.value_head)
         dense, anew = self.plan.dense, casts_are_made_anew(self.model)
         attention = nullcontext() if dense else tree_attention_on(self.model)
-        summed = nullcontext() if dense else summed_in_place(self.body)
+        layers = nullcontext() if dense else layers_as(self.elementwise, self.model, set(self.state_layers.indices))
         pictures = nullcontext() if self.pictures is None else self.pictures.tower.borrowed(self.with_grads)
         try:
-            with torch.set_grad_enabled(self.with_grads), attention, pictures, anew, summed, self.state_layers.noted():
+            with torch.set_grad_enabled(self.with_grads), attention, pictures, anew, layers, self.state_layers.noted():
                 yield
         finally:
             self.heads.release()
@@ -460,27 +463,6 @@ def check_scalar(loss: Tensor, where: str) -> None:
     """Raises ValueError when a loss function returned anything but one number."""
     if loss.dim():
         raise ValueError(f"loss_fn: expected a scalar{where}, got shape {tuple(loss.shape)}; sum it")
-
-
-def _per_segment(
-    tree: PrefixTree, per_sequence: np.ndarray[Any, np.dtype[np.float64]], device: torch.device, dtype: torch.dtype
-) -> Tensor | float:
-    """Temperature of every tree token from those of the sequences through it, which have to agree."""
-    low, high = np.full(tree.num_segments, np.inf), np.full(tree.num_segments, -np.inf)
-    np.minimum.at(low, tree.sequence_segment, per_sequence)
-    np.maximum.at(high, tree.sequence_segment, per_sequence)
-    for segment in range(tree.num_segments - 1, -1, -1):
-        parent = tree.segment_parent[segment]
-        if parent >= 0:
-            low[parent], high[parent] = min(low[parent], low[segment]), max(high[parent], high[segment])
-    if (low != high).any():
-        raise ValueError(
-            "temperatures: sequences with different temperatures share tokens; build the tree with"
-            " keys=<one integer per temperature>, so that only equal ones share"
-        )
-    if (low == low[0]).all():
-        return float(low[0])
-    return on_device(np.repeat(low, tree.segment_length), device, dtype)
 
 
 def _accumulate_in_float32(*modules: nn.Module | None) -> None:

@@ -40,8 +40,8 @@ NAMES = ("dense", "dense-leaf", "path-at-a-time", "sparse", "ours")
 
 @dataclass(frozen=True)
 class Settings:
-    """Budgets (tokens), attention backend and rows of logits at a time of the tree systems; `sample` sequences stand
-    for all in dense ones (0: run all); `systems`: those of `NAMES` that run."""
+    """Budgets (tokens), attention backend, rows of logits at a time and element-wise parts, all of the tree systems;
+    `sample` sequences stand for all in dense ones (0: run all); `systems`: those of `NAMES` that run."""
 
     chunk_tokens: int | str = "auto"
     live_tokens: int | str = "auto"
@@ -50,6 +50,7 @@ class Settings:
     checkpoint_leaf: bool = False
     attention: str = "auto"
     head_tokens: int | str = "auto"
+    elementwise: str = "eager"
     systems: tuple[str, ...] = NAMES
 
 
@@ -175,6 +176,7 @@ def make_systems(model: PreTrainedModel, case: Case, settings: Settings) -> list
     chunk, live = auto_budgets(model, settings.chunk_tokens, settings.live_tokens, tree, head)
     whole = max(1, min(tree.num_tokens, live))
     common: Any = {"attention": settings.attention, "head_tokens": settings.head_tokens, "self_check": False}
+    common["elementwise"] = settings.elementwise
     engines = {
         "path-at-a-time": PathEngine(model, chunk_tokens=chunk, live_tokens=chunk, **common),
         "sparse": SparseEngine(model, chunk_tokens=whole, live_tokens=whole, **common),

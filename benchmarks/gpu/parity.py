@@ -216,19 +216,22 @@ def check_margin(device: torch.device, seeds: int) -> list[dict[str, Any]]:
     return rows
 
 
-def check_engine(device: torch.device, trained: Sequence[str], seed: int = 0) -> list[dict[str, Any]]:
+def check_engine(
+    device: torch.device, trained: Sequence[str], seed: int = 0, elementwise: str = "eager"
+) -> list[dict[str, Any]]:
     """Gradients over a tree with forks at every depth: float32 against the CPU's dense float32, bf16 against the CPU's
     float64 beside the error that the dense model has in bf16 on this device. A small Qwen3, with and without sliding
     windows, by every attention backend of `trained`, and for `auto` every benchmark system."""
     rows = []
     for window in (None, 70):
-        run = functools.partial(_run_engine, _fork_case(seed), window)
+        run = functools.partial(_run_engine, _fork_case(seed), window, elementwise)
         cpu = torch.device("cpu")
         single, truth = (run("auto", dtype, cpu, ["dense"])["dense"] for dtype in (torch.float32, torch.float64))
         for attention in ("auto", *(trained if len(trained) > 1 else ())):
-            names = NAMES if attention == "auto" and window is None else ("dense", "ours")
+            usual = attention == "auto" and window is None and elementwise == "eager"
+            names = NAMES if usual else ("dense", "ours")
             found = _engine(functools.partial(run, attention), device, names, single, truth, attention != "flash")
-            rows += [row | {"attention": attention, "window": window} for row in found]
+            rows += [row | {"attention": attention, "window": window, "elementwise": elementwise} for row in found]
     return rows
 
 
@@ -243,7 +246,13 @@ def backends(device: torch.device, compiled: bool = True) -> tuple[str, ...]:
 
 
 def _run_engine(
-    case: Case, window: int | None, attention: str, dtype: torch.dtype, device: torch.device, names: Sequence[str]
+    case: Case,
+    window: int | None,
+    elementwise: str,
+    attention: str,
+    dtype: torch.dtype,
+    device: torch.device,
+    names: Sequence[str],
 ) -> dict[str, dict[str, Tensor]]:
     """Gradients by system, of a model whose weights are the same numbers in every dtype."""
     shape: dict[str, Any] = {"hidden": 128, "layers": 2, "heads": 4, "key_value_heads": 2, "head_dim": 64}
@@ -252,7 +261,7 @@ def _run_engine(
     with torch.no_grad():
         for mine, drawn in zip(moved.parameters(), model.parameters(), strict=True):
             mine.copy_(drawn.to(torch.bfloat16).to(dtype))
-    systems = make_systems(moved, case, Settings(chunk_tokens=96, live_tokens=192, attention=attention))
+    systems = make_systems(moved, case, Settings(96, 192, attention=attention, elementwise=elementwise))
     return {system.name: gradients(moved, system) for system in systems if system.name in names}
 
 

@@ -27,12 +27,13 @@ _aten = torch.ops.aten
 
 
 @contextmanager
-def summed_in_place(body: nn.Module) -> Iterator[None]:
-    """Forwards of `body` inside, and their backwards, which have to end inside too."""
-    found = _projections(body)
+def summed_in_place(body: nn.Module, opaque: bool = False) -> Iterator[None]:
+    """Forwards of `body` inside, and their backwards, which have to end inside too. `opaque`: torch.compile leaves the
+    projections as they are."""
+    found, project = _projections(body), torch.compiler.disable(_project) if opaque else _project
     try:
         for linear in found:
-            linear.__dict__["forward"] = partial(_project, linear)
+            linear.__dict__["forward"] = partial(project, linear)
         yield
     finally:
         for linear in found:

@@ -1,0 +1,72 @@
+"""Element-wise parts of layers that torch.compile makes: the gradients of dense execution, and compiled once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch._dynamo.utils import counters
+
+from app.tree import PrefixTree, TreeEngine
+from app.tree.model import elementwise, projections
+from tests.app.tree import models, oracle
+from tests.app.tree.attention.test_backends import SEQUENCES
+from tests.app.tree.losses import SequenceLoss
+from tests.app.tree.parity import assert_unchanged, snapshot, take_grads
+
+LOSS = SequenceLoss("tanh_of_sums", [len(s) for s in SEQUENCES], 3, ("logprobs",))
+
+
+@pytest.fixture(autouse=True)
+def anew(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Traced and differentiated as with inductor, whose code generation is torch's own affair."""
+    monkeypatch.setattr(elementwise, "BACKEND", "aot_eager")
+    torch._dynamo.reset()
+    elementwise._compiled.cache_clear()
+    counters.clear()
+    yield
+    elementwise._compiled.cache_clear()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("in_place", [False, True], ids=["autograd's weight gradients", "summed in place"])
+def test_parity_and_no_compilation_for_a_new_length(in_place: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if in_place:
+        monkeypatch.setattr(projections, "DEVICES", ("cpu",))
+    model = models.make("starcoder2", torch.float64)
+    _, expected = oracle.dense_backward(model, SEQUENCES, LOSS)
+    take_grads(model)
+    before, graphs = snapshot(model), []
+    for chunk_tokens, live_tokens in ((1, 1), (6, 9), (8, 1000), (13, 30)):
+        engine = TreeEngine(model, chunk_tokens, live_tokens, self_check=False, elementwise="compile")
+        engine.backward(PrefixTree.build(SEQUENCES), LOSS)
+        error, where = oracle.relative_error(take_grads(model), expected)
+        assert error <= 1e-9, f"{error:.1e} in {where}"
+        graphs.append(counters["stats"]["unique_graphs"])
+    assert_unchanged(model, dict(before))
+    assert not any("forward" in module.__dict__ for module in model.modules())
+    assert 0 < graphs[0] < graphs[1]  # of one token torch.compile always makes a graph of its own
+    assert graphs[2:] == graphs[1:2] * 2
+    deeper = models.make("starcoder2", torch.float64, num_hidden_layers=4)
+    TreeEngine(deeper, 6, 9, self_check=False, elementwise="compile").backward(PrefixTree.build(SEQUENCES), LOSS)
+    assert counters["stats"]["unique_graphs"] == graphs[1]  # layers share what is compiled
+
+
+def test_names() -> None:
+    model = models.make("qwen3")
+    assert ", element-wise parts eager" in TreeEngine(model).chosen()
+    assert ", element-wise parts compile" in TreeEngine(model, elementwise="compile").chosen()
+    with pytest.raises(ValueError, match=r"elementwise must be one of \('eager', 'compile'\), got 'liger'"):
+        TreeEngine(model, elementwise="liger")
+
+
+def test_experts_and_states_stay_as_they_are() -> None:
+    moe = models.make("qwen3_moe", num_experts=4, num_experts_per_tok=2, moe_intermediate_size=8)
+    kinds = {type(part).__name__ for part in elementwise._parts(moe, set())}
+    assert kinds == {"Qwen3MoeAttention", "Qwen3MoeRMSNorm"}
+    assert {type(part).__name__ for part in elementwise._parts(models.make("qwen3"), {0, 1})} == {
+        "Qwen3MLP",
+        "Qwen3RMSNorm",
+    }
