@@ -23,13 +23,14 @@ import time
 import urllib.request
 from collections.abc import Mapping
 from contextlib import suppress
+from http.client import HTTPException
 from pathlib import Path
 from typing import Any
 
 _LENGTH = struct.Struct("!Q")
 _POLL_S = 0.1  # how soon an interrupt is noticed: Python's own wakes no wait
-_ASK_S = 30.0  # a busy run answers late; where none does, a call's deadline is late by as much
-_END_S = 15.0  # the guardian's own bound is shorter
+_ASK_S = 10.0  # a busy run answers late; where none does, a call's deadline is late by as much
+_END_S = 18.0  # a question under way, and then the guardian's own bound
 
 
 def relayed(setup: Mapping[str, Any]) -> dict[str, Any]:
@@ -38,7 +39,8 @@ def relayed(setup: Mapping[str, Any]) -> dict[str, Any]:
     Args:
         setup: "functions", of `pickled_functions`; "job", of `pickled_call`; "seconds" it may run, or None;
             "memory_mb", "workers" and "keep_environment", see `ProcessCalls`; "folder" to run in, None for this one;
-            "held", None or the url and key of a `Held`, which is asked when the seconds are over.
+            "held", None or the url and key of a `Held` and what it said when the call was made; it is asked when the
+            seconds begin and when they are over.
 
     Returns:
         "status": "ok", "failed", "deadline", "cancelled" or "lost" (somebody kills what this process has started);
@@ -142,15 +144,15 @@ async def _called(setup: Mapping[str, Any], folder: Path) -> dict[str, Any]:
 
 
 class _Asked:
-    """A `Held` of another machine. Where nobody answers, no more is known than was said last."""
+    """A `Held` of another machine. Where nobody answers as one should, no more is known than was said last."""
 
-    def __init__(self, url: str, key: str) -> None:
+    def __init__(self, url: str, key: str, held_s: float) -> None:
         self._request = urllib.request.Request(url, headers={"Authorization": f"Bearer {key}"})
         self._opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # the key is for this one
-        self._last_s = 0.0
+        self._last_s = held_s
 
     def __call__(self) -> float:
-        unknown = suppress(OSError, ValueError, KeyError, TypeError)
+        unknown = suppress(OSError, HTTPException, ValueError, KeyError, TypeError)
         with unknown, self._opener.open(self._request, timeout=_ASK_S) as said:
             self._last_s = float(json.load(said)["held_s"])
         return self._last_s

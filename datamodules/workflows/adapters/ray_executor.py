@@ -202,7 +202,7 @@ class RayCalls(Calls):
             self._loop = asyncio.get_running_loop()
             self._free = asyncio.Semaphore(self._workers)
         setup = {**self._setup, "job": job, "seconds": seconds, "folder": self._executor.folder}
-        setup["held"] = None if held is None else (held.url, held.key)
+        setup["held"] = None if held is None else (held.url, held.key, held())
         async with self._free:
             task = self._executor.cluster.start(setup, self._resources)
             self._running.add(task)

@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -87,6 +88,41 @@ def test_a_deadline_ends_all_it_started(tmp_path: Path) -> None:
     found = relayed(setup(hang, str(tmp_path), seconds=2.0))
     assert found["status"] == "deadline" and "not over after 2 s" in found["content"]
     assert found["printed"] == "I hang\n" and gone(tmp_path)
+
+
+class Garbled(BaseHTTPRequestHandler):
+    """Cuts an answer short, then answers no HTTP, then fails, and says at last how long calls were held long ago."""
+
+    count = 0
+
+    def do_GET(self) -> None:
+        Garbled.count += 1
+        answers = {
+            1: b"HTTP/1.1 200 OK\r\nContent-Length: 1000\r\n\r\n{",
+            2: b"nothing of the kind\r\n\r\n",
+            3: b"HTTP/1.1 503 Busy\r\nContent-Length: 0\r\n\r\n",
+        }
+        said = b'{"held_s": 3600.0}'
+        whole = b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n%b" % (len(said), said)
+        self.wfile.write(answers.get(Garbled.count, whole))
+        self.close_connection = True
+
+    def log_message(self, *_: Any) -> None:
+        pass
+
+
+def test_whoever_answers_badly_holds_no_deadline_up(tmp_path: Path) -> None:
+    with ThreadingHTTPServer(("127.0.0.1", 0), Garbled) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            held = (f"http://127.0.0.1:{server.server_port}/held", "key", 3600.0)
+            found = relayed(setup(hang, str(tmp_path), seconds=2.0, held=held))
+        finally:
+            server.shutdown()
+            thread.join(10)
+    assert Garbled.count >= 3
+    assert found["status"] == "deadline" and found["printed"] == "I hang\n" and gone(tmp_path)
 
 
 @pytest.fixture(autouse=True)
