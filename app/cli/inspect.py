@@ -21,10 +21,13 @@ from textwrap import indent
 from typing import get_args
 
 import numpy as np
+import numpy.typing as npt
+import torch
 
+from app.pictures import Picture, used
 from app.tree import ModelReport, PrefixTree, TreeReport, inspect_model, inspect_tree, read_config
 from callbacks import figures
-from datamodules.conversations.sequence_files import load_sequences
+from datamodules.conversations.sequence_files import Sequences, load_sequences
 from datamodules.conversations.tokens import Workload
 
 _BAR = 40
@@ -63,8 +66,8 @@ def run(arguments: argparse.Namespace) -> None:
     stop = arguments.limit
     tokens, trained = found.tokens[:stop], found.trained[:stop]
     _, keys = np.unique(np.array(found.temperatures[:stop]), return_inverse=True)
-    images = None if found.images is None else found.images[:stop]
-    tree = PrefixTree.build(tokens, trained, keys=keys, images=images, pictures=found.pictures)
+    images, pictures = _shown(found, stop)
+    tree = PrefixTree.build(tokens, trained, keys=keys, images=images, pictures=pictures)
     report = inspect_tree(tree)
     title = f"{path.name} ({arguments.workload})" if path.suffix == ".npz" or arguments.tokenizer else path.name
     print(_tree_text(title, report))
@@ -80,6 +83,17 @@ def run(arguments: argparse.Namespace) -> None:
     values = report.figures() | ({} if model is None else {"model": model.figures()})
     (out / "inspect.json").write_text(json.dumps({"file": path.name, **values}, indent=1) + "\n")
     print(f"\nwritten: {out / 'tree.png'}, {out / 'inspect.json'}")
+
+
+def _shown(found: Sequences, stop: int | None) -> tuple[list[npt.NDArray[np.int32]] | None, tuple[Picture, ...]]:
+    """The columns of pictures of the sequences before `stop`, and those that they show."""
+    if found.images is None:
+        return None, ()
+    chosen = found.images[:stop]
+    column, pictures = used(torch.from_numpy(np.concatenate(chosen)), found.pictures)
+    if column is None:
+        return None, ()
+    return np.split(column.numpy(), np.cumsum([len(one) for one in chosen])[:-1]), pictures
 
 
 def _tree_text(title: str, r: TreeReport) -> str:

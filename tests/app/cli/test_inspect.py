@@ -287,3 +287,16 @@ def test_a_tower_is_counted_once_a_picture(tmp_path: Path, capsys: pytest.Captur
     assert tower["feature_bytes"] == 2 * 16 * 96 * 2 * 4 and tower["graph_bytes"] > tower["feature_bytes"]
     text = capsys.readouterr().out
     assert "tower runs" in text and "a trained tower has three times the FLOPs" in text
+
+
+def test_pictures_of_sequences_that_are_left_out_do_not_run(tmp_path: Path) -> None:
+    """Three pictures, each in two sequences; the first two sequences show the third of them."""
+    write(tmp_path / "model")
+    shown = [pictured([1, picture(2 - k // 2, 16, 28, 28), 2], episode_id=k) for k in range(6)]
+    RolloutRecorder(tmp_path / "rollouts").write(0, [Group(0, "shown", 0, shown)])
+    given = ("--model", str(tmp_path / "model"), "--dtype", "float32", "--limit", "3")
+    tower = inspect(tmp_path / "rollouts", tmp_path / "out", *given)["model"]["tower"]
+    assert [tower[f"{system}_runs"] for system in ("dense", "leaf", "tree")] == [3, 2, 2]
+    text = [pictured([1, 2], episode_id=k) for k in range(2)]
+    RolloutRecorder(tmp_path / "mixed").write(0, [Group(0, "mixed", 0, [*text, *shown[2:]])])
+    assert inspect(tmp_path / "mixed", tmp_path / "out", *given[:-1], "2")["model"]["tower"] is None
