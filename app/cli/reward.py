@@ -22,26 +22,32 @@ import argparse
 import asyncio
 import json
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import yaml
 
 from app.cli.errors import explain
+
+if TYPE_CHECKING:  # torch takes seconds, and `--help` none
+    from app.batch import Trajectory
+    from datamodules.groups import Group
 
 _BINS = 5
 
 
 @dataclass(frozen=True)
 class Labelled:
-    """A reply whose worth is known. Attributes: prompt; reply, a text or messages; label."""
+    """A reply whose worth is known. Attributes: prompt; reply, a text or messages; label; is_verdict: of a reward that
+    read the reply, False for a score in its place (`reward_options.on_failure`)."""
 
     prompt: Any
     reply: Any
     label: float
+    is_verdict: bool = True
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -157,29 +163,36 @@ def _row(fields: Any, number: int) -> Labelled:
 
 def recorded(path: Path, tokenizer: str) -> list[Labelled]:
     """The replies of recorded batches, with their rewards as labels. Raises ValueError: there is none."""
+    return [row for _, rows in recorded_groups(path, tokenizer) for row in rows]
+
+
+def recorded_groups(path: Path, tokenizer: str) -> Iterator[tuple[Group, list[Labelled]]]:
+    """Each recorded group, and its replies as `recorded` has them. Raises ValueError: there is none."""
     from datamodules.files.recording import read_batch, versions
-    from datamodules.prompts.base import Prompt
     from datamodules.prompts.tokenizers import load_tokenizer
 
     known = versions(path)
     if not known:
         raise ValueError(f"LABELLED: {path} holds no batch_*.safetensors; name a directory that a run recorded to")
     reads = load_tokenizer(tokenizer)
-    rows = []
     for version in known:
         for group in read_batch(path, version):
-            for one in {each.episode_id: each for each in group.trajectories}.values():  # an episode's last sequence
-                first = int(one.loss_mask.nonzero()[0]) if one.loss_mask.any() else len(one.tokens)
-                text = reads.decode(one.tokens[:first].tolist(), skip_special_tokens=True)
-                said = one.metadata.get("completion")
-                if not isinstance(said, str):
-                    said = reads.decode(one.tokens[first:].tolist(), skip_special_tokens=True)
-                answer = str(one.metadata.get("answer", ""))
-                # Two groups of one prompt are two groups.
-                rows.append(
-                    Labelled(Prompt(f"{group.prompt_id} ({group.index})", text, answer=answer), said, one.reward)
-                )
-    return rows
+            last = {each.episode_id: each for each in group.trajectories}  # an episode's last sequence
+            yield group, [_recorded(one, group, reads) for one in last.values()]
+
+
+def _recorded(one: Trajectory, group: Group, reads: Any) -> Labelled:
+    from datamodules.prompts.base import Prompt
+
+    first = int(one.loss_mask.nonzero()[0]) if one.loss_mask.any() else len(one.tokens)
+    text = reads.decode(one.tokens[:first].tolist(), skip_special_tokens=True)
+    said = one.metadata.get("completion")
+    if not isinstance(said, str):
+        said = reads.decode(one.tokens[first:].tolist(), skip_special_tokens=True)
+    # Two groups of one prompt are two groups.
+    prompt = Prompt(f"{group.prompt_id} ({group.index})", text, answer=str(one.metadata.get("answer", "")))
+    failed = one.metadata.get("reward_failed") or one.metadata.get("reward_unreadable")
+    return Labelled(prompt, said, one.reward, is_verdict=not failed)
 
 
 async def judged(pool: Any, rows: Sequence[Labelled]) -> list[Any]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import math
+from dataclasses import dataclass
 from typing import Any
 
 from app.cli.check.findings import Part, Reason, Rollouts, model_config
@@ -51,17 +52,22 @@ def sharing_and_cost(rollouts: Rollouts, arguments: argparse.Namespace) -> Part:
     whole = inspect_model(tree, config, arguments.device, dtype, None, None, rates)
     least = inspect_model(tree, config, arguments.device, dtype, None, report.longest, rates)
     steps = arguments.steps or rollouts.settings.get("trainer", {}).get("max_steps") or 0
+    minibatches = (rollouts.settings.get("model", {}).get("init_args") or {}).get("minibatches") or 1
     each = whole.tree_seconds / arguments.devices
-    optimizer = 0.0 if rates is None else _OPTIMIZER_BYTES * whole.parameters / arguments.devices / rates.memory
+    held = _held(whole.parameters, dtype, rollouts, arguments)
+    optimizer = 0.0 if rates is None else _OPTIMIZER_BYTES * held.trained / arguments.devices / rates.memory
+    run = (each / minibatches + optimizer) * steps  # the minibatches of an epoch are the batch
+    adapter = f", frozen, and {held.trained / 1e6:,.3g} M of an adapter" if held.is_adapted else ""
+    if held.is_adapted and not held.trained:
+        adapter = ", frozen, and an adapter that cannot be made here and is not counted"
     lines.append(
-        f"{whole.name}, {whole.parameters / 1e6:,.3g} M parameters, {dtype} on {arguments.device}: predicted"
+        f"{whole.name}, {whole.parameters / 1e6:,.3g} M parameters{adapter}, {dtype} on {arguments.device}: predicted"
         f" {each:.3g} s for forward and backward of the batch ({whole.dense_seconds / whole.tree_seconds:.1f} times"
         f" faster than one by one; {'rates measured here' if there else 'usual rates'})"
         + (f", {optimizer:.3g} s for clipping and the optimizer" if there else "")
-        + (f"; {_time((each + optimizer) * steps)} for {steps:,} steps" if steps > 0 else "")
+        + (f"; {_time(run)} for {steps:,} steps" if steps > 0 else "")
     )
-    weights, gradients, state = _bytes_a_parameter(dtype)
-    fixed = whole.parameters * (weights + gradients + state / arguments.devices) / 2**30
+    fixed = held.bytes(arguments.devices) / 2**30
     beside = _engine(rollouts, whole, report.dense_tokens) / 2**30
     process = _process(arguments.device) / 2**30
     memory = arguments.gib or _memory(arguments.device) / 2**30 - process
@@ -73,9 +79,11 @@ def sharing_and_cost(rollouts: Rollouts, arguments: argparse.Namespace) -> Part:
     )
     figures |= {"predicted_seconds": each, "rates_measured": there, "parameters": whole.parameters}
     figures |= {"predicted_optimizer_seconds": optimizer} if there else {}
+    figures |= {"predicted_run_seconds": run} if steps > 0 else {}
+    figures |= {"trained_parameters": held.trained}
     figures |= {"gib_fixed": fixed, "gib_least": need, "gib_all": all_, "gib_there": memory, "gib_process": process}
     if need > memory:
-        reasons.append(_too_large(whole.parameters, dtype, need - fixed, memory, arguments.devices))
+        reasons.append(_too_large(held, need - fixed, memory, arguments.devices))
     elif all_ > memory:
         again = least.plan.extra_forward_tokens / max(1, report.tree_tokens)
         finding = f"not all activations fit at once ({all_:.3g} of {memory:.3g} GiB)"
@@ -110,20 +118,58 @@ def _time(seconds: float) -> str:
     return f"{hours:.3g} h" if hours >= 1 else f"{minutes:.3g} min" if minutes >= 1 else f"{seconds:.3g} s"
 
 
-def _bytes_a_parameter(dtype: str) -> tuple[int, int, int]:
-    """Of weights, gradients and Adam's state (docs/scaling.md, "Memory"); the state is shared by the devices."""
-    return (2, 4, 12) if dtype == "bfloat16" else (4, 4, 8)
+@dataclass(frozen=True)
+class _Held:
+    """What a device holds of a model under Adam (docs/scaling.md, "Memory").
+
+    Attributes:
+        frozen: bytes of weights that are not trained, all there are below an adapter.
+        trained: parameters that are; 0 of an adapter about which nothing is known.
+        weights, gradients, state: bytes of each of these; the state is shared by the devices.
+        is_adapted: they are an adapter's.
+    """
+
+    frozen: int
+    trained: int
+    weights: int
+    gradients: int
+    state: int
+    is_adapted: bool = False
+
+    def bytes(self, devices: int) -> float:
+        """On one of so many devices."""
+        return self.frozen + self.trained * (self.weights + self.gradients + self.state / devices)
 
 
-def _too_large(parameters: int, dtype: str, work: float, memory: float, devices: int) -> Reason:
-    weights, gradients, state = _bytes_a_parameter(dtype)
-    room = (memory - work) * 2**30 / parameters - weights - gradients
+def _held(parameters: int, dtype: str, rollouts: Rollouts, arguments: argparse.Namespace) -> _Held:
+    source = (rollouts.settings.get("model", {}).get("init_args") or {}).get("model") or {}
+    if source.get("adapter") is None:
+        return _Held(0, parameters, *((2, 4, 12) if dtype == "bfloat16" else (4, 4, 8)))
+    import torch
+
+    from modules.models import ModelSource, build_model
+
+    try:
+        with torch.device("meta"):
+            model = build_model(ModelSource(path=str(arguments.model or source["path"]), adapter=source["adapter"]))
+        trained = sum(one.numel() for one in model.parameters() if one.requires_grad)
+    except ValueError:  # an adapter of another model than the one that is asked about, or whose file is not here
+        trained = 0
+    return _Held((2 if dtype == "bfloat16" else 4) * parameters, trained, 4, 4, 8, is_adapted=True)
+
+
+def _too_large(held: _Held, work: float, memory: float, devices: int) -> Reason:
+    """`work`, `memory`: GiB beside weights, gradients and optimizer, and of a device."""
     finding = f"the run needs more than the {memory:.3g} GiB of a device"
+    state = held.trained * held.state
+    room = (memory - work) * 2**30 - (held.bytes(devices) - state / devices)
     if room > 0:
         return Reason(
             "change", finding, f"{max(devices + 1, math.ceil(state / room))} devices share the optimizer's state"
         )
-    if parameters * weights / 2**30 + work < memory:
+    if held.is_adapted:
+        return Reason("no-go", finding, "take a smaller model or larger devices: frozen weights and adapter do not fit")
+    if held.trained * held.weights / 2**30 + work < memory:
         return Reason(
             "change", finding, "an adapter (model.adapter) trains it: frozen weights need no gradient or state"
         )

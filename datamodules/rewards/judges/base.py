@@ -54,11 +54,13 @@ class Judge(ABC):
             part `verifier`, the judge's less its the part `drift`, and held-out episodes are scored by it alone, so
             that validation is what no reply can talk a judge into.
         is_relative: it compares the replies of a group, and has nothing to say of one alone.
+        repeats: how many verdicts of its model make one of a reply; None of judges without that option.
     """
 
     model: JudgeModel | PolicyModel
     verifier: Callable[[Prompt, str], float] | None
     is_relative: ClassVar[bool] = False
+    repeats: int | None = None
 
     def beside(self, verified: Sequence[float], judged: Sequence[float]) -> list[dict[str, float]]:
         """The parts that say how the judge's numbers stand to the verifier's, of replies judged together."""

@@ -49,6 +49,8 @@ class RubricJudge(Judge):
         ValueError: an option out of range or without effect.
     """
 
+    repeats: int
+
     def __init__(
         self,
         model: JudgeModel | PolicyModel,
@@ -87,7 +89,7 @@ class RubricJudge(Judge):
         self.verifier = verifier
         self._scale = scale
         self._reference = reference
-        self._repeats = repeats
+        self.repeats = repeats
         self._most = max_characters
         self._schema = _schema(criteria, scale, reasoning)
         fields = ['"reasoning": "..."'] if reasoning else []
@@ -110,14 +112,14 @@ class RubricJudge(Judge):
                 raise JudgeError("is to compare with the prompt's answer, and it has none (reference: true)")
             blocks.append(("REFERENCE", prompt.answer))
         blocks.append(("REPLY", text))
-        asked = [Question(self._system, blocks, self._schema, self._read, repeat) for repeat in range(self._repeats)]
+        asked = [Question(self._system, blocks, self._schema, self._read, repeat) for repeat in range(self.repeats)]
         async with asyncio.TaskGroup() as tasks:
             graded = [tasks.create_task(client.ask(one)) for one in asked]
         grades = [one.result() for one in graded]
         parts = {one: statistics.fmean(grade[one] for grade in grades) / self._scale for one in self.criteria}
         totals = [self._total({one: grade[one] / self._scale for one in grade}) for grade in grades]
         parts["judge_cut"] = float(was_cut)
-        if self._repeats > 1:
+        if self.repeats > 1:
             parts["disagreement"] = statistics.stdev(totals)
         return Verdict(statistics.fmean(totals), parts)
 

@@ -17,7 +17,6 @@ from app.batch import Trajectory
 from app.cli import main
 from datamodules.files.recording import RolloutRecorder
 from datamodules.groups import Group
-from tests.helpers.judge_server import JudgeServer, Said
 from tests.helpers.tiny_model import HYBRID_LAYERS
 
 ROOT = Path(__file__).resolve().parents[4]
@@ -159,6 +158,34 @@ def test_verdicts_on_memory() -> None:
     assert "smaller model" in of(check(path, "--model", "model.json", "--gib", work + 0.5 * weights), "no-go")
 
 
+def configured(path: Path, **model: Any) -> Path:
+    """The batches of `path`, of a run whose module has these options."""
+    settings = {"model": {"init_args": model}, "trainer": {"max_steps": 80}}
+    (path.parent / "config.yaml").write_text(yaml.safe_dump(settings))
+    return path
+
+
+def test_a_step_of_the_run_trains_one_minibatch() -> None:
+    path = record([[1, 0, 1, 0]] * 20)
+    found = check(configured(path, model={"config": CONFIG}, minibatches=4, epochs=2))
+    each, optimizer = found["predicted_seconds"], found["predicted_optimizer_seconds"]
+    assert found["predicted_run_seconds"] == pytest.approx(80 * (each / 4 + optimizer))
+
+
+def test_of_a_run_with_an_adapter_its_parameters_alone_are_trained(capsys: pytest.CaptureFixture[str]) -> None:
+    AutoConfig.for_model(**CONFIG).save_pretrained("base")
+    path = record([[1, 0, 1, 0]] * 20)
+    found = check(configured(path, model={"path": "base", "adapter": {"r": 2, "target_modules": ["q_proj"]}}))
+    trained = 4 * 2 * (64 + 4 * 16)  # of each layer: from 64 to 2, and from 2 to the heads
+    assert found["trained_parameters"] == trained
+    assert found["gib_fixed"] == pytest.approx((4 * found["parameters"] + 16 * trained) / 2**30)
+    small = check(path, "--gib", found["gib_fixed"] / 2)
+    assert "adapter do not fit" in of(small, "no-go") and "model.adapter" not in json.dumps(small["reasons"])
+    capsys.readouterr()
+    assert check(configured(path, model={"path": "base", "adapter": "nowhere"}))["trained_parameters"] == 0
+    assert "an adapter that cannot be made here and is not counted" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("args", "said"),
     [
@@ -199,80 +226,3 @@ def test_recorded_airline_conversations() -> None:
     assert (found["groups"], found["group_size"], found["verdict"]) == (50, 4, "go")
     assert found["dense_over_tree"] == pytest.approx(25.30, abs=0.01)
     assert found["pass@4"] > found["pass@1"]
-
-
-QUALITY = {"poor": 2, "fair": 4, "good": 6, "best": 8}
-
-
-def judged_run(url: str, cache: Path) -> Path:
-    """Twelve groups of four replies whose recorded rewards are those of `QUALITY`."""
-    recorder = RolloutRecorder(Path("run") / "rollouts")
-    made = []
-    for index in range(12):
-        trajectories = [
-            Trajectory(
-                tokens=[2, 3, 4 + index % 8, 5],
-                loss_mask=[False, False, True, True],
-                behavior_logprobs=[0.0, 0.0, -1.0, -1.0],
-                versions=[-1, -1, 0, 0],
-                reward=points / 10,
-                group_id=index,
-                episode_id=4 * index + one,
-                finish_reason="stop",
-                metadata={"completion": f"{name} {index}"},
-            )
-            for one, (name, points) in enumerate(QUALITY.items())
-        ]
-        made.append(Group(index, f"p{index}", 0, trajectories))
-    recorder.write(0, made)
-    judge = {"url": url, "name": "judge", "temperature": 1.0, "cache": str(cache)}
-    options = {"model": judge, "criteria": {"good": "It is good."}}
-    reward = {"class_path": "datamodules.rewards.judges.RubricJudge", "init_args": options}
-    settings = {"data": {"init_args": {"reward": reward, "tokenizer": "char:0123456789+-*="}}}
-    Path("run/config.yaml").write_text(yaml.safe_dump(settings))
-    return Path("run/rollouts")
-
-
-def test_a_judge_is_asked_again_and_its_noise_is_told_from_what_replies_are_worth(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    """Second verdicts change places in pairs: by two points each, of a variance of 20/3 within groups."""
-    swapped = {"poor": 4, "fair": 2, "good": 8, "best": 6}
-    with JudgeServer(lambda asked, number: json.dumps({"good": swapped[asked.blocks["REPLY"].split()[0]]})) as server:
-        path = judged_run(server.url, tmp_path / "verdicts")
-        found = check(path, "--judge-again", 30)
-        assert len(server.asked) == found["judged_again"] == 32  # whole groups; and none from the cache, or to it
-        assert not (tmp_path / "verdicts").exists()
-        assert found["judge_noise"] == pytest.approx(0.02**0.5) and found["judge_same"] == 0
-        assert found["judge_noise_share"] == pytest.approx(0.02 / (0.2 / 3)) and found["judge_order"] == pytest.approx(
-            4 / 6
-        )
-        assert "2 verdicts a reply (`repeats` of the judge) bring it to 25%" in of(found, "note")
-        assert "judged again: 32 of 32 replies" in capsys.readouterr().out
-        assert "judged_again" not in check(path, "--judge-again", 0) and len(server.asked) == 32
-
-
-@pytest.mark.parametrize(
-    ("second", "level", "said"),
-    [
-        (QUALITY, "", ""),
-        (
-            {"poor": 8, "fair": 6, "good": 4, "best": 2},
-            "change",
-            "100% of the variance within groups is the judge's noise",
-        ),
-    ],
-)
-def test_a_judge_that_repeats_itself_and_one_that_tosses_coins(
-    second: dict[str, int], level: str, said: str, tmp_path: Path
-) -> None:
-    with JudgeServer(lambda asked, number: json.dumps({"good": second[asked.blocks["REPLY"].split()[0]]})) as server:
-        found = check(judged_run(server.url, tmp_path / "verdicts"))
-    assert found["judged_again"] == 48 and found["judge_same"] == (0 if level else 1)
-    assert said in of(found, level) if level else "noise" not in json.dumps(found["reasons"])
-
-
-def test_a_judge_that_does_not_answer_again(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    with JudgeServer(lambda asked, number: Said("no", status=401)) as server:
-        found = check(judged_run(server.url, tmp_path / "verdicts"))
-    assert "judged_again" not in found and "no group has two second verdicts" in capsys.readouterr().out
