@@ -27,6 +27,8 @@ _PACKAGES = ("app", "modules", "datamodules", "callbacks", "benchmarks")
 
 _LONGEST = 500  # characters in a line of a message
 
+_MAKING = "Problem with given class_path"  # jsonargparse, around what a class raised that it was to make
+
 # jsonargparse lists every alternative of a type; these lines tell a user nothing about the one that was meant.
 _NOISE = (
     "Does not validate against any of the Union subtypes",
@@ -84,14 +86,16 @@ def cut(text: str) -> str:
 
 def users_mistake(error: BaseException) -> BaseException | None:
     """The error in `error`'s chain of causes that is written for a user: of a class of this project, of Lightning's
-    configuration checks, or a ValueError or FileNotFoundError that this project's code raised; or, when there is none,
-    what a full or read-only disk said. None for failures."""
+    configuration checks, a ValueError or FileNotFoundError that this project's code raised, or the ImportError of a
+    class that the configuration names, whose library is not installed; or, when there is none, what a full or read-only
+    disk said. None for failures."""
     found: BaseException | None = None
     current: BaseException | None = error
+    over: BaseException | None = None
     while current is not None:
-        if _is_for_users(current):
+        if _is_for_users(current) or (isinstance(current, ImportError) and str(over).startswith(_MAKING)):
             found = current
-        current = current.__cause__
+        current, over = current.__cause__, current
     trouble = disk_trouble(error) if found is None else None
     return found if trouble is None else RunDirectoryError(trouble)
 

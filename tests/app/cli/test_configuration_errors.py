@@ -9,11 +9,13 @@ from typing import Any
 
 import pytest
 import yaml
+from lightning_utilities.core.imports import RequirementCache
 
 from app.cli import main
 from app.cli.configuration import check_values, read_yaml
 from datamodules import RolloutDataModule
 from modules.models import ModelSource, build_model
+from tests.app.cli.test_end_to_end import CONFIGS
 from tests.fuzz.test_configurations import RECORDED, ROLLED_OUT, base
 from tests.helpers.doubles import conversations
 
@@ -152,6 +154,34 @@ def test_every_number_must_be_finite_and_fit() -> None:
     check_values({"a": [{"b": 1.0e300}], "c": 2**63 - 1})
     with pytest.raises(ValueError, match=r"a\.b: nan is not finite"):
         check_values({"a": [{"b": float("nan")}]})
+
+
+# ---- libraries
+
+
+@pytest.mark.parametrize(
+    ("name", "library", "owner"),
+    [("minigrid_grpo", "minigrid", "MiniGridPrompts"), ("easy_vqa_grpo", "easy_vqa", "EasyVqaPrompts")],
+)
+def test_a_library_that_is_not_installed_is_named(
+    name: str, library: str, owner: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, library, None)
+    said = refusal(capsys, "--config", str(CONFIGS / "experiments" / f"{name}.yaml"), "--trainer.accelerator=cpu")
+    extra = library.replace("_", "-")
+    assert said.startswith(
+        f"error: {owner} needs the library {library}, which is not installed: pip install 'arborist[{extra}]'\n"
+    )
+
+
+def test_a_library_that_a_logger_needs_is_named(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a class that is not this project's."""
+    missing = RequirementCache("wandb>=999")
+    monkeypatch.setattr("lightning.pytorch.loggers.wandb._WANDB_AVAILABLE", missing)
+    logger = "--trainer.logger=lightning.pytorch.loggers.WandbLogger"
+    assert refusal(capsys, "--config", "base.yaml", logger).startswith(f"error: {missing}\n")
 
 
 # ---- YAML
