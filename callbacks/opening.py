@@ -10,7 +10,6 @@ said once, by rank 0, of itself; nothing is kept.
 
 from __future__ import annotations
 
-import resource
 import sys
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -121,14 +120,20 @@ def _memory(trainer: Trainer, module: nn.Module) -> str:
         "gradients": _bytes([one.grad for one in (*module.parameters(), *masters)], counted),
         "optimizer": _bytes([*masters, *states], counted),
     }
-    device = getattr(module, "device", torch.device("cpu"))
-    if device.type == "cuda":
-        peak, who = torch.cuda.max_memory_allocated(device), "the GPU"
-    else:
-        unit = 1 if sys.platform == "darwin" else 1024
-        peak, who = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit, "the process"
     shown = ", ".join(f"{name} {_size(value)}" for name, value in parts.items())
-    return f"memory of a rank: {shown}; {who} held at most {_size(peak)} so far"
+    return f"memory of a rank: {shown}{_peak(getattr(module, 'device', torch.device('cpu')))}"
+
+
+def _peak(device: torch.device) -> str:
+    if device.type == "cuda":
+        return f"; the GPU held at most {_size(torch.cuda.max_memory_allocated(device))} so far"
+    try:
+        import resource
+    except ImportError:  # not on Windows
+        return ""
+    unit = 1 if sys.platform == "darwin" else 1024
+    held = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+    return f"; the process held at most {_size(held)} so far"
 
 
 def _bytes(values: Iterable[Any], counted: set[int]) -> int:

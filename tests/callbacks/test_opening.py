@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +55,14 @@ def test_all_parameters_of_a_policy(capsys: pytest.CaptureFixture[str]) -> None:
     assert mib(memory, "gradients") == pytest.approx(4 * size / 2**20, rel=0.05)
     assert mib(memory, "optimizer") >= 0.95 * 8 * size / 2**20  # two moments, and masters where they are apart
     assert re.search(r"the process held at most [\d.]+ (MiB|GiB) so far$", memory)
+
+
+def test_a_platform_that_does_not_say_what_was_held(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "resource", None)  # as on Windows
+    memory = opening(PolicyModule(source()), capsys)[-1]
+    assert re.fullmatch(r"memory of a rank: weights \S+ MiB, gradients \S+ MiB, optimizer \S+ MiB", memory)
 
 
 def test_budgets_show_in_the_first_batch(capsys: pytest.CaptureFixture[str]) -> None:
