@@ -23,6 +23,7 @@ from app.cli.doctor.findings import print_findings
 from app.cli.doctor.machine import examine
 
 _DUMP_S, _CLUSTER_S = 15.0, 120.0
+_FOLDER = Path("runs")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -30,9 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dump", type=int, metavar="PID", help="any process of a run that hangs")
     parser.add_argument("--cluster", action="store_true", help="under torchrun or srun: examines all ranks together")
     parser.add_argument("--servers", nargs="+", default=[], metavar="URL", help="with --cluster: inference servers")
-    parser.add_argument(
-        "--folder", type=Path, default=Path("runs"), help="with --cluster: what all ranks share (default: runs)"
-    )
+    parser.add_argument("--folder", type=Path, help=f"with --cluster: what all ranks share (default: {_FOLDER})")
     parser.add_argument(
         "--deadline",
         type=float,
@@ -49,13 +48,18 @@ def run(args: argparse.Namespace) -> int:
     """
     if args.deadline is not None and args.deadline <= 0:
         raise ValueError(f"--deadline: must be above 0 seconds, got {args.deadline:g}")
-    if args.servers and not args.cluster:
-        raise ValueError("--servers has no effect without --cluster: add it, and start this under torchrun or srun")
+    if args.cluster and args.dump is not None:
+        raise ValueError("--cluster has no effect with --dump, which asks a run that is there: leave one of them out")
+    for option in ("servers", "folder"):
+        if getattr(args, option) and not args.cluster:
+            raise ValueError(f"--{option} has no effect without --cluster: start this under torchrun or srun, with it")
+    if args.deadline is not None and not args.cluster and args.dump is None:
+        raise ValueError("--deadline has no effect without --cluster or --dump: add one of them, or leave it out")
     if args.dump is not None:
         print(dump(args.dump, args.deadline or _DUMP_S))
         return 0
     if args.cluster:
         from app.cli.doctor.cluster import examine_cluster
 
-        return examine_cluster(args.folder, args.servers, args.deadline or _CLUSTER_S)
+        return examine_cluster(args.folder or _FOLDER, args.servers, args.deadline or _CLUSTER_S)
     return print_findings(list(examine()))

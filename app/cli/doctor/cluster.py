@@ -12,12 +12,13 @@ import os
 import platform
 import secrets
 import socket
+import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from importlib import metadata
-from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -53,7 +54,8 @@ def job() -> ClusterEnvironment:
 
 
 def examine_cluster(folder: Path, servers: Sequence[str], deadline: float) -> int:
-    """Collective over the processes of a job; returns the exit code, the same on all of them.
+    """Collective over the processes of a job; returns the exit code, the same on all of them (1 on one that rank 0 no
+    longer answers).
 
     Args:
         folder: what all ranks are to share; made if missing. servers: URLs of inference servers. deadline: seconds of
@@ -64,19 +66,18 @@ def examine_cluster(folder: Path, servers: Sequence[str], deadline: float) -> in
     """
     cluster = job()
     rank, size, wait = cluster.global_rank(), cluster.world_size(), timedelta(seconds=deadline)
-    address = cluster.main_address
-    store = dist.PrefixStore("doctor", meet(rank, address, cluster.main_port, wait))
+    store = dist.PrefixStore("doctor", meet(rank, cluster.main_address, cluster.main_port, wait))
     store.set(f"facts/{rank}", json.dumps(_facts(cluster)))
     if rank:
-        return _follow(store, rank, size, address, folder, wait)
+        return _follow(cluster, store, folder, wait)
     with suppress(dist.DistError):
         store.wait([f"facts/{other}" for other in range(size)], wait)
     missing = [other for other in range(size) if not store.check([f"facts/{other}"])]
     store.set("all", "no" if missing else "yes")
-    facts = [json.loads(store.get(f"facts/{other}")) for other in range(size) if other not in missing]
-    findings = list(_of_facts(facts, size, missing, deadline))
+    facts = {other: json.loads(store.get(f"facts/{other}")) for other in range(size) if other not in missing}
+    findings = list(_of_facts(facts, missing, deadline))
     if not missing:
-        findings += _together(store, rank, size, address, folder, wait)
+        findings += _together(cluster, store, folder, wait)
     findings += _servers(servers, deadline)
     code = print_findings(findings)
     store.set("code", str(code))
@@ -85,13 +86,19 @@ def examine_cluster(folder: Path, servers: Sequence[str], deadline: float) -> in
     return code
 
 
-def _follow(store: dist.Store, rank: int, size: int, address: str, folder: Path, wait: timedelta) -> int:
-    store.wait(["all"], 2 * wait)
-    if store.get("all") == b"yes":
-        for _ in _together(store, rank, size, address, folder, wait):
-            pass
-    store.wait(["code"], 4 * wait)  # the longest that rank 0 waits for others and servers
-    code = int(store.get("code"))
+def _follow(cluster: ClusterEnvironment, store: dist.Store, folder: Path, wait: timedelta) -> int:
+    rank = cluster.global_rank()
+    try:
+        store.wait(["all"], 2 * wait)
+        if store.get("all") == b"yes":
+            for finding in _together(cluster, store, folder, wait):
+                if finding.level == "bad":  # rank 0 knows only that somebody failed
+                    print(f"rank {rank}: {finding.what}: {finding.text}", file=sys.stderr, flush=True)
+        store.wait(["code"], 4 * wait)  # the longest that rank 0 waits for others and servers
+        code = int(store.get("code"))
+    except dist.DistError as error:
+        print(f"rank {rank}: rank 0 does not answer ({_line(error)}): see its output", file=sys.stderr, flush=True)
+        return 1
     with suppress(dist.DistError):  # rank 0 may be gone already
         store.set(f"bye/{rank}", "")
     return code
@@ -105,31 +112,41 @@ def _facts(cluster: ClusterEnvironment) -> dict[str, Any]:
     for name in _PACKAGES:
         with suppress(metadata.PackageNotFoundError):
             versions[name] = metadata.version(name)
-    cuda = torch.cuda.is_available()
-    device = torch.cuda.get_device_name(cluster.local_rank() % torch.cuda.device_count()) if cuda else "CPU"
-    return {"host": socket.gethostname(), "versions": versions, "device": device}
+    device = _gpu(cluster)
+    named = "CPU" if device is None else torch.cuda.get_device_name(device)
+    return {"host": socket.gethostname(), "versions": versions, "device": named}
 
 
-def _of_facts(facts: Sequence[dict[str, Any]], size: int, missing: Sequence[int], deadline: float) -> Iterator[Finding]:
-    hosts = ", ".join(f"{len(list(some))} on {host}" for host, some in groupby(one["host"] for one in facts))
+def _gpu(cluster: ClusterEnvironment) -> torch.device | None:
+    """This rank's, of those it sees: with one for each task that is the first, whatever the rank."""
+    if not torch.cuda.is_available():
+        return None
+    return torch.device("cuda", cluster.local_rank() % torch.cuda.device_count())
+
+
+def _of_facts(facts: Mapping[int, dict[str, Any]], missing: Sequence[int], deadline: float) -> Iterator[Finding]:
+    """`facts`: by rank, of those that came."""
+    counts = Counter(one["host"] for one in facts.values())
+    hosts = ", ".join(f"{count} on {host}" for host, count in counts.items())
     if missing:
-        named = ", ".join(map(str, missing))
-        came = f"{size - len(missing)} of {size} came within {deadline:g} s ({hosts}), missing: rank {named}"
+        named, size = ", ".join(map(str, missing)), len(facts) + len(missing)
+        came = f"{len(facts)} of {size} came within {deadline:g} s ({hosts}), missing: rank {named}"
         remedy = "its own output says why, or it cannot reach the address of rank 0"
         yield Finding("bad", "ranks", f"{came}; {remedy}")
     else:
-        yield Finding("ok", "ranks", f"all {size} came: {hosts}")
-    for what in dict.fromkeys(name for one in facts for name in one["versions"]):
-        yield _alike(what, [one["versions"].get(what, "none") for one in facts], "bad", "install the same everywhere")
-    yield _alike(
-        "device", [one["device"] for one in facts], "note", "parts of a step are equal, so the slowest decides"
-    )
+        yield Finding("ok", "ranks", f"all {len(facts)} came: {hosts}")
+    for what in dict.fromkeys(name for one in facts.values() for name in one["versions"]):
+        versions = {rank: one["versions"].get(what, "none") for rank, one in facts.items()}
+        yield _alike(what, versions, "bad", "install the same everywhere")
+    devices = {rank: one["device"] for rank, one in facts.items()}
+    yield _alike("device", devices, "note", "parts of a step are equal, so the slowest decides")
 
 
-def _alike(what: str, found: Sequence[str], level: Any, remedy: str) -> Finding:
-    kinds = {value: [rank for rank, one in enumerate(found) if one == value] for value in found}
+def _alike(what: str, found: Mapping[int, str], level: Any, remedy: str) -> Finding:
+    """`found`: by rank."""
+    kinds = {value: [rank for rank, one in found.items() if one == value] for value in found.values()}
     if len(kinds) == 1:
-        return Finding("ok", what, f"{found[0]} on every rank")
+        return Finding("ok", what, f"{next(iter(kinds))} on every rank")
     said = "; ".join(f"{value} on rank {', '.join(map(str, ranks))}" for value, ranks in kinds.items())
     return Finding(level, what, f"{said}: {remedy}")
 
@@ -137,13 +154,18 @@ def _alike(what: str, found: Sequence[str], level: Any, remedy: str) -> Finding:
 # ---- what they do together
 
 
-def _together(
-    store: dist.Store, rank: int, size: int, address: str, folder: Path, wait: timedelta
-) -> Iterator[Finding]:
-    """Collective; on rank 0, which alone knows, the findings."""
-    yield from _folder(store, rank, size, folder, wait)
+def _together(cluster: ClusterEnvironment, store: dist.Store, folder: Path, wait: timedelta) -> Iterator[Finding]:
+    """Collective; on rank 0, which alone knows, the findings.
+
+    Raises:
+        DistError: on another rank, rank 0 no longer answers.
+    """
+    rank, size = cluster.global_rank(), cluster.world_size()
+    everyone = yield from _folder(store, rank, size, folder, wait)
+    if not everyone:  # the network needs all of them
+        return
     try:
-        with gloo_on_loopback(is_local(address)):
+        with gloo_on_loopback(is_local(cluster.main_address)):
             dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=wait)
     except (dist.DistError, RuntimeError) as error:
         remedy = "open the ports between the machines, or name the right interface in GLOO_SOCKET_IFNAME"
@@ -152,8 +174,7 @@ def _together(
     try:
         yield from _clocks(rank, size)
         yield _sums("gloo", torch.zeros(_FLOATS), size)
-        if torch.cuda.is_available():
-            device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", os.environ.get("SLURM_LOCALID", "0"))))
+        if (device := _gpu(cluster)) is not None:
             torch.cuda.set_device(device)
             group = dist.new_group(backend="nccl", timeout=wait)
             yield _sums("NCCL", torch.zeros(_FLOATS, device=device), size, group)
@@ -212,8 +233,8 @@ def _sums(name: str, values: torch.Tensor, size: int, group: Any = None) -> Find
     return Finding("note" if slow else "ok", f"sums by {name}", text)
 
 
-def _folder(store: dist.Store, rank: int, size: int, folder: Path, wait: timedelta) -> Iterator[Finding]:
-    """Every rank writes a file and looks for rank 0's; rank 0 looks for all of them."""
+def _folder(store: dist.Store, rank: int, size: int, folder: Path, wait: timedelta) -> Generator[Finding, None, bool]:
+    """Every rank writes a file and looks for rank 0's; rank 0 looks for all of them. Returns whether all answered."""
     if rank == 0:
         store.set("token", secrets.token_hex(8))
     store.wait(["token"], wait)
@@ -225,35 +246,45 @@ def _folder(store: dist.Store, rank: int, size: int, folder: Path, wait: timedel
         own.write_text(token)
     except OSError as error:
         said = f"rank {rank} cannot write ({error.strerror})"
-    store.set(f"wrote/{rank}", said)
     try:
-        seen = _sees(folder / f".doctor-{token}-0", token, time.monotonic() + wait.total_seconds())
-        store.set(f"saw/{rank}", "" if seen else f"rank {rank} does not see what rank 0 wrote")
         if rank == 0:
-            yield _of_folder(store, size, folder, token, wait)
-            store.set("tidy", "")
-        else:
-            store.wait(["tidy"], 4 * wait)
+            store.set("wrote/0", said)
+            finding, absent = _of_folder(store, size, folder, token, wait)
+            store.set("tidy", "no" if absent else "yes")
+            yield finding
+            return not absent
+        seen = _sees(folder / f".doctor-{token}-0", token, time.monotonic() + wait.total_seconds())
+        store.set(f"wrote/{rank}", said or ("" if seen else f"rank {rank} does not see what rank 0 wrote"))
+        store.wait(["tidy"], 4 * wait)  # rank 0 waits for the others, then looks for their files
+        return store.get("tidy") == b"yes"
     finally:
-        own.unlink(missing_ok=True)
+        with suppress(OSError):
+            own.unlink(missing_ok=True)
 
 
-def _of_folder(store: dist.Store, size: int, folder: Path, token: str, wait: timedelta) -> Finding:
+def _of_folder(
+    store: dist.Store, size: int, folder: Path, token: str, wait: timedelta
+) -> tuple[Finding, Sequence[int]]:
+    """What rank 0 finds, and the ranks that did not answer."""
     began, problems = time.monotonic(), []
-    for other in range(size):
-        store.wait([f"wrote/{other}", f"saw/{other}"], 2 * wait)
+    with suppress(dist.DistError):
+        store.wait([f"wrote/{other}" for other in range(size)], 2 * wait)  # they look for a file, for one
+    absent = [other for other in range(size) if not store.check([f"wrote/{other}"])]
     end = time.monotonic() + wait.total_seconds()
     for other in range(size):
-        wrote, saw = store.get(f"wrote/{other}").decode(), store.get(f"saw/{other}").decode()
-        if wrote or saw:
-            problems.append(wrote or saw)
+        if other in absent:
+            problems.append(f"rank {other} did not answer about the folder (it ended, or its file system hangs)")
+        elif said := store.get(f"wrote/{other}").decode():
+            problems.append(said)
         elif not _sees(folder / f".doctor-{token}-{other}", token, end):
             problems.append(f"rank 0 does not see what rank {other} wrote")
+    where = folder.absolute()
     if problems:
         remedy = "checkpoints are written by every rank: name a folder that all machines share (--folder, --run_dir)"
-        return Finding("bad", "folder", f"{folder.absolute()}: {'; '.join(problems)}; {remedy}")
+        skipped = "; clocks and sums, which need all ranks, were not measured" if absent else ""
+        return Finding("bad", "folder", f"{where}: {'; '.join(problems)}; {remedy}{skipped}"), absent
     seconds = time.monotonic() - began
-    return Finding("ok", "folder", f"{folder.absolute()}: what a rank writes, all see, within {seconds:.2g} s")
+    return Finding("ok", "folder", f"{where}: what a rank writes, all see, within {seconds:.2g} s"), absent
 
 
 def _sees(path: Path, token: str, end: float) -> bool:
@@ -271,28 +302,30 @@ def _sees(path: Path, token: str, end: float) -> bool:
 
 
 def _servers(urls: Sequence[str], deadline: float) -> Iterator[Finding]:
-    """From rank 0, where all requests of a run come from."""
-    for url in urls:
-        try:
-            seconds = asyncio.run(_asked(url, deadline))
-        except Exception as error:
-            yield Finding(
-                "bad", "server", f"{_line(error)}; start it (arborist serve), or open its port to this machine"
-            )
+    """From rank 0, where all requests of a run come from; all at once, so that many that hang take one deadline."""
+    for url, found in zip(urls, asyncio.run(_asked(urls, deadline)), strict=True):
+        if isinstance(found, BaseException):
+            remedy = "start it (arborist serve), or open its port to this machine"
+            yield Finding("bad", "server", f"{_line(found)}; {remedy}")
         else:
-            yield Finding("ok", "server", f"{url} answers rank 0 in {1e3 * seconds:.3g} ms")
+            yield Finding("ok", "server", f"{url} answers rank 0 in {1e3 * found:.3g} ms")
 
 
-async def _asked(url: str, deadline: float) -> float:
-    """Seconds of an answer to /health over a connection that is open."""
+async def _asked(urls: Sequence[str], deadline: float) -> list[float | BaseException]:
+    return await asyncio.gather(*(_seconds(url, deadline) for url in urls), return_exceptions=True)
+
+
+async def _seconds(url: str, deadline: float) -> float:
+    """Of an answer to /health over a connection that is open."""
     from datamodules.inference.sglang.client import ServerClient
     from datamodules.inference.sglang.launcher import API_KEY_VARIABLE
 
+    end = time.monotonic() + deadline
     client = ServerClient(url, os.environ.get(API_KEY_VARIABLE) or None)
     try:
         await client.get("/health", deadline)
         began = time.perf_counter()
-        await client.get("/health", deadline)
+        await client.get("/health", end - time.monotonic())
         return time.perf_counter() - began
     finally:
         await client.close()

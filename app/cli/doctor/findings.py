@@ -28,5 +28,5 @@ def print_findings(findings: Sequence[Finding]) -> int:
     for finding in findings:
         print(f"{_MARKS[finding.level]}  {finding.what:<{width}}  {finding.text}")
     bad = sum(finding.level == "bad" for finding in findings)
-    print(f"\n{bad} of {len(findings)} checks failed" if bad else f"\nall {len(findings)} checks passed")
+    print(f"\n{bad} of {len(findings)} checks failed" if bad else f"\nall {len(findings)} checks passed", flush=True)
     return 1 if bad else 0

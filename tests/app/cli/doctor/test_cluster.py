@@ -7,11 +7,20 @@ import re
 import socket
 import subprocess
 import sys
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from datetime import timedelta
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
+import torch
+import torch.distributed as dist
+from lightning.fabric.plugins.environments import LightningEnvironment
 
 from app.cli import main
+from app.cli.doctor import cluster
 
 ROOT = Path(__file__).resolve().parents[4]
 HIDDEN = ("LOCAL_RANK", "RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "SLURM_NTASKS")
@@ -99,6 +108,10 @@ def test_a_rank_that_does_not_come_is_named(tmp_path: Path) -> None:
     [
         (["--cluster"], "this process is no rank of a job: start it as a run is started, torchrun"),
         (["--servers", "http://127.0.0.1:1"], "--servers has no effect without --cluster"),
+        (["--folder", "runs"], "--folder has no effect without --cluster"),
+        (["--dump", "1", "--folder", "runs"], "--folder has no effect without --cluster"),
+        (["--deadline", "5"], "--deadline has no effect without --cluster or --dump"),
+        (["--cluster", "--dump", "1"], "--cluster has no effect with --dump"),
         (["--deadline", "0"], "--deadline: must be above 0 seconds, got 0"),
     ],
 )
@@ -124,9 +137,133 @@ def test_options_of_srun_that_runs_refuse_are_refused(
     assert caught.value.code == 2 and "--ntasks-per-node=2" in capsys.readouterr().err
 
 
-def test_what_differs_is_named_by_rank() -> None:
-    from app.cli.doctor.cluster import _alike
+# ---- what each says of itself
 
-    assert _alike("torch", ["2.13.0", "2.13.0"], "bad", "x").level == "ok"
-    finding = _alike("torch", ["2.13.0", "2.12.0", "2.13.0"], "bad", "install the same everywhere")
+
+def test_what_differs_is_named_by_rank() -> None:
+    assert cluster._alike("torch", {0: "2.13.0", 1: "2.13.0"}, "bad", "x").level == "ok"
+    found = {0: "2.13.0", 1: "2.12.0", 2: "2.13.0"}
+    finding = cluster._alike("torch", found, "bad", "install the same everywhere")
     assert finding.text == "2.13.0 on rank 0, 2; 2.12.0 on rank 1: install the same everywhere"
+
+
+def facts(host: str, torch_version: str = "2.13.0") -> dict[str, object]:
+    return {"host": host, "versions": {"torch": torch_version}, "device": "CPU"}
+
+
+def test_ranks_keep_their_numbers_where_one_is_missing() -> None:
+    came, versions, _ = cluster._of_facts({0: facts("a", "2.9.0"), 2: facts("b", "2.10.0")}, [1], 5.0)
+    assert came.text.startswith("2 of 3 came within 5 s (1 on a, 1 on b), missing: rank 1; ")
+    assert versions.text == "2.9.0 on rank 0; 2.10.0 on rank 2: install the same everywhere"
+
+
+def test_ranks_of_a_host_are_counted_together_in_any_order() -> None:
+    came, *_ = cluster._of_facts({rank: facts("abab"[rank]) for rank in range(4)}, [], 5.0)
+    assert came.text == "all 4 came: 2 on a, 2 on b"
+
+
+@pytest.mark.parametrize(("seen", "index"), [(1, 0), (2, 1), (8, 3)])
+def test_a_rank_takes_a_gpu_that_it_sees(seen: int, index: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Launchers hand a task one GPU or all of its machine."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: seen)
+    monkeypatch.setenv("LOCAL_RANK", "3")
+    assert cluster._gpu(LightningEnvironment()) == torch.device("cuda", index)
+
+
+# ---- what they do together
+
+SHORT = timedelta(seconds=0.3)
+
+
+def place(rank: int, size: int) -> LightningEnvironment:
+    made = LightningEnvironment()
+    made.set_world_size(size)
+    made.set_global_rank(rank)
+    return made
+
+
+@pytest.fixture
+def store() -> dist.Store:
+    return dist.HashStore()
+
+
+def test_a_folder_that_is_a_file_is_a_finding(tmp_path: Path, store: dist.Store) -> None:
+    (tmp_path / "file").write_text("mine")
+    (finding,) = cluster._folder(store, 0, 1, tmp_path / "file", SHORT)
+    assert finding.level == "bad" and "/file: rank 0 cannot write (" in finding.text
+    assert (tmp_path / "file").read_text() == "mine"
+
+
+def test_a_rank_that_says_nothing_of_the_folder_is_named_and_nobody_waits_for_it(
+    tmp_path: Path, store: dist.Store
+) -> None:
+    store.set("wrote/1", "rank 1 cannot write (No space left on device)")
+    (finding,) = cluster._together(place(0, 3), store, tmp_path, SHORT)  # rank 2 hangs
+    assert finding.level == "bad" and ": rank 1 cannot write (No space left on device); rank 2 did" in finding.text
+    assert "rank 2 did not answer about the folder (it ended, or its file system hangs)" in finding.text
+    assert "clocks and sums, which need all ranks, were not measured" in finding.text
+    assert store.get("tidy") == b"no" and not list(tmp_path.iterdir())
+
+
+def test_a_rank_ends_with_rank_0s_code_where_another_did_not_answer(
+    tmp_path: Path, store: dist.Store, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for key, value in {"all": "yes", "token": "abc", "tidy": "no", "code": "7"}.items():
+        store.set(key, value)
+    (tmp_path / ".doctor-abc-0").write_text("abc")
+    assert cluster._follow(place(1, 3), store, tmp_path, SHORT) == 7  # and no network without rank 2
+    assert store.get("wrote/1") == b"" and store.check(["bye/1"])
+    assert [path.name for path in tmp_path.iterdir()] == [".doctor-abc-0"] and capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize("until", [[], ["all"], ["all", "token"], ["all", "token", "tidy"]])
+def test_a_rank_whose_rank_0_is_gone_ends_with_code_1(
+    until: list[str], tmp_path: Path, store: dist.Store, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for key in until:
+        store.set(key, {"all": "yes", "tidy": "no"}.get(key, "abc"))
+    assert cluster._follow(place(1, 2), store, tmp_path, SHORT) == 1
+    assert "rank 1: rank 0 does not answer (" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
+# ---- servers
+
+
+@contextmanager
+def server(together: threading.Barrier) -> Iterator[str]:
+    """Answers when all that share `together` were asked."""
+
+    class Handler(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def do_GET(self) -> None:
+            try:
+                together.wait()
+            except threading.BrokenBarrierError:
+                self.close_connection = True
+                return
+            self.send_response(200)
+            self.send_header("Content-Length", "0")
+            self.end_headers()
+
+        def log_message(self, *_: object) -> None: ...
+
+    serving = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=serving.serve_forever, daemon=True).start()
+    try:
+        yield f"http://127.0.0.1:{serving.server_port}"
+    finally:
+        serving.shutdown()
+        serving.server_close()
+
+
+def test_servers_are_asked_all_at_once() -> None:
+    """One after another, the deadlines of those that hang would add up, beyond what the other ranks wait."""
+    together = threading.Barrier(6, timeout=20.0)
+    with ExitStack() as stack:
+        urls = [stack.enter_context(server(together)) for _ in range(6)]
+        findings = list(cluster._servers([*urls, "no address"], 60.0))
+    assert [finding.level for finding in findings] == 6 * ["ok"] + ["bad"], findings
+    assert [finding.text.split()[0] for finding in findings[:-1]] == urls
