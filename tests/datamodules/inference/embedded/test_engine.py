@@ -207,7 +207,7 @@ def test_weights_that_do_not_fit_change_nothing() -> None:
     ):
         with pytest.raises(GenerationError, match=match):
             engine.update_weights(WeightUpdate(1, state_dict=bad))
-    with pytest.raises(ValueError, match="state_dict and path"):
+    with pytest.raises(ValueError, match="exactly one of state_dict, parts and path"):
         WeightUpdate(1)
     request = GenerationRequest(prompts_of([5])[0], 10)
     assert_parity({0: policy}, request, answers(engine, [request])[0], 1e-5)
