@@ -31,6 +31,7 @@ from transformers import PreTrainedModel
 from app.tree.executor import BatchedLoss
 from app.tree.model.picture_check import Entries, Sample, by_token, differences, entering, picture_sample
 from app.tree.model.pictures import Tower
+from app.tree.model.projections import READS
 from app.tree.outputs import FlatOutputs
 from app.tree.prefix_tree import Bools, Ints, PrefixTree
 
@@ -356,6 +357,7 @@ def _sampled_gradients(subject: Subject, chosen: dict[str, Tensor]) -> Iterator[
             found[name] += grad.flatten()[chosen[name]].cpu().double()
             parameter.grad = None
 
+        setattr(hook, READS, True)
         return hook
 
     handles = []

@@ -1,6 +1,6 @@
 """The clock by which requests time out: it stands still while their engine does.
 
-Promises: never runs backwards but for the moment in which a pause ends; `pause` and `resume` may be repeated.
+Promises: never runs backwards; `pause` and `resume` may be repeated.
 """
 
 from __future__ import annotations
@@ -31,8 +31,3 @@ class PausedClock:
         if self._paused_since is not None:
             self._left_out_s += time.monotonic() - self._paused_since
             self._paused_since = None
-
-    def leave_out(self, seconds: float) -> None:
-        """The engine stood still so long, until now; in a pause that is left out already. Below 0, it did not."""
-        if self._paused_since is None:
-            self._left_out_s += seconds

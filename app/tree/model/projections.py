@@ -3,8 +3,8 @@
 Promises: inside `summed_in_place` a trained projection that is nothing but `x W^T (+ b)` adds its weight's gradient to
 `.grad`, in the accumulation dtype, with one product: for low precision autograd would make a rounded [out, in], a copy
 of it in float32 and a sum, twenty bytes a parameter and chunk. All else is autograd's as before: frozen weights,
-adapters and what they stand beside, weights in shards, those with hooks, and everything under autocast. Modules are
-left as they were found.
+adapters and what they stand beside, weights in shards, those made of others, those with hooks (but `READS`), and
+everything under autocast. Modules are left as they were found.
 
 CUDA devices alone: on CPUs the sum is lost in the product's time, and low precision has no product with float32 sums.
 """
@@ -23,6 +23,9 @@ from torch.distributed.tensor import DTensor
 from torch.nn import functional
 
 DEVICES = ("cuda",)
+READS = "reads_what_is_there"
+"""An attribute of hooks after accumulation that need no gradient of autograd's: it calls them at the end of a backward
+all the same."""
 _aten = torch.ops.aten
 
 
@@ -63,10 +66,11 @@ def _is_plain(linear: nn.Linear) -> bool:
     weight, wide = linear.weight, torch.promote_types(torch.float32, linear.weight.dtype)
     return bool(
         weight.requires_grad
+        and weight.is_leaf
         and weight.is_floating_point()
         and not isinstance(weight, DTensor)
         and not weight._backward_hooks
-        and not getattr(weight, "_post_accumulate_grad_hooks", None)
+        and all(hasattr(hook, READS) for hook in (getattr(weight, "_post_accumulate_grad_hooks", None) or {}).values())
         and (weight.grad is None or weight.grad.dtype == wide)
         and "forward" not in linear.__dict__
     )

@@ -24,7 +24,6 @@ import asyncio
 import os
 import shutil
 import tempfile
-import time
 from collections.abc import Coroutine, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -246,8 +245,7 @@ class SGLangEngine(ServerEngine):
 
     @property
     def still_s(self) -> float:
-        """Seconds for which servers stood still, in pauses and updates; an update under way counts whole until it is
-        known for how long they did."""
+        """Seconds of pauses, and of updates whole: in neither is a request dealt to a server."""
         return self._clock.still_s
 
     # --------------------------------------------------------------------------------------------------- requests
@@ -323,16 +321,14 @@ class SGLangEngine(ServerEngine):
 
     async def _update(self, weights: Weights, deadline_s: float) -> float:
         async with self._control_lock:
-            fleet, clock, began, longest = self._running_fleet(), self._clock, time.monotonic(), 0.0
-            clock.pause()
+            fleet, clock = self._running_fleet(), self._clock
+            clock.pause()  # until the slowest server has the weights no request is dealt
             try:
                 synced = await fleet.update(weights, deadline_s)
-                longest = max((one.downtime_s for one in synced), default=0.0)
             finally:
                 if not fleet.target.paused:
                     clock.resume()
-                    clock.leave_out(longest - (time.monotonic() - began))
-            return longest
+            return max((one.downtime_s for one in synced), default=0.0)
 
     # ------------------------------------------------------------------------------------------------ on the loop
 

@@ -129,6 +129,16 @@ class UpdateGroup:
         options.timeout = timedelta(seconds=left)
         pg.broadcast([tensor], options).wait()
 
+    async def read(self, function: Callable[[], Tensor], deadline: Deadline, what: str) -> Tensor:
+        """What `function` reads from files, `what` in errors; a file system that hangs holds nothing up.
+
+        Raises:
+            GenerationError: by `function`, or it was not done within the deadline.
+        """
+        found: list[Tensor] = []
+        await self._run(lambda left: found.append(function()), deadline, what)
+        return found[0]
+
     async def _run(self, function: Callable[[float], None], deadline: Deadline, what: str) -> None:
         what = f"{self._url}: waiting for {what}"
         left = deadline.left(what)

@@ -302,7 +302,10 @@ class ServerWeights:
     async def _send(self, bucket: Bucket, options: dict[str, Any], deadline: Deadline) -> None:
         group = self._group
         assert group is not None, "_update joins it"
-        data = await asyncio.to_thread(bucket.read)
+        data = bucket.data
+        if data is None:
+            folders = sorted({str(path.parent) for path in bucket.files.values()})
+            data = await group.read(bucket.read, deadline, f"weights to be read from {', '.join(folders)}")
         body = {
             "names": bucket.names,
             "dtypes": [bucket.dtype] * len(bucket.names),

@@ -128,7 +128,8 @@ class Gateway:
         session = self._session(request)
         body = await self._listener.body(request)
         found = session.bodies.read(body, json_object)
-        self._shelf.keep(session.bodies)
+        if self._sessions.get(session.id) is session and not session.ended.is_set():
+            self._shelf.keep(session.bodies)
         asked = protocol.parse(session.heard(found))
         asked = session.continued(replace(asked, model=asked.model or self.model))
         key = request.headers.get("Idempotency-Key", "")
@@ -217,6 +218,7 @@ class Gateway:
         self._shelf.drop(session.bodies)
         if self._ended is not None:
             await self._ended(session)
+            self.dismiss(session)  # it is written: what it has said and shown is held no longer
         return web.json_response({"ended": True})
 
 

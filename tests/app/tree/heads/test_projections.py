@@ -3,6 +3,7 @@ autograd."""
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -89,8 +90,18 @@ def test_layers_that_run_again_in_backward_add_once() -> None:
 def test_the_self_check_compares_it_with_autograd() -> None:
     """Dense execution, which the check compares with, goes through autograd."""
     model = models.make("qwen3")
-    report = TreeEngine(model, 6, 9).verify(PrefixTree.build(SEQUENCES))
+    with counted() as operators:
+        report = TreeEngine(model, 6, 9).verify(PrefixTree.build(SEQUENCES))
     assert report is not None and report.passed
+    assert operators.count("aten.addmm_.default") >= 2 * 7
+
+
+def test_a_weight_that_is_made_of_others_is_left_to_autograd() -> None:
+    model = models.make("qwen3")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        nn.utils.weight_norm(model.model.layers[0].mlp.down_proj)
+    assert "model.layers.0.mlp.down_proj" not in in_place(model)
 
 
 def test_frozen_weights_and_adapters_are_left_to_autograd() -> None:

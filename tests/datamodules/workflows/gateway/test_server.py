@@ -150,6 +150,22 @@ async def test_a_reward_is_a_finite_number_and_an_end_is_final() -> None:
 
 
 @on_a_loop
+async def test_a_session_that_has_been_written_is_held_no_longer() -> None:
+    session, written = new_session(ScriptedEngine(TOKENIZER, ["well"])), list[Session]()
+
+    async def write(ended: Session) -> None:
+        written.append(ended)
+
+    async with serving(session, ended=write) as (client, (address,)):
+        async with client.post(address + "/v1/chat/completions", json=HELLO, headers=bearer(session)) as answer:
+            assert answer.status == 200
+        async with client.post(address + "/end", headers=bearer(session)) as answer:
+            assert answer.status == 200 and written == [session]
+        async with client.get(address + "/v1/models", headers=bearer(session)) as answer:
+            assert answer.status == 401  # nobody knows it
+
+
+@on_a_loop
 async def test_a_client_that_leaves_gives_its_call_up() -> None:
     engine = Slow()
     session = new_session(engine)
