@@ -82,7 +82,12 @@ def test_commands_of_the_suite_ask_for_what_they_say(monkeypatch: pytest.MonkeyP
     assert [one.checks for one in asked] == ["flash", "none", "none", "none", "none", "flex", "all"]
     assert [one.hybrid for one in asked] == [None] * 4 + ["4B"] + [None] * 2
     assert [dict(one.sweep) for one in asked if one.sweep] == [
-        {"chunk": [2048, 8192, 32768], "head": [220, 4096], "attention": ["flash", "cudnn", "triton"]}
+        {
+            "chunk": [2048, 8192, 32768],
+            "head": [220, 4096],
+            "attention": ["flash", "cudnn", "triton"],
+            "elementwise": ["compile"],
+        }
     ]
     assert asked[3].train == "4B" and asked[2].size == ["8B"] and asked[1].profile
     assert [one.workloads for one in asked[3:6]] == [["none"]] * 3
