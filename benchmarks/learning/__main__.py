@@ -16,6 +16,7 @@ import argparse
 import csv
 import json
 import os
+import shutil
 import statistics
 import subprocess
 import sys
@@ -102,7 +103,9 @@ def rl_config(case: str, seed: int, model: Path, steps: int, every: int) -> dict
 
 
 def run(config: dict[str, Any], run_dir: Path, deadline_s: float) -> None:
-    """One fit in a process of its own; its output goes into the run directory."""
+    """One fit in a process of its own; its output goes into the run directory, which begins empty: what is there is of
+    a run that was cut."""
+    shutil.rmtree(run_dir, ignore_errors=True)
     run_dir.mkdir(parents=True)
     (run_dir / "given.yaml").write_text(yaml.safe_dump(config))
     command = [sys.executable, "-m", "app", "fit", "--config", str(run_dir / "given.yaml"), "--run_dir", str(run_dir)]

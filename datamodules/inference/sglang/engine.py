@@ -164,14 +164,18 @@ class SGLangEngine(ServerEngine):
         else:
             server_python()  # before anything is written
             self._scratch = tempfile.mkdtemp(prefix="arborist-engine-")
-            files = WeightFiles(Path(self._scratch) / "weights", adapter=bool(self.adapters))
-            path, _ = files.write(model, version, None if parts is None else parts.saved())
-            weights = weights_of(WeightUpdate(version, path=str(path)), adapter=bool(self.adapters))
-            options = self.launch.options(str(path), self._match.positions, version, seed, self.max_concurrent)
-            if self.adapters:
-                options = [with_adapters(one, model, self.adapters) for one in options]
-            logs = Path(self.launch.log_dir or Path(self._scratch) / "logs")
-            servers = launched_servers(options, logs, key, self.max_concurrent, Path(self._scratch))
+            try:
+                files = WeightFiles(Path(self._scratch) / "weights", adapter=bool(self.adapters))
+                path, _ = files.write(model, version, None if parts is None else parts.saved())
+                weights = weights_of(WeightUpdate(version, path=str(path)), adapter=bool(self.adapters))
+                options = self.launch.options(str(path), self._match.positions, version, seed, self.max_concurrent)
+                if self.adapters:
+                    options = [with_adapters(one, model, self.adapters) for one in options]
+                logs = Path(self.launch.log_dir or Path(self._scratch) / "logs")
+                servers = launched_servers(options, logs, key, self.max_concurrent, Path(self._scratch))
+            except BaseException:
+                shutil.rmtree(self._scratch, ignore_errors=True)  # a whole copy of the model, and nobody reads it
+                raise
         self._thread = LoopThread("sglang-engine")
         try:
             self._call(self._open(servers, weights), self.start_timeout_s)
