@@ -1,7 +1,7 @@
 """What `arborist check` predicts, beside what then happens: seconds, memory, and whether there is something to learn.
 
-    python -m benchmarks.check --out benchmarks/results/check                        # about half an hour
-    python -m benchmarks.check --out DIR --only smollm2                               # one part of it
+    python -m benchmarks.check --out benchmarks/results/check
+    python -m benchmarks.check --out DIR --only smollm2          # one part of it
 
 Parts: `quickstart` (its imitation first, which `arborist check` needs to find something), `airline` (recorded
 conversations, a task a step; needs ARBORIST_DATA) and `smollm2` (examples/smollm2, whose prepare.py fetches the model).
@@ -33,6 +33,7 @@ from typing import Any
 import yaml
 from lightning.pytorch import Callback, LightningModule, Trainer
 
+from app.statistics import share_interval
 from benchmarks.common.records import write_json
 from benchmarks.learning.__main__ import ROOT
 
@@ -145,19 +146,12 @@ def cost_rows(steps: Sequence[dict[str, float]], tree: float, optimizer: float, 
 
 def signal_rows(found: dict[str, Any], steps: Sequence[dict[str, float]]) -> list[dict[str, Any]]:
     """Of the steps whose rollouts the model made before it had learnt much."""
-    from app.statistics import share_interval
-
-    early, size = steps[:EARLY], found["group_size"]
-    episodes = found["groups"] * size
+    early, size, groups = steps[:EARLY], found["group_size"], found["groups"]
+    any_ = f"pass@{size}"
     return [
         row("groups that differ", found["different"], 1 - mean(early, "rollouts/flat"), found["different_interval"]),
-        row("pass@1", found["pass@1"], mean(early, "rollouts/reward"), _around(found["pass@1"], episodes)),
-        row(
-            f"pass@{size}",
-            found[f"pass@{size}"],
-            1 - mean(early, "rollouts/unsolved"),
-            share_interval(round(found[f"pass@{size}"] * found["groups"]), found["groups"]),
-        ),
+        row("pass@1", found["pass@1"], mean(early, "rollouts/reward"), _around(found["pass@1"], groups * size)),
+        row(any_, found[any_], 1 - mean(early, "rollouts/unsolved"), _around(found[any_], groups)),
         row("generated tokens an episode", found["tokens_mean"], mean(early, "rollouts/length")),
         row(
             "dense tokens / tree tokens",
@@ -168,8 +162,7 @@ def signal_rows(found: dict[str, Any], steps: Sequence[dict[str, float]]) -> lis
 
 
 def _around(share: float, n: int) -> tuple[float, float]:
-    from app.statistics import share_interval
-
+    """95% interval of a share that was found in n."""
     return share_interval(round(share * n), n)
 
 
@@ -212,7 +205,7 @@ def airline(out: Path, given: argparse.Namespace) -> dict[str, Any]:
     source = Path(os.environ.get("ARBORIST_DATA", "")) / "tau/airline_tokens.npz"
     if not source.is_file():
         raise FileNotFoundError(
-            "ARBORIST_DATA: name the folder that holds tau/airline_tokens.npz, or leave --only airline"
+            "ARBORIST_DATA: name the folder that holds tau/airline_tokens.npz, or set --only to the other parts"
         )
     config = ROOT / "configs/tau_recorded.yaml"
     settings = yaml.safe_load(config.read_text())

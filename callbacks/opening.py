@@ -2,7 +2,7 @@
 
     policy: llama of 30 layers, 139 M parameters, 4.88 M of them trained (3.5%): LORA of rank 16
     first batch: 64 sequences, 2,881 tokens, 1,004 as a tree (2.9 times fewer), in 1 chunk, nothing runs twice
-    memory of a rank: weights 532 MiB, gradients 18.6 MiB, optimizer 37.3 MiB; it held at most 2.31 GiB so far
+    memory of a rank: weights 532 MiB, gradients 18.6 MiB, optimizer 37.3 MiB; the process held at most 2.31 GiB so far
 
 (`TreeModule` adds which attention, scans and output layer compute it.) Promises: counted and measured, never estimated;
 said once, by rank 0, of itself; nothing is kept.

@@ -81,8 +81,8 @@ class TreeEngine:
             and mamba-ssm, on CUDA devices), or "auto"; see `app.tree.states.kernels`.
         image_processor: makes the model's arguments of a picture's pixels, for trees with pictures: transformers' own,
             `AutoImageProcessor.from_pretrained(directory, backend="pil")`.
-        elementwise: how norms, rotary embeddings and activations run: "eager", or "compile", fused by torch.compile,
-            which takes a minute at the first step; see `app.tree.model.elementwise`.
+        elementwise: how norms, rotary embeddings and activations run: "eager", or "compile", fused by torch.compile
+            during the first step; see `app.tree.model.elementwise`.
 
     Attributes:
         dense: whether every leaf sequence runs alone, through the model's own attention (after such a fallback).

@@ -240,7 +240,10 @@ def _merged(path: str, module: Module) -> Module:
         merged = own.get_base_layer()
     bad = next((name for name, tensor in merged.state_dict().items() if not tensor.isfinite().all()), None)
     if bad is not None:
-        raise ExportError(f"weight export: the adapters of '{path}' cannot be merged: its {bad} would not be finite")
+        raise ExportError(
+            f"weight export: the adapters of '{path}' cannot be merged: its {bad} would not be finite; go back to a"
+            " checkpoint before they diverged, with a lower learning rate"
+        )
     return merged
 
 

@@ -210,6 +210,8 @@ class WeightUpdate:
     def __post_init__(self) -> None:
         if sum(given is not None for given in (self.state_dict, self.path, self.parts)) != 1:
             raise ValueError("WeightUpdate: give exactly one of state_dict, parts and path")
+        if self.read_here and self.path is None:
+            raise ValueError("WeightUpdate.read_here: there is no path to read; give one, or leave it out")
         if not 0 < self.deadline_s < math.inf:
             raise ValueError(f"WeightUpdate.deadline_s: {self.deadline_s}, must be above 0 and finite")
 

@@ -41,6 +41,9 @@ async def deadline(
         seconds: None for no deadline.
         held: seconds that were not counted so far; None where all are.
         look_s: seconds between two looks at it, where it is due; it is late by as much at most.
+
+    Raises:
+        TimeoutError: what is inside was not over in time; `limit.expired()` tells it from one that was raised there.
     """
     async with asyncio.timeout(seconds if held is None else None) as limit:
         if seconds is None or held is None:

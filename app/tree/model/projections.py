@@ -55,8 +55,10 @@ def add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
 def _projections(body: nn.Module) -> list[nn.Linear]:
     """Whose weights' gradients may be summed past autograd."""
     device = next(body.parameters()).device.type
+    if device not in DEVICES or torch.is_autocast_enabled(device):
+        return []
     modules = list(body.modules())
-    if device not in DEVICES or torch.is_autocast_enabled(device) or any(isinstance(m, FSDPModule) for m in modules):
+    if any(isinstance(module, FSDPModule) for module in modules):
         return []
     adapted = {id(part) for module in modules if hasattr(module, "base_layer") for part in module.modules()}
     return [m for m in modules if type(m) is nn.Linear and id(m) not in adapted and _is_plain(m)]

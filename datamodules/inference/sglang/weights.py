@@ -4,8 +4,9 @@
 
 Promises: no token is computed on keys of other weights; every reply's `success` is checked; everything is prepared
 before the pause (files, host copies, process group), so that a server stands still for its own update and little
-else; every wait ends with the update's deadline. A server whose update fails is left paused, to be taken out: the
-next `bring`, to whatever version, is a full reload from a fresh start, so a fleet may call it at any time.
+else (buckets that are in files alone are read as they are sent); every wait ends with the update's deadline. A server
+whose update fails is left paused, to be taken out: the next `bring`, to whatever version, is a full reload from a
+fresh start, so a fleet may call it at any time.
 """
 
 from __future__ import annotations

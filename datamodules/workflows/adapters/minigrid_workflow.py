@@ -73,7 +73,7 @@ class MiniGridWorkflow(Workflow):
         actions, malformed = list[str](), 0
         while (response := await turns.generate(engine)) is not None and response.finish_reason != "length":
             word = said_aloud(turns.reply(engine.tokenizer, special=True)).strip()
-            if world.act(word):
+            if is_action := world.act(word):
                 actions.append(word)
             else:
                 malformed += 1
@@ -82,19 +82,19 @@ class MiniGridWorkflow(Workflow):
             if turns.count == self.max_turns:
                 turns.finish_reason = "max_turns"
                 break
-            self._show(engine, turns, prompt, world, was_heard=bool(actions) and actions[-1] == word)
+            self._show(engine, turns, prompt, world, is_action)
         metadata: dict[str, object] = {"completion": " ".join(actions), "done": world.done, "steps": len(actions)}
         if malformed:
             metadata["malformed_actions"] = malformed
         return turns.trajectories(self.sequences, float(world.success), metadata)
 
-    def _show(self, engine: EpisodeEngine, turns: Turns, prompt: Prompt, world: GridWorld, was_heard: bool) -> None:
+    def _show(self, engine: EpisodeEngine, turns: Turns, prompt: Prompt, world: GridWorld, is_action: bool) -> None:
         """The next view is what the model is told, behind a word about a reply that was no action."""
         assert self._chat is not None and engine.image_processor is not None, "prompts with pictures were encoded"
         where = f"prompt '{prompt.id}', turn {turns.count + 1}"
         picture: Picture = engine.image_processor.picture(world.picture(), where)
         words = ", ".join(prompt.metadata["actions"])
-        told = [] if was_heard else [{"type": "text", "text": f"Answer with one of these words: {words}."}]
+        told = [] if is_action else [{"type": "text", "text": f"Answer with one of these words: {words}."}]
         after = self._chat.after_reply([_told(*told, {"type": "image"})], turns.end, engine.ends.ids)
         ids, images = engine.image_processor.expanded(after, [picture], where)
         turns.extend(ids, images, (picture,))
