@@ -1,8 +1,9 @@
 """What every test may rely on: nothing left over from a run in this process, and ranks that are up already.
 
-Lightning leaves a seed, a launcher's variables (LOCAL_RANK, MASTER_PORT) and a process group behind. A later run
-would take another seed from them, or believe that somebody else starts its ranks and wait for them. Tests with whole
-runs in this process come last all the same.
+Lightning leaves a seed, a launcher's variables (LOCAL_RANK, MASTER_PORT), a process group and the rank that a place in
+a cluster was last given behind. A later run would take another seed from them, believe that somebody else starts its
+ranks and wait for them, or write nothing because it is not rank 0. Tests with whole runs in this process come last all
+the same.
 
 Hypothesis draws few examples, the same on every run; `make test-all` draws more (HYPOTHESIS_PROFILE=ci), and
 HYPOTHESIS_PROFILE=thorough many more, random ones.
@@ -18,6 +19,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 from hypothesis import HealthCheck, settings
+from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
 from tests.helpers.rank_pool import RankPool
 
@@ -48,7 +50,10 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # in the background of a 
 def _a_clean_process() -> Iterator[None]:
     before = dict(os.environ)
     had_group = dist.is_initialized()
+    rank = getattr(rank_zero_only, "rank", None)
     yield
+    if rank is not None:
+        rank_zero_only.rank = rank
     if dist.is_initialized() and not had_group:
         dist.destroy_process_group()
     os.environ.clear()

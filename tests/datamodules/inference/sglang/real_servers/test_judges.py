@@ -103,14 +103,15 @@ def test_a_group_is_ranked_by_the_servers_own_chat_completions(chat: ServerProce
 
     found, pool = asyncio.run(ranked())
     spent = pool.spent()
-    assert spent["judge_refused"] == 0 and spent["judge_input_tokens"] > 200
+    assert spent["judge_input_tokens"] > 200
     if isinstance(found[0], RewardError):
         unread = r"answered \d times what cannot be read: ('ranking' does not hold each of 1 to 2 once|it was cut off)"
-        assert all(re.search(unread, str(one)) for one in found) and spent["judge_misread"] > 0
+        assert all(re.search(unread, str(one)) for one in found)
+        assert spent["judge_misread"] > 0 and spent["judge_refused"] > 0
     else:
         assert found[0].value == found[2].value and sum(one.value for one in found) == pytest.approx(1.5)
         assert found[0].value in (0.25, 0.5, 0.75) and set(found[0].parts) == {"judge_cut", "inconsistent"}
-        assert (spent["judge_calls"], spent["judge_misread"]) == (2, 0)
+        assert (spent["judge_calls"], spent["judge_misread"], spent["judge_refused"]) == (2, 0, 0)
 
 
 def a_batch(path: Path) -> RolloutBatch:
