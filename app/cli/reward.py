@@ -11,9 +11,10 @@ is a probability; each part of the reward alone. And what that used.
 LABELLED: a .jsonl file, a reply a line: `label` (a number), `completion` (a text) or `transcript` (a list of messages),
 `prompt` (a text) or `messages`, and where wanted `answer`, `id` of the task (replies with the same one are a group) and
 `metadata`; or a directory of batches that a run recorded (batch_*.safetensors; needs --tokenizer), whose rewards are
-the labels.
+the labels, but for those that stand for a verdict that failed (`reward_options.on_failure`).
 
-Promises: nothing is trained; a reply that the reward refuses is counted and its reason shown, never taken for a 0.
+Promises: nothing is trained; a reply that the reward refuses, or that has no label, is counted and the reason shown,
+never taken for a 0.
 """
 
 from __future__ import annotations
@@ -76,6 +77,11 @@ def run(arguments: argparse.Namespace) -> None:
             raise FileNotFoundError(f"{name.upper()}: there is no '{getattr(arguments, name)}'; correct the path")
     reward, options = configured(arguments.config)
     rows = labelled(arguments.labelled, arguments.tokenizer)[: arguments.limit]
+    if unlabelled := sum(not row.is_verdict for row in rows):
+        print(f"{unlabelled} of {len(rows)} replies left out: their reward stands for a verdict that failed, no label")
+        rows = [row for row in rows if row.is_verdict]
+    if not rows:
+        raise ValueError("LABELLED: no reply has a label: every recorded reward stands for a verdict that failed")
     pool = reward_pool(reward, options)
     try:
         found = asyncio.run(judged(pool, rows))

@@ -90,6 +90,24 @@ def test_recorded_batches_and_a_plain_reward(tmp_path: Path, capsys: pytest.Capt
     assert "2 of 2 replies judged" in capsys.readouterr().out
 
 
+def test_a_score_in_place_of_a_verdict_is_no_label(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = tmp_path / "r.yaml"
+    config.write_text("reward: datamodules.rewards.exact_match\n")
+    replies = _trajectories(make_batch([1.0, 0.0, 0.5]))
+    replies[1].metadata["reward_failed"] = "the judge did not answer"
+    RolloutRecorder(tmp_path / "recorded").write(0, [Group(0, "sum", 0, replies)])
+    attempt(config, tmp_path / "recorded", "--tokenizer", "char:0123456789+-*=")
+    said = capsys.readouterr().out
+    assert "1 of 3 replies left out: their reward stands for a verdict that failed" in said
+    row = next(line for line in said.splitlines() if line.startswith("label")).split()
+    assert "2 of 2 replies judged" in said and [float(one) for one in row[1:]] == [0.75, 0.5, 1.0]
+    for one in replies:
+        one.metadata["reward_unreadable"] = "no number"
+    RolloutRecorder(tmp_path / "none").write(0, [Group(0, "sum", 0, replies)])
+    with pytest.raises(ValueError, match="no reply has a label"):
+        attempt(config, tmp_path / "none", "--tokenizer", "char:0123456789+-*=")
+
+
 def _trajectories(batch: Any) -> list[Any]:
     packed = {
         "groups": [(0, "sum", 0, len(batch))],
