@@ -1,25 +1,33 @@
 """What the report shows of a batch: its prefix tree with credit and text, and the transcripts worth reading.
 
 Promises: plain data that JSON can hold, small whatever the batch (whole groups up to `MOST_TOKENS` tokens of their
-trees, and of a long text its beginning and its end); what is left out is counted. Text is decoded for reading only.
+trees, of a long text its beginning and its end, and pictures as thumbnails); what is left out is counted. Text is
+decoded for reading only.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import base64
+import io
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
+from PIL import Image
 
 from app.batch import RolloutBatch
+from app.pictures import Picture
 from app.tree import PrefixTree
 from modules.episodes import episodes
 
 MOST_TOKENS = 100_000  # of the trees of the groups that are shown
 MOST_TEXT = 3000  # characters of a node or of a run of a transcript
-Run = tuple[str, bool]  # text, and whether the policy wrote it
+MOST_PICTURES = 100  # of a tree or of a transcript, as thumbnails
+THUMBNAIL = 96  # pixels of its longer side
+Run = tuple[str, bool | None]  # text, and whether the policy wrote it; None: the text is a picture, as a data URI
 
 
 def batch_moment(batch: RolloutBatch, tokenizer: Any) -> dict[str, Any]:
@@ -31,7 +39,8 @@ def batch_moment(batch: RolloutBatch, tokenizer: Any) -> dict[str, Any]:
 
     Returns:
         `version` (of the newest trained token), `credit` (what colours the tree), `groups`, `groups_shown`,
-        `sequences`, `tree`: lists over its nodes in depth-first order (see `_tree`), and `transcripts`: the episodes
+        `sequences`, `tree`: lists over its nodes in depth-first order (see `_tree`), `pictures` of the tree and the
+        `thumbnails` of the first of them (data URIs), and `transcripts`: the episodes
         "best", "worst" (of equal rewards the one farther from its group's) and "surprising" (the reward farthest from
         its group's mean, in the group's standard deviations; of several the reply that the sampler found least likely).
     """
@@ -41,13 +50,17 @@ def batch_moment(batch: RolloutBatch, tokenizer: Any) -> dict[str, Any]:
         credit = _above_the_group(batch)[0][episodes(batch)[2]].float().repeat_interleave(batch.lengths())
     shown = shown_groups(batch)
     newest = batch.versions[batch.loss_mask]
+    chosen = _of_groups(batch, shown)
+    own = batch.select(chosen)
     return {
         "version": int(newest.max()) if len(newest) else -1,
         "credit": name,
         "groups": len(batch.group_ids.unique()),
         "groups_shown": len(shown),
         "sequences": len(batch),
-        "tree": _tree(batch, credit, _of_groups(batch, shown), tokenizer),
+        "tree": _tree(own, credit[batch.flat_index(chosen)], tokenizer),
+        "pictures": len(own.pictures),
+        "thumbnails": [thumbnail(one) for one in own.pictures[:MOST_PICTURES]],
         "transcripts": _transcripts(batch, tokenizer),
     }
 
@@ -65,34 +78,59 @@ def shown_groups(batch: RolloutBatch) -> list[int]:
 
 
 def transcript(batch: RolloutBatch, index: int, tokenizer: Any) -> list[Run]:
-    """Sequence `index` as runs of text, each written by the policy or not."""
+    """Sequence `index` as runs of text, each written by the policy or not, and the pictures between them."""
     here = slice(int(batch.cu_seqlens[index]), int(batch.cu_seqlens[index + 1]))
-    tokens, mask = batch.tokens[here], batch.loss_mask[here]
-    edges = [0, *((mask[1:] != mask[:-1]).nonzero().flatten() + 1).tolist(), len(mask)]
-    return [(_read(tokens[begin:end].tolist(), tokenizer), bool(mask[begin])) for begin, end in pairwise(edges)]
+    tokens, mask = batch.tokens[here].numpy(), batch.loss_mask[here].numpy()
+    images = np.full(len(mask), -1) if batch.images is None else batch.images[here].numpy()
+    runs: list[Run] = []
+    for begin, end in _runs_of(mask, images):
+        picture = images[begin]
+        if picture < 0:
+            runs.append((_read(tokens[begin:end], images[begin:end], tokenizer), bool(mask[begin])))
+        elif sum(said is None for _, said in runs) < MOST_PICTURES:
+            runs.append((thumbnail(batch.pictures[picture]), None))
+        else:
+            runs.append((f"[picture {picture + 1}]", False))
+    return runs
 
 
-def _tree(batch: RolloutBatch, credit: torch.Tensor, chosen: list[int], tokenizer: Any) -> dict[str, list[Any]]:
+def thumbnail(picture: Picture) -> str:
+    """A small copy, as the data URI of a JPEG."""
+    small = Image.fromarray(picture.pixels)
+    small.thumbnail((THUMBNAIL, THUMBNAIL))
+    file = io.BytesIO()
+    small.save(file, "JPEG", quality=80)
+    return f"data:image/jpeg;base64,{base64.b64encode(file.getvalue()).decode()}"
+
+
+def _runs_of(*keys: npt.NDArray[Any]) -> Iterator[tuple[int, int]]:
+    """Where each run of tokens with equal keys (each [T]) begins and ends."""
+    changes = np.any([key[1:] != key[:-1] for key in keys], axis=0)
+    return pairwise([0, *(np.flatnonzero(changes) + 1).tolist(), len(keys[0])])
+
+
+def _tree(own: RolloutBatch, credit: torch.Tensor, tokenizer: Any) -> dict[str, list[Any]]:
     """Over nodes: `parent` (-1 for roots), `start` (position of its first token), `length`, `row`, `rows` (leaves above
     it, and of its own), `sequences` that share it, `trained` tokens (of all of them), their mean `credit` (None
-    without any), mean `reward`, `text`."""
-    own = batch.select(chosen)
-    flat = batch.flat_index(chosen)
+    without any), mean `reward`, `text`, and the `pictures` in it: index, first token within the node, tokens."""
     _, keys = np.unique(own.temperatures.numpy(), return_inverse=True)
     tree = _built(own, keys)
     every = np.arange(tree.num_sequences)
     of_token = tree.sequence_tokens(every)
     ids = np.empty(tree.num_tokens, np.int64)
     ids[of_token] = own.tokens.numpy()  # the tree's own tell pictures apart, and no tokenizer knows them
+    images = np.full(tree.num_tokens, -1)
+    if own.images is not None:
+        images[of_token] = own.images.numpy()
     segment = np.searchsorted(tree.segment_offset, of_token, side="right") - 1
     mask, count = own.loss_mask.numpy(), tree.num_segments
     trained = np.bincount(segment[mask], minlength=count)
-    credits = np.bincount(segment[mask], credit[flat].double().numpy()[mask], minlength=count)
+    credits = np.bincount(segment[mask], credit.double().numpy()[mask], minlength=count)
     every_reward = own.rewards.double().repeat_interleave(own.lengths()).numpy()
     rewards = np.bincount(segment, every_reward, minlength=count) / np.bincount(segment, minlength=count)
     leaf = tree.segment_end == np.arange(1, count + 1)
     before = np.concatenate([[0], np.cumsum(leaf)])
-    ends = tree.segment_offset + tree.segment_length
+    nodes = [slice(a, a + n) for a, n in zip(tree.segment_offset.tolist(), tree.segment_length.tolist(), strict=True)]
     return {
         "parent": tree.segment_parent.tolist(),
         "start": tree.segment_start.tolist(),
@@ -103,7 +141,11 @@ def _tree(batch: RolloutBatch, credit: torch.Tensor, chosen: list[int], tokenize
         "trained": trained.tolist(),
         "credit": [round(float(c / n), 5) if n else None for c, n in zip(credits, trained, strict=True)],
         "reward": [round(float(one), 5) for one in rewards],
-        "text": [_read(ids[a:b].tolist(), tokenizer) for a, b in zip(tree.segment_offset, ends, strict=True)],
+        "text": [_read(ids[node], images[node], tokenizer) for node in nodes],
+        "pictures": [
+            [[int(images[node][a]), a, b - a] for a, b in _runs_of(images[node]) if images[node][a] >= 0]
+            for node in nodes
+        ],
     }
 
 
@@ -159,8 +201,14 @@ def _of_groups(batch: RolloutBatch, groups: Sequence[int]) -> list[int]:
     return torch.isin(batch.group_ids, torch.tensor(list(groups))).nonzero().flatten().tolist()
 
 
-def _read(ids: list[int], tokenizer: Any) -> str:
-    text = tokenizer.decode(ids) if tokenizer is not None else " ".join(map(str, ids))
+def _read(ids: npt.NDArray[Any], images: npt.NDArray[Any], tokenizer: Any) -> str:
+    """The text of tokens; pictures by their number, for their placeholders say nothing."""
+    said = []
+    for begin, end in _runs_of(images):
+        part = ids[begin:end].tolist()
+        text = tokenizer.decode(part) if tokenizer is not None else " ".join(map(str, part))
+        said.append(text if images[begin] < 0 else f"[picture {images[begin] + 1}]")
+    text = ("" if tokenizer is not None else " ").join(said)
     if len(text) <= MOST_TEXT:
         return text
     end = MOST_TEXT // 3

@@ -82,6 +82,12 @@
   function chooseBatch() {
     batch = data.runs[+runs.value].batches[+steps.value];
     tree = batch.tree;
+    batch.images ??= batch.thumbnails.map((uri) => {
+      const one = new Image();
+      one.onload = draw;
+      one.src = uri;
+      return one;
+    });
     colours.options[0].textContent = "coloured by " + batch.credit;
     const count = tree.parent.length;
     ends = new Int32Array(count); // one past the last node below
@@ -113,6 +119,7 @@
     }
     return { x: 0, w: wide, y: 0, h: high };
   }
+  const pictures = (n) => tree.pictures?.[n] ?? []; // [which, first token, tokens] each; runs of old have none
   const mix = (a, b, t) => `rgb(${a.map((one, i) => Math.round(one + (b[i] - one) * t)).join()})`;
   const GREY = "rgb(221,226,230)", LOW = [197, 71, 43], MIDDLE = [243, 241, 234], HIGH = [30, 110, 170], GREEN = [38, 120, 90];
   function painter() {
@@ -148,7 +155,7 @@
     pen.font = "11px ui-monospace, 'DejaVu Sans Mono', Menlo, monospace";
     pen.textBaseline = "middle";
     const colour = painter(), window_ = view(), [sx, sy] = [width / window_.w, height / window_.h];
-    let drawn = 0;
+    let drawn = 0, shown = 0;
     for (let n = 0; n < tree.parent.length; n++) {
       const x = (tree.start[n] - window_.x) * sx, w = tree.length[n] * sx, y = (tree.row[n] - window_.y) * sy, h = tree.rows[n] * sy;
       if (y >= height || x >= width || x + w <= 0 || y + h <= 0) continue;
@@ -174,7 +181,16 @@
         pen.fillText(text, left + 4, Math.min(Math.max(y, 0) + Math.min(h, height) / 2, height - 8));
         pen.restore();
       }
+      for (const [k, from, count] of pictures(n)) { // where they stand among the tokens
+        const image = batch.images[k], [px, pw] = [x + from * sx, count * sx];
+        if (!image?.naturalWidth || Math.min(pw, h) < 12) continue;
+        const scale = Math.min((pw - 2) / image.naturalWidth, (h - 2) / image.naturalHeight, 2);
+        const [iw, ih] = [image.naturalWidth * scale, image.naturalHeight * scale];
+        pen.drawImage(image, px + (pw - iw) / 2, y + (h - ih) / 2, iw, ih);
+        shown++;
+      }
     }
+    canvas.dataset.pictures = shown;
     canvas.dataset.drawn = drawn;
     canvas.dataset.nodes = tree.parent.length;
   }
@@ -203,6 +219,14 @@
     const path = [];
     for (let n = node; n >= 0; n = tree.parent[n]) path.unshift(n);
     find("node-text").replaceChildren(...path.map((n) => span(tree.text[n], n === node ? "said" : "context")));
+    find("node-pictures").replaceChildren(...path.flatMap((n) => pictures(n).flatMap(([k]) => {
+      if (!batch.thumbnails[k]) return [];
+      const one = document.createElement("img");
+      one.src = batch.thumbnails[k];
+      one.alt = one.title = `picture ${k + 1}`;
+      one.className = n === node ? "said" : "context";
+      return [one];
+    })));
     const n = node, credit = n >= 0 && tree.credit[n];
     find("node-about").textContent = n < 0 ? "Nothing chosen yet." :
       `${tree.length[n]} tokens from position ${tree.start[n]}, shared by ${tree.sequences[n]} of ${batch.sequences} sequences` +

@@ -11,6 +11,7 @@ import hashlib
 import importlib.util
 import json
 import math
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -35,6 +36,7 @@ _SECTIONS = {
     "coach": "The coach",
 }
 _COLUMNS = 6  # steps of a strip
+_THUMBNAIL = re.compile("data:image/jpeg;base64,[A-Za-z0-9+/=]+")
 _KINDS = {"best": "Highest reward", "surprising": "Most surprising", "worst": "Lowest reward"}
 
 
@@ -176,8 +178,12 @@ def _batch(one: dict[str, Any]) -> dict[str, Any]:
         if one["groups_shown"] < one["groups"]
         else ""
     )
+    small, pictures = [uri if _is_thumbnail(uri) else "" for uri in one.get("thumbnails", ())], one.get("pictures", 0)
+    if pictures > len(small):
+        cut += f"; {pictures - len(small):,} more pictures are not shown"
     return {
         "label": _label(one),
+        "thumbnails": small,
         "credit": _text(one["credit"]),
         "sequences": one["sequences"],
         "about": f"{one['groups_shown']:,} groups, {len(tree['parent']):,} boxes, {sum(tree['length']):,} tokens in the"
@@ -222,8 +228,15 @@ def _held_out(runs: Sequence[RunData]) -> list[dict[str, Any]]:
     return rows
 
 
-def _runs(runs: Sequence[Any]) -> list[tuple[str, bool]]:
-    return [(_text(text, None), bool(said)) for text, said in runs]
+def _runs(runs: Sequence[Any]) -> list[tuple[str, bool | None]]:
+    """Text, and whether the policy wrote it; None: a picture."""
+    return [
+        (text, None) if said is None and _is_thumbnail(text) else (_text(text, None), bool(said)) for text, said in runs
+    ]
+
+
+def _is_thumbnail(uri: Any) -> bool:
+    return isinstance(uri, str) and _THUMBNAIL.fullmatch(uri) is not None
 
 
 def _coach(run: RunData, named: bool) -> list[dict[str, Any]]:

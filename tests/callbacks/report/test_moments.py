@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import base64
+import io
+
 import pytest
 import torch
+from PIL import Image
 
 from app.batch import RolloutBatch, Trajectory
 from callbacks.report import moments
-from tests.helpers.pictured import PLACEHOLDER, picture, pictured
+from tests.helpers.pictured import picture, pictured
 from tests.helpers.recorded_samples import byte_tokenizer
 
 
@@ -98,10 +102,37 @@ def test_large_batches_show_whole_groups_and_long_texts_their_ends(monkeypatch: 
 
 
 def test_pictures_under_equal_ids_are_boxes_of_their_own() -> None:
-    """As the tree that is trained has them; the text is the placeholders' own."""
+    """As the tree that is trained has them. A picture is named in the text, and shown."""
     shown = [pictured([1, picture(k // 2), 2], group_id=k // 2, episode_id=k) for k in range(4)]
-    tree = moments.batch_moment(RolloutBatch.from_trajectories(shown), None)["tree"]
-    boxes = dict(zip(zip(tree["text"], tree["sequences"]), tree["parent"]))
-    behind = " ".join(map(str, [*[PLACEHOLDER] * 4, 2, 20, 21, 22]))
-    assert sorted(zip(tree["text"], tree["sequences"])) == [("1", 4), (behind, 2), (behind, 2)]
-    assert boxes[behind, 2] == tree["text"].index("1")
+    found = moments.batch_moment(RolloutBatch.from_trajectories(shown), None)
+    tree = found["tree"]
+    boxes = dict(zip(tree["text"], zip(tree["sequences"], tree["pictures"], tree["parent"])))
+    assert boxes == {
+        "1": (4, [], -1),
+        "[picture 1] 2 20 21 22": (2, [[0, 0, 4]], tree["text"].index("1")),
+        "[picture 2] 2 20 21 22": (2, [[1, 0, 4]], tree["text"].index("1")),
+    }
+    assert found["pictures"] == 2 and found["thumbnails"] == [moments.thumbnail(picture(k)) for k in range(2)]
+
+
+def test_pictures_stand_between_the_runs_of_a_transcript(monkeypatch: pytest.MonkeyPatch) -> None:
+    first, second = picture(0), picture(1, height=400, width=200)
+    batch = RolloutBatch.from_trajectories([pictured([first, 1, second, 2, first, 3])])
+    uris = [moments.thumbnail(one) for one in (first, second)]
+    small = Image.open(io.BytesIO(base64.b64decode(uris[1].partition(",")[2])))
+    assert small.size == (48, 96) and max(map(len, uris)) < 8000
+    told: list[moments.Run] = [
+        (uris[0], None),
+        ("1", False),
+        (uris[1], None),
+        ("2", False),
+        (uris[0], None),
+        ("3", False),
+    ]
+    assert moments.transcript(batch, 0, None) == [*told, ("20 21 22", True)]
+    monkeypatch.setattr(moments, "MOST_PICTURES", 1)
+    runs = moments.transcript(batch, 0, None)
+    assert runs[:3] == [*told[:2], ("[picture 2]", False)] and runs[-1] == ("20 21 22", True)
+    found = moments.batch_moment(batch, None)
+    assert found["pictures"] == 2 and found["thumbnails"] == uris[:1]
+    assert found["tree"]["pictures"] == [[[0, 0, 4], [1, 5, 4], [0, 10, 4]]]

@@ -14,12 +14,15 @@ from typing import Any
 
 import pytest
 
+from app.batch import RolloutBatch
 from app.text import printable
 from callbacks.report.charts import charts, held_out_curve, lines, step_parts
+from callbacks.report.moments import batch_moment
 from callbacks.report.page import page, write_page
 from callbacks.report.runs import RunData
 from tests.callbacks.report.hostile import HOSTILE, run
 from tests.helpers.browser import INKED, PHONE, opened
+from tests.helpers.pictured import picture, pictured
 
 
 def data_of(html: str) -> Any:
@@ -125,6 +128,41 @@ def test_a_browser_draws_it_offline(tmp_path: Path) -> None:
         assert tree.get_attribute("data-drawn") == "4001" and page.inner_text("#scale-high") == "4000"
         assert page.evaluate("document.documentElement.scrollWidth") <= 1280
     assert seen == []
+
+
+def test_a_browser_shows_pictures_where_they_stand(tmp_path: Path) -> None:
+    first, second = picture(0, height=60, width=90), picture(1, height=60, width=90)
+    shown = [pictured([1, first, 2, *([second, 5] if k else [6])], episode_id=k, reward=float(k)) for k in range(2)]
+    found = run()
+    found.batches = [{"step": 1, **batch_moment(RolloutBatch.from_trajectories(shown), None)}]
+    write_page([found], tmp_path / "report.html")
+    seen: list[str] = []
+    with opened(tmp_path / "report.html", seen) as page:
+        tree = page.locator("#tree")
+        page.wait_for_function("document.getElementById('tree').dataset.pictures === '2'")
+        tree.click(position={"x": 5, "y": 100})
+        assert page.inner_text("#node-text") == "1 [picture 1] 2"
+        tree.press("ArrowRight")  # what goes on in text
+        tree.press("ArrowDown")
+        thumbnails = page.locator("#node-pictures img")
+        assert [thumbnails.nth(k).get_attribute("title") for k in range(thumbnails.count())] == [
+            "picture 1",
+            "picture 2",
+        ]
+        assert page.locator("#node-pictures img.said").get_attribute("title") == "picture 2"
+        inline = page.locator("#transcripts ~ .strip .text img")
+        assert inline.count() == 2 + 1 + 1  # of best, surprising and worst
+        assert all(inline.nth(k).evaluate("(one) => one.naturalWidth") == 90 for k in range(inline.count()))
+    assert seen == []
+
+
+def test_what_is_no_thumbnail_is_text(tmp_path: Path) -> None:
+    found = run()
+    found.batches[0]["thumbnails"] = ["https://example.org/a.png", "data:image/svg+xml,<svg/>", 7]
+    found.batches[0]["transcripts"]["best"]["runs"] = [["https://example.org/b.png", None]]
+    html = page([found])
+    assert data_of(html)["runs"][0]["batches"][0]["thumbnails"] == ["", "", ""]
+    assert '<span class="context">https://example.org/b.png</span>' in html
 
 
 @pytest.mark.slow
