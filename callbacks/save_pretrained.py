@@ -10,9 +10,11 @@ this project's `model: {path: ...}` and on inference servers alike. Adapters are
 from __future__ import annotations
 
 import logging
+from pathlib import Path
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.loggers import WandbLogger
 from transformers import AutoTokenizer
 
 from app.strategies.shards import is_sharded
@@ -28,11 +30,23 @@ class SavePretrained(Callback):
     Args:
         dirpath: where; relative paths are below the run directory.
         merge: write a policy with adapters as one model without, which servers load.
+        artifact: the name under which W&B keeps the directory too, as an artifact of type "model"; None: it does not.
+
+    Raises:
+        ValueError: (at set-up) `artifact` without a WandbLogger among the trainer's loggers.
     """
 
-    def __init__(self, dirpath: str = "model", merge: bool = False) -> None:
+    def __init__(self, dirpath: str = "model", merge: bool = False, artifact: str | None = None) -> None:
         self.dirpath = dirpath
         self.merge = merge
+        self.artifact = artifact
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        if self.artifact is not None and not any(isinstance(one, WandbLogger) for one in trainer.loggers):
+            raise ValueError(
+                f"SavePretrained.artifact: {self.artifact} is for Weights & Biases; add"
+                " lightning.pytorch.loggers.WandbLogger to trainer.logger, or leave artifact out"
+            )
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         target = run_dir(trainer) / self.dirpath
@@ -52,7 +66,19 @@ class SavePretrained(Callback):
             images = getattr(trainer.datamodule, "image_processor", None)
             if images is not None:
                 images.processor.save_pretrained(target)
+            if self.artifact is not None:
+                _keep_in_wandb(self.artifact, target, trainer)
         trainer.strategy.barrier("SavePretrained")  # no rank reads or leaves before the files are complete
+
+
+def _keep_in_wandb(name: str, directory: Path, trainer: Trainer) -> None:
+    import wandb
+
+    made = wandb.Artifact(name, type="model", metadata={"step": trainer.global_step})
+    made.add_dir(str(directory))
+    for logger in trainer.loggers:
+        if isinstance(logger, WandbLogger):
+            logger.experiment.log_artifact(made)
 
 
 def _tokenizer(trainer: Trainer, module: LightningModule) -> Any:

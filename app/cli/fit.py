@@ -16,6 +16,7 @@ import gc
 import importlib
 import logging
 import os
+import secrets
 import shlex
 import signal
 import sys
@@ -28,7 +29,7 @@ import torch.distributed as dist
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.cli import LightningCLI
-from lightning.pytorch.loggers import CSVLogger, Logger
+from lightning.pytorch.loggers import CSVLogger, Logger, WandbLogger
 from lightning.pytorch.utilities import rank_zero_only
 from transformers.utils import logging as transformers_logging
 
@@ -173,6 +174,10 @@ class ArboristCLI(LightningCLI):
         _answer_the_doctor(run_dir)
         kwargs.setdefault("default_root_dir", given.get("default_root_dir") or str(run_dir))
         kwargs.setdefault("logger", _with_csv(given.get("logger"), run_dir))
+        if self.subcommand == "fit" and _leads():
+            for logger in _as_list(given.get("logger")):
+                if isinstance(logger, WandbLogger) and logger.version is None:  # else the user names its run
+                    _go_on_in_wandb(logger, run_dir)
         try:
             return super().instantiate_trainer(callbacks=callbacks, **kwargs)
         except (ValueError, TypeError) as error:  # the Trainer refuses a value: the user's, not a failure
@@ -233,6 +238,17 @@ def _answer_the_doctor(run_dir: Path) -> None:
     directory = os.environ.get(_RUN_DIR_VARIABLE)
     if directory is not None:
         install(Path(directory), rank)
+
+
+def _go_on_in_wandb(logger: WandbLogger, run_dir: Path) -> None:
+    """A run that goes on in its directory goes on in W&B: by its id, which is kept there."""
+    kept = run_dir / "wandb_id"
+    of_agent = os.environ.get("WANDB_RUN_ID")  # W&B's own variable: a sweep's agent has chosen
+    chosen = of_agent or (kept.read_text("ascii").strip() if kept.exists() else secrets.token_hex(4))
+    run_dir.mkdir(parents=True, exist_ok=True)
+    kept.write_text(f"{chosen}\n", "ascii")
+    # What the constructor's `id` sets, which comes too early; W&B reads its environment once a process.
+    logger._id = logger._wandb_init["id"] = chosen
 
 
 def _with_csv(logger: Any, run_dir: Path) -> list[Logger] | bool:

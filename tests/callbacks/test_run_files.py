@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
-from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.loggers import CSVLogger, WandbLogger
 from PIL import Image
 from transformers import AutoModelForCausalLM, Qwen3Config
 
@@ -175,6 +175,21 @@ def test_export_loads_in_transformers_with_the_trained_weights(tmp_path: Path) -
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "hf").state_dict()
     assert torch.equal(loaded["lm_head.weight"], before - 1)
     assert all(torch.equal(loaded[name], value) for name, value in module.policy.state_dict().items())
+
+
+def test_an_export_is_kept_in_wandb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import wandb
+
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    data, callback = TinyData(validate=False), SavePretrained(artifact="the_export")
+    with pytest.raises(ValueError, match=r"SavePretrained\.artifact: the_export .*WandbLogger"):
+        trainer(tmp_path / "none", callback, max_steps=1).fit(LanguageModelModule(), datamodule=data)
+    fit = trainer(tmp_path / "run", callback, max_steps=1)
+    fit.loggers.append(WandbLogger(offline=True, save_dir=tmp_path))
+    fit.fit(LanguageModelModule(), datamodule=data)
+    wandb.finish()
+    (file,) = tmp_path.rglob("*.wandb")  # what would be sent
+    assert all(name in file.read_bytes() for name in (b"the_export", b"config.json", b"model.safetensors"))
 
 
 def test_export_brings_the_tokenizer_of_the_model_it_began_with(

@@ -175,6 +175,33 @@ def test_other_loggers_stand_behind_metrics_csv_and_get_the_samples() -> None:
     assert {"prompt", "completion", "reward"} <= set(table["columns"]) and len(table["data"]) == 3
 
 
+def test_a_run_that_goes_on_goes_on_in_wandb(monkeypatch: pytest.MonkeyPatch) -> None:
+    import wandb
+
+    monkeypatch.setenv("WANDB_SILENT", "true")
+
+    def fit(run_dir: str, *args: str) -> str:
+        """The id in W&B of the run."""
+        wandb.finish()  # one that another test has left
+        seen = set(Path("wandb").glob("offline-run-*"))
+        main(["fit", "--config", "toy.yaml", "--run_dir", run_dir, *saving, *logger, *args])
+        wandb.finish()
+        (made,) = set(Path("wandb").glob("offline-run-*")) - seen
+        return made.name.rpartition("-")[2]
+
+    saving = ["--trainer.callbacks+=lightning.pytorch.callbacks.ModelCheckpoint", "--trainer.callbacks.save_last=true"]
+    logger = ["--trainer.logger=lightning.pytorch.loggers.WandbLogger", "--trainer.logger.init_args.offline=true"]
+    on = ["--trainer.max_epochs", "2", "--ckpt_path", "last", "--weights_only", "false"]
+    first = fit("first")
+    assert fit("first", *on) == first == Path("first/wandb_id").read_text().strip()
+    assert fit("second") != first
+    monkeypatch.setenv("WANDB_RUN_ID", "ofasweep")
+    assert fit("third") == "ofasweep" == Path("third/wandb_id").read_text().strip()
+    monkeypatch.delenv("WANDB_RUN_ID")
+    assert fit("third", *on) == "ofasweep"
+    assert fit("fourth", "--trainer.logger.init_args.id=mine") == "mine" and not Path("fourth/wandb_id").exists()
+
+
 def test_help_is_there_before_anything_is_imported() -> None:
     code = "import sys; sys.argv = ['arborist', '--help']; import app.__main__ as m\n"
     code += (
