@@ -5,9 +5,12 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
+
 from benchmarks.tree import hybrid
 
 
+@pytest.mark.slow
 def test_both_families_are_measured_against_every_baseline(tmp_path: Path) -> None:
     hybrid.main(["--toy", "--repeats", "1", "--check", "2", "--out", str(tmp_path)])
     report = json.loads((tmp_path / "hybrid.json").read_text())

@@ -5,9 +5,12 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
+
 from benchmarks.tree import pictures
 
 
+@pytest.mark.slow
 def test_every_batch_is_right_and_the_tower_runs_once_a_picture(tmp_path: Path) -> None:
     pictures.main(["--toy", "--repeats", "1", "--out", str(tmp_path)])
     report = json.loads((tmp_path / "pictures.json").read_text())

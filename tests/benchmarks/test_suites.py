@@ -161,6 +161,7 @@ def test_without_gpu_the_suite_says_what_to_do(capsys: pytest.CaptureFixture[str
     assert "--toy" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_checks_notice_a_wrong_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     """A log-sum-exp that is off shows in every dtype; an operator this torch lacks is named."""
     from app.tree.attention import kernels

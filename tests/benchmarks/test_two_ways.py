@@ -5,9 +5,12 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
+
 from benchmarks.tree import two_ways
 
 
+@pytest.mark.slow
 def test_both_ways_have_one_gradient(tmp_path: Path) -> None:
     two_ways.main(["--toy", "--repeats", "1", "--out", str(tmp_path)])
     report = json.loads((tmp_path / "two_ways.json").read_text())
