@@ -322,8 +322,10 @@ class Algorithm:
                 raise ValueError(f"regularisers: {place[0]} is given twice in the {place[1]}; add their coefficients")
         if proximal is not None:
             checks.one_of("proximal", proximal, PROXIMAL)
-        if proximal is not None and "old" not in needs and self.correction is None:
-            raise ValueError(f"proximal has no effect: neither objective={objective} nor a correction takes `old`")
+        if proximal is not None and "old" not in self.needs and self.correction is None:
+            raise ValueError(
+                f"proximal has no effect: neither objective={objective} nor a correction or a regulariser takes `old`"
+            )
         if proximal == "sampler" and (self.correction is not None or "behavior" in needs):
             what = "the correction" if self.correction is not None else f"objective={objective}"
             raise ValueError(

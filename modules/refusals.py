@@ -7,7 +7,7 @@ Promises: every error is a ValueError that names the key and the remedy.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -58,6 +58,18 @@ def refuse_trainer(trainer: Any, stage: str, exchange: Ranks) -> None:
         raise ValueError(
             f"trainer.precision={trainer.precision}: the tree pass does not scale losses, which float16 needs;"
             " use bf16-mixed, bf16-true or 32-true"
+        )
+
+
+def refuse_narrow(parameters: Iterable[torch.nn.Parameter], trainer: Any, exchange: Ranks) -> None:
+    """Trained parameters below float32 without masters, in which most steps would be lost to rounding."""
+    narrow = {p.dtype for p in parameters if p.requires_grad and p.is_floating_point() and p.element_size() < 4}
+    if narrow and isinstance(exchange, OneProcess):
+        dtype = str(narrow.pop()).removeprefix("torch.")
+        raise ValueError(
+            f"model.dtype: {dtype} with trainer.strategy {type(trainer.strategy).__name__}, which keeps no float32"
+            " masters: set trainer.strategy to app.strategies.DTAStrategy (one process will do), or model.dtype to"
+            " float32"
         )
 
 

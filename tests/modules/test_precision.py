@@ -12,7 +12,7 @@ from lightning.pytorch.plugins.precision import DoublePrecision, HalfPrecision
 
 from app.batch import StepHandle
 from app.strategies import DTAStrategy
-from modules import ActorCriticModule, PolicyModule, Regulariser
+from modules import ActorCriticModule, ModelSource, PolicyModule, Regulariser
 from tests.helpers.tiny_policy import Batches, fit, make_batch, parameters, sgd, source, trainer
 
 
@@ -166,6 +166,11 @@ def test_no_thread_ever_sees_another_default_dtype(precision: Any, how: str) -> 
 def test_bf16_true_needs_the_strategy_that_keeps_masters() -> None:
     with pytest.raises(ValueError, match=r"precision=bf16-true .*SingleDeviceStrategy.*app\.strategies\.DTAStrategy"):
         trainer(precision="bf16-true").fit(PolicyModule(source(), optimizer=sgd), Batches([make_batch()]))
+    narrow = ModelSource(config=source().config, dtype="bfloat16")
+    with pytest.raises(
+        ValueError, match=r"model\.dtype: bfloat16 .*SingleDeviceStrategy.*app\.strategies\.DTAStrategy"
+    ):
+        trainer().fit(PolicyModule(narrow, optimizer=sgd), Batches([make_batch()]))
 
 
 @pytest.mark.parametrize("precision", ["bf16-true", "64-true"])

@@ -149,6 +149,11 @@ def test_advantages_that_are_not_finite_or_of_another_shape() -> None:
 KL_IN_REWARD = Regulariser("kl", 0.1, where="reward")
 
 
+def test_a_regulariser_may_be_what_the_anchor_is_for() -> None:
+    made = Algorithm(objective="reinforce", regularisers=[Regulariser("kl_weighted", 0.1)], proximal="recomputed")
+    assert made.proximal == "recomputed" and "old" in made.needs
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
