@@ -16,7 +16,8 @@ One optimizer step, in call order; what a subclass says is marked *:
                                        step_columns*
       begin_step*              all     adds to this rank's columns                `step.columns`
     backward                   all
-      ranks.verify_together    all     first step: tree against dense execution   the engine: it may fall back
+      ranks.verify_together    all     first step: tree against dense execution   the engines: all may fall back, and
+                                                                                  the step begins anew
       tree_pass*               all     loss* of each group of sequences           gradients
       end_step*                all     counts                                     `train_metrics`
     (the strategy)             all     sums gradients over ranks
@@ -54,7 +55,7 @@ from modules.metrics import NamedMetrics, log_alone, remembered
 from modules.models import ModelSource, build_model, image_processor_of
 from modules.objectives import Aggregation
 from modules.ranks import RankWork, Step, build_tree
-from modules.refusals import refuse_optimizer, refuse_options, refuse_trainer
+from modules.refusals import refuse_narrow, refuse_optimizer, refuse_options, refuse_trainer
 from modules.step import State, TreeStep, check_batch, check_plan, state_of, take_up, token_loss_weights
 
 _log = logging.getLogger(__name__)
@@ -144,6 +145,7 @@ class TreeModule(EvaluatedModule):
         }
         self.self_check = self_check
         self._checked = self_check == "skip"
+        self._fell_back = False
         self.ranks: RankWork  # from `setup` on
         self.policy: PreTrainedModel | None = None
         self._group: RankGroup | None = None
@@ -221,6 +223,7 @@ class TreeModule(EvaluatedModule):
             self._engine_options.setdefault("image_processor", image_processor_of(self.model_source))
             engine = TreeEngine(model, value_head=value_head, group=self._group, **self._engine_options)
             engine.remember = lambda: remembered(self)
+            engine.dense = self._fell_back
             self._engines[model] = engine
         return engine
 
@@ -241,6 +244,8 @@ class TreeModule(EvaluatedModule):
 
     def configure_optimizers(self) -> Any:
         optimizer = self.make_optimizer(self.parameter_groups())
+        trained = (parameter for group in optimizer.param_groups for parameter in group["params"])
+        refuse_narrow(trained, self.trainer, self.ranks.exchange)
         if self.make_lr_scheduler is None:
             return optimizer
         scheduler = self.make_lr_scheduler(optimizer)
@@ -288,6 +293,12 @@ class TreeModule(EvaluatedModule):
         if handle.index == 0 and self.steps_done:
             _log.warning("the datamodule begins a new batch; of the last one only %d steps were done", self.steps_done)
             self.steps_done = 0
+        self._begin(handle)
+        self.step_seconds = {"prepare": time.perf_counter() - start}
+        return torch.zeros((), requires_grad=True, device=self.device)
+
+    def _begin(self, handle: StepHandle) -> None:
+        """Everything of a step that comes before its tree pass."""
         self.train_metrics.reset()
         part = self.ranks.lead(handle, self._cut_step)
         self._step = TreeStep.build(part, self.share_mode, self.last_tree)
@@ -296,8 +307,6 @@ class TreeModule(EvaluatedModule):
         )
         self.begin_step(self._step, handle.index)
         self._step.columns = {name: column.to(self.device) for name, column in self._step.columns.items()}
-        self.step_seconds = {"prepare": time.perf_counter() - start}
-        return torch.zeros((), requires_grad=True, device=self.device)
 
     def _cut_step(self, handle: StepHandle) -> Step | None:
         """Rank 0: prepares a new batch, or takes up the one under way; the parts of the step."""
@@ -337,12 +346,11 @@ class TreeModule(EvaluatedModule):
     def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
         """The tree pass. Lightning leaves the precision context after `training_step`, so it is entered again."""
         start = time.perf_counter()
-        step = self._step
-        assert step is not None, "training_step comes first"
+        assert self._step is not None, "training_step comes first"
         with self.trainer.precision_plugin.forward_context():
             if not self._checked:
-                fall_back = self.self_check == "fallback"
-                self._checked = self.ranks.verify_together(self.engine, step.tree, self.want, fall_back)
+                self._check(self._step)
+            step = self._step
             self.tree_pass(step)
         tree = self.last_tree
         if tree is not None:  # rank 0 counts for all
@@ -351,6 +359,17 @@ class TreeModule(EvaluatedModule):
         self.step_seconds["tree"] = time.perf_counter() - start
         self.ranks.exchange.observe(step.tree.num_tokens, step.tree.num_attention_pairs, self.step_seconds["tree"])
         self.end_step(step)
+
+    def _check(self, step: TreeStep) -> None:
+        """Collective: compares tree and dense execution, once there is something to compare. After a fallback all
+        models run densely, the reference and the critic too, and the step begins anew: its columns were of the tree."""
+        self._checked = self.ranks.verify_together(self.engine, step.tree, self.want, self.self_check == "fallback")
+        if self.engine.dense and not self._fell_back:
+            self._fell_back = True
+            for engine in self._engines.values():
+                engine.dense = True
+            assert self._handle is not None, "training_step comes first"
+            self._begin(self._handle)
 
     def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
         if self._idle:  # None, not zeros: momentum and weight decay would move the parameters

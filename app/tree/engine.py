@@ -271,8 +271,8 @@ class TreeEngine:
         want: Sequence[str],
     ) -> float:
         execution, ids = self.plan(tree), np.unique(np.asarray(groups), return_inverse=True)[1]
-        last = tree.sequence_last_needed
-        chunk = np.where(last >= 0, execution.token_chunk[last], -1) if tree.num_tokens else last
+        last = execution.tree.sequence_last_needed  # in dense execution another tree than `tree`
+        chunk = np.where(last >= 0, execution.token_chunk[last], -1) if execution.tree.num_tokens else last
         lowest, highest = np.full(len(ids), len(execution.chunks)), np.full(len(ids), -1)
         np.minimum.at(lowest, ids, chunk)
         np.maximum.at(highest, ids, chunk)

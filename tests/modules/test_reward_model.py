@@ -99,13 +99,17 @@ def test_gradients_are_those_of_pairs_run_alone(options: dict[str, Any]) -> None
         torch.testing.assert_close(got[name], expected[name], atol=1e-9, rtol=0)
 
 
-@pytest.mark.parametrize(("chunk_tokens", "again"), [(7, {9}), (22, {3, 6}), (1000, {0})])
+@pytest.mark.parametrize(
+    ("chunk_tokens", "again", "dense"),
+    [(7, {9}, False), (22, {3, 6}, False), (1000, {0}, False), (7, {9}, True)],
+)
 def test_only_groups_that_are_cut_run_twice(
-    chunk_tokens: int, again: set[int], monkeypatch: pytest.MonkeyPatch
+    chunk_tokens: int, again: set[int], dense: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """So that the test above takes every way through `TreeEngine.backward_grouped`."""
+    """So that the test above takes every way through `TreeEngine.backward_grouped`; densely each sequence is alone."""
     model = build_model(clean(), scores=True)
     engine = TreeEngine(model, chunk_tokens=chunk_tokens, self_check=False)
+    engine.dense = dense
     batch = with_scores(recorded(0))
     tree = PrefixTree.build(batch.sequences(), scored=batch.split(batch.loss_mask))
     compared: list[int] = []

@@ -13,7 +13,7 @@ from app.tree import PrefixTree, SelfCheckError, TreeEngine
 from modules import SFTModule
 from modules.ranks import RankWork
 from tests.helpers.rank_pool import RankError, RankPool
-from tests.helpers.tiny_policy import source
+from tests.helpers.tiny_policy import Batches, Metrics, make_batch, source, trainer
 from tests.modules.ranks import mixing
 
 
@@ -37,6 +37,18 @@ def test_fallback_trains_like_every_sequence_alone(mode: str) -> None:
     for name, value in expected.items():
         torch.testing.assert_close(got[name], value, atol=1e-6, rtol=0)
     assert max(float((wrong[name] - value).abs().max()) for name, value in expected.items()) > 1e-3
+
+
+def test_after_a_fallback_all_models_run_alone_and_the_step_begins_anew() -> None:
+    torch.manual_seed(0)
+    module = mixing.MixingPolicy(self_check="fallback")
+    run = trainer(Metrics())
+    with pytest.warns(UserWarning, match="dense-leaf"):
+        run.fit(module, Batches([make_batch(k) for k in range(2)]))
+    assert [dense for dense, _ in module.found] == [False, True, True]  # the first batch twice
+    errors = [error for _, error in module.found]
+    assert errors[0] > 0.1 and max(errors[1:]) < 1e-4
+    assert abs(float(run.callback_metrics["kl"])) < 1e-6
 
 
 def test_two_ranks_fall_back_together(two_ranks: RankPool) -> None:
