@@ -109,7 +109,9 @@ class Interruption(Callback):
         if not callbacks or trainer.fast_dev_run or trainer.global_step == self._first_step:
             return
         if self._saved_step == trainer.global_step and not _holds_back(trainer):
-            last = next((one.last_model_path for one in callbacks if one.last_model_path), None)
+            # Of several callbacks only some saved at this step; going on looks for a "last" alone.
+            now = [one for one in callbacks if one._last_global_step_saved == trainer.global_step]
+            last = next((one.last_model_path for one in now if one.last_model_path), None)
             if last is not None:
                 self._checkpoint = Path(last)
                 return

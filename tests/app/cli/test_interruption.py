@@ -9,15 +9,21 @@ import signal
 import sys
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
 
+from app import interruption
 from app.batch import BatchError
 from app.cli import main
 from app.strategies.checkpoint.trainer_state import put_together
 from callbacks import Interruption
-from modules import PolicyModule
-from tests.helpers.tiny_policy import Batches, sgd, source, trainer
+from callbacks.save_last import SaveLast
+from modules import PolicyModule, SFTModule
+from tests.helpers.tiny_policy import Batches, make_batch, sgd, source, trainer
 
 CONFIG = """
 model: {class_path: tests.app.cli.signals.Interruptible}
@@ -158,6 +164,31 @@ def test_a_checkpoint_callback_of_ones_own_decides_where(capsys: pytest.CaptureF
     assert f"saved as {Path('elsewhere/last.ckpt').resolve()}" in said
     go_on(said)
     assert [row[0] for row in rows("step")] == [str(n) for n in range(10)]
+
+
+def test_a_last_checkpoint_of_an_earlier_step_is_not_taken_for_this_ones(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A callback that keeps others saved at this step; `--ckpt_path last` looks for a last one."""
+    last = SaveLast()
+    last.dirpath = str(tmp_path)
+    steps = ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=1, save_top_k=-1)
+
+    class Ends(Callback):
+        def on_train_batch_start(self, trainer: Trainer, *unused: Any) -> None:
+            last.minutes = 1e-9 if trainer.global_step == 0 else 10.0  # due once
+
+        def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+            interruption.request(signal.SIGTERM)
+
+    fit = trainer(Ends(), Interruption(), steps, last, default_root_dir=tmp_path, enable_checkpointing=True,
+                  max_steps=6, max_epochs=-1, val_check_interval=3, check_val_every_n_epoch=None)  # fmt: skip
+    batches = [make_batch(k) for k in range(2)]
+    monkeypatch.setattr(interruption, "_listener", interruption._Listener())  # for this run alone
+    with pytest.raises(interruption.Interrupted) as end:
+        fit.fit(SFTModule(source(), optimizer=sgd), Batches(batches, held_out=batches))
+    assert end.value.steps == 3 and end.value.checkpoint == tmp_path / "last.ckpt"
+    assert torch.load(tmp_path / "last.ckpt", weights_only=False)["global_step"] == 3
 
 
 def test_a_datamodule_without_a_batch_is_no_interruption(tmp_path: Path) -> None:
