@@ -10,6 +10,7 @@ scored 0 in silence.
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 from collections.abc import Sequence
 from typing import Any
@@ -37,6 +38,36 @@ class EpisodeError(RuntimeError):
     """An episode that took too long or that no one can train on."""
 
 
+class Pause:
+    """Holds the requests of a group's episodes while `unpaused` is not set. No deadline counts that time: of the others
+    neither, which may be waiting for the one that is held.
+
+    Args:
+        unpaused: of the event loop.
+    """
+
+    def __init__(self, unpaused: asyncio.Event) -> None:
+        self._unpaused, self._clock, self._held = unpaused, PausedClock(), 0
+
+    async def over(self, pending: Pending) -> None:
+        """Waits for it. `pending`: told what is waited for."""
+        if self._unpaused.is_set():
+            return
+        self._held += 1
+        self._clock.pause()
+        try:
+            with pending.waiting("resume"):
+                await self._unpaused.wait()
+        finally:
+            self._held -= 1
+            if self._held == 0:  # several requests may have been held
+                self._clock.resume()
+
+    def held_s(self) -> float:
+        """Seconds so far in which any request was held."""
+        return self._clock.still_s
+
+
 class EpisodePlayer:
     """Plays episodes of one workflow.
 
@@ -45,7 +76,7 @@ class EpisodePlayer:
         engine: where its tokens come from.
         tokenizer: the model's.
         pool: opened reward workers or judge, None when the workflow brings its own rewards.
-        deadline_s: seconds an episode may take; waits for `unpaused` are not counted, nor is what the engine stands
+        deadline_s: seconds an episode may take; time in a `Pause` is not counted, nor is what the engine stands
             still.
         ends: what ends a turn of the model; None for what the tokenizer says of it.
         image_processor: the model's; None for one that sees no pictures.
@@ -77,7 +108,7 @@ class EpisodePlayer:
         seed: str,
         sample: int = 0,
         temperature: float | None = None,
-        unpaused: asyncio.Event | None = None,
+        pause: Pause | None = None,
         pending: Pending | None = None,
         score: Score | None = None,
     ) -> list[Trajectory]:
@@ -89,7 +120,7 @@ class EpisodePlayer:
             seed: of its sampling.
             sample: its number among the prompt's episodes.
             temperature: replaces the workflow's.
-            unpaused: no request is sent while it is not set.
+            pause: what holds requests; shared by the episodes of a group.
             pending: kept up to date with what the episode waits for.
             score: its reward; None for the pool's of one reply alone.
 
@@ -98,22 +129,7 @@ class EpisodePlayer:
                 is no Exception (SystemExit, a CancelledError that nobody asked for).
             Exception: whatever the workflow, the engine or the reward raised.
         """
-        table, clock, held = pending or Pending(prompt.id), PausedClock(), 0
-
-        async def wait() -> None:
-            nonlocal held
-            if unpaused is None or unpaused.is_set():
-                return
-            held += 1
-            clock.pause()
-            try:
-                with table.waiting("resume"):
-                    await unpaused.wait()
-            finally:
-                held -= 1
-                if held == 0:  # several requests of one episode may have been held
-                    clock.resume()
-
+        table = pending or Pending(prompt.id)
         episode = EpisodeEngine(
             self.engine,
             self._tokenizer,
@@ -122,8 +138,8 @@ class EpisodePlayer:
             seed=seed,
             sample=sample,
             temperature=temperature,
-            before=wait,
-            held=lambda: clock.still_s,
+            before=None if pause is None else functools.partial(pause.over, table),
+            held=None if pause is None else pause.held_s,
             pending=table,
             ends=self._ends,
             image_processor=self._image_processor,

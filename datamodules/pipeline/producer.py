@@ -28,7 +28,7 @@ from datamodules.pending import Pending
 from datamodules.pipeline.diagnosis import one_line
 from datamodules.pipeline.gate import StalenessGate
 from datamodules.pipeline.limits import FailureLimits, Limits, RolloutsFailed
-from datamodules.pipeline.player import EpisodePlayer, evaluate
+from datamodules.pipeline.player import EpisodePlayer, Pause, evaluate
 from datamodules.pipeline.stream import Stream
 from datamodules.processes import foreign
 from datamodules.prompts.base import Prompt
@@ -353,13 +353,15 @@ class Producer:
         pool = self.player.pool
         scores = [None] * self._group_size if pool is None else pool.of_group(self._group_size)
 
+        pause = Pause(self._unpaused) if self.gate.max_staleness > 0 else None
+
         async def sample(number: int) -> list[Trajectory]:
             trajectories = await self.player.play(
                 prompt,
                 name=f"{prompt.id}#{number}{again}",
                 seed=f"{self._seed}/{pending.index}/{number}",
                 sample=number,
-                unpaused=self._unpaused if self.gate.max_staleness > 0 else None,
+                pause=pause,
                 pending=pending,
                 score=scores[number],
             )

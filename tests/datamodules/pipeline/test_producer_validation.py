@@ -8,7 +8,7 @@ import pytest
 
 from app.batch import Trajectory
 from datamodules.inference.protocol import GenerationRequest
-from datamodules.pipeline.player import EpisodePlayer
+from datamodules.pipeline.player import EpisodePlayer, Pause
 from datamodules.prompts import Prompt
 from datamodules.prompts.tokenizers import load_tokenizer
 from datamodules.workflows import EpisodeEngine
@@ -50,9 +50,35 @@ def test_time_an_episode_is_held_does_not_count_against_its_deadline() -> None:
         unpaused = asyncio.Event()
         asyncio.get_running_loop().call_later(1.0, unpaused.set)
         player = EpisodePlayer(Flow(), FakeEngine(), load_tokenizer(f"char:{VOCABULARY}"), None, deadline_s=0.5)
-        return await player.play(Prompt(id="p", tokens=(3, 15)), name="p#0", seed="0", unpaused=unpaused)
+        return await player.play(Prompt(id="p", tokens=(3, 15)), name="p#0", seed="0", pause=Pause(unpaused))
 
     assert len(asyncio.run(play())) == 1
+
+
+def test_who_waits_for_a_peer_that_is_held_is_not_late() -> None:
+    """As the episodes of a group do that are judged together."""
+    finished = asyncio.Event()
+
+    class Together(Flow):
+        async def run(self, engine: EpisodeEngine, prompt: Prompt) -> list[Trajectory]:
+            if engine.sample == 0:
+                await finished.wait()
+                return await super().run(engine, prompt)
+            await asyncio.sleep(0.2)
+            found = await super().run(engine, prompt)  # held before its request
+            finished.set()
+            return found
+
+    async def play() -> list[list[Trajectory]]:
+        unpaused = asyncio.Event()
+        asyncio.get_running_loop().call_later(1.5, unpaused.set)
+        player = EpisodePlayer(Together(), FakeEngine(), load_tokenizer(f"char:{VOCABULARY}"), None, deadline_s=0.8)
+        prompt, pause = Prompt(id="p", tokens=(3, 15)), Pause(unpaused)
+        return await asyncio.gather(
+            *(player.play(prompt, name=f"p#{k}", seed="0", sample=k, pause=pause) for k in range(2))
+        )
+
+    assert [len(one) for one in asyncio.run(play())] == [1, 1]
 
 
 def test_synchronous_rollouts_are_never_played_beside_validation(build: Build) -> None:

@@ -15,7 +15,7 @@ from app.batch import CALL_REWARD, Trajectory
 from app.tree import PrefixTree
 from datamodules.inference.protocol import GenerationError, GenerationRequest
 from datamodules.pending import Pending
-from datamodules.pipeline.player import EpisodePlayer
+from datamodules.pipeline.player import EpisodePlayer, Pause
 from datamodules.processes.calls import CallFailed
 from datamodules.prompts.base import Prompt
 from datamodules.rewards import Judgement
@@ -186,7 +186,7 @@ def test_validation_does_not_wait_for_agents_that_are_paused_for_it() -> None:
 
     async def run() -> None:
         unpaused, held = asyncio.Event(), Pending("t")
-        training = asyncio.create_task(player.play(task, name="t", seed="s", unpaused=unpaused, pending=held))
+        training = asyncio.create_task(player.play(task, name="t", seed="s", pause=Pause(unpaused), pending=held))
         async with asyncio.timeout(60):
             while not any(one.what == "resume" for one in held.waits.values()):
                 await asyncio.sleep(0.02)

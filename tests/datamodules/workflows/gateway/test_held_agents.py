@@ -14,7 +14,7 @@ from aiohttp import web
 from datamodules.inference.clock import PausedClock
 from datamodules.inference.protocol import GenerationRequest, GenerationResponse
 from datamodules.pending import Pending
-from datamodules.pipeline.player import EpisodePlayer
+from datamodules.pipeline.player import EpisodePlayer, Pause
 from datamodules.processes.calls import CallFailed
 from datamodules.processes.deadline import deadline
 from datamodules.workflows.gateway import AgentWorkflow
@@ -87,7 +87,7 @@ def test_calls_that_are_held_make_no_agent_late() -> None:
 
     async def episode() -> None:
         unpaused, table = asyncio.Event(), Pending("t")
-        playing = asyncio.create_task(player.play(task, name="t", seed="s", unpaused=unpaused, pending=table))
+        playing = asyncio.create_task(player.play(task, name="t", seed="s", pause=Pause(unpaused), pending=table))
         async with asyncio.timeout(60):
             while not any(one.what == "resume" for one in table.waits.values()):
                 await asyncio.sleep(0.02)
