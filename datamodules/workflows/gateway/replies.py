@@ -10,6 +10,7 @@ import json
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+from app.text import well_formed
 from datamodules.conversations.chat_template import Message
 from datamodules.inference.reply_text import Decode, ReplyText, cut_at_stop, maybe_stop
 from datamodules.workflows.tool_calls import ToolCall, begin_of_calls
@@ -79,7 +80,10 @@ def as_message(name: str, text: str, parser: Parser | None) -> tuple[Message, in
         {
             "id": f"call_{name}_{k}",
             "type": "function",
-            "function": {"name": one.name, "arguments": json.dumps(one.arguments, ensure_ascii=False)},
+            "function": {
+                "name": well_formed(one.name),  # half of a character, which JSON's escapes can say and UTF-8 cannot
+                "arguments": well_formed(json.dumps(one.arguments, ensure_ascii=False)),
+            },
         }
         for k, one in enumerate(found)
     ]

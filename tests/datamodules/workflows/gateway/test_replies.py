@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import random
 from functools import partial
 
+import orjson
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -115,6 +117,15 @@ def test_text_comes_while_it_is_sampled_and_calls_at_the_end() -> None:
 
     asyncio.run(run())
     assert pieces == ["I", " l", "😀", "k", ".", ""] or pieces == [*"I l😀k.", ""]
+
+
+def test_half_a_character_in_a_call_reaches_the_client_as_its_escape() -> None:
+    """Which UTF-8 cannot express: the agent's client could not send its history again."""
+    text = '<tool_call>{"name": "say\\ude00", "arguments": {"x": "\\ud83d"}}</tool_call>'
+    message, malformed = as_message("r", text, hermes_calls)
+    function = message["tool_calls"][0]["function"]
+    assert not malformed and function == {"name": "say\\ude00", "arguments": '{"x": "\\ud83d"}'}
+    orjson.loads(json.dumps(message, ensure_ascii=False).encode())
 
 
 def test_a_reply_that_ends_at_a_text_is_trained_whole_and_shown_up_to_it() -> None:
