@@ -15,7 +15,8 @@ import copy
 import difflib
 import math
 import os
-from collections.abc import Callable, Iterator
+import re
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -55,7 +56,8 @@ class ModelSource:
         adapter: what is trained in place of these weights, which stay as they are: a directory written by PEFT, to go
             on with; or the fields of PEFT's configuration of a new one, with `peft_type` (LORA) and `target_modules`
             ("all-linear") where they are not said. Adapters of narrow weights are float32, as PEFT has them.
-        train_tower: of a model that sees, also train what makes features of pictures; it stays as it is otherwise.
+        train_tower: of a model that sees, also train what makes features of pictures, or put new adapters on it too; it
+            stays as it is otherwise.
 
     Raises:
         ValueError: both or neither of path and config, an adapter of random weights, or another dtype.
@@ -126,7 +128,8 @@ def build_model(source: ModelSource, scores: bool = False) -> PreTrainedModel:
         parameter.requires_grad_(False)
     if source.adapter is not None:
         assert source.path is not None
-        model = _adapted(model, source.adapter, source.path)
+        frozen = [] if source.train_tower else _owners(model, tower)
+        model = _adapted(model, source.adapter, source.path, frozen)
     # from_pretrained leaves evaluation mode on, in which dropout and gradient checkpointing would be off in silence.
     return model.train()
 
@@ -206,8 +209,15 @@ def _refuse_adapter(path: str) -> None:
         )
 
 
-def _adapted(model: PreTrainedModel, adapter: str | dict[str, Any], path: str) -> Any:
-    """`model` with adapters, which are trained, in PEFT's wrapper. Raises ValueError naming the field."""
+def _owners(model: PreTrainedModel, parameters: Sequence[torch.nn.Parameter]) -> list[str]:
+    """Names of the modules whose own the parameters are."""
+    ids = {id(parameter) for parameter in parameters}
+    return [name for name, module in model.named_modules() if any(id(p) in ids for p in module.parameters(False))]
+
+
+def _adapted(model: PreTrainedModel, adapter: str | dict[str, Any], path: str, but: list[str]) -> Any:
+    """`model` with adapters, which are trained, in PEFT's wrapper; new ones on no module of `but`. Raises ValueError
+    naming the field."""
     try:
         import peft
     except ImportError as error:
@@ -234,6 +244,12 @@ def _adapted(model: PreTrainedModel, adapter: str | dict[str, Any], path: str) -
             close = difflib.get_close_matches(key, known_fields, n=1)
             hint = f"; did you mean '{close[0]}'?" if close else ""
             raise ValueError(f"model.adapter.{key} is not an option of {kind}{hint}")
+    if but and "exclude_modules" in known_fields:
+        given = options.get("exclude_modules") or []
+        if isinstance(given, str):  # a pattern of whole names
+            options["exclude_modules"] = "|".join([given, *map(re.escape, but)])
+        else:
+            options["exclude_modules"] = [*given, *but]
     try:
         made = peft.get_peft_model(model, peft.get_peft_config(options | {"peft_type": kind}))
     except Exception as error:  # PEFT's methods check their options in classes of their own

@@ -12,6 +12,7 @@ from modules import ModelSource, build_model
 from modules.actor_critic import Critic
 from modules.models import inner_model
 from tests.helpers.tiny_policy import CONFIG, naive_model, parameters, source
+from tests.helpers.tiny_vision import TinyVision
 
 
 def test_from_configuration_and_seed() -> None:
@@ -102,6 +103,18 @@ def test_new_adapters_alone_are_trained(tmp_path: Path) -> None:
         assert {one.dtype for one in trained.values()} == {torch.float32}
         inner = inner_model(adapted)
         assert type(inner) is type(model) and inner.dtype == getattr(torch, dtype)
+
+
+@pytest.mark.parametrize("excluded", [{}, {"exclude_modules": ["k_proj"]}, {"exclude_modules": r".*\.k_proj"}])
+def test_new_adapters_are_on_no_tower_unless_it_is_trained(tmp_path: Path, excluded: dict[str, Any]) -> None:
+    path = TinyVision(tmp_path).path
+    for train_tower in (False, True):
+        adapter = {"r": 2, **excluded}
+        model = build_model(ModelSource(path=path, train_tower=train_tower, adapter=adapter))
+        trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+        assert any("language_model" in name and "q_proj" in name for name in trained)
+        assert any("k_proj" in name for name in trained) is not bool(excluded)
+        assert any("visual" in name for name in trained) is train_tower
 
 
 def test_a_critic_has_the_adapters_of_its_policy(tmp_path: Path) -> None:
