@@ -1,6 +1,6 @@
 """What does a tree save where a reward model is trained, how good is one, and what is it worth as a reward?
 
-    python -m benchmarks.learning.reward_model --out benchmarks/results/learning              # about 15 minutes
+    python -m benchmarks.learning.reward_model --out benchmarks/results/learning              # about 20 minutes
     python -m benchmarks.learning.reward_model --out DIR --seeds 1 --steps 5 --pair_steps 10     # a try
 
 Three parts. Sharing: loss and gradients of preferences between recorded airline conversations (the best and the worst
@@ -224,7 +224,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=80, help="optimizer steps of every run with a reward")
-    parser.add_argument("--pair_steps", type=int, default=500, help="of the reward model")
+    parser.add_argument("--pair_steps", type=int, default=1500, help="of the reward model")
     parser.add_argument("--warm_steps", type=int, default=500, help="supervised steps of the warm start")
     parser.add_argument("--runs", type=Path, default=ROOT / "runs" / "reward_model", help="where the runs write")
     parser.add_argument("--deadline_s", type=float, default=1800.0, help="seconds one run may take")
