@@ -177,3 +177,17 @@ def hanging(prompt: Prompt) -> None:
     slow(prompt)
     slow(prompt)
     time.sleep(60)
+
+
+def picky(prompt: Prompt) -> str:
+    """Its first call cannot be trained on."""
+    messages: list[Any] = [{"role": "user", "content": prompt.text}]
+    for options in ({"top_p": 0.5}, {}):
+        answer = OpenAI().chat.completions.create(model="any", messages=messages, **options)  # type: ignore[call-overload]
+        messages += [answer.choices[0].message.model_dump(exclude_none=True), {"role": "user", "content": "go on"}]
+    return str(messages[-2]["content"])
+
+
+def always_greedy(prompt: Prompt) -> str:
+    asked: Any = [{"role": "user", "content": prompt.text}]
+    return OpenAI().chat.completions.create(model="any", messages=asked, temperature=0).choices[0].message.content or ""

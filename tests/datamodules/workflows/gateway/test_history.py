@@ -118,14 +118,13 @@ def sizes(says: str, talk: Callable[[Session, range], Any], counts: Sequence[int
 @pytest.mark.parametrize(
     ("says", "sends", "options"),
     [
-        (SAYS, as_it_is, {}),
-        (SAYS, as_it_is, {"n": 2}),
-        (CALLS, as_it_is, {}),
-        (THINKS, as_it_is, {}),
-        (THINKS, without_thoughts, {}),
-        (SAYS, reminded, {}),
+        pytest.param(SAYS, as_it_is, {}, id="extends", marks=pytest.mark.slow),
+        pytest.param(SAYS, as_it_is, {"n": 2}, id="choices", marks=pytest.mark.slow),
+        pytest.param(CALLS, as_it_is, {}, id="tools"),
+        pytest.param(THINKS, as_it_is, {}, id="thinks", marks=pytest.mark.slow),
+        pytest.param(THINKS, without_thoughts, {}, id="drops thoughts"),
+        pytest.param(SAYS, reminded, {}, id="reminders", marks=pytest.mark.slow),
     ],
-    ids=["extends", "choices", "tools", "thinks", "drops thoughts", "reminders"],
 )
 def test_memory_grows_with_what_is_new(says: str, sends: Turn, options: dict[str, Any]) -> None:
     messages: list[Message] = []
@@ -135,6 +134,7 @@ def test_memory_grows_with_what_is_new(says: str, sends: Turn, options: dict[str
     assert (third - second) / (second - first) < 2.5  # twice as many turns; of whole histories 3.2 to 3.4
 
 
+@pytest.mark.slow
 def test_memory_of_raw_prompts_and_of_parallel_agents() -> None:
     text = ["price:"]
 

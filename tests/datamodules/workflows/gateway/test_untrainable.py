@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from openai import OpenAI
 
 from app.batch import UNTRAINABLE_CALLS
 from datamodules.files.recording import read_batch
@@ -27,6 +26,7 @@ from datamodules.workflows.gateway.sessions import Sampling
 from datamodules.workflows.gateway.standalone import SessionRecorder
 from datamodules.workflows.tool_calls import hermes_calls
 from tests.datamodules.inference.sglang.real_servers.servers import START_S, skip_unless_wanted
+from tests.datamodules.workflows.gateway.agents import always_greedy, picky
 from tests.datamodules.workflows.gateway.test_server import HELLO, bearer, new_session, serving
 from tests.datamodules.workflows.gateway.test_sessions import CHAT, TOKENIZER
 from tests.datamodules.workflows.gateway.wild_agents import Books, model_of_words
@@ -126,20 +126,6 @@ def test_they_are_served_by_every_protocol_and_are_context_alone(opened: Callabl
 
 class Obliging(ScriptedEngine):
     shapings = ("top_p",)
-
-
-def picky(prompt: Prompt) -> str:
-    """Its first call cannot be trained on."""
-    messages: list[Any] = [{"role": "user", "content": prompt.text}]
-    for options in ({"top_p": 0.5}, {}):
-        answer = OpenAI().chat.completions.create(model="any", messages=messages, **options)  # type: ignore[call-overload]
-        messages += [answer.choices[0].message.model_dump(exclude_none=True), {"role": "user", "content": "go on"}]
-    return str(messages[-2]["content"])
-
-
-def always_greedy(prompt: Prompt) -> str:
-    asked: Any = [{"role": "user", "content": prompt.text}]
-    return OpenAI().chat.completions.create(model="any", messages=asked, temperature=0).choices[0].message.content or ""
 
 
 def test_an_episode_is_judged_by_all_and_trained_on_the_rest() -> None:
