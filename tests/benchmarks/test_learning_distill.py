@@ -30,7 +30,7 @@ def test_the_teacher_is_larger_and_learns_longer() -> None:
     student, teacher = (distill.warm_config(name, 100) for name in ("student", "teacher"))
     sizes = [one["model"]["init_args"]["model"]["config"]["hidden_size"] for one in (student, teacher)]
     assert sizes == [128, 192]
-    assert (student["trainer"]["max_steps"], teacher["trainer"]["max_steps"]) == (100, 400)
+    assert (student["trainer"]["max_steps"], teacher["trainer"]["max_steps"]) == (100, 1000)
 
 
 def test_figures_are_read_off_a_run(tmp_path: Path) -> None:
