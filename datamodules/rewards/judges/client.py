@@ -84,7 +84,7 @@ class JudgeClient:
             ) from error
         self._api = openai
         self._model = model
-        self._client: Any = None
+        self._completions: Any = None
         self._cache: VerdictCache | None = None
         self._structured = model.structured != "off"
         self._settings = [model.url, model.name, model.temperature, model.max_tokens, dict(model.request)]
@@ -96,7 +96,8 @@ class JudgeClient:
         """Joins the running event loop. Raises ValueError: the cache cannot be used."""
         self._cache = None if self._model.cache is None else VerdictCache(self._model.cache)
         key = os.environ.get(self._model.key_variable) or "none"
-        self._client = self._api.AsyncOpenAI(base_url=self._model.url, api_key=key, max_retries=0)
+        client = self._api.AsyncOpenAI(base_url=self._model.url, api_key=key, max_retries=0)
+        self._completions = client.chat.completions  # imports much, which no question's deadline should pay for
         self._slots = asyncio.Semaphore(self._model.max_concurrent)
 
     def close(self) -> None:
@@ -141,8 +142,9 @@ class JudgeClient:
             attempts += 1
             self.spent.retries += attempts > 1
             began, text, was_cut = now(), "", False
+            seconds, option = min((self._model.attempt_s, "attempt_s"), (max(0.01, ends - began), "deadline_s"))
             try:
-                text, was_cut = await self._post(question, again, max(0.01, min(self._model.attempt_s, ends - began)))
+                text, was_cut = await self._post(question, again, seconds)
                 self.spent.seconds += now() - began
                 return text, verdict(text, question.read)
             except Misread as error:
@@ -156,7 +158,7 @@ class JudgeClient:
                     ) from error
                 again, why, pause = f"Your last answer could not be read: {said}.", "", 0.0
             except (TimeoutError, self._api.APITimeoutError):
-                why, pause = f"did not answer within {self._model.attempt_s:g} s (model.attempt_s)", wait
+                why, pause = f"did not answer within {round(seconds, 2):g} s (model.{option})", wait
             except self._api.APIConnectionError as error:
                 why, pause = f"cannot be reached: {_cause(error)}", wait
             except self._api.APIStatusError as error:
@@ -197,9 +199,7 @@ class JudgeClient:
             form = {"name": "verdict", "schema": question.schema, "strict": True}
             body["response_format"] = {"type": "json_schema", "json_schema": form}
         async with asyncio.timeout(seconds):  # the client's own is one between two bytes
-            reply = await self._client.chat.completions.create(
-                **body, extra_body=dict(self._model.request), timeout=seconds
-            )
+            reply = await self._completions.create(**body, extra_body=dict(self._model.request), timeout=seconds)
         self._pay(reply.usage)
         if not reply.choices:
             return "", False

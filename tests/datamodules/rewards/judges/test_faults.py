@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import sys
 import threading
 import time
 from typing import Any
@@ -27,8 +28,22 @@ def test_a_judge_that_is_not_there() -> None:
 
 def test_a_judge_that_hangs_costs_its_deadline() -> None:
     with JudgeServer(lambda asked, number: Said(points(1, 1), after_s=3.0)) as server:
-        (found,), _ = judged(rubric(server.url, about={"deadline_s": 1.0, "attempt_s": 0.3}), ["42"])
+        (found,), _ = judged(rubric(server.url, about={"deadline_s": 1.5, "attempt_s": 0.3}), ["42"])
     assert "did not answer within 0.3 s (model.attempt_s)" in str(found) and len(server.asked) >= 1
+
+
+def test_a_deadline_that_ends_the_only_attempt_is_named() -> None:
+    with JudgeServer(lambda asked, number: Said(points(1, 1), after_s=3.0)) as server:
+        (found,), _ = judged(rubric(server.url, about={"deadline_s": 0.5, "attempt_s": 2.0}), ["42"])
+    assert "1 attempt; at last it did not answer within 0.5 s (model.deadline_s)" in str(found)
+
+
+def test_what_is_imported_late_costs_no_question(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The package openai imports what asks with its first use."""
+    client = rubric("http://127.0.0.1:9/v1").client()
+    monkeypatch.delitem(sys.modules, "openai.resources.chat", raising=False)
+    client.open()
+    assert "openai.resources.chat" in sys.modules
 
 
 @pytest.mark.parametrize("fault", [Said("busy", 503), Said(drop=True), Said("slow", 408)])
