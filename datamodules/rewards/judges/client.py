@@ -62,6 +62,10 @@ class Spent:
     seconds: float = field(default=0.0)
 
 
+class _NoCompletion(Exception):
+    """What a server answered is none, as where a proxy answers for it; the message is how it begins."""
+
+
 class JudgeClient:
     """One model, for one event loop. `open` before asking.
 
@@ -161,6 +165,8 @@ class JudgeClient:
                 why, pause = f"did not answer within {round(seconds, 2):g} s (model.{option})", wait
             except self._api.APIConnectionError as error:
                 why, pause = f"cannot be reached: {_cause(error)}", wait
+            except _NoCompletion as error:
+                why, pause = f"answered what is no Chat Completion ({_cause(error)}); see model.url", wait
             except self._api.APIStatusError as error:
                 if error.status_code == 400 and self._structured and self._model.structured == "auto":
                     self._structured = False  # the instructions say the form as well
@@ -199,11 +205,18 @@ class JudgeClient:
             form = {"name": "verdict", "schema": question.schema, "strict": True}
             body["response_format"] = {"type": "json_schema", "json_schema": form}
         async with asyncio.timeout(seconds):  # the client's own is one between two bytes
-            reply = await self._completions.create(**body, extra_body=dict(self._model.request), timeout=seconds)
-        self._pay(reply.usage)
-        if not reply.choices:
+            try:
+                reply = await self._completions.create(**body, extra_body=dict(self._model.request), timeout=seconds)
+            except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
+                raise _NoCompletion from error
+        choices = getattr(reply, "choices", None)  # the package checks nothing of what a server answers
+        if not isinstance(choices, list):
+            raise _NoCompletion(repr(reply))
+        self._pay(getattr(reply, "usage", None))
+        if not choices:
             return "", False
-        return reply.choices[0].message.content or "", reply.choices[0].finish_reason == "length"
+        said = getattr(getattr(choices[0], "message", None), "content", None)
+        return _text(said), getattr(choices[0], "finish_reason", None) == "length"
 
     async def _held(self, ends: float) -> None:
         now = asyncio.get_running_loop().time
@@ -234,15 +247,17 @@ class JudgeClient:
 
     def _pay(self, usage: Any) -> None:
         budget, spent = self._model.budget, self.spent
-        if usage is None:
+        counts = [getattr(usage, name, None) for name in ("prompt_tokens", "completion_tokens")]
+        read, written = (count if type(count) is int else 0 for count in counts)
+        if not any(type(count) is int for count in counts):
             if budget.max_tokens is not None or budget.max_cost is not None:
                 raise JudgeError(
                     "does not say how many tokens it used, so model.budget.max_tokens and max_cost cannot be kept;"
                     " bound model.budget.max_calls instead"
                 )
             return
-        spent.input_tokens += usage.prompt_tokens or 0
-        spent.output_tokens += usage.completion_tokens or 0
+        spent.input_tokens += read
+        spent.output_tokens += written
         if budget.input_price is not None and budget.output_price is not None:
             spent.cost = (spent.input_tokens * budget.input_price + spent.output_tokens * budget.output_price) / 1e6
 
@@ -259,6 +274,14 @@ def spoken(question: Question[Any], again: str) -> list[dict[str, Any]]:
         {"role": "system", "content": fill(question.system, {"fence": word})},
         {"role": "user", "content": f"{material}\n\n{again} Answer now, with the JSON object alone.".lstrip()},
     ]
+
+
+def _text(content: Any) -> str:
+    """Of a message: the text itself, or that of its parts."""
+    if isinstance(content, list):
+        parts = [one.get("text") for one in content if isinstance(one, dict) and one.get("type") == "text"]
+        return "".join(part for part in parts if isinstance(part, str))
+    return content if isinstance(content, str) else ""
 
 
 def _retry_after(error: Any) -> float | None:
