@@ -211,7 +211,7 @@ class JudgeClient:
                 raise _NoCompletion from error
         choices = getattr(reply, "choices", None)  # the package checks nothing of what a server answers
         if not isinstance(choices, list):
-            raise _NoCompletion(repr(reply))
+            raise _NoCompletion(repr(getattr(reply, "model_extra", None) or reply))  # an error, where it is one
         self._pay(getattr(reply, "usage", None))
         if not choices:
             return "", False

@@ -81,6 +81,7 @@ def test_what_is_no_completion_is_tried_again_and_refused_in_the_end(fault: Said
     spent = pool.spent()
     assert scored.value == -1.0 and pool.failures == 1 and spent["judge_refused"] == 1 and spent["judge_misread"] == 0
     assert "at last it answered what is no Chat Completion (" in scored.failed and "see model.url" in scored.failed
+    assert ("busy" in scored.failed) == ("busy" in str(fault.body))
 
 
 def chosen(**choice: Any) -> Said:
