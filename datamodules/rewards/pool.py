@@ -185,14 +185,14 @@ class RewardPool:
         return ""
 
     def close(self) -> None:
-        """Kills the workers; calls still waiting fail. Idempotent; after the loop ended, or in it."""
+        """Kills the workers; calls that are waiting or under way fail. Idempotent; after the loop ended, or in it."""
         for server in self._servers:
             if not server.get_loop().is_closed():
                 server.cancel()
         self._servers = []
         end_all(one for one in self._workers if one is not None)
         self._workers = []
-        self._fail_waiting("the reward workers were closed")
+        self._fail(self._waiting)
 
     def _failed(self, error: RewardError) -> Judgement:
         """The configured score in place of a failed call's reward; raises `error` where groups are dropped instead."""
@@ -205,11 +205,11 @@ class RewardPool:
         _log.warning("%s; scored %g (reward_options.on_failure)", error, score)
         return Judgement(float(score), failed=str(error))
 
-    def _fail_waiting(self, why: str) -> None:
-        while self._waiting:
-            call = self._waiting.popleft()
+    def _fail(self, calls: deque[_Call]) -> None:
+        while calls:
+            call = calls.popleft()
             if not call.future.get_loop().is_closed():
-                call.fail(f"will not come: {why}")
+                call.fail("will not come: the reward workers were closed")
 
     def _new_worker(self, slot: int) -> WorkerProcess:
         log = None if self._logs is None else self._logs / f"{slot}.log"
@@ -239,11 +239,13 @@ class RewardPool:
             calls = await self._next_calls()
             try:
                 one = await self._worker(slot)
+                await self._exchange(one, slot, calls)
             except RewardError as error:  # it worked before: give up on one call, then try again
                 self._give_up(calls.popleft(), error.failure, f"has nobody to compute it: {error}")
                 self._give_back(calls)
-                continue
-            await self._exchange(one, slot, calls)
+            except BaseException:  # closed, or a fault of ours: nobody would come for what is given back
+                self._fail(calls)
+                raise
 
     def _served(self, server: asyncio.Task[None]) -> None:
         """A server that ended by itself is a fault of ours: nobody may wait for it in vain."""
@@ -252,7 +254,7 @@ class RewardPool:
             self.close()
 
     async def _exchange(self, one: WorkerProcess, slot: int, calls: deque[_Call]) -> None:
-        """Has the calls answered one by one; all of them are done, failed or given back in the end."""
+        """Has the calls answered one by one; all of them are done, failed or given back unless it raises."""
         failure, why = "", ""
         try:
             await one.ask([call.payload for call in calls], self._deadline_s)
@@ -287,11 +289,9 @@ class RewardPool:
     async def _replace(self, slot: int, one: WorkerProcess, calls: deque[_Call], why: object) -> None:
         """Ends a worker through no fault of `calls`, which go on elsewhere."""
         _log.info("reward worker replaced after %d calls: %s", one.answers, why)
-        try:
-            await one.end()
-        finally:  # where the pool is closed meanwhile too
-            self._give_back(calls)
+        await one.end()
         self._workers[slot] = None
+        self._give_back(calls)
 
     def _give_up(self, call: _Call, failure: str, why: str) -> None:
         """On this attempt: the call waits for another one, or fails."""

@@ -30,7 +30,8 @@ class Asked:
 
 @dataclass
 class Said:
-    """An answer. Attributes: text of the judge; status and headers; seconds before it; drop, to end the connection."""
+    """An answer. Attributes: text of the judge; status and headers; seconds before it; drop, to end the connection;
+    body, what is sent in place of a Chat Completion with the text."""
 
     text: str = ""
     status: int = 200
@@ -39,6 +40,7 @@ class Said:
     drop: bool = False
     finish_reason: str = "stop"
     usage: bool = True
+    body: str | None = None
 
 
 class JudgeServer:
@@ -121,11 +123,10 @@ class JudgeServer:
             }
             if said.usage:
                 reply["usage"] = {"prompt_tokens": 100, "completion_tokens": 10, "total_tokens": 110}
-        payload = json.dumps(reply).encode()
+        payload = (json.dumps(reply) if said.body is None else said.body).encode()
         request.send_response(said.status)
-        for name, value in {"content-type": "application/json", "content-length": str(len(payload))}.items():
-            request.send_header(name, value)
-        for name, value in said.headers.items():
+        length = str(len(payload))
+        for name, value in {"content-type": "application/json", "content-length": length, **said.headers}.items():
             request.send_header(name, value)
         request.end_headers()
         request.wfile.write(payload)

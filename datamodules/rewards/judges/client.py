@@ -62,6 +62,10 @@ class Spent:
     seconds: float = field(default=0.0)
 
 
+class _NoCompletion(Exception):
+    """What a server answered is none, as where a proxy answers for it; the message is how it begins."""
+
+
 class JudgeClient:
     """One model, for one event loop. `open` before asking.
 
@@ -84,7 +88,7 @@ class JudgeClient:
             ) from error
         self._api = openai
         self._model = model
-        self._client: Any = None
+        self._completions: Any = None
         self._cache: VerdictCache | None = None
         self._structured = model.structured != "off"
         self._settings = [model.url, model.name, model.temperature, model.max_tokens, dict(model.request)]
@@ -96,7 +100,8 @@ class JudgeClient:
         """Joins the running event loop. Raises ValueError: the cache cannot be used."""
         self._cache = None if self._model.cache is None else VerdictCache(self._model.cache)
         key = os.environ.get(self._model.key_variable) or "none"
-        self._client = self._api.AsyncOpenAI(base_url=self._model.url, api_key=key, max_retries=0)
+        client = self._api.AsyncOpenAI(base_url=self._model.url, api_key=key, max_retries=0)
+        self._completions = client.chat.completions  # imports much, which no question's deadline should pay for
         self._slots = asyncio.Semaphore(self._model.max_concurrent)
 
     def close(self) -> None:
@@ -141,8 +146,9 @@ class JudgeClient:
             attempts += 1
             self.spent.retries += attempts > 1
             began, text, was_cut = now(), "", False
+            seconds, option = min((self._model.attempt_s, "attempt_s"), (max(0.01, ends - began), "deadline_s"))
             try:
-                text, was_cut = await self._post(question, again, max(0.01, min(self._model.attempt_s, ends - began)))
+                text, was_cut = await self._post(question, again, seconds)
                 self.spent.seconds += now() - began
                 return text, verdict(text, question.read)
             except Misread as error:
@@ -156,9 +162,11 @@ class JudgeClient:
                     ) from error
                 again, why, pause = f"Your last answer could not be read: {said}.", "", 0.0
             except (TimeoutError, self._api.APITimeoutError):
-                why, pause = f"did not answer within {self._model.attempt_s:g} s (model.attempt_s)", wait
+                why, pause = f"did not answer within {round(seconds, 2):g} s (model.{option})", wait
             except self._api.APIConnectionError as error:
                 why, pause = f"cannot be reached: {_cause(error)}", wait
+            except _NoCompletion as error:
+                why, pause = f"answered what is no Chat Completion ({_cause(error)}); see model.url", wait
             except self._api.APIStatusError as error:
                 if error.status_code == 400 and self._structured and self._model.structured == "auto":
                     self._structured = False  # the instructions say the form as well
@@ -197,13 +205,18 @@ class JudgeClient:
             form = {"name": "verdict", "schema": question.schema, "strict": True}
             body["response_format"] = {"type": "json_schema", "json_schema": form}
         async with asyncio.timeout(seconds):  # the client's own is one between two bytes
-            reply = await self._client.chat.completions.create(
-                **body, extra_body=dict(self._model.request), timeout=seconds
-            )
-        self._pay(reply.usage)
-        if not reply.choices:
+            try:
+                reply = await self._completions.create(**body, extra_body=dict(self._model.request), timeout=seconds)
+            except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
+                raise _NoCompletion from error
+        choices = getattr(reply, "choices", None)  # the package checks nothing of what a server answers
+        if not isinstance(choices, list):
+            raise _NoCompletion(repr(getattr(reply, "model_extra", None) or reply))  # an error, where it is one
+        self._pay(getattr(reply, "usage", None))
+        if not choices:
             return "", False
-        return reply.choices[0].message.content or "", reply.choices[0].finish_reason == "length"
+        said = getattr(getattr(choices[0], "message", None), "content", None)
+        return _text(said), getattr(choices[0], "finish_reason", None) == "length"
 
     async def _held(self, ends: float) -> None:
         now = asyncio.get_running_loop().time
@@ -234,15 +247,17 @@ class JudgeClient:
 
     def _pay(self, usage: Any) -> None:
         budget, spent = self._model.budget, self.spent
-        if usage is None:
+        counts = [getattr(usage, name, None) for name in ("prompt_tokens", "completion_tokens")]
+        read, written = (count if type(count) is int else 0 for count in counts)
+        if not any(type(count) is int for count in counts):
             if budget.max_tokens is not None or budget.max_cost is not None:
                 raise JudgeError(
                     "does not say how many tokens it used, so model.budget.max_tokens and max_cost cannot be kept;"
                     " bound model.budget.max_calls instead"
                 )
             return
-        spent.input_tokens += usage.prompt_tokens or 0
-        spent.output_tokens += usage.completion_tokens or 0
+        spent.input_tokens += read
+        spent.output_tokens += written
         if budget.input_price is not None and budget.output_price is not None:
             spent.cost = (spent.input_tokens * budget.input_price + spent.output_tokens * budget.output_price) / 1e6
 
@@ -259,6 +274,14 @@ def spoken(question: Question[Any], again: str) -> list[dict[str, Any]]:
         {"role": "system", "content": fill(question.system, {"fence": word})},
         {"role": "user", "content": f"{material}\n\n{again} Answer now, with the JSON object alone.".lstrip()},
     ]
+
+
+def _text(content: Any) -> str:
+    """Of a message: the text itself, or that of its parts."""
+    if isinstance(content, list):
+        parts = [one.get("text") for one in content if isinstance(one, dict) and one.get("type") == "text"]
+        return "".join(part for part in parts if isinstance(part, str))
+    return content if isinstance(content, str) else ""
 
 
 def _retry_after(error: Any) -> float | None:

@@ -12,6 +12,7 @@ import asyncio
 import pickle
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -209,16 +210,30 @@ class ServerScores:
                 "RewardModel.url needs aiohttp; install it with: pip install 'arborist[sglang]'"
             ) from error
         self._lost, self._refused = client.ServerLost, client.ServerRefused
-        self._client = client.ServerClient(url, key)
+        self._made = partial(client.ServerClient, url, key)
+        self._client = self._made()  # refuses a url that is none
+        self._keeper: asyncio.Task[None] | None = None
         self._deadline_s, self._most = deadline_s, max_concurrent
         self.spent = Spent()
 
     def open(self) -> None:
         """Joins the running event loop."""
+        self._client = self._made()  # a session belongs to one loop, and each start makes another
+        self._keeper = asyncio.create_task(self._kept())
         self._slots = asyncio.Semaphore(self._most)
 
     def close(self) -> None:
-        """Connections end with the event loop."""
+        """Closes the session, which ends with the event loop otherwise. Idempotent; after the loop ended, or in it."""
+        if self._keeper is not None and not self._keeper.get_loop().is_closed():
+            self._keeper.cancel()
+        self._keeper = None
+
+    async def _kept(self) -> None:
+        client = self._client
+        try:
+            await asyncio.Event().wait()
+        finally:  # by close(), or at the end of the loop
+            await client.close()
 
     async def scores(self, tokens: Sequence[int], ends: Sequence[int]) -> list[float]:
         """As `LocalScores.scores`."""
@@ -239,6 +254,8 @@ class ServerScores:
         began, wait, again = now(), _FIRST_WAIT_S, False
         ends = began + self._deadline_s
         while True:
+            if self._keeper is None:
+                raise JudgeError("was closed before it had scored this")
             self.spent.calls += 1
             self.spent.retries += again
             try:

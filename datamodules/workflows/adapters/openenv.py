@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import math
 import os
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -21,6 +20,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from app import checks
+from app.batch import LARGEST_REWARD
 from datamodules.prompts.base import Prompt
 from datamodules.prompts.extras import needs
 
@@ -227,6 +227,8 @@ def _outcome(text: str, asked: str) -> Outcome:
         raise EnvironmentLost(f"{asked} failed: {refused} ({code})")
     if not isinstance(observation, dict) or not isinstance(done, bool):
         raise EnvironmentLost(f"{asked} gave what is no answer of OpenEnv ({text[:80]!r}); check url")
-    if reward is not None and not (isinstance(reward, int | float) and math.isfinite(reward)):
-        raise EnvironmentLost(f"{asked} gave a reward that is no finite number: {str(reward)[:40]}")
+    if reward is not None and not (type(reward) in (int, float) and abs(reward) <= LARGEST_REWARD):  # nor NaN
+        raise EnvironmentLost(
+            f"{asked} gave a reward that is no number within {LARGEST_REWARD:g}: {str(reward)[:40]}; scale it down"
+        )
     return Outcome(observation, None if reward is None else float(reward), done)

@@ -12,6 +12,7 @@ from jsonargparse import ArgumentParser
 
 from datamodules.prompts.base import Prompt
 from datamodules.rewards import RewardError, RewardOptions, RewardPool
+from tests.datamodules.rewards.reward_functions import SlowToPrepare
 from tests.datamodules.rewards.test_rewards import PROMPT, with_pool
 
 MEMORY = 400.0  # MB: an idle worker of these tests has imported little more than Python
@@ -89,11 +90,24 @@ def test_a_pool_that_is_not_running_scores_nothing() -> None:
         behind = asyncio.create_task(pool.judge(PROMPT, "a"))
         await asyncio.sleep(0.1)
         pool.close()
-        with pytest.raises(RewardError, match="were closed"):
-            await behind
-        waiting.cancel()
+        for one in (waiting, behind):
+            with pytest.raises(RewardError, match="were closed"):
+                await asyncio.wait_for(one, 5.0)
 
     with_pool(body, on_failure=0.0)
+
+
+def test_a_call_whose_worker_is_replaced_fails_when_the_pool_is_closed() -> None:
+    async def body(pool: RewardPool) -> None:
+        assert await pool.score(PROMPT, "a") == 1.0
+        calls = [asyncio.create_task(pool.score(PROMPT, "a")) for _ in range(4)]
+        await asyncio.sleep(0.3)  # the next worker prepares for a second
+        pool.close()
+        for one in calls:
+            with pytest.raises(RewardError, match="were closed"):
+                await asyncio.wait_for(one, 5.0)
+
+    with_pool(body, SlowToPrepare(), max_calls=1)
 
 
 def test_results_are_cached_by_everything_the_reward_sees() -> None:

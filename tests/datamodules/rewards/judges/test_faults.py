@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import socket
+import sys
 import threading
 import time
 from typing import Any
@@ -27,8 +29,22 @@ def test_a_judge_that_is_not_there() -> None:
 
 def test_a_judge_that_hangs_costs_its_deadline() -> None:
     with JudgeServer(lambda asked, number: Said(points(1, 1), after_s=3.0)) as server:
-        (found,), _ = judged(rubric(server.url, about={"deadline_s": 1.0, "attempt_s": 0.3}), ["42"])
+        (found,), _ = judged(rubric(server.url, about={"deadline_s": 1.5, "attempt_s": 0.3}), ["42"])
     assert "did not answer within 0.3 s (model.attempt_s)" in str(found) and len(server.asked) >= 1
+
+
+def test_a_deadline_that_ends_the_only_attempt_is_named() -> None:
+    with JudgeServer(lambda asked, number: Said(points(1, 1), after_s=3.0)) as server:
+        (found,), _ = judged(rubric(server.url, about={"deadline_s": 0.5, "attempt_s": 2.0}), ["42"])
+    assert "1 attempt; at last it did not answer within 0.5 s (model.deadline_s)" in str(found)
+
+
+def test_what_is_imported_late_costs_no_question(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The package openai imports what asks with its first use."""
+    client = rubric("http://127.0.0.1:9/v1").client()
+    monkeypatch.delitem(sys.modules, "openai.resources.chat", raising=False)
+    client.open()
+    assert "openai.resources.chat" in sys.modules
 
 
 @pytest.mark.parametrize("fault", [Said("busy", 503), Said(drop=True), Said("slow", 408)])
@@ -36,6 +52,74 @@ def test_what_passes_is_tried_again(fault: Said) -> None:
     with JudgeServer(lambda asked, number: points(10, 10) if number else fault) as server:
         (found,), pool = judged(rubric(server.url), ["42"])
     assert found.value == 1.0 and pool.spent()["judge_calls"] == len(server.asked) == 2
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        Said(body="<html>Bad gateway</html>", headers={"content-type": "text/html"}),
+        Said(body="<html>Bad gateway</html>"),
+        Said(body=""),
+        Said(body='{"choices": ['),
+        Said(body="[" * 100_000),
+        Said(body="null"),
+        Said(body="[1]"),
+        Said(body='{"error": {"message": "busy"}}'),
+        Said(body='{"choices": null}'),
+    ],
+    ids=["html", "html as json", "empty", "cut", "deep", "null", "list", "error", "no choices"],
+)
+def test_what_is_no_completion_is_tried_again_and_refused_in_the_end(fault: Said) -> None:
+    with JudgeServer(lambda asked, number: points(10, 10) if number else fault) as server:
+        (found,), pool = judged(rubric(server.url), ["42"])
+    spent = pool.spent()
+    assert found.value == 1.0 and pool.failures == 0 and len(server.asked) == 2
+    assert (spent["judge_retries"], spent["judge_refused"], spent["judge_misread"]) == (1, 0, 0)
+
+    with JudgeServer(lambda asked, number: fault) as server:
+        (scored,), pool = judged(rubric(server.url, about={"deadline_s": 0.5}), ["42"], RewardOptions(on_failure=-1.0))
+    spent = pool.spent()
+    assert scored.value == -1.0 and pool.failures == 1 and spent["judge_refused"] == 1 and spent["judge_misread"] == 0
+    assert "at last it answered what is no Chat Completion (" in scored.failed and "see model.url" in scored.failed
+    assert ("busy" in scored.failed) == ("busy" in str(fault.body))
+
+
+def chosen(**choice: Any) -> Said:
+    """A Chat Completion as other servers may give one."""
+    return Said(body=json.dumps({"choices": [{"index": 0, "finish_reason": "stop", **choice}]}))
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        chosen(),
+        chosen(message=None),
+        chosen(message={"role": "assistant"}),
+        chosen(message={"role": "assistant", "content": None}),
+        chosen(message={"role": "assistant", "content": [{"type": "image_url"}, 7, {"type": "text", "text": None}]}),
+        Said(body='{"choices": []}'),
+        Said(body='{"choices": [null]}'),
+    ],
+    ids=["no message", "null message", "no content", "null content", "no text", "no choice", "null choice"],
+)
+def test_a_completion_without_text_is_misread(fault: Said) -> None:
+    with JudgeServer(lambda asked, number: points(10, 10) if number else fault) as server:
+        (found,), pool = judged(rubric(server.url), ["42"])
+    assert found.value == 1.0 and pool.failures == 0 and pool.spent()["judge_misread"] == 1
+    assert "Your last answer could not be read: no JSON object." in server.asked[1].rest
+
+    with JudgeServer(lambda asked, number: fault) as server:
+        (scored,), pool = judged(rubric(server.url), ["42"], RewardOptions(on_failure=-1.0))
+    assert scored.value == -1.0 and "answered 2 times what cannot be read" in scored.failed
+    assert pool.failures == 1 and pool.spent()["judge_refused"] == 1 and pool.spent()["judge_misread"] == 2
+
+
+def test_parts_of_a_text_are_one() -> None:
+    text = points(10, 5)
+    parts = [{"type": "text", "text": text[:9]}, {"type": "other"}, {"type": "text", "text": text[9:]}]
+    with JudgeServer(lambda asked, number: chosen(message={"role": "assistant", "content": parts})) as server:
+        (found,), pool = judged(rubric(server.url), ["42"])
+    assert found.value == 0.75 and pool.spent()["judge_calls"] == 1
 
 
 def test_all_hold_while_an_overloaded_judge_asks_for_it() -> None:
@@ -129,4 +213,8 @@ def test_a_budget_that_cannot_be_counted_is_refused() -> None:
     with JudgeServer(lambda asked, number: Said(points(1, 1), usage=False)) as server:
         (found,), _ = judged(rubric(server.url, about={"budget": Budget(max_tokens=10)}), ["42"])
         (fine,), _ = judged(rubric(server.url), ["42"])
-    assert "does not say how many tokens" in str(found) and fine.value == pytest.approx(0.1)
+    partial = {"choices": [{"message": {"content": points(1, 1)}}], "usage": {"total_tokens": 5}}
+    with JudgeServer(lambda asked, number: Said(body=json.dumps(partial))) as server:
+        (uncounted,), _ = judged(rubric(server.url, about={"budget": Budget(max_tokens=10)}), ["42"])
+    assert "does not say how many tokens" in str(found) and "does not say how many tokens" in str(uncounted)
+    assert fine.value == pytest.approx(0.1)

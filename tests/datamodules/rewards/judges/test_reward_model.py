@@ -4,6 +4,7 @@ score is refused in words."""
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import os
 import threading
@@ -251,6 +252,42 @@ def test_a_server_is_asked_with_token_ids_and_again_where_it_fails(path: str) ->
     ids = [*tokenizer.encode("17+25=42", add_special_tokens=False), tokenizer.eos_token_id]
     assert found.value == 1.5 and asked == [{"input_ids": ids}] * 2
     assert (pool.spent()["judge_calls"], pool.spent()["judge_retries"]) == (2, 1)
+
+
+@pytest.mark.parametrize("is_in_loop", [False, True])
+def test_a_server_is_asked_in_one_event_loop_after_another(
+    path: str, is_in_loop: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As a launch does that trains and then validates. No session is left open, which aiohttp would log."""
+
+    async def score(pool: JudgePool) -> float:
+        await pool.open()
+        found = await pool.judge(TEXT, "42")
+        if is_in_loop:
+            pool.close()
+        return found.value
+
+    with classifier([{"embedding": [1.5]}]) as (url, asked):
+        pool = JudgePool(RewardModel(path, url=url, deadline_s=2.0))
+        for _ in range(2):
+            assert asyncio.run(score(pool)) == 1.5
+            pool.close()
+        del pool
+        gc.collect()
+    assert len(asked) == 2 and not caplog.messages
+
+
+def test_what_a_server_has_not_scored_when_it_is_closed_is_refused(path: str) -> None:
+    async def body(pool: JudgePool) -> None:
+        await pool.open()
+        asked = asyncio.create_task(pool.judge(TEXT, "42"))
+        await asyncio.sleep(0.2)
+        pool.close()
+        with pytest.raises(RewardError, match="was closed before it had scored this"):
+            await asyncio.wait_for(asked, 5.0)
+
+    with classifier([503]) as (url, _):
+        asyncio.run(body(JudgePool(RewardModel(path, url=url))))
 
 
 @pytest.mark.parametrize(

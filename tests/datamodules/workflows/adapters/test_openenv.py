@@ -21,7 +21,7 @@ from app.cli import main
 from datamodules.pipeline.player import EpisodePlayer
 from datamodules.prompts.base import Prompt
 from datamodules.workflows import ToolWorkflow
-from datamodules.workflows.adapters.openenv import EnvironmentLost, StepRefused
+from datamodules.workflows.adapters.openenv import EnvironmentLost, StepRefused, _outcome
 from datamodules.workflows.adapters.openenv_tools import OpenEnvTools
 from datamodules.workflows.adapters.openenv_workflow import OpenEnvWorkflow
 from datamodules.workflows.tools import ToolsLost
@@ -121,6 +121,14 @@ def test_rewards_of_steps(servers: dict[str, str]) -> None:
     assert [one.metadata.get(CALL_REWARD) for one in found] == [-0.25, None, 1.0]
     with pytest.raises(ValueError, match="rewards: steps, which need a sequence a turn; set sequences: turns"):
         workflow(servers["guess"], rewards="steps")
+
+
+@pytest.mark.parametrize("reward", ["1" + "0" * 400, "1e10", "NaN", "-Infinity", "true", '"1"'])
+def test_a_reward_that_no_training_takes_ends_the_session(reward: str) -> None:
+    answer = '{"type": "observation", "data": {"observation": {}, "reward": %s}}'
+    with pytest.raises(EnvironmentLost, match=r"gave a reward that is no number within 1e\+09"):
+        _outcome(answer % reward, "step")
+    assert [_outcome(answer % fine, "step").reward for fine in ("-1", "0.5", "null")] == [-1.0, 0.5, None]
 
 
 def test_an_action_may_be_the_whole_reply_as_json(servers: dict[str, str]) -> None:
