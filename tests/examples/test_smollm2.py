@@ -52,7 +52,9 @@ def test_the_page_beside_trl_is_made_of_its_figures() -> None:
     assert (results / "beside_trl.md").read_text() == markdown(report)
 
 
-@pytest.mark.parametrize("overlay", [[], ["lora.yaml"]], ids=["whole", "lora"])
+@pytest.mark.parametrize(
+    "overlay", [pytest.param([], id="whole"), pytest.param(["lora.yaml"], id="lora", marks=pytest.mark.slow)]
+)
 def test_two_steps(overlay: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With a model of random weights where prepare.py puts the real one, and a reward that such a model can earn."""
     monkeypatch.chdir(tmp_path)

@@ -83,6 +83,7 @@ def test_a_plain_class_is_a_workflow(capsys: pytest.CaptureFixture[str]) -> None
     assert got == {"class_path": name, "init_args": {"max_new_tokens": 9}}
 
 
+@pytest.mark.slow
 def test_the_console_script_finds_classes_beside_the_user(tmp_path: Path) -> None:
     (tmp_path / "beside_me.py").write_text(
         "class Mine:\n    max_new_tokens = 3\n    async def run(self, engine, prompt):\n        return []\n"

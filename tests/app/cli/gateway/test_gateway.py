@@ -174,6 +174,7 @@ def test_in_front_of_a_provider_agents_send_its_key(tmp_path: Path) -> None:
         assert [one["content"] for one in line["messages"]] == ["hello", "x"] and there.key not in file.read_text()
 
 
+@pytest.mark.slow
 def test_without_a_key_one_is_drawn_and_silence_ends_a_session(model: Path, tmp_path: Path) -> None:
     with running("--model", str(model), "--record", str(tmp_path), "--idle_s", "0.2", key=None) as (process, at):
         assert process.stderr is not None

@@ -16,6 +16,7 @@ from tests.datamodules.workflows.gateway.clients.test_pictures import A, B, base
 from tests.helpers.tiny_vision import TinyVision
 
 
+@pytest.mark.slow
 def test_sessions_are_recorded_with_what_was_shown(tmp_path: Path) -> None:
     vision, record = TinyVision(tmp_path / "model", sharp=1.0), tmp_path / "recorded"
     with running("--model", vision.path, "--record", str(record), "--max_new_tokens", "6") as (_, at):

@@ -162,6 +162,7 @@ def check_preference(logged: dict[str, list[float]]) -> None:
     assert preference("preferred/model") > preference("my_model") + 0.1
 
 
+@pytest.mark.slow
 def test_on_what_a_models_gateway_recorded(workplace: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with running("--model", "my_model", "--record", "recorded") as (process, at):
         held = hold_sessions(at)
