@@ -98,11 +98,13 @@ class History:
     """Metrics of the last steps, and of the first ones.
 
     Args:
-        window: steps that count as now.
+        window: steps that count as now; four rollout batches at least.
+        passes: optimizer steps a rollout batch. Metrics of rollouts come with its first alone.
     """
 
-    def __init__(self, window: int) -> None:
-        self.window = window
+    def __init__(self, window: int, passes: int = 1) -> None:
+        self.window, self._passes = max(window, 4 * passes), passes
+        window = self.window
         self._rows: deque[Mapping[str, float]] = deque(maxlen=_LONG * window + 1)
         self._first: list[Mapping[str, float]] = []
         self.steps = 0
@@ -128,9 +130,13 @@ class History:
         return _values(self._first, name)
 
     def mean(self, name: str) -> float | None:
-        """Of `now`; None when it was measured in less than half of these steps."""
+        """Of `now`; None when it was measured in less than half of these steps, or batches."""
         values = self.now(name)
-        return sum(values) / len(values) if 2 * len(values) >= self.window else None
+        return sum(values) / len(values) if 2 * len(values) >= self.due(name) else None
+
+    def due(self, name: str) -> int:
+        """How often it is measured in a window."""
+        return self.window // self._passes if name.startswith("rollouts/") else self.window
 
     def gained(self, name: str) -> float:
         """What a counter grew by over `now`; 0 for one that is not there."""
@@ -347,7 +353,7 @@ def servers_idle(history: History, facts: Facts) -> Advice | None:
     """In seven steps of eight a whole batch lay ready and nothing was generated when the trainer took its own: servers
     stand still for what the gate does not let through."""
     running, queued = history.now("rollouts/running"), history.now("rollouts/queued")
-    if not facts.servers or not facts.batch_size or len(running) < history.window:
+    if not facts.servers or not facts.batch_size or len(running) < history.due("rollouts/running"):
         return None
     idle = sum(r == 0 and q >= facts.batch_size for r, q in zip(running, queued, strict=True)) / len(running)
     if idle < 0.875:
@@ -421,7 +427,7 @@ class Coach(StepMetrics):
     """Says the most important advice when it changes, and writes all of it to `coach.jsonl`.
 
     Args:
-        window: optimizer steps that are looked at together, at least 4.
+        window: optimizer steps that are looked at together, at least 4, and at least those of four rollout batches.
         repeat: steps after which a sentence that still holds is said again.
     """
 
@@ -438,7 +444,8 @@ class Coach(StepMetrics):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         super().on_train_start(trainer, pl_module)
         self._path = run_dir(trainer) / "coach.jsonl"
-        self._history, self._facts = History(self.window), Facts.of(trainer, pl_module)
+        self._facts = Facts.of(trainer, pl_module)
+        self._history = History(self.window, self._facts.passes)
         self._holding, self._said = set(), ("", 0)
 
     def on_step_metrics(self, trainer: Trainer, step: int) -> None:

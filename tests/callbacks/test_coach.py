@@ -52,10 +52,10 @@ def step(number: int, rng: random.Random, **changed: float) -> dict[str, float]:
     return sound | changed
 
 
-def history(steps: int = 40, begins: int = 32, **changed: float | str) -> History:
+def history(steps: int = 40, begins: int = 32, passes: int = 1, **changed: float | str) -> History:
     """`changed` metrics hold from step `begins` on; as text, what is done to the sound value: "*3", or "+2n" for a
-    counter that grows by 2 more a step."""
-    rng, made = random.Random(7), History(WINDOW)
+    counter that grows by 2 more a step. With `passes` those of rollouts come with the first step of each batch."""
+    rng, made = random.Random(7), History(WINDOW, passes)
     for number in range(1, steps + 1):
         row = step(number, rng)
         if number > begins:
@@ -65,7 +65,7 @@ def history(steps: int = 40, begins: int = 32, **changed: float | str) -> Histor
                     row[name] = row[name] * value if change[0] == "*" else row[name] + value * (number - begins)
                 else:
                     row[name] = change
-        made.add(row)
+        made.add({name: value for name, value in row.items() if number % passes == 0 or name[:9] != "rollouts/"})
     return made
 
 
@@ -130,6 +130,18 @@ def test_longer_replies_that_earn_more_are_no_fault() -> None:
 
 def test_low_entropy_of_a_task_that_is_solved_is_no_fault() -> None:
     assert advise(history(entropy=0.01, **{"rollouts/solved": 0.75}), EMBEDDED) == []
+
+
+@pytest.mark.parametrize("passes", [2, 4, 16])
+def test_rollouts_are_judged_with_several_steps_a_batch(passes: int) -> None:
+    solved = {"rollouts/flat": 0.95, "rollouts/solved": 0.95, "rollouts/unsolved": 0.0}
+    whole = {"steps": 12 * passes + 32, "begins": 4 * passes + 16, "passes": passes}
+    facts = Facts(**{**vars(SERVERS), "passes": passes})
+    found = advise(history(**whole, entropy=0.01, **solved), facts)
+    assert [one.rule for one in found] == ["no_signal"] and "harder" in found[0].remedy
+    idle = {"rollouts/running": 0.0, "rollouts/queued": 16.0}
+    assert [one.rule for one in advise(history(**whole, **idle), facts)] == ["servers_idle"]
+    assert advise(history(**whole), facts) == []
 
 
 def test_what_matters_more_is_said_first() -> None:
