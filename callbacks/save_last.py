@@ -65,7 +65,7 @@ class SaveLast(ModelCheckpoint):
 
 
 def saves_last(callback: Callback) -> bool:
-    """Whether `callback` saves checkpoints for going on: by `save_last` or by time, or it is no ModelCheckpoint."""
+    """Whether `callback` saves what a run goes on from: a ModelCheckpoint with `save_last`, or a class of one's own."""
     if not isinstance(callback, ModelCheckpoint):
         return isinstance(callback, Checkpoint)
-    return bool(callback.save_last) or callback._train_time_interval is not None
+    return bool(callback.save_last)  # one by time alone leaves no last*.ckpt, which `--ckpt_path last` looks for

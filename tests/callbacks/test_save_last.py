@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -37,6 +38,7 @@ def test_saves_by_time_and_once_at_the_end(tmp_path: Path, minutes: float, steps
 def test_whoeversaves_last_is_left_alone() -> None:
     assert all(map(saves_last, (SaveLast(), ModelCheckpoint(save_last=True))))
     assert not saves_last(ModelCheckpoint(monitor="val/accuracy"))
+    assert not saves_last(ModelCheckpoint(train_time_interval=timedelta(minutes=1)))  # leaves none to go on from
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
