@@ -10,6 +10,7 @@ that names it, found before training where the source is checked; nothing of a d
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,9 @@ from datamodules.prompts.base import Prompt
 from datamodules.prompts.extras import needs
 from datamodules.prompts.records import RecordPrompts
 
+_SHARD = re.compile(r"-\d+-of-\d+\Z")
+_SPLITS = {"train", "validation", "valid", "dev", "test"}  # files of other names are parts of one whole
+
 
 class DatasetPrompts(RecordPrompts):
     """Questions and answers of a table.
@@ -29,7 +33,7 @@ class DatasetPrompts(RecordPrompts):
             datasets' `save_to_disk`, or another one that it can load; or a name on the Hugging Face hub. Environment
             variables are expanded, and what begins with "/", "." or "~" or holds a variable is a path, never a name.
         name: configuration of a data set that has several.
-        split: of the data set. Parquet files have none.
+        split: of the data set; of a folder of Parquet files those whose names begin with it, as `train-00000-of-00002`.
         revision: commit, tag or branch on the hub.
         record_options: see `RecordPrompts`: question_field, answer_field, template, answer_pattern, chat, system,
             shuffle, seed, offset, size, image_field (paths of pictures begin at the table's folder). Its fields are
@@ -51,9 +55,9 @@ class DatasetPrompts(RecordPrompts):
     ) -> None:
         super().__init__(**record_options)
         self.path = path
-        files = _parquet_files(path)
+        files = _parquet_files(path, split)
         if files:
-            unused = {"DatasetPrompts.name": name, "DatasetPrompts.split": split, "DatasetPrompts.revision": revision}
+            unused = {"DatasetPrompts.name": name, "DatasetPrompts.revision": revision}
             checks.no_effect(f"on the Parquet files of '{path}'", unused)
             self._rows: Any = _ParquetRows(files)
             self.format.folder = files[0].parent
@@ -102,12 +106,24 @@ class _ParquetRows:
         return record
 
 
-def _parquet_files(path: str) -> list[Path]:
-    """The Parquet files that `path` means; none where it is something else."""
+def _parquet_files(path: str, split: str | None) -> list[Path]:
+    """The Parquet files that `path` means; none where it is something else. Raises ValueError: of several splits, or
+    of none of that name."""
     if path.endswith(".parquet"):
+        checks.no_effect(f"on the Parquet file '{path}'", {"DatasetPrompts.split": split})
         return [resolve(path, "DatasetPrompts.path")]
     folder = Path(os.path.expanduser(os.path.expandvars(path)))
-    return sorted(folder.glob("*.parquet")) if folder.is_dir() else []
+    files = sorted(folder.glob("*.parquet")) if folder.is_dir() else []
+    splits: dict[str, list[Path]] = {}
+    for file in files:
+        splits.setdefault(_SHARD.sub("", file.stem), []).append(file)
+    if split is None and len(splits.keys() & _SPLITS) > 1:
+        raise ValueError(f"DatasetPrompts.split: '{path}' has the splits {', '.join(splits)}; name one")
+    if split is None or not files:
+        return files
+    if split not in splits:
+        raise ValueError(f"DatasetPrompts.split: '{path}' has the files of {', '.join(splits)}, none of '{split}'")
+    return splits[split]
 
 
 def _load(path: str, name: str | None, split: str | None, revision: str | None) -> Any:

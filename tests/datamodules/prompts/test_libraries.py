@@ -21,9 +21,9 @@ ROWS = [
 FIELDS: dict[str, Any] = {"question_field": "q", "answer_field": "gold.answer", "answer_pattern": "#### (.+)"}
 
 
-def parquet(path: Path) -> str:
+def parquet(path: Path, rows: list[dict[str, Any]] | None = None) -> str:
     arrow, writer = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
-    writer.write_table(arrow.Table.from_pylist(ROWS), path)
+    writer.write_table(arrow.Table.from_pylist(ROWS if rows is None else rows), path)
     return str(path)
 
 
@@ -112,6 +112,17 @@ def test_tables_that_do_not_fit_are_refused_by_name(tmp_path: Path, options: dic
     path = parquet(tmp_path / "sums.parquet")
     with pytest.raises(ValueError, match=said):
         DatasetPrompts(path, **{**FIELDS, **options})
+
+
+def test_a_folder_of_several_splits_is_one_of_them(tmp_path: Path) -> None:
+    for name, first in (("train-00000-of-00002", 0), ("train-00001-of-00002", 2), ("test-00000-of-00001", 4)):
+        parquet(tmp_path / f"{name}.parquet", ROWS[first : first + 2])
+    for split, texts in (("train", ["0+0?", "1+1?", "2+2?", "3+3?"]), ("test", ["4+4?", "5+5?"])):
+        source = DatasetPrompts(str(tmp_path), split=split, **FIELDS, shuffle=False)
+        assert [source.deal(i).text for i in range(source.size)] == texts
+    for split, said in ((None, "has the splits test, train; name one"), ("dev", "of test, train, none of 'dev'")):
+        with pytest.raises(ValueError, match=f"DatasetPrompts.split: .*{said}"):
+            DatasetPrompts(str(tmp_path), split=split, **FIELDS)
 
 
 def test_data_sets_that_are_not_there_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
