@@ -22,6 +22,7 @@ from transformers import AutoConfig, AutoTokenizer
 
 from app.strategies.checkpoint.checkpoints import CheckpointError
 from app.strategies.checkpoint.trainer_state import ADAPTER_FILE, CONFIGURATIONS, GENERATION_FILE, SavedModel
+from app.text import reason
 from app.tree import auto_class
 from datamodules.inference.export import WeightParts, base_model
 from datamodules.inference.weight_files import SHARD_BYTES, save_model
@@ -63,7 +64,7 @@ def export(
 
     Raises:
         ValueError: `out` holds something, `ckpt` is no checkpoint directory or has no such model or no adapter, or its
-            weights do not fit its own configuration.
+            weights do not fit its own configuration; or `tokenizer` names none.
     """
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ValueError(f"--out: {out} already holds something; name another directory")
@@ -73,6 +74,7 @@ def export(
         raise ValueError(f"--ckpt: {str(error).removeprefix('ckpt_path: ')}") from error
     except ValueError as error:
         raise ValueError(f"--model: {error}") from error
+    text = None if tokenizer is None else _tokenizer(tokenizer)
     out.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=out.parent, prefix=f".{out.name}-") as made:
         target = Path(made) / "model"
@@ -92,11 +94,18 @@ def export(
         if GENERATION_FILE in saved.files and not adapter:
             # As it is: transformers refuses to write what it reads with a warning.
             (target / GENERATION_FILE).write_text(saved.files[GENERATION_FILE])
-        if tokenizer is not None:
-            AutoTokenizer.from_pretrained(tokenizer).save_pretrained(target)
+        if text is not None:
+            text.save_pretrained(target)
         if out.exists():
             out.rmdir()
         shutil.move(target, out)
+
+
+def _tokenizer(name: str) -> Any:
+    try:
+        return AutoTokenizer.from_pretrained(name)
+    except Exception as error:  # files that are cut or of another kind fail anywhere in transformers
+        raise ValueError(f"--tokenizer: '{name}' holds no tokenizer: {reason(error)}") from error
 
 
 def _in(dtype: torch.dtype | None, tensors: dict[str, Tensor]) -> dict[str, Tensor]:

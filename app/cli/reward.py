@@ -75,6 +75,9 @@ def run(arguments: argparse.Namespace) -> None:
     for name in ("config", "labelled"):
         if not getattr(arguments, name).exists():
             raise FileNotFoundError(f"{name.upper()}: there is no '{getattr(arguments, name)}'; correct the path")
+    if arguments.out is not None:  # before anything is paid for
+        arguments.out.parent.mkdir(parents=True, exist_ok=True)
+        arguments.out.touch()
     reward, options = configured(arguments.config)
     rows = labelled(arguments.labelled, arguments.tokenizer)[: arguments.limit]
     if unlabelled := sum(not row.is_verdict for row in rows):
@@ -132,7 +135,7 @@ def labelled(path: Path, tokenizer: str | None) -> list[Labelled]:
     if tokenizer is not None:
         raise ValueError("--tokenizer has no effect on lines of text; leave it out")
     rows = []
-    for number, line in enumerate(path.read_text("utf-8").splitlines(), 1):
+    for number, line in enumerate(path.read_text("utf-8").split("\n"), 1):  # JSON may hold other ends of lines
         if line.strip():
             try:
                 rows.append(_row(json.loads(line), number))

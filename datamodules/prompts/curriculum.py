@@ -7,6 +7,7 @@ versions is v * batch_size prompts (a few less where groups are dropped: their p
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from itertools import accumulate, chain, pairwise
@@ -128,8 +129,11 @@ def _difficulty(prompt: Prompt, path: str) -> float:
     for part in [path] if path in prompt.metadata else path.split("."):
         value = value.get(part) if isinstance(value, Mapping) else None
     try:
-        return float(value)
-    except (TypeError, ValueError):
+        number = float(value)
+        if not math.isfinite(number):  # which has no place in an order
+            raise ValueError
+        return number
+    except (TypeError, ValueError, OverflowError):
         raise ValueError(
             f"CurriculumPrompts.difficulty: prompt '{prompt.id}' has {value!r} at '{path}' in its metadata, which has"
             f" {', '.join(prompt.metadata) or 'nothing'}; name a field with a number"

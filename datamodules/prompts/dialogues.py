@@ -22,7 +22,7 @@ from datamodules.prompts.base import Prompt
 from datamodules.prompts.records import FilePrompts
 
 _log = logging.getLogger(__name__)
-_TURN = re.compile(r"(?:\A|\n)\n(Human|Assistant):[ \t]*")
+_TURN = re.compile(r"(?:\A\n*|\n\n)(Human|Assistant):[ \t]*")
 _ROLES = {"Human": "user", "Assistant": "assistant"}
 REJECTED = "rejected"
 

@@ -23,10 +23,11 @@ from datamodules.prompts.tokenizers import load_tokenizer
 from tests.datamodules.prompts.test_prompts import ALPHABET, Listed
 
 
-def levels(tmp_path: Path, count: int = 40, **options: Any) -> JsonlPrompts:
-    """Problems whose difficulty falls along the file."""
+def levels(tmp_path: Path, count: int = 40, last: float = 1, **options: Any) -> JsonlPrompts:
+    """Problems whose difficulty falls along the file, to `last`."""
     path = tmp_path / "levels.jsonl"
-    records = ({"question": f"q{i}", "answer": i, "about": {"level": count - i}} for i in range(count))
+    numbers = [*range(count, 1, -1), last]
+    records = ({"question": f"q{i}", "answer": i, "about": {"level": level}} for i, level in enumerate(numbers))
     path.write_text("".join(json.dumps(record) + "\n" for record in records))
     return JsonlPrompts(str(path), **options)
 
@@ -123,6 +124,10 @@ def test_stages_follow_one_another() -> None:
         (lambda path: mixed({"b": 1e-4}, a=3, b=3), "MixedPrompts.weights.b: below 1/1000"),
         (lambda path: CurriculumPrompts(ArithmeticPrompts(), "level", 3), "prompts: 'arithmetic' has no end"),
         (lambda path: CurriculumPrompts(levels(path), "level", 3), "difficulty: prompt '.*levels:.*' has None at 'lev"),
+        (
+            lambda path: CurriculumPrompts(levels(path, last=float("nan")), "about.level", 3),
+            "has nan at 'about.level' .* name a field with a number",
+        ),
         (lambda path: CurriculumPrompts(levels(path), "about.level", 3, (0.5, 0.5)), "CurriculumPrompts.shares"),
         (lambda path: CurriculumPrompts(levels(path), "about.level", [1, 2]), "stage_prompts: .*all 4 stages"),
         (lambda path: CurriculumPrompts(levels(path), "about.level", 0), "CurriculumPrompts.stage_prompts"),

@@ -38,6 +38,11 @@ def test_the_last_reply_is_what_is_compared(tmp_path: Path) -> None:
     assert prompt.solution == "Six minutes." and prompt.metadata == {"rejected": "I don't know."} and source.size == 1
 
 
+def test_no_blank_lines_are_needed_before_the_first_turn(tmp_path: Path) -> None:
+    source = DialoguePairs(written(tmp_path / "train.jsonl.gz", [{name: text[2:] for name, text in PAIR.items()}]))
+    assert source.deal(0).messages[0]["content"] == "How do I boil an egg?"
+
+
 def test_pairs_that_compare_no_reply_are_left_out_and_counted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     same = {**PAIR, "rejected": PAIR["chosen"]}
     apart = {**PAIR, "rejected": PAIR["rejected"].replace("In water.", "In oil.")}

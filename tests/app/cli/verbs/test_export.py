@@ -43,6 +43,14 @@ def test_a_projection_that_only_the_configuration_ties(one_rank: RankPool, tmp_p
     assert json.loads((tmp_path / "out" / "config.json").read_text())["tie_word_embeddings"] is False
 
 
+def test_a_tokenizer_that_is_none_is_named_before_anything_is_written(one_rank: RankPool, tmp_path: Path) -> None:
+    one_rank.run(jobs.save_language_model, path=tmp_path / "step.ckpt", adapters=False)
+    (tmp_path / "nothing").mkdir()
+    with pytest.raises(ValueError, match=r"--tokenizer: '.*nothing' holds no tokenizer: "):
+        export(tmp_path / "step.ckpt", tmp_path / "deep" / "out", tokenizer=str(tmp_path / "nothing"))
+    assert not (tmp_path / "deep").exists()
+
+
 _MEASURED = """
 import sys
 from pathlib import Path

@@ -108,6 +108,16 @@ def test_a_score_in_place_of_a_verdict_is_no_label(tmp_path: Path, capsys: pytes
         attempt(config, tmp_path / "none", "--tokenizer", "char:0123456789+-*=")
 
 
+def test_lines_end_where_json_lines_do_and_numbers_have_a_folder(tmp_path: Path) -> None:
+    (tmp_path / "r.yaml").write_text("reward: datamodules.rewards.exact_match\n")
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text(
+        "".join(json.dumps({**row, "prompt": "a\u2028b"}, ensure_ascii=False) + "\n" for row in ROWS), "utf-8"
+    )
+    attempt(tmp_path / "r.yaml", rows, "--out", str(tmp_path / "not" / "yet" / "out.jsonl"))
+    assert len((tmp_path / "not" / "yet" / "out.jsonl").read_text().splitlines()) == len(ROWS)
+
+
 def _trajectories(batch: Any) -> list[Any]:
     packed = {
         "groups": [(0, "sum", 0, len(batch))],
