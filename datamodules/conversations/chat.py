@@ -195,10 +195,15 @@ class ChatEncoder:
                     f"{source}: messages[{k}]: no '{end_of_turn}' follows the rendered turn, and the chat template "
                     "ends it with no other token; set tokenizer.eos_token to what ends a turn in it"
                 )
-            another = self._render([*chat[: k + shift + 1], *others[k + 1 :]], tools, False, source, len(messages))
-            begin = _said_from(text[len(prompt) : end], prompt, message)
-            if begin is None or not another.startswith(text[: end + len(end_of_turn)]):
-                why = "does not show all that was said" if begin is None else "puts what came later into this turn"
+            shown, whole = text[len(prompt) : end], text[: end + len(end_of_turn)]
+            begin, why = _said_from(shown, prompt, message), ""
+            if begin is None:
+                begin, why = 0, "does not show all that was said"
+            elif shown[begin:].strip() != message["content"].strip():  # else there is no room for what came later
+                another = [*chat[: k + shift + 1], *others[k + 1 :]]
+                if not self._render(another, tools, False, source, len(messages)).startswith(whole):
+                    why = "puts what came later into this turn"
+            if why:
                 raise RecordedDataError(
                     f"{source}: messages[{k}]: the chat template {why}, so it would be trained as something else; use"
                     " another template, give the message weight 0, or remove thoughts (<think>) from its content"
@@ -206,7 +211,7 @@ class ChatEncoder:
             begin += len(prompt)
             tokens += self._encode(text[done:begin], behind=end_of_turn if done else "")
             starts.append(len(tokens))
-            done = end + len(end_of_turn)
+            done = len(whole)
             tokens += self._encode(text[begin:done])
             ends.append(len(tokens))
             steps.append(k)
