@@ -248,7 +248,9 @@ class RecordedDataModule(L.LightningDataModule):
                 "model": conversation.model,
                 "source": conversation.source,
             }
+            seen = conversation.seen if isinstance(conversation, Session) else None
             for turn, (tokens, mask) in enumerate(conversation.sequences(self.workload, self._think_ids)):
+                images, pictures = seen[turn] if seen else (None, ())
                 yield Trajectory(
                     tokens=torch.from_numpy(tokens.astype(np.int64)),
                     loss_mask=torch.from_numpy(mask),
@@ -260,4 +262,6 @@ class RecordedDataModule(L.LightningDataModule):
                     turn_index=turn,
                     prompt_id=conversation.task,
                     metadata=metadata,
+                    images=images,
+                    pictures=pictures,
                 )

@@ -3,11 +3,13 @@
 Promises: a broken line is refused by file and line number, before anything is trained on; the token ids of a turn
 follow exactly the prompt the template would have given the policy, tokenized as generation sees it (prompt and turn
 apart, never merged across their boundary); trained tokens are those of assistant messages (but for those of weight 0),
-up to and including the token with which the template ends a turn (`eos_token` where it has none of its own).
+up to and including the token with which the template ends a turn (`eos_token` where it has none of its own), and hold
+what was said; a template that does not show it, or shows what came later within it, is refused.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,6 +26,7 @@ from datamodules.files.json_lines import parse_json, read_json_lines
 
 _ROLES = ("system", "user", "assistant", "tool")
 THINK_TEXT = "<think>\n\n</think>\n\n"
+_EMPTY_THINK = re.compile(r"\s*(?:<think>\s*)?</think>\n*")  # its beginning may be the prompt's end
 
 
 @dataclass(frozen=True)
@@ -142,6 +145,10 @@ class ChatEncoder:
     begins where the template's generation prompt for the messages before it ends, and stops after the first
     end-of-turn token. Generation prompts that are not a beginning of the rendered history mean that the template
     rewrites earlier turns: refused, because no single sequence would hold such a conversation.
+
+    Refused as well is a turn that does not hold the content of its message, thoughts included, and its calls (templates
+    drop thoughts from history, or text beside a call), or that depends on what came after it (Gemma's holds the results
+    of its calls). An empty think block that the template begins a turn with was said by nobody, and is not trained.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, system: SystemPrompt | None = None) -> None:
@@ -162,11 +169,13 @@ class ChatEncoder:
                 raise RecordedDataError(
                     f"{source}: messages[{k}].content contains the end-of-turn token '{end_of_turn}': remove it"
                 )
+        after: dict[str, Any] = {"role": "user", "content": "."}
         chat = [_for_template(message) for message in messages]
+        others = [_for_template(_changed(message)) for message in [*messages, after]]
         if self.system.text:
             chat.insert(0, {"role": "system", "content": self.system.text})
         shift = len(chat) - len(messages)
-        text = self._render([*chat, {"role": "user", "content": "."}], tools, False, source, len(messages))
+        text = self._render([*chat, after], tools, False, source, len(messages))
 
         tokens: list[int] = []
         starts, ends, steps = [], [], []
@@ -186,10 +195,24 @@ class ChatEncoder:
                     f"{source}: messages[{k}]: no '{end_of_turn}' follows the rendered turn, and the chat template "
                     "ends it with no other token; set tokenizer.eos_token to what ends a turn in it"
                 )
-            tokens += self._encode(text[done : len(prompt)], behind=end_of_turn if done else "")
+            shown, whole = text[len(prompt) : end], text[: end + len(end_of_turn)]
+            begin, why = _said_from(shown, prompt, message), ""
+            if begin is None:
+                begin, why = 0, "does not show all that was said"
+            elif shown[begin:].strip() != message["content"].strip():  # else there is no room for what came later
+                another = [*chat[: k + shift + 1], *others[k + 1 :]]
+                if not self._render(another, tools, False, source, len(messages)).startswith(whole):
+                    why = "puts what came later into this turn"
+            if why:
+                raise RecordedDataError(
+                    f"{source}: messages[{k}]: the chat template {why}, so it would be trained as something else; use"
+                    " another template, give the message weight 0, or remove thoughts (<think>) from its content"
+                )
+            begin += len(prompt)
+            tokens += self._encode(text[done:begin], behind=end_of_turn if done else "")
             starts.append(len(tokens))
-            done = end + len(end_of_turn)
-            tokens += self._encode(text[len(prompt) : done])
+            done = len(whole)
+            tokens += self._encode(text[begin:done])
             ends.append(len(tokens))
             steps.append(k)
         return Conversation(
@@ -280,6 +303,40 @@ def _parse(data: dict[str, Any], source: str) -> Transcript:
 
 def _is_trained(message: dict[str, Any]) -> bool:
     return message["role"] == "assistant" and message.get("weight", 1) == 1
+
+
+def _said_from(shown: str, prompt: str, message: dict[str, Any]) -> int | None:
+    """Where in `shown`, its turn behind `prompt`, begins what was said; None where some of it, but for white space, is
+    missing."""
+    content = message["content"].strip()
+    if prompt.rstrip().endswith("<think>"):
+        content = content.removeprefix("<think>")
+    begin = 0
+    if empty := _EMPTY_THINK.match(shown):
+        if "</think>" not in content:
+            begin = empty.end()
+        elif not _squeezed(shown).startswith(_squeezed(content)):  # thoughts behind a block that is closed
+            return None
+    unthought = _EMPTY_THINK.match(content)  # nothing is lost where history has no empty block
+    said, rest = _squeezed(content[unthought.end() :] if unthought else content), _squeezed(shown[begin:])
+    if said not in rest:
+        return None
+    rest = rest.replace(said, "", 1)  # it may speak of the call
+    for name in (_squeezed(call["name"]) for call in message.get("tool_calls", [])):
+        if name not in rest:
+            return None
+        rest = rest.replace(name, "", 1)
+    return begin
+
+
+def _squeezed(text: str) -> str:
+    return "".join(text.split())
+
+
+def _changed(message: dict[str, Any]) -> dict[str, Any]:
+    """Another message of the same form."""
+    calls = [{**call, "name": call["name"] + "_"} for call in message.get("tool_calls", [])]
+    return {**message, "content": message["content"] + ".", "tool_calls": calls}
 
 
 def _for_template(message: dict[str, Any]) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """Recorded batches as episodes for `RecordedDataModule`: what a gateway or a run has recorded, to imitate or compare.
 
-Promises: token ids and trained positions are the recorded ones, and nothing is tokenized; the episodes of one prompt
-are its trials, numbered in the order in which they were recorded.
+Promises: token ids, trained positions and pictures are the recorded ones, and nothing is tokenized; the episodes of one
+prompt are its trials, numbered in the order in which they were recorded.
 """
 
 from __future__ import annotations
@@ -11,6 +11,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from torch import Tensor
+
+from app.pictures import Picture
 from datamodules.conversations.tokens import Bools, Ints, RecordedDataError, Workload
 from datamodules.files.recording import read_batch, versions
 from datamodules.groups import earned
@@ -23,6 +26,7 @@ class Session:
     Attributes:
         is_rewarded: whether anybody said what it was worth; `reward` is 0.0 otherwise.
         calls: (tokens [L], trained [L]) of each of its sequences.
+        seen: (images [L] or None, pictures) of each, as in `Trajectory`.
     """
 
     task: str
@@ -32,6 +36,7 @@ class Session:
     source: str
     is_rewarded: bool
     calls: list[tuple[Ints, Bools]]
+    seen: list[tuple[Tensor | None, tuple[Picture, ...]]]
 
     def sequences(self, workload: Workload, think_ids: Sequence[int] = ()) -> list[tuple[Ints, Bools]]:
         """Its training sequences, as recorded."""
@@ -59,6 +64,7 @@ def load_sessions(directory: Path) -> list[Session]:
                         source=f"{directory} batch {version} episode {episode}",
                         is_rewarded=all(one.metadata.get("rewarded", True) for one in mine),
                         calls=[(one.tokens.numpy(), one.loss_mask.numpy()) for one in mine],
+                        seen=[(one.images, one.pictures) for one in mine],
                     )
                 )
                 trials[group.prompt_id] += 1

@@ -148,6 +148,11 @@ def _read_tau2(checkout: Path, path: Path, data: Any, found: TauImport) -> None:
             for k, message in enumerate(_need(entry, "messages", list, source))
             if not _is_users_own(message)
         ]
+        # The orchestrator greets the user in the agent's name; no model says it.
+        asked = next((k for k, message in enumerate(seen) if message["role"] == "user"), 0)
+        for message in seen[:asked]:
+            if message["role"] == "assistant":
+                message["weight"] = 0
         return _transcript(entry, model, reward, check_messages(seen, source), source)
 
     transcripts, entries = _convert(simulations, path, "simulations", convert, found)

@@ -278,6 +278,16 @@ def test_tau2_bench_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     assert "cancel(when): 'Moment' is written as any JSON value" in capsys.readouterr().err
 
 
+def test_a_greeting_that_no_model_said_is_not_trained(tmp_path: Path) -> None:
+    greeted, alone = simulation("a", 0, {"reward": 1.0}), simulation("b", 0, {"reward": 1.0})
+    greeted["messages"].insert(0, {"role": "assistant", "content": "Hi! How can I help you today?", "tool_calls": None})
+    alone["messages"] = [one for one in alone["messages"] if one["role"] != "user"]  # as agents without a user play
+    run("import-tau", tau2_checkout(tmp_path / "clone", [greeted, alone]), "--out", tmp_path / "data")
+    first, second = (one["messages"] for one in read_lines(tmp_path / "data" / "tau" / "shop_lab-model-1.jsonl.gz"))
+    assert first[0] == {"role": "assistant", "content": "Hi! How can I help you today?", "weight": 0}
+    assert not any("weight" in one for one in [*first[1:], *second])
+
+
 def test_tau2_schema_of_a_tool(tmp_path: Path) -> None:
     (tmp_path / "tools.py").write_text(TAU2_TOOLS)
     (cancel, listing), notes = tau2_tools(tmp_path / "tools.py")

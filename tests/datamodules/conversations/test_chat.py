@@ -1,0 +1,75 @@
+"""`ChatEncoder` trains what was recorded, or refuses: templates that drop, add or move what an assistant said."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from datamodules.conversations.chat import ChatEncoder, Transcript
+from datamodules.conversations.tokens import RecordedDataError
+from tests.helpers.recorded_samples import TEMPLATE, byte_tokenizer, messages
+
+CALL = '<tool>{"name": "cancel", "arguments": {"order": 7}}</tool>'
+NO_THOUGHTS = TEMPLATE.replace("{{ m.content }}", "{{ m.content.split('</think>')[-1].lstrip() }}")
+NO_CALLS = TEMPLATE.replace("m.tool_calls or []", "[]")
+NO_TEXT_BESIDE_CALLS = TEMPLATE.replace("{{ m.content }}", "{{ '' if m.tool_calls else m.content }}")
+RESULTS_WITHIN = TEMPLATE.replace(
+    "{{ m.content }}", "{{ messages[loop.index].content if m.tool_calls }}{{ m.content }}"
+)
+# As Qwen3.8's: the prompt begins a thought, and the history of every reply is one behind an empty thought.
+THOUGHT_BEGUN = TEMPLATE.replace(
+    "\n{{ m.content }}", "\n{{ '<think>\n\n</think>\n\n' if m.role == 'assistant' }}{{ m.content }}"
+).replace("<|begin|>assistant\n", "<|begin|>assistant\n<think>\n{{ '' }}")
+# As that of DeepSeek R1: the same prompt, behind which the thought goes on.
+THOUGHT_KEPT = TEMPLATE.replace("<|begin|>assistant\n", "<|begin|>assistant\n<think>\n{{ '' }}")
+
+
+def trained(template: str, changes: dict[int, dict[str, Any]]) -> list[str]:
+    """What is trained of the sample conversation with these fields of its messages changed."""
+    tokenizer = byte_tokenizer(template)
+    chat = [{**message, **changes.get(k, {})} for k, message in enumerate(messages())]
+    one = ChatEncoder(tokenizer).encode(Transcript("0", 0, "m", 1.0, chat, "FILE:3"))
+    return [tokenizer.decode(one.tokens[start:end]) for start, end in zip(one.starts, one.ends, strict=True)]
+
+
+@pytest.mark.parametrize(
+    ("template", "changes", "message"),
+    [
+        (NO_THOUGHTS, {1: {"content": "<think>\nAsk.\n</think>\n\nWhich one?"}}, r"\[1\]: .* does not show all"),
+        (NO_CALLS, {}, r"\[3\]: .* does not show all"),
+        (NO_CALLS, {3: {"content": "Now I cancel."}}, r"\[3\]: .* does not show all"),
+        (NO_TEXT_BESIDE_CALLS, {3: {"content": "A moment."}}, r"\[3\]: .* does not show all"),
+        (RESULTS_WITHIN, {}, r"\[3\]: .* puts what came later into this turn"),
+        (THOUGHT_BEGUN, {5: {"content": "<think>\nGone?\n</think>\n\nDone."}}, r"\[5\]: .* does not show all"),
+    ],
+)
+def test_a_turn_that_is_not_what_was_said_is_refused(
+    template: str, changes: dict[int, dict[str, Any]], message: str
+) -> None:
+    with pytest.raises(RecordedDataError, match=rf"FILE:3: messages{message}.*; use another template.* weight 0"):
+        trained(template, changes)
+
+
+def test_what_a_template_does_not_show_may_go_untrained() -> None:
+    assert trained(NO_TEXT_BESIDE_CALLS, {3: {"content": "A moment.", "weight": 0}}) == [
+        "Which one?<|end|>",
+        "Done.<|end|>",
+    ]
+
+
+def test_an_empty_thought_that_nobody_had_is_not_trained() -> None:
+    plain = ["Which one?<|end|>", f"{CALL}<|end|>", "Done.<|end|>"]
+    assert trained(THOUGHT_BEGUN, {}) == plain
+    empty = {1: {"content": "<think>\n\n</think>\n\nWhich one?"}}
+    assert trained(NO_THOUGHTS, empty) == plain
+    assert trained(TEMPLATE, empty)[0] == "<think>\n\n</think>\n\nWhich one?<|end|>"
+
+
+def test_thoughts_that_are_shown_are_trained() -> None:
+    thought = {5: {"content": "<think>\nGone?\n</think>\n\nDone."}}
+    assert trained(TEMPLATE, thought)[-1] == "<think>\nGone?\n</think>\n\nDone.<|end|>"
+    every = {
+        k: {"content": f"<think>\nSo?\n</think>\n\n{said}"} for k, said in ((1, "Which one?"), (3, ""), (5, "Done."))
+    }
+    assert trained(THOUGHT_KEPT, every)[-1] == "So?\n</think>\n\nDone.<|end|>"
