@@ -167,12 +167,14 @@ def _recorded(path: Path, timed: bool = False) -> Rollouts:
 
 
 def _episodes(trajectories: Sequence[Any]) -> list[Episode]:
+    from datamodules.groups import earned
+
     by_id: dict[int, list[Any]] = {}
     for one in trajectories:
         by_id.setdefault(one.episode_id, []).append(one)
     return [
         Episode(
-            float(turns[0].reward),
+            float(earned(turns)),
             sum(int(turn.loss_mask.sum()) for turn in turns),
             any(turn.finish_reason == "length" for turn in turns),
         )

@@ -13,7 +13,7 @@ import pytest
 import yaml
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from app.batch import Trajectory
+from app.batch import CALL_REWARD, Trajectory
 from app.cli import main
 from datamodules.files.recording import RolloutRecorder
 from datamodules.groups import Group
@@ -40,8 +40,11 @@ def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     Path("model.json").write_text(json.dumps(CONFIG))
 
 
-def record(groups: Sequence[Sequence[float]], cut: int = 0, tokens: int = 4, run: str = "run") -> Path:
-    """Two batches of these rewards; the first `cut` episodes of every group end with their limit."""
+def record(
+    groups: Sequence[Sequence[float]], cut: int = 0, tokens: int = 4, run: str = "run", of_calls: bool = False
+) -> Path:
+    """Two batches of these rewards, given for the episode or for its call; the first `cut` episodes of every group
+    end with their limit."""
     recorder = RolloutRecorder(Path(run) / "rollouts")
     for version, part in enumerate((groups[::2], groups[1::2])):
         made = []
@@ -53,10 +56,11 @@ def record(groups: Sequence[Sequence[float]], cut: int = 0, tokens: int = 4, run
                     loss_mask=[False] * 4 + [True] * tokens,
                     behavior_logprobs=[0.0] * 4 + [-1.0] * tokens,
                     versions=[-1] * 4 + [0] * tokens,
-                    reward=reward,
+                    reward=0.0 if of_calls else reward,
                     group_id=index,
                     episode_id=index * len(rewards) + one,
                     finish_reason="length" if one < cut else "stop",
+                    metadata={CALL_REWARD: float(reward)} if of_calls else {},
                 )
                 for one, reward in enumerate(rewards)
             ]
@@ -104,6 +108,12 @@ def test_figures_by_hand(capsys: pytest.CaptureFixture[str]) -> None:
 def test_verdicts_on_what_there_is_to_learn(groups: Any, verdict: str, said: str) -> None:
     found = check(record(groups))
     assert found["verdict"] == verdict and said in "".join(of(found, level) for level in ("no-go", "change", "slow"))
+
+
+def test_rewards_of_single_calls_count() -> None:
+    groups = [[1, 0, 0, 0], [0.5, 1, 1, 0]] * 8
+    found = [check(record(groups, run=f"run{of_calls}", of_calls=of_calls)) for of_calls in (False, True)]
+    assert found[1] == found[0] and found[1]["different"] == 1 and found[1]["verdict"] == "go"
 
 
 def test_what_is_recommended_is_a_file_that_a_run_takes(capsys: pytest.CaptureFixture[str]) -> None:
