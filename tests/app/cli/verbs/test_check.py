@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -116,6 +117,53 @@ def test_rewards_of_single_calls_count() -> None:
     assert found[1] == found[0] and found[1]["different"] == 1 and found[1]["verdict"] == "go"
 
 
+def filtering(path: Path) -> str:
+    """The configuration, written, of a run that keeps groups with different rewards alone."""
+    keep = {"class_path": "datamodules.filters.NoSignal"}
+    text = yaml.safe_dump({"data": {"init_args": {"filter": keep, "batch_size": 20, "group_size": 4}}})
+    path.write_text(text)
+    return text
+
+
+@pytest.mark.parametrize(
+    ("groups", "verdict", "said"),
+    [
+        ([[0.0] * 4] * 40, "no-go", "warm-start"),
+        ([[1, 1, 1, 0]] * 12 + [[1.0] * 4] * 28, "go", "data.filter trains on the others alone"),
+    ],
+)
+def test_who_is_rolled_out_is_not_filtered(
+    groups: Any, verdict: str, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    configuration = filtering(Path("mine.yaml"))
+    played: list[list[str]] = []
+
+    def play(command: list[str], **options: Any) -> subprocess.CompletedProcess[str]:
+        if "--print_config" not in command:
+            played.append(command)
+            run = command[command.index("--run_dir") + 1]
+            record(groups, run=run)
+            Path(run, "config.yaml").write_text(configuration.replace("class_path: datamodules.filters.NoSignal", ""))
+        return subprocess.CompletedProcess(command, 0, configuration, "")
+
+    monkeypatch.setattr(subprocess, "run", play)
+    found = check("mine.yaml")
+    (command,) = played
+    off = ["--data.filter", "null", "--data.limits.max_filtered", "null"]
+    assert any(command[at : at + 4] == off for at in range(len(command)))
+    assert found["verdict"] == verdict and said in "".join(of(found, level) for level in ("no-go", "note"))
+    assert not Path("out/recommended.yaml").exists()
+
+
+def test_what_a_filter_has_left_of_a_recording_is_not_judged_by(capsys: pytest.CaptureFixture[str]) -> None:
+    path = record([[0, 0, 0, 1]] * 20)
+    filtering(path.parent / "config.yaml")
+    found = check(path)
+    assert "not told, the run's data.filter left groups out" in capsys.readouterr().out
+    assert "different" not in found and found["groups"] == 20 and len(found["reasons"]) == 1
+    assert "data.filter left groups out of the recording" in of(found, "note")
+
+
 def test_what_is_recommended_is_a_file_that_a_run_takes(capsys: pytest.CaptureFixture[str]) -> None:
     path = record([[0, 0, 0, 1]] * 12 + [[0.0] * 4] * 28, cut=2)
     settings = {"data": {"init_args": {"workflow": {"init_args": {"max_new_tokens": 5}}}}}
@@ -224,8 +272,9 @@ def test_a_run_is_rolled_out_and_judged(capsys: pytest.CaptureFixture[str]) -> N
     """The quickstart from random weights: hardly a sum is right, and nothing is trained."""
     config = json.dumps(CONFIG | {"vocab_size": 16, "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 0})
     given = ["--model.model", f'{{"config": {config}}}', "--data.batch_size", "8"]
+    given += ["--data.filter", "datamodules.filters.NoSignal", "--data.limits.max_filtered", "1"]
     found = check(ROOT / "configs/quickstart.yaml", "--episodes", 128, "--with", *given)
-    assert found["groups"] == 16 and found["group_size"] == 8 and found["pass@1"] < 0.2
+    assert found["groups"] == 16 and found["group_size"] == 8 and found["pass@1"] < 0.2 and found["different"] < 1
     assert found["rollout_seconds"] > 0 and found["parameters"] > 0
     assert found["cut"] > 0.1 and "max_new_tokens, 5 now" in of(found, "change")
 
