@@ -224,7 +224,7 @@ def _play(side: Side, name: str, config: Path, arguments: argparse.Namespace, ou
 def _settings(side: Side, config: Path, arguments: argparse.Namespace) -> dict[str, Any]:
     """The configuration `config`, with this side's model and the prompts to compare on."""
     settings = _configuration(config)
-    for key in ("run_dir", "ckpt_path"):
+    for key in ("run_dir", "ckpt_path", "without_callbacks"):  # the last may name Report, which writes what is compared
         settings.pop(key, None)
     trainer = settings.setdefault("trainer", {})
     trainer |= {"callbacks": [], "logger": None, "limit_val_batches": None}

@@ -144,6 +144,11 @@ def test_where_no_format_is_known_it_is_said(
     assert "prompts.jsonl is taken as plain text of the fields 'question' and 'answer'" in capsys.readouterr().err
 
 
+def test_the_report_is_written_where_the_run_has_none(workplace: Path) -> None:
+    configuration = yaml.safe_load(Path("run/config.yaml").read_text())
+    assert "without_callbacks" not in settings_of(configuration | {"without_callbacks": ["Report"]})
+
+
 @pytest.mark.slow
 def test_a_model_against_itself(workplace: Path, capfd: pytest.CaptureFixture[str]) -> None:
     main(["compare", "run", "run/model", "--prompts", "prompts.jsonl", "--by", "digits", "--out", "out"])
