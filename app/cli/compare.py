@@ -5,10 +5,11 @@
     arborist compare runs/a/checkpoints/last.ckpt models/other --prompts held_out.jsonl --config my_run.yaml
 
 A and B are run directories, model directories or checkpoints. Both play every prompt with one workflow, reward,
-template and seed: those of --config, by default of A's run (else B's). Prompts are compared in pairs, so that hard and
-easy ones cancel out. Says success, generated tokens and seconds of both, the difference with its 95% interval and p
-(McNemar's exact test where rewards are 0 or 1, else prompts drawn again and signs flipped), for each task with --by,
-and, where the two cannot be told apart, how many prompts would tell. Writes compare.json.
+template and seed: those of --config, by default of A's run (else B's). Its held-out prompts, or else its training
+prompts, say how the file's records are read (fields, template, chat, pictures). Prompts are compared in pairs, so that
+hard and easy ones cancel out. Says success, generated tokens and seconds of both, the difference with its 95% interval
+and p (McNemar's exact test where rewards are 0 or 1, else prompts drawn again and signs flipped), for each task with
+--by, and, where the two cannot be told apart, how many prompts would tell. Writes compare.json.
 
 Promises: nothing is trained; prompts that one side alone answered (the other's engine or reward failed) are left out
 and counted.
@@ -17,10 +18,12 @@ and counted.
 from __future__ import annotations
 
 import argparse
+import inspect
 import json
+import pkgutil
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from datetime import datetime
 from pathlib import Path
@@ -30,7 +33,7 @@ import yaml
 
 from app.statistics import Paired, paired, prompts_needed
 
-_FORMAT = ("question_field", "answer_field", "template", "answer_pattern", "chat", "system")
+_FORMAT = ("question_field", "answer_field", "template", "answer_pattern", "chat", "system", "image_field")
 
 
 @dataclass(frozen=True)
@@ -85,6 +88,13 @@ def run(arguments: argparse.Namespace) -> None:
     config = arguments.config or next((one.config for one in sides if one.config is not None), None)
     if config is None:
         raise ValueError("--config: neither A nor B is of a run, so say under which configuration they are to play")
+    if _format(_configuration(config)["data"]["init_args"]) is None:
+        print(
+            f"--prompts: {arguments.prompts} is taken as plain text of the fields 'question' and 'answer', since"
+            f" {config} reads no records; options after --with (--data.validation.prompts.init_args.chat true)"
+            " say otherwise",
+            file=sys.stderr,
+        )
     out: Path = arguments.out or Path("runs") / "compare" / f"{datetime.now():%Y-%m-%d_%H-%M-%S}"
     out.mkdir(parents=True, exist_ok=True)
     a, b = (_play(side, name, config, arguments, out) for side, name in zip(sides, "ab", strict=True))
@@ -213,11 +223,8 @@ def _play(side: Side, name: str, config: Path, arguments: argparse.Namespace, ou
 
 def _settings(side: Side, config: Path, arguments: argparse.Namespace) -> dict[str, Any]:
     """The configuration `config`, with this side's model and the prompts to compare on."""
-    settings: dict[str, Any] = yaml.safe_load(config.read_text("utf-8"))
-    for key in ("model", "data"):
-        if not isinstance(settings, dict) or not isinstance((settings.get(key) or {}).get("init_args"), dict):
-            raise ValueError(f"--config: {config} has no {key}.init_args; name a whole run's configuration")
-    for key in ("run_dir", "ckpt_path"):
+    settings = _configuration(config)
+    for key in ("run_dir", "ckpt_path", "without_callbacks"):  # the last may name Report, which writes what is compared
         settings.pop(key, None)
     trainer = settings.setdefault("trainer", {})
     trainer |= {"callbacks": [], "logger": None, "limit_val_batches": None}
@@ -228,10 +235,7 @@ def _settings(side: Side, config: Path, arguments: argparse.Namespace) -> dict[s
     elif side.config is not None and side.config != config:
         model["model"] = yaml.safe_load(side.config.read_text("utf-8"))["model"]["init_args"]["model"]
     validation = data.get("validation") or {}
-    options: dict[str, Any] = next(
-        (one["init_args"] for one in (validation.get("prompts"), data.get("prompts"))
-         if isinstance(one, dict) and str(one.get("class_path", "")).endswith("JsonlPrompts")), {})  # fmt: skip
-    prompts = {key: options[key] for key in _FORMAT if options.get(key) is not None}
+    prompts = _format(data) or {}
     prompts |= {"path": str(arguments.prompts), "shuffle": False}
     data["validation"] = {
         "prompts": {"class_path": "datamodules.prompts.JsonlPrompts", "init_args": prompts},
@@ -240,3 +244,46 @@ def _settings(side: Side, config: Path, arguments: argparse.Namespace) -> dict[s
         "solved_at": validation.get("solved_at", 1.0),
     }
     return settings
+
+
+def _configuration(config: Path) -> dict[str, Any]:
+    """What the file says. Raises ValueError, naming it, for less than a whole run's."""
+    settings: dict[str, Any] = yaml.safe_load(config.read_text("utf-8"))
+    for key in ("model", "data"):
+        if not isinstance(settings, dict) or not isinstance((settings.get(key) or {}).get("init_args"), dict):
+            raise ValueError(f"--config: {config} has no {key}.init_args; name a whole run's configuration")
+    return settings
+
+
+def _format(data: Mapping[str, Any]) -> dict[str, Any] | None:
+    """How the run reads records, held-out ones first: options of `JsonlPrompts`; None where it reads none."""
+    configured = (data.get("validation") or {}).get("prompts"), data.get("prompts")
+    options = next((one.get("init_args") or {} for one in _sources(configured) if _reads_records(one)), None)
+    return None if options is None else {key: options[key] for key in _FORMAT if key in options}
+
+
+def _sources(configured: Any) -> Iterator[dict[str, Any]]:
+    """The sources of prompts in a configuration: one, sets by name, and those that others are made of."""
+    if isinstance(configured, dict) and "class_path" in configured:
+        yield configured
+        configured = configured.get("init_args")
+    inner = configured.values() if isinstance(configured, dict) else configured
+    for one in inner if isinstance(configured, dict | list | tuple) else ():
+        yield from _sources(one)
+
+
+def _reads_records(source: Mapping[str, Any]) -> bool:
+    """Whether a source of this class takes the options of a format, by name or handing them on."""
+    from datamodules import prompts
+    from datamodules.prompts.records import RecordPrompts
+
+    path = str(source["class_path"])
+    try:
+        found = pkgutil.resolve_name(path) if "." in path else getattr(prompts, path)
+    except Exception:  # a user's module may fail in any way while it is imported
+        return False
+    if not isinstance(found, type):
+        return False
+    parameters = inspect.signature(found).parameters
+    hands_on = any(one.kind is one.VAR_KEYWORD for one in parameters.values())
+    return "template" in parameters or (hands_on and issubclass(found, RecordPrompts))

@@ -22,7 +22,7 @@ from app.interruption import Interrupted
 from callbacks.base import run_dir
 from callbacks.report.moments import batch_moment, transcript
 from datamodules.prompts.tokenizers import load_tokenizer
-from modules.episodes import episodes
+from modules.episodes import call_rewards, earned
 
 FILE, PAGE = "report.jsonl", "report.html"
 _FOLLOWED = 8  # held-out prompts whose replies are kept, the same ones in every validation
@@ -70,7 +70,7 @@ class Report(Callback):
         found = self._held_out.setdefault(
             batch.name, {"solved_at": batch.solved_at, "rewards": {}, "tokens": {}, "replies": {}}
         )
-        rewards, _, of_sequence = episodes(batch.batch)
+        rewards, _, of_sequence = earned(batch.batch, call_rewards(batch.batch))
         first = {episode: i for i, episode in reversed(list(enumerate(of_sequence.tolist())))}
         last = {episode: i for i, episode in enumerate(of_sequence.tolist())}
         tokenizer = self._tokenizer(trainer)

@@ -21,7 +21,7 @@ from PIL import Image
 from app.batch import RolloutBatch
 from app.pictures import Picture
 from app.tree import PrefixTree
-from modules.episodes import episodes
+from modules.episodes import call_rewards, earned, episodes
 
 MOST_TOKENS = 100_000  # of the trees of the groups that are shown
 MOST_TEXT = 3000  # characters of a node or of a run of a transcript
@@ -126,7 +126,8 @@ def _tree(own: RolloutBatch, credit: torch.Tensor, tokenizer: Any) -> dict[str, 
     mask, count = own.loss_mask.numpy(), tree.num_segments
     trained = np.bincount(segment[mask], minlength=count)
     credits = np.bincount(segment[mask], credit.double().numpy()[mask], minlength=count)
-    every_reward = own.rewards.double().repeat_interleave(own.lengths()).numpy()
+    episode_rewards, _, of_sequence = earned(own, call_rewards(own))
+    every_reward = episode_rewards[of_sequence].repeat_interleave(own.lengths()).numpy()
     rewards = np.bincount(segment, every_reward, minlength=count) / np.bincount(segment, minlength=count)
     leaf = tree.segment_end == np.arange(1, count + 1)
     before = np.concatenate([[0], np.cumsum(leaf)])
@@ -156,7 +157,7 @@ def _built(batch: RolloutBatch, keys: np.ndarray | None = None) -> PrefixTree:
 
 
 def _transcripts(batch: RolloutBatch, tokenizer: Any) -> dict[str, dict[str, Any]]:
-    rewards, _, of_sequence = episodes(batch)
+    rewards, _, of_sequence = earned(batch, call_rewards(batch))
     above, deviation = _above_the_group(batch)
     sums = torch.zeros(len(rewards), dtype=torch.float64)
     counts = torch.zeros(len(rewards), dtype=torch.float64)
@@ -188,8 +189,8 @@ def _transcripts(batch: RolloutBatch, tokenizer: Any) -> dict[str, dict[str, Any
 
 
 def _above_the_group(batch: RolloutBatch) -> tuple[torch.Tensor, torch.Tensor]:
-    """float64 [E] each: an episode's reward less the mean of its group, and the group's standard deviation."""
-    rewards, groups, _ = episodes(batch)
+    """float64 [E] each: what an episode earned less the mean of its group, and the group's standard deviation."""
+    rewards, groups, _ = earned(batch, call_rewards(batch))
     _, group, counts = torch.unique(groups, return_inverse=True, return_counts=True)
     means = torch.zeros(len(counts), dtype=torch.float64).index_add(0, group, rewards) / counts
     above = rewards - means[group]

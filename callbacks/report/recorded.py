@@ -21,7 +21,7 @@ from datamodules.files.recording import read_batch, versions
 from datamodules.groups import to_batch
 from datamodules.prompts.tokenizers import load_tokenizer
 from datamodules.recorded import RecordedDataModule
-from modules.episodes import episodes
+from modules.episodes import call_rewards, earned
 
 
 def read_recorded(
@@ -91,7 +91,7 @@ def _batches(path: Path, tokenizer: str | None) -> RunData:
 
 def _numbers(batch: RolloutBatch) -> dict[str, float]:
     """The metrics that a batch itself tells, by the names they have in a run."""
-    rewards, groups, _ = episodes(batch)
+    rewards, groups, _ = earned(batch, call_rewards(batch))
     of_group: dict[int, list[float]] = {}
     for group, reward in zip(groups.tolist(), rewards.tolist(), strict=True):
         of_group.setdefault(group, []).append(reward)

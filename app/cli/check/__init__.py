@@ -123,14 +123,20 @@ def _rolled_out(config: Path, arguments: argparse.Namespace, out: Path) -> Rollo
     if shown.returncode:
         raise ValueError(f"WHAT: {config}: {shown.stderr.strip()}")
     data = yaml.safe_load(shown.stdout)["data"]["init_args"]
+    unfiltered = "" if data.get("filter") is None else ", without data.filter"
+    if unfiltered:  # it would leave out the groups that are to be counted; its limit has no effect without it
+        command += ["--data.filter", "null", "--data.limits.max_filtered", "null"]
     episodes = int(data.get("batch_size", 1)) * int(data.get("group_size", 1))
     batches = max(2, math.ceil(arguments.episodes / episodes))
     command += ["--trainer.limit_predict_batches", str(batches), "--data.batches_per_epoch", str(batches)]
-    print(f"rolling out {batches} batches of {episodes} episodes", file=sys.stderr)
+    print(f"rolling out {batches} batches of {episodes} episodes{unfiltered}", file=sys.stderr)
     done = subprocess.run(command)
     if done.returncode:
         raise RuntimeError(f"WHAT: rolling out {config} failed with exit code {done.returncode}; its error is above")
-    return _recorded(run_dir / "rollouts", timed=True)
+    found = _recorded(run_dir / "rollouts", timed=True)
+    if unfiltered:
+        found.settings["data"]["init_args"]["filter"] = data["filter"]  # which the run trains with
+    return found
 
 
 def _recorded(path: Path, timed: bool = False) -> Rollouts:
@@ -155,7 +161,8 @@ def _recorded(path: Path, timed: bool = False) -> Rollouts:
             seconds = (ends[-1] - ends[0]) / (len(ends) - 1)
         config = path.parent / "config.yaml"
         settings = yaml.safe_load(config.read_text("utf-8")) if config.exists() else {}
-        return Rollouts(groups, sequences, len(usual), seconds, settings, path)
+        filtered = ((settings.get("data") or {}).get("init_args") or {}).get("filter") is not None
+        return Rollouts(groups, sequences, len(usual), seconds, settings, path, filtered)
     if path.suffix != ".npz":
         raise ValueError(f"WHAT: {path} is no YAML, no directory of recorded batches and no .npz: they have rewards")
     from datamodules.conversations.tokens import load_npz
@@ -167,12 +174,14 @@ def _recorded(path: Path, timed: bool = False) -> Rollouts:
 
 
 def _episodes(trajectories: Sequence[Any]) -> list[Episode]:
+    from datamodules.groups import earned
+
     by_id: dict[int, list[Any]] = {}
     for one in trajectories:
         by_id.setdefault(one.episode_id, []).append(one)
     return [
         Episode(
-            float(turns[0].reward),
+            float(earned(turns)),
             sum(int(turn.loss_mask.sum()) for turn in turns),
             any(turn.finish_reason == "length" for turn in turns),
         )

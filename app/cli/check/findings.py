@@ -27,7 +27,7 @@ class Rollouts:
         groups: episodes of a prompt, a list each. batch: training sequences of one batch (`sequence_files.Sequences`).
         groups_a_batch: groups that `batch` is made of. seconds: of rolling out a batch, where it was measured.
         settings: of the run, as its config.yaml has them; {} where there is none. recorded: the directory of its
-            batches, where they are in one.
+            batches, where they are in one. filtered: groups are missing that the run's `data.filter` left out.
     """
 
     groups: list[list[Episode]]
@@ -36,6 +36,7 @@ class Rollouts:
     seconds: float | None = None
     settings: dict[str, Any] = field(default_factory=dict)
     recorded: Path | None = None
+    filtered: bool = False
 
 
 @dataclass(frozen=True)

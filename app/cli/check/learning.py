@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Sequence
+from typing import Any
 
-from app.cli.check.findings import Episode, Part, Reason, Rollouts
+from app.cli.check.findings import Episode, Level, Part, Reason, Rollouts
 from app.statistics import share_interval
 
 _ENOUGH_GROUPS = 12
@@ -39,27 +40,48 @@ def signal(rollouts: Rollouts, solved_at: float) -> Part:
     lines = [
         f"{n:,} groups of {k} episodes, rewards from {min(every):.3g} to {max(every):.3g},"
         f" mean {statistics.fmean(every):.3f}",
-        f"groups with different rewards: {different:,} ({share:.0%}; 95% interval {low:.0%} to {high:.0%})",
+        "groups with different rewards: not told, the run's data.filter left groups out before they were recorded"
+        if rollouts.filtered
+        else f"groups with different rewards: {different:,} ({share:.0%}; 95% interval {low:.0%} to {high:.0%})",
         f"pass@1 {first:.3f}, pass@{k} {any_:.3f} (a reward of {solved_at:g} or more)",
         f"generated tokens an episode: median {tokens[len(tokens) // 2]:,}, 9 of 10 below"
         f" {tokens[min(len(tokens) - 1, 9 * len(tokens) // 10)]:,}, longest {tokens[-1]:,}"
         + ("" if cut is None else f"; {cut:.0%} cut by the limit"),
     ]
-    figures = {"groups": n, "group_size": k, "different": share, "different_interval": [low, high], "pass@1": first,
-               f"pass@{k}": any_, "reward": statistics.fmean(every), "tokens_median": tokens[len(tokens) // 2],
-               "tokens_mean": statistics.fmean(tokens),
-               "cut": cut}  # fmt: skip
-    reasons = [
-        *_of_signal(n, share, (low, high), first, any_, k, max(every) < solved_at),
-        *_of_length(episodes, cut, rollouts),
-    ]
+    figures: dict[str, Any] = {
+        "groups": n,
+        "group_size": k,
+        "pass@1": first,
+        f"pass@{k}": any_,
+        "reward": statistics.fmean(every),
+        "tokens_median": tokens[len(tokens) // 2],
+        "tokens_mean": statistics.fmean(tokens),
+        "cut": cut,
+    }
+    reasons = _of_length(episodes, cut, rollouts)
+    if rollouts.filtered:
+        remedy = "the share of groups with different rewards is not judged; check the run's YAML, which rolls out anew"
+        return lines, figures, [Reason("note", "data.filter left groups out of the recording", remedy), *reasons]
+    figures |= {"different": share, "different_interval": [low, high]}
+    data = rollouts.settings.get("data", {}).get("init_args") or {}
+    is_filtering = "NoSignal" in str(data.get("filter"))
+    partial = max(every) < solved_at
+    reasons = [*_of_signal(n, share, (low, high), first, any_, k, partial, is_filtering), *reasons]
     return lines, figures, reasons
 
 
 def _of_signal(
-    n: int, share: float, interval: tuple[float, float], first: float, any_: float, k: int, partial: bool
+    n: int,
+    share: float,
+    interval: tuple[float, float],
+    first: float,
+    any_: float,
+    k: int,
+    partial: bool,
+    is_filtering: bool,
 ) -> list[Reason]:
-    """`partial`: no episode is solved, so rewards are degrees (or the task is out of reach)."""
+    """`partial`: no episode is solved, so rewards are degrees (or the task is out of reach). `is_filtering`: the run
+    has the filter that would be recommended."""
     reasons = []
     if n < _ENOUGH_GROUPS:
         reasons.append(Reason("note", f"only {n} groups", "roll out more (--episodes) before trusting this"))
@@ -75,7 +97,7 @@ def _of_signal(
         if first < 0.1 and not partial:
             remedy += f"; larger groups find more of pass@{k} {any_:.2f}"
         keep = {"class_path": "datamodules.filters.NoSignal"}
-        overlay = {"data": {"init_args": {"filter": keep}}}
+        overlay = {} if is_filtering else {"data": {"init_args": {"filter": keep}}}
         finding = f"{1 - share:.0%} of the groups have one reward for all episodes and teach nothing"
         now_and_then = not partial and any_ >= 2 * first
         if now_and_then:
@@ -84,7 +106,8 @@ def _of_signal(
                 f"go all the same: what an answer looks like is often learnt first, and then many more differ; {remedy}"
             )
             remedy += "; if rollouts/flat has not fallen after some twenty steps, take easier prompts"
-        reasons.append(Reason("slow" if now_and_then else "change", finding, remedy, overlay))
+        level: Level = "slow" if now_and_then else "note" if is_filtering else "change"
+        reasons.append(Reason(level, finding, remedy, overlay))
     if not partial and share >= 0.1 and any_ - first > 0.02:
         finding = f"{any_ - first:.2f} lies between pass@1 and pass@{k}"
         reasons.append(Reason("note", finding, "what the model finds now and then; the first gains come from there"))

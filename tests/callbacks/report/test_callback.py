@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from app.batch import RolloutBatch, StepHandle
+from app.batch import CALL_REWARD, RolloutBatch, StepHandle
 from app.interruption import Interrupted
 from callbacks import Report, ValidateEnds
+from tests.helpers import tiny_run
 from tests.helpers.recorded_samples import byte_tokenizer
 from tests.helpers.tiny_run import TinyData, TinyModule, trainer
 
@@ -48,6 +49,21 @@ def test_first_second_fourth_and_last_batch_and_every_validation(tmp_path: Path)
     assert held_out[0]["sets"]["held-out"]["rewards"] == {"prompt-0": [0.0], "prompt-1": [1.0]}
     assert held_out[0]["sets"]["held-out"]["replies"]["prompt-1"]["runs"] == [["1 2", False], ["3 11", True]]
     assert "held-out accuracy" in (run / "report.html").read_text()
+
+
+def test_rewards_of_single_calls_are_those_of_a_validation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = tiny_run.make_batch
+
+    def by_calls(rewards: list[float]) -> RolloutBatch:
+        batch = made([0.0] * len(rewards))
+        batch.metadata = [{CALL_REWARD: one} for one in rewards]
+        return batch
+
+    monkeypatch.setattr(tiny_run, "make_batch", by_calls)
+    trainer(tmp_path / "run", Report()).validate(Batched(), datamodule=TinyData())
+    (kept,) = rows(tmp_path / "run")
+    found = kept["sets"]["held-out"]
+    assert found["rewards"] == {"prompt-0": [0.0], "prompt-1": [1.0]} and found["replies"]["prompt-1"]["reward"] == 1.0
 
 
 def test_recorded_text_is_read_with_the_datamodules_tokenizer(tmp_path: Path) -> None:

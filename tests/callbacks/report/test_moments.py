@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import base64
 import io
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 from PIL import Image
 
-from app.batch import RolloutBatch, Trajectory
+from app.batch import CALL_REWARD, RolloutBatch, Trajectory
 from callbacks.report import moments
+from callbacks.report.recorded import read_recorded
+from datamodules.files.recording import RolloutRecorder
+from datamodules.groups import Group
 from tests.helpers.pictured import picture, pictured
 from tests.helpers.recorded_samples import byte_tokenizer
 
@@ -89,6 +94,23 @@ def test_an_episode_is_told_by_its_last_turn() -> None:
     ]
     best = moments.batch_moment(RolloutBatch.from_trajectories(turns), None)["transcripts"]["best"]
     assert best["turns"] == 2 and best["runs"] == [("1 2", False), ("3 4 5", True)]
+
+
+def test_rewards_of_single_calls_are_told(tmp_path: Path) -> None:
+    given = [(0, 0, 0.25), (0, 1, 0.5), (1, 0, -1.0), (2, 0, 0.0)]  # episode, turn, reward of the call
+    calls = [
+        replace(episode([1, 2, *range(3, 4 + turn), 10 + one], 0.0, 0, one, turn=turn), metadata={CALL_REWARD: value})
+        for one, turn, value in given
+    ]
+    found = moments.batch_moment(RolloutBatch.from_trajectories(calls), None)
+    told = found["transcripts"]
+    assert (told["best"]["reward"], told["worst"]["reward"]) == (0.75, -1.0)
+    assert told["best"]["above"] == pytest.approx(0.75 + 0.25 / 3)
+    rewards = dict(zip(found["tree"]["text"], found["tree"]["reward"], strict=True))
+    assert (rewards["10"], rewards["11"]) == (0.75, -1.0)
+    RolloutRecorder(tmp_path).write(0, [Group(0, "p0", 0, calls)])
+    series = read_recorded(tmp_path).series
+    assert series["reward"] == ([1], [pytest.approx(-0.25 / 3)]) and series["rollouts/flat"] == ([1], [0.0])
 
 
 def test_large_batches_show_whole_groups_and_long_texts_their_ends(monkeypatch: pytest.MonkeyPatch) -> None:

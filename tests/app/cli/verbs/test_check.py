@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,7 +14,7 @@ import pytest
 import yaml
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from app.batch import Trajectory
+from app.batch import CALL_REWARD, Trajectory
 from app.cli import main
 from datamodules.files.recording import RolloutRecorder
 from datamodules.groups import Group
@@ -40,8 +41,11 @@ def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     Path("model.json").write_text(json.dumps(CONFIG))
 
 
-def record(groups: Sequence[Sequence[float]], cut: int = 0, tokens: int = 4, run: str = "run") -> Path:
-    """Two batches of these rewards; the first `cut` episodes of every group end with their limit."""
+def record(
+    groups: Sequence[Sequence[float]], cut: int = 0, tokens: int = 4, run: str = "run", of_calls: bool = False
+) -> Path:
+    """Two batches of these rewards, given for the episode or for its call; the first `cut` episodes of every group
+    end with their limit."""
     recorder = RolloutRecorder(Path(run) / "rollouts")
     for version, part in enumerate((groups[::2], groups[1::2])):
         made = []
@@ -53,10 +57,11 @@ def record(groups: Sequence[Sequence[float]], cut: int = 0, tokens: int = 4, run
                     loss_mask=[False] * 4 + [True] * tokens,
                     behavior_logprobs=[0.0] * 4 + [-1.0] * tokens,
                     versions=[-1] * 4 + [0] * tokens,
-                    reward=reward,
+                    reward=0.0 if of_calls else reward,
                     group_id=index,
                     episode_id=index * len(rewards) + one,
                     finish_reason="length" if one < cut else "stop",
+                    metadata={CALL_REWARD: float(reward)} if of_calls else {},
                 )
                 for one, reward in enumerate(rewards)
             ]
@@ -104,6 +109,59 @@ def test_figures_by_hand(capsys: pytest.CaptureFixture[str]) -> None:
 def test_verdicts_on_what_there_is_to_learn(groups: Any, verdict: str, said: str) -> None:
     found = check(record(groups))
     assert found["verdict"] == verdict and said in "".join(of(found, level) for level in ("no-go", "change", "slow"))
+
+
+def test_rewards_of_single_calls_count() -> None:
+    groups = [[1, 0, 0, 0], [0.5, 1, 1, 0]] * 8
+    found = [check(record(groups, run=f"run{of_calls}", of_calls=of_calls)) for of_calls in (False, True)]
+    assert found[1] == found[0] and found[1]["different"] == 1 and found[1]["verdict"] == "go"
+
+
+def filtering(path: Path) -> str:
+    """The configuration, written, of a run that keeps groups with different rewards alone."""
+    keep = {"class_path": "datamodules.filters.NoSignal"}
+    text = yaml.safe_dump({"data": {"init_args": {"filter": keep, "batch_size": 20, "group_size": 4}}})
+    path.write_text(text)
+    return text
+
+
+@pytest.mark.parametrize(
+    ("groups", "verdict", "said"),
+    [
+        ([[0.0] * 4] * 40, "no-go", "warm-start"),
+        ([[1, 1, 1, 0]] * 12 + [[1.0] * 4] * 28, "go", "data.filter trains on the others alone"),
+    ],
+)
+def test_who_is_rolled_out_is_not_filtered(
+    groups: Any, verdict: str, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    configuration = filtering(Path("mine.yaml"))
+    played: list[list[str]] = []
+
+    def play(command: list[str], **options: Any) -> subprocess.CompletedProcess[str]:
+        if "--print_config" not in command:
+            played.append(command)
+            run = command[command.index("--run_dir") + 1]
+            record(groups, run=run)
+            Path(run, "config.yaml").write_text(configuration.replace("class_path: datamodules.filters.NoSignal", ""))
+        return subprocess.CompletedProcess(command, 0, configuration, "")
+
+    monkeypatch.setattr(subprocess, "run", play)
+    found = check("mine.yaml")
+    (command,) = played
+    off = ["--data.filter", "null", "--data.limits.max_filtered", "null"]
+    assert any(command[at : at + 4] == off for at in range(len(command)))
+    assert found["verdict"] == verdict and said in "".join(of(found, level) for level in ("no-go", "note"))
+    assert not Path("out/recommended.yaml").exists()
+
+
+def test_what_a_filter_has_left_of_a_recording_is_not_judged_by(capsys: pytest.CaptureFixture[str]) -> None:
+    path = record([[0, 0, 0, 1]] * 20)
+    filtering(path.parent / "config.yaml")
+    found = check(path)
+    assert "not told, the run's data.filter left groups out" in capsys.readouterr().out
+    assert "different" not in found and found["groups"] == 20 and len(found["reasons"]) == 1
+    assert "data.filter left groups out of the recording" in of(found, "note")
 
 
 def test_what_is_recommended_is_a_file_that_a_run_takes(capsys: pytest.CaptureFixture[str]) -> None:
@@ -214,8 +272,9 @@ def test_a_run_is_rolled_out_and_judged(capsys: pytest.CaptureFixture[str]) -> N
     """The quickstart from random weights: hardly a sum is right, and nothing is trained."""
     config = json.dumps(CONFIG | {"vocab_size": 16, "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 0})
     given = ["--model.model", f'{{"config": {config}}}', "--data.batch_size", "8"]
+    given += ["--data.filter", "datamodules.filters.NoSignal", "--data.limits.max_filtered", "1"]
     found = check(ROOT / "configs/quickstart.yaml", "--episodes", 128, "--with", *given)
-    assert found["groups"] == 16 and found["group_size"] == 8 and found["pass@1"] < 0.2
+    assert found["groups"] == 16 and found["group_size"] == 8 and found["pass@1"] < 0.2 and found["different"] < 1
     assert found["rollout_seconds"] > 0 and found["parameters"] > 0
     assert found["cut"] > 0.1 and "max_new_tokens, 5 now" in of(found, "change")
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import argparse
 import json
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -11,7 +13,8 @@ import pytest
 import yaml
 
 from app.cli import main
-from app.cli.compare import Played, compared
+from app.cli.compare import Played, _format, _settings, _side, add_arguments, compared
+from datamodules.prompts import JsonlPrompts
 from datamodules.prompts.tokenizers import load_tokenizer
 from modules.models import ModelSource, build_model
 from tests.helpers.tiny_model import TINY_WITH_ENDS
@@ -74,6 +77,76 @@ def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     rows = [{"question": f"{i}+1=", "answer": str(i + 1), "digits": len(str(i))} for i in range(6, 14)]
     Path("prompts.jsonl").write_text("\n".join(map(json.dumps, rows)))
     return tmp_path
+
+
+def settings_of(configuration: dict[str, Any]) -> dict[str, Any]:
+    """What model `run/model` plays prompts.jsonl with, under this configuration."""
+    Path("mine.yaml").write_text(yaml.safe_dump(configuration))
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    arguments = parser.parse_args(["run", "run/model", "--prompts", "prompts.jsonl"])
+    return _settings(_side(Path("run/model"), "B"), Path("mine.yaml"), arguments)
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("math_dapo", {"question_field": "problem", "chat": True}),
+        ("geometry3k_grpo", {"question_field": "problem", "image_field": "images", "system": "Put the final answer"}),
+        (
+            "clevr_count_grpo",
+            {"question_field": "problem", "image_field": "images", "system": "Answer with the"},
+        ),
+    ],
+)
+def test_prompts_are_put_as_the_run_puts_its_own(workplace: Path, name: str, options: dict[str, Any]) -> None:
+    """A table's, pictures included, and of several sets the first's."""
+    found = settings_of(yaml.safe_load((ROOT / f"configs/experiments/{name}.yaml").read_text()))
+    prompts = found["data"]["init_args"]["validation"]["prompts"]
+    assert prompts["class_path"] == "datamodules.prompts.JsonlPrompts"
+    given = {key: value for key, value in prompts["init_args"].items() if key not in ("path", "shuffle")}
+    assert given.keys() == options.keys() and all(str(given[key]).startswith(str(options[key])) for key in given)
+    record = {"problem": "p", "answer": "a", "images": ["one.png"]}
+    Path("prompts.jsonl").write_text(json.dumps(record))
+    dealt = JsonlPrompts(**prompts["init_args"]).deal(0)
+    assert dealt.messages[-1]["role"] == "user" and len(dealt.pictures) == ("image_field" in options)
+
+
+@pytest.mark.parametrize(
+    ("prompts", "held_out", "found"),
+    [
+        (
+            {"class_path": "JsonlPrompts", "init_args": {"path": "a", "answer_field": None}},
+            None,
+            {"answer_field": None},
+        ),
+        ({"class_path": "DatasetPrompts"}, {"class_path": "nowhere.Prompts"}, {}),
+        ({"class_path": "ReasoningGymPrompts", "init_args": {"tasks": ["a"], "chat": True}}, None, {"chat": True}),
+        (
+            {"class_path": "CurriculumPrompts", "init_args": {"prompts": {"class_path": "JsonlPrompts"}}},
+            {"class_path": "TauPrompts", "init_args": {"path": "a", "system": "a_system.json"}},
+            {},
+        ),
+        ("datamodules.prompts.ArithmeticPrompts", None, None),
+        ({"class_path": "DialoguePairs", "init_args": {"path": "a", "system": "Be brief."}}, None, None),
+    ],
+)
+def test_whose_format_is_taken(prompts: Any, held_out: Any, found: Any) -> None:
+    assert _format({"prompts": prompts, "validation": {"prompts": held_out}}) == found
+
+
+def test_where_no_format_is_known_it_is_said(
+    workplace: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(subprocess, "run", lambda command: subprocess.CompletedProcess(command, 3))
+    with pytest.raises(RuntimeError, match="could not play"):
+        main(["compare", "run", "run/model", "--prompts", "prompts.jsonl", "--out", "out"])
+    assert "prompts.jsonl is taken as plain text of the fields 'question' and 'answer'" in capsys.readouterr().err
+
+
+def test_the_report_is_written_where_the_run_has_none(workplace: Path) -> None:
+    configuration = yaml.safe_load(Path("run/config.yaml").read_text())
+    assert "without_callbacks" not in settings_of(configuration | {"without_callbacks": ["Report"]})
 
 
 @pytest.mark.slow
