@@ -14,10 +14,12 @@ from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Callback
+from torch import Tensor
 
 from app.batch import RolloutBatch
 from app.text import well_formed
 from callbacks.base import run_dir
+from modules.episodes import call_rewards, earned
 from modules.metrics import forget
 
 
@@ -98,7 +100,9 @@ class RewardLogger(Callback):
         if not trainer.is_global_zero or batch is None:
             return
         tokenizer = getattr(trainer.datamodule, "tokenizer", None)
-        rows = [_describe(batch, i, tokenizer) for i in _spread(batch, self.samples)]
+        rewards, _, of_sequence = earned(batch, call_rewards(batch))
+        by_sequence = rewards[of_sequence]
+        rows = [_describe(batch, i, float(by_sequence[i]), tokenizer) for i in _spread(by_sequence, self.samples)]
         rows = [{"step": trainer.global_step, "set": name, **row} for row in rows]
         assert self._path is not None
         self._path.parent.mkdir(parents=True, exist_ok=True)
@@ -123,16 +127,16 @@ def reward_parts(batch: RolloutBatch) -> dict[str, float]:
     return found
 
 
-def _spread(batch: RolloutBatch, count: int) -> list[int]:
-    """Indices of `count` sequences, evenly spaced in the order of their rewards, first and last included."""
-    order = batch.rewards.argsort(stable=True).tolist()
+def _spread(rewards: Tensor, count: int) -> list[int]:
+    """Indices of `count` sequences, evenly spaced in the order of their rewards [N], first and last included."""
+    order = rewards.argsort(stable=True).tolist()
     count = min(count, len(order))
     if count == 1:
         return [order[-1]]
     return [order[round(k * (len(order) - 1) / (count - 1))] for k in range(count)]
 
 
-def _describe(batch: RolloutBatch, index: int, tokenizer: Any) -> dict[str, Any]:
+def _describe(batch: RolloutBatch, index: int, reward: float, tokenizer: Any) -> dict[str, Any]:
     here = slice(int(batch.cu_seqlens[index]), int(batch.cu_seqlens[index + 1]))
     tokens, mask = batch.tokens[here], batch.loss_mask[here]
     trained = mask.nonzero().flatten()
@@ -145,7 +149,7 @@ def _describe(batch: RolloutBatch, index: int, tokenizer: Any) -> dict[str, Any]
         "version": int(batch.versions[here][mask].max()) if trained.numel() else -1,
         "prompt_id": batch.prompt_ids[index],
         "turn": int(batch.turn_indices[index]),
-        "reward": float(batch.rewards[index]),
+        "reward": reward,  # what its episode earned, with single calls
         "finish_reason": batch.finish_reasons[index],
         "tokens": tokens.numel(),
         "prompt": read(tokens[:first]),

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import lightning as L
 
+from app.batch import CALL_REWARD
 from callbacks import RewardLogger
 from modules import PolicyModule
+from modules.episodes import call_rewards, earned
 from tests.helpers.tiny_policy import Batches, make_batch, sgd, source, trainer
 
 
@@ -24,3 +27,16 @@ def test_parts_of_earlier_batches_are_not_shown_again(tmp_path: Path) -> None:
     run = trainer(RewardLogger(), Shown(), default_root_dir=tmp_path)
     run.fit(PolicyModule(source(), optimizer=sgd, epochs=2), Batches([first, second]))
     assert shown == [{"reward/form", "reward/failed", "reward/unreadable"}, set(), set(), set()]
+
+
+def test_samples_are_told_with_what_their_episodes_earned(tmp_path: Path) -> None:
+    batch = make_batch(0, recorded=False)
+    batch.rewards.zero_()
+    for index, metadata in enumerate(batch.metadata):
+        metadata[CALL_REWARD] = float(index)
+    logger = RewardLogger(samples=2)
+    run = trainer(logger, default_root_dir=tmp_path)
+    run.fit(PolicyModule(source(), optimizer=sgd), Batches([batch]))
+    rows = [json.loads(line) for line in next(tmp_path.rglob("samples.jsonl")).read_text().splitlines()]
+    rewards, _, _ = earned(batch, call_rewards(batch))
+    assert [row["reward"] for row in rows] == [float(rewards.min()), float(rewards.max())] and rewards.max() > 0
