@@ -153,7 +153,7 @@ def no_longer(pids: list[int]) -> bool:
 
 def both_started(folder: Path) -> dict[str, dict[str, Any]]:
     """Which task runs where."""
-    found: dict[str, dict[str, Any]] = eventually(lambda: len(all_ := files(folder, "* on *")) == 2 and all_)
+    found: dict[str, dict[str, Any]] = eventually(lambda: len(all_ := files(folder, "* on *")) == 2 and all_, 110)
     return {name.split(" on ")[1]: {"task": name.split(" on ")[0], **one} for name, one in found.items()}
 
 
