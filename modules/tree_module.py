@@ -244,8 +244,6 @@ class TreeModule(EvaluatedModule):
 
     def configure_optimizers(self) -> Any:
         optimizer = self.make_optimizer(self.parameter_groups())
-        trained = (parameter for group in optimizer.param_groups for parameter in group["params"])
-        refuse_narrow(trained, self.trainer, self.ranks.exchange)
         if self.make_lr_scheduler is None:
             return optimizer
         scheduler = self.make_lr_scheduler(optimizer)
@@ -275,6 +273,7 @@ class TreeModule(EvaluatedModule):
 
     def on_train_start(self) -> None:
         self._stop_asked = False
+        refuse_narrow(self.parameters(), self.trainer, self.ranks.exchange)
         with self.trainer.precision_plugin.forward_context():  # autocast counts
             self.print(f"tree engine: {self.engine.chosen()}")
 
