@@ -18,7 +18,6 @@ from app.cli import main
 from examples.vision.make_model import write
 from modules import ModelSource, build_model
 from tests.app.cli.test_end_to_end import CONFIGS, MODEL, workplace  # noqa: F401 - an autouse fixture
-from tests.datamodules.workflows.scripted_engine import WITH_CALLS
 from tests.helpers.doubles import conversations
 from tests.helpers.judge_server import JudgeServer
 from tests.helpers.recorded_samples import byte_tokenizer, line, write_jsonl
@@ -134,7 +133,7 @@ OVERLAYS: dict[str, dict[str, Any]] = {
 def files(folder: Path) -> None:
     """What the experiments read, in small."""
     arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
-    byte_tokenizer(WITH_CALLS).save_pretrained(folder / "models")
+    byte_tokenizer().save_pretrained(folder / "models")
     (folder / "gsm8k").mkdir()
     (folder / "tau").mkdir()
     for name in ("train", "test"):
@@ -160,7 +159,7 @@ def files(folder: Path) -> None:
         with gzip.open(folder / "hh-rlhf" / "helpful-base" / f"{name}.jsonl.gz", "wt") as pairs:
             pairs.writelines(json.dumps(said) + "\n" for _ in range(4))
     build_model(ModelSource(config=TINY)).save_pretrained(folder / "teacher")
-    byte_tokenizer(WITH_CALLS).save_pretrained(folder / "teacher")
+    byte_tokenizer().save_pretrained(folder / "teacher")
     write(folder / "sees", hidden=32, tower=16, patch=4, merge=2)
     rows["figures"] = [
         {"images": [{"bytes": png(noise(i)), "path": None}], "problem": f"<image>Find {i}.", "answer": str(i)}
