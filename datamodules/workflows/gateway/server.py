@@ -142,7 +142,8 @@ class Gateway:
         tokens = [_of(session, call) for call in calls] if asked.logprobs else None
         response = web.json_response(protocol.answer(asked, calls[0].id, calls, tokens))
         try:
-            await self._listener.in_time(_sent(response, request))
+            await self._listener.in_time(response.prepare(request))
+            await self._listener.in_time(response.write_eof())
         except LEFT as error:
             session.not_taken(same, calls)
             hang_up(request, error)
@@ -219,11 +220,6 @@ class Gateway:
             await self._ended(session)
             self.dismiss(session)  # it is written: what it has said and shown is held no longer
         return web.json_response({"ended": True})
-
-
-async def _sent(response: web.Response, request: web.Request) -> None:
-    await response.prepare(request)
-    await response.write_eof()
 
 
 def _of(session: Session, call: Call) -> list[Sampled]:

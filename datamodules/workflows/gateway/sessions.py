@@ -201,20 +201,21 @@ class Session:
         parser = self._parser if asked.tools else None
         if asked.tools and isinstance(parser, ResponseTemplate):
             parser = parser.of_tools(asked.tools)  # whose schemas give its arguments types
-        sampling = [
-            self._sample(
-                name if k == 0 else f"{name}-{k}",
-                one,
-                prompt,
-                pictures,
-                len(asked.messages),
-                parser,
-                asked.shaping is None and temperature > 0,
-                None if on_text is None else functools.partial(on_text, k),
+        calls = await asyncio.gather(
+            *(
+                self._sample(
+                    name if k == 0 else f"{name}-{k}",
+                    one,
+                    prompt,
+                    pictures,
+                    len(asked.messages),
+                    parser,
+                    asked.shaping is None and temperature > 0,
+                    None if on_text is None else functools.partial(on_text, k),
+                )
+                for k, one in enumerate(requests)
             )
-            for k, one in enumerate(requests)
-        ]
-        calls = [await sampling[0]] if len(sampling) == 1 else await asyncio.gather(*sampling)
+        )
         return self._exchange(asked, plan, calls)
 
     def heard(self, body: dict[str, Any]) -> dict[str, Any]:

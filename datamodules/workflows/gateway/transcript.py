@@ -282,7 +282,10 @@ class Transcript:
         known = self._shown.get((call.id, size))
         if known is None:
             ids = call.ids
-            text = functools.cache(lambda k: self._decode(ids[k:]))
+
+            def text(k: int) -> str:
+                return self._decode(ids[k:])
+
             near = bisect_left(range(len(ids)), -size, key=lambda k: -len(text(k)))
             # Nearly so: what is left of a character of several tokens is no text, and may be longer than it. And some
             # decoders leave out the space before a word that comes first.
