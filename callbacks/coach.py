@@ -104,8 +104,7 @@ class History:
 
     def __init__(self, window: int, passes: int = 1) -> None:
         self.window, self._passes = max(window, 4 * passes), passes
-        window = self.window
-        self._rows: deque[Mapping[str, float]] = deque(maxlen=_LONG * window + 1)
+        self._rows: deque[Mapping[str, float]] = deque(maxlen=_LONG * self.window + 1)
         self._first: list[Mapping[str, float]] = []
         self.steps = 0
 

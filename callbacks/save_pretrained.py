@@ -33,7 +33,7 @@ class SavePretrained(Callback):
         artifact: the name under which W&B keeps the directory too, as an artifact of type "model"; None: it does not.
 
     Raises:
-        ValueError: (at set-up) `artifact` without a WandbLogger among the trainer's loggers.
+        ValueError: (as `fit` begins) `artifact` without a WandbLogger among the trainer's loggers.
     """
 
     def __init__(self, dirpath: str = "model", merge: bool = False, artifact: str | None = None) -> None:
@@ -42,7 +42,9 @@ class SavePretrained(Callback):
         self.artifact = artifact
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        if self.artifact is not None and not any(isinstance(one, WandbLogger) for one in trainer.loggers):
+        if stage != "fit" or self.artifact is None:
+            return
+        if not any(isinstance(one, WandbLogger) for one in trainer.loggers):
             raise ValueError(
                 f"SavePretrained.artifact: {self.artifact} is for Weights & Biases; add"
                 " lightning.pytorch.loggers.WandbLogger to trainer.logger, or leave artifact out"

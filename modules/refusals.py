@@ -62,7 +62,8 @@ def refuse_trainer(trainer: Any, stage: str, exchange: Ranks) -> None:
 
 
 def refuse_narrow(parameters: Iterable[torch.nn.Parameter], trainer: Any, exchange: Ranks) -> None:
-    """Trained parameters below float32 without masters, in which most steps would be lost to rounding."""
+    """Trained parameters below float32 without masters: gradients are float32, and most steps would be lost to
+    rounding."""
     narrow = {p.dtype for p in parameters if p.requires_grad and p.is_floating_point() and p.element_size() < 4}
     if narrow and isinstance(exchange, OneProcess):
         dtype = str(narrow.pop()).removeprefix("torch.")

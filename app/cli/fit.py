@@ -244,7 +244,8 @@ def _go_on_in_wandb(logger: WandbLogger, run_dir: Path) -> None:
     """A run that goes on in its directory goes on in W&B: by its id, which is kept there."""
     kept = run_dir / "wandb_id"
     of_agent = os.environ.get("WANDB_RUN_ID")  # W&B's own variable: a sweep's agent has chosen
-    chosen = of_agent or (kept.read_text("ascii").strip() if kept.exists() else secrets.token_hex(4))
+    known = kept.read_text("ascii").strip() if kept.exists() else ""
+    chosen = of_agent or known or secrets.token_hex(4)
     run_dir.mkdir(parents=True, exist_ok=True)
     kept.write_text(f"{chosen}\n", "ascii")
     # What the constructor's `id` sets, which comes too early; W&B reads its environment once a process.

@@ -75,9 +75,6 @@ def run(arguments: argparse.Namespace) -> None:
     for name in ("config", "labelled"):
         if not getattr(arguments, name).exists():
             raise FileNotFoundError(f"{name.upper()}: there is no '{getattr(arguments, name)}'; correct the path")
-    if arguments.out is not None:  # before anything is paid for
-        arguments.out.parent.mkdir(parents=True, exist_ok=True)
-        arguments.out.touch()
     reward, options = configured(arguments.config)
     rows = labelled(arguments.labelled, arguments.tokenizer)[: arguments.limit]
     if unlabelled := sum(not row.is_verdict for row in rows):
@@ -85,6 +82,9 @@ def run(arguments: argparse.Namespace) -> None:
         rows = [row for row in rows if row.is_verdict]
     if not rows:
         raise ValueError("LABELLED: no reply has a label: every recorded reward stands for a verdict that failed")
+    if arguments.out is not None:  # before anything is paid for
+        arguments.out.parent.mkdir(parents=True, exist_ok=True)
+        arguments.out.touch()
     pool = reward_pool(reward, options)
     try:
         found = asyncio.run(judged(pool, rows))
@@ -134,23 +134,22 @@ def labelled(path: Path, tokenizer: str | None) -> list[Labelled]:
         return recorded(path, tokenizer)
     if tokenizer is not None:
         raise ValueError("--tokenizer has no effect on lines of text; leave it out")
+    from datamodules.files.json_lines import read_json_lines
+
     rows = []
-    for number, line in enumerate(path.read_text("utf-8").split("\n"), 1):  # JSON may hold other ends of lines
-        if line.strip():
-            try:
-                rows.append(_row(json.loads(line), number))
-            except (ValueError, TypeError) as error:
-                raise ValueError(f"LABELLED: {path}, line {number}: {error}") from error
+    for number, fields in read_json_lines(path):
+        try:
+            rows.append(_row(fields, number))
+        except (ValueError, TypeError) as error:
+            raise ValueError(f"LABELLED: {path}, line {number}: {error}") from error
     if not rows:
         raise ValueError(f"LABELLED: {path} holds no reply")
     return rows
 
 
-def _row(fields: Any, number: int) -> Labelled:
+def _row(fields: dict[str, Any], number: int) -> Labelled:
     from datamodules.prompts.base import Prompt
 
-    if not isinstance(fields, dict):
-        raise ValueError("is no JSON object")
     known = {"label", "completion", "transcript", "prompt", "messages", "answer", "id", "metadata"}
     if unknown := sorted(set(fields) - known):
         raise ValueError(f"'{unknown[0]}' is not known; put it into metadata (known: {', '.join(sorted(known))})")
