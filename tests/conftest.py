@@ -26,7 +26,7 @@ from tests.helpers.rank_pool import RankPool
 MODULES = "tests/modules/"
 WHOLE_RUNS = ("tests/app/cli/", "tests/docs/")
 
-for _name, _count in (("quick", 30), ("ci", 60), ("thorough", 600)):
+for _name, _count in (("quick", 30), ("ci", 40), ("thorough", 600)):
     settings.register_profile(
         _name,
         derandomize=_name != "thorough",

@@ -6,6 +6,7 @@ to a model. Three of four questions are answered by yes or no, so look at the ki
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Literal
 
 from app import checks
@@ -63,7 +64,13 @@ class EasyVqaPrompts(PromptSource):
         return self._order.count
 
     def deal(self, index: int) -> Prompt:
-        row = self._order.at(index)
+        return self._prompt(self._order.at(index))
+
+    def samples(self) -> Iterator[Prompt]:
+        """One of every wording: pictures are of one size, and to open them for every question takes a minute."""
+        return map(self._prompt, {self._rows[row][0]: row for row in range(self.size)}.values())
+
+    def _prompt(self, row: int) -> Prompt:
         text, answer, number = self._rows[row]
         content = [{"type": "image"}, {"type": "text", "text": text}]
         return Prompt(

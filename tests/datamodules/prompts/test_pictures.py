@@ -108,6 +108,8 @@ def test_easy_vqa_has_real_pictures_and_answers() -> None:
     assert {one.metadata["kind"] for one in prompts} == {"yes_no", "open"} and prompts[0].id == "easy_vqa/train:0"
     for prompt in prompts[:5]:
         assert pixels_of(prompt.pictures[0], prompt.id).shape == (64, 64, 3)
+    looked_at = [one.messages[0]["content"][1]["text"] for one in source.samples()]
+    assert sorted(looked_at) == sorted({one.messages[0]["content"][1]["text"] for one in prompts})
     held_out = [EasyVqaPrompts("test", kind, shuffle=False) for kind in ("yes_no", "open")]  # type: ignore[arg-type]
     assert held_out[0].size + held_out[1].size == EasyVqaPrompts("test").size
     assert {held_out[0].deal(k).answer for k in range(50)} == {"yes", "no"}

@@ -3,7 +3,7 @@
     python -m tests.app.tree.engine.support_matrix
 
 Every cell is what the checks of `tests/app/tree/engine/families.py` find when this runs: tiny models of each family, in
-small chunks with recomputation, against every sequence alone. A test compares the file with a fresh one.
+small chunks with recomputation, against every sequence alone. Tests compare the file with a fresh one.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ EXPLAINED = {
 }
 
 
-def markdown() -> str:
-    """The document. Raises AssertionError when a family is not what its row says."""
+def markdown(seen: list[str]) -> str:
+    """The document, with `pictures()` in it. Raises AssertionError when a family is not what its row says."""
     columns = list(families.COLUMNS)
     lines = [
         "# Model families",
@@ -46,7 +46,7 @@ def markdown() -> str:
     for row, family in families.SUPPORTED.items():
         cells = [families.cell(row, column) for column in columns]
         lines.append(f"| {row} | {' | '.join(cells)} | {family.note} |")
-    lines += ["", *(f"- **{name}**: {EXPLAINED[name]}." for name in columns), *pictures(), "", "## Refused by name", ""]
+    lines += ["", *(f"- **{name}**: {EXPLAINED[name]}." for name in columns), *seen, "", "## Refused by name", ""]
     lines += ["| family | why | the error |", "|---|---|---|"]
     for row, family in families.REFUSED.items():
         lines.append(f"| {row} | {family.note} | {families.refusal(row)} |")
@@ -81,7 +81,7 @@ def pictures() -> list[str]:
 
 def main() -> None:
     torch.set_num_threads(1)
-    DOCUMENT.write_text(markdown())
+    DOCUMENT.write_text(markdown(pictures()))
 
 
 if __name__ == "__main__":

@@ -46,12 +46,12 @@ SINKS = dict(attn_implementation="eager", head_dim=16, sliding_window=4, num_loc
 # label, model, its options, dtype, options of `backward` and of the device, backends
 CASES: list[tuple[str, str, dict[str, Any], torch.dtype, dict[str, Any], str]] = [
     ("bf16", "qwen3", WIDE, BF16, {}, "sdpa flash flex cudnn triton"),
-    ("entropy", "qwen3", WIDE, BF16, {"want": ("logprobs", "entropy")}, "sdpa flash flex"),
+    ("entropy", "qwen3", WIDE, BF16, {"want": ("logprobs", "entropy")}, "sdpa flash"),
     ("temperatures", "qwen3", WIDE, BF16, {"temperatures": [1.0, 0.5, 1.0, 0.5]}, "flash"),
     ("autocast", "qwen3", WIDE, F32, {"autocast": True}, "sdpa flash flex triton"),
-    ("checkpointing", "qwen3", WIDE, BF16, {"checkpointing": True}, "flash flex triton"),
+    ("checkpointing", "qwen3", WIDE, BF16, {"checkpointing": True}, "flash triton"),
     ("float16", "qwen3", WIDE, F16, {}, "triton"),
-    ("float32", "qwen3", WIDE, F32, {}, "sdpa flex triton"),
+    ("float32", "qwen3", WIDE, F32, {}, "sdpa triton"),
     ("float64", "starcoder2", {}, F64, {}, "sdpa"),
     ("window", "mistral", {"head_dim": 16, "sliding_window": 5}, BF16, {}, "sdpa flash flex cudnn triton"),
     ("soft-capping", "gemma2", CAPPED, BF16, {}, "sdpa flex triton"),

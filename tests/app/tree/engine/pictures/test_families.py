@@ -7,6 +7,7 @@ import torch
 
 from app.tree import SelfCheckError, TreeEngine, picture_tokens
 from app.tree.model import refusals
+from tests.app.tree.engine import support_matrix
 from tests.app.tree.engine.pictures import families, vision
 
 CELLS = [  # quick: every family in float32, and every column of one family
@@ -19,6 +20,14 @@ CELLS = [  # quick: every family in float32, and every column of one family
 @pytest.mark.parametrize(("name", "column"), CELLS)
 def test_supported_family(name: str, column: str) -> None:
     assert families.cell(name, column) == "yes"
+
+
+@pytest.mark.slow  # every cell
+def test_the_support_matrix_is_current() -> None:
+    fresh = "\n".join(support_matrix.pictures())
+    assert f"{fresh}\n\n## Refused by name" in support_matrix.DOCUMENT.read_text(), (
+        "run python -m tests.app.tree.engine.support_matrix"
+    )
 
 
 @pytest.mark.parametrize("name", vision.FAMILIES)
