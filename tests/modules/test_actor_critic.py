@@ -57,14 +57,19 @@ def dense_run(dense: Dense, separate: bool, steps: tuple[int, int]) -> dict[str,
     return found | ({f"critic.trunk.{name}": p for name, p in parameters(trunk).items()} if trunk is not None else {})
 
 
+ONCE = ["gae by turn", "discounted", "gspo"]
+"""What is particular happens once a batch, or in every step alike."""
 STEPS = [
-    pytest.param((1, 1), id="one step a batch"),
-    pytest.param((2, 2), id="2 minibatches x 2 epochs", marks=pytest.mark.slow),  # test_policy.py has one
+    *[pytest.param(case, (1, 1), id=f"{case}-one step a batch") for case in CASES],
+    *[
+        pytest.param(case, (2, 2), id=f"{case}-2 minibatches x 2 epochs", marks=pytest.mark.slow)
+        for case in CASES
+        if case not in ONCE
+    ],
 ]
 
 
-@pytest.mark.parametrize("steps", STEPS)
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(("case", "steps"), STEPS)
 def test_equals_a_plain_dense_loop(case: str, steps: tuple[int, int]) -> None:
     options, dense = CASES[case]
     module = ActorCriticModule(

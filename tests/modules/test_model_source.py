@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import huggingface_hub.constants
 import pytest
 import torch
 
@@ -143,7 +144,7 @@ def test_a_critic_has_the_adapters_of_its_policy(tmp_path: Path) -> None:
 def test_mistakes_of_adapters(
     fields: dict[str, Any], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)  # which it read from its variable
     naive_model(seed=3).save_pretrained(tmp_path / "base")
     build_model(ModelSource(path=str(tmp_path / "base"), adapter={})).save_pretrained(tmp_path / "adapter")
     fields = {"path": str(tmp_path / "base"), **fields} if "config" not in fields else fields

@@ -27,11 +27,11 @@ def _largest_difference(got: dict[str, Tensor], expected: dict[str, Tensor]) -> 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["episodes", "one", "identical"])
-@pytest.mark.parametrize(("optimizer", "tolerance"), [("sgd", 1e-6), ("adamw", 1e-2 * jobs.LEARNING_RATE)])
-def test_five_steps_are_those_of_plain_torch(
-    pools: list[RankPool], kind: str, optimizer: str, tolerance: float
-) -> None:
+@pytest.mark.parametrize(
+    ("kind", "optimizer"), [("episodes", "sgd"), ("episodes", "adamw"), ("one", "sgd"), ("identical", "adamw")]
+)
+def test_five_steps_are_those_of_plain_torch(pools: list[RankPool], kind: str, optimizer: str) -> None:
+    tolerance = {"sgd": 1e-6, "adamw": 1e-2 * jobs.LEARNING_RATE}[optimizer]
     expected = jobs.imitate_plainly(kind, optimizer)
     assert _largest_difference(expected, jobs.untrained()) > 100 * tolerance
     for pool in pools:
@@ -49,9 +49,8 @@ def test_minibatches_and_epochs_do_not_depend_on_ranks(
 ) -> None:
     arguments = {"groups": groups, "minibatches": minibatches, "epochs": epochs}
     [expected] = pools[0].run(jobs.reinforce, START, devices=1, **arguments)
-    for pool in pools[1:]:
-        for got in pool.run(jobs.reinforce, START, devices=pool.size, **arguments):
-            assert _largest_difference(got, expected) < 1e-6, f"{pool.size} ranks"
+    for got in pools[2].run(jobs.reinforce, START, devices=4, **arguments):
+        assert _largest_difference(got, expected) < 1e-6
 
 
 ALGORITHMS = {
@@ -62,8 +61,16 @@ ALGORITHMS = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("group_size", "sharded"), [(1, False), (2, False), (2, True)])
-@pytest.mark.parametrize("name", ALGORITHMS)
+@pytest.mark.parametrize(
+    ("name", "group_size", "sharded"),
+    [
+        ("a critic of its own", 1, False),
+        ("a critic of its own", 2, True),
+        ("whole steps", 2, False),
+        ("fewer sequences than ranks", 1, False),
+        ("fewer sequences than ranks", 2, True),
+    ],
+)
 def test_four_ranks_train_and_log_what_one_does(
     name: str, group_size: int, sharded: bool, pools: list[RankPool]
 ) -> None:

@@ -21,9 +21,11 @@ from lightning.fabric.plugins.environments import LightningEnvironment
 
 from app.cli import main
 from app.cli.doctor import cluster
+from tests.app.cli.doctor import cluster_jobs
+from tests.app.cli.doctor.cluster_jobs import HIDDEN
+from tests.helpers.rank_pool import RankPool
 
 ROOT = Path(__file__).resolve().parents[4]
-HIDDEN = ("LOCAL_RANK", "RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "SLURM_NTASKS")
 DEADLINE_S = 240.0
 
 
@@ -33,19 +35,11 @@ def free_port() -> int:
         return int(listener.getsockname()[1])
 
 
-def start(command: list[str], **more: str) -> subprocess.Popen[str]:
+def start(command: list[str]) -> subprocess.Popen[str]:
     environment = {key: value for key, value in os.environ.items() if key not in HIDDEN}
     environment |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    return subprocess.Popen([sys.executable, "-m", *command], env=environment | more, cwd=ROOT, text=True,
+    return subprocess.Popen([sys.executable, "-m", *command], env=environment, cwd=ROOT, text=True,
                             stdout=subprocess.PIPE, stderr=subprocess.STDOUT)  # fmt: skip
-
-
-def slurm_task(rank: int, port: int, *options: str) -> subprocess.Popen[str]:
-    """A task as srun starts it."""
-    variables = {"NTASKS": 2, "NTASKS_PER_NODE": 2, "JOB_NAME": "doctor", "JOB_ID": 4711, "NODELIST": "127.0.0.1"}
-    variables |= {"PROCID": rank, "LOCALID": rank, "NODEID": 0}
-    slurm = {f"SLURM_{name}": str(value) for name, value in variables.items()}
-    return start(["app", "doctor", "--cluster", *options], MASTER_PORT=str(port), **slurm)
 
 
 def ended(process: subprocess.Popen[str]) -> tuple[int, str]:
@@ -82,11 +76,13 @@ def test_two_ranks_of_torchrun_are_examined(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_tasks_of_slurm_whose_folders_are_two_and_whose_server_is_not_there(tmp_path: Path) -> None:
-    port, nobody = free_port(), free_port()
-    options = ("--servers", f"http://127.0.0.1:{nobody}", "--deadline", "20")
-    tasks = [slurm_task(rank, port, "--folder", str(tmp_path / str(rank)), *options) for rank in range(2)]
-    (code, printed), (other, silent) = map(ended, tasks)
+def test_tasks_of_slurm_whose_folders_are_two_and_whose_server_is_not_there(
+    two_ranks: RankPool, tmp_path: Path
+) -> None:
+    nobody = free_port()
+    shared = ["--servers", f"http://127.0.0.1:{nobody}", "--deadline", "5"]
+    options = [["--folder", str(tmp_path / str(rank)), *shared] for rank in range(2)]
+    (code, printed), (other, silent) = two_ranks.run(cluster_jobs.as_slurm_tasks, port=free_port(), options=options)
     assert (code, other) == (1, 1) and "BAD" not in silent, printed + silent
     assert re.search(r"^BAD +folder +.*: rank 1 does not see what rank 0 wrote; .*--run_dir\)$", printed, re.MULTILINE)
     assert re.search(rf"^BAD +server +.*127\.0\.0\.1:{nobody}.*arborist serve", printed, re.MULTILINE)
@@ -95,11 +91,12 @@ def test_tasks_of_slurm_whose_folders_are_two_and_whose_server_is_not_there(tmp_
 
 
 @pytest.mark.slow
-def test_a_rank_that_does_not_come_is_named(tmp_path: Path) -> None:
-    code, printed = ended(slurm_task(0, free_port(), "--folder", str(tmp_path), "--deadline", "3"))
+def test_a_rank_that_does_not_come_is_named(two_ranks: RankPool, tmp_path: Path) -> None:
+    options = [["--folder", str(tmp_path), "--deadline", "1"], None]
+    (code, printed), _ = two_ranks.run(cluster_jobs.as_slurm_tasks, port=free_port(), options=options)
     assert code == 1
     assert re.search(
-        r"^BAD +ranks +1 of 2 came within 3 s \(1 on .*\), missing: rank 1; its own output", printed, re.MULTILINE
+        r"^BAD +ranks +1 of 2 came within 1 s \(1 on .*\), missing: rank 1; its own output", printed, re.MULTILINE
     )
 
 

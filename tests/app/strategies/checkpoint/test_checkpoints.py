@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import datetime
 import json
+import multiprocessing
 import os
 import re
+import shutil
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -24,9 +25,8 @@ from app.strategies.manifest import Written, manifest, read_manifest
 from app.strategies.pieces import CheckpointMismatch, Piece, load_pieces, load_whole
 from tests.app.strategies import toy_model as toy
 from tests.app.strategies.checkpoint import checkpoint_jobs as jobs
-from tests.helpers.rank_pool import RankPool
+from tests.helpers.rank_pool import IMPORTED, RankPool
 
-ROOT = Path(__file__).parents[4]
 START = 170.0  # seconds: eight processes start on few cores
 
 
@@ -127,21 +127,20 @@ def test_what_others_still_write_stays(tmp_path: Path) -> None:
 
 
 def test_killed_while_writing_leaves_a_whole_checkpoint(tmp_path: Path) -> None:
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    process = subprocess.Popen(
-        [sys.executable, jobs.__file__, str(tmp_path)], env=environment, stdout=subprocess.PIPE, text=True
-    )
-    assert process.stdout is not None
-    for line in process.stdout:
-        if int(line) == 3:
-            break
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(IMPORTED)
+    ours, theirs = context.Pipe()
+    process = context.Process(target=jobs.save_forever, args=(tmp_path, theirs), daemon=True)
+    process.start()
+    theirs.close()
+    while ours.recv() < 3:
+        pass
     directory = tmp_path / "checkpoints"
     end = time.monotonic() + 60.0
     while not list(directory.glob(".partial-*")) and time.monotonic() < end:
         pass
     process.kill()
-    process.wait()
-    process.stdout.close()
+    process.join()
     step = unpack(directory / "last.ckpt")["step"]
     [weight] = load_whole(directory / "last.ckpt", lambda name: True).values()
     assert step >= 3 and bool((weight == step).all()) and len(weight) == 1 << 20
@@ -150,10 +149,16 @@ def test_killed_while_writing_leaves_a_whole_checkpoint(tmp_path: Path) -> None:
 class TestBadCheckpoints:
     """What cannot be what was written is refused in one line, with the file's name."""
 
+    @pytest.fixture(scope="class")
+    def written(self, one_rank: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Path:
+        directory = tmp_path_factory.mktemp("written")
+        one_rank.run(jobs.snapshots, directory=directory)
+        return directory / "b.ckpt"
+
     @pytest.fixture
-    def path(self, one_rank: RankPool, tmp_path: Path) -> Path:
-        one_rank.run(jobs.snapshots, directory=tmp_path)
-        return tmp_path / "b.ckpt"
+    def path(self, written: Path, tmp_path: Path) -> Path:
+        """A copy of one's own, to do harm to."""
+        return Path(shutil.copytree(written, tmp_path / "b.ckpt"))
 
     def refused(self, path: Path, match: str) -> None:
         with pytest.raises(CheckpointError, match=match) as caught:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 from unittest.mock import patch
@@ -119,16 +120,16 @@ def run_soft(size: int, name: str, case: Case, soft: SoftTargets, sharded: bool)
     return {"total": total, "grads": mine(take_grads(model, head)), "likeliest": found}
 
 
-def run_cells(size: int, cells: list[tuple[str, str]], sharded: bool) -> None:
+def run_cells(size: int, cells: list[tuple[str, str]], sharded: bool, self_check: bool = True) -> None:
     """Cells of the support matrix (family, column), as they are, by an engine of which this rank is a part, and that
-    has parameters whole or sharded."""
+    has parameters whole or sharded. Of two models each in low precision."""
     group = CountedGroup(size)
     check_parity, within = families.check_parity, families.within
 
     def engine_over(model: Any, *arguments: Any, **options: Any) -> TreeEngine:
         if sharded and not is_sharded(model):
             shard_models(model, group, receive)
-        return TreeEngine(model, *arguments, group=group, **options)
+        return TreeEngine(model, *arguments, group=group, self_check=self_check, **options)
 
     def check(family: families.Family, model: Any, dense: Any = None) -> None:
         try:
@@ -160,7 +161,7 @@ def run_cells(size: int, cells: list[tuple[str, str]], sharded: bool) -> None:
         patch.object(families, "take_grads", take_all),
     ):
         for family, column in cells:
-            families.COLUMNS[column](families.SUPPORTED[family])
+            families.COLUMNS[column](replace(families.SUPPORTED[family], models=2))
 
 
 def run_odd_heads(size: int) -> None:
@@ -252,7 +253,7 @@ def arithmetic(size: int, sharded: bool, chunk_tokens: int, live_tokens: int) ->
     counted = []
     random = np.random.default_rng(0)
     stem = random.integers(0, 31, 40)
-    tree = PrefixTree.build([np.concatenate([stem, [number], random.integers(0, 31, 30)]) for number in range(9)])
+    tree = PrefixTree.build([np.concatenate([stem, [number], random.integers(0, 31, 30)]) for number in range(6)])
     for group in (None, CountedGroup(size)):
         model = models.make("llama", hidden_size=32, intermediate_size=96, vocab_size=131, max_position_embeddings=128)
         if group is not None and sharded:
@@ -268,7 +269,7 @@ DEEP: dict[str, Any] = {
     "vocab_size": 256,
     "hidden_size": 64,
     "intermediate_size": 192,
-    "num_hidden_layers": 20,
+    "num_hidden_layers": 12,
     "num_attention_heads": 8,
     "num_key_value_heads": 4,
     "max_position_embeddings": 512,
