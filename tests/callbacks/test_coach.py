@@ -13,7 +13,6 @@ import pytest
 
 from app.cli import main
 from callbacks.coach import RULES, Advice, Facts, History, advise
-from datamodules.prompts import Prompt
 
 ROOT = Path(__file__).parents[2]
 WINDOW = 8
@@ -153,18 +152,8 @@ def test_what_matters_more_is_said_first() -> None:
 # ---- real runs
 
 
-def one_for_all(prompt: Prompt, completion: str) -> float:
-    return 1.0
-
-
-def half_fail(prompt: Prompt, completion: str) -> float:
-    if int(prompt.text[0]) % 2:
-        raise RuntimeError("the judge is asleep")
-    return float(len(completion) % 2)
-
-
 def quickstart(run: Path, monkeypatch: pytest.MonkeyPatch, *args: str) -> list[dict[str, Any]]:
-    """Lines of coach.jsonl of twelve steps of the quickstart from random weights."""
+    """Lines of coach.jsonl of six steps of the quickstart from random weights."""
     monkeypatch.setattr(sys, "argv", ["arborist"])
     monkeypatch.chdir(run.parent)
     config = '{"model_type": "qwen3", "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2,'
@@ -177,7 +166,7 @@ def quickstart(run: Path, monkeypatch: pytest.MonkeyPatch, *args: str) -> list[d
         "--run_dir",
         str(run),
         "--trainer.max_steps",
-        "12",
+        "6",
     ]
     given += [
         "--model.model",
@@ -194,7 +183,7 @@ def quickstart(run: Path, monkeypatch: pytest.MonkeyPatch, *args: str) -> list[d
 
 @pytest.mark.slow
 def test_a_reward_without_differences(tmp_path, monkeypatch, capsys) -> None:
-    lines = quickstart(tmp_path / "run", monkeypatch, "--data.reward", "tests.callbacks.test_coach.one_for_all")
+    lines = quickstart(tmp_path / "run", monkeypatch, "--data.reward", "tests.callbacks.coach_rewards.one_for_all")
     assert lines[0]["step"] == 4 and "no_signal" in [one["rule"] for one in lines[0]["advice"]]
     said = [line for line in capsys.readouterr().err.splitlines() if "one reward for all" in line]
     assert len(said) == 1 and "take harder ones" in said[0]
@@ -202,7 +191,7 @@ def test_a_reward_without_differences(tmp_path, monkeypatch, capsys) -> None:
 
 @pytest.mark.slow
 def test_a_reward_that_fails(tmp_path, monkeypatch) -> None:
-    lines = quickstart(tmp_path / "run", monkeypatch, "--data.reward", "tests.callbacks.test_coach.half_fail")
+    lines = quickstart(tmp_path / "run", monkeypatch, "--data.reward", "tests.callbacks.coach_rewards.half_fail")
     assert lines[0]["advice"][0]["rule"] == "rewards_fail"
     assert lines[0]["advice"][0]["evidence"]["rollouts/failed"] / 20 > 0.2
 

@@ -26,6 +26,7 @@ from datamodules.replay import ReplayDataModule
 from datamodules.rollout import RolloutDataModule
 from datamodules.workflows import RLVRWorkflow
 from modules import ModelSource, PolicyModule
+from tests.datamodules.files.half_rewards import half_reward
 from tests.datamodules.test_rollout import rollouts, tiny_model, trainer
 from tests.helpers.pictured import picture, pictured
 
@@ -259,10 +260,6 @@ class SaysHalf(RLVRWorkflow):
         for one in trajectories:
             one.metadata |= {"tool": "\udc00", **prompt.metadata}
         return trajectories
-
-
-def half_reward(prompt: Prompt, completion: str) -> tuple[float, dict[str, float]]:
-    return 0.5, {"f\ud83d": 1.0}
 
 
 def half_rollouts(**options: Any) -> RolloutDataModule:

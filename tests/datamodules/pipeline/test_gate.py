@@ -15,15 +15,15 @@ from tests.datamodules.pipeline.simulation import EVENTS, Simulation, group_of
 
 
 @pytest.mark.slow
-def test_a_hundred_thousand_random_events_never_exceed_the_bound_and_never_starve() -> None:
-    """Slow episodes, failures, filters, stalls, surplus, publishes and crashes, in 40 runs of all shapes of gate."""
+def test_forty_thousand_random_events_never_exceed_the_bound_and_never_starve() -> None:
+    """Slow episodes, failures, filters, stalls, surplus, publishes and crashes, in 65 runs of all shapes of gate."""
     rng = random.Random(0)
     ever: Counter[str] = Counter()
     oldest: dict[int, int] = {}
-    while sum(ever[name] for name in EVENTS) < 100_000:
+    while sum(ever[name] for name in EVENTS) < 40_000:
         staleness = rng.choice([0, 0, 1, 2, 4])
         simulation = Simulation(rng, rng.randint(1, 6), staleness, rng.randint(1, 24), rng.choice([1.0, 1.5, 2.0]))
-        for _ in range(4000):
+        for _ in range(1000):
             simulation.step()
         simulation.finish_a_batch()
         oldest[staleness] = max(oldest.get(staleness, 0), simulation.ever.pop("oldest"))

@@ -175,11 +175,15 @@ class Books(L.Callback):
 
 
 @pytest.mark.parametrize(
-    "cut",
-    [{"limit_train_batches": 3}, {"limit_train_batches": 0.3}, {"overfit_batches": 1}],
-    ids=["a number", "a share", "overfit"],
+    ("cut", "staleness"),
+    [
+        ({"limit_train_batches": 3}, 0),
+        ({"limit_train_batches": 3}, 1),
+        ({"limit_train_batches": 0.3}, 0),
+        ({"overfit_batches": 1}, 0),
+    ],
+    ids=["a number", "a number, stale", "a share", "overfit"],
 )
-@pytest.mark.parametrize("staleness", [0, 1])
 def test_epochs_that_end_in_the_middle_of_a_batch_go_on_with_it(
     cut: dict[str, Any], staleness: int, tmp_path: Path
 ) -> None:

@@ -6,9 +6,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import json
-import os
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -29,6 +27,7 @@ from datamodules.rewards.judges.scoring import LocalScores, Scorer
 from datamodules.supervised import PairsDataModule
 from modules import ModelSource, build_model
 from tests.datamodules.rewards.judges.judging import judged
+from tests.datamodules.rewards.judges.scorers import Fragile, Slow
 from tests.datamodules.workflows.scripted_engine import CHATML
 from tests.helpers.recorded_samples import byte_tokenizer
 from tests.helpers.tiny_model import TINY_MODEL
@@ -73,24 +72,6 @@ class InHere(RewardModel):
         return client
 
 
-class Fragile(Scorer):
-    """Ends its process when it sees the word "crash"."""
-
-    def __call__(self, name: str, sequences: Any) -> list[list[float]]:
-        crash = tuple(byte_tokenizer().encode("crash", add_special_tokens=False))
-        if any(crash == tuple(ids[k : k + 5]) for ids, _ in sequences for k in range(len(ids))):
-            os._exit(3)
-        return super().__call__(name, sequences)
-
-
-class Slow(Scorer):
-    """Never answers."""
-
-    def __call__(self, name: str, sequences: Any) -> list[list[float]]:
-        time.sleep(60)
-        return []
-
-
 def alone(path: str, tokens: Any) -> float:
     """By transformers, the sequence by itself."""
     model = AutoModelForSequenceClassification.from_pretrained(path)
@@ -111,21 +92,6 @@ def test_scores_are_those_of_training_sequences_run_alone(path: str, prompt: Pro
     assert found[0].value == pytest.approx(found[3].value, abs=1e-5)
     assert len({round(one.value, 4) for one in found}) == 3
     assert pool.spent()["judge_calls"] == 4 and pool.spent()["judge_refused"] == 0
-
-
-def test_what_waits_is_one_batch(path: str) -> None:
-    pool = JudgePool(RewardModel(path))
-
-    async def body() -> None:
-        await pool.open()
-        try:
-            await asyncio.gather(*(pool.judge(TEXT, str(number)) for number in range(40)))
-        finally:
-            pool.close()
-
-    asyncio.run(asyncio.wait_for(body(), 120.0))
-    client: Any = pool._client
-    assert client.batches == 1 and client.spent.calls == 40
 
 
 def test_bounded_scores_and_a_verifier(path: str) -> None:
@@ -172,17 +138,30 @@ def test_what_cannot_be_scored_is_refused(path: str) -> None:
 
 
 @pytest.mark.slow
-def test_a_process_that_dies_costs_what_killed_it(path: str) -> None:
-    """The model's process ends in the middle of a batch, at one sequence of it."""
+def test_what_waits_is_one_batch_and_a_process_that_dies_costs_what_killed_it(path: str) -> None:
+    """One process for a batch of forty; it ends in the middle of the next batch, at one sequence of it."""
     judge = RewardModel(path)
-    judge._scorer = Fragile(path, "float32", "cpu", 1)
-    found, pool = judged(judge, ["42", "crash", "7"], prompt=TEXT)
+    judge._scorer = Fragile(path, byte_tokenizer().encode("crash", add_special_tokens=False))
+    pool = JudgePool(judge)
+    client: Any = pool._client
+
+    async def body() -> list[Any]:
+        await pool.open()
+        try:
+            await asyncio.gather(*(pool.judge(TEXT, str(number)) for number in range(40)))
+            assert client.batches == 1 and client.spent.calls == 40
+            asked = (pool.judge(TEXT, one) for one in ("42", "crash", "7"))
+            return await asyncio.gather(*asked, return_exceptions=True)
+        finally:
+            pool.close()
+
+    found = asyncio.run(asyncio.wait_for(body(), 240.0))
     assert isinstance(found[1], RewardError) and "could not score" in str(found[1])
     assert [one.value for one in (found[0], found[2])] == [
-        pytest.approx(one.value, abs=1e-5) for one in judged(RewardModel(path), ["42", "7"], prompt=TEXT)[0]
+        pytest.approx(one.value, abs=1e-5) for one in judged(InHere(path), ["42", "7"], prompt=TEXT)[0]
     ]
     spent = pool.spent()
-    assert (spent["judge_calls"], spent["judge_refused"], spent["judge_retries"]) == (2, 1, 3)
+    assert (spent["judge_calls"], spent["judge_refused"], spent["judge_retries"]) == (42, 1, 3)
 
 
 @pytest.mark.slow

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import subprocess
 import threading
 import time
@@ -87,22 +86,21 @@ def test_a_run_outlives_a_judge_that_was_away(tmp_path: Path) -> None:
     assert unaccounted(accounts(rows)) == 0
 
 
-AWAY_S = 60.0
+BUSY, GONE_S = 12, 6.0  # requests that find it busy; then nobody is there for so long
 
 
-@pytest.mark.parametrize("how", ["busy", "gone"])
-def test_a_run_waits_for_a_judge_that_is_away_for_a_minute(how: str, tmp_path: Path) -> None:
-    """Status 429 to whoever asks, or nobody at its address: it costs time alone, and each request is counted."""
+def test_a_run_waits_for_a_judge_that_is_busy_and_then_away(tmp_path: Path) -> None:
+    """Status 429 to whoever asks, then nobody at its address: it costs time alone, and each request is counted."""
     rubric = {"criteria": {"short": "the answer is short"}, "scale": 5}
-    left, until = threading.Event(), [math.inf]
+    left = threading.Event()
 
     def judge(one: Asked, number: int) -> Said | str:
-        if number >= 4 and until[0] == math.inf:
-            until[0] = time.monotonic() + AWAY_S
-            left.set()
-        if time.monotonic() < until[0] < math.inf:
-            return Said("slow down", 429) if how == "busy" else Said(drop=True)
-        return grade(one, number)
+        if number < 4:
+            return grade(one, number)
+        if number < 4 + BUSY:
+            return Said("slow down", 429)
+        left.set()
+        return Said(drop=True)
 
     with ExitStack() as servers:
         first = JudgeServer(judge)
@@ -112,18 +110,17 @@ def test_a_run_waits_for_a_judge_that_is_away_for_a_minute(how: str, tmp_path: P
         def leave() -> None:  # and come back at the same address
             assert left.wait(300)
             serving.close()
-            time.sleep(max(0.0, until[0] - time.monotonic()))
+            time.sleep(GONE_S)
             servers.enter_context(JudgeServer(grade, first.port))
 
-        away = threading.Thread(target=leave if how == "gone" else left.wait, daemon=True)
+        away = threading.Thread(target=leave, daemon=True)
         away.start()
         done = run(tmp_path, first.url, judge=rubric, deadline_s=280.0)
         away.join(300)
-        serving.close()
     assert done.returncode == 0, done.stdout + done.stderr
     rows = metrics(tmp_path / "run")
     last = {name: column(rows, f"rollouts/{name}")[-1] for name in ("failed", "judge_retries", "judge_refused")}
-    assert last["failed"] == 0 and last["judge_refused"] == 0 and last["judge_retries"] >= 4
+    assert last["failed"] == 0 and last["judge_refused"] == 0 and last["judge_retries"] > BUSY
     assert len(column(rows, "reward")) == 3 and unaccounted(accounts(rows)) == 0
     assert column(rows, "rollouts/judge_calls")[-1] == 24 + last["judge_retries"]
     assert column(rows, "rollouts/judge_input_tokens")[-1] == 2400

@@ -31,6 +31,7 @@ from tests.datamodules.workflows.scripted_engine import WITH_CALLS, Pool, Script
 from tests.helpers.recorded_samples import byte_tokenizer
 
 os.environ |= {"RAY_USAGE_STATS_ENABLED": "0", "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
+os.environ |= {"RAY_health_check_period_ms": "500"}  # a killed node is dead after five checks in vain
 cluster_utils = pytest.importorskip("ray.cluster_utils", reason="pip install 'arborist[ray]' brings it")
 
 TOKENIZER = byte_tokenizer(WITH_CALLS)

@@ -30,7 +30,7 @@ class Unsteady(ScriptedEngine):
 
 
 @pytest.mark.timeout(1500)
-@pytest.mark.parametrize("count", [30, pytest.param(1000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [30, pytest.param(250, marks=pytest.mark.slow)])
 def test_on_a_scripted_engine(count: int) -> None:
     found = asyncio.run(play(range(count), Unsteady, most=400, turns=5, impatient_s=0.02))
     happened = ["abandoned_calls", "tool_calls", "given_up", "drift_thoughts", "drift_arguments", "drift_stops"]
@@ -39,7 +39,7 @@ def test_on_a_scripted_engine(count: int) -> None:
 
 
 @pytest.mark.timeout(1500)
-@pytest.mark.parametrize("count", [6, pytest.param(1000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [6, pytest.param(200, marks=pytest.mark.slow)])
 def test_on_the_embedded_engine_while_its_weights_change(count: int) -> None:
     models = [model_of_words(seed) for seed in range(3)]
     engine = EmbeddedEngine(kv_cache_tokens=1 << 16, num_threads=1)
