@@ -8,16 +8,18 @@ Promises: a request is a repetition when its client says so (the providers' clie
 with the same `Idempotency-Key` is one), or when an equal one was left with a complete reply that nobody has taken;
 everything else is a call of its own. Where the first is
 still being sampled because its connection looks alive, a repetition waits for it, as long as the engine's own deadlines
-let it, and gets the same reply; unless several equal ones run and nobody can tell which of them it repeats.
+let it, and gets the same reply; unless several equal ones run and nobody can tell which of them it repeats. What one
+of them took stays taken, whoever leaves.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections import defaultdict
+from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 
 from datamodules.workflows.gateway.rewards import Exchange
+from datamodules.workflows.gateway.transcript import Call
 
 
 @dataclass
@@ -33,6 +35,8 @@ class Repeats:
 
     def __init__(self) -> None:
         self._requests: defaultdict[bytes, _Request] = defaultdict(_Request)
+        self._sending: Counter[int] = Counter()  # clients that wait for an answer which is there, by its replies' id()
+        self._arrived: set[int] = set()
 
     async def again(self, request: bytes, retried: bool) -> Exchange | None:
         """The reply to give once more; None where it is to be sampled.
@@ -63,8 +67,19 @@ class Repeats:
         self._requests[request].running.remove(sampling)
 
     def taken(self, request: bytes, exchange: Exchange) -> None:
-        """The answer went out, as far as one can know."""
+        """The answer goes out; `arrived` or `is_lost` comes next."""
         self._requests[request].taken = exchange
+        self._sending[id(exchange.calls)] += 1
+
+    def arrived(self, calls: list[Call]) -> None:
+        """A client has the whole answer, as far as one can know."""
+        self._sending[id(calls)] -= 1
+        self._arrived.add(id(calls))
+
+    def is_lost(self, calls: list[Call]) -> bool:
+        """A client left before it had the whole answer: whether nobody else has it or waits for it."""
+        self._sending[id(calls)] -= 1
+        return not self._sending[id(calls)] and id(calls) not in self._arrived
 
     def given_up(self, request: bytes) -> None:
         """Nothing came of it: its client left, or was told to come again."""

@@ -248,8 +248,14 @@ class Session:
         self._repeats.taken(same, known)
         return known.calls
 
+    def taken(self, calls: list[Call]) -> None:
+        """The client has the whole answer."""
+        self._repeats.arrived(calls)
+
     def not_taken(self, same: bytes, calls: list[Call]) -> None:
-        """The client left before it had the whole answer: no training sequences, unless it asks for them again."""
+        """The client left before it had the whole answer: no training sequences, unless somebody else asked for it."""
+        if not self._repeats.is_lost(calls):
+            return
         known = self.exchanges.pop(next(k for k, one in enumerate(self.exchanges) if one.calls is calls))
         for call in calls:
             self.transcript.remove(call)

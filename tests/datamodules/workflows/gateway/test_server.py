@@ -245,23 +245,50 @@ async def test_a_key_tells_equal_calls_apart_and_their_repetitions() -> None:
     assert len(session.transcript.calls) == len(engine.responses) == 4 and session.counts["repeated_calls"] == 2
 
 
-@on_a_loop
-async def test_a_complete_answer_that_was_not_taken_is_no_sequence_until_it_is_asked_for_again() -> None:
+def much_said() -> tuple[int, ScriptedEngine, Session, dict[str, Any]]:
+    """Replies to a request, far more than the kernel keeps for a slow reader: how many, who samples them, the body."""
     n = 32
     engine = ScriptedEngine(TOKENIZER, ["well " * 400] * (n + 1))
-    session = new_session(engine, 2000)
-    body = {**HELLO, "n": n, "logprobs": True}  # far more than the kernel keeps for a slow reader
+    return n, engine, new_session(engine, 2000), {**HELLO, "n": n, "logprobs": True}
+
+
+async def asked_by_one_who_does_not_read(address: str, session: Session, body: dict[str, Any]) -> asyncio.StreamWriter:
+    held = socket.socket()
+    held.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    held.setblocking(False)
+    url = urlsplit(address)
+    await asyncio.get_running_loop().sock_connect(held, (url.hostname, url.port))
+    _, writer = await asyncio.open_connection(sock=held, limit=4096)
+    said = json.dumps(body).encode()
+    head = f"POST {url.path} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(said)}\r\n"
+    writer.write(f"{head}Authorization: Bearer {session.key}\r\n\r\n".encode() + said)
+    return writer
+
+
+@on_a_loop
+async def test_what_its_repetition_took_stays_taken_when_the_first_leaves() -> None:
+    n, engine, session, body = much_said()
+    async with serving(session, transfer_s=1.0) as (client, (address,)):
+        address += "/v1/chat/completions"
+        writer = await asked_by_one_who_does_not_read(address, session, body)
+        async with asyncio.timeout(WAIT_S):
+            while not session.transcript.calls:
+                await asyncio.sleep(0.01)
+        headers = {**bearer(session), "x-stainless-retry-count": "1"}
+        async with client.post(address, json=body, headers=headers) as answer:
+            assert answer.status == 200 and (await answer.read()).count(b'"logprob": ') == n * 2000
+        await asyncio.sleep(1.2)  # the server hangs up on the first
+        writer.transport.abort()
+    assert len(session.transcript.calls) == n == len(engine.responses)
+    assert (session.counts["untaken_calls"], session.counts["repeated_calls"]) == (0, n)
+
+
+@on_a_loop
+async def test_a_complete_answer_that_was_not_taken_is_no_sequence_until_it_is_asked_for_again() -> None:
+    n, engine, session, body = much_said()
     async with serving(session, transfer_s=0.3) as (client, (address,)):
         address += "/v1/chat/completions"
-        held = socket.socket()
-        held.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-        held.setblocking(False)
-        url = urlsplit(address)
-        await asyncio.get_running_loop().sock_connect(held, (url.hostname, url.port))
-        _, writer = await asyncio.open_connection(sock=held, limit=4096)
-        said = json.dumps(body).encode()
-        head = f"POST {url.path} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(said)}\r\n"
-        writer.write(f"{head}Authorization: Bearer {session.key}\r\n\r\n".encode() + said)
+        writer = await asked_by_one_who_does_not_read(address, session, body)
         async with asyncio.timeout(3 * WAIT_S):
             while not session.counts["untaken_calls"]:
                 await asyncio.sleep(0.02)
