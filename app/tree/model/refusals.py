@@ -40,6 +40,7 @@ _REFUSED = {
     "zamba2": "its attention layers share one block, which has no layer of its own to keep keys and values for",
     "qwen4_exp_text": "it keeps the last token ids and a dilated convolution's tail beside its states, in line",
     "minimax": "its lightning attention is computed in line, not by a function that a tree can give a state to",
+    "mamba2": "it has no layer of attention, by whose heads and keys memory and time are counted",
     "paligemma": "every token of its prompt sees all of the prompt, so a prefix depends on what follows it",
     "mllama": "its pictures enter through layers of cross-attention, which have no place in a sequence",
     "gemma4_text": "the widths of its heads differ from layer to layer, which the path's cache takes for one",

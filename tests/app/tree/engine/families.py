@@ -147,6 +147,9 @@ REFUSED: dict[str, Family] = {
     ),
     "Mamba": Family("mamba", dict(attn_implementation="eager"), "state-space layers"),
     "Jamba": Family("jamba", dict(attn_layer_offset=1, attn_layer_period=2, num_experts=2), "state-space layers"),
+    "Mamba 2": Family(
+        "mamba2", dict(attn_implementation="eager", num_heads=4, head_dim=8, state_size=8, n_groups=1), "no attention"
+    ),
     "Zamba 2": Family(
         "zamba2",
         dict(
