@@ -103,13 +103,19 @@ class TokenSums:
 def remembered(module: nn.Module) -> Callable[[], None]:
     """What `module` has counted so far; calling it undoes what is counted later, by a pass that has to be repeated."""
     held = [*vars(module).items(), *module.named_children()]
-    kept = {name: copy.deepcopy(x) for name, x in held if isinstance(x, (NamedMetrics, TokenSums))}
+    kept = {name: _copied(x) for name, x in held if isinstance(x, (NamedMetrics, TokenSums))}
 
     def restore() -> None:
         for name, value in kept.items():
-            setattr(module, name, copy.deepcopy(value))
+            setattr(module, name, _copied(value))
 
     return restore
+
+
+def _copied(counts: NamedMetrics | TokenSums) -> NamedMetrics | TokenSums:
+    """The counts alone: what they reach other ranks by, process groups and locks, stays one."""
+    shared = getattr(counts, "dist_sync_fn", None)
+    return copy.deepcopy(counts, {} if shared is None else {id(shared): shared})
 
 
 def forget(trainer: Any, hook: str, names: Iterable[str]) -> None:

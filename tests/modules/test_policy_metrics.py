@@ -12,6 +12,9 @@ import torch
 from torch import nn
 
 from app.batch import BatchError, EvalHandle, RolloutBatch, StepHandle
+from app.strategies.ranks.balance import Calibration
+from app.strategies.ranks.collectives import Communicator
+from app.strategies.ranks.sharing import SharedRanks
 from app.tree import PrefixTree
 from modules import ModelSource, PolicyModule, Refresh, Regulariser, evaluation
 from modules.metrics import NamedMetrics, TokenSums, remembered
@@ -354,10 +357,13 @@ def test_counts_of_a_failed_pass_are_undone_and_counted_again() -> None:
     module, once = Counting(), Counting()
     for one in (module, once):
         one.count(1.0)
+    ranks = Communicator(None, torch.device("cpu"))  # which no copy can be made of
+    module.train_metrics.dist_sync_fn = SharedRanks(ranks, Calibration(False), None, float).gather
     undo = remembered(module)
     for _ in range(2):  # two attempts fail
         module.count(5.0)
         undo()
     module.count(2.0)
     once.count(2.0)
+    assert module.train_metrics.dist_sync_fn.__self__._ranks is ranks
     assert module.found() == once.found() and once.found()[1] == 6.0
