@@ -57,10 +57,11 @@ class StateSlots:
             buffer[torch.tensor(rows, device=buffer.device)] = ends
 
     def copy_rows(self, sources: list[int], targets: list[int]) -> None:
-        """Copies states of rows `sources` to rows `targets`, in all layers."""
+        """Copies states of rows `sources`, some of which may have none yet, to rows `targets`, in all layers."""
+        most = max(*sources, *targets)
         for key, buffer in self._rows.items():
-            if len(buffer) <= max(targets):
-                grown = buffer.new_zeros(max(targets) + 1, *buffer.shape[1:])
+            if len(buffer) <= most:
+                grown = buffer.new_zeros(most + 1, *buffer.shape[1:])
                 grown[: len(buffer)] = buffer
                 self._rows[key] = buffer = grown
             buffer[targets] = buffer[sources]

@@ -112,3 +112,19 @@ def test_an_update_forgets_states() -> None:
             expected = model(tokens).logits[0, 8:-1].log_softmax(-1).gather(-1, tokens[0, 9:, None])[:, 0]
         mine = torch.tensor(response.versions) == version
         torch.testing.assert_close(torch.tensor(response.logprobs)[mine], expected[mine], atol=1e-5, rtol=0)
+
+
+def test_rows_that_were_never_computed_move_into_those_that_end_at_once() -> None:
+    """More requests than one forward takes, and the first forward ends all of its own."""
+    policy = policy_of("qwen3_5")
+    engine = started(policy, max_batch_tokens=30, max_concurrent=7)
+    prompts = prompts_of([10] * 7)
+    try:
+        responses = asyncio.run(generate_all(engine, [GenerationRequest(prompt, 1) for prompt in prompts]))
+    finally:
+        engine.close()
+    with torch.no_grad():
+        expected = policy(torch.tensor(prompts)).logits[:, -1].log_softmax(-1)
+    for row, one in zip(expected, responses, strict=True):
+        (token,) = one.tokens
+        assert one.logprobs[0] == pytest.approx(float(row[token]), abs=1e-5)
