@@ -51,6 +51,27 @@ def earned(turns: Sequence[Trajectory]) -> float:
     return total
 
 
+def check_credit(turns: Sequence[Trajectory]) -> None:
+    """That the training sequences of an episode can be credited with what it earned.
+
+    Raises:
+        BatchError: they have different rewards, a call has a reward and no trained token, or a sequence's first token,
+            which nothing precedes, is trained; or as `earned`.
+    """
+    rewards = torch.tensor([one.reward for one in turns], dtype=torch.float32)
+    if bool((rewards != rewards[0]).any()):
+        raise BatchError(
+            f"Trajectory.reward: an episode has one, not {float(rewards.min()):g} and {float(rewards.max()):g}; give"
+            f" all its sequences the same, and single calls theirs by the metadata {CALL_REWARD}"
+        )
+    for one in turns:
+        if bool(one.loss_mask[:1].any()):
+            raise BatchError(f"Trajectory.loss_mask of {one.name}: True at position 0, which nothing precedes")
+        if CALL_REWARD in one.metadata and not bool(one.loss_mask.any()):
+            raise BatchError(f"Trajectory.metadata of {one.name}: {CALL_REWARD}, and none of its tokens is trained")
+    earned(turns)
+
+
 def label(trajectories: list[Trajectory], index: int, sample: int, group_size: int) -> list[Trajectory]:
     """Gives the trajectories of one episode their group and episode ids, unique in the stream."""
     return [replace(one, group_id=index, episode_id=index * group_size + sample) for one in trajectories]

@@ -19,7 +19,7 @@ from transformers import PreTrainedTokenizerBase
 
 from app.batch import Trajectory
 from datamodules.conversations.image_processor import ImageProcessor
-from datamodules.groups import Group, earned, label, to_batch
+from datamodules.groups import Group, check_credit, label, to_batch
 from datamodules.inference.clock import PausedClock
 from datamodules.inference.protocol import InferenceEngine
 from datamodules.pending import LastArrival, Pending
@@ -177,7 +177,7 @@ class EpisodePlayer:
                 one.metadata = {**foreign.metadata(one.metadata), **judged}
             except ValueError as error:
                 raise EpisodeError(f"{workflow}.run returned a trajectory whose {error}") from None
-        earned(result)  # can be added up
+        check_credit(result)
         return result
 
 

@@ -54,16 +54,27 @@ class RLVRWorkflow:
 
     async def run(self, engine: EpisodeEngine, prompt: Prompt) -> list[Trajectory]:
         request = self._options.request(prompt.tokens, None, prompt.images, prompt.pictures)
+        told = None if self._hint is None else self._told(engine, self._hinted(prompt, self._hint))
         response = await engine.generate(request)
         trajectory = to_trajectory(prompt, request, response)
         ended = response.tokens[-1:] and response.tokens[-1] in engine.ends.ids
         text = engine.tokenizer.decode(response.tokens[:-1] if ended else response.tokens, skip_special_tokens=True)
         trajectory.reward = await engine.score(prompt, text)
         trajectory.metadata = {"completion": text, "answer": prompt.answer}
-        if self._hint is not None:
-            hinted = self._hinted(prompt, self._hint)
-            trajectory.metadata[TEACHER_PROMPT] = list(encode_prompt(engine.tokenizer, hinted))
+        if told is not None:
+            trajectory.metadata[TEACHER_PROMPT] = told
         return [trajectory]
+
+    def _told(self, engine: EpisodeEngine, hinted: Prompt) -> list[int]:
+        """Token ids of what the teacher is shown. Raises ValueError: no room behind them for the longest reply, which
+        is asked before there is one, lest long replies alone be dropped."""
+        tokens = list(encode_prompt(engine.tokenizer, hinted))
+        if len(tokens) + self.max_new_tokens > engine.max_context:
+            raise ValueError(
+                f"RLVRWorkflow.hint: prompt '{hinted.id}' has {len(tokens)} tokens with its hint, which leaves no room"
+                f" for {self.max_new_tokens} new ones in the context of {engine.max_context}; shorten the hint"
+            )
+        return tokens
 
     @staticmethod
     def _hinted(prompt: Prompt, hint: Template) -> Prompt:

@@ -196,5 +196,11 @@ def test_a_workflow_writes_what_the_teacher_is_shown() -> None:
         shown_text = tokenizer.decode(one.metadata[TEACHER_PROMPT])
         assert "6 x 7?\nThe answer is 42." in shown_text and ("<|begin|>user" in shown_text) == bool(prompt.messages)
         assert "The answer" not in tokenizer.decode(one.tokens)
+    engine = ScriptedEngine(tokenizer, ["42"], max_context=workflow.max_new_tokens + 20)
+    with pytest.raises(
+        ValueError, match=r"RLVRWorkflow\.hint: prompt 't' has 24 tokens with its hint, which leaves no"
+    ):
+        play(workflow, engine, tokenizer, text, lambda p, c: 1.0)
+    assert not engine.responses
     with pytest.raises(ValueError, match=r"RLVRWorkflow\.hint: {question} is none of"):
         RLVRWorkflow(hint="{question}")
