@@ -9,6 +9,7 @@ what was said; a template that does not show it, or shows what came later within
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -165,9 +166,10 @@ class ChatEncoder:
         tools = self.system.tools if transcript.tools is None else transcript.tools
         end_of_turn = self._end
         for k, message in enumerate(messages):
-            if end_of_turn in message["content"]:
+            said = [key for key, value in message.items() if end_of_turn in json.dumps(value, ensure_ascii=False)]
+            if said:
                 raise RecordedDataError(
-                    f"{source}: messages[{k}].content contains the end-of-turn token '{end_of_turn}': remove it"
+                    f"{source}: messages[{k}].{said[0]} contains the end-of-turn token '{end_of_turn}': remove it"
                 )
         after: dict[str, Any] = {"role": "user", "content": "."}
         chat = [_for_template(message) for message in messages]

@@ -73,3 +73,14 @@ def test_thoughts_that_are_shown_are_trained() -> None:
         k: {"content": f"<think>\nSo?\n</think>\n\n{said}"} for k, said in ((1, "Which one?"), (3, ""), (5, "Done."))
     }
     assert trained(THOUGHT_KEPT, every)[-1] == "So?\n</think>\n\nDone.<|end|>"
+
+
+@pytest.mark.parametrize("key", ["content", "tool_calls"])
+def test_an_end_of_turn_within_a_turn_is_refused(key: str) -> None:
+    """Training would end the turn there."""
+    called = {"name": "write", "arguments": {"text": "a<|end|>b"}}
+    said = {"content": "a<|end|>b"} if key == "content" else {"content": "", "tool_calls": [called]}
+    with pytest.raises(
+        RecordedDataError, match=rf"FILE:3: messages\[3\]\.{key} contains the end-of-turn token '<.end.>'"
+    ):
+        trained(TEMPLATE, {3: said})
