@@ -31,8 +31,9 @@ class MultiTurnWorkflow:
 
     With `feedback`, that decides; the reward is the configured one of the last reply. Without, every reply is scored,
     and one that scores less than `success` is answered with `retry_message`. A prompt of messages goes on through the
-    tokenizer's chat template, a prompt of text with the feedback's text as it is. A reply that is cut off ends the
-    episode.
+    tokenizer's chat template, a prompt of text with the feedback's text as it is. In a chat special tokens that the
+    feedback spells, as the output of the reply's own code may, get a space put into them, counted per episode in
+    `quoted_feedback`. A reply that is cut off ends the episode.
 
     Args:
         max_turns: most replies, at least 2.
@@ -138,6 +139,7 @@ class MultiTurnWorkflow:
         messages: list[Message] = list(prompt.messages)
         replies: list[str] = []
         reward: float | None = None
+        quoted = 0
         while (response := await turns.generate(engine)) is not None:
             replies.append(turns.reply(engine.tokenizer))
             is_last = turns.count == self.max_turns or response.finish_reason == "length"
@@ -149,12 +151,18 @@ class MultiTurnWorkflow:
                 told = None if is_last else await self._ask(engine, prompt, replies)
             if is_last or told is None:
                 break
+            if prompt.messages and self._chat is not None:
+                quoted_text = self._chat.quoted(told)
+                quoted += quoted_text != told
+                told = quoted_text
             said = turns.reply(engine.tokenizer, special=True)
             messages += [{"role": "assistant", "content": said}, {"role": "user", "content": told}]
             self._tell(turns, prompt, messages, engine.ends.ids)
         if reward is None:
             reward = await engine.score(prompt, replies[-1])
         metadata: dict[str, object] = {"completion": replies[-1], "answer": prompt.answer, "replies": replies}
+        if quoted:
+            metadata["quoted_feedback"] = quoted
         return turns.trajectories(self.sequences, reward * self.turn_discount ** (turns.count - 1), metadata)
 
     def _tell(self, turns: Turns, prompt: Prompt, messages: list[Message], ends: Sequence[int]) -> None:

@@ -167,7 +167,10 @@ class ToolWorkflow:
             if response.finish_reason == "length":
                 break
             said = turns.reply(tokenizer, special=True)
-            calls = self._calls(said, "" if turns.end is None else str(tokenizer.decode([turns.end])))
+            end = "" if turns.end is None else str(tokenizer.decode([turns.end]))
+            if turns.end is not None and turns.end not in engine.ends.ids:  # of `stop`: part of what was said
+                said, end = said + end, ""
+            calls = self._calls(said, end)
             if not calls:
                 break
             if turns.count == self.max_turns:

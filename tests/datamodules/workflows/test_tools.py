@@ -397,3 +397,16 @@ def test_templates_without_tools_are_refused_unless_the_prompts_show_them() -> N
         workflow.prepare(tokenizer)
     ToolWorkflow(Sums(), show_tools=False).prepare(tokenizer)
     assert every_reply_counts("x") == [ToolCall("count")]
+
+
+def test_a_call_may_end_its_reply() -> None:
+    """`stop` at the end of a call, where that is a token: it belongs to the call, and to what is shown of it."""
+    tokenizer = byte_tokenizer(CHATML)
+    tokenizer.add_tokens(["</tool_call>"])
+    for sequences in ("whole", "rendered"):
+        engine = ScriptedEngine(tokenizer, [tokenizer.encode(a_call("add", a=2, b=3)), "5"])
+        workflow = ToolWorkflow(Sums(), max_new_tokens=200, stop=["</tool_call>"], sequences=sequences)
+        found = play(workflow, engine, tokenizer, PROMPT, right)
+        shown = tokenizer.decode(engine.seen[1].tokens)
+        assert "</tool_call><|end|>" in shown and "<tool>\n5\n</tool>" in shown
+        assert found[-1].reward == 1.0 and "malformed_calls" not in found[-1].metadata
