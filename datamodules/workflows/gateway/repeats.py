@@ -38,6 +38,11 @@ class Repeats:
         self._sending: Counter[int] = Counter()  # clients that wait for an answer which is there, by its replies' id()
         self._arrived: set[int] = set()
 
+    @property
+    def under_way(self) -> bool:
+        """Whether a call is being read or sampled."""
+        return any(one.running for one in self._requests.values())
+
     async def again(self, request: bytes, retried: bool) -> Exchange | None:
         """The reply to give once more; None where it is to be sampled.
 

@@ -144,7 +144,7 @@ class Gateway:
         try:
             await self._listener.in_time(response.prepare(request))
             await self._listener.in_time(response.write_eof())
-            session.taken(calls)
+            session.repeats.arrived(calls)
         except LEFT as error:
             session.not_taken(same, calls)
             hang_up(request, error)
@@ -190,7 +190,7 @@ class Gateway:
                 await self._listener.in_time(response.write(writer.end(k, call)))
             await self._listener.in_time(response.write(writer.finish(calls)))
             await self._listener.in_time(response.write_eof())
-            session.taken(calls)
+            session.repeats.arrived(calls)
         except RequestError as problem:
             if not response.prepared:
                 raise

@@ -134,7 +134,7 @@ class Session:
         self._free = asyncio.Semaphore(budget.max_parallel)
         self._decode = decode_of(engine.tokenizer)
         self._images = SessionImages(engine.image_processor)
-        self._repeats = Repeats()
+        self.repeats = Repeats()
         self._chat = chat
         self._tools: dict[str, list[dict[str, Any]] | None] = {}  # as they are written: clients send them each time
         self.transcript = Transcript(chat, self._decode)
@@ -238,23 +238,19 @@ class Session:
             same: as in `reply`, which comes next where this is None.
             retried: the client says that it gave an equal request up.
         """
-        known = await self._repeats.again(same, retried)
+        known = await self.repeats.again(same, retried)
         if known is None:
             return None
         self.counts["repeated_calls"] += len(known.calls)
         if not any(one is known for one in self.exchanges):
             self.counts["untaken_calls"] -= len(known.calls)
             self._record(known)
-        self._repeats.taken(same, known)
+        self.repeats.taken(same, known)
         return known.calls
-
-    def taken(self, calls: list[Call]) -> None:
-        """The client has the whole answer."""
-        self._repeats.arrived(calls)
 
     def not_taken(self, same: bytes, calls: list[Call]) -> None:
         """The client left before it had the whole answer: no training sequences, unless somebody else asked for it."""
-        if not self._repeats.is_lost(calls):
+        if not self.repeats.is_lost(calls):
             return
         known = self.exchanges.pop(next(k for k, one in enumerate(self.exchanges) if one.calls is calls))
         for call in calls:
@@ -269,7 +265,7 @@ class Session:
 
     def _set_aside(self, same: bytes, exchange: Exchange) -> None:
         self.counts["untaken_calls"] += len(exchange.calls)
-        self._repeats.left(same, exchange)
+        self.repeats.left(same, exchange)
 
     def continued(self, asked: Asked) -> Asked:
         """The request with all messages of its conversation. Raises RequestError when that is not known."""
@@ -401,7 +397,7 @@ class Session:
     async def _awaited(self, sampling: asyncio.Future[Exchange], n: int, same: bytes) -> list[Call]:
         """The `n` replies, recorded, unless their client leaves first."""
         same = same or secrets.token_bytes(16)
-        self._repeats.begin(same, sampling)
+        self.repeats.begin(same, sampling)
         try:
             exchange = await sampling
         except asyncio.CancelledError:
@@ -409,18 +405,19 @@ class Session:
                 self._set_aside(same, sampling.result())
             else:
                 self.counts["abandoned_calls"] += n
-                self._repeats.given_up(same)
+                self.repeats.given_up(same)
             raise
         except RequestError as error:
             if error.status >= 500 or error.status in _RETRIED:
-                self._repeats.given_up(same)
+                self.repeats.given_up(same)
             raise
         else:
             self._record(exchange)
-            self._repeats.taken(same, exchange)
+            self.repeats.taken(same, exchange)
             return exchange.calls
         finally:
-            self._repeats.end(same, sampling)
+            self.repeats.end(same, sampling)
+            self.touched = time.monotonic()
 
     def _exchange(self, asked: Asked, plan: Plan, calls: list[Call]) -> Exchange:
         """What is kept of a request and its answer."""

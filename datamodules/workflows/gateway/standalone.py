@@ -170,4 +170,4 @@ class OpenSessions:
                 failed(session, error)
 
     def _is_silent(self, session: Session) -> bool:
-        return time.monotonic() - session.touched > self._idle_s
+        return not session.repeats.under_way and time.monotonic() - session.touched > self._idle_s

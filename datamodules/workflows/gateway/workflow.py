@@ -215,7 +215,12 @@ class AgentWorkflow:
             calls = shown(session.exchanges)
             reward = await engine.score(prompt, calls)
             if engine.judgement is not None and engine.judgement.turns:
-                session.rewards.add([one["id"] for one in calls], engine.judgement.turns)
+                trained = {one.id for one in session.transcript.calls if one.is_trained}
+                for one, share in zip(calls, engine.judgement.turns, strict=True):
+                    if one["id"] in trained:
+                        session.rewards.add([one["id"]], [share])
+                    else:  # it becomes no sequence, and the episode earned it all the same
+                        reward += share
             return reward
         value = self._agents[0].number(result) if session.rewards.total is None else session.rewards.total
         if value is None:

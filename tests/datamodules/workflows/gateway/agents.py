@@ -179,13 +179,17 @@ def hanging(prompt: Prompt) -> None:
     time.sleep(60)
 
 
-def picky(prompt: Prompt) -> str:
+def picky(prompt: Prompt, first: dict[str, Any] | None = None) -> str:
     """Its first call cannot be trained on."""
     messages: list[Any] = [{"role": "user", "content": prompt.text}]
-    for options in ({"top_p": 0.5}, {}):
+    for options in (first or {"top_p": 0.5}, {}):
         answer = OpenAI().chat.completions.create(model="any", messages=messages, **options)  # type: ignore[call-overload]
         messages += [answer.choices[0].message.model_dump(exclude_none=True), {"role": "user", "content": "go on"}]
     return str(messages[-2]["content"])
+
+
+def first_greedy(prompt: Prompt) -> str:
+    return picky(prompt, {"temperature": 0})
 
 
 def always_greedy(prompt: Prompt) -> str:

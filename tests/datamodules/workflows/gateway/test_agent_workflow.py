@@ -199,3 +199,15 @@ def test_validation_does_not_wait_for_agents_that_are_paused_for_it() -> None:
         asyncio.run(run())
     finally:
         workflow.close()
+
+
+def test_what_a_judge_says_of_a_call_without_a_sequence_is_the_episodes() -> None:
+    class Process(Pool):
+        async def judge(self, prompt: Prompt, completion: Any) -> Judgement:
+            return Judgement(1.0, turns=(0.25, 0.5))
+
+    engine = ScriptedEngine(TOKENIZER, ["a title", "6"])
+    options: dict[str, Any] = {"judged": "transcript", "untrainable": "serve"}
+    workflow = AgentWorkflow(agents.first_greedy, max_new_tokens=200, workers=1, **options)
+    (one,) = play(workflow, engine, TOKENIZER, TASK, Process(right))
+    assert (one.reward, one.metadata[CALL_REWARD]) == (1.25, 0.5)
