@@ -59,9 +59,10 @@ def check_credit(turns: Sequence[Trajectory]) -> None:
             which nothing precedes, is trained; or as `earned`.
     """
     rewards = torch.tensor([one.reward for one in turns], dtype=torch.float32)
-    if bool((rewards != rewards[0]).any()):
+    least, most = float(rewards.min()), float(rewards.max())
+    if least < most:  # what is no number is refused by that name elsewhere
         raise BatchError(
-            f"Trajectory.reward: an episode has one, not {float(rewards.min()):g} and {float(rewards.max()):g}; give"
+            f"Trajectory.reward: an episode has one, not {least:g} and {most:g}; give"
             f" all its sequences the same, and single calls theirs by the metadata {CALL_REWARD}"
         )
     for one in turns:
