@@ -1,13 +1,13 @@
 """Does a teacher get a small model further than its reward alone, and how fast?
 
-    python -m benchmarks.learning.distill --out benchmarks/results/learning                 # an hour on two cores
+    python -m benchmarks.learning.distill --steps 200 --out benchmarks/results/learning     # an hour
     python -m benchmarks.learning.distill --out DIR --seeds 1 --steps 10 --warm_steps 20    # a try
 
 The quickstart's sums. The student is the quickstart's own warm start, which knows about four in ten; the teacher is
 half as wide again and imitates right answers until it knows them. From there, three seeds each, same prompts, batches
 and learning rate: GRPO on the reward (Dr.GRPO, the quickstart's), the teacher alone (advantage `distill`), and both
 (task 1). Held-out accuracy of greedy answers; steps and generated tokens to 0.85, interpolated.
-Writes distill.json and distill.md into --out after every run; one that was stopped goes on where it was.
+Writes a JSON file and a page into --out after every run; one that was stopped goes on where it was.
 """
 
 from __future__ import annotations
@@ -143,12 +143,15 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=150, help="optimizer steps of every run")
     parser.add_argument("--warm_steps", type=int, default=500, help="of the student's imitation")
+    parser.add_argument("--name", default="", help="of the files; distill by default")
     parser.add_argument("--runs", type=Path, default=ROOT / "runs" / "learning_distill", help="where the runs write")
     parser.add_argument("--deadline_s", type=float, default=1800.0, help="seconds one run may take")
     parser.add_argument("--hardware", default="a CPU", help="what the report says the machine is")
     args = parser.parse_args(argv)
     command = f"python -m benchmarks.learning.distill --steps {args.steps} --warm_steps {args.warm_steps}"
-    results = finished(args.out / "distill.json", command)
+    command += ("" if args.seeds == 3 else f" --seeds {args.seeds}") + (f" --name {args.name}" if args.name else "")
+    file = args.out / (args.name or "distill")
+    results = finished(file.with_suffix(".json"), command)
     args.out.mkdir(parents=True, exist_ok=True)
     models = {}
     for name in ("teacher", "student"):
@@ -174,8 +177,8 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
             results.append(result(case, seed, run_dir, time.monotonic() - began))
             results.sort(key=lambda one: (list(CASES).index(one["case"]), one["seed"]))
             report |= {"summary": summary(results), "results": results}
-            write_json(args.out / "distill.json", report)
-            (args.out / "distill.md").write_text(markdown(report))
+            write_json(file.with_suffix(".json"), report)
+            (file.with_suffix(".md")).write_text(markdown(report))
             print(markdown(report), flush=True)
     return report
 
