@@ -19,7 +19,7 @@ from torch.utils.cpp_extension import include_paths, library_paths
 
 HERE = Path(__file__).parent / "fake_cuda"
 LOSS = "engine.py backward"  # the value of the loss, at the very end
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]  # FlexAttention compiles for a minute
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]  # FlexAttention compiles for half a minute
 
 COMPILER = shutil.which("c++") or shutil.which("g++")
 
@@ -42,7 +42,7 @@ def traced(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 
 
 def test_every_case_runs_and_waits_for_the_loss_alone(traced: list[dict[str, Any]]) -> None:
-    assert len([one for one in traced if one["backend"] != "triton"]) == 23
+    assert len([one for one in traced if one["backend"] != "triton"]) == 21
     assert {(one["case"], one["backend"]): one["waits"] for one in traced if one["waits"] != [LOSS]} == {}
 
 
