@@ -62,14 +62,20 @@ def check_credit(turns: Sequence[Trajectory]) -> None:
     least, most = float(rewards.min()), float(rewards.max())
     if least < most:  # what is no number is refused by that name elsewhere
         raise BatchError(
-            f"Trajectory.reward: an episode has one, not {least:g} and {most:g}; give"
-            f" all its sequences the same, and single calls theirs by the metadata {CALL_REWARD}"
+            f"Trajectory.reward: an episode has one, not {least:g} and {most:g}; give all its sequences the same, and"
+            f" single calls theirs by the metadata {CALL_REWARD}"
         )
     for one in turns:
         if bool(one.loss_mask[:1].any()):
-            raise BatchError(f"Trajectory.loss_mask of {one.name}: True at position 0, which nothing precedes")
+            raise BatchError(
+                f"Trajectory.loss_mask of {one.name}: True at position 0, which nothing precedes; begin with a prompt"
+                " or a start token"
+            )
         if CALL_REWARD in one.metadata and not bool(one.loss_mask.any()):
-            raise BatchError(f"Trajectory.metadata of {one.name}: {CALL_REWARD}, and none of its tokens is trained")
+            raise BatchError(
+                f"Trajectory.metadata of {one.name}: {CALL_REWARD}, and none of its tokens is trained; add it to the"
+                " episode's reward"
+            )
     earned(turns)
 
 

@@ -143,15 +143,17 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=150, help="optimizer steps of every run")
     parser.add_argument("--warm_steps", type=int, default=500, help="of the student's imitation")
-    parser.add_argument("--name", default="", help="of the files; distill by default")
+    parser.add_argument("--name", default="distill", help="of the files")
     parser.add_argument("--runs", type=Path, default=ROOT / "runs" / "learning_distill", help="where the runs write")
     parser.add_argument("--deadline_s", type=float, default=1800.0, help="seconds one run may take")
     parser.add_argument("--hardware", default="a CPU", help="what the report says the machine is")
     args = parser.parse_args(argv)
     command = f"python -m benchmarks.learning.distill --steps {args.steps} --warm_steps {args.warm_steps}"
-    command += ("" if args.seeds == 3 else f" --seeds {args.seeds}") + (f" --name {args.name}" if args.name else "")
-    file = args.out / (args.name or "distill")
-    results = finished(file.with_suffix(".json"), command)
+    command += ("" if args.seeds == 3 else f" --seeds {args.seeds}") + (
+        "" if args.name == "distill" else f" --name {args.name}"
+    )
+    written, page = (args.out / f"{args.name}.{kind}" for kind in ("json", "md"))
+    results = finished(written, command)
     args.out.mkdir(parents=True, exist_ok=True)
     models = {}
     for name in ("teacher", "student"):
@@ -177,8 +179,8 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
             results.append(result(case, seed, run_dir, time.monotonic() - began))
             results.sort(key=lambda one: (list(CASES).index(one["case"]), one["seed"]))
             report |= {"summary": summary(results), "results": results}
-            write_json(file.with_suffix(".json"), report)
-            (file.with_suffix(".md")).write_text(markdown(report))
+            write_json(written, report)
+            page.write_text(markdown(report))
             print(markdown(report), flush=True)
     return report
 

@@ -9,7 +9,6 @@ what was said; a template that does not show it, or shows what came later within
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -166,10 +165,10 @@ class ChatEncoder:
         tools = self.system.tools if transcript.tools is None else transcript.tools
         end_of_turn = self._end
         for k, message in enumerate(messages):
-            said = [key for key, value in message.items() if end_of_turn in json.dumps(value, ensure_ascii=False)]
-            if said:
+            where = next((key for key, value in message.items() if _spells(value, end_of_turn)), None)
+            if where is not None:
                 raise RecordedDataError(
-                    f"{source}: messages[{k}].{said[0]} contains the end-of-turn token '{end_of_turn}': remove it"
+                    f"{source}: messages[{k}].{where} contains the end-of-turn token '{end_of_turn}': remove it"
                 )
         after: dict[str, Any] = {"role": "user", "content": "."}
         chat = [_for_template(message) for message in messages]
@@ -301,6 +300,13 @@ def _parse(data: dict[str, Any], source: str) -> Transcript:
         completion=data["completion"] if completes else None,
         ended=data.get("ended", True),
     )
+
+
+def _spells(value: Any, token: str) -> bool:
+    """Whether any text in a field of a message holds the token's."""
+    if isinstance(value, dict):
+        return any(_spells(one, token) for one in (*value, *value.values()))
+    return any(_spells(one, token) for one in value) if isinstance(value, list) else token in str(value)
 
 
 def _is_trained(message: dict[str, Any]) -> bool:

@@ -67,7 +67,7 @@ class EasyVqaPrompts(PromptSource):
         return self._prompt(self._order.at(index))
 
     def samples(self) -> Iterator[Prompt]:
-        """One of every wording: pictures are of one size, and to open them for every question takes a minute."""
+        """One of every wording: pictures are of one size, and opening one for every question delays a run."""
         return map(self._prompt, {self._rows[row][0]: row for row in range(self.size)}.values())
 
     def _prompt(self, row: int) -> Prompt:

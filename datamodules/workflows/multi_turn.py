@@ -152,9 +152,8 @@ class MultiTurnWorkflow:
             if is_last or told is None:
                 break
             if prompt.messages and self._chat is not None:
-                quoted_text = self._chat.quoted(told)
-                quoted += quoted_text != told
-                told = quoted_text
+                shown = self._chat.quoted(told)
+                quoted, told = quoted + (shown != told), shown
             said = turns.reply(engine.tokenizer, special=True)
             messages += [{"role": "assistant", "content": said}, {"role": "user", "content": told}]
             self._tell(turns, prompt, messages, engine.ends.ids)

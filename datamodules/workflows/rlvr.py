@@ -54,7 +54,9 @@ class RLVRWorkflow:
 
     async def run(self, engine: EpisodeEngine, prompt: Prompt) -> list[Trajectory]:
         request = self._options.request(prompt.tokens, None, prompt.images, prompt.pictures)
-        told = None if self._hint is None else self._told(engine, self._hinted(prompt, self._hint))
+        told = None
+        if self._hint is not None and not engine.is_held_out:  # nobody is taught by those
+            told = self._told(engine, self._hinted(prompt, self._hint))
         response = await engine.generate(request)
         trajectory = to_trajectory(prompt, request, response)
         ended = response.tokens[-1:] and response.tokens[-1] in engine.ends.ids

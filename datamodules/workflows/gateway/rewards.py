@@ -92,10 +92,9 @@ class Rewards:
             )
         self.calls[calls[choice].id] = float(value)
 
-    def add(self, ids: Sequence[str], values: Sequence[float]) -> None:
-        """Adds what a reward says of single calls to what was posted for them."""
-        for one, value in zip(ids, values, strict=True):
-            self.calls[one] = self.calls.get(one, 0.0) + value
+    def add(self, call: str, value: float) -> None:
+        """Adds what a reward says of a single call, by its id, to what was posted for it."""
+        self.calls[call] = self.calls.get(call, 0.0) + value
 
 
 def shown(exchanges: Sequence[Exchange]) -> list[dict[str, Any]]:

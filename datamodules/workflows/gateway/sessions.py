@@ -99,7 +99,7 @@ class Session:
             `time.monotonic`.
         fault: why the engine could not answer; None while it can. exhausted: whether a call was beyond the budget.
         bodies: by which requests are read. rewards: what was posted. exchanges: what was asked and answered.
-        ended: set when the agent said that it is done.
+        ended: set when the agent said that it is done. repeats: which calls run, and who has their answers.
         counts: `abandoned_calls` were given up by the client while they were sampled, `untaken_calls` once they were
             complete; `repeated_calls` were answered with a reply that had been sampled before; of `overridden_calls`
             something was passed over; calls of tools.

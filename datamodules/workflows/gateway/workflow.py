@@ -218,7 +218,7 @@ class AgentWorkflow:
                 trained = {one.id for one in session.transcript.calls if one.is_trained}
                 for one, share in zip(calls, engine.judgement.turns, strict=True):
                     if one["id"] in trained:
-                        session.rewards.add([one["id"]], [share])
+                        session.rewards.add(one["id"], share)
                     else:  # it becomes no sequence, and the episode earned it all the same
                         reward += share
             return reward

@@ -44,10 +44,6 @@ def column(rows: list[dict[str, str]], name: str) -> list[float]:
     return [float(row[name]) for row in rows if row.get(name)]
 
 
-def untimed(rows: list[dict[str, str]]) -> list[dict[str, str]]:
-    return [{k: v for k, v in row.items() if not k.startswith(("time/", "sync/")) and k != "tokens/s"} for row in rows]
-
-
 @pytest.fixture(scope="module")
 def warm(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model after a short warm start."""

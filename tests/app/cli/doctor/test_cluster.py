@@ -80,7 +80,7 @@ def test_tasks_of_slurm_whose_folders_are_two_and_whose_server_is_not_there(
     two_ranks: RankPool, tmp_path: Path
 ) -> None:
     nobody = free_port()
-    shared = ["--servers", f"http://127.0.0.1:{nobody}", "--deadline", "5"]
+    shared = ["--servers", f"http://127.0.0.1:{nobody}", "--deadline", "10"]
     options = [["--folder", str(tmp_path / str(rank)), *shared] for rank in range(2)]
     (code, printed), (other, silent) = two_ranks.run(cluster_jobs.as_slurm_tasks, port=free_port(), options=options)
     assert (code, other) == (1, 1) and "BAD" not in silent, printed + silent
