@@ -178,6 +178,9 @@ class ArboristCLI(LightningCLI):
             for logger in _as_list(given.get("logger")):
                 if isinstance(logger, WandbLogger) and logger.version is None:  # else the user names its run
                     _go_on_in_wandb(logger, run_dir)
+        agents = os.environ.get("GROUP_WORLD_SIZE")  # of torchrun, one a node: with `--nnodes MIN:MAX` they alone know
+        if agents is not None and given.get("num_nodes") in (None, 1):
+            kwargs.setdefault("num_nodes", int(agents))
         try:
             return super().instantiate_trainer(callbacks=callbacks, **kwargs)
         except (ValueError, TypeError) as error:  # the Trainer refuses a value: the user's, not a failure

@@ -3,6 +3,7 @@
     scheduler.py sbatch SPOOL SCRIPT ARGS...   plays a job until it ends without having asked to be queued again
     scheduler.py srun|scontrol|scancel ...     what the job calls; SPOOL comes by the environment
 
+A file SPOOL/serving_nodes makes it a heterogeneous job whose second part has the nodes that the file names.
 Time is up when there is a file SPOOL/time_is_up, which the job's program writes; then the signal of the script's own
 `--signal` goes to its shell, and after the seconds that it names the job is killed, as SLURM does.
 """
@@ -28,8 +29,13 @@ def sbatch(spool: Path, script: Path, arguments: list[str]) -> int:
         raise RuntimeError(f"{script}: neither --signal=B:NAME@SECONDS nor --requeue: the end of its time loses steps")
     for start in range(3):
         (spool / "requeued").unlink(missing_ok=True)
-        job = {"SLURM_JOB_ID": "77", "SLURM_JOB_NODELIST": "node0", "SLURM_NNODES": "1", "SLURM_GPUS_ON_NODE": "1",
-               "SLURM_NTASKS": "1", "SLURM_JOB_NAME": "arborist", "SLURM_RESTART_COUNT": str(start)}  # fmt: skip
+        job = {"SLURM_JOB_ID": "77", "SLURM_GPUS_ON_NODE": "1", "SLURM_NTASKS": "1", "SLURM_JOB_NAME": "arborist",
+               "SLURM_RESTART_COUNT": str(start)}  # fmt: skip
+        if (spool / "serving_nodes").exists():
+            job |= {"SLURM_JOB_NUM_NODES_HET_GROUP_0": "1", "SLURM_JOB_NODELIST_HET_GROUP_0": "node0"}
+            job |= {"SLURM_JOB_NODELIST_HET_GROUP_1": (spool / "serving_nodes").read_text()}
+        else:
+            job |= {"SLURM_JOB_NODELIST": "node0", "SLURM_NNODES": "1"}
         process = subprocess.Popen(["bash", str(script), *arguments], env={**os.environ, **job}, start_new_session=True)
         end, told = time.monotonic() + PATIENCE_S, False
         while process.poll() is None:
@@ -47,16 +53,17 @@ def sbatch(spool: Path, script: Path, arguments: list[str]) -> int:
 
 
 def srun(spool: Path, words: list[str]) -> int:
-    """Runs the one task of a step on this "node"."""
-    command = [word for word in words if not word.startswith(("--kill-on-bad-exit", "--cpus-per-task"))]
-    process = subprocess.Popen(command)
-    (spool / "step.pid").write_text(str(process.pid))
+    """Runs one task of a step on this "node", and hands SIGTERM on to it."""
+    own = ("--kill-on-bad-exit", "--cpus-per-task", "--no-kill", "--het-group")
+    process = subprocess.Popen([word for word in words if not word.startswith(own)])
+    signal.signal(signal.SIGTERM, lambda *_: process.terminate())
+    (spool / ("servers.pid" if "--het-group=1" in words else "step.pid")).write_text(str(process.pid))
     return process.wait()
 
 
 def scontrol(spool: Path, words: list[str]) -> int:
     if words[:2] == ["show", "hostnames"]:
-        print("localhost")
+        print("localhost" if words[2] == "node0" else words[2].replace(",", "\n"))
         return 0
     assert words == ["requeue", "77"], words
     (spool / "requeued").touch()
@@ -66,7 +73,8 @@ def scontrol(spool: Path, words: list[str]) -> int:
 def scancel(spool: Path, words: list[str]) -> int:
     """Without --batch, steps get the signal and the script's shell does not."""
     assert words == ["--signal=TERM", "77"], words
-    os.kill(int((spool / "step.pid").read_text()), signal.SIGTERM)
+    for step in spool.glob("*.pid"):
+        os.kill(int(step.read_text()), signal.SIGTERM)
     return 0
 
 

@@ -1,4 +1,5 @@
-"""configs/cluster/slurm.sbatch under a scheduler that plays SLURM's part: the end of the time limit loses nothing."""
+"""configs/cluster/slurm.sbatch under a scheduler that plays SLURM's part: the end of the time limit loses nothing, and
+servers on nodes of their own are found, have a key, and end with the run."""
 
 from __future__ import annotations
 
@@ -88,3 +89,30 @@ def test_a_run_that_finishes_just_then_is_not_queued_again(tmp_path: Path) -> No
 def test_a_failure_is_not_queued_again(tmp_path: Path) -> None:
     done = submit(tmp_path, "echo start; exit 3")
     assert (done.returncode, done.stdout) == (3, "start\n") and not (tmp_path / "requeued").exists()
+
+
+def test_servers_on_nodes_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ARBORIST_MODEL", "models/one")
+    monkeypatch.setenv("ARBORIST_SERVERS_PER_NODE", "2")
+    monkeypatch.delenv("ARBORIST_SGLANG_API_KEY", raising=False)
+    (tmp_path / "serving_nodes").write_text("node1,node2")
+    serves = "trap 'echo ended >> served; exit 0' TERM; touch serving; while true; do sleep 0.05; done"
+    trains = "while [ ! -e serving ]; do sleep 0.05; done"
+    told = 'echo "$@" >> words; echo "$ARBORIST_SGLANG_API_KEY" >> keys'
+    done = submit(tmp_path, f'{told}; case "$*" in *" serve "*) {serves};; *) {trains};; esac')
+    assert done.returncode == 0, done.stderr
+    serving, training = sorted((tmp_path / "words").read_text().splitlines(), key=lambda line: " fit " in line)
+    port = 20000 + 77
+    assert serving.endswith(f"serve --model models/one --host 0.0.0.0 --port {port} --replicas 2 --tensor_parallel 1")
+    urls = [f"http://node{node}:{port + server}" for node in (1, 2) for server in (0, 1)]
+    assert f"--data.engine.init_args.urls [{','.join(urls)}]" in training and "--nnodes 1:1" in training
+    one, other = (tmp_path / "keys").read_text().split()
+    assert one == other and len(one) == 48 and one not in serving + training
+    assert (tmp_path / "served").read_text() == "ended\n", "the servers end with the run"
+
+
+def test_servers_without_a_model_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("ARBORIST_MODEL", raising=False)
+    (tmp_path / "serving_nodes").write_text("node1")
+    done = submit(tmp_path, "echo start")
+    assert done.returncode != 0 and "ARBORIST_MODEL: name the model directory" in done.stderr and not done.stdout
