@@ -152,31 +152,46 @@ class RankWork:
         parts = partition(tree, self.exchange.parts, **self.exchange.partition_options)
         return [sorted(indices[i] for i in part) for part in parts]
 
-    def verify_together(self, engine: TreeEngine, tree: PrefixTree, want: Sequence[str], fall_back: bool) -> bool:
+    def verify_together(
+        self, engine: TreeEngine, tree: PrefixTree, want: Sequence[str], fall_back: bool, unchecked: set[bool]
+    ) -> set[bool]:
         """Collective: the engine's self-check on a part of this rank's `tree`, one decision for all: when any rank's
-        fails, all ranks stop, or all fall back to dense-leaf execution. False when no rank had anything to compare.
+        fails, all ranks stop, or all fall back to dense-leaf execution.
+
+        Args:
+            unchecked: kinds of trees, without pictures and with them, that no rank has compared; the same on all.
+
+        Returns:
+            Those that are still to be checked.
 
         Raises:
-            SelfCheckError: some rank's tree and dense execution differ, and `fall_back` is False.
+            SelfCheckError: some rank's tree and dense execution differ, and `fall_back` is False or of no help.
         """
-        report = engine.verify(tree, want)
+        seen = bool(tree.pictures)
+        report = engine.verify(tree, want) if seen in unchecked else None
         failed = report is not None and not report.passed
+        hopeless = report is not None and failed and report.heads
         device = next(engine.model.parameters()).device
-        compared, mismatches = self.exchange.sum(
-            torch.tensor([float(report is not None), float(failed)], device=device)
+        found = [report is not None, report is not None and seen, failed, hopeless]
+        compared, with_pictures, mismatches, heads = self.exchange.sum(
+            torch.tensor(found, dtype=torch.float32, device=device)
         ).tolist()
-        if not compared:
-            return False
         if mismatches:
             findings = str(report) if failed else f"tree and dense execution differ on {mismatches:.0f} other rank(s)"
+            name = type(engine.model).__name__
+            if heads:  # every sequence alone has the same ones
+                cause = report.cause if report is not None and hopeless else "Its output projection is not understood"
+                raise SelfCheckError(f"{name}: {findings}. {cause}")
             if not fall_back:
                 raise SelfCheckError(
-                    f"{type(engine.model).__name__}: {findings}. Some layer mixes tokens past the attention the engine"
-                    " controls: set model.self_check to 'fallback' (every sequence alone, slower), or to 'skip' if you"
-                    " know better"
+                    f"{name}: {findings}. Some layer mixes tokens past the attention the engine controls: set"
+                    " model.self_check to 'fallback' (every sequence alone, slower), or to 'skip' if you know better"
                 )
             engine.fall_back(findings)
-        return True
+        done = {False} if compared else set[bool]()
+        if with_pictures or engine.tower.processor is None:  # which has no pictures
+            done |= {True} if compared else set()
+        return unchecked - done
 
 
 def _whole_groups(shares: list[list[int]], groups: Tensor) -> list[list[int]]:

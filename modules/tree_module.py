@@ -144,7 +144,8 @@ class TreeModule(EvaluatedModule):
             "self_check": False,  # done here, where ranks can agree
         }
         self.self_check = self_check
-        self._checked = self_check == "skip"
+        # Kinds of batches, without pictures and with them, whose first is still to be checked.
+        self._unchecked = set[bool]() if self_check == "skip" else {False, True}
         self._fell_back = False
         self.ranks: RankWork  # from `setup` on
         self.policy: PreTrainedModel | None = None
@@ -347,7 +348,7 @@ class TreeModule(EvaluatedModule):
         start = time.perf_counter()
         assert self._step is not None, "training_step comes first"
         with self.trainer.precision_plugin.forward_context():
-            if not self._checked:
+            if self._unchecked:
                 self._check(self._step)
             step = self._step
             self.tree_pass(step)
@@ -360,9 +361,11 @@ class TreeModule(EvaluatedModule):
         self.end_step(step)
 
     def _check(self, step: TreeStep) -> None:
-        """Collective: compares tree and dense execution, once there is something to compare. After a fallback all
-        models run densely, the reference and the critic too, and the step begins anew: its columns were of the tree."""
-        self._checked = self.ranks.verify_together(self.engine, step.tree, self.want, self.self_check == "fallback")
+        """Collective: compares tree and dense execution, once there is something to compare, and once there are
+        pictures. After a fallback all models run densely, the reference and the critic too, and the step begins anew:
+        its columns were of the tree."""
+        falls_back, unchecked = self.self_check == "fallback", self._unchecked
+        self._unchecked = self.ranks.verify_together(self.engine, step.tree, self.want, falls_back, unchecked)
         if self.engine.dense and not self._fell_back:
             self._fell_back = True
             for engine in self._engines.values():

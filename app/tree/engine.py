@@ -34,6 +34,7 @@ from app.tree.model.pictures import PicturePass, Tower
 from app.tree.model.refusals import (
     refuse_by_name,
     refuse_dropout,
+    refuse_lengths,
     refuse_pictures,
     refuse_tokens,
     refuse_unsupported,
@@ -131,7 +132,8 @@ class TreeEngine:
                 f"on_mismatch={on_mismatch!r}: ranks of a group share the rows of tree execution alone; set"
                 " on_mismatch='error', or let each rank run a part of its own"
             )
-        self.on_mismatch, self.dense, self._verified = on_mismatch, False, not self_check
+        self.on_mismatch, self.dense = on_mismatch, False
+        self._verified = set() if self_check else {False, True}  # without pictures, with pictures
         self.last_plan: ExecutionPlan | None = None
         self.model = transformers_model(model)
         refuse_by_name(self.model)
@@ -336,13 +338,19 @@ class TreeEngine:
 
     def _with_room(self, run: Callable[[], Result]) -> Result:
         modules = [module for module in (self.model, self.value_head) if module is not None]
-        return self.budget.run(run, modules, self.group is not None, self.remember)
+        return self.budget.run(run, modules, self.group is not None, self.remember, self._used)
+
+    def _used(self) -> int | None:
+        return None if self.last_plan is None else self.last_plan.peak_live_tokens
 
     def verify(self, tree: PrefixTree, want: Sequence[str] = ("logprobs",)) -> CheckReport | None:
         """Compares tree with dense execution on a small part of `tree`, and changes nothing. None when there is nothing
         to compare: no sequences, or no trainable parameter. In low precision, where rounding would hide a gradient that
         a state lost, the first layers of a model that carries states are compared in float32 as well."""
-        want = [name for name in want if name != "soft"] or ["logprobs"]  # of the same logits
+        # What later losses will use too: heads are compared with the model's own by their log-probabilities.
+        want = [name for name in want if name != "soft"]
+        if self.heads.projection is not None and "logprobs" not in want:
+            want.append("logprobs")
         report = self._compare(tree, want)
         depth = self.state_layers.first_of_each
         if report is None or not (report.passed and depth and report.low_precision):
@@ -391,21 +399,16 @@ class TreeEngine:
         self.dense = True
 
     def _verify_once(self, tree: PrefixTree, want: Sequence[str]) -> None:
-        """`verify` at the first use that has something to compare, and what `on_mismatch` says when it fails."""
-        report = None if self._verified else self.verify(tree, want)
-        self._verified |= report is not None
+        """`verify` at the first use that has something to compare, and at the first that has pictures; and what
+        `on_mismatch` says when it fails."""
+        seen = bool(tree.pictures)
+        report = None if seen in self._verified else self.verify(tree, want)
+        if report is not None:
+            self._verified |= {False, seen}
         if report is None or report.passed:
             return
-        if self.on_mismatch == "error":
-            cause = (
-                "The engine gives the model its pictures otherwise than the model itself does"
-                if report.pictures
-                else "Some layer mixes tokens past the attention the engine controls"
-            )
-            raise SelfCheckError(
-                f"{type(self.model).__name__}: {report}. {cause}; train it with on_mismatch='fallback' (every sequence"
-                " alone), or set self_check=False if you know better"
-            )
+        if self.on_mismatch == "error" or report.heads:  # every sequence alone has the same heads
+            raise SelfCheckError(f"{type(self.model).__name__}: {report}. {report.cause}")
         self.fall_back(str(report))
 
     def _plan(self, tree: PrefixTree, chunk_tokens: int, live_tokens: int) -> ExecutionPlan:
@@ -472,13 +475,7 @@ class TreeEngine:
         if tree.pictures:
             refuse_pictures(self.model, self.tower.processor)
         refuse_tokens(self.model, tree)
-        longest = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
-        if longest is not None and tree.num_sequences and int(tree.sequence_length.max()) > longest:
-            i = int(tree.sequence_length.argmax())
-            raise ValueError(
-                f"sequences[{i}] has {int(tree.sequence_length[i])} tokens, more than the model's"
-                f" max_position_embeddings of {longest}; shorten it or raise the model's limit"
-            )
+        refuse_lengths(self.model, tree)
         for module in (self.model, self.value_head):
             if module is not None:
                 refuse_dropout(module)
@@ -488,7 +485,9 @@ def _one_by_one(loss_fn: LossFn) -> LossFn:
     """A batched loss from one for single sequences."""
 
     def batched(out: FlatOutputs, indices: Tensor) -> Tensor:
-        losses = [torch.as_tensor(loss_fn(out.sequence(k), i)) for k, i in enumerate(indices.tolist())]
+        like = next(one for one in (out.logprobs, out.entropy, out.values, out.soft) if one is not None)
+        found = [loss_fn(out.sequence(k), i) for k, i in enumerate(indices.tolist())]
+        losses = [one if isinstance(one, Tensor) else like.new_tensor(one) for one in found]  # 0.0 of a sequence, say
         for i, loss in zip(indices.tolist(), losses):
             check_scalar(loss, f" for sequence {i}")
         return torch.stack(losses).sum()

@@ -263,6 +263,7 @@ class Budget:
         modules: Sequence[nn.Module],
         together: bool,
         remember: Callable[[], Callable[[], None]] | None,
+        used: Callable[[], int | None] = lambda: None,
     ) -> Result:
         """`run()`, a backward pass planned anew at each call; once more with half the live tokens when a GPU's memory
         runs out.
@@ -271,6 +272,7 @@ class Budget:
             modules: whose gradients it adds to.
             together: whether other ranks run the same plan, so that this one cannot choose another by itself.
             remember: called before; what it returns undoes what losses of a failed attempt have recorded.
+            used: live tokens that the plan which ran last needed of its budget, where that is known.
 
         Raises:
             torch.OutOfMemoryError: with a note on what to change, where the pass cannot be repeated.
@@ -283,7 +285,9 @@ class Budget:
                 self._passes += 1
                 return result
             except torch.OutOfMemoryError as error:
-                half = self._planned // 2
+                half, needed = self._planned // 2, used()
+                if needed is not None and needed <= half:  # the same plan would fit into half of the budget
+                    half = needed // 2
                 if before is None or half < _LEAST or not before.restore():
                     error.add_note(
                         f"A tree pass of {self._planned} live tokens ran out of memory and was not repeated with fewer:"

@@ -141,6 +141,8 @@ class PrefixTree:
         """The tree of the sequences `indices`, in that order, which share every common prefix (whatever keys this one
         was built with)."""
         picks = np.asarray(indices, np.int64)
+        if not len(picks):
+            return self.rebuilt([])
         ends = np.cumsum(self.sequence_length[picks])[:-1]
         tokens = np.split(self.tokens[self.sequence_tokens(picks)], ends)
         return self.rebuilt(tokens, scored=np.split(self.sequence_scored(picks), ends))

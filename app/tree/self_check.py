@@ -72,6 +72,7 @@ class CheckReport:
         margin: how many times dense's own difference is allowed.
         passed: whether everything is within that.
         low_precision: whether the model computes in less than 32 bits.
+        heads: whether already dense execution gives other log-probabilities than the model's own forward.
         pictures: what enters the language model otherwise than the untouched model has it, in words.
         scope: which part of the model was compared, in words; empty: all of it.
     """
@@ -85,6 +86,7 @@ class CheckReport:
     margin: float
     passed: bool
     low_precision: bool
+    heads: bool = False
     pictures: str = ""
     scope: str = ""
 
@@ -97,6 +99,24 @@ class CheckReport:
             f" {self.outputs[1]:.1e}), the gradient of '{self.parameter}' ({self.layer}) by {self.gradients[0]:.1e} of"
             f" its size (dense from itself: {self.gradients[1]:.1e}); allowed is {self.margin:g} times as much as dense"
             f" from itself{found}"
+        )
+
+    @property
+    def cause(self) -> str:
+        """Of a check that failed: what is meant, and what to do."""
+        if self.heads:
+            return (
+                "Its own forward makes other logits of the last hidden states than its output projection and what the"
+                " engine reads of its configuration (logits_scaling, logit_scale, lm_head_multiplier,"
+                " final_logit_softcapping) do, which no way to run it repairs; use another model"
+            )
+        if self.pictures:
+            found = "The engine gives the model its pictures otherwise than the model itself does"
+        else:
+            found = "Some layer mixes tokens past the attention the engine controls"
+        return (
+            f"{found}; train it with on_mismatch='fallback' (every sequence alone), or set self_check=False if you know"
+            " better"
         )
 
 
@@ -179,7 +199,8 @@ def compare(subject: Subject, tree: PrefixTree, want: frozenset[str]) -> CheckRe
         return None
     report = None
     for attempt in range(ATTEMPTS):
-        report = _attempt(subject, found.permuted(attempt), want)
+        with _without_noise(subject.model):
+            report = _attempt(subject, found.permuted(attempt), want)
         if report.passed or report.pictures:
             break
     return report
@@ -206,16 +227,39 @@ def _attempt(subject: Subject, sampled: Sample, want: frozenset[str]) -> CheckRe
         for gradient in runs[0][1].values():
             subject.total(gradient)
     (over, over_grads), (dense, dense_grads), *rounded = runs
-    difference = over - dense
+    difference, heads = over - dense, 0.0
     if "logprobs" in want:  # not even the engine's output projection is taken on trust
         column = _column("logprobs", want, own_logprobs)
-        difference[column] = over[column] - own_logprobs * torch.from_numpy(np.concatenate(sampled.scored))
+        own = own_logprobs * torch.from_numpy(np.concatenate(sampled.scored))
+        difference[column] = over[column] - own
+        heads = float((dense[column] - own).abs().max())
     outputs = (float(difference.abs().max()), max(float((out - dense).abs().max()) for out, _ in rounded))
-    report = _report(subject, sampled.sequences, outputs, over_grads, dense_grads, [grads for _, grads in rounded])
+    others = [grads for _, grads in rounded]
+    report = _report(subject, sampled.sequences, outputs, heads, over_grads, dense_grads, others)
     if not own_entries or subject.entries is None:
         return report
     apart = differences(own_entries, subject.entries(small), torch.finfo(subject.dtype).eps)
     return replace(report, pictures=apart, passed=report.passed and not apart)
+
+
+@contextmanager
+def _without_noise(model: PreTrainedModel) -> Iterator[None]:
+    """Leaves the global random state as found. Raises ValueError where the model drew from it: what is measured as its
+    rounding would be noise, and a token's runs would not be of one function."""
+    device = next(model.parameters()).device
+    cuda = [device] if device.type == "cuda" else []
+
+    def state() -> list[Tensor]:
+        return [torch.get_rng_state(), *(torch.cuda.get_rng_state(one) for one in cuda)]
+
+    with torch.random.fork_rng(cuda):
+        before = state()
+        yield
+        if not all(map(torch.equal, before, state())):
+            raise ValueError(
+                f"{type(model).__name__} draws random numbers in its forward (a router's noise, layers left out), so"
+                " that a token's runs would differ; call eval(), or set that to 0 in the model's configuration"
+            )
 
 
 def sample(tree: PrefixTree, branches: int = EXTENT[0], context: int = EXTENT[1]) -> tuple[list[Ints], int]:
@@ -297,6 +341,7 @@ def _report(
     subject: Subject,
     sequences: list[Ints],
     outputs: tuple[float, float],
+    heads: float,
     tree: dict[str, Tensor],
     dense: dict[str, Tensor],
     rounded: list[dict[str, Tensor]],
@@ -314,7 +359,8 @@ def _report(
     more = SCAN if subject.scans else smallest
     allowed = {name: margin * max(own[name], typical) + more for name in found}
     worst = max(found, key=lambda name: np.nan_to_num(found[name] / allowed[name], nan=np.inf))
-    right = outputs[0] <= margin * outputs[1] + smallest and all(found[name] <= allowed[name] for name in found)
+    most = margin * outputs[1] + smallest
+    right = outputs[0] <= most and all(found[name] <= allowed[name] for name in found)
     return CheckReport(
         len(sequences),
         sum(map(len, sequences)),
@@ -325,6 +371,7 @@ def _report(
         margin,
         right,
         subject.low_precision,
+        heads > most,
     )
 
 

@@ -105,6 +105,13 @@ def tree_attention(
         raise ValueError(f"{where}: is_causal=False; only causal attention is supported")
     if sliding_window is not None and sliding_window < 1:
         raise ValueError(f"{where}: sliding_window={sliding_window}; set it to at least 1, or to None for no window")
+    hidden = _masked_window(module, layer) if sliding_window is None else None
+    if hidden is not None and len(tree_chunk.depths) and int(tree_chunk.depths.max()) >= hidden:
+        raise ValueError(
+            f"{where}: has a window of {hidden} tokens in the mask that transformers makes and does not pass it to its"
+            " attention function, so that tree attention would see further; shorten sequences to the window, or use"
+            " another model"
+        )
     unknown = {name for name, given in others.items() if given is not None and name not in _HARMLESS}
     if unknown:
         raise ValueError(f"{where}: unsupported attention arguments {sorted(unknown)}; they would be ignored silently")
@@ -135,6 +142,14 @@ def tree_attention(
         out = tree_chunk.backend.attend(query, key, value, s_aux, tree_chunk, call)
     out = out[..., : out.shape[-1] - narrow]
     return (out if shares is None else shares.to_rows(out)).transpose(1, 2), None
+
+
+def _masked_window(module: nn.Module, layer: int) -> int | None:
+    """A layer's window as its configuration has it, which layers of Qwen2-MoE and PhiMoE do not pass on."""
+    config = getattr(module, "config", None)
+    kinds = getattr(config, "layer_types", None)
+    windowed = kinds[layer] == "sliding_attention" if kinds else getattr(config, "model_type", None) == "phimoe"
+    return getattr(config, "sliding_window", None) if windowed else None
 
 
 AttentionInterface.register(ATTENTION_NAME, tree_attention)

@@ -81,8 +81,13 @@ class Heads:
         self.vocabulary = vocabulary if vocabulary is not None and vocabulary.projects else None
         self.vocab_size = config.vocab_size
         self._columns = config.vocab_size if self.vocabulary is None else self.vocabulary.count
-        self._divide = getattr(config, "logits_scaling", None)  # Granite
-        self._multiply = getattr(config, "logit_scale", None)  # Cohere
+        scaling, multiplies = getattr(config, "logits_scaling", None), config.model_type == "hyperclovax"
+        self._divide = None if multiplies else scaling  # Granite
+        self._multiply = (
+            scaling
+            if multiplies
+            else getattr(config, "logit_scale", getattr(config, "lm_head_multiplier", None))  # Cohere; Falcon-H1
+        )
         self._softcap = getattr(config, "final_logit_softcapping", None)  # Gemma 2
         if head_tokens != "auto" and (isinstance(head_tokens, str) or head_tokens < 1):
             raise ValueError(f"head_tokens must be 'auto' or an integer of at least 1, got {head_tokens!r}")

@@ -24,15 +24,15 @@ def checkpointable(model: PreTrainedModel) -> bool:
     """Whether `checkpointed` saves memory on this model without changing what it computes.
 
     It does not where layers are checkpointed by the user's own setting already, where a layer is not of transformers'
-    checkpointing kind, and where the configuration has dropout: a layer checkpoints in training mode only, and
-    switching that on in evaluation mode would switch dropout on.
+    checkpointing kind, and where the configuration has dropout or a router's noise: a layer checkpoints in training
+    mode only, and switching that on in evaluation mode would switch dropout on.
     """
     layers = _layers(model)
     config = model.config.get_text_config()
     dropout = any(
         isinstance(rate, float) and rate > 0
         for key, rate in config.to_dict().items()
-        if "dropout" in key or key.endswith("pdrop")
+        if "dropout" in key or "jitter" in key or key.endswith("pdrop")
     )
     return (
         len(layers) == config.num_hidden_layers > 1

@@ -108,6 +108,31 @@ def refuse_tokens(model: PreTrainedModel, tree: PrefixTree) -> None:
         )
 
 
+def refuse_lengths(model: PreTrainedModel, tree: PrefixTree) -> None:
+    """Sequences longer than the model's positions; and those for which it would rotate all tokens otherwise than for
+    shorter ones (LongRoPE), so that a prefix would depend on what follows it."""
+    if not tree.num_sequences:
+        return
+    config = model.config.get_text_config()
+    i = int(tree.sequence_length.argmax())
+    length = int(tree.sequence_length[i])
+    limit = getattr(config, "max_position_embeddings", None)
+    if limit is not None and length > limit:
+        raise ValueError(
+            f"sequences[{i}] has {length} tokens, more than the model's max_position_embeddings of {limit}; shorten it"
+            " or raise the model's limit"
+        )
+    rope = getattr(config, "rope_parameters", None) or {}
+    for part in (rope, *(one for one in rope.values() if isinstance(one, dict))):
+        limit = part.get("original_max_position_embeddings")
+        if part.get("rope_type") == "longrope" and limit is not None and length > limit:
+            raise ValueError(
+                f"sequences[{i}] has {length} tokens, and beyond original_max_position_embeddings of {limit} this model"
+                " rotates every token of a sequence by other angles (rope_type 'longrope'), so that what a prefix is"
+                f" depends on what follows it; shorten sequences to {limit} tokens, or use another model"
+            )
+
+
 def _find_token(tree: PrefixTree, token: int) -> tuple[int, int, int]:
     """A sequence that holds a tree token, with the position and the id."""
     for i in range(tree.num_sequences):
@@ -144,8 +169,12 @@ def refuse_unsupported(model: PreTrainedModel, stateful: Collection[int]) -> Non
         raise ValueError("output_router_logits: auxiliary router losses are not supported; set it to False")
 
 
+_NOT_IN_LAYERS = ("classifier", "summary")
+
+
 def refuse_dropout(model: nn.Module) -> None:
-    """Dropout would differ between the runs of one token. Functional dropout shows in the configuration."""
+    """Dropout, and the noise of a router, would differ between the runs of one token. Functional ones show in the
+    configuration."""
     for name, module in model.named_modules():
         if isinstance(module, nn.Dropout) and module.training and module.p > 0:
             raise ValueError(f"dropout of {module.p} at '{name}' in training mode; set it to 0 or call eval()")
@@ -154,7 +183,7 @@ def refuse_dropout(model: nn.Module) -> None:
     vision = getattr(model.config, "vision_config", None)
     rates = [part.to_dict() for part in (model.config.get_text_config(), vision) if part is not None]
     for key, rate in (item for part in rates for item in part.items()):
-        named = ("dropout" in key or key.endswith("pdrop")) and not key.startswith(("classifier", "summary"))
+        named = ("dropout" in key or "jitter" in key or key.endswith("pdrop")) and not key.startswith(_NOT_IN_LAYERS)
         if named and isinstance(rate, float) and rate > 0:
             raise ValueError(
                 f"{key} of {rate} in training mode; set it to 0 in the model's configuration or call eval()"

@@ -264,9 +264,12 @@ def _disagreement(
     functions: tuple[str, ...], device: torch.device, dtype: torch.dtype, sizes: tuple[int, int, int]
 ) -> str | None:
     found, _ = _found(functions)
-    like = torch.empty(0, device=device, dtype=dtype)
     try:
-        distances = compare(ByWave(Kernels(found)), functions, (1, 3, 63, 64, 65), sizes, like)
+        with torch.inference_mode(False), torch.enable_grad():  # the first to ask may be a scoring pass
+            like = torch.empty(0, device=device, dtype=dtype)
+            distances = compare(ByWave(Kernels(found)), functions, (1, 3, 63, 64, 65), sizes, like)
+    except torch.OutOfMemoryError:
+        raise  # says nothing of the kernels, and is not kept
     except Exception as error:  # a compiler's or a driver's
         return f"failed on a small example: {type(error).__name__}: {error}"
     worst = max(distances, key=lambda name: np.nan_to_num(distances[name], nan=np.inf))

@@ -81,9 +81,11 @@ def test_a_rank_without_sequences_joins_and_the_check_waits(monkeypatch: pytest.
             return tensor
 
     ranks = RankWork(Alone(), "tree", module.engine_for)
-    assert not ranks.verify_together(engine, PrefixTree.build([]), ("logprobs",), False)
-    assert ranks.verify_together(engine, PrefixTree.build([[1, 2, 3, 4], [1, 2, 5]]), ("logprobs",), False)
-    assert [t.tolist() for t in joined] == [[0.0, 0.0], [1.0, 0.0]]
+    unchecked = ranks.verify_together(engine, PrefixTree.build([]), ("logprobs",), False, {False, True})
+    assert unchecked == {False, True}
+    tree = PrefixTree.build([[1, 2, 3, 4], [1, 2, 5]])
+    assert ranks.verify_together(engine, tree, ("logprobs",), False, unchecked) == set(), "it never has pictures"
+    assert [t.tolist() for t in joined] == [[0.0] * 4, [1.0, 0.0, 0.0, 0.0]]
 
 
 def test_unknown_values_are_refused() -> None:

@@ -208,3 +208,63 @@ def test_a_window_of_no_tokens_is_refused() -> None:
     for layer in model.model.layers:
         layer.self_attn.config.sliding_window = 0
     refused(model, "layer 0 .*sliding_window=0")
+
+
+LONG_ROPE = dict(
+    original_max_position_embeddings=12,
+    rope_parameters=dict(
+        rope_type="longrope",
+        rope_theta=10000.0,
+        short_factor=[1.0, 1.1],
+        long_factor=[4.0, 8.0],
+        original_max_position_embeddings=12,
+    ),
+)
+
+
+def test_positions_that_depend_on_what_follows_are_refused() -> None:
+    """LongRoPE rotates a sequence beyond its original length otherwise, from the first token on."""
+    model = models.make("phi3", **LONG_ROPE)
+    longer = [np.arange(3, 16), [3, 4, 5]]
+    refused(model, r"sequences\[0\] has 13 tokens.*original_max_position_embeddings of 12.*longrope", sequences=longer)
+    kept = [np.arange(3, 15), [3, 4, 5]]
+    expected = [out.logprobs for out in oracle.dense_forward(model, [np.asarray(one) for one in kept])]
+    got = run(model, kept).logprobs
+    assert all((a - b).abs().max() < 1e-5 for a, b in zip(got, expected, strict=True))
+
+
+EXPERTS = dict(num_experts=4, num_local_experts=4, num_experts_per_tok=2, router_jitter_noise=0.0)
+IN_MASKS = [
+    ("qwen2_moe", dict(use_sliding_window=True, max_window_layers=1, moe_intermediate_size=8)),
+    ("phimoe", dict(input_jitter_noise=0.0)),
+]
+
+
+@pytest.mark.parametrize(("name", "options"), IN_MASKS, ids=[name for name, _ in IN_MASKS])
+def test_a_window_that_only_the_mask_has_is_refused(name: str, options: dict) -> None:
+    """These layers do not pass their window on; up to it, they need none."""
+    model = models.make(name, sliding_window=5, **EXPERTS, **options).eval()
+    refused(model, r"has a window of 5 tokens in the mask", sequences=[np.arange(3, 10)])
+    sequence = np.arange(3, 9)  # nothing is predicted from the last
+    expected = oracle.dense_forward(model, [sequence])[0].logprobs
+    assert (run(model, [sequence]).logprobs[0] - expected).abs().max() < 1e-5
+
+
+def test_a_routers_noise_is_refused_in_training_mode() -> None:
+    model = models.make("mixtral", **{**EXPERTS, "router_jitter_noise": 0.1})
+    refused(model, "router_jitter_noise of 0.1 in training mode")
+    model.eval()
+    run(model, GOOD)
+
+
+def test_nothing_selected_is_an_empty_tree(model) -> None:
+    tree = PrefixTree.build(GOOD).select([])
+    assert (tree.num_sequences, tree.num_tokens) == (0, 0)
+    assert TreeEngine(model).backward(tree, lambda out, i: out.logprobs.sum()) == 0.0
+
+
+def test_a_loss_may_be_a_number_for_some_sequences(model) -> None:
+    tree = PrefixTree.build(GOOD)
+    whole = TreeEngine(model).backward(tree, lambda out, i: out.logprobs.sum() if i else 0.0)
+    alone = TreeEngine(model).forward(tree).logprobs[1].sum()
+    assert whole == pytest.approx(float(alone), abs=1e-5)

@@ -158,3 +158,13 @@ def test_plans_repeat_while_free_memory_moves(model: Any, monkeypatch: pytest.Mo
         if step % 2:
             model.zero_grad()
     assert len(asked) == 4 and len(set(found[1:])) == 1 and found[1] > memory._ROUND and found[1] % memory._ROUND == 0
+
+
+def test_of_a_budget_half_empty_half_of_what_was_used_is_taken(model: Any) -> None:
+    """Half of 4,096 would be the same plan again, and run out again."""
+    device = limited(model, 0.6)
+    engine = TreeEngine(model, 40, 4096)
+    used = engine.plan(TREE).peak_live_tokens
+    with device.measuring(), pytest.warns(UserWarning, match=f"of 4096 live tokens .* repeated with {used // 2},"):
+        engine.backward(TREE, loss)
+    assert device.failures == 1

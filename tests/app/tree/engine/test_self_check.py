@@ -16,6 +16,7 @@ from tests.app.tree.cases import VOCABULARY
 from tests.app.tree.engine import families
 from tests.app.tree.losses import SequenceLoss
 from tests.app.tree.parity import assert_unchanged, snapshot, take_grads
+from tests.app.tree.states import hybrids
 
 DTYPES = [torch.float32, torch.bfloat16]
 
@@ -115,7 +116,7 @@ BROKEN: dict[str, Callable[[nn.Module], None]] = {
 def test_a_broken_model_is_caught(kind: str, dtype: torch.dtype, size: None) -> None:
     model = models.make("qwen3", dtype)
     BROKEN[kind](model)
-    with pytest.raises(SelfCheckError, match=r"Qwen3ForCausalLM: .* differ by more than rounding .*on_mismatch"):
+    with pytest.raises(SelfCheckError, match=r"Qwen3ForCausalLM: .* differ by .*(on_mismatch|use another model)"):
         TreeEngine(model, self_check=True).backward(TREE, lambda out, i: out.logprobs.sum())
     assert all(p.grad is None for p in model.parameters())
     TreeEngine(model, self_check=False).backward(TREE, lambda out, i: out.logprobs.sum())  # switched off
@@ -281,3 +282,43 @@ def test_the_sample_is_smaller_where_the_model_is_large(parameters: int, extent:
     found, fork = sample(PrefixTree.build(conversation(stem=3000)), *subject.extent)
     assert subject.extent == extent and len(found) <= extent[0] and fork == extent[1]
     assert all(len(s) <= 2 * fork for s in found)
+
+
+def test_logits_that_the_engine_would_make_otherwise_are_no_case_for_falling_back() -> None:
+    """Every sequence alone has the same heads."""
+    model = models.make("falcon_h1", **{**hybrids.OPTIONS["falcon_h1"], "lm_head_multiplier": 0.25})
+    engine = TreeEngine(model)
+    assert engine.verify(TREE).passed, "Falcon-H1 multiplies its logits, which the engine knows"
+    del model.config.lm_head_multiplier
+    engine = TreeEngine(model, self_check=True, on_mismatch="fallback")
+    with pytest.raises(SelfCheckError, match=r"makes other logits .*use another model"):
+        engine.backward(TREE, lambda out, i: out.logprobs.sum())
+    assert not engine.dense and all(p.grad is None for p in model.parameters())
+
+
+def test_logits_are_compared_whatever_the_first_loss_wants() -> None:
+    model = models.make("cohere", logit_scale=0.25)
+    engine = TreeEngine(model, self_check=True)
+    engine.heads._multiply = None
+    with pytest.raises(SelfCheckError, match="makes other logits"):
+        engine.backward(TREE, lambda out, i: out.entropy.sum(), want=("entropy",))
+
+
+class Noisy(nn.Module):
+    """Dropout that no configuration speaks of."""
+
+    def __init__(self, mlp: nn.Module) -> None:
+        super().__init__()
+        self.mlp = mlp
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.mlp(x) * (1 + 0.1 * torch.rand_like(x))
+
+
+def test_a_model_that_draws_random_numbers_is_refused_and_the_state_left_as_found() -> None:
+    model = models.make("qwen3")
+    model.model.layers[0].mlp = Noisy(model.model.layers[0].mlp)
+    before = torch.get_rng_state()
+    with pytest.raises(ValueError, match="draws random numbers in its forward"):
+        TreeEngine(model, self_check=True).backward(TREE, lambda out, i: out.logprobs.sum())
+    assert torch.equal(torch.get_rng_state(), before)

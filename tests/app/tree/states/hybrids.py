@@ -61,7 +61,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
         num_experts_per_tok=2,
         shared_intermediate_size=8,
     ),
-    "falcon_h1": dict(MAMBA, mamba_d_ssm=32, head_dim=8),
+    "falcon_h1": dict(MAMBA, mamba_d_ssm=32, head_dim=8, lm_head_multiplier=0.5),
     "bamba": dict(MAMBA, num_hidden_layers=3, attn_layer_indices=[1]),
     "kimi_linear": dict(
         num_hidden_layers=3,

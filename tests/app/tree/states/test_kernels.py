@@ -258,3 +258,12 @@ def test_stand_ins_have_the_packages_signatures(function: str) -> None:
     names = [argument.arg for argument in found[0].args.args]
     ours = [p.name for p in inspect.signature(FOUND[function]).parameters.values() if p.kind is not p.VAR_KEYWORD]
     assert names == ours
+
+
+def test_the_first_to_ask_may_be_a_scoring_pass(machine: dict[str, str]) -> None:
+    """Without gradients; what was found out then holds for training too."""
+    model = hybrids.make("qwen3_5_text", dtype=torch.bfloat16)
+    for without in (torch.no_grad, torch.inference_mode):
+        kernels._disagreement.cache_clear()
+        with without():
+            assert choose_scans("fla", model, {"torch_chunk_gated_delta_rule"}, SIZES).name == "fla"

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+from app.exchange import OneProcess
 from app.tree import SelfCheckError, TreeEngine
 from app.tree.model import pictures, positions
 from app.tree.model.pictures import PicturePass, Tower
+from modules.ranks import RankWork
 from tests.app.tree.engine.pictures import vision
 from tests.app.tree.engine.pictures.test_parity import TEXTS, build
 from tests.app.tree.parity import assert_unchanged, snapshot
@@ -112,3 +115,28 @@ def test_gradients_of_the_tower_are_compared(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(PicturePass, "owe", forgetful)
     with pytest.raises(SelfCheckError, match="visual"):
         step(vision.make("Qwen3-VL"), ONE_PICTURE)
+
+
+def test_pictures_that_come_after_text_are_checked(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = vision.make("Qwen3-VL")
+    engine = TreeEngine(model.model, image_processor=model.processor, self_check=True)
+    engine.backward(build(model.sequences([[1, 2, 5, 6], [1, 2, 7]])), lambda out, i: out.logprobs.sum())
+    model.model.zero_grad()
+    advance(monkeypatch)
+    with pytest.raises(SelfCheckError, match=MISTAKES[advance]):
+        engine.backward(build(model.sequences(ONE_PICTURE)), lambda out, i: out.logprobs.sum())
+
+
+def test_ranks_whose_parts_have_no_pictures_wait_for_those_that_have(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = vision.make("Qwen3-VL")
+    engine = TreeEngine(model.model, self_check=False, image_processor=model.processor)
+    ranks = RankWork(OneProcess(), "tree", lambda name: nullcontext(engine))
+    text = build(model.sequences([[1, 2, 5, 6], [1, 2, 7]]))
+    unchecked = ranks.verify_together(engine, text, ("logprobs",), False, {False, True})
+    assert unchecked == {True} == ranks.verify_together(engine, text, ("logprobs",), False, unchecked)
+    pictured = build(model.sequences(ONE_PICTURE))
+    assert ranks.verify_together(engine, pictured, ("logprobs",), False, unchecked) == set()
+    advance(monkeypatch)
+    engine = TreeEngine(model.model, self_check=False, image_processor=model.processor)
+    with pytest.raises(SelfCheckError, match="position_ids"):
+        ranks.verify_together(engine, pictured, ("logprobs",), False, unchecked)
