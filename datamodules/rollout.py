@@ -335,6 +335,7 @@ class RolloutDataModule(L.LightningDataModule):
         the next one while the weights stay as they are."""
         self._running_producer().stream.release()
         self._running_producer().publish(self.gate.version + 1)
+        self._running_producer().stream.renew()
 
     def evaluate(self, prompts: ValSet, first: int, last: int) -> list[Group]:
         """Episodes of the set's prompts `[first, last)`; none on other ranks than 0. Raises as `Producer.evaluate`."""

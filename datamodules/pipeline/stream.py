@@ -15,6 +15,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from datamodules.groups import Group, pack, unpack
@@ -152,6 +153,13 @@ class Stream:
         """The groups taken last are trained on, or never will be."""
         with self.changed:
             self.taken = []
+
+    def renew(self) -> None:
+        """A version has passed without new weights: no group is older for it."""
+        with self.changed:
+            for pending in self._running.values():
+                pending.admitted_at = self.gate.version
+            self._ready = [replace(group, admitted_at=self.gate.version) for group in self._ready]
 
     @property
     def ready(self) -> int:

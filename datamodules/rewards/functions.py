@@ -29,8 +29,18 @@ MARKED = re.compile(r"^####[ \t]*(\S.*)\s*\Z", re.MULTILINE)
 
 
 def exact_match(prompt: Prompt, completion: str) -> float:
-    """1.0 when the completion is the prompt's answer, white space around both aside; else 0.0."""
-    return float(completion.strip() == prompt.answer.strip())
+    """1.0 when the completion is the prompt's answer, white space around both aside; else 0.0.
+
+    Raises:
+        ValueError: the prompt has no answer, which an empty completion would be.
+    """
+    return float(completion.strip() == _reference(prompt))
+
+
+def _reference(prompt: Prompt) -> str:
+    if not (answer := prompt.answer.strip()):
+        raise ValueError(f"prompt '{prompt.id}' has no answer to compare with; set answer_field, or another reward")
+    return answer
 
 
 def math_verify(prompt: Prompt, completion: str) -> float:
@@ -59,7 +69,8 @@ def math_verify(prompt: Prompt, completion: str) -> float:
     marked = MARKED.search(completion)
     try:
         with _processor_time(_MATH_S):
-            found = library.parse(marked[1] if marked else completion, parsing_timeout=None, raise_on_error=True)
+            said = as_marked(marked[1], prompt.answer) if marked else completion
+            found = library.parse(said, parsing_timeout=None, raise_on_error=True)
             return float(_equal(reference, found)) if found else 0.0
     except (Exception, _OutOfTime):
         try:
@@ -143,7 +154,7 @@ class RegexMatch:
         whole: the whole completion must match; False looks for the last place where it does.
 
     Raises:
-        ValueError: no regular expression.
+        ValueError: no regular expression; (when called) a group "answer" and a prompt without one.
     """
 
     def __init__(self, pattern: str, whole: bool = True) -> None:
@@ -156,11 +167,10 @@ class RegexMatch:
     def __call__(self, prompt: Prompt, completion: str) -> float:
         matches = [self.pattern.fullmatch(completion)] if self.whole else [None, *self.pattern.finditer(completion)]
         found = matches[-1]
-        if found is None:
-            return 0.0
         if "answer" not in self.pattern.groupindex:
-            return 1.0
-        return float((found["answer"] or "").strip() == prompt.answer.strip())
+            return float(found is not None)
+        reference = _reference(prompt)
+        return float(found is not None and (found["answer"] or "").strip() == reference)
 
 
 class WeightedSum:
@@ -235,3 +245,14 @@ def prepare(rewards: Iterable[Callable[..., Any]]) -> None:
 def _mathematical(answer: str) -> str:
     """LaTeX outside an environment is not looked at by the library's parser."""
     return answer if "$" in answer or "\\boxed" in answer else f"${answer}$"
+
+
+_NUMBER = re.compile(r"[-+$\s\d.,/%]+")
+_LATEX = re.compile(r"\\[A-Za-z{(]")
+
+
+def as_marked(mark: str, reference: str = "0") -> str:
+    """What stands behind a mark, as the reference is read: `2\\sqrt{3}` whole, and not as a 2. Words beside a plain
+    number ("7 apples") stay words."""
+    plain = _NUMBER.fullmatch(reference) and not _LATEX.search(mark)
+    return mark if plain else _mathematical(mark)

@@ -23,10 +23,17 @@ def grpo(batch: RolloutBatch, mean: Over = "group", std: Over = "group", eps: fl
         float32 [T], one value for all tokens of an episode; in standard deviations, or units of reward for std "none".
 
     Raises:
+        ValueError: a mean that is wider than the std, or none: where rewards are equal, that divides them by eps.
         BatchError: with mean or std "group", a batch in which no group has two episodes.
     """
     check_over("mean", mean)
     check_over("std", std)
+    if std != "none" and mean not in ("group", std):
+        raise ValueError(
+            f"advantage_options: mean {mean} with std {std} divides by a {std}'s deviation what is not centred on its"
+            " mean: where its rewards are all (nearly) equal, advantages reach 1e6; set std to none, or mean to group"
+            f" or {std}"
+        )
     rewards, groups, of_sequence = episodes(batch)
     of_episode = groups.unique(return_inverse=True)[1]
     if "group" in (mean, std):

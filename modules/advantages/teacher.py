@@ -8,6 +8,7 @@ is asked again until the deadline; a teacher that is shown another prompt (hints
 
 from __future__ import annotations
 
+import http.client
 import json
 import math
 import os
@@ -152,7 +153,7 @@ class TeacherServer:
                 why = f"status {error.code}: {said}"
                 if error.code < 500 and error.code != 429:
                     raise TeacherLost(f"{self.url}{path} refuses {len(body['input_ids'])} tokens: {why}") from error
-            except (OSError, ValueError) as error:  # no connection, a time-out, no JSON
+            except (OSError, ValueError, http.client.HTTPException) as error:  # no connection, cut short, no JSON
                 why = str(error) or type(error).__name__
             if time.monotonic() + wait >= ends:
                 raise TeacherLost(

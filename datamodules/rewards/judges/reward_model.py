@@ -15,6 +15,7 @@ from typing import Any
 from transformers import AutoConfig
 
 from app import checks
+from app.text import well_formed
 from datamodules.conversations.chat_template import Chat, Message
 from datamodules.prompts.base import Prompt
 from datamodules.prompts.tokenizers import encode_prompt, encode_reply, load_tokenizer
@@ -158,7 +159,7 @@ class RewardModel(Judge):
 
     def _quoted(self, text: str) -> str:
         """`text` whose control tokens are text."""
-        return harmless(text) if self._chat is None else self._chat.quoted(harmless(text))
+        return harmless(text) if self._chat is None else self._chat.quoted(well_formed(text))
 
     def _rendered(self, messages: Sequence[Message], tools: list[dict[str, Any]] | None) -> list[int]:
         """A conversation's tokens, up to the one that ends its last message."""

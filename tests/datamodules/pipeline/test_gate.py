@@ -101,6 +101,27 @@ def test_without_over_sampling_nothing_is_surplus() -> None:
     assert [stream.finish(one, group_of(one)) for one in playing] == [[]] * 4
 
 
+def test_what_is_slow_is_not_stale_where_no_weights_change() -> None:
+    """Rolled out and not trained on, every batch passes as a version; else only quick episodes would be left."""
+    stream = Stream(StalenessGate(batch_size=1, max_staleness=1), group_size=2)
+    slow, quick = stream.admit(), stream.admit()
+    assert slow is not None and quick is not None
+    for version in range(1, 5):
+        stream.finish(quick, group_of(quick))
+        assert stream.take(1) is not None
+        stream.release()
+        stream.gate.publish(version)
+        stream.renew()
+        again = stream.admit()
+        assert again is not None
+        quick = again
+    stream.finish(slow, group_of(slow))
+    (taken,) = stream.take(1) or [None]
+    assert taken is not None and taken.index == slow.index and taken.admitted_at == 4
+    assert stream.gate.counters()["dropped_stale"] == 0
+    stream.check()
+
+
 @pytest.mark.parametrize("drop", ["failed", "filtered", "skipped", "requeued", "stale"])
 def test_every_drop_gives_its_place_back_and_is_counted(drop: str) -> None:
     gate = StalenessGate(batch_size=1, max_staleness=0, max_concurrent=1)

@@ -34,6 +34,8 @@ PRODUCTS = ArithmeticPrompts(digits=1, operators="*", split="validation", size=3
         ("5 apples\n#### 0.50", "1/2"),
         ("The answer is $\\frac{2}{4}$.", "1/2"),
         ("#### 1,000", "1000"),
+        ("#### 2\\sqrt{3}", "2*sqrt(3)"),
+        ("$1.5^{99999999}$", "1.5**99999999"),  # as a fraction it would take minutes, which nothing can interrupt
         ("I do not know", ""),
     ],
 )

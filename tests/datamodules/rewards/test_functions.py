@@ -32,6 +32,15 @@ def test_regex_match(pattern: str, whole: bool, completion: str, reward: float) 
     assert RegexMatch(pattern, whole)(PROMPT, completion) == reward
 
 
+@pytest.mark.parametrize("reward", [exact_match, RegexMatch(THOUGHT), RegexMatch(THOUGHT, whole=False)], ids=str)
+@pytest.mark.parametrize("completion", ["", "42", "<think>6 * 7</think> 42"])
+def test_a_prompt_without_answer_is_refused(reward: Any, completion: str) -> None:
+    """Else saying nothing would be right, and everything else wrong."""
+    with pytest.raises(ValueError, match="prompt 'q' has no answer to compare with; set answer_field"):
+        reward(Prompt(id="q", answer=" "), completion)
+    assert RegexMatch("[0-9]+")(Prompt(id="q"), "42") == 1.0, "a form needs no answer"
+
+
 def test_sums_are_weighted_and_their_parts_are_not() -> None:
     inner = WeightedSum({"exact": exact_match}, {"exact": 4.0})
     outer = WeightedSum({"inner": inner, "form": RegexMatch(r"\d+")}, {"inner": 0.5})  # type: ignore[dict-item]

@@ -23,7 +23,7 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("grpo", {}),
     ("grpo", {"std": "batch"}),
     ("grpo", {"mean": "batch", "std": "batch"}),
-    ("grpo", {"mean": "none", "std": "group"}),
+    ("grpo", {"mean": "none", "std": "none"}),
     ("grpo", {"mean": "batch", "std": "none"}),
     ("dr_grpo", {}),
     ("rloo", {}),
@@ -217,4 +217,13 @@ def test_turns_of_one_episode_with_different_rewards_are_refused() -> None:
 def test_options_out_of_range(name: str, options: dict[str, Any], message: str) -> None:
     given = rows((0, 1.0, 1), (0, 0.0, 1))
     with pytest.raises(ValueError, match=message):
+        estimate(name, to_batch(given), given, **options)
+
+
+@pytest.mark.parametrize("name", ["grpo", "discounted"])
+@pytest.mark.parametrize("options", [{"mean": "none"}, {"mean": "batch"}, {"mean": "none", "std": "batch"}])
+def test_what_is_not_centred_on_its_scale_is_refused(name: str, options: dict[str, Any]) -> None:
+    """A group whose rewards are all 1 would have advantages of 1e6, in silence."""
+    given = [random_play(random.Random(k), 0, 1) for k in range(2)]
+    with pytest.raises(ValueError, match=r"advantage_options: mean .* advantages reach 1e6; set std to none"):
         estimate(name, to_batch(given), given, **options)

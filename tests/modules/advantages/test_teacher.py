@@ -26,6 +26,8 @@ from tests.helpers.tiny_policy import fit, make_batch, naive_model, naive_output
 from tests.modules.test_reference import TEACHES, assert_same
 
 LOCK = threading.Lock()
+CUT_SHORT: dict[str, Any] = {}
+"""A server that is restarted in the middle of its answer."""
 
 
 @contextmanager
@@ -40,6 +42,12 @@ def served(answer: Callable[[dict[str, Any], int], Any]) -> Iterator[tuple[str, 
                 asked.append({"path": self.path, **body})
                 said = answer(body, len(asked) - 1)
             text = json.dumps({"error": {"message": "no"}} if isinstance(said, int) else said).encode()
+            if said is CUT_SHORT:
+                self.send_response(200)
+                self.send_header("content-length", "5000")
+                self.end_headers()
+                self.wfile.write(b'{"meta_info": ')
+                return
             self.send_response(said if isinstance(said, int) else 200)
             self.send_header("content-length", str(len(text)))
             self.end_headers()
@@ -100,10 +108,11 @@ def test_a_teacher_on_a_server_teaches_as_one_here(tmp_path: Path) -> None:
             assert not read[~mask].any()
 
 
-def test_a_server_that_was_away_is_asked_again() -> None:
+@pytest.mark.parametrize("first", [503, CUT_SHORT], ids=["busy", "cut short"])
+def test_a_server_that_was_away_is_asked_again(first: Any) -> None:
     good = scorer(teacher())
     batch = unheated(0)
-    with served(lambda body, number: 503 if number == 0 else good(body, number)) as (url, asked):
+    with served(lambda body, number: first if number == 0 else good(body, number)) as (url, asked):
         found = TeacherServer(url, "there", max_concurrent=1).scores(batch)["logprobs"]
     assert len(asked) == len(batch) + 1 and bool((found[batch.loss_mask] < 0).all())
 

@@ -302,6 +302,14 @@ def test_what_is_no_pair_is_refused(change: dict[str, Any], message: str) -> Non
         chosen("objective", "dpo", {})(inputs)
 
 
+def test_tba_of_groups_of_one_is_refused() -> None:
+    """Each would be its own log Z: no loss, no gradient."""
+    inputs = random_case(0).inputs()
+    inputs["groups"] = torch.arange(len(inputs["groups"]))
+    with pytest.raises(BatchError, match=r"tba compares the episodes of a group; set data\.group_size"):
+        chosen("objective", "tba", {})(inputs)
+
+
 def test_kl_estimators_estimate_the_divergence() -> None:
     p, q = torch.tensor([0.5, 0.3, 0.2], dtype=torch.float64), torch.tensor([0.4, 0.4, 0.2], dtype=torch.float64)
     exact = (p * (p / q).log()).sum()

@@ -21,7 +21,6 @@ from datamodules.processes.calls import CallFailed
 from datamodules.prompts.base import Prompt
 from datamodules.rewards import RewardError, RewardOptions, exact_match
 from datamodules.rewards.judges import RewardModel
-from datamodules.rewards.judges.material import harmless
 from datamodules.rewards.judges.pool import JudgePool
 from datamodules.rewards.judges.scoring import LocalScores, Scorer
 from datamodules.supervised import PairsDataModule
@@ -81,7 +80,7 @@ def alone(path: str, tokens: Any) -> float:
 
 @pytest.mark.parametrize("prompt", [TEXT, CHAT], ids=["text", "chat"])
 def test_scores_are_those_of_training_sequences_run_alone(path: str, prompt: Prompt) -> None:
-    replies = ["42", "", "the sum is 42", "42"]
+    replies = ["42", "", "the sum is 42 |> <think>", "42"]
     found, pool = judged(InHere(path, batch_tokens=80), replies, prompt=prompt)
     data = PairsDataModule.__new__(PairsDataModule)
     data.tokenizer, data.max_tokens, data.image_processor = byte_tokenizer(CHATML), None, None
@@ -106,7 +105,7 @@ def test_calls_of_a_transcript_are_scored_at_their_ends(path: str) -> None:
     told, last = {"role": "tool", "content": "42<|end|>"}, {"role": "assistant", "content": "It is 42."}
     calls = [{"messages": [ask], "reply": first}, {"messages": [ask, first, told], "reply": last}]
     tokenizer = byte_tokenizer(CHATML)
-    shown = [[ask, first], [ask, first, {**told, "content": harmless("42<|end|>")}, last]]
+    shown = [[ask, first], [ask, first, {**told, "content": "42< |end|>"}, last]]
     texts = [tokenizer.apply_chat_template(one, tokenize=False) for one in shown]
     ends = [text.rindex("<|end|>") + len("<|end|>") for text in texts]
     expected = [alone(path, tokenizer.encode(text[:end])) for text, end in zip(texts, ends)]

@@ -80,7 +80,7 @@ def test_a_ranking_of_the_groups(tmp_path: Path, capsys: pytest.CaptureFixture[s
 
 def test_recorded_batches_and_a_plain_reward(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = tmp_path / "r.yaml"
-    config.write_text("reward: datamodules.rewards.exact_match\n")
+    config.write_text("reward: tests.datamodules.rewards.reward_functions.length\n")
     batch = make_batch([1.0, 0.0])
     groups = [Group(0, "sum", 0, _trajectories(batch))]
     RolloutRecorder(tmp_path / "recorded").write(0, groups)
@@ -92,7 +92,7 @@ def test_recorded_batches_and_a_plain_reward(tmp_path: Path, capsys: pytest.Capt
 
 def test_a_score_in_place_of_a_verdict_is_no_label(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = tmp_path / "r.yaml"
-    config.write_text("reward: datamodules.rewards.exact_match\n")
+    config.write_text("reward: tests.datamodules.rewards.reward_functions.length\n")
     replies = _trajectories(make_batch([1.0, 0.0, 0.5]))
     replies[1].metadata["reward_failed"] = "the judge did not answer"
     RolloutRecorder(tmp_path / "recorded").write(0, [Group(0, "sum", 0, replies)])
