@@ -8,8 +8,9 @@ A and B are run directories, model directories or checkpoints. Both play every p
 template and seed: those of --config, by default of A's run (else B's). Its held-out prompts, or else its training
 prompts, say how the file's records are read (fields, template, chat, pictures). Prompts are compared in pairs, so that
 hard and easy ones cancel out. Says success, generated tokens and seconds of both, the difference with its 95% interval
-and p (McNemar's exact test where rewards are 0 or 1, else prompts drawn again and signs flipped), for each task with
---by, and, where the two cannot be told apart, how many prompts would tell. Writes compare.json.
+and p (McNemar's exact test where rewards are 0 or 1, else prompts drawn again, or Student's t of seven and fewer, and
+signs flipped), for each task with --by, and, where the two cannot be told apart, how many prompts would tell. Writes
+compare.json.
 
 Promises: nothing is trained; prompts that one side alone answered (the other's engine or reward failed) are left out
 and counted.
