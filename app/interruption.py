@@ -35,11 +35,12 @@ class Interrupted(BaseException):
 
     Args:
         signum: the signal. steps: optimizer steps done. checkpoint: where they are saved; None where nothing is.
+        finished: whether these are all steps (`trainer.max_steps`), so that going on would train nothing.
     """
 
-    def __init__(self, signum: int, steps: int, checkpoint: Path | None) -> None:
+    def __init__(self, signum: int, steps: int, checkpoint: Path | None, finished: bool = False) -> None:
         super().__init__(f"{signal.Signals(signum).name} after step {steps}")
-        self.signum, self.steps, self.checkpoint = signum, steps, checkpoint
+        self.signum, self.steps, self.checkpoint, self.finished = signum, steps, checkpoint, finished
 
 
 class _Listener:

@@ -16,6 +16,8 @@ import numpy.typing as npt
 Z95 = 1.959963984540054  # of a two-sided 95% interval
 Z80 = 0.8416212335729143  # of 80% power
 RESAMPLES = 2000
+_STUDENT95 = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571, 7: 2.447}
+"""Values -> Student's two-sided 95% quantile. A mean of so few drawn again never leaves their range, however often."""
 
 
 def share_interval(count: float, of: float) -> tuple[float, float]:
@@ -27,14 +29,14 @@ def share_interval(count: float, of: float) -> tuple[float, float]:
 
 
 def mean_interval(values: Sequence[float]) -> tuple[float, float]:
-    """95% interval of the mean of independent values, one a prompt: Wilson's where all are 0 or 1, else from prompts
-    drawn again (`_bootstrap`). A single value tells nothing: the interval is infinite."""
+    """95% interval of the mean of independent values, one a prompt: Wilson's where all are 0 or 1, else Student's of
+    two to seven, and of more from prompts drawn again. A single value tells nothing: the interval is infinite."""
     array = np.asarray(values, float)
     if _binary(array):
         return share_interval(float(array.sum()), len(array))
     if len(array) < 2:
         return -math.inf, math.inf
-    return _bootstrap(array)
+    return _interval(array)
 
 
 @dataclass(frozen=True)
@@ -81,7 +83,8 @@ def paired(a: Sequence[float], b: Sequence[float]) -> Paired:
     """Compares two policies by their means on each prompt.
 
     Where all are 0 or 1: the interval of Bonett and Price (2012), which adds one prompt to either side, and McNemar's
-    exact test. Else prompts are drawn again for the interval, and signs of differences flipped for the test.
+    exact test. Else Student's interval of two to seven prompts, and of more from prompts drawn again; the test flips
+    signs of differences.
 
     Args:
         a, b: [n], n >= 2, entry i of both is prompt i.
@@ -105,7 +108,7 @@ def paired(a: Sequence[float], b: Sequence[float]) -> Paired:
         p = mcnemar(better, worse)
     else:
         variance = float(each.var(ddof=1))
-        low, high = _bootstrap(each)
+        low, high = _interval(each)
         p = _sign_flips(each)
     needed = prompts_needed(variance, difference) if difference else None
     return Paired(n, difference, low, high, p, better, worse, math.sqrt(variance), needed)
@@ -132,9 +135,17 @@ def _binary(values: npt.NDArray[np.float64]) -> bool:
     return bool(np.isin(values, (0.0, 1.0)).all()) and len(values) > 0
 
 
+def _interval(values: npt.NDArray[np.float64]) -> tuple[float, float]:
+    """95% interval of a mean; n >= 2. Of values that are all the same it has no width."""
+    if len(values) not in _STUDENT95:
+        return _bootstrap(values)
+    mean, half = float(values.mean()), _STUDENT95[len(values)] * float(values.std(ddof=1)) / math.sqrt(len(values))
+    return mean - half, mean + half
+
+
 def _bootstrap(values: npt.NDArray[np.float64]) -> tuple[float, float]:
     """95% interval of a mean by percentiles of means of values drawn again, expanded for few values as by Hesterberg
-    (2015, section 5.3); n >= 2. The same values have the same interval."""
+    (2015, section 5.3); n >= 8. The same values have the same interval."""
     n, random = len(values), np.random.default_rng(0)
     at_a_time = max(1, 4_000_000 // n)
     parts = [

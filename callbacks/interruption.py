@@ -123,7 +123,8 @@ class Interruption(Callback):
 
     def _end(self, trainer: Trainer) -> None:
         signum = interruption.pending() or signal.SIGTERM
-        raise interruption.Interrupted(signum, trainer.global_step, self._checkpoint)
+        finished = 0 < trainer.max_steps <= trainer.global_step
+        raise interruption.Interrupted(signum, trainer.global_step, self._checkpoint, finished)
 
 
 def _holds_back(trainer: Trainer) -> bool:

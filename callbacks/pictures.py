@@ -16,6 +16,7 @@ from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.utilities import rank_zero_warn
 
 from app.interruption import Interrupted
+from app.text import reason
 from callbacks import figures
 from callbacks.base import run_dir
 
@@ -97,20 +98,30 @@ def read_metrics(path: Path) -> dict[str, tuple[list[float], list[float]]]:
     """Reads a CSVLogger's file: metric -> (optimizer steps done, values), in the order they were logged.
 
     Lightning numbers a training row by the steps before it and a validation row by that or one more, depending on
-    the hook it ran in; here both become the number of optimizer steps done when the value was measured.
+    the hook it ran in; here both become the number of optimizer steps done when the value was measured. A last row
+    without its line feed is being written, or was cut: it is left out.
+
+    Raises:
+        ValueError: another row holds what is no number; the message names file and line.
     """
     series: dict[str, tuple[list[float], list[float]]] = defaultdict(lambda: ([], []))
     done = 0
     if not path.exists():
         return {}
-    with path.open(newline="") as file:
-        for row in csv.DictReader(file):
+    written = path.read_bytes().rpartition(b"\n")[0].decode("utf-8", errors="replace")
+    rows = csv.DictReader(written.split("\n") if written else [])
+    for row in rows:
+        try:
             values = {key: float(value) for key, value in row.items() if value and key not in ("step", "epoch")}
             step = int(row["step"])
-            done = max(done, step) if _is_validation(values) else step + 1
-            for key, value in values.items():
-                series[key][0].append(done)
-                series[key][1].append(value)
+        except (ValueError, TypeError, KeyError) as error:
+            raise ValueError(
+                f"{path}, line {rows.line_num}: no row of metrics ({reason(error)}); correct or remove the line"
+            ) from None
+        done = max(done, step) if _is_validation(values) else step + 1
+        for key, value in values.items():
+            series[key][0].append(done)
+            series[key][1].append(value)
     return dict(series)
 
 

@@ -1,6 +1,7 @@
 """Writes the trained policy as a Hugging Face directory when training ends.
 
-Promises: the directory loads with `AutoModelForCausalLM.from_pretrained`, or what a `RewardModule` trained with
+Promises: it is written after the last step, also where a signal ends the run before its last validation does; the
+directory loads with `AutoModelForCausalLM.from_pretrained`, or what a `RewardModule` trained with
 `AutoModelForSequenceClassification.from_pretrained`, or a model that sees with `AutoModelForImageTextToText` and its
 image processor (and `AutoTokenizer`, when the datamodule has a tokenizer, or the model that the run began with), on
 this project's `model: {path: ...}` and on inference servers alike. Adapters are written as PEFT has them, for
@@ -17,6 +18,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.loggers import WandbLogger
 from transformers import AutoTokenizer
 
+from app.interruption import Interrupted
 from app.strategies.shards import is_sharded
 from callbacks.base import policy_in_parts, run_dir
 from datamodules.inference.weight_files import save_model
@@ -40,8 +42,10 @@ class SavePretrained(Callback):
         self.dirpath = dirpath
         self.merge = merge
         self.artifact = artifact
+        self._saved = False
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        self._saved = False
         if stage != "fit" or self.artifact is None:
             return
         if not any(isinstance(one, WandbLogger) for one in trainer.loggers):
@@ -71,6 +75,12 @@ class SavePretrained(Callback):
             if self.artifact is not None:
                 _keep_in_wandb(self.artifact, target, trainer)
         trainer.strategy.barrier("SavePretrained")  # no rank reads or leaves before the files are complete
+        self._saved = True
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        # Of a run that has made its last step nothing is left to go on with, which would come to `on_train_end`.
+        if isinstance(exception, Interrupted) and exception.finished and not self._saved:
+            self.on_train_end(trainer, pl_module)
 
 
 def _keep_in_wandb(name: str, directory: Path, trainer: Trainer) -> None:

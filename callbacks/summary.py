@@ -1,7 +1,8 @@
 """`summary.json`: what a run achieved and what it cost, in one small file.
 
 Promises: token counts are sums over all optimizer steps of this launch, over all ranks; accuracies are those of
-a validation before the first step (ValidateEnds runs one) and of the last one. Only global rank 0 writes.
+a validation before the first step (ValidateEnds runs one) and of the last one. A launch that trained nothing, because
+the run was finished, leaves the file as it is. Only global rank 0 writes.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ _COUNTERS = {"dense_tokens": "tokens/dense", "leaf_tokens": "tokens/leaf", "tree
 
 
 class Summary(StepMetrics):
-    """Writes `summary.json` into the run directory at the end of `fit`:
+    """Writes `summary.json` into the run directory at the end of a `fit` that trained:
 
     `accuracy_before`, `accuracy_after` (null without such a validation), `steps` (optimizer steps of this launch),
     `seconds` (wall time of `fit`, validation included), `dense_tokens` (every sequence counted alone),
@@ -67,7 +68,7 @@ class Summary(StepMetrics):
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         path = run_dir(trainer) / "summary.json"
-        if not trainer.is_global_zero:
+        if not trainer.is_global_zero or not self._trained:
             return
         summary = {
             "accuracy_before": self._before,

@@ -5,11 +5,12 @@
     arborist compare runs/a/checkpoints/last.ckpt models/other --prompts held_out.jsonl --config my_run.yaml
 
 A and B are run directories, model directories or checkpoints. Both play every prompt with one workflow, reward,
-template and seed: those of --config, by default of A's run (else B's). Its held-out prompts, or else its training
-prompts, say how the file's records are read (fields, template, chat, pictures). Prompts are compared in pairs, so that
-hard and easy ones cancel out. Says success, generated tokens and seconds of both, the difference with its 95% interval
-and p (McNemar's exact test where rewards are 0 or 1, else prompts drawn again and signs flipped), for each task with
---by, and, where the two cannot be told apart, how many prompts would tell. Writes compare.json.
+template and seed: those of --config, by default of A's run, or of B's where A's has no workflow. Its held-out prompts,
+or else its training prompts, say how the file's records are read (fields, template, chat, pictures). Prompts are
+compared in pairs, so that hard and easy ones cancel out. Says success, generated tokens and seconds of both, the
+difference with its 95% interval and p (McNemar's exact test where rewards are 0 or 1, else prompts drawn again, or
+Student's t of seven and fewer, and signs flipped), for each task with --by, and, where the two cannot be told apart,
+how many prompts would tell. Writes compare.json.
 
 Promises: nothing is trained; prompts that one side alone answered (the other's engine or reward failed) are left out
 and counted.
@@ -31,7 +32,9 @@ from typing import Any
 
 import yaml
 
+from app.cli.errors import OtherCommandFailed
 from app.statistics import Paired, paired, prompts_needed
+from app.text import reason
 
 _FORMAT = ("question_field", "answer_field", "template", "answer_pattern", "chat", "system", "image_field")
 
@@ -61,7 +64,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("a", metavar="A", type=Path, help="run directory, model directory or checkpoint")
     parser.add_argument("b", metavar="B", type=Path, help="the other")
     parser.add_argument("--prompts", type=Path, required=True, help="JSONL that neither was trained on")
-    parser.add_argument("--config", type=Path, help="whole configuration to play under (default: that of A's run)")
+    parser.add_argument("--config", type=Path, help="whole configuration to play under (default: A's or B's)")
     parser.add_argument("--samples", type=int, default=1, help="episodes of each prompt; 1 (the default) is greedy")
     parser.add_argument("--temperature", type=float, default=1.0, help="where --samples is above 1 (default 1)")
     parser.add_argument("--by", help="field of the prompts whose values are tasks")
@@ -76,7 +79,8 @@ def run(arguments: argparse.Namespace) -> None:
     """Prints the comparison and writes compare.json.
 
     Raises:
-        ValueError: an option or a path that cannot be used, by name. RuntimeError: a side could not play.
+        ValueError: an option or a path that cannot be used, by name. OtherCommandFailed: a side could
+            not play.
     """
     for name, low in (("samples", 1), ("least", 1e-9), ("temperature", 1e-3)):
         if getattr(arguments, name) < low:
@@ -85,9 +89,7 @@ def run(arguments: argparse.Namespace) -> None:
         raise FileNotFoundError(f"--prompts: there is no file '{arguments.prompts}'; correct the path")
     tasks = _tasks(arguments.prompts, arguments.by)
     sides = [_side(arguments.a, "A"), _side(arguments.b, "B")]
-    config = arguments.config or next((one.config for one in sides if one.config is not None), None)
-    if config is None:
-        raise ValueError("--config: neither A nor B is of a run, so say under which configuration they are to play")
+    config = arguments.config or _played_under(sides)
     if _format(_configuration(config)["data"]["init_args"]) is None:
         print(
             f"--prompts: {arguments.prompts} is taken as plain text of the fields 'question' and 'answer', since"
@@ -198,6 +200,16 @@ def _side(path: Path, name: str) -> Side:
     raise ValueError(f"{name}: {path} is no run directory, no model directory and no checkpoint")
 
 
+def _played_under(sides: list[Side]) -> Path:
+    """The configuration of the first side whose run rolled out. Raises ValueError: there is none."""
+    known = [one.config for one in sides if one.config is not None]
+    for config in known:
+        if _configuration(config)["data"]["init_args"].get("workflow"):
+            return config
+    why = f"{' and '.join(map(str, known))} name no workflow" if known else "neither A nor B is of a run"
+    raise ValueError(f"--config: {why}, so say under which configuration they are to play")
+
+
 def _play(side: Side, name: str, config: Path, arguments: argparse.Namespace, out: Path) -> Played:
     """Validates one side in a process of its own."""
     settings = _settings(side, config, arguments)
@@ -208,8 +220,9 @@ def _play(side: Side, name: str, config: Path, arguments: argparse.Namespace, ou
         command += ["--ckpt_path", str(side.checkpoint)]
     print(f"{name.upper()}: {side.given} plays {arguments.prompts}", file=sys.stderr)
     if code := subprocess.run([*command, *arguments.more]).returncode:
-        raise RuntimeError(
-            f"{name.upper()}: {side.given} could not play ({file}), exit code {code}; its error is above"
+        raise OtherCommandFailed(
+            f"{name.upper()}: {side.given} could not play ({file}), exit code {code}; correct what its error above"
+            " names"
         )
     (row,) = (json.loads(line) for line in (run_dir / "report.jsonl").read_text("ascii").splitlines())
     (found,) = row["sets"].values()
@@ -247,8 +260,13 @@ def _settings(side: Side, config: Path, arguments: argparse.Namespace) -> dict[s
 
 
 def _configuration(config: Path) -> dict[str, Any]:
-    """What the file says. Raises ValueError, naming it, for less than a whole run's."""
-    settings: dict[str, Any] = yaml.safe_load(config.read_text("utf-8"))
+    """What the file says. Raises ValueError, naming it, for less than a whole run's, and FileNotFoundError."""
+    if not config.is_file():
+        raise FileNotFoundError(f"--config: there is no file '{config}'; correct the path")
+    try:
+        settings: dict[str, Any] = yaml.safe_load(config.read_text("utf-8"))
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ValueError(f"--config: {config} is no YAML: {reason(error)}") from None
     for key in ("model", "data"):
         if not isinstance(settings, dict) or not isinstance((settings.get(key) or {}).get("init_args"), dict):
             raise ValueError(f"--config: {config} has no {key}.init_args; name a whole run's configuration")

@@ -13,6 +13,7 @@ import importlib
 import inspect
 import math
 import os
+import re
 import sys
 import typing
 import zipfile
@@ -39,6 +40,7 @@ _WRAPPERS = ("ddp", "fsdp", "deepspeed", "xla")
 _MOST_NODES = 200_000  # values and keys, every use of an alias counted as what it stands for
 _MOST_DEPTH = 100
 
+_NULLS = ("", "~", "null", "Null", "NULL")
 _load = get_loader("yaml")
 _Parser = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
@@ -47,18 +49,37 @@ class ConfigurationError(yaml.YAMLError):
     """YAML that is not taken; the message names the place and the remedy."""
 
 
+class _Dumper(yaml.SafeDumper):
+    """Quotes the word "1e3", which YAML 1.1 takes for a word and jsonargparse's loader for a number."""
+
+
+_Dumper.add_implicit_resolver("tag:yaml.org,2002:float", re.compile(r"[-+]?[0-9][0-9_]*[eE][-+]?[0-9]+$"), None)
+
+
 def install_reader() -> None:
-    """From here on jsonargparse reads YAML through this file."""
+    """From here on jsonargparse reads YAML through this file, and writes what reads as the same."""
     jsonargparse.set_loader("yaml", read_yaml, exceptions=(yaml.YAMLError,))
+    jsonargparse.set_dumper("yaml", _write_yaml)
+
+
+def _write_yaml(value: Any) -> str:
+    return str(yaml.dump(value, Dumper=_Dumper, allow_unicode=True, sort_keys=False))
 
 
 def read_yaml(text: str) -> Any:
-    """The value of `text`. Raises yaml.YAMLError for what is no YAML, and ConfigurationError (see above)."""
+    """The value of `text`, a file's or a single option's: one that holds comments alone is itself.
+
+    Raises:
+        yaml.YAMLError: it is no YAML. ConfigurationError: see above.
+    """
     if text == "None":  # what jsonargparse makes of a flag's null on its way into a nested option
         return None
     if any(sign in text for sign in "\n{[&"):  # a plain word or number has neither keys nor aliases
         _check_yaml(text)
-    return _load(text)
+    value = _load(text)
+    # jsonargparse hands strings of a file that was read over once more, where an option takes null besides: there
+    # "#### (.+)" is no comment, but what the user said.
+    return text if value is None and text.strip() not in _NULLS else value
 
 
 @dataclass

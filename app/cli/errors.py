@@ -44,6 +44,10 @@ _NOISE = (
 )
 
 
+class OtherCommandFailed(RuntimeError):
+    """A run that a verb started did not end well; what it said is on the screen, the message says which it was."""
+
+
 class ArboristParser(LightningArgumentParser):
     """LightningArgumentParser that takes no abbreviated keys and explains mistakes shortly."""
 

@@ -4,9 +4,9 @@ Promises: everything is configured by YAML and flags, where a flag beats YAML an
 remembers; every launch gets a run directory of its own (`runs/<config name>/<time>`, or `--run_dir`), but `fit
 --run_dir X --ckpt_path last` goes on with the run in X (its earlier metrics stay, as `metrics_1.csv` and so on); every
 run gets the callbacks of `default_callbacks.py`, so that every `fit` saves `last.ckpt` by time, and Ctrl-C or SIGTERM
-lets it finish the step, save and print the command that goes on (exit codes 130 and 143); what the user got wrong ends
-in one message that names the key and the remedy and in exit code 2, without a traceback (`ARBORIST_DEBUG=1` shows it,
-and every log line this file silences).
+lets it finish the step, save and print the command that goes on, or after the last step the one that scores the model
+(exit codes 130 and 143); what the user got wrong ends in one message that names the key and the remedy and in exit code
+2, without a traceback (`ARBORIST_DEBUG=1` shows it, and every log line this file silences).
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ from transformers.utils import logging as transformers_logging
 from app import interruption
 from app.cli import run_directory
 from app.cli.configuration import (
+    LAST,
     check_checkpoint,
     check_config_files,
     check_parts,
@@ -156,8 +157,14 @@ class ArboristCLI(LightningCLI):
 
     def before_instantiate_classes(self) -> None:
         self._asked_run_dir = self._get(self.config, "run_dir")
+        self._asked_ckpt_path = self._get(self.config, "ckpt_path")
         # Not part of the configuration that is saved: that one starts a new run, elsewhere.
         self.config[self.subcommand]["run_dir"] = None
+        if self._asked_ckpt_path == LAST:  # of this directory; one that goes by its own name starts a new run, too
+            self.config[self.subcommand]["ckpt_path"] = None
+
+    def _prepare_subcommand_kwargs(self, subcommand: str) -> dict[str, Any]:
+        return super()._prepare_subcommand_kwargs(subcommand) | {"ckpt_path": self._asked_ckpt_path}
 
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
         """Adds what every run needs and no configuration should have to say: run directory, metrics.csv, callbacks."""
@@ -195,7 +202,7 @@ class ArboristCLI(LightningCLI):
         directory = RunDirectory(Path(self._asked_run_dir))
         path = _hold(directory)
         if directory.holds_a_run():
-            if self.subcommand != "fit" or self._get(self.config, "ckpt_path") != "last":
+            if self.subcommand != "fit" or self._asked_ckpt_path != LAST:
                 raise ValueError(
                     f"run_dir: {path} already holds a run; name another directory, leave run_dir out, or go on with"
                     " that run: fit --ckpt_path last"
@@ -326,16 +333,25 @@ def _say_goodbye(signum: int, end: Interrupted | None) -> NoReturn:
         said = f"saved as {checkpoint}" if checkpoint is not None else "nothing new was saved"
         sys.stderr.write(f"\n{name}: ended{steps}, {said}\n")
         path = _held[0].path if _held else None
-        if path is not None and (checkpoint is not None or last_checkpoints([path / "checkpoints"])):
-            sys.stderr.write(f"go on with: {going_on(path)}\n")
+        there = [] if path is None else last_checkpoints([path / "checkpoints"])
+        last = checkpoint or next(iter(there), None)
+        if path is not None and last is not None:
+            if end is not None and end.finished:
+                scoring = _command("validate", path, "--ckpt_path", str(last))
+                sys.stderr.write(f"all steps are done; score the model with: {scoring}\n")
+            else:
+                sys.stderr.write(f"go on with: {going_on(path)}\n")
     # The process that launched this rank takes any other code for a failure, and ends the others.
     raise SystemExit(0 if launched and end is not None else 128 + signum) from None
 
 
 def going_on(run_dir: Path) -> str:
     """The command that goes on with the run in `run_dir`."""
-    place = shlex.quote(str(run_dir))
-    return f"python -m app fit --config {shlex.quote(str(run_dir / 'config.yaml'))} --run_dir {place} --ckpt_path last"
+    return _command("fit", run_dir, "--run_dir", str(run_dir), "--ckpt_path", LAST)
+
+
+def _command(subcommand: str, run_dir: Path, *flags: str) -> str:
+    return shlex.join(["python", "-m", "app", subcommand, "--config", str(run_dir / "config.yaml"), *flags])
 
 
 def _leave_process_group(cli: ArboristCLI) -> None:

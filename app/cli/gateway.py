@@ -38,6 +38,7 @@ if TYPE_CHECKING:  # torch and transformers take seconds, and `--help` none
 
 KEY_VARIABLE = "ARBORIST_GATEWAY_KEY"
 _SHORTEST_KEY = 8
+_LARGEST_PORT = 65535
 _PARSERS = ("hermes_calls", "json_calls", "ResponseTemplate")  # of datamodules.workflows
 _OF_A_MODEL = {  # options, and what they are by default
     "servers": None,
@@ -100,6 +101,8 @@ def run(args: argparse.Namespace) -> None:
     if (args.model is None) == (args.upstream is None):
         given = "neither is" if args.model is None else "both are"
         raise CannotStart(f"--model, --upstream: {given} given; name a model's directory or a provider's URL")
+    if not 0 <= args.port <= _LARGEST_PORT:
+        raise CannotStart(f"--port: {args.port}, must be between 0 (any that is free) and {_LARGEST_PORT}")
     if args.upstream is not None:
         _check_upstream(args)
         asyncio.run(_pass_on(args))

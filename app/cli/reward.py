@@ -160,7 +160,7 @@ def _row(fields: dict[str, Any], number: int) -> Labelled:
         raise ValueError("needs one of completion and transcript, and one of prompt and messages")
     task = fields.get("prompt", ""), tuple(fields.get("messages", ()))
     prompt = Prompt(
-        id=str(fields.get("id") or f"line {number}"),
+        id=f"line {number}" if fields.get("id") in (None, "") else str(fields["id"]),  # 0 is one
         text=task[0],
         messages=task[1],
         answer=str(fields.get("answer", "")),

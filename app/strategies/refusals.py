@@ -90,7 +90,10 @@ def check_steps(trainer: pl.Trainer, checkpoint: Mapping[str, Any]) -> None:
     )
     if done > last:
         raise MisconfigurationException(f"{told}: steps count from the beginning of the first run, raise max_steps")
-    rank_zero_warn(f"{told}; raise max_steps to go on")
+    rank_zero_warn(
+        f"{told}; raise max_steps to go on, or take its model (arborist export --ckpt {trainer.ckpt_path} --out DIR),"
+        f" or score it (arborist validate --config CONFIG --ckpt_path {trainer.ckpt_path})"
+    )
 
 
 def check_offload(device: torch.device) -> None:

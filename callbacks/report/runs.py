@@ -72,7 +72,9 @@ def _metrics(path: Path) -> Series:
     merged: Series = {}
     for part in (*parts, path / "metrics.csv"):
         series = read_metrics(part)
-        begin = min((steps[0] for steps, _ in series.values() if steps), default=0)
+        begin = min((steps[0] for steps, _ in series.values() if steps), default=None)
+        if begin is None:  # a launch that has logged nothing has made no step again
+            continue
         for steps, values in merged.values():
             keep = sum(step < begin for step in steps)
             del steps[keep:], values[keep:]

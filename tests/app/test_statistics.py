@@ -37,6 +37,20 @@ def test_intervals_of_means_cover(n: int) -> None:
     assert 0.915 < np.mean([covers(mean_interval(list(row)), 2 / 7) for row in draws]) < 0.985
 
 
+@pytest.mark.parametrize("n", [2, 3, 7])
+def test_few_prompts_seldom_tell_what_is_not_there(n: int) -> None:
+    """Values drawn again from so few would differ from 0 in every second pair of prompts."""
+    told = [paired(np.zeros(n), row).distinguishable for row in RANDOM.normal(size=(400, n))]
+    means = [covers(mean_interval(list(row)), 0.5) for row in RANDOM.uniform(0, 1, (400, n))]
+    assert np.mean(told) < 0.1 and np.mean(means) > 0.88
+
+
+def test_two_prompts_do_not_make_better() -> None:
+    found = paired([0.2, 0.4], [0.3, 0.6])
+    assert (found.low, found.high) == pytest.approx((0.15 - 12.706 * 0.05, 0.15 + 12.706 * 0.05))
+    assert not found.distinguishable and found.in_words().startswith("not distinguishable; 95% interval -0.485")
+
+
 @pytest.mark.parametrize(("up", "down", "n"), [(0.1, 0.1, 50), (0.3, 0.05, 80), (0.02, 0.01, 100)])
 def test_paired_intervals_of_shares_cover(up: float, down: float, n: int) -> None:
     hits = []

@@ -19,6 +19,7 @@ from app.cli import main
 from datamodules.prompts import Prompt
 from datamodules.prompts.tokenizers import load_tokenizer
 from modules.models import ModelSource, build_model
+from tests.app.cli.test_overrides import words
 from tests.helpers.tiny_model import TINY_WITH_ENDS
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -145,6 +146,10 @@ def test_your_model_data_and_reward(workplace: Path) -> None:
     assert steps(workplace / "run") == 2  # of two minibatches a batch
     used = yaml.safe_load((workplace / "run" / "config.yaml").read_text())
     assert used["data"]["init_args"]["reward"] == "my_rewards.ends_with_answer"
+    mine = list(words(yaml.safe_load(named("yaml")["my_run.yaml"]), used))
+    assert "#### (.+)" in [given for _, given, _ in mine] and [one for one in mine if one[1] != one[2]] == []
+    with (workplace / "run" / "samples.jsonl").open() as samples:
+        assert {json.loads(line)["metadata"]["answer"] for line in samples} == {"12"}  # which follows the ####
     assert used["data"]["init_args"]["validation"]["prompts"]["init_args"]["size"] == 64
     assert used["model"]["init_args"]["model"]["path"] == "my_model"
     assert used["model"]["init_args"]["objective"] == "gspo"
@@ -231,8 +236,8 @@ def test_tables_are_those_of_the_result_files() -> None:
 
 def test_gains_are_the_measured_ones() -> None:
     summary = json.loads(next(block for block in blocks("json", RESULTS) if "accuracy_before" in block))
-    for name, words in (("dense_tokens", "{:.1f} against dense"), ("leaf_tokens", "{:.2f} against dense-leaf")):
-        assert words.format(summary[name] / summary["tree_tokens"]) in " ".join(RESULTS.split())
+    for name, told in (("dense_tokens", "{:.1f} against dense"), ("leaf_tokens", "{:.2f} against dense-leaf")):
+        assert told.format(summary[name] / summary["tree_tokens"]) in " ".join(RESULTS.split())
     rows = [line.strip("| ").split(" | ") for line in RESULTS.splitlines() if line.startswith("|")]
     ratios = {row[0]: [cell.split(" (")[0] for cell in row[1:]] for row in reversed(rows)}  # the first of a name
     dense, leaf, _, _, think_dense, think_leaf = ratios["8 x 4"][2:]

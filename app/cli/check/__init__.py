@@ -36,6 +36,7 @@ from app.cli.check.cost import sharing_and_cost
 from app.cli.check.findings import Episode, Level, Rollouts
 from app.cli.check.judging import judged_again
 from app.cli.check.learning import signal
+from app.cli.errors import OtherCommandFailed
 
 _EPISODES = 256
 _VERDICTS = {"no-go": "no-go", "change": "change something first", "slow": "go, slowly at first"}
@@ -68,7 +69,8 @@ def run(arguments: argparse.Namespace) -> None:
     """Prints the report and writes the files.
 
     Raises:
-        ValueError: an option or a field of the data that cannot be used, by name. RuntimeError: rolling out failed.
+        ValueError: an option or a field of the data that cannot be used, by name. OtherCommandFailed: rolling out
+            failed.
     """
     if arguments.judge_again < 0:
         raise ValueError(f"--judge-again: must be 0 or more, got {arguments.judge_again}")
@@ -132,7 +134,9 @@ def _rolled_out(config: Path, arguments: argparse.Namespace, out: Path) -> Rollo
     print(f"rolling out {batches} batches of {episodes} episodes{unfiltered}", file=sys.stderr)
     done = subprocess.run(command)
     if done.returncode:
-        raise RuntimeError(f"WHAT: rolling out {config} failed with exit code {done.returncode}; its error is above")
+        raise OtherCommandFailed(
+            f"WHAT: rolling out {config} failed with exit code {done.returncode}; correct what its error above names"
+        )
     found = _recorded(run_dir / "rollouts", timed=True)
     if unfiltered:
         found.settings["data"]["init_args"]["filter"] = data["filter"]  # which the run trains with

@@ -12,7 +12,9 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from app import interruption
-from app.batch import StepHandle
+from app.batch import EvalHandle, StepHandle
+from modules.models import ModelSource, build_model
+from tests.helpers.tiny_model import TINY_MODEL
 from tests.helpers.tiny_run import TinyData, TinyModule, make_batch
 
 _PATIENCE = 20.0
@@ -71,6 +73,20 @@ class Interruptible(TinyModule):
     def training_step(self, handle: StepHandle, batch_idx: int) -> Any:
         assert handle.batch is not None
         return super().training_step(handle, batch_idx)
+
+
+class Speaks(Interruptible):
+    """Its policy is a language model, whose head falls by 1 a step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.policy = build_model(ModelSource(config=TINY_MODEL))
+
+    def training_step(self, handle: StepHandle, batch_idx: int) -> Any:
+        return self.policy.lm_head.weight.sum()
+
+    def validation_step(self, handle: EvalHandle, batch_idx: int) -> None:
+        self.log("val/accuracy", 1.0, batch_size=1)
 
 
 def until(condition: Callable[[], bool]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import json
 import os
 import shlex
 import signal
@@ -13,14 +14,17 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
+from transformers import AutoModelForCausalLM
 
 from app import interruption
 from app.batch import BatchError
 from app.cli import main
 from app.strategies.checkpoint.trainer_state import put_together
 from callbacks import Interruption
+from callbacks.report.runs import read_run
 from callbacks.save_last import SaveLast
 from modules import PolicyModule, SFTModule
 from tests.helpers.tiny_policy import Batches, make_batch, sgd, source, trainer
@@ -96,6 +100,43 @@ def test_the_step_is_finished_and_the_printed_command_goes_on(
     assert rows("step", "reward") == [[str(n), str(float(n + 1))] for n in range(10)]
     assert Path("here/summary.json").exists()
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+@pytest.mark.parametrize(
+    ("hook", "steps"), [("on_train_batch_end", 3), ("on_validation_start", 3), ("on_validation_start", 4)]
+)
+def test_after_the_last_step_the_model_is_written(hook: str, steps: int, capsys: pytest.CaptureFixture[str]) -> None:
+    """In a validation that is due every three steps, and in the one at the end, which comes before the model."""
+    speaks = [
+        "--model=tests.app.cli.signals.Speaks",
+        f"--trainer.max_steps={steps}",
+        "--without_callbacks=[WeightSync]",
+    ]
+    speaks += ["--trainer.callbacks=[callbacks.ValidateEnds, callbacks.SavePretrained]"]
+    assert interrupted(*speaks, *sends(signal.SIGTERM, hook, steps)) == 143
+    said = capsys.readouterr().err
+    assert f"SIGTERM: ended after step {steps}, saved as " in said and "go on with" not in said
+    trained = AutoModelForCausalLM.from_pretrained("here/model").lm_head.weight
+    assert trained.mean().item() == pytest.approx(-steps, abs=0.1)
+    command = next(line for line in said.splitlines() if "score the model with: " in line).partition(": ")[2]
+    main(shlex.split(command)[3:])
+    (metrics,) = Path("runs").glob("*_validate/*/metrics.csv")
+    assert "val/accuracy" in metrics.read_text()
+
+
+def test_going_on_with_a_finished_run_changes_nothing_but_what_it_says(capsys: pytest.CaptureFixture[str]) -> None:
+    assert interrupted("--trainer.max_steps=4", *sends(signal.SIGTERM, "on_train_batch_end", 2)) == 143
+    go_on(capsys.readouterr().err)  # which trains
+    assert rows("step") == [[str(n)] for n in range(4)]
+    summary = Path("here/summary.json").read_text()
+    assert json.loads(summary)["steps"] == 2
+    main(["fit", "--config", "here/config.yaml", "--run_dir", "here", "--ckpt_path", "last"])
+    assert Path("here/summary.json").read_text() == summary
+    assert read_run(Path("here")).series["reward"] == ([1, 2, 3, 4], [1.0, 2.0, 3.0, 4.0])
+    saved = yaml.safe_load(Path("here/config.yaml").read_text())
+    assert saved["ckpt_path"] is None and saved["run_dir"] is None
+    main(["validate", "--config", "here/config.yaml"])  # a run of its own
+    assert list(Path("runs").glob("*_validate/*/metrics.csv"))
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

@@ -1,17 +1,23 @@
-"""Dotted flags reach into every part of a YAML file (sweeps live on them); plain user classes fit where they may."""
+"""Dotted flags reach into every part of a YAML file (sweeps live on them); plain user classes fit where they may; what
+a file says in words arrives as those words."""
 
 from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
 
 from app.cli import main
 
-QUICKSTART = Path(__file__).parents[3] / "configs" / "quickstart.yaml"
+CONFIGS = Path(__file__).parents[3] / "configs"
+QUICKSTART = CONFIGS / "quickstart.yaml"
+OVERLAYS = ("quickstart_sglang.yaml", "record.yaml", "replay.yaml")
+FILES = [path for path in sorted(CONFIGS.rglob("*.yaml")) if path.parent.name not in ("cluster", "sweeps")]
 
 
 class PlainWorkflow:
@@ -24,11 +30,26 @@ class PlainWorkflow:
         return []
 
 
-def parsed(capsys: pytest.CaptureFixture[str], *flags: str) -> dict:
+def printed(capsys: pytest.CaptureFixture[str], *flags: str) -> str:
     with pytest.raises(SystemExit) as end:
-        main(["fit", "--config", str(QUICKSTART), *flags, "--print_config"])
+        main(["fit", *flags, "--print_config"])
     assert not end.value.code
-    return yaml.safe_load(capsys.readouterr().out)["data"]["init_args"]
+    return capsys.readouterr().out
+
+
+def parsed(capsys: pytest.CaptureFixture[str], *flags: str) -> dict:
+    return yaml.safe_load(printed(capsys, "--config", str(QUICKSTART), *flags))["data"]["init_args"]
+
+
+def words(given: Any, used: Any, place: str = "") -> Iterator[tuple[str, str, Any]]:
+    """Every string of a configuration: where it is, and what is used there. (Numbers as 1e-3 are strings to PyYAML.)"""
+    if isinstance(given, dict | list):
+        for key, value in given.items() if isinstance(given, dict) else enumerate(given):
+            yield from words(value, used[key], f"{place}.{key}")
+    elif isinstance(given, str) and isinstance(used, dict) and used.keys() <= {"class_path", "init_args"}:
+        yield place, given.rpartition(".")[2], used["class_path"].rpartition(".")[2]  # a class by its name alone
+    elif isinstance(given, str) and not isinstance(used, float):
+        yield place, given, used
 
 
 @pytest.mark.parametrize(
@@ -81,6 +102,58 @@ def test_a_plain_class_is_a_workflow(capsys: pytest.CaptureFixture[str]) -> None
     name = f"{__name__}.{PlainWorkflow.__name__}"
     got = parsed(capsys, "--data.workflow", name, "--data.workflow.max_new_tokens", "9")["workflow"]
     assert got == {"class_path": name, "init_args": {"max_new_tokens": 9}}
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+def test_every_word_of_a_configuration_is_used_as_it_stands(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    below = ["--config", str(QUICKSTART)] if path.name in OVERLAYS else []
+    used = yaml.safe_load(printed(capsys, *below, "--config", str(path)))
+    found = list(words(yaml.safe_load(path.read_text()), used))
+    assert found and [one for one in found if one[1] != one[2]] == []
+
+
+_NULLABLE = ("answer_pattern", "template", "system")  # of JsonlPrompts
+
+
+@pytest.mark.parametrize(
+    "texts",
+    [
+        ("#### (.+)", "# Question: {question}\nAnswer:", "a # b"),
+        ("- x", "key: value", "1e3"),
+        ("12", "yes", "[x"),
+        ("---", '"x"', "Q: {question}\nQ: again"),
+    ],
+)
+def test_a_string_stays_itself_where_null_is_possible(
+    texts: tuple[str, str, str], capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    options = dict(zip(_NULLABLE, texts, strict=True))
+    prompts = {"class_path": "datamodules.prompts.JsonlPrompts", "init_args": {"path": "p", **options}}
+    mine = tmp_path / "mine.yaml"
+    mine.write_text(yaml.safe_dump({"data": {"init_args": {"prompts": prompts}}}, default_style='"'))
+    for _ in range(2):
+        used = printed(capsys, "--config", str(QUICKSTART), "--config", str(mine))
+        got = yaml.safe_load(used)["data"]["init_args"]["prompts"]["init_args"]
+        assert {name: got[name] for name in _NULLABLE} == options
+        mine.write_text(used)  # as a run saves it
+
+
+def test_so_does_that_of_a_flag_and_null_takes_it_away(capsys: pytest.CaptureFixture[str]) -> None:
+    def got(*texts: str) -> list[str | None]:
+        flags = [f"--data.prompts.{name}={text}" for name, text in zip(_NULLABLE, texts, strict=True)]
+        used = parsed(capsys, "--data.prompts=datamodules.prompts.JsonlPrompts", "--data.prompts.path=p", *flags)
+        return [used["prompts"]["init_args"][name] for name in _NULLABLE]
+
+    assert got("#### (.+)", "a # b", "[x") == ["#### (.+)", "a # b", "[x"]
+    assert got("null", "~", "12") == [None, None, "12"]
+
+
+@pytest.mark.parametrize("text", ["# only\n# comments\n", "---\n", "", "null\n"])
+def test_a_file_that_says_nothing_is_refused(text: str, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    (tmp_path / "empty.yaml").write_text(text)
+    with pytest.raises(SystemExit) as end:
+        main(["fit", "--config", str(QUICKSTART), "--config", str(tmp_path / "empty.yaml"), "--print_config"])
+    assert end.value.code == 2 and "Unexpected config" in capsys.readouterr().err
 
 
 @pytest.mark.slow

@@ -250,7 +250,10 @@ def test_a_checkpoint_of_another_run_is_refused_before_a_step(
 def test_a_run_that_was_finished_says_that_nothing_is_left(pools: dict[int, RankPool], tmp_path: Path) -> None:
     _fit(pools, tmp_path, 1, steps=2)
     [again] = _fit(pools, tmp_path, 1, steps=2, ckpt_path=tmp_path / "last.ckpt")
-    assert again["seen"] == [] and any("nothing is left to train; raise max_steps" in text for text in again["warned"])
+    assert again["seen"] == [] and any(
+        "nothing is left to train; raise max_steps" in text and "arborist export --ckpt" in text
+        for text in again["warned"]
+    )
 
 
 def test_a_file_of_another_strategy_unpickles_no_code(pools: dict[int, RankPool], tmp_path: Path) -> None:

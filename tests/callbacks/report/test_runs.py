@@ -5,6 +5,9 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
+
+from app.cli import main
 from callbacks.report.runs import is_run, read_run
 
 
@@ -22,6 +25,35 @@ def test_a_run_that_was_gone_on_with_is_one_curve(tmp_path: Path) -> None:
     assert found.series == {"reward": ([1, 2, 3], [1, 20, 30]), "loss": ([2, 3], [7, 8])}
     assert [(row["step"], row["batch"]) for row in found.batches] == [(1, 0), (2, 3), (3, 4)]
     assert found.notes == [] and len(found.held_out) == 1
+
+
+def test_a_launch_that_logged_nothing_takes_nothing_away(tmp_path: Path) -> None:
+    (tmp_path / "metrics_1.csv").write_text("epoch,reward,step\n0,1,0\n0,2,1\n")
+    read = {"reward": ([1.0, 2.0], [1.0, 2.0])}
+    assert read_run(tmp_path).series == read  # killed before its first step
+    for empty in ("", "epoch,reward,step\n", "epoch,reward,st"):
+        (tmp_path / "metrics.csv").write_text(empty)
+        assert read_run(tmp_path).series == read
+
+
+def test_a_row_that_was_cut_is_left_out(tmp_path: Path) -> None:
+    """Wherever the disk was full: in a number, which would read as another, or behind it."""
+    rows = "epoch,reward,step\r\n0,0.25,10\r\n0,0.75,11\r\n"
+    for length in range(rows.index("10\r\n") + 4, len(rows)):
+        (tmp_path / "metrics.csv").write_bytes(rows[:length].encode())
+        assert read_run(tmp_path).series == {"reward": ([11], [0.25])}
+    (tmp_path / "metrics.csv").write_bytes(rows.encode())
+    assert read_run(tmp_path).series == {"reward": ([11, 12], [0.25, 0.75])}
+
+
+@pytest.mark.parametrize("row", ["0,abc,1", "0,1,", "0,1", "0,1,2,3"])
+def test_a_row_that_is_none_is_named(tmp_path: Path, row: str, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "metrics.csv").write_text(f"epoch,reward,step\n0,1,0\n{row}\n0,3,2\n")
+    with pytest.raises(SystemExit) as ended:
+        main(["look", str(tmp_path)])
+    said = capsys.readouterr().err
+    assert ended.value.code == 2 and "Traceback" not in said
+    assert f"{tmp_path / 'metrics.csv'}, line 3: no row of metrics" in said
 
 
 def test_a_line_that_is_being_written_is_left_and_broken_ones_are_counted(tmp_path: Path) -> None:

@@ -203,6 +203,8 @@ def test_without_a_key_one_is_drawn_and_silence_ends_a_session(model: Path, tmp_
         (["--upstream", "x/v1"], KEY, "--upstream: must be a URL such as"),
         (["--upstream", "https://me:secret@x/v1"], KEY, "--upstream: must be a URL such as"),
         (["--upstream", "http://x/v1", "--max_calls", "3"], KEY, "--max_calls: has no effect with --upstream"),
+        (["--upstream", "http://x/v1", "--port", "99999"], KEY, "--port: 99999, must be between 0 .* and 65535"),
+        (["--model", "x", "--port=-1"], KEY, "--port: -1, must be between 0"),
         (["--model", "nowhere"], "short", "ARBORIST_GATEWAY_KEY: must be at least 8"),
     ],
 )

@@ -267,6 +267,19 @@ def test_mistakes(args: tuple[str, ...], said: str, capsys: pytest.CaptureFixtur
     assert ended.value.code == 2 and said in printed and "Traceback" not in printed
 
 
+def test_a_run_that_does_not_roll_out(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def fails(command: list[str], **options: Any) -> subprocess.CompletedProcess[str]:
+        shows = command[-1] == "--print_config"
+        return subprocess.CompletedProcess(command, 0 if shows else 3, "data: {init_args: {}}" if shows else None)
+
+    monkeypatch.setattr(subprocess, "run", fails)
+    Path("mine.yaml").write_text("")
+    with pytest.raises(SystemExit) as ended:
+        main(["check", "mine.yaml", "--out", "out"])
+    said = capsys.readouterr().err
+    assert ended.value.code == 2 and "error: WHAT: rolling out mine.yaml failed with exit code 3;" in said
+
+
 @pytest.mark.slow
 def test_a_run_is_rolled_out_and_judged(capsys: pytest.CaptureFixture[str]) -> None:
     """The quickstart from random weights: hardly a sum is right, and nothing is trained."""

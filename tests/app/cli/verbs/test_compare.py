@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -135,13 +136,30 @@ def test_whose_format_is_taken(prompts: Any, held_out: Any, found: Any) -> None:
     assert _format({"prompts": prompts, "validation": {"prompts": held_out}}) == found
 
 
-def test_where_no_format_is_known_it_is_said(
-    workplace: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(subprocess, "run", lambda command: subprocess.CompletedProcess(command, 3))
-    with pytest.raises(RuntimeError, match="could not play"):
-        main(["compare", "run", "run/model", "--prompts", "prompts.jsonl", "--out", "out"])
-    assert "prompts.jsonl is taken as plain text of the fields 'question' and 'answer'" in capsys.readouterr().err
+def fails_to_play(*sides: str) -> None:
+    """Compares where every run that is started ends with an error of its own."""
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(SystemExit) as ended:
+        patch.setattr(subprocess, "run", lambda command: subprocess.CompletedProcess(command, 3))
+        main(["compare", *sides, "--prompts", "prompts.jsonl", "--out", "out"])
+    assert ended.value.code == 2
+
+
+def test_where_no_format_is_known_it_is_said(workplace: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    fails_to_play("run", "run/model")
+    said = capsys.readouterr().err
+    assert "prompts.jsonl is taken as plain text of the fields 'question' and 'answer'" in said
+    assert "error: A: run could not play (out/a.yaml), exit code 3;" in said and "Traceback" not in said
+
+
+@pytest.mark.parametrize("sides", [("warm", "run"), ("run", "warm")])
+def test_both_play_under_the_run_that_can(workplace: Path, sides: tuple[str, str]) -> None:
+    """A warm start's configuration has no workflow."""
+    shutil.copytree("run/model", "warm/model")
+    shutil.copy(ROOT / "configs/quickstart_sft.yaml", "warm/config.yaml")
+    fails_to_play(*sides)
+    settings = yaml.safe_load(Path("out/a.yaml").read_text())
+    assert settings["data"]["init_args"]["workflow"]["class_path"].endswith("RLVRWorkflow")
+    assert settings["model"]["init_args"]["model"]["path"] == f"{sides[0]}/model"
 
 
 def test_the_report_is_written_where_the_run_has_none(workplace: Path) -> None:
@@ -170,6 +188,10 @@ def test_a_model_against_itself(workplace: Path, capfd: pytest.CaptureFixture[st
         (["run", "run", "--by", "colour"], "has no field 'colour'; it has question, answer, digits"),
         (["run", "run", "--samples", "0"], "--samples: must be above 0"),
         (["run", "run", "--config", "began/config.yaml"], "has no model.init_args"),
+        (["run", "run", "--config", "none.yaml"], "--config: there is no file 'none.yaml'"),
+        (["run", "run", "--config", "alone.ckpt"], "--config: there is no file 'alone.ckpt'"),
+        (["run", "run", "--config", "broken.yaml"], "--config: broken.yaml is no YAML: "),
+        (["warm", "warm"], "--config: warm/config.yaml and warm/config.yaml name no workflow"),
         (["run", "run", "--prompts", "none.jsonl"], "--prompts: there is no file 'none.jsonl'"),
     ],
 )
@@ -177,6 +199,9 @@ def test_mistakes(workplace: Path, args: list[str], said: str, capsys: pytest.Ca
     for name in ("empty", "began", "bare", "alone.ckpt"):
         Path(name).mkdir()
     Path("began/config.yaml").write_text("{}")
+    Path("broken.yaml").write_text("data: [")
+    shutil.copytree("run/model", "warm/model")
+    shutil.copy(ROOT / "configs/quickstart_sft.yaml", "warm/config.yaml")
     Path("bare/config.json").write_text("{}")
     with pytest.raises(SystemExit) as ended:
         main(["compare", *args, *([] if "--prompts" in args else ["--prompts", "prompts.jsonl"]), "--out", "out"])

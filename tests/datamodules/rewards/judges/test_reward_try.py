@@ -66,6 +66,12 @@ def test_a_judge_that_is_right_but_for_one(tmp_path: Path, capsys: pytest.Captur
     assert len(lines) == 8 and lines[0]["reward"] == 0.9 and "refused" in lines[-1]
 
 
+def test_tasks_may_be_counted_from_0(tmp_path: Path) -> None:
+    rows = [{**ROWS[0], "id": one} for one in (0, 0, 1, "", None)]
+    found = command.labelled(labelled(tmp_path / "rows.jsonl", rows), None)
+    assert [row.prompt.id for row in found] == ["0", "0", "1", "line 4", "line 5"]
+
+
 def test_a_ranking_of_the_groups(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     def rank(asked: Asked, number: int) -> str:
         found = {int(name.split()[1]): text for name, text in asked.blocks.items() if name.startswith("ANSWER")}
