@@ -9,6 +9,7 @@ import os
 import re
 import shutil
 import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -124,6 +125,31 @@ def test_what_others_still_write_stays(tmp_path: Path) -> None:
     finally:
         child.kill()
         child.wait()
+
+
+_ELSEWHERE = """
+import sys
+from pathlib import Path
+from app.strategies.checkpoint import directories
+directories.hidden(Path(sys.argv[1]) / "theirs.ckpt", "partial", directories.this_process()).mkdir()
+print("begun", flush=True)
+sys.stdin.read()
+"""
+
+
+def test_what_a_container_of_the_same_host_name_writes_stays(tmp_path: Path) -> None:
+    """Its writer lives, under a number that is another process's here."""
+    apart = ["unshare", "-Urpf", "--mount-proc"]
+    if subprocess.run([*apart, "true"], capture_output=True).returncode != 0:
+        pytest.skip("this system makes no namespaces for its users")
+    command = [*apart, sys.executable, "-c", _ELSEWHERE, str(tmp_path)]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    with subprocess.Popen(command, env=os.environ | {"PYTHONPATH": os.getcwd()}, **pipes) as writer:
+        assert writer.stdout is not None and writer.stdout.readline() == "begun\n"
+        directories.clean(tmp_path, directories.this_process())
+        left = list(tmp_path.iterdir())
+        writer.communicate("enough")
+    assert len(left) == 1
 
 
 def test_killed_while_writing_leaves_a_whole_checkpoint(tmp_path: Path) -> None:
