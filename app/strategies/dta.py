@@ -207,9 +207,8 @@ class DTAStrategy(DDPStrategy):
         leave_at_exit(self._ranks)
         self._start_watch(self._ranks)
         watch = self._ranks.watch
-        self._writer = CheckpointWriter(
-            group, self._timeout.total_seconds(), lambda: watch.explain(_SIGNS) if watch is not None else ""
-        )
+        explain = lambda: watch.explain(_SIGNS) if watch is not None else ""  # noqa: E731
+        self._writer = CheckpointWriter(group, self._timeout.total_seconds(), explain, self.root_device)
         self._failed = False
 
     @property

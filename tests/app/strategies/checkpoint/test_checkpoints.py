@@ -25,6 +25,7 @@ from app.strategies.checkpoint.checkpoints import CheckpointError, check, pack, 
 from app.strategies.manifest import Written, manifest, read_manifest
 from app.strategies.pieces import CheckpointMismatch, Piece, load_pieces, load_whole
 from tests.app.strategies import toy_model as toy
+from tests.app.strategies import toy_module
 from tests.app.strategies.checkpoint import checkpoint_jobs as jobs
 from tests.helpers.rank_pool import IMPORTED, RankPool
 
@@ -69,6 +70,13 @@ def test_values_of_the_moment_in_order(two_ranks: RankPool, tmp_path: Path) -> N
         assert result["names"] == ["b.ckpt", "c.ckpt"]
         assert result["step"] == 3
         assert torch.equal(result["weight"], torch.arange(20.0).view(5, 4) + 200.0)
+
+
+def test_the_writer_s_thread_is_on_the_rank_s_own_device(one_rank: RankPool, tmp_path: Path) -> None:
+    """torch's writer waits for the stream of the thread's device, and that is the first one unless it is said."""
+    [found] = one_rank.run(jobs.devices_of_the_thread, directory=tmp_path, devices=["cuda:3", "cpu"])
+    assert found == [[("checkpoint-writer", "cuda:3")], []]
+    assert one_rank.run(toy_module.device_of_the_writer) == ["cpu"]
 
 
 def test_a_failed_write_is_told_and_costs_nothing(two_ranks: RankPool, tmp_path: Path) -> None:
