@@ -56,6 +56,7 @@ class ShardedOptimizer:
         finite: whether the last reduced gradient was; False means that the step was (or will be) skipped.
         groups: the parameters of each parameter group, as the module's optimizer had them (frozen ones included).
         configured: the options of each parameter group as configured, before schedulers and checkpoints change them.
+        scheduled: which of these options schedules of this run set, in each parameter group.
         buckets_by_group: the buckets of each.
 
     Raises:
@@ -80,6 +81,9 @@ class ShardedOptimizer:
         self.configured = [
             {key: group.get(f"initial_{key}", group[key]) for key in optimizer.defaults if _is_plain(group[key])}
             for group in optimizer.param_groups
+        ]
+        self.scheduled = [
+            {key for key in optimizer.defaults if f"initial_{key}" in group} for group in optimizer.param_groups
         ]
         self._reduced = False
         # remove_duplicate keeps a tied parameter's first name.

@@ -314,7 +314,10 @@ class TestRefusals:
 class TestGoingOnWithOtherOptions:
     """What a user configures otherwise than before has an effect, or is said to have none."""
 
-    def _go_on(self, changed: Any, make_scheduler: Any = None) -> list[dict[str, Any]]:
+    def _go_on(
+        self, changed: Any, make_scheduler: Any = None, ends: bool = False, whole: bool = False
+    ) -> list[dict[str, Any]]:
+        """`ends`: without the schedule. `whole`: from the state as torch saves it."""
         model = toy.Toy()
         optimizer = toy.adamw(model)
         scheduler = make_scheduler(optimizer) if make_scheduler else None
@@ -333,9 +336,13 @@ class TestGoingOnWithOtherOptions:
         optimizer = toy.adamw(model)
         for group in optimizer.param_groups:
             group.update(changed)
-        if make_scheduler:
+        if make_scheduler and not ends:
             make_scheduler(optimizer)
-        load_sharded(jobs.ShardedOptimizer(optimizer, model, jobs.communicator()), description, read)
+        before, sharded = sharded, jobs.ShardedOptimizer(optimizer, model, jobs.communicator())
+        if whole:
+            jobs.load_whole(sharded, jobs.whole_state(before))
+        else:
+            load_sharded(sharded, description, read)
         return optimizer.param_groups
 
     def test_they_apply(self) -> None:
@@ -355,6 +362,24 @@ class TestGoingOnWithOtherOptions:
         ):
             groups = self._go_on({"lr": 1e-6}, partial(torch.optim.lr_scheduler.StepLR, step_size=1, gamma=0.5))
         assert groups[0]["lr"] == toy.LEARNING_RATE / 2
+
+    @pytest.mark.parametrize("changed", [{}, {"lr": 1e-6}])
+    @pytest.mark.parametrize("whole", [False, True])
+    def test_a_schedule_that_ends_leaves_what_is_configured(self, changed: Any, whole: bool) -> None:
+        """And one line a group says so."""
+        with pytest.warns(UserWarning) as caught:
+            groups = self._go_on(
+                changed, partial(torch.optim.lr_scheduler.StepLR, step_size=1, gamma=0.5), ends=True, whole=whole
+            )
+        own = [toy.LEARNING_RATE, toy.LEARNING_RATE / 2]
+        expected = [changed.get("lr", rate) for rate in own]
+        assert [group["lr"] for group in groups] == expected
+        assert [group.get("initial_lr") for group in groups] == [None, None]
+        assert [str(warning.message) for warning in caught] == [
+            f"optimizer, parameter group {number}: lr followed a schedule to {rate / 2}; this run has none, and it is"
+            f" {now} from here on"
+            for number, (rate, now) in enumerate(zip(own, expected))
+        ]
 
     def test_nothing_changed_is_not_mentioned(self) -> None:
         with warnings.catch_warnings():
