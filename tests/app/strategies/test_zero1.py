@@ -23,7 +23,7 @@ def _largest_difference(got: dict[str, Tensor], expected: dict[str, Tensor]) -> 
     return max(float((got[name].double() - expected[name].double()).abs().max()) for name in expected)
 
 
-@pytest.mark.parametrize("make_optimizer", [toy.sgd, toy.adamw, toy.adadelta_named])
+@pytest.mark.parametrize("make_optimizer", [toy.sgd, toy.adamw, toy.adadelta_named, toy.adagrad])
 def test_one_process_has_the_bits_of_plain_torch(make_optimizer: Any) -> None:
     expected = toy.train_plainly(make_optimizer, steps=4)
     got = jobs.train(make_optimizer, steps=4)["parameters"]
@@ -45,6 +45,15 @@ def test_parameter_groups_and_scheduler_with_adamw(two_ranks: RankPool) -> None:
         assert _largest_difference(result["parameters"], expected) < 1e-2 * toy.LEARNING_RATE
     without_groups = toy.train_plainly(lambda m: torch.optim.AdamW(m.parameters(), lr=0.05), steps=5)
     assert _largest_difference(without_groups, expected) > 1e-2 * toy.LEARNING_RATE  # groups and schedule matter here
+
+
+def test_state_that_is_there_before_the_first_step(two_ranks: RankPool) -> None:
+    expected = toy.train_plainly(toy.adagrad, steps=5)
+    half = two_ranks.run(jobs.train, make_optimizer=toy.adagrad, steps=3)
+    rest = {"steps": 2, "first_step": 3, "state": half[0]["state"], "weights": half[0]["parameters"]}
+    for result in two_ranks.run(jobs.train, make_optimizer=toy.adagrad, **rest):
+        assert _largest_difference(result["parameters"], expected) < 1e-2 * toy.LEARNING_RATE
+        assert result["state_elements"] == result["master_elements"]  # of its own shard alone
 
 
 def test_clipping_equals_clip_grad_norm(two_ranks: RankPool) -> None:
@@ -278,6 +287,17 @@ class TestRefusals:
         model = toy.Toy()
         with pytest.raises(ValueError, match=r"LBFGS.*AdamW"):
             jobs.ShardedOptimizer(torch.optim.LBFGS(model.parameters()), model, jobs.communicator())
+
+    @pytest.mark.parametrize("make_optimizer", [toy.adamw, toy.adagrad])
+    def test_state_of_steps_before(self, make_optimizer: Any) -> None:
+        model = toy.Toy()
+        optimizer = make_optimizer(model)
+        model.backward([0], 0)
+        optimizer.step()
+        with pytest.raises(
+            ValueError, match=r"\(Ada\w+\) that already has state \(step, \w+.*\), .*return a fresh one"
+        ):
+            jobs.ShardedOptimizer(optimizer, model, jobs.communicator())
 
     def test_nothing_to_train(self) -> None:
         model = toy.Toy().requires_grad_(False)
