@@ -1,10 +1,10 @@
 """`arborist export --ckpt DIR --out DIR`: a checkpoint's policy as a Hugging Face directory.
 
 Promises: what is written loads with transformers' auto class of the model, on this project's `model: {path: ...}` and
-on inference servers; adapters are merged, or written alone as PEFT has them (`--adapter`). One process, CPU memory for
-what fills one file (4 GB at most, twice while it is written) and a layer, whatever the size of the model; the
-checkpoint is only read, and `--out` appears when it is complete. A checkpoint from somebody else is data: it names no
-file that is written and no code that is run.
+on inference servers; adapters are merged, or written alone as PEFT has them (`--adapter`); what transformers keeps in
+float32 is not rounded by `--dtype`. One process, CPU memory for what fills one file (4 GB at most, twice while it is
+written) and a layer, whatever the size of the model; the checkpoint is only read, and `--out` appears when it is
+complete. A checkpoint from somebody else is data: it names no file that is written and no code that is run.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from app.strategies.checkpoint.checkpoints import CheckpointError
 from app.strategies.checkpoint.trainer_state import ADAPTER_FILE, CONFIGURATIONS, GENERATION_FILE, SavedModel
 from app.text import reason
 from app.tree import auto_class
-from datamodules.inference.export import WeightParts, base_model
+from datamodules.inference.export import WeightParts, base_model, in_dtype
 from datamodules.inference.weight_files import SHARD_BYTES, save_model
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -80,7 +80,7 @@ def export(
         target = Path(made) / "model"
         like = _without_storage(saved, ckpt, adapter)
         if adapter:
-            like.save_pretrained(target, state_dict=_in(dtype, saved.fetch(_of_adapter(like))))
+            like.save_pretrained(target, state_dict=in_dtype(like, saved.fetch(_of_adapter(like)), dtype))
         else:
             base = base_model(like)
             inside = next(f"{path}." if path else "" for path, part in like.named_modules() if part is base)
@@ -89,7 +89,7 @@ def export(
                 found = saved.fetch([inside + name for name in names])
                 return {name.removeprefix(inside): tensor for name, tensor in found.items()}
 
-            parts = (_in(dtype, part) for part in WeightParts(like, fetch, like).saved())
+            parts = WeightParts(like, fetch, like).saved(dtype)
             save_model(like, target, parts, dtype, shard_bytes)
         if GENERATION_FILE in saved.files and not adapter:
             # As it is: transformers refuses to write what it reads with a warning.
@@ -106,12 +106,6 @@ def _tokenizer(name: str) -> Any:
         return AutoTokenizer.from_pretrained(name)
     except Exception as error:  # files that are cut or of another kind fail anywhere in transformers
         raise ValueError(f"--tokenizer: '{name}' holds no tokenizer: {reason(error)}") from error
-
-
-def _in(dtype: torch.dtype | None, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    if dtype is None:
-        return tensors
-    return {name: tensor.to(dtype) if tensor.is_floating_point() else tensor for name, tensor in tensors.items()}
 
 
 def _of_adapter(model: Any) -> list[str]:

@@ -73,7 +73,7 @@ class DTAStrategy(DDPStrategy):
             run. After such a step no checkpoint is written, and none deleted, until a step has an effect again.
         background_checkpoints: write checkpoints while training goes on; otherwise training waits for the disk.
         death_timeout: how long a rank may give no sign of life before the run ends on all ranks, naming it. Deaths on
-            the same host are seen within seconds.
+            the same machine are seen within seconds.
         calibrate: balance ranks by the times this run measures, every ten steps. Off, the cut depends on the batch
             alone, and a seeded run on several ranks repeats: bit for bit on CPUs; on GPUs, whose plans follow rates
             that each start measures, up to rounding.
@@ -207,9 +207,8 @@ class DTAStrategy(DDPStrategy):
         leave_at_exit(self._ranks)
         self._start_watch(self._ranks)
         watch = self._ranks.watch
-        self._writer = CheckpointWriter(
-            group, self._timeout.total_seconds(), lambda: watch.explain(_SIGNS) if watch is not None else ""
-        )
+        explain = lambda: watch.explain(_SIGNS) if watch is not None else ""  # noqa: E731
+        self._writer = CheckpointWriter(group, self._timeout.total_seconds(), explain, self.root_device)
         self._failed = False
 
     @property

@@ -3,8 +3,10 @@
 That dtype belongs to the whole process. Rollouts play on other threads meanwhile, and a tensor created there without a
 dtype (a sampler's log-probabilities, say) would be rounded to bfloat16 whenever the trainer happened to be busy.
 
-Promises: parameters and inputs are cast as Lightning casts them; torch's default dtype is never changed. A module that
-needs tensors of another dtype than float32 names it.
+Promises: parameters and inputs are cast as Lightning casts them, but for what transformers leaves in float32 where it
+loads a model in half precision: frequencies of rotary embeddings, and tensors that its classes name. What is trained is
+so the model that is saved and served. torch's default dtype is never changed. A module that needs tensors of another
+dtype than float32 names it.
 """
 
 from __future__ import annotations
@@ -12,6 +14,9 @@ from __future__ import annotations
 from contextlib import AbstractContextManager, nullcontext
 
 from lightning.pytorch.plugins.precision import DoublePrecision, HalfPrecision, Precision
+from torch.nn import Module
+
+from app.tree import kept_in_float32
 
 
 class _KeepsDefaultDtype:
@@ -28,7 +33,13 @@ class _KeepsDefaultDtype:
 
 
 class _Half(_KeepsDefaultDtype, HalfPrecision):
-    pass
+    def convert_module(self, module: Module) -> Module:
+        dtype = self._desired_input_dtype
+        kept = {name: tensor.detach().float() for name, tensor in kept_in_float32(module, dtype).items()}
+        module = super().convert_module(module)
+        for name, tensor in kept_in_float32(module, dtype).items():
+            tensor.data = kept[name]
+        return module
 
 
 class _Double(_KeepsDefaultDtype, DoublePrecision):

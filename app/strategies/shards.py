@@ -8,7 +8,8 @@ inside a pass leaves the group. A rank's part of a parameter is a run of its row
 
 Embeddings and output projections are cut by rows too, and never gathered: a pass needs them in every chunk, and sends
 hidden states instead (`app.tree.CutVocabulary`). Adapters stay whole on every rank, and so do vocabularies they are put
-on; optimizer state of what stays whole is over all ranks, as ever. What is below adapters is frozen, and only gathered.
+on, and float32 parameters in bfloat16 layers (routers); optimizer state of what stays whole is over all ranks, as ever.
+What is below adapters is frozen, and only gathered.
 """
 
 from __future__ import annotations
@@ -178,10 +179,13 @@ def _fill(
 
 def _shard(unit: Module, group: GroupRanks, whole: set[Parameter], adapted: bool) -> dict[str, torch.dtype]:
     """Trained parameters below float32 are kept in float32, as the masters that steps add to, and gathered rounded: to
-    the dtypes returned. Those that are trained beside an `adapted` base stay whole."""
+    the dtypes returned. Those that are trained beside an `adapted` base stay whole, and so do those in float32 beside
+    rounded ones: a unit is gathered in one dtype."""
     whole = whole | {parameter for parameter in unit.parameters() if adapted and parameter.requires_grad}
     own = {name: p for name, p in unit.named_parameters() if p not in whole and not isinstance(p.data, DTensor)}
     low = {name: p.dtype for name, p in own.items() if p.requires_grad and accumulation_dtype(p.dtype) != p.dtype}
+    if low:
+        whole |= {p for p in own.values() if p.is_floating_point() and accumulation_dtype(p.dtype) == p.dtype}
     for name in low:
         own[name].data = own[name].data.float()
     policy = MixedPrecisionPolicy(cast_forward_inputs=False)  # which would copy what chunks hand to layers

@@ -29,7 +29,7 @@ import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch.distributed.tensor import DTensor
 from torch.nn import Module, Parameter
-from torch.optim import Optimizer
+from torch.optim import Adagrad, Optimizer
 
 from app.strategies.buckets import Bucket, build_buckets
 from app.strategies.ranks.collectives import Communicator
@@ -44,7 +44,8 @@ class ShardedOptimizer:
     """Shards `optimizer` over `ranks`, in place.
 
     Args:
-        optimizer: a fresh (never stepped) element-wise torch optimizer over parameters of `module`.
+        optimizer: a fresh (never stepped) element-wise torch optimizer over parameters of `module`; of those that make
+            state before their first step, Adagrad alone.
         module: gives parameters their names.
         ranks: who shares the work.
         bucket_elements: most elements of a bucket (a larger parameter has one of its own).
@@ -56,6 +57,7 @@ class ShardedOptimizer:
         finite: whether the last reduced gradient was; False means that the step was (or will be) skipped.
         groups: the parameters of each parameter group, as the module's optimizer had them (frozen ones included).
         configured: the options of each parameter group as configured, before schedulers and checkpoints change them.
+        scheduled: which of these options schedules of this run set, in each parameter group.
         buckets_by_group: the buckets of each.
 
     Raises:
@@ -81,6 +83,9 @@ class ShardedOptimizer:
             {key: group.get(f"initial_{key}", group[key]) for key in optimizer.defaults if _is_plain(group[key])}
             for group in optimizer.param_groups
         ]
+        self.scheduled = [
+            {key for key in optimizer.defaults if f"initial_{key}" in group} for group in optimizer.param_groups
+        ]
         self._reduced = False
         # remove_duplicate keeps a tied parameter's first name.
         self._names = {id(param): name for name, param in module.named_parameters()}
@@ -102,6 +107,9 @@ class ShardedOptimizer:
             self.buckets_by_group.append([*build_buckets(whole, ranks, bucket_elements, offload), *shards])
             options["params"] = [bucket.master for bucket in self.buckets_by_group[-1]]
             options.pop("param_names", None)
+        if type(optimizer) is Adagrad:  # which has made its state already, of whole parameters
+            again = Adagrad([{**group} for group in optimizer.param_groups], **optimizer.defaults)
+            optimizer.state = again.state
         # Lightning and users call these on the optimizer itself; LR schedulers wrap `step` in the same way.
         optimizer.zero_grad = self.zero_grad  # type: ignore[method-assign]
         optimizer.add_param_group = self._refuse_param_group  # type: ignore[method-assign]
@@ -199,8 +207,15 @@ class ShardedOptimizer:
                 f"optimizer {kind.__module__}.{kind.__name__} is sharded as if it updated element by element; if it"
                 " looks at whole parameters (matrix norms, per-parameter trust ratios), results are wrong"
             )
-        if self.optimizer.state:
-            raise ValueError("configure_optimizers returned an optimizer that already has state; return a fresh one")
+        began = [key for state in self.optimizer.state.values() for key in state]
+        if kind is Adagrad:
+            began = [key for state in self.optimizer.state.values() for key in state if state["step"]]
+        if began:
+            raise ValueError(
+                f"configure_optimizers returned an optimizer ({kind.__name__}) that already has state"
+                f" ({', '.join(dict.fromkeys(began))}), which cannot be cut into shards: return a fresh one, of a class"
+                " that makes its state in its first step"
+            )
         if not self._trainable:
             raise ValueError(
                 "the optimizer has no parameter that requires gradients; check configure_optimizers and frozen modules"

@@ -9,7 +9,7 @@ from app.tree.calibrate import device_rates
 from app.tree.engine import TreeEngine
 from app.tree.heads import Likeliest, SoftTargets
 from app.tree.memory import free_bytes
-from app.tree.model.language import auto_class, own_config, tied_names
+from app.tree.model.language import auto_class, kept_in_float32, own_config, tied_names
 from app.tree.model.pictures import Tower, picture_positions, picture_tokens, tower_parameters
 from app.tree.model.vocabulary import CutVocabulary, vocabulary_modules
 from app.tree.outputs import FlatOutputs, SequenceOutputs, TreeOutputs
@@ -49,6 +49,7 @@ __all__ = [
     "free_bytes",
     "inspect_model",
     "inspect_tree",
+    "kept_in_float32",
     "on_device",
     "own_config",
     "partition",

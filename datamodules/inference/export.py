@@ -20,7 +20,7 @@ from torch.nn import Module
 from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
-from app.tree import own_config, tied_names
+from app.tree import kept_in_float32, own_config, tied_names
 
 Fetch = Callable[[Iterable[str]], dict[str, Tensor]]
 """Gets tensors by their names in a base model's own `state_dict()`, into memory that may be written."""
@@ -132,10 +132,10 @@ class WeightParts:
             del merged  # what is dropped of it is gone
         _check_names(self._plain, seen)
 
-    def saved(self) -> Iterator[dict[str, Tensor]]:
-        """As `checkpoint_weights`; errors as `merged`."""
+    def saved(self, dtype: torch.dtype | None = None) -> Iterator[dict[str, Tensor]]:
+        """As `checkpoint_weights`, where `dtype` is given `in_dtype`; errors as `merged`."""
         for merged in self.merged():
-            part = _as_saved(self._plain, merged)
+            part = _as_saved(self._plain, in_dtype(self._plain, merged, dtype))
             del merged
             yield part
             del part
@@ -144,6 +144,18 @@ class WeightParts:
         """Fetches what is left for nothing: others that hold parts of it expect to be asked."""
         for names in self._left:
             self._fetch(names)
+
+
+def in_dtype(model: Module, weights: dict[str, Tensor], dtype: torch.dtype | None) -> dict[str, Tensor]:
+    """`weights`, by the names in `model`, as `from_pretrained` would load them in `dtype` (None: as they are): in half
+    precision what transformers keeps in float32 is so, and whole numbers are never cast."""
+    if dtype is None:
+        return weights
+    kept = kept_in_float32(model, dtype)
+    return {
+        name: tensor.to(torch.float32 if name in kept else dtype) if tensor.is_floating_point() else tensor
+        for name, tensor in weights.items()
+    }
 
 
 def _merge(adapted: dict[str, Module], ties: dict[str, str], weights: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import threading
+from pathlib import Path
 from typing import Any, ClassVar
 
 import lightning as L
 import pytest
 import torch
 from lightning.pytorch.plugins.precision import DoublePrecision, HalfPrecision
+from torch import nn
+from transformers import AutoModelForCausalLM
 
 from app.batch import StepHandle
 from app.strategies import DTAStrategy
-from modules import ActorCriticModule, ModelSource, PolicyModule, Regulariser
+from app.strategies.precision import keep_default_dtype
+from modules import ActorCriticModule, ModelSource, PolicyModule, Regulariser, build_model
 from tests.helpers.tiny_policy import Batches, fit, make_batch, parameters, sgd, source, trainer
 
 
@@ -179,3 +183,66 @@ def test_objectives_of_whole_steps_train_in_every_precision(precision: str) -> N
     [step] = fit(module, [make_batch()], precision=precision, strategy=DTAStrategy())
     [expected] = fit(PolicyModule(source(), optimizer=sgd, objective="m2po"), [make_batch()])
     assert step["loss"] == pytest.approx(expected["loss"], rel=0.1)
+
+
+ROUTED = {
+    "moe_intermediate_size": 8,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "n_shared_experts": 1,
+    "n_group": 1,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+    "tie_word_embeddings": False,
+}
+LATENT = {
+    "head_dim": 4,
+    "q_lora_rank": None,
+    "kv_lora_rank": 8,
+    "qk_rope_head_dim": 4,
+    "qk_nope_head_dim": 4,
+    "v_head_dim": 8,
+}
+LOADED: dict[str, dict[str, Any]] = {
+    "qwen3": {},
+    "gemma3_text": {},  # frequencies by the layers' kind
+    "glm4_moe": ROUTED,
+    "deepseek_v3": {**ROUTED, **LATENT},
+}
+
+
+def _dtypes(model: nn.Module) -> dict[str, torch.dtype]:
+    return {name: tensor.dtype for name, tensor in (*model.named_parameters(), *model.named_buffers())}
+
+
+@pytest.mark.parametrize("kind", LOADED)
+def test_a_model_in_bf16_true_is_what_is_loaded_in_bfloat16(tmp_path: Path, kind: str) -> None:
+    """What servers and whoever loads the saved model compute with, bit for bit, also far from the beginning."""
+    torch.manual_seed(0)
+    holder = nn.Module()
+    holder.policy = build_model(source(model_type=kind, **LOADED[kind])).eval()
+    for name, buffer in holder.policy.named_buffers():
+        if name.endswith("e_score_correction_bias"):
+            buffer.copy_(8 + 0.05 * torch.randn(len(buffer)))  # as of trained routers: half precision would tie them
+    holder.policy.save_pretrained(tmp_path)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
+    trained: Any = holder
+    keep_default_dtype(HalfPrecision("bf16-true")).convert_module(trained)
+    assert _dtypes(holder.policy) == _dtypes(loaded)
+    assert {torch.float32, torch.bfloat16} == {*_dtypes(loaded).values()}
+    positions = torch.arange(8000, 8200)[None]
+    tokens = torch.randint(0, 17, (1, 200))
+    with torch.no_grad():
+        got, expected = (m(input_ids=tokens, position_ids=positions).logits for m in (holder.policy, loaded))
+    assert torch.equal(got, expected)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_frequencies_and_routers_stay_exact_in_training(dtype: str) -> None:
+    model = source(model_type="glm4_moe", **ROUTED)
+    model.dtype = dtype
+    module = PolicyModule(model, optimizer=sgd, regularisers=[Regulariser("kl", 0.1)], reference="initial", epochs=2)
+    fit(module, [make_batch()], precision="bf16-true", strategy=DTAStrategy())
+    for trained in (module.policy.model, module.reference.model.model):
+        assert trained.rotary_emb.inv_freq.dtype == trained.layers[1].mlp.gate.weight.dtype == torch.float32
+        assert trained.layers[1].mlp.shared_experts.up_proj.weight.dtype == torch.bfloat16

@@ -68,10 +68,17 @@ class CheckpointWriter:
         group: gloo process group of all ranks that nothing else uses.
         timeout: seconds to wait for one checkpoint (and for the other ranks).
         explain: says what is known of ranks that died, for errors.
+        device: this rank's, where it has one of its own.
     """
 
-    def __init__(self, group: dist.ProcessGroup, timeout: float, explain: Callable[[], str] = str) -> None:
-        self.group = group
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        timeout: float,
+        explain: Callable[[], str] = str,
+        device: torch.device | None = None,
+    ) -> None:
+        self.group, self._device = group, device
         self.rank = dist.get_rank(group)
         self._timeout, self._explain = timeout, explain
         self._jobs: queue.Queue[Callable[[], None] | None] = queue.Queue()
@@ -138,6 +145,10 @@ class CheckpointWriter:
         self._jobs.put(job)
 
     def _work(self) -> None:
+        if self._device is not None and self._device.type == "cuda":
+            # Every thread begins at device 0: torch's writer would make a context there, and wait for another rank's
+            # work.
+            torch.cuda.set_device(self._device)
         while True:
             job = self._jobs.get()
             try:

@@ -11,19 +11,20 @@ import ctypes
 import hashlib
 import os
 import shutil
-import socket
 import time
 from pathlib import Path
 
 import psutil
 
+from app.strategies.machine import this_machine
+
 _CLOCKS_S = 5  # by which a process's start, asked for again, differs where clocks are set meanwhile
-_ABANDONED = 3600.0  # seconds without a write after which what another host began counts as left
+_ABANDONED = 3600.0  # seconds without a write after which what another machine began counts as left
 
 
 def this_process() -> str:
-    """Host, process and when it started, as a part of a file's name."""
-    return f"{_host()}-{os.getpid()}-{_started(os.getpid())}"
+    """Machine, process and when it started, as a part of a file's name."""
+    return f"{_machine()}-{os.getpid()}-{_started(os.getpid())}"
 
 
 def hidden(path: Path, role: str, process: str) -> Path:
@@ -33,13 +34,13 @@ def hidden(path: Path, role: str, process: str) -> Path:
 
 
 def clean(directory: Path, process: str) -> None:
-    """Removes what `process`, or one that lives no more, left hidden here. Of another host's, or an older version's,
-    only its age can be known."""
+    """Removes what `process`, or one that lives no more, left hidden here. Of another machine's, an older version's, or
+    what was begun before this machine last started, only its age can be known."""
     for left in (*directory.glob(".partial-*"), *directory.glob(".replaced-*")):
-        *_, host, number, started = ["", "", "", *left.name.split("-")]
+        *_, machine, number, started = ["", "", "", *left.name.split("-")]
         if left.name.endswith(f"-{process}"):
             gone = True
-        elif host == _host() and number.isdigit() and started.isdigit():
+        elif machine == _machine() and number.isdigit() and started.isdigit():
             gone = not _lives(int(number), int(started))
         else:
             gone = time.time() - _last_write(left) > _ABANDONED
@@ -93,8 +94,8 @@ def sync_directory(path: Path) -> None:
         os.close(handle)
 
 
-def _host() -> str:
-    return hashlib.sha256(socket.gethostname().encode()).hexdigest()[:8]
+def _machine() -> str:
+    return hashlib.sha256(this_machine().encode()).hexdigest()[:8]
 
 
 def _lives(pid: int, started: int) -> bool:

@@ -8,8 +8,8 @@ plain torch optimizer saves, for runs that began under another strategy. Masters
 are bfloat16.
 
 Promises: on restore masters come from the checkpoint, not from rounded weights; an option that was configured
-otherwise than for the checkpoint keeps its new value; a checkpoint that does not fit is refused before anything is
-changed, naming the parameter.
+otherwise than for the checkpoint keeps its new value, and one that only the checkpoint's schedule set has the
+configured one; a checkpoint that does not fit is refused before anything is changed, naming the parameter.
 """
 
 from __future__ import annotations
@@ -85,8 +85,9 @@ def load_sharded(sharded: ShardedOptimizer, description: Mapping[str, Any], read
         states.append(state)
     read(wanted)
     _adopt(sharded, saved, states)
+    ended = _end_schedules(sharded)
     if "configured" in description:
-        _keep_changes(sharded, description["configured"])
+        _keep_changes(sharded, description["configured"], ended)
 
 
 @torch.no_grad()
@@ -123,6 +124,7 @@ def load_whole(sharded: ShardedOptimizer, full: Mapping[str, Any]) -> None:
             state[key] = bucket.cut(values) if whole else _common_scalar(bucket, key, values)
         states.append(state)
     _adopt(sharded, saved, states)
+    _end_schedules(sharded)
 
 
 def _adopt(sharded: ShardedOptimizer, saved: list[dict[str, Any]], states: list[dict[str, Any]]) -> None:
@@ -149,10 +151,29 @@ def _adopt(sharded: ShardedOptimizer, saved: list[dict[str, Any]], states: list[
     sharded.gather_parameters()
 
 
-def _keep_changes(sharded: ShardedOptimizer, before: list[dict[str, Any]]) -> None:
-    """Options that the user has changed since the checkpoint, which `_adopt` has set back, apply; this is said."""
-    for number, (group, then, now) in enumerate(zip(sharded.optimizer.param_groups, before, sharded.configured)):
-        changed = [key for key in now if key in then and not _same(then[key], now[key])]
+def _end_schedules(sharded: ShardedOptimizer) -> list[set[str]]:
+    """Options that a schedule set which this run does without are as configured, not as it left them; this is said.
+    Returns which, of each parameter group."""
+    found = []
+    for number, (group, now) in enumerate(zip(sharded.optimizer.param_groups, sharded.configured)):
+        ended = {key for key in now.keys() - sharded.scheduled[number] if f"initial_{key}" in group}
+        for key in sorted(ended):
+            del group[f"initial_{key}"]
+            last, group[key] = group[key], now[key]
+            rank_zero_warn(
+                f"optimizer, parameter group {number}: {key} followed a schedule to {last}; this run has none, and it"
+                f" is {now[key]} from here on"
+            )
+        found.append(ended)
+    return found
+
+
+def _keep_changes(sharded: ShardedOptimizer, before: list[dict[str, Any]], said: list[set[str]]) -> None:
+    """Options that the user has changed since the checkpoint, which `_adopt` has set back, apply; this is said, but for
+    those of which it was `said`."""
+    groups = zip(sharded.optimizer.param_groups, before, sharded.configured, said)
+    for number, (group, then, now, done) in enumerate(groups):
+        changed = [key for key in now if key in then and key not in done and not _same(then[key], now[key])]
         for key in changed:
             told = f"optimizer, parameter group {number}: {key} was {then[key]} and is {now[key]}"
             if f"initial_{key}" in group:  # the scheduler computes it, from its own state

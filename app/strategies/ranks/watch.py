@@ -36,6 +36,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from app import interruption
+from app.strategies.machine import this_machine
 from app.strategies.ranks.listening import open_store
 from app.text import printable, well_formed
 
@@ -51,7 +52,7 @@ _TOLD = 100  # different complaints
 class Beat:
     """What one rank says of itself. `collective` counts the collectives entered; `waits_in` names the one it is in, the
     `waits_for`-th: an earlier one where a device is behind. `asked` is the signal that asked this
-    rank to end."""
+    rank to end. `machine`: where `pid` names its process; `host` is for whoever reads."""
 
     rank: int
     host: str
@@ -65,6 +66,7 @@ class Beat:
     failed: str | None = None
     asked: int | None = None
     left: bool = False
+    machine: str = ""
 
     def __str__(self) -> str:
         return printable(self._text())
@@ -155,7 +157,7 @@ class RankWatch:
         self._timeout, self._death_timeout = timeout, death_timeout
         self._interval = min(5.0, death_timeout / 6, timeout / 8)
         self._main = threading.main_thread().ident
-        self._beat = Beat(rank, socket.gethostname(), os.getpid())
+        self._beat = Beat(rank, socket.gethostname(), os.getpid(), machine=this_machine())
         self._seen: dict[int, tuple[Beat, float]] = {}
         self._lock = threading.Lock()
         self._closed = threading.Event()
@@ -297,7 +299,7 @@ class RankWatch:
             return self._silent_for(0) > min(_PATIENCE, self._death_timeout)
         if beat.failed is not None or self._silent_for(beat.rank) > self._death_timeout:
             return True
-        return beat.host == self._beat.host and not _runs(beat.pid)  # known at once on the same host
+        return beat.machine == self._beat.machine and not _runs(beat.pid)  # known at once on the same machine
 
     def _silent_for(self, rank: int) -> float:
         with self._lock:

@@ -1,4 +1,5 @@
-"""The part of a model that text goes through, how a model that writes is made, and what its configuration should say.
+"""The part of a model that text goes through, how a model that writes is made, what its configuration should say, and
+what of it is never in half precision.
 
 Promises: where a model has nothing else, that part is its body; which tensors are one is told by the tensors.
 """
@@ -6,9 +7,11 @@ Promises: where a model has nothing else, that part is its body; which tensors a
 from __future__ import annotations
 
 import copy
+import re
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PretrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
@@ -43,6 +46,32 @@ def own_config(model: PreTrainedModel) -> PretrainedConfig:
             if getattr(part, "tie_word_embeddings", False):
                 part.tie_word_embeddings = False
     return config
+
+
+def kept_in_float32(module: nn.Module, dtype: torch.dtype) -> dict[str, Tensor]:
+    """The parameters and buffers, by name, that `from_pretrained` leaves in float32 where it loads the transformers
+    models in `module` in `dtype`: frequencies of rotary embeddings, whose error grows with the position, and what their
+    classes name (routers and their biases, say). None where `dtype` is not half precision."""
+    if dtype not in (torch.float16, torch.bfloat16):
+        return {}
+    named: dict[str, Tensor] = dict(module.named_parameters(remove_duplicate=False))
+    named |= dict(module.named_buffers(remove_duplicate=False))
+    found = {name for name in named if name.endswith("inv_freq")}
+    for path, part in module.named_modules():
+        rules = _float32_rules(part, dtype) if isinstance(part, PreTrainedModel) else None
+        if rules is not None:
+            start = f"{path}." if path else ""
+            plain = {name: name.removeprefix(start).replace("base_layer.", "") for name in named}  # without adapters
+            found |= {name for name in named if name.startswith(start) and rules.search(plain[name])}
+    return {name: tensor for name, tensor in named.items() if name in found and tensor.is_floating_point()}
+
+
+def _float32_rules(model: PreTrainedModel, dtype: torch.dtype) -> re.Pattern[str] | None:
+    """Looked for anywhere in a name, as transformers does."""
+    rules = set(model._keep_in_fp32_modules_strict or ())
+    if dtype == torch.float16:
+        rules |= set(model._keep_in_fp32_modules or ())
+    return re.compile("|".join(sorted(rule.replace("*", ".*") for rule in rules))) if rules else None
 
 
 def _tensor(model: nn.Module, name: str) -> Any:

@@ -23,7 +23,7 @@ from modules import ActorCriticModule, ModelSource, PolicyModule, build_model
 from modules.algorithm import Regulariser
 from modules.models import Refresh, inner_model
 from tests.datamodules.inference.engine_suite import assert_parity
-from tests.helpers.tiny_policy import Batches, Metrics, make_batch, parameters, source, trainer
+from tests.helpers.tiny_policy import Batches, Metrics, make_batch, parameters, sgd, source, trainer
 
 HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2}
 Layout = tuple[int, int, bool]
@@ -42,6 +42,8 @@ def adapted(base: Path | None) -> ModelSource:
 
 FOLLOWING: dict[str, Any] = {"reference": "initial", "regularisers": [Regulariser("kl", 0.1)]}
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8, "norm_topk_prob": True}
+ROUTED = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8, "first_k_dense_replace": 1}
+ROUTED |= {"n_shared_experts": 1, "n_group": 1, "topk_group": 1}
 KINDS: dict[str, dict[str, Any]] = {
     "grpo": {},
     "gspo": {"objective": "gspo"},
@@ -50,6 +52,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "shared critic": {"critic": "shared"},
     "critic": {"critic": "initial", "critic_lr": 0.03},
     "experts": {"model": source(**HEADS, **EXPERTS, model_type="qwen3_moe")},
+    "float32 router": {"model": source(**HEADS, **ROUTED, model_type="glm4_moe"), "optimizer": sgd},
     "untied": {"model": source(**HEADS, tie_word_embeddings=False)},
     "small chunks": {"chunk_tokens": 8, "live_tokens": 16},
 }
@@ -69,11 +72,10 @@ def fit(
     one's is written to `directory`. Of an adapter on the model in `base`, where that is given."""
     torch.manual_seed(0)
     ranks, size, sharded = layout
-    chosen = {"model": adapted(base), **KINDS[kind]}
+    chosen = {"model": adapted(base), "optimizer": adamw, **KINDS[kind]}
     made = ActorCriticModule if "critic" in chosen else PolicyModule
     module = made(
         **chosen,
-        optimizer=adamw,
         lr_scheduler=lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, step_size=2, gamma=0.5),
     )
     metrics = Metrics()
@@ -101,6 +103,26 @@ def fit(
         "held": sum(local(p).numel() for p in module.parameters()),
         "state": sum(v.numel() for s in run.optimizers[0].state.values() for v in s.values() if v.dim()),
     }
+
+
+def routers_within_layers() -> list[tuple[Tensor, Tensor]]:
+    """Of a bfloat16 model in shards whose router is float32, as transformers loads it, the router's weight beforehand,
+    and where its layer computes with it."""
+    torch.manual_seed(0)
+    strategy = DTAStrategy(group_size=2, shard_parameters=True)
+    module = PolicyModule(
+        ModelSource(config=KINDS["float32 router"]["model"].config, dtype="bfloat16"), optimizer=adamw
+    )
+    found: list[tuple[Tensor, Tensor]] = []
+
+    class Look(Callback):
+        def on_fit_start(self, run: Any, module: Any) -> None:
+            router = module.policy.model.layers[1].mlp.gate
+            before = parameters(module.policy)["model.layers.1.mlp.gate.weight"]
+            router.register_forward_pre_hook(lambda *_: found.append((before, router.weight.detach().clone())))
+
+    trainer(Look(), devices=2, strategy=strategy, max_steps=1).fit(module, Batches([make_batch()]))
+    return found
 
 
 def fit_twice() -> None:

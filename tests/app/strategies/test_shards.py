@@ -50,7 +50,7 @@ def test_five_steps_are_those_of_one_process(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", [kind for kind in jobs.KINDS if kind != "grpo"])
+@pytest.mark.parametrize("kind", [kind for kind in jobs.KINDS if kind not in ("grpo", "float32 router")])
 def test_everything_that_is_trained(pools: dict[int, RankPool], kind: str) -> None:
     """Policy, critic and reference, after three steps in float64, are those of one process (experts, whose products
     know no float64, in float32)."""
@@ -83,6 +83,33 @@ def test_bfloat16_keeps_float32_masters(pools: dict[int, RankPool], tmp_path: Pa
     whole = pools[2].run(jobs.fit, START, steps=4, layout=(2, 2, False), precision="bf16-true")[0]
     assert straight["grad_norm"] == pytest.approx(whole["grad_norm"], rel=0.05)
     assert _difference(straight["parameters"], whole["parameters"]) < 0.05
+
+
+def test_a_float32_router_is_not_rounded_with_its_layer(two_ranks: RankPool) -> None:
+    for seen in two_ranks.run(jobs.routers_within_layers, START):
+        before, within = seen[0]
+        assert within.dtype == torch.float32 and torch.equal(within, before)
+        assert not torch.equal(before, before.bfloat16().float())
+
+
+@pytest.mark.slow
+def test_a_float32_router_is_trained_beside_rounded_weights(pools: dict[int, RankPool], tmp_path: Path) -> None:
+    """Its gradients, too, are of all ranks: what it moved by is what it moves by in whole layers. It is saved so."""
+    options = {"precision": "bf16-true", "kind": "float32 router"}
+    router = "policy.model.layers.1.mlp.gate.weight"
+    start, whole = (pools[2].run(jobs.fit, START, layout=(2, 2, False), steps=n, **options)[0] for n in (0, 3))
+    moved = whole["parameters"][router] - start["parameters"][router]
+    assert moved.dtype == torch.float32 and float(moved.abs().max()) > 1e-4
+    for got in pools[2].run(jobs.fit, START, layout=(2, 2, True), steps=3, directory=tmp_path, **options):
+        assert got["grad_norm"] == pytest.approx(whole["grad_norm"], rel=0.05)
+        assert _difference(got["parameters"], whole["parameters"]) < 0.05
+        apart = got["parameters"][router] - whole["parameters"][router]
+        assert float(apart.norm() / moved.norm()) < 0.1
+    trained = got["parameters"][router]
+    again = pools[2].run(jobs.fit, START, layout=(2, 2, False), steps=3, start=tmp_path / "step=3.ckpt", **options)[0]
+    exported = AutoModelForCausalLM.from_pretrained(tmp_path / "model").state_dict()
+    assert torch.equal(again["parameters"][router], trained)
+    assert torch.equal(exported[router.removeprefix("policy.")], trained)
 
 
 @pytest.mark.slow

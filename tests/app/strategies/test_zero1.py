@@ -23,7 +23,7 @@ def _largest_difference(got: dict[str, Tensor], expected: dict[str, Tensor]) -> 
     return max(float((got[name].double() - expected[name].double()).abs().max()) for name in expected)
 
 
-@pytest.mark.parametrize("make_optimizer", [toy.sgd, toy.adamw, toy.adadelta_named])
+@pytest.mark.parametrize("make_optimizer", [toy.sgd, toy.adamw, toy.adadelta_named, toy.adagrad])
 def test_one_process_has_the_bits_of_plain_torch(make_optimizer: Any) -> None:
     expected = toy.train_plainly(make_optimizer, steps=4)
     got = jobs.train(make_optimizer, steps=4)["parameters"]
@@ -45,6 +45,15 @@ def test_parameter_groups_and_scheduler_with_adamw(two_ranks: RankPool) -> None:
         assert _largest_difference(result["parameters"], expected) < 1e-2 * toy.LEARNING_RATE
     without_groups = toy.train_plainly(lambda m: torch.optim.AdamW(m.parameters(), lr=0.05), steps=5)
     assert _largest_difference(without_groups, expected) > 1e-2 * toy.LEARNING_RATE  # groups and schedule matter here
+
+
+def test_state_that_is_there_before_the_first_step(two_ranks: RankPool) -> None:
+    expected = toy.train_plainly(toy.adagrad, steps=5)
+    half = two_ranks.run(jobs.train, make_optimizer=toy.adagrad, steps=3)
+    rest = {"steps": 2, "first_step": 3, "state": half[0]["state"], "weights": half[0]["parameters"]}
+    for result in two_ranks.run(jobs.train, make_optimizer=toy.adagrad, **rest):
+        assert _largest_difference(result["parameters"], expected) < 1e-2 * toy.LEARNING_RATE
+        assert result["state_elements"] == result["master_elements"]  # of its own shard alone
 
 
 def test_clipping_equals_clip_grad_norm(two_ranks: RankPool) -> None:
@@ -279,6 +288,17 @@ class TestRefusals:
         with pytest.raises(ValueError, match=r"LBFGS.*AdamW"):
             jobs.ShardedOptimizer(torch.optim.LBFGS(model.parameters()), model, jobs.communicator())
 
+    @pytest.mark.parametrize("make_optimizer", [toy.adamw, toy.adagrad])
+    def test_state_of_steps_before(self, make_optimizer: Any) -> None:
+        model = toy.Toy()
+        optimizer = make_optimizer(model)
+        model.backward([0], 0)
+        optimizer.step()
+        with pytest.raises(
+            ValueError, match=r"\(Ada\w+\) that already has state \(step, \w+.*\), .*return a fresh one"
+        ):
+            jobs.ShardedOptimizer(optimizer, model, jobs.communicator())
+
     def test_nothing_to_train(self) -> None:
         model = toy.Toy().requires_grad_(False)
         with pytest.raises(ValueError, match="no parameter that requires gradients"):
@@ -314,7 +334,10 @@ class TestRefusals:
 class TestGoingOnWithOtherOptions:
     """What a user configures otherwise than before has an effect, or is said to have none."""
 
-    def _go_on(self, changed: Any, make_scheduler: Any = None) -> list[dict[str, Any]]:
+    def _go_on(
+        self, changed: Any, make_scheduler: Any = None, ends: bool = False, whole: bool = False
+    ) -> list[dict[str, Any]]:
+        """`ends`: without the schedule. `whole`: from the state as torch saves it."""
         model = toy.Toy()
         optimizer = toy.adamw(model)
         scheduler = make_scheduler(optimizer) if make_scheduler else None
@@ -333,9 +356,13 @@ class TestGoingOnWithOtherOptions:
         optimizer = toy.adamw(model)
         for group in optimizer.param_groups:
             group.update(changed)
-        if make_scheduler:
+        if make_scheduler and not ends:
             make_scheduler(optimizer)
-        load_sharded(jobs.ShardedOptimizer(optimizer, model, jobs.communicator()), description, read)
+        before, sharded = sharded, jobs.ShardedOptimizer(optimizer, model, jobs.communicator())
+        if whole:
+            jobs.load_whole(sharded, jobs.whole_state(before))
+        else:
+            load_sharded(sharded, description, read)
         return optimizer.param_groups
 
     def test_they_apply(self) -> None:
@@ -355,6 +382,24 @@ class TestGoingOnWithOtherOptions:
         ):
             groups = self._go_on({"lr": 1e-6}, partial(torch.optim.lr_scheduler.StepLR, step_size=1, gamma=0.5))
         assert groups[0]["lr"] == toy.LEARNING_RATE / 2
+
+    @pytest.mark.parametrize("changed", [{}, {"lr": 1e-6}])
+    @pytest.mark.parametrize("whole", [False, True])
+    def test_a_schedule_that_ends_leaves_what_is_configured(self, changed: Any, whole: bool) -> None:
+        """And one line a group says so."""
+        with pytest.warns(UserWarning) as caught:
+            groups = self._go_on(
+                changed, partial(torch.optim.lr_scheduler.StepLR, step_size=1, gamma=0.5), ends=True, whole=whole
+            )
+        own = [toy.LEARNING_RATE, toy.LEARNING_RATE / 2]
+        expected = [changed.get("lr", rate) for rate in own]
+        assert [group["lr"] for group in groups] == expected
+        assert [group.get("initial_lr") for group in groups] == [None, None]
+        assert [str(warning.message) for warning in caught] == [
+            f"optimizer, parameter group {number}: lr followed a schedule to {rate / 2}; this run has none, and it is"
+            f" {now} from here on"
+            for number, (rate, now) in enumerate(zip(own, expected))
+        ]
 
     def test_nothing_changed_is_not_mentioned(self) -> None:
         with warnings.catch_warnings():

@@ -67,6 +67,11 @@ def adamw(model: nn.Module) -> Optimizer:
     return torch.optim.AdamW(two_groups(model), lr=LEARNING_RATE)
 
 
+def adagrad(model: nn.Module) -> Optimizer:
+    """Alone among torch's it has state before its first step; here not of zeros."""
+    return torch.optim.Adagrad(two_groups(model), lr=LEARNING_RATE, lr_decay=0.1, initial_accumulator_value=0.01)
+
+
 def adadelta_named(model: nn.Module) -> Optimizer:
     """Named parameters, which put `param_names` into the groups."""
     return torch.optim.Adadelta(model.named_parameters(), lr=1.0)

@@ -138,6 +138,16 @@ def _save_after_fit(trainer: pl.Trainer, directory: Path) -> Path:
     return directory / "after.ckpt"
 
 
+def device_of_the_writer() -> str:
+    """Of a run's checkpoints."""
+    strategy = DTAStrategy()
+    options = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+    trainer = pl.Trainer(accelerator="cpu", strategy=strategy, max_steps=0, **options)
+    trainer.fit(ToyModule(), torch.utils.data.DataLoader(range(2), batch_size=None))
+    assert strategy._writer is not None
+    return str(strategy._writer._device)
+
+
 def validate(ckpt_path: Path, devices: int) -> float:
     trainer = pl.Trainer(
         accelerator="cpu", devices=devices, strategy=DTAStrategy(), logger=False, enable_progress_bar=False

@@ -51,6 +51,21 @@ def save_language_model(
     return {name: tensor.clone() for name, tensor in merged.state_dict().items()}
 
 
+def save_routed_model(path: Path) -> dict[str, Tensor]:
+    """Saves a module with a tiny mixture of experts in float32 as `policy`; its weights."""
+    holder = nn.Module()
+    torch.manual_seed(3)
+    sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "head_dim": 16}
+    experts = {"moe_intermediate_size": 8, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1}
+    config = AutoConfig.for_model("glm4_moe", **sizes, **experts, **heads, topk_group=1, first_k_dense_replace=1)
+    holder.policy = AutoModelForCausalLM.from_config(config)
+    gate = holder.policy.model.layers[1].mlp.gate
+    nn.init.normal_(gate.e_score_correction_bias)
+    save(holder, path, {}, {})
+    return {name: tensor.clone() for name, tensor in holder.policy.state_dict().items()}
+
+
 def save_large_model(path: Path) -> int:
     """Saves a module with 230 MB of float32 as `policy`; its bytes."""
     holder = nn.Module()

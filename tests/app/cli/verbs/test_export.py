@@ -93,6 +93,17 @@ class TestOptions:
         export(path, tmp_path / "out", dtype=torch.float32)
         assert AutoModelForCausalLM.from_pretrained(tmp_path / "out").dtype == torch.float32
 
+    def test_half_precision_leaves_routers_alone(self, one_rank: RankPool, tmp_path: Path) -> None:
+        """In the file, too: what transformers computes in float32 is not rounded on the way."""
+        [expected] = one_rank.run(jobs.save_routed_model, path=tmp_path / "step.ckpt")
+        export(tmp_path / "step.ckpt", tmp_path / "out", dtype=torch.bfloat16)
+        got = AutoModelForCausalLM.from_pretrained(tmp_path / "out").state_dict()
+        kept = [name for name in got if "mlp.gate.weight" in name or name.endswith("e_score_correction_bias")]
+        assert len(kept) == 2 and got.keys() == expected.keys()
+        for name, tensor in got.items():
+            rounded = expected[name] if name in kept else expected[name].bfloat16()
+            assert tensor.dtype == rounded.dtype and torch.equal(tensor, rounded), name
+
     def test_target_in_use(self, path: Path, tmp_path: Path) -> None:
         with pytest.raises(ValueError, match=r"--out: .* already holds something"):
             export(path, path)

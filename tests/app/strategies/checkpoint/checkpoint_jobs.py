@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import resource
 import signal
+import threading
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -26,6 +27,25 @@ SECONDS = 60.0
 
 def writer() -> CheckpointWriter:
     return CheckpointWriter(dist.new_group(backend="gloo", timeout=timedelta(seconds=SECONDS)), SECONDS)
+
+
+def devices_of_the_thread(directory: Path, devices: list[str]) -> list[list[tuple[str, str]]]:
+    """Which device was made a thread's own, and of which thread, while writers for ranks on `devices` saved."""
+    found: list[list[tuple[str, str]]] = []
+    before = torch.cuda.set_device
+    for number, device in enumerate(devices):
+        seen: list[tuple[str, str]] = []
+        torch.cuda.set_device = lambda chosen, seen=seen: seen.append((threading.current_thread().name, str(chosen)))
+        try:
+            group = dist.new_group(backend="gloo", timeout=timedelta(seconds=SECONDS))
+            saving = CheckpointWriter(group, SECONDS, device=torch.device(device))
+            saving.save(directory / f"{number}.ckpt", pack({}), rows(torch.ones(4), communicator()))
+            saving.wait(SECONDS)
+            saving.close()
+        finally:
+            torch.cuda.set_device = before
+        found.append(seen)
+    return found
 
 
 def rows(tensor: Tensor, ranks: Communicator) -> dict[str, Piece]:

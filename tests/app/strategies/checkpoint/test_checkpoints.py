@@ -9,6 +9,7 @@ import os
 import re
 import shutil
 import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -24,6 +25,7 @@ from app.strategies.checkpoint.checkpoints import CheckpointError, check, pack, 
 from app.strategies.manifest import Written, manifest, read_manifest
 from app.strategies.pieces import CheckpointMismatch, Piece, load_pieces, load_whole
 from tests.app.strategies import toy_model as toy
+from tests.app.strategies import toy_module
 from tests.app.strategies.checkpoint import checkpoint_jobs as jobs
 from tests.helpers.rank_pool import IMPORTED, RankPool
 
@@ -68,6 +70,13 @@ def test_values_of_the_moment_in_order(two_ranks: RankPool, tmp_path: Path) -> N
         assert result["names"] == ["b.ckpt", "c.ckpt"]
         assert result["step"] == 3
         assert torch.equal(result["weight"], torch.arange(20.0).view(5, 4) + 200.0)
+
+
+def test_the_writer_s_thread_is_on_the_rank_s_own_device(one_rank: RankPool, tmp_path: Path) -> None:
+    """torch's writer waits for the stream of the thread's device, and that is the first one unless it is said."""
+    [found] = one_rank.run(jobs.devices_of_the_thread, directory=tmp_path, devices=["cuda:3", "cpu"])
+    assert found == [[("checkpoint-writer", "cuda:3")], []]
+    assert one_rank.run(toy_module.device_of_the_writer) == ["cpu"]
 
 
 def test_a_failed_write_is_told_and_costs_nothing(two_ranks: RankPool, tmp_path: Path) -> None:
@@ -124,6 +133,31 @@ def test_what_others_still_write_stays(tmp_path: Path) -> None:
     finally:
         child.kill()
         child.wait()
+
+
+_ELSEWHERE = """
+import sys
+from pathlib import Path
+from app.strategies.checkpoint import directories
+directories.hidden(Path(sys.argv[1]) / "theirs.ckpt", "partial", directories.this_process()).mkdir()
+print("begun", flush=True)
+sys.stdin.read()
+"""
+
+
+def test_what_a_container_of_the_same_host_name_writes_stays(tmp_path: Path) -> None:
+    """Its writer lives, under a number that is another process's here."""
+    apart = ["unshare", "-Urpf", "--mount-proc"]
+    if subprocess.run([*apart, "true"], capture_output=True).returncode != 0:
+        pytest.skip("this system makes no namespaces for its users")
+    command = [*apart, sys.executable, "-c", _ELSEWHERE, str(tmp_path)]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    with subprocess.Popen(command, env=os.environ | {"PYTHONPATH": os.getcwd()}, **pipes) as writer:
+        assert writer.stdout is not None and writer.stdout.readline() == "begun\n"
+        directories.clean(tmp_path, directories.this_process())
+        left = list(tmp_path.iterdir())
+        writer.communicate("enough")
+    assert len(left) == 1
 
 
 def test_killed_while_writing_leaves_a_whole_checkpoint(tmp_path: Path) -> None:

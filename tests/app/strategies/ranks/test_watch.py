@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -60,6 +65,27 @@ def test_a_dead_rank_ends_a_rank_that_computes(pair: RankPool, tmp_path: Path) -
     said = (tmp_path / "report").read_text()
     assert said.startswith("KeyboardInterrupt rank 0: this run ends, because rank 1 (host ")
     assert "lost_in_thought) when it died" in said
+
+
+def test_a_rank_in_a_container_of_the_same_host_name_is_left_alone() -> None:
+    if subprocess.run([*jobs.APART, "true"], capture_output=True).returncode != 0:
+        pytest.skip("this system makes no namespaces for its users")
+    code = "from tests.app.strategies.ranks.watch_jobs import beside_a_container; beside_a_container()"
+    environment = os.environ | {"PYTHONPATH": os.getcwd()}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, timeout=300, capture_output=True, text=True)
+    assert done.stdout.startswith("goes on") and done.returncode == 0, done.stderr
+    assert "this run ends" not in done.stderr
+
+
+def test_a_process_number_counts_on_its_own_machine_alone() -> None:
+    """Of a rank that beat a moment ago, and whose number no process has here."""
+    watch = jobs.two_watches()[0]
+    dead = Beat(1, watch._beat.host, 2**22 + 1, machine=watch._beat.machine)
+    watch._seen[1] = (dead, time.monotonic())
+    assert watch._beat.machine and watch._is_gone(dead)
+    assert not watch._is_gone(replace(dead, machine="another"))
+    assert not watch._is_gone(replace(dead, pid=os.getpid()))
+    assert watch._is_gone(replace(dead, host="renamed"))
 
 
 def test_what_a_stranger_writes_is_reported_and_ignored(capfd: pytest.CaptureFixture[str]) -> None:

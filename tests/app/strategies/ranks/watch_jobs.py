@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import io
 import os
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
@@ -141,6 +143,35 @@ def watching(*watches: RankWatch) -> Iterator[int]:
             watch.start(invitations[0])
             ends.callback(watch.close)
         yield int(invitations[0][0])
+
+
+APART = ["unshare", "-Urpf", "--mount-proc"]
+"""Before a command: it runs under this host's name, and numbers its processes anew."""
+
+
+def beside_a_container() -> None:
+    """Rank 0, whose rank 1 is in a container that numbers its own processes; says whether it heard ten beats of it. To
+    be run in a process of its own: a verdict would end it."""
+    first = two_watches()[0]
+    invitation = first.invitation()
+    told = ",".join(map(str, invitation.tolist()))
+    code = f"from tests.app.strategies.ranks.watch_jobs import in_a_container; in_a_container([{told}])"
+    with subprocess.Popen([*APART, sys.executable, "-c", code], stdin=subprocess.PIPE, text=True) as other:
+        first.start(invitation)
+        try:
+            print("goes on" if becomes(lambda: heard(first) > 10) else "heard nothing", first._seen[1][0].pid)
+        finally:
+            first.close()
+            other.communicate("enough")
+
+
+def in_a_container(invitation: list[int]) -> None:
+    """Rank 1, until its standard input ends. Its number, which means nothing outside, is one that nobody has there."""
+    second = two_watches()[1]
+    second._beat.pid = 2**22 + 1  # more than Linux gives
+    second.start(torch.tensor(invitation))
+    sys.stdin.read()
+    second.close()
 
 
 class Stumbling(Progress):
