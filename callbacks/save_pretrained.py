@@ -16,10 +16,12 @@ from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.loggers import WandbLogger
+from lightning.pytorch.utilities import rank_zero_warn
 from transformers import AutoTokenizer
 
 from app.interruption import Interrupted
 from app.strategies.shards import is_sharded
+from app.text import reason
 from callbacks.base import policy_in_parts, run_dir
 from datamodules.inference.weight_files import save_model
 
@@ -55,6 +57,11 @@ class SavePretrained(Callback):
             )
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._write(trainer, pl_module)
+        trainer.strategy.barrier("SavePretrained")  # no rank reads or leaves before the files are complete
+        self._saved = True
+
+    def _write(self, trainer: Trainer, pl_module: LightningModule) -> None:
         target = run_dir(trainer) / self.dirpath
         adapter = hasattr(pl_module.policy, "peft_config") and not self.merge
         policy: Any = pl_module.policy
@@ -74,13 +81,18 @@ class SavePretrained(Callback):
                 images.processor.save_pretrained(target)
             if self.artifact is not None:
                 _keep_in_wandb(self.artifact, target, trainer)
-        trainer.strategy.barrier("SavePretrained")  # no rank reads or leaves before the files are complete
-        self._saved = True
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         # Of a run that has made its last step nothing is left to go on with, which would come to `on_train_end`.
         if isinstance(exception, Interrupted) and exception.finished and not self._saved:
-            self.on_train_end(trainer, pl_module)
+            try:
+                self._write(trainer, pl_module)
+            except Exception as error:  # raised here it would keep the strategy from ending what it is writing
+                rank_zero_warn(
+                    f"SavePretrained: {run_dir(trainer) / self.dirpath} is not written: {reason(error)}; `arborist"
+                    f" export --ckpt {exception.checkpoint} --out DIR` writes it"
+                )
+            trainer.strategy.barrier("SavePretrained")
 
 
 def _keep_in_wandb(name: str, directory: Path, trainer: Trainer) -> None:

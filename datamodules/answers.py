@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import deque
 
 from datamodules.files.expressions import Pattern
-from datamodules.rewards.functions import MARKED, as_marked
+from datamodules.rewards.functions import MARKED, readings
 
 _LARGEST_EXPONENT = 1000
 
@@ -26,7 +26,7 @@ def math_answer(completion: str) -> str:
     import sympy
 
     marked = MARKED.search(completion)
-    found = math_verify.parse(as_marked(marked[1]) if marked else completion)
+    found = math_verify.parse(readings(marked[1])[0] if marked else completion)
     if not found:
         return ""
     value = found[0]

@@ -9,6 +9,7 @@ pairs, and the tree computes the prompt of a pair, and whatever its answers have
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from functools import cached_property, partial
 from itertools import chain
 from pathlib import Path
@@ -169,7 +170,8 @@ class PairsDataModule(SupervisedDataModule):
         validation: held-out pairs, a source with an end, which a reward model's accuracy and calibration are of.
 
     Raises:
-        ValueError: as `SupervisedDataModule`; (when dealt) a prompt without a second answer, or with twice the same.
+        ValueError: as `SupervisedDataModule`; (at set-up, of sources that show all they have) a prompt without a second
+            answer, or with twice the same.
     """
 
     def __init__(
@@ -196,6 +198,17 @@ class PairsDataModule(SupervisedDataModule):
                 f"validation has no effect on {type(module).__name__}, only RewardModule has a score of held-out pairs;"
                 " remove it from the data"
             )
+        for option, source in (("prompts", self.prompts), ("validation", self.validation)):
+            self._check(option, () if source is None else source.samples())
+
+    def _check(self, option: str, pairs: Iterable[Prompt]) -> None:
+        """Pairs that say nothing are an error before the first step, not at whichever deals them."""
+        silent = [one.id for one in pairs if one.solution in ("", self._rejected(one)) or not self._rejected(one)]
+        if silent:
+            raise ValueError(
+                f"{option}: {len(silent)} pairs say nothing, because both answers are the same or one is empty (such as"
+                f" {', '.join(map(repr, silent[:3]))}); leave them out of the data"
+            )
 
     def val_dataloader(self) -> EvalLoader | list[EvalLoader]:
         """The held-out pairs, in batches as those of training; no loader without any."""
@@ -219,17 +232,19 @@ class PairsDataModule(SupervisedDataModule):
         """The chosen and the rejected episode of the pair at stream position `index`."""
         return self._pair(self.prompts.deal(index), index)
 
-    def _pair(self, prompt: Prompt, index: int) -> list[Trajectory]:
+    def _rejected(self, prompt: Prompt) -> str:
         where = f"prompt '{prompt.id}'"
         if self.rejected_field not in prompt.metadata:
             raise ValueError(
                 f"{where} has no field '{self.rejected_field}' (but {', '.join(prompt.metadata) or 'none'}); set"
                 " data.rejected_field to the name of the rejected answer, answer_field to that of the chosen one"
             )
-        rejected = reply_text(prompt.metadata[self.rejected_field], where)
-        if rejected == prompt.solution:
-            raise ValueError(f"{where}: chosen and rejected answer are the same; remove the pair")
-        answers = ((prompt.solution, 1.0), (rejected, 0.0))
+        return reply_text(prompt.metadata[self.rejected_field], where)
+
+    def _pair(self, prompt: Prompt, index: int) -> list[Trajectory]:
+        answers = ((prompt.solution, 1.0), (self._rejected(prompt), 0.0))
+        if answers[0][0] == answers[1][0]:
+            raise ValueError(f"prompt '{prompt.id}': chosen and rejected answer are the same; remove the pair")
         return [
             self.imitation(prompt, answer, group=index, episode=2 * index + k, reward=reward)
             for k, (answer, reward) in enumerate(answers)

@@ -2,7 +2,8 @@
 
     pip install lightning-sdk && lightning login
     python examples/studio.py --studio OWNER/TEAMSPACE/STUDIO --machine H100_X_8 --machines 2 --name airline-1 \\
-        --config configs/experiments/tau_airline_grpo.yaml --run_dir FOLDER/airline --dry_run -- --trainer.max_steps 500
+        --train_gpus 4 --config configs/experiments/tau_airline_grpo.yaml --run_dir FOLDER/airline --dry_run \\
+        -- --trainer.max_steps 500
 
 Once, in the Studio: clone this repository, `make quickstart`. Every machine gets a copy of the Studio, checkout and
 `.venv` too. FOLDER is one that all machines share and that outlives them: ranks write checkpoints, each its part.
@@ -32,10 +33,11 @@ def command(options: argparse.Namespace, more: Sequence[str]) -> str:
             f'--rdzv-backend c10d --rdzv-endpoint "$MASTER_ADDR:$MASTER_PORT" --rdzv-id {shlex.quote(options.name)}'
         )
     fit = ["--config", options.config, "--run_dir", options.run_dir, "--ckpt_path", "last"]
-    fit += ["--trainer.num_nodes", str(options.machines), *more]
+    fit += ["--trainer.num_nodes", str(options.machines), "--trainer.devices", str(options.train_gpus), *more]
     return (
         f"cd {shlex.quote(options.checkout)}\n"
-        f".venv/bin/python -m torch.distributed.run --nnodes {options.machines} {meeting} --nproc-per-node gpu"
+        f".venv/bin/python -m torch.distributed.run --nnodes {options.machines} {meeting}"
+        f" --nproc-per-node {options.train_gpus}"
         f" --max-restarts 3 -m app fit {shlex.join(fit)}\n"
     )
 
@@ -64,6 +66,9 @@ def main(given: Sequence[str]) -> None:
     parser.add_argument("--name", required=True, help="of the job; a new one each time")
     parser.add_argument("--machine", required=True, help="as the SDK names it: L4, H100_X_8, ...")
     parser.add_argument("--machines", type=int, default=1, metavar="N", help="of that kind (default: 1)")
+    parser.add_argument(
+        "--train_gpus", type=int, default=1, metavar="N", help="of each that train; servers have others (default: 1)"
+    )
     parser.add_argument("--config", required=True, metavar="YAML", help="in the checkout")
     parser.add_argument("--run_dir", required=True, metavar="DIR", help="in a folder that all machines share")
     parser.add_argument("--checkout", default="arborist", metavar="DIR", help="in the Studio (default: arborist)")
@@ -72,8 +77,9 @@ def main(given: Sequence[str]) -> None:
     options = parser.parse_args(given[:end])
     if options.studio.count("/") != 2:
         parser.error(f"--studio: '{options.studio}' is not OWNER/TEAMSPACE/STUDIO")
-    if options.machines < 1:
-        parser.error(f"--machines: {options.machines} is not 1 or more")
+    for name in ("machines", "train_gpus"):
+        if getattr(options, name) < 1:
+            parser.error(f"--{name}: {getattr(options, name)} is not 1 or more")
     more = given[end + 1 :]
     if options.dry_run:
         print(json.dumps({"studio": studio(options), "job": job(options, more)}, indent=2))

@@ -221,7 +221,7 @@ def _adapted(model: PreTrainedModel, adapter: str | dict[str, Any], path: str, b
     try:
         import peft
     except ImportError as error:
-        raise ValueError("model.adapter: adapters need the package peft: pip install 'arborist[lora]'") from error
+        raise ValueError("model.adapter: adapters need the package peft: pip install -e '.[lora]'") from error
     if isinstance(adapter, str):
         try:
             if _without_storage():

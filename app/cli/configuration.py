@@ -50,10 +50,11 @@ class ConfigurationError(yaml.YAMLError):
 
 
 class _Dumper(yaml.SafeDumper):
-    """Quotes the word "1e3", which YAML 1.1 takes for a word and jsonargparse's loader for a number."""
+    """Quotes words such as "1e3", which YAML 1.1 takes for a word and jsonargparse's loader for a number."""
 
 
-_Dumper.add_implicit_resolver("tag:yaml.org,2002:float", re.compile(r"[-+]?[0-9][0-9_]*[eE][-+]?[0-9]+$"), None)
+_EXPONENT = re.compile(r"[-+]?([0-9][0-9_]*\.?[0-9_]*|\.[0-9_]+)[eE][-+]?[0-9]+$")
+_Dumper.add_implicit_resolver("tag:yaml.org,2002:float", _EXPONENT, None)
 
 
 def install_reader() -> None:

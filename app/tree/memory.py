@@ -231,7 +231,8 @@ class Budget:
 
     Promises: free memory is asked for at the first two plans for a backward pass alone (by the second an optimizer has
     its state), so that equal trees get equal plans from then on; a pass that ran out of a GPU's memory is repeated with
-    half the live tokens, from exactly the gradients it began with, and later passes keep to these.
+    half the live tokens, from exactly the gradients it began with, and later passes keep to these, or to the most that
+    has fitted.
 
     Args:
         chunk_tokens, live_tokens: numbers, or "auto".
@@ -243,6 +244,7 @@ class Budget:
         self._passes = 0
         self._most: int | None = None
         self._planned = 0
+        self._fitted = 0  # live tokens of the largest pass that did
 
     def tokens(self, model: PreTrainedModel, tree: PrefixTree, head_tokens: int, ranks: int = 1) -> tuple[int, int]:
         """(chunk_tokens, live_tokens) of a pass over `tree`; errors of `auto_budgets`."""
@@ -283,6 +285,9 @@ class Budget:
             try:
                 result = run()
                 self._passes += 1
+                self._fitted = max(self._fitted, used() or 0)
+                if self._most is not None:  # what has fitted once is not what runs out in a smaller pass
+                    self._most = max(self._most, self._fitted)
                 return result
             except torch.OutOfMemoryError as error:
                 half, needed = self._planned // 2, used()

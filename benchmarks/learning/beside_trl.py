@@ -1,6 +1,6 @@
 """One job, two trainers: GRPO of a real chat model here and by TRL's GRPOTrainer, on the same machine.
 
-    make trl && python examples/smollm2/prepare.py runs/smollm2
+    make trl && python -m examples.smollm2.prepare runs/smollm2
     python -m benchmarks.learning.beside_trl --out benchmarks/results/learning               # two hours on two cores
     python -m benchmarks.learning.beside_trl --out DIR --seeds 1 --steps 4 --every 2          # a try
 

@@ -4,7 +4,7 @@ The agent is examples/agents/plain_openai/agent.py, as it stands. Here is what a
 tokenizer, demonstrations to begin with, the agent's tool for the same conversation as a `ToolWorkflow`, and a clock.
 
 Promises: questions of the held-out split are never trained on; agent and workflow send the engine the same ids, as
-long as the model writes what can be read as a call or as an answer (tests/benchmarks/test_door.py).
+long as the model writes what can be read as a call or as an answer (tests/benchmarks/learning/test_door.py).
 """
 
 from __future__ import annotations

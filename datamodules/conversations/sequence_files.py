@@ -142,7 +142,7 @@ def _parquet(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     try:
         from pyarrow import ArrowException, parquet
     except ImportError as error:
-        raise RecordedDataError(f"{path}: reading parquet needs pyarrow; pip install 'arborist[parquet]'") from error
+        raise RecordedDataError(f"{path}: reading parquet needs pyarrow; pip install -e '.[parquet]'") from error
     try:
         with parquet.ParquetFile(path) as file:
             known = [name for name in (*_TOKENS, "loss_mask", "temperature") if name in file.schema_arrow.names]

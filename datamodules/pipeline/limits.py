@@ -35,7 +35,7 @@ class Limits:
             them out, with a logged count.
 
     Raises:
-        ValueError: an option out of range.
+        ValueError: an option out of range, an episode's deadline beyond the trainer's.
     """
 
     episode_deadline_s: float = 300.0
@@ -48,6 +48,12 @@ class Limits:
     def __post_init__(self) -> None:
         deadlines = {"episode_deadline_s": self.episode_deadline_s, "collect_deadline_s": self.collect_deadline_s}
         checks.deadline({f"limits.{name}": seconds for name, seconds in deadlines.items()})
+        if self.episode_deadline_s > max(self.collect_deadline_s, Limits.episode_deadline_s):  # so it was set
+            raise ValueError(
+                f"limits.episode_deadline_s: {self.episode_deadline_s:g} has no effect beyond"
+                f" limits.collect_deadline_s of {self.collect_deadline_s:g}, after which the trainer waits no longer;"
+                " raise that too"
+            )
         checks.at_least(1, {"limits.max_failures": self.max_failures, "limits.max_filtered": self.max_filtered})
         checks.at_least(1, {"limits.max_concurrent": self.max_concurrent})
         checks.at_most(MOST_EPISODES, {"limits.max_concurrent": self.max_concurrent})

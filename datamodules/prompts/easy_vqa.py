@@ -26,6 +26,7 @@ class EasyVqaPrompts(PromptSource):
         shuffle: deals a new order every time through the questions; False keeps the package's.
         seed: of the order.
         size: questions to use; None for all.
+        system: system message before each: answers are words in lower case, which no question says.
 
     Raises:
         ImportError: the package is not installed.
@@ -39,6 +40,7 @@ class EasyVqaPrompts(PromptSource):
         shuffle: bool = True,
         seed: int = 0,
         size: int | None = None,
+        system: str | None = None,
     ) -> None:
         checks.one_of("EasyVqaPrompts.split", split, ("train", "test"))
         checks.one_of("EasyVqaPrompts.kind", kind, _KINDS)
@@ -48,6 +50,7 @@ class EasyVqaPrompts(PromptSource):
 
         texts, answers, numbers = getattr(easy_vqa, f"get_{split}_questions")()
         self.split = split
+        self._before = () if system is None else ({"role": "system", "content": system},)
         self._paths: dict[int, str] = getattr(easy_vqa, f"get_{split}_image_paths")()
         rows = zip(texts, answers, numbers)
         self._rows = [row for row in rows if kind == "all" or (row[1] in ("yes", "no")) == (kind == "yes_no")]
@@ -75,7 +78,7 @@ class EasyVqaPrompts(PromptSource):
         content = [{"type": "image"}, {"type": "text", "text": text}]
         return Prompt(
             id=f"{self.name}:{row}",
-            messages=({"role": "user", "content": content},),
+            messages=(*self._before, {"role": "user", "content": content}),
             answer=answer,
             metadata={"kind": "yes_no" if answer in ("yes", "no") else "open"},
             pictures=(self._paths[number],),

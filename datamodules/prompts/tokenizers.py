@@ -11,8 +11,9 @@ message on a line.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
@@ -42,7 +43,8 @@ def load_tokenizer(spec: str, texts: Iterable[str] | None = None) -> PreTrainedT
         return _trained(spec.removeprefix("train:"), texts)
     if not Path(spec).expanduser().is_dir():
         raise FileNotFoundError(
-            f"tokenizer: no directory {spec}; give one written by save_pretrained, 'char:<alphabet>' or 'train:<size>'"
+            f"tokenizer: no directory {spec}; give one written by save_pretrained, 'char:<alphabet>' or 'train:<size>'."
+            " A model of the hub comes into one with: hf download OWNER/NAME --local-dir DIR"
         )
     try:
         tokenizer = AutoTokenizer.from_pretrained(Path(spec).expanduser())
@@ -54,26 +56,38 @@ def load_tokenizer(spec: str, texts: Iterable[str] | None = None) -> PreTrainedT
     return tokenizer
 
 
-def encode_prompt(tokenizer: PreTrainedTokenizerBase, prompt: Prompt, bare: bool = False) -> tuple[int, ...]:
+def encode_prompt(
+    tokenizer: PreTrainedTokenizerBase,
+    prompt: Prompt,
+    bare: bool = False,
+    template_options: Mapping[str, Any] | None = None,
+) -> tuple[int, ...]:
     """Token ids of a prompt: its messages through the chat template, or its text.
 
     Args:
         tokenizer: the model's.
         prompt: text or messages.
         bare: leaves out the special tokens (BOS) that the tokenizer puts before a text.
+        template_options: further arguments of the chat template.
 
     Raises:
-        ValueError: an empty prompt, characters the tokenizer has no token for, messages without a chat template.
+        ValueError: an empty prompt, a text with options of a template, characters the tokenizer has no token for,
+            messages without a chat template.
     """
     try:
         if prompt.messages:
             if not tokenizer.chat_template:
                 raise ValueError("the tokenizer has no chat template for its messages; give text instead (chat: false)")
             rendered = tokenizer.apply_chat_template(
-                list(prompt.messages), add_generation_prompt=True, return_dict=True
+                list(prompt.messages), add_generation_prompt=True, return_dict=True, **(template_options or {})
             )
             tokens = rendered["input_ids"]
         else:
+            if template_options:
+                raise ValueError(
+                    "it is text, which no chat template renders; give messages (chat: true), or leave out"
+                    " template_options"
+                )
             tokens = tokenizer.encode(prompt.text, add_special_tokens=False)
             if not bare:
                 tokens = _with_beginning(tokenizer, prompt.text, tokens)

@@ -69,9 +69,11 @@ def math_verify(prompt: Prompt, completion: str) -> float:
     marked = MARKED.search(completion)
     try:
         with _processor_time(_MATH_S):
-            said = as_marked(marked[1], prompt.answer) if marked else completion
-            found = library.parse(said, parsing_timeout=None, raise_on_error=True)
-            return float(_equal(reference, found)) if found else 0.0
+            for said in readings(marked[1], prompt.answer) if marked else [completion]:
+                found = library.parse(said, parsing_timeout=None, raise_on_error=True)
+                if found and _equal(reference, found):
+                    return 1.0
+            return 0.0
     except (Exception, _OutOfTime):
         try:
             with _processor_time(_MATH_S):
@@ -249,10 +251,13 @@ def _mathematical(answer: str) -> str:
 
 _NUMBER = re.compile(r"[-+$\s\d.,/%]+")
 _LATEX = re.compile(r"\\[A-Za-z{(]")
+_WORD = re.compile(r"[A-Za-z]{2,}")
 
 
-def as_marked(mark: str, reference: str = "0") -> str:
-    """What stands behind a mark, as the reference is read: `2\\sqrt{3}` whole, and not as a 2. Words beside a plain
-    number ("7 apples") stay words."""
-    plain = _NUMBER.fullmatch(reference) and not _LATEX.search(mark)
-    return mark if plain else _mathematical(mark)
+def readings(mark: str, reference: str = "0") -> list[str]:
+    """What stands behind a mark: as the reference is read, so that `2\\sqrt{3}` is one expression and not a 2; and, of
+    one with words and without LaTeX ("7 apples", "3/4 cups"), as text, of which a number is the answer."""
+    is_text = not _LATEX.search(mark)
+    if is_text and _NUMBER.fullmatch(reference):
+        return [mark]
+    return [_mathematical(mark), *([mark] if is_text and _WORD.search(mark) else [])]

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
@@ -29,6 +30,9 @@ class RLVRWorkflow:
         hint: what a teacher reads in place of the prompt's text, or of its last user message, with the places {text}
             (that text), {answer} and {solution}: a policy that is its own teacher (`reference: initial` with
             `reference_refresh`) learns to say without the hint what it would say with it. None shows the prompt alone.
+        template_options: further arguments of the chat template, such as `{enable_thinking: false}`: a model that
+            thinks unless told otherwise needs room for it in `max_new_tokens`, and a reply that is cut is scored as it
+            is.
 
     Raises:
         ValueError: an argument out of range, a stop text that is not one token, an unknown place in the hint.
@@ -40,6 +44,7 @@ class RLVRWorkflow:
         temperature: float = 1.0,
         stop: Sequence[str] = (),
         hint: str | None = None,
+        template_options: dict[str, Any] | None = None,
     ) -> None:
         self.max_new_tokens = max_new_tokens
         self.stop = tuple(stop)
@@ -47,10 +52,18 @@ class RLVRWorkflow:
         if self._hint is not None and (unknown := sorted(self._hint.names - {"text", "answer", "solution"})):
             raise ValueError(f"RLVRWorkflow.hint: {{{unknown[0]}}} is none of {{text}}, {{answer}}, {{solution}}")
         self._options = ReplyOptions("RLVRWorkflow", max_new_tokens, temperature, stop)
+        self._template_options = template_options
+        self._tokenizer: PreTrainedTokenizerBase | None = None
 
     def prepare(self, tokenizer: PreTrainedTokenizerBase) -> None:
         """Looks up the stop tokens, once, before the first episode."""
         self._options.prepare(tokenizer)
+        self._tokenizer = tokenizer
+
+    def encode(self, prompt: Prompt) -> tuple[int, ...]:
+        """The ids an episode begins with. Raises ValueError as `encode_prompt`."""
+        assert self._tokenizer is not None, "prepare comes first"
+        return encode_prompt(self._tokenizer, prompt, template_options=self._template_options)
 
     async def run(self, engine: EpisodeEngine, prompt: Prompt) -> list[Trajectory]:
         request = self._options.request(prompt.tokens, None, prompt.images, prompt.pictures)
@@ -70,7 +83,7 @@ class RLVRWorkflow:
     def _told(self, engine: EpisodeEngine, hinted: Prompt) -> list[int]:
         """Token ids of what the teacher is shown. Raises ValueError: no room behind them for the longest reply, which
         is asked before there is one, lest long replies alone be dropped."""
-        tokens = list(encode_prompt(engine.tokenizer, hinted))
+        tokens = list(encode_prompt(engine.tokenizer, hinted, template_options=self._template_options))
         if len(tokens) + self.max_new_tokens > engine.max_context:
             raise ValueError(
                 f"RLVRWorkflow.hint: prompt '{hinted.id}' has {len(tokens)} tokens with its hint, which leaves no room"

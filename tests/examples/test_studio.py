@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import re
 import shlex
 import sys
 from typing import Any
@@ -33,7 +34,8 @@ def of_fit(job: dict[str, Any]) -> list[str]:
 def test_fit_understands_its_part(
     machines: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    job = started("--machines", str(machines), "--", "--trainer.max_steps", "7", capsys=capsys)["job"]
+    flags = ["--machines", str(machines), "--train_gpus", "4", "--", "--trainer.max_steps", "7"]
+    job = started(*flags, capsys=capsys)["job"]
     assert job["num_machines"] == machines
     monkeypatch.setattr(sys, "argv", ["arborist"])
     monkeypatch.setenv("LOCAL_RANK", "0")  # as under torchrun, where `last` may be no checkpoint yet
@@ -41,6 +43,7 @@ def test_fit_understands_its_part(
         main([*of_fit(job), "--print_config"])
     assert ended.value.code == 0
     assert "max_steps: 7" in (said := capsys.readouterr().out) and f"num_nodes: {machines}" in said
+    assert "--nproc-per-node 4" in job["command"] and re.search("devices: .?4", said)
 
 
 def test_machines_meet_where_the_platform_says(capsys: pytest.CaptureFixture[str]) -> None:
@@ -51,7 +54,7 @@ def test_machines_meet_where_the_platform_says(capsys: pytest.CaptureFixture[str
     assert of_fit({"command": together})[4] == "/shared/the sums"
 
 
-@pytest.mark.parametrize("wrong", [["--studio", "arborist"], ["--machines", "0"]])
+@pytest.mark.parametrize("wrong", [["--studio", "arborist"], ["--machines", "0"], ["--train_gpus", "0"]])
 def test_errors_name_the_option(wrong: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         studio.main([*GIVEN, *wrong])

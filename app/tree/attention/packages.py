@@ -51,7 +51,7 @@ class PackageBackend(FlashBackend):
         if self._generation == 3 and device.type == "cuda" and capability(device)[0] != HOPPER[0]:
             return "needs a Hopper GPU (compute capability 9.0)"
         if find_spec(self._module.split(".")[0]) is None:
-            wanted = "pip install arborist[flash]" if self._generation == 2 else "build hopper/ of flash-attention"
+            wanted = "pip install -e '.[flash]'" if self._generation == 2 else "build hopper/ of flash-attention"
             return f"needs the module {self._module} ({wanted})"
         return None
 

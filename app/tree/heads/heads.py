@@ -81,13 +81,10 @@ class Heads:
         self.vocabulary = vocabulary if vocabulary is not None and vocabulary.projects else None
         self.vocab_size = config.vocab_size
         self._columns = config.vocab_size if self.vocabulary is None else self.vocabulary.count
-        scaling, multiplies = getattr(config, "logits_scaling", None), config.model_type == "hyperclovax"
-        self._divide = None if multiplies else scaling  # Granite
-        self._multiply = (
-            scaling
-            if multiplies
-            else getattr(config, "logit_scale", getattr(config, "lm_head_multiplier", None))  # Cohere; Falcon-H1
-        )
+        scaling, times = getattr(config, "logits_scaling", None), config.model_type == "hyperclovax"
+        self._divide = None if times else scaling  # Granite
+        own = scaling if times else getattr(config, "lm_head_multiplier", None)  # HyperCLOVAX, Falcon-H1
+        self._multiply = getattr(config, "logit_scale", own)  # Cohere
         self._softcap = getattr(config, "final_logit_softcapping", None)  # Gemma 2
         if head_tokens != "auto" and (isinstance(head_tokens, str) or head_tokens < 1):
             raise ValueError(f"head_tokens must be 'auto' or an integer of at least 1, got {head_tokens!r}")

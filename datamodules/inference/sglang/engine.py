@@ -72,7 +72,7 @@ class SGLangEngine(ServerEngine):
         max_concurrent: most requests running at a server; others wait in order of arrival.
         load_tokens: prompt tokens a server must have cached to be chosen in spite of one more running request.
         report_tokens: a server reports after so many new tokens of a request; one that is lost takes fewer with it.
-        request_timeout_s: seconds a request may take, time spent paused not counted.
+        request_timeout_s: seconds a request may take, its wait for a place at a server included, time spent paused not.
         control_timeout_s: seconds a server may take to pause or to continue.
         update_timeout_s: seconds a server that joins may take for its weights (updates bring their own deadline).
         start_timeout_s: seconds servers may take to come up.
@@ -162,7 +162,7 @@ class SGLangEngine(ServerEngine):
         if self.launch is None:
             servers = given_servers(self.urls, key, self.max_concurrent)
         else:
-            server_python()  # before anything is written
+            server_python(self.launch.chosen_device)  # before anything is written
             self._scratch = tempfile.mkdtemp(prefix="arborist-engine-")
             try:
                 files = WeightFiles(Path(self._scratch) / "weights", adapter=bool(self.adapters))

@@ -45,11 +45,11 @@ class ServerDidNotStart(GenerationError):
     """The server ended or was not healthy in time; the message ends with the last lines of its log."""
 
 
-def server_python() -> Path:
+def server_python(device: str = "cpu") -> Path:
     """The interpreter that ARBORIST_SGLANG_PYTHON names, else the one that `make sglang` built.
 
     Raises:
-        NoServerEnvironment: there is neither.
+        NoServerEnvironment: there is neither, or only the latter and the device is "cuda".
     """
     named = os.environ.get(_PYTHON_VARIABLE)
     if named:
@@ -59,6 +59,11 @@ def server_python() -> Path:
                 f"{_PYTHON_VARIABLE}: '{named}' is no interpreter; name bin/python of an environment"
             )
         return python.absolute()  # not resolved: bin/python is a link, and its place names the environment
+    if device == "cuda":
+        raise NoServerEnvironment(
+            f"servers on GPUs need an environment of their own (what `make sglang` builds is for CPUs): set"
+            f" {_PYTHON_VARIABLE} to the python of one with sglang for CUDA, or launch.device (--device) to cpu"
+        )
     if not (_ENVIRONMENT / ".installed").exists():
         raise NoServerEnvironment(
             f"no environment with SGLang: run `make sglang` (CPU), or set {_PYTHON_VARIABLE} to the python of an"
@@ -207,7 +212,7 @@ class ServerProcess:
     def start(self) -> None:
         """Starts the process and returns at once. Raises NoServerEnvironment."""
         assert self._process is None, "stop() comes before another start()"
-        python = server_python()
+        python = server_python(self.options.device)
         self.port = self.options.port or _free_port(self.options.host)
         self._scratch = tempfile.mkdtemp(prefix="arborist-sglang-")  # short: it holds sockets
         self.log_file.parent.mkdir(parents=True, exist_ok=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -61,6 +62,12 @@ class Launch:
             raise ValueError(f"launch.arguments: {problem}")
         if self.chosen_device == "cpu" and (self.first_gpu, self.tensor_parallel) != (0, 1):
             raise ValueError("launch.first_gpu, launch.tensor_parallel: have no effect with launch.device: cpu")
+        ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # torchrun's, of this machine: they have its first GPUs
+        if self.chosen_device == "cuda" and ranks > 1 and self.first_gpu < ranks:
+            raise ValueError(
+                f"launch.first_gpu: {self.first_gpu}, and this machine's {ranks} ranks (torchrun's --nproc-per-node)"
+                f" train on its GPUs 0 to {ranks - 1}; set it to {ranks} or more, or let fewer ranks train"
+            )
 
     @property
     def chosen_device(self) -> str:

@@ -83,9 +83,7 @@ class JudgeClient:
         try:
             import openai
         except ImportError as error:
-            raise ImportError(
-                "judges need the package openai; install it with: pip install 'arborist[judges]'"
-            ) from error
+            raise ImportError("judges need the package openai; install it with: pip install -e '.[judges]'") from error
         self._api = openai
         self._model = model
         self._completions: Any = None

@@ -206,9 +206,7 @@ class ServerScores:
         try:
             from datamodules.inference.sglang import client
         except ImportError as error:
-            raise ImportError(
-                "RewardModel.url needs aiohttp; install it with: pip install 'arborist[sglang]'"
-            ) from error
+            raise ImportError("RewardModel.url needs aiohttp; install it with: pip install -e '.[sglang]'") from error
         self._lost, self._refused = client.ServerLost, client.ServerRefused
         self._made = partial(client.ServerClient, url, key)
         self._client = self._made()  # refuses a url that is none

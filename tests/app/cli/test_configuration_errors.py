@@ -170,7 +170,7 @@ def test_a_library_that_is_not_installed_is_named(
     said = refusal(capsys, "--config", str(CONFIGS / "experiments" / f"{name}.yaml"), "--trainer.accelerator=cpu")
     extra = library.replace("_", "-")
     assert said.startswith(
-        f"error: {owner} needs the library {library}, which is not installed: pip install 'arborist[{extra}]'\n"
+        f"error: {owner} needs the library {library}, which is not installed: pip install -e '.[{extra}]'\n"
     )
 
 

@@ -124,6 +124,19 @@ def test_after_the_last_step_the_model_is_written(hook: str, steps: int, capsys:
     assert "val/accuracy" in metrics.read_text()
 
 
+def test_a_model_that_cannot_be_written_then_is_told_and_the_checkpoint_is_whole(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    Path("full").write_text("no directory")
+    saves = "{class_path: callbacks.SavePretrained, init_args: {dirpath: ../full/model}}"
+    speaks = ["--model=tests.app.cli.signals.Speaks", "--trainer.max_steps=3", "--without_callbacks=[WeightSync]"]
+    speaks += [f"--trainer.callbacks=[callbacks.ValidateEnds, {saves}]"]
+    with pytest.warns(UserWarning, match=r"full/model is not written: .*arborist export --ckpt .*last\.ckpt --out DIR"):
+        assert interrupted(*speaks, *sends(signal.SIGTERM, "on_validation_start", 3)) == 143
+    assert "ended after step 3, saved as " in capsys.readouterr().err
+    main(["validate", "--config", "here/config.yaml", "--ckpt_path", "here/checkpoints/last.ckpt", *speaks[:1]])
+
+
 def test_going_on_with_a_finished_run_changes_nothing_but_what_it_says(capsys: pytest.CaptureFixture[str]) -> None:
     assert interrupted("--trainer.max_steps=4", *sends(signal.SIGTERM, "on_train_batch_end", 2)) == 143
     go_on(capsys.readouterr().err)  # which trains

@@ -121,6 +121,7 @@ _NULLABLE = ("answer_pattern", "template", "system")  # of JsonlPrompts
         ("#### (.+)", "# Question: {question}\nAnswer:", "a # b"),
         ("- x", "key: value", "1e3"),
         ("12", "yes", "[x"),
+        ("1.5e3", ".5E-3", "-1_0.e5"),
         ("---", '"x"', "Q: {question}\nQ: again"),
     ],
 )

@@ -153,7 +153,7 @@ def test_data_sets_that_are_not_there_are_named(tmp_path: Path, monkeypatch: pyt
 )
 def test_a_missing_library_is_named_with_the_remedy(module: str, make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("datamodules.prompts.extras.find_spec", lambda name: None if name == module else object())
-    with pytest.raises(ImportError, match=rf"needs the library {module}.*pip install 'arborist\["):
+    with pytest.raises(ImportError, match=rf"needs the library {module}.*pip install -e '\.\["):
         make()
 
 

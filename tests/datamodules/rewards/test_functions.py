@@ -32,7 +32,9 @@ def test_regex_match(pattern: str, whole: bool, completion: str, reward: float) 
     assert RegexMatch(pattern, whole)(PROMPT, completion) == reward
 
 
-@pytest.mark.parametrize("reward", [exact_match, RegexMatch(THOUGHT), RegexMatch(THOUGHT, whole=False)], ids=str)
+@pytest.mark.parametrize(
+    "reward", [exact_match, RegexMatch(THOUGHT), RegexMatch(THOUGHT, whole=False)], ids=["exact", "whole", "anywhere"]
+)
 @pytest.mark.parametrize("completion", ["", "42", "<think>6 * 7</think> 42"])
 def test_a_prompt_without_answer_is_refused(reward: Any, completion: str) -> None:
     """Else saying nothing would be right, and everything else wrong."""

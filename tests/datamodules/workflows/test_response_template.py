@@ -23,7 +23,7 @@ from tests.datamodules.workflows.scripted_engine import WITH_CALLS, ScriptedEngi
 from tests.datamodules.workflows.toolboxes import Sums
 from tests.helpers.recorded_samples import byte_tokenizer
 
-trl = pytest.importorskip("trl.chat_template_utils", reason="pip install 'arborist[dev]' brings it")
+trl = pytest.importorskip("trl.chat_template_utils", reason="pip install -e '.[dev]' brings it")
 
 FAMILIES = {k.removesuffix("_template"): v for k, v in vars(trl).items() if k.endswith("_template") and type(v) is dict}
 CHATS = {k.removesuffix("_chat_template"): v for k, v in vars(trl).items() if k.endswith("_chat_template")}

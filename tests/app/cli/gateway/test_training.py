@@ -124,7 +124,7 @@ def answered(at: str, session: str, protocol: str, messages: list[Any]) -> str:
         with client(at, session).responses.stream(**asked) as stream:
             return str(stream.get_final_response().output_text)
     if protocol == "messages":
-        anthropic = pytest.importorskip("anthropic", reason="pip install 'arborist[dev]' brings it")
+        anthropic = pytest.importorskip("anthropic", reason="pip install -e '.[dev]' brings it")
         there = anthropic.Anthropic(base_url=f"{at}/{session}", api_key=KEY, timeout=60.0)
         with there.messages.stream(model="any", messages=messages, max_tokens=40) as stream:
             return str(stream.get_final_text())

@@ -72,9 +72,8 @@ def scontrol(spool: Path, words: list[str]) -> int:
 
 def scancel(spool: Path, words: list[str]) -> int:
     """Without --batch, steps get the signal and the script's shell does not."""
-    assert words == ["--signal=TERM", "77"], words
-    for step in spool.glob("*.pid"):
-        os.kill(int(step.read_text()), signal.SIGTERM)
+    assert words == ["--signal=TERM", "77.0"], words
+    os.kill(int((spool / "step.pid").read_text()), signal.SIGTERM)
     return 0
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -60,7 +61,12 @@ def test_a_lost_node_costs_the_steps_since_the_last_checkpoint(tmp_path: Path) -
     (tmp_path / "more.yaml").write_text(CONFIG)
     port = get_free_port()
     first = agent(tmp_path, port)
-    time.sleep(1.0)  # the one that comes first is asked to be the rendezvous
+    reached = socket.socket()
+    end = time.monotonic() + DEADLINE
+    while reached.connect_ex(("127.0.0.1", port)):  # who listens there is the rendezvous, and must not be the one lost
+        assert time.monotonic() < end and first.poll() is None, "the first agent does not listen"
+        time.sleep(0.05)
+    reached.close()
     second = agent(tmp_path, port)
     log = tmp_path / "run" / "metrics.csv"
     try:

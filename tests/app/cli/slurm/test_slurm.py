@@ -116,3 +116,15 @@ def test_servers_without_a_model_are_refused(tmp_path: Path, monkeypatch: pytest
     (tmp_path / "serving_nodes").write_text("node1")
     done = submit(tmp_path, "echo start")
     assert done.returncode != 0 and "ARBORIST_MODEL: name the model directory" in done.stderr and not done.stdout
+
+
+def test_servers_are_there_until_the_run_has_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ARBORIST_MODEL", "models/one")
+    (tmp_path / "serving_nodes").write_text("node1")
+    serves = "trap 'echo served >> ended; exit 0' TERM; touch serving; while true; do sleep 0.05; done"
+    saves = "trap 'sleep 0.5; echo saved >> ended; exit 1' TERM; while [ ! -e serving ]; do sleep 0.05; done"
+    again = '[ "$SLURM_RESTART_COUNT" = 1 ] && exit 0'
+    trains = f"{again}; {saves}; touch time_is_up; while true; do sleep 0.05; done"
+    done = submit(tmp_path, f'case "$*" in *" serve "*) {serves};; *) {trains};; esac')
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "ended").read_text().split()[:2] == ["saved", "served"]

@@ -236,4 +236,4 @@ def test_what_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("flash2", "flash3", "cudnn"):
         assert "needs a CUDA device" in str(BACKENDS[name].refusal(q, LayerCall(0, 1.0)))
     if packages.find_spec("flash_attn") is None:
-        assert "pip install arborist[flash]" in str(packages.PACKAGES[1].missing(torch.device("cuda")))
+        assert "pip install -e '.[flash]'" in str(packages.PACKAGES[1].missing(torch.device("cuda")))

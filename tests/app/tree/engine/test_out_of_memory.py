@@ -168,3 +168,15 @@ def test_of_a_budget_half_empty_half_of_what_was_used_is_taken(model: Any) -> No
     with device.measuring(), pytest.warns(UserWarning, match=f"of 4096 live tokens .* repeated with {used // 2},"):
         engine.backward(TREE, loss)
     assert device.failures == 1
+
+
+def test_a_small_pass_that_runs_out_does_not_bound_those_that_have_fitted(model: Any) -> None:
+    """Whatever took the memory, these many live tokens were not it."""
+    device, engine = limited(model, 0.6), TreeEngine(model, 40, 4096)
+    engine.backward(TREE, loss)
+    fitted = engine.last_plan.peak_live_tokens
+    model.zero_grad()
+    with device.measuring(), pytest.warns(UserWarning, match="repeated with"):
+        engine.backward(TREE, loss)
+    assert engine.last_plan.live_tokens < fitted
+    assert engine.plan(TREE).live_tokens == fitted

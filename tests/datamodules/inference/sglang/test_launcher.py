@@ -194,6 +194,20 @@ def test_no_environment_says_how_to_get_one(monkeypatch: pytest.MonkeyPatch, tmp
         engine.start(tiny_policy(), 0, 0)
 
 
+def test_servers_on_gpus_are_none_of_the_environment_for_cpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("ARBORIST_SGLANG_PYTHON", raising=False)
+    with pytest.raises(NoServerEnvironment, match="set ARBORIST_SGLANG_PYTHON to the python of one with"):
+        SGLangEngine(launch=Launch(device="cuda"), start_timeout_s=20).start(tiny_policy(), 0, 0)
+
+
+def test_servers_are_not_put_on_gpus_that_train(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    Launch(device="cuda", first_gpu=4)
+    Launch(device="cpu")
+    with pytest.raises(ValueError, match=r"launch\.first_gpu: 2, and .* 4 ranks .* train on its GPUs 0 to 3"):
+        Launch(device="cuda", first_gpu=2)
+
+
 @pytest.mark.parametrize("url", ["127.0.0.1:30000", "http://", "ftp://x", "http://user:hush@host:1", "http://h?key=1"])
 def test_addresses_that_are_none(url: str) -> None:
     with pytest.raises(ValueError, match="must look like") as error:

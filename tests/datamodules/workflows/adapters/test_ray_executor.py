@@ -32,7 +32,7 @@ from tests.helpers.recorded_samples import byte_tokenizer
 
 os.environ |= {"RAY_USAGE_STATS_ENABLED": "0", "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
 os.environ |= {"RAY_health_check_period_ms": "500"}  # a killed node is dead after five checks in vain
-cluster_utils = pytest.importorskip("ray.cluster_utils", reason="pip install 'arborist[ray]' brings it")
+cluster_utils = pytest.importorskip("ray.cluster_utils", reason="pip install -e '.[ray]' brings it")
 
 TOKENIZER = byte_tokenizer(WITH_CALLS)
 STORE_BYTES = 80_000_000
@@ -399,5 +399,5 @@ def test_ray_is_imported_only_when_it_is_asked_for(monkeypatch: pytest.MonkeyPat
     )
     assert subprocess.run([sys.executable, "-c", program], cwd=HERE, timeout=120).returncode == 0
     monkeypatch.setattr("datamodules.prompts.extras.find_spec", lambda name: None)
-    with pytest.raises(ImportError, match=r"RayExecutor needs the library ray, .* pip install 'arborist\[ray\]'"):
+    with pytest.raises(ImportError, match=r"RayExecutor needs the library ray, .* pip install -e '\.\[ray\]'"):
         AgentWorkflow("echo x", executor="ray")

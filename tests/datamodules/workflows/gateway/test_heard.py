@@ -15,7 +15,7 @@ from tests.datamodules.workflows.gateway.clients.door import CALL, QUESTION, STA
 from tests.datamodules.workflows.gateway.test_upstream import KEEPS_ITS_HISTORY, Front, front
 from tests.helpers.recorded_samples import byte_tokenizer
 
-anthropic = pytest.importorskip("anthropic", reason="pip install 'arborist[dev]' brings it")
+anthropic = pytest.importorskip("anthropic", reason="pip install -e '.[dev]' brings it")
 
 SCHEMA = {"type": "object", "properties": {"fruit": {"type": "string"}}, "required": ["fruit"]}
 OF_RESPONSES: Any = {"type": "function", "name": "look_up", "description": "prices", "parameters": SCHEMA}

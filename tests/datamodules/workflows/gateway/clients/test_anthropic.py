@@ -8,7 +8,7 @@ import pytest
 
 from tests.datamodules.workflows.gateway.clients.door import CALL, PRICES, QUESTION, Door, door
 
-anthropic = pytest.importorskip("anthropic", reason="pip install 'arborist[dev]' brings it")
+anthropic = pytest.importorskip("anthropic", reason="pip install -e '.[dev]' brings it")
 
 LOOK_UP = {
     "name": "look_up",

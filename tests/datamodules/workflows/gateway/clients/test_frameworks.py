@@ -11,7 +11,7 @@ import pytest
 
 from tests.datamodules.workflows.gateway.clients.door import PRICES, QUESTION, Door, door
 
-WHY = "pip install 'arborist[dev]' brings it"
+WHY = "pip install -e '.[dev]' brings it"
 
 
 @pytest.fixture(autouse=True)
