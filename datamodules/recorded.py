@@ -92,6 +92,11 @@ class RecordedDataModule(L.LightningDataModule):
             raise ValueError("path: it is empty; name a file of recorded conversations")
         if unrewarded is not None:
             checks.one_of("unrewarded", unrewarded, ("leave_out", "keep"))
+        for key in ("pairs",) * pairs + ("min_reward",) * (min_reward is not None):
+            if unrewarded == "keep":
+                raise ValueError(
+                    f"unrewarded: keep, but {key} goes by rewards, and those sessions have none; set it to leave_out"
+                )
         if pairs:
             checks.no_effect("with pairs", {"trials": trials})
         text = path.endswith((".jsonl", ".jsonl.gz"))
@@ -127,6 +132,10 @@ class RecordedDataModule(L.LightningDataModule):
         conversations = self._good(self._load())
         if self.path.endswith((".npz", ".jsonl", ".jsonl.gz")):
             self._made_with["path"] = fingerprint.of_file(resolve(self.path, "data.path"))
+        else:  # which may have grown
+            self._made_with["path"] = f"{len(conversations)} sessions"
+        if self.system is not None:
+            self._made_with["system"] = fingerprint.of_file(resolve(self.system, "data.system"))
         groups = choose(grouped(conversations), self.tasks, self.path)
         self._groups = [first_trials(group, self.trials) for group in groups.values()]
         if self.pairs:
@@ -214,7 +223,8 @@ class RecordedDataModule(L.LightningDataModule):
         least = self.min_reward
         if least is None:
             return conversations
-        good = [one for one in conversations if one.reward >= least]
+        # As recordings hold them: 0.9 of float32 is less than 0.9.
+        good = [one for one in conversations if np.float32(one.reward) >= np.float32(least)]
         if not good:
             best = max(one.reward for one in conversations)
             raise RecordedDataError(f"min_reward: {least:g}, but the best conversation of {self.path} has {best:g}")
@@ -232,8 +242,10 @@ class RecordedDataModule(L.LightningDataModule):
         file = resolve(self.path, "data.path")
         encoder = None
         if self.tokenizer is not None:
+            tokenizer = load_chat_tokenizer(self.tokenizer, "data.tokenizer")
+            self._made_with |= fingerprint.of_tokenizer(tokenizer)
             system = None if self.system is None else load_system(resolve(self.system, "data.system"))
-            encoder = ChatEncoder(load_chat_tokenizer(self.tokenizer, "data.tokenizer"), system)
+            encoder = ChatEncoder(tokenizer, system)
             self._think_ids = tuple(encoder.think_ids())
         if file.suffix == ".npz":
             return load_npz(file)

@@ -19,7 +19,7 @@ from app import checks
 from app.batch import RolloutBatch
 from app.tree import FlatOutputs, TreeEngine
 from modules.metrics import NamedMetrics, TokenSums
-from modules.models import ModelSource, build_model, inner_model
+from modules.models import ModelSource, build_model, check_same_tokens, inner_model
 from modules.objectives.value_loss import value_loss
 from modules.policy import PolicyModule
 from modules.step import TreeStep
@@ -137,6 +137,12 @@ class ActorCriticModule(PolicyModule):
             assert self.policy is not None
             self.critic = Critic(self.critic_source, self.policy)
 
+    def setup(self, stage: str) -> None:
+        super().setup(stage)
+        if isinstance(self.critic_source, ModelSource):
+            tokenizer = getattr(getattr(self.trainer, "datamodule", None), "tokenizer", None)
+            check_same_tokens(tokenizer, self.model_source, self.critic_source.path, "critic")
+
     def value_head(self) -> Any:
         assert self.critic is not None, "configure_model makes the critic"
         return self.critic.value_head if self.critic.trunk is None else None
@@ -147,6 +153,17 @@ class ActorCriticModule(PolicyModule):
         if self.critic_lr is not None:
             own["lr"] = self.critic_lr
         return [{"params": super().parameter_groups()}, own]
+
+    def configure_optimizers(self) -> Any:
+        made = super().configure_optimizers()
+        if self.critic_lr is not None and isinstance(made, dict):
+            policy, critic = (one.get("initial_lr", one["lr"]) for one in made["optimizer"].param_groups)
+            if critic == policy != self.critic_lr:
+                raise ValueError(
+                    f"critic_lr: {self.critic_lr:g} has no effect, because this lr_scheduler sets all rates itself;"
+                    " choose one that scales them, such as LinearLR or CosineAnnealingLR"
+                )
+        return made
 
     def engine_for(self, name: str) -> AbstractContextManager[TreeEngine]:
         if name == "critic":

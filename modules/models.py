@@ -157,10 +157,12 @@ def _without_storage() -> bool:
     return torch.get_default_device().type == "meta"
 
 
-def check_same_tokens(tokenizer: PreTrainedTokenizerBase | None, policy: ModelSource, reference: str | None) -> None:
-    """Compares the tokenizer in the directory `reference` with `tokenizer`, that of the rollouts, or where there is
-    none with the one beside the policy's weights: log-probabilities of a model that numbers its tokens otherwise would
-    be of other texts. A reference without a tokenizer beside its weights is taken at its word.
+def check_same_tokens(
+    tokenizer: PreTrainedTokenizerBase | None, policy: ModelSource, reference: str | None, key: str = "reference"
+) -> None:
+    """Compares the tokenizer in the directory `reference`, the option `key`'s, with `tokenizer`, that of the rollouts,
+    or where there is none with the one beside the policy's weights: log-probabilities of a model that numbers its
+    tokens otherwise would be of other texts. A directory without a tokenizer is taken at its word.
 
     Raises:
         ValueError: a token has another number in the reference, or none; a tokenizer that cannot be read.
@@ -173,8 +175,8 @@ def check_same_tokens(tokenizer: PreTrainedTokenizerBase | None, policy: ModelSo
         if other.get(token) != number:
             there = f"{other[token]} there" if token in other else "none of its tokens"
             raise ValueError(
-                f"reference: '{reference}' has another tokenizer than this run: {token!r} is {number} here and"
-                f" {there}, so its log-probabilities would be of other texts; take a model of the same family"
+                f"{key}: '{reference}' has another tokenizer than this run: {token!r} is {number} here and {there}, so"
+                " what it says would be of other texts; take a model of the same family"
             )
 
 
@@ -225,7 +227,9 @@ def _adapted(model: PreTrainedModel, adapter: str | dict[str, Any], path: str, b
     if isinstance(adapter, str):
         try:
             if _without_storage():
-                return peft.get_peft_model(model, peft.PeftConfig.from_pretrained(adapter))
+                config = peft.PeftConfig.from_pretrained(adapter)
+                config.inference_mode = False  # as it is saved; else this rank would train nothing of it
+                return peft.get_peft_model(model, config)
             return peft.PeftModel.from_pretrained(model, adapter, is_trainable=True)
         except (OSError, ValueError, RuntimeError, KeyError, TypeError) as error:
             raise ValueError(

@@ -394,9 +394,12 @@ class PolicyModule(TreeModule):
             loss.backward()
             assert logprobs.grad is not None
             gradient[at] = logprobs.grad
+        # What is said of pairs and episodes weighs as their losses do, and not by how long they are.
+        coupled = bool(set(STEP_INPUTS) & self.algorithm.objective.needs)
+        share = (weights[at] if coupled else part.loss_mask).double()
         sums = TokenSums(tuple(stats), torch.device("cpu"))
-        sums.add(stats, part.loss_mask)
-        self.train_metrics.update(sums.means(int(part.loss_mask.sum())), sums={"loss": loss.detach()})
+        sums.add({name: value.double() * share for name, value in stats.items()}, part.loss_mask)
+        self.train_metrics.update(sums.means(share.sum()), sums={"loss": loss.detach()})
         return gradient
 
     def end_step(self, step: TreeStep) -> None:

@@ -213,7 +213,7 @@ class ChatEncoder:
             tokens += self._encode(text[done:begin], behind=end_of_turn if done else "")
             starts.append(len(tokens))
             done = len(whole)
-            tokens += self._encode(text[begin:done])
+            tokens += self._reply(text[begin:done], text[max(begin - 1, 0) : begin])
             ends.append(len(tokens))
             steps.append(k)
         return Conversation(
@@ -227,6 +227,12 @@ class ChatEncoder:
             ends=np.array(ends, np.int64),
             steps=np.array(steps, np.int64),
         )
+
+    def _reply(self, said: str, before: str) -> list[int]:
+        """Its tokens as they are generated. `before`: the character in front of it, without which tokenizers of Llama
+        2's kind put a space there."""
+        alone, joined = self._encode(before), self._encode(before + said)
+        return joined[len(alone) :] if before and joined[: len(alone)] == alone else self._encode(said)
 
     def _completion(self, transcript: Transcript, said: str) -> Conversation:
         """No template, no system prompt, no BOS: as gateways send it. `eos_token` ends it."""

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 _SECRET = re.compile(
-    r"(^|_)(API_?KEY|KEY|KEY_ID|TOKEN|TOKENS|AUTH|AUTH_SOCK|PASSPHRASE|PASSWD|PWD_FILE|CREDENTIALS?)$"
-    r"|SECRET|PASSWORD|APIKEY",
+    r"(^|_)(API_?KEYS?|KEYS?|KEY_ID|TOKENS?|AUTH|AUTH_SOCK|PASSPHRASE|PASSWD|PWD_FILE|CREDENTIALS?|PAT|DSN)$"
+    r"|._PWD$|(DATABASE|DB|REDIS|MONGO|MONGODB|POSTGRES|AMQP|BROKER)_UR[IL]$|SECRET|PASSWORD|APIKEY",
     re.IGNORECASE,
 )
 _LEAST_BYTES = 10**9  # a reward that imports torch and a parser needs that much

@@ -127,6 +127,10 @@ def checked_call(found: Any) -> ToolCall:
             return ToolCall(name, error=f'"arguments" is not valid JSON ({_brief(error)})')
     if not isinstance(arguments, dict):
         return ToolCall(name, error=f'"arguments" must be a JSON object, this is a {type(arguments).__name__}')
+    try:
+        json.dumps(arguments, allow_nan=False)  # 1e999 is read as infinity, which no other language reads back
+    except (ValueError, TypeError, RecursionError) as error:
+        return ToolCall(name, error=f'"arguments" cannot be written as JSON ({_brief(error)})')
     return ToolCall(name, arguments)
 
 

@@ -167,9 +167,7 @@ class ToolWorkflow:
             if response.finish_reason == "length":
                 break
             said = turns.reply(tokenizer, special=True)
-            end = "" if turns.end is None else str(tokenizer.decode([turns.end]))
-            if turns.end is not None and turns.end not in engine.ends.ids:  # of `stop`: part of what was said
-                said, end = said + end, ""
+            end = str(tokenizer.decode([turns.end])) if turns.end in engine.ends.ids else ""
             calls = self._calls(said, end)
             if not calls:
                 break

@@ -127,6 +127,7 @@ class Turns:
         self._options = options
         self._turns: list[_Turn] = []  # whose tokens are in `tokens`
         self._reply: list[int] = []  # the last one's tokens
+        self._is_over = False  # whether the last of these ends a turn, and is no text
         self._closed: list[Trajectory] = []  # of turns before the conversation was rewritten
 
     @property
@@ -167,11 +168,13 @@ class Turns:
         self._reply = response.tokens
         # The engine has completed the request's stop tokens by what ends a turn of this model.
         self.end = next((token for token in response.tokens[-1:] if token in request.stop_token_ids), None)
+        self._is_over = self.end in engine.ends.ids
         return response
 
     def reply(self, tokenizer: PreTrainedTokenizerBase, special: bool = False) -> str:
-        """The last reply as text, without the token that ended it; `special`: with special tokens it contains."""
-        kept = self._reply if self.end is None else self._reply[:-1]
+        """The last reply as text, without what ends a turn (a token of `stop` is part of what was said); `special`:
+        with special tokens it contains."""
+        kept = self._reply[:-1] if self._is_over else self._reply
         return str(tokenizer.decode(list(kept), skip_special_tokens=not special))
 
     def extend(self, tokens: Sequence[int], images: Sequence[int] = (), pictures: Sequence[Picture] = ()) -> None:

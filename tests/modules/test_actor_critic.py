@@ -180,3 +180,18 @@ def test_sources_of_the_critic() -> None:
     assert module.critic.value_head.in_features == 24
     with pytest.raises(ValueError, match="critic: 'mine' is not one of shared, initial"):
         ActorCriticModule(source(), critic="mine").configure_model()  # type: ignore[arg-type]
+
+
+def test_a_schedule_that_sets_all_rates_leaves_none_to_the_critic() -> None:
+    def made(kind: Any, **schedule: Any) -> Any:
+        module = ActorCriticModule(
+            source(), optimizer=sgd, lr_scheduler=functools.partial(kind, **schedule), critic_lr=1e-3
+        )
+        module.configure_model()
+        return module.configure_optimizers()
+
+    schedules = torch.optim.lr_scheduler
+    with pytest.raises(ValueError, match=r"critic_lr: 0\.001 has no effect, because this lr_scheduler sets all rates"):
+        made(schedules.OneCycleLR, total_steps=10, max_lr=1e-5)
+    groups = made(schedules.LinearLR, total_iters=10)["optimizer"].param_groups
+    assert [group["initial_lr"] for group in groups][1] == 1e-3

@@ -157,7 +157,9 @@ class MCPTools(Toolbox):
 
     def open(self, prompt: Prompt) -> Toolbox:
         """The tools of one episode."""
-        return self if self._each == "run" else _EpisodeTools(self.tools, self._name, _Sessions(self._connect))
+        return (
+            self if self._each == "run" else _EpisodeTools(self.tools, self._name, _Sessions(self._connect, once=True))
+        )
 
     async def call(self, name: str, arguments: dict[str, Any]) -> str:
         connection = await _reached(self._shared, self._name)
@@ -207,10 +209,11 @@ class _EpisodeTools(Toolbox):
 
 
 class _Sessions:
-    """At most one connection at a time, opened when it is needed, and anew where it was lost."""
+    """At most one connection at a time, opened when it is needed, and anew where it was lost; `once`: not anew, as what
+    a lost one knew is gone."""
 
-    def __init__(self, connect: Callable[[], Any]) -> None:
-        self._connect = connect
+    def __init__(self, connect: Callable[[], Any], once: bool = False) -> None:
+        self._connect, self._once = connect, once
         self._loop: asyncio.AbstractEventLoop | None = None
         self._one: Connection | None = None
         self._timeouts = 0
@@ -222,6 +225,8 @@ class _Sessions:
             self._loop, self._lock = asyncio.get_running_loop(), asyncio.Lock()
         async with self._lock:
             if self._one is None or self._one.is_lost:
+                if self._one is not None and self._once:
+                    raise ServerLost(f"is gone: {_MOST_TIMEOUTS} calls in a row passed their deadlines")
                 self._one = None
                 self._one = await self._connect()
                 self._timeouts = 0

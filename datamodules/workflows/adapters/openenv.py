@@ -133,6 +133,11 @@ class Environment:
         self._server = server
         self._client: aiohttp.ClientSession | None = None
         self._socket: aiohttp.ClientWebSocketResponse | None = None
+        self._turn = asyncio.Lock()  # one question at a time: answers come in their order and carry no number
+
+    @property
+    def is_over(self) -> bool:
+        return self._socket is None
 
     async def open(self) -> None:
         """Connects. Raises EnvironmentLost."""
@@ -167,6 +172,14 @@ class Environment:
             await self._client.close()
 
     async def _ask(self, message: dict[str, Any]) -> Outcome:
+        async with self._turn:
+            try:
+                return await self._exchange(message)
+            except asyncio.CancelledError:  # by a tool's deadline: the late answer would be the next call's
+                self._socket = None  # `close` hangs up with the client
+                raise
+
+    async def _exchange(self, message: dict[str, Any]) -> Outcome:
         if self._socket is None:
             raise EnvironmentLost(f"the session with the environment at {self._server.url} is over")
         asked = f"the environment at {self._server.url}, asked to {message['type']},"

@@ -147,7 +147,13 @@ class _EpisodeTools(Toolbox):
 
 class _RewardedTools(_EpisodeTools):
     async def reward(self, prompt: Prompt, reply: str) -> float:
-        """Of the episode; 0 where it made no call. Raises ValueError: the environment gave none."""
+        """Of the episode; 0 where it made no call.
+
+        Raises:
+            ToolsLost: a call passed its deadline, and with it the session. ValueError: the environment gave none.
+        """
+        if self._environment.is_over:
+            raise ToolsLost("a call passed its deadline, so that what the episode earned is not known")
         if self._calls and not self._earned:
             raise ValueError(
                 f"prompt '{prompt.id}': the environment gave no reward in {self._calls} calls; set rewards: configured,"

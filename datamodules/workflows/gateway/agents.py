@@ -15,7 +15,7 @@ import re
 import shlex
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -169,7 +169,8 @@ class FunctionAgent(_ProcessAgent):
     """
 
     async def run(self, door: Door, task: Prompt, seconds: float | None, output: Path | None) -> Any:
-        return await self._calls.call("agent", (door.variables, task), {}, seconds, output, door.held)
+        shown = replace(task, answer="", solution="", tokens=(), images=())  # what is right is not for it to see
+        return await self._calls.call("agent", (door.variables, shown), {}, seconds, output, door.held)
 
 
 class CommandAgent(_ProcessAgent):

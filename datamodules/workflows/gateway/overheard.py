@@ -51,7 +51,6 @@ class Conversations:
         self._answers: dict[str, tuple[bytes, int]] = {}  # that can be gone on with by their name: the reply, and
         # how many messages before it belonged to their request alone
         self._completed: list[dict[str, Any]] = []
-        self._task = ""
 
     def add(self, path: str, request: bytes, answer: bytes, streamed: bool) -> None:
         """A call of one of the READERS. Raises NotRecorded: nothing, or no more, of it is kept."""
@@ -73,7 +72,6 @@ class Conversations:
             self._tools[at] = heard.tools
             for message in messages:
                 at = self._keep(at, message)
-            self._task = self._task or at.hex()[:12]
             kept = [self._keep(at, reply) for reply in whole]
             self._heard |= dict.fromkeys(kept, heard.model)
             if heard.name:
@@ -87,7 +85,6 @@ class Conversations:
             if is_whole:
                 said = {"model": heard.model, "prompt": prompt, "completion": text, "ended": heard.ended}
                 self._completed.append(said)
-                self._task = self._task or _hash(b"", prompt).hex()[:12]
                 self.size += len(prompt) + len(text)
 
     def _continued(self, heard: Heard) -> list[dict[str, Any]]:
@@ -106,9 +103,9 @@ class Conversations:
         return messages[::-1]
 
     def lines(self, session: str, reward: float | None) -> Iterator[dict[str, Any]]:
-        """A record for each conversation, without the number of its trial."""
+        """A record for each conversation, without the number of its trial. Those that began alike, up to the first
+        reply, are of one task, whatever the sessions they are of."""
         common = {
-            "task_id": self._task,
             "reward": 0.0 if reward is None else reward,
             "rewarded": reward is not None,
             "session": session,
@@ -121,18 +118,19 @@ class Conversations:
         for leaf, model in self._heard.items():
             if leaf in begins:
                 continue
-            messages, at = [], leaf
+            messages, at, begun = [], leaf, leaf
             while at not in self._tools:
                 before, message = self._messages[at]
+                begun = before if at in self._heard else begun
                 if message["role"] == "assistant" and (at not in self._heard or at in trained):
                     message = {**message, "weight": 0}
                 trained.add(at)
                 messages.append(message)
                 at = before
             tools = {"tools": self._tools[at]} if self._tools[at] else {}
-            yield {**common, "model": model, **tools, "messages": messages[::-1]}
+            yield {"task_id": begun.hex()[:12], **common, "model": model, **tools, "messages": messages[::-1]}
         for one in self._completed:
-            yield {**common, **one}
+            yield {"task_id": _hash(b"", one["prompt"]).hex()[:12], **common, **one}
 
     def _keep(self, before: bytes, message: dict[str, Any]) -> bytes:
         at = _hash(before, message)

@@ -222,7 +222,9 @@ class AgentWorkflow:
                     else:  # it becomes no sequence, and the episode earned it all the same
                         reward += share
             return reward
-        value = self._agents[0].number(result) if session.rewards.total is None else session.rewards.total
+        value = self._agents[0].number(result) if posted is None else posted
+        if value is None:
+            value = session.rewards.total  # 0.0 where calls alone have rewards
         if value is None:
             raise ValueError(
                 f"prompt '{prompt.id}': the agent answered {str(result)[:100]!r} and posted no reward; answer with a"

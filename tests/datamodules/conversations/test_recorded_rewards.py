@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 
+from datamodules import RecordedDataModule
 from datamodules.conversations.tokens import RecordedDataError
 from tests.datamodules.test_recorded import module, npz
 
@@ -18,3 +21,21 @@ def test_conversations_below_a_reward_are_left_out(tmp_path: Path) -> None:
     assert len(module(path, min_reward=0.0, tasks_per_batch=5, workload="whole").batch(0)) == 15
     with pytest.raises(RecordedDataError, match=r"min_reward: 2, but the best conversation of .*x\.npz has 1"):
         module(path, min_reward=2.0)
+
+
+def test_a_reward_is_compared_as_it_is_recorded(tmp_path: Path) -> None:
+    """0.9 of float32 is less than 0.9."""
+    path = npz(tmp_path / "x.npz")
+    with np.load(path) as file:
+        arrays = dict(file)
+    (name,) = (name for name in arrays if "reward" in name)
+    arrays[name] = (arrays[name] * 0.9).astype(np.float32)
+    np.savez(path, **arrays)
+    assert len(module(path, min_reward=0.9, tasks_per_batch=5, workload="whole").batch(0)) == 7
+
+
+@pytest.mark.parametrize("option", [{"pairs": True}, {"min_reward": 0.5}])
+def test_sessions_without_a_reward_are_none_to_compare(option: dict[str, Any]) -> None:
+    key = next(iter(option))
+    with pytest.raises(ValueError, match=f"unrewarded: keep, but {key} goes by rewards, and those sessions have none"):
+        RecordedDataModule("recorded", unrewarded="keep", **option)

@@ -161,17 +161,18 @@ def test_large_answers_are_refused_where_they_are_made() -> None:
     assert (status, said) == ("exception", "returned 2.1 MB, more than 1 MB")
 
 
-@pytest.mark.parametrize(
-    "name",
-    ["ARBORIST_SGLANG_API_KEY", "WANDB_API_KEY", "HF_TOKEN", "AWS_SECRET_ACCESS_KEY", "SSH_AUTH_SOCK", "db_password"],
-)
+SECRETS = ("ARBORIST_SGLANG_API_KEY", "WANDB_API_KEY", "HF_TOKEN", "AWS_SECRET_ACCESS_KEY", "SSH_AUTH_SOCK")
+MORE = ("db_password", "GITHUB_PAT", "MYSQL_PWD", "OPENAI_API_KEYS", "DATABASE_URL", "SENTRY_DSN")
+
+
+@pytest.mark.parametrize("name", [*SECRETS, *MORE])
 def test_secrets_stay_behind(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(name, "secret")
     assert name not in environment() and environment([name])[name] == "secret"
 
 
 @pytest.mark.parametrize(
-    "name", ["PATH", "HOME", "PWD", "TOKENIZERS_PARALLELISM", "OMP_NUM_THREADS", "HF_HOME", "KEYMAP"]
+    "name", ["PATH", "HOME", "PWD", "OLDPWD", "TOKENIZERS_PARALLELISM", "OMP_NUM_THREADS", "HF_HOME", "KEYMAP"]
 )
 def test_what_is_no_secret_is_seen(name: str) -> None:
     assert not looks_secret(name)

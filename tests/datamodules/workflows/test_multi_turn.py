@@ -40,6 +40,16 @@ def test_wrong_replies_are_tried_again_until_one_is_right() -> None:
         assert after.tokens == [*given, *CHARACTERS.encode("?")]
 
 
+def test_a_stop_token_that_ends_no_turn_is_part_of_what_was_said() -> None:
+    """For the reward, for feedback, and where the conversation is rendered anew."""
+    pool = Pool(lambda prompt, reply: float(reply == "42="))
+    workflow = MultiTurnWorkflow(max_turns=2, max_new_tokens=4, retry_message="?", stop=["="])
+    replies = [CHARACTERS.encode(said, add_special_tokens=False) for said in ("41=", "42=")]
+    (whole,) = play(workflow, ScriptedEngine(CHARACTERS, replies), CHARACTERS, SUM, pool)
+    assert pool.asked == ["41=", "42="] and whole.reward == 1.0
+    assert CHARACTERS.decode(generated(whole)) == "41=42="
+
+
 def test_the_last_reply_counts_and_turns_are_discounted() -> None:
     workflow = MultiTurnWorkflow(max_turns=3, max_new_tokens=4, retry_message="?", turn_discount=0.5)
     for replies, reward in ((["42"], 1.0), (["1", "42"], 0.5), (["1", "2", "42"], 0.25), (["1", "2", "3"], 0.0)):

@@ -159,6 +159,23 @@ def test_an_episodes_own_server_keeps_its_state_and_takes_the_episode_with_it() 
     wait_until(lambda: gone(int(first.split()[-1])))
 
 
+def test_an_episodes_own_server_that_does_not_answer_any_more_is_not_replaced_by_an_empty_one() -> None:
+    tools = MCPTools(command=SERVER, each="episode")
+
+    async def story() -> str:
+        own = tools.open(PROMPT)
+        try:
+            assert (await said(own, "count")).startswith("1")
+            for _ in range(3):
+                with pytest.raises(TimeoutError):
+                    await asyncio.wait_for(own.call("sleep", {"seconds": 60.0}), 0.05)
+            return await said(own, "count")
+        finally:
+            await own.close()  # type: ignore[attr-defined]
+
+    assert asyncio.run(story()).startswith("ToolsLost: the MCP server")
+
+
 def test_lost_tools_cost_the_episode(tmp_path: Path) -> None:
     """What cannot be reached is not the model's fault, and no answer to it."""
     tools = MCPTools(command=[sys.executable, "-c", "import sys; sys.exit('no licence')"])

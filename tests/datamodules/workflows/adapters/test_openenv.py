@@ -8,6 +8,7 @@ import json
 import os
 import re
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,8 @@ from typing import Any
 import pytest
 
 pytest.importorskip("aiohttp")
+
+from aiohttp import web
 
 from app.batch import CALL_REWARD, Trajectory
 from app.cli import main
@@ -242,6 +245,77 @@ def test_tools_that_are_lost_cost_the_group() -> None:
         server.most = 0
         with pytest.raises(ValueError, match=r"lists no tools: .* no session left"):
             play(made, ScriptedEngine(TOKENIZER, [a_call("add", a=2, b=3)]), TOKENIZER, Prompt(id="p", text="x"))
+
+
+ROOMS: list[int] = []
+
+
+async def rooms(request: web.Request) -> web.WebSocketResponse:
+    """A server whose tool says which room was looked into; the third pays, the 99th takes its time."""
+    socket = web.WebSocketResponse()
+    await socket.prepare(request)
+    async for message in socket:
+        asked = json.loads(message.data)
+        answer: dict[str, Any] = {"observation": {}, "reward": None, "done": False}
+        if asked["type"] == "close":
+            break
+        if asked["data"].get("type") == "list_tools":
+            schema = {"type": "object", "properties": {"k": {"type": "integer"}}}
+            answer["observation"] = {"tools": [{"name": "look", "input_schema": schema}]}
+        elif asked["type"] == "step":
+            room = asked["data"]["arguments"]["k"]
+            ROOMS.append(room)
+            await asyncio.sleep(0.6 if room == 99 else 0.02)
+            answer |= {"observation": {"result": f"room {room}"}, "reward": float(room == 3)}
+        await socket.send_str(json.dumps({"type": "observation", "data": answer}))
+    return socket
+
+
+@pytest.fixture
+def house() -> Iterator[str]:
+    loop, started = asyncio.new_event_loop(), threading.Event()
+    address: list[str] = []
+
+    async def serve() -> None:
+        app = web.Application()
+        app.router.add_get("/ws", rooms)
+        runner = web.AppRunner(app, shutdown_timeout=0.1)
+        await runner.setup()
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        address.append(f"http://127.0.0.1:{runner.addresses[0][1]}")
+        started.set()
+
+    loop.create_task(serve())
+    thread = threading.Thread(target=loop.run_forever)
+    thread.start()
+    assert started.wait(WAIT_S)
+    ROOMS.clear()
+    yield address[0]
+    loop.call_soon_threadsafe(loop.stop)
+    thread.join()
+
+
+def test_calls_of_one_reply_have_each_its_own_answer(house: str) -> None:
+    replies = [a_call("look", k=1) + a_call("look", k=2), a_call("look", k=3), a_call("look", k=4), "done"]
+    engine = ScriptedEngine(TOKENIZER, replies)
+    made = ToolWorkflow(OpenEnvTools(house, rewards="last"), max_new_tokens=300)
+    (found,) = play(made, engine, TOKENIZER, Prompt(id="p", text="x"))
+    assert ROOMS == [1, 2, 3, 4] and found.reward == 0.0 and not found.metadata.get("failed_calls")
+    assert [re.findall(r"room \d", shown) for shown in told(engine)[1:]] == [
+        ["room 1", "room 2"],
+        ["room 3"],
+        ["room 4"],
+    ]
+
+
+def test_a_call_past_its_deadline_is_not_answered_by_the_next_one(house: str) -> None:
+    engine = ScriptedEngine(TOKENIZER, [a_call("look", k=99), "done"])
+    made = ToolWorkflow(OpenEnvTools(house, rewards="last"), max_new_tokens=300, tool_deadline_s=0.2)
+    with pytest.raises(ToolsLost, match="a call passed its deadline"):
+        play(made, engine, TOKENIZER, Prompt(id="p", text="x"))
+    engine = ScriptedEngine(TOKENIZER, [a_call("look", k=99), a_call("look", k=3), "done"])
+    with pytest.raises(ToolsLost, match="is over"):
+        play(made, engine, TOKENIZER, Prompt(id="p", text="x"))
 
 
 def test_the_pages_configuration_is_understood(

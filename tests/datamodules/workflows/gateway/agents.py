@@ -119,6 +119,20 @@ def post(path: str, body: dict[str, Any]) -> Any:
         return json.load(answer)
 
 
+def credited_and_sure(prompt: Prompt) -> float:
+    """Posts a reward for its call, and answers with the episode's."""
+    messages: list[Any] = [{"role": "user", "content": prompt.text}]
+    only = OpenAI().chat.completions.create(model="any", messages=messages)
+    post("/reward", {"reward": 0.25, "call": only.id})
+    return 1.0
+
+
+def curious(prompt: Prompt) -> str:
+    """Says what it was told of the answer."""
+    OpenAI().chat.completions.create(model="any", messages=[{"role": "user", "content": prompt.text}])
+    return f"{prompt.answer!r} {prompt.solution!r}"
+
+
 def credited(prompt: Prompt) -> None:
     """Two calls, the second for two choices; a reward for the first, the last choice, and maybe the episode."""
     client = OpenAI()

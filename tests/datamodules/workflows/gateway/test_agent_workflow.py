@@ -148,6 +148,19 @@ def test_rewards_of_calls_come_on_top_of_the_episodes(posted: bool) -> None:
     assert {one.reward for one in found} == {2.0 if posted else 0.0}
 
 
+def test_a_number_that_is_answered_counts_beside_rewards_of_calls() -> None:
+    _, found = run(agents.credited_and_sure, ["a"], None)
+    assert [(one.reward, one.metadata[CALL_REWARD]) for one in found] == [(1.0, 0.25)]
+
+
+def test_what_is_right_is_not_for_the_agent_to_see() -> None:
+    def judge(prompt: Prompt, answer: str) -> float:
+        return float(answer == "'' ''" and prompt.answer == "6")
+
+    _, found = run(agents.curious, ["a"], judge, task=replace(TASK, answer="6", solution="3 + 3 = 6"))
+    assert [one.reward for one in found] == [1.0]
+
+
 def test_two_rewards_of_one_episode_are_one_too_many() -> None:
     with pytest.raises(ValueError, match="a reward was posted for the episode, and the data's reward is set"):
         run(agents.credited, ["a", "b", "c"], task=replace(TASK, metadata={"post": True}))
