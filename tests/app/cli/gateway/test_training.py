@@ -127,7 +127,8 @@ def answered(at: str, session: str, protocol: str, messages: list[Any]) -> str:
         anthropic = pytest.importorskip("anthropic", reason="pip install -e '.[dev]' brings it")
         there = anthropic.Anthropic(base_url=f"{at}/{session}", api_key=KEY, timeout=60.0)
         with there.messages.stream(model="any", messages=messages, max_tokens=40) as stream:
-            return str(stream.get_final_text())
+            blocks = stream.get_final_message().content  # none, where the model says nothing
+            return "".join(block.text for block in blocks if block.type == "text")
     answer = client(at, session).chat.completions.create(model="any", messages=messages, max_tokens=40)
     return str(answer.choices[0].message.content)
 
