@@ -118,6 +118,21 @@ def test_new_adapters_are_on_no_tower_unless_it_is_trained(tmp_path: Path, exclu
         assert any("visual" in name for name in trained) is train_tower
 
 
+def test_an_adapter_that_is_gone_on_with_is_trained_on_ranks_without_weights_too(tmp_path: Path) -> None:
+    """PEFT saves that it is for inference; ranks of a sharded run make it without storage."""
+    build_model(ModelSource(config=CONFIG)).save_pretrained(tmp_path / "base")
+    began = ModelSource(path=str(tmp_path / "base"), adapter={"r": 2})
+    build_model(began).save_pretrained(tmp_path / "adapter")
+    source = ModelSource(path=str(tmp_path / "base"), adapter=str(tmp_path / "adapter"))
+
+    def trained(model: Any) -> dict[str, torch.Size]:
+        return {name: p.shape for name, p in model.named_parameters() if p.requires_grad}
+
+    whole = trained(build_model(source))
+    with torch.device("meta"):
+        assert trained(build_model(source)) == whole and whole
+
+
 def test_a_critic_has_the_adapters_of_its_policy(tmp_path: Path) -> None:
     naive_model(seed=3).save_pretrained(tmp_path)
     source = ModelSource(path=str(tmp_path), adapter={"r": 2})
