@@ -113,8 +113,20 @@ def encode_reply(tokenizer: PreTrainedTokenizerBase, prompt: Prompt, reply: str,
     """
     text = Prompt(id=f"{prompt.id} (reply)", text=reply)
     made = encode_prompt(tokenizer, text, bare=True) if reply else ()
+    if made and prompt.messages:
+        made = _behind(tokenizer, prompt, reply) or made
     last = end if prompt.messages and end is not None else tokenizer.eos_token_id
     return (*made, last)
+
+
+def _behind(tokenizer: PreTrainedTokenizerBase, prompt: Prompt, reply: str) -> tuple[int, ...]:
+    """A reply's ids as they are generated behind white space, with which many templates begin a reply: tokenizers of
+    Llama 2's kind put a space before a text that stands alone. Empty where it makes no difference that can be told."""
+    rendered = str(tokenizer.apply_chat_template(list(prompt.messages), add_generation_prompt=True, tokenize=False))
+    before = rendered[-1:] if rendered[-1:].isspace() else ""
+    alone = tokenizer.encode(before, add_special_tokens=False) if before else []
+    joined = tokenizer.encode(before + reply, add_special_tokens=False) if before else []
+    return tuple(joined[len(alone) :]) if joined[: len(alone)] == alone else ()
 
 
 def _with_beginning(tokenizer: PreTrainedTokenizerBase, text: str, bare: list[int]) -> list[int]:
