@@ -1,7 +1,7 @@
 """Does a small model that sees learn, from nothing, by imitation and then by GRPO over trees with pictures?
 
-    python -m benchmarks.learning.vision --out benchmarks/results/learning                     # twenty minutes
-    python -m benchmarks.learning.vision --task easy_vqa --out benchmarks/results/learning     # two hours
+    python -m benchmarks.learning.vision --out benchmarks/results/learning                     # ten minutes
+    python -m benchmarks.learning.vision --task easy_vqa --out benchmarks/results/learning     # not measured
     python -m benchmarks.learning.vision --out DIR --seeds 1 --steps 10            # a try
 
 `squares`: the two parts of `make quickstart-vision` from three seeds, which decide weights, pictures and draws: a

@@ -122,6 +122,9 @@ def encode_reply(tokenizer: PreTrainedTokenizerBase, prompt: Prompt, reply: str,
 def _behind(tokenizer: PreTrainedTokenizerBase, prompt: Prompt, reply: str) -> tuple[int, ...]:
     """A reply's ids as they are generated behind white space, with which many templates begin a reply: tokenizers of
     Llama 2's kind put a space before a text that stands alone. Empty where it makes no difference that can be told."""
+    probe, line, end = (tokenizer.encode(text, add_special_tokens=False) for text in ("\na", "a", "\n"))
+    if probe == end + line:  # most do not: nothing to render once more for
+        return ()
     rendered = str(tokenizer.apply_chat_template(list(prompt.messages), add_generation_prompt=True, tokenize=False))
     before = rendered[-1:] if rendered[-1:].isspace() else ""
     alone = tokenizer.encode(before, add_special_tokens=False) if before else []

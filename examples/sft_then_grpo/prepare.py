@@ -9,10 +9,9 @@ from __future__ import annotations
 
 import json
 import random
-import sys
 from pathlib import Path
 
-from examples.smollm2.prepare import write_model
+from examples.smollm2.prepare import prepare
 
 WORKED = 480
 TRAIN = 4000
@@ -40,10 +39,4 @@ def write_sums(directory: Path) -> None:
 
 
 if __name__ == "__main__":
-    if len(sys.argv) != 2:
-        sys.exit("usage: python -m examples.sft_then_grpo.prepare DIR")
-    out = Path(sys.argv[1])
-    out.mkdir(parents=True, exist_ok=True)
-    write_sums(out)
-    if not (out / "model").exists():
-        write_model(out / "model")
+    prepare(write_sums)

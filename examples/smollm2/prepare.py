@@ -15,6 +15,7 @@ import subprocess
 import sys
 import tempfile
 import zipfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -72,11 +73,16 @@ def last_number(prompt: Prompt, completion: str) -> float:
     return float(bool(numbers) and numbers[-1] == prompt.answer)
 
 
-if __name__ == "__main__":
+def prepare(write: Callable[[Path], None]) -> None:
+    """The directory that the command line names: what `write` puts there, and the model, unless it is there."""
     if len(sys.argv) != 2:
-        sys.exit("usage: python -m examples.smollm2.prepare DIR")
+        sys.exit(f"usage: python -m examples.{Path(sys.argv[0]).parent.name}.prepare DIR")
     out = Path(sys.argv[1])
     out.mkdir(parents=True, exist_ok=True)
-    write_sums(out)
+    write(out)
     if not (out / "model").exists():
         write_model(out / "model")
+
+
+if __name__ == "__main__":
+    prepare(write_sums)

@@ -1,6 +1,6 @@
 """A search over the quickstart's learning rate, group size and clipping on this machine alone: no account, no server.
 
-    python -m examples.sweep.search runs/sweep                     # 12 trials; a quarter of an hour on two cores
+    python -m examples.sweep.search runs/sweep                     # 12 trials
     python -m examples.sweep.search runs/sweep --trials 24         # goes on, with what is known by then
 
 Optuna proposes, `fit` trains, and a trial whose held-out accuracy falls below the median of the earlier ones at the
