@@ -1,7 +1,7 @@
 """What do a few hundred worked answers give before the rewards, and what do the rewards give after them?
 
     python -m examples.sft_then_grpo.prepare runs/sft_then_grpo
-    python -m benchmarks.learning.sft_then_grpo --out benchmarks/results/learning             # two hours, two busy cores
+    python -m benchmarks.learning.sft_then_grpo --out benchmarks/results/learning      # two hours, two busy cores
     python -m benchmarks.learning.sft_then_grpo --out DIR --seeds 1 --steps 4 --every 2       # a try
 
 The two files of examples/sft_then_grpo as they stand, but for seeds: imitation once a seed, then GRPO from what it
