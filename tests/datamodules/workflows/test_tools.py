@@ -206,6 +206,15 @@ def test_a_parser_with_a_bug_is_told_about_too() -> None:
             '<tool_call>{"name": "f", "arguments": {"a": NaN}}</tool_call>',
             [ToolCall(error="not valid JSON (NaN is not JSON)")],
         ),
+        (
+            '<tool_call>{"name": "f", "arguments": {"a": 1e999}}</tool_call>',
+            [
+                ToolCall(
+                    "f",
+                    error='"arguments" cannot be written as JSON (Out of range float values are not JSON compliant)',
+                )
+            ],
+        ),
     ],
 )
 def test_hermes_calls(text: str, calls: list[ToolCall]) -> None:
