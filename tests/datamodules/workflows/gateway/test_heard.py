@@ -201,3 +201,25 @@ def test_both_ways_to_a_conversation_are_one() -> None:
         ("c", 1),
         ("b", 1),
     ]
+
+
+def test_conversations_that_began_alike_are_of_one_task_and_a_sub_agents_is_another() -> None:
+    """A preference between a helper's answer and the task's would be of two questions."""
+
+    def call(into: Conversations, asked: list[dict[str, str]], reply: str) -> list[dict[str, str]]:
+        said = {"role": "assistant", "content": reply}
+        choice = {"index": 0, "finish_reason": "stop", "message": said}
+        answer = {"id": "x", "object": "chat.completion", "model": "any", "choices": [choice]}
+        request = {"model": "any", "messages": asked}
+        into.add("chat/completions", json.dumps(request).encode(), json.dumps(answer).encode(), False)
+        return [*asked, said]
+
+    task, helper, told = ({"role": "user", "content": text} for text in ("task", "helper: look it up", "it says 42"))
+    one, other = Conversations(), Conversations()
+    first = call(one, [task], "ask a helper")
+    call(one, [helper], "42")
+    call(one, [*first, told], "It is 42.")
+    call(other, [task], "It is 7.")
+    lines = [*one.lines("A", 1.0), *other.lines("B", 0.0)]
+    tasks = {line["messages"][-1]["content"]: line["task_id"] for line in lines}
+    assert tasks["It is 42."] == tasks["It is 7."] != tasks["42"]
