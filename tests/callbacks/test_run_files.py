@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -188,9 +189,11 @@ def test_an_export_is_kept_in_wandb(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     fit.loggers.append(WandbLogger(offline=True, save_dir=tmp_path))
     fit.fit(LanguageModelModule(), datamodule=data)
     wandb.finish()
-    (file,) = tmp_path.rglob("*.wandb")  # what would be sent
-    sent = logged(file.read_bytes())
-    assert [name for name in (b"the_export", b"config.json", b"model.safetensors") if name not in sent] == []
+    (file,) = tmp_path.rglob("*.wandb")  # what would be sent; its writer is a process that may close it later
+    wanted, end = (b"the_export", b"config.json", b"model.safetensors"), time.monotonic() + 30.0
+    while missing := [name for name in wanted if name not in logged(file.read_bytes())]:
+        assert time.monotonic() < end, missing
+        time.sleep(0.1)
 
 
 def logged(data: bytes) -> bytes:
