@@ -11,6 +11,7 @@ from app.tree.heads import Likeliest, SoftTargets
 from app.tree.memory import free_bytes
 from app.tree.model.language import auto_class, kept_in_float32, own_config, tied_names
 from app.tree.model.pictures import Tower, picture_positions, picture_tokens, tower_parameters
+from app.tree.model.shallow import first_layers
 from app.tree.model.vocabulary import CutVocabulary, vocabulary_modules
 from app.tree.outputs import FlatOutputs, SequenceOutputs, TreeOutputs
 from app.tree.partition import partition
@@ -46,6 +47,7 @@ __all__ = [
     "TreeReport",
     "auto_class",
     "device_rates",
+    "first_layers",
     "free_bytes",
     "inspect_model",
     "inspect_tree",

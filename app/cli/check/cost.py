@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from app.cli.check.findings import Part, Reason, Rollouts, model_config
+from app.cli.check.layers import measured_seconds
 from app.tree import ModelReport
 
 _OPTIMIZER_BYTES = 96
@@ -53,17 +54,23 @@ def sharing_and_cost(rollouts: Rollouts, arguments: argparse.Namespace) -> Part:
     least = inspect_model(tree, config, arguments.device, dtype, None, report.longest, rates)
     steps = arguments.steps or rollouts.settings.get("trainer", {}).get("max_steps") or 0
     minibatches = (rollouts.settings.get("model", {}).get("init_args") or {}).get("minibatches") or 1
-    each = whole.tree_seconds / arguments.devices
-    held = _held(whole.parameters, dtype, rollouts, arguments)
+    source = (rollouts.settings.get("model", {}).get("init_args") or {}).get("model") or {}
+    model = _model(config, source, arguments)
+    held = _held(whole.parameters, dtype, model, source.get("adapter") is not None)
+    seconds = None
+    if there and model is not None and not batch.pictures:
+        seconds = measured_seconds(model, tree, arguments.device, dtype, whole.tree_seconds)
+    each = (whole.tree_seconds if seconds is None else seconds) / arguments.devices
     optimizer = 0.0 if rates is None else _OPTIMIZER_BYTES * held.trained / arguments.devices / rates.memory
     run = (each / minibatches + optimizer) * steps  # the minibatches of an epoch are the batch
+    how = "usual rates" if not there else "rates measured here" if seconds is None else "measured here, by its layers"
     adapter = f", frozen, and {held.trained / 1e6:,.3g} M of an adapter" if held.is_adapted else ""
     if held.is_adapted and not held.trained:
         adapter = ", frozen, and an adapter that cannot be made here and is not counted"
     lines.append(
         f"{whole.name}, {whole.parameters / 1e6:,.3g} M parameters{adapter}, {dtype} on {arguments.device}: predicted"
         f" {each:.3g} s for forward and backward of the batch ({whole.dense_seconds / whole.tree_seconds:.1f} times"
-        f" faster than one by one; {'rates measured here' if there else 'usual rates'})"
+        f" faster than one by one; {how})"
         + (f", {optimizer:.3g} s for clipping and the optimizer" if there else "")
         + (f"; {_time(run)} for {steps:,} steps" if steps > 0 else "")
     )
@@ -77,7 +84,12 @@ def sharing_and_cost(rollouts: Rollouts, arguments: argparse.Namespace) -> Part:
         f" beside them, {need:.3g} with the least a pass needs, {all_:.3g} with nothing computed twice; there are"
         f" {memory:.3g}"
     )
-    figures |= {"predicted_seconds": each, "rates_measured": there, "parameters": whole.parameters}
+    figures |= {
+        "predicted_seconds": each,
+        "rates_measured": there,
+        "layers_measured": seconds is not None,
+        "parameters": whole.parameters,
+    }
     figures |= {"predicted_optimizer_seconds": optimizer} if there else {}
     figures |= {"predicted_run_seconds": run} if steps > 0 else {}
     figures |= {"trained_parameters": held.trained}
@@ -141,21 +153,29 @@ class _Held:
         return self.frozen + self.trained * (self.weights + self.gradients + self.state / devices)
 
 
-def _held(parameters: int, dtype: str, rollouts: Rollouts, arguments: argparse.Namespace) -> _Held:
-    source = (rollouts.settings.get("model", {}).get("init_args") or {}).get("model") or {}
-    if source.get("adapter") is None:
+def _held(parameters: int, dtype: str, model: Any | None, is_adapted: bool) -> _Held:
+    """`model`: with its adapter; None where that cannot be made."""
+    if not is_adapted:
         return _Held(0, parameters, *((2, 4, 12) if dtype == "bfloat16" else (4, 4, 8)))
+    trained = 0 if model is None else sum(one.numel() for one in model.parameters() if one.requires_grad)
+    return _Held((2 if dtype == "bfloat16" else 4) * parameters, trained, 4, 4, 8, is_adapted=True)
+
+
+def _model(config: Any, source: dict[str, Any], arguments: argparse.Namespace) -> Any | None:
+    """What is trained, on the meta device; None for an adapter of another model than the one that is asked about, or
+    whose file is not here."""
     import torch
 
+    from app.tree import auto_class
     from modules.models import ModelSource, build_model
 
-    try:
-        with torch.device("meta"):
-            model = build_model(ModelSource(path=str(arguments.model or source["path"]), adapter=source["adapter"]))
-        trained = sum(one.numel() for one in model.parameters() if one.requires_grad)
-    except ValueError:  # an adapter of another model than the one that is asked about, or whose file is not here
-        trained = 0
-    return _Held((2 if dtype == "bfloat16" else 4) * parameters, trained, 4, 4, 8, is_adapted=True)
+    with torch.device("meta"):
+        if source.get("adapter") is None:
+            return auto_class(config).from_config(config)
+        try:
+            return build_model(ModelSource(path=str(arguments.model or source["path"]), adapter=source["adapter"]))
+        except ValueError:
+            return None
 
 
 def _too_large(held: _Held, work: float, memory: float, devices: int) -> Reason:

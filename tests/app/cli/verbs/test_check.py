@@ -90,7 +90,8 @@ def test_figures_by_hand(capsys: pytest.CaptureFixture[str]) -> None:
     assert found["dense_over_tree"] == pytest.approx(8 * 4 * 10 / 203)
     low, high = found["different_interval"]
     assert (low, high) == (pytest.approx(0.2800, abs=1e-3), pytest.approx(0.7200, abs=1e-3))  # Wilson, 8 of 16
-    assert found["predicted_seconds"] > 0 and found["gib_fixed"] < found["gib_least"] <= found["gib_all"]
+    assert found["predicted_seconds"] > 0 and found["layers_measured"]
+    assert found["gib_fixed"] < found["gib_least"] <= found["gib_all"]
     assert found["gib_fixed"] == pytest.approx(found["parameters"] * 16 / 2**30)
     assert found["verdict"] == "go" and "verdict: go" in capsys.readouterr().out
 
@@ -235,7 +236,7 @@ def test_of_a_run_with_an_adapter_its_parameters_alone_are_trained(capsys: pytes
     path = record([[1, 0, 1, 0]] * 20)
     found = check(configured(path, model={"path": "base", "adapter": {"r": 2, "target_modules": ["q_proj"]}}))
     trained = 4 * 2 * (64 + 4 * 16)  # of each layer: from 64 to 2, and from 2 to the heads
-    assert found["trained_parameters"] == trained
+    assert found["trained_parameters"] == trained and found["layers_measured"]
     assert found["gib_fixed"] == pytest.approx((4 * found["parameters"] + 16 * trained) / 2**30)
     small = check(path, "--gib", found["gib_fixed"] / 2)
     assert "adapter do not fit" in of(small, "no-go") and "model.adapter" not in json.dumps(small["reasons"])
