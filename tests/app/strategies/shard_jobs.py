@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -172,6 +173,32 @@ def most_memory(sharded: bool, directory: Path) -> tuple[int, int, int]:
     strategy = DTAStrategy(group_size=2, shard_parameters=sharded)
     trainer(Look(), devices=2, strategy=strategy, max_steps=0).fit(module, Batches([make_batch()]))
     return found[0], found[1], found[2]
+
+
+def private_memory(path: Path) -> tuple[int, int]:
+    """Most bytes of its own, pages of files left out, that this rank's process had beyond those at the start while the
+    model in `path` was loaded and cut up (looked at every 2 ms); the bytes of the model's parameters."""
+    status, highest, ended = Path("/proc/self/status"), [0], threading.Event()
+
+    def anonymous() -> int:
+        lines = status.read_text().splitlines()
+        return next(int(line.split()[1]) << 10 for line in lines if line.startswith("RssAnon:"))
+
+    def look() -> None:
+        while not ended.wait(0.002):
+            highest[0] = max(highest[0], anonymous())
+
+    class Stop(Callback):
+        def on_fit_start(self, run: Any, module: Any) -> None:
+            ended.set()
+
+    module = PolicyModule(ModelSource(path=str(path)), optimizer=adamw)
+    before, watch = anonymous(), threading.Thread(target=look, daemon=True)
+    watch.start()
+    strategy = DTAStrategy(group_size=2, shard_parameters=True)
+    trainer(Stop(), devices=2, strategy=strategy, max_steps=0).fit(module, Batches([make_batch()]))
+    watch.join()
+    return highest[0] - before, sum(p.numel() * p.itemsize for p in module.parameters())
 
 
 def contents(path: Path) -> dict[str, Tensor]:

@@ -237,6 +237,20 @@ def test_only_rank_0_ever_has_a_whole_model(tmp_path: Path) -> None:
     assert max(first_writing, second_writing) < 0.5 * size
 
 
+@pytest.mark.slow
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads memory as Linux gives it")
+def test_weights_that_are_loaded_stay_in_their_file(tmp_path: Path) -> None:
+    """Rank 0, too, has no memory of its own for a whole model, where the file has the dtype that is asked for."""
+    build_model(source(**jobs.LARGE)).save_pretrained(tmp_path)
+    pool = RankPool(2)
+    try:
+        found = pool.run(jobs.private_memory, START, path=tmp_path)
+    finally:
+        pool.close()
+    for most, size in found:
+        assert 0.4 * size < most < 0.75 * size, [most / size for most, size in found]
+
+
 def test_refused_by_name() -> None:
     with pytest.raises(MisconfigurationException, match=r"=True\) has no effect in groups of one rank: set group_size"):
         DTAStrategy(shard_parameters=True)
