@@ -47,7 +47,7 @@ SHAPES: dict[str, dict[str, int]] = {
 }
 """Of the model, by task. easy-vqa's pictures of 64 x 64 are 16 tokens, of 2 x 2 patches each; a view of 5 x 5 tiles is
 25 tokens, one a tile."""
-WARM_STEPS = {"easy_vqa": 2500, "navigation": 600}
+WARM_STEPS = {"easy_vqa": 2500, "navigation": 300}
 LONGEST = 12  # tokens of an answer of easy-vqa, its end included
 
 WORLDS = "datamodules.workflows.adapters.minigrid_prompts.MiniGridPrompts"

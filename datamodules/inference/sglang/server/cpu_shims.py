@@ -1,9 +1,10 @@
 """Lets released sglang and torchvision wheels run beside a CPU build of torch; imported before either of them.
 
 Two things stand in the way and nothing else: torchvision registers shape functions for two operators that live in its
-CUDA library, and sglang imports helpers of speculative decoding and of recurrent layers from `sgl_kernel`, which has no
-CPU wheel. The operators get their schemas; the module gets a stand-in whose helpers raise when called, so that using
-one is an error and never a wrong result. A torchvision that loads and an `sgl_kernel` that is installed are left alone.
+CUDA library, and sglang imports helpers of speculative decoding, of recurrent layers and of what sees from
+`sgl_kernel`, which has no CPU wheel. The operators get their schemas; the module gets a stand-in whose helpers raise
+when called, so that using one is an error and never a wrong result. A torchvision that loads and an `sgl_kernel` that
+is installed are left alone.
 Triton's kernels, which short convolutions ask for on every device, are interpreted.
 
 sglang's own processes are forks here: spawned, each imports everything again, which is two thirds of a start. Memory
@@ -24,9 +25,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-
-_ASKED_FOR_AT_IMPORT = ("fused_gdn_gating_cpu", "fused_sigmoid_gating_delta_rule_update_cpu")
-"""Operators of `sgl_kernel` that sglang looks up for whatever model has recurrent layers."""
 
 _set_start_method = multiprocessing.set_start_method
 
@@ -61,8 +59,8 @@ def install() -> None:
             module = _StandIn(name)
             module.__spec__ = importlib.machinery.ModuleSpec(name, None)
             sys.modules[name] = module
-        for name in _ASKED_FOR_AT_IMPORT:
-            setattr(torch.ops.sgl_kernel, name, getattr(sys.modules["sgl_kernel"], name))
+        # Its operators, which layers and models look up when they are imported, whoever runs them.
+        torch.ops.sgl_kernel = sys.modules["sgl_kernel"]  # type: ignore[assignment]
 
 
 def _fork(method: str | None, force: bool = False) -> None:
