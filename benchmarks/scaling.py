@@ -150,6 +150,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     text = markdown(result)
     print(text)
     if arguments.out is not None:
+        arguments.out.mkdir(parents=True, exist_ok=True)
         write_json(arguments.out / "scaling.json", result)
         (arguments.out / "scaling.md").write_text(text)
     return result

@@ -25,6 +25,20 @@ from app.text import printable
 _PROJECT = Path(__file__).resolve().parents[2]
 _PACKAGES = ("app", "modules", "datamodules", "callbacks", "benchmarks")
 
+_OFFERING = (
+    "datamodules.rewards",
+    "datamodules.workflows",
+    "datamodules.prompts",
+    "datamodules.filters",
+    "datamodules.inference",
+    "datamodules",
+    "callbacks",
+    "modules",
+)
+"""Where classes and functions are that a configuration names by their import path."""
+
+_DOTTED = "- Expected a dot import path string: "
+
 _LONGEST = 500  # characters in a line of a message
 
 _MAKING = "Problem with given class_path"  # jsonargparse, around what a class raised that it was to make
@@ -32,6 +46,10 @@ _MAKING = "Problem with given class_path"  # jsonargparse, around what a class r
 # jsonargparse lists every alternative of a type; these lines tell a user nothing about the one that was meant.
 _NOISE = (
     "Does not validate against any of the Union subtypes",
+    "- Does not validate against any of the Union subtypes",
+    "- Expected a path but ",
+    "- Expected a <class 'list'>",
+    "Given value: NestedArg(",
     "Subtypes: ",
     "Errors:",
     "- Expected a <class 'NoneType'>",
@@ -75,12 +93,21 @@ def explain(message: str, known: Iterable[str]) -> str:
         return "\n".join(renamed)
     lines = [line for line in message.splitlines() if not line.strip().startswith(_NOISE)]
     lines = [line for line in lines if len(line) < 200 or not line.strip().startswith("Given value:")]
-    lines = [cut(line) for line in lines]
-    hints = [_class_hint(*refused) for refused in _refused("\n".join(lines))]
+    lines = [_plain(line) for line in lines]
+    lines = list({line.strip().removeprefix("- "): cut(line) for line in reversed(lines) if line.strip()}.values())[
+        ::-1
+    ]
+    if any("- Expected a <class" in line for line in lines):  # a value, of which a class is the unlikely kind
+        lines = [line for line in lines if _DOTTED not in line]
+    hints = [_import_hint(line.partition(_DOTTED)[2].strip()) for line in lines if _DOTTED in line]
+    hints += [
+        _module_hint(name) for name in re.findall(r"^ *(?:- )?No module named '([\w.]+)'", "\n".join(lines), re.M)
+    ]
+    hints += [_class_hint(*refused) for refused in _refused("\n".join(lines))]
     unknown = re.search(r"does not accept option '([\w.]+)'|unrecognized arguments: --([\w.]+)", message, re.IGNORECASE)
     if unknown:
         hints.append(_closest(unknown.group(1) or unknown.group(2), known))
-    return "\n".join([*lines, *(hint for hint in hints if hint)])
+    return "\n".join([*lines, *dict.fromkeys(hint for hint in hints if hint)])
 
 
 def cut(text: str) -> str:
@@ -145,6 +172,33 @@ def _imported(class_path: str) -> Any:
         return getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError, ValueError):
         return None
+
+
+def _plain(line: str) -> str:
+    """A line without what jsonargparse says of types."""
+    line = re.sub(r"Type [\w.]+\[.*\] expects a function or a callable class: ", "", line)
+    return line.partition(". Got value: Namespace(")[0].rstrip()
+
+
+def _import_hint(name: str) -> str:
+    """Of a name without its module: where such a name is to be had."""
+    offered: dict[str, str] = {}
+    for package in _OFFERING:
+        try:
+            module = importlib.import_module(package)
+        except ImportError:
+            continue
+        offered |= {one: f"{package}.{one}" for one in getattr(module, "__all__", ()) if one not in offered}
+    if close := difflib.get_close_matches(name, offered, n=1):
+        return f"Did you mean '{offered[close[0]]}'?"
+    return (
+        f"'{name}' is no import path: name the module too, as in my_module.{name} with my_module.py in this directory"
+    )
+
+
+def _module_hint(name: str) -> str:
+    first = name.split(".")[0]
+    return f"There is no {first} to import: run where {first}.py is, or install its package"
 
 
 def _class_hint(class_path: str, option: str) -> str:
