@@ -8,8 +8,9 @@ inside a pass leaves the group. A rank's part of a parameter is a run of its row
 
 Embeddings and output projections are cut by rows too, and never gathered: a pass needs them in every chunk, and sends
 hidden states instead (`app.tree.CutVocabulary`). Adapters stay whole on every rank, and so do vocabularies they are put
-on, and float32 parameters in bfloat16 layers (routers); optimizer state of what stays whole is over all ranks, as ever.
-What is below adapters is frozen, and only gathered.
+on, float32 parameters in bfloat16 layers (routers), and what makes features of pictures (the ranks of a group run it on
+pictures of their own); optimizer state of what stays whole is over all ranks, as ever. What is below adapters is
+frozen, and only gathered.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from app.strategies.buckets import accumulation_dtype
 from app.strategies.pieces import Piece
 from app.strategies.ranks.groups import GroupRanks
-from app.tree import CutVocabulary, own_config, vocabulary_modules
+from app.tree import CutVocabulary, language_model, own_config, vocabulary_modules
 
 _COMPUTES_IN = "_computes_in"  # attribute of parameters that are kept in another dtype
 
@@ -72,7 +73,7 @@ def shard_models(module: Module, group: GroupRanks, receive: Callable[[Tensor, s
     apart |= {part for _, model in models for part in _vocabulary(model)}
     _fill(module, "", apart, filled, group.device, receive)
     for name, model in models:
-        body = model.base_model
+        body = language_model(model)
         adapted = _is_adapted(model)
         rounded += _cut_vocabulary(name, model, group, filled, receive)
         whole = {
@@ -291,7 +292,7 @@ def _models(module: Module) -> Iterator[tuple[str, PreTrainedModel]]:
 
 
 def _layers(model: PreTrainedModel) -> Iterator[Module]:
-    yield from _outermost(model.base_model)
+    yield from _outermost(language_model(model))
 
 
 def _outermost(module: Module) -> Iterator[Module]:

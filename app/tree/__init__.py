@@ -9,7 +9,7 @@ from app.tree.calibrate import device_rates
 from app.tree.engine import TreeEngine
 from app.tree.heads import Likeliest, SoftTargets
 from app.tree.memory import free_bytes
-from app.tree.model.language import auto_class, kept_in_float32, own_config, tied_names
+from app.tree.model.language import auto_class, kept_in_float32, language_model, own_config, tied_names
 from app.tree.model.pictures import Tower, picture_positions, picture_tokens, tower_parameters
 from app.tree.model.shallow import first_layers
 from app.tree.model.vocabulary import CutVocabulary, vocabulary_modules
@@ -52,6 +52,7 @@ __all__ = [
     "inspect_model",
     "inspect_tree",
     "kept_in_float32",
+    "language_model",
     "on_device",
     "own_config",
     "partition",

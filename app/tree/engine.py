@@ -30,6 +30,7 @@ from app.tree.memory import Budget, Result, tower_graphs_fit
 from app.tree.model.checkpointing import checkpointable
 from app.tree.model.elementwise import refuse_elementwise
 from app.tree.model.picture_check import Entries, entering, entries_over
+from app.tree.model.picture_shares import dealt
 from app.tree.model.pictures import PicturePass, Tower
 from app.tree.model.refusals import (
     refuse_by_name,
@@ -385,12 +386,11 @@ class TreeEngine:
             executor = self._executor(small, want, with_grads=False, execution=execution)
             with entering(self.model) as calls:
                 executor.run()
-            return entries_over(execution, calls, executor.backend.masked_block)
+            return entries_over(execution, calls, executor.backend.masked_block, self.group)
 
         scans = any(kind == "scan" for _, kind in self.state_layers.expected)
         total = None if self.group is None else self.group.sum_
-        alone = entries if self.group is None else None  # a rank of a group has some of the rows
-        subject = Subject(self.model, self.value_head, self.temperature, self.tower, run, scans, total, alone)
+        subject = Subject(self.model, self.value_head, self.temperature, self.tower, run, scans, total, entries)
         return compare(subject, tree, frozenset(want))
 
     def fall_back(self, findings: str) -> None:
@@ -449,14 +449,19 @@ class TreeEngine:
             with_grads,
             None if execution.dense else self.group,
             scans,
-            self._pictures(execution.tree, with_grads),
+            self._pictures(execution, with_grads),
             soft,
             self.elementwise,
         )
 
-    def _pictures(self, tree: PrefixTree, with_grads: bool) -> PicturePass | None:
-        graphs = with_grads and self.tower.trained and bool(tree.pictures) and tower_graphs_fit(self.model, tree)
-        return PicturePass(self.tower, tree, graphs) if tree.pictures else None
+    def _pictures(self, execution: ExecutionPlan, with_grads: bool) -> PicturePass | None:
+        tree, group = execution.tree, None if execution.dense else self.group
+        if not tree.pictures:
+            return None
+        owned = dealt(tree, 1 if group is None else group.size)
+        own = [tree.pictures[k] for k in owned[0 if group is None else group.rank]]
+        graphs = with_grads and self.tower.trained and tower_graphs_fit(self.model, own)
+        return PicturePass(self.tower, tree, graphs, owned, group)
 
     def _scans(self) -> Scans:
         shape = shape_of(self.model).states

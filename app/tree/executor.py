@@ -118,7 +118,8 @@ class Executor:
         parameter = next(model.parameters())
         self.device = parameter.device
         self.dtype = torch.promote_types(torch.float32, parameter.dtype)
-        self.tokens = on_device(tree.tokens if pictures is None else pictures.model_tokens(tree), self.device)
+        self._ids: Ints = tree.tokens if pictures is None else pictures.model_tokens(tree)
+        self.tokens = on_device(self._ids, self.device)
         self.values = {name: self._per_token() for name in want}
         self.soft = None if soft is None else soft.on(tree, heads.vocab_size, self.device, self.dtype)
         self.grads: dict[str, Tensor] = {}  # of the outputs that losses use: an unused entropy costs backward nothing
@@ -295,12 +296,12 @@ class Executor:
             positions, given = on_device(depths[here], self.device).unsqueeze(0), dict[str, Any]()
             if self.pictures is not None:
                 positions = self.pictures.position_ids(rows.tokens[here], positions)
-                given, taken = self.pictures.take(rows.tokens[here])
+                given, taken = self.pictures.take(rows.tokens, shares)
             states = self._states(index, rows, only)
             carried = {} if states is None else {STATES_ARGUMENT: states}
             looking_up: AbstractContextManager[None] = nullcontext()
             if self.vocabulary is not None and shares is not None:
-                tokens = self.plan.tree.tokens[rows.tokens]
+                tokens = self._ids[rows.tokens]
                 looking_up = self.vocabulary.asked_for([tokens[shares.run_by(r)] for r in range(shares.group.size)])
             with looking_up:
                 out = self.body(

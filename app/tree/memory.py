@@ -25,12 +25,13 @@ from transformers import PreTrainedModel
 from app.tree.attention import path_cache
 from app.tree.heads import Heads
 from app.tree.model.checkpointing import checkpoints_itself
+from app.tree.model.picture_shares import dealt
 from app.tree.model.pictures import tower_parameters
 from app.tree.model.shape import shape_of
 from app.tree.model.vocabulary import CutVocabulary, vocabulary_modules
 from app.tree.planning.cost import ModelShape, TowerShape
 from app.tree.planning.plan import Chunk, most_ends
-from app.tree.prefix_tree import PrefixTree
+from app.tree.prefix_tree import Picture, PrefixTree
 
 DEVICE_CHUNK = {"cpu": 2048, "cuda": 32768}
 """Most tokens a chunk when the user leaves it open: CPUs are fastest at 1-4K (cache); on GPUs a chunk adds to the
@@ -142,31 +143,34 @@ def pass_memory(
         head_block=heads.block_bytes(min(rows, max(1, scored), -(-chunk_tokens // ranks))),
         backward=largest * max(layer, scan) // ranks,
         live_activations=live_tokens * token_bytes(model) // ranks,
-        pictures=_picture_bytes(model, tree) if tree is not None and tree.pictures else 0,
+        pictures=_picture_bytes(model, tree, ranks) if tree is not None and tree.pictures else 0,
     )
 
 
-def tower_graphs_fit(model: PreTrainedModel, tree: PrefixTree) -> bool:
-    """Whether the graphs of all pictures through a trained tower may be kept during a pass; otherwise the tower runs
-    once more for each at the end of it."""
-    return _graph_bytes(model, tree) <= _TOWER_SHARE * free_bytes(next(model.parameters()).device)
+def tower_graphs_fit(model: PreTrainedModel, pictures: Sequence[Picture]) -> bool:
+    """Whether the graphs of all these pictures through a trained tower may be kept during a pass; otherwise the tower
+    runs once more for each at the end of it."""
+    return _graph_bytes(model, pictures) <= _TOWER_SHARE * free_bytes(next(model.parameters()).device)
 
 
-def _graph_bytes(model: PreTrainedModel, tree: PrefixTree) -> int:
+def _graph_bytes(model: PreTrainedModel, pictures: Sequence[Picture]) -> int:
     tower, element = TowerShape.of(model.config), next(model.parameters()).element_size()
     if tower is None:
         return 0
-    sizes = (picture.pixels.shape for picture in tree.pictures)
+    sizes = (picture.pixels.shape for picture in pictures)
     return sum(tower.graph_bytes(height, width, element) for height, width, _ in sizes)
 
 
-def _picture_bytes(model: PreTrainedModel, tree: PrefixTree) -> int:
+def _picture_bytes(model: PreTrainedModel, tree: PrefixTree, ranks: int) -> int:
+    """Of the rank with most rows."""
+    shares = ([tree.pictures[k] for k in owned] for owned in dealt(tree, ranks))
+    pictures = max(shares, key=lambda own: sum(picture.tokens for picture in own))
     tower, hidden = TowerShape.of(model.config), ModelShape.of(model.config).hidden
     element = next(model.parameters()).element_size()
-    values = int(tree.picture_starts[-1]) * hidden * (1 + (tower.deepstack if tower is not None else 0))
+    values = sum(picture.tokens for picture in pictures) * hidden * (1 + (tower.deepstack if tower is not None else 0))
     if not any(parameter.requires_grad for parameter in tower_parameters(model)):
         return values * element
-    kept = min(_graph_bytes(model, tree), int(_TOWER_SHARE * free_bytes(next(model.parameters()).device)))
+    kept = min(_graph_bytes(model, pictures), int(_TOWER_SHARE * free_bytes(next(model.parameters()).device)))
     return values * (element + max(4, element)) + kept
 
 

@@ -128,9 +128,9 @@ class Subject:
         model, value_head, temperature: the engine's.
         run: `run(tree, loss, budgets)` accumulates gradients, over the tree within budgets or, with None, densely.
         scans: some layers run a scan, whose own rounding `SCAN` allows.
-        total: of gradients over a tree, where ranks run it together: makes them their sum over these, in place.
+        total: where ranks run a tree together, makes what each has of a gradient their sum, in place.
         tower: what the model makes pictures' features with.
-        entries: what enters the language model for each sequence of a tree, by token, where that is known.
+        entries: what enters the language model for each sequence of a tree, by token; of this rank's share of it.
     """
 
     model: PreTrainedModel
@@ -247,6 +247,9 @@ def _attempt(subject: Subject, sampled: Sample, want: frozenset[str]) -> CheckRe
     if not own_entries or subject.entries is None:
         return report
     apart = differences(own_entries, subject.entries(small), torch.finfo(subject.dtype).eps)
+    if subject.total is not None:  # one decision for all
+        subject.total(found := torch.tensor(float(bool(apart)), dtype=torch.float64))
+        apart = apart or ("what another rank of the group was given differs from the model's own" if found else "")
     return replace(report, pictures=apart, passed=report.passed and not apart)
 
 

@@ -117,6 +117,14 @@ class RowShares:
         return tuple(torch.cat(found, dim=2 if to_heads else 1) for found in zip(*by_rank, strict=True))
 
 
+def exchange_rows(group: RankGroup, rows: Tensor, send: Sequence[int], receive: Sequence[int]) -> Tensor:
+    """Collective: rows [n, H] without gradient: `send[r]` of them, in order, to rank r;
+    returns `receive[r]` of rank r, in order."""
+    width = rows.shape[1]
+    pieces = [part.reshape(-1) for part in rows.split(list(send))]
+    return torch.cat(group.exchange(pieces, [count * width for count in receive])).view(-1, width)
+
+
 class _Swap(torch.autograd.Function):
     """An exchange of rows for heads, or back; each is the other's backward."""
 

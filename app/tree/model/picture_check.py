@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from app.tree.attention.groups import RankGroup, RowShares
 from app.tree.model.language import language_model
 from app.tree.planning.layout import layout
 from app.tree.planning.plan import ExecutionPlan
@@ -171,14 +172,17 @@ def by_token(call: dict[str, Any], is_row: Bools) -> Entries:
     return out
 
 
-def entries_over(plan: ExecutionPlan, calls: Sequence[dict[str, Any]], masked_block: int | None) -> list[Entries]:
+def entries_over(
+    plan: ExecutionPlan, calls: Sequence[dict[str, Any]], masked_block: int | None, group: RankGroup | None = None
+) -> list[Entries]:
     """Entries of each sequence of a plan's tree, from what a forward pass over it called the language model with. What
-    only some calls have is 0 in the others. "ran": which tokens some scored token depends on. `masked_block`: the
-    attention backend's."""
+    only some calls have is 0 in the others. "ran": which tokens some scored token depends on; where a `group` shares
+    the rows, those of them that this rank ran. `masked_block`: the attention backend's."""
     tree, parts, order = plan.tree, list[Entries](), list[Ints]()
     chunks = dict.fromkeys(step.chunk for step in plan.steps if step.action in ("anchor", "forward"))
     for chunk, call in zip(chunks, calls, strict=True):
-        order.append(layout(plan.chunks[chunk], None, masked_block).tokens)
+        tokens = layout(plan.chunks[chunk], None, masked_block).tokens
+        order.append(tokens if group is None else tokens[RowShares.of(group, len(tokens)).run])
         parts.append(by_token(call, tree.picture_rows[order[-1]] >= 0))
     whole: Entries = {"ran": torch.zeros(tree.num_tokens, dtype=torch.bool)}
     for part, tokens in zip(parts, order):
@@ -206,10 +210,11 @@ def differences(own: Sequence[Entries], tree: Sequence[Entries], eps: float) -> 
                 if value and not mine:
                     return f"'{name}', which the model makes of its pictures, is missing"
                 continue
+            exact, width = name == "position_ids", (len(value), -1)  # positions come as one, those of pictures as three
             if isinstance(mine, bool):
-                return f"'{name}', which the model makes of its pictures, is missing"
-            exact = name == "position_ids"
-            width = (len(value), -1)  # positions of text come as one, those of pictures as three
+                if exact or bool(value.view(width)[ran].any()):
+                    return f"'{name}', which the model makes of its pictures, is missing"
+                continue
             apart = (value.view(width) - mine.view(width)).abs().amax(1).masked_fill(~ran, 0)
             allowed = 0.0 if exact else _ROUNDING * eps * max(1.0, float(value.abs().max()))
             if bool((apart > allowed).any()):

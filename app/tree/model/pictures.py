@@ -6,7 +6,8 @@ Promises: nothing is known of a family by its name. A model takes features throu
 first row is needed, and where the tower is frozen once for as long as its weights stay. Gradients of rows are added up
 in the accumulation dtype over all chunks and sequences; one backward through the tower, which is linear in them, ends
 the pass. Where the graphs of all pictures are too large to wait for it, the tower runs once more then, picture by
-picture. The module's own notes (`rope_deltas`) are as found.
+picture. Ranks of a group share all of that out by pictures (`app.tree.model.picture_shares`). The module's own notes
+(`rope_deltas`) are as found.
 """
 
 from __future__ import annotations
@@ -23,7 +24,9 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from app.tree.attention.groups import RankGroup, RowShares
 from app.tree.model.language import language_model
+from app.tree.model.picture_shares import Route, picture_of
 from app.tree.model.positions import PicturePositions, counts_pictures
 from app.tree.prefix_tree import Bools, Ints, Picture, PrefixTree
 from app.tree.transfer import on_device
@@ -36,10 +39,12 @@ larger than they are, and its scratch memory no more than one large picture's.""
 
 
 class _Form(NamedTuple):
-    """How a model gives features: the type of the output, and of what holds them."""
+    """How a model gives features: the type of the output, and of what holds them; widths of the tables, and dtype."""
 
     output: type[Any]
     listed: bool
+    widths: list[int]
+    dtype: torch.dtype
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,11 +52,14 @@ class TakenRows:
     """Rows of features that a chunk was given, as leaves.
 
     Attributes:
-        leaves: one a table, [rows, H].
-        pictures: those they are of; `index`: int64 [rows], the row in these pictures' tables one after the other.
+        leaves: one a table, [m, H].
+        route: the way that the gradients of these m rows go back, as gradients of n rows that were given here.
+        pictures: those that the n rows are of; `index`: int64 [n], the row in these pictures' tables one after the
+            other.
     """
 
     leaves: list[Tensor]
+    route: Route
     pictures: list[int]
     index: Tensor
 
@@ -139,8 +147,9 @@ class Tower:
         inputs = self.inputs(pictures, inspect.signature(self.body.get_image_features).parameters)
         out = self.body.get_image_features(**inputs, return_dict=True)
         pooled = out.pooler_output
-        self.form = _Form(type(out), isinstance(pooled, list | tuple))
         tables = [_rows(pooled), *(_rows(x) for x in getattr(out, "deepstack_features", None) or ())]
+        widths = [table.shape[1] for table in tables]
+        self.form = _Form(type(out), isinstance(pooled, list | tuple), widths, tables[0].dtype)
         tokens = pictures[0].tokens
         for table in tables:
             if len(table) != tokens * len(pictures):
@@ -178,17 +187,34 @@ class Tower:
 
 
 class PicturePass:
-    """The pictures of one pass over `tree`. `graphs`: whether those through a trained tower are kept during the pass;
-    otherwise each picture goes through it once more at the end, one at a time."""
+    """The pictures of one pass over `tree`.
 
-    def __init__(self, tower: Tower, tree: PrefixTree, graphs: bool) -> None:
-        self.tower, self.tree, self.graphs = tower, tree, graphs
-        device = tower._parameters[0].device
+    Args:
+        graphs: whether those through a trained tower are kept during the pass; otherwise each picture goes through it
+            once more at the end, one at a time.
+        owned: the pictures of each rank of `group`, or of the only one.
+        group: the ranks that run the pass together.
+    """
+
+    def __init__(
+        self,
+        tower: Tower,
+        tree: PrefixTree,
+        graphs: bool,
+        owned: Sequence[Sequence[int]],
+        group: RankGroup | None = None,
+    ) -> None:
+        self.tower, self.tree, self.graphs, self.group = tower, tree, graphs, group
+        self._owner = np.zeros(len(tree.pictures), np.int64)
+        for rank, pictures in enumerate(owned):
+            self._owner[list(pictures)] = rank
+        parameter = tower._parameters[0]
+        device, self._dtype = parameter.device, torch.promote_types(torch.float32, parameter.dtype)
         self.positions: Tensor | None = None  # [3, T]
         if tower.positions is not None:
             self.positions = on_device(tower.positions.of_tree(tree), device)
         self._tables: dict[int, list[Tensor]] = {}
-        self._owed: dict[int, list[Tensor]] = {}
+        self._owed: dict[int, Tensor] = {}  # all tables side by side, in the accumulation dtype
 
     def model_tokens(self, tree: PrefixTree) -> Ints:
         """int64: the token ids of `tree` in the model's vocabulary."""
@@ -206,14 +232,29 @@ class PicturePass:
         firsts = rows[np.isin(rows, starts[:-1])]
         return self.tower.untouched([self.tree.pictures[i] for i in np.searchsorted(starts, firsts)], rows >= 0)
 
-    def take(self, tokens: Ints) -> tuple[dict[str, Any], TakenRows | None]:
-        """The model's argument for a run over these tree tokens, and the rows in it where they take gradients."""
+    def take(self, tokens: Ints, shares: RowShares | None = None) -> tuple[dict[str, Any], TakenRows | None]:
+        """The model's argument for a run over these tree tokens, of which this rank has its share, and the rows in it
+        where they take gradients. Collective where ranks share a run that shows a picture."""
         rows = self.tree.picture_rows[tokens]
-        rows = rows[rows >= 0]
-        if not len(rows):
+        parts = [rows] if shares is None else [rows[shares.run_by(rank)] for rank in range(shares.group.size)]
+        wanted = [part[part >= 0] for part in parts]
+        if not any(map(len, wanted)):
             return {}, None
-        starts = self.tree.picture_starts
-        owners = np.searchsorted(starts, rows, "right") - 1
+        route = Route.of(self.group, wanted, [self._owner[picture_of(self.tree, part)] for part in wanted])
+        tables, pictures, index = self._given(route.given)
+        leaves = [table[index] for table in tables]
+        if self.group is not None:
+            leaves = self._sent(route, leaves)
+        trained = self.tower.trained and torch.is_grad_enabled()
+        for leaf in leaves if trained else ():
+            leaf.requires_grad_()
+        given = self.tower.wrapped(leaves) if len(leaves[0]) else {}
+        return given, TakenRows(leaves, route, pictures, index) if trained else None
+
+    def _given(self, rows: Ints) -> tuple[list[Tensor], list[int], Tensor]:
+        """Tables that hold these rows of this rank's pictures, one after the other; of which pictures; and the rows'
+        places in them, int64 [n]."""
+        starts, owners = self.tree.picture_starts, picture_of(self.tree, rows)
         pictures = np.unique(owners)
         missing = [picture for picture in pictures.tolist() if picture not in self._tables]
         with torch.set_grad_enabled(self.graphs):  # whatever the first run that needs them keeps
@@ -222,32 +263,38 @@ class PicturePass:
         sizes = starts[pictures + 1] - starts[pictures]
         place = np.cumsum(sizes) - sizes - starts[pictures]  # from a row to its place in these pictures' tables
         local = rows + place[np.searchsorted(pictures, owners)]
-        columns = list(zip(*(self._tables[picture] for picture in pictures.tolist())))
-        index = on_device(local, columns[0][0].device)
-        leaves = [torch.cat(column).detach()[index] for column in columns]
-        if not (self.tower.trained and torch.is_grad_enabled()):
-            return self.tower.wrapped(leaves), None
-        for leaf in leaves:
-            leaf.requires_grad_()
-        return self.tower.wrapped(leaves), TakenRows(leaves, pictures.tolist(), index)
+        columns = zip(*(self._tables[picture] for picture in pictures.tolist()))
+        tables = [torch.cat(column).detach() for column in columns]
+        return tables, pictures.tolist(), on_device(local, self.tower._parameters[0].device)
+
+    def _sent(self, route: Route, given: list[Tensor]) -> list[Tensor]:
+        """Collective: the rows that this rank runs, in order, of each table. They travel in the accumulation dtype,
+        which ranks agree on that have run no tower."""
+        if self.tower.form is None:  # nor has this one, and it has to know what comes
+            with torch.no_grad():
+                self.tower.features([min(self.tree.pictures, key=lambda picture: picture.tokens)])
+        form = self.tower.form
+        assert form is not None, "a tower has run"
+        parameter = self.tower._parameters[0]
+        wide = torch.cat(given, 1) if given else parameter.new_zeros(0, sum(form.widths), requires_grad=False)
+        own = route.there(wide.to(self._dtype)).split(form.widths, 1)
+        return [part.to(form.dtype).contiguous() for part in own]
 
     def owe(self, taken: TakenRows | None) -> None:
-        """Adds up what the backward of a run gave the rows it was given."""
+        """Adds up what the backward of a run gave the rows that are of this rank's pictures. Collective where `take`
+        was."""
         if taken is None:
             return
-        sizes = [self.tree.pictures[picture].tokens for picture in taken.pictures]
-        for k, leaf in enumerate(taken.leaves):
-            if leaf.grad is None:
-                continue
-            dtype = torch.promote_types(torch.float32, leaf.dtype)
-            sums = leaf.new_zeros(sum(sizes), leaf.shape[1], dtype=dtype).index_add_(
-                0, taken.index, leaf.grad.to(dtype)
-            )
-            for picture, grad in zip(taken.pictures, sums.split(sizes)):
-                tables = self._tables[picture]
-                owed = self._owed.setdefault(picture, [torch.zeros_like(x, dtype=dtype) for x in tables])
-                owed[k] += grad
+        dtype = self._dtype
+        grads = [torch.zeros_like(x, dtype=dtype) if x.grad is None else x.grad.to(dtype) for x in taken.leaves]
+        for leaf in taken.leaves:
             leaf.grad = None
+        given = taken.route.back(torch.cat(grads, 1))
+        sizes = [self.tree.pictures[picture].tokens for picture in taken.pictures]
+        sums = given.new_zeros(sum(sizes), given.shape[1]).index_add_(0, taken.index, given)
+        for picture, grad in zip(taken.pictures, sums.split(sizes)):
+            known = self._owed.get(picture)
+            self._owed[picture] = grad.clone() if known is None else known.add_(grad)
 
     def finish(self) -> None:
         """One backward through the tower, of what all rows are owed."""
@@ -259,9 +306,10 @@ class PicturePass:
         self._owed.clear()
 
 
-def _backward(owed: Sequence[tuple[list[Tensor], list[Tensor]]]) -> None:
-    """Of tables of features with their gradients, those that were trained for."""
-    pairs = [pair for tables, grads in owed for pair in zip(tables, grads) if pair[0].requires_grad]
+def _backward(owed: Sequence[tuple[list[Tensor], Tensor]]) -> None:
+    """Of tables of features with their gradients, side by side, those that were trained for."""
+    split = [(tables, grads.split([x.shape[1] for x in tables], 1)) for tables, grads in owed]
+    pairs = [pair for tables, grads in split for pair in zip(tables, grads, strict=True) if pair[0].requires_grad]
     if pairs:
         torch.autograd.backward([table for table, _ in pairs], [grad.to(table.dtype) for table, grad in pairs])
 

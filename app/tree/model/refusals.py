@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from app.tree.model.pictures import tower_parameters
 from app.tree.prefix_tree import PrefixTree
 
 
@@ -83,8 +84,11 @@ def refuse_pictures(model: PreTrainedModel, processor: Any | None) -> None:
         raise ValueError(
             "pictures: TreeEngine needs image_processor=AutoImageProcessor.from_pretrained(directory, backend='pil')"
         )
-    if any(isinstance(parameter, DTensor) for parameter in body.parameters()):
-        raise ValueError(f"pictures: the parameters of {name} are sharded, and its tower runs on whole ones")
+    if any(isinstance(parameter, DTensor) for parameter in tower_parameters(model)):
+        raise ValueError(
+            f"pictures: parameters of the tower of {name} are sharded, and ranks run it on pictures of their own; shard"
+            " the layers of its language model alone (model.get_decoder()), as DTAStrategy(shard_parameters=True) does"
+        )
 
 
 def refuse_tokens(model: PreTrainedModel, tree: PrefixTree) -> None:

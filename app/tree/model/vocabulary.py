@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn import functional
 from transformers import PreTrainedModel
 
-from app.tree.attention.groups import RankGroup
+from app.tree.attention.groups import RankGroup, exchange_rows
 from app.tree.prefix_tree import Ints
 from app.tree.transfer import on_device
 
@@ -94,12 +94,12 @@ class CutVocabulary:
     def to_everyone(self, rows: Tensor, counts: Sequence[int]) -> Tensor:
         """Collective: this rank's [counts[rank], H] -> those of all ranks, in their order, without gradient."""
         size = self.group.size
-        return _exchange(self.group, rows.repeat(size, 1), [len(rows)] * size, counts)
+        return exchange_rows(self.group, rows.repeat(size, 1), [len(rows)] * size, counts)
 
     def to_owners(self, rows: Tensor, counts: Sequence[int]) -> Tensor:
         """Collective: [sum of counts, H] -> this rank's rows [counts[rank], H], summed over the ranks."""
         size, own = self.group.size, counts[self.group.rank]
-        received = _exchange(self.group, rows, counts, [own] * size).view(size, own, rows.shape[1])
+        received = exchange_rows(self.group, rows, counts, [own] * size).view(size, own, rows.shape[1])
         return received.sum(0, dtype=torch.promote_types(torch.float32, rows.dtype)).to(rows.dtype)
 
     # Logits, of which this rank has `count` columns
@@ -193,17 +193,11 @@ class _Exchange(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, group: RankGroup, rows: Tensor, send: list[int], receive: list[int]) -> Tensor:
         ctx.group, ctx.send, ctx.receive = group, send, receive
-        return _exchange(group, rows, send, receive)
+        return exchange_rows(group, rows, send, receive)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-        return None, _exchange(ctx.group, grads[0], ctx.receive, ctx.send), None, None
-
-
-def _exchange(group: RankGroup, rows: Tensor, send: Sequence[int], receive: Sequence[int]) -> Tensor:
-    width = rows.shape[1]
-    pieces = [part.reshape(-1) for part in rows.split(list(send))]
-    return torch.cat(group.exchange(pieces, [count * width for count in receive])).view(-1, width)
+        return None, exchange_rows(ctx.group, grads[0], ctx.receive, ctx.send), None, None
 
 
 def _bound(run: Any, module: nn.Module, forward: Any) -> Any:

@@ -60,7 +60,7 @@ def install() -> None:
             module.__spec__ = importlib.machinery.ModuleSpec(name, None)
             sys.modules[name] = module
         # Its operators, which layers and models look up when they are imported, whoever runs them.
-        torch.ops.sgl_kernel = sys.modules["sgl_kernel"]  # type: ignore[assignment]
+        setattr(torch.ops, "sgl_kernel", sys.modules["sgl_kernel"])  # noqa: B010, mypy knows it as no attribute
 
 
 def _fork(method: str | None, force: bool = False) -> None:

@@ -67,6 +67,20 @@ def mine(grads: dict[str, Tensor | None]) -> dict[str, Tensor]:
     }
 
 
+def take_sums(group: CountedGroup, model: nn.Module, head: nn.Module | None = None) -> dict[str, Tensor | None]:
+    """Collective: the gradients, summed over the group, which are None afterwards."""
+    grads = take_grads(model, head)
+    for name, parameter in oracle.parameters(model, head).items():
+        mine = grads[name]
+        if isinstance(mine, DTensor):
+            grads[name] = mine.full_tensor()
+            continue
+        if mine is None:
+            mine = grads[name] = torch.zeros_like(parameter, dtype=torch.promote_types(torch.float32, parameter.dtype))
+        group.sum_(mine)
+    return grads
+
+
 def run_pass(
     size: int,
     name: str,
@@ -140,25 +154,11 @@ def run_cells(size: int, cells: list[tuple[str, str]], sharded: bool, self_check
     def within_after_sums(found: tuple[float, float], tolerances: tuple[float, float]) -> None:
         within(found, (tolerances[0], 2 * tolerances[1]))  # every gradient is a sum over ranks, rounded once more
 
-    def take_all(model: nn.Module, head: nn.Module | None = None) -> dict[str, Tensor | None]:
-        grads = take_grads(model, head)
-        for name, parameter in oracle.parameters(model, head).items():
-            mine = grads[name]
-            if isinstance(mine, DTensor):
-                grads[name] = mine.full_tensor()
-                continue
-            if mine is None:
-                mine = grads[name] = torch.zeros_like(
-                    parameter, dtype=torch.promote_types(torch.float32, parameter.dtype)
-                )
-            group.sum_(mine)
-        return grads
-
     with (
         patch.object(families, "TreeEngine", engine_over),
         patch.object(families, "check_parity", check),
         patch.object(families, "within", within_after_sums),
-        patch.object(families, "take_grads", take_all),
+        patch.object(families, "take_grads", lambda model, head=None: take_sums(group, model, head)),
     ):
         for family, column in cells:
             families.COLUMNS[column](replace(families.SUPPORTED[family], models=2))

@@ -279,6 +279,8 @@ def test_memory_of_tables_and_towers(monkeypatch: pytest.MonkeyPatch) -> None:
     for parameter in model.model.model.visual.parameters():
         parameter.requires_grad_(False)
     assert memory.pass_memory(model.model, 8, 16, tree).pictures == values * 4
+    of_two = memory.pass_memory(model.model, 8, 16, tree, ranks=2).pictures  # of which one has two pictures of six rows
+    assert of_two == values * 4 * 12 // 22
     monkeypatch.setattr(memory, "_TOWER_SHARE", 0.0)
     next(model.model.model.visual.parameters()).requires_grad_(True)
     assert memory.pass_memory(model.model, 8, 16, tree).pictures == values * 8 < trained
