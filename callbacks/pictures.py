@@ -7,6 +7,7 @@ batch's tree; a picture that has no data is named in a warning. Only global rank
 from __future__ import annotations
 
 import csv
+import re
 from collections import defaultdict
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,9 @@ TIME_PARTS = {  # label -> metrics that add up to it, bottom of the stack first
     "optimizer": ("time/optimizer",),
     "weight sync": ("time/sync",),
 }
+
+Series = dict[str, tuple[list[float], list[float]]]
+"""Metric -> (optimizer steps done, values)."""
 
 
 class Pictures(Callback):
@@ -65,7 +69,7 @@ class Pictures(Callback):
             return
         logger = next(logger for logger in trainer.loggers if isinstance(logger, CSVLogger))
         logger.save()
-        series = read_metrics(Path(logger.log_dir) / "metrics.csv")
+        series = read_launches(Path(logger.log_dir))
         name = f"{self._directory.parent.name}, {self._directory.name}"
         drawn: dict[str, Any] = {}
         held_out = list(zip(*series.get(self.accuracy, ((), ())), strict=True))
@@ -94,7 +98,27 @@ class Pictures(Callback):
                 rank_zero_warn(f"Pictures: {file} not drawn: {needs}")
 
 
-def read_metrics(path: Path) -> dict[str, tuple[list[float], list[float]]]:
+def read_launches(path: Path) -> Series:
+    """`read_metrics` of all launches in a run directory, metrics_1.csv, metrics_2.csv, ..., metrics.csv; of steps that
+    were made again the later ones."""
+    parts = sorted(path.glob("metrics_*.csv"), key=lambda file: int(re.sub(r"\D", "", file.stem) or 0))
+    merged: Series = {}
+    for part in (*parts, path / "metrics.csv"):
+        series = read_metrics(part)
+        begin = min((steps[0] for steps, _ in series.values() if steps), default=None)
+        if begin is None:  # a launch that has logged nothing has made no step again
+            continue
+        for steps, values in merged.values():
+            keep = sum(step < begin for step in steps)
+            del steps[keep:], values[keep:]
+        for name, (steps, values) in series.items():
+            into = merged.setdefault(name, ([], []))
+            into[0].extend(steps)
+            into[1].extend(values)
+    return merged
+
+
+def read_metrics(path: Path) -> Series:
     """Reads a CSVLogger's file: metric -> (optimizer steps done, values), in the order they were logged.
 
     Lightning numbers a training row by the steps before it and a validation row by that or one more, depending on

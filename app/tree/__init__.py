@@ -11,6 +11,7 @@ from app.tree.heads import Likeliest, SoftTargets
 from app.tree.memory import free_bytes
 from app.tree.model.language import auto_class, kept_in_float32, language_model, own_config, tied_names
 from app.tree.model.pictures import Tower, picture_positions, picture_tokens, tower_parameters
+from app.tree.model.refusals import refuse_lengths, refuse_tokens
 from app.tree.model.shallow import first_layers
 from app.tree.model.vocabulary import CutVocabulary, vocabulary_modules
 from app.tree.outputs import FlatOutputs, SequenceOutputs, TreeOutputs
@@ -59,6 +60,8 @@ __all__ = [
     "picture_positions",
     "picture_tokens",
     "read_config",
+    "refuse_lengths",
+    "refuse_tokens",
     "tied_names",
     "tower_parameters",
     "vocabulary_modules",

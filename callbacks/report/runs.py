@@ -8,16 +8,13 @@ time); of steps that were made again after a restart the later ones count; lines
 from __future__ import annotations
 
 import json
-import re
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from callbacks.pictures import read_metrics
-
-Series = dict[str, tuple[list[float], list[float]]]
+from callbacks.pictures import Series, read_launches
 
 
 @dataclass
@@ -47,7 +44,7 @@ def is_run(path: Path) -> bool:
 def read_run(path: Path) -> RunData:
     """The run in the directory `path`."""
     found = RunData(f"{path.absolute().parent.name}/{path.absolute().name}")
-    found.series = _metrics(path)
+    found.series = read_launches(path)
     rows = _lines(path / "report.jsonl", found.notes)
     found.batches = _latest([row for row in rows if row.get("kind") == "batch"])
     found.held_out = _latest([row for row in rows if row.get("kind") == "held_out"])
@@ -64,25 +61,6 @@ def read_run(path: Path) -> RunData:
     if not (path / "report.jsonl").exists():
         found.notes.append("no report.jsonl: neither trees nor transcripts (the Report callback was left out)")
     return found
-
-
-def _metrics(path: Path) -> Series:
-    """Those of all launches: metrics_1.csv, metrics_2.csv, ..., metrics.csv."""
-    parts = sorted(path.glob("metrics_*.csv"), key=lambda file: int(re.sub(r"\D", "", file.stem) or 0))
-    merged: Series = {}
-    for part in (*parts, path / "metrics.csv"):
-        series = read_metrics(part)
-        begin = min((steps[0] for steps, _ in series.values() if steps), default=None)
-        if begin is None:  # a launch that has logged nothing has made no step again
-            continue
-        for steps, values in merged.values():
-            keep = sum(step < begin for step in steps)
-            del steps[keep:], values[keep:]
-        for name, (steps, values) in series.items():
-            into = merged.setdefault(name, ([], []))
-            into[0].extend(steps)
-            into[1].extend(values)
-    return merged
 
 
 def _latest(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -57,6 +57,8 @@ def sharing_and_cost(rollouts: Rollouts, arguments: argparse.Namespace) -> Part:
     source = (rollouts.settings.get("model", {}).get("init_args") or {}).get("model") or {}
     model = _model(config, source, arguments)
     held = _held(whole.parameters, dtype, model, source.get("adapter") is not None)
+    if model is not None:
+        reasons += _refused(model, tree)
     seconds = None
     if there and model is not None and not batch.pictures:
         seconds = measured_seconds(model, tree, arguments.device, dtype, whole.tree_seconds)
@@ -176,6 +178,20 @@ def _model(config: Any, source: dict[str, Any], arguments: argparse.Namespace) -
             return build_model(ModelSource(path=str(arguments.model or source["path"]), adapter=source["adapter"]))
         except ValueError:
             return None
+
+
+def _refused(model: Any, tree: Any) -> list[Reason]:
+    """What a fit would end with, of the batch's ids and lengths."""
+    from app.tree import refuse_lengths, refuse_tokens
+
+    found = []
+    for refuse in (refuse_tokens, refuse_lengths):
+        try:
+            refuse(model, tree)
+        except ValueError as error:
+            finding, _, remedy = str(error).rpartition("; ")
+            found.append(Reason("no-go", f"a fit would end: {finding}", remedy))
+    return found
 
 
 def _too_large(held: _Held, work: float, memory: float, devices: int) -> Reason:

@@ -13,6 +13,7 @@ import yaml
 
 from app.cli import main
 from app.cli.fit import VERBS
+from callbacks import figures
 
 ROOT = Path(__file__).resolve().parents[3]
 CONFIG = """
@@ -74,15 +75,20 @@ def test_run_dir_that_holds_a_run_is_not_overwritten(capsys: pytest.CaptureFixtu
     assert Path("here/metrics.csv").read_bytes() == before
 
 
-def test_run_dir_goes_on_with_its_last_checkpoint() -> None:
+def test_run_dir_goes_on_with_its_last_checkpoint(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And its curve is that of both launches."""
+    drawn, draw = list[list[float]](), figures.reward_curve
+    monkeypatch.setattr(figures, "reward_curve", lambda *given: drawn.append(list(given[0])) or draw(*given))
     saving = ["--trainer.callbacks+=lightning.pytorch.callbacks.ModelCheckpoint", "--trainer.callbacks.save_last=true"]
-    args = ["--config", "toy.yaml", "--run_dir", "here", *saving, "--trainer.callbacks.every_n_train_steps=1"]
+    pictures = "--trainer.callbacks+=callbacks.Pictures"
+    args = ["--config", "toy.yaml", "--run_dir", "here", pictures, *saving, "--trainer.callbacks.every_n_train_steps=1"]
     main(["fit", *args, "--trainer.max_steps", "2"])
     before = Path("here/metrics.csv").read_text()
     main(["fit", *args, "--trainer.max_steps", "3", "--ckpt_path", "last", "--weights_only", "false"])
     assert Path("here/metrics_1.csv").read_text() == before
     after = list(csv.DictReader(Path("here/metrics.csv").read_text().splitlines()))
     assert [row["step"] for row in after if row.get("reward")] == ["2"]  # steps are counted from 0
+    assert drawn == [[1, 2], [1, 2, 3]]
 
 
 def test_validate_scores_a_checkpoint_as_the_run_did(capsys: pytest.CaptureFixture[str]) -> None:

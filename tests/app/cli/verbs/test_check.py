@@ -217,6 +217,19 @@ def test_verdicts_on_memory() -> None:
     assert "smaller model" in of(check(path, "--model", "model.json", "--gib", work + 0.5 * weights), "no-go")
 
 
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"max_position_embeddings": 9}, "has 10 tokens, more than the model's max_position_embeddings of 9: shorten"),
+        ({"vocab_size": 6}, "outside the model's vocabulary of 6: use the tokenizer that belongs to the model"),
+    ],
+)
+def test_what_a_fit_would_refuse_is_no_go(changed: dict[str, int], said: str) -> None:
+    Path("other.json").write_text(json.dumps(CONFIG | changed))
+    found = check(record([[1, 0, 1, 0]] * 20, tokens=6), "--model", "other.json")
+    assert found["verdict"] == "no-go" and said in of(found, "no-go")
+
+
 def configured(path: Path, **model: Any) -> Path:
     """The batches of `path`, of a run whose module has these options."""
     settings = {"model": {"init_args": model}, "trainer": {"max_steps": 80}}
