@@ -8,11 +8,11 @@ Promises: a module that speaks to `Ranks` alone knows no strategy, and trains al
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from app.batch import RolloutBatch
@@ -76,8 +76,14 @@ class Ranks(Protocol):
         """Collective: every part's `tensor` (same shape, dtype and device), in order; of the ranks of a group, which
         have seen the same, the first one's. `group` is accepted for torchmetrics, whose `dist_sync_fn` this can be."""
 
+    def completing(self, parameters: Iterable[nn.Parameter], roots: Sequence[Tensor]) -> None:
+        """The next backward, from `roots`, is the last of this rank's step to add to the gradients of `parameters`:
+        ranks may begin to sum what it completes while it runs. To be called where that is certain; until `backward` of
+        the module has ended, no collective may follow."""
+
     def observe(self, tokens: int, pairs: int, seconds: float) -> None:
-        """Collective, once an optimizer step: this rank ran a tree of `tokens` and attention `pairs` in `seconds`."""
+        """Collective, once an optimizer step, after gradients were summed: this rank ran a tree of `tokens` and
+        attention `pairs` in `seconds`."""
 
     def grad_norm(self, optimizer: Optimizer, step: int) -> float | None:
         """Global 2-norm of the gradients that `optimizer` is about to use in optimizer step `step`, before clipping;
@@ -109,6 +115,9 @@ class OneProcess:
 
     def gather(self, tensor: Tensor, group: Any = None) -> list[Tensor]:
         return [tensor]
+
+    def completing(self, parameters: Iterable[nn.Parameter], roots: Sequence[Tensor]) -> None:
+        """There is nobody to add to."""
 
     def observe(self, tokens: int, pairs: int, seconds: float) -> None:
         """There is nothing to balance."""

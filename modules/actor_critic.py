@@ -211,6 +211,10 @@ class ActorCriticModule(PolicyModule):
         self._value_sums.add({"value_loss": losses.detach(), "value_clip_fraction": clipped}, columns["value_mask"])
         return (losses * columns["value_weights"]).sum()
 
+    @property
+    def completes_gradients(self) -> bool:
+        return not self.warming_up  # the policy's are zeroed then
+
     def tree_pass(self, step: TreeStep) -> None:
         assert self.critic is not None and self.policy is not None
         shared = self.critic.trunk is None

@@ -18,10 +18,10 @@ One optimizer step, in call order; what a subclass says is marked *:
     backward                   all
       ranks.verify_together    all     first step: tree against dense execution   the engines: all may fall back, and
                                                                                   the step begins anew
-      tree_pass*               all     loss* of each group of sequences           gradients
-      end_step*                all     counts                                     `train_metrics`
-    (the strategy)             all     sums gradients over ranks
+      tree_pass*               all     loss* of each group of sequences           gradients, until they are complete
+    (the strategy)             all     sums gradients over ranks; may begin in the last backward of the tree pass
     on_before_optimizer_step   all     their norm; none where no rank has work    gradients
+      end_step*                all     counts                                     `train_metrics`
     (clipping, the optimizer)  all     moves parameters
     optimizer_step, its end    all     counts the step, or the batch; end_batch*  `steps_done`, `policy_version`
     on_train_batch_end         all     derive*, logs                              metrics
@@ -35,8 +35,9 @@ from __future__ import annotations
 import logging
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -196,8 +197,14 @@ class TreeModule(EvaluatedModule):
         """Scalar: the loss of some sequences, `out` and `columns` being [T] tensors of their tokens, concatenated."""
         raise NotImplementedError
 
+    @property
+    def completes_gradients(self) -> bool:
+        """Whether a backward pass of an engine completes the gradients of its model, so that ranks may begin to sum
+        them in it: not where the same model runs twice in `tree_pass`, or gradients are changed afterwards."""
+        return True
+
     def end_step(self, step: TreeStep) -> None:
-        """After the tree pass: adds to `train_metrics`."""
+        """After gradients were summed: adds to `train_metrics`."""
 
     def end_batch(self) -> None:
         """After the last optimizer step of a rollout batch, before checkpoints: `policy_version` has risen."""
@@ -224,6 +231,7 @@ class TreeModule(EvaluatedModule):
             self._engine_options.setdefault("image_processor", image_processor_of(self.model_source))
             engine = TreeEngine(model, value_head=value_head, group=self._group, **self._engine_options)
             engine.remember = lambda: remembered(self)
+            engine.completing = partial(self._completing, engine)
             engine.dense = self._fell_back
             self._engines[model] = engine
         return engine
@@ -357,8 +365,11 @@ class TreeModule(EvaluatedModule):
             counts = (tree.num_dense_tokens, tree.num_leaf_tokens, tree.num_tokens)
             self.train_metrics.update(sums=dict(zip(TOKEN_COUNTS, counts, strict=True)))
         self.step_seconds["tree"] = time.perf_counter() - start
-        self.ranks.exchange.observe(step.tree.num_tokens, step.tree.num_attention_pairs, self.step_seconds["tree"])
-        self.end_step(step)
+
+    def _completing(self, engine: TreeEngine, roots: Sequence[Tensor]) -> None:
+        if self.completes_gradients:
+            modules = (engine.model, engine.value_head)
+            self.ranks.exchange.completing([p for m in modules if m is not None for p in m.parameters()], roots)
 
     def _check(self, step: TreeStep) -> None:
         """Collective: compares tree and dense execution, once there is something to compare, and once there are
@@ -374,6 +385,10 @@ class TreeModule(EvaluatedModule):
             self._begin(self._handle)
 
     def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
+        step = self._step
+        assert step is not None, "training_step comes first"
+        self.ranks.exchange.observe(step.tree.num_tokens, step.tree.num_attention_pairs, self.step_seconds["tree"])
+        self.end_step(step)
         if self._idle:  # None, not zeros: momentum and weight decay would move the parameters
             for group in optimizer.param_groups:
                 for param in group["params"]:

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from app.strategies.pieces import Piece
-from app.strategies.ranks.collectives import Communicator
+from app.strategies.ranks.collectives import Communicator, Started
 
 # Elements. Every parameter starts at a multiple of it: kernels want aligned rows (64 bytes in bfloat16), and a matrix
 # product may round differently on unaligned memory. Padding is zeros and stays zeros under element-wise optimizers.
@@ -121,13 +121,28 @@ class Bucket:
                     " module.zero_grad() or param.grad = ...) and let backward add to them"
                 )
 
-    def reduce_gradients(self) -> Tensor:
-        """Sums over ranks. Returns this rank's shard [S], in the buffer's own memory. Detaches `param.grad`: outside
-        this shard the buffer now holds partial sums, and None is better than a wrong gradient."""
+    def start_sum(self) -> Started:
+        """Begins to sum over ranks: `summed`, once it is waited for. Detaches `param.grad`: outside this rank's shard
+        the buffer then holds partial sums, and None is better than a wrong gradient."""
         assert self.gradients is not None
         for param in self.params:
             param.grad = None
-        return self.ranks.reduce_scatter_sum_(self.gradients, f"gradients ({self.label})")
+        return self.ranks.start_sum_(self.gradients, f"gradients ({self.label})")
+
+    @property
+    def summed(self) -> Tensor:
+        """This rank's shard [S] of the sum, in the buffer's own memory."""
+        assert self.gradients is not None
+        return self.ranks.slice_of(self.gradients)
+
+    def check_detached(self) -> None:
+        """Raises RuntimeError, naming the parameter, if it got a gradient after `start_sum`."""
+        for name, param in zip(self.names, self.params):
+            if param.grad is not None:
+                raise RuntimeError(
+                    f"gradient of '{name}' was added to after ranks had begun to sum it, so this part would be lost: a"
+                    " tree module that does so after its tree pass sets completes_gradients = False"
+                )
 
     def adopt_written(self) -> None:
         """Takes into the master what was written in place into parameters since the last call (`load_state_dict` in a

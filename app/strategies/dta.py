@@ -10,9 +10,9 @@ global count of its optimizer step; a rank without work contributes zeros and ke
 not finite costs that step only, on all ranks together, and too many in a row end the run (`divergence.py`). What is not
 supported is refused by name at the start of fit. Checkpoints are directories, written in the background.
 
-There is no DDP wrapper: a tree's gradients are complete only when its root is done, so hooks on single gradients would
-fire too early. After the backward pass gradients are one reduce-scatter a bucket (see `zero1.py`), and `param.grad` is
-None until the next `zero_grad`: read `grad_norm` instead.
+There is no DDP wrapper: a tree takes many backwards, and its gradients are complete only when its root is done. They
+are one reduce-scatter a bucket (see `zero1.py`), begun inside the last backward of a step (`sums.py`) unless a hook
+named `on_after_backward` may want them. From then on `param.grad` is None until the next `zero_grad`: read `grad_norm`.
 """
 
 from __future__ import annotations
@@ -56,6 +56,7 @@ from app.strategies.ranks.rendezvous import join, leave_at_exit
 from app.strategies.ranks.sharing import SharedRanks
 from app.strategies.ranks.watch import RankWatch
 from app.strategies.shards import refuse_shards, shard_models
+from app.strategies.sums import read_after_backward
 from app.strategies.zero1 import ShardedOptimizer
 
 _SIGNS = 3.0  # seconds to look for a rank that died behind a failed checkpoint
@@ -90,7 +91,7 @@ class DTAStrategy(DDPStrategy):
         accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin: set by the Trainer.
 
     Attributes:
-        optimizer_seconds: wall seconds of the last step's reduce-scatter, clipping, optimizer step and all-gather.
+        optimizer_seconds: wall seconds after the last step's backward: of sums, clipping, optimizer step, all-gather.
         skipped_steps: optimizer steps of this fit without effect because the gradient was not finite.
         grad_norm: global 2-norm of the last gradient, before clipping; nan before the first step.
         exchange: what modules use of the ranks; exists as long as the process group does.
@@ -309,6 +310,7 @@ class DTAStrategy(DDPStrategy):
         self._sharded = ShardedOptimizer(
             self.optimizers[0], self.lightning_module, self.ranks, self._bucket_elements, self._offload, self._group
         )
+        self.exchange.completed = None if read_after_backward(trainer) else self._sharded.sums.completing
 
     @property
     def precision_plugin(self) -> Precision:
@@ -343,7 +345,8 @@ class DTAStrategy(DDPStrategy):
             Diverged: they were not in `max_skipped_steps` steps in a row.
         """
         assert self._sharded is not None and self.lightning_module is not None
-        self._synchronize()
+        if self.root_device.type == "cuda":  # for backward alone: sums that began are on streams of their own
+            torch.cuda.current_stream(self.root_device).synchronize()
         start = time.perf_counter()
         if self._sharded.reduce():
             self._divergence.worked()
@@ -382,8 +385,7 @@ class DTAStrategy(DDPStrategy):
         self._sharded.clip_grad_norm_(clip_val)
 
     def _synchronize(self) -> None:
-        """Waits for the device, so that seconds are charged to who spent them; the norm needs the host once a
-        step anyway."""
+        """Waits for the device, so that seconds are charged to who spent them."""
         self.ranks.settle()
         if self.root_device.type == "cuda":
             torch.cuda.synchronize(self.root_device)

@@ -352,8 +352,9 @@ class Shard:
                 " would not be trained; move or replace it before fit starts, or write into it in place"
             )
 
-    def reduce_gradients(self) -> Tensor:
-        """The sum over all groups, [S]; a parameter that nothing used has zeros."""
+    def sum_gradients(self) -> Tensor:
+        """Collective: the sum over all groups, [S]; a parameter that nothing used has zeros."""
+        self.check_attached()
         grad: Any = self.params[0].grad
         self.params[0].grad = None
         own = torch.zeros_like(self.master) if grad is None else grad.to_local().reshape(-1)

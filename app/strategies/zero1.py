@@ -5,7 +5,7 @@ group keeps its dictionary (learning rate, betas, ...) and only its parameters a
 shards. LR schedulers, `LearningRateMonitor` and whatever else holds the optimizer therefore keep working. One step:
 
     zero_grad()            gradient buffer zeroed, views attached as param.grad
-    (tree pass)            gradients accumulate into the buffer
+    (tree pass)            gradients accumulate into the buffer; `completing`: the last backward comes, and sums begin
     reduce()               one reduce-scatter (SUM) a bucket; global norm; not finite -> nothing to step on any rank
     optimizer.step()       the stock optimizer, on this rank's shards
     gather_parameters()    one all-gather a bucket, in the parameters' dtype
@@ -35,6 +35,7 @@ from app.strategies.buckets import Bucket, build_buckets
 from app.strategies.ranks.collectives import Communicator
 from app.strategies.ranks.groups import GroupRanks
 from app.strategies.shards import Shard, split
+from app.strategies.sums import GradientSums, in_turns
 
 _ABSURD = 1e12  # parameters beyond it have diverged, although they are numbers: no gradient of theirs will be one
 _NOT_ELEMENTWISE = ("LBFGS", "Muon", "Adafactor", "SparseAdam")
@@ -59,6 +60,7 @@ class ShardedOptimizer:
         configured: the options of each parameter group as configured, before schedulers and checkpoints change them.
         scheduled: which of these options schedules of this run set, in each parameter group.
         buckets_by_group: the buckets of each.
+        sums: the sums of gradients over ranks, but for those of parameters that are cut up.
 
     Raises:
         ValueError: an optimizer that is not element-wise or already has state, no trainable parameter, parameters that
@@ -110,6 +112,8 @@ class ShardedOptimizer:
         if type(optimizer) is Adagrad:  # which has made its state already, of whole parameters
             again = Adagrad([{**group} for group in optimizer.param_groups], **optimizer.defaults)
             optimizer.state = again.state
+        positions = {name: number for number, name in enumerate(self._names.values())}
+        self.sums = GradientSums(in_turns((b for b in self.buckets if isinstance(b, Bucket)), positions), ranks)
         # Lightning and users call these on the optimizer itself; LR schedulers wrap `step` in the same way.
         optimizer.zero_grad = self.zero_grad  # type: ignore[method-assign]
         optimizer.add_param_group = self._refuse_param_group  # type: ignore[method-assign]
@@ -124,6 +128,7 @@ class ShardedOptimizer:
         """Zeroes the gradient buffers and attaches their views. `set_to_none` is accepted for the callers of torch's
         signature; there is one behaviour."""
         self._check_trainable()
+        self.sums.reset()
         for bucket in self.buckets:
             bucket.zero_gradients()
             bucket.master.grad = None
@@ -142,10 +147,8 @@ class ShardedOptimizer:
                 "gradients were already summed over ranks in this step: one backward pass per optimizer step, with"
                 " optimizer.zero_grad() before it"
             )
-        for bucket in self.buckets:
-            bucket.check_attached()
-            bucket.adopt_written()
-        shards = [bucket.reduce_gradients() for bucket in self.buckets]
+        self.sums.finish()
+        shards = [bucket.summed if isinstance(bucket, Bucket) else bucket.sum_gradients() for bucket in self.buckets]
         # On the gradients' device, squared in float64: only the squares of norms are added over buckets and ranks.
         own = [shard for bucket, shard in zip(self.buckets, shards) if bucket.counted]
         squares = sum(

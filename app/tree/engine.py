@@ -23,7 +23,7 @@ from transformers import PreTrainedModel
 from app.tree.attention import BACKENDS, choose_backend
 from app.tree.attention.groups import RankGroup
 from app.tree.calibrate import measure_rates
-from app.tree.executor import BatchedLoss, Executor, check_scalar
+from app.tree.executor import Completing, Executor
 from app.tree.heads import Heads, Likeliest, Soft, SoftTargets, refuse_soft
 from app.tree.heads.temperatures import sequence_temperatures
 from app.tree.memory import Budget, Result, tower_graphs_fit
@@ -43,7 +43,7 @@ from app.tree.model.refusals import (
 )
 from app.tree.model.shallow import first_layers
 from app.tree.model.shape import shape_of
-from app.tree.outputs import OUTPUT_NAMES, FlatOutputs, TreeOutputs
+from app.tree.outputs import OUTPUT_NAMES, BatchedLoss, FlatOutputs, LossFn, TreeOutputs, check_scalar, one_by_one
 from app.tree.planning.dense import dense_plan
 from app.tree.planning.plan import ExecutionPlan
 from app.tree.planning.planner import plan
@@ -53,8 +53,6 @@ from app.tree.self_check import Budgets, CheckReport, SelfCheckError, Subject, c
 from app.tree.states.kernels import STATES, choose_scans
 from app.tree.states.layers import StateLayers
 from app.tree.states.scans import TORCH, Scans
-
-LossFn = Callable[[Any, Any], Tensor]
 
 
 class TreeEngine:
@@ -91,6 +89,8 @@ class TreeEngine:
         last_plan: of the pass that ran last; None before the first.
         remember: None, or called before a pass that is repeated where a GPU's memory runs out (half the live tokens, a
             warning, losses evaluated again); what it returns undoes what these have recorded.
+        completing: None, or called with the roots of a backward pass's last backward, just before it: gradients of the
+            model that it does not reach are complete then, the others as it passes them. Not where pictures are.
 
     Raises:
         ValueError: an argument out of range, or a model this engine would compute wrongly, naming the layer or setting.
@@ -150,6 +150,7 @@ class TreeEngine:
         self.tower = Tower(self.model, image_processor)
         self.budget = Budget(chunk_tokens, live_tokens)
         self.remember: Callable[[], Callable[[], None]] | None = None
+        self.completing: Completing | None = None
         self.temperature, self.elementwise = temperature, elementwise
         self.attention, self.states, self.checkpointing, self.rates = attention, states, checkpointing, rates
         self.value_head = value_head or getattr(self.model, "value_head", None) or getattr(self.model, "score", None)
@@ -217,8 +218,9 @@ class TreeEngine:
             SelfCheckError: the first time, when the self-check fails; gradients are as before then.
         """
         self._verify_once(tree, want)
-        losses = loss_fn if batched else _one_by_one(loss_fn)
-        return float(self._with_room(lambda: self._executor(tree, want, temperatures, soft=soft).run(losses)))
+        losses = loss_fn if batched else one_by_one(loss_fn)
+        last = self.completing
+        return float(self._with_room(lambda: self._executor(tree, want, temperatures, soft=soft).run(losses, last)))
 
     def backward_coupled(
         self,
@@ -281,7 +283,7 @@ class TreeEngine:
         np.maximum.at(highest, ids, chunk)
         apart = torch.from_numpy((lowest < highest)[ids])  # [N]
         if not bool(apart.any()):
-            return float(self._executor(tree, want, execution=execution).run(loss_fn))
+            return float(self._executor(tree, want, execution=execution).run(loss_fn, self.completing))
         chosen = apart.nonzero().flatten()
         out = self.forward(tree.select(chosen.tolist()), want).with_gradient()
         with torch.enable_grad():
@@ -305,7 +307,8 @@ class TreeEngine:
                     total = total + (getattr(known, name) * (values - values.detach())).sum()
             return total
 
-        return float(self._executor(tree, want, execution=execution).run(rest)) + float(before.detach())
+        total = self._executor(tree, want, execution=execution).run(rest, self.completing)
+        return float(total) + float(before.detach())
 
     def backward_from(
         self, tree: PrefixTree, grads: Mapping[str, Tensor | Sequence[Tensor]], temperatures: Any | None = None
@@ -333,7 +336,7 @@ class TreeEngine:
         def run() -> None:
             executor = self._executor(tree, tuple(flat), temperatures)
             executor.set_grads(flat)
-            executor.run()
+            executor.run(completing=self.completing)
 
         self._with_room(run)
 
@@ -484,17 +487,3 @@ class TreeEngine:
         for module in (self.model, self.value_head):
             if module is not None:
                 refuse_dropout(module)
-
-
-def _one_by_one(loss_fn: LossFn) -> LossFn:
-    """A batched loss from one for single sequences."""
-
-    def batched(out: FlatOutputs, indices: Tensor) -> Tensor:
-        like = next(one for one in (out.logprobs, out.entropy, out.values, out.soft) if one is not None)
-        found = [loss_fn(out.sequence(k), i) for k, i in enumerate(indices.tolist())]
-        losses = [one if isinstance(one, Tensor) else like.new_tensor(one) for one in found]  # 0.0 of a sequence, say
-        for i, loss in zip(indices.tolist(), losses):
-            check_scalar(loss, f" for sequence {i}")
-        return torch.stack(losses).sum()
-
-    return batched

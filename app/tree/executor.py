@@ -28,7 +28,7 @@ from app.tree.model.elementwise import layers_as
 from app.tree.model.pictures import PicturePass, TakenRows
 from app.tree.model.sharded import casts_are_made_anew
 from app.tree.model.vocabulary import CutVocabulary
-from app.tree.outputs import FlatOutputs
+from app.tree.outputs import BatchedLoss, FlatOutputs, check_scalar
 from app.tree.planning.layout import Layout, layout
 from app.tree.planning.plan import ExecutionPlan
 from app.tree.prefix_tree import Ints
@@ -39,7 +39,7 @@ from app.tree.states.piece_tree import PieceTree
 from app.tree.states.scans import TORCH, Scans
 from app.tree.transfer import on_device
 
-BatchedLoss = Callable[[FlatOutputs, Tensor], Tensor]
+Completing = Callable[[Sequence[Tensor]], None]
 
 
 class _Scored(NamedTuple):
@@ -133,6 +133,7 @@ class Executor:
         self._row_of = np.full(tree.num_tokens, -1, np.int64)
         self.total = torch.zeros((), dtype=self.dtype, device=self.device)
         self.loss_fn: BatchedLoss | None = None
+        self._completing: Completing | None = None
         self.cache = PathCache(plan.longest_path, with_grads)
         self.open: dict[int, _Open] = {}
         self._hung: list[dict[int, int]] = [{} for _ in plan.chunks]  # pieces that others hang below -> their order
@@ -141,13 +142,16 @@ class Executor:
                 hung = self._hung[below.parent]
                 hung.setdefault(below.parent_piece, len(hung))
 
-    def run(self, loss_fn: BatchedLoss | None = None) -> Tensor:
+    def run(self, loss_fn: BatchedLoss | None = None, completing: Completing | None = None) -> Tensor:
         """Executes the plan; returns the summed loss as a tensor on the model's device.
 
         A forward pass fills `values` for the whole tree. A backward pass accumulates the gradients of `loss_fn`, or
-        without one those of what was given to `set_grads`, and then computes no output.
+        without one those of what was given to `set_grads`, and then computes no output. `completing`: see `TreeEngine`.
         """
         self.loss_fn = loss_fn
+        backwards = [step.chunk for step in self.plan.steps if step.action == "backward"]
+        if self.pictures is None and backwards:  # behind pictures the tower's backward is the last
+            self._last, self._completing = backwards[-1], completing
         with self._pass():
             self._losses(len(self.plan.chunks))  # sequences of which nothing runs have losses too
             for step in self.plan.steps:
@@ -256,6 +260,8 @@ class Executor:
             grad.index_add_(0, scored.rows, row_grads)  # a state before a fork predicts several tokens
         if run.hidden.requires_grad:
             ends, end_grads = self._owed_to_ends(run, state)
+            if self._completing is not None and index == self._last:
+                self._completing([run.hidden, *ends])
             torch.autograd.backward([run.hidden, *ends], [grad, *end_grads])
             self._owe_to_starts(index, run)
             if self.pictures is not None:
@@ -458,12 +464,6 @@ class Executor:
 
     def _per_token(self) -> Tensor:
         return torch.zeros(self.plan.tree.num_tokens, dtype=self.dtype, device=self.device)
-
-
-def check_scalar(loss: Tensor, where: str) -> None:
-    """Raises ValueError when a loss function returned anything but one number."""
-    if loss.dim():
-        raise ValueError(f"loss_fn: expected a scalar{where}, got shape {tuple(loss.shape)}; sum it")
 
 
 def _accumulate_in_float32(*modules: nn.Module | None) -> None:

@@ -324,13 +324,16 @@ class _GradientsBefore:
     def __init__(self, modules: Sequence[nn.Module]) -> None:
         trained = [p for module in modules for p in module.parameters() if p.requires_grad]
         self._absent = [p for p in trained if p.grad is None]
-        self._there = [p.grad for p in trained if p.grad is not None]
+        self._present = [p for p in trained if p.grad is not None]
+        self._there = [p.grad for p in self._present if p.grad is not None]
         norms = torch._foreach_norm(self._there, float("inf")) if self._there else []
         self._largest = torch.stack([norm.float() for norm in norms]).max() if norms else None  # read after a failure
 
     def restore(self) -> bool:
-        """As before; False, and nothing done, where other passes had left something in them."""
-        if self._largest is not None and not bool(self._largest == 0):
+        """As before; False, and nothing done, where other passes had left something in them, or some were taken away
+        meanwhile (complete, to be summed over ranks)."""
+        taken = any(p.grad is not grad for p, grad in zip(self._present, self._there, strict=True))
+        if taken or (self._largest is not None and not bool(self._largest == 0)):
             return False
         for parameter in self._absent:
             parameter.grad = None
@@ -342,7 +345,9 @@ class _GradientsBefore:
 def _why(together: bool, half: int) -> str:
     if together:
         return "ranks of a group run one plan together"
-    return f"{half} are too few" if half < _LEAST else "gradients of earlier passes are in the same tensors"
+    if half < _LEAST:
+        return f"{half} are too few"
+    return "gradients of earlier passes are in the same tensors, or some were on their way to other ranks"
 
 
 def runs_out(module: nn.Module) -> bool:

@@ -1,8 +1,10 @@
-"""What the engine returns and what it hands to loss functions."""
+"""What the engine returns, what it hands to loss functions, and how these are called."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -80,3 +82,27 @@ class TreeOutputs:
         flat = {name: getattr(self._flat, name) for name in OUTPUT_NAMES}
         leaves = {name: None if x is None else x.detach().clone().requires_grad_() for name, x in flat.items()}
         return FlatOutputs(self.cu_seqlens, **leaves)
+
+
+LossFn = Callable[[Any, Any], Tensor]
+BatchedLoss = Callable[[FlatOutputs, Tensor], Tensor]
+
+
+def check_scalar(loss: Tensor, where: str) -> None:
+    """Raises ValueError when a loss function returned anything but one number."""
+    if loss.dim():
+        raise ValueError(f"loss_fn: expected a scalar{where}, got shape {tuple(loss.shape)}; sum it")
+
+
+def one_by_one(loss_fn: LossFn) -> LossFn:
+    """A batched loss from one for single sequences."""
+
+    def batched(out: FlatOutputs, indices: Tensor) -> Tensor:
+        like = next(one for one in (out.logprobs, out.entropy, out.values, out.soft) if one is not None)
+        found = [loss_fn(out.sequence(k), i) for k, i in enumerate(indices.tolist())]
+        losses = [one if isinstance(one, Tensor) else like.new_tensor(one) for one in found]  # 0.0 of a sequence, say
+        for i, loss in zip(indices.tolist(), losses):
+            check_scalar(loss, f" for sequence {i}")
+        return torch.stack(losses).sum()
+
+    return batched

@@ -28,11 +28,10 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-from app.tree.executor import BatchedLoss
 from app.tree.model.picture_check import Entries, Sample, by_token, differences, entering, picture_sample
 from app.tree.model.pictures import Tower
 from app.tree.model.projections import READS
-from app.tree.outputs import FlatOutputs
+from app.tree.outputs import BatchedLoss, FlatOutputs
 from app.tree.prefix_tree import Bools, Ints, PrefixTree
 
 Budgets = tuple[int, int]

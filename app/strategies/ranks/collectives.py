@@ -5,7 +5,8 @@ group, which is gloo's always: there a rank that waits does not keep its GPU bus
 with one process nothing is communicated (and no process group is needed); reductions that steer control flow
 (`sum_float`) give the same bits on every rank; a collective that fails says on which rank, in what operation and which
 ranks are missing, instead of a bare transport error, also when it was only enqueued on a device and hangs there
-(`settle`). How long a rank waits for the others is `DTAStrategy(timeout=...)`, 30 minutes unless told otherwise.
+(`settle`), or began long before it is waited for (`Started`). How long a rank waits for the others is
+`DTAStrategy(timeout=...)`, 30 minutes unless told otherwise.
 """
 
 from __future__ import annotations
@@ -32,6 +33,41 @@ class CollectiveError(RuntimeError):
     """A collective failed or timed out; the message names rank, operation and remedy."""
 
 
+class Started:
+    """A collective of gradients or weights that is under way: its tensors are left alone until `wait`.
+
+    Args:
+        ranks: whose it is. what, number: its name, and its place among those that all ranks enter.
+        work: the backend's; None where there is nothing to wait for.
+        finish: called once it is done.
+    """
+
+    def __init__(
+        self, ranks: Communicator, what: str, number: int, work: Any | None, finish: Callable[[], Any] | None = None
+    ) -> None:
+        self._ranks, self._what, self._number, self._work, self._finish = ranks, what, number, work, finish
+
+    @property
+    def done(self) -> bool:
+        """Whether `wait` will not wait."""
+        return self._work is None or bool(self._work.is_completed())
+
+    def wait(self) -> None:
+        """gloo: returns when it is done; nccl: what is enqueued on the current stream from here on comes after it, and
+        this thread goes on.
+
+        Raises:
+            CollectiveError: it failed.
+        """
+        if self._work is not None:
+            with self._ranks.named(self._what, counted=False, number=self._number):
+                self._work.wait()
+            self._ranks.progress.forget()
+        if self._finish is not None:
+            self._finish()
+        self._work = self._finish = None
+
+
 class Communicator:
     """The ranks that train together.
 
@@ -43,6 +79,9 @@ class Communicator:
 
     Attributes:
         progress: the collectives so far. watch: who knows what the other ranks do, when there is a watch.
+        most_sums: how many reduce-scatters may be under way at once: one where each needs memory of its own.
+        promised: what all ranks have to begin before any of them enters a collective of the control group, if this
+            one has begun something of the kind.
     """
 
     def __init__(
@@ -60,49 +99,49 @@ class Communicator:
         # gloo's reduce-scatter is an all-reduce and moves twice the bytes of an exchange of the parts.
         self._exchanges = group is not None and dist.get_backend(group) == "gloo"
         self._timeout = timeout
+        self.most_sums = 1 if self._exchanges else 1 << 30
+        self.promised: str | None = None
         self.progress = Progress()
         self.watch: RankWatch | None = None
 
     # Gradients and weights
 
-    def reduce_scatter_sum_(self, flat: Tensor, what: str) -> Tensor:
-        """Sums `flat` [n * size] over ranks, in place; returns this rank's slice [n], the only part that is then
-        meaningful. Under gloo takes another `flat` of memory for the moment, and adds in rank order."""
-        mine = self.slice_of(flat)
-        if self.size > 1:
-            what = f"reduce-scatter of {what}"
-            if self._exchanges:
-                parts = torch.empty_like(flat)
-                self._enqueue(what, dist.all_to_all_single, parts, flat)
-                torch.sum(parts.view(self.size, -1), dim=0, out=mine)
-            else:
-                self._enqueue(what, reduce_scatter_flat, mine, flat)
-        return mine
+    def start_sum_(self, flat: Tensor, what: str) -> Started:
+        """Begins to sum `flat` [n * size] over ranks, in place; then this rank's slice [n] is the only part that is
+        meaningful. Under gloo takes another `flat` of memory until it is waited for, and adds in rank order."""
+        if self._exchanges and self.size > 1:
+            parts = torch.empty_like(flat)
+            mine = self.slice_of(flat)
+            add = lambda: torch.sum(parts.view(self.size, -1), dim=0, out=mine)  # noqa: E731
+            return self._start(f"reduce-scatter of {what}", dist.all_to_all_single, parts, flat, finish=add)
+        return self._start(f"reduce-scatter of {what}", reduce_scatter_flat, self.slice_of(flat), flat)
 
     def all_gather_(self, flat: Tensor, what: str) -> None:
         """Fills `flat` [n * size], in place, with every rank's own slice of it."""
-        if self.size > 1:
-            self._enqueue(f"all-gather of {what}", all_gather_flat, flat, self.slice_of(flat))
+        self._start(f"all-gather of {what}", all_gather_flat, flat, self.slice_of(flat)).wait()
 
     def broadcast_weights_(self, tensor: Tensor, what: str) -> None:
         """Overwrites `tensor` with rank 0's, in place."""
         if self.size > 1:
             there = tensor.detach().to(self.device).contiguous()
-            self._enqueue(f"broadcast of {what}", dist.broadcast, there, group_src=0)
+            self._start(f"broadcast of {what}", dist.broadcast, there, group_src=0).wait()
             if there.data_ptr() != tensor.data_ptr():
                 tensor.detach().copy_(there)
 
-    def _enqueue(self, what: str, operation: Callable[..., Any], *tensors: Tensor, **options: Any) -> None:
+    def _start(
+        self,
+        what: str,
+        operation: Callable[..., Any],
+        *tensors: Tensor,
+        finish: Callable[[], Any] | None = None,
+        **options: Any,
+    ) -> Started:
+        if self.size == 1:
+            return Started(self, what, 0, None)
         with self.named(what):
             work = operation(*tensors, group=self.group, async_op=True, **options)
-            work.wait()  # gloo: until it is done; nccl: the device's stream will wait, this thread does not
-            done = work.is_completed
-            if self.device.type == "cuda":
-                with torch.cuda.device(self.device):
-                    event = torch.cuda.Event()
-                    event.record()
-                done = event.query
-            self.progress.enqueue(done)
+            self.progress.enqueue(work.is_completed)
+        return Started(self, what, self.progress.count, work, finish)
 
     def settle(self) -> None:
         """Returns when what was enqueued is done, so that nothing afterwards can wait for it unnamed.
@@ -227,27 +266,37 @@ class Communicator:
         raise RuntimeError(f"{what} failed on rank {rank}: {texts[rank]}")
 
     @contextmanager
-    def named(self, what: str, counted: bool = True) -> Iterator[None]:
+    def named(self, what: str, counted: bool = True, number: int | None = None) -> Iterator[None]:
         """Around a collective: an error says which it was and which ranks are missing from it. `counted`: it is one of
-        all ranks, whose counts say who is missing.
+        all ranks, whose counts say who is missing. `number`: of one that was entered before.
 
         Raises:
             CollectiveError: in place of the transport's RuntimeError.
         """
-        self.progress.enter(what, counted)
+        self.progress.enter(what, counted, number)
         try:
             yield
         except CollectiveError:
             raise
         except RuntimeError as error:
-            raise self._failed(what, self.progress.count, error) from error
+            raise self._failed(what, self.progress.count if number is None else number, error) from error
         finally:
             self.progress.leave()
 
     @contextmanager
     def control_traffic(self, what: str) -> Iterator[None]:
         """Around a collective of the control group: what the data group still does comes first, so that this one waits
-        for ranks alone. With one process there is nothing to enter."""
+        for ranks alone. With one process there is nothing to enter.
+
+        Raises:
+            RuntimeError: this rank has `promised` something that other ranks may not have begun.
+        """
+        if self.promised is not None:
+            raise RuntimeError(
+                f"{what}: a collective before all ranks have begun what this one has, {self.promised}; in a tree module"
+                " talk to other ranks before its tree pass or after `backward` (in `end_step`), or set"
+                " completes_gradients = False"
+            )
         self.settle()
         with self.named(what) if self.size > 1 else nullcontext():
             yield

@@ -17,12 +17,12 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from app.batch import RolloutBatch
@@ -157,6 +157,9 @@ class SharedRanks(RankTraffic):
         token_limit: most dense tokens of one rank in one step.
         grad_norm: that of the last gradient, over all ranks.
         group: the ranks that run a plan together with this one, if any.
+
+    Attributes:
+        completed: what is told of gradients that are about to be complete; by default nothing is.
     """
 
     def __init__(
@@ -173,12 +176,17 @@ class SharedRanks(RankTraffic):
         self.parts, self.part = ranks.size // size, ranks.rank // size
         self.partition_options: Mapping[str, Any] = {"cost": calibration.cost, "token_limit": token_limit}
         self._calibration, self._grad_norm = calibration, grad_norm
+        self.completed: Callable[[Iterable[nn.Parameter], Sequence[Tensor]], None] | None = None
 
     def sum(self, tensor: Tensor) -> Tensor:
         return self._ranks.sum(tensor)
 
     def gather(self, tensor: Tensor, group: Any = None) -> list[Tensor]:
         return list(self._ranks.gather(tensor, "metrics")[:: self._group_size].to(tensor.device))
+
+    def completing(self, parameters: Iterable[nn.Parameter], roots: Sequence[Tensor]) -> None:
+        if self.completed is not None:
+            self.completed(parameters, roots)
 
     def observe(self, tokens: int, pairs: int, seconds: float) -> None:
         self._calibration.observe(self._ranks, tokens, pairs, seconds)

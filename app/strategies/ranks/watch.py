@@ -110,9 +110,10 @@ class Progress:
         self._enqueued: deque[Waiting] = deque()
         self._lock = threading.Lock()
 
-    def enter(self, what: str, counted: bool = True) -> None:
+    def enter(self, what: str, counted: bool = True, number: int | None = None) -> None:
+        """`number`: that of a collective which was entered before, and is waited for now."""
         self.count += counted
-        self._inside = Waiting(self.count, what, time.monotonic())
+        self._inside = Waiting(self.count if number is None else number, what, time.monotonic())
 
     def enqueue(self, done: Callable[[], bool]) -> None:
         """The collective entered last goes on after `leave`, until `done`."""
@@ -124,12 +125,17 @@ class Progress:
     def leave(self) -> None:
         self._inside = None
 
-    @property
-    def unfinished(self) -> Waiting | None:
-        """The first of those that were left but are not done."""
+    def forget(self) -> None:
+        """Of those that are done, whose `done` may hold tensors, nothing is kept."""
         with self._lock:
             while self._enqueued and self._enqueued[0].done is not None and self._enqueued[0].done():
                 self._enqueued.popleft()
+
+    @property
+    def unfinished(self) -> Waiting | None:
+        """The first of those that were left but are not done."""
+        self.forget()
+        with self._lock:
             return self._enqueued[0] if self._enqueued else None
 
     @property

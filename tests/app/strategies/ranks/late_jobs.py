@@ -28,7 +28,8 @@ def miss_a_gradient_exchange() -> tuple[list[str | None], str, str]:
     ranks.watch = RankWatch(ranks.rank, ranks.size, "127.0.0.1", ranks.progress, 6.0, 20.0)
     ranks.watch.start(ranks.broadcast_(ranks.watch.invitation(), "the store"))
     flat = torch.full((4,), ranks.rank + 1.0)
-    mine = ranks.reduce_scatter_sum_(flat, "gradients (bucket 0)")
+    ranks.start_sum_(flat, "gradients (bucket 0)").wait()
+    mine = ranks.slice_of(flat)
     ranks.settle()
     assert mine.tolist() == [3.0, 3.0]
     places, message, said = [_place(ranks)], "", io.StringIO()
@@ -36,7 +37,7 @@ def miss_a_gradient_exchange() -> tuple[list[str | None], str, str]:
         lost_in_thought(10.0)
     else:
         with contextlib.redirect_stderr(said):
-            ranks.reduce_scatter_sum_(flat, "gradients (bucket 1)")  # returns at once
+            ranks.start_sum_(flat, "gradients (bucket 1)").wait()  # returns at once
             ranks.all_gather_(flat, "parameters (bucket 0)")
             places.append(_place(ranks))
             try:
@@ -61,7 +62,7 @@ def hang_in_the_device() -> str:
     ranks.watch.start(ranks.broadcast_(ranks.watch.invitation(), "the store"))
     said = io.StringIO()
     if ranks.rank == 0:
-        ranks.reduce_scatter_sum_(torch.zeros(4), "gradients")
+        ranks.start_sum_(torch.zeros(4), "gradients").wait()
         with contextlib.redirect_stderr(said):
             becomes(lambda: "rank 0 has waited" in said.getvalue())
     else:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 import time
@@ -50,6 +51,14 @@ def test_a_dead_rank_is_named_in_the_collective_it_left(pair: RankPool) -> None:
         pair.run(jobs.die_while_the_other_waits)
     assert "sum over ranks failed (collective 3)" in caught.value.messages[0]
     assert "rank 1 (host" in caught.value.messages[0] and "when it died" in caught.value.messages[0]
+
+
+def test_a_dead_rank_is_named_in_a_sum_that_began_early(pair: RankPool) -> None:
+    with pytest.raises(RankError) as caught:
+        pair.run(jobs.die_before_its_sums)
+    said = caught.value.messages[0]
+    assert re.search(r"reduce-scatter of gradients \(0\.bias\) failed \(collective 3\)", said), said
+    assert "rank 1 (host" in said and "when it died" in said
 
 
 def test_a_dead_rank_is_named_in_the_layer_that_waits_for_it(pair: RankPool) -> None:

@@ -20,6 +20,7 @@ from app.strategies.ranks.collectives import Communicator
 from app.strategies.ranks.groups import GroupRanks
 from app.strategies.ranks.watch import Progress, RankWatch
 from app.strategies.shards import shard_models
+from app.strategies.zero1 import ShardedOptimizer
 from app.tree import PrefixTree, TreeEngine
 from tests.app.tree import models
 
@@ -46,6 +47,20 @@ def die_while_the_other_waits() -> None:
     if ranks.rank == 1:
         os._exit(3)
     ranks.sum(torch.ones(1))
+
+
+def die_before_its_sums() -> None:
+    """While the other rank has begun the first of them, in its backward."""
+    ranks = watched(timeout=50.0, death_timeout=20.0)
+    layers = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Linear(3, 3))
+    sharded = ShardedOptimizer(torch.optim.SGD(layers.parameters()), layers, ranks, bucket_elements=8)
+    if ranks.rank == 1:
+        os._exit(3)
+    total = layers(torch.ones(2, 3)).sum()
+    sharded.sums.completing(layers.parameters(), [total])
+    total.backward()
+    assert ranks.progress.unfinished is not None
+    sharded.reduce()
 
 
 def die_between_two_layers() -> None:

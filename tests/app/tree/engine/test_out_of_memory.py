@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -133,6 +133,21 @@ def test_refused_by_name_where_it_cannot_be_exact(model: Any, monkeypatch: pytes
     with never.measuring(), pytest.raises(torch.OutOfMemoryError) as raised:
         engine.budget.run(lambda: engine._executor(TREE, ("logprobs",)).run(engine.plan), [model], True, None)
     assert "ranks of a group run one plan together" in raised.value.__notes__[0]
+
+
+def test_refused_where_complete_gradients_were_taken_away(model: Any) -> None:
+    """To be summed over ranks, in the last backward of a pass, which then fails."""
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    engine, device = TreeEngine(model, 40, 60), Device(model, 1 << 40)
+
+    def take(roots: Sequence[Tensor]) -> None:
+        model.model.embed_tokens.weight.grad, device.limit = None, 0
+
+    engine.completing = take
+    with device.measuring(), pytest.raises(torch.OutOfMemoryError) as raised:
+        engine.backward(TREE, loss)
+    assert "on their way to other ranks" in raised.value.__notes__[0]
 
 
 def test_host_memory_is_left_alone() -> None:
