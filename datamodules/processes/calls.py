@@ -11,8 +11,8 @@ import inspect
 import logging
 import pickle
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -75,7 +75,40 @@ class Calls(ABC):
 
     @abstractmethod
     def stop(self) -> None:
-        """Ends all that runs. The next call begins anew."""
+        """Ends all that runs; calls under way and those that wait raise CallFailed. The next call begins anew."""
+
+
+class UnderWay:
+    """Calls that can be stopped together, by any thread."""
+
+    def __init__(self) -> None:
+        self._limits: dict[asyncio.Timeout, asyncio.AbstractEventLoop] = {}
+
+    @asynccontextmanager
+    async def call(self) -> AsyncIterator[None]:
+        """`async with under_way.call():` cancels what is inside where it is stopped, and raises CallFailed then."""
+        limit = asyncio.timeout(None)
+        try:
+            async with limit:
+                self._limits[limit] = asyncio.get_running_loop()
+                yield
+        except TimeoutError as error:
+            if not limit.expired():
+                raise
+            raise CallFailed("was stopped, as were all calls beside it") from error
+        finally:
+            self._limits.pop(limit, None)
+
+    def stop(self) -> None:
+        """Returns at once; calls end as soon as their event loops go on."""
+        for limit, loop in list(self._limits.items()):
+            with suppress(RuntimeError):  # the loop is closed, and nobody waits
+                loop.call_soon_threadsafe(_expire, limit)
+
+
+def _expire(limit: asyncio.Timeout) -> None:
+    with suppress(RuntimeError):  # over meanwhile
+        limit.reschedule(asyncio.get_running_loop().time())
 
 
 def pickled_functions(functions: Mapping[str, Callable[..., Any]]) -> bytes:
@@ -134,6 +167,7 @@ class ProcessCalls(Calls):
         self._loop: asyncio.AbstractEventLoop | None = None
         self._idle: list[WorkerProcess] = []
         self._all: set[WorkerProcess] = set()
+        self._under_way = UnderWay()
 
     async def call(
         self,
@@ -156,7 +190,7 @@ class ProcessCalls(Calls):
             self._free = asyncio.Semaphore(self._workers)
             if hidden := hidden_variables(self._keep):
                 _log.info("%s do not see %s, which look like secrets", ", ".join(self._names), ", ".join(hidden))
-        async with self._free:
+        async with self._under_way.call(), self._free:
             one = await self._process()
             begin = _size(one.log)
             try:
@@ -189,8 +223,9 @@ class ProcessCalls(Calls):
         return content
 
     def stop(self) -> None:
-        """Ends all processes. The next call starts others."""
+        """Ends all processes; calls under way and those that wait raise CallFailed. The next call starts others."""
         end_all(self._all)
+        self._under_way.stop()
         self._all.clear()
         self._idle.clear()
 

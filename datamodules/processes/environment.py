@@ -8,7 +8,8 @@ from typing import Any
 
 
 class InEnvironment:
-    """Calls `function` in a worker process, one call at a time, with environment variables of this call."""
+    """Calls `function` with environment variables of this call, in a worker process of its own (`once`): what an
+    earlier call has made of them, clients or threads, would speak with its key or in this one's name."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self._function = function

@@ -8,20 +8,24 @@ from collections.abc import Sequence
 from pathlib import Path
 
 _SECRET = re.compile(
-    r"(^|_)(API_?KEYS?|KEYS?|KEY_ID|TOKENS?|AUTH|AUTH_SOCK|PASSPHRASE|PASSWD|PWD_FILE|CREDENTIALS?|PAT|DSN)$"
-    r"|._PWD$|(DATABASE|DB|REDIS|MONGO|MONGODB|POSTGRES|AMQP|BROKER)_UR[IL]$|SECRET|PASSWORD|APIKEY",
+    r"(^|_)(KEYS?|KEY_ID|TOKENS?|AUTH|AUTH_SOCK|AUTH_CONFIG|BEARER|PASS|PASSPHRASE|PASSWD|PWD_FILE|CREDS?|PAT|DSN|PEM|JWT"
+    r"|COOKIES?)(_?\d+)?$"
+    r"|._PWD$|(DATABASE|DB|SQL|REDIS|MONGO|MONGODB|POSTGRES|AMQP|RABBITMQ|BROKER|WEBHOOK)_UR[IL]$"
+    r"|._TOKEN_|ACCESS_?TOKEN|PRIVATE_?KEY|CONNECTION_?STRING|CREDENTIAL|SECRET|PASSWORD|API_?KEY",
     re.IGNORECASE,
 )
+_LOGIN = re.compile(r"://[^/\s:@]*:[^/\s@]+@")  # in a URL
 _LEAST_BYTES = 10**9  # a reward that imports torch and a parser needs that much
 
 
-def looks_secret(name: str) -> bool:
-    """Whether an environment variable of this name is one that workers do not get."""
-    return _SECRET.search(name) is not None
+def looks_secret(name: str, value: str = "") -> bool:
+    """Whether an environment variable is one that workers do not get: by its name (keys, tokens, passwords, addresses
+    of databases and the like), or since its value has a URL with a user's password in it."""
+    return _SECRET.search(name) is not None or _LOGIN.search(value) is not None
 
 
 def environment(keep: Sequence[str] = ()) -> dict[str, str]:
-    """This process's environment without what looks like a secret by its name (keys, tokens, passwords, credentials).
+    """This process's environment without what looks like a secret.
 
     Args:
         keep: names of variables that stay all the same.
@@ -32,7 +36,7 @@ def environment(keep: Sequence[str] = ()) -> dict[str, str]:
 
 def hidden_variables(keep: Sequence[str] = ()) -> list[str]:
     """Names of this process's environment variables that `environment` leaves out."""
-    return sorted(name for name in os.environ if looks_secret(name) and name not in keep)
+    return sorted(name for name, value in os.environ.items() if looks_secret(name, value) and name not in keep)
 
 
 def memory_limit(memory_mb: float | None, workers: int) -> int:

@@ -56,6 +56,9 @@ class RayCluster:
 
     def __init__(self, address: str | None, runtime_env: Mapping[str, Any] | None = None) -> None:
         self._is_ours = not ray.is_initialized()
+        self._task = ray.remote(
+            on_node
+        )  # once: Ray keeps what each of them says of the function until the cluster ends
         if not self._is_ours:
             if runtime_env:
                 raise ValueError("runtime_env has no effect where Ray runs in this process already; remove it")
@@ -98,7 +101,7 @@ class RayCluster:
             resources: that it has for itself: "CPU", "GPU", "memory" (bytes), and those that nodes were given by name.
         """
         named = {name: value for name, value in resources.items() if name not in ("CPU", "GPU", "memory")}
-        task = ray.remote(
+        task = self._task.options(
             num_cpus=resources.get("CPU", 0.0),
             num_gpus=resources.get("GPU", 0.0),
             memory=int(resources["memory"]) if "memory" in resources else None,
@@ -106,7 +109,7 @@ class RayCluster:
             max_retries=0,
             name="arborist agent",
             scheduling_strategy="SPREAD",  # Ray would fill this machine first, which trains
-        )(on_node)
+        )
         return RayTask(task.remote(dict(setup)))
 
     def shortage(self, resources: Mapping[str, float]) -> str:
@@ -141,13 +144,18 @@ class RayTask:
         self._said = said
 
     async def next(self) -> dict[str, Any]:
-        """What it says next: its place, then its result. Raises Lost: with its node. CallFailed: Ray cannot run it."""
+        """What it says next: its place, then its result. Raises Lost: with its node. CallFailed: it was cancelled, or
+        Ray cannot run it."""
+        if not ray.is_initialized():  # Ray's C++ would end this process
+            raise CallFailed("was cancelled: Ray has been left")
         try:
             found: dict[str, Any] = await (await anext(self._said))
         except _LOST as error:
             raise Lost(f"was lost with its node ({_in_short(error)})") from error
         except StopAsyncIteration:
             raise Lost("was lost: Ray has nothing of it") from None
+        except exceptions.TaskCancelledError as error:
+            raise CallFailed("was cancelled") from error
         except exceptions.RayError as error:
             raise CallFailed(
                 f"cannot be run by Ray: {_in_short(error)}; its nodes need this checkout and the agent where they are"
@@ -170,8 +178,10 @@ class RayTask:
             self.interrupt(force=True)
 
     def interrupt(self, force: bool = False) -> None:
-        """Has it end, and does not wait for that. Forced, its worker ends at once, and the relay ends the rest."""
-        ray.cancel(self._said, force=force)
+        """Has it end, and does not wait for that. Forced, its worker ends at once, and the relay ends the rest.
+        Where Ray has been left it has ended already."""
+        if ray.is_initialized():  # Ray would start a cluster to cancel it in
+            ray.cancel(self._said, force=force)
 
 
 def on_node(setup: dict[str, Any]) -> Iterator[dict[str, Any]]:

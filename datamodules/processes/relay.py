@@ -5,24 +5,27 @@
 Promises: however that process ends, by SIGKILL or after somebody has killed its children, all that the call started
 ends on this machine: the relay's input closes with that process, and the guardian ends everything when the relay is
 gone. That process imports nothing foreign and unpickles nothing. Arguments come over a pipe: they stand in no command
-line, and in no environment but the call's own. Standard library alone, until the relay makes the call.
+line, and in no environment but the call's own. What a call prints is on this machine until it ends; where its relay was
+killed, until another one begins a minute later or more. Standard library alone, until the relay makes the call.
 """
 
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import json
 import os
 import pickle
 import select
+import shutil
 import struct
 import subprocess
 import sys
 import tempfile
 import time
 import urllib.request
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from http.client import HTTPException
 from pathlib import Path
 from typing import Any
@@ -31,6 +34,8 @@ _LENGTH = struct.Struct("!Q")
 _POLL_S = 0.1  # how soon an interrupt is noticed: Python's own wakes no wait
 _ASK_S = 10.0  # a busy run answers late; where none does, a call's deadline is late by as much
 _END_S = 18.0  # a question under way, and then the guardian's own bound
+_SCRATCH, _LOCK = "arborist_call_", "lock"
+_YOUNG_S = 60.0  # a folder may be there before its lock
 
 
 def relayed(setup: Mapping[str, Any]) -> dict[str, Any]:
@@ -77,14 +82,14 @@ def relayed(setup: Mapping[str, Any]) -> dict[str, Any]:
         relay.kill()
         code = relay.wait()
         relay.stdout.close()
-    if not received:
-        if is_interrupted:
-            return {"status": "cancelled", "content": "was cancelled", "printed": ""}
-        # Nothing foreign runs in the relay, so nothing of the call has killed it: this process is being ended.
-        status, how = ("lost", "was killed") if code < 0 else ("failed", f"exited with code {code}")
-        return {"status": status, "content": f"has lost its relay, which {how}", "printed": ""}
-    found: dict[str, Any] = json.loads(received)
-    return found
+    with suppress(ValueError):  # nothing, or half an object, of a relay that was killed
+        found: dict[str, Any] = json.loads(received)
+        return found
+    if is_interrupted:
+        return {"status": "cancelled", "content": "was cancelled", "printed": ""}
+    # Nothing foreign runs in the relay, so nothing of the call has killed it: this process is being ended.
+    status, how = ("lost", "was killed") if code < 0 else ("failed", f"exited with code {code}")
+    return {"status": status, "content": f"has lost its relay, which {how}", "printed": ""}
 
 
 def _read(stream: int, received: bytearray, seconds: float | None = None) -> None:
@@ -105,11 +110,25 @@ def main() -> None:
         return
     setup = pickle.loads(message)
     sys.path[:] = setup["sys_path"]
-    with tempfile.TemporaryDirectory(prefix="arborist_") as folder:
-        found = asyncio.run(_called(setup, Path(folder)))
+    with _scratch() as folder:
+        found = asyncio.run(_called(setup, folder))
     with suppress(BrokenPipeError):  # nobody waits for it any more
         sys.stdout.write(json.dumps(found))
         sys.stdout.flush()
+
+
+@contextmanager
+def _scratch() -> Iterator[Path]:
+    """A folder of this relay's own, locked while it lives. Those of relays that were killed are removed."""
+    for left in Path(tempfile.gettempdir()).glob(f"{_SCRATCH}*"):
+        with suppress(OSError):  # locked, gone, or somebody else's
+            if time.time() - left.lstat().st_mtime > _YOUNG_S:
+                with open(left / _LOCK, "r+") as lock:
+                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    shutil.rmtree(left, ignore_errors=True)
+    with tempfile.TemporaryDirectory(prefix=_SCRATCH) as folder, open(Path(folder, _LOCK), "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield Path(folder)
 
 
 async def _called(setup: Mapping[str, Any], folder: Path) -> dict[str, Any]:

@@ -6,6 +6,7 @@ Promises: cheap to import (reward workers do it); an option out of range or with
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
@@ -65,7 +66,8 @@ class RewardOptions:
             RLIMIT_DATA, at twice as much and 2000.
         max_calls: calls after which a worker is replaced, against whatever else leaks. None for no limit.
         keep_environment: environment variables that rewards may see though their names look like secrets (those with
-            `_KEY`, `_TOKEN`, `SECRET`, `PASSWORD`, `CREDENTIALS` and the like, which workers do not get).
+            `_KEY`, `_TOKEN`, `SECRET`, `PASSWORD`, `CREDENTIALS` and the like, or a URL with a password as
+            their value, which workers do not get).
 
     Raises:
         ValueError: an option out of range or without effect.
@@ -100,7 +102,7 @@ class RewardOptions:
         ):
             raise ValueError(f"reward_options.on_failure: {self.on_failure!r}, must be 'drop' or a finite score")
         for variable in self.keep_environment or ():
-            if not looks_secret(variable):
+            if not looks_secret(variable, os.environ.get(variable, "")):
                 raise ValueError(
                     f"reward_options.keep_environment: {variable!r} has no effect, it looks like no secret and is there"
                     " anyway; remove it"

@@ -16,6 +16,7 @@ import shlex
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -106,6 +107,7 @@ def agent(
     memory_mb: float | None,
     keep_environment: Sequence[str] | None,
     executor: RayExecutor | None = None,
+    held_out: bool = False,
 ) -> Agent:
     """What `given` says: a function or its import path, a command (its words, or a text of several), or a URL.
 
@@ -114,6 +116,7 @@ def agent(
         workers: agents at a time.
         memory_mb, keep_environment: see `ProcessCalls`.
         executor: where functions and commands run; None for processes of this machine.
+        held_out: it plays episodes of validation.
 
     Raises:
         ValueError: no such function, one that processes cannot import, no command, or an option without effect.
@@ -138,10 +141,10 @@ def agent(
             raise ValueError(
                 f"{given!r} is no function that can be imported ({error}); a command of one word is written as a list"
             ) from error
-    calls_of = ProcessCalls if executor is None else executor.calls
+    calls_of = ProcessCalls if executor is None else partial(executor.calls, held_out=held_out)
     if callable(given):
         try:
-            calls = calls_of({"agent": InEnvironment(given)}, workers, memory_mb, keep_environment)
+            calls = calls_of({"agent": InEnvironment(given)}, workers, memory_mb, keep_environment, once=True)
         except ValueError as error:
             raise ValueError(f"{error}; define it at the top of a module") from error
         return FunctionAgent(calls)
@@ -162,7 +165,9 @@ class _ProcessAgent(Agent):
 
 
 class FunctionAgent(_ProcessAgent):
-    """Calls a function of the task, asynchronous or not, in a process that may go on to other episodes.
+    """Calls a function of the task, asynchronous or not, in a process of this episode's own.
+
+    What it leaves running ends with the episode: a thread that went on into another one would speak in its session.
 
     Args:
         calls: has it as "agent".

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import socket
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -34,6 +35,23 @@ _FINAL = (500, 503)
 _http_log = logging.getLogger(f"{__name__}.http")
 # These lines would quote what is no HTTP, and with it keys.
 _http_log.addFilter(lambda line: not (line.exc_info and isinstance(line.exc_info[1], HttpProcessingError)))
+
+
+def check_host(host: str) -> None:
+    """Raises ValueError: nobody can listen there, since it is no address of this machine."""
+    why: OSError | None = None
+    try:
+        found = socket.getaddrinfo(host or None, 0, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    except OSError as error:
+        found, why = [], error
+    for family, kind, protocol, _, address in found:
+        try:
+            with socket.socket(family, kind, protocol) as one:
+                one.bind(address)
+            return
+        except OSError as error:
+            why = error
+    raise ValueError(f"{host!r} is no address of this machine ({why})") from why
 
 
 class Listener:

@@ -25,6 +25,7 @@ from datamodules.prompts.base import Prompt
 from datamodules.workflows.adapters.ray_executor import RayExecutor
 from datamodules.workflows.base import EpisodeEngine, PlaceholderSampled
 from datamodules.workflows.gateway import agents
+from datamodules.workflows.gateway.listener import check_host
 from datamodules.workflows.gateway.rewards import shown
 from datamodules.workflows.gateway.server import Gateway
 from datamodules.workflows.gateway.sessions import Budget, Sampling, Session
@@ -114,7 +115,7 @@ class AgentWorkflow:
         try:
             # Of training, and of validation: agents of the first wait, each with its worker, until the second are done.
             given = (agent, workers, memory_mb, keep_environment, self._executor)
-            self._agents = [agents.agent(*given) for _ in range(2)]
+            self._agents = [agents.agent(*given, held_out=held_out) for held_out in (False, True)]
         except ValueError as error:
             raise ValueError(f"{name}.agent: {error}") from error
         self._deadline_s = deadline_s
@@ -126,10 +127,14 @@ class AgentWorkflow:
         self._serving: asyncio.Task[None] | None = None  # kept: an event loop holds its tasks weakly
 
     def prepare(self, tokenizer: PreTrainedTokenizerBase) -> None:
-        """Tries the chat template, and joins the executor. Raises ValueError: there is none, or it cannot be joined."""
+        """Tries the chat template and the host, and joins the executor. Raises ValueError: one of them does not do."""
         self._chat = Chat(tokenizer, options=self._template_options)
         if isinstance(self._parser, ResponseTemplate):
             self._parser.prepare(tokenizer)
+        try:
+            check_host(self._host)
+        except ValueError as error:
+            raise ValueError(f"{type(self).__name__}.host: {error}; give the one at which agents reach it") from error
         if self._executor is not None:
             self._executor.open(self._host)
 

@@ -19,10 +19,12 @@ import psutil
 import pytest
 
 from datamodules.processes import guardian, process
+from datamodules.processes.calls import ProcessCalls
 from datamodules.processes.guarded import LOG_BYTES
 from datamodules.processes.limits import environment, looks_secret, memory_limit
 from datamodules.processes.process import WorkerProcess
 from datamodules.processes.worker import MOST_ANSWER_BYTES
+from datamodules.rewards import RewardOptions
 
 ROOT = Path(__file__).parents[3]
 PLENTY = 10**9
@@ -161,8 +163,30 @@ def test_large_answers_are_refused_where_they_are_made() -> None:
     assert (status, said) == ("exception", "returned 2.1 MB, more than 1 MB")
 
 
+def test_calls_of_a_pool_that_is_stopped_end() -> None:
+    calls = ProcessCalls({"f": time.sleep}, 1, 500.0)
+
+    async def run() -> list[Any]:
+        both = [asyncio.create_task(calls.call("f", (1000,), {}, None)) for _ in range(2)]  # one waits for the other
+        while not psutil.Process().children(recursive=True):
+            await asyncio.sleep(0.05)
+        await asyncio.sleep(0.5)
+        calls.stop()
+        async with asyncio.timeout(60):
+            ended = await asyncio.gather(*both, return_exceptions=True)
+            return [*ended, await calls.call("f", (0,), {}, None)]
+
+    try:
+        *ended, again = asyncio.run(run())
+    finally:
+        calls.stop()
+    assert [str(one) for one in ended] == ["was stopped, as were all calls beside it"] * 2 and again is None
+
+
 SECRETS = ("ARBORIST_SGLANG_API_KEY", "WANDB_API_KEY", "HF_TOKEN", "AWS_SECRET_ACCESS_KEY", "SSH_AUTH_SOCK")
 MORE = ("db_password", "GITHUB_PAT", "MYSQL_PWD", "OPENAI_API_KEYS", "DATABASE_URL", "SENTRY_DSN")
+MORE += ("AZURE_STORAGE_CONNECTION_STRING", "DB_PASS", "SMTP_PASS", "MYSQL_URL", "RABBITMQ_URL", "SLACK_WEBHOOK_URL")
+MORE += ("PRIVATE_KEY_PEM", "JWT", "API_TOKEN_2", "HF_TOKEN_READ", "ACCESSTOKEN", "COOKIE", "DOCKER_AUTH_CONFIG")
 
 
 @pytest.mark.parametrize("name", [*SECRETS, *MORE])
@@ -172,10 +196,22 @@ def test_secrets_stay_behind(name: str, monkeypatch: pytest.MonkeyPatch) -> None
 
 
 @pytest.mark.parametrize(
-    "name", ["PATH", "HOME", "PWD", "OLDPWD", "TOKENIZERS_PARALLELISM", "OMP_NUM_THREADS", "HF_HOME", "KEYMAP"]
+    "value", ["postgresql+driver://me:word@host/x", "redis://:word@host", "http://h https://a:b@h"]
 )
-def test_what_is_no_secret_is_seen(name: str) -> None:
-    assert not looks_secret(name)
+def test_a_url_with_a_password_stays_behind(value: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("BACKEND", value)
+    assert "BACKEND" not in environment() and environment(["BACKEND"])["BACKEND"] == value
+    RewardOptions(keep_environment=["BACKEND"])
+
+
+PLAIN = ("PATH", "HOME", "PWD", "OLDPWD", "TOKENIZERS_PARALLELISM", "OMP_NUM_THREADS", "HF_HOME", "KEYMAP")
+USUAL = ("OPENAI_BASE_URL", "SSH_ASKPASS", "TOKEN_LIMIT", "MONKEY", "COMPASS", "PYTHONPATH", "AUTHOR", "SSL_CERT_FILE")
+
+
+@pytest.mark.parametrize("name", [*PLAIN, *USUAL])
+@pytest.mark.parametrize("value", ["", "http://host:80/a@b", "ssh://git@host", "a:b@c", "C://d e:f@g"])
+def test_what_is_no_secret_is_seen(name: str, value: str) -> None:
+    assert not looks_secret(name, value)
 
 
 def test_every_worker_has_a_share_of_the_memory() -> None:

@@ -16,6 +16,7 @@ from typing import Any
 import psutil
 import pytest
 
+from datamodules.processes import relay
 from datamodules.processes.calls import pickled_call, pickled_functions
 from datamodules.processes.relay import relayed
 
@@ -142,20 +143,55 @@ def test_an_interrupt_ends_all_it_started(tmp_path: Path) -> None:
     assert found == {"status": "cancelled", "content": "was cancelled", "printed": "I hang\n"} and gone(tmp_path)
 
 
-def test_a_relay_that_is_killed_is_no_failure_of_the_call(tmp_path: Path) -> None:
+def killed(folder: Path, before: Callable[[], None] = lambda: None) -> dict[str, Any]:
+    """What a call says whose relay is killed while it hangs, after something else."""
     others = set(psutil.Process().children())  # this process has servers and ranks that are shared by tests
 
     def kill() -> None:
-        if eventually((tmp_path / "pids").exists):
-            for child in set(psutil.Process().children()) - others:
+        if eventually((folder / "pids").exists):
+            relays = set(psutil.Process().children()) - others
+            before()
+            for child in relays:
                 child.kill()
 
     thread = threading.Thread(target=kill)
     thread.start()
-    found = relayed(setup(hang, str(tmp_path)))
+    found = relayed(setup(hang, str(folder)))
     thread.join(10)
-    assert found == {"status": "lost", "content": "has lost its relay, which was killed", "printed": ""}
+    return found
+
+
+def test_a_relay_that_is_killed_is_no_failure_of_the_call(tmp_path: Path) -> None:
+    assert killed(tmp_path) == {"status": "lost", "content": "has lost its relay, which was killed", "printed": ""}
     assert gone(tmp_path)
+
+
+def test_what_a_killed_relay_leaves_is_removed_by_the_next_but_for_one_that_runs(tmp_path: Path) -> None:
+    there: list[bool] = []
+
+    def begin_another() -> None:
+        """Whether the folder, as that of a call of long ago, is left by it."""
+        (folder,) = tmp_path.glob("arborist_*")
+        os.utime(folder, (0, 0))
+        relayed(setup(greet, "Ada"))
+        there.append(folder.exists())
+
+    killed(tmp_path, before=begin_another)
+    assert gone(tmp_path)
+    begin_another()
+    assert there == [True, False] and list(tmp_path.glob("arborist_*")) == []
+
+
+def test_half_an_answer_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    program = tmp_path / "relay.py"
+    program.write_text(
+        "import os, signal, sys\n"
+        'print(\'{"status": "ok", "cont\', end=\'\', flush=True)\n'
+        "os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    monkeypatch.setattr(relay, "__file__", str(program))
+    found = relayed(setup(greet, "Ada"))
+    assert found == {"status": "lost", "content": "has lost its relay, which was killed", "printed": ""}
 
 
 @pytest.mark.parametrize("how", ["killed", "children first"])

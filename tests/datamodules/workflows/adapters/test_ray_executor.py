@@ -22,7 +22,8 @@ import pytest
 
 from app.batch import Trajectory
 from datamodules.inference.protocol import GenerationRequest
-from datamodules.pipeline.player import EpisodeError, EpisodePlayer
+from datamodules.pending import Pending
+from datamodules.pipeline.player import EpisodeError, EpisodePlayer, Pause
 from datamodules.processes.calls import CallFailed
 from datamodules.prompts.base import Prompt
 from datamodules.workflows.gateway import AgentWorkflow, RayExecutor
@@ -329,6 +330,41 @@ def test_a_wait_for_a_node_says_what_for(nodes: TwoNodes) -> None:
 
 
 @pytest.mark.slow
+def test_validation_waits_for_no_cpu_that_training_holds(nodes: TwoNodes) -> None:
+    """Both nodes' CPUs belong to agents of training, whose calls are held until validation is over."""
+    executor = RayExecutor(nodes.address, wait_s=20.0)
+    workflow = AgentWorkflow(ray_agents.quick, max_new_tokens=20, workers=2, executor=executor)
+    engine = ScriptedEngine(TOKENIZER, counted())
+    player = EpisodePlayer(workflow, engine, TOKENIZER, Pool(lambda prompt, text: 1.0), 120.0)  # type: ignore[arg-type]
+
+    async def run() -> None:
+        first, second, held_out = (replace(one := task(x), tokens=workflow.encode(one)) for x in ("a", "b", "v"))
+        unpaused, tables = asyncio.Event(), [Pending("a"), Pending("b")]
+        training = [
+            asyncio.create_task(player.play(one, name=one.id, seed="s", pause=Pause(unpaused), pending=table))
+            for one, table in zip((first, second), tables, strict=True)
+        ]
+        async with asyncio.timeout(100):
+            while not all(any(one.what == "resume" for one in table.waits.values()) for table in tables):
+                await asyncio.sleep(0.05)
+        assert len(await player.play(held_out, name="v", seed="v", temperature=1.0)) == 1
+        assert not any(one.done() for one in training)
+        unpaused.set()
+        assert [len(one) for one in await asyncio.gather(*training)] == [1, 1]
+
+    try:
+        workflow.prepare(TOKENIZER)
+        asyncio.run(run())
+        seats = RayExecutor(nodes.address, resources={"seat": 1.0}, wait_s=1.0)
+        seats.open("127.0.0.1")
+        calls = seats.calls({"f": ray_agents.quick}, 1, held_out=True)
+        with pytest.raises(CallFailed, match=r"a node with seat 1 \(.*; agents of training, held until validation is"):
+            asyncio.run(calls.call("f", (task("a"),), {}, 60.0))
+    finally:
+        workflow.close()
+
+
+@pytest.mark.slow
 def test_nodes_that_cannot_reach_the_gateway_are_named(nodes: TwoNodes) -> None:
     nodes.add("stranger", ip="127.0.0.3")
     try:
@@ -338,6 +374,52 @@ def test_nodes_that_cannot_reach_the_gateway_are_named(nodes: TwoNodes) -> None:
             play(nodes, ray_agents.quick, task("a"))
     finally:
         nodes.leave("stranger")
+    executor = RayExecutor(nodes.address)
+    with pytest.raises(OSError):
+        executor.open("no-such-host.invalid")
+    with pytest.raises(CallFailed, match="Ray has been left"):
+        executor.check_reach()
+
+
+# A run that ends while the loop of its rollouts stands still, and with it a call.
+CLOSED = """
+import asyncio, pathlib, sys, threading, time
+from datamodules.prompts.base import Prompt
+from datamodules.workflows.gateway import RayExecutor
+from tests.datamodules.workflows.adapters import ray_agents
+
+async def play():
+    call = asyncio.create_task(calls.call("f", (Prompt(id="a", metadata={"folder": sys.argv[2]}),), {}, 100.0))
+    while not pathlib.Path(sys.argv[2], "hanging").exists():
+        await asyncio.sleep(0.05)
+    still.set()
+    closed.wait(100)
+    print(await asyncio.gather(call, return_exceptions=True))
+
+executor = RayExecutor(sys.argv[1])
+executor.open("127.0.0.1")
+calls = executor.calls({"f": ray_agents.hangs}, 1)
+still, closed = threading.Event(), threading.Event()
+rollouts = threading.Thread(target=lambda: asyncio.run(play()))
+rollouts.start()
+still.wait(100)
+calls.stop()
+executor.close()
+closed.set()
+rollouts.join()
+executor.close()
+print("the end")
+"""
+
+
+@pytest.mark.slow
+def test_a_call_under_way_ends_no_run(nodes: TwoNodes, tmp_path: Path) -> None:
+    words = [sys.executable, "-c", CLOSED, nodes.address, str(tmp_path)]
+    done = subprocess.run(words, cwd=HERE, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr
+    assert "CallFailed('was stopped, as were all calls beside it')" in done.stdout and "the end" in done.stdout
+    assert "Ray is left when this process ends: 1 calls" in done.stderr
+    assert no_longer(files(tmp_path, "hanging")["hanging"]["pids"])
 
 
 @pytest.mark.slow
@@ -379,6 +461,13 @@ def test_a_cluster_that_is_not_there() -> None:
         ({"resources": {"seat": 0.0}}, r"RayExecutor\.resources\.seat: 0\.0, must be above 0"),
         ({"wait_s": 0.0}, r"RayExecutor\.wait_s: 0\.0, must be above 0"),
         ({"runtime_env": {"env_vars": {"MY_API_KEY": "k"}}}, r"env_vars: MY_API_KEY looks like a secret"),
+        ({"runtime_env": {"env_vars": {"X": "http://me:word@h"}}}, r"env_vars: X looks like a secret"),
+        ({"runtime_env": {"env_vars": None}}, r"RayExecutor\.runtime_env\.env_vars: a NoneType, must be texts"),
+        ({"runtime_env": {"env_vars": {"X": 1}}}, r"RayExecutor\.runtime_env\.env_vars\.X: must be a text, write"),
+        ({"num_gpus": 1.5}, r"RayExecutor\.num_gpus: 1\.5, must be a whole number, or a part of one"),
+        ({"num_cpus": 1e-5}, r"RayExecutor\.num_cpus: 1e-05, must be 0, or at least 0\.0001"),
+        ({"num_cpus": float("inf")}, r"RayExecutor\.num_cpus: inf, must be at most"),
+        ({"resources": {"seat": 1e-6}}, r"RayExecutor\.resources\.seat: 1e-06, must be at least 0\.0001"),
     ],
 )
 def test_options_that_cannot_be(options: dict[str, Any], says: str) -> None:

@@ -11,6 +11,7 @@ import urllib.error
 import urllib.request
 from typing import Any
 
+import openai
 from openai import AsyncOpenAI, BadRequestError, OpenAI
 
 from datamodules.prompts.base import Prompt
@@ -24,6 +25,22 @@ LOOK_UP = {
     },
 }
 PRICES = {"apple": 3, "pear": 5}
+
+
+def careless(prompt: Prompt) -> str:
+    """Asks by the package's own client, and leaves a thread that asks on."""
+
+    def ask_on() -> None:
+        while True:
+            time.sleep(0.5)
+            OpenAI(max_retries=0).chat.completions.create(model="any", messages=[{"role": "user", "content": "late"}])
+
+    if prompt.id == "first":
+        threading.Thread(target=ask_on, daemon=True).start()
+    else:
+        time.sleep(1.5)
+    messages: list[Any] = [{"role": "user", "content": prompt.text}]
+    return openai.chat.completions.create(model="any", messages=messages).choices[0].message.content or ""
 
 
 def shopper(prompt: Prompt, client: OpenAI | None = None, **options: Any) -> str:

@@ -214,6 +214,22 @@ def test_validation_does_not_wait_for_agents_that_are_paused_for_it() -> None:
         workflow.close()
 
 
+def test_nothing_of_an_episode_goes_on_in_the_next() -> None:
+    engine = ScriptedEngine(TOKENIZER, lambda request: "6")
+    workflow = AgentWorkflow(agents.careless, max_new_tokens=20, workers=1)
+    workflow.prepare(TOKENIZER)
+    player = EpisodePlayer(workflow, engine, TOKENIZER, Pool(right), deadline_s=60.0)  # type: ignore[arg-type]
+    tasks = [replace(TASK, id=name, tokens=workflow.encode(TASK)) for name in ("first", "second")]
+
+    async def run() -> list[list[Trajectory]]:
+        return [await player.play(one, name=one.id, seed="s") for one in tasks]
+
+    try:
+        assert [len(found) for found in asyncio.run(run())] == [1, 1]
+    finally:
+        workflow.close()
+
+
 def test_what_a_judge_says_of_a_call_without_a_sequence_is_the_episodes() -> None:
     class Process(Pool):
         async def judge(self, prompt: Prompt, completion: Any) -> Judgement:

@@ -153,6 +153,13 @@ def test_agents_that_cannot_be(agent: Any, says: str) -> None:
         AgentWorkflow(agent)
 
 
+@pytest.mark.parametrize("host", ["203.0.113.1", "no-such-host.invalid"])
+def test_a_host_that_is_another_machines_is_named_before_the_run(host: str) -> None:
+    workflow = AgentWorkflow(["echo", "1"], host=host)
+    with pytest.raises(ValueError, match=rf"AgentWorkflow\.host: '{host}' is no address of this machine \("):
+        workflow.prepare(TOKENIZER)
+
+
 def test_a_program_that_is_not_there() -> None:
     with pytest.raises(CallFailed, match="no-such-program"):
         run("no-such-program {text}", ["x"])
