@@ -11,7 +11,8 @@ from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 
-from app.strategies.shards import gathers, take_buffers, without_storage
+from app.strategies.shards import gathers, is_sharded, take_buffers, without_storage
+from app.tree import quantised_layers, whole_weights
 from datamodules.inference.export import WeightParts, base_model, weight_parts
 
 
@@ -23,11 +24,19 @@ def run_dir(trainer: Trainer) -> Path:
     return Path(trainer.log_dir or trainer.default_root_dir)
 
 
+def comes_in_parts(policy: Any) -> bool:
+    """Whether a policy is exported by `policy_in_parts`: its tensors are not those of a plain model."""
+    return is_sharded(policy) or bool(quantised_layers(policy))
+
+
 def policy_in_parts(policy: Any, keep: bool) -> tuple[Any, WeightParts | None]:
-    """A collective, of a policy that ranks hold in shards: where `keep`, a model like it without storage, and its
-    weights, a layer at a time, gathered as one asks for the next; all of them have to be asked for. Elsewhere nothing,
-    when the last was gathered."""
-    gather = gathers(base_model(policy), keep)
+    """Where `keep`, a model like `policy` without storage, and its weights, a layer at a time, made as one asks for the
+    next; all of them have to be asked for. Of a policy that ranks hold in shards a collective, that gathers them, and
+    elsewhere nothing, when the last was gathered; of one in 4 bit what these stand for."""
+    if not is_sharded(policy):
+        gather = whole_weights(base_model(policy)) if keep else None
+    else:
+        gather = gathers(base_model(policy), keep)
     if keep:
         assert gather is not None, "rank 0 keeps"
         like = without_storage(policy)

@@ -19,7 +19,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from app.tree import tower_parameters
+from app.tree import elements, quantised_layers, scales, tower_parameters
 from modules import TreeModule
 from modules.models import inner_model
 
@@ -74,6 +74,9 @@ def _counts(part: nn.Module, parameters: list[nn.Parameter]) -> Iterator[str]:
         yield ("all trained" if trained else "frozen") + with_
     else:
         yield f"{_million(trained)} of them trained ({trained / every:.1%}){with_}"
+    in_bits = _elements(layer.weight for layer in quantised_layers(part).values())
+    if in_bits:
+        yield f"{_million(in_bits)} of them kept in 4 bit"
     tower = tower_parameters(inner_model(part)) if hasattr(part, "config") else []
     if tower:
         state = "trained" if any(one.requires_grad for one in tower) else "frozen"
@@ -81,7 +84,7 @@ def _counts(part: nn.Module, parameters: list[nn.Parameter]) -> Iterator[str]:
 
 
 def _elements(parameters: Iterable[Tensor]) -> int:
-    return sum(one.numel() for one in parameters)
+    return sum(elements(one) for one in parameters)
 
 
 def _million(count: int) -> str:
@@ -113,7 +116,7 @@ def _memory(trainer: Trainer, module: nn.Module) -> str:
     counted: set[int] = set()
     groups = [group for optimizer in trainer.optimizers for group in optimizer.param_groups]
     masters = [one for group in groups for one in group["params"]]  # with DTAStrategy shards of their own
-    parameters = [*module.parameters(), *module.buffers()]
+    parameters = [*module.parameters(), *module.buffers(), *(scale for _, scale in scales(module))]
     states = [value for one in trainer.optimizers for state in one.state.values() for value in state.values()]
     parts = {
         "weights": _bytes(parameters, counted),

@@ -5,7 +5,8 @@ directory loads with `AutoModelForCausalLM.from_pretrained`, or what a `RewardMo
 `AutoModelForSequenceClassification.from_pretrained`, or a model that sees with `AutoModelForImageTextToText` and its
 image processor (and `AutoTokenizer`, when the datamodule has a tokenizer, or the model that the run began with), on
 this project's `model: {path: ...}` and on inference servers alike. Adapters are written as PEFT has them, for
-`model: {path: ..., adapter: ...}`, unless they are to be merged. Of a model in shards rank 0 holds no more than a file.
+`model: {path: ..., adapter: ...}`, unless they are to be merged: into what weights in 4 bit stand for, where they are.
+Of a model in shards rank 0 holds no more than a file.
 """
 
 from __future__ import annotations
@@ -20,9 +21,8 @@ from lightning.pytorch.utilities import rank_zero_warn
 from transformers import AutoTokenizer
 
 from app.interruption import Interrupted
-from app.strategies.shards import is_sharded
 from app.text import reason
-from callbacks.base import policy_in_parts, run_dir
+from callbacks.base import comes_in_parts, policy_in_parts, run_dir
 from datamodules.inference.weight_files import save_model
 
 _log = logging.getLogger(__name__)
@@ -66,7 +66,7 @@ class SavePretrained(Callback):
         adapter = hasattr(pl_module.policy, "peft_config") and not self.merge
         policy: Any = pl_module.policy
         parts = None
-        if is_sharded(policy) and not adapter:
+        if comes_in_parts(policy) and not adapter:
             policy, parts = policy_in_parts(policy, trainer.is_global_zero)
         if trainer.is_global_zero:
             if adapter:

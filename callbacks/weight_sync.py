@@ -10,7 +10,8 @@ Promises: rollouts and validation start with the trainer's (restored) weights; w
 the engine serves the version the trainer has, and the staleness gate knows it. Only global rank 0 talks to the engine;
 where parameters are sharded it gathers them with the ranks of its group, one tensor at a time, and never has all: a
 layer after another goes into files, which method "distributed" sends in buckets, or into the embedded engine's own copy
-(nothing for an adapter alone, which every rank has).
+(nothing for an adapter alone, which every rank has). So do weights in 4 bit, read back: engines then generate with the
+numbers that the trainer computes with.
 
 A version is one set of weights, so the engine never serves those in the middle of a batch of several steps. Validation
 there would score other weights than a checkpoint saves with that score: it is refused when training starts.
@@ -30,9 +31,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.utilities import rank_zero_warn
 
-from app.strategies.shards import is_sharded
-from callbacks.base import policy_in_parts, run_dir
+from app.tree import quantised_layers
+from callbacks.base import comes_in_parts, policy_in_parts, run_dir
 from callbacks.validate_ends import nearest_multiples
 from datamodules.inference.export import WeightParts, base_model, checkpoint_weights, merged_weights, num_bytes
 from datamodules.inference.protocol import RolloutData, WeightUpdate
@@ -51,7 +53,7 @@ class WeightSync(Callback):
             (`SGLangEngine(adapters=...)`); "auto" takes the first that the engine offers.
         directory: of methods "disk" and "adapter", seen by all servers under the same path; relative paths are below
             the run directory and None is its `weights`. It holds the version served, and the next one while that is
-            written. (So does `weights` for method "distributed" where parameters are sharded.)
+            written. (So does `weights` for method "distributed" where parameters are sharded or in 4 bit.)
         deadline_s: seconds the engine may take for one update; a server that takes longer counts as lost.
 
     By other methods a policy with LoRA adapters is sent merged, under its base model's names.
@@ -116,6 +118,12 @@ class WeightSync(Callback):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         _refuse_validation_inside_batches(trainer, pl_module)
+        if self._way == "adapter" and quantised_layers(pl_module):
+            rank_zero_warn(
+                "WeightSync.method: adapter sends what is trained alone, and the weights below it are in 4 bit here and"
+                " whole on servers: mismatch_kl says how far apart both are. To generate with the trainer's numbers set"
+                " SGLangEngine.adapters to null, to train on whole ones leave model.quantization out"
+            )
         # Here, not in on_fit_start: weights may be restored from a checkpoint between the two.
         self._start(trainer, pl_module)
 
@@ -166,9 +174,9 @@ class WeightSync(Callback):
         )
 
     def _policy(self, trainer: Trainer, module: Any) -> tuple[Any, WeightParts | None]:
-        """A collective: on rank 0 the policy, which is without storage where ranks have shards of it, and its weights
-        then."""
-        if self._way != "adapter" and is_sharded(module.policy):
+        """A collective: on rank 0 the policy, which is without storage where ranks have shards of it or its weights are
+        in 4 bit, and its weights then."""
+        if self._way != "adapter" and comes_in_parts(module.policy):
             if self._files is None and self._way == "distributed":
                 self._files = WeightFiles(run_dir(trainer) / "weights")
             return policy_in_parts(module.policy, trainer.is_global_zero)

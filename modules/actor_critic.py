@@ -19,9 +19,10 @@ from app import checks
 from app.batch import RolloutBatch
 from app.tree import FlatOutputs, TreeEngine
 from modules.metrics import NamedMetrics, TokenSums
-from modules.models import ModelSource, build_model, check_same_tokens, inner_model
+from modules.models import ModelSource, build_model, inner_model
 from modules.objectives.value_loss import value_loss
 from modules.policy import PolicyModule
+from modules.refusals import check_same_tokens, refuse_frozen, refuse_quantised
 from modules.step import TreeStep
 
 CriticSource = ModelSource | Literal["shared", "initial"]
@@ -105,6 +106,8 @@ class ActorCriticModule(PolicyModule):
                 f"advantage={name} takes no values, so the critic has no effect: use gae or gae_turn, or"
                 " modules.PolicyModule as class_path"
             )
+        if isinstance(critic, ModelSource):
+            refuse_frozen("critic", critic)
         checks.positive({"value_coef": value_coef, "value_clip": value_clip, "critic_lr": critic_lr})
         checks.at_least(0, {"critic_warmup": critic_warmup})
         if self.algorithm.whole_step:
@@ -139,6 +142,7 @@ class ActorCriticModule(PolicyModule):
 
     def setup(self, stage: str) -> None:
         super().setup(stage)
+        refuse_quantised(self.trainer, "critic", self.critic_source)
         if isinstance(self.critic_source, ModelSource):
             tokenizer = getattr(getattr(self.trainer, "datamodule", None), "tokenizer", None)
             check_same_tokens(tokenizer, self.model_source, self.critic_source.path, "critic")

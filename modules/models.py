@@ -28,14 +28,20 @@ from transformers import (
     AutoConfig,
     AutoImageProcessor,
     AutoModelForSequenceClassification,
-    AutoTokenizer,
     PretrainedConfig,
     PreTrainedModel,
-    PreTrainedTokenizerBase,
 )
 
 from app import checks
-from app.tree import TreeEngine, auto_class, tower_parameters
+from app.tree import (
+    QUANTIZATIONS,
+    TreeEngine,
+    auto_class,
+    quantised_layers,
+    quantised_loading,
+    settle_quantised,
+    tower_parameters,
+)
 
 _LARGEST = 2**31 - 1
 _MOST_LAYERS = 10_000
@@ -56,11 +62,13 @@ class ModelSource:
         adapter: what is trained in place of these weights, which stay as they are: a directory written by PEFT, to go
             on with; or the fields of PEFT's configuration of a new one, with `peft_type` (LORA) and `target_modules`
             ("all-linear") where they are not said. Adapters of narrow weights are float32, as PEFT has them.
+        quantization: "nf4": the linear layers below the adapter, but the output projection, are kept in 4 bit, and read
+            back to `dtype` where they compute (QLoRA, Dettmers et al. 2023; bitsandbytes). None: as `dtype` says.
         train_tower: of a model that sees, also train what makes features of pictures, or put new adapters on it too; it
             stays as it is otherwise.
 
     Raises:
-        ValueError: both or neither of path and config, an adapter of random weights, or another dtype.
+        ValueError: both or neither of path and config, an adapter or 4 bit of random weights, another dtype or kind.
     """
 
     path: str | None = None
@@ -68,16 +76,20 @@ class ModelSource:
     dtype: str = "float32"
     adapter: str | dict[str, Any] | None = None
     train_tower: bool = False
+    quantization: str | None = None
 
     def __post_init__(self) -> None:
         if (self.path is None) == (self.config is None):
             given = "both are" if self.path is not None else "neither is"
             raise ValueError(f"model: give either model.path or model.config, {given} set")
         checks.one_of("model.dtype", self.dtype, _DTYPES)
-        if self.adapter is not None and self.path is None:
-            raise ValueError(
-                "model.adapter: the weights of model.config are random and would stay so; name a model in model.path"
-            )
+        if self.quantization is not None:
+            checks.one_of("model.quantization", self.quantization, QUANTIZATIONS)
+        for key in ("adapter", "quantization"):
+            if getattr(self, key) is not None and self.path is None:
+                raise ValueError(
+                    f"model.{key}: the weights of model.config are random and would stay so; name a model in model.path"
+                )
 
 
 def build_model(source: ModelSource, scores: bool = False) -> PreTrainedModel:
@@ -95,16 +107,18 @@ def build_model(source: ModelSource, scores: bool = False) -> PreTrainedModel:
     one_label = {"num_labels": 1} if scores else {}
     if source.path is not None:
         _refuse_adapter(source.path)
+        kept = _loading(source)
         try:
             config = AutoConfig.from_pretrained(source.path, **one_label)
             kind: Any = AutoModelForSequenceClassification if scores else auto_class(config)
             if _without_storage():
                 model = kind.from_config(config, dtype=dtype)
             else:
-                model = kind.from_pretrained(source.path, dtype=dtype, **one_label)
-        except (OSError, ValueError, RuntimeError) as error:
+                model = kind.from_pretrained(source.path, dtype=dtype, **one_label, **kept)
+        except (OSError, ValueError, RuntimeError, ImportError) as error:
             what = "model that scores with one label" if scores else "causal language model"
             raise ValueError(f"model.path: '{source.path}' holds no {what}: {error}") from error
+        _settle(model, source)
     else:
         assert source.config is not None
         config = _make_config(source.config)
@@ -153,46 +167,38 @@ def image_processor_of(source: ModelSource) -> Any | None:
         raise ValueError(f"model.path: {what}: {_in_one_line(error)}") from error
 
 
-def _without_storage() -> bool:
-    return torch.get_default_device().type == "meta"
-
-
-def check_same_tokens(
-    tokenizer: PreTrainedTokenizerBase | None, policy: ModelSource, reference: str | None, key: str = "reference"
-) -> None:
-    """Compares the tokenizer in the directory `reference`, the option `key`'s, with `tokenizer`, that of the rollouts,
-    or where there is none with the one beside the policy's weights: log-probabilities of a model that numbers its
-    tokens otherwise would be of other texts. A directory without a tokenizer is taken at its word.
-
-    Raises:
-        ValueError: a token has another number in the reference, or none; a tokenizer that cannot be read.
-    """
-    if reference is None or policy.path == reference:
-        return
-    other = _vocabulary(reference)
-    mine = _vocabulary(policy.path) if tokenizer is None else dict(tokenizer.get_vocab())
-    for token, number in mine.items() if other else ():
-        if other.get(token) != number:
-            there = f"{other[token]} there" if token in other else "none of its tokens"
-            raise ValueError(
-                f"{key}: '{reference}' has another tokenizer than this run: {token!r} is {number} here and {there}, so"
-                " what it says would be of other texts; take a model of the same family"
-            )
-
-
-def _vocabulary(path: str | None) -> dict[str, int]:
-    """Token to id; empty where no tokenizer lies beside the weights, for which transformers would make one up."""
-    if path is None or (
-        Path(path).is_dir() and not any(any(Path(path).glob(name)) for name in ("tokenizer*", "vocab*"))
-    ):
+def _loading(source: ModelSource) -> dict[str, Any]:
+    """What `from_pretrained` is told of 4 bit. Raises ValueError naming the field."""
+    if source.quantization is None:
         return {}
     try:
-        found = dict(AutoTokenizer.from_pretrained(path).get_vocab())
-    except Exception as error:  # files that are cut or of another kind fail anywhere in transformers
-        raise ValueError(f"the tokenizer beside '{path}' cannot be read: {_in_one_line(error)}") from error
-    if not found:
-        raise ValueError(f"the tokenizer beside '{path}' has no tokens: its files are incomplete; copy them again")
-    return found
+        return quantised_loading(source.quantization, _DTYPES[source.dtype], torch.get_default_device())
+    except ValueError as error:
+        raise ValueError(f"model.quantization: {error}") from error
+
+
+def _settle(model: PreTrainedModel, source: ModelSource) -> None:
+    """Weights are quantised as `source` says, and only the model itself knows. Raises ValueError naming the field."""
+    found = getattr(model.config, "quantization_config", None)
+    if found is None or _without_storage():
+        return
+    if source.quantization is None:
+        raise ValueError(
+            f"model.path: the weights in '{source.path}' are quantised ({getattr(found, 'quant_method', found)}), and"
+            f" {' or '.join(QUANTIZATIONS)} is what can be trained on: name the model they were made of, or set"
+            " model.quantization for weights of that kind"
+        )
+    try:
+        settle_quantised(model, source.quantization)
+    except ValueError as error:
+        raise ValueError(f"model.quantization: {error}") from error
+    if not quantised_layers(model):
+        raise ValueError(f"model.quantization: {type(model).__name__} has no linear layer to keep in 4 bit; remove it")
+    del model.config.quantization_config  # whoever builds or serves a model by it has whole weights
+
+
+def _without_storage() -> bool:
+    return torch.get_default_device().type == "meta"
 
 
 def inner_model(model: PreTrainedModel) -> PreTrainedModel:
@@ -388,6 +394,11 @@ class ReferencePolicy(nn.Module):
         self._engine_over = engine_over
         self._refresh, self._offload = refresh, offload
         self._masters: dict[str, Tensor] = {}  # float32 on the CPU; no buffers, which precision bf16-true would cast
+        if refresh is not None and source != "initial" and quantised_layers(model):
+            raise ValueError(
+                "reference_refresh: a reference in 4 bit cannot follow a policy that began elsewhere; set reference to"
+                " 'initial', or leave reference.quantization out"
+            )
         if refresh is not None and _shapes(model) != _shapes(policy):
             raise ValueError(
                 "reference_refresh: the reference has other parameters than the policy; remove one of them"
@@ -412,7 +423,9 @@ class ReferencePolicy(nn.Module):
         own, share = dict(self.model.named_parameters()), 1 - self._refresh.ema
         for name, param in policy.named_parameters():
             mine = own[name]
-            if share < 1 and mine.is_floating_point() and mine.itemsize < 4:
+            if not mine.is_floating_point():  # 4 bit, which nothing trains
+                continue
+            if share < 1 and mine.itemsize < 4:
                 if name not in self._masters:
                     self._masters[name] = mine.to("cpu", torch.float32)
                 master = self._masters[name]

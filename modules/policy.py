@@ -25,7 +25,7 @@ from modules.advantages.teacher import TeacherServer, shown, views
 from modules.algorithm import STEP_INPUTS, Algorithm, LossInputs, Proximal, Regulariser, with_rewards
 from modules.evaluation import EvaluationMetrics, comparable, compare
 from modules.metrics import NamedMetrics, TokenSums, episode_reward
-from modules.models import ModelSource, ReferencePolicy, Refresh, WithoutAdapters, check_same_tokens
+from modules.models import ModelSource, ReferencePolicy, Refresh, WithoutAdapters
 from modules.objectives import Aggregation
 from modules.ranks import TEACHERS_VIEW, likeliest_columns, split_minibatches
 from modules.refusals import (
@@ -33,8 +33,10 @@ from modules.refusals import (
     check_groups,
     check_proximal,
     check_reference,
+    check_same_tokens,
     check_sharded_reference,
     note_aggregation,
+    refuse_quantised,
 )
 from modules.regularisers import k3
 from modules.step import TreeStep
@@ -180,6 +182,7 @@ class PolicyModule(TreeModule):
     def setup(self, stage: str) -> None:
         super().setup(stage)
         other = self.reference_source
+        refuse_quantised(self.trainer, "reference", other)
         if isinstance(other, ModelSource | TeacherServer):
             tokenizer = getattr(getattr(self.trainer, "datamodule", None), "tokenizer", None)
             path = other.tokenizer if isinstance(other, TeacherServer) else other.path

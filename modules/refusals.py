@@ -8,14 +8,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any
 
 import torch
 from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.utilities import rank_zero_warn
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from app import checks
 from app.exchange import OneProcess, Ranks
+from app.text import reason
 from modules.advantages.teacher import TeacherServer
 from modules.algorithm import Algorithm
 from modules.models import ModelSource, Refresh
@@ -58,6 +61,32 @@ def refuse_trainer(trainer: Any, stage: str, exchange: Ranks) -> None:
         raise ValueError(
             f"trainer.precision={trainer.precision}: the tree pass does not scale losses, which float16 needs;"
             " use bf16-mixed, bf16-true or 32-true"
+        )
+
+
+def refuse_frozen(key: str, source: ModelSource) -> None:
+    """A model that would be trained, and has nothing to train. `key`: its option's."""
+    if source.quantization is not None and source.adapter is None:
+        raise ValueError(
+            f"{key}.quantization: {source.quantization} keeps weights in 4 bit, which cannot be trained themselves: set"
+            f" {key}.adapter (such as {{r: 16}}), or leave quantization out"
+        )
+
+
+def refuse_quantised(trainer: Any, key: str, source: Any) -> None:
+    """Settings of the Trainer that do not go with 4 bit. `source`: of the option `key`, a model or another choice."""
+    if not isinstance(source, ModelSource) or source.quantization is None:
+        return
+    if getattr(trainer.strategy, "shard_parameters", False):
+        raise ValueError(
+            f"{key}.quantization: {source.quantization} with DTAStrategy(shard_parameters=True): codes and scales of 4"
+            " bit are not cut up; set shard_parameters to false (every rank then holds all of them, an eighth of"
+            " float32), or leave quantization out"
+        )
+    if trainer.precision == "64-true":
+        raise ValueError(
+            f"{key}.quantization: {source.quantization} with trainer.precision=64-true: 4 bit have no float64; set"
+            " precision to 32-true or bf16-true"
         )
 
 
@@ -199,3 +228,41 @@ def check_reference(
 def _readers(algorithm: Algorithm) -> str:
     costs = [choice for _, choice in algorithm.loss_costs + algorithm.reward_costs]
     return " and ".join(c.name for c in (algorithm.objective, *costs) if c.needs & {"reference", "soft"})
+
+
+def check_same_tokens(
+    tokenizer: PreTrainedTokenizerBase | None, policy: ModelSource, reference: str | None, key: str = "reference"
+) -> None:
+    """Compares the tokenizer in the directory `reference`, the option `key`'s, with `tokenizer`, that of the rollouts,
+    or where there is none with the one beside the policy's weights: log-probabilities of a model that numbers its
+    tokens otherwise would be of other texts. A directory without a tokenizer is taken at its word.
+
+    Raises:
+        ValueError: a token has another number in the reference, or none; a tokenizer that cannot be read.
+    """
+    if reference is None or policy.path == reference:
+        return
+    other = _vocabulary(reference)
+    mine = _vocabulary(policy.path) if tokenizer is None else dict(tokenizer.get_vocab())
+    for token, number in mine.items() if other else ():
+        if other.get(token) != number:
+            there = f"{other[token]} there" if token in other else "none of its tokens"
+            raise ValueError(
+                f"{key}: '{reference}' has another tokenizer than this run: {token!r} is {number} here and {there}, so"
+                " what it says would be of other texts; take a model of the same family"
+            )
+
+
+def _vocabulary(path: str | None) -> dict[str, int]:
+    """Token to id; empty where no tokenizer lies beside the weights, for which transformers would make one up."""
+    if path is None or (
+        Path(path).is_dir() and not any(any(Path(path).glob(name)) for name in ("tokenizer*", "vocab*"))
+    ):
+        return {}
+    try:
+        found = dict(AutoTokenizer.from_pretrained(path).get_vocab())
+    except Exception as error:  # files that are cut or of another kind fail anywhere in transformers
+        raise ValueError(f"the tokenizer beside '{path}' cannot be read: {reason(error, 300)}") from error
+    if not found:
+        raise ValueError(f"the tokenizer beside '{path}' has no tokens: its files are incomplete; copy them again")
+    return found

@@ -56,7 +56,14 @@ from modules.metrics import NamedMetrics, log_alone, remembered
 from modules.models import ModelSource, build_model, image_processor_of
 from modules.objectives import Aggregation
 from modules.ranks import RankWork, Step, build_tree
-from modules.refusals import refuse_narrow, refuse_optimizer, refuse_options, refuse_trainer
+from modules.refusals import (
+    refuse_frozen,
+    refuse_narrow,
+    refuse_optimizer,
+    refuse_options,
+    refuse_quantised,
+    refuse_trainer,
+)
 from modules.step import State, TreeStep, check_batch, check_plan, state_of, take_up, token_loss_weights
 
 _log = logging.getLogger(__name__)
@@ -131,6 +138,7 @@ class TreeModule(EvaluatedModule):
     ) -> None:
         super().__init__()
         refuse_options(tree_training_mode, chunk_tokens, self_check)
+        refuse_frozen("model", model)
         refuse_optimizer(optimizer, lr_scheduler)
         self.model_source = model
         self.make_optimizer, self.make_lr_scheduler = optimizer, lr_scheduler
@@ -263,6 +271,7 @@ class TreeModule(EvaluatedModule):
     def setup(self, stage: str) -> None:
         exchange = ranks_of(self.trainer)
         refuse_trainer(self.trainer, stage, exchange)
+        refuse_quantised(self.trainer, "model", self.model_source)
         if exchange.group is not None and self.self_check == "fallback":
             raise ValueError(
                 "self_check='fallback' has ranks run every sequence alone, which those of a group cannot share: set"

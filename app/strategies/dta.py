@@ -58,6 +58,7 @@ from app.strategies.ranks.watch import RankWatch
 from app.strategies.shards import refuse_shards, shard_models
 from app.strategies.sums import read_after_backward
 from app.strategies.zero1 import ShardedOptimizer
+from app.tree import scales
 
 _SIGNS = 3.0  # seconds to look for a rank that died behind a failed checkpoint
 _LAST_WORDS = 30.0  # seconds a run that failed waits for a checkpoint already begun
@@ -286,7 +287,8 @@ class DTAStrategy(DDPStrategy):
         assert self.lightning_module is not None
         refuse_shards(self.lightning_module)
         module = self.lightning_module
-        tensors = lambda: (*module.named_parameters(), *module.named_buffers())  # noqa: E731, kept they would stay whole
+        # A function: what it returns would stay whole.
+        tensors = lambda: (*module.named_parameters(), *module.named_buffers(), *scales(module))  # noqa: E731
         self.ranks.require_equal(
             "\n".join(f"{name} {tuple(tensor.shape)} {tensor.dtype}" for name, tensor in tensors()),
             "parameters and buffers of the module",

@@ -16,7 +16,7 @@ from contextlib import AbstractContextManager, nullcontext
 from lightning.pytorch.plugins.precision import DoublePrecision, HalfPrecision, Precision
 from torch.nn import Module
 
-from app.tree import kept_in_float32
+from app.tree import cast_quantised, kept_in_float32
 
 
 class _KeepsDefaultDtype:
@@ -39,6 +39,7 @@ class _Half(_KeepsDefaultDtype, HalfPrecision):
         module = super().convert_module(module)
         for name, tensor in kept_in_float32(module, dtype).items():
             tensor.data = kept[name]
+        cast_quantised(module, dtype)
         return module
 
 

@@ -220,7 +220,8 @@ class _ReduceScatter(_Named):
 
 def computes_in(parameter: Tensor) -> torch.dtype:
     """The dtype a parameter has for layers and in checkpoints."""
-    dtype: torch.dtype = getattr(parameter, _COMPUTES_IN, parameter.dtype)
+    own = getattr(parameter, "quant_state", parameter).dtype  # of 4 bit what they stand for
+    dtype: torch.dtype = getattr(parameter, _COMPUTES_IN, own)
     return dtype
 
 
@@ -258,7 +259,7 @@ def take_buffers(model: Module, like: Module) -> None:
 
 def without_storage(model: Any) -> Any:
     """A plain model of the same configuration and dtypes on the meta device, and adapters of the same kind where it has
-    some."""
+    some; of weights in 4 bit what these stand for."""
     adapted = hasattr(model, "get_base_model")
     inner = model.get_base_model() if adapted else model
     with torch.device("meta"):

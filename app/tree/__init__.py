@@ -11,6 +11,20 @@ from app.tree.heads import Likeliest, SoftTargets
 from app.tree.memory import free_bytes
 from app.tree.model.language import auto_class, kept_in_float32, language_model, own_config, tied_names
 from app.tree.model.pictures import Tower, picture_positions, picture_tokens, tower_parameters
+from app.tree.model.quantised import (
+    QUANTIZATIONS,
+    SavedWeight,
+    cast_quantised,
+    elements,
+    plain_names,
+    quantised_bytes,
+    quantised_layers,
+    quantised_loading,
+    scaled_by,
+    scales,
+    settle_quantised,
+    whole_weights,
+)
 from app.tree.model.refusals import refuse_lengths, refuse_tokens
 from app.tree.model.shallow import first_layers
 from app.tree.model.vocabulary import CutVocabulary, vocabulary_modules
@@ -27,6 +41,7 @@ from app.tree.states.piece_tree import PieceTree
 from app.tree.transfer import on_device
 
 __all__ = [
+    "QUANTIZATIONS",
     "SCAN_PACKAGES",
     "STATES_ARGUMENT",
     "CutVocabulary",
@@ -38,6 +53,7 @@ __all__ = [
     "PieceTree",
     "PrefixTree",
     "RankGroup",
+    "SavedWeight",
     "SelfCheckError",
     "SequenceOutputs",
     "SoftTargets",
@@ -47,7 +63,9 @@ __all__ = [
     "TreeOutputs",
     "TreeReport",
     "auto_class",
+    "cast_quantised",
     "device_rates",
+    "elements",
     "first_layers",
     "free_bytes",
     "inspect_model",
@@ -59,10 +77,18 @@ __all__ = [
     "partition",
     "picture_positions",
     "picture_tokens",
+    "plain_names",
+    "quantised_bytes",
+    "quantised_layers",
+    "quantised_loading",
     "read_config",
     "refuse_lengths",
     "refuse_tokens",
+    "scaled_by",
+    "scales",
+    "settle_quantised",
     "tied_names",
     "tower_parameters",
     "vocabulary_modules",
+    "whole_weights",
 ]

@@ -32,6 +32,7 @@ from app.tree.model.elementwise import refuse_elementwise
 from app.tree.model.picture_check import Entries, entering, entries_over
 from app.tree.model.picture_shares import dealt
 from app.tree.model.pictures import PicturePass, Tower
+from app.tree.model.quantised import settle_quantised
 from app.tree.model.refusals import (
     refuse_by_name,
     refuse_dropout,
@@ -60,7 +61,7 @@ class TreeEngine:
 
     Args:
         model: a transformers causal language model whose layers all attend through transformers' attention interface;
-            PEFT adapters inside its layers (LoRA and the like) are trained as they are.
+            PEFT adapters inside its layers (LoRA and the like) are trained as they are, on 4-bit layers too.
         chunk_tokens: most tokens in one forward; "auto" chooses by device.
         live_tokens: most tokens whose activations are kept at once; "auto" takes what free memory allows.
         attention: attention backend, "auto" or a name in `app.tree.attention.BACKENDS`.
@@ -138,6 +139,7 @@ class TreeEngine:
         self.last_plan: ExecutionPlan | None = None
         self.model = transformers_model(model)
         refuse_by_name(self.model)
+        settle_quantised(self.model)
         self.state_layers = StateLayers.of(self.model)
         refuse_unsupported(self.model, self.state_layers.indices)
         if group is not None and self.state_layers.mixers:

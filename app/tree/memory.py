@@ -27,6 +27,7 @@ from app.tree.heads import Heads
 from app.tree.model.checkpointing import checkpoints_itself
 from app.tree.model.picture_shares import dealt
 from app.tree.model.pictures import tower_parameters
+from app.tree.model.quantised import elements, quantised_layers, scales
 from app.tree.model.shape import shape_of
 from app.tree.model.vocabulary import CutVocabulary, vocabulary_modules
 from app.tree.planning.cost import ModelShape, TowerShape
@@ -59,9 +60,10 @@ class PassMemory:
     Attributes:
         parameters: there already, for orientation; not part of `total`.
         gradients: of parameters that have none yet.
-        gathered: where parameters are sharded (FSDP2), the largest unit's twice, as the next is on its way while one
-            runs, and its gradients with what is sent of them; where the vocabulary is, hidden states and gradients of
-            the rows of all ranks, once as sent and once as they come, and the gradient of what one chunk looks up.
+        gathered: where weights are in 4 bit, the largest one read back; where parameters are sharded (FSDP2), the
+            largest unit's twice, as the next is on its way while one runs, and its gradients with what is sent of them;
+            where the vocabulary is, hidden states and gradients of the rows of all ranks, once as sent and once as they
+            come, and the gradient of what one chunk looks up.
         path_cache: keys and values of the longest path, once in place and once in the chunks they come from, with their
             gradients, and the gradients on their way to a chunk.
         states: of layers that carry one, at the ends of the chunks of the longest path, with their gradients.
@@ -128,9 +130,11 @@ def pass_memory(
     cut, width = CutVocabulary.of(model), shape.hidden
     held = 1 + longest // chunk_tokens if chunks is None else most_ends(chunks)
     return PassMemory(
-        parameters=sum(_here(p) * p.element_size() for p in model.parameters()),
+        parameters=sum(_here(p) * p.element_size() for p in model.parameters())
+        + sum(x.nbytes for _, x in scales(model)),
         gradients=missing * accumulated,
         gathered=_largest_unit(model) * 2 * (element + accumulated)
+        + max((elements(layer.weight) for layer in quantised_layers(model).values()), default=0) * element
         + (0 if cut is None else 4 * min(largest, scored) * width * element + cut.count * width * accumulated),
         path_cache=key_value
         * (

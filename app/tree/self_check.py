@@ -31,6 +31,7 @@ from transformers import PreTrainedModel
 from app.tree.model.picture_check import Entries, Sample, by_token, differences, entering, picture_sample
 from app.tree.model.pictures import Tower
 from app.tree.model.projections import READS
+from app.tree.model.quantised import elements
 from app.tree.outputs import BatchedLoss, FlatOutputs
 from app.tree.prefix_tree import Bools, Ints, PrefixTree
 
@@ -169,7 +170,7 @@ class Subject:
     @property
     def extent(self) -> tuple[int, int]:
         """Of the sample, by the size of the model."""
-        parameters = sum(p.numel() for module in self.modules for p in module.parameters())
+        parameters = sum(elements(p) for module in self.modules for p in module.parameters())
         return EXTENT if parameters <= LARGE else EXTENT_LARGE
 
     def owner(self, parameter: str) -> str:

@@ -20,7 +20,7 @@ from torch.nn import Module
 from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
-from app.tree import kept_in_float32, own_config, tied_names
+from app.tree import kept_in_float32, own_config, plain_names, quantised_layers, tied_names
 
 Fetch = Callable[[Iterable[str]], dict[str, Tensor]]
 """Gets tensors by their names in a base model's own `state_dict()`, into memory that may be written."""
@@ -43,9 +43,16 @@ def merged_weights(policy: Module) -> dict[str, Tensor]:
         goes on), new tensors on the CPU for layers with one. Tied tensors come under each of their names.
 
     Raises:
-        ExportError: merging gives values that are not finite, or separates tied embeddings.
+        ExportError: merging gives values that are not finite, or separates tied embeddings; weights in 4 bit, which
+            come in `WeightParts`.
     """
     base = base_model(policy)
+    in_bits = next(iter(quantised_layers(base)), None)
+    if in_bits is not None:  # PEFT would merge into 4 bit, and round what was trained away
+        raise ExportError(
+            f"weight export: '{in_bits}' is in 4 bit, and is read back a layer at a time: ask for WeightParts, as"
+            " callbacks.WeightSync and SavePretrained do, or write the adapter alone"
+        )
     weights = {name: tensor.detach() for name, tensor in base.state_dict().items()}
     adapted = _adapted_modules(base)
     return _merge(adapted, tied_names(base) if adapted else {}, weights)
@@ -87,7 +94,7 @@ def weight_parts(policy: Module) -> list[list[str]]:
     apart = {tied: source for tied, source in ties.items() if {place(tied), place(source)} & adapted.keys()}
     together = {place(tied): place(source) for tied, source in apart.items()}
     parts: dict[str, list[str]] = {}
-    for name in base.state_dict():
+    for name in plain_names(base.state_dict()):
         if name not in ties or name in apart:
             parts.setdefault(together.get(place(name), place(name)), []).append(name)
     return list(parts.values())

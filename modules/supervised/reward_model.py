@@ -56,7 +56,7 @@ class RewardModule(TreeModule):
     chance of the right order (expected calibration error, torchmetrics, 10 bins from 0.5 to 1).
 
     Raises:
-        ValueError: an option out of range, or adapters.
+        ValueError: an option out of range, adapters, or weights in 4 bit.
     """
 
     want = ("values",)
@@ -65,13 +65,14 @@ class RewardModule(TreeModule):
     evaluates_pairs = True
 
     def __init__(self, model: ModelSource, margin: float = 0.0, centre: float = 0.0, **tree_options: Any) -> None:
+        given = {"model.adapter": model.adapter, "model.quantization": model.quantization}
+        checks.no_effect("with RewardModule, which trains whole models", given)
         super().__init__(model, **tree_options)
         self.save_hyperparameters()
         self.save_hyperparameters(ignore=objects_among(self.hparams))
         for name, value in {"margin": margin, "centre": centre}.items():
             if not 0 <= value < math.inf:
                 raise ValueError(f"{name}: {value}, must be a finite number of at least 0")
-        checks.no_effect("with RewardModule, which trains whole models", {"model.adapter": model.adapter})
         self.margin, self.centre = margin, centre
         self.train_metrics = NamedMetrics(("accuracy", "margin", "score", "flat"), ("loss", *TOKEN_COUNTS))
         self.eval_metrics = PairMetrics()

@@ -37,9 +37,9 @@ class EngineData(TinyData):
         super().__init__(batches=batches, validate=False)
         self.engine: Any = engine
 
-    def start(self, model: Any, version: int) -> None:
+    def start(self, model: Any, version: int, *parts: Any) -> None:
         if not self.engine.health()["alive"]:
-            self.engine.start(model, version, seed=1)
+            self.engine.start(model, version, 1, *parts)
 
     def assert_serves(self, policy: Any, version: int) -> None:
         """What the engine samples now is of these weights, to 1e-5, and says so."""

@@ -10,6 +10,7 @@ from callbacks import WeightSync
 from callbacks.pictures import read_metrics
 from datamodules.inference import EmbeddedEngine
 from datamodules.inference.export import ExportError
+from modules import ModelSource, build_model
 from tests.callbacks.engine_run import EngineData, PolicyOnTrial
 from tests.datamodules.inference.adapters import with_lora
 from tests.datamodules.inference.engine_suite import tiny_policy
@@ -37,6 +38,32 @@ def test_the_engine_serves_the_trained_policy(data, tmp_path, method, adapters) 
     for seconds, downtime_s in zip(series["sync/seconds"], series["sync/downtime_s"], strict=True):
         assert 0 < downtime_s < seconds
     assert [path.name for path in run.glob("weights/*")] == (["v00000003"] if method == "disk" else [])
+
+
+@pytest.fixture
+def in_4_bit(tmp_path):
+    pytest.importorskip("bitsandbytes", reason="4 bit need bitsandbytes: pip install -e '.[qlora]'")
+    tiny_policy().save_pretrained(tmp_path / "base")
+    adapter = {"r": 4, "target_modules": ["q_proj", "v_proj", "down_proj"], "init_lora_weights": False}
+    return build_model(ModelSource(path=str(tmp_path / "base"), adapter=adapter, quantization="nf4"))
+
+
+@pytest.mark.parametrize("method", ["memory", "disk"])
+def test_of_weights_in_4_bit_the_engine_serves_the_same_numbers(data, tmp_path, method, in_4_bit) -> None:
+    trainer(tmp_path / "run", WeightSync(method)).fit(PolicyOnTrial(in_4_bit), datamodule=data)
+    assert data.published == [1, 2, 3] and data.engine.version == 3
+    data.assert_serves(in_4_bit.eval(), 3)
+    with pytest.raises(AssertionError):
+        data.assert_serves(tiny_policy().eval(), 3)
+
+
+def test_an_adapter_alone_is_of_weights_that_servers_have_otherwise(tmp_path, in_4_bit) -> None:
+    class TakesAdapters(EmbeddedEngine):
+        update_methods = ("adapter",)
+
+    made, run = EngineData(TakesAdapters()), trainer(tmp_path / "run", WeightSync())
+    with pytest.warns(UserWarning, match="below it are in 4 bit here"), pytest.raises(ExportError, match="is in 4 bit"):
+        run.fit(PolicyOnTrial(in_4_bit), datamodule=made)  # this engine has no adapters
 
 
 def test_restored_weights_start_the_engine_and_go_on(data, tmp_path) -> None:

@@ -13,7 +13,8 @@ import torch
 
 from app.strategies import DTAStrategy
 from modules import ActorCriticModule, ModelSource, PolicyModule, Refresh, Regulariser
-from modules.models import ReferencePolicy, build_model, check_same_tokens
+from modules.models import ReferencePolicy, build_model
+from modules.refusals import check_same_tokens
 from tests.helpers.recorded_samples import byte_tokenizer
 from tests.helpers.tiny_policy import (
     CONFIG,

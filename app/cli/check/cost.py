@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import math
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -56,11 +57,11 @@ def sharing_and_cost(rollouts: Rollouts, arguments: argparse.Namespace) -> Part:
     minibatches = (rollouts.settings.get("model", {}).get("init_args") or {}).get("minibatches") or 1
     source = (rollouts.settings.get("model", {}).get("init_args") or {}).get("model") or {}
     model = _model(config, source, arguments)
-    held = _held(whole.parameters, dtype, model, source.get("adapter") is not None)
+    held = _held(whole.parameters, dtype, model, source, arguments)
     if model is not None:
         reasons += _refused(model, tree)
     seconds = None
-    if there and model is not None and not batch.pictures:
+    if there and model is not None and not batch.pictures and source.get("quantization") is None:
         seconds = measured_seconds(model, tree, arguments.device, dtype, whole.tree_seconds)
     each = (whole.tree_seconds if seconds is None else seconds) / arguments.devices
     optimizer = 0.0 if rates is None else _OPTIMIZER_BYTES * held.trained / arguments.devices / rates.memory
@@ -141,6 +142,7 @@ class _Held:
         trained: parameters that are; 0 of an adapter about which nothing is known.
         weights, gradients, state: bytes of each of these; the state is shared by the devices.
         is_adapted: they are an adapter's.
+        saved: bytes of the frozen weights that 4 bit would save; 0 where they are so, or nothing is known.
     """
 
     frozen: int
@@ -149,18 +151,32 @@ class _Held:
     gradients: int
     state: int
     is_adapted: bool = False
+    saved: int = 0
 
     def bytes(self, devices: int) -> float:
         """On one of so many devices."""
         return self.frozen + self.trained * (self.weights + self.gradients + self.state / devices)
 
 
-def _held(parameters: int, dtype: str, model: Any | None, is_adapted: bool) -> _Held:
+def _held(
+    parameters: int, dtype: str, model: Any | None, source: dict[str, Any], arguments: argparse.Namespace
+) -> _Held:
     """`model`: with its adapter; None where that cannot be made."""
-    if not is_adapted:
+    if source.get("adapter") is None:
         return _Held(0, parameters, *((2, 4, 12) if dtype == "bfloat16" else (4, 4, 8)))
+    import torch
+
+    from app.tree import quantised_bytes
+    from modules.models import ModelSource, build_model
+
+    element = 2 if dtype == "bfloat16" else 4
+    frozen = in_bits = element * parameters
+    with suppress(ValueError), torch.device("meta"):  # of another model than the one that is asked about
+        in_bits = quantised_bytes(build_model(ModelSource(path=str(arguments.model or source["path"]))), element)
     trained = 0 if model is None else sum(one.numel() for one in model.parameters() if one.requires_grad)
-    return _Held((2 if dtype == "bfloat16" else 4) * parameters, trained, 4, 4, 8, is_adapted=True)
+    if source.get("quantization") is not None:
+        return _Held(in_bits, trained, 4, 4, 8, is_adapted=True)
+    return _Held(frozen, trained, 4, 4, 8, is_adapted=True, saved=frozen - in_bits)
 
 
 def _model(config: Any, source: dict[str, Any], arguments: argparse.Namespace) -> Any | None:
@@ -203,6 +219,9 @@ def _too_large(held: _Held, work: float, memory: float, devices: int) -> Reason:
         return Reason(
             "change", finding, f"{max(devices + 1, math.ceil(state / room))} devices share the optimizer's state"
         )
+    if held.is_adapted and held.saved and (held.bytes(devices) - held.saved) / 2**30 + work < memory:
+        gib = (held.frozen - held.saved) / 2**30
+        return Reason("change", finding, f"4 bit (model.quantization: nf4) hold the frozen weights in {gib:.3g} GiB")
     if held.is_adapted:
         return Reason("no-go", finding, "take a smaller model or larger devices: frozen weights and adapter do not fit")
     if held.trained * held.weights / 2**30 + work < memory:

@@ -22,6 +22,7 @@ from app.strategies.checkpoint.checkpoints import CheckpointError, unpack
 from app.strategies.pieces import Piece, SavedPieces, load_whole
 from app.strategies.ranks.collectives import Communicator
 from app.strategies.shards import computes_in, part_of
+from app.tree import SavedWeight, plain_names, scaled_by
 
 _WEIGHTS = "model/"
 CONFIG_FILE, GENERATION_FILE, ADAPTER_FILE = "config.json", "generation_config.json", "adapter_config.json"
@@ -119,12 +120,13 @@ class SavedModel:
 
     Attributes:
         files: its configurations by file name (JSON text).
-        tensors: of the shape and dtype of each of its weights, by their names in it.
+        tensors: of the shape and dtype of each of its weights, by their names in it; of those in 4 bit what these stand
+            for.
         tied: names that stand for the same tensor as another, with that one.
 
     Raises:
         CheckpointError: it is damaged, or no checkpoint.
-        ValueError: there is no such model; names those there are.
+        ValueError: there is no such model, and it names those there are; weights in 4 bit, and no bitsandbytes.
     """
 
     def __init__(self, path: Path, name: str) -> None:
@@ -145,6 +147,22 @@ class SavedModel:
         small = {n.removeprefix(prefix): t for n, t in contents["state_dict"].items() if n.startswith(prefix)}
         self._small = {n: tensor for n, tensor in small.items() if isinstance(tensor, Tensor)}
         self.tensors = {n: self._saved.tensors[full] for n, full in self._stored.items()} | self._small
+        self._quantised: dict[str, SavedWeight] = {}
+        self._take_quantised()
+
+    def _take_quantised(self) -> None:
+        """Weights in 4 bit: what is beside their codes belongs to them, and is no weight of the model."""
+        beside: dict[str, list[str]] = {}
+        for name in self.tensors:
+            if (owner := scaled_by(name)) is not None:
+                beside.setdefault(owner, []).append(name)
+        self.tied = {name: first for name, first in self.tied.items() if scaled_by(name) is None}
+        for owner, names in beside.items():
+            parts = self.fetch(names)
+            weight = SavedWeight({name.removeprefix(f"{owner}."): tensor for name, tensor in parts.items()})
+            self._quantised[owner] = weight
+            self.tensors[owner] = torch.empty(weight.shape, dtype=weight.dtype, device="meta")
+        self.tensors = {name: self.tensors[name] for name in plain_names(self.tensors)}
 
     def fetch(self, names: Iterable[str]) -> dict[str, Tensor]:
         """These of its weights, in CPU memory of their own.
@@ -154,7 +172,8 @@ class SavedModel:
         """
         names = list(names)
         read = self._saved.whole({self._stored[name] for name in names if name in self._stored})
-        return {name: read[self._stored[name]] if name in self._stored else self._small[name] for name in names}
+        found = {name: read[self._stored[name]] if name in self._stored else self._small[name] for name in names}
+        return {name: self._quantised[name].read_back(t) if name in self._quantised else t for name, t in found.items()}
 
 
 def _contents(path: Path, checked: bool = False) -> dict[str, Any]:

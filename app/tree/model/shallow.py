@@ -42,7 +42,8 @@ def first_layers(model: PreTrainedModel, depth: int) -> PreTrainedModel | None:
     for module in shallow.modules():  # what others hang on a model would be called for the copy as well
         module._forward_hooks.clear()
         module._forward_pre_hooks.clear()
-    return shallow.to(torch.float32)
+    nn.Module.to(shallow, torch.float32)  # transformers' own refuses layers in 4 bit, which compute in any dtype
+    return shallow
 
 
 def _is_stack(module: nn.Module) -> bool:

@@ -46,7 +46,8 @@ def _matrices(module: nn.Module, shape: ModelShape) -> int:
     weight = getattr(getattr(module, "base_layer", module), "weight", None)  # below an adapter
     if weight is None or weight.dim() != 2:
         return 0
-    for one, other in (weight.shape, weight.shape[::-1]):
+    sizes = getattr(weight, "quant_state", weight).shape  # codes of 4 bit have others
+    for one, other in (sizes, sizes[::-1]):
         if one == shape.hidden and other % shape.intermediate == 0:
             return int(other // shape.intermediate)
     return 0

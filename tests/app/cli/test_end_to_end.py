@@ -97,7 +97,10 @@ def test_solved_problems_are_rewarded_and_trained_on(monkeypatch: pytest.MonkeyP
 # ---- adapters
 
 
-def test_an_adapter_is_trained_gone_on_with_merged_and_exported(workplace: Path) -> None:
+@pytest.mark.parametrize("quantization", [None, "nf4"])
+def test_an_adapter_is_trained_gone_on_with_merged_and_exported(workplace: Path, quantization: str | None) -> None:
+    if quantization is not None:
+        pytest.importorskip("bitsandbytes", reason="4 bit need bitsandbytes: pip install -e '.[qlora]'")
     torch.manual_seed(0)
     base = build_model(ModelSource(config=MODEL))
     base.save_pretrained("base")
@@ -110,7 +113,7 @@ def test_an_adapter_is_trained_gone_on_with_merged_and_exported(workplace: Path)
                 "init_args": {"dirpath": saved, "save_last": True, "every_n_train_steps": 2},
             },
         ]
-        model = {"path": "base", "config": None, "adapter": adapter}
+        model = {"path": "base", "config": None, "adapter": adapter, "quantization": quantization}
         overlay = {
             "model": {"init_args": {"model": model}},
             "trainer": {"accelerator": "cpu", "max_steps": 2, "callbacks": callbacks, "enable_checkpointing": True},
@@ -143,10 +146,10 @@ def test_an_adapter_is_trained_gone_on_with_merged_and_exported(workplace: Path)
             found: torch.Tensor = model.eval()(torch.arange(8)[None]).logits
         return found
 
-    trained = logits(build_model(ModelSource(path="base", adapter="alone")))
+    trained = logits(build_model(ModelSource(path="base", adapter="alone", quantization=quantization)))
     for path in ("merged", "rl/model"):
         torch.testing.assert_close(logits(build_model(ModelSource(path=path))), trained)
-    began = logits(build_model(ModelSource(path="base", adapter=str(warm))))
+    began = logits(build_model(ModelSource(path="base", adapter=str(warm), quantization=quantization)))
     assert not torch.allclose(trained, began, atol=1e-5) and not torch.allclose(began, logits(base), atol=1e-5)
 
 

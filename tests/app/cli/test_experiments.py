@@ -72,6 +72,11 @@ OVERLAYS: dict[str, dict[str, Any]] = {
         workflow={"init_args": {"max_turns": 3, "max_new_tokens": 4}},
     ),
     "gsm8k_grpo": {"data": gsm8k(), "expect": {"val/accuracy"}},
+    "gsm8k_qlora": {
+        "data": gsm8k(),
+        "model": {"model": {"path": "teacher", "config": None}},
+        "expect": {"kl", "val/accuracy"},
+    },
     "gsm8k_ppo": {
         "data": gsm8k(batch_size=4, group_size=1),
         "model": {"minibatches": 2, "critic_warmup": 0},
@@ -234,6 +239,7 @@ def test_an_experiment(
 ) -> None:
     for stem, package in (
         ("reasoning_gym", "reasoning_gym"),
+        ("gsm8k_qlora", "bitsandbytes"),
         ("easy_vqa_grpo", "easy_vqa"),
         ("minigrid_grpo", "minigrid"),
     ):

@@ -258,6 +258,21 @@ def test_of_a_run_with_an_adapter_its_parameters_alone_are_trained(capsys: pytes
     assert "an adapter that cannot be made here and is not counted" in capsys.readouterr().out
 
 
+def test_frozen_weights_in_4_bit() -> None:
+    """Codes and scales of the linear layers; where that helps it is what to change."""
+    AutoConfig.for_model(**CONFIG).save_pretrained("base")
+    path = record([[1, 0, 1, 0]] * 20)
+    adapter = {"path": "base", "adapter": {"r": 2, "target_modules": ["q_proj"]}}
+    whole = check(configured(path, model=adapter))
+    linear = 4 * (2 * 64 * 64 + 2 * 64 * 32 + 3 * 64 * 128)
+    gib = whole["gib_fixed"] - (4 - 1 / 2 - 1 / 64 - 4 / (64 * 256)) * linear / 2**30
+    room = whole["gib_least"] - (whole["gib_fixed"] - gib) / 2
+    assert "4 bit (model.quantization: nf4) hold the frozen weights in" in of(check(path, "--gib", room), "change")
+    less = check(configured(path, model={**adapter, "quantization": "nf4"}))
+    assert less["gib_fixed"] == pytest.approx(gib, rel=1e-3)
+    assert check(path, "--gib", room)["verdict"] == "go"
+
+
 @pytest.mark.parametrize(
     ("args", "said"),
     [

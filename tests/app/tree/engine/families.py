@@ -12,6 +12,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import cache
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
@@ -19,7 +20,15 @@ import torch
 from peft import LoraConfig, get_peft_model
 from transformers import PreTrainedModel
 
-from app.tree import PrefixTree, TreeEngine
+from app.tree import (
+    PrefixTree,
+    TreeEngine,
+    auto_class,
+    quantised_layers,
+    quantised_loading,
+    settle_quantised,
+    whole_weights,
+)
 from tests.app.tree import models, oracle
 from tests.app.tree.losses import SequenceLoss
 from tests.app.tree.parity import take_grads
@@ -217,10 +226,11 @@ def errors(model: Any, dense: Any = None) -> tuple[float, float]:
     return forward, oracle.relative_error(take_grads(model), expected)[0]
 
 
-def check_parity(family: Family, model: Any, dense: Any = None) -> None:
-    """Raises AssertionError where the model is not to its family's tolerances what `dense` (default: itself) is."""
+def check_parity(family: Family, model: Any, dense: Any = None, rounds: bool = False) -> None:
+    """Raises AssertionError where the model is not to its family's tolerances what `dense` (default: itself) is, or,
+    where it `rounds` (as delta rules do), to what `dense` is off itself."""
     found, allowed = errors(model, dense), family.tolerances
-    if allowed == DELTA_RULE and (found[0] >= allowed[0] or found[1] >= allowed[1]):
+    if (rounds or allowed == DELTA_RULE) and (found[0] >= allowed[0] or found[1] >= allowed[1]):
         own = _rounding(dense or model)
         allowed = max(allowed[0], _APART * own[0]), max(allowed[1], _APART * own[1])
     within(found, allowed)
@@ -266,15 +276,51 @@ def check_checkpointing(family: Family) -> None:
     check_parity(family, model, dense)
 
 
+def quantised(family: Family, dtype: torch.dtype = torch.float32, **options: Any) -> PreTrainedModel:
+    """The same model with its linear layers in 4 bit, as transformers loads it."""
+    model = build(family, dtype, **options)
+    with TemporaryDirectory() as directory:
+        model.save_pretrained(directory)
+        kept = quantised_loading("nf4", dtype, torch.device("cpu"))
+        kind = auto_class(model.config)
+        loaded = kind.from_pretrained(
+            directory, dtype=dtype, attn_implementation=model.config._attn_implementation, **kept
+        )
+    settle_quantised(loaded)
+    return loaded.eval()
+
+
+def whole(family: Family, model: PreTrainedModel, **options: Any) -> PreTrainedModel:
+    """A plain model with the numbers that `model`, in 4 bit, stands for."""
+    plain, layers = build(family, model.dtype, **options), quantised_layers(model)
+    assert layers
+    fetched = whole_weights(model)(f"{name}.weight" for name in layers)
+    plain.load_state_dict(fetched, strict=False)
+    return plain
+
+
+def check_quantised(family: Family) -> None:
+    """LoRA beside layers in 4 bit, against the plain model with the numbers that these stand for."""
+    model = quantised(family)
+    plain = with_lora(family, whole(family, model))
+    adapted = with_lora(family, model)
+    plain.load_state_dict({n: p for n, p in adapted.named_parameters() if p.requires_grad}, strict=False)
+    check_parity(family, adapted, plain, rounds=True)
+
+
 def check_lora(family: Family) -> None:
     """LoRA on every linear layer but the head: gradients of the adapters, and of nothing else."""
+    check_parity(family, with_lora(family, build(family)))
+
+
+def with_lora(family: Family, model: PreTrainedModel) -> Any:
     torch.manual_seed(0)
-    model = get_peft_model(build(family), LoraConfig(r=2, target_modules=family.adapted, lora_dropout=0.0))
+    model = get_peft_model(model, LoraConfig(r=2, target_modules=family.adapted, lora_dropout=0.0))
     for name, parameter in model.named_parameters():
         if "lora_B" in name:  # zero at the start, which would hide the gradient of A
             torch.nn.init.normal_(parameter, 0.0, 0.1)
     assert all(("lora_" in name) == p.requires_grad for name, p in model.named_parameters())
-    check_parity(family, model)
+    return model
 
 
 def _low_precision(family: Family, autocast: bool) -> None:
@@ -307,6 +353,7 @@ COLUMNS: dict[str, Callable[[Family], None]] = {
     "autocast": lambda family: _low_precision(family, autocast=True),
     "checkpointing": check_checkpointing,
     "LoRA": check_lora,
+    "4 bit": check_quantised,
     "tied and untied": check_tied,
 }
 

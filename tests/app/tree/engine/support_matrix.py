@@ -27,6 +27,8 @@ EXPLAINED = {
     "autocast": "float32 parameters under bf16 autocast, the same",
     "checkpointing": "Hugging Face's gradient checkpointing, enabled by the user",
     "LoRA": "PEFT LoRA on every linear layer of the body",
+    "4 bit": "the same LoRA beside linear layers in NF4 (bitsandbytes), against a plain model of the numbers that these"
+    " stand for; what `transformers` makes no linear layers of (experts in one tensor, convolutions) stays as it is",
     "tied and untied": "input and output embeddings that share their weight, and that do not",
 }
 

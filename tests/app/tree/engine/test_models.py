@@ -5,6 +5,8 @@ Rows and columns are those of `docs/support_matrix.md`, which has to say what th
 
 from __future__ import annotations
 
+from importlib.util import find_spec
+
 import pytest
 import torch
 from peft import LoraConfig, PromptTuningConfig, get_peft_model
@@ -22,8 +24,14 @@ CELLS = [  # quick: every family in float32, and every column of one family
 ]
 
 
+QUANTISED = "4 bit"
+NEEDS = {"modname": "bitsandbytes", "reason": "4 bit need bitsandbytes: pip install -e '.[qlora]'"}
+
+
 @pytest.mark.parametrize(("row", "column"), CELLS)
 def test_supported_family(row: str, column: str) -> None:
+    if column == QUANTISED:
+        pytest.importorskip(**NEEDS)
     assert families.cell(row, column) == "yes"
 
 
@@ -37,6 +45,7 @@ def test_refused_family(row: str) -> None:
 @pytest.mark.slow  # every cell
 def test_the_support_matrix_is_current() -> None:
     """But the section on pictures, which is compared beside the tests of its cells."""
+    pytest.importorskip(**NEEDS)
     found = support_matrix.DOCUMENT.read_text()
     start, end = found.index("\n## With pictures"), found.index("\n\n## Refused by name")
     fresh = support_matrix.markdown(found[start:end].split("\n"))
@@ -49,6 +58,8 @@ def test_a_wrong_family_is_not_called_supported(monkeypatch: pytest.MonkeyPatch)
 
     monkeypatch.setattr(layout, "_block", lambda start, stop, *rest: layout.Part(start, stop, start, stop, causal=True))
     for column, check in families.COLUMNS.items():
+        if column == QUANTISED and find_spec("bitsandbytes") is None:
+            continue
         with pytest.raises(AssertionError):
             check(families.SUPPORTED["Qwen3"])
             pytest.fail(f"{column} did not notice", pytrace=False)
