@@ -122,6 +122,19 @@ def _running_count(values: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
     return counts
 
 
+def whole(images: Tensor, pictures: Sequence[Picture]) -> Tensor:
+    """The column of one sequence (integers [L], without a `fault`), for readers: what stands between the rows of a
+    picture, where it ends a row or a tile, belongs to the picture."""
+    filled, rows = images.clone(), (images >= 0).nonzero().flatten().tolist()
+    k = 0
+    while k < len(rows):
+        picture = int(images[rows[k]])
+        last = rows[k + pictures[picture].tokens - 1]
+        filled[rows[k] : last + 1] = picture
+        k += pictures[picture].tokens
+    return filled
+
+
 def used(images: Tensor | None, pictures: Sequence[Picture]) -> tuple[Tensor | None, tuple[Picture, ...]]:
     """The column (int32 [T]) over those of the pictures that it shows, and these, in their order; (None, ()) where it
     shows none."""

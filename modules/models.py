@@ -26,7 +26,6 @@ import torch
 from torch import Tensor, nn
 from transformers import (
     AutoConfig,
-    AutoImageProcessor,
     AutoModelForSequenceClassification,
     PretrainedConfig,
     PreTrainedModel,
@@ -37,6 +36,7 @@ from app.tree import (
     QUANTIZATIONS,
     TreeEngine,
     auto_class,
+    picture_processor,
     quantised_layers,
     quantised_loading,
     settle_quantised,
@@ -149,19 +149,16 @@ def build_model(source: ModelSource, scores: bool = False) -> PreTrainedModel:
 
 
 def image_processor_of(source: ModelSource) -> Any | None:
-    """transformers' image processor beside the weights of `source`, of the PIL backend; None where it sees no pictures,
-    or there is none.
+    """What makes arguments of pictures for the model of `source`, from the files beside its weights (see
+    `app.tree.picture_processor`); None where it sees no pictures, or there is none.
 
     Raises:
         ValueError: one that cannot be read.
     """
-    names = ("preprocessor_config.json", "processor_config.json")
-    if source.path is None or not any((Path(source.path) / name).is_file() for name in names):
+    if source.path is None:
         return None
     try:
-        if getattr(AutoConfig.from_pretrained(source.path), "vision_config", None) is None:
-            return None
-        return AutoImageProcessor.from_pretrained(source.path, backend="pil")
+        return picture_processor(source.path)
     except Exception as error:  # files that are cut or of another kind fail anywhere in transformers
         what = f"the image processor in '{source.path}' cannot be read"
         raise ValueError(f"model.path: {what}: {_in_one_line(error)}") from error

@@ -11,6 +11,7 @@ from app.tree.heads import Likeliest, SoftTargets
 from app.tree.memory import free_bytes
 from app.tree.model.language import auto_class, kept_in_float32, language_model, own_config, tied_names
 from app.tree.model.pictures import Tower, picture_positions, picture_tokens, tower_parameters
+from app.tree.model.processors import PictureProcessor, picture_processor
 from app.tree.model.quantised import (
     QUANTIZATIONS,
     SavedWeight,
@@ -25,7 +26,7 @@ from app.tree.model.quantised import (
     settle_quantised,
     whole_weights,
 )
-from app.tree.model.refusals import refuse_lengths, refuse_tokens
+from app.tree.model.refusals import refuse_lengths, refuse_pictures, refuse_tokens
 from app.tree.model.shallow import first_layers
 from app.tree.model.vocabulary import CutVocabulary, vocabulary_modules
 from app.tree.outputs import FlatOutputs, SequenceOutputs, TreeOutputs
@@ -49,6 +50,7 @@ __all__ = [
     "Likeliest",
     "ModelReport",
     "Picture",
+    "PictureProcessor",
     "PieceStates",
     "PieceTree",
     "PrefixTree",
@@ -76,6 +78,7 @@ __all__ = [
     "own_config",
     "partition",
     "picture_positions",
+    "picture_processor",
     "picture_tokens",
     "plain_names",
     "quantised_bytes",
@@ -83,6 +86,7 @@ __all__ = [
     "quantised_loading",
     "read_config",
     "refuse_lengths",
+    "refuse_pictures",
     "refuse_tokens",
     "scaled_by",
     "scales",

@@ -81,7 +81,7 @@ class TreeEngine:
         states: what computes the scans of layers that carry a state: "torch", "fla" (kernels of flash-linear-attention
             and mamba-ssm, on CUDA devices), or "auto"; see `app.tree.states.kernels`.
         image_processor: makes the model's arguments of a picture's pixels, for trees with pictures: transformers' own,
-            `AutoImageProcessor.from_pretrained(directory, backend="pil")`.
+            of the PIL backend, or what `picture_processor(directory)` finds.
         elementwise: how norms, rotary embeddings and activations run: "eager", or "compile", fused by torch.compile
             during the first step; see `app.tree.model.elementwise`.
 

@@ -161,8 +161,7 @@ def _graph_bytes(model: PreTrainedModel, pictures: Sequence[Picture]) -> int:
     tower, element = TowerShape.of(model.config), next(model.parameters()).element_size()
     if tower is None:
         return 0
-    sizes = (picture.pixels.shape for picture in pictures)
-    return sum(tower.graph_bytes(height, width, element) for height, width, _ in sizes)
+    return sum(tower.graph_bytes(picture.tokens, element) for picture in pictures)
 
 
 def _picture_bytes(model: PreTrainedModel, tree: PrefixTree, ranks: int) -> int:

@@ -295,8 +295,8 @@ def _tower(tree: PrefixTree, config: Any, hidden: int, bytes_per_value: int) -> 
     tower = TowerShape.of(config)
     if tower is None or not tree.pictures:
         return None
-    sizes = [picture.pixels.shape[:2] for picture in tree.pictures]
-    flops = np.array([tower.forward_flops(height, width) for height, width in sizes])
+    sizes = [picture.tokens for picture in tree.pictures]
+    flops = np.array([tower.forward_flops(rows) for rows in sizes])
 
     def shown(sequences: Ints) -> Ints:
         """How often these sequences show each picture."""
@@ -313,7 +313,7 @@ def _tower(tree: PrefixTree, config: Any, hidden: int, bytes_per_value: int) -> 
         leaf_flops=float(leaf @ flops),
         tree_flops=float(flops.sum()),
         feature_bytes=int(tree.picture_starts[-1]) * hidden * (1 + tower.deepstack) * bytes_per_value,
-        graph_bytes=sum(tower.graph_bytes(height, width, bytes_per_value) for height, width in sizes),
+        graph_bytes=sum(tower.graph_bytes(rows, bytes_per_value) for rows in sizes),
     )
 
 

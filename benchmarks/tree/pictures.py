@@ -225,8 +225,7 @@ def systems(model: PreTrainedModel, processor: Any, batch: Batch) -> list[System
     tree, found = batch.tree(), counts(batch)
     engine = TreeEngine(model, self_check=False, image_processor=processor)
     execution = engine.plan(tree)
-    height, width, _ = batch.pictures[0].pixels.shape
-    picture = tower.forward_flops(height, width) * (3 if engine.tower.trained else 1)
+    picture = tower.forward_flops(batch.pictures[0].tokens) * (3 if engine.tower.trained else 1)
     weights = torch.from_numpy(batch.weights)
 
     def loss(out: FlatOutputs, indices: torch.Tensor) -> torch.Tensor:

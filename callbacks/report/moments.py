@@ -19,7 +19,7 @@ import torch
 from PIL import Image
 
 from app.batch import RolloutBatch
-from app.pictures import Picture
+from app.pictures import Picture, whole
 from app.tree import PrefixTree
 from modules.episodes import call_rewards, earned, episodes
 
@@ -81,7 +81,9 @@ def transcript(batch: RolloutBatch, index: int, tokenizer: Any) -> list[Run]:
     """Sequence `index` as runs of text, each written by the policy or not, and the pictures between them."""
     here = slice(int(batch.cu_seqlens[index]), int(batch.cu_seqlens[index + 1]))
     tokens, mask = batch.tokens[here].numpy(), batch.loss_mask[here].numpy()
-    images = np.full(len(mask), -1) if batch.images is None else batch.images[here].numpy()
+    images = np.full(len(mask), -1)
+    if batch.images is not None:
+        images = whole(batch.images[here], batch.pictures).numpy()
     runs: list[Run] = []
     for begin, end in _runs_of(mask, images):
         picture = images[begin]
@@ -121,7 +123,7 @@ def _tree(own: RolloutBatch, credit: torch.Tensor, tokenizer: Any) -> dict[str, 
     ids[of_token] = own.tokens.numpy()  # the tree's own tell pictures apart, and no tokenizer knows them
     images = np.full(tree.num_tokens, -1)
     if own.images is not None:
-        images[of_token] = own.images.numpy()
+        images[of_token] = torch.cat([whole(one, own.pictures) for one in own.split(own.images)]).numpy()
     segment = np.searchsorted(tree.segment_offset, of_token, side="right") - 1
     mask, count = own.loss_mask.numpy(), tree.num_segments
     trained = np.bincount(segment[mask], minlength=count)

@@ -1,8 +1,10 @@
 """A model's image processor, as prompts need it: pictures of a size it keeps, and room for them among the tokens.
 
-Promises: a picture is resized once, here, to what the processor would make of it, so that trainer and servers see equal
-pixels; a prompt shows as many placeholders as pictures, in their order, or is refused by name; text that spells a
-placeholder is quoted. No backend but PIL is asked for.
+Promises: where processors give grids, a picture is resized once, here, to what the processor would make of it, so that
+trainer and servers see equal pixels, and is one run of placeholders; elsewhere it stays as it is, at most `LONGEST`
+pixels a side, and is what the family's own processor lays out, tokens of rows, tiles and borders included. A prompt
+shows as many placeholders as pictures, in their order, with text between them, or is refused by name; text that spells
+a placeholder is quoted. No backend but PIL is asked for.
 """
 
 from __future__ import annotations
@@ -15,13 +17,16 @@ from typing import Any, cast
 
 import numpy as np
 from PIL import Image
-from transformers import AutoConfig, AutoImageProcessor, PretrainedConfig, PreTrainedTokenizerBase
+from transformers import AutoConfig, PretrainedConfig, PreTrainedTokenizerBase
 
 from app.pictures import Picture, Pixels
 from app.text import reason
-from app.tree import picture_tokens
+from app.tree import PictureProcessor, picture_processor, picture_tokens
 from datamodules.files.picture_files import PictureError, pixels_of
 
+LONGEST = 2048
+"""Pixels of a side, beyond which pictures that are not resized otherwise are made smaller: what is shown of them is no
+larger in most families, and they are sent and kept."""
 _KNOWN_SIZES = 4096
 _PLACEHOLDERS = ("image_token_id", "video_token_id", "audio_token_id")
 
@@ -30,7 +35,7 @@ class ImageProcessor:
     """transformers' image processor of a model, and its placeholders.
 
     Args:
-        processor: transformers' own, of the PIL backend.
+        processor: see `app.tree.picture_processor`.
         config: of the model.
         tokenizer: the model's.
 
@@ -38,6 +43,7 @@ class ImageProcessor:
         processor: as above.
         placeholder: the token that stands for a row of a picture's features.
         placeholders: all tokens that the model takes for something else than text.
+        laid_out: whether pictures are laid out by the family's own processor, which resizes them itself.
         fingerprint: of what it makes of pixels.
 
     Raises:
@@ -54,6 +60,7 @@ class ImageProcessor:
                 " the tokenizer that belongs to the model"
             )
         self.processor, self.config = processor, config
+        self.laid_out = isinstance(processor, PictureProcessor)
         self.placeholder: int = found[0]
         self.placeholders = tuple(one for one in found if one is not None and one < len(tokenizer))
         self._spelled = [str(tokenizer.convert_ids_to_tokens(one)) for one in self.placeholders]
@@ -67,18 +74,12 @@ class ImageProcessor:
         Raises ValueError for one that cannot be read.
         """
         folder = Path(directory).expanduser()
-        if not (folder / "config.json").is_file():
-            return None
         try:
-            config = AutoConfig.from_pretrained(folder)
-            if getattr(config, "vision_config", None) is None:
-                return None
-            if not any((folder / name).is_file() for name in ("preprocessor_config.json", "processor_config.json")):
-                return None
-            processor = AutoImageProcessor.from_pretrained(folder, backend="pil")
+            processor = picture_processor(folder)
+            config = None if processor is None else AutoConfig.from_pretrained(folder)
         except Exception as error:  # files that are cut or of another kind fail anywhere in transformers
             raise ValueError(f"tokenizer: the image processor in {directory} cannot be read: {reason(error)}") from None
-        return cls(processor, config, tokenizer)
+        return None if config is None else cls(processor, config, tokenizer)
 
     def picture(self, value: Any, where: str) -> Picture:
         """What a source gives for a picture (see `pixels_of`), prepared for the model; a `Picture` as it is.
@@ -97,15 +98,33 @@ class ImageProcessor:
             pixels = cast(Pixels, np.array(Image.fromarray(pixels).resize((width, height), resample)))
         return Picture.of(pixels, tokens, self.fingerprint)
 
+    def layout(self, picture: Picture, where: str) -> tuple[int, ...]:
+        """The ids that a prompt has for the picture, its rows of features as placeholders.
+
+        Raises PictureError, naming `where`: a picture that was prepared for another model.
+        """
+        if not self.laid_out:
+            return (self.placeholder,) * picture.tokens
+        height, width = picture.pixels.shape[:2]
+        try:
+            found: tuple[int, ...] = self.processor.layout(height, width)
+        except ValueError as error:
+            raise PictureError(f"{where}: the model's image processor refuses it ({reason(error)})") from None
+        if (rows := found.count(self.placeholder)) != picture.tokens:
+            raise PictureError(
+                f"{where}: a picture of {height} x {width} has {rows} rows in a {self.config.model_type}, and this one"
+                f" says {picture.tokens}: it was prepared for another model; give its pixels"
+            )
+        return found
+
     def _measured(self, height: int, width: int) -> tuple[int, int, int]:
-        """Height and width that a picture of this size is given, and its tokens."""
+        """Height and width that a picture of this size is given, and its rows."""
+        if self.laid_out:
+            smaller = min(1.0, LONGEST / max(height, width))
+            height, width = (max(1, round(side * smaller)) for side in (height, width))
+            return height, width, self.processor.layout(height, width).count(self.placeholder)
         blank = np.zeros((height, width, 3), np.uint8)
         found = self.processor([blank], return_tensors="np", input_data_format="channels_last")
-        if "image_grid_thw" not in found:
-            raise ValueError(
-                f"a {self.config.model_type} lays out pictures otherwise than in one run of placeholders, which prompts"
-                " cannot show yet"
-            )
         _, rows, columns = (int(n) for n in found["image_grid_thw"][0])
         patch = int(self.config.vision_config.patch_size)
         kept = np.zeros((rows * patch, columns * patch, 3), np.uint8)
@@ -139,10 +158,11 @@ class ImageProcessor:
     def expanded(
         self, tokens: Sequence[int], pictures: Sequence[Picture], where: str
     ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Rendered ids, one placeholder a picture in their order, with as many as each picture has tokens; and for each
-        id the index of its picture among the distinct ones (`distinct`), or -1.
+        """Rendered ids, one placeholder a picture in their order, with what each picture is laid out as; and for each
+        id the index of its picture among the distinct ones (`distinct`), or -1 where it is no row of one.
 
-        Raises PictureError: another number of placeholders than of pictures, or one that stands for something else.
+        Raises PictureError: another number of placeholders than of pictures, one that stands for something else, or two
+        pictures without a token between them.
         """
         if not {*self.placeholders}.difference([self.placeholder]).isdisjoint(tokens):
             raise PictureError(f"{where}: spells a placeholder of something else than a picture; leave it out")
@@ -155,12 +175,16 @@ class ImageProcessor:
         places = {picture.key: at for at, picture in enumerate(distinct(pictures))}
         ids, images, coming = list[int](), list[int](), iter(pictures)
         for token in tokens:
-            repeat, image = 1, -1
-            if token == self.placeholder:
-                picture = next(coming)
-                repeat, image = picture.tokens, places[picture.key]
-            ids += [token] * repeat
-            images += [image] * repeat
+            if token != self.placeholder:
+                ids.append(token)
+                images.append(-1)
+                continue
+            picture = next(coming)
+            shown = self.layout(picture, where)
+            if images and images[-1] >= 0 and shown[0] == self.placeholder:
+                raise PictureError(f"{where}: a picture follows another at once; put text between them")
+            ids += shown
+            images += [places[picture.key] if one == self.placeholder else -1 for one in shown]
         return tuple(ids), tuple(images)
 
 

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from app.batch import BatchError, RolloutBatch
-from app.pictures import Picture, key_of, used
+from app.pictures import Picture, key_of, used, whole
 from tests.helpers.pictured import picture, pictured, pictured_batch
 
 A, B = picture(0), picture(1)
@@ -146,3 +146,5 @@ def test_pictures_in_tiles_may_have_text_between_their_rows() -> None:
         images=images, pictures=(A,),
     )  # fmt: skip
     assert both.images is not None and both.images.tolist() == images
+    filled = [-1, 0, 0, 0, 0, 0, -1, 0, 0, 0, 0, 0, -1]
+    assert whole(both.images, both.pictures).tolist() == filled and both.images.tolist() == images

@@ -82,7 +82,8 @@ def refuse_pictures(model: PreTrainedModel, processor: Any | None) -> None:
         )
     if processor is None:
         raise ValueError(
-            "pictures: TreeEngine needs image_processor=AutoImageProcessor.from_pretrained(directory, backend='pil')"
+            "pictures: TreeEngine needs image_processor=picture_processor(directory), or whatever else makes arguments"
+            " of pixels for the model"
         )
     if any(isinstance(parameter, DTensor) for parameter in tower_parameters(model)):
         raise ValueError(

@@ -135,12 +135,13 @@ class ModelShape:
 
 @dataclass(frozen=True)
 class TowerShape:
-    """The numbers of a vision configuration that costs depend on; `deepstack`: tables of features beside the first."""
+    """The numbers of a vision configuration that costs depend on; `per_row`: patches that make a row of features, and
+    `deepstack`: tables of features beside the first."""
 
     layers: int
     hidden: int
     intermediate: int
-    patch: int
+    per_row: float
     deepstack: int
 
     @classmethod
@@ -151,30 +152,32 @@ class TowerShape:
             return None
         hidden = getattr(vision, "embed_dim", None) or getattr(vision, "hidden_size", None)
         layers = getattr(vision, "depth", None) or getattr(vision, "num_hidden_layers", None)
-        patch = getattr(vision, "patch_size", None)
-        if not (hidden and layers and patch):
+        if not (hidden and layers and getattr(vision, "patch_size", None)):
             return None
+        side = getattr(vision, "spatial_merge_size", None) or getattr(config, "spatial_merge_size", None) or 1
+        side *= getattr(config, "scale_factor", 1) / getattr(config, "downsample_ratio", 1.0)
         return cls(
             layers=layers,
             hidden=hidden,
             intermediate=getattr(vision, "intermediate_size", None) or 4 * hidden,
-            patch=patch if isinstance(patch, int) else patch[0],
+            per_row=float(side) ** 2,
             deepstack=len(getattr(vision, "deepstack_visual_indexes", None) or ()),
         )
 
-    def patches(self, height: int, width: int) -> int:
-        """Of a picture of so many pixels."""
-        return max(1, height // self.patch * (width // self.patch))
+    def patches(self, rows: int) -> int:
+        """Of a picture with so many rows of features. Its pixels say less: most processors resize them."""
+        return max(1, round(rows * self.per_row))
 
-    def forward_flops(self, height: int, width: int) -> float:
-        """Multiply-adds x 2 of one picture's forward; every patch attends to all of them."""
-        patches, weights = self.patches(height, width), 4 * self.hidden**2 + 2 * self.hidden * self.intermediate
+    def forward_flops(self, rows: int) -> float:
+        """Multiply-adds x 2 of one picture's forward, where every patch attends to all of them, as in tiles it need
+        not."""
+        patches, weights = self.patches(rows), 4 * self.hidden**2 + 2 * self.hidden * self.intermediate
         return 2.0 * self.layers * patches * (weights + 2 * patches * self.hidden)
 
-    def graph_bytes(self, height: int, width: int, bytes_per_value: int) -> int:
+    def graph_bytes(self, rows: int, bytes_per_value: int) -> int:
         """Estimated bytes that one picture's forward keeps for backward."""
         values = self.layers * (10 * self.hidden + 3 * self.intermediate)
-        return self.patches(height, width) * values * bytes_per_value
+        return self.patches(rows) * values * bytes_per_value
 
 
 def plan_flops(plan: ExecutionPlan, shape: ModelShape) -> float:

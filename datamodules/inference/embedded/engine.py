@@ -30,6 +30,7 @@ from app import checks
 from datamodules.conversations.image_processor import ImageProcessor
 from datamodules.inference.clock import PausedClock
 from datamodules.inference.embedded.batcher import Batcher, Sequence
+from datamodules.inference.embedded.images import unseeing
 from datamodules.inference.embedded.sampling import request_key
 from datamodules.inference.embedded.weights import copy_of, fill, matched, read
 from datamodules.inference.export import WeightParts
@@ -126,6 +127,7 @@ class EmbeddedEngine:
         self._seed = 0
         self._arrivals = 0
         self._image_processor: ImageProcessor | None = None
+        self._blind = ""  # why the model is shown no pictures
 
     # -------------------------------------------------------------------------------------------------- lifecycle
 
@@ -139,9 +141,10 @@ class EmbeddedEngine:
                 raise GenerationError("EmbeddedEngine.start: it already runs; close() it first")
         own = copy_of(model, self.dtype, self.device, parts)
         processor = None if self._image_processor is None else self._image_processor.processor
+        blind = unseeing(own, processor)
         batcher = Batcher(own, self.kv_cache_tokens, self.max_batch_tokens, self.max_concurrent, processor)
         with self._condition:
-            self._batcher = batcher
+            self._batcher, self._blind = batcher, blind
             self._version, self._seed, self._arrivals = version, seed, 0
             self._error, self._closing, self._paused = None, False, False
             self._clock = PausedClock()
@@ -206,6 +209,8 @@ class EmbeddedEngine:
         request.validate(self.vocab_size, self.max_context)
         if request.pictures and self._image_processor is None:
             raise GenerationError("request.pictures: the engine was started without the model's image processor")
+        if request.pictures and self._blind:
+            raise GenerationError(f"request.pictures: {self._blind}")
         job = self._enqueue(request, asyncio.get_running_loop())
         ends = self._clock.now() + self.request_timeout_s
         try:

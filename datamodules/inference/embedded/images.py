@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from app.pictures import Picture
-from app.tree import Tower, picture_positions
+from app.tree import Tower, picture_positions, refuse_pictures
 from datamodules.inference.protocol import GenerationRequest
 
 
@@ -55,6 +55,17 @@ class PromptImages:
         prompt = len(self.owner)
         after = np.arange(max(start, prompt), start + count) - prompt + self._positions[:, -1].max() + 1
         return np.concatenate([known, np.broadcast_to(after, (3, len(after)))], axis=1)
+
+
+def unseeing(model: PreTrainedModel, processor: Any | None) -> str:
+    """Why the model can be shown no pictures here, where features are made once and every token sees those before it
+    alone; "" where it can."""
+    if processor is not None:
+        try:
+            refuse_pictures(model, processor)
+        except ValueError as error:
+            return str(error)
+    return ""
 
 
 Spans = Sequence[tuple[PromptImages, int]]

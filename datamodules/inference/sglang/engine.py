@@ -13,7 +13,8 @@ until a first `update_weights`. With `adapters`, servers have the model below a 
 beside those of versions before: nothing stands still for an update, and a request ends with the adapter it began with.
 Requests with pictures go to servers given by address that were started with the model's directory, its tokenizer and
 image processor (`--enable-multimodal`): a server makes tokens of pictures by itself, which are compared with the
-trainer's. Servers keep features of pictures over updates (SGLang 0.5.21), so that a tower must not be trained.
+trainer's. Servers keep features of pictures over updates (SGLang 0.5.21), so that a tower must not be trained; and they
+resize pictures in their own way, so that models whose pictures are not of a size that is kept are shown none.
 Sampling follows a request's `seed` only on servers with deterministic inference (an option of SGLang for GPUs); others
 draw from streams of their own, and runs on them are not reproducible.
 """
@@ -139,6 +140,7 @@ class SGLangEngine(ServerEngine):
         self._pending: set[Pending] = set()
         self._scratch = ""
         self._shows_pictures = False
+        self._resizes = False  # whether what servers are shown would be resized by them
         self._update_s = 0.0  # the longest deadline of an update so far
         # Of the loop alone.
         self._control_lock = asyncio.Lock()
@@ -149,7 +151,7 @@ class SGLangEngine(ServerEngine):
 
     def use_images(self, processor: ImageProcessor) -> None:
         """From the next `start` on, requests may have pictures."""
-        self._shows_pictures = True
+        self._shows_pictures, self._resizes = not processor.laid_out, processor.laid_out
 
     def start(self, model: PreTrainedModel, version: int, seed: int, parts: WeightParts | None = None) -> None:
         if self._thread is not None:
@@ -256,6 +258,12 @@ class SGLangEngine(ServerEngine):
 
     async def generate(self, request: GenerationRequest) -> GenerationResponse:
         request.validate(self.vocab_size, self.max_context)
+        if request.pictures and self._resizes:
+            raise GenerationError(
+                "request.pictures: servers would resize the pictures of this family and lay them out by themselves,"
+                " otherwise than the trainer; use EmbeddedEngine, or a family whose processor gives grids (Qwen-VL,"
+                " GLM-4V)"
+            )
         if request.pictures and (self.launch is not None or not self._shows_pictures):
             raise GenerationError(
                 "request.pictures: servers started by SGLangEngine.launch show none; start them with"

@@ -466,9 +466,8 @@ class Session:
             say(reading.finish(said, tokens[: seen.tokens], response.logprobs[: seen.tokens]))
         whole = seen.text[: seen.whole]
         kept = seen.tokens
-        return Call(
-            name, prompt, request.temperature, response, messages, whole, end, kept, message, stop, is_trained, pictures
-        )
+        heard = (whole, end, kept, message, stop, is_trained, pictures)
+        return Call(name, prompt, len(request.tokens), request.temperature, response, messages, *heard)
 
 
 @contextmanager

@@ -36,6 +36,7 @@ class Call:
     Attributes:
         id: of the reply; unique in the session.
         prompt: that the engine was sent.
+        given: number of the prompt's tokens, those of pictures included.
         temperature: at which it sampled.
         response: as the engine made it.
         messages: number of those that the prompt was rendered from.
@@ -51,6 +52,7 @@ class Call:
 
     id: str
     prompt: Kept
+    given: int
     temperature: float
     response: GenerationResponse
     messages: int
@@ -61,11 +63,6 @@ class Call:
     stop: str = ""
     is_trained: bool = True
     pictures: tuple[Picture, ...] = ()
-
-    @property
-    def given(self) -> int:
-        """Number of the prompt's tokens, those of pictures included."""
-        return self.prompt.count + sum(one.tokens - 1 for one in self.pictures)
 
     @property
     def ids(self) -> list[int]:

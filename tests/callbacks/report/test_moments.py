@@ -137,6 +137,20 @@ def test_pictures_under_equal_ids_are_boxes_of_their_own() -> None:
     assert found["pictures"] == 2 and found["thumbnails"] == [moments.thumbnail(picture(k)) for k in range(2)]
 
 
+def test_a_picture_in_tiles_is_one_picture() -> None:
+    """With what its family puts between them, and without what stands around."""
+    images = [-1, 0, 0, -1, 0, 0, -1, -1]
+    tiled = pictured(
+        [1], 0, tokens=[1, 7, 7, 9, 7, 7, 2, 20], loss_mask=[0] * 7 + [1], behavior_logprobs=[0.0] * 7 + [-1.5],
+        versions=[-1] * 7 + [0], images=images, pictures=(picture(0),),
+    )  # fmt: skip
+    batch = RolloutBatch.from_trajectories([tiled])
+    uri = moments.thumbnail(picture(0))
+    assert moments.transcript(batch, 0, None) == [("1", False), (uri, None), ("2", False), ("20", True)]
+    tree = moments.batch_moment(batch, None)["tree"]
+    assert tree["text"] == ["1 [picture 1] 2 20"] and tree["pictures"] == [[[0, 1, 5]]]
+
+
 def test_pictures_stand_between_the_runs_of_a_transcript(monkeypatch: pytest.MonkeyPatch) -> None:
     first, second = picture(0), picture(1, height=400, width=200)
     batch = RolloutBatch.from_trajectories([pictured([first, 1, second, 2, first, 3])])

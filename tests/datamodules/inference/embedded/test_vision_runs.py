@@ -26,13 +26,18 @@ from modules.ranks import build_tree
 from modules.supervised.reward_model import with_scores
 from tests.datamodules.rewards.reward_functions import length
 from tests.datamodules.test_rollout import rollouts, tiny_model, trainer
+from tests.helpers import tiny_layouts
 from tests.helpers.pictured import pictured_batch
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+@pytest.fixture(scope="module", params=["Qwen3-VL", "Idefics3"])
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """With pictures of a grid, and with pictures in tiles."""
     directory = tmp_path_factory.mktemp("model")
-    write(directory, hidden=32, tower=16)
+    if request.param == "Qwen3-VL":
+        write(directory, hidden=32, tower=16)
+    else:
+        tiny_layouts.write(directory, request.param, sharp=1.0)
     return str(directory)
 
 
@@ -58,7 +63,7 @@ def moved(module: Any, model: str) -> tuple[bool, bool]:
     started.configure_model()
     before = dict(started.policy.named_parameters())  # type: ignore[union-attr]
     changed = {name for name, p in module.policy.named_parameters() if not torch.equal(p, before[name])}
-    tower = {name for name in changed if "visual" in name}
+    tower = {name for name in changed if not any(part in name for part in ("language_model", "text_model", "lm_head"))}
     return bool(tower), bool(changed - tower)
 
 

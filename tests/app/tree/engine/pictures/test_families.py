@@ -7,6 +7,7 @@ import torch
 
 from app.tree import SelfCheckError, TreeEngine, picture_tokens
 from app.tree.model import refusals
+from app.tree.planning.cost import TowerShape
 from tests.app.tree.engine import support_matrix
 from tests.app.tree.engine.pictures import families, vision
 
@@ -36,6 +37,19 @@ def test_placeholders_of_a_picture(name: str) -> None:
     model = vision.make(name)
     for picture in model.pictures.values():
         assert picture_tokens(model.model.config, model.processor, picture.pixels) == picture.tokens
+
+
+@pytest.mark.parametrize("name", vision.FAMILIES)
+def test_patches_that_a_tower_runs_for_a_picture(name: str) -> None:
+    """By the rows of its features, for pixels are resized on the way; tiles and what is shown twice included."""
+    model = vision.make(name)
+    shape = TowerShape.of(model.model.config)
+    assert shape is not None
+    for picture in model.pictures.values():
+        found = model.processor([picture.pixels], return_tensors="np")
+        grid = found.get("image_grid_thw")
+        patches = found["pixel_values"].size // (3 * 4 * 4) if grid is None else int(grid.prod())
+        assert shape.patches(picture.tokens) == patches
 
 
 @pytest.mark.parametrize("name", vision.REFUSED)

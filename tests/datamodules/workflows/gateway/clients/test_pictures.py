@@ -9,6 +9,7 @@ import copy
 import json
 import threading
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import anthropic
@@ -25,6 +26,7 @@ from datamodules.workflows.base import EpisodeEngine
 from datamodules.workflows.gateway import Budget, Session
 from datamodules.workflows.gateway.sessions import Sampling
 from tests.datamodules.workflows.gateway.clients.door import Door, door
+from tests.helpers.tiny_layouts import TinyLayouts
 from tests.helpers.tiny_vision import TinyVision, noise, png
 
 A, B = noise(1), noise(2)
@@ -52,7 +54,7 @@ def engine(vision: TinyVision) -> Iterator[EmbeddedEngine]:
     made.close()
 
 
-def session_of(vision: TinyVision, engine: EmbeddedEngine, sees: bool = True) -> Session:
+def session_of(vision: TinyVision | TinyLayouts, engine: EmbeddedEngine, sees: bool = True) -> Session:
     episode = EpisodeEngine(
         engine, vision.tokenizer, None, name="e", seed="s", image_processor=vision.images if sees else None
     )
@@ -116,6 +118,23 @@ def test_what_clients_show_is_what_the_model_sees(
         assert int((one.images >= 0).sum()) == sum(shown.tokens for shown in one.pictures)
         expected = vision.logprobs(one.tokens.tolist(), one.pictures, one.images.tolist())[one.loss_mask]
         torch.testing.assert_close(one.behavior_logprobs[one.loss_mask], expected, atol=1e-5, rtol=0)
+
+
+def test_pictures_in_tiles_are_seen_and_counted_with_what_stands_between_them(tmp_path: Path) -> None:
+    tiny = TinyLayouts(tmp_path, "Idefics3")
+    made = EmbeddedEngine(kv_cache_tokens=4096, num_threads=1)
+    made.use_images(tiny.images)
+    made.start(tiny.model, version=0, seed=1)
+    session = session_of(tiny, made)
+    with door(session=session) as there:
+        told = of_anthropic(there)
+    made.close()
+    one = session.trajectories(Prompt(id="p"), 1.0)[0]
+    assert told[0] == int((~one.loss_mask).sum()) and one.images is not None
+    assert int((one.images >= 0).sum()) == one.pictures[0].tokens
+    with torch.no_grad():
+        expected = tiny.logprobs(["look <|image_pad|>", A], one.tokens[one.loss_mask].tolist())
+    torch.testing.assert_close(one.behavior_logprobs[one.loss_mask], expected, atol=1e-5, rtol=0)
 
 
 @pytest.mark.parametrize(
