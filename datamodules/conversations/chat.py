@@ -3,8 +3,9 @@
 Promises: a broken line is refused by file and line number, before anything is trained on; the token ids of a turn
 follow exactly the prompt the template would have given the policy, tokenized as generation sees it (prompt and turn
 apart, never merged across their boundary); trained tokens are those of assistant messages (but for those of weight 0),
-up to and including the token with which the template ends a turn (`eos_token` where it has none of its own), and hold
-what was said; a template that does not show it, or shows what came later within it, is refused.
+up to and including the token with which the template ends the last turn (`eos_token` where it has none of its own), and
+hold what was said, without another end or beginning of a turn; a template that does not show it, or shows what came
+later within it, is refused.
 """
 
 from __future__ import annotations
@@ -154,8 +155,11 @@ class ChatEncoder:
     def __init__(self, tokenizer: PreTrainedTokenizerBase, system: SystemPrompt | None = None) -> None:
         self.tokenizer = tokenizer
         self.system = system or SystemPrompt()
-        closing = Chat(tokenizer).closing
+        self._chat = Chat(tokenizer)
+        closing = self._chat.closing
         self._end = tokenizer.eos_token if closing is None else str(tokenizer.convert_ids_to_tokens(closing))
+        # GPT-OSS' template ends earlier turns otherwise than models do; rollouts keep what the model said.
+        self._last = None if closing is None else self._chat.end
 
     def encode(self, transcript: Transcript) -> Conversation:
         """Tokens and turns of one transcript. Raises RecordedDataError naming its source and the message."""
@@ -165,14 +169,14 @@ class ChatEncoder:
         tools = self.system.tools if transcript.tools is None else transcript.tools
         end_of_turn = self._end
         for k, message in enumerate(messages):
-            where = next((key for key, value in message.items() if _spells(value, end_of_turn)), None)
-            if where is not None:
-                raise RecordedDataError(
-                    f"{source}: messages[{k}].{where} contains the end-of-turn token '{end_of_turn}': remove it"
-                )
+            for token in (end_of_turn, *(self._chat.turns if _is_trained(message) else ())):
+                where = next((key for key, value in message.items() if _spells(value, token)), None)
+                if where is not None:
+                    kind = "end-of-turn token" if token == end_of_turn else "template's token"
+                    raise RecordedDataError(f"{source}: messages[{k}].{where} contains the {kind} '{token}': remove it")
         after: dict[str, Any] = {"role": "user", "content": "."}
-        chat = [_for_template(message) for message in messages]
-        others = [_for_template(_changed(message)) for message in [*messages, after]]
+        chat = [_for_template(message, self._chat) for message in messages]
+        others = [_for_template(_changed(message), self._chat) for message in [*messages, after]]
         if self.system.text:
             chat.insert(0, {"role": "system", "content": self.system.text})
         shift = len(chat) - len(messages)
@@ -214,6 +218,8 @@ class ChatEncoder:
             starts.append(len(tokens))
             done = len(whole)
             tokens += self._reply(text[begin:done], text[max(begin - 1, 0) : begin])
+            if self._last is not None:
+                tokens[-1] = self._last
             ends.append(len(tokens))
             steps.append(k)
         return Conversation(
@@ -353,7 +359,7 @@ def _changed(message: dict[str, Any]) -> dict[str, Any]:
     return {**message, "content": message["content"] + ".", "tool_calls": calls}
 
 
-def _for_template(message: dict[str, Any]) -> dict[str, Any]:
+def _for_template(message: dict[str, Any], chat: Chat) -> dict[str, Any]:
     """A message in the form chat templates expect (OpenAI's): calls under `function`, results with `tool_call_id`."""
     result = {"role": message["role"], "content": message["content"]}
     if message.get("tool_calls"):
@@ -361,7 +367,7 @@ def _for_template(message: dict[str, Any]) -> dict[str, Any]:
             {
                 "type": "function",
                 "id": call.get("id", ""),
-                "function": {"name": call["name"], "arguments": call["arguments"]},
+                "function": {"name": call["name"], "arguments": chat.arguments(call["arguments"])},
             }
             for call in message["tool_calls"]
         ]

@@ -9,6 +9,7 @@ to a seventh of its time where there are many messages.
 from __future__ import annotations
 
 import inspect
+import json
 from collections.abc import Callable, Collection, Sequence
 from functools import cached_property, lru_cache
 from types import BuiltinMethodType, MethodType
@@ -27,6 +28,7 @@ from datamodules.conversations.resumed_template import Renderings, ResumableTemp
 Message = dict[str, Any]
 
 _REPLY = "@@reply@@"  # stands for a reply in a rendered conversation
+_OF_REPLIES = ("<think>", "</think>", "<tool_call>", "</tool_call>")  # marks that say nothing of who speaks
 _OF_DICTS = frozenset(dir(dict))
 _OF_LOOPS = frozenset(name for name in dir(LoopContext) if isinstance(getattr(LoopContext, name), property | int))
 _METHODS = (MethodType, BuiltinMethodType)
@@ -68,7 +70,10 @@ class Chat:
         added = {token: str(one) for token, one in tokenizer.added_tokens_decoder.items() if str(one).strip()}
         self._marks = {*tokenizer.all_special_ids, *added}
         special = (str(one) for one in tokenizer.added_tokens_decoder.values() if one.special)
-        self._special = [token for token in {*tokenizer.all_special_tokens, *special} if len(token) > 1]
+        written = tokenizer.chat_template  # by name where there are several
+        source = "".join(written.values()) if isinstance(written, dict) else str(written)
+        shown = (one for one in added.values() if one in source and one not in _OF_REPLIES)
+        self._special = [token for token in {*tokenizer.all_special_tokens, *special, *shown} if len(token) > 1]
         if tools:
             probe = [{"role": "user", "content": "."}]
             if self.text(probe, tools) == self.text(probe, None):
@@ -123,6 +128,22 @@ class Chat:
         count = self._closing(after)
         return after[count - 1] if count else None
 
+    @cached_property
+    def turns(self) -> tuple[str, ...]:
+        """Tokens, as text, that end a reply or begin a message: what no reply can say."""
+        found = dict.fromkeys([*self._probe(), *self._final, self._tokenizer.eos_token_id])
+        named = self._tokenizer.convert_ids_to_tokens([token for token in found if token in self._marks])
+        return tuple(str(one) for one in named if one not in _OF_REPLIES)
+
+    @cached_property
+    def opened(self) -> str:
+        """`<think>` where the template opens a thought in front of each reply, so that the model only closes it."""
+        try:
+            prompt = self.text([{"role": "user", "content": "."}], self._tools)
+        except ValueError:  # said by whoever renders a conversation
+            return ""
+        return "<think>" if prompt.rstrip().endswith("<think>") else ""
+
     def _probe(self) -> list[int]:
         try:
             return self._after([{"role": "user", "content": "."}], goes_on=True)
@@ -164,10 +185,42 @@ class Chat:
         return _REPLY in self.text([*said, {"role": role, "content": _REPLY}], None)
 
     def quoted(self, text: str) -> str:
-        """`text` with a space in each special token it spells: what a tool returns cannot end its own message."""
+        """`text` with a space in each token it spells that is special, or with which the template marks roles and
+        results: what a tool returns cannot end its own message."""
         for token in self._special:
             text = text.replace(token, f"{token[0]} {token[1:]}")
         return text
+
+    def arguments(self, given: Any) -> Any:
+        """The arguments of a call as the template takes them: the object, or its JSON text (DeepSeek V3's)."""
+        return given if self._takes_objects or isinstance(given, str) else json.dumps(given, ensure_ascii=False)
+
+    @cached_property
+    def _takes_objects(self) -> bool:
+        either: tuple[Any, Any] = ({}, "{}")
+        for arguments in either:
+            try:
+                self.text(_calling("probe", arguments), None, False)
+            except ValueError:
+                continue
+            return not isinstance(arguments, str)
+        return True
+
+    def written_call(self, name: str, arguments: dict[str, Any]) -> str:
+        """A reply that is this call, as the template writes it where it shows earlier ones; "" where it does not."""
+        asked, reply = _calling(name, self.arguments(arguments))
+        try:
+            shown, prompt = self.text([asked, reply], None, False), self.text([asked], None)
+            begins = (prompt, prompt.rpartition("<think>")[0] or prompt, self.text([asked], None, False))
+        except ValueError:
+            return ""
+        begin = next((one for one in begins if shown.startswith(one)), "")
+        said = shown[len(begin) :]
+        for end in (self._tokenizer.eos_token_id, self.end, self.closing):
+            said = said if end is None else said.partition(str(self._tokenizer.convert_ids_to_tokens(end)))[0]
+        if name not in said:
+            return ""
+        return f"<think>{said}" if begin.rstrip().endswith("<think>") else said
 
     def shown(self, message: Message) -> Message:
         """The message as the template is shown it: what `text` makes of each, for messages that it is given often."""
@@ -230,6 +283,11 @@ class Chat:
             return list(self._tokenizer.encode(text, add_special_tokens=False))
         except Exception as error:  # the tokenizers library raises bare Exception
             raise ValueError(f"tokenizer: it cannot encode {text[:80]!r}: {error}") from error
+
+
+def _calling(name: str, arguments: Any) -> list[Message]:
+    call = {"id": "call00001", "type": "function", "function": {"name": name, "arguments": arguments}}
+    return [{"role": "user", "content": "."}, {"role": "assistant", "content": "", "tool_calls": [call]}]
 
 
 def _as_shown(message: Message) -> Message:

@@ -188,7 +188,7 @@ def save_npz(path: str | Path, conversations: Sequence[Conversation]) -> None:
         ids=np.concatenate([c.tokens[system:] for c in conversations]).astype(np.uint32),
         loss_mask=np.concatenate([c.loss_mask()[system:] for c in conversations]).astype(np.uint8),
         offsets=np.cumsum([0] + [len(c.tokens) - system for c in conversations]).astype(np.int64),
-        reward=np.array([c.reward for c in conversations], np.float32),
+        reward=np.array([c.reward for c in conversations], np.float64),
         task=np.array([tasks.index(c.task) for c in conversations], np.int32),
         trial=np.array([c.trial for c in conversations], np.int32),
         model=np.array([models.index(c.model) for c in conversations], np.int32),

@@ -50,7 +50,8 @@ def tau2_tools(path: Path) -> tuple[list[dict[str, Any]], list[str]]:
         raise RecordedDataError(f"{path}: no such file; the checkout is not the tau2-bench its results belong to")
     tools: list[dict[str, Any]] = []
     notes: list[str] = []
-    for function in _functions(_parse(path)):
+    found = (node for node in ast.walk(_parse(path)) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef))
+    for function in sorted(found, key=lambda node: node.lineno):
         if any(_called(decorator) == "is_tool" for decorator in function.decorator_list):
             tools.append(_schema(function, path, notes))
     if not tools:
@@ -85,11 +86,21 @@ def read_system_template(path: Path) -> Callable[[str], str]:
     return lambda policy: template.fill({"agent_instruction": instruction, "domain_policy": policy}.__getitem__)
 
 
-def _schema(function: ast.FunctionDef, path: Path, notes: list[str]) -> dict[str, Any]:
+def _schema(function: ast.FunctionDef | ast.AsyncFunctionDef, path: Path, notes: list[str]) -> dict[str, Any]:
     description, described = _docstring(ast.get_docstring(function, clean=False) or "")
-    names = [argument.arg for argument in function.args.args]
-    arguments = function.args.args[1:] if names[:1] == ["self"] else function.args.args
-    defaults = dict(zip([a.arg for a in arguments][::-1], function.args.defaults[::-1], strict=False))
+    given = function.args
+    for stray in (*given.posonlyargs, given.vararg, given.kwarg):
+        if stray is not None:
+            raise RecordedDataError(
+                f"{path}:{stray.lineno}: {function.name}({stray.arg}): a schema has no arguments that are"
+                " positional only, * or **; this version of tau2-bench is not supported"
+            )
+    arguments = given.args[1:] if [one.arg for one in given.args[:1]] == ["self"] else given.args
+    defaults = dict(zip([a.arg for a in arguments][::-1], given.defaults[::-1], strict=False))
+    defaults |= {
+        a.arg: value for a, value in zip(given.kwonlyargs, given.kw_defaults, strict=True) if value is not None
+    }
+    arguments = [*arguments, *given.kwonlyargs]
     properties: dict[str, Any] = {}
     for argument in arguments:
         schema = _type(argument.annotation)

@@ -1,14 +1,16 @@
 """Tool calls by the response template that a model's tokenizer comes with, which transformers reads and maintains.
 
-Promises: whatever family that template is of, its calls are found as transformers' `parse_response` finds them, with
-arguments typed by the tools' schemas where the model writes them without types; what cannot be read, or is not closed,
-is a call with `error` set. Calls inside thoughts are no calls, nor is text before them. Where a tokenizer has no
-response template, those of `trl`, when it is installed, are looked up by the chat template. A template that would read
-other arguments than the chat template writes, or of which a reply is more than text and calls, is refused.
+Promises: whatever family that template is of, its calls are read as transformers' `parse_response` reads them, with
+arguments typed by the tools' schemas where the model writes them without types, and with their white space; what cannot
+be read, is no argument, or is not closed, is a call with `error` set. A reply is read from left to right: calls inside
+thoughts are no calls, and marks of thoughts inside calls are text. Where a tokenizer has no response template, those of
+`trl`, when it is installed, are looked up by the chat template. A template that would read other arguments than the
+chat template writes, or of which a reply is more than text and calls, is refused.
 """
 
 from __future__ import annotations
 
+import copy
 import re
 from collections.abc import Callable
 from importlib.util import find_spec
@@ -22,7 +24,9 @@ from datamodules.workflows.tool_calls import ToolCall, checked_call
 _MOST_SHOWN = 200  # characters of an error
 _TAG = re.compile(r"(?:\(\?:)?(<(?:\\\|)?\w+(?:\\\|)?>)")  # at the beginning of a pattern
 _OTHERS = "use hermes_calls, json_calls or a parser of your own"
-_WRITTEN = {"text": 'a, b(c) "d" <e>', "digits": "075", "count": 75, "nested": {"flags": [True, 1]}}
+_LOOSE = re.compile(r"\\s[*+](\(\?P<value>\.[*+]\?\))\\s[*+]")  # a value without the white space around it
+_NO_ARGUMENTS = re.compile(r"[\s,]*(?:</\w+>)?")  # what may stand around arguments: `</function>`
+_WRITTEN = {"text": '  a, b(c) "d" <e>\n', "digits": "075", "count": 75, "nested": {"flags": [True, 1]}}
 _TYPES = {"text": "string", "digits": "string", "count": "integer", "nested": "object"}
 _PROBE = {"type": "object", "properties": {name: {"type": one} for name, one in _TYPES.items()}}
 
@@ -38,6 +42,7 @@ class ResponseTemplate:
     def __init__(self, template: dict[str, Any] | None = None) -> None:
         self._template = template
         self._opening = self._closing = self._thought = self._thought_over = re.compile("")
+        self._argument: re.Pattern[str] | None = None
         self._mark = ""
         self._ends: tuple[str, ...] = ()
         self._parse: Callable[..., Any] | None = None
@@ -71,7 +76,8 @@ class ResponseTemplate:
         closing = Chat(tokenizer).closing if tokenizer.chat_template else None
         named = [tokenizer.eos_token, None if closing is None else tokenizer.convert_ids_to_tokens(closing)]
         self._ends = tuple(dict.fromkeys(str(one) for one in named if one))
-        self._template, self._parse = template, tokenizer.parse_response
+        self._template, self._parse = _exact(template), tokenizer.parse_response
+        self._argument = _argument(self._template)
         if tokenizer.chat_template:
             self._check(tokenizer)
 
@@ -84,22 +90,22 @@ class ResponseTemplate:
             end: the token that ended it, "" where it was cut off; None for what ends the model's replies.
         """
         assert self._parse is not None, "prepare comes first"
-        start, stop = self._aloud(text)
-        said = text[self._first(text, start, stop) : stop]
-        if not said:
-            return []
         # Some families' calls are closed by the end of the reply, of which they have several.
         ends = self._ends if end is None else (end, *self._ends) if end else ("",)
-        faults = {one: self._fault(said + one) for one in ends}
-        whole = next((said + one for one, fault in faults.items() if not fault), None)
-        if whole is None:
-            return [ToolCall(error=faults[ends[0]])]
+        readings = [self._read(text + one) for one in ends]
+        found = next((one for one in readings if not any(fault for _, fault in one)), readings[0])
+        return [ToolCall(error=fault) if fault else self._call(said, tools) for said, fault in found]
+
+    def _call(self, said: str, tools: list[dict[str, Any]] | None) -> ToolCall:
+        """What the template makes of one call."""
+        assert self._parse is not None, "prepare comes first"
         try:
-            found = self._parse(whole, self._template, prefix="", tools=tools)
-            calls = [one["function"] for one in found.get("tool_calls") or []]
+            # Where the model wrote types itself, those of the schemas would undo them: "7" may be meant as a text.
+            found = self._parse(said, self._template, prefix="", tools=tools if self._argument else None)
+            (call,) = found["tool_calls"]
+            return checked_call(call["function"])
         except Exception as error:  # whatever a template makes of what a model says
-            return [ToolCall(error=f"{type(error).__name__}: {str(error)[:_MOST_SHOWN]}")]
-        return [checked_call(one) for one in calls]
+            return ToolCall(error=f"{type(error).__name__}: {str(error)[:_MOST_SHOWN]}")
 
     def of_tools(self, tools: list[dict[str, Any]]) -> TemplateCalls:
         """The same for replies to which these tools were offered."""
@@ -107,36 +113,42 @@ class ResponseTemplate:
 
     def begin(self, text: str) -> int:
         """Where the first call begins; `len(text)` where there is none."""
-        start, stop = self._aloud(text)
-        first = self._first(text, start, stop)
-        return len(text) if first == stop else first
+        return self._next(text, 0)
 
-    def _aloud(self, text: str) -> tuple[int, int]:
-        """From behind the last thought to before one that never ends."""
-        start = max((one.end() for one in self._thought_over.finditer(text)), default=0)
-        unended = self._thought.search(text, start)
-        return start, len(text) if unended is None else unended.start()
+    def _next(self, text: str, at: int) -> int:
+        """Where the next call begins that is in no thought; `len(text)` where there is none."""
+        while True:
+            if self._mark:
+                found = text.find(self._mark, at)
+                first = len(text) if found < 0 else found
+            else:
+                opened = self._opening.search(text, at)
+                first = len(text) if opened is None else opened.start()
+            thought = self._thought.search(text, at, first)
+            if thought is None:
+                return first
+            over = self._thought_over.search(text, thought.end())
+            if over is None:
+                return len(text)
+            at = over.end()
 
-    def _first(self, text: str, start: int, stop: int) -> int:
-        """Where the next call begins; `stop` where there is none."""
-        if self._mark:
-            found = text.find(self._mark, start, stop)
-            return stop if found < 0 else found
-        opened = self._opening.search(text, start, stop)
-        return stop if opened is None else opened.start()
-
-    def _fault(self, said: str) -> str:
-        """What is wrong with the calls as such; the template would read them as far as it goes, or not at all."""
+    def _read(self, text: str) -> list[tuple[str, str]]:
+        """The calls as they are written, each with what is wrong with it as such: the template would read it as far as
+        it goes, or not at all. Nothing is read behind one without an end."""
+        found: list[tuple[str, str]] = []
         at = 0
-        while (at := self._first(said, at, len(said))) < len(said):
-            opened = self._opening.match(said, at)
-            if opened is None:
-                return f"this is not how a call begins: {said[at : at + _MOST_SHOWN]!r}"
-            closed = self._closing.search(said, opened.end())
-            if closed is None:
-                return "a call is not closed"
+        while (begin := self._next(text, at)) < len(text):
+            opened = self._opening.match(text, begin)
+            closed = None if opened is None else self._closing.search(text, opened.end())
+            if opened is None or closed is None:
+                shown = repr(text[begin : begin + _MOST_SHOWN])
+                fault = "a call is not closed" if opened else f"this is not how a call begins: {shown}"
+                return [*found, ("", fault)]
             at = closed.end()
-        return ""
+            rest = "" if self._argument is None else self._argument.sub("", text[opened.end() : closed.start()]).strip()
+            fault = "" if _NO_ARGUMENTS.fullmatch(rest) else f"this is no argument: {rest[:_MOST_SHOWN]!r}"
+            found.append((text[begin:at], fault))
+        return found
 
     def _check(self, tokenizer: PreTrainedTokenizerBase) -> None:
         """That a call which the chat template writes, where it does so in this form, is read as it was written."""
@@ -184,6 +196,26 @@ def _pattern(fields: dict[str, Any], name: str, edge: str) -> str:
     literal = field.get(edge) or []
     literals = [literal] if isinstance(literal, str) else literal
     return str(field.get(f"{edge}_pattern") or "|".join(map(re.escape, literals)))
+
+
+def _exact(template: dict[str, Any]) -> dict[str, Any]:
+    """The template with values as they are written: some leave out white space around them, indentation say. Only a
+    line break at each edge is the family's own."""
+    made: dict[str, Any] = copy.deepcopy(template)
+    calls = made["fields"]["tool_calls"]
+    if calls.get("content") == "xml-inline":
+        given = calls.get("content_args", {})
+        given["tag_pattern"] = _LOOSE.sub(r"\\n?\1\\n?", given.get("tag_pattern", ""))
+        values = given.get("value_parser") or {}
+        if values.get("name") == "text":
+            values.setdefault("args", {})["strip"] = False
+    return made
+
+
+def _argument(template: dict[str, Any]) -> re.Pattern[str] | None:
+    """How an argument is written; None for families that write JSON."""
+    calls = template["fields"]["tool_calls"]
+    return re.compile(calls["content_args"]["tag_pattern"], re.DOTALL) if calls.get("content") == "xml-inline" else None
 
 
 def _of_trl(tokenizer: PreTrainedTokenizerBase) -> dict[str, Any] | None:

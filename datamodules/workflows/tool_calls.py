@@ -1,18 +1,21 @@
 """Tool calls in the text of a reply. A parser is any function `(text) -> list[ToolCall]`, named by its import path.
 
 Promises: the parsers here never raise; what cannot be read is a call with `error` set, so that the model can be told.
-Calls inside thoughts (`<think>...</think>`) are no calls. `begin_of_calls` tells what a reply says before its calls,
-while it is still being made.
+A reply is read from left to right: calls inside thoughts (`<think>...</think>`) are no calls, and marks of thoughts
+inside calls are text. Where the prompt has opened a thought (`Chat.opened`), its mark belongs in front of the reply
+that a parser is given. `begin_of_calls` tells what a reply says before its calls, while it is still being made.
 """
 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 _PYTHON_TAG = "<|python_tag|>"
+_THOUGHT_OR_CALL = re.compile("<think>|<tool_call>")
 
 
 @dataclass(frozen=True)
@@ -26,14 +29,13 @@ class ToolCall:
 
 def hermes_calls(text: str) -> list[ToolCall]:
     """`<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, any number of them: Hermes, Qwen 2.5, Qwen3."""
-    said = said_aloud(text)
-    pieces = said.split("<tool_call>")[1:]
-    if not pieces and "</tool_call>" in said:
+    calls, begin = [], _begin_of_marks(text, True)
+    if begin == len(text) and "</tool_call>" in said_aloud(text):
         return [ToolCall(error="</tool_call> without <tool_call> before it")]
-    calls = []
-    for piece in pieces:
-        body, closed, _ = piece.partition("</tool_call>")
+    while begin < len(text):
+        body, closed, text = text[begin + len("<tool_call>") :].partition("</tool_call>")
         calls.append(_read(body) if closed else ToolCall(error="<tool_call> is not closed by </tool_call>"))
+        begin = _begin_of_marks(text, True)
     return calls
 
 
@@ -42,17 +44,19 @@ def json_calls(text: str) -> list[ToolCall]:
 
     A reply that does not begin as JSON ("{" or "[") is an answer, not a call.
     """
-    said = said_aloud(text).strip().removeprefix(_PYTHON_TAG).strip()
+    said = text[_begin_of_json(text, True) :].strip().removeprefix(_PYTHON_TAG).strip()
     if not said.startswith(("{", "[")):
         return []
     try:
-        found = json.loads(said, strict=False, parse_constant=_refuse)
+        found, end = _JSON.raw_decode(said)
+        if said_aloud(said[end:]).strip():
+            raise ValueError(f"there is more behind it: {said[end : end + 40]!r}")
     except (ValueError, RecursionError) as error:
         return [ToolCall(error=f"not valid JSON ({_brief(error)})")]
     return [checked_call(one) for one in found] if isinstance(found, list) else [checked_call(found)]
 
 
-def begin_of_calls(parser: Callable[[str], list[ToolCall]], text: str, complete: bool = True) -> int:
+def begin_of_calls(parser: Callable[[str], list[ToolCall]], text: str, complete: bool = True, opened: str = "") -> int:
     """Where the calls begin that `parser` may find in `text`; what is before is said aloud.
 
     Args:
@@ -61,37 +65,49 @@ def begin_of_calls(parser: Callable[[str], list[ToolCall]], text: str, complete:
         text: of a reply, from its beginning.
         complete: otherwise more may follow, and the end of `text` may be the beginning of a call. What is before the
             number returned then stays before it, whatever follows; for a parser of one's own that is nothing.
+        opened: the mark of the thought that the prompt has opened, "" for none.
 
     Returns:
         `len(text)` where there are none; white space before them is theirs.
     """
-    if parser not in (hermes_calls, json_calls):
-        if not complete:
-            return 0
-        if callable(begin := getattr(parser, "begin", None)):
-            return len(text[: begin(text)].rstrip())
-    begins = len(text)
-    if parser is not json_calls:
-        begins = min(begins, _begin_of_marks(text, complete))
-    if parser is not hermes_calls:
-        begins = min(begins, _begin_of_json(text, complete))
-    return begins if complete and begins == len(text) else len(text[:begins].rstrip())
+    if parser not in (hermes_calls, json_calls) and not complete:
+        return 0
+    whole = opened + text
+    if callable(begin := getattr(parser, "begin", None)):
+        begins = begin(whole)
+    else:
+        begins = len(whole)
+        if parser is not json_calls:
+            begins = min(begins, _begin_of_marks(whole, complete))
+        if parser is not hermes_calls:
+            begins = min(begins, _begin_of_json(whole, complete))
+    if complete and begins == len(whole):
+        return len(text)
+    return max(len(whole[:begins].rstrip()) - len(opened), 0)
 
 
 def _begin_of_marks(text: str, complete: bool) -> int:
-    start = text.rfind("</think>") + 1  # no mark begins within one
-    thought, mark = text.find("<think>", start), text.find("<tool_call>", start)
-    if mark >= 0 and not 0 <= thought < mark:
-        return mark
-    return len(text) if complete or thought >= 0 else len(text) - _begun(text, "<tool_call>")
+    at = 0
+    while (mark := _THOUGHT_OR_CALL.search(text, at)) is not None:
+        if mark[0] == "<tool_call>":
+            return mark.start()
+        at = text.find("</think>", mark.end())
+        if at < 0:
+            return len(text)
+    return len(text) if complete else len(text) - _begun(text, "<tool_call>")
 
 
 def _begin_of_json(text: str, complete: bool) -> int:
-    start = text.rfind("</think>")
-    start = 0 if start < 0 else start + len("</think>")
-    said = text[start:].lstrip()
-    begun = said.startswith(("{", "[", _PYTHON_TAG)) or (not complete and _PYTHON_TAG.startswith(said))
-    return start if begun else len(text)
+    """At the beginning, or behind a thought."""
+    at = 0
+    while True:
+        said = text[at:].lstrip()
+        if said.startswith(("{", "[", _PYTHON_TAG)) or (not complete and _PYTHON_TAG.startswith(said)):
+            return at
+        over = text.find("</think>", at)
+        if over < 0:
+            return len(text)
+        at = over + len("</think>")
 
 
 def _begun(text: str, mark: str) -> int:
@@ -106,8 +122,7 @@ def said_aloud(text: str) -> str:
 
 def _read(body: str) -> ToolCall:
     try:
-        # Models write line ends inside strings.
-        return checked_call(json.loads(body.strip(), strict=False, parse_constant=_refuse))
+        return checked_call(_JSON.decode(body.strip()))
     except (ValueError, RecursionError) as error:
         return ToolCall(error=f"not valid JSON ({_brief(error)})")
 
@@ -122,7 +137,7 @@ def checked_call(found: Any) -> ToolCall:
     arguments = found.get("arguments", found.get("parameters", {}))
     if isinstance(arguments, str):  # JSON within JSON
         try:
-            arguments = json.loads(arguments, strict=False, parse_constant=_refuse)
+            arguments = _JSON.decode(arguments)
         except (ValueError, RecursionError) as error:
             return ToolCall(name, error=f'"arguments" is not valid JSON ({_brief(error)})')
     if not isinstance(arguments, dict):
@@ -136,6 +151,9 @@ def checked_call(found: Any) -> ToolCall:
 
 def _refuse(constant: str) -> Any:
     raise ValueError(f"{constant} is not JSON")
+
+
+_JSON = json.JSONDecoder(strict=False, parse_constant=_refuse)  # models write line ends inside strings
 
 
 def _brief(error: BaseException) -> str:

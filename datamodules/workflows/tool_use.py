@@ -22,9 +22,9 @@ from datamodules.prompts.base import Prompt
 from datamodules.workflows.base import EpisodeEngine
 from datamodules.workflows.calling import within
 from datamodules.workflows.response_template import ResponseTemplate, TemplateCalls
-from datamodules.workflows.tool_calls import ToolCall, hermes_calls
+from datamodules.workflows.tool_calls import ToolCall, hermes_calls, json_calls
 from datamodules.workflows.tools import Toolbox, ToolRunner
-from datamodules.workflows.turns import ReplyOptions, Sequences, Turns
+from datamodules.workflows.turns import ReplyOptions, Sequences, Turns, tokenized
 
 _CLOSE_S = 60.0
 
@@ -36,7 +36,8 @@ class ToolWorkflow:
     with calls in the last turn, which are not carried out ("max_turns"). Its reward is the tools' own, where they have
     one, else the configured one of the last reply. The metadata counts, where there were any, `tool_calls` and among
     them `malformed_calls`, `unknown_tools`, `invalid_arguments`, `failed_calls`, `timed_out_calls`, `refused_calls`,
-    `cut_results` (too long) and `quoted_results` (they spelled special tokens, which got a space put into them).
+    `cut_results` (too long) and `quoted_results` (they spelled tokens of the chat template, which got a space put into
+    them).
 
     Args:
         tools: JSON schemas and what carries out the calls: `FunctionTools` or your own class; see
@@ -47,7 +48,7 @@ class ToolWorkflow:
         stop: tokens, besides what ends a turn anyway (see `datamodules.workflows.turn_ends`), that end a reply (each
             must be one token).
         parser: finds the calls in a reply: `datamodules.workflows.hermes_calls`, `json_calls`, a `ResponseTemplate` or
-            a function of your own.
+            a function of your own, which is given the reply's text behind the `<think>` that the prompt may end with.
         sequences: "whole", "turns" or "rendered"; see `datamodules.workflows.turns.Sequences`. Templates that drop old
             thoughts only do so with "rendered": otherwise the model sees its thoughts again, as it wrote them.
         tool_role: role of the messages that carry results; "user" for templates that know no "tool".
@@ -107,7 +108,7 @@ class ToolWorkflow:
 
     def prepare(self, tokenizer: PreTrainedTokenizerBase) -> None:
         """Prepares the tools and tries the chat template. Raises ValueError when it cannot show tools or their results,
-        and what the tools' own preparation raises."""
+        or writes calls in a form that is not the parser's, and what the tools' own preparation raises."""
         self._options.prepare(tokenizer)
         if hasattr(self.tools, "prepare"):
             self.tools.prepare()
@@ -123,6 +124,8 @@ class ToolWorkflow:
                 f"ToolWorkflow.tool_role: the tokenizer's chat template does not show messages of the role"
                 f" '{self.tool_role}' that follow a reply, so the model would never see a result; set tool_role: user"
             )
+        if self._show_tools and self._parser in (hermes_calls, json_calls):
+            _check_form(self._parser, self._chat)
 
     def encode(self, prompt: Prompt) -> tuple[int, ...]:
         """The ids an episode begins with, the tools' descriptions included."""
@@ -184,18 +187,32 @@ class ToolWorkflow:
             ]
             messages += [{"role": "assistant", "content": said}, *answers]
             if self.sequences == "rendered":
-                turns.rewrite(chat.prompt(messages))
+                turns.rewrite(await tokenized(chat.prompt, messages))
             else:
-                turns.extend(chat.after_reply(answers, turns.end, engine.ends.ids))
+                after_reply = partial(chat.after_reply, last=turns.end, ends=engine.ends.ids)
+                turns.extend(await tokenized(after_reply, answers))
         return turns, reply, counts
 
     def _calls(self, text: str, end: str) -> list[ToolCall]:
         parser = self._parser.ended_by(end) if isinstance(self._parser, TemplateCalls) else self._parser
         try:
-            return parser(text)
+            return parser(self._template().opened + text)
         except Exception as error:  # a user's own parser
             return [ToolCall(error=f"{type(error).__name__}: {error}")]
 
     def _template(self) -> Chat:
         assert self._chat is not None, "prepare comes first"
         return self._chat
+
+
+def _check_form(parser: Callable[[str], list[ToolCall]], chat: Chat) -> None:
+    """That a call which the chat template writes, where it does, is found: the model is used to that form."""
+    call = ToolCall("probe", {"text": 'a "b"', "count": 75})
+    written = chat.written_call(call.name, call.arguments)
+    if written and parser(written) != [call]:
+        others = (one.__name__ for one in (hermes_calls, json_calls) if one(written) == [call])
+        remedy = next(others, "{class_path: datamodules.workflows.ResponseTemplate} or a function of your own")
+        raise ValueError(
+            f"ToolWorkflow.parser: {parser.__name__} does not read calls as the tokenizer's chat template writes them,"
+            f" {written.strip()[:200]!r}, so the model's would be missed; use {remedy}"
+        )

@@ -27,6 +27,8 @@ from datamodules.workflows.base import EpisodeEngine
 from datamodules.workflows.calling import Caller, within
 from datamodules.workflows.tool_calls import ToolCall
 
+_CANCEL_S = 10.0
+
 
 class Toolbox(ABC):
     """The tools of an episode. Any class with an async method `call` and an attribute `tools` will do.
@@ -165,7 +167,14 @@ class ToolRunner:
     ) -> list[str]:
         """What the model is told about each of the calls of one reply. Adds to `counts` what became of them."""
         counts["tool_calls"] += len(calls)
-        told = await asyncio.gather(*(self._one(box, one, k, engine, counts) for k, one in enumerate(calls)))
+        tasks = [asyncio.create_task(self._one(box, one, k, engine, counts)) for k, one in enumerate(calls)]
+        try:
+            told = await asyncio.gather(*tasks)
+        finally:
+            for task in tasks:  # where one has ended the episode, its tools are closed next
+                task.cancel()
+            if not all(task.done() for task in tasks):
+                await asyncio.wait(tasks, timeout=_CANCEL_S)
         # Half a surrogate pair, which JSON can write, has no tokens.
         return [text.encode("utf-8", "replace").decode("utf-8") for text in told]
 
@@ -182,10 +191,9 @@ class ToolRunner:
         if validator is None:
             known = ", ".join(self._validators)
             return refuse("unknown_tools", f"there is no tool '{one.name[:100]}'; there are: {known}")
-        fault = best_match(validator.iter_errors(one.arguments))
-        if fault is not None:
-            where = "".join(f" at {part}" for part in fault.absolute_path)
-            return refuse("invalid_arguments", f"arguments of {one.name}{where}: {fault.message[:300]}")
+        fault = _fault(validator, one.arguments)
+        if fault:
+            return refuse("invalid_arguments", f"arguments of {one.name}{fault}")
         seconds = self._deadlines[one.name]
         try:
             with engine.waiting("tool", one.name):
@@ -206,6 +214,18 @@ class ToolRunner:
             return text
         counts["cut_results"] += 1
         return f"{text[: self._max_result_chars]}... ({over} more characters are left out)"
+
+
+def _fault(validator: Draft202012Validator, arguments: dict[str, Any]) -> str:
+    """Where the arguments break the schema, and how; "" where they do not."""
+    try:
+        fault = best_match(validator.iter_errors(arguments))
+    except Exception as error:  # integers beyond floats, endless nesting, references to nothing
+        return f": cannot be checked: {type(error).__name__}: {str(error)[:300]}"
+    if fault is None:
+        return ""
+    where = "".join(f" at {part}" for part in fault.absolute_path)
+    return f"{where}: {fault.message[:300]}"
 
 
 def _validators(tools: list[dict[str, Any]]) -> dict[str, Draft202012Validator]:

@@ -8,7 +8,8 @@ log-probability and version the engine gave it. A conversation that fills the mo
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import asyncio
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -18,6 +19,7 @@ from transformers import PreTrainedTokenizerBase
 from app import checks
 from app.batch import Trajectory
 from app.pictures import Picture, merged, used
+from datamodules.conversations.chat_template import Message
 from datamodules.inference.protocol import GenerationRequest, GenerationResponse
 from datamodules.prompts.base import Prompt
 from datamodules.workflows.base import EpisodeEngine
@@ -35,6 +37,9 @@ Whichever it is, an episode counts once in advantages and in the loss (`modules.
 counts its tokens). What `sequence_mean`, GSPO and corrections of sequences call a sequence is the whole episode in the
 first and a turn in the others.
 """
+
+
+_LONG = 1 << 13  # characters; some ms of work
 
 
 class ReplyOptions:
@@ -236,3 +241,10 @@ class Turns:
             finish_reason=turns[-1].finish_reason,
             temperature=turns[-1].temperature,
         )
+
+
+async def tokenized(make: Callable[[list[Message]], list[int]], messages: list[Message]) -> list[int]:
+    """What `make` makes of the messages; of long ones on a thread, while other episodes go on."""
+    if sum(len(str(one["content"])) for one in messages) < _LONG:
+        return make(messages)
+    return await asyncio.to_thread(make, messages)

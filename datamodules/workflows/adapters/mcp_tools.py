@@ -28,7 +28,15 @@ from datamodules.workflows.tools import Toolbox, ToolsLost
 needs("mcp", "mcp", "MCPTools")
 
 from mcp import MCPError  # noqa: E402
-from mcp.types import CallToolResult, EmbeddedResource, ResourceLink, TextContent, TextResourceContents  # noqa: E402
+from mcp.types import (  # noqa: E402
+    CallToolResult,
+    EmbeddedResource,
+    JSONRPCRequest,
+    ResourceLink,
+    TextContent,
+    TextResourceContents,
+    jsonrpc_message_adapter,
+)
 
 from datamodules.workflows.adapters.mcp_servers import (  # noqa: E402
     CommandServer,
@@ -233,7 +241,8 @@ class _Sessions:
             return self._one
 
     async def ask(self, connection: Connection, name: str, arguments: dict[str, Any]) -> CallToolResult:
-        """Raises ServerLost, and CallFailed: the server refuses."""
+        """Raises ServerLost, and CallFailed: the server refuses, or the arguments cannot be sent."""
+        _check(name, arguments)
         try:
             result = await connection.call(name, arguments)
         except asyncio.CancelledError:  # by the call's deadline, mostly
@@ -261,6 +270,17 @@ async def _reached(sessions: _Sessions, name: str) -> Connection:
         return await sessions.connection()
     except ServerLost as error:
         raise ToolsLost(f"the MCP server {name} {error}") from error
+
+
+def _check(name: str, arguments: dict[str, Any]) -> None:
+    """What cannot be written would end the connection, and with it the calls of other episodes; what the package cannot
+    read would never be answered. Raises CallFailed."""
+    call = {"name": name, "arguments": arguments}
+    try:
+        line = JSONRPCRequest(jsonrpc="2.0", id=0, method="tools/call", params=call).model_dump_json()
+        jsonrpc_message_adapter.validate_json(line)
+    except (ValueError, RecursionError) as error:  # half a character, nested too deep
+        raise CallFailed(f"its arguments cannot be sent as JSON: {str(error)[: foreign.MOST_SAID]}") from error
 
 
 def _text(result: CallToolResult) -> str:

@@ -12,6 +12,7 @@ import json
 from collections import Counter
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import Any, Literal, get_args
 
 from transformers import PreTrainedTokenizerBase
@@ -32,7 +33,7 @@ from datamodules.workflows.adapters.openenv import (
 from datamodules.workflows.base import EpisodeEngine, Workflow
 from datamodules.workflows.calling import in_a_thread
 from datamodules.workflows.tool_calls import said_aloud
-from datamodules.workflows.turns import ReplyOptions, Sequences, Turns
+from datamodules.workflows.turns import ReplyOptions, Sequences, Turns, tokenized
 
 Rewards = Literal["sum", "last", "steps"]
 _Turn = tuple[str, float | None, bool]  # what the model is told, the step's reward, whether the episode is over
@@ -167,7 +168,7 @@ class OpenEnvWorkflow(Workflow):
             if response.finish_reason == "length":
                 break
             said = turns.reply(tokenizer, special=True)
-            told, reward, done = await self._step(engine, environment, said_aloud(said).strip(), counts)
+            told, reward, done = await self._step(engine, environment, said_aloud(chat.opened + said).strip(), counts)
             earned.append(reward)
             if done:
                 break
@@ -176,9 +177,10 @@ class OpenEnvWorkflow(Workflow):
                 break
             messages += [{"role": "assistant", "content": said}, {"role": "user", "content": told}]
             if self.sequences == "rendered":
-                turns.rewrite(chat.prompt(messages))
+                turns.rewrite(await tokenized(chat.prompt, messages))
             else:
-                turns.extend(chat.after_reply(messages[-1:], turns.end, engine.ends.ids))
+                after_reply = partial(chat.after_reply, last=turns.end, ends=engine.ends.ids)
+                turns.extend(await tokenized(after_reply, messages[-1:]))
         steps = counts["steps"]
         return turns, earned, {"completion": reply, "answer": prompt.answer, "done": done, **counts, "steps": steps}
 

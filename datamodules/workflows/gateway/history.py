@@ -310,15 +310,20 @@ def in_parts(message: Message) -> Message:
     return {**message, "content": parts}
 
 
-def for_template(message: Message) -> Message:
-    """Templates take the arguments of calls as objects; clients send them as text."""
+def for_template(message: Message, arguments: Callable[[Any], Any]) -> Message:
+    """Most templates take the arguments of calls as objects; clients send them as text.
+
+    Args:
+        message: of a client.
+        arguments: `Chat.arguments` of the template.
+    """
     message = in_parts(message)
     if not message.get("tool_calls"):
         return message
     calls = []
     for one in message["tool_calls"]:
         function = one["function"]
-        calls.append({**one, "function": {**function, "arguments": parsed(function["arguments"])}})
+        calls.append({**one, "function": {**function, "arguments": arguments(parsed(function["arguments"]))}})
     return {**message, "content": message.get("content") or "", "tool_calls": calls}
 
 

@@ -59,18 +59,19 @@ def shown(tokens: list[int], ended: bool, stops: Sequence[str], decode: Decode) 
     return Shown(text[:cut], whole, kept)
 
 
-def as_message(name: str, text: str, parser: Parser | None) -> tuple[Message, int]:
+def as_message(name: str, text: str, parser: Parser | None, opened: str = "") -> tuple[Message, int]:
     """The reply as clients know it, and how many calls in it cannot be read: then all of it stays text.
 
     Args:
         name: unique; ids of calls hold it.
         text: what is seen of it.
         parser: finds calls; None where no tools were offered.
+        opened: the mark of the thought that the prompt has opened.
     """
     found: list[ToolCall] = []
     if parser is not None:
         try:
-            found = parser(text)
+            found = parser(opened + text)
         except Exception as error:  # a user's own parser
             found = [ToolCall(error=f"{type(error).__name__}: {error}")]
     malformed = sum(bool(one.error) for one in found)
@@ -87,7 +88,8 @@ def as_message(name: str, text: str, parser: Parser | None) -> tuple[Message, in
         }
         for k, one in enumerate(found)
     ]
-    return {"role": "assistant", "content": text[: begin_of_calls(parser, text)] or None, "tool_calls": calls}, 0
+    aloud = text[: begin_of_calls(parser, text, opened=opened)]
+    return {"role": "assistant", "content": aloud or None, "tool_calls": calls}, 0
 
 
 class Reading:
@@ -98,11 +100,14 @@ class Reading:
         stops: texts at which it ends.
         parser: finds calls; None where no tools were offered.
         ends: tokens that end it, and are no text.
+        opened: the mark of the thought that the prompt has opened.
     """
 
-    def __init__(self, decode: Decode, stops: Sequence[str], parser: Parser | None, ends: Sequence[int]) -> None:
+    def __init__(
+        self, decode: Decode, stops: Sequence[str], parser: Parser | None, ends: Sequence[int], opened: str = ""
+    ) -> None:
         self._reply = ReplyText(decode)
-        self._stops, self._parser, self._ends = stops, parser, ends
+        self._stops, self._parser, self._ends, self._opened = stops, parser, ends, opened
         self._text = ""
         self._given = 0  # characters of it
         self._waiting: list[tuple[int, int, float]] = []  # (characters until then, token, log-probability)
@@ -125,7 +130,7 @@ class Reading:
         cut = cut_at_stop(self._text, self._stops)
         known = len(self._text) - maybe_stop(self._text, self._stops) if cut is None else cut
         if self._parser is not None:
-            known = min(known, begin_of_calls(self._parser, self._text[:known], complete=False))
+            known = min(known, begin_of_calls(self._parser, self._text[:known], False, self._opened))
         known = max(known, self._given)
         piece, self._given = self._text[self._given : known], known
         count = next((k for k, (until, _, _) in enumerate(self._waiting) if until > known), len(self._waiting))

@@ -126,7 +126,7 @@ class Transcript:
         self.drift: Counter[Drift] = Counter()
         self._chat = chat
         self._decode = decode
-        self._messages = Messages(lambda message: chat.shown(for_template(message)))
+        self._messages = Messages(lambda message: chat.shown(for_template(message, chat.arguments)))
         self._renderings = Renderings()
         self._after: dict[int, list[Call]] = {}  # by the number of messages before the reply
         self._said: dict[bytes, Call] = {}  # by what identifies a reply in later messages

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from datamodules.conversations.chat import ChatEncoder, Transcript
+from datamodules.conversations.chat_template import Chat
 from datamodules.conversations.tokens import RecordedDataError
 from tests.helpers.recorded_samples import TEMPLATE, byte_tokenizer, messages
 
@@ -23,6 +24,13 @@ THOUGHT_BEGUN = TEMPLATE.replace(
 ).replace("<|begin|>assistant\n", "<|begin|>assistant\n<think>\n{{ '' }}")
 # As that of DeepSeek R1: the same prompt, behind which the thought goes on.
 THOUGHT_KEPT = TEMPLATE.replace("<|begin|>assistant\n", "<|begin|>assistant\n<think>\n{{ '' }}")
+
+
+# As that of DeepSeek V3: arguments are put together with other text.
+TEXT_OF_CALLS = TEMPLATE.replace(
+    '{{ {"name": c.function.name, "arguments": c.function.arguments} | tojson }}',
+    """{{ '{"name": "' + c.function.name + '", "arguments": ' + c.function.arguments + '}' }}""",
+)
 
 
 def trained(template: str, changes: dict[int, dict[str, Any]]) -> list[str]:
@@ -84,3 +92,34 @@ def test_an_end_of_turn_within_a_turn_is_refused(key: str) -> None:
         RecordedDataError, match=rf"FILE:3: messages\[3\]\.{key} contains the end-of-turn token '<.end.>'"
     ):
         trained(TEMPLATE, {3: said})
+
+
+@pytest.mark.parametrize("token", ["<|stop|>", "<|begin|>", "<|end|>"])
+def test_a_reply_that_spells_an_end_or_a_beginning_is_refused(token: str) -> None:
+    tokenizer = byte_tokenizer(TEMPLATE)
+    tokenizer.add_special_tokens({"eos_token": "<|stop|>"})
+    encoder = ChatEncoder(tokenizer)
+    asked, reply = {"role": "user", "content": "Which?"}, {"role": "assistant", "content": f"That is {token}."}
+    with pytest.raises(RecordedDataError, match=r"F: messages\[1\].content contains the .* '<\|\w+\|>': remove it"):
+        encoder.encode(Transcript("0", 0, "m", 1.0, [asked, reply], "F"))
+    if token != "<|end|>":  # in nobody's mouth it is trained by nobody
+        others = [asked, {**reply, "weight": 0}, asked, {"role": "assistant", "content": "No."}]
+        encoder.encode(Transcript("0", 0, "m", 1.0, others, "F"))
+
+
+def test_every_turn_is_trained_with_the_end_that_engines_stop_at() -> None:
+    """As GPT-OSS': the last reply of a conversation ends with another token than earlier ones."""
+    template = TEMPLATE.replace("<|end|>", "{{ '<|stop|>' if loop.last and m.role == 'assistant' else '<|end|>' }}")
+    tokenizer = byte_tokenizer(template)
+    tokenizer.add_special_tokens({"eos_token": "<|stop|>"})
+    chat = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    one = ChatEncoder(tokenizer).encode(Transcript("0", 0, "m", 1.0, [*chat, *chat], "F"))
+    ends = [tokenizer.decode(one.tokens[start:end]) for start, end in zip(one.starts, one.ends, strict=True)]
+    assert ends == ["b<|stop|>"] * 2
+    # As rollouts serve it: what was said, its own end, and what follows.
+    after = Chat(tokenizer).after_reply(chat[:1], tokenizer.eos_token_id, [tokenizer.eos_token_id])
+    assert one.tokens[one.ends[0] : one.starts[1]].tolist() == after
+
+
+def test_templates_that_take_arguments_as_text_are_given_it() -> None:
+    assert trained(TEXT_OF_CALLS, {}) == trained(TEMPLATE, {})

@@ -288,6 +288,23 @@ def test_a_greeting_that_no_model_said_is_not_trained(tmp_path: Path) -> None:
     assert not any("weight" in one for one in [*first[1:], *second])
 
 
+def test_every_tau2_tool_is_there_with_all_its_arguments(tmp_path: Path) -> None:
+    path = tmp_path / "tools.py"
+    path.write_text(
+        "class Tools:\n    @is_tool(READ)\n    def a(self, x: str, *, y: int, z: int = 2) -> str:\n        'A.'\n"
+        "    @is_tool(READ)\n    async def b(self) -> str:\n        'B.'\n"
+        "    if True:\n        @is_tool(READ)\n        def c(self) -> str:\n            'C.'\n"
+    )
+    tools, _ = tau2_tools(path)
+    assert [one["function"]["name"] for one in tools] == ["a", "b", "c"]
+    parameters = tools[0]["function"]["parameters"]
+    assert parameters["required"] == ["x", "y"] and parameters["properties"]["z"]["default"] == 2
+    for arguments in ("self, x: str, /", "self, *xs: str", "self, **more: str"):
+        path.write_text(f"class Tools:\n    @is_tool(READ)\n    def a({arguments}) -> str:\n        'A.'\n")
+        with pytest.raises(RecordedDataError, match=r"tools.py:3: a\(\w+\): a schema has no arguments that are"):
+            tau2_tools(path)
+
+
 def test_tau2_schema_of_a_tool(tmp_path: Path) -> None:
     (tmp_path / "tools.py").write_text(TAU2_TOOLS)
     (cancel, listing), notes = tau2_tools(tmp_path / "tools.py")
@@ -388,7 +405,8 @@ def test_real_airline_conversations_survive_the_import_unchanged(tmp_path: Path)
     with np.load(real_file("tau/airline_tokens.npz")) as theirs, np.load(tau / "airline_tokens.npz") as ours:
         for name in ours.files:
             assert ours[name].dtype.kind == theirs[name].dtype.kind, name
-            assert ours[name].dtype == theirs[name].dtype or ours[name].dtype.kind == "U", name
+            if name != "reward" and ours[name].dtype.kind != "U":  # older files hold rewards in half the bytes
+                assert ours[name].dtype == theirs[name].dtype, name
 
 
 def test_importers_run_no_foreign_code() -> None:

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from datamodules import RecordedDataModule
-from datamodules.conversations.tokens import RecordedDataError
-from tests.datamodules.test_recorded import module, npz
+from datamodules.conversations.tokens import RecordedDataError, load_npz, save_npz
+from tests.datamodules.test_recorded import conversation, module, npz
 
 
 def test_conversations_below_a_reward_are_left_out(tmp_path: Path) -> None:
@@ -32,6 +32,11 @@ def test_a_reward_is_compared_as_it_is_recorded(tmp_path: Path) -> None:
     arrays[name] = (arrays[name] * 0.9).astype(np.float32)
     np.savez(path, **arrays)
     assert len(module(path, min_reward=0.9, tasks_per_batch=5, workload="whole").batch(0)) == 7
+
+
+def test_rewards_come_back_exactly(tmp_path: Path) -> None:
+    save_npz(tmp_path / "x.npz", [conversation(f"{reward}", reward=reward) for reward in (0.1, 1 / 3)])
+    assert [one.reward for one in load_npz(tmp_path / "x.npz")] == [0.1, 1 / 3]
 
 
 @pytest.mark.parametrize("option", [{"pairs": True}, {"min_reward": 0.5}])

@@ -166,6 +166,53 @@ def test_what_cannot_be_read_is_an_error(family: str) -> None:
 
 
 @every_family
+@pytest.mark.parametrize("value", ["    return x", "x = 1\n", "\n", " ", "", "\n\na\n\n", "a</think>b<think>"])
+def test_arguments_keep_what_was_written(family: str, value: str) -> None:
+    tokenizer = tokenizer_of(CHATS_OF[family][0], family)
+    given = {"zip": value, "count": 7}
+    calls = [{"id": "call00001", "type": "function", "function": {"name": "f", "arguments": given}}]
+    messages = [{"role": "user", "content": "."}, {"role": "assistant", "content": "", "tool_calls": calls}]
+    shown = tokenizer.apply_chat_template(messages, tokenize=False)
+    assert parser(family)(shown, TOOLS, end="") == [ToolCall("f", given)]
+
+
+@pytest.mark.parametrize(
+    ("family", "call"),
+    [
+        ("qwen3_5", "<tool_call>\n<function=f>\n<parameter=zip>\nabc\n</function>\n</tool_call>"),
+        ("qwen3_5", '<tool_call>\n<function=f>\n{"zip": "abc"}\n</function>\n</tool_call>'),
+        ("qwen3_5", "<tool_call><function=f><parameter=zip>abc</parameter><n>7</n></function></tool_call>"),
+        ("qwen3_5", xml("f", {"zip": "a</parameter>b"})),
+        ("nemotron_3", xml("f", {"zip": "a</tool_call>b"})),
+        ("glm4moe", "<tool_call>f\n<arg_key>zip</arg_key>\n<arg_value>abc\n</tool_call>"),
+        ("glm4moe", "<tool_call>f<arg_key>zip</arg_key>\n<arg_value>abc</arg_value>\n</tool_call>"),
+        ("glm4moe", '<tool_call>{"name": "f", "arguments": {"zip": "abc"}}</tool_call>'),
+    ],
+)
+def test_no_call_is_carried_out_without_what_is_no_argument(family: str, call: str) -> None:
+    read = parser(family)
+    (found,) = read(call, TOOLS)
+    assert "this is no argument" in found.error
+    assert [bool(one.error) for one in read(f"{said(family)}{call}", TOOLS)] == [False, True]
+
+
+@pytest.mark.parametrize("family", ["qwen3", "llama3", "gemma4"])
+def test_types_that_the_model_wrote_are_kept(family: str) -> None:
+    schema = {"zip": {"oneOf": [{"type": "string"}, {"type": "integer"}]}, "count": {"type": ["string", "null"]}}
+    parameters = {"type": "object", "properties": schema}
+    tools = [{"type": "function", "function": {"name": "f", "description": "F.", "parameters": parameters}}]
+    given = {"zip": "7", "count": "null"}
+    assert parser(family)(said(family, given=given), tools) == [ToolCall("f", given)]
+
+
+@every_family
+def test_a_thought_behind_a_call_undoes_none(family: str) -> None:
+    thought = READ[family][1].format("wait")
+    if thought:
+        assert parser(family)(f"{said(family)}\n{thought}\n{said(family)}\nDone.", TOOLS) == 2 * WANTED
+
+
+@every_family
 def test_a_call_is_closed_whatever_ended_the_reply_and_not_where_it_was_cut_off(family: str) -> None:
     call, ends = said(family), READ[family][2]
     for eos in ends:
@@ -211,12 +258,13 @@ def test_a_gateway_shows_text_and_calls_streamed_as_whole(family: str) -> None:
 def test_an_agent_with_tools_of_the_family(family: str) -> None:
     """Its call is carried out with typed arguments, what is wrong with the next is told, and then it answers."""
     tokenizer = tokenizer_of(CHATS_OF[family][0], family)
-    good = said(family, "add", {"a": 2, "b": 3})
+    over = "</think>" if Chat(tokenizer).opened else ""
+    good = over + said(family, "add", {"a": 2, "b": 3})
     role: Any = "user" if family in ("gemma4",) else "tool"
     workflow = ToolWorkflow(Sums(), parser=ResponseTemplate(), tool_role=role, max_new_tokens=400)
-    engine = ScriptedEngine(tokenizer, [good, good[: len(good) * 3 // 4], "5"], max_context=8192)
+    engine = ScriptedEngine(tokenizer, [good, good[: len(good) * 3 // 4], over + "5"], max_context=8192)
     prompt = Prompt(id="p", messages=({"role": "user", "content": "2+3?"},))
-    (found,) = play(workflow, engine, tokenizer, prompt, lambda prompt, reply: float(reply == "5"))
+    (found,) = play(workflow, engine, tokenizer, prompt, lambda prompt, reply: float(reply.endswith("5")))
     assert found.reward == 1.0 and (found.metadata["tool_calls"], found.metadata["malformed_calls"]) == (2, 1)
     told = [tokenizer.decode(one.tokens[len(engine.seen[0].tokens) :]) for one in engine.seen]
     assert "5" in told[1] and "cannot be read" not in told[1] and "cannot be read" in told[2]

@@ -11,12 +11,15 @@ from typing import Any
 import psutil
 import pytest
 
+from datamodules.conversations.chat_template import Chat
 from datamodules.prompts.base import Prompt
 from datamodules.workflows import FunctionTools, ToolCall, ToolWorkflow, hermes_calls, json_calls
-from tests.datamodules.workflows.scripted_engine import CHATML, Pool, ScriptedEngine, generated, play
+from datamodules.workflows.tools import ToolsLost
+from tests.datamodules.workflows.scripted_engine import CHATML, WITH_CALLS, Pool, ScriptedEngine, generated, play
 from tests.datamodules.workflows.tool_functions import (
     add,
     crash,
+    long,
     multiply,
     named,
     process,
@@ -28,7 +31,15 @@ from tests.datamodules.workflows.tool_functions import (
     token,
     undescribed,
 )
-from tests.datamodules.workflows.toolboxes import Counters, Sums, broken_parser, every_reply_counts, schema
+from tests.datamodules.workflows.toolboxes import (
+    Counters,
+    Fragile,
+    Losing,
+    Sums,
+    broken_parser,
+    every_reply_counts,
+    schema,
+)
 from tests.helpers.recorded_samples import byte_tokenizer
 
 TOKENIZER = byte_tokenizer(CHATML)
@@ -127,6 +138,22 @@ def test_templates_that_drop_thoughts_may_render_every_turn_anew() -> None:
 # ---- calls
 
 
+@pytest.mark.parametrize("sequences", ["whole", "rendered"])
+def test_long_results_are_tokenized_while_other_episodes_go_on(sequences: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    found: list[tuple[int, bool]] = []
+    encode = Chat.encode
+
+    def noted(chat: Chat, text: str) -> list[int]:
+        found.append((len(text), threading.current_thread() is threading.main_thread()))
+        return encode(chat, text)
+
+    monkeypatch.setattr(Chat, "encode", noted)
+    tools = FunctionTools([long], isolated=False)
+    run([a_call("long", size=9), a_call("long", size=20_000), "5"], tools, sequences=sequences, max_context=50_000)
+    assert [here for size, here in found if size > 20_000] == [False]
+    assert found[0][1] and all(here for size, here in found if size < 4000)
+
+
 def test_calls_of_one_reply_run_at_the_same_time_and_are_answered_in_order() -> None:
     engine, (whole,) = run([a_call("meet", who="a") + "\nand\n" + a_call("meet", who="b"), "5"])
     answers = "<tool>\na met b\n</tool><tool>\nb met a\n</tool>"
@@ -165,6 +192,30 @@ def test_what_is_wrong_with_a_call_is_told_and_counted(reply: str, count: str, s
     assert whole.metadata[count] == 1 and whole.reward == 1.0 and whole.finish_reason == "stop"
 
 
+@pytest.mark.parametrize(
+    ("call", "said"),
+    [
+        ('{"name": "pay", "arguments": {"amount": 1' + "0" * 400 + "}}", "of pay: cannot be checked: OverflowError"),
+        (
+            '{"name": "nest", "arguments": {"a": ' + "[" * 300 + "]" * 300 + "}}",
+            "of nest: cannot be checked: Recursion",
+        ),
+        (a_call("refer", a=1)[12:-13], "of refer: cannot be checked: "),
+    ],
+)
+def test_arguments_that_cannot_be_checked_are_told(call: str, said: str) -> None:
+    engine, (whole,) = run([f"<tool_call>{call}</tool_call>", "5"], Fragile(), max_new_tokens=900)
+    assert said in told(engine) and whole.metadata["invalid_arguments"] == 1 and whole.reward == 1.0
+
+
+def test_calls_beside_one_that_ends_the_episode_end_before_the_tools() -> None:
+    tools = Losing()
+    engine = ScriptedEngine(TOKENIZER, [a_call("wait") + a_call("lose")])
+    with pytest.raises(ToolsLost, match="the database is gone"):
+        play(ToolWorkflow(tools, max_new_tokens=200), engine, TOKENIZER, PROMPT, right)
+    assert tools.opened[0].notes == ["cancelled", "closed"]
+
+
 def test_half_a_character_does_not_cost_the_episode() -> None:
     engine, _ = run([a_call("broken"), "5"])
     assert "half a pair: ?" in told(engine)
@@ -195,6 +246,13 @@ def test_a_parser_with_a_bug_is_told_about_too() -> None:
         ),
         ('<think><tool_call>{"name": "f"}</tool_call></think>It is 5.', []),
         ('It is 5. <think><tool_call>{"name": "f"}</tool_call>', []),
+        ('No call yet</think><tool_call>{"name": "f"}</tool_call>', [ToolCall("f")]),
+        ('<tool_call>{"name": "f"}</tool_call><think>now wait</think>I have called f.', [ToolCall("f")]),
+        (
+            '<tool_call>{"name": "f", "arguments": {"a": "<think>b</think>c"}}</tool_call>'
+            '<tool_call>{"name": "g", "arguments": {"a": "</think>"}}</tool_call>',
+            [ToolCall("f", {"a": "<think>b</think>c"}), ToolCall("g", {"a": "</think>"})],
+        ),
         ('<tool_call>{"name": 3}</tool_call>', [ToolCall(error='a call needs a "name", which is a string')]),
         ("<tool_call>[1]</tool_call>", [ToolCall(error="a call must be a JSON object, this is a list")]),
         ('{"name": "f"}</tool_call>', [ToolCall(error="</tool_call> without <tool_call> before it")]),
@@ -229,10 +287,25 @@ def test_hermes_calls(text: str, calls: list[ToolCall]) -> None:
         ('<|python_tag|>[{"name": "f"}, {"name": "g"}]', [ToolCall("f"), ToolCall("g")]),
         ('{"name": "f"', [ToolCall(error="not valid JSON (Expecting ',' delimiter: line 1 column 13 (char 12))")]),
         ("[1]", [ToolCall(error="a call must be a JSON object, this is a int")]),
+        ('{"name": "f", "parameters": {"a": "b</think>c"}}', [ToolCall("f", {"a": "b</think>c"})]),
+        ('<think>{</think>\n{"name": "f"}\n<think>so</think>', [ToolCall("f")]),
+        ("<|python_tag|>print(1)", []),
+        ('{"name": "f"} is it', [ToolCall(error="not valid JSON (there is more behind it: ' is it')")]),
     ],
 )
 def test_json_calls(text: str, calls: list[ToolCall]) -> None:
     assert json_calls(text) == calls
+
+
+OPENED = CHATML + "{%- if add_generation_prompt -%}<think>\n{% endif -%}"
+
+
+def test_calls_in_a_thought_that_the_prompt_opened_are_none() -> None:
+    tokenizer, box = byte_tokenizer(OPENED), Sums()
+    call = a_call("add", a=2, b=3)
+    engine = ScriptedEngine(tokenizer, [f"Maybe {call}</think>{call}", f"{call} or rather think on"])
+    (whole,) = play(ToolWorkflow(box, max_new_tokens=300), engine, tokenizer, PROMPT, right)
+    assert whole.metadata["tool_calls"] == len(box.calls) == 1 and whole.finish_reason == "stop"
 
 
 # ---- ends
@@ -406,6 +479,23 @@ def test_templates_without_tools_are_refused_unless_the_prompts_show_them() -> N
         workflow.prepare(tokenizer)
     ToolWorkflow(Sums(), show_tools=False).prepare(tokenizer)
     assert every_reply_counts("x") == [ToolCall("count")]
+
+
+def test_a_parser_that_does_not_read_the_templates_calls_is_refused() -> None:
+    hermes = byte_tokenizer(WITH_CALLS)
+    bare = byte_tokenizer(WITH_CALLS.replace("<tool_call>{{ '\\n' }}", "").replace("{{ '\\n' }}</tool_call>", ""))
+    other = byte_tokenizer(WITH_CALLS.replace("tool_call>", "call>"))
+    ToolWorkflow(Sums()).prepare(hermes)
+    ToolWorkflow(Sums(), parser=json_calls).prepare(bare)
+    for tokenizer, parser, remedy in (
+        (hermes, json_calls, "use hermes_calls"),
+        (bare, hermes_calls, "use json_calls"),
+        (other, hermes_calls, "ResponseTemplate} or a function of your own"),
+    ):
+        with pytest.raises(ValueError, match=rf"ToolWorkflow.parser: {parser.__name__} does not read .*{remedy}"):
+            ToolWorkflow(Sums(), parser=parser).prepare(tokenizer)
+    ToolWorkflow(Sums(), show_tools=False).prepare(bare)  # the prompts say how to call
+    ToolWorkflow(Sums(), parser=every_reply_counts).prepare(bare)
 
 
 def test_a_call_may_end_its_reply() -> None:

@@ -14,7 +14,7 @@ from datamodules.inference.protocol import GenerationRequest
 from datamodules.pipeline.player import EpisodePlayer
 from datamodules.prompts.base import Prompt
 from datamodules.prompts.tokenizers import load_tokenizer
-from datamodules.workflows import MultiTurnWorkflow, RLVRWorkflow, ToolWorkflow
+from datamodules.workflows import MultiTurnWorkflow, ResponseTemplate, RLVRWorkflow, ToolWorkflow, hermes_calls
 from datamodules.workflows.base import EpisodeEngine, to_trajectory
 from datamodules.workflows.turn_ends import TurnEnds, model_ends, template_end
 from tests.datamodules.test_rollout import tiny_model
@@ -97,10 +97,11 @@ def test_tools_answer_behind_one_end_of_turn(name: str) -> None:
     tokenizer = family.tokenizer()
     # What ends a reply that calls tools, as these models were trained.
     end = {"Llama 3.1": "<|eom_id|>", "GLM 4.5": "<|observation|>"}.get(name, family.end)
-    call = tokenizer.encode(a_call("add", a=2, b=3), add_special_tokens=False)
+    over = "</think>" if Chat(tokenizer).opened else ""
+    call = tokenizer.encode(over + a_call("add", a=2, b=3), add_special_tokens=False)
     replies = [[*call, *ids(family, [end])], [*tokenizer.encode("5"), *ids(family, [end])]]
     engine = ScriptedEngine(tokenizer, replies)
-    workflow = ToolWorkflow(Sums(), max_new_tokens=200)
+    workflow = ToolWorkflow(Sums(), max_new_tokens=200, parser=lambda text: hermes_calls(text))  # not the family's
     workflow.prepare(tokenizer)
     asked = Prompt(id="p", messages=ASKED.messages, answer="5")
     given = Prompt(id="p", messages=ASKED.messages, answer="5", tokens=tuple(workflow.encode(asked)))
@@ -117,7 +118,7 @@ def test_results_that_the_template_would_not_show_are_refused() -> None:
     tokenizer = FAMILIES["Gemma 4"].tokenizer()
     with pytest.raises(ValueError, match=r"ToolWorkflow\.tool_role: .* role 'tool' .* set tool_role: user"):
         ToolWorkflow(Sums()).prepare(tokenizer)
-    ToolWorkflow(Sums(), tool_role="user").prepare(tokenizer)
+    ToolWorkflow(Sums(), tool_role="user", parser=ResponseTemplate()).prepare(tokenizer)
 
 
 @every_family

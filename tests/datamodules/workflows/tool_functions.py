@@ -95,3 +95,12 @@ def named(name: str, function: str) -> str:
 
 def undescribed(a: int) -> int:
     return a
+
+
+def long(size: int) -> str:
+    """A long text.
+
+    Args:
+        size: its characters.
+    """
+    return "x" * size

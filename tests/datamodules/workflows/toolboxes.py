@@ -8,6 +8,7 @@ from typing import Any
 
 from datamodules.prompts.base import Prompt
 from datamodules.workflows import ToolCall
+from datamodules.workflows.tools import ToolsLost
 
 
 def schema(name: str, **properties: Any) -> dict[str, Any]:
@@ -63,6 +64,47 @@ class Sums:
                 self._met.setdefault(mine, asyncio.Event()).set()
                 await self._met.setdefault(other, asyncio.Event()).wait()
                 return f"{mine} met {other}"
+
+
+class Fragile:
+    """Schemas that some arguments cannot be checked by."""
+
+    def __init__(self) -> None:
+        self.tools = [
+            schema("pay", amount={"type": "number", "multipleOf": 0.01}),
+            schema("nest", a={"$id": "n", "type": "array", "items": {"$ref": "n"}}),
+            schema("refer", a={"$ref": "#/$defs/missing"}),
+        ]
+
+    async def call(self, name: str, arguments: dict[str, Any]) -> Any:
+        return "done"
+
+
+class Losing:
+    """`lose` ends the episode; `wait` notes how it ended."""
+
+    def __init__(self) -> None:
+        self.tools = [schema("lose"), schema("wait")]
+        self.notes: list[str] = []
+        self.opened: list[Losing] = []
+
+    async def call(self, name: str, arguments: dict[str, Any]) -> Any:
+        if name == "lose":
+            await asyncio.sleep(0)
+            raise ToolsLost("the database is gone")
+        try:
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            await asyncio.sleep(0)
+            self.notes.append("cancelled")
+            raise
+
+    def open(self, prompt: Prompt) -> Losing:
+        self.opened.append(Losing())
+        return self.opened[-1]
+
+    async def close(self) -> None:
+        self.notes.append("closed")
 
 
 class Counters:

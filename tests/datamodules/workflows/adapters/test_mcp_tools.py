@@ -103,6 +103,27 @@ def test_an_agent_uses_the_tools_of_a_command(monkeypatch: pytest.MonkeyPatch, t
     assert '"name": "count"' not in TOKENIZER.decode(engine.seen[0].tokens)
 
 
+def test_arguments_that_cannot_be_sent_cost_their_own_call_alone() -> None:
+    tools = MCPTools(command=SERVER)
+
+    def nested(depth: int) -> Any:
+        return [nested(depth - 1)] if depth else 1
+
+    async def story() -> list[str]:
+        first = await said(tools, "count")
+        whys = ["half \ud83d", nested(300), nested(220), {"\ud83d": 1}]
+        bad = [said(tools, "fail", why=one) for one in whys]
+        found = await asyncio.gather(said(tools, "sleep", seconds=0.5), *bad)
+        return [first, *found, await said(tools, "count")]
+
+    try:
+        first, slept, *failed, second = asyncio.run(story())
+    finally:
+        tools.stop()
+    assert slept == "woke" and first.replace("1 in", "2 in") == second
+    assert all(one.startswith("CallFailed: its arguments cannot be sent as JSON: ") for one in failed)
+
+
 def test_a_shared_server_that_dies_is_told_and_started_anew(tmp_path: Path) -> None:
     tools = MCPTools(command=SERVER)
     tools.log_to(tmp_path)

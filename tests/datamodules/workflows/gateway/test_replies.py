@@ -53,17 +53,23 @@ PARSERS: list[Parser | None] = [None, hermes_calls, json_calls, own_calls]
 
 @pytest.mark.parametrize("parser", PARSERS)
 @settings(max_examples=60, deadline=None)
-@given(REPLIES, st.lists(st.sampled_from(["END", "a", "é ", "</think>"]), max_size=2), st.booleans(), st.randoms())
+@given(
+    REPLIES,
+    st.lists(st.sampled_from(["END", "a", "é ", "</think>"]), max_size=2),
+    st.booleans(),
+    st.sampled_from(["", "<think>"]),
+    st.randoms(),
+)
 def test_pieces_are_the_message(
-    parser: Parser | None, text: str, stops: list[str], ended: bool, draw: random.Random
+    parser: Parser | None, text: str, stops: list[str], ended: bool, opened: str, draw: random.Random
 ) -> None:
     tokens = TOKENIZER.encode(text, add_special_tokens=False)
     end = next((k for k in range(1, len(tokens) + 1) if cut_at_stop(DECODE(tokens[:k]), stops) is not None), None)
     tokens = tokens[:end] if end else [*tokens, END] if ended else tokens
     logprobs = [-k / 10 for k in range(len(tokens))]
     seen = shown(tokens, bool(tokens) and tokens[-1] == END, stops, DECODE)
-    content = as_message("m", seen.text, parser)[0]["content"] or ""
-    reading, pieces, at = Reading(DECODE, stops, parser, [END]), [], 0
+    content = as_message("m", seen.text, parser, opened)[0]["content"] or ""
+    reading, pieces, at = Reading(DECODE, stops, parser, [END], opened), [], 0
     while at < len(tokens):
         size = draw.randint(1, 4)
         pieces.append(reading.add(tokens[at : at + size], logprobs[at : at + size]))
@@ -99,6 +105,16 @@ def test_what_may_become_a_call_is_held_back(text: str, aloud: str) -> None:
     assert text[: begin_of_calls(hermes_calls, text, complete=False)] == aloud
     assert begin_of_calls(own_calls, text, complete=False) == 0
     assert begin_of_calls(json_calls, "<|py", complete=False) == begin_of_calls(json_calls, " [", complete=False) == 0
+
+
+def test_calls_in_a_thought_that_the_prompt_opened_stay_text() -> None:
+    call = '<tool_call>{"name": "f"}</tool_call>'
+    assert as_message("m", f"{call} or</think>no", hermes_calls, "<think>") == (
+        {"role": "assistant", "content": f"{call} or</think>no"},
+        0,
+    )
+    message, _ = as_message("m", f"Hm {call}</think>yes {call}", hermes_calls, "<think>")
+    assert message["content"] == f"Hm {call}</think>yes" and len(message["tool_calls"]) == 1
 
 
 def test_text_comes_while_it_is_sampled_and_calls_at_the_end() -> None:
