@@ -230,6 +230,24 @@ def _readers(algorithm: Algorithm) -> str:
     return " and ".join(c.name for c in (algorithm.objective, *costs) if c.needs & {"reference", "soft"})
 
 
+def check_own_tokens(tokenizer: PreTrainedTokenizerBase | None, policy: ModelSource) -> None:
+    """Compares the tokenizer of the data with the one beside the weights: where a token has another number the model
+    reads other texts than it is trained on. Tokens of one of them alone are nothing to compare.
+
+    Raises:
+        ValueError: a token has two numbers; a tokenizer that cannot be read.
+    """
+    if tokenizer is None or policy.path is None or tokenizer.name_or_path == policy.path:
+        return
+    own = _vocabulary(policy.path)
+    for token, number in tokenizer.get_vocab().items() if own else ():
+        if own.get(token, number) != number:
+            raise ValueError(
+                f"data.tokenizer: {token!r} is {number} there and {own[token]} in the tokenizer beside the weights in"
+                f" '{policy.path}', which would read other texts: name that directory in data.tokenizer"
+            )
+
+
 def check_same_tokens(
     tokenizer: PreTrainedTokenizerBase | None, policy: ModelSource, reference: str | None, key: str = "reference"
 ) -> None:

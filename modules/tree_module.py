@@ -57,6 +57,7 @@ from modules.models import ModelSource, build_model, image_processor_of
 from modules.objectives import Aggregation
 from modules.ranks import RankWork, Step, build_tree
 from modules.refusals import (
+    check_own_tokens,
     refuse_frozen,
     refuse_narrow,
     refuse_optimizer,
@@ -272,6 +273,7 @@ class TreeModule(EvaluatedModule):
         exchange = ranks_of(self.trainer)
         refuse_trainer(self.trainer, stage, exchange)
         refuse_quantised(self.trainer, "model", self.model_source)
+        check_own_tokens(getattr(getattr(self.trainer, "datamodule", None), "tokenizer", None), self.model_source)
         if exchange.group is not None and self.self_check == "fallback":
             raise ValueError(
                 "self_check='fallback' has ranks run every sequence alone, which those of a group cannot share: set"

@@ -23,6 +23,7 @@ from datamodules.groups import Group, check_credit, label, to_batch
 from datamodules.inference.clock import PausedClock
 from datamodules.inference.protocol import InferenceEngine
 from datamodules.pending import LastArrival, Pending
+from datamodules.pipeline.limits import RolloutsFailed
 from datamodules.processes import foreign
 from datamodules.processes.deadline import deadline
 from datamodules.prompts.base import Prompt
@@ -206,7 +207,7 @@ async def evaluate(
         One group a prompt, without the episodes that failed (and without prompts none of whose episodes is left).
 
     Raises:
-        RuntimeError: every episode failed.
+        RolloutsFailed: every episode failed.
     """
     failures: list[str] = []
     version = player.engine.version
@@ -228,7 +229,7 @@ async def evaluate(
             to_batch([Group(at, prompt.id, version, trajectories)])
             return trajectories
         except Exception as error:
-            failures.append(f"prompt '{prompt.id}': {foreign.described(error)}")
+            failures.append(f"prompt '{prompt.id}': {foreign.described(error)}{foreign.place(error)}")
             return []
         finally:
             del pending[at, number]
@@ -237,7 +238,7 @@ async def evaluate(
     if failures:
         what = f"validation: {len(failures)} of {len(episodes)} episodes failed"
         if len(failures) == len(episodes):
-            raise RuntimeError(f"{what}; the first: {failures[0]}")
+            raise RolloutsFailed(f"{what}; the first: {failures[0]}")
         _log.warning("%s and are left out; the first: %s", what, failures[0])
     groups = []
     for at, prompt in enumerate(prompts):

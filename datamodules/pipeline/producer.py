@@ -379,7 +379,7 @@ class Producer:
         if not self.stream.fail(pending, placeholder=isinstance(error, PlaceholderSampled)):
             return
         prompt_id = pending.prompt_id if pending.prompt_id != "?" else f"index {pending.index}"
-        reason = foreign.described(error)
+        reason = foreign.described(error) + foreign.place(error)
         _log.warning("group dropped, prompt '%s': %s", prompt_id, reason)
         failure: RuntimeError | None = self._failures.failed(prompt_id, reason)
         if failure is None and not self.player.engine.health().get("alive", True):

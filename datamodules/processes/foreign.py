@@ -8,12 +8,20 @@ reward workers do it.
 from __future__ import annotations
 
 import asyncio
+import sys
+import traceback
+from pathlib import Path
 from typing import Any
 
 from app.text import well_formed
 
 MOST_SAID = 2000  # characters of an error's text that are kept
 _MOST_NESTED = 50
+_NOT_USERS = (
+    *(Path(__file__).resolve().parents[2] / name for name in ("app", "callbacks", "datamodules", "modules")),
+    Path(sys.prefix),
+    Path(sys.base_prefix),
+)
 
 
 def described(error: BaseException) -> str:
@@ -25,6 +33,16 @@ def described(error: BaseException) -> str:
         text = ""
     said = f"{name}: {text[: MOST_SAID + 1]}" if text else name
     return well_formed(said if len(said) <= MOST_SAID else f"{said[: MOST_SAID - 3]}...")
+
+
+def place(error: BaseException) -> str:
+    """Where users' code raised `error`, as " at FILE:LINE"; "" where none of it is in the traceback."""
+    found = ""
+    for frame in traceback.extract_tb(error.__traceback__):
+        file = Path(frame.filename)
+        if file.is_absolute() and not any(file.is_relative_to(ours) for ours in _NOT_USERS):
+            found = f" at {file.name}:{frame.lineno}"
+    return well_formed(found)
 
 
 def must_pass(error: BaseException) -> bool:

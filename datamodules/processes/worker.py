@@ -21,7 +21,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
-from datamodules.processes.foreign import described
+from datamodules.processes.foreign import described, place
 from datamodules.processes.guardian import ignore, read_message, resident
 
 MOST_ANSWER_BYTES = 1 << 20
@@ -100,7 +100,7 @@ def _call(function: Callable[..., Any], unpickle: Callable[[bytes], Any], argume
     except NotAnAnswer as error:
         return error.status, json.dumps(str(error)[:_MOST_SAID])
     except BaseException as error:  # SystemExit and time-outs that are no Exception included
-        return "exception", json.dumps(f"raised {described(error)}")
+        return "exception", json.dumps(f"raised {described(error)}{place(error)}")
     finally:
         for timer in _TIMERS:
             signal.setitimer(timer, 0)  # an alarm that was left must not ring in another's call

@@ -10,11 +10,14 @@ from typing import Any
 
 import pytest
 import torch
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from transformers import PreTrainedTokenizerFast
 
 from app.strategies import DTAStrategy
 from modules import ActorCriticModule, ModelSource, PolicyModule, Refresh, Regulariser
 from modules.models import ReferencePolicy, build_model
-from modules.refusals import check_same_tokens
+from modules.refusals import check_own_tokens, check_same_tokens
 from tests.helpers.recorded_samples import byte_tokenizer
 from tests.helpers.tiny_policy import (
     CONFIG,
@@ -136,6 +139,24 @@ def test_a_teacher_of_another_size_is_followed_token_by_token(tmp_path: Any, tas
 def test_distillation_without_a_teacher_is_refused(options: dict[str, Any], said: str) -> None:
     with pytest.raises(ValueError, match=re.escape(said)):
         PolicyModule(source(), optimizer=sgd, **{"advantage": "distill", **options})
+
+
+def test_data_of_another_tokenizer_than_the_models_is_refused(tmp_path: Any) -> None:
+    for name in ("policy", "bare"):
+        naive_model().save_pretrained(tmp_path / name)
+    mine = byte_tokenizer()
+    mine.save_pretrained(tmp_path / "policy")
+    policy, bare = (ModelSource(str(tmp_path / name)) for name in ("policy", "bare"))
+    wider = byte_tokenizer()
+    wider.add_tokens(["zebra"])
+    for tokenizer, model in ((mine, policy), (wider, policy), (None, policy), (mine, bare), (mine, source())):
+        check_own_tokens(tokenizer, model)
+    vocabulary = mine.get_vocab()
+    first, second = list(vocabulary)[:2]
+    swapped = {**vocabulary, first: vocabulary[second], second: vocabulary[first]}
+    other = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel(swapped)))
+    with pytest.raises(ValueError, match=r"data.tokenizer: .* and \d+ in the tokenizer beside .*name that directory"):
+        check_own_tokens(other, policy)
 
 
 def test_a_teacher_with_another_tokenizer_is_refused(tmp_path: Any) -> None:
