@@ -1,6 +1,7 @@
 """`arborist check WHAT`: whether there is anything to learn, what a step costs, what fits, and what to change first.
 
-    arborist check my_run.yaml --with --model.model.path DIR  rolls out some 256 episodes of that run, without training
+    arborist check configs/quickstart.yaml --with --config my_run.yaml --model.model.path DIR
+                                                              rolls out some 256 episodes of that run, without training
     arborist check runs/mine/rollouts                         batches that a run recorded (data.record)
     arborist check airline.npz --model DIR                    recorded conversations with rewards
 
@@ -168,7 +169,10 @@ def _recorded(path: Path, timed: bool = False) -> Rollouts:
         filtered = ((settings.get("data") or {}).get("init_args") or {}).get("filter") is not None
         return Rollouts(groups, sequences, len(usual), seconds, settings, path, filtered)
     if path.suffix != ".npz":
-        raise ValueError(f"WHAT: {path} is no YAML, no directory of recorded batches and no .npz: they have rewards")
+        raise ValueError(
+            f"WHAT: {path} is no YAML, no directory of recorded batches and no .npz: these have what is checked;"
+            " `arborist data import-tau --tokenizer DIR` writes a *_tokens.npz beside its .jsonl.gz"
+        )
     from datamodules.conversations.tokens import load_npz
 
     tasks: dict[tuple[str, str], list[Episode]] = {}

@@ -179,7 +179,7 @@ class FunctionAgent(_ProcessAgent):
 
 
 class CommandAgent(_ProcessAgent):
-    """Starts a program, without a shell; the last line that it prints is its answer.
+    """Starts a program, without a shell; the last line that is not blank that it prints is its answer.
 
     `{text}`, `{id}` and `{name}` of a field of the task's metadata are replaced in each word; other braces stay. The
     task stands on its standard input too, as JSON: `{"id", "text", "messages", "metadata"}`.
