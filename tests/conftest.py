@@ -16,6 +16,9 @@ import signal
 from collections.abc import Iterator
 from pathlib import Path
 
+if not Path("/dev/nvidiactl").exists():  # read when Triton is imported, which torch and others below may do
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
 import pytest
 import torch.distributed as dist
 from hypothesis import HealthCheck, settings
@@ -38,10 +41,6 @@ for _name, _count in (("quick", 30), ("ci", 40), ("thorough", 600)):
     )
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "quick"))
 
-if not Path(
-    "/dev/nvidiactl"
-).exists():  # read when Triton is imported, which torch may do: on CPUs there is no other way
-    os.environ.setdefault("TRITON_INTERPRET", "1")
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # in the background of a script; the ranks of tests inherit it
     signal.signal(signal.SIGINT, signal.default_int_handler)
 

@@ -248,7 +248,7 @@ class Executor:
         run.attention.returned_grads = [(first[piece], by_layer) for piece, by_layer in state.returned.items()]
         # Logits have no graph: the heads give the hidden states' gradient, in blocks. Rows that predict nothing scored
         # get zero here, and their share through the attention of the rows that see them.
-        grad = torch.zeros_like(run.hidden)
+        grad = torch.zeros_like(run.hidden, dtype=self.dtype)
         scored = run.scored
         # Complete by now: losses of sequences through these tokens were evaluated at the latest with this chunk.
         for asked in self._asked(run, scored, self.grads.keys()) if len(scored.everyone) else ():
@@ -257,7 +257,9 @@ class Executor:
             if asked.predicted is scored.everyone:
                 assert self.heads.vocabulary is not None
                 row_grads = self.heads.vocabulary.to_owners(row_grads, scored.counts)
-            grad.index_add_(0, scored.rows, row_grads)  # a state before a fork predicts several tokens
+            # A state before a fork predicts many tokens, whose gradients low precision would lose whole percents of.
+            grad.index_add_(0, scored.rows, row_grads.to(grad.dtype))
+        grad = grad.to(run.hidden.dtype)
         if run.hidden.requires_grad:
             ends, end_grads = self._owed_to_ends(run, state)
             if self._completing is not None and index == self._last:

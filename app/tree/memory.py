@@ -10,7 +10,7 @@ import gc
 import os
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TypeVar
 
@@ -24,7 +24,7 @@ from transformers import PreTrainedModel
 
 from app.tree.attention import path_cache
 from app.tree.heads import Heads
-from app.tree.model.checkpointing import checkpoints_itself
+from app.tree.model.checkpointing import checkpointable, checkpoints_itself
 from app.tree.model.picture_shares import dealt
 from app.tree.model.pictures import tower_parameters
 from app.tree.model.quantised import elements, quantised_layers, scales
@@ -210,7 +210,7 @@ def auto_budgets(
     where it is more. `free`: bytes to count with instead of those that are free now.
 
     Raises:
-        ValueError: when not even 16 tokens' activations fit, naming the bytes of each part.
+        ValueError: when no number of live tokens fits, naming the bytes of each part where least is needed.
     """
     on_gpu = next(model.parameters()).device.type == "cuda"
     chunk = chunk_tokens if not isinstance(chunk_tokens, str) else ranks * DEVICE_CHUNK["cuda" if on_gpu else "cpu"]
@@ -218,19 +218,35 @@ def auto_budgets(
         return chunk, live_tokens
     free = free_bytes(next(model.parameters()).device) if free is None else free
     usable = int(free * (_GPU_SHARE if on_gpu else _CPU_SHARE))
-    least = pass_memory(model, _LEAST, _LEAST, tree, head_tokens, ranks=ranks)
-    if least.total > usable:
-        raise ValueError(
-            f"live_tokens='auto': a tree pass does not fit, because {_size(free)} of memory are free, of which it may"
-            f" take {_size(usable)}, and with only {_LEAST} live tokens it needs {_size(least.total)}: {least}. Free"
-            " memory, use a smaller model, shorter sequences or fewer ranks on this machine, or set live_tokens"
-        )
-    each = token_bytes(model)
-    fixed = pass_memory(model, chunk, 0, tree, head_tokens, ranks=ranks)
-    live = ranks * (usable - fixed.total) // each
-    if live < chunk:  # chunks will be no larger than what is live, and their backward smaller with them
-        live = ranks * (usable - (fixed.total - fixed.backward)) // (each + ranks * fixed.backward // chunk)
-    return chunk, max(_LEAST, live if live < _ROUND else live - live % _ROUND)
+    # From the most that could fit, downwards: smaller chunks may take more, as each of a long path keeps the states at
+    # its end. These count by chunks that keep all of their activations, the rest by checkpointed ones.
+    each, tried = token_bytes(model), list[tuple[int, int, PassMemory]]()
+    share = shape_of(model).checkpoint_share() if checkpointable(model) else 1.0
+    live = _rounded(max(_LEAST, ranks * usable // each))
+    while True:
+        need = pass_memory(model, min(chunk, max(live, int(live / share))), live, tree, head_tokens, ranks=ranks)
+        kept = pass_memory(model, min(chunk, live), live, tree, head_tokens, ranks=ranks)
+        need = replace(need, states=kept.states)
+        if need.total <= usable:
+            return chunk, live
+        tried.append((need.total, live, need))
+        if live == _LEAST:
+            break
+        if live > chunk:
+            fewer = max(chunk, live - -(-ranks * (need.total - usable) // each))
+        else:  # other parts shrink with the chunks: no further than is certain, or a few percent
+            fewer = min(live * usable // need.total, live * 97 // 100)
+        live = max(_LEAST, _rounded(min(fewer, live - 1)))
+    total, live, need = min(tried, key=lambda one: one[:2])
+    raise ValueError(
+        f"live_tokens='auto': a tree pass does not fit, because {_size(free)} of memory are free, of which it may"
+        f" take {_size(usable)}, and with only {live} live tokens it needs {_size(total)}: {need}. Free"
+        " memory, use a smaller model, shorter sequences or fewer ranks on this machine, or set live_tokens"
+    )
+
+
+def _rounded(live: int) -> int:
+    return live if live < _ROUND else live - live % _ROUND
 
 
 class Budget:

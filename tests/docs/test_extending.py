@@ -32,7 +32,8 @@ def test_its_parts_train(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     (tmp_path / "my_parts.yaml").write_text(config)
     save_model(tmp_path / "model", "char:0123456789+-*=", [])
     (command,) = blocks("")
-    flags = command.strip().removeprefix("python -m app ").replace("runs/quickstart/<time>/warm_start/model", "model").split()
+    model = "runs/quickstart/<time>/warm_start/model"
+    flags = command.strip().removeprefix("python -m app ").replace(model, "model").split()
     main([*flags, "--run_dir", "run", "--data.batch_size=4", *SMALL])
     used = yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())
     assert used["model"]["init_args"]["objective"] == "my_parts.squared_ratio"

@@ -118,7 +118,7 @@ def _first_seen(row, depth, rows, WINDOW: tl.constexpr, BLOCK: tl.constexpr):  #
     return first
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows", "path"])
 def _forward_kernel(  # type: ignore[no-untyped-def]
     q, k, v, path_k, path_v, sinks, depths, ends, bounds, blocks, out, lse,
     rows, path, q_head, q_row, k_head, k_row, v_head, v_row, path_k_head, path_k_row, path_v_head, path_v_row,
@@ -157,7 +157,7 @@ def _forward_kernel(  # type: ignore[no-untyped-def]
     tl.store(lse + head * rows + row, most + tl.log(total), mask=row < rows)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows", "path"])
 def _query_gradient_kernel(  # type: ignore[no-untyped-def]
     q, k, v, path_k, path_v, out, grad, lse, depths, ends, bounds, blocks, grad_q, deltas,
     rows, path, q_head, q_row, k_head, k_row, v_head, v_row, path_k_head, path_k_row, path_v_head, path_v_row,
@@ -197,7 +197,7 @@ def _query_gradient_kernel(  # type: ignore[no-untyped-def]
     tl.store(place, (sums * SCALE).to(grad_q.dtype.element_ty), mask=there)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows", "keys"])
 def _key_gradient_kernel(  # type: ignore[no-untyped-def]
     q, k, v, grad, lse, deltas, depths, ends, bounds, blocks, grad_k, grad_v,
     rows, keys, q_head, q_row, k_head, k_row, v_head, v_row, grad_head, grad_row,

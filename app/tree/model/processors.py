@@ -102,8 +102,8 @@ class PictureProcessor:
     def _ready(self) -> Any:
         if self._missing:
             raise ValueError(
-                f"the processor of a {self._config.model_type}, which knows how its pictures are laid out, cannot be"
-                f" read in {self.directory}: {self._missing}"
+                f"the processor of a {self._config.model_type}, which lays out its pictures, cannot be read:"
+                f" {self._missing} (in {self.directory})"
             )
         return self._processor
 

@@ -26,7 +26,7 @@ from transformers import PreTrainedModel
 
 from app.tree import STATES_ARGUMENT, Tower
 from datamodules.inference.embedded.images import PromptImages, featured, placed
-from datamodules.inference.embedded.kv_slots import CachedStep, KVSlots, PromptStep
+from datamodules.inference.embedded.kv_slots import CachedStep, KVSlots, PromptStep, any_length
 from datamodules.inference.embedded.sampling import sample, shaped, uniforms
 from datamodules.inference.embedded.state_slots import StateSlots
 from datamodules.inference.protocol import GenerationError, GenerationRequest, GenerationResponse
@@ -274,7 +274,7 @@ class Batcher:
             positions = placed(self.tower, spans, lengths, positions)
             pictures = featured(self.tower, spans, lengths)
         states = self.states.begin(rows, [self.running[row].computed for row in rows], lengths)
-        with self.states.layers.noted():
+        with self.states.layers.noted(), any_length(self.device):
             output = self.model(
                 input_ids=torch.tensor([tokens], device=self.device),
                 position_ids=positions,

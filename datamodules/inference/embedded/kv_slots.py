@@ -11,11 +11,13 @@ change the result and is not honoured here raises.
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import cast
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import AttentionInterface
 
 from app.tree import STATES_ARGUMENT
@@ -25,6 +27,15 @@ ATTENTION = "arborist_slots"
 _IMPLIED = frozenset(
     {"position_ids", "cache_position", "use_cache", "is_causal", "layer_idx", "output_router_logits", STATES_ARGUMENT}
 )
+
+
+_ANY_LENGTH = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+
+
+def any_length(device: torch.device) -> AbstractContextManager[None]:
+    """Forwards inside use kernels of torch that serve every length at once: cuDNN's, torch's choice on Hopper, would
+    build a plan, tens of milliseconds, for every number of requests and of keys, hence at each decoded token."""
+    return sdpa_kernel(_ANY_LENGTH) if device.type == "cuda" else nullcontext()
 
 
 class PromptStep:

@@ -13,6 +13,7 @@ from app.tree.model.shape import shape_of
 from app.tree.planning.cost import ModelShape
 from tests.app.tree import models
 from tests.app.tree.engine.test_memory import Meter
+from tests.app.tree.states import hybrids
 
 TREE = PrefixTree.build([np.arange(60) % 31, np.append(np.arange(40) % 31, [3, 3])])
 
@@ -82,6 +83,26 @@ def test_tight_memory_makes_small_chunks_that_fit(free) -> None:
     plan = TreeEngine(model, value_head=None).plan(tree)
     assert plan.peak_live_tokens <= live
     assert pass_memory(model, plan.chunk_tokens, plan.peak_live_tokens, tree).total <= least + 40 * token_bytes(model)
+
+
+def test_states_along_a_long_path_are_those_of_the_chunks_that_fit(free) -> None:
+    """Chunks of 16 tokens would keep a state every 16: a hybrid is not refused for what larger chunks do not need."""
+    model = hybrids.make("qwen3_5_text", linear_key_head_dim=64, linear_value_head_dim=64)
+    tree = PrefixTree.build([np.arange(6000) % 31, np.append(np.arange(5000) % 31, [3, 3])])
+    room = pass_memory(model, 2048, 700, tree).total + pass_memory(model, 700, 700, tree).states
+    assert pass_memory(model, 16, 16, tree).total > 1.1 * room
+    free(2 * room)
+    chunk, live = auto_budgets(model, "auto", "auto", tree)
+    assert 0.97 * 700 - 1 <= live < chunk
+    plan = TreeEngine(model).plan(tree)
+    assert pass_memory(model, 2048, plan.peak_live_tokens, tree, chunks=plan.chunks).total <= room
+    for extra in (3_000, 9_000):  # above a chunk's size, to the last thousand
+        free(2 * pass_memory(model, 2048, extra, tree).total)
+        assert auto_budgets(model, "auto", "auto", tree)[1] == extra // 1024 * 1024
+    free(pass_memory(model, 2048, 16, tree).total)
+    with pytest.raises(ValueError, match=r"with only \d{2,} live tokens") as refused:
+        auto_budgets(model, "auto", "auto", tree)
+    assert "only 16 live" not in str(refused.value)
 
 
 def test_a_pass_that_cannot_fit_says_why_before_it_runs(free) -> None:

@@ -263,6 +263,16 @@ for kernel, more in (FORWARD, QUERIES, KEYS) if sys.argv[5] == "all" else (KEYS,
 """
 
 
+def test_lengths_are_not_compiled_for() -> None:
+    """Chunks have any number of rows and path tokens; Triton would compile for 1 and for multiples of 16 apart."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    code = "from app.tree.attention import interval_kernels as k\n"
+    code += "for one in (k._forward_kernel, k._query_gradient_kernel, k._key_gradient_kernel):\n"
+    code += "    print(*(p.name for p in one.params if p.do_not_specialize))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, timeout=300)
+    assert done.stdout.splitlines() == ["rows path", "rows path", "rows keys"], done.stderr
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from app.tree import PrefixTree, TreeEngine
 from tests.app.tree import models, oracle
@@ -54,6 +56,37 @@ def test_bf16_gradients_are_no_further_from_the_truth_than_dense(
         dense.append(distance(take_grads(model), truth))
     ratio = np.median(ours) / np.median(dense)
     assert ratio < 1.15, f"ours {ours}, dense {dense}"
+
+
+class Sums(TorchDispatchMode):
+    """Collects the dtypes in which `index_add_` sums rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dtypes: list[torch.dtype] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.index_add_.default and args[0].dim() == 2:
+            self.dtypes.append(args[0].dtype)
+        return func(*args, **(kwargs or {}))
+
+
+def test_children_of_one_state_are_added_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 256 tokens that hang below one state, beside the float64 sum of what the heads give: one rounding is left. A
+    CPU adds in float32 by itself; a GPU in the sum's dtype, one after the other, so that this is looked at too."""
+    model = models.make("qwen3", BF16, vocab_size=300)
+    engine, given, got = TreeEngine(model, 1000, 1000, self_check=False), [], []
+    backward = engine.heads.backward
+    monkeypatch.setattr(engine.heads, "backward", lambda *args: given.append(backward(*args)) or given[-1])
+    hook = model.model.norm.register_full_backward_hook(lambda module, inward, outward: got.append(outward[0][0]))
+    tree = PrefixTree.build([[3, 1, 4, k] for k in range(256)], [np.arange(4) == 3] * 256)
+    with Sums() as sums:
+        engine.backward(tree, lambda out, _: out.logprobs.sum() / 256, batched=True)
+    hook.remove()
+    assert sums.dtypes == [torch.float32]
+    assert len(given) == len(got) == 1 and given[0].shape[0] == 256 and got[0].dtype == BF16
+    exact = given[0].double().sum(0)
+    assert float((got[0][2].double() - exact).norm() / exact.norm()) <= 0.003
 
 
 def test_bf16_outputs_are_float32_and_close() -> None:

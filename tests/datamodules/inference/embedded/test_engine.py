@@ -12,7 +12,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, MambaConfig, MistralConfig, Qwen2Config
 
-from datamodules.inference.embedded import EmbeddedEngine
+from datamodules.inference.embedded import EmbeddedEngine, batcher
 from datamodules.inference.protocol import GenerationError, GenerationRequest, WeightUpdate
 from tests.datamodules.inference.engine_suite import (
     CONTEXT,
@@ -237,6 +237,22 @@ def test_memory_is_what_the_configuration_says() -> None:
     assert small.max_context == 32
     with pytest.raises(GenerationError, match=r"max_new_tokens.*context of 32"):
         answers(small, [GenerationRequest([1] * 20, 13)])
+
+
+def test_forwards_on_a_gpu_leave_out_kernels_that_plan_for_a_length(monkeypatch) -> None:
+    """cuDNN's: on Hopper every decoded token would build another plan. Afterwards torch chooses as before."""
+    seen, real = [], batcher.any_length
+    monkeypatch.setattr(batcher, "any_length", lambda device: real(torch.device("cuda")))
+    attend = torch.nn.functional.scaled_dot_product_attention
+    monkeypatch.setattr(
+        torch.nn.functional,
+        "scaled_dot_product_attention",
+        lambda *args, **given: seen.append(torch.backends.cuda.cudnn_sdp_enabled()) or attend(*args, **given),
+    )
+    with real(torch.device("cpu")):
+        assert torch.backends.cuda.cudnn_sdp_enabled()
+    answers(started(), [GenerationRequest([1, 2, 3], 4)])
+    assert len(seen) > 4 and not any(seen) and torch.backends.cuda.cudnn_sdp_enabled()
 
 
 def test_a_failure_in_the_thread_reaches_everyone() -> None:
