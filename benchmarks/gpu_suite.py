@@ -10,15 +10,21 @@
     python -m benchmarks.gpu_suite --checks flex --workloads none --out DIR                 # FlexAttention, compiled
     python -m benchmarks.gpu_suite --toy --out DIR                        # no GPU needed; figures mean nothing
 
-Data: --data FILE or ${ARBORIST_DATA}/tau/airline_tokens.npz, else synthetic conversations. Qwen3 shapes with random
-bf16 weights and float32 gradients; forward and backward, no optimizer (but with --train). Against dense with gradient
-checkpointing, dense-leaf (checkpointing only where its activations do not fit; on a GPU also kept to flash kernels, as
-ours are), path-at-a-time and sparse (benchmarks.common.systems). Every size writes gpu_SIZE.json, anew after each case
-and sweep, and gpu_SIZE.png where matplotlib is installed; checks write gpu_checks.json, --train gpu_train.json (it
-needs the package lightning). All files of a folder make one page, gpu.md, beside what was expected. Exit code 1 when a
-check fails. Needs torch >= 2.11 and transformers >= 5.17; flash attention is ATen's own, no package; scans of hybrid
-models run on kernels where fla-core is installed. --hybrid: eight answers of 64, 128 and 1,024 tokens to a prompt of
-16,384, as gpu_hybrid_SIZE.json.
+What fits: up to 4B either card (80 GB of an H100, 141 GB of an H200), 8B an H200 (on an H100 with short chunks that
+run twice); --train takes 18 bytes a parameter beside activations: 1.7B on an H100, 4B on an H200; --hybrid 4B either.
+
+Data: --data FILE or ${ARBORIST_DATA}/tau/airline_tokens.npz, else synthetic conversations; which, is printed and
+written. Qwen3 shapes with random bf16 weights and float32 gradients; forward and backward, no optimizer (but with
+--train). Against dense with gradient checkpointing, dense-leaf (checkpointing only where its activations do not fit; on
+a GPU also kept to flash kernels, as ours are), path-at-a-time and sparse (benchmarks.common.systems). Every size writes
+gpu_SIZE.json, anew after each timed run, and gpu_SIZE.png where matplotlib is installed; checks write gpu_checks.json
+after each group of them, --train gpu_train.json after each step. All files of a folder make one page, gpu.md, beside
+what was expected. --hybrid: eight answers of 64, 128 and 1,024 tokens to a prompt of 16,384, as gpu_hybrid_SIZE.json.
+
+What fails (a check, a system, a part, an import) is printed and written as `failed`, the rest goes on, and the exit
+code is 1; what --limit leaves no time for is `left_out`. Needs torch >= 2.11 and transformers >= 5.17, --train also
+what benchmarks/README.md lists; flash attention is ATen's own, no package; scans of hybrid models run on kernels where
+fla-core is installed.
 """
 
 from __future__ import annotations
@@ -38,6 +44,7 @@ from transformers import PreTrainedModel
 
 from app.tree.memory import auto_budgets
 from app.tree.planning.cost import ModelShape
+from benchmarks.common.failures import described, noted
 from benchmarks.common.measure import compare, environment, measure, profile, seconds, spread, table
 from benchmarks.common.models import TOY_SHAPE
 from benchmarks.common.records import write_json
@@ -59,69 +66,115 @@ SWEPT |= {"elementwise": "elementwise"}
 """What --sweep may change, and the setting it is."""
 
 
-def checks(device: torch.device, level: str, seeds: int = 3) -> dict[str, list[dict[str, Any]]]:
+def checks(
+    device: torch.device,
+    level: str,
+    seeds: int = 3,
+    so_far: Callable[[dict[str, list[dict[str, Any]]]], None] = lambda found: None,
+) -> dict[str, list[dict[str, Any]]]:
     """The checks of a level: "flash", all but compiled kernels; "flex", gradients with compiled kernels alone; "all".
-    Matrix products in full float32 meanwhile."""
-    trained = backends(device) if level == "all" else backends(device, compiled=False)
+    Matrix products in full float32 meanwhile. `so_far`: is given those that have run, after each group."""
+    groups: dict[str, Callable[[], list[dict[str, Any]]]]
+    cuda = device.type == "cuda"
+    if level == "flex":
+        groups = {"engine": lambda: check_engine(device, ("flex",) if cuda else ("auto",))}
+        if cuda:  # code generation for CPUs takes minutes and is torch's own affair
+            groups["elementwise"] = lambda: check_engine(device, elementwise="compile")
+    else:
+        trained = backends(device, compiled=level == "all") if cuda else ()  # a CPU has what "auto" is
+        groups = {
+            "torch": lambda: check_torch(device),
+            "kernels": lambda: check_kernels(device),
+            "engine": lambda: check_engine(device, ("auto", *trained)),
+            "self_check": lambda: check_margin(device, seeds),
+            "states": lambda: hybrids.check_states(device),
+        }
+    found: dict[str, list[dict[str, Any]]] = {}
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("highest")
     try:
-        if level == "flex":
-            found = {"engine": check_engine(device, ("flex",) if device.type == "cuda" else ("sdpa",))}
-            if device.type == "cuda":  # code generation for CPUs takes minutes and is torch's own affair
-                found["elementwise"] = check_engine(device, (), elementwise="compile")
-            return found
-        found = {"torch": check_torch(device), "kernels": check_kernels(device)}
-        found["engine"] = check_engine(device, trained) if all(row["ok"] for row in found["torch"]) else []
-        found["self_check"] = check_margin(device, seeds)
-        found["states"] = hybrids.check_states(device)
+        for name, group in groups.items():
+            failed: dict[str, str] = {}
+            with noted(failed, f"checks of {name}"):
+                found[name] = group()
+            if failed:
+                found[name] = [{"check": name, "ok": False, "error": error} for error in failed.values()]
+            so_far(found)
     finally:
         torch.set_float32_matmul_precision(before)
     return found
 
 
-def measure_case(model: PreTrainedModel, case: Case, args: argparse.Namespace, deadline: float) -> dict[str, Any]:
-    """Times and memory of all systems on one case, and how well the device is used."""
+def measure_case(
+    model: PreTrainedModel,
+    case: Case,
+    args: argparse.Namespace,
+    deadline: float,
+    so_far: Callable[[dict[str, Any]], None],
+) -> dict[str, Any]:
+    """Times and memory of all systems on one case, and how well the device is used. `so_far`: is given what there is
+    after each timed run."""
     device = next(model.parameters()).device
     settings = Settings(args.chunk, args.live, args.sample, True, not _leaf_fits(model, case), args.attention)
     systems = make_systems(model, case, settings)
     if device.type == "cuda":  # there, transformers' attention may choose cuDNN's kernels, another family than ours
         leaf = next(system for system in systems if system.name == "dense-leaf")
         systems.append(replace(leaf, name="dense-leaf, flash", run=_with_flash(leaf.run)))
-    rows = measure(model, systems, args.repeats, deadline, _say)
-    result = {
+    failed: dict[str, str] = {}
+    result: dict[str, Any] = {
         "case": case.name,
         "source": case.source,
         "sequences": len(case.sequences),
         "longest": int(case.lengths.max()),
-        "systems": rows,
-        "against_ours": {"wall_seconds": compare(rows, "wall_seconds")},
-        "utilisation": utilisation(model, case, settings, rows),
-        "memory_of_predicted": _of_predicted(rows),
+        "systems": {},
+        "against_ours": {"wall_seconds": {}},
+        "utilisation": {},
+        "memory_of_predicted": {},
+        "failed": failed,
     }
-    if args.profile:
-        ours = next(system for system in systems if system.name == "ours")
-        result["profile"] = profile(ours.run, device)
+    rows = measure(
+        model, systems, args.repeats, deadline, _say, failed, lambda some: so_far(result | {"systems": some})
+    )
+    result |= {"systems": rows, "against_ours": {"wall_seconds": compare(rows, "wall_seconds")}}
+    result["memory_of_predicted"] = _of_predicted(rows)
+    so_far(result)
+    with noted(failed, "utilisation"):
+        result["utilisation"] = utilisation(model, case, settings, rows)
+    if args.profile and "ours" in rows:
+        with noted(failed, "profile"):
+            result["profile"] = profile(next(system for system in systems if system.name == "ours").run, device)
     return result
 
 
-def sweep(model: PreTrainedModel, case: Case, args: argparse.Namespace, deadline: float) -> dict[str, Any]:
-    """Times and memory of the tree pass at other settings, one changed at a time, interleaved with the usual ones."""
-    usual = Settings(args.chunk, args.live, args.sample, attention=args.attention)
+def sweep(
+    model: PreTrainedModel,
+    case: Case,
+    args: argparse.Namespace,
+    deadline: float,
+    so_far: Callable[[dict[str, Any]], None],
+) -> dict[str, Any]:
+    """Times and memory of the tree pass at other settings, one changed at a time, interleaved with the usual ones.
+    `so_far`: as in `measure_case`."""
+    usual = Settings(args.chunk, args.live, args.sample, attention=args.attention, systems=("ours",))
     points = [("ours", usual)]
     for name, values in args.sweep:
         points += [(f"{name}={value}", replace(usual, **{SWEPT[name]: value})) for value in values]
-    systems = []
+    systems, failed = list[System](), dict[str, str]()
     for name, settings in points:
-        made = make_systems(model, case, settings)
-        systems.append(replace(next(system for system in made if system.name == "ours"), name=name))
-    rows = measure(model, systems, args.repeats, deadline, _say)
-    return {
-        "case": case.name,
-        "systems": rows,
-        "tflops": {name: row["least_flops"] / row["wall_seconds"]["median"] / 1e12 for name, row in rows.items()},
-        "memory_of_predicted": _of_predicted(rows),
-    }
+        with noted(failed, name):
+            systems.append(replace(make_systems(model, case, settings)[0], name=name))
+
+    def result(rows: dict[str, dict[str, Any]]) -> dict[str, Any]:
+        return {
+            "case": case.name,
+            "systems": rows,
+            "tflops": {name: row["least_flops"] / row["wall_seconds"]["median"] / 1e12 for name, row in rows.items()},
+            "memory_of_predicted": _of_predicted(rows),
+            "failed": failed,
+        }
+
+    rows = measure(model, systems, args.repeats, deadline, _say, failed, lambda some: so_far(result(some)))
+    return result(rows)
 
 
 def _with_flash(run: Callable[[], Any]) -> Callable[[], Any]:
@@ -211,11 +264,10 @@ def _summary(found: dict[str, list[dict[str, Any]]]) -> str:
         failed = [row for row in rows if not row["ok"]]
         lines.append(f"checks of {name}: {len(rows) - len(failed)} of {len(rows)} passed")
         lines += [f"  FAILED: {row}" for row in failed]
-    largest = max((max(row["outputs"], row["gradients"]) for row in found.get("self_check", [])), default=None)
-    if largest is not None:
-        lines.append(
-            f"self-check of right models: at most {largest:.2f} of {found['self_check'][0]['margin']:g} allowed"
-        )
+    margins = [row for row in found.get("self_check", []) if "margin" in row]
+    if margins:
+        largest = max(max(row["outputs"], row["gradients"]) for row in margins)
+        lines.append(f"self-check of right models: at most {largest:.2f} of {margins[0]['margin']:g} allowed")
     return "\n".join(lines)
 
 
@@ -264,7 +316,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
-    """Runs what `argv` asks for; returns the report of the last size, or of the checks where nothing is measured."""
+    """Runs what `argv` asks for; returns the report of the last part, with whether all of them `passed`."""
     begin = time.perf_counter()
     parser = _parser()
     args = parser.parse_args(argv)
@@ -280,59 +332,74 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
         "figures": "GPU" if device.type == "cuda" and not args.toy else "toy size or CPU: these are not GPU figures",
         "attention": args.attention,
         "environment": environment(device),
-        "checks": {} if args.checks == "none" else checks(device, args.checks, 1 if args.toy else 3),
+        "checks": {},
         "left_out": [],
+        "failed": {},
     }
-    print(_summary(common["checks"]), flush=True)
-    report = common | {"passed": all(row["ok"] for rows in common["checks"].values() for row in rows)}
-    _write(report, args.out, "checks")
+    passed = True
+    if args.checks != "none":
+        seeds = 1 if args.toy else 3
+        found = checks(device, args.checks, seeds, lambda some: _write(common | {"checks": some}, args.out, "checks"))
+        common["checks"] = found
+        passed = _write(common, args.out, "checks")
+        print(_summary(found), flush=True)
+    if args.workloads or args.train:
+        common["conversations"] = conversations(args.data, args.toy)[0]
+        print(f"conversations: {common['conversations']}", flush=True)
+    report = common
     sizes = (["toy"] if args.toy else args.size) if args.workloads else []
     for k, name in enumerate(sizes):
         now = time.perf_counter()
         share = now + (begin + args.limit - now) / (len(sizes) - k)
-        report = measure_size(name, args, device, report | {"left_out": []}, share)
+        report = measure_size(name, args, device, common | {"left_out": [], "failed": {}}, share)
+        passed &= report["passed"]
     if args.hybrid:
-        report = measure_hybrid(args, device, report | {"left_out": []}, begin + args.limit)
+        report = measure_hybrid(args, device, common | {"left_out": [], "failed": {}}, begin + args.limit)
+        passed &= report["passed"]
     if args.train:
-        report |= {"train": _train("toy" if args.toy else args.train, args, device)}
-        _write(report, args.out, "train")
-    return report
+        report = common | {"left_out": [], "failed": {}}
+        _train("toy" if args.toy else args.train, args, device, report)
+        passed &= _write(report, args.out, "train")
+        print(json.dumps({"train": report["train"]}), flush=True)
+    return report | {"passed": passed}
 
 
 def measure_size(
     name: str, args: argparse.Namespace, device: torch.device, report: dict[str, Any], deadline: float
 ) -> dict[str, Any]:
-    """All workloads and the sweep of one size, written after each; `deadline` of `time.perf_counter`."""
+    """All workloads and the sweep of one size, written as they are measured; `deadline` of `time.perf_counter`."""
     begin = time.perf_counter()
     shape, vocabulary = (TOY_SHAPE, 512) if args.toy else (SHAPES[name], VOCABULARY)
     tasks, trials = args.batch or ((1, 2) if args.toy else (8, 4))
     source, recorded = conversations(args.data, args.toy)
-    model = qwen3(**shape, vocabulary=vocabulary, dtype=torch.bfloat16, device=device)
-    report = report | {"model": f"Qwen3 {name}", "parameters": sum(p.numel() for p in model.parameters()), "cases": []}
-    report["shape"] = vars(ModelShape.of(model.config))
+    report |= {"model": f"Qwen3 {name}", "cases": []}
     works = [*args.workloads[:1], *(["sweep"] if args.sweep else []), *args.workloads[1:]]
-    for k, work in enumerate(works):
+    with noted(report["failed"], report["model"]):
+        model = qwen3(**shape, vocabulary=vocabulary, dtype=torch.bfloat16, device=device)
+        report["parameters"] = sum(p.numel() for p in model.parameters())
+        report["shape"] = vars(ModelShape.of(model.config))
+    for k, work in enumerate(works if "shape" in report else ()):
         now = time.perf_counter()
         if now >= deadline:
             report["left_out"].append(work)
             continue
         until = now + (deadline - now) / (len(works) - k)
-        case = make_case(source, recorded, args.workloads[0] if work == "sweep" else work, tasks, trials, vocabulary)
-        if work == "sweep":
-            report["sweep"] = sweep(model, case, args, until)
-            print(json.dumps({"TFLOP/s": report["sweep"]["tflops"]}), flush=True)
-        else:
-            result = measure_case(model, case, args, until)
-            if not args.toy and work == "whole" and name in UNDERSTOOD and "tree_tflops" in result["utilisation"]:
-                result["utilisation"]["understood_from"] = UNDERSTOOD[name]
-            report["cases"].append(result)
-            print(f"\n## {report['model']}, {case.name}: {report['figures']}\n\n{table(result, 'wall_seconds')}")
-            print(json.dumps({key: result[key] for key in ("utilisation", "memory_of_predicted")}), flush=True)
+        with noted(report["failed"], work):
+            named = args.workloads[0] if work == "sweep" else work
+            case = make_case(source, recorded, named, tasks, trials, vocabulary)
+            if work == "sweep":
+                report["sweep"] = sweep(
+                    model, case, args, until, lambda some: _write(report | {"sweep": some}, args.out, name)
+                )
+                print(json.dumps({"TFLOP/s": report["sweep"]["tflops"]}), flush=True)
+            else:
+                _add_case(model, case, args, until, report, name)
         _write(report, args.out, name)
     if report["left_out"]:
         print(f"out of time, not measured: {', '.join(report['left_out'])}")
     if args.out:
-        report["plot"] = plot(report, Path(args.out) / f"gpu_{name}.png")
+        with noted(report["failed"], "plot"):
+            report["plot"] = plot(report, Path(args.out) / f"gpu_{name}.png")
     report["seconds"] = time.perf_counter() - begin
     _write(report, args.out, name)
     return report
@@ -341,45 +408,81 @@ def measure_size(
 def measure_hybrid(
     args: argparse.Namespace, device: torch.device, report: dict[str, Any], deadline: float
 ) -> dict[str, Any]:
-    """Answers of each length to one long prompt, beside dense, written after each."""
+    """Answers of each length to one long prompt, beside dense, written as they are measured."""
     name = "toy" if args.toy else args.hybrid
-    model = hybrids.build(args.hybrid, args.toy, torch.bfloat16, device)
-    report = report | {
-        "model": f"Qwen3.5 {name}",
-        "parameters": sum(p.numel() for p in model.parameters()),
-        "cases": [],
-    }
-    for k, answer in enumerate(hybrids.ANSWERS):
+    report |= {"model": f"Qwen3.5 {name}", "cases": []}
+    model = None
+    with noted(report["failed"], report["model"]):
+        model = hybrids.build(args.hybrid, args.toy, torch.bfloat16, device)
+        report["parameters"] = sum(p.numel() for p in model.parameters())
+    for k, answer in enumerate(hybrids.ANSWERS if model is not None else ()):
         now, one = time.perf_counter(), hybrids.case(answer, model.config.vocab_size, args.toy)
         if now >= deadline:
             report["left_out"].append(one.name)
             continue
-        result = measure_case(model, one, args, now + (deadline - now) / (len(hybrids.ANSWERS) - k))
-        report["cases"].append(result)
-        print(f"\n## {report['model']}, {one.name}: {report['figures']}\n\n{table(result, 'wall_seconds')}")
+        until = now + (deadline - now) / (len(hybrids.ANSWERS) - k)
+        with noted(report["failed"], one.name):
+            _add_case(model, one, args, until, report, f"hybrid_{name}")
         _write(report, args.out, f"hybrid_{name}")
+    _write(report, args.out, f"hybrid_{name}")
     return report
 
 
-def _train(name: str, args: argparse.Namespace, device: torch.device) -> dict[str, Any]:
+def _add_case(
+    model: PreTrainedModel, case: Case, args: argparse.Namespace, until: float, report: dict[str, Any], name: str
+) -> None:
+    """Measures a case and adds it to the report, which is written meanwhile."""
+    before = report["cases"]
+    result = measure_case(
+        model, case, args, until, lambda some: _write(report | {"cases": [*before, some]}, args.out, name)
+    )
+    size = report["model"].removeprefix("Qwen3 ")
+    if not args.toy and case.workload == "whole" and size in UNDERSTOOD and "tree_tflops" in result["utilisation"]:
+        result["utilisation"]["understood_from"] = UNDERSTOOD[size]
+    report["cases"] = [*before, result]
+    print(f"\n## {report['model']}, {case.name}: {report['figures']}\n\n{table(result, 'wall_seconds')}")
+    print(json.dumps({key: result[key] for key in ("utilisation", "memory_of_predicted")}), flush=True)
+
+
+def _train(name: str, args: argparse.Namespace, device: torch.device, report: dict[str, Any]) -> None:
+    """Adds whole steps to the report, written after each."""
+    failed: dict[str, str] = report["failed"]
+    report["train"] = {"steps": []}
     try:
         from benchmarks.gpu.train import train
-    except ImportError as error:  # images carry torch and transformers, not always Lightning
-        print(f"--train is left out: {error}; install the package lightning")
-        return {"left_out": str(error)}
+    except ImportError as error:  # images carry torch and transformers, not always Lightning and what its CLI needs
+        failed["train"] = f"left out, for want of the module {error.name or described(error)}; see benchmarks/README.md"
+        print(f"FAILED: --train is {failed['train']}", flush=True)
+        return
     shape, vocabulary = (TOY_SHAPE, 512) if args.toy else (SHAPES[name], VOCABULARY)
     source, recorded = conversations(args.data, args.toy)
-    found = train(shape, vocabulary, source, recorded, device, args.toy)
-    print(json.dumps({"train": found}), flush=True)
-    return found
+
+    def so_far(found: dict[str, Any]) -> None:
+        report["train"] = found
+        _write(report, args.out, "train")
+
+    with noted(failed, "train"):
+        train(shape, vocabulary, source, recorded, device, args.toy, so_far)
+    if failed:
+        failed["train"] += f" (in step {1 + len(report['train']['steps'])})"
 
 
-def _write(report: dict[str, Any], out: str | None, name: str) -> None:
+def _passed(report: dict[str, Any]) -> bool:
+    """Whether every check is right and nothing failed."""
+    parts = [report, *report.get("cases", []), report.get("sweep", {})]
+    right = all(row["ok"] for rows in report["checks"].values() for row in rows)
+    return right and not any(part.get("failed") for part in parts)
+
+
+def _write(report: dict[str, Any], out: str | None, name: str) -> bool:
+    """Of a report into its file, and the page; whether all passed until now."""
+    report["passed"] = _passed(report)
     if out:
         folder = Path(out)
         folder.mkdir(parents=True, exist_ok=True)
         write_json(folder / f"gpu_{name}.json", report)
         write_page(folder)
+    return bool(report["passed"])
 
 
 if __name__ == "__main__":

@@ -209,8 +209,12 @@ class TreeModule(EvaluatedModule):
     @property
     def completes_gradients(self) -> bool:
         """Whether a backward pass of an engine completes the gradients of its model, so that ranks may begin to sum
-        them in it: not where the same model runs twice in `tree_pass`, or gradients are changed afterwards."""
-        return True
+        them in it: not where the same model runs twice in `tree_pass`, or gradients are changed afterwards. A class
+        that overrides `tree_pass` or `backward` without saying is taken not to."""
+        order = type(self).__mro__
+        passes = next(one for one in order if {"tree_pass", "backward"} & vars(one).keys())
+        says = next(one for one in order if "completes_gradients" in vars(one))
+        return order.index(says) <= order.index(passes)
 
     def end_step(self, step: TreeStep) -> None:
         """After gradients were summed: adds to `train_metrics`."""

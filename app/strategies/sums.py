@@ -3,8 +3,8 @@
 Promises: all ranks begin the same sums in the same order, whatever each of them runs and however far it is: a bucket
 waits for its turn, and what a rank has not begun by the end of its backward passes it begins then. The bits are those
 of sums that all begin at the end. A gradient that is added to a bucket after its sum began is an error that names the
-parameter; so is a collective of the control group between the first sum and the last, which other ranks might be in
-before any sum. Nothing waits inside a backward pass.
+parameter; so is a collective of the control group between the first sum and the end of `finish`, which other ranks
+might be in before any sum. Nothing waits inside a backward pass.
 """
 
 from __future__ import annotations
@@ -56,12 +56,12 @@ class GradientSums:
         if self._ranks.size == 1:
             return
         self._disarm()
-        reached = _accumulators(roots)
+        reached, hides = _accumulators(roots)
         for key in {id(param) for param in parameters} & self._bucket_of.keys():
             incomplete, node = self._incomplete[self._bucket_of[key]], reached.get(key)
-            if node is None:
+            if node is None and not hides:
                 incomplete.discard(key)
-            else:
+            elif node is not None:
                 incomplete.add(key)  # again, where a pass is repeated
                 self._hooks.append(node.register_hook(partial(self._complete, key)))
         self._begin_complete()
@@ -83,6 +83,7 @@ class GradientSums:
             self._begin_next()
         while self._under_way:
             self._under_way.popleft().wait()
+        self._ranks.promised = None
 
     def _complete(self, key: int, *unused: Any) -> None:
         self._incomplete[self._bucket_of[key]].discard(key)
@@ -103,8 +104,7 @@ class GradientSums:
     def _begin_next(self) -> None:
         self._under_way.append(self._buckets[self._begun].start_sum())
         self._begun += 1
-        last = self._begun == len(self._buckets)
-        self._ranks.promised = None if last else "to sum the gradients of a step over ranks"
+        self._ranks.promised = "to sum the gradients of a step over ranks"  # until all have: others may have begun none
 
     def _disarm(self) -> None:
         for hook in self._hooks:
@@ -112,10 +112,12 @@ class GradientSums:
         self._hooks.clear()
 
 
-def _accumulators(roots: Iterable[Tensor]) -> dict[int, Any]:
+def _accumulators(roots: Iterable[Tensor]) -> tuple[dict[int, Any], bool]:
     """The nodes that add to the gradients of leaves, of all that a backward from `roots` runs, by the leaf's id. Their
-    hooks are called when all has been added, also where a layer adds to `.grad` itself and gives autograd nothing."""
+    hooks are called when all has been added, also where a layer adds to `.grad` itself and gives autograd nothing. And
+    whether there may be others: reentrant checkpointing makes its graph in backward."""
     seen: set[Any] = set()
+    hides = False
     found: dict[int, Any] = {}
     left = [root.grad_fn for root in roots]
     while left:
@@ -123,11 +125,12 @@ def _accumulators(roots: Iterable[Tensor]) -> dict[int, Any]:
         if node is None or node in seen:
             continue
         seen.add(node)
+        hides |= node.name().startswith("CheckpointFunction")
         leaf = getattr(node, "variable", None)
         if leaf is not None:
             found[id(leaf)] = node
         left += [above for above, _ in node.next_functions]
-    return found
+    return found, hides
 
 
 def in_turns(buckets: Iterable[Bucket], positions: Mapping[str, int]) -> list[Bucket]:

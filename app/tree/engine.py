@@ -26,7 +26,7 @@ from app.tree.calibrate import measure_rates
 from app.tree.executor import Completing, Executor
 from app.tree.heads import Heads, Likeliest, Soft, SoftTargets, refuse_soft
 from app.tree.heads.temperatures import sequence_temperatures
-from app.tree.memory import Budget, Result, tower_graphs_fit
+from app.tree.memory import Budget, Result, runs_out, tower_graphs_fit
 from app.tree.model.checkpointing import checkpointable
 from app.tree.model.elementwise import refuse_elementwise
 from app.tree.model.picture_check import Entries, entering, entries_over
@@ -91,7 +91,8 @@ class TreeEngine:
         remember: None, or called before a pass that is repeated where a GPU's memory runs out (half the live tokens, a
             warning, losses evaluated again); what it returns undoes what these have recorded.
         completing: None, or called with the roots of a backward pass's last backward, just before it: gradients of the
-            model that it does not reach are complete then, the others as it passes them. Not where pictures are.
+            model that it does not reach are complete then, the others as it passes them. Not where pictures are, nor
+            where a GPU's memory might run out and the pass be repeated.
 
     Raises:
         ValueError: an argument out of range, or a model this engine would compute wrongly, naming the layer or setting.
@@ -221,8 +222,9 @@ class TreeEngine:
         """
         self._verify_once(tree, want)
         losses = loss_fn if batched else one_by_one(loss_fn)
-        last = self.completing
-        return float(self._with_room(lambda: self._executor(tree, want, temperatures, soft=soft).run(losses, last)))
+        return float(
+            self._with_room(lambda: self._executor(tree, want, temperatures, soft=soft).run(losses, self._early()))
+        )
 
     def backward_coupled(
         self,
@@ -285,7 +287,7 @@ class TreeEngine:
         np.maximum.at(highest, ids, chunk)
         apart = torch.from_numpy((lowest < highest)[ids])  # [N]
         if not bool(apart.any()):
-            return float(self._executor(tree, want, execution=execution).run(loss_fn, self.completing))
+            return float(self._executor(tree, want, execution=execution).run(loss_fn, self._early()))
         chosen = apart.nonzero().flatten()
         out = self.forward(tree.select(chosen.tolist()), want).with_gradient()
         with torch.enable_grad():
@@ -309,7 +311,7 @@ class TreeEngine:
                     total = total + (getattr(known, name) * (values - values.detach())).sum()
             return total
 
-        total = self._executor(tree, want, execution=execution).run(rest, self.completing)
+        total = self._executor(tree, want, execution=execution).run(rest, self._early())
         return float(total) + float(before.detach())
 
     def backward_from(
@@ -338,13 +340,18 @@ class TreeEngine:
         def run() -> None:
             executor = self._executor(tree, tuple(flat), temperatures)
             executor.set_grads(flat)
-            executor.run(completing=self.completing)
+            executor.run(completing=self._early())
 
         self._with_room(run)
 
     def _with_room(self, run: Callable[[], Result]) -> Result:
         modules = [module for module in (self.model, self.value_head) if module is not None]
         return self.budget.run(run, modules, self.group is not None, self.remember, self._used)
+
+    def _early(self) -> Completing | None:
+        """`completing`, unless the pass that was just planned may have to be repeated: its gradients stay here then."""
+        repeats = self.group is None and runs_out(self.model) and not self.budget.has_fitted(self._used())
+        return None if repeats else self.completing
 
     def _used(self) -> int | None:
         return None if self.last_plan is None else self.last_plan.peak_live_tokens

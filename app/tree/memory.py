@@ -282,6 +282,10 @@ class Budget:
         self._planned = live if self._most is None else min(live, self._most)
         return chunk, self._planned
 
+    def has_fitted(self, used: int | None) -> bool:
+        """Whether a pass that needs so many live tokens has run before, beside an optimizer's state."""
+        return self._passes >= 2 and (used or 0) <= self._fitted
+
     def run(
         self,
         run: Callable[[], Result],

@@ -8,15 +8,18 @@ from __future__ import annotations
 
 import platform
 import statistics
-import sys
+import subprocess
 import time
 from collections.abc import Callable, Sequence
+from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import torch
 import transformers
+from torch.autograd import DeviceType
 from transformers import PreTrainedModel
 
+from benchmarks.common.failures import noted
 from benchmarks.common.memory import Resident, peak_bytes
 from benchmarks.common.systems import System, zero_gradients
 
@@ -27,51 +30,67 @@ def measure(
     repeats: int,
     deadline: float | None = None,
     progress: Callable[[str], None] = lambda line: None,
+    failed: dict[str, str] | None = None,
+    so_far: Callable[[dict[str, dict[str, Any]]], None] = lambda rows: None,
 ) -> dict[str, dict[str, Any]]:
     """Each system's row: counts, seconds scaled to all of the case, peak memory.
 
     With more than one repeat, or on a GPU, a first round warms up and measures `peak_bytes`, and on a GPU
-    `first_seconds`: what new shapes cost (kernels that are loaded or compiled, cuDNN's plans). Systems that run out of
-    GPU memory there are left out. `resident_bytes` is the least of the timed rounds', and rough.
+    `first_seconds`: what new shapes cost (kernels that are loaded or compiled, cuDNN's plans). `resident_bytes` is the
+    least of the timed rounds', and rough. Systems that fail are left out: for want of GPU memory, or, with `failed`,
+    by any error, which it then has by the system's name.
 
     Args:
         deadline: of `time.perf_counter`; no further repeat starts that would end after it; at least one is made.
         progress: is told what was done.
+        so_far: is given the rows of the systems that have been timed, after each time.
     """
     device = next(model.parameters()).device
+    kind = torch.OutOfMemoryError if failed is None else Exception
+    failed = {} if failed is None else failed
     rows = {system.name: _row(system) | {"peak_bytes": None, "first_seconds": None} for system in systems}
     if repeats > 1 or device.type == "cuda":
         for system in systems:
-            zero_gradients(model)
-            begin = time.perf_counter()
-            try:
+            with noted(failed, system.name, kind):
+                zero_gradients(model)
+                begin = time.perf_counter()
                 rows[system.name]["peak_bytes"] = peak_bytes(system.run, device)
                 if device.type == "cuda":  # a CPU's allocations are traced meanwhile, which takes longer
                     rows[system.name]["first_seconds"] = (time.perf_counter() - begin) / system.share
-            except torch.OutOfMemoryError as error:
-                print(f"{system.name} ({system.detail}) is left out: {str(error).splitlines()[0]}", file=sys.stderr)
-                del rows[system.name]
             progress(f"memory of {system.name}")
-    systems = [system for system in systems if system.name in rows]
     runs: dict[str, list[tuple[float, float, int | None]]] = {system.name: [] for system in systems}
     for repeat in range(repeats):
         begin = time.perf_counter()
         for k in range(len(systems)):
             system = systems[(k + repeat) % len(systems)]
-            zero_gradients(model)
-            with Resident(device) as resident:
-                wall, cpu = seconds(system.run, device)
-            runs[system.name].append((wall / system.share, cpu / system.share, resident.bytes))
-            progress(f"repeat {repeat + 1} of {repeats}: {system.name} {cpu:.1f} CPU s, {wall:.1f} s")
+            if system.name in failed:
+                continue
+            with noted(failed, system.name, kind):
+                zero_gradients(model)
+                with Resident(device) as resident:
+                    wall, cpu = seconds(system.run, device)
+                runs[system.name].append((wall / system.share, cpu / system.share, resident.bytes))
+                progress(f"repeat {repeat + 1} of {repeats}: {system.name} {cpu:.1f} CPU s, {wall:.1f} s")
+            so_far(_timed(rows, runs, failed))
         now = time.perf_counter()
         if deadline is not None and now + (now - begin) > deadline:
             break
+    return _timed(rows, runs, failed)
+
+
+def _timed(
+    rows: dict[str, dict[str, Any]], runs: dict[str, list[tuple[float, float, int | None]]], failed: dict[str, str]
+) -> dict[str, dict[str, Any]]:
+    """Rows of the systems that were timed and have not failed, with their times."""
+    found: dict[str, dict[str, Any]] = {}
     for name, row in rows.items():
-        row["wall_seconds"] = spread([wall for wall, _, _ in runs[name]])
-        row["cpu_seconds"] = spread([cpu for _, cpu, _ in runs[name]])
-        row["resident_bytes"] = min((run[2] for run in runs[name] if run[2] is not None), default=None)
-        row["tflops_per_wall_second"] = row["flops"] / row["wall_seconds"]["median"] / 1e12
-    return rows
+        if name in failed or not runs[name]:
+            continue
+        wall, cpu, resident = zip(*runs[name], strict=True)
+        found[name] = row | {"wall_seconds": spread(wall), "cpu_seconds": spread(cpu)}
+        found[name]["resident_bytes"] = min((count for count in resident if count is not None), default=None)
+        found[name]["tflops_per_wall_second"] = row["flops"] / found[name]["wall_seconds"]["median"] / 1e12
+    return found
 
 
 def seconds(run: Callable[[], Any], device: torch.device) -> tuple[float, float]:
@@ -168,19 +187,27 @@ def _memory(row: dict[str, Any]) -> str:
 
 
 def profile(run: Callable[[], Any], device: torch.device, top: int = 20) -> list[dict[str, Any]]:
-    """The operators one run spends most time in, most first: own milliseconds, share of the total and calls."""
+    """What one run spends most time in, most first: own milliseconds, share of the total and calls, of operators on a
+    CPU and of kernels on a GPU."""
     cuda = device.type == "cuda"
     activities = [torch.profiler.ProfilerActivity.CPU] + [torch.profiler.ProfilerActivity.CUDA] * cuda
     with torch.profiler.profile(activities=activities) as recorded:
         run()
         synchronize(device)
-    events = recorded.key_averages()
+    return ranked(recorded.key_averages(), cuda, top)
+
+
+def ranked(events: Sequence[Any], cuda: bool, top: int) -> list[dict[str, Any]]:
+    """`profile` of the profiler's averages. On a GPU each kernel's time stands there again under the operator that
+    launched it, and under ranges with names: kernels alone are counted."""
+    if cuda:
+        events = [e for e in events if e.device_type == DeviceType.CUDA and not getattr(e, "is_user_annotation", False)]
     own = {e.key: (e.self_device_time_total if cuda else e.self_cpu_time_total) / 1e3 for e in events}
     calls = {e.key: e.count for e in events}
     total = sum(own.values()) or 1.0
-    ranked = sorted(own.items(), key=lambda pair: -pair[1])[:top]
+    most = sorted(own.items(), key=lambda pair: -pair[1])[:top]
     return [
-        {"operator": key, "milliseconds": spent, "share": spent / total, "calls": calls[key]} for key, spent in ranked
+        {"operator": key, "milliseconds": spent, "share": spent / total, "calls": calls[key]} for key, spent in most
     ]
 
 
@@ -199,4 +226,23 @@ def environment(device: torch.device) -> dict[str, Any]:
     }
     if device.type == "cuda":
         found["gpu_memory_gib"] = round(torch.cuda.get_device_properties(device).total_memory / 2**30)
+        found |= {"cuda": torch.version.cuda, "cudnn": torch.backends.cudnn.version(), "driver": _driver()}
+        found |= {name: _installed(name) for name in ("triton", "fla-core", "flash-attn")}
     return found
+
+
+def _installed(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "not installed"
+
+
+def _driver() -> str:
+    """Of the first GPU: all of a machine have one."""
+    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    try:
+        found = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout
+    except (OSError, subprocess.SubprocessError):
+        return "unknown"
+    return found.split("\n")[0].strip()

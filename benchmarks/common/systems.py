@@ -27,7 +27,7 @@ from torch import Tensor
 from torch.nn import functional
 from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3Config
 
-from app.tree import FlatOutputs, PrefixTree, TreeEngine
+from app.tree import FlatOutputs, PrefixTree, TreeEngine, on_device
 from app.tree.memory import auto_budgets, pass_memory
 from app.tree.planning.cost import ModelShape, plan_flops
 from app.tree.planning.packing import Packing
@@ -300,7 +300,7 @@ def weighted_loss(case: Case, device: torch.device) -> Callable[[FlatOutputs, Te
     def loss_fn(out: FlatOutputs, indices: Tensor) -> Tensor:
         assert out.logprobs is not None
         factors = torch.repeat_interleave(weights[indices.cpu()], out.cu_seqlens.cpu().diff())
-        return (factors.to(device, out.logprobs.dtype) * out.logprobs).sum()
+        return (on_device(factors.numpy(), device, out.logprobs.dtype) * out.logprobs).sum()
 
     return loss_fn
 

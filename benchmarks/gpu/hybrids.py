@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3_5TextConfi
 from app.tree import SCAN_PACKAGES, PrefixTree, TreeEngine
 from app.tree.states.kernels import TOLERANCE, Kernels, compare
 from app.tree.states.scans import TORCH, ByWave
+from benchmarks.common.failures import described
 from benchmarks.common.systems import attach_gradients
 from benchmarks.common.workloads import Case
 
@@ -87,6 +88,9 @@ def check_states(device: torch.device) -> list[dict[str, Any]]:
             except ValueError as error:
                 rows.append({"function": function, "left_out": str(error), "ok": True})
                 continue
+            except Exception as error:  # installed, and broken
+                rows.append({"function": function, "error": described(error), "ok": False})
+                continue
         for lengths in ((1,), (3,), (63,), (64,), (65,), PIECES):
             row = {"function": function, "scans": scans.name, "pieces": list(lengths), "limit": TOLERANCE}
             try:
@@ -94,8 +98,11 @@ def check_states(device: torch.device) -> list[dict[str, Any]]:
                 worst = max(distances.values(), key=lambda x: np.nan_to_num(x, nan=np.inf))
                 rows.append(row | {"worst": worst, "distances": distances, "ok": bool(worst <= TOLERANCE)})
             except Exception as error:  # a compiler's or a driver's
-                rows.append(row | {"error": f"{type(error).__name__}: {error}", "ok": False})
-    return [*rows, _waits(device)]
+                rows.append(row | {"error": described(error), "ok": False})
+    try:
+        return [*rows, _waits(device)]
+    except Exception as error:
+        return [*rows, {"check": "waits of a pass", "error": described(error), "ok": False}]
 
 
 def _waits(device: torch.device) -> dict[str, Any]:

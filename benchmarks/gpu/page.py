@@ -43,19 +43,19 @@ def write_page(folder: Path) -> Path:
 
 def _report(name: str, report: dict[str, Any]) -> Iterator[str]:
     environment = ", ".join(f"{key} {value}" for key, value in report["environment"].items())
-    measured = report if name != "train" else {"train": report["train"]}  # it also repeats what was measured before it
-    yield from (f"## {measured.get('model', name)}", "")
-    yield from (f"{report['figures']}. {environment}; attention {report['attention']}.", "")
+    yield from (f"## {report.get('model', name)}", "")
+    data = f"; conversations {report['conversations']}" if "conversations" in report else ""
+    yield from (f"{report['figures']}. {environment}; attention {report['attention']}{data}.", "")
     if name == "checks" and report["checks"]:
         rows = [
             (check, f"{sum(row['ok'] for row in found)} of {len(found)}") for check, found in report["checks"].items()
         ]
         yield from _table(("check", "passed"), rows)
-    for case in measured.get("cases", []):
+    for case in report.get("cases", []):
         yield from (f"### {case['case']}", "", table(case, "wall_seconds"), "")
         yield from _table(("utilisation", "value"), [*case["utilisation"].items(), *_predicted(case)])
-    if "sweep" in measured:
-        swept = measured["sweep"]
+    if "sweep" in report:
+        swept = report["sweep"]
         memory = swept["memory_of_predicted"]
         rows = [
             (point, row["wall_seconds"]["median"], swept["tflops"][point], memory.get(point, "-"))
@@ -63,10 +63,13 @@ def _report(name: str, report: dict[str, Any]) -> Iterator[str]:
         ]
         yield from (f"### Settings, on {swept['case']}", "")
         yield from _table(("setting", "wall s", "TFLOP/s", "peak memory / predicted"), rows)
-    if "steps" in measured.get("train", {}):
+    if report.get("train", {}).get("steps"):
         yield from ("### Whole optimizer steps", "")
-        steps = measured["train"]["steps"]
+        steps = report["train"]["steps"]
         yield from _table(tuple(steps[0]), [tuple(step.values()) for step in steps])
+    parts = [report, *report.get("cases", []), report.get("sweep", {})]
+    for part, error in ((part, error) for one in parts for part, error in one.get("failed", {}).items()):
+        yield from (f"**Failed: {part}.** {error}", "")
     if report["left_out"]:
         yield from (f"Out of time, not measured: {', '.join(report['left_out'])}.", "")
 

@@ -20,7 +20,10 @@ from torch.nn import functional
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from app.tree import TreeEngine
-from app.tree.attention import flash, kernels, packages
+from app.tree.attention import BACKENDS, flash, kernels, packages
+from app.tree.attention.chunk_attention import LayerCall
+from app.tree.model.projections import add_product
+from benchmarks.common.failures import described
 from benchmarks.common.systems import NAMES, Settings, gradient_error, gradients, make_systems, qwen3
 from benchmarks.common.workloads import Case
 
@@ -46,6 +49,7 @@ LENGTHS = ((37, 50), (130, 391))
 def check_torch(device: torch.device) -> list[dict[str, Any]]:
     """`grad_dtype`, and the ATen operators the kernels of this device call."""
     found = [{"check": "grad_dtype: float32 gradients of bf16 parameters", **_attempt(lambda: _grad_dtype(device))}]
+    found.append({"check": "addmm.dtype_out: a product of bf16 added in float32", **_attempt(lambda: _product(device))})
     source = inspect.getsource(kernels) + inspect.getsource(flash)
     for name in sorted(set(re.findall(r"_aten\.(\w+)", source))):
         if name.endswith(("_for_cpu", "_for_cpu_backward")) == (device.type == "cpu"):
@@ -57,7 +61,7 @@ def _attempt(check: Callable[[], Any]) -> dict[str, Any]:
     try:
         check()
     except Exception as error:  # whatever this torch raises is the finding
-        return {"ok": False, "error": f"{type(error).__name__}: {error}"}
+        return {"ok": False, "error": described(error)}
     return {"ok": True}
 
 
@@ -73,6 +77,15 @@ def _grad_dtype(device: torch.device) -> None:
         raise RuntimeError(f"gradient is {layer.weight.grad.dtype} outside the buffer")
     if not bool((flat == 6).all()):
         raise RuntimeError(f"gradients add up to {flat[0].item()}, expected 6")
+
+
+def _product(device: torch.device) -> None:
+    """In place, as layers and heads sum their weights' gradients; CPUs have no product of mixed dtypes."""
+    low = torch.ones(64, 64, dtype=torch.bfloat16 if device.type == "cuda" else torch.float32, device=device)
+    total = torch.ones(64, 64, device=device)
+    add_product(total, low, low)
+    if not bool((total == 65).all()):
+        raise RuntimeError(f"1 + 64 is {total.min().item()} to {total.max().item()}")
 
 
 def _operator(name: str) -> None:
@@ -96,7 +109,7 @@ def check_kernels(device: torch.device) -> list[dict[str, Any]]:
                     try:
                         rows.append(row | _kernel(kernel, dtype, device, own, heads, key_heads, width, n, path))
                     except Exception as error:
-                        rows.append(row | {"ok": False, "error": f"{type(error).__name__}: {error}"})
+                        rows.append(row | {"ok": False, "error": described(error)})
     return rows
 
 
@@ -204,35 +217,60 @@ def check_margin(device: torch.device, seeds: int) -> list[dict[str, Any]]:
     rows = []
     for name, options in FAMILIES.items():
         for seed in range(seeds):
-            torch.manual_seed(seed)
-            config = AutoConfig.for_model(name, **TINY, **options)
-            with torch.device(device):
-                model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa", dtype=torch.bfloat16)
-            report = TreeEngine(model.train()).verify(_fork_case(seed).tree())
-            assert report is not None, "the case has forks"
-            ratios = {"outputs": report.outputs[0] / report.outputs[1]}
-            ratios["gradients"] = report.gradients[0] / report.gradients[1]
-            rows.append({"family": name, "seed": seed, "ok": report.passed, "margin": report.margin, **ratios})
+            row: dict[str, Any] = {"family": name, "seed": seed}
+            try:
+                rows.append(row | _margin(device, name, options, seed))
+            except Exception as error:
+                rows.append(row | {"ok": False, "error": described(error)})
     return rows
 
 
+def _margin(device: torch.device, name: str, options: dict[str, Any], seed: int) -> dict[str, Any]:
+    torch.manual_seed(seed)
+    config = AutoConfig.for_model(name, **TINY, **options)
+    with torch.device(device):
+        model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa", dtype=torch.bfloat16)
+    report = TreeEngine(model.train()).verify(_fork_case(seed).tree())
+    assert report is not None, "the case has forks"
+    ratios = {"outputs": report.outputs[0] / report.outputs[1]}
+    ratios["gradients"] = report.gradients[0] / report.gradients[1]
+    return {"ok": report.passed, "margin": report.margin, **ratios}
+
+
 def check_engine(
-    device: torch.device, trained: Sequence[str], seed: int = 0, elementwise: str = "eager"
+    device: torch.device, attentions: Sequence[str] = ("auto",), seed: int = 0, elementwise: str = "eager"
 ) -> list[dict[str, Any]]:
     """Gradients over a tree with forks at every depth: float32 against the CPU's dense float32, bf16 against the CPU's
     float64 beside the error that the dense model has in bf16 on this device. A small Qwen3, with and without sliding
-    windows, by every attention backend of `trained`, and for `auto` every benchmark system."""
+    windows, by every attention backend of `attentions` in the dtypes that it computes, and for `auto` every benchmark
+    system."""
     rows = []
     for window in (None, 70):
         run = functools.partial(_run_engine, _fork_case(seed), window, elementwise)
         cpu = torch.device("cpu")
-        single, truth = (run("auto", dtype, cpu, ["dense"])["dense"] for dtype in (torch.float32, torch.float64))
-        for attention in ("auto", *(trained if len(trained) > 1 else ())):
+        expected = {torch.float32: run("auto", torch.float32, cpu, ["dense"])["dense"]}
+        expected[torch.bfloat16] = run("auto", torch.float64, cpu, ["dense"])["dense"]
+        for attention in attentions:
             usual = attention == "auto" and window is None and elementwise == "eager"
             names = NAMES if usual else ("dense", "ours")
-            found = _engine(functools.partial(run, attention), device, names, single, truth, attention != "flash")
-            rows += [row | {"attention": attention, "window": window, "elementwise": elementwise} for row in found]
+            for dtype, truth in expected.items():
+                if not _computes(attention, dtype, device):
+                    continue
+                row = {"dtype": str(dtype).removeprefix("torch."), "attention": attention}
+                row |= {"window": window, "elementwise": elementwise}
+                try:
+                    found = run(attention, dtype, device, names)
+                    rows += [row | one for one in _compared(found, truth, dtype)]
+                except Exception as error:
+                    rows.append(row | {"ok": False, "error": described(error)})
     return rows
+
+
+def _computes(attention: str, dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether a backend takes what this dtype's queries are there; flash kernels and their kin take low precision."""
+    if attention == "auto" or dtype == torch.bfloat16:  # whoever asks for a backend wants one dtype of it at least
+        return True
+    return BACKENDS[attention].refusal(torch.empty(1, 4, 1, 64, dtype=dtype, device=device), LayerCall(0, 1.0)) is None
 
 
 def backends(device: torch.device, compiled: bool = True) -> tuple[str, ...]:
@@ -253,8 +291,8 @@ def _run_engine(
     dtype: torch.dtype,
     device: torch.device,
     names: Sequence[str],
-) -> dict[str, dict[str, Tensor]]:
-    """Gradients by system, of a model whose weights are the same numbers in every dtype."""
+) -> dict[str, dict[str, Tensor] | str]:
+    """Gradients by system, or its error, of a model whose weights are the same numbers in every dtype."""
     shape: dict[str, Any] = {"hidden": 128, "layers": 2, "heads": 4, "key_value_heads": 2, "head_dim": 64}
     model = qwen3(**shape, vocabulary=5000, dtype=torch.float64)
     moved = qwen3(**shape, vocabulary=5000, dtype=dtype, device=device, window=window)
@@ -262,29 +300,34 @@ def _run_engine(
         for mine, drawn in zip(moved.parameters(), model.parameters(), strict=True):
             mine.copy_(drawn.to(torch.bfloat16).to(dtype))
     systems = make_systems(moved, case, Settings(96, 192, attention=attention, elementwise=elementwise))
-    return {system.name: gradients(moved, system) for system in systems if system.name in names}
+    found: dict[str, dict[str, Tensor] | str] = {}
+    for system in systems:
+        if system.name in names:
+            try:
+                found[system.name] = gradients(moved, system)
+            except Exception as error:
+                found[system.name] = described(error)
+    return found
 
 
-def _engine(
-    run: Callable[..., dict[str, dict[str, Tensor]]],
-    device: torch.device,
-    names: Sequence[str],
-    single: dict[str, Tensor],
-    truth: dict[str, Tensor],
-    full_precision: bool,
-) -> list[dict[str, Any]]:
-    rows: list[dict[str, Any]] = []
-    for name, found in run(torch.float32, device, names).items() if full_precision else ():
-        error = gradient_error(found, single)
-        rows.append({"system": name, "dtype": "float32", **error, "limit": 2e-5, "ok": error["norm"] <= 2e-5})
-    low = {name: gradient_error(found, truth) for name, found in run(torch.bfloat16, device, names).items()}
-    for name, error in low.items():
-        ratio = error["norm"] / low["dense"]["norm"]
-        rows.append(
-            {"system": name, "dtype": "bfloat16", **error, "over_dense": ratio, "limit": HALF_MODEL}
-            | {"ok": ratio <= HALF_MODEL}
-        )
-    return rows
+def _compared(
+    found: dict[str, dict[str, Tensor] | str], expected: dict[str, Tensor] | str, dtype: torch.dtype
+) -> Iterator[dict[str, Any]]:
+    """A row a system: its distance from what is expected, in low precision in times of the dense model's."""
+    if isinstance(expected, str):
+        raise RuntimeError(f"the CPU's dense model failed: {expected}")
+    errors = {name: one if isinstance(one, str) else gradient_error(one, expected) for name, one in found.items()}
+    dense = errors["dense"]
+    for name, error in errors.items():
+        if isinstance(error, str):
+            yield {"system": name, "ok": False, "error": error}
+        elif dtype == torch.float32:
+            yield {"system": name, **error, "limit": 2e-5, "ok": error["norm"] <= 2e-5}
+        elif isinstance(dense, str):
+            yield {"system": name, **error, "ok": False, "error": f"nothing to compare with, as dense failed: {dense}"}
+        else:
+            ratio = error["norm"] / dense["norm"]
+            yield {"system": name, **error, "over_dense": ratio, "limit": HALF_MODEL, "ok": ratio <= HALF_MODEL}
 
 
 def _fork_case(seed: int) -> Case:

@@ -1,14 +1,14 @@
 """Whole optimizer steps on one device, for `benchmarks.gpu_suite --train`: DTAStrategy, bf16-true, AdamW.
 
 Promises: a Lightning fit as users run it, whose every step trains on other conversations, so that trees, paths and
-chunks change in size; seconds and memory of each step, from which a plateau (or none) shows. Rewards are drawn from a
-seed and behaviour log-probabilities are those of a uniform sampler: what is learned means nothing.
+chunks change in size; seconds and memory of each step, told after it, from which a plateau (or none) shows. Rewards are
+drawn from a seed and behaviour log-probabilities are those of a uniform sampler: what is learned means nothing.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import lightning as L
@@ -31,8 +31,10 @@ def train(
     recorded: Sequence[Conversation],
     device: torch.device,
     toy: bool,
+    told: Callable[[dict[str, Any]], None] = lambda found: None,
 ) -> dict[str, Any]:
-    """Seconds, tokens and bytes of `STEPS` steps (three at toy size) of a Qwen3 of this shape."""
+    """Seconds, tokens and bytes of `STEPS` steps (three at toy size) of a Qwen3 of this shape; `told`: is given after
+    each what there is until then."""
     steps, trials = (3, 2) if toy else (STEPS, TRIALS)
     tasks = list(dict.fromkeys(one.task for one in recorded))
     batches = []
@@ -59,7 +61,7 @@ def train(
         optimizer=lambda params: torch.optim.AdamW(params, lr=1e-6, fused=fused),
         **budgets,
     )
-    watch = _Watch(device)
+    watch = _Watch(device, told)
     trainer = L.Trainer(
         accelerator="gpu" if fused else "cpu",
         devices=1,
@@ -74,7 +76,7 @@ def train(
         use_distributed_sampler=False,
     )
     trainer.fit(module, _Batches(batches))
-    return {"ranks": trainer.world_size, "steps": watch.steps}
+    return watch.found
 
 
 def _batch(case: Case, seed: int) -> RolloutBatch:
@@ -120,8 +122,9 @@ class _Batches(L.LightningDataModule):
 class _Watch(L.Callback):
     """Seconds of each step, and on a GPU the most bytes allocated in it and those reserved after it."""
 
-    def __init__(self, device: torch.device) -> None:
-        self.steps: list[dict[str, Any]] = []
+    def __init__(self, device: torch.device, told: Callable[[dict[str, Any]], None]) -> None:
+        self.found: dict[str, Any] = {"ranks": 0, "steps": []}
+        self._told = told
         self._cuda = device.type == "cuda"
         self._begin = 0.0
 
@@ -137,4 +140,6 @@ class _Watch(L.Callback):
         row = {"seconds": time.perf_counter() - self._begin, "tree_tokens": module.last_tree.num_tokens}
         if self._cuda:
             row |= {"peak_bytes": torch.cuda.max_memory_allocated(), "reserved_bytes": torch.cuda.memory_reserved()}
-        self.steps.append(row)
+        self.found["ranks"] = trainer.world_size
+        self.found["steps"].append(row)
+        self._told(self.found)

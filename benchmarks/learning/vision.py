@@ -2,7 +2,7 @@
 
     python -m benchmarks.learning.vision --out benchmarks/results/learning                       # ten minutes
     python -m benchmarks.learning.vision --task easy_vqa --out benchmarks/results/learning       # not measured
-    python -m benchmarks.learning.vision --task navigation --out benchmarks/results/learning     # forty, beside other work
+    python -m benchmarks.learning.vision --task navigation --out benchmarks/results/learning     # forty, busy
     python -m benchmarks.learning.vision --out DIR --seeds 1 --steps 10            # a try
 
 `squares`: the two parts of `make quickstart-vision` from three seeds, which decide weights, pictures and draws: a

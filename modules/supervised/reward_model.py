@@ -114,6 +114,10 @@ class RewardModule(TreeModule):
 
     # One step
 
+    @property
+    def completes_gradients(self) -> bool:
+        return True
+
     def tree_pass(self, step: TreeStep) -> None:
         batch = step.batch
         if batch is None:

@@ -3,20 +3,41 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+import shlex
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from importlib.metadata import version
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, NoReturn
 
 import numpy as np
 import pytest
 import torch
+from torch.autograd import DeviceType
 from transformers import AutoModelForCausalLM, Qwen3_5TextConfig
 
+from app.tree import FlatOutputs, on_device
 from app.tree.planning.plan import ExecutionPlan
 from benchmarks import gpu_suite
-from benchmarks.common.systems import NAMES, gradient_error, merged, path_plan
+from benchmarks.common import systems
+from benchmarks.common.measure import environment, measure, ranked
+from benchmarks.common.models import TOY_SHAPE
+from benchmarks.common.systems import (
+    NAMES,
+    Settings,
+    gradient_error,
+    make_systems,
+    merged,
+    path_plan,
+    qwen3,
+    weighted_loss,
+)
 from benchmarks.common.workloads import WORKLOADS, conversations, make_case, synthetic
-from benchmarks.gpu import hybrids
-from benchmarks.gpu.parity import check_kernels, check_torch
+from benchmarks.gpu import hybrids, parity
+from benchmarks.gpu.parity import check_engine, check_kernels, check_torch
+from modules import PolicyModule
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -93,6 +114,27 @@ def test_commands_of_the_suite_ask_for_what_they_say(monkeypatch: pytest.MonkeyP
     assert [one.workloads for one in asked[3:6]] == [["none"]] * 3
 
 
+def test_a_quarter_of_an_hour_of_a_gpu_is_enough_for_its_commands() -> None:
+    """Those of benchmarks/README.md: each parses, ends by itself before it is ended, and adds to one folder."""
+    page = (Path(gpu_suite.__file__).parent / "README.md").read_text()
+    lines = [shlex.split(line) for line in page.splitlines() if line.startswith("timeout ")]
+    assert sum(int(line[1]) for line in lines) <= 15 * 60
+    preflight, *suites = lines
+    compile(preflight[-1], "preflight", "exec")
+    assert preflight[2:4] == ["python", "-c"] and "addmm.dtype_out" in preflight[-1]
+    asked = [(int(line[1]), gpu_suite._parser().parse_args(line[5:])) for line in suites]
+    assert all(line[2:5] == ["python", "-m", "benchmarks.gpu_suite"] for line in suites)
+    assert [(one.checks, one.size, one.train, one.hybrid) for _, one in asked] == [
+        ("flash", ["0.6B"], None, None),
+        ("none", ["0.6B"], None, None),
+        ("none", ["8B"], None, None),
+        ("none", ["0.6B"], "4B", None),
+        ("none", ["0.6B"], None, "4B"),
+    ]
+    assert all(one.limit < seconds for seconds, one in asked if one.workloads != ["none"] or one.hybrid)
+    assert {one.out for _, one in asked} == {"$OUT"}
+
+
 @pytest.mark.slow
 def test_hybrids_are_checked_and_measured(tmp_path: Path) -> None:
     """By length of a piece, through waves; and long prompts beside dense, at toy size."""
@@ -114,15 +156,174 @@ def test_hybrids_are_checked_and_measured(tmp_path: Path) -> None:
             assert sum(p.numel() for p in model.parameters()) / 1e9 == pytest.approx(billions, rel=0.05)
 
 
-@pytest.mark.parametrize("level", ["none", "flex"])
-def test_checks_are_selected(level: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The checks themselves run in the suite above."""
-    monkeypatch.setattr(gpu_suite, "check_engine", lambda device, trained: [{"ok": True, "system": "ours"}])
-    report = gpu_suite.main(["--toy", "--checks", level, "--workloads", "none", "--out", str(tmp_path)])
-    wanted = {"none": set(), "flex": {"engine"}}[level]
-    written = json.loads((tmp_path / "gpu_checks.json").read_text())
-    assert (tmp_path / "gpu.md").read_text().count("\n## ") == 2  # what was expected, and this call
-    assert set(report["checks"]) == set(written["checks"]) == wanted and report["passed"]
+def test_checks_are_selected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The checks themselves run in the suite above. A later command without any leaves what they found."""
+    monkeypatch.setattr(gpu_suite, "check_engine", lambda device, attentions: [{"ok": True, "system": "ours"}])
+    options = ["--toy", "--workloads", "none", "--out", str(tmp_path), "--checks"]
+    report = gpu_suite.main([*options, "flex"])
+    assert set(report["checks"]) == {"engine"} and report["passed"]
+    assert gpu_suite.main([*options, "none"])["checks"] == {}
+    assert set(json.loads((tmp_path / "gpu_checks.json").read_text())["checks"]) == {"engine"}
+    assert (tmp_path / "gpu.md").read_text().count("\n## ") == 2  # what was expected, and the checks
+
+
+class Broken(Exception):
+    """What nobody expects."""
+
+
+def broken(*_: object, **__: object) -> NoReturn:
+    raise Broken("no such instruction")
+
+
+def test_a_failed_check_system_or_part_ends_nothing_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It is told, written and in the page, and the command ends with exit code 1."""
+    for name in ("check_torch", "check_kernels", "check_margin"):
+        monkeypatch.setattr(gpu_suite, name, lambda *_: [{"ok": True, "check": "fine"}])
+    monkeypatch.setattr(gpu_suite, "check_engine", broken)
+    monkeypatch.setattr(hybrids, "compare", broken)
+    monkeypatch.setattr(gpu_suite, "utilisation", broken)
+    monkeypatch.setattr(systems.PathEngine, "backward", broken)
+    written: list[tuple[str, int]] = []
+    write = gpu_suite._write
+    monkeypatch.setattr(
+        gpu_suite,
+        "_write",
+        lambda report, out, name: written.append((name, len(report["checks"]))) or write(report, out, name),
+    )
+    options = ["--toy", "--checks", "flash", "--workloads", "turns", "--repeats", "1", "--sweep", "attention=nothing"]
+    report = gpu_suite.main([*options, "chunk=32", "--out", str(tmp_path)])
+    assert not report["passed"]
+    assert [count for name, count in written if name == "checks"] == [1, 2, 3, 4, 5, 5]  # after each group, and all
+    checked = json.loads((tmp_path / "gpu_checks.json").read_text())
+    assert not checked["passed"] and checked["checks"]["engine"] == [
+        {"check": "engine", "ok": False, "error": "Broken: no such instruction"}
+    ]
+    states = checked["checks"]["states"]
+    assert len(states) == 3 * 6 + 1 and all(row["ok"] is ("left_out" in row) for row in states)
+    measured = json.loads((tmp_path / "gpu_toy.json").read_text())
+    (case,) = measured["cases"]
+    assert set(case["failed"]) == {"path-at-a-time", "utilisation"} and not measured["passed"]
+    assert set(case["systems"]) == set(NAMES) - {"path-at-a-time"} == {"ours", *case["against_ours"]["wall_seconds"]}
+    assert list(measured["sweep"]["systems"]) == ["ours", "chunk=32"] and list(measured["sweep"]["failed"]) == [
+        "attention=nothing"
+    ]
+    assert "attention must be" in measured["sweep"]["failed"]["attention=nothing"]
+    page, said = (tmp_path / "gpu.md").read_text(), capsys.readouterr()
+    for part in ("path-at-a-time", "utilisation", "attention=nothing"):
+        assert f"**Failed: {part}.**" in page and f"FAILED: {part}: " in said.out
+    assert "no such instruction" in page and "Traceback" in said.err
+
+
+def test_a_system_that_fails_later_is_left_out_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ratios are of repeats that all made; without a place for failures the error is the caller's."""
+    model = qwen3(**TOY_SHAPE, vocabulary=512)
+    case = make_case(*conversations(toy=True), "turns", 1, 2, 512)
+    made = make_systems(model, case, Settings(64, 96))
+    counts = iter(range(100))
+    made[1] = replace(made[1], run=lambda: broken() if next(counts) > 1 else None)
+    told: list[set[str]] = []
+    rows = measure(model, made, 2, failed=(failed := {}), so_far=lambda some: told.append(set(some)))
+    assert list(failed) == ["dense-leaf"] and set(rows) == set(NAMES) - {"dense-leaf"}
+    assert told[0] == {"dense"} and told[1] == {"dense", "dense-leaf"} and told[-1] == set(rows)
+    assert all(len(row["wall_seconds"]["runs"]) == 2 for row in rows.values())
+    with pytest.raises(Broken):
+        measure(model, made[1:2], 1)
+
+
+@pytest.mark.parametrize("missing", [False, True])
+def test_steps_that_fail_or_cannot_run_are_said(
+    missing: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from benchmarks.gpu import train
+
+    steps = iter(range(10))
+    monkeypatch.setattr(PolicyModule, "training_step", on_call(PolicyModule.training_step, lambda: next(steps) == 1))
+    if missing:
+        monkeypatch.delitem(sys.modules, train.__name__)
+        monkeypatch.delattr("benchmarks.gpu.train")
+        monkeypatch.setitem(sys.modules, "lightning", None)  # as where it is not installed
+    options = ["--toy", "--checks", "none", "--workloads", "none", "--train", "0.6B", "--out", str(tmp_path)]
+    report = gpu_suite.main(options)
+    written = json.loads((tmp_path / "gpu_train.json").read_text())
+    assert not report["passed"] and not written["passed"] and written["conversations"] == "synthetic"
+    said = "for want of the module lightning" if missing else "Broken: no such instruction (in step 2)"
+    assert said in written["failed"]["train"] and len(written["train"]["steps"]) == (0 if missing else 1)
+    assert "conversations: synthetic" in capsys.readouterr().out
+    page = (tmp_path / "gpu.md").read_text()
+    assert "**Failed: train.**" in page and "conversations synthetic" in page
+
+
+def on_call(method: Any, when: Callable[[], bool]) -> Any:
+    return lambda *args, **given: broken() if when() else method(*args, **given)
+
+
+def test_backends_of_low_precision_are_not_asked_for_float32(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A CPU in the place of a GPU, whose flash kernels compute what `sdpa` does: theirs is the rule of dtypes."""
+    from app.tree.attention import flash, packages
+    from app.tree.attention.kernels import FLASH_DTYPES
+    from app.tree.attention.part_attention import PartBackend
+
+    def refusal(device, dtype, width):
+        return None if dtype in FLASH_DTYPES else f"computes low precision, not {dtype}"
+
+    monkeypatch.setattr(flash, "flash_refusal", refusal)
+    for backend in (flash.FlashBackend, packages.CudnnBackend):
+        for name in ("kernel", "parts", "calls"):
+            monkeypatch.setattr(backend, name, getattr(PartBackend, name))
+        monkeypatch.setattr(backend, "masked_block", PartBackend.masked_block)
+    rows = check_engine(torch.device("cpu"), ("sdpa", "flash", "cudnn"))
+    assert [row for row in rows if not row["ok"]] == []
+    found = {(row["attention"], row["dtype"]) for row in rows}
+    assert found == {("sdpa", "float32"), *((name, "bfloat16") for name in ("sdpa", "flash", "cudnn"))}
+
+
+def test_compiled_attention_is_checked_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[str, torch.dtype]] = []
+
+    def run(case, window, elementwise, attention, dtype, device, names):
+        asked.append((attention, dtype))
+        return {name: {"weight": torch.ones(2)} for name in names}
+
+    monkeypatch.setattr(parity, "_run_engine", run)
+    monkeypatch.setattr(parity, "_computes", lambda *_: True)
+    gpu_suite.checks(torch.device("cuda"), "flex")
+    assert {one for one in asked if one[0] == "flex"} == {("flex", torch.float32), ("flex", torch.bfloat16)}
+
+
+def test_a_profile_counts_kernels_once() -> None:
+    """Beside each stand the operator that launched it and the range it was in, with the same microseconds."""
+
+    def event(key: str, device: str, spent: float, **more: bool) -> SimpleNamespace:
+        times = {"self_device_time_total": spent, "self_cpu_time_total": 1000.0}
+        return SimpleNamespace(key=key, count=2, device_type=getattr(DeviceType, device), **times, **more)
+
+    events = [event("aten::mm", "CPU", 3e3), event("gemm", "CUDA", 3e3, is_user_annotation=False)]
+    events += [event("triton", "CUDA", 1e3), event("a range", "CUDA", 4e3, is_user_annotation=True)]
+    found = {row["operator"]: (row["milliseconds"], row["share"]) for row in ranked(events, True, 5)}
+    assert found == {"gemm": (3.0, 0.75), "triton": (1.0, 0.25)}
+    assert {row["operator"] for row in ranked(events[:1], False, 5)} == {"aten::mm"}
+
+
+def test_a_gpus_environment_names_what_figures_depend_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu = SimpleNamespace(total_memory=80 * 2**30)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a GPU")
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: gpu)
+    monkeypatch.setattr("benchmarks.common.measure._driver", lambda: "580.1")
+    found = environment(torch.device("cuda"))
+    assert found["triton"] == version("triton") and found["fla-core"] == "not installed" and found["driver"] == "580.1"
+    assert {"cuda", "cudnn", "gpu_memory_gib", "torch", "transformers"} <= set(found)
+
+
+def test_the_common_loss_does_not_wait_for_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its factors go through `on_device`, which pins them."""
+    case = make_case(*conversations(toy=True), "turns", 1, 2, 512).pick([0, 1])
+    moved: list[int] = []
+    monkeypatch.setattr(systems, "on_device", lambda values, *how: moved.append(len(values)) or on_device(values, *how))
+    out = FlatOutputs(torch.tensor([0, 3, 5]), logprobs=torch.arange(5.0))
+    loss = weighted_loss(case, torch.device("cpu"))(out, torch.tensor([1, 0]))
+    assert float(loss) == pytest.approx(3 * case.weights[1] + 7 * case.weights[0]) and moved == [5]
 
 
 @pytest.mark.parametrize("words", ["chunk", "rows=3", "chunk=0", "head=many"])

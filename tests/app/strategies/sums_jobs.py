@@ -140,14 +140,16 @@ def fit(early: bool, devices: int, critic: bool = False) -> tuple[dict[str, Tens
 def misuse(how: str) -> str:
     """What is said of a gradient that is added to, or of a collective, after sums began."""
     ranks, model = communicator(late=False), Model(True, torch.float32)
-    sharded = ShardedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model, ranks, BUCKET)
+    # With one bucket for all the rank has begun all its sums, which others need not have.
+    params = model.policy.parameters() if how == "last" else model.parameters()
+    sharded = ShardedOptimizer(torch.optim.SGD(params, lr=0.1), model, ranks, 10**9 if how == "last" else BUCKET)
     engine = TreeEngine(model.policy, self_check=False)
     engine.completing = lambda roots: sharded.sums.completing(model.policy.parameters(), roots)
     tree = PrefixTree.build([make_batch().sequences()[0]])
     engine.backward(tree, lambda out, i: out.logprobs.sum())
     said = ""
     try:
-        if how == "collective":
+        if how in ("collective", "last"):
             ranks.sum(torch.ones(1))
         else:
             engine.completing = None

@@ -7,9 +7,14 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
+from app.strategies.sums import _accumulators
+from modules import PolicyModule, RewardModule
+from modules.step import TreeStep
 from tests.app.strategies import sums_jobs as jobs
 from tests.helpers.rank_pool import RankPool
+from tests.helpers.tiny_policy import sgd, source
 
 START = 170.0  # seconds: processes import everything the first time
 
@@ -73,9 +78,31 @@ def test_a_fit_has_the_same_bits_where_a_callback_looks_at_gradients(two_ranks: 
     ("how", "said"),
     [
         ("gradient", "gradient of 'policy.* was added to after ranks had begun to sum it.*completes_gradients = False"),
+        ("last", "sum over ranks: a collective before all ranks have begun what this one has.*`end_step`"),
         ("collective", "sum over ranks: a collective before all ranks have begun what this one has.*`end_step`"),
     ],
 )
 def test_what_would_be_lost_or_hang_is_refused(two_ranks: RankPool, how: str, said: str) -> None:
     for message in two_ranks.run(jobs.misuse, START, how=how):
         assert re.search(said, message), message
+
+
+def test_a_pass_of_ones_own_keeps_its_gradients_unless_it_says_otherwise() -> None:
+    class Own(PolicyModule):
+        def tree_pass(self, step: TreeStep) -> None:
+            super().tree_pass(step)
+
+    class Says(Own):
+        completes_gradients = True
+
+    made = [kind(source(), optimizer=sgd) for kind in (PolicyModule, Own, Says)]
+    assert [one.completes_gradients for one in made] == [True, False, True]
+    assert RewardModule(source(), optimizer=sgd).completes_gradients
+
+
+def test_layers_that_make_their_graph_in_backward_complete_nothing_early() -> None:
+    layer = torch.nn.Linear(2, 2)
+    x = torch.ones(1, 2, requires_grad=True)
+    for reentrant in (True, False):
+        out = checkpoint(layer, x, use_reentrant=reentrant)
+        assert _accumulators([out])[1] == reentrant
