@@ -58,7 +58,6 @@ class Facts:
         corrected: the module weighs tokens by how the sampler differs.
         clip_norm: trainer.gradient_clip_val; 0 without.
         passes: optimizer steps a rollout batch.
-        held_out: prompts of the validation.
     """
 
     servers: int | None = None
@@ -69,7 +68,6 @@ class Facts:
     corrected: bool = False
     clip_norm: float = 0.0
     passes: int = 1
-    held_out: int | None = None
 
     @classmethod
     def of(cls, trainer: Trainer, module: Any) -> Facts:
@@ -86,7 +84,6 @@ class Facts:
             corrected=getattr(algorithm, "correction", None) is not None,
             clip_norm=float(trainer.gradient_clip_val or 0.0),
             passes=int(getattr(module, "steps_per_batch", 1)),
-            held_out=getattr(getattr(getattr(data, "validation", None), "prompts", None), "size", None),
         )
 
 
@@ -109,14 +106,13 @@ class History:
         self.window, self._passes = max(window, 4 * passes), passes
         self._rows: deque[Mapping[str, float]] = deque(maxlen=_LONG * self.window + 1)
         self._first: list[Mapping[str, float]] = []
-        self.steps, self.best_held_out = 0, -math.inf
+        self.steps = 0
 
     def add(self, metrics: Mapping[str, float]) -> None:
         """One step's; those that are not numbers are taken as not measured."""
         row = {name: value for name, value in metrics.items() if math.isfinite(value)}
         self.steps += 1
         self._rows.append(row)
-        self.best_held_out = max(self.best_held_out, row.get("val/accuracy", -math.inf))
         if len(self._first) < self.window:
             self._first.append(row)
 
@@ -226,24 +222,6 @@ def no_signal(history: History, facts: Facts) -> Advice | None:
         remedy += "; data.filter: datamodules.filters.NoSignal trains on the others alone"
     evidence = {"rollouts/flat": flat, "rollouts/solved": solved, "rollouts/unsolved": unsolved}
     return Advice("no_signal", f"{flat:.0%} of the groups have one reward for all episodes", remedy, evidence)
-
-
-def held_out_falls(history: History, facts: Facts) -> Advice | None:
-    """A held-out share further below its best than three standard errors of the difference of two shares, with rewards
-    of training no lower than at first: it is looked at tens of times a run, and two errors come by chance."""
-    now, best, size = history.now("val/accuracy"), history.best_held_out, facts.held_out
-    rewards, first = (part("rollouts/reward") or part("reward") for part in (history.now, history.first))
-    if not (now and size and rewards and first and 0 <= now[-1] <= best <= 1):
-        return None
-    error = math.sqrt((best * (1 - best) + now[-1] * (1 - now[-1])) / size)
-    if best - now[-1] <= 3 * error or sum(rewards) / len(rewards) < sum(first) / len(first):
-        return None
-    return Advice(
-        "held_out_falls",
-        f"held-out accuracy fell from {best:.2f} to {now[-1]:.2f} while rewards of training did not",
-        "take more prompts, look in samples/ whether the reward is exploited, or keep an earlier checkpoint",
-        {"val/accuracy": now[-1], "best": best},
-    )
 
 
 def gradient_jumps(history: History, facts: Facts) -> Advice | None:
@@ -407,7 +385,6 @@ RULES: tuple[Rule, ...] = (
     prompts_too_long,
     gradient_jumps,
     clip_decides,
-    held_out_falls,
     no_signal,
     entropy_collapses,
     replies_cut,

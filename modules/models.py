@@ -189,8 +189,15 @@ def _settle(model: PreTrainedModel, source: ModelSource) -> None:
         settle_quantised(model, source.quantization)
     except ValueError as error:
         raise ValueError(f"model.quantization: {error}") from error
-    if not quantised_layers(model):
+    if not (layers := quantised_layers(model)):
         raise ValueError(f"model.quantization: {type(model).__name__} has no linear layer to keep in 4 bit; remove it")
+    saved = {layer.weight.quant_state.dtype for layer in layers.values()} | {model.get_input_embeddings().weight.dtype}
+    if saved != {_DTYPES[source.dtype]}:  # of weights that were saved in 4 bit, which nobody casts
+        names = " and ".join(sorted(str(one).removeprefix("torch.") for one in saved))
+        raise ValueError(
+            f"model.dtype: {source.dtype}, and '{source.path}' was saved in 4 bit of {names}: set model.dtype to that,"
+            " or name the model it was made of"
+        )
     del model.config.quantization_config  # whoever builds or serves a model by it has whole weights
 
 

@@ -271,16 +271,21 @@ def check_same_tokens(
             )
 
 
+_TOKENIZERS = ("tokenizer.json", "tokenizer.model*", "tekken.json", "vocab.*", "*.tiktoken", "*.model")
+"""Files that hold a vocabulary; without one transformers makes a tokenizer of the special tokens."""
+
+
 def _vocabulary(path: str | None) -> dict[str, int]:
     """Token to id; empty where no tokenizer lies beside the weights, for which transformers would make one up."""
-    if path is None or (
-        Path(path).is_dir() and not any(any(Path(path).glob(name)) for name in ("tokenizer*", "vocab*"))
-    ):
+    if path is None or (Path(path).is_dir() and not any(any(Path(path).glob(name)) for name in _TOKENIZERS)):
         return {}
     try:
-        found = dict(AutoTokenizer.from_pretrained(path).get_vocab())
+        tokenizer = AutoTokenizer.from_pretrained(path)
+        found = dict(tokenizer.get_vocab())
     except Exception as error:  # files that are cut or of another kind fail anywhere in transformers
         raise ValueError(f"the tokenizer beside '{path}' cannot be read: {reason(error, 300)}") from error
     if not found:
         raise ValueError(f"the tokenizer beside '{path}' has no tokens: its files are incomplete; copy them again")
+    if len(found) == len(tokenizer.get_added_vocab()):  # of a name on the hub that has none: what was made up
+        return {}
     return found

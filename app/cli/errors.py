@@ -37,6 +37,11 @@ _OFFERING = (
 )
 """Where classes and functions are that a configuration names by their import path."""
 
+# What is meant seldom; said where nothing else is.
+_UNLIKELY = ("- Expected a path but ", "- Expected a <class 'list'>")
+_FILE = r"[\w/.-]+\.(ya?ml|json|toml)\b|/"
+_AROUND = ("Problem with given class_path", "Parser key", "Given value", "Does not validate")
+
 _DOTTED = "- Expected a dot import path string: "
 
 _LONGEST = 500  # characters in a line of a message
@@ -47,8 +52,6 @@ _MAKING = "Problem with given class_path"  # jsonargparse, around what a class r
 _NOISE = (
     "Does not validate against any of the Union subtypes",
     "- Does not validate against any of the Union subtypes",
-    "- Expected a path but ",
-    "- Expected a <class 'list'>",
     "Given value: NestedArg(",
     "Subtypes: ",
     "Errors:",
@@ -92,6 +95,9 @@ def explain(message: str, known: Iterable[str]) -> str:
     if renamed := _renamed(message):
         return "\n".join(renamed)
     lines = [line for line in message.splitlines() if not line.strip().startswith(_NOISE)]
+    short = [line for line in lines if not line.strip().startswith(_UNLIKELY) or re.search(_FILE, line)]
+    if not all(line.strip().removeprefix("- ").startswith(_AROUND) for line in short if line.strip()):
+        lines = short
     lines = [line for line in lines if len(line) < 200 or not line.strip().startswith("Given value:")]
     lines = [_plain(line) for line in lines]
     lines = list({line.strip().removeprefix("- "): cut(line) for line in reversed(lines) if line.strip()}.values())[
@@ -99,6 +105,10 @@ def explain(message: str, known: Iterable[str]) -> str:
     ]
     if any("- Expected a <class" in line for line in lines):  # a value, of which a class is the unlikely kind
         lines = [line for line in lines if _DOTTED not in line]
+    files = [name for name in re.findall(r"Expected a path but (\S+)", "\n".join(lines)) if re.search(_FILE, name)]
+    if files:  # which is not there, and no module either
+        beside = ("No module named", _DOTTED, *(f"class_path '{name}'" for name in files))
+        lines = [line for line in lines if not any(part in line for part in beside)]
     hints = [_import_hint(line.partition(_DOTTED)[2].strip()) for line in lines if _DOTTED in line]
     hints += [
         _module_hint(name) for name in re.findall(r"^ *(?:- )?No module named '([\w.]+)'", "\n".join(lines), re.M)

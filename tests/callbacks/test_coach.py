@@ -26,7 +26,6 @@ def step(number: int, rng: random.Random, **changed: float) -> dict[str, float]:
     sound = {
         "reward": 0.4 + 0.4 * learned + rng.gauss(0, 0.03),
         "rollouts/reward": 0.4 + 0.4 * learned + rng.gauss(0, 0.03),
-        "val/accuracy": 0.4 + 0.3 * min(1.0, number // 8 * 8 / 60) + random.Random(number // 8).gauss(0, 0.04),
         "rollouts/length": 40 + rng.gauss(0, 2),
         "rollouts/solved": 0.1 + 0.4 * learned + rng.gauss(0, 0.02),
         "rollouts/unsolved": 0.2 - 0.15 * learned,
@@ -75,7 +74,6 @@ SITUATIONS: list[tuple[str, dict[str, Any], Facts, str]] = [
     ("sampler_differs", {"val/mismatch_kl": 0.2}, Facts(**{**vars(SERVERS), "corrected": True}), "one precision"),
     ("rewards_fail", {"rollouts/failed": "+3n"}, SERVERS, "reward_workers/"),
     ("prompts_too_long", {"rollouts/skipped": "+4n"}, EMBEDDED, "max_new_tokens"),
-    ("held_out_falls", {"val/accuracy": 0.3}, Facts(**{**vars(SERVERS), "held_out": 128}), "more prompts"),
     ("gradient_jumps", {"grad_norm": 60.0}, EMBEDDED, "trainer.gradient_clip_val: 1.6"),
     ("clip_decides", {"grad_norm": 25.0}, Facts(clip_norm=0.1), "raise it to 25"),
     ("no_signal", {"rollouts/flat": 0.95, "rollouts/solved": 0.9, "rollouts/unsolved": 0.05}, EMBEDDED, "harder"),
@@ -109,7 +107,7 @@ def test_every_rule_is_provoked_and_says_where_its_threshold_comes_from() -> Non
     assert all(rule.__doc__ for rule in RULES)
 
 
-@pytest.mark.parametrize("facts", [SERVERS, EMBEDDED, Facts(), Facts(held_out=128)])
+@pytest.mark.parametrize("facts", [SERVERS, EMBEDDED, Facts()])
 def test_nothing_is_said_of_sound_runs(facts: Facts) -> None:
     for seed in range(10):
         rng, made = random.Random(seed), History(WINDOW)
@@ -127,12 +125,6 @@ def test_what_is_not_logged_is_not_judged() -> None:
 
 def test_longer_replies_that_earn_more_are_no_fault() -> None:
     assert advise(history(**{"rollouts/length": 130.0, "rollouts/reward": 0.9}), EMBEDDED) == []
-
-
-def test_held_out_accuracy_that_falls_with_the_rewards_is_no_exploit() -> None:
-    facts = Facts(held_out=128)
-    assert advise(history(**{"val/accuracy": 0.3, "rollouts/reward": 0.3, "reward": 0.3}), facts) == []
-    assert advise(history(**{"val/accuracy": 0.3}), Facts(held_out=8)) == []  # too few to tell
 
 
 def test_low_entropy_of_a_task_that_is_solved_is_no_fault() -> None:

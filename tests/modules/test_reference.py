@@ -151,6 +151,8 @@ def test_data_of_another_tokenizer_than_the_models_is_refused(tmp_path: Any) -> 
     wider.add_tokens(["zebra"])
     for tokenizer, model in ((mine, policy), (wider, policy), (None, policy), (mine, bare), (mine, source())):
         check_own_tokens(tokenizer, model)
+    (tmp_path / "bare" / "tokenizer_config.json").write_text("{}")  # of which transformers makes a tokenizer
+    check_own_tokens(mine, bare)
     vocabulary = mine.get_vocab()
     first, second = list(vocabulary)[:2]
     swapped = {**vocabulary, first: vocabulary[second], second: vocabulary[first]}

@@ -5,7 +5,8 @@
 
 Promises: what a settled layer computes depends on its input alone, not on mode, device of the moment or whatever ran
 before: the weight is read back to the dtype of the hidden states and multiplied, so that a token's output and gradient
-are those of a plain layer with the weight `whole_weight`. A settled layer loads what its `state_dict` holds. What would
+are those of a plain layer with the weight `whole_weight` (on a GPU, where passes without gradient
+may use another kernel of bitsandbytes, to rounding). A settled layer loads what its `state_dict` holds. What would
 compute otherwise is refused. bitsandbytes is imported by those who have such layers only.
 """
 

@@ -211,3 +211,21 @@ def test_ordinary_yaml_reads_as_before() -> None:
     assert read_yaml("12") == 12 and read_yaml("[a, b]") == ["a", "b"]
     with pytest.raises(yaml.YAMLError, match="nested more than 100 deep"):
         read_yaml("[" * 200 + "]" * 200)
+
+
+@pytest.mark.parametrize(
+    ("args", "said", "unsaid"),
+    [
+        (["--data.reward", "exact_mach"], "Did you mean 'datamodules.rewards.exact_match'?", "Union"),
+        (["--data.reward", "my_reward.x"], "There is no my_reward to import: run where my_reward.py is", "Callable"),
+        (["--data.workflow", "Nope"], "'Nope' is no import path: name the module too, as in my_module.Nope", "a path"),
+        (["--model.regularisers", "{name: kl}"], "Expected a <class 'list'>", "Union"),
+        (["--trainer.callbacks", "cb.yaml"], "Expected a path but cb.yaml either not accessible", "no cb to import"),
+        (["--model.optimizer.init_args.lr", "1e-3x"], "Expected a <class 'float'>", "import path"),
+    ],
+)
+def test_what_was_meant_is_said_and_nothing_else(
+    args: list[str], said: str, unsaid: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    message = refusal(capsys, "--config", str(CONFIGS / "quickstart.yaml"), *args)
+    assert said in message and unsaid not in message
