@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import re
 from collections.abc import Callable, Collection, Sequence
 from functools import cached_property, lru_cache
 from types import BuiltinMethodType, MethodType
@@ -29,6 +30,7 @@ Message = dict[str, Any]
 
 _REPLY = "@@reply@@"  # stands for a reply in a rendered conversation
 _OF_REPLIES = ("<think>", "</think>", "<tool_call>", "</tool_call>")  # marks that say nothing of who speaks
+_MOST_OF_MARKS = 16  # tokens that a mark and the white space behind it may be
 _OF_DICTS = frozenset(dir(dict))
 _OF_LOOPS = frozenset(name for name in dir(LoopContext) if isinstance(getattr(LoopContext, name), property | int))
 _METHODS = (MethodType, BuiltinMethodType)
@@ -66,13 +68,19 @@ class Chat:
         # Not of tokenizers that render by themselves, nor with options that are none of the template's.
         theirs = type(tokenizer).apply_chat_template is PreTrainedTokenizerBase.apply_chat_template
         self._is_ordinary = theirs and _IS_KNOWN and not self._options.keys() & _OF_TRANSFORMERS
-        # By id: whatever is no piece of text. Families differ in which of these they mark as special.
-        added = {token: str(one) for token, one in tokenizer.added_tokens_decoder.items() if str(one).strip()}
+        # By id: whatever is no piece of text. Families differ in which of these they mark as special; words are text.
+        added = {
+            token: str(one)
+            for token, one in tokenizer.added_tokens_decoder.items()
+            if str(one).strip() and (one.special or not str(one).strip().isalnum())
+        }
         self._marks = {*tokenizer.all_special_ids, *added}
         special = (str(one) for one in tokenizer.added_tokens_decoder.values() if one.special)
         written = tokenizer.chat_template  # by name where there are several
         source = "".join(written.values()) if isinstance(written, dict) else str(written)
-        shown = (one for one in added.values() if one in source and one not in _OF_REPLIES)
+        # Of the others those that look like marks: line feeds, commas and words of a vocabulary are ordinary text.
+        marks = (one for one in added.values() if re.fullmatch(r"<.+>|\[.+\]", one))
+        shown = (one for one in marks if one in source and one not in _OF_REPLIES)
         self._special = [token for token in {*tokenizer.all_special_tokens, *special, *shown} if len(token) > 1]
         if tools:
             probe = [{"role": "user", "content": "."}]
@@ -135,14 +143,13 @@ class Chat:
         named = self._tokenizer.convert_ids_to_tokens([token for token in found if token in self._marks])
         return tuple(str(one) for one in named if one not in _OF_REPLIES)
 
-    @cached_property
-    def opened(self) -> str:
-        """`<think>` where the template opens a thought in front of each reply, so that the model only closes it."""
-        try:
-            prompt = self.text([{"role": "user", "content": "."}], self._tools)
-        except ValueError:  # said by whoever renders a conversation
-            return ""
-        return "<think>" if prompt.rstrip().endswith("<think>") else ""
+    def opened(self, prompt: Sequence[int]) -> str:
+        """`<think>` where these ids, which a reply answers, end with it, so that the model only closes the thought.
+
+        Templates open one depending on the conversation: not behind a tool's result, say.
+        """
+        said = str(self._tokenizer.decode(list(prompt[-_MOST_OF_MARKS:]), skip_special_tokens=False))
+        return "<think>" if said.rstrip().endswith("<think>") else ""
 
     def _probe(self) -> list[int]:
         try:

@@ -18,7 +18,7 @@ from typing import Any
 
 from datamodules.processes.deadline import Held
 from datamodules.processes.guarded import LOG_BYTES, OverMemory, end_all
-from datamodules.processes.limits import hidden_variables, memory_limit
+from datamodules.processes.limits import memory_limit, tell_hidden
 from datamodules.processes.process import Garbled, WorkerProcess
 
 _log = logging.getLogger(__name__)
@@ -188,8 +188,7 @@ class ProcessCalls(Calls):
             self.stop()
             self._loop = asyncio.get_running_loop()
             self._free = asyncio.Semaphore(self._workers)
-            if hidden := hidden_variables(self._keep):
-                _log.info("%s do not see %s, which look like secrets", ", ".join(self._names), ", ".join(hidden))
+            tell_hidden(_log, ", ".join(self._names), "keep_environment", self._keep)
         async with self._under_way.call(), self._free:
             one = await self._process()
             begin = _size(one.log)

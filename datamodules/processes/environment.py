@@ -11,6 +11,8 @@ class InEnvironment:
     """Calls `function` with environment variables of this call, in a worker process of its own (`once`): what an
     earlier call has made of them, clients or threads, would speak with its key or in this one's name."""
 
+    is_for_people = True  # what it raises
+
     def __init__(self, function: Callable[..., Any]) -> None:
         self._function = function
 

@@ -8,7 +8,7 @@ reward workers do it.
 from __future__ import annotations
 
 import asyncio
-import sys
+import sysconfig
 import traceback
 from pathlib import Path
 from typing import Any
@@ -19,8 +19,8 @@ MOST_SAID = 2000  # characters of an error's text that are kept
 _MOST_NESTED = 50
 _NOT_USERS = (
     *(Path(__file__).resolve().parents[2] / name for name in ("app", "callbacks", "datamodules", "modules")),
-    Path(sys.prefix),
-    Path(sys.base_prefix),
+    # No more of Python's: users' code may be below its prefix, in /usr/src/app say.
+    *(Path(sysconfig.get_paths()[name]) for name in ("stdlib", "purelib", "platlib")),
 )
 
 
@@ -38,10 +38,10 @@ def described(error: BaseException) -> str:
 def place(error: BaseException) -> str:
     """Where users' code raised `error`, as " at FILE:LINE"; "" where none of it is in the traceback."""
     found = ""
-    for frame in traceback.extract_tb(error.__traceback__):
-        file = Path(frame.filename)
+    for frame, line in traceback.walk_tb(error.__traceback__):  # which reads no files
+        file = Path(frame.f_code.co_filename)
         if file.is_absolute() and not any(file.is_relative_to(ours) for ours in _NOT_USERS):
-            found = f" at {file.name}:{frame.lineno}"
+            found = f" at {file.name}:{line}"
     return well_formed(found)
 
 

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
 
 _SECRET = re.compile(
-    r"(^|_)(KEYS?|KEY_ID|TOKENS?|AUTH|AUTH_SOCK|AUTH_CONFIG|BEARER|PASS|PASSPHRASE|PASSWD|PWD_FILE|CREDS?|PAT|DSN|PEM|JWT"
-    r"|COOKIES?)(_?\d+)?$"
+    r"(^|_)(KEYS?|KEY_ID|AUTH_SOCK|AUTH_CONFIG|PWD_FILE)$"
+    r"|(^|_)(TOKENS?|AUTH|BEARER|PASSPHRASE|PASSWD|CREDS?|PAT|DSN|PEM|JWT|COOKIES?)(_?\d+)?$"
+    # Of somebody or some service: others count passes, or are one of them.
+    r"|(^|_)(ADMIN|AMQP|API|APP|AUTH|CERT|DATABASE|DB|DOCKER|E?MAIL|S?FTP|GIT|HTTPS?|IMAP|KEY|LDAP|LOGIN|MONGO(DB)?|MYSQL|PG"
+    r"|POSTGRES|PROXY|RABBITMQ|REDIS|REGISTRY|ROOT|SERVICE|SMTP|SQL|SSH|SUDO|USER|VAULT|VPN|WIFI)_?PASS(_?\d+)?$|^PASS$"
+    r"|(ACCESS|ACCOUNT|DEPLOY|ENCRYPTION|MASTER|SIGNING|SSH|STORAGE)_?KEY_?\d+$"
     r"|._PWD$|(DATABASE|DB|SQL|REDIS|MONGO|MONGODB|POSTGRES|AMQP|RABBITMQ|BROKER|WEBHOOK)_UR[IL]$"
-    r"|._TOKEN_|ACCESS_?TOKEN|PRIVATE_?KEY|CONNECTION_?STRING|CREDENTIAL|SECRET|PASSWORD|API_?KEY",
+    r"|._TOKEN_(?!(IDS?|LEN|LENGTH|LIMIT|RATIO|COUNT|BUDGET|FILE|PATH)$)"
+    r"|ACCESS_?TOKEN|PRIVATE_?KEY|CONNECTION_?STRING|CREDENTIAL|SECRET|PASSWORD|API_?KEY",
     re.IGNORECASE,
 )
 _LOGIN = re.compile(r"://[^/\s:@]*:[^/\s@]+@")  # in a URL
@@ -37,6 +43,19 @@ def environment(keep: Sequence[str] = ()) -> dict[str, str]:
 def hidden_variables(keep: Sequence[str] = ()) -> list[str]:
     """Names of this process's environment variables that `environment` leaves out."""
     return sorted(name for name, value in os.environ.items() if looks_secret(name, value) and name not in keep)
+
+
+def tell_hidden(log: logging.Logger, who: str, option: str, keep: Sequence[str] = ()) -> None:
+    """Logs what `who` does not see; as a warning where a proxy is among it, without which the network may be gone.
+
+    Args:
+        option: by which variables are kept.
+        keep: as in `environment`.
+    """
+    if hidden := hidden_variables(keep):
+        proxies = any(name.upper().endswith("_PROXY") for name in hidden)
+        told = "%s do not see %s, which look like secrets; %s names those that they need"
+        log.log(logging.WARNING if proxies else logging.INFO, told, who, ", ".join(hidden), option)
 
 
 def memory_limit(memory_mb: float | None, workers: int) -> int:

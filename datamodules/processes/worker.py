@@ -100,10 +100,15 @@ def _call(function: Callable[..., Any], unpickle: Callable[[bytes], Any], argume
     except NotAnAnswer as error:
         return error.status, json.dumps(str(error)[:_MOST_SAID])
     except BaseException as error:  # SystemExit and time-outs that are no Exception included
-        return "exception", json.dumps(f"raised {described(error)}{place(error)}")
+        return "exception", json.dumps(f"raised {described(error)}{place(error) if _is_for_people(function) else ''}")
     finally:
         for timer in _TIMERS:
             signal.setitimer(timer, 0)  # an alarm that was left must not ring in another's call
+
+
+def _is_for_people(function: Callable[..., Any]) -> bool:
+    """Whether its errors are read by people, who want the line, and not by a model."""
+    return getattr(function, "is_for_people", False) is True
 
 
 def _write(connection: socket.socket, message: list[Any]) -> None:

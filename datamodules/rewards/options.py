@@ -102,7 +102,9 @@ class RewardOptions:
         ):
             raise ValueError(f"reward_options.on_failure: {self.on_failure!r}, must be 'drop' or a finite score")
         for variable in self.keep_environment or ():
-            if not looks_secret(variable, os.environ.get(variable, "")):
+            # One that is not set here, or is a URL, may have a secret as its value elsewhere or another time.
+            value = os.environ.get(variable, "://")
+            if "://" not in value and not looks_secret(variable):
                 raise ValueError(
                     f"reward_options.keep_environment: {variable!r} has no effect, it looks like no secret and is there"
                     " anyway; remove it"

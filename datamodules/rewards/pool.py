@@ -21,7 +21,7 @@ from typing import Any
 
 from datamodules.processes.foreign import described
 from datamodules.processes.guarded import OverMemory, end_all
-from datamodules.processes.limits import hidden_variables, memory_limit
+from datamodules.processes.limits import memory_limit, tell_hidden
 from datamodules.processes.process import Garbled, WorkerProcess
 from datamodules.prompts.base import Prompt
 from datamodules.rewards.functions import Reward
@@ -117,8 +117,8 @@ class RewardPool:
         """
         if not self._workers:
             self._logs = logs
-            if hidden := hidden_variables(self._options.keep_environment or ()):
-                _log.info("rewards do not see %s (reward_options.keep_environment)", ", ".join(hidden))
+            kept = self._options.keep_environment or ()
+            tell_hidden(_log, "rewards", "reward_options.keep_environment", kept)
             self._workers = [self._new_worker(slot) for slot in range(self._count)]
 
     async def open(self) -> None:

@@ -26,6 +26,8 @@ class RewardCalls:
             does (imports, say) counts for the worker's start and not for a call's deadline.
     """
 
+    is_for_people = True  # what it raises
+
     def __init__(self, reward: Callable[[Prompt, str], Reward]) -> None:
         self._reward = reward
 

@@ -11,6 +11,7 @@ chat template writes, or of which a reply is more than text and calls, is refuse
 from __future__ import annotations
 
 import copy
+import logging
 import re
 from collections.abc import Callable
 from importlib.util import find_spec
@@ -21,10 +22,13 @@ from transformers import PreTrainedTokenizerBase
 from datamodules.conversations.chat_template import Chat
 from datamodules.workflows.tool_calls import ToolCall, checked_call
 
+_log = logging.getLogger(__name__)
 _MOST_SHOWN = 200  # characters of an error
 _TAG = re.compile(r"(?:\(\?:)?(<(?:\\\|)?\w+(?:\\\|)?>)")  # at the beginning of a pattern
 _OTHERS = "use hermes_calls, json_calls or a parser of your own"
-_LOOSE = re.compile(r"\\s[*+](\(\?P<value>\.[*+]\?\))\\s[*+]")  # a value without the white space around it
+# A value without the white space around it.
+_LOOSE = re.compile(r"\\s[*+](\(\?P<value>(?:\.|\[\\s\\S\]|\[\\S\\s\])[*+]\?\))\\s[*+]")
+_TYPED = ("json", "python-call-list")  # contents in which the model writes types itself
 _NO_ARGUMENTS = re.compile(r"[\s,]*(?:</\w+>)?")  # what may stand around arguments: `</function>`
 _WRITTEN = {"text": '  a, b(c) "d" <e>\n', "digits": "075", "count": 75, "nested": {"flags": [True, 1]}}
 _TYPES = {"text": "string", "digits": "string", "count": "integer", "nested": "object"}
@@ -43,6 +47,7 @@ class ResponseTemplate:
         self._template = template
         self._opening = self._closing = self._thought = self._thought_over = re.compile("")
         self._argument: re.Pattern[str] | None = None
+        self._is_typed = False
         self._mark = ""
         self._ends: tuple[str, ...] = ()
         self._parse: Callable[..., Any] | None = None
@@ -78,6 +83,7 @@ class ResponseTemplate:
         self._ends = tuple(dict.fromkeys(str(one) for one in named if one))
         self._template, self._parse = _exact(template), tokenizer.parse_response
         self._argument = _argument(self._template)
+        self._is_typed = fields["tool_calls"].get("content") in _TYPED
         if tokenizer.chat_template:
             self._check(tokenizer)
 
@@ -94,18 +100,19 @@ class ResponseTemplate:
         ends = self._ends if end is None else (end, *self._ends) if end else ("",)
         readings = [self._read(text + one) for one in ends]
         found = next((one for one in readings if not any(fault for _, fault in one)), readings[0])
-        return [ToolCall(error=fault) if fault else self._call(said, tools) for said, fault in found]
+        regions = [[ToolCall(error=fault)] if fault else self._calls(said, tools) for said, fault in found]
+        return [call for calls in regions for call in calls]
 
-    def _call(self, said: str, tools: list[dict[str, Any]] | None) -> ToolCall:
-        """What the template makes of one call."""
+    def _calls(self, said: str, tools: list[dict[str, Any]] | None) -> list[ToolCall]:
+        """What the template makes of one region: a call, or all of a reply in families that list them."""
         assert self._parse is not None, "prepare comes first"
         try:
             # Where the model wrote types itself, those of the schemas would undo them: "7" may be meant as a text.
-            found = self._parse(said, self._template, prefix="", tools=tools if self._argument else None)
-            (call,) = found["tool_calls"]
-            return checked_call(call["function"])
+            read = self._parse(said, self._template, prefix="", tools=None if self._is_typed else tools)
+            found = [checked_call(one["function"]) for one in _flat(read.get("tool_calls", []))]
+            return found or [ToolCall(error=f"no call is in it: {said[:_MOST_SHOWN]!r}")]
         except Exception as error:  # whatever a template makes of what a model says
-            return ToolCall(error=f"{type(error).__name__}: {str(error)[:_MOST_SHOWN]}")
+            return [ToolCall(error=f"{type(error).__name__}: {str(error)[:_MOST_SHOWN]}")]
 
     def of_tools(self, tools: list[dict[str, Any]]) -> TemplateCalls:
         """The same for replies to which these tools were offered."""
@@ -151,7 +158,8 @@ class ResponseTemplate:
         return found
 
     def _check(self, tokenizer: PreTrainedTokenizerBase) -> None:
-        """That a call which the chat template writes, where it does so in this form, is read as it was written."""
+        """That a call which the chat template writes, where it does so in this form, is read as it was written; a
+        template that leaves out white space around texts is warned of."""
         asked = [{"role": "user", "content": "."}]
         call = {"id": "call00001", "type": "function", "function": {"name": "probe", "arguments": _WRITTEN}}
         try:
@@ -162,11 +170,18 @@ class ResponseTemplate:
             return
         tools = [{"type": "function", "function": {"name": "probe", "parameters": _PROBE}}]
         found = self(shown, tools, end="")
-        if found and found != [ToolCall("probe", _WRITTEN)]:
+        wanted = ToolCall("probe", _WRITTEN)
+        if found and [_trimmed(one) for one in found] != [_trimmed(wanted)]:
             raise ValueError(
                 "ResponseTemplate: it reads calls otherwise than the chat template writes them, so that tools would"
                 f" get other arguments than the model gave: {found[0].error or found[0].arguments} for {_WRITTEN};"
                 f" {_OTHERS}"
+            )
+        if found and found != [wanted]:
+            _log.warning(
+                "ResponseTemplate: texts in calls lose the white space around them, such as the indentation of code."
+                " To keep it, set template with (?P<value>...) without \\s around it in tag_pattern, and with strip:"
+                " false in the args of its value_parser"
             )
 
 
@@ -198,6 +213,17 @@ def _pattern(fields: dict[str, Any], name: str, edge: str) -> str:
     return str(field.get(f"{edge}_pattern") or "|".join(map(re.escape, literals)))
 
 
+def _flat(found: Any) -> list[Any]:
+    """The calls, of which a region may be a list."""
+    return [one for each in found for one in _flat(each)] if isinstance(found, list) else [found]
+
+
+def _trimmed(call: ToolCall) -> ToolCall:
+    """The call with texts as arguments without the white space around them."""
+    given = {name: one.strip() if isinstance(one, str) else one for name, one in call.arguments.items()}
+    return ToolCall(call.name, given, call.error)
+
+
 def _exact(template: dict[str, Any]) -> dict[str, Any]:
     """The template with values as they are written: some leave out white space around them, indentation say. Only a
     line break at each edge is the family's own."""
@@ -207,7 +233,7 @@ def _exact(template: dict[str, Any]) -> dict[str, Any]:
         given = calls.get("content_args", {})
         given["tag_pattern"] = _LOOSE.sub(r"\\n?\1\\n?", given.get("tag_pattern", ""))
         values = given.get("value_parser") or {}
-        if values.get("name") == "text":
+        if values.get("name") == "text" or (values.get("args") or {}).get("allow_non_json"):
             values.setdefault("args", {})["strip"] = False
     return made
 

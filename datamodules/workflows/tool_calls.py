@@ -2,8 +2,8 @@
 
 Promises: the parsers here never raise; what cannot be read is a call with `error` set, so that the model can be told.
 A reply is read from left to right: calls inside thoughts (`<think>...</think>`) are no calls, and marks of thoughts
-inside calls are text. Where the prompt has opened a thought (`Chat.opened`), its mark belongs in front of the reply
-that a parser is given. `begin_of_calls` tells what a reply says before its calls, while it is still being made.
+inside calls are text. Where the prompt has opened a thought (`Chat.opened`) and the reply closes it, a parser is given
+its mark too (`with_thought`). `begin_of_calls` tells what a reply says before its calls, while it is still being made.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 _PYTHON_TAG = "<|python_tag|>"
+_UNCLOSED = "<tool_call> is not closed by </tool_call>"
 _THOUGHT_OR_CALL = re.compile("<think>|<tool_call>")
 
 
@@ -33,10 +34,35 @@ def hermes_calls(text: str) -> list[ToolCall]:
     if begin == len(text) and "</tool_call>" in said_aloud(text):
         return [ToolCall(error="</tool_call> without <tool_call> before it")]
     while begin < len(text):
-        body, closed, text = text[begin + len("<tool_call>") :].partition("</tool_call>")
-        calls.append(_read(body) if closed else ToolCall(error="<tool_call> is not closed by </tool_call>"))
+        call, text = _first_call(text[begin + len("<tool_call>") :])
+        calls.append(call)
         begin = _begin_of_marks(text, True)
     return calls
+
+
+def _first_call(text: str) -> tuple[ToolCall, str]:
+    """The call whose mark is in front of `text`, and what is behind it."""
+    said = text.lstrip()
+    try:  # first, as its texts may spell any mark
+        found, end = _JSON.raw_decode(said)
+    except (ValueError, RecursionError):
+        behind = ""
+    else:
+        behind = said[end:].lstrip()
+    if behind.startswith("</tool_call>"):
+        return checked_call(found), behind.removeprefix("</tool_call>")
+    if behind.startswith("<tool_call>"):
+        return ToolCall(error=_UNCLOSED), behind
+    body, closed, behind = text.partition("</tool_call>")
+    return _read(body) if closed else ToolCall(error=_UNCLOSED), behind
+
+
+def with_thought(opened: str, text: str) -> str:
+    """A reply behind the mark of the thought that its prompt has opened, "" for none, where it closes that thought.
+
+    A model that does not close it has begun without one: its calls are calls.
+    """
+    return opened + text if "</think>" in text else text
 
 
 def json_calls(text: str) -> list[ToolCall]:
@@ -65,13 +91,21 @@ def begin_of_calls(parser: Callable[[str], list[ToolCall]], text: str, complete:
         text: of a reply, from its beginning.
         complete: otherwise more may follow, and the end of `text` may be the beginning of a call. What is before the
             number returned then stays before it, whatever follows; for a parser of one's own that is nothing.
-        opened: the mark of the thought that the prompt has opened, "" for none.
+        opened: the mark of the thought that the prompt has opened, "" for none. It counts where `text` closes the
+            thought, as in `with_thought`.
 
     Returns:
         `len(text)` where there are none; white space before them is theirs.
     """
     if parser not in (hermes_calls, json_calls) and not complete:
         return 0
+    if opened and "</think>" not in text:
+        without = begin_of_calls(parser, text, complete)
+        return without if complete else min(without, _begin(parser, text, complete, opened))
+    return _begin(parser, text, complete, opened)
+
+
+def _begin(parser: Callable[[str], list[ToolCall]], text: str, complete: bool, opened: str) -> int:
     whole = opened + text
     if callable(begin := getattr(parser, "begin", None)):
         begins = begin(whole)

@@ -22,7 +22,7 @@ from datamodules.prompts.base import Prompt
 from datamodules.workflows.base import EpisodeEngine
 from datamodules.workflows.calling import within
 from datamodules.workflows.response_template import ResponseTemplate, TemplateCalls
-from datamodules.workflows.tool_calls import ToolCall, hermes_calls, json_calls
+from datamodules.workflows.tool_calls import ToolCall, hermes_calls, json_calls, with_thought
 from datamodules.workflows.tools import Toolbox, ToolRunner
 from datamodules.workflows.turns import ReplyOptions, Sequences, Turns, tokenized
 
@@ -48,7 +48,8 @@ class ToolWorkflow:
         stop: tokens, besides what ends a turn anyway (see `datamodules.workflows.turn_ends`), that end a reply (each
             must be one token).
         parser: finds the calls in a reply: `datamodules.workflows.hermes_calls`, `json_calls`, a `ResponseTemplate` or
-            a function of your own, which is given the reply's text behind the `<think>` that the prompt may end with.
+            a function of your own, which is given the reply's text, and the `<think>` that the prompt ended with where
+            the reply closes it.
         sequences: "whole", "turns" or "rendered"; see `datamodules.workflows.turns.Sequences`. Templates that drop old
             thoughts only do so with "rendered": otherwise the model sees its thoughts again, as it wrote them.
         tool_role: role of the messages that carry results; "user" for templates that know no "tool".
@@ -171,7 +172,8 @@ class ToolWorkflow:
                 break
             said = turns.reply(tokenizer, special=True)
             end = str(tokenizer.decode([turns.end])) if turns.end in engine.ends.ids else ""
-            calls = self._calls(said, end)
+            opened = chat.opened(turns.tokens[: len(turns.tokens) - len(response.tokens)])
+            calls = self._calls(with_thought(opened, said), end)
             if not calls:
                 break
             if turns.count == self.max_turns:
@@ -196,7 +198,7 @@ class ToolWorkflow:
     def _calls(self, text: str, end: str) -> list[ToolCall]:
         parser = self._parser.ended_by(end) if isinstance(self._parser, TemplateCalls) else self._parser
         try:
-            return parser(self._template().opened + text)
+            return parser(text)
         except Exception as error:  # a user's own parser
             return [ToolCall(error=f"{type(error).__name__}: {error}")]
 

@@ -70,10 +70,10 @@ class MiniGridWorkflow(Workflow):
         if engine.has_reward:
             raise ValueError("MiniGridWorkflow: rewards are the world's; leave the data's reward out (null)")
         assert self._chat is not None, "prepare comes first"
-        world, turns, opened = GridWorld.of(prompt), Turns(prompt, self._options), self._chat.opened
+        world, turns = GridWorld.of(prompt), Turns(prompt, self._options)
         actions, malformed = list[str](), 0
         while (response := await turns.generate(engine)) is not None and response.finish_reason != "length":
-            word = said_aloud(opened + turns.reply(engine.tokenizer, special=True)).strip()
+            word = said_aloud(turns.reply(engine.tokenizer, special=True)).strip()
             if is_action := world.act(word):
                 actions.append(word)
             else:

@@ -168,7 +168,7 @@ class OpenEnvWorkflow(Workflow):
             if response.finish_reason == "length":
                 break
             said = turns.reply(tokenizer, special=True)
-            told, reward, done = await self._step(engine, environment, said_aloud(chat.opened + said).strip(), counts)
+            told, reward, done = await self._step(engine, environment, said_aloud(said).strip(), counts)
             earned.append(reward)
             if done:
                 break

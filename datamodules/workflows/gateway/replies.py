@@ -13,7 +13,7 @@ from typing import NamedTuple
 from app.text import well_formed
 from datamodules.conversations.chat_template import Message
 from datamodules.inference.reply_text import Decode, ReplyText, cut_at_stop, maybe_stop
-from datamodules.workflows.tool_calls import ToolCall, begin_of_calls
+from datamodules.workflows.tool_calls import ToolCall, begin_of_calls, with_thought
 
 Parser = Callable[[str], list[ToolCall]]
 
@@ -71,7 +71,7 @@ def as_message(name: str, text: str, parser: Parser | None, opened: str = "") ->
     found: list[ToolCall] = []
     if parser is not None:
         try:
-            found = parser(opened + text)
+            found = parser(with_thought(opened, text))
         except Exception as error:  # a user's own parser
             found = [ToolCall(error=f"{type(error).__name__}: {error}")]
     malformed = sum(bool(one.error) for one in found)

@@ -437,7 +437,8 @@ class Session:
         is_trained: bool,
         say: Callable[[Piece], None] | None,
     ) -> Call:
-        reading = Reading(self._decode, request.stop_texts, parser, request.stop_token_ids, self._chat.opened)
+        opened = self._chat.opened(request.tokens)
+        reading = Reading(self._decode, request.stop_texts, parser, request.stop_token_ids, opened)
         if say is not None:
             request.on_tokens = _on_this_loop(reading, say)
         async with self._free:
@@ -457,7 +458,7 @@ class Session:
         end = self._decode(tokens[-1:]) if ended and seen.tokens == len(tokens) else ""
         if isinstance(parser, TemplateCalls):
             parser = parser.ended_by(end)
-        message, malformed = as_message(name, seen.text, parser, self._chat.opened)
+        message, malformed = as_message(name, seen.text, parser, opened)
         for what, count in (("malformed_calls", malformed), ("tool_calls", len(message.get("tool_calls", ())))):
             if count:
                 self.counts[what] += count

@@ -307,3 +307,26 @@ def test_a_chats_templates_are_rendered_in_haste() -> None:
     Chat(byte_tokenizer(source)).text(OPENING, None)
     environment = chat_template_utils._compile_jinja_template(source).environment
     assert isinstance(environment, ImmutableSandboxedEnvironment) and "getattr" in vars(environment)
+
+
+def test_words_that_a_tokenizer_was_given_are_text() -> None:
+    tokenizer = byte_tokenizer(CHATML)
+    tokenizer.add_tokens(["assistant", "<tool>"])
+    chat = Chat(tokenizer)
+    assert chat.quoted("the assistant <tool>") == "the assistant < tool>"
+    assert "assistant" not in chat.turns
+
+
+def test_a_thought_is_open_where_the_served_ids_end_with_its_mark() -> None:
+    tokenizer = byte_tokenizer(CHATML)
+    chat = Chat(tokenizer)
+    opened = {"a": "", "": "", "a <think>": "<think>", "a<think>\n\n": "<think>", "<think>\n</think>\n": ""}
+    assert {text: chat.opened(tokenizer.encode(text, add_special_tokens=False)) for text in opened} == opened
+
+
+def test_pieces_of_text_that_are_tokens_of_their_own_are_no_marks() -> None:
+    """Vocabularies have line feeds and commas among what was added, and templates write them."""
+    tokenizer = byte_tokenizer()
+    tokenizer.add_tokens([", ", "\n\n", "<|role|>"])
+    tokenizer.chat_template = "{% for m in messages %}<|role|>{{ m.role }}, \n\n{{ m.content }}{% endfor %}"
+    assert Chat(tokenizer).quoted("a, b\n\nc <|role|>") == "a, b\n\nc < |role|>"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import io
+import logging
 import os
 import pickle
 import signal
@@ -21,7 +22,7 @@ import pytest
 from datamodules.processes import guardian, process
 from datamodules.processes.calls import ProcessCalls
 from datamodules.processes.guarded import LOG_BYTES
-from datamodules.processes.limits import environment, looks_secret, memory_limit
+from datamodules.processes.limits import environment, looks_secret, memory_limit, tell_hidden
 from datamodules.processes.process import WorkerProcess
 from datamodules.processes.worker import MOST_ANSWER_BYTES
 from datamodules.rewards import RewardOptions
@@ -187,6 +188,7 @@ SECRETS = ("ARBORIST_SGLANG_API_KEY", "WANDB_API_KEY", "HF_TOKEN", "AWS_SECRET_A
 MORE = ("db_password", "GITHUB_PAT", "MYSQL_PWD", "OPENAI_API_KEYS", "DATABASE_URL", "SENTRY_DSN")
 MORE += ("AZURE_STORAGE_CONNECTION_STRING", "DB_PASS", "SMTP_PASS", "MYSQL_URL", "RABBITMQ_URL", "SLACK_WEBHOOK_URL")
 MORE += ("PRIVATE_KEY_PEM", "JWT", "API_TOKEN_2", "HF_TOKEN_READ", "ACCESSTOKEN", "COOKIE", "DOCKER_AUTH_CONFIG")
+MORE += ("PASS", "ADMIN_PASS", "SMTP_PASS_2", "STORAGE_KEY2", "SSH_KEY_2", "APP_PASS", "PYPI_TOKEN_PUBLISH")
 
 
 @pytest.mark.parametrize("name", [*SECRETS, *MORE])
@@ -206,12 +208,28 @@ def test_a_url_with_a_password_stays_behind(value: str, monkeypatch: pytest.Monk
 
 PLAIN = ("PATH", "HOME", "PWD", "OLDPWD", "TOKENIZERS_PARALLELISM", "OMP_NUM_THREADS", "HF_HOME", "KEYMAP")
 USUAL = ("OPENAI_BASE_URL", "SSH_ASKPASS", "TOKEN_LIMIT", "MONKEY", "COMPASS", "PYTHONPATH", "AUTHOR", "SSL_CERT_FILE")
+COUNTED = ("PAD_TOKEN_ID", "EOS_TOKEN_IDS", "MAX_TOKEN_LENGTH", "NEW_TOKEN_RATIO", "HF_TOKEN_PATH", "WEB_TOKEN_FILE")
+PASSES = ("NUM_PASS", "SINGLE_PASS", "BYPASS", "HOT_KEY_2")
 
 
-@pytest.mark.parametrize("name", [*PLAIN, *USUAL])
+@pytest.mark.parametrize("name", [*PLAIN, *USUAL, *COUNTED, *PASSES])
 @pytest.mark.parametrize("value", ["", "http://host:80/a@b", "ssh://git@host", "a:b@c", "C://d e:f@g"])
 def test_what_is_no_secret_is_seen(name: str, value: str) -> None:
     assert not looks_secret(name, value)
+
+
+def test_a_proxy_that_is_hidden_is_warned_of(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    for name in environment():
+        if name.upper().endswith("_PROXY"):
+            monkeypatch.delenv(name)
+    monkeypatch.setenv("SOME_API_KEY", "k")
+    with caplog.at_level(logging.INFO):
+        tell_hidden(logging.getLogger("a"), "agents", "keep_environment")
+        monkeypatch.setenv("https_proxy", "http://me:word@proxy:80")
+        tell_hidden(logging.getLogger("a"), "agents", "keep_environment")
+        tell_hidden(logging.getLogger("a"), "agents", "keep_environment", ["https_proxy"])
+    assert [one.levelname for one in caplog.records] == ["INFO", "WARNING", "INFO"]
+    assert "https_proxy" in caplog.messages[1] and "keep_environment" in caplog.messages[1]
 
 
 def test_every_worker_has_a_share_of_the_memory() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import _thread
 import os
-import re
 import subprocess
 import sys
 import threading
@@ -81,8 +80,7 @@ def test_what_looks_like_a_secret_is_not_seen_unless_it_is_kept(monkeypatch: pyt
 
 def test_a_call_that_fails_says_why_and_what_it_printed() -> None:
     found = relayed(setup(fail, "fruit"))
-    assert found["status"] == "failed" and found["printed"] == "half way\n"
-    assert re.fullmatch(r"KeyError: 'fruit' at test_relay.py:\d+", found["content"])  # a user's own file and line
+    assert found == {"status": "failed", "content": "KeyError: 'fruit'", "printed": "half way\n"}
     found = relayed(setup(greet, "Ada", folder="/no/such/folder"))
     assert found["status"] == "failed" and "/no/such/folder" in found["content"]
 

@@ -168,6 +168,16 @@ def test_options_without_sense_are_refused_by_name(options: dict[str, Any], said
         RewardOptions(**options)
 
 
+def test_variables_that_may_be_secrets_by_their_value_can_be_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("BACKEND", raising=False)
+    RewardOptions(keep_environment=["BACKEND"])
+    monkeypatch.setenv("BACKEND", "http://host:80")
+    RewardOptions(keep_environment=["BACKEND"])
+    monkeypatch.setenv("BACKEND", "torch")
+    with pytest.raises(ValueError, match="'BACKEND' has no effect"):
+        RewardOptions(keep_environment=["BACKEND"])
+
+
 def test_yaml_makes_options() -> None:
     parser = ArgumentParser()
     parser.add_argument("--reward_options", type=RewardOptions | None)

@@ -4,7 +4,9 @@ has one for either is read, in a workflow and by a gateway, or is refused and th
 from __future__ import annotations
 
 import asyncio
+import copy
 import json
+import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -205,6 +207,68 @@ def test_types_that_the_model_wrote_are_kept(family: str) -> None:
     assert parser(family)(said(family, given=given), tools) == [ToolCall("f", given)]
 
 
+def of_calls(**given: Any) -> ResponseTemplate:
+    """Prepared, for a family whose calls are written like that."""
+    function = {"name": "{name}", "arguments": given.pop("arguments", "{arguments}")}
+    calls = {**given, "transform": {"type": "function", "function": function}}
+    content = {"close_pattern": r"<\|im_end\|>\s*", "content": "text"}
+    made = ResponseTemplate(
+        {
+            "defaults": {"role": "assistant"},
+            "start_anchor": "<|im_start|>assistant\n",
+            "fields": {"tool_calls": calls, "content": content},
+        }
+    )
+    made.prepare(tokenizer_of("qwen2_5", "qwen3"))
+    return made
+
+
+def test_all_calls_of_one_region_are_read() -> None:
+    two = [ToolCall("f", {"zip": "1"}), ToolCall("f", {"count": 2})]
+    listed = {"open": "<|calls|>", "close": "<|over|>", "content": "python-call-list", "transform_each": True}
+    for more in ({}, {"repeats": True}):
+        read = of_calls(**listed, **more)
+        assert read("So: <|calls|>[f(zip='1'), f(count=2)]<|over|>", TOOLS) == two
+        assert "no call is in it" in read("<|calls|>[]<|over|>", TOOLS)[0].error
+    read = of_calls(open="[TOOL_CALLS]", close_pattern=r"<\|im_end\|>", content="json", transform_each=True)
+    written = [{"name": one.name, "arguments": one.arguments} for one in two]
+    assert read(f"[TOOL_CALLS]{json.dumps(written)}", TOOLS) == two
+
+
+def test_calls_without_types_get_those_of_the_schemas() -> None:
+    lines = {"open_pattern": r"<call (?P<name>\w+)>\n", "close": "</call>", "repeats": True, "content": "kv-lines"}
+    read = of_calls(**lines, arguments="{content}")
+    assert read("<call f>\nzip: 075\ncount: 75\n</call>", TOOLS) == WANTED
+
+
+LOOSE = {
+    "no JSON": {"value_parser": {"name": "json", "args": {"allow_non_json": True}}},
+    "any": {"tag_pattern": r"<parameter=(?P<key>[^>\n]+)>\s*(?P<value>[\s\S]*?)\s*</parameter>"},
+}
+TRIMMED = {"tag_pattern": r"<parameter=(?P<key>[^>\n]+)>\s*(?P<value>(?:.|\n)*?)\s*</parameter>"}
+
+
+@pytest.mark.parametrize("given", LOOSE.values(), ids=LOOSE)
+def test_templates_of_ones_own_keep_white_space_too(given: dict[str, Any], caplog: pytest.LogCaptureFixture) -> None:
+    template = copy.deepcopy(trl.qwen3_5_template)
+    template["fields"]["tool_calls"]["content_args"] |= given
+    read = ResponseTemplate(template)
+    with caplog.at_level(logging.WARNING):
+        read.prepare(tokenizer_of("qwen3_5_nothink", "qwen3_5"))
+    assert not caplog.records
+    assert read(xml("f", {"zip": "  075\n", "count": 75}), TOOLS) == [ToolCall("f", {"zip": "  075\n", "count": 75})]
+
+
+def test_a_template_that_leaves_out_white_space_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+    template = copy.deepcopy(trl.qwen3_5_template)
+    template["fields"]["tool_calls"]["content_args"] |= TRIMMED
+    read = ResponseTemplate(template)
+    with caplog.at_level(logging.WARNING):
+        read.prepare(tokenizer_of("qwen3_5_nothink", "qwen3_5"))
+    assert "lose the white space" in caplog.text and "tag_pattern" in caplog.text
+    assert read(said("qwen3_5"), TOOLS) == WANTED
+
+
 @every_family
 def test_a_thought_behind_a_call_undoes_none(family: str) -> None:
     thought = READ[family][1].format("wait")
@@ -258,7 +322,8 @@ def test_a_gateway_shows_text_and_calls_streamed_as_whole(family: str) -> None:
 def test_an_agent_with_tools_of_the_family(family: str) -> None:
     """Its call is carried out with typed arguments, what is wrong with the next is told, and then it answers."""
     tokenizer = tokenizer_of(CHATS_OF[family][0], family)
-    over = "</think>" if Chat(tokenizer).opened else ""
+    chat = Chat(tokenizer)
+    over = "</think>" if chat.opened(chat.prompt([{"role": "user", "content": "."}])) else ""
     good = over + said(family, "add", {"a": 2, "b": 3})
     role: Any = "user" if family in ("gemma4",) else "tool"
     workflow = ToolWorkflow(Sums(), parser=ResponseTemplate(), tool_role=role, max_new_tokens=400)

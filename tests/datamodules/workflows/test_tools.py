@@ -255,6 +255,14 @@ def test_a_parser_with_a_bug_is_told_about_too() -> None:
         ),
         ('<tool_call>{"name": 3}</tool_call>', [ToolCall(error='a call needs a "name", which is a string')]),
         ("<tool_call>[1]</tool_call>", [ToolCall(error="a call must be a JSON object, this is a list")]),
+        (
+            '<tool_call>{"name": "f"}\n<tool_call>{"name": "g"}</tool_call>',
+            [ToolCall(error="<tool_call> is not closed by </tool_call>"), ToolCall("g")],
+        ),
+        (
+            '<tool_call>\n{"name": "f", "arguments": {"a": "</tool_call><tool_call>"}}\n</tool_call>',
+            [ToolCall("f", {"a": "</tool_call><tool_call>"})],
+        ),
         ('{"name": "f"}</tool_call>', [ToolCall(error="</tool_call> without <tool_call> before it")]),
         (
             '<tool_call>{"name": "f", "arguments": [1]}</tool_call>',
@@ -303,9 +311,33 @@ OPENED = CHATML + "{%- if add_generation_prompt -%}<think>\n{% endif -%}"
 def test_calls_in_a_thought_that_the_prompt_opened_are_none() -> None:
     tokenizer, box = byte_tokenizer(OPENED), Sums()
     call = a_call("add", a=2, b=3)
-    engine = ScriptedEngine(tokenizer, [f"Maybe {call}</think>{call}", f"{call} or rather think on"])
+    engine = ScriptedEngine(tokenizer, [f"Maybe {call}</think>{call}", f"{call} or rather</think>think on"])
     (whole,) = play(ToolWorkflow(box, max_new_tokens=300), engine, tokenizer, PROMPT, right)
     assert whole.metadata["tool_calls"] == len(box.calls) == 1 and whole.finish_reason == "stop"
+
+
+# As Nemotron's and DeepSeek's: a thought is opened unless the conversation says otherwise, or goes on behind a tool.
+AT_TIMES = CHATML + (
+    "{%- if add_generation_prompt -%}{%- if '/no_think' in messages[0].content -%}<think></think>"
+    "{%- elif messages[-1].role != 'tool' -%}<think>\n{% endif -%}{% endif -%}"
+)
+
+
+@pytest.mark.parametrize(
+    ("template", "asked", "replies"),
+    [
+        (AT_TIMES, "/no_think 2+3?", ["{}", "5"]),
+        (AT_TIMES, "2+3?", ["hm</think>{}", "{}", "5"]),
+        (OPENED, "2+3?", ["{}", "{} so", "5"]),  # whose call ends the thought, as SGLang's parsers have it too
+    ],
+)
+def test_calls_of_a_reply_that_closes_no_thought_are_calls(template: str, asked: str, replies: list[str]) -> None:
+    tokenizer, box = byte_tokenizer(template), Sums()
+    said = [one.format(a_call("add", a=2, b=3)) for one in replies]
+    prompt = Prompt(id="p", messages=({"role": "user", "content": asked},))
+    engine = ScriptedEngine(tokenizer, said, max_context=4096)
+    (whole,) = play(ToolWorkflow(box, max_new_tokens=300), engine, tokenizer, prompt, right)
+    assert whole.metadata["tool_calls"] == len(box.calls) == len(replies) - 1
 
 
 # ---- ends

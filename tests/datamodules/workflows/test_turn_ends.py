@@ -97,7 +97,8 @@ def test_tools_answer_behind_one_end_of_turn(name: str) -> None:
     tokenizer = family.tokenizer()
     # What ends a reply that calls tools, as these models were trained.
     end = {"Llama 3.1": "<|eom_id|>", "GLM 4.5": "<|observation|>"}.get(name, family.end)
-    over = "</think>" if Chat(tokenizer).opened else ""
+    chat = Chat(tokenizer)
+    over = "</think>" if chat.opened(chat.prompt([{"role": "user", "content": "."}])) else ""
     call = tokenizer.encode(over + a_call("add", a=2, b=3), add_special_tokens=False)
     replies = [[*call, *ids(family, [end])], [*tokenizer.encode("5"), *ids(family, [end])]]
     engine = ScriptedEngine(tokenizer, replies)

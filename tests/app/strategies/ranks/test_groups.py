@@ -117,9 +117,9 @@ WAYS = [
 @pytest.mark.slow
 @pytest.mark.parametrize("sharded", [False, True])
 def test_every_way_to_train(two_ranks: RankPool, sharded: bool) -> None:
-    """But in float32 (above)."""
+    """But in float32 (above), and in 4 bit, which no shards hold (`tests/modules/ranks/test_quantised.py`)."""
     cells = [(name, column) for name, *ways in WAYS for column in ways[sharded]]
-    assert {"float32", *(column for _, column in cells)} == set(families.COLUMNS)
+    assert {"float32", "4 bit", *(column for _, column in cells)} == set(families.COLUMNS)
     two_ranks.run(group_jobs.run_cells, size=2, cells=cells, sharded=sharded)
 
 

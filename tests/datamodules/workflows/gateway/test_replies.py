@@ -113,8 +113,29 @@ def test_calls_in_a_thought_that_the_prompt_opened_stay_text() -> None:
         {"role": "assistant", "content": f"{call} or</think>no"},
         0,
     )
+    direct, _ = as_message("m", f"Hm {call}", hermes_calls, "<think>")
+    assert direct["content"] == "Hm" and len(direct["tool_calls"]) == 1
     message, _ = as_message("m", f"Hm {call}</think>yes {call}", hermes_calls, "<think>")
     assert message["content"] == f"Hm {call}</think>yes" and len(message["tool_calls"]) == 1
+
+
+def test_a_gateway_looks_for_a_thought_in_the_prompt_that_was_served() -> None:
+    opens = "{% if '/no_think' not in messages[0].content %}<think>\n{% endif %}{% endif -%}"
+    tokenizer = byte_tokenizer(WITH_CALLS.removesuffix("{% endif -%}") + opens)
+    call = '<tool_call>{"name": "look_up", "arguments": {}}</tool_call>'
+    server = ScriptedEngine(tokenizer, [f"{call} or</think>no", f"{call} or</think>no"])
+    engine = EpisodeEngine(server, tokenizer, None, name="e", seed="s")  # type: ignore[arg-type]
+    session = Session(engine, Chat(tokenizer), Sampling(400), Budget(), hermes_calls)
+
+    async def called(asked: str) -> bool:
+        pieces: list[str] = []
+        messages = [{"role": "user", "content": asked}]
+        (one,) = await session.reply(Asked("", messages, [LOOK_UP]), lambda k, piece: pieces.append(piece.text))
+        assert "".join(pieces) == (one.message["content"] or "")
+        return "tool_calls" in one.message
+
+    assert asyncio.run(called("look")) is False
+    assert asyncio.run(called("/no_think look")) is True
 
 
 def test_text_comes_while_it_is_sampled_and_calls_at_the_end() -> None:
