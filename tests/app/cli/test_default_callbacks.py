@@ -16,11 +16,11 @@ from lightning.pytorch.callbacks import RichProgressBar
 from app.cli import main
 from app.cli.default_callbacks import OPTIONAL, with_defaults
 from callbacks import Interruption, Progress, RewardLogger, SaveLast, Summary, Throughput, WeightSync
-from modules import PolicyModule
+from modules import ModelSource, PolicyModule
 from tests.fuzz.test_configurations import ROLLED_OUT, base
 from tests.helpers.tiny_run import TinyData, TinyModule
 
-MODEL = {"config": {"model_type": "qwen3"}}
+MODEL = ModelSource(config={"model_type": "qwen3"})
 
 
 def rolls_out(held_out: bool = False) -> TinyData:
