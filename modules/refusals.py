@@ -237,7 +237,7 @@ def check_own_tokens(tokenizer: PreTrainedTokenizerBase | None, policy: ModelSou
     Raises:
         ValueError: a token has two numbers; a tokenizer that cannot be read.
     """
-    if tokenizer is None or policy.path is None or tokenizer.name_or_path == policy.path:
+    if not isinstance(tokenizer, PreTrainedTokenizerBase) or policy.path in (None, tokenizer.name_or_path):
         return
     own = _vocabulary(policy.path)
     for token, number in tokenizer.get_vocab().items() if own else ():
