@@ -36,6 +36,7 @@ def test_plans_and_gradients_are_those_of_the_language_model(tmp_path: Path, bud
         engine.backward(tree, lambda out, i: (out.logprobs * torch.arange(len(out.logprobs))).sum())
         gradients.append(model.get_input_embeddings().weight.grad)
     one, other = plans
-    assert (one.steps, one.chunk_tokens, one.live_tokens) == (other.steps, other.chunk_tokens, other.live_tokens)
+    assert (one.steps, one.chunk_tokens) == (other.steps, other.chunk_tokens)
+    assert budget is None or one.live_tokens == other.live_tokens  # else of the memory that is free at the moment
     torch.testing.assert_close(*gradients, atol=1e-9, rtol=1e-9)
     assert not any(p.grad is not None for name, p in sees.named_parameters() if "visual" in name)
