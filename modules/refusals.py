@@ -283,6 +283,8 @@ def _vocabulary(path: str | None) -> dict[str, int]:
         tokenizer = AutoTokenizer.from_pretrained(path)
         found = dict(tokenizer.get_vocab())
     except Exception as error:  # files that are cut or of another kind fail anywhere in transformers
+        if not Path(path).is_dir():  # a name on the hub, of which there may be the weights alone
+            return {}
         raise ValueError(f"the tokenizer beside '{path}' cannot be read: {reason(error, 300)}") from error
     if not found:
         raise ValueError(f"the tokenizer beside '{path}' has no tokens: its files are incomplete; copy them again")

@@ -93,3 +93,9 @@ def four_ranks() -> Iterator[RankPool]:
     pool = RankPool(4)
     yield pool
     pool.close()
+
+
+@pytest.fixture
+def pool(request: pytest.FixtureRequest, two_ranks: RankPool, four_ranks: RankPool) -> RankPool:
+    """Two ranks or four, by an indirect parameter."""
+    return two_ranks if request.param == 2 else four_ranks

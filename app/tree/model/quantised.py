@@ -5,9 +5,9 @@
 
 Promises: what a settled layer computes depends on its input alone, not on mode, device of the moment or whatever ran
 before: the weight is read back to the dtype of the hidden states and multiplied, so that a token's output and gradient
-are those of a plain layer with the weight `whole_weight` (on a GPU, where passes without gradient
-may use another kernel of bitsandbytes, to rounding). A settled layer loads what its `state_dict` holds. What would
-compute otherwise is refused. bitsandbytes is imported by those who have such layers only.
+are those of a plain layer with the weight `whole_weight` (on a GPU, where passes without gradient may use another
+kernel of bitsandbytes, to rounding). A settled layer loads what its `state_dict` holds. What would compute otherwise is
+refused. bitsandbytes is imported by those who have such layers only.
 """
 
 from __future__ import annotations
@@ -151,6 +151,7 @@ class SavedWeight:
         self.shape, self.dtype = self._state.shape, self._state.dtype
 
     def read_back(self, codes: Tensor) -> Tensor:
+        """uint8 [out in / 2, 1] -> [out, in] in `dtype`."""
         return _read_back(codes, self._state)
 
 

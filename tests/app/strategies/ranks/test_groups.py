@@ -29,11 +29,6 @@ few = settings(
 )
 
 
-@pytest.fixture
-def pool(request: pytest.FixtureRequest, two_ranks: RankPool, four_ranks: RankPool) -> RankPool:
-    return two_ranks if request.param == 2 else four_ranks
-
-
 def check(
     pool: RankPool,
     size: int,
