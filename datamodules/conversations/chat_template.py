@@ -143,12 +143,14 @@ class Chat:
         named = self._tokenizer.convert_ids_to_tokens([token for token in found if token in self._marks])
         return tuple(str(one) for one in named if one not in _OF_REPLIES)
 
-    def opened(self, prompt: Sequence[int]) -> str:
-        """`<think>` where these ids, which a reply answers, end with it, so that the model only closes the thought.
+    def opened(self, tokens: Sequence[int], reply: int = 0) -> str:
+        """`<think>` where these ids but the last `reply`, which answer the others, end with it, so that the model only
+        closes the thought.
 
         Templates open one depending on the conversation: not behind a tool's result, say.
         """
-        said = str(self._tokenizer.decode(list(prompt[-_MOST_OF_MARKS:]), skip_special_tokens=False))
+        end = len(tokens) - reply
+        said = str(self._tokenizer.decode(list(tokens[max(0, end - _MOST_OF_MARKS) : end]), skip_special_tokens=False))
         return "<think>" if said.rstrip().endswith("<think>") else ""
 
     def _probe(self) -> list[int]:

@@ -172,7 +172,7 @@ class ToolWorkflow:
                 break
             said = turns.reply(tokenizer, special=True)
             end = str(tokenizer.decode([turns.end])) if turns.end in engine.ends.ids else ""
-            opened = chat.opened(turns.tokens[: len(turns.tokens) - len(response.tokens)])
+            opened = chat.opened(turns.tokens, len(response.tokens))
             calls = self._calls(with_thought(opened, said), end)
             if not calls:
                 break
