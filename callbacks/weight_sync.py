@@ -16,6 +16,9 @@ numbers that the trainer computes with.
 A version is one set of weights, so the engine never serves those in the middle of a batch of several steps. Validation
 there would score other weights than a checkpoint saves with that score: it is refused when training starts.
 
+Servers that share the trainer's GPUs (`Launch.in_turns`) stand still from the start of a batch to its last step, and
+have given up their memory there; each rank frees what torch only caches before they come back with the new version.
+
 A version that does not reach the engine (a full disk, no server that takes it) stops the run with an error that says
 why. Training on would be no remedy: the gate counts in versions the engine serves, so rollouts would grow older than
 `max_staleness` allows without anyone noticing. Where some of several servers fail, the engine takes them out, goes on
@@ -30,6 +33,7 @@ import time
 from pathlib import Path
 from typing import Any, Literal
 
+import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_warn
 
@@ -37,7 +41,7 @@ from app.tree import quantised_layers
 from callbacks.base import comes_in_parts, policy_in_parts, run_dir
 from callbacks.validate_ends import nearest_multiples
 from datamodules.inference.export import WeightParts, base_model, checkpoint_weights, merged_weights, num_bytes
-from datamodules.inference.protocol import RolloutData, WeightUpdate
+from datamodules.inference.protocol import RolloutData, ServerEngine, WeightUpdate
 from datamodules.inference.weight_files import WeightFiles
 
 _log = logging.getLogger(__name__)
@@ -88,6 +92,8 @@ class WeightSync(Callback):
         self._way = ""  # the method in use
         self._files: WeightFiles | None = None
         self._sent = -1
+        self._in_turns = False
+        self._still = False  # servers stand still, and the GPUs are the trainer's
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         data: Any = trainer.datamodule
@@ -109,7 +115,8 @@ class WeightSync(Callback):
                 f"WeightSync.method: {self.method}, but data.engine, {type(data.engine).__name__}, takes weights by"
                 f" {' or '.join(offered)}; set WeightSync.method: auto, or another engine"
             )
-        self._files, self._sent = None, -1
+        self._files, self._sent, self._still = None, -1, False
+        self._in_turns = isinstance(data.engine, ServerEngine) and data.engine.in_turns
         if self._way in ("disk", "adapter"):
             directory = run_dir(trainer) / Path(self.directory or "weights")
             self._files = WeightFiles(directory, adapter=self._way == "adapter")
@@ -127,8 +134,18 @@ class WeightSync(Callback):
         # Here, not in on_fit_start: weights may be restored from a checkpoint between the two.
         self._start(trainer, pl_module)
 
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        if self._in_turns and not self._still:
+            if trainer.is_global_zero:
+                data: Any = trainer.datamodule
+                data.engine.pause()
+            trainer.strategy.barrier("WeightSync")  # no rank computes before servers have left
+            self._still = True
+
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._make_room(trainer, pl_module)
         self._start(trainer, pl_module)
+        self._go_on(trainer)
 
     def on_test_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._start(trainer, pl_module)
@@ -144,13 +161,29 @@ class WeightSync(Callback):
         if module.policy_version != self._sent:
             began = time.perf_counter()
             policy, parts = self._policy(trainer, module)
+            self._make_room(trainer, module)
             if trainer.is_global_zero:
                 size, downtime_s = self._send(trainer, policy, module.policy_version, parts)
                 seconds = time.perf_counter() - began
                 module.step_seconds["sync"] = module.step_seconds.get("sync", 0.0) + seconds
             self._sent = module.policy_version
+            self._go_on(trainer)
         values = {"sync/seconds": seconds, "sync/bytes": float(size), "sync/downtime_s": downtime_s}
         pl_module.log_dict(values, on_step=True, on_epoch=False, batch_size=1, rank_zero_only=True)
+
+    def _make_room(self, trainer: Trainer, module: LightningModule) -> None:
+        """Servers that stand still in turns may come back when this returns: no rank has gradients or caches."""
+        if self._still:
+            module.zero_grad()
+            if torch.cuda.is_available():
+                torch.cuda.empty_cache()
+            trainer.strategy.barrier("WeightSync")
+
+    def _go_on(self, trainer: Trainer) -> None:
+        if self._still and trainer.is_global_zero:
+            data: Any = trainer.datamodule
+            data.engine.resume()
+        self._still = False
 
     def _start(self, trainer: Trainer, module: Any) -> None:
         new = self._sent != module.policy_version  # otherwise the engine runs, and has them

@@ -287,7 +287,12 @@ class ServerEngine(ABC):
     """What an engine offers besides when servers generate for it: a base class, asked for with `isinstance`.
 
     Its methods may be called from any thread.
+
+    Attributes:
+        in_turns: its servers share the trainer's GPUs, and have to be paused while it computes there.
     """
+
+    in_turns: bool = False
 
     @property
     @abstractmethod

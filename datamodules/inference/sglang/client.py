@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import suppress
 from ipaddress import ip_address
 from typing import Any
@@ -127,6 +127,14 @@ class ServerClient:
 
     async def resume(self, deadline_s: float) -> None:
         await self.post("/continue_generation", {}, deadline_s)
+
+    async def give_up_memory(self, deadline_s: float) -> None:
+        """A paused server leaves the GPU's memory: weights, which it keeps in the host's, keys and values, graphs."""
+        await self.post("/release_memory_occupation", {}, deadline_s)
+
+    async def take_memory(self, parts: Sequence[str], deadline_s: float) -> None:
+        """Parts that it gave up and no others (it ends at one that it has): "weights", "kv_cache", "cuda_graph"."""
+        await self.post("/resume_memory_occupation", {"tags": list(parts)}, deadline_s)
 
     async def abort(self, request_id: str, deadline_s: float) -> None:
         """Ends one request; one that is over is none of the server's business."""

@@ -120,6 +120,7 @@ class SGLangEngine(ServerEngine):
         given_servers(urls or (), None, max_concurrent)  # an address that is none is an error at once
         self.urls = tuple(urls or ())
         self.launch = launch
+        self.in_turns = launch is not None and launch.in_turns
         self.api_key_env = api_key_env
         self.max_concurrent = max_concurrent
         self.load_tokens = load_tokens
@@ -314,7 +315,7 @@ class SGLangEngine(ServerEngine):
             )
         assert self._match is not None
         self._match.check_update(update)
-        weights = weights_of(update, adapter=bool(self.adapters))
+        weights = weights_of(update, adapter=bool(self.adapters), one_gpu=self.in_turns)
         self._update_s = max(self._update_s, update.deadline_s)
         return self._call(self._update(weights, update.deadline_s), update.deadline_s)
 
@@ -357,6 +358,7 @@ class SGLangEngine(ServerEngine):
                 start_s=self.start_timeout_s,
                 max_restarts=0 if self.launch is None else self.launch.max_restarts,
             ),
+            self.in_turns,
         )
         self._expiry_task = asyncio.create_task(self._expire_requests())
         await self._fleet.start(weights)

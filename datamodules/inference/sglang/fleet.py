@@ -35,6 +35,7 @@ class Fleet:
         router: chooses among those that serve.
         check: raises WrongModel when a server cannot serve this run's model; called when it joins.
         limits: of every server.
+        in_turns: servers share the trainer's GPUs; see `Target`.
 
     Attributes:
         target: what all servers are to be.
@@ -48,9 +49,10 @@ class Fleet:
         router: PrefixRouter,
         check: Callable[[Server], Awaitable[None]],
         limits: Limits,
+        in_turns: bool = False,
     ) -> None:
         self.servers = list(servers)
-        self.target = Target()
+        self.target = Target(in_turns=in_turns)
         self.limits = limits
         self._router = router
         self._check = check
@@ -89,7 +91,8 @@ class Fleet:
             if left <= 0:
                 break
             with suppress(TimeoutError):
-                await asyncio.wait_for(self._changed.wait(), left)
+                async with asyncio.timeout(left):
+                    await self._changed.wait()
         if not up:
             raise GenerationError(
                 f"SGLangEngine.start: no server up within start_timeout_s = {self.limits.start_s:g} s: {self}"
@@ -184,15 +187,25 @@ class Fleet:
     # ----------------------------------------------------------------------------------------------------- control
 
     async def pause(self, deadline_s: float) -> None:
-        """No forward pass runs on any server when it returns; a server that does not answer is lost."""
+        """No forward pass runs on any server when it returns, and in turns none has memory of its GPU; a server that
+        does not answer is lost."""
         self.target.paused = True
-        await asyncio.gather(*(self._tell(s, s.client.pause(deadline_s)) for s in self._up()))
+        await asyncio.gather(*(self._tell(s, self._halt(s, deadline_s)) for s in self._up()))
+
+    async def _halt(self, server: Server, deadline_s: float) -> None:
+        await server.client.pause(deadline_s)
+        if self.target.in_turns:
+            await server.weights.leave(deadline_s)
 
     async def resume(self, deadline_s: float) -> None:
         if self.target.paused:
-            await asyncio.gather(*(self._tell(s, s.client.resume(deadline_s)) for s in self._up()))
+            await asyncio.gather(*(self._tell(s, self._go_on(s, deadline_s)) for s in self._up()))
             self.target.paused = False
             self._deal()
+
+    async def _go_on(self, server: Server, deadline_s: float) -> None:
+        await server.weights.come_back(deadline_s)
+        await server.client.resume(deadline_s)
 
     async def update(self, weights: Weights, deadline_s: float) -> list[Synced]:
         """New weights for all that are up, at the same time; those that fail are brought to them anew, later.
@@ -261,7 +274,7 @@ class Fleet:
     async def _tell(self, server: Server, call: Awaitable[None]) -> None:
         try:
             await call
-        except ServerError as error:
+        except GenerationError as error:
             server.enter("lost", str(error))
             self._notice(server)
 

@@ -110,6 +110,8 @@ class ServerOptions:
         version: policy version of the weights in `model_path`; None for weights that are no version of a run.
         chat: it has the model's tokenizer and speaks Chat Completions under /v1 beside token ids; rollouts send these
             alone and start faster without.
+        in_turns: it can give up its GPU's memory, and keeps its weights in the host's while it has; on a CPU it obeys,
+            and frees nothing.
         arguments: more arguments for SGLang, as on its command line.
 
     Raises:
@@ -130,6 +132,7 @@ class ServerOptions:
     seed: int = 0
     version: int | None = None
     chat: bool = False
+    in_turns: bool = False
     arguments: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
@@ -159,6 +162,8 @@ class ServerOptions:
             given |= {"--base-gpu-id": self.gpu, "--tp-size": self.tensor_parallel}
         flags = [str(part) for name, value in given.items() if value is not None for part in (name, value)]
         ids = [] if self.chat else ["--skip-tokenizer-init"]  # token ids in and out
+        if self.in_turns and self.device != "cpu":
+            ids += ["--enable-memory-saver", "--enable-weights-cpu-backup"]
         # Reports hold what is new only; an idle scheduler does not spin.
         return [*flags, *ids, "--incremental-streaming-output", "--sleep-on-idle", *self.arguments]
 

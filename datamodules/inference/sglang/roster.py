@@ -34,6 +34,9 @@ class Launch:
         first_gpu: of the first server; the others follow.
         tensor_parallel: GPUs of one server.
         num_threads: CPU threads of one server; null leaves torch's default.
+        in_turns: servers share the GPUs of the ranks that train: while the trainer computes they stand still, without
+            memory of the GPU (their weights wait in the host's); while they generate it keeps weights and optimizer
+            state alone. Say what they may take with --mem-fraction-static in `arguments`.
         max_restarts: so often in a row a server that ended is started again; then it is given up.
         log_dir: directory of their logs; null for a temporary one, which stays when a server failed.
         arguments: more arguments, as on SGLang's command line; none of --host, --port, --api-key and --config.
@@ -49,6 +52,7 @@ class Launch:
     first_gpu: int = 0
     tensor_parallel: int = 1
     num_threads: int | None = None
+    in_turns: bool = False
     max_restarts: int = 5
     log_dir: str | None = None
     arguments: tuple[str, ...] = ()
@@ -63,10 +67,19 @@ class Launch:
         if self.chosen_device == "cpu" and (self.first_gpu, self.tensor_parallel) != (0, 1):
             raise ValueError("launch.first_gpu, launch.tensor_parallel: have no effect with launch.device: cpu")
         ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # torchrun's, of this machine: they have its first GPUs
-        if self.chosen_device == "cuda" and ranks > 1 and self.first_gpu < ranks:
+        if self.in_turns and self.chosen_device == "cuda":
+            last = self.first_gpu + self.replicas * self.tensor_parallel
+            if last > ranks:
+                raise ValueError(
+                    f"launch.in_turns: servers would be on GPUs {self.first_gpu} to {last - 1}, and this machine's"
+                    f" {ranks} ranks train on 0 to {ranks - 1} only: let fewer servers (launch.replicas) share them, or"
+                    " leave launch.in_turns out for servers on GPUs of their own"
+                )
+        elif self.chosen_device == "cuda" and ranks > 1 and self.first_gpu < ranks:
             raise ValueError(
                 f"launch.first_gpu: {self.first_gpu}, and this machine's {ranks} ranks (torchrun's --nproc-per-node)"
-                f" train on its GPUs 0 to {ranks - 1}; set it to {ranks} or more, or let fewer ranks train"
+                f" train on its GPUs 0 to {ranks - 1}; set it to {ranks} or more, let fewer ranks train, or share them"
+                " (launch.in_turns: true)"
             )
 
     @property
@@ -92,6 +105,7 @@ class Launch:
                 num_threads=self.num_threads,
                 seed=(seed * self.replicas + index) % (1 << 31),
                 version=version,
+                in_turns=self.in_turns,
                 arguments=tuple(self.arguments),
             )
             for index in range(self.replicas)

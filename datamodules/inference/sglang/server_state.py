@@ -33,10 +33,12 @@ class Target:
     Attributes:
         weights: those they are to have; None while they wait for the first.
         paused: whether they are to stand still.
+        in_turns: whether they give up their GPU's memory while they do: the trainer computes there then.
     """
 
     weights: Weights | None = None
     paused: bool = False
+    in_turns: bool = False
 
 
 class Flight:

@@ -75,6 +75,8 @@ class Supervisor:
         server = self.server
         while server.state != "gone":
             try:
+                while self._target.in_turns and self._target.paused:  # the trainer has the GPU
+                    await asyncio.sleep(_TICK_S)
                 if server.state != "dirty":
                     await self._bring_up()
                 await self._give_weights()
@@ -160,7 +162,8 @@ class Supervisor:
         """Waits until the server's state changes, for a moment at most."""
         self.server.changed.clear()
         with suppress(TimeoutError):
-            await asyncio.wait_for(self.server.changed.wait(), _TICK_S)
+            async with asyncio.timeout(_TICK_S):  # `wait_for` of Python 3.11 may swallow a cancellation
+                await self.server.changed.wait()
 
     async def _check_process(self) -> None:
         process = self.server.process

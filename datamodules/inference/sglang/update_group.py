@@ -161,7 +161,8 @@ class UpdateGroup:
         # A daemon, not an executor's thread: those are joined when the process ends, and a collective may hang.
         threading.Thread(target=work, name=f"weights-{self.name}", daemon=True).start()
         try:
-            await asyncio.wait_for(done, left)
+            async with asyncio.timeout(left):
+                await done
         except TimeoutError as error:
             raise GenerationError(f"{what}: not done within deadline_s = {deadline.seconds:g} s") from error
         except GenerationError:

@@ -1,6 +1,7 @@
 """Brings one SGLang server to a version of the policy's weights, from a directory or by broadcast.
 
     pause (retract) -> load, caches flushed -> continue        an adapter: load beside the others
+    in turns on the trainer's GPU: pause -> leave the memory ... weights back -> load -> the rest back -> continue
 
 Promises: no token is computed on keys of other weights; every reply's `success` is checked; everything is prepared
 before the pause (files, host copies, process group), so that a server stands still for its own update and little
@@ -15,9 +16,9 @@ import asyncio
 import logging
 import time
 import uuid
-from collections.abc import AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,7 @@ from datamodules.inference.weight_files import split
 _log = logging.getLogger(__name__)
 BUCKET_BYTES = 256 << 20
 _TIDY_S = 5.0  # for what only tidies up
+_MEMORY = ("weights", "kv_cache", "cuda_graph")  # the parts of a server's that it can give up, the weights first
 
 
 class SyncFailed(GenerationError):
@@ -143,11 +145,12 @@ class AdapterWeights:
 Weights = HostWeights | DiskWeights | AdapterWeights
 
 
-def weights_of(update: WeightUpdate, adapter: bool = False) -> Weights:
+def weights_of(update: WeightUpdate, adapter: bool = False, one_gpu: bool = False) -> Weights:
     """What servers are brought to by this update; copies its tensors, so it may take a while for a large model.
-    `adapter`: its path is that of an adapter."""
+    `adapter`: its path is that of an adapter. `one_gpu`: servers are on the trainer's, which NCCL refuses."""
     if update.state_dict is not None:
-        return HostWeights.copy_of(update.state_dict, update.version)
+        weights = HostWeights.copy_of(update.state_dict, update.version)
+        return replace(weights, device=torch.device("cpu")) if one_gpu else weights
     if update.path is None:
         raise GenerationError("WeightUpdate.parts: servers take no parts; give state_dict, or path")
     if update.read_here:
@@ -187,6 +190,7 @@ class ServerWeights:
         self._group: UpdateGroup | None = None
         self._forgotten: list[str] = []  # groups given up that the server may still know
         self._begun = True  # an update may be half done at the server: ours, or one of another trainer before us
+        self._away: tuple[str, ...] = ()  # parts of its memory that the server has given up
 
     async def bring(self, weights: Weights, deadline_s: float, stay_paused: bool = False) -> Synced:
         """Loads `weights` completely, whatever the server holds; one call at a time, later ones wait.
@@ -213,6 +217,7 @@ class ServerWeights:
                     _log.warning("%s: %s; once more, with a new process group", self._client.url, error)
                     paused, update_s = await self._update(weights, deadline)
                 if not stay_paused:
+                    await self._come_back(_MEMORY, deadline)
                     await self._post("/continue_generation", {}, deadline, confirmed=False)
         except GenerationError as error:
             what = f"version {weights.version} of the weights did not reach {self._client.url}"
@@ -221,6 +226,26 @@ class ServerWeights:
             ) from error
         now = time.monotonic()
         return Synced(weights.version, now - began, now - paused, update_s)
+
+    async def leave(self, deadline_s: float) -> None:
+        """The server, which is paused, gives up the memory of its GPU. Raises GenerationError."""
+        deadline = Deadline(deadline_s)
+        async with self._turn(deadline):
+            if not self._away:
+                await self._client.give_up_memory(deadline.left("/release_memory_occupation"))
+                self._away = _MEMORY
+
+    async def come_back(self, deadline_s: float) -> None:
+        """It has all of its memory again, and the weights that it had or was given since; caches are empty. Raises
+        GenerationError."""
+        deadline = Deadline(deadline_s)
+        async with self._turn(deadline):
+            await self._come_back(_MEMORY, deadline)
+
+    async def _come_back(self, parts: Sequence[str], deadline: Deadline) -> None:
+        if missing := [part for part in self._away if part in parts]:
+            await self._client.take_memory(missing, deadline.left("/resume_memory_occupation"))
+            self._away = tuple(part for part in self._away if part not in parts)
 
     async def _add(self, weights: AdapterWeights, deadline: Deadline) -> Synced:
         """One more adapter; nothing stands still. The server drops the one that was used longest ago when it has more
@@ -257,7 +282,8 @@ class ServerWeights:
     @asynccontextmanager
     async def _turn(self, deadline: Deadline) -> AsyncIterator[None]:
         try:
-            await asyncio.wait_for(self._lock.acquire(), deadline.left("another update of this server"))
+            async with asyncio.timeout(deadline.left("another update of this server")):
+                await self._lock.acquire()
         except TimeoutError as error:
             raise GenerationError(f"another update did not end within deadline_s = {deadline.seconds:g} s") from error
         try:
@@ -278,6 +304,7 @@ class ServerWeights:
             self._begun = True
             paused = time.monotonic()
             await self._post("/pause_generation", {"mode": "retract"}, deadline, confirmed=False)
+            await self._come_back(("weights",), deadline)
             began = time.monotonic()
             await self._load(weights, deadline)
             self._begun = False

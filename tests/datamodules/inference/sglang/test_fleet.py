@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Callable
 from typing import Any
 
@@ -59,6 +60,75 @@ def test_the_last_one_lost_in_an_update_is_an_error_only_when_no_other_was_lost_
             assert fleet.target.weights is old
 
     asyncio.run(run())
+
+
+class TestInTurns:
+    """Servers on the trainer's GPU."""
+
+    @staticmethod
+    def calls(hostile: HostileServer) -> list[str]:
+        """What concerns the device, since this was last asked."""
+        asked = [path for path in hostile.asked if path not in ("/model_info", "/server_info")]
+        hostile.asked.clear()
+        return asked
+
+    def test_they_leave_before_the_trainer_computes_and_have_new_weights_before_the_rest_of_their_memory(self) -> None:
+        bodies: list[bytes] = []
+
+        async def run(hostile: HostileServer) -> None:
+            servers = given_servers([hostile.url], None, 4)
+            fleet = Fleet(servers, PrefixRouter(256), _no_check, LIMITS, in_turns=True)
+            await fleet.start(DiskWeights(0, 0, "/nowhere"))
+            try:
+                self.calls(hostile)
+                await fleet.pause(9)
+                await fleet.pause(9)
+                leaving = ["/pause_generation", "/release_memory_occupation", "/pause_generation"]
+                assert self.calls(hostile) == leaving
+                await fleet.update(DiskWeights(1, 0, "/nowhere"), 9)
+                coming = ["/pause_generation", "/resume_memory_occupation", "/update_weights_from_disk"]
+                assert self.calls(hostile) == coming
+                await fleet.resume(9)
+                await fleet.resume(9)
+                assert self.calls(hostile) == ["/resume_memory_occupation", "/continue_generation"]
+                await fleet.update(DiskWeights(2, 0, "/nowhere"), 9)  # nothing is away
+                assert self.calls(hostile) == ["/pause_generation", "/update_weights_from_disk", "/continue_generation"]
+            finally:
+                await fleet.close()
+
+        with HostileServer() as hostile:
+
+            def keep(path: str, body: bytes) -> None:
+                if "memory" in path:
+                    bodies.append(body)
+
+            hostile.act = keep
+            asyncio.run(run(hostile))
+        told = [json.loads(body).get("tags", []) for body in bodies]
+        assert told == [[], ["weights"], ["kv_cache", "cuda_graph"]]
+
+    def test_one_that_does_not_leave_in_time_is_lost_and_waits_for_its_turn(self) -> None:
+        async def run(hostile: HostileServer) -> None:
+            (server,) = given_servers([hostile.url], None, 4)
+            fleet = Fleet([server], PrefixRouter(256), _no_check, LIMITS, in_turns=True)
+            await fleet.start(DiskWeights(0, 0, "/nowhere"))
+            try:
+                hostile.act = lambda path, body: Answer([], closes=False) if path.startswith("/release") else None
+                await fleet.pause(0.3)
+                assert server.state == "lost" and "/release_memory_occupation: no answer within" in server.error
+                hostile.act = lambda path, body: None
+                self.calls(hostile)
+                await asyncio.sleep(1.5)  # it would have been found again
+                assert server.state == "lost" and self.calls(hostile) == []
+                await fleet.resume(9)
+                await _until(lambda: server.state == "serving")
+                anew = ["/end_weight_update", "/pause_generation", "/update_weights_from_disk", "/continue_generation"]
+                assert self.calls(hostile) == anew  # one of ours would be a new process
+            finally:
+                await fleet.close()
+
+        with HostileServer() as hostile:
+            asyncio.run(run(hostile))
 
 
 class TestSupervisor:

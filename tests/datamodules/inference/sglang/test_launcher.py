@@ -208,6 +208,18 @@ def test_servers_are_not_put_on_gpus_that_train(monkeypatch: pytest.MonkeyPatch)
         Launch(device="cuda", first_gpu=2)
 
 
+def test_servers_in_turns_are_on_gpus_that_train(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ValueError, match=r"launch\.in_turns: .* on GPUs 1 to 1, .* 1 ranks train on 0 to 0"):
+        Launch(device="cuda", first_gpu=1, in_turns=True)
+    (command,) = (one.command(1) for one in Launch(device="cuda", in_turns=True).options("/m", 100, 7, 3, 32))
+    assert {"--enable-memory-saver", "--enable-weights-cpu-backup"} <= set(command)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    options = Launch(replicas=2, tensor_parallel=2, device="cuda", in_turns=True).options("/m", 100, 7, 3, 32)
+    assert [one.gpu for one in options] == [0, 2]
+    (command,) = (one.command(1) for one in Launch(device="cpu", in_turns=True).options("/m", 100, 7, 3, 32))
+    assert "--enable-memory-saver" not in command  # it is of CUDA
+
+
 @pytest.mark.parametrize("url", ["127.0.0.1:30000", "http://", "ftp://x", "http://user:hush@host:1", "http://h?key=1"])
 def test_addresses_that_are_none(url: str) -> None:
     with pytest.raises(ValueError, match="must look like") as error:
