@@ -126,7 +126,7 @@ class Watchdog:
     def look(self, now: float) -> None:
         """One look; `now` is a `time.monotonic` time."""
         watched, after = self._watched, self._after_s
-        if not (watched.pending() or watched.trainer_waits):
+        if self._trainers_turn() or not (watched.pending() or watched.trainer_waits):
             self._owed_since = None
             self._over(now)
             return
@@ -143,6 +143,12 @@ class Watchdog:
         where = f"; {self._blocked_line(blocked_s)}" if blocked_s >= after / 2 else ""
         line = f"nothing has arrived for {idle:.1f} s (stall.after_s: {after:g}): {watched.describe()}{where}"
         self._act(line, blocked=bool(where))
+
+    def _trainers_turn(self) -> bool:
+        """Whether the engine stands still because the trainer computes on its GPUs."""
+        engine = self._watched.player.engine
+        in_turns = isinstance(engine, ServerEngine) and engine.in_turns
+        return in_turns and bool(self._watched.player.engine.health()["paused"])
 
     def _run(self) -> None:
         while not self._closing.wait(max(0.01, min(1.0, self._after_s / 10))):

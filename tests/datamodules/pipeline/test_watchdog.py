@@ -145,6 +145,25 @@ def test_nothing_is_said_while_nothing_is_owed_or_things_arrive(build: Build, ca
     assert lines(caplog) == []
 
 
+def test_servers_that_wait_for_their_turn_owe_nothing(build: Build, caplog: pytest.LogCaptureFixture) -> None:
+    engine = Servers()
+    engine.in_turns = paused = True
+    health = engine.health
+    engine.health = lambda: {**health(), "paused": paused}
+    trainer = Collecting(build(engine))
+    producer = trainer.producer
+    now = stalled(producer)
+    watchdog = Watchdog(Stall(100.0, "requeue"), Limits(), producer)
+    for seconds in range(0, 1000, 50):  # the trainer computes
+        look(watchdog, now + seconds)
+    paused = False
+    for seconds in range(1000, 1100, 50):
+        look(watchdog, now + seconds)
+    assert lines(caplog) == []
+    look(watchdog, now + 1101)
+    assert "nothing has arrived for 101.0 s" in lines(caplog)[0]
+
+
 def test_requeue_plays_what_is_stuck_again_and_nothing_is_lost(build: Build, caplog: pytest.LogCaptureFixture) -> None:
     engine = FakeEngine()
 
