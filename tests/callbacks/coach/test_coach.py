@@ -12,9 +12,11 @@ from typing import Any
 import pytest
 
 from app.cli import main
-from callbacks.coach import RULES, Advice, Facts, History, advise
+from callbacks.coach.facts import Advice, Facts
+from callbacks.coach.history import History
+from callbacks.coach.rules import RULES, advise
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 WINDOW = 8
 SERVERS = Facts(servers=2, max_staleness=1, batch_size=16, group_size=8)
 EMBEDDED = Facts(servers=0, max_staleness=1, batch_size=16, group_size=8)
@@ -183,7 +185,7 @@ def quickstart(run: Path, monkeypatch: pytest.MonkeyPatch, *args: str) -> list[d
 
 @pytest.mark.slow
 def test_a_reward_without_differences(tmp_path, monkeypatch, capsys) -> None:
-    lines = quickstart(tmp_path / "run", monkeypatch, "--data.reward", "tests.callbacks.coach_rewards.one_for_all")
+    lines = quickstart(tmp_path / "run", monkeypatch, "--data.reward", "tests.callbacks.coach.rewards.one_for_all")
     assert lines[0]["step"] == 4 and "no_signal" in [one["rule"] for one in lines[0]["advice"]]
     said = [line for line in capsys.readouterr().err.splitlines() if "one reward for all" in line]
     assert len(said) == 1 and "take harder ones" in said[0]
@@ -191,7 +193,7 @@ def test_a_reward_without_differences(tmp_path, monkeypatch, capsys) -> None:
 
 @pytest.mark.slow
 def test_a_reward_that_fails(tmp_path, monkeypatch) -> None:
-    lines = quickstart(tmp_path / "run", monkeypatch, "--data.reward", "tests.callbacks.coach_rewards.half_fail")
+    lines = quickstart(tmp_path / "run", monkeypatch, "--data.reward", "tests.callbacks.coach.rewards.half_fail")
     assert lines[0]["advice"][0]["rule"] == "rewards_fail"
     assert lines[0]["advice"][0]["evidence"]["rollouts/failed"] / 20 > 0.2
 

@@ -1,0 +1,77 @@
+"""What a rule of the coach knows besides metrics (`Facts`), and what it says (`Advice`)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from lightning.pytorch import Trainer
+
+from datamodules.inference.protocol import RolloutData, ServerEngine
+
+
+@dataclass(frozen=True)
+class Advice:
+    """What a rule found.
+
+    Attributes:
+        rule: its name.
+        finding: what is so, with the number, as the beginning of a sentence.
+        remedy: what to change, naming options.
+        evidence: metrics by name, as the rule saw them.
+    """
+
+    rule: str
+    finding: str
+    remedy: str
+    evidence: dict[str, float]
+
+    def __str__(self) -> str:
+        return f"{self.finding}: {self.remedy}"
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What the rules know of a run besides its metrics. None: the run has no such thing, or it cannot be told.
+
+    Attributes:
+        servers: servers that generate; 0 with an engine in the trainer's process.
+        max_staleness, batch_size, group_size: of the datamodule; batch_size in groups.
+        filtered: a filter drops groups before training.
+        corrected: the module weighs tokens by how the sampler differs.
+        clip_norm: trainer.gradient_clip_val; 0 without.
+        passes: optimizer steps a rollout batch.
+    """
+
+    servers: int | None = None
+    max_staleness: int | None = None
+    batch_size: int | None = None
+    group_size: int | None = None
+    filtered: bool = False
+    corrected: bool = False
+    clip_norm: float = 0.0
+    passes: int = 1
+
+    @classmethod
+    def of(cls, trainer: Trainer, module: Any) -> Facts:
+        """Those of a `fit` that begins."""
+        data: Any = trainer.datamodule
+        rolls_out = isinstance(data, RolloutData)
+        algorithm = getattr(module, "algorithm", None)
+        return cls(
+            servers=_servers(data.engine) if rolls_out else None,
+            max_staleness=getattr(getattr(data, "gate", None), "max_staleness", None),
+            batch_size=getattr(data, "batch_size", None) if rolls_out else None,
+            group_size=getattr(data, "group_size", None),
+            filtered=getattr(data, "filter", None) is not None,
+            corrected=getattr(algorithm, "correction", None) is not None,
+            clip_norm=float(trainer.gradient_clip_val or 0.0),
+            passes=int(getattr(module, "steps_per_batch", 1)),
+        )
+
+
+def _servers(engine: Any) -> int | None:
+    if not isinstance(engine, ServerEngine):
+        return 0
+    launch = getattr(engine, "launch", None)
+    return len(getattr(engine, "urls", ())) or getattr(launch, "replicas", None)

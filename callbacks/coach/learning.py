@@ -1,0 +1,98 @@
+"""Rules about the optimizer's steps: gradients, entropy, clipping, and whether the sampler is the model that learns."""
+
+from __future__ import annotations
+
+from statistics import median
+
+from callbacks.coach.facts import Advice, Facts
+from callbacks.coach.history import History
+
+
+def steps_lost(history: History, facts: Facts) -> Advice | None:
+    """Any step without effect. In sound runs there is none: the norm is not finite only after an overflow."""
+    lost = history.gained("strategy/skipped_steps")
+    if not lost:
+        return None
+    return Advice(
+        "steps_lost",
+        f"{lost:.0f} of the last {history.window} optimizer steps had a gradient that is not finite and were skipped",
+        "lower the learning rate, set trainer.gradient_clip_val: 1.0, or precision: bf16-mixed instead of bf16-true",
+        {"strategy/skipped_steps": lost},
+    )
+
+
+def sampler_differs(history: History, facts: Facts) -> Advice | None:
+    """KL of the sampler from the trainer at equal weights above 0.01 nats a token. Float32 shows 1e-6, bf16 kernels
+    against each other 1e-4 to 1e-3; at some 0.01 runs were seen to collapse (Yao et al. 2025, Liu et al. 2025, "When
+    speed kills stability")."""
+    names = ("mismatch_kl", "val/mismatch_kl")
+    found = {name: median(history.now(name)) for name in names if history.now(name)}
+    worst = max(found.values(), default=0.0)
+    if worst <= 0.01:
+        return None
+    remedy = "give sampler and trainer one precision, and look whether the server's weights are the trainer's"
+    if not facts.corrected:
+        remedy += "; model.correction: truncated weighs what remains"
+    return Advice(
+        "sampler_differs", f"sampler and trainer disagree by {worst:.2g} nats a token at equal weights", remedy, found
+    )
+
+
+def gradient_jumps(history: History, facts: Facts) -> Advice | None:
+    """A gradient ten times the median of the steps before, which nothing bounds. AdamW forgets one such step only
+    after some hundred (beta2 0.99 to 0.999)."""
+    past, now = history.past("grad_norm"), history.now("grad_norm")
+    if facts.clip_norm or len(past) < history.window or not now or max(now) <= 10 * median(past):
+        return None
+    usual = median(past)
+    return Advice(
+        "gradient_jumps",
+        f"the gradient's norm jumped to {max(now):.3g}, {max(now) / max(usual, 1e-12):.0f} times its median",
+        f"trainer.gradient_clip_val: {2 * usual:.2g} bounds it at twice the usual",
+        {"grad_norm": max(now), "grad_norm/median": usual},
+    )
+
+
+def clip_decides(history: History, facts: Facts) -> Advice | None:
+    """Every gradient of the window far above the clip: the step's length is the clip's, not the gradient's, so all
+    batches count alike. A factor of 10 is far from the 1 to 3 of runs that clip now and then."""
+    now = history.now("grad_norm")
+    if not facts.clip_norm or len(now) < history.window or min(now) <= 10 * facts.clip_norm:
+        return None
+    return Advice(
+        "clip_decides",
+        f"every gradient is cut, from {median(now):.3g} to trainer.gradient_clip_val: {facts.clip_norm:g}",
+        f"raise it to {median(now):.2g}, or lower the learning rate if the loss does not fall",
+        {"grad_norm": median(now)},
+    )
+
+
+def entropy_collapses(history: History, facts: Facts) -> Advice | None:
+    """Entropy a tenth of what it was while tasks remain: reward is bought with entropy and ends where it ends (Cui et
+    al. 2025, "The entropy mechanism of reinforcement learning"). Where nearly all is solved it has to fall."""
+    first, now, solved = history.first("entropy"), history.mean("entropy"), history.mean("rollouts/solved") or 0.0
+    if now is None or len(first) < history.window or history.steps < 2 * history.window:
+        return None
+    if now >= 0.1 * median(first) or solved >= 0.7:
+        return None
+    return Advice(
+        "entropy_collapses",
+        f"entropy fell from {median(first):.2g} to {now:.2g} nats a token, with {solved:.0%} of the prompts solved",
+        "a lower learning rate, objective_options: {clip_high: 0.28} (DAPO), or a regulariser for entropy",
+        {"entropy": now, "entropy/first": median(first), "rollouts/solved": solved},
+    )
+
+
+def clipped_too_often(history: History, facts: Facts) -> Advice | None:
+    """Three tokens in ten without a gradient. PPO clips at 0.1 to 0.2 where it works (Huang et al. 2022, "The 37
+    implementation details of PPO"; GSPO's paper reports 0.15)."""
+    share = history.mean("clip_fraction")
+    if share is None or share <= 0.3:
+        return None
+    fewer = "fewer model.epochs or model.minibatches" if facts.passes > 1 else "a lower data.max_staleness"
+    return Advice(
+        "clipped_too_often",
+        f"{share:.0%} of the tokens are clipped and teach nothing",
+        f"a lower learning rate, or {fewer}",
+        {"clip_fraction": share},
+    )

@@ -1,0 +1,59 @@
+"""All rules, what makes a run worthless before what makes it slow.
+
+A rule is a function of `(History, Facts)` that returns an `Advice` or nothing; its docstring says where its threshold
+comes from. Promises: no rule without a remedy, silence when all is well.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from callbacks.coach.facts import Advice, Facts
+from callbacks.coach.history import History
+from callbacks.coach.learning import (
+    clip_decides,
+    clipped_too_often,
+    entropy_collapses,
+    gradient_jumps,
+    sampler_differs,
+    steps_lost,
+)
+from callbacks.coach.rollouts import (
+    dropped_as_stale,
+    length_runs_away,
+    no_signal,
+    prompts_too_long,
+    replies_cut,
+    rewards_fail,
+)
+from callbacks.coach.speed import servers_idle, sync_takes_long, trainer_waits
+
+Rule = Callable[[History, Facts], Advice | None]
+
+
+RULES: tuple[Rule, ...] = (
+    steps_lost,
+    sampler_differs,
+    rewards_fail,
+    prompts_too_long,
+    gradient_jumps,
+    clip_decides,
+    no_signal,
+    entropy_collapses,
+    replies_cut,
+    length_runs_away,
+    clipped_too_often,
+    dropped_as_stale,
+    trainer_waits,
+    servers_idle,
+    sync_takes_long,
+)
+"""In order of importance: what is said when several hold."""
+
+
+def advise(history: History, facts: Facts) -> list[Advice]:
+    """What holds now, the most important first; nothing within the first window of a launch."""
+    if history.steps < history.window:
+        return []
+    found = (rule(history, facts) for rule in RULES)
+    return [one for one in found if one is not None]
