@@ -77,6 +77,12 @@ def earned(batch: RolloutBatch, token_rewards: Tensor) -> tuple[Tensor, Tensor, 
     return rewards.index_add(0, of_token, token_rewards.double()), groups, of_sequence
 
 
+def episode_prompts(batch: RolloutBatch, of_sequence: Tensor) -> list[str]:
+    """The prompt id of each episode, [E]; `of_sequence` of `episodes`."""
+    prompts = dict(zip(of_sequence.tolist(), batch.prompt_ids, strict=True))
+    return [prompts[episode] for episode in range(len(prompts))]
+
+
 def group_sizes(batch: RolloutBatch, groups: Tensor, name: str) -> tuple[Tensor, Tensor]:
     """Numbers the groups and counts their episodes, for estimators that compare the episodes of a group.
 

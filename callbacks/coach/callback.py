@@ -8,16 +8,19 @@ options stay as they were configured.
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
+from dataclasses import asdict, replace
+from math import fsum
 from pathlib import Path
+from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
 
 from app import checks
 from callbacks.base import StepMetrics, run_dir
-from callbacks.coach.facts import Advice, Facts
+from callbacks.coach.facts import Advice, Facts, best_checkpoint
 from callbacks.coach.history import History
 from callbacks.coach.rules import advise
+from modules.episodes import call_rewards, earned, episode_prompts
 
 
 class Coach(StepMetrics):
@@ -37,9 +40,10 @@ class Coach(StepMetrics):
         self._facts = Facts()
         self._holding: set[str] = set()
         self._said = ("", 0)
+        self._validation: dict[tuple[str, str], list[float]] = {}  # the one under way
 
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        super().on_train_start(trainer, pl_module)
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        # Not when training starts: ValidateEnds may have validated by then.
         self._path = run_dir(trainer) / "coach.jsonl"
         self._facts = Facts.of(trainer, pl_module)
         self._history = History(self.window, self._facts.passes)
@@ -49,6 +53,36 @@ class Coach(StepMetrics):
         if not trainer.is_global_zero:
             return
         self._history.add({name: float(value) for name, value in trainer.callback_metrics.items()})
+        self._judge(trainer, step)
+
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._validation = {}
+
+    def on_validation_batch_end(
+        self,
+        trainer: Trainer,
+        pl_module: LightningModule,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+        dataloader_idx: int = 0,
+    ) -> None:
+        if not trainer.is_global_zero or batch.batch is None:
+            return
+        rewards, _, of_sequence = earned(batch.batch, call_rewards(batch.batch))
+        for prompt, reward in zip(episode_prompts(batch.batch, of_sequence), rewards.tolist(), strict=True):
+            self._validation.setdefault((batch.name, prompt), []).append(reward)
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        played, self._validation = self._validation, {}
+        if not played or trainer.state.fn != "fit" or trainer.sanity_checking:
+            return
+        means = {prompt: fsum(rewards) / len(rewards) for prompt, rewards in played.items()}
+        self._history.held_out.add(trainer.global_step, means)
+        self._facts = replace(self._facts, best_checkpoint=best_checkpoint(trainer))
+        self._judge(trainer, trainer.global_step)  # the last one comes after the last step
+
+    def _judge(self, trainer: Trainer, step: int) -> None:
         advice = advise(self._history, self._facts)
         holding = {one.rule for one in advice}
         if holding != self._holding:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
 
 from datamodules.inference.protocol import RolloutData, ServerEngine
 
@@ -41,6 +42,7 @@ class Facts:
         corrected: the module weighs tokens by how the sampler differs.
         clip_norm: trainer.gradient_clip_val; 0 without.
         passes: optimizer steps a rollout batch.
+        best_checkpoint: the one that a ModelCheckpoint kept for the highest val/accuracy: its path, and that accuracy.
     """
 
     servers: int | None = None
@@ -51,6 +53,7 @@ class Facts:
     corrected: bool = False
     clip_norm: float = 0.0
     passes: int = 1
+    best_checkpoint: tuple[str, float] | None = None
 
     @classmethod
     def of(cls, trainer: Trainer, module: Any) -> Facts:
@@ -68,6 +71,14 @@ class Facts:
             clip_norm=float(trainer.gradient_clip_val or 0.0),
             passes=int(getattr(module, "steps_per_batch", 1)),
         )
+
+
+def best_checkpoint(trainer: Trainer) -> tuple[str, float] | None:
+    """`Facts.best_checkpoint`, at this moment."""
+    for one in trainer.checkpoint_callbacks:
+        if isinstance(one, ModelCheckpoint) and one.monitor == "val/accuracy" and one.best_model_score is not None:
+            return one.best_model_path, float(one.best_model_score)
+    return None
 
 
 def _servers(engine: Any) -> int | None:

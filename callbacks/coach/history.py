@@ -1,4 +1,4 @@
-"""Metrics of a run as the coach's rules ask for them: of now, of the past, of the first steps.
+"""Metrics of a run as the coach's rules ask for them (of now, of the past, of the first steps), and its validations.
 
 Promises: memory is bounded by the window, not by the run; what was not measured is left out, never taken for 0.
 """
@@ -9,11 +9,13 @@ import math
 from collections import deque
 from collections.abc import Mapping
 
+from callbacks.coach.held_out import HeldOut
+
 _LONG = 4  # windows that count as the past
 
 
 class History:
-    """Metrics of the last steps, and of the first ones.
+    """Metrics of the last steps, and of the first ones; `held_out`: validations.
 
     Args:
         window: steps that count as now; four rollout batches at least.
@@ -24,7 +26,7 @@ class History:
         self.window, self._passes = max(window, 4 * passes), passes
         self._rows: deque[Mapping[str, float]] = deque(maxlen=_LONG * self.window + 1)
         self._first: list[Mapping[str, float]] = []
-        self.steps = 0
+        self.steps, self.held_out = 0, HeldOut()
 
     def add(self, metrics: Mapping[str, float]) -> None:
         """One step's; those that are not numbers are taken as not measured."""

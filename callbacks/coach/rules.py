@@ -15,6 +15,7 @@ from callbacks.coach.learning import (
     clipped_too_often,
     entropy_collapses,
     gradient_jumps,
+    held_out_falls,
     sampler_differs,
     steps_lost,
 )
@@ -38,6 +39,7 @@ RULES: tuple[Rule, ...] = (
     prompts_too_long,
     gradient_jumps,
     clip_decides,
+    held_out_falls,
     no_signal,
     entropy_collapses,
     replies_cut,

@@ -22,7 +22,7 @@ from app.interruption import Interrupted
 from callbacks.base import run_dir
 from callbacks.report.moments import batch_moment, transcript
 from datamodules.prompts.tokenizers import load_tokenizer
-from modules.episodes import call_rewards, earned
+from modules.episodes import call_rewards, earned, episode_prompts
 
 FILE, PAGE = "report.jsonl", "report.html"
 _FOLLOWED = 8  # held-out prompts whose replies are kept, the same ones in every validation
@@ -71,13 +71,12 @@ class Report(Callback):
             batch.name, {"solved_at": batch.solved_at, "rewards": {}, "tokens": {}, "replies": {}}
         )
         rewards, _, of_sequence = earned(batch.batch, call_rewards(batch.batch))
-        first = {episode: i for i, episode in reversed(list(enumerate(of_sequence.tolist())))}
         last = {episode: i for i, episode in enumerate(of_sequence.tolist())}
         tokenizer = self._tokenizer(trainer)
         of_token = of_sequence.repeat_interleave(batch.batch.lengths())
         generated = of_token[batch.batch.loss_mask].bincount(minlength=len(rewards)).tolist()
-        for episode, reward in enumerate(rewards.tolist()):
-            prompt = batch.batch.prompt_ids[first[episode]]
+        prompts = episode_prompts(batch.batch, of_sequence)
+        for episode, (prompt, reward) in enumerate(zip(prompts, rewards.tolist(), strict=True)):
             found["rewards"].setdefault(prompt, []).append(round(reward, 6))
             found["tokens"].setdefault(prompt, []).append(generated[episode])
             if prompt not in found["replies"] and len(found["replies"]) < _FOLLOWED:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import numpy as np
 import pytest
 
-from app.statistics import mcnemar, mean_interval, paired, prompts_needed, share_interval
+from app.statistics import mcnemar, mean_interval, paired, prompts_needed, share_interval, sign_flip_bound
 
 RANDOM = np.random.default_rng(7)
 
@@ -99,3 +100,19 @@ def test_alike_is_not_told() -> None:
 def test_what_cannot_be_compared(a: list[float], b: list[float]) -> None:
     with pytest.raises(ValueError, match="two values or more"):
         paired(a, b)
+
+
+@pytest.mark.parametrize(("up", "down"), [(1, 0), (20, 0), (1000, 0), (10, 3), (102, 25), (600, 400)])
+def test_the_bound_of_sign_flips_is_near_the_exact_sign_test(up: int, down: int) -> None:
+    exact = sum(math.comb(up + down, k) for k in range(down + 1)) / 2 ** (up + down)
+    assert exact <= sign_flip_bound([1.0] * up + [0.0] * 5 + [-1.0] * down) < 20 * exact
+
+
+def test_the_bound_of_sign_flips_holds_for_any_degrees() -> None:
+    for n in range(1, 12):
+        values = np.abs(RANDOM.standard_t(2, n))  # some far larger than the others
+        sums = np.array(list(itertools.product((1, -1), repeat=n))) @ values
+        for observed in RANDOM.integers(0, 2, (20, n)) * 2 - 1:
+            found = sign_flip_bound(list(values * observed))
+            assert found <= 1.0 and np.mean(sums >= values @ observed - 1e-9) <= found
+    assert sign_flip_bound([]) == sign_flip_bound([0.0, 0.0]) == sign_flip_bound([1.0, -1.0]) == 1.0

@@ -53,14 +53,25 @@ def step(number: int, rng: random.Random, **changed: float) -> dict[str, float]:
     return sound | changed
 
 
+def validate(made: History, number: int, accuracy: float, rng: random.Random) -> None:
+    """255 held-out prompts, sampled once each."""
+    made.held_out.add(number, {("held-out", str(i)): float(rng.random() < accuracy) for i in range(255)})
+
+
 def history(steps: int = 40, begins: int = 32, passes: int = 1, **changed: float | str) -> History:
     """`changed` metrics hold from step `begins` on; as text, what is done to the sound value: "*3", or "+2n" for a
-    counter that grows by 2 more a step. With `passes` those of rollouts come with the first step of each batch."""
-    rng, made = random.Random(7), History(WINDOW, passes)
+    counter that grows by 2 more a step. With `passes` those of rollouts come with the first step of each batch. Every
+    fourth step is validated; `held_out`: the accuracy."""
+    rng, made, held_out = random.Random(7), History(WINDOW, passes), random.Random(7)
     for number in range(1, steps + 1):
         row = step(number, rng)
+        accuracy = float(changed.get("held_out", 0.8)) if number > begins else 0.8
+        if number % 4 == 0:
+            validate(made, number, accuracy, held_out)
         if number > begins:
             for name, change in changed.items():
+                if name == "held_out":
+                    continue
                 if isinstance(change, str):
                     value = float(change[1:].removesuffix("n"))
                     row[name] = row[name] * value if change[0] == "*" else row[name] + value * (number - begins)
@@ -78,6 +89,9 @@ SITUATIONS: list[tuple[str, dict[str, Any], Facts, str]] = [
     ("prompts_too_long", {"rollouts/skipped": "+4n"}, EMBEDDED, "max_new_tokens"),
     ("gradient_jumps", {"grad_norm": 60.0}, EMBEDDED, "trainer.gradient_clip_val: 1.6"),
     ("clip_decides", {"grad_norm": 25.0}, Facts(clip_norm=0.1), "raise it to 25"),
+    ("held_out_falls", {"held_out": 0.5}, EMBEDDED, "regulariser kl"),
+    ("held_out_falls", {"held_out": 0.5}, Facts(best_checkpoint=("best.ckpt", 0.8)), "go on from best.ckpt"),
+    ("held_out_falls", {"held_out": 0.5}, Facts(best_checkpoint=("best.ckpt", 0.5)), "from here on"),
     ("no_signal", {"rollouts/flat": 0.95, "rollouts/solved": 0.9, "rollouts/unsolved": 0.05}, EMBEDDED, "harder"),
     ("no_signal", {"rollouts/flat": 0.97, "rollouts/solved": 0.0, "rollouts/unsolved": 0.97}, SERVERS, "easier"),
     ("no_signal", {"rollouts/flat": 1.0}, Facts(group_size=8), "datamodules.filters.NoSignal"),
@@ -112,9 +126,11 @@ def test_every_rule_is_provoked_and_says_where_its_threshold_comes_from() -> Non
 @pytest.mark.parametrize("facts", [SERVERS, EMBEDDED, Facts()])
 def test_nothing_is_said_of_sound_runs(facts: Facts) -> None:
     for seed in range(10):
-        rng, made = random.Random(seed), History(WINDOW)
+        rng, made, held_out = random.Random(seed), History(WINDOW), random.Random(seed)
         for number in range(1, 120):
             made.add(step(number, rng))
+            if number % 6 == 0:
+                validate(made, number, 0.3 + 0.4 * min(1.0, number / 60), held_out)
             assert advise(made, facts) == [], (seed, number)
 
 

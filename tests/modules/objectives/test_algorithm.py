@@ -12,7 +12,7 @@ from torch import Tensor
 from app.batch import CALL_REWARD, BatchError, RolloutBatch
 from modules import Regulariser
 from modules.algorithm import Algorithm, LossInputs, with_rewards
-from modules.episodes import episodes
+from modules.episodes import episode_prompts, episodes
 from tests.helpers.tiny_policy import make_batch, naive_grpo
 from tests.modules.objectives.naive_objectives import random_case
 
@@ -130,6 +130,15 @@ def test_rewards_of_calls_are_earned_where_the_call_ends() -> None:
         batch.metadata[1][CALL_REWARD] = wrong
         with pytest.raises(BatchError, match="call_reward of a sequence"):
             Algorithm().token_rewards(batch, {})
+
+
+def test_an_episode_has_the_prompt_of_its_sequences() -> None:
+    batch = make_batch()
+    batch.prompt_ids = [f"prompt-{group}" for group in batch.group_ids.tolist()]
+    rewards, _, of_sequence = episodes(batch)
+    prompts = episode_prompts(batch, of_sequence)
+    assert len(prompts) == len(rewards) < len(batch) and len(set(prompts)) > 1
+    assert [prompts[episode] for episode in of_sequence.tolist()] == batch.prompt_ids
 
 
 def algorithm_costs() -> list[Regulariser]:
