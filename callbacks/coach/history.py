@@ -6,7 +6,7 @@ Promises: memory is bounded by the window, not by the run; what was not measured
 from __future__ import annotations
 
 import math
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Mapping
 
 from callbacks.coach.held_out import HeldOut
@@ -25,7 +25,7 @@ class History:
     def __init__(self, window: int, passes: int = 1) -> None:
         self.window, self._passes = max(window, 4 * passes), passes
         self._rows: deque[Mapping[str, float]] = deque(maxlen=_LONG * self.window + 1)
-        self._first: list[Mapping[str, float]] = []
+        self._first: defaultdict[str, list[float]] = defaultdict(list)
         self.steps, self.held_out = 0, HeldOut()
 
     def add(self, metrics: Mapping[str, float]) -> None:
@@ -33,8 +33,9 @@ class History:
         row = {name: value for name, value in metrics.items() if math.isfinite(value)}
         self.steps += 1
         self._rows.append(row)
-        if len(self._first) < self.window:
-            self._first.append(row)
+        for name, value in row.items():
+            if len(self._first[name]) < self.due(name):
+                self._first[name].append(value)
 
     def now(self, name: str) -> list[float]:
         """Of the last `window` steps, where it was measured."""
@@ -45,8 +46,8 @@ class History:
         return _values(list(self._rows)[: -self.window], name)
 
     def first(self, name: str) -> list[float]:
-        """Of the first `window` steps of this launch."""
-        return _values(self._first, name)
+        """Of the first window in which it was measured: later than others where a critic alone warms up."""
+        return list(self._first[name])
 
     def mean(self, name: str) -> float | None:
         """Of `now`; None when it was measured in less than half of these steps, or batches."""

@@ -149,6 +149,19 @@ def test_low_entropy_of_a_task_that_is_solved_is_no_fault() -> None:
     assert advise(history(entropy=0.01, **{"rollouts/solved": 0.75}), EMBEDDED) == []
 
 
+@pytest.mark.parametrize("warm_up", [0, 1, 12])
+def test_entropy_that_collapses_is_seen_after_steps_of_a_critic_alone(warm_up: int) -> None:
+    rng, made = random.Random(7), History(WINDOW)
+    for number in range(1, 60):
+        row = step(number, rng)
+        if number <= warm_up:
+            del row["entropy"]
+        elif number > 40:
+            row["entropy"] = 0.01
+        made.add(row)
+    assert [one.rule for one in advise(made, EMBEDDED)] == ["entropy_collapses"]
+
+
 @pytest.mark.parametrize("passes", [2, 4, 16])
 def test_rollouts_are_judged_with_several_steps_a_batch(passes: int) -> None:
     solved = {"rollouts/flat": 0.95, "rollouts/solved": 0.95, "rollouts/unsolved": 0.0}
