@@ -7,7 +7,8 @@ Exchange: the same layers under DTAStrategy's sharded optimizer (bfloat16 and fl
 float32 gradients, and the same with ZeroRedundancyOptimizer; all in one gloo process group, taking turns. Bytes, a
 parameter and rank, are counted on a loopback device of their own (a network namespace, where the system permits one;
 else left out); medians. Balance: every rank runs its part of recorded airline turns through the tree engine, alone or
-in groups of ranks that run one plan together; before that rank 0 runs the whole, while the others wait.
+in groups of ranks that run one plan together, with chunks that give each rank as many rows as one alone has; before
+that rank 0 runs the whole, while the others wait.
 """
 
 from __future__ import annotations
@@ -201,7 +202,9 @@ def _balance(arguments: argparse.Namespace) -> dict[str, Any]:
 
     def run(sequences: Sequence[int], group: GroupRanks | None) -> float:
         """CPU seconds of this process."""
-        engine = TreeEngine(model, chunk_tokens=2048, live_tokens=8192, self_check=False, group=group)
+        together = 1 if group is None else group.size  # ranks of a group hold rows of one chunk: as many rows each
+        budgets = {"chunk_tokens": 2048 * together, "live_tokens": 8192 * together}
+        engine = TreeEngine(model, **budgets, self_check=False, group=group)
         tree = whole.select(sequences) if sequences else None
         for one in (warm, tree):
             dist.barrier()
