@@ -7,7 +7,8 @@
 Promises: before training and after it, Ctrl-C and SIGTERM end the process as KeyboardInterrupt does; while saving is
 allowed the first one is a request, which `pending` reports within milliseconds on any thread, even when the main thread
 is inside a call that cannot be interrupted. A second Ctrl-C ends at once: as KeyboardInterrupt where Python code runs,
-and `_AT_ONCE` seconds later in any case. Nothing else is done in a signal handler, least of all a collective.
+and `_AT_ONCE` seconds later in any case, after what was registered with `at_forced_end`. Nothing else is done in a
+signal handler, least of all a collective.
 
 Signals of one second count as one: a terminal sends Ctrl-C to torchrun and to the ranks, and torchrun passes it on.
 Further SIGTERMs change nothing: SIGKILL is what comes after them.
@@ -21,13 +22,14 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
 
 _ONE = 1.0  # seconds in which signals count as one
 _AT_ONCE = 10.0  # seconds a process has for closing what it started after the second Ctrl-C
+_LAST_S = 2.0  # seconds for what was registered with `at_forced_end`
 
 
 class Interrupted(BaseException):
@@ -67,7 +69,7 @@ class _Listener:
     def end(self, signum: int) -> None:
         self.at_once = True
         _thread.interrupt_main()
-        self.last_resort = threading.Timer(_AT_ONCE, os._exit, args=(128 + signum,))
+        self.last_resort = threading.Timer(_AT_ONCE, force_end, args=(128 + signum,))
         self.last_resort.daemon = True
         self.last_resort.start()
 
@@ -76,6 +78,26 @@ class _Listener:
             self.signum, self.since = signum, time.monotonic()
         if self.at_once or not self.saving:
             raise KeyboardInterrupt
+
+
+_at_forced_end: list[Callable[[], None]] = []
+
+
+def at_forced_end(do: Callable[[], None]) -> Callable[[], None]:
+    """Has `do`, which takes moments, done before `force_end`, where nothing that `atexit` knows of is. A decorator."""
+    _at_forced_end.append(do)
+    return do
+
+
+def force_end(code: int) -> None:
+    """Ends this process with the exit code, whatever its main thread is inside of. From any thread."""
+    latest = threading.Timer(_LAST_S, os._exit, args=(code,))
+    latest.daemon = True
+    latest.start()
+    for do in _at_forced_end:
+        with suppress(Exception):
+            do()
+    os._exit(code)
 
 
 _listener = _Listener()

@@ -31,6 +31,7 @@ from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 
+from app import interruption
 from callbacks.base import run_dir
 from datamodules.inference.protocol import RolloutData
 
@@ -139,6 +140,7 @@ def install(directory: Path, rank: int) -> Dumper | None:
 
 
 @atexit.register
+@interruption.at_forced_end
 def _at_exit() -> None:
     if _current is not None:
         _current.close()

@@ -25,6 +25,7 @@ from app.strategies import DTAStrategy
 from callbacks.base import run_dir
 
 _SAY = "finishing this step, then saving a checkpoint; Ctrl-C again ends at once, without"
+_SAY_BEFORE = "ending; until a step is done there is nothing new to save; Ctrl-C again ends at once"
 _SAY_UNSAVED = "ending after this step; nothing is saved, because trainer.enable_checkpointing is false"
 
 
@@ -49,12 +50,13 @@ class Interruption(Callback):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._first_step = trainer.global_step
-        say = _SAY if _checkpoints(trainer) else _SAY_UNSAVED
-        interruption.allow_saving(say if trainer.is_global_zero else "")
+        self._allow_saving(trainer, _SAY_BEFORE)
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         if self._ending:
             self._end(trainer)
+        if trainer.global_step == self._first_step:  # whose rollouts are there: it will be done
+            self._allow_saving(trainer, _SAY)
         # Rank 0, which alone waits for rollouts, comes without a batch when the wait was cut short.
         without = trainer.is_global_zero and isinstance(batch, StepHandle) and batch.batch is None
         if self._agree(trainer, without and interruption.pending() is not None):
@@ -95,6 +97,10 @@ class Interruption(Callback):
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         self._saved_step = trainer.global_step
+
+    def _allow_saving(self, trainer: Trainer, say: str) -> None:
+        say = say if _checkpoints(trainer) else _SAY_UNSAVED
+        interruption.allow_saving(say if trainer.is_global_zero else "")
 
     def _agree(self, trainer: Trainer, asked: bool | None = None) -> bool:
         """Collective: whether any rank was asked to end (or passes True)."""

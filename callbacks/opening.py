@@ -1,5 +1,7 @@
-"""What a fit begins with, in a few lines: what is trained, how the first batch was run, what a rank holds.
+"""What a fit begins with, in a few lines: where it goes on, what is trained, how the first batch was run, what a rank
+holds.
 
+    goes on from step 40 of runs/a/checkpoints/last.ckpt
     policy: llama of 30 layers, 139 M parameters, 4.88 M of them trained (3.5%): LORA of rank 16
     first batch: 64 sequences, 2,881 tokens, 1,004 as a tree (2.9 times fewer), in 1 chunk, nothing runs twice
     memory of a rank: weights 532 MiB, gradients 18.6 MiB, optimizer 37.3 MiB; the process held at most 2.31 GiB so far
@@ -32,6 +34,8 @@ class Opening(Callback):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._said = False
+        if trainer.ckpt_path is not None:
+            pl_module.print(f"goes on from step {trainer.global_step} of {trainer.ckpt_path}")
         for line in models(pl_module):
             pl_module.print(line)
 

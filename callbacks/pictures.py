@@ -1,7 +1,8 @@
 """Pictures of a run, drawn when it ends (or is interrupted): reward, where the time went, the prefix tree of a batch.
 
 Promises: `reward_curve.png`, `step_time.png` and `tree.png` in the run directory, drawn from `metrics.csv` and the last
-batch's tree; a picture that has no data is named in a warning. Only global rank 0 draws.
+batch's tree; a picture that has no data is named in a warning, except where
+the run was interrupted. Only global rank 0 draws.
 """
 
 from __future__ import annotations
@@ -58,15 +59,17 @@ class Pictures(Callback):
         self._directory = run_dir(trainer)
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._draw(trainer, pl_module)
+        for file, needs in self._draw(trainer, pl_module).items():
+            rank_zero_warn(f"Pictures: {file} not drawn: {needs}")
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         if isinstance(exception, KeyboardInterrupt | Interrupted):
             self._draw(trainer, pl_module)
 
-    def _draw(self, trainer: Trainer, module: Any) -> None:
+    def _draw(self, trainer: Trainer, module: Any) -> dict[str, str]:
+        """Draws what can be drawn; what cannot, and what it lacks, by file."""
         if not trainer.is_global_zero or self._directory is None:
-            return
+            return {}
         logger = next(logger for logger in trainer.loggers if isinstance(logger, CSVLogger))
         logger.save()
         series = read_launches(Path(logger.log_dir))
@@ -87,15 +90,14 @@ class Pictures(Callback):
         if tree is not None and tree.num_sequences:
             drawn["tree.png"] = figures.prefix_tree(tree, f"Prefix tree of the last batch ({name})")
         self._directory.mkdir(parents=True, exist_ok=True)
-        for file, needs in (
-            ("reward_curve.png", f"no '{reward}' was logged"),
-            ("step_time.png", "no 'time/step' was logged (add the Throughput callback)"),
-            ("tree.png", "the model keeps no last_tree"),
-        ):
-            if file in drawn:
-                drawn[file].savefig(self._directory / file)
-            else:
-                rank_zero_warn(f"Pictures: {file} not drawn: {needs}")
+        for file, picture in drawn.items():
+            picture.savefig(self._directory / file)
+        needs = {
+            "reward_curve.png": f"no '{reward}' was logged",
+            "step_time.png": "no 'time/step' was logged (add the Throughput callback)",
+            "tree.png": "the model keeps no last_tree",
+        }
+        return {file: need for file, need in needs.items() if file not in drawn}
 
 
 def read_launches(path: Path) -> Series:

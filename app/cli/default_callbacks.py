@@ -1,9 +1,9 @@
 """The callbacks that a run gets without being asked: those that every configuration would have to repeat.
 
     WeightSync              where the datamodule rolls out: it starts the engine and keeps it in step
+    Opening                 `fit`: what is trained and how, in a few lines at the start; before a first validation
     Throughput, Summary     `fit`: where the time went; summary.json
     Coach                   `fit`: what holds the run back, in one sentence; coach.jsonl
-    Opening                 `fit`: what is trained and how, in a few lines at the start
     Report                  `fit`: report.html, and report.jsonl that it is made from; `validate`: the latter
     RewardLogger            where the datamodule rolls out: samples.jsonl
     ValidateEnds            `fit` with held-out prompts: validation before the first and after the last step
@@ -43,7 +43,7 @@ from modules import TreeModule
 
 OPTIONAL: dict[str, type[Callback]] = {
     kind.__name__: kind
-    for kind in (WeightSync, Throughput, RewardLogger, ValidateEnds, Summary, Coach, Opening, Report, HangDump)
+    for kind in (WeightSync, Opening, Throughput, RewardLogger, ValidateEnds, Summary, Coach, Report, HangDump)
 }
 
 
@@ -77,12 +77,12 @@ def with_defaults(
     fits, trains, rolls_out = subcommand == "fit", isinstance(model, TreeModule), isinstance(data, RolloutData)
     wanted: dict[type[Callback], bool] = {
         WeightSync: rolls_out,
+        Opening: fits and trains,
         Throughput: fits and trains,
         RewardLogger: rolls_out and trains,
         ValidateEnds: fits and trains and _can_validate_ends(trainer, model, data),
         Summary: fits and trains,
         Coach: fits and trains,
-        Opening: fits and trains,
         Report: trains and (fits or (rolls_out and subcommand == "validate")),
         HangDump: True,
     }

@@ -1,10 +1,11 @@
 """The command line: `python -m app fit|validate|test|predict --config X.yaml [--key value ...]`, and the verbs below.
 
 Promises: everything is configured by YAML and flags, where a flag beats YAML and both beat what a checkpoint
-remembers; every launch gets a run directory of its own (`runs/<config name>/<time>`, or `--run_dir`), but `fit
---run_dir X --ckpt_path last` goes on with the run in X (its earlier metrics stay, as `metrics_1.csv` and so on); every
-run gets the callbacks of `default_callbacks.py`, so that every `fit` saves `last.ckpt` by time, and Ctrl-C or SIGTERM
-lets it finish the step, save and print the command that goes on, or after the last step the one that scores the model
+remembers; every launch gets a run directory of its own (`runs/<config name>/<time>`, or `--run_dir`), which is said
+before anything is built, and in the last line of a `fit`, but `fit --run_dir X --ckpt_path last` goes on with the run
+in X (its earlier metrics stay, as `metrics_1.csv` and so on); every run gets the callbacks of `default_callbacks.py`,
+so that every `fit` saves `last.ckpt` by time, and Ctrl-C or SIGTERM lets it finish the step, save and print the command
+that goes on (where nothing is saved, the one that starts again), or after the last step the one that scores the model
 (exit codes 130 and 143); what the user got wrong ends in one message that names the key and the remedy and in exit code
 2, without a traceback (`ARBORIST_DEBUG=1` shows it, and every log line this file silences).
 """
@@ -53,6 +54,7 @@ from app.cli.run_directory import RunDirectory
 from app.interruption import Interrupted
 from app.text import print_exception, printable, printable_output
 from callbacks.hang_dump import install
+from callbacks.report.callback import PAGE
 
 # Loaded when asked for: each is a file with `add_arguments(parser)` and `run(args)`, its docstring the help.
 VERBS = {
@@ -190,7 +192,7 @@ class ArboristCLI(LightningCLI):
             kwargs.setdefault("num_nodes", int(agents))
         try:
             return super().instantiate_trainer(callbacks=callbacks, **kwargs)
-        except (ValueError, TypeError) as error:  # the Trainer refuses a value: the user's, not a failure
+        except (ValueError, TypeError, MisconfigurationException) as error:  # the Trainer refuses a value of the user's
             raise MisconfigurationException(f"trainer: {error}") from error
 
     def _choose_run_dir(self) -> Path:
@@ -198,15 +200,21 @@ class ArboristCLI(LightningCLI):
             # Not used: only rank 0 writes, and `trainer.log_dir` is its answer on every rank.
             return Path(self._asked_run_dir or "runs")
         if self._asked_run_dir is None:
-            return _hold(run_directory.fresh(self._run_name()))
+            path = _hold(run_directory.fresh(self._run_name()))
+            sys.stderr.write(f"{_where(path)}\n")
+            return path
         directory = RunDirectory(Path(self._asked_run_dir))
         path = _hold(directory)
         if directory.holds_a_run():
             if self.subcommand != "fit" or self._asked_ckpt_path != LAST:
-                raise ValueError(
-                    f"run_dir: {path} already holds a run; name another directory, leave run_dir out, or go on with"
-                    " that run: fit --ckpt_path last"
+                trainer = self._get(self.config_init, "trainer")
+                saved = last_checkpoints([path / "checkpoints", *_checkpoint_directories(trainer)])
+                remedy = (
+                    "; name another directory, leave run_dir out, or go on with that run: fit --ckpt_path last"
+                    if saved
+                    else ", which saved no checkpoint; remove it, name another directory, or leave run_dir out"
                 )
+                raise ValueError(f"run_dir: {path} already holds a run{remedy}")
             directory.keep_metrics()
         return path
 
@@ -224,6 +232,12 @@ _held: list[RunDirectory] = []  # the run directory of this process, whose lock 
 def _hold(directory: RunDirectory) -> Path:
     _held.append(directory)
     return directory.path
+
+
+def _where(run_dir: Path) -> str:
+    """The line that says where a run writes, and where its report is, if it has one."""
+    report = run_dir / PAGE
+    return f"run directory: {run_dir}" + (f", report: {report}" if report.exists() else "")
 
 
 def _leads() -> bool:
@@ -294,7 +308,7 @@ def main(argv: list[str] | None = None) -> None:
                 _run_verb(args[0], args[1:])
             else:
                 check_config_files(args)
-                _run_trainer(argv)
+                _run_trainer(argv, fits=args[:1] == ["fit"])
     except KeyboardInterrupt:
         raise SystemExit(128 + signal.SIGINT) from None
     except Exception as error:
@@ -306,25 +320,27 @@ def main(argv: list[str] | None = None) -> None:
         raise SystemExit(2) from None
 
 
-def _run_trainer(argv: list[str] | None) -> None:
+def _run_trainer(argv: list[str] | None, fits: bool) -> None:
     try:
         with interruption.listening():
             _leave_process_group(ArboristCLI(argv))
+        if fits and _held:
+            sys.stderr.write(f"{_where(_held[0].path)}\n")
     except Interrupted as end:
-        _say_goodbye(end.signum, end)
+        _say_goodbye(end.signum, end, fits)
     except (KeyboardInterrupt, SystemExit) as end:  # Lightning ends with code 1 after KeyboardInterrupt
         signum = interruption.received()
         interrupted = isinstance(end, KeyboardInterrupt) or isinstance(end.__context__, KeyboardInterrupt)
         if signum is None or not interrupted:
             raise
-        _say_goodbye(signum, None)
+        _say_goodbye(signum, None, fits)
     finally:
         while _held:
             _held.pop().close()
 
 
-def _say_goodbye(signum: int, end: Interrupted | None) -> NoReturn:
-    """What was saved, and the command that goes on; exit code 128 + `signum`."""
+def _say_goodbye(signum: int, end: Interrupted | None, fits: bool) -> NoReturn:
+    """What was saved, and the command that goes on, or begins anew where nothing is; exit code 128 + `signum`."""
     launched = "LOCAL_RANK" in os.environ and not _leads() and not restarted_by_agent()
     if _leads():
         name = signal.Signals(signum).name
@@ -340,7 +356,9 @@ def _say_goodbye(signum: int, end: Interrupted | None) -> NoReturn:
                 scoring = _command("validate", path, "--ckpt_path", str(last))
                 sys.stderr.write(f"all steps are done; score the model with: {scoring}\n")
             else:
-                sys.stderr.write(f"go on with: {going_on(path)}\n")
+                sys.stderr.write(f"{_where(path)}\ngo on with: {going_on(path)}\n")
+        elif fits and path is not None and (path / "config.yaml").exists():  # which names no run directory
+            sys.stderr.write(f"no checkpoint in {path / 'checkpoints'}; start again with: {_command('fit', path)}\n")
     # The process that launched this rank takes any other code for a failure, and ends the others.
     raise SystemExit(0 if launched and end is not None else 128 + signum) from None
 

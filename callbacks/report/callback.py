@@ -21,6 +21,7 @@ from app.batch import RolloutBatch
 from app.interruption import Interrupted
 from callbacks.base import run_dir
 from callbacks.report.moments import batch_moment, transcript
+from callbacks.report.runs import is_run
 from datamodules.prompts.tokenizers import load_tokenizer
 from modules.episodes import call_rewards, earned, episode_prompts
 
@@ -93,7 +94,9 @@ class Report(Callback):
         self._finish(trainer)
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        if isinstance(exception, KeyboardInterrupt | Interrupted):
+        if not isinstance(exception, KeyboardInterrupt | Interrupted) or self._directory is None:
+            return
+        if self._latest is not None or is_run(self._directory):  # else it ended before there was anything to show
             self._finish(trainer)
 
     def _finish(self, trainer: Trainer) -> None:

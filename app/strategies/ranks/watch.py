@@ -263,7 +263,7 @@ class RankWatch:
         _say(f"rank {self.rank}: this run ends, because {verdict}")
         interruption.end_now()  # works unless the main thread is inside a collective that cannot be interrupted
         if not self._closed.wait(GRACE):
-            os._exit(1)
+            interruption.force_end(1)
 
     def _report_waiting(self) -> None:
         current = self._progress.current

@@ -49,17 +49,18 @@ class Diverges(Callback):
 
 
 class Waits(TinyData):
-    """Two batches, then a wait that only a signal ends, which it sends itself."""
+    """Batches for `after` steps, then a wait that only a signal ends, which it sends itself."""
 
-    def __init__(self, signum: int = signal.SIGTERM) -> None:
+    def __init__(self, signum: int = signal.SIGTERM, after: int = 2) -> None:
         super().__init__(batches=5)
         self.signum = int(signum)
+        self.after = after
 
     def steps(self) -> Iterator[StepHandle]:
         trainer = self.trainer
         assert trainer is not None
         for _ in range(self.batches):
-            if trainer.global_step == 2:
+            if trainer.global_step == self.after:
                 os.kill(os.getpid(), self.signum)
                 until(lambda: interruption.pending() is not None)
                 yield StepHandle(None, 0, 1)

@@ -42,10 +42,10 @@ FIT = [*ALWAYS, "Interruption", "SaveLast"]
 
 
 def test_what_a_run_needs_it_gets() -> None:
-    rollouts, all_ = ["WeightSync", "Throughput", "RewardLogger"], [*OPTIONAL, *FIT[1:]]
-    assert names(data=rolls_out()) == [*rollouts, "Summary", "Coach", "Opening", "Report", *FIT]
+    rollouts, all_ = ["WeightSync", "Opening", "Throughput", "RewardLogger"], [*OPTIONAL, *FIT[1:]]
+    assert names(data=rolls_out()) == [*rollouts, "Summary", "Coach", "Report", *FIT]
     assert names(data=rolls_out(held_out=True)) == all_
-    assert names(data=object()) == ["Throughput", "Summary", "Coach", "Opening", "Report", *FIT]
+    assert names(data=object()) == ["Opening", "Throughput", "Summary", "Coach", "Report", *FIT]
     for subcommand in ("validate", "test", "predict"):
         kept = ["Report"] if subcommand == "validate" else []
         found = names(data=rolls_out(held_out=True), subcommand=subcommand)
@@ -69,9 +69,9 @@ def test_one_that_is_named_is_the_only_one_of_its_kind() -> None:
     assert names(*given, data=rolls_out()) == [
         "WeightSync",  # before Throughput, which reports its time
         *("Throughput", "Mine", "RichProgressBar", "SaveLast"),
-        *("Summary", "Coach", "Opening", "Report", "HangDump", "Interruption"),
+        *("Opening", "Summary", "Coach", "Report", "HangDump", "Interruption"),
     ]
-    assert names(Summary(), WeightSync("disk"), data=rolls_out())[:3] == ["Summary", "WeightSync", "Throughput"]
+    assert names(Summary(), WeightSync("disk"), data=rolls_out())[:3] == ["Summary", "WeightSync", "Opening"]
     assert Interruption.__name__ not in names(Progress(), data=rolls_out(), subcommand="test")
 
 

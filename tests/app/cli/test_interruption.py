@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import json
-import os
 import shlex
 import signal
 import sys
@@ -96,9 +95,11 @@ def test_the_step_is_finished_and_the_printed_command_goes_on(
     assert f"{number.name}: ended after step {done}, saved as " in said and "Traceback" not in said
     assert rows("step", "reward") == [[str(n), str(float(n + 1))] for n in range(done)]
     assert not Path("here/summary.json").exists()
+    assert "run directory: here\n" in said
     go_on(said)
     assert rows("step", "reward") == [[str(n), str(float(n + 1))] for n in range(10)]
     assert Path("here/summary.json").exists()
+    assert capsys.readouterr().err.splitlines()[-1] == "run directory: here"
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
@@ -162,13 +163,28 @@ def test_a_wait_for_rollouts_is_cut_short(number: signal.Signals, capsys: pytest
     assert [row[0] for row in rows("step")] == [str(n) for n in range(10)]
 
 
+def test_before_the_first_step_nothing_is_offered_but_a_new_start(capsys: pytest.CaptureFixture[str]) -> None:
+    """Where rollouts are waited for; the directory then holds a run that cannot be gone on with."""
+    code = interrupted("--data=tests.app.cli.signals.Waits", "--data.init_args.after=0", "--data.init_args.signum=2")
+    said = capsys.readouterr().err
+    assert code == 130 and "SIGINT: ending; until a step is done there is nothing new to save" in said
+    assert "SIGINT: ended after step 0, nothing new was saved" in said and "ckpt_path" not in said
+    command = said.splitlines()[-1].partition("no checkpoint in here/checkpoints; start again with: ")[2]
+    assert interrupted() == 2
+    said = capsys.readouterr().err
+    assert "here already holds a run, which saved no checkpoint; remove it, name another" in said
+    assert "ckpt_path" not in said
+    main([*shlex.split(command)[3:], "--data=tests.helpers.tiny_run.TinyData"])
+    assert capsys.readouterr().err.startswith("run directory: runs/")
+
+
 def test_a_second_ctrl_c_ends_at_once(capsys: pytest.CaptureFixture[str]) -> None:
     assert interrupted(*sends(signal.SIGINT, "on_train_batch_start", 2, times=2)) == 130
     said = capsys.readouterr().err
     assert "finishing this step" in said and "nothing new was saved" in said and "Traceback" not in said
     assert len(rows("step")) == 2 and not Path("here/checkpoints/last.ckpt").exists()
     timers = [thread for thread in threading.enumerate() if isinstance(thread, threading.Timer)]
-    last_resorts = [timer for timer in timers if timer.function is os._exit]
+    last_resorts = [timer for timer in timers if timer.function is interruption.force_end]
     assert all(timer.finished.is_set() for timer in last_resorts)  # or it would end this process too
 
 

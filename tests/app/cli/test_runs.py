@@ -28,10 +28,11 @@ def arborist(*args: str, data: str | None = DATA) -> subprocess.CompletedProcess
     return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=170)
 
 
-def fit(config: str, run_dir: Path, *args: str) -> list[dict[str, str]]:
-    """A run that has to end well; returns the rows of its metrics.csv."""
+def fit(config: str, run_dir: Path, *args: str, says: str = "") -> list[dict[str, str]]:
+    """A run that has to end well, and to say `says`; returns the rows of its metrics.csv."""
     done = arborist("fit", "--config", f"configs/{config}", "--run_dir", str(run_dir), *args)
-    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.returncode == 0 and says in done.stderr, done.stdout + done.stderr
+    assert done.stderr.splitlines()[-1] == f"run directory: {run_dir}, report: {run_dir / 'report.html'}"
     return metrics(run_dir)
 
 
@@ -121,7 +122,8 @@ def test_a_checkpoint_scores_the_same_and_goes_on(synchronous: Path, warm: Path,
     last = column(metrics(synchronous), "val/accuracy")[-1]
     assert column(metrics(tmp_path / "val"), "val/accuracy") == [last]
 
-    resumed = fit("quickstart.yaml", tmp_path / "more", *common, "--trainer.max_steps", "8")
+    on = f"goes on from step 6 of {checkpoint}\npolicy: "
+    resumed = fit("quickstart.yaml", tmp_path / "more", *common, "--trainer.max_steps", "8", says=on)
     assert column(resumed, "step")[0] >= 6 and len(column(resumed, "reward")) == 2
     straight = fit(
         "quickstart.yaml", tmp_path / "all", "--model.model.path", str(warm), "--trainer.max_steps", "8", *SYNCHRONOUS

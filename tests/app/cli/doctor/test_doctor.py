@@ -261,6 +261,22 @@ def test_nobody_asked_leaves_no_file(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_forced_end_leaves_no_empty_file(tmp_path: Path) -> None:
+    """As a second Ctrl-C makes of a call that cannot be interrupted: nothing of `atexit` runs."""
+    told = "from pathlib import Path; from app.interruption import force_end; from callbacks.hang_dump import install;"
+    told += " print(install(Path('here'), 0).path.exists(), flush=True); force_end(7)"
+    path = os.pathsep.join(sys.path)
+    done = subprocess.run(
+        [sys.executable, "-c", told],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": path},
+    )
+    assert (done.returncode, done.stdout) == (7, "True\n"), done.stderr
+    assert list(Path(tmp_path, "here").iterdir()) == []
+
+
 def test_what_cannot_be_asked_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(NoSuchRun, match=r"there is no process 4194304"):
         dump(4_194_304)  # above the kernel's largest id
