@@ -34,7 +34,7 @@ _Heard = TypeVar("_Heard", Session, Transcript)
 
 
 class RecordedDataModule(L.LightningDataModule):
-    """Groups of recorded conversations, `tasks_per_batch` of them a batch.
+    """Groups of recorded conversations, `tasks_per_batch` of them a batch. docs/agents.md has the files' formats.
 
     Args:
         path: token arrays (`.npz`); conversations as text (`.jsonl`, `.jsonl.gz`; these need `tokenizer`); or a
@@ -114,6 +114,7 @@ class RecordedDataModule(L.LightningDataModule):
         self.tasks_per_batch, self.trials, self.tasks = tasks_per_batch, trials, tasks
         self.shuffle, self.seed, self.min_reward = shuffle, seed, min_reward
         self.pairs, self.unrewarded = pairs, unrewarded
+        self.episodes_per_group = ("trials", 1) if trials == 1 else None  # a group may have fewer than `trials`
         self._batches_per_epoch = batches_per_epoch
         self._think_ids: tuple[int, ...] = QWEN3_THINK_IDS
         self._groups: list[list[Conversation | Session]] = []

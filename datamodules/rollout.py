@@ -150,6 +150,7 @@ class RolloutDataModule(L.LightningDataModule):
         self.val_sets = validation.sets()
         self.batch_size = batch_size
         self.group_size = group_size
+        self.episodes_per_group = ("group_size", group_size)
         self.batches_per_epoch = batches_per_epoch
         self.gate = StalenessGate(batch_size, max_staleness, limits.max_concurrent, over_sampling)
         self.limits = limits

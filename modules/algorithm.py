@@ -174,6 +174,32 @@ class Algorithm:
         self.metrics = (*self.objective_metrics, *(name for name in costs if name != "entropy"))  # is logged as it is
         self.penalties = tuple(f"penalty/{choice.name}" for _, choice in self.reward_costs)
 
+    def check_group_size(self, option: str, episodes: int) -> None:
+        """Raises ValueError for a group size, the data's `option`, that advantage or objective have nothing to say of.
+        (A user's own advantage is not asked.)"""
+        asked: list[tuple[str, Choice, Callable[[], Any]]] = []
+        if self.advantage is not None and self._is_ours(self.advantage):
+            asked.append(("advantage", self.advantage, lambda: self._try_advantage(episodes)))
+        if set(STEP_INPUTS) & self.objective.needs and self._is_ours(self.objective):
+            asked.append(("objective", self.objective, lambda: self.losses(_example_tokens(episodes))))
+        for key, choice, attempt in asked:
+            try:
+                attempt()
+            except BatchError as error:
+                told = f"compares the episodes of a group: set it to at least 2, or choose another {key}"
+                what = f"{key}={choice.name} {told}" if episodes == 1 else f"{error}"
+                raise ValueError(f"data.{option}: {episodes}, but {what}") from None
+
+    @staticmethod
+    def _is_ours(choice: Choice) -> bool:
+        return bool(choice.function.__module__.startswith("modules."))
+
+    def _try_advantage(self, episodes: int = 2) -> None:
+        assert self.advantage is not None
+        batch = _example_batch(episodes)
+        zeros = torch.zeros(batch.num_tokens)
+        self.advantage({"batch": batch, "values": zeros, "token_rewards": zeros})
+
     @property
     def needs(self) -> frozenset[str]:
         """Inputs that any of the functions asks for."""
@@ -335,20 +361,12 @@ class Algorithm:
     def _probe(self) -> tuple[str, ...]:
         """Calls every function once, on four tokens, so that mistakes show now; names of what `losses` reports."""
         with torch.enable_grad():
-            tokens: dict[str, Any] = {
-                name: torch.tensor([0.0, -1.0, 0.0, -2.0], requires_grad=name in ("logprobs", "entropy", "soft"))
-                for name in TOKEN_INPUTS
-            }
-            pair, zeros = torch.tensor([0, 1]), torch.tensor([0, 0])
-            tokens |= {"mask": torch.tensor([False, True, False, True]), "cu_seqlens": torch.tensor([0, 2, 4])}
-            inputs = LossInputs(**tokens, groups=zeros, episodes=pair, rewards=pair.float())
+            inputs = _example_tokens()
             stats = tuple(self.losses(inputs)[1])
             for _, choice in self.loss_costs + self.reward_costs:
-                _shaped(choice({**vars(inputs), "turns": zeros}), inputs.mask, choice)
-        if self.advantage is not None and self.advantage.function.__module__.startswith("modules."):
-            batch = _example_batch()
-            zeros = torch.zeros(batch.num_tokens)
-            self.advantage({"batch": batch, "values": zeros, "token_rewards": zeros})
+                _shaped(choice({**vars(inputs), "turns": torch.tensor([0, 0])}), inputs.mask, choice)
+        if self.advantage is not None and self._is_ours(self.advantage):
+            self._try_advantage()
         return stats
 
 
@@ -453,9 +471,19 @@ def _check_values(where: str, function: Callable[..., Any], options: Mapping[str
             raise ValueError(f"{where}: {key}={value!r} is {type(value).__name__}, must be {wanted}")
 
 
-def _example_batch() -> RolloutBatch:
-    """The smallest there is to try a function on: one group of two episodes of one turn, two tokens each, rewards 0 and
-    1."""
+def _example_tokens(episodes: int = 2) -> LossInputs:
+    """What `_example_batch` is to an objective."""
+    values, order = [0.0, -1.0] + [0.0, -2.0] * (episodes - 1), torch.arange(episodes)
+    tokens: dict[str, Any] = {
+        name: torch.tensor(values, requires_grad=name in ("logprobs", "entropy", "soft")) for name in TOKEN_INPUTS
+    }
+    tokens |= {"mask": torch.tensor([False, True] * episodes), "cu_seqlens": torch.arange(0, 2 * episodes + 1, 2)}
+    return LossInputs(**tokens, groups=torch.zeros_like(order), episodes=order, rewards=order.float())
+
+
+def _example_batch(episodes: int = 2) -> RolloutBatch:
+    """The smallest there is to try a function on: one group of episodes of one turn, two tokens each, rewards 0, 1 and
+    so on."""
     return RolloutBatch.from_trajectories(
         Trajectory(
             tokens=torch.tensor([1, 2 + episode]),
@@ -467,5 +495,5 @@ def _example_batch() -> RolloutBatch:
             episode_id=episode,
             prompt_id="example",
         )
-        for episode in range(2)
+        for episode in range(episodes)
     )

@@ -32,6 +32,7 @@ from transformers import (
 )
 
 from app import checks
+from app.text import reason
 from app.tree import (
     QUANTIZATIONS,
     TreeEngine,
@@ -116,8 +117,13 @@ def build_model(source: ModelSource, scores: bool = False) -> PreTrainedModel:
             else:
                 model = kind.from_pretrained(source.path, dtype=dtype, **one_label, **kept)
         except (OSError, ValueError, RuntimeError, ImportError) as error:
-            what = "model that scores with one label" if scores else "causal language model"
-            raise ValueError(f"model.path: '{source.path}' holds no {what}: {error}") from error
+            what = f"holds no {'model that scores with one label' if scores else 'causal language model'}"
+            if not Path(source.path).is_dir():
+                what = (
+                    "is neither a directory nor a model that came from the hub; name a directory written by"
+                    " save_pretrained, or a model there is (HF_HUB_OFFLINE=1 asks no hub)"
+                )
+            raise ValueError(f"model.path: '{source.path}' {what}: {reason(error, 300)}") from error
         _settle(model, source)
     else:
         assert source.config is not None
@@ -134,7 +140,7 @@ def build_model(source: ModelSource, scores: bool = False) -> PreTrainedModel:
         try:
             model = kind.from_config(config, dtype=dtype)
         except Exception as error:  # sizes that contradict each other fail anywhere in transformers
-            raise ValueError(f"model.config: {_in_one_line(error)}") from error
+            raise ValueError(f"model.config: {reason(error, 300)}") from error
     tower = tower_parameters(model)
     if source.train_tower and not tower:
         raise ValueError(f"model.train_tower has no effect: a {config.model_type} sees no pictures; remove it")
@@ -161,7 +167,7 @@ def image_processor_of(source: ModelSource) -> Any | None:
         return picture_processor(source.path)
     except Exception as error:  # files that are cut or of another kind fail anywhere in transformers
         what = f"the image processor in '{source.path}' cannot be read"
-        raise ValueError(f"model.path: {what}: {_in_one_line(error)}") from error
+        raise ValueError(f"model.path: {what}: {reason(error, 300)}") from error
 
 
 def _loading(source: ModelSource) -> dict[str, Any]:
@@ -242,9 +248,7 @@ def _adapted(model: PreTrainedModel, adapter: str | dict[str, Any], path: str, b
                 return peft.get_peft_model(model, config)
             return peft.PeftModel.from_pretrained(model, adapter, is_trainable=True)
         except (OSError, ValueError, RuntimeError, KeyError, TypeError) as error:
-            raise ValueError(
-                f"model.adapter: '{adapter}' holds no adapter for {path}: {_in_one_line(error)}"
-            ) from error
+            raise ValueError(f"model.adapter: '{adapter}' holds no adapter for {path}: {reason(error, 300)}") from error
     options = {"peft_type": "LORA", "task_type": "CAUSAL_LM"} | adapter
     kind = str(options["peft_type"]).upper()
     kinds = {one.value: made for one, made in peft.PEFT_TYPE_TO_CONFIG_MAPPING.items()}
@@ -267,7 +271,7 @@ def _adapted(model: PreTrainedModel, adapter: str | dict[str, Any], path: str, b
     try:
         made = peft.get_peft_model(model, peft.get_peft_config(options | {"peft_type": kind}))
     except Exception as error:  # PEFT's methods check their options in classes of their own
-        raise ValueError(f"model.adapter: {_in_one_line(error)}") from error
+        raise ValueError(f"model.adapter: {reason(error, 300)}") from error
     if Path(path).is_dir():  # so that whoever loads the adapter finds the model from anywhere
         made.peft_config["default"].base_model_name_or_path = str(Path(path).absolute())
     return made
@@ -292,7 +296,7 @@ def _make_config(fields: dict[str, Any]) -> PretrainedConfig:
     try:
         return AutoConfig.for_model(model_type, **({"eos_token_id": None} | options))
     except Exception as error:  # transformers' own checks raise classes of their own
-        raise ValueError(f"model.config: {_in_one_line(error)}") from error
+        raise ValueError(f"model.config: {reason(error, 300)}") from error
 
 
 def _checked(key: str, value: Any, default: Any) -> Any:
@@ -341,11 +345,6 @@ def _refuse_too_large(config: PretrainedConfig, dtype: torch.dtype) -> None:
             " vocab_size, num_hidden_layers, hidden_size, intermediate_size, head_dim, num_attention_heads or"
             " num_key_value_heads"
         )
-
-
-def _in_one_line(error: Exception) -> str:
-    text = " ".join(str(error).split()) or type(error).__name__
-    return text if len(text) <= 300 else f"{text[:300]}..."
 
 
 @dataclass

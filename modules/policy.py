@@ -192,7 +192,7 @@ class PolicyModule(TreeModule):
             rounded = source.dtype == "bfloat16" or self.trainer.precision == "bf16-true"
             check_sharded_reference(*self._reference_options, rounded)
         if stage == "fit":
-            check_groups(self.minibatches, getattr(self.trainer, "datamodule", None))
+            check_groups(self.minibatches, self.algorithm, getattr(self.trainer, "datamodule", None))
 
     def engine_for(self, name: str) -> AbstractContextManager[TreeEngine]:
         if name == "reference":

@@ -7,6 +7,7 @@ Promises: every error is a ValueError that names the key and the remedy.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,8 @@ from modules.algorithm import Algorithm
 from modules.models import ModelSource, Refresh
 from modules.objectives import AGGREGATIONS
 
+_OPTIMIZER = "model.init_args.optimizer.init_args"
+_TORCHS_WORDS = {"learning rate": "lr", "beta": "betas", "epsilon": "eps"}  # others it calls by their names
 _LARGEST_LR = 1e3  # of plain gradient descent on toys; Adam's are below 0.1
 
 
@@ -105,33 +108,41 @@ def refuse_narrow(parameters: Iterable[torch.nn.Parameter], trainer: Any, exchan
 
 def refuse_optimizer(make_optimizer: Callable[..., Any], make_lr_scheduler: Callable[..., Any] | None) -> None:
     """Options of optimizer and scheduler, tried on a parameter of their own before a model is built."""
-    key = "optimizer"
+    key = _OPTIMIZER
     try:
         optimizer = make_optimizer([torch.nn.Parameter(torch.zeros(2, 2))])
-        key = "lr_scheduler"
+        key = "model.init_args.lr_scheduler.init_args"
         if make_lr_scheduler is not None:
             make_lr_scheduler(optimizer)
     except (ValueError, TypeError, ArithmeticError, RuntimeError) as error:
         first = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise ValueError(f"{key}: {first}") from error
+        raise ValueError(f"{key}{_option(first)}: {first}; correct it") from error
     for name, value in optimizer.defaults.items():
         if isinstance(value, int | float) and not math.isfinite(value):
-            raise ValueError(f"optimizer.{name}: {value} is not finite")
+            raise ValueError(f"{_OPTIMIZER}.{name}: {value} is not finite")
     lr = float(optimizer.defaults.get("lr") or 0.0)  # None: of optimizers that find their own
     if not 0 <= lr <= _LARGEST_LR:
-        raise ValueError(f"optimizer.lr: {lr:g}, must be between 0 and {_LARGEST_LR:g}: larger steps leave no model")
+        raise ValueError(f"{_OPTIMIZER}.lr: {lr:g}, must be between 0 and {_LARGEST_LR:g}: larger steps leave no model")
     decay = float(optimizer.defaults.get("weight_decay") or 0.0)
     if lr * decay > 1:
         raise ValueError(
-            f"optimizer.weight_decay: {decay:g} times lr {lr:g} is above 1: a step would turn weights round"
+            f"{_OPTIMIZER}.weight_decay: {decay:g} times lr {lr:g} is above 1: a step would turn weights round"
         )
+
+
+def _option(told: str) -> str:
+    """`.lr` and the like, of the option that torch's "Invalid learning rate: -1" is about; "" where it is not told."""
+    found = re.match(rf"Invalid ({'|'.join(_TORCHS_WORDS)}|\w+)(?: parameter| value|:)", told)
+    return "" if found is None else f".{_TORCHS_WORDS.get(found[1], found[1])}"
 
 
 # `PolicyModule`
 
 
-def check_groups(minibatches: int, data: Any) -> None:
-    """`data`: the datamodule, which may say how many groups a batch holds."""
+def check_groups(minibatches: int, algorithm: Algorithm, data: Any) -> None:
+    """`data`: the datamodule, which may say how many groups a batch holds, and how many episodes a group."""
+    if (size := getattr(data, "episodes_per_group", None)) is not None:
+        algorithm.check_group_size(*size)
     option, groups = getattr(data, "groups_per_batch", ("", minibatches))
     if minibatches > groups:
         raise ValueError(

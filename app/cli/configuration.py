@@ -25,6 +25,7 @@ from typing import Any
 import jsonargparse
 import yaml
 from jsonargparse import get_loader
+from lightning.pytorch.accelerators import Accelerator, CUDAAccelerator, MPSAccelerator, XLAAccelerator
 
 from app.cli.errors import options_of
 from app.strategies.checkpoint.checkpoints import MANIFEST_FILE
@@ -35,6 +36,12 @@ _LARGEST_SEED = 2**32 - 1  # numpy's
 _LARGEST_WHOLE = 2**63 - 1
 _LARGEST_FILE = 10_000_000  # bytes
 _HALF = ("16", "16-mixed", "16-true", "transformer-engine-float16")  # Lightning makes bf16-mixed of one on CPUs
+_ACCELERATORS: dict[str, tuple[type[Accelerator], ...]] = {
+    "gpu": (CUDAAccelerator, MPSAccelerator),
+    "cuda": (CUDAAccelerator,),
+    "mps": (MPSAccelerator,),
+    "tpu": (XLAAccelerator,),
+}
 _WRAPPERS = ("ddp", "fsdp", "deepspeed", "xla")
 
 _MOST_NODES = 200_000  # values and keys, every use of an alias counted as what it stands for
@@ -246,6 +253,12 @@ def check_trainer(seed: Any, trainer: Mapping[str, Any]) -> None:
         raise ValueError(
             f"trainer.precision: {trainer.get('precision')} is not supported (float16 would need loss scaling inside"
             " the tree pass): use 32-true, bf16-mixed or bf16-true"
+        )
+    accelerator = trainer.get("accelerator")
+    if (kinds := _ACCELERATORS.get(str(accelerator))) and not any(kind.is_available() for kind in kinds):
+        raise ValueError(
+            f"trainer.accelerator: {accelerator}, and torch finds none on this machine; set it to cpu or auto, or mend"
+            " what 'arborist doctor' says of GPU and driver"
         )
     if trainer.get("check_val_every_n_epoch") == 0:
         raise ValueError("trainer.check_val_every_n_epoch: 0, must be at least 1, or null to validate by steps alone")

@@ -92,10 +92,30 @@ def encode_prompt(
             if not bare:
                 tokens = _with_beginning(tokenizer, prompt.text, tokens)
     except Exception as error:  # the tokenizers library raises bare Exception
-        raise ValueError(f"prompt '{prompt.id}' cannot be tokenized: {reason(error)}") from None
+        raise ValueError(
+            f"prompt '{prompt.id}' cannot be tokenized: {_lacking(tokenizer, prompt) or reason(error)}"
+        ) from None
     if not tokens:
         raise ValueError(f"prompt '{prompt.id}' has no tokens; give it text or messages")
     return tuple(tokens)
+
+
+def _lacking(tokenizer: PreTrainedTokenizerBase, prompt: Prompt) -> str:
+    """What a "char:" tokenizer, whose library says of no character which it was, lacks for a prompt; "" of others."""
+    inner: Any = getattr(tokenizer, "backend_tokenizer", None)
+    if inner is None or not isinstance(inner.model, models.WordLevel) or inner.pre_tokenizer is None:
+        return ""
+    text = prompt.text
+    if prompt.messages:
+        if not tokenizer.chat_template:
+            return ""
+        text = str(tokenizer.apply_chat_template(list(prompt.messages), add_generation_prompt=True, tokenize=False))
+    known = tokenizer.get_vocab()
+    strange = [one for one, _ in inner.pre_tokenizer.pre_tokenize_str(text) if one not in known]
+    if not strange:
+        return ""
+    names = ", ".join(repr(one) for one in dict.fromkeys(strange[:10]))
+    return f"data.tokenizer has no token for {names}; add it to the alphabet behind 'char:', or leave such prompts out"
 
 
 def encode_reply(tokenizer: PreTrainedTokenizerBase, prompt: Prompt, reply: str, end: int | None) -> tuple[int, ...]:

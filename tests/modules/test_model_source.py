@@ -65,7 +65,10 @@ def test_from_a_directory(tmp_path: Path) -> None:
         ({"config": {}}, "model.config.model_type is missing"),
         ({"config": {"model_type": "qwen33"}}, "model.config.model_type: 'qwen33'"),
         ({"config": {**CONFIG, "hiden_size": 8}}, "model.config.hiden_size is not an option of qwen3; did you mean"),
-        ({"path": "no/such/dir"}, "model.path: 'no/such/dir' holds no causal language model"),
+        (
+            {"path": "no/such/dir"},
+            "model.path: 'no/such/dir' is neither a directory nor a model that came from the hub; name",
+        ),
     ],
 )
 def test_mistakes(fields: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch) -> None:

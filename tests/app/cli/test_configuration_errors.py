@@ -44,10 +44,19 @@ _LR, _CONFIG = "--model.init_args.optimizer.init_args", "--model.init_args.model
 @pytest.mark.parametrize(
     ("args", "words"),
     [
-        ([f"{_LR}.lr=-0.1"], "optimizer: Invalid learning rate: -0.1"),
-        ([f"{_LR}.lr=1e30"], "optimizer.lr: 1e+30, must be between 0 and 1000"),
+        ([f"{_LR}.lr=-0.1"], "model.init_args.optimizer.init_args.lr: Invalid learning rate: -0.1; correct it"),
+        ([f"{_LR}.lr=1e30"], "model.init_args.optimizer.init_args.lr: 1e+30, must be between 0 and 1000"),
         ([f"{_LR}.lr=.inf"], "lr: inf is not finite"),
-        ([f"{_LR}.betas=[2.0,0.9]"], "optimizer: Invalid beta parameter at index 0: 2.0"),
+        ([f"{_LR}.betas=[2.0,0.9]"], "optimizer.init_args.betas: Invalid beta parameter at index 0: 2.0"),
+        ([f"{_LR}.eps=-1"], "model.init_args.optimizer.init_args.eps: Invalid epsilon value: -1.0"),
+        (
+            [f"{_LR}.weight_decay=-1"],
+            "model.init_args.optimizer.init_args.weight_decay: Invalid weight_decay value: -1",
+        ),
+        (
+            ["--trainer.accelerator=tpu"],
+            "trainer.accelerator: tpu, and torch finds none on this machine; set it to cpu",
+        ),
         (["--seed_everything=-1"], "seed_everything: -1, must be between 0 and"),
         (["--trainer.precision=16-mixed"], "trainer.precision: 16-mixed is not supported"),
         (["--trainer.strategy=ddp"], "trainer.strategy: ddp wraps the model and averages gradients"),
@@ -72,11 +81,23 @@ def test_options_that_cannot_be(args: list[str], words: str, capsys: pytest.Capt
         (["--data.stall=[]"], "stall: [] is no set of options; it has after_s, action, max_requeues"),
         (["--data.limits.episode_deadline_s=1e12"], "episode_deadline_s: 1000000000000.0, must be above 0 and at most"),
         (["--data.over_sampling=.inf"], "over_sampling: inf is not finite"),
+        (
+            ["--data.group_size=1"],
+            "data.group_size: 1, but advantage=grpo compares the episodes of a group: set it to at",
+        ),
+        (
+            ["--data.group_size=3", "--model.objective=dpo", "--model.reference=initial"],
+            "data.group_size: 3, but RolloutBatch.group_ids: group 0 has 3 episodes in one optimizer step; dpo needs",
+        ),
+        (
+            ["--data.group_size=1", "--model.objective=tba", "--model.reference=initial"],
+            "data.group_size: 1, but objective=tba compares the episodes of a group",
+        ),
         (["--data.tokenizer=/etc"], "tokenizer: /etc holds no tokenizer"),
         (["--without_callbacks=[WeightSync]"], "add callbacks.WeightSync to trainer.callbacks"),
         (
             ["--without_callbacks=[Progress]"],
-            "'Progress' is none of WeightSync, Throughput, RewardLogger",
+            "'Progress' is none of WeightSync, Opening, Throughput, RewardLogger",
         ),
         (
             ["--without_callbacks=[Summary]", "--trainer.callbacks=[callbacks.Summary]"],
@@ -87,6 +108,7 @@ def test_options_that_cannot_be(args: list[str], words: str, capsys: pytest.Capt
 def test_rollout_options_that_cannot_be(args: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
     Path("null.yaml").write_text("data: {init_args: {limits: {collect_deadline_s: null}}}")
     assert words in refusal(capsys, "--config", "rollouts.yaml", *args)
+    assert not list(Path("runs").rglob("samples.jsonl"))  # before anything is played
 
 
 @pytest.mark.parametrize(
