@@ -139,7 +139,7 @@ class TreeEngine:
         self._verified = set() if self_check else {False, True}  # without pictures, with pictures
         self.last_plan: ExecutionPlan | None = None
         self.model = transformers_model(model)
-        refuse_by_name(self.model)
+        refuse_by_name(type(self.model).__name__, self.model.config)
         settle_quantised(self.model)
         self.state_layers = StateLayers.of(self.model)
         refuse_unsupported(self.model, self.state_layers.indices)

@@ -20,6 +20,7 @@ from app.tree.attention import BACKENDS
 from app.tree.memory import DEVICE_CHUNK, PassMemory, pass_memory
 from app.tree.model.checkpointing import checkpointable
 from app.tree.model.language import auto_class
+from app.tree.model.refusals import refuse_by_name
 from app.tree.model.shape import shape_of
 from app.tree.planning.cost import ModelShape, TowerShape, plan_flops
 from app.tree.planning.plan import ExecutionPlan, most_ends
@@ -206,9 +207,17 @@ def inspect_model(
     Args:
         chunk_tokens: default the device's; live_tokens: default everything at once.
         rates: by default what such a device usually can.
+
+    Raises:
+        ValueError: a model that cannot run over a tree, or that transformers cannot build.
     """
-    with torch.device("meta"):
-        model = auto_class(config).from_config(config, dtype=getattr(torch, dtype))
+    refuse_by_name(f"--model: {config.model_type}", config)
+    try:
+        with torch.device("meta"):
+            model = auto_class(config).from_config(config, dtype=getattr(torch, dtype))
+    except Exception as error:  # sizes that contradict each other, or a library that is missing, fail anywhere
+        told = " ".join(str(error).split()) or type(error).__name__
+        raise ValueError(f"--model: {config.model_type} cannot be built from its configuration: {told}") from error
     shape, element = shape_of(model), 2 if dtype == "bfloat16" else 4
     if device == "cuda":
         times = TimeModel(shape, rates or GPU_RATES, BACKENDS["flash"], element)

@@ -13,7 +13,7 @@ import numpy as np
 import transformers
 from torch import nn
 from torch.distributed.tensor import DTensor
-from transformers import PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from app.tree.model.pictures import tower_parameters
@@ -44,22 +44,24 @@ _REFUSED = {
     "mamba2": "it has no layer of attention, by whose heads and keys memory and time are counted",
     "paligemma": "every token of its prompt sees all of the prompt, so a prefix depends on what follows it",
     "mllama": "its pictures enter through layers of cross-attention, which have no place in a sequence",
+    "gemma3n_text": "its MLPs have a width a layer (intermediate_size), by one of which memory and time are counted",
     "gemma4_text": "the widths of its heads differ from layer to layer, which the path's cache takes for one",
 }
 """Model types that cannot run over a tree, and why."""
 
 
-def refuse_by_name(model: PreTrainedModel) -> None:
-    """Models whose kind is known not to work, whatever their layers look like."""
-    config = model.config.get_text_config()
-    for kind in (model.config.model_type, config.model_type):
+def refuse_by_name(name: str, whole: PretrainedConfig) -> None:
+    """Models whose kind is known not to work, whatever their layers look like. `name`: for the message; `whole`: the
+    model's configuration."""
+    config = whole.get_text_config()
+    for kind in (whole.model_type, config.model_type):
         if kind in _REFUSED:
-            raise ValueError(f"{type(model).__name__}: {_REFUSED[kind]}; use another model")
-    if getattr(model.config, "audio_config", None) is not None:
+            raise ValueError(f"{name}: {_REFUSED[kind]}; use another model")
+    if getattr(whole, "audio_config", None) is not None:
         text = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(config.model_type)
         remedy = "train a text model (...ForCausalLM) with the weights of its language model"
         raise ValueError(
-            f"{type(model).__name__} takes sound (audio_config), and sequences of a tree are text and pictures; "
+            f"{name} takes sound (audio_config), and sequences of a tree are text and pictures; "
             + (remedy if text is None else f"load its language model alone, as {text}.from_pretrained(...) does")
         )
 
