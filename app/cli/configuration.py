@@ -260,6 +260,14 @@ def check_trainer(seed: Any, trainer: Mapping[str, Any]) -> None:
             f"trainer.accelerator: {accelerator}, and torch finds none on this machine; set it to cpu or auto, or mend"
             " what 'arborist doctor' says of GPU and driver"
         )
+    interval, clip = trainer.get("val_check_interval"), trainer.get("gradient_clip_val")
+    if isinstance(interval, int | float) and interval <= 0:
+        raise ValueError(
+            f"trainer.val_check_interval: {interval}, must be above 0 (batches, or a share of an epoch); set"
+            " trainer.limit_val_batches to 0 to leave validation out"
+        )
+    if isinstance(clip, int | float) and clip < 0:
+        raise ValueError(f"trainer.gradient_clip_val: {clip}, must be at least 0; leave it out for no clipping")
     if trainer.get("check_val_every_n_epoch") == 0:
         raise ValueError("trainer.check_val_every_n_epoch: 0, must be at least 1, or null to validate by steps alone")
     strategy = trainer.get("strategy")

@@ -71,7 +71,8 @@ def export(
     try:
         saved = SavedModel(ckpt, model)
     except CheckpointError as error:
-        raise ValueError(f"--ckpt: {str(error).removeprefix('ckpt_path: ')}") from error
+        told = str(error).removeprefix("ckpt_path: ")
+        raise ValueError(f"--ckpt: {told}; name a checkpoint, such as RUN/checkpoints/last.ckpt") from None
     except ValueError as error:
         raise ValueError(f"--model: {error}") from error
     text = None if tokenizer is None else _tokenizer(tokenizer)

@@ -193,7 +193,7 @@ class ArboristCLI(LightningCLI):
         try:
             return super().instantiate_trainer(callbacks=callbacks, **kwargs)
         except (ValueError, TypeError, MisconfigurationException) as error:  # the Trainer refuses a value of the user's
-            raise MisconfigurationException(f"trainer: {error}") from error
+            raise MisconfigurationException(f"trainer: {error}") from None
 
     def _choose_run_dir(self) -> Path:
         if not _leads():

@@ -16,6 +16,7 @@ from app.batch import RolloutBatch
 from app.tree import PrefixTree
 from callbacks.report.moments import MOST_TOKENS, batch_moment
 from callbacks.report.runs import RunData
+from datamodules.conversations.sessions import no_batches
 from datamodules.conversations.tokens import Workload
 from datamodules.files.recording import read_batch, versions
 from datamodules.groups import to_batch
@@ -38,6 +39,8 @@ def read_recorded(
     """
     if path.is_dir() and versions(path):
         return _batches(path, tokenizer)
+    if path.is_dir():
+        raise no_batches(path)
     data = RecordedDataModule(
         str(path),
         workload,

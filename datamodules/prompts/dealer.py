@@ -98,8 +98,8 @@ class PromptDealer:
         )
         if not self._skips or len(too_long) == looked_at:
             raise ValueError(
-                f"prompts: {what}; lower max_new_tokens, use a model with a longer context, or set"
-                " limits.long_prompts: skip to leave such prompts out"
+                f"prompts: {what}; lower max_new_tokens, use a model with a longer context (of EmbeddedEngine at most"
+                " kv_cache_tokens), or set limits.long_prompts: skip to leave such prompts out"
             )
         _log.warning("limits.long_prompts: skip leaves out %s", what)
 

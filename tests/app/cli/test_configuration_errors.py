@@ -60,6 +60,8 @@ _LR, _CONFIG = "--model.init_args.optimizer.init_args", "--model.init_args.model
         (["--seed_everything=-1"], "seed_everything: -1, must be between 0 and"),
         (["--trainer.precision=16-mixed"], "trainer.precision: 16-mixed is not supported"),
         (["--trainer.strategy=ddp"], "trainer.strategy: ddp wraps the model and averages gradients"),
+        (["--trainer.val_check_interval=0"], "trainer.val_check_interval: 0, must be above 0"),
+        (["--trainer.gradient_clip_val=-1"], "trainer.gradient_clip_val: -1, must be at least 0; leave it out"),
         (["--model.init_args.minibatches=null"], "minibatches: null is no value for it"),
         (["--data.init_args.path=a\0b"], "has a NUL in it"),
     ],
@@ -93,6 +95,7 @@ def test_options_that_cannot_be(args: list[str], words: str, capsys: pytest.Capt
             ["--data.group_size=1", "--model.objective=tba", "--model.reference=initial"],
             "data.group_size: 1, but objective=tba compares the episodes of a group",
         ),
+        (["--trainer.devices=0"], "error: trainer: `Trainer(devices='0')` value is not a valid input"),
         (["--data.tokenizer=/etc"], "tokenizer: /etc holds no tokenizer"),
         (["--without_callbacks=[WeightSync]"], "add callbacks.WeightSync to trainer.callbacks"),
         (

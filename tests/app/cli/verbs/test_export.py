@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+from app.cli import main
 from app.cli.export import export
 from app.strategies.pieces import load_whole
 from tests.app.cli.verbs import export_jobs as jobs
@@ -55,6 +56,7 @@ _MEASURED = """
 import sys
 from pathlib import Path
 import transformers.models.qwen3.modeling_qwen3
+from app.cli import main
 from app.cli.export import export
 status = Path("/proc/self/status")
 def read(field):
@@ -130,9 +132,11 @@ class TestOptions:
         again = (below.float() + scale * b.float() @ a.float()).to(below.dtype)
         torch.testing.assert_close(again, expected[f"{layer}.weight"])
 
-    def test_not_a_checkpoint(self, tmp_path: Path) -> None:
-        with pytest.raises(ValueError, match=rf"--ckpt: {tmp_path} is no checkpoint of DTAStrategy"):
-            export(tmp_path, tmp_path / "out")
+    def test_not_a_checkpoint(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        with pytest.raises(SystemExit):
+            main(["export", "--ckpt", str(tmp_path), "--out", str(tmp_path / "out")])
+        said = capsys.readouterr().err
+        assert f"error: --ckpt: {tmp_path} is no checkpoint of DTAStrategy" in said and "; name a checkpoint" in said
 
 
 class TestSomebodyElsesCheckpoint:

@@ -80,7 +80,7 @@ def test_recorded_conversations() -> None:
         (["nowhere"], "PATH: there is no 'nowhere'"),
         (["runs/a", "--tokenizer", "x"], "--tokenizer: has no effect on run directories"),
         (["runs/empty"], "nothing was logged"),
-        (["runs"], "runs"),
+        (["runs"], "runs: no recorded batches (batch_*.safetensors) in it; name another directory"),
     ],
 )
 def test_mistakes(args: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
