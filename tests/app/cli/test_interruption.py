@@ -163,9 +163,14 @@ def test_a_wait_for_rollouts_is_cut_short(number: signal.Signals, capsys: pytest
     assert [row[0] for row in rows("step")] == [str(n) for n in range(10)]
 
 
-def test_before_the_first_step_nothing_is_offered_but_a_new_start(capsys: pytest.CaptureFixture[str]) -> None:
+def test_before_the_first_step_nothing_is_offered_but_a_new_start(
+    capsys: pytest.CaptureFixture[str], recwarn: pytest.WarningsRecorder
+) -> None:
     """Where rollouts are waited for; the directory then holds a run that cannot be gone on with."""
-    code = interrupted("--data=tests.app.cli.signals.Waits", "--data.init_args.after=0", "--data.init_args.signum=2")
+    shows = "--trainer.callbacks=[callbacks.WeightSync, callbacks.Pictures, callbacks.Report]"
+    waits = ["--data=tests.app.cli.signals.Waits", "--data.init_args.after=0", "--data.init_args.signum=2"]
+    code = interrupted(shows, *waits)
+    assert not [one for one in recwarn if "not drawn" in str(one.message) or "not written" in str(one.message)]
     said = capsys.readouterr().err
     assert code == 130 and "SIGINT: ending; until a step is done there is nothing new to save" in said
     assert "SIGINT: ended after step 0, nothing new was saved" in said and "ckpt_path" not in said
