@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import re
 import signal
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeAlias
@@ -46,11 +47,12 @@ def _reference(prompt: Prompt) -> str:
 def math_verify(prompt: Prompt, completion: str) -> float:
     """1.0 when the completion's answer equals the prompt's, as mathematics (library math-verify).
 
-    Its answer is a last line "#### ..." (GSM8K's mark); else what the library takes for one: boxed, announced ("the
-    answer is ..."), or the last expression. "1,000", "1000.0" and "$\\boxed{1000}$" are equal; so are "23 + 75" and
-    "98": where the question is an expression itself, repeating it is right, and a model learns to. An answer that the
-    library cannot read or compare within 3 s of processor time (a tower of powers, say) is wrong and counted
-    (`note_unreadable`). That limit is a signal: it needs the main thread, where the pool runs its rewards.
+    Its answer is a last line "#### ..." (GSM8K's mark), whole: "(1, 2)", "1/2" and "1 or 2" are no 2. Else it is what
+    the library takes for one: boxed, announced ("the answer is ..."), or the last expression. "1,000", "1000.0" and
+    "$\\boxed{1000}$" are equal; so are "23 + 75" and "98": where the question is an expression itself, repeating it is
+    right, and a model learns to. An answer that the library cannot read or compare within 3 s of processor time (a
+    tower of powers, say) is wrong and counted (`note_unreadable`). That limit is a signal: it needs the main thread,
+    where the pool runs its rewards.
 
     Raises:
         ValueError: the prompt's answer is no mathematical expression, or cannot be compared with itself.
@@ -60,7 +62,9 @@ def math_verify(prompt: Prompt, completion: str) -> float:
     reference: Any = []
     try:
         with _processor_time(_MATH_S):
-            reference = library.parse(_mathematical(prompt.answer), parsing_timeout=None, raise_on_error=True)
+            reference = library.parse(
+                _mathematical(_with_fractions(prompt.answer)), parsing_timeout=None, raise_on_error=True
+            )
     except (Exception, _OutOfTime) as error:
         raise _no_reference(prompt, described(error)) from error
     if not reference:
@@ -252,12 +256,37 @@ def _mathematical(answer: str) -> str:
 _NUMBER = re.compile(r"[-+$\s\d.,/%]+")
 _LATEX = re.compile(r"\\[A-Za-z{(]")
 _WORD = re.compile(r"[A-Za-z]{2,}")
+_MIXED = re.compile(r"(?<![\d.,/])([-+]?\d++)\s++(\d++)/(\d++)(?![.,/]\d)")
+_ONE_NUMBER = re.compile(r"\d(?:[\d./%]|,(?=\d{3}))*")
+_BETWEEN = re.compile(
+    r"[\s$)\]}%]*(?:[,;:\u2013]|\b(?:and|or|to|of|out of)\b)[-+\s$(\[{.]*(?:[A-Za-z]\s*=[-+\s$(\[{.]*)?", re.IGNORECASE
+)
 
 
 def readings(mark: str, reference: str = "0") -> list[str]:
     """What stands behind a mark: as the reference is read, so that `2\\sqrt{3}` is one expression and not a 2; and, of
-    one with words and without LaTeX ("7 apples", "3/4 cups"), as text, of which a number is the answer."""
-    is_text = not _LATEX.search(mark)
-    if is_text and _NUMBER.fullmatch(reference):
+    one with words and without LaTeX ("7 apples", "3/4 cups"), as text, of which a number is the answer.
+
+    Text's last number is not its answer where the mark is a tuple, an interval, a ratio or a choice, "(1, 2)" or
+    "1 or 2": these are read as mathematics alone, so that none of them is the number 2.
+    """
+    mark = _with_fractions(mark)
+    words = _WORD.search(mark)
+    if _LATEX.search(mark) or ("(" in mark and not words) or _is_several(mark):
+        return [_mathematical(mark)]
+    if _NUMBER.fullmatch(reference):
         return [mark]
-    return [_mathematical(mark), *([mark] if is_text and _WORD.search(mark) else [])]
+    return [_mathematical(mark), *([mark] if words else [])]
+
+
+def _with_fractions(answer: str) -> str:
+    """Mixed numbers, "1 1/2", as LaTeX has them: the library reads that one as a 1."""
+    if "$" in answer or _LATEX.search(answer):
+        return answer
+    return _MIXED.sub(r"$\1\\frac{\2}{\3}$", answer)
+
+
+def _is_several(mark: str) -> bool:
+    """Whether the last two numbers of it stand in a list, a range or a ratio."""
+    last = deque(_ONE_NUMBER.finditer(mark), maxlen=2)
+    return len(last) == 2 and _BETWEEN.fullmatch(mark, last[0].end(), last[1].start()) is not None

@@ -69,7 +69,7 @@ def last_number(prompt: Prompt, completion: str) -> float:
 
     `math_verify` will not do: it knows that "23 + 75" is 98, and within twenty steps the model repeats the question.
     """
-    numbers = re.findall(r"\d+", completion)
+    numbers = re.findall(r"(?<!\d)-?\d+(?:[.,/]\d+)*", completion)  # "1.98" and "-98" are no 98
     return float(bool(numbers) and numbers[-1] == prompt.answer)
 
 

@@ -41,7 +41,17 @@ def test_held_out_sums_are_not_trained_on(tmp_path: Path) -> None:
 
 def test_the_last_number_counts() -> None:
     prompt = Prompt("", answer="98")
-    said = {"98": 1, "23 + 75 = 98.": 1, "23 + 75": 0, "To find 23 + 75, we": 0, "": 0, "98 or 99": 0}
+    said = {
+        "98": 1,
+        "23 + 75 = 98.": 1,
+        "23 + 75": 0,
+        "To find 23 + 75, we": 0,
+        "": 0,
+        "98 or 99": 0,
+        "1.98": 0,
+        "1,098": 0,
+        "-98": 0,
+    }
     assert {text: last_number(prompt, text) for text in said} == said
 
 

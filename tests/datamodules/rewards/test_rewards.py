@@ -117,6 +117,21 @@ def test_what_a_reward_prepares_counts_for_no_call(
     assert "ARBORIST_TEST_TOKEN" in caplog.text and "not-to-be-seen" not in caplog.text
 
 
+SEVERAL = [
+    "(1, 2)",
+    "(1,2)",
+    "[1, 2)",
+    "(1; 2)",
+    "1, 2",
+    "(1, 2) apples",
+    "1 or 2",
+    "x = 1, y = 2",
+    "1/2",
+    "1:2",
+    "1 of 2",
+]
+
+
 @pytest.mark.parametrize(
     ("answer", "completion", "reward"),
     [
@@ -133,6 +148,17 @@ def test_what_a_reward_prepares_counts_for_no_call(
         ("\\frac{1}{2}", "#### The probability is 0.5", 1.0),
         ("\\frac{1}{2}", "#### 0.5 (one half)", 1.0),
         ("\\frac{1}{2}", "#### 1/3 of the pie", 0.0),
+        *((one, f"#### {several}", 0.0) for several in SEVERAL for one in ("1", "2", "12")),
+        ("2", "#### (2)", 1.0),
+        ("1/2", "#### 1:2", 1.0),
+        ("\\{1, 2\\}", "#### 1 or 2", 1.0),
+        ("1,234", "#### $1,234", 1.0),
+        ("7", "#### the sum of 5 and 2 is 7", 1.0),
+        ("3/2", "#### 1 1/2", 1.0),
+        ("-3/2", "#### -1 1/2 cups", 1.0),
+        ("1 1/2", "#### 1.5", 1.0),
+        ("1/2", "#### 1 1/2", 0.0),
+        ("1 1/2", "#### 1", 0.0),
         ("5", "#### first step\nThe answer is 5.", 1.0),
         ("\\frac{1}{2}", "0.5", 1.0),
         ("5", "-5", 0.0),
