@@ -1,7 +1,8 @@
 """How sure a number is: intervals of means and shares, paired comparisons, and how many prompts would tell.
 
 Promises: numpy alone; the prompt is the unit, since episodes of one prompt are alike; where values are 0 or 1 the
-intervals hold at the ends of the scale too, where a resampled one has no width. Imports nothing of the project.
+intervals hold at the ends of the scale too, where a resampled one has no width; nor has one of equal values, of which
+it counts how many others may be unseen. Imports nothing of the project.
 """
 
 from __future__ import annotations
@@ -30,12 +31,19 @@ def share_interval(count: float, of: float) -> tuple[float, float]:
 
 def mean_interval(values: Sequence[float]) -> tuple[float, float]:
     """95% interval of the mean of independent values, one a prompt: Wilson's where all are 0 or 1, else Student's of
-    two to seven, and of more from prompts drawn again. A single value tells nothing: the interval is infinite."""
+    two to seven, and of more from prompts drawn again. A single value tells nothing: the interval is infinite.
+
+    Of n values that are all the same, a share of up to 1 - 0.025^(1 / n) of all prompts may have others, which are
+    taken to lie between 0 and 1 (or as far out as the values): the interval is what the mean may then be.
+    """
     array = np.asarray(values, float)
     if _binary(array):
         return share_interval(float(array.sum()), len(array))
     if len(array) < 2:
         return -math.inf, math.inf
+    if _equal(array):
+        mean, unseen = float(array.mean()), _unseen(len(array))
+        return mean + unseen * (min(0.0, mean) - mean), mean + unseen * (max(1.0, mean) - mean)
     return _interval(array)
 
 
@@ -84,7 +92,9 @@ def paired(a: Sequence[float], b: Sequence[float]) -> Paired:
 
     Where all are 0 or 1: the interval of Bonett and Price (2012), which adds one prompt to either side, and McNemar's
     exact test. Else Student's interval of two to seven prompts, and of more from prompts drawn again; the test flips
-    signs of differences.
+    signs of differences. Where all differences are the same, the interval allows for as many prompts as may be unseen
+    (`mean_interval`) that differ as much the other way, and tells them from 0 where that test would, from six prompts;
+    where all are 0, for unseen ones that differ by the range of the values, 1 at least.
 
     Args:
         a, b: [n], n >= 2, entry i of both is prompt i.
@@ -109,6 +119,10 @@ def paired(a: Sequence[float], b: Sequence[float]) -> Paired:
     else:
         variance = float(each.var(ddof=1))
         low, high = _interval(each)
+        if _equal(each):
+            values = np.concatenate([first, second])
+            apart = 2 * abs(difference) if each.any() else max(1.0, float(np.ptp(values)))
+            low, high = difference - _unseen(n) * apart, difference + _unseen(n) * apart
         p = _sign_flips(each)
     needed = prompts_needed(variance, difference) if difference else None
     return Paired(n, difference, low, high, p, better, worse, math.sqrt(variance), needed)
@@ -153,8 +167,18 @@ def _binary(values: npt.NDArray[np.float64]) -> bool:
     return bool(np.isin(values, (0.0, 1.0)).all()) and len(values) > 0
 
 
+def _equal(values: npt.NDArray[np.float64]) -> bool:
+    """But for rounding: 0.3 - 0.2 is not quite 0.6 - 0.5."""
+    return bool(np.ptp(values) <= 1e-12 * max(1.0, float(np.abs(values).max())))
+
+
+def _unseen(n: int) -> float:
+    """Largest share of a population that n draws all miss in one of forty trials (Clopper and Pearson 1934)."""
+    return 1.0 - 0.025 ** (1 / n)
+
+
 def _interval(values: npt.NDArray[np.float64]) -> tuple[float, float]:
-    """95% interval of a mean; n >= 2. Of values that are all the same it has no width."""
+    """95% interval of a mean; n >= 2. Of values that are all the same it would have no width."""
     if len(values) not in _STUDENT95:
         return _bootstrap(values)
     mean, half = float(values.mean()), _STUDENT95[len(values)] * float(values.std(ddof=1)) / math.sqrt(len(values))

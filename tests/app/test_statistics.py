@@ -38,6 +38,33 @@ def test_intervals_of_means_cover(n: int) -> None:
     assert 0.915 < np.mean([covers(mean_interval(list(row)), 2 / 7) for row in draws]) < 0.985
 
 
+@pytest.mark.parametrize("n", [2, 7, 8, 40])
+def test_equal_values_are_no_certainty(n: int) -> None:
+    """Nothing else was seen, which a few prompts do not rule out."""
+    low, high = mean_interval([0.7] * n)
+    unseen = 1 - 0.025 ** (1 / n)
+    assert (low, high) == pytest.approx((0.7 - 0.7 * unseen, 0.7 + 0.3 * unseen))
+    assert mean_interval([1.0] * n)[1] == 1.0 and mean_interval([1.0] * n)[0] < 1.0  # Wilson's
+    assert mean_interval([-1.0] * n) == pytest.approx((-1.0, -1.0 + 2 * unseen))
+    assert mean_interval([5.0] * n) == pytest.approx((5.0 - 5.0 * unseen, 5.0))
+
+
+def test_intervals_of_values_that_are_often_equal_cover() -> None:
+    """All ten are equal in every third sample."""
+    draws = np.where(RANDOM.random((1000, 10)) < 0.1, 0.0, 0.7)
+    alike = [row for row in draws if len(set(row)) == 1]
+    assert len(alike) > 250 and all(covers(mean_interval(list(row)), 0.63) for row in alike)
+
+
+@pytest.mark.parametrize(("n", "told"), [(2, False), (5, False), (6, True), (30, True)])
+def test_equal_differences_are_told_where_their_signs_tell(n: int, told: bool) -> None:
+    before = np.linspace(0.1, 0.8, n)
+    for found in (paired(before, before + 0.1), paired(before, before - 0.1)):
+        assert found.distinguishable is told and found.low < found.difference < found.high
+    same = paired(before, before)
+    assert same.low == pytest.approx(-(1 - 0.025 ** (1 / n))) and not same.distinguishable
+
+
 @pytest.mark.parametrize("n", [2, 3, 7])
 def test_few_prompts_seldom_tell_what_is_not_there(n: int) -> None:
     """Values drawn again from so few would differ from 0 in every second pair of prompts."""
