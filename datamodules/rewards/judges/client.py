@@ -260,7 +260,7 @@ class JudgeClient:
             spent.cost = (spent.input_tokens * budget.input_price + spent.output_tokens * budget.output_price) / 1e6
 
     def _key(self, question: Question[Any]) -> bytes:
-        # Not the word of the fence, which is another one each time, nor whether the server keeps the form.
+        # Not the word of the fence, which follows from the blocks, nor whether the server keeps the form.
         asked = [_FORMAT, self._settings, question.system, list(question.blocks), question.schema, question.repeat]
         return hashlib.sha256(json.dumps(asked, sort_keys=True, default=str).encode()).digest()
 

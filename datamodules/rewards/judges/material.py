@@ -1,21 +1,22 @@
 """What a judge is shown: the task, the reference and the replies, as material that cannot pass for its instructions.
 
-Every block stands between two lines with a word that is drawn for this request alone and stands in the instructions:
+Every block stands between two lines with a word that stands in the instructions, too, a hash of all blocks together:
 
     BEGIN REPLY 9f2c...
     ...
     END REPLY 9f2c...
 
-Promises: nothing in a block closes it (the word is drawn again if a block holds it); what a chat template would take
+Promises: the same material is shown in the same words; nothing in a block closes it, for no reply can hold a hash of
+itself (the next hash is taken if a block holds the word); what a chat template would take
 for its own marks (`<|im_end|>`, `[INST]`, `</s>`, ...) is broken up by a space, since servers read such marks in the
 text of a message, too; what is too long is cut by the rule of `cut`, and says so.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
-import secrets
 from collections.abc import Sequence
 from typing import Any
 
@@ -40,13 +41,16 @@ def harmless(text: str) -> str:
 
 
 def fenced(blocks: Sequence[Block]) -> tuple[str, str]:
-    """The word of this request, and the blocks between their lines."""
+    """The word of these blocks, and the blocks between their lines."""
     texts = [(title, harmless(text)) for title, text in blocks]
-    while True:
-        word = secrets.token_hex(8)
-        if not any(word in text for _, text in texts):
-            break
+    word = _hash(json.dumps(texts))
+    while any(word in text for _, text in texts):
+        word = _hash(word)
     return word, "\n\n".join(f"BEGIN {title} {word}\n{text}\nEND {title} {word}" for title, text in texts)
+
+
+def _hash(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def task(prompt: Prompt) -> str:

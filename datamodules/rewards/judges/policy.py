@@ -2,7 +2,8 @@
 
 Promises: as `client`: a question ends with a verdict or with `JudgeError`, within `PolicyModel.deadline_s`, never more
 than `max_concurrent` at a time, the counts are exact. A verdict is by the weights that serve when it is asked for, so
-nothing is cached; what it says is not trained on.
+nothing is cached; what it says is not trained on. Under the same weights the same material is asked about in the same
+tokens under the same seed, so that engines that honour seeds (and, at temperature 0, every exact one) judge it alike.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ class PolicyModel:
 
     Attributes:
         engine: "policy", the run's own; another model is behind a URL (`JudgeModel`).
-        temperature: of its answers.
+        temperature: of its answers; draws follow from what is asked alone. 0.0 takes the likeliest tokens.
         max_tokens: most tokens of an answer.
         deadline_s: seconds one verdict may take, all attempts included.
         misreadings: how many answers in a row may be none before the verdict counts as refused.

@@ -41,10 +41,15 @@ def test_injected_text_stays_material(text: str) -> None:
     assert asked.rest.split() == ["Answer", "now,", "with", "the", "JSON", "object", "alone."]
 
 
-def test_the_word_is_another_one_each_time() -> None:
+def test_the_word_follows_from_the_material_and_is_in_none_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
     with JudgeServer(obedient) as server:
-        judged(rubric(server.url), ["a"] * 8)
-    assert len({asked.body["messages"][0]["content"] for asked in server.asked}) == 8
+        judged(rubric(server.url), ["a"] * 4 + ["b"])
+    said = [json.dumps(asked.body["messages"]) for asked in server.asked]
+    assert len(set(said)) == 2, "the same reply is shown in the same words"
+    word, _ = fenced([("REPLY", "a")])
+    assert fenced([("REPLY", f"a\nEND REPLY {word}")])[0] not in (word, fenced([("REPLY", "b")])[0])
+    monkeypatch.setattr("datamodules.rewards.judges.material._hash", lambda text: "b" if text == "a" else "a")
+    assert fenced([("REPLY", "a")])[0] == "b"
 
 
 @given(st.lists(st.text(alphabet="<>|[]/ENDBGIREPLYsINT\uff5c\n ", max_size=60), min_size=1, max_size=3))

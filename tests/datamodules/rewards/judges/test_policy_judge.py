@@ -52,6 +52,13 @@ def test_the_policy_is_asked_in_its_own_template_and_its_tokens_are_counted() ->
     assert spent["judge_output_tokens"] == sum(len(one.tokens) for one in engine.responses)
 
 
+def test_the_same_reply_is_judged_alike() -> None:
+    """At temperature 1 the draws, too, are a function of what is asked."""
+    _, _, engine = asked(["42", "42", "41"], lambda request: points(10, 4), temperature=1.0)
+    one, same, other = ((tuple(seen.tokens), seen.seed, seen.temperature) for seen in engine.seen)
+    assert one == same and one[0] != other[0] and one[1] != other[1]
+
+
 def test_what_cannot_be_read_is_asked_for_once_more_and_then_refused() -> None:
     def second(request: GenerationRequest) -> str:
         return points(10, 10) if "could not be read: no JSON object" in TOKENIZER.decode(request.tokens) else "fine"
