@@ -108,8 +108,6 @@ def _keep_in_wandb(name: str, directory: Path, trainer: Trainer) -> None:
 def _tokenizer(trainer: Trainer, module: LightningModule) -> Any:
     """The datamodule's, or, as recorded tokens need none, that of the model it began with; None where there is none."""
     found = getattr(trainer.datamodule, "tokenizer", None)
-    if isinstance(found, str):  # recorded text names the directory
-        return AutoTokenizer.from_pretrained(found)
     source = getattr(getattr(module, "model_source", None), "path", None)
     if found is not None or source is None:
         return found

@@ -18,6 +18,7 @@ from typing import Any, Literal, TypeVar
 import lightning as L
 import numpy as np
 import torch
+from transformers import PreTrainedTokenizerBase
 
 from app import checks
 from app.batch import RolloutBatch, Trajectory
@@ -110,7 +111,8 @@ class RecordedDataModule(L.LightningDataModule):
         if arrays:
             unused = None if workload == "think" else tokenizer
             checks.no_effect(f"on the token arrays of '{path}'", {"tokenizer": unused, "system": system})
-        self.path, self.workload, self.tokenizer, self.system = path, workload, tokenizer, system
+        self.path, self.workload, self.tokenizer_spec, self.system = path, workload, tokenizer, system
+        self.tokenizer: PreTrainedTokenizerBase | None = None
         self.tasks_per_batch, self.trials, self.tasks = tasks_per_batch, trials, tasks
         self.shuffle, self.seed, self.min_reward = shuffle, seed, min_reward
         self.pairs, self.unrewarded = pairs, unrewarded
@@ -121,7 +123,7 @@ class RecordedDataModule(L.LightningDataModule):
         self._position = Position()
         chosen = {"workload": workload, "tasks_per_batch": tasks_per_batch, "trials": trials, "tasks": tasks}
         dealt = {"min_reward": min_reward, "shuffle": shuffle, "seed": seed, "pairs": pairs, "unrewarded": unrewarded}
-        self._made_with = {key: str(value) for key, value in (chosen | dealt).items()}
+        self._made_with = {key: str(value) for key, value in (chosen | dealt | {"system": None}).items()}
 
     def setup(self, stage: str | None = None) -> None:
         """Reads and checks the file (once); every rank does, since all of them need the number of batches."""
@@ -133,8 +135,8 @@ class RecordedDataModule(L.LightningDataModule):
         conversations = self._good(self._load())
         if self.path.endswith((".npz", ".jsonl", ".jsonl.gz")):
             self._made_with["path"] = fingerprint.of_file(resolve(self.path, "data.path"))
-        else:  # which may have grown
-            self._made_with["path"] = f"{len(conversations)} sessions"
+        else:
+            self._made_with["path"] = _of_sessions(conversations)
         if self.system is not None:
             self._made_with["system"] = fingerprint.of_file(resolve(self.system, "data.system"))
         groups = choose(grouped(conversations), self.tasks, self.path)
@@ -242,11 +244,11 @@ class RecordedDataModule(L.LightningDataModule):
             return self._rewarded(load_sessions(resolve(self.path, "data.path", "directory")))
         file = resolve(self.path, "data.path")
         encoder = None
-        if self.tokenizer is not None:
-            tokenizer = load_chat_tokenizer(self.tokenizer, "data.tokenizer")
-            self._made_with |= fingerprint.of_tokenizer(tokenizer)
+        if self.tokenizer_spec is not None:
+            self.tokenizer = load_chat_tokenizer(self.tokenizer_spec, "data.tokenizer")
+            self._made_with |= fingerprint.of_tokenizer(self.tokenizer)
             system = None if self.system is None else load_system(resolve(self.system, "data.system"))
-            encoder = ChatEncoder(tokenizer, system)
+            encoder = ChatEncoder(self.tokenizer, system)
             self._think_ids = tuple(encoder.think_ids())
         if file.suffix == ".npz":
             return load_npz(file)
@@ -278,3 +280,9 @@ class RecordedDataModule(L.LightningDataModule):
                     images=images,
                     pictures=pictures,
                 )
+
+
+def _of_sessions(sessions: Sequence[Conversation | Session]) -> str:
+    """Number (a directory may have grown) and a hash of the first, whatever the directory's name."""
+    first = [[one.task, one.reward, [row.tolist() for row, _ in one.sequences("turns")]] for one in sessions[:16]]
+    return f"{len(sessions)} sessions, {fingerprint.of_values(first)}"

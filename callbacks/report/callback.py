@@ -22,7 +22,6 @@ from app.interruption import Interrupted
 from callbacks.base import run_dir
 from callbacks.report.moments import batch_moment, transcript
 from callbacks.report.runs import is_run
-from datamodules.prompts.tokenizers import load_tokenizer
 from modules.episodes import call_rewards, earned, episode_prompts
 
 FILE, PAGE = "report.jsonl", "report.html"
@@ -37,7 +36,6 @@ class Report(Callback):
         self._latest: tuple[int, int, RolloutBatch] | None = None
         self._written = 0  # number of the last batch that was written
         self._held_out: dict[str, dict[str, Any]] = {}
-        self._decoder: Any = None
         self._began = 0.0  # the validation under way
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -73,7 +71,7 @@ class Report(Callback):
         )
         rewards, _, of_sequence = earned(batch.batch, call_rewards(batch.batch))
         last = {episode: i for i, episode in enumerate(of_sequence.tolist())}
-        tokenizer = self._tokenizer(trainer)
+        tokenizer = getattr(trainer.datamodule, "tokenizer", None)
         of_token = of_sequence.repeat_interleave(batch.batch.lengths())
         generated = of_token[batch.batch.loss_mask].bincount(minlength=len(rewards)).tolist()
         prompts = episode_prompts(batch.batch, of_sequence)
@@ -121,16 +119,9 @@ class Report(Callback):
         if self._latest is None or self._latest[0] == self._written:
             return
         number, step, batch = self._latest
-        self._append({"kind": "batch", "step": step, "batch": number, **batch_moment(batch, self._tokenizer(trainer))})
+        moment = batch_moment(batch, getattr(trainer.datamodule, "tokenizer", None))
+        self._append({"kind": "batch", "step": step, "batch": number, **moment})
         self._written = number
-
-    def _tokenizer(self, trainer: Trainer) -> Any:
-        """What decodes; of recorded text the datamodule has its directory alone."""
-        found = getattr(trainer.datamodule, "tokenizer", None)
-        if isinstance(found, str):
-            self._decoder = self._decoder or load_tokenizer(found)
-            return self._decoder
-        return found
 
     def _append(self, row: dict[str, Any]) -> None:
         assert self._directory is not None

@@ -34,15 +34,15 @@ def of_tokenizer(tokenizer: PreTrainedTokenizerBase) -> dict[str, str]:
     rules = {key: rules.get(key) for key in _RULES}
     special = [tokenizer.eos_token_id, tokenizer.bos_token_id]
     return {
-        _TOKENIZER: f"{len(tokenizer)} tokens, {_hash(rules, special)}",
-        "tokenizer's chat template": _hash(tokenizer.chat_template),
+        _TOKENIZER: f"{len(tokenizer)} tokens, {of_values(rules, special)}",
+        "tokenizer's chat template": of_values(tokenizer.chat_template),
     }
 
 
 def of_prompts(source: PromptSource) -> str:
     """Name, size, and a hash of the first prompts."""
     first = [[p.id, p.text, list(p.messages), p.answer] for p in source.first(_PROMPTS)]
-    return f"{source.name}, {'no end' if source.size is None else f'{source.size} prompts'}, {_hash(first)}"
+    return f"{source.name}, {'no end' if source.size is None else f'{source.size} prompts'}, {of_values(first)}"
 
 
 def of_file(path: Path) -> str:
@@ -60,6 +60,11 @@ def of_object(value: object) -> str:
         if not name.startswith("_")
     )
     return f"{type(value).__name__}({settings})"[:_LONGEST]
+
+
+def of_values(*values: object) -> str:
+    """A hash of what JSON can say."""
+    return hashlib.sha256(json.dumps(values, sort_keys=True, default=str).encode()).hexdigest()[:12]
 
 
 def compare(saved: Mapping[str, Any], now: Mapping[str, str]) -> None:
@@ -88,7 +93,3 @@ def _plain(value: object) -> str:
     if isinstance(value, list | tuple):
         return f"[{', '.join(map(_plain, value))}]"
     return repr(value) if value is None or isinstance(value, bool | int | float | str) else type(value).__name__
-
-
-def _hash(*values: object) -> str:
-    return hashlib.sha256(json.dumps(values, sort_keys=True, default=str).encode()).hexdigest()[:12]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,11 +12,13 @@ import torch
 from torch import nn
 
 from app.batch import RolloutBatch
-from modules import ActorCriticModule, ModelSource
+from datamodules.recorded import RecordedDataModule
+from modules import ActorCriticModule, ModelSource, PolicyModule, Regulariser
 from modules.actor_critic import explained_variance
 from modules.advantages.gae import gae
 from modules.advantages.gae_turn import gae_turn
 from modules.objectives.value_loss import value_loss
+from tests.helpers.recorded_samples import byte_tokenizer, line, write_jsonl
 from tests.helpers.tiny_policy import CONFIG, Batches, fit, make_batch, naive_model, parameters, sgd, source, trainer
 from tests.modules.dense_loop import Dense
 
@@ -41,6 +44,27 @@ CASES: dict[str, tuple[Options, Dense]] = {
 
 def batches() -> list[RolloutBatch]:
     return [make_batch(k, version=max(0, k - 1)) for k in range(2)]
+
+
+def test_a_critic_of_another_tokenizer_is_refused(tmp_path: Path) -> None:
+    """By the tokenizer of the data, which recorded text has, else by the one beside the policy's weights."""
+    mine, other = byte_tokenizer(), byte_tokenizer()
+    other.add_tokens(["zebra"])
+    for name, tokenizer in (("policy", other), ("critic", mine)):
+        naive_model().save_pretrained(tmp_path / name)
+        tokenizer.save_pretrained(tmp_path / name)
+    policy, critic = (ModelSource(str(tmp_path / name)) for name in ("policy", "critic"))
+    module = ActorCriticModule(policy, critic=critic, optimizer=sgd)
+    with pytest.raises(ValueError, match=r"critic: .*critic' has another tokenizer than this run: 'zebra' is \d+ here"):
+        fit(module, batches())
+    text = write_jsonl(tmp_path / "c.jsonl", [line(), line("1")])
+    data = RecordedDataModule(str(text), tokenizer=str(tmp_path / "policy"))
+    with pytest.raises(ValueError, match=r"critic: .*'zebra' is \d+ here"):
+        trainer().fit(ActorCriticModule(source(), critic=critic, optimizer=sgd), data)
+    data = RecordedDataModule(str(text), tokenizer=str(tmp_path / "policy"))
+    with pytest.raises(ValueError, match=r"reference: .*critic' has another tokenizer .*'zebra' is \d+ here"):
+        regularisers = [Regulariser("kl", 0.1)]
+        trainer().fit(PolicyModule(source(), reference=critic, regularisers=regularisers, optimizer=sgd), data)
 
 
 def dense_run(dense: Dense, separate: bool, steps: tuple[int, int]) -> dict[str, torch.Tensor]:

@@ -67,9 +67,8 @@ def test_rewards_of_single_calls_are_those_of_a_validation(tmp_path: Path, monke
 
 
 def test_recorded_text_is_read_with_the_datamodules_tokenizer(tmp_path: Path) -> None:
-    byte_tokenizer().save_pretrained(tmp_path / "tokenizer")
     data: Any = TinyData(batches=1)
-    data.tokenizer = str(tmp_path / "tokenizer")
+    data.tokenizer = byte_tokenizer()
     trainer(tmp_path / "run", Report()).fit(Batched(), datamodule=data)
     (kept,) = rows(tmp_path / "run")
     assert kept["tree"]["text"][0] == byte_tokenizer().decode([1, 2, 3])

@@ -8,9 +8,13 @@ from typing import Any
 
 import lightning as L
 import pytest
+import torch
 from transformers import AutoTokenizer
 
+from app.batch import Trajectory
 from app.strategies.checkpoint.checkpoints import pack
+from datamodules.files.recording import RolloutRecorder
+from datamodules.groups import Group
 from datamodules.pipeline import fingerprint
 from datamodules.prompts import ArithmeticPrompts, JsonlPrompts
 from datamodules.prompts.tokenizers import load_tokenizer, texts_of
@@ -20,6 +24,7 @@ from datamodules.workflows import RLVRWorkflow
 from tests.datamodules.fake_engine import FakeEngine
 from tests.datamodules.test_recorded import module as recorded
 from tests.helpers.doubles import conversations
+from tests.helpers.recorded_samples import byte_tokenizer, line, write_jsonl
 
 CHARS = "0123456789+-*="
 
@@ -128,6 +133,71 @@ def test_another_file_of_recorded_data(tmp_path: Path) -> None:
         recorded(tmp_path / "moved" / "x.npz").load_state_dict(state)
     with pytest.warns(UserWarning, match=r"data\.path was x\.npz, \d+ bytes, \w+ and is x\.npz, \d+ bytes"):
         recorded(tmp_path / "b" / "x.npz", seed=1).load_state_dict(state)
+
+
+@pytest.mark.parametrize(
+    ("changed", "told"),
+    [
+        ({"workload": "whole"}, r"data\.workload was turns and is whole"),
+        ({"tasks_per_batch": 2}, r"data\.tasks_per_batch was 1 and is 2"),
+        ({"trials": 2}, r"data\.trials was None and is 2"),
+        ({"tasks": ["0", "1"]}, r"data\.tasks was None and is \['0', '1'\]"),
+        ({"min_reward": 0.5}, r"data\.min_reward was None and is 0\.5"),
+        ({"shuffle": False}, r"data\.shuffle was True and is False"),
+        ({"seed": 1}, r"data\.seed was 0 and is 1"),
+        ({"pairs": True}, r"data\.pairs was False and is True"),
+        ({"unrewarded": "keep"}, r"data\.unrewarded was None and is keep"),
+    ],
+)
+def test_other_settings_of_recorded_data_are_told(tmp_path: Path, changed: dict[str, Any], told: str) -> None:
+    path = conversations(tmp_path / "x.npz")
+    state = recorded(path).state_dict()
+    assert pack(state)
+    with pytest.warns(UserWarning, match=told) as caught:
+        recorded(path, **changed).load_state_dict(state)
+    assert str(caught[0].message).count(" was ") == 1, "and no other setting"
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        recorded(path, **changed).load_state_dict(recorded(path, **changed).state_dict())
+
+
+def test_another_directory_of_recorded_batches_is_told(tmp_path: Path) -> None:
+    """Of as many sessions, too."""
+    for name, seed in (("a", 0), ("b", 1)):
+        turn = Trajectory(
+            tokens=torch.tensor([1, 2 + seed]),
+            loss_mask=torch.tensor([False, True]),
+            behavior_logprobs=torch.tensor([0.0, -1.0]),
+            versions=torch.tensor([-1, 0]),
+            reward=1.0,
+            group_id=0,
+            episode_id=0,
+        )
+        RolloutRecorder(tmp_path / name).write(0, [Group(0, "p", 0, [turn])])
+    state = recorded(tmp_path / "a").state_dict()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        recorded(tmp_path / "a").load_state_dict(state)
+    with pytest.warns(UserWarning, match=r"data\.path was 1 sessions, \w+ and is 1 sessions, \w+"):
+        recorded(tmp_path / "b").load_state_dict(state)
+
+
+def test_recorded_text_goes_on_with_its_tokenizer_and_system_prompt(tmp_path: Path) -> None:
+    mine, other = byte_tokenizer(), byte_tokenizer()
+    other.add_tokens(["zebra"])
+    mine.save_pretrained(tmp_path / "mine")
+    other.save_pretrained(tmp_path / "other")
+    path = write_jsonl(tmp_path / "c.jsonl", [line(), line("1")])
+    (tmp_path / "system.json").write_text('{"system_prompt": "Be kind.", "tools": []}')
+    system = {"system": str(tmp_path / "system.json")}
+    bare, asked = (recorded(path, tokenizer=str(tmp_path / "mine"), **more) for more in ({}, system))
+    assert bare.tokenizer is not None and bare.tokenizer.get_vocab() == mine.get_vocab(), "what callbacks decode with"
+    with pytest.raises(ValueError, match=r"data\.tokenizer: .*Give the old tokenizer"):
+        recorded(path, tokenizer=str(tmp_path / "other")).load_state_dict(bare.state_dict())
+    with pytest.warns(UserWarning, match=r"data\.system was None and is system\.json"):
+        asked.load_state_dict(bare.state_dict())
+    with pytest.warns(UserWarning, match=r"data\.system was system\.json.* and is None"):
+        bare.load_state_dict(asked.state_dict())
 
 
 def test_prompts_of_a_file_are_known_by_what_they_say(tmp_path: Path) -> None:

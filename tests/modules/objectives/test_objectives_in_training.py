@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from itertools import combinations
 from typing import Any
 
 import pytest
 import torch
+from torch.nn.functional import logsigmoid
 
 from app.batch import BatchError, RolloutBatch
-from modules import PolicyModule, Regulariser
+from modules import ModelSource, PolicyModule, Regulariser
 from modules.advantages import ADVANTAGES
 from modules.algorithm import with_rewards
 from modules.objectives import OBJECTIVES
 from modules.ranks import RankWork
-from tests.helpers.tiny_policy import fit, make_batch, naive_model, parameters, sgd, source
+from tests.helpers.tiny_policy import fit, make_batch, naive_model, naive_outputs, parameters, sgd, source
 from tests.modules.dense_loop import Dense
 
 Options = dict[str, Any]
@@ -206,6 +208,53 @@ def test_penalties_are_logged_by_episode_and_the_reward_as_it_is() -> None:
     assert steps[0]["penalty/overlong"] == pytest.approx(0.5 * cost / 9) and "penalty/overlong" not in steps[1]
     rewards = {int(e): float(r) for e, r in zip(batch.episode_ids, batch.rewards)}
     assert steps[0]["reward"] == pytest.approx(sum(rewards.values()) / 9)
+
+
+def test_what_is_said_of_pairs_weighs_as_many_tokens_as_they_have_alike(tmp_path: Any) -> None:
+    """Two batches of as many steps each, of unequal numbers of pairs, of which no two are as long."""
+    naive_model(1).save_pretrained(tmp_path)
+    made = [make_batch(k, groups=groups, episodes=2, recorded=False) for k, groups in enumerate((3, 5))]
+    module = PolicyModule(
+        source(),
+        optimizer=lambda params: torch.optim.SGD(params, lr=0.0),
+        objective="dpo",
+        reference=ModelSource(str(tmp_path)),
+        minibatches=2,
+    )
+    steps = fit(module, made)
+    for k, batch in enumerate(made):
+        margins, lengths = _margins(batch)
+        pairs = range(len(margins))
+        found = [(step["margin"], step["preferred"], step["loss"]) for step in steps[2 * k : 2 * k + 2]]
+
+        def means(some: Iterable[int], margins: torch.Tensor = margins) -> tuple[float, ...]:
+            said = margins[list(some)]
+            return float(said.mean()), float((said > 0).double().mean()), float(-logsigmoid(said).mean())
+
+        splits = [
+            (means(some), means(set(pairs) - set(some)))
+            for n in range(1, len(pairs))
+            for some in combinations(pairs, n)
+        ]
+        assert any(split == (pytest.approx(found[0], rel=1e-4), pytest.approx(found[1], rel=1e-4)) for split in splits)
+        by_tokens = float((margins * lengths).sum() / lengths.sum())
+        assert by_tokens != pytest.approx(float(margins.mean()), rel=1e-2)
+
+
+def _margins(batch: RolloutBatch) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of each pair: 0.1 (drift of the better episode - that of the other), float64, and its trained tokens."""
+    policy, reference = naive_model(), naive_model(1)
+    drift, rewards, length = torch.zeros(3, len(set(batch.episode_ids.tolist())), dtype=torch.float64)
+    with torch.no_grad():
+        for i, episode in enumerate(batch.episode_ids.tolist()):
+            mask = batch.split(batch.loss_mask)[i]
+            apart = naive_outputs(policy, batch, i)[0] - naive_outputs(reference, batch, i)[0]
+            drift[episode] += apart[mask].double().sum()
+            length[episode] += mask.sum()
+            rewards[episode] = batch.rewards[i]
+    first, second = drift.view(-1, 2).unbind(1)
+    better = (rewards[::2] - rewards[1::2]).sign()
+    return 0.1 * better * (first - second), length.view(-1, 2).sum(1)
 
 
 def test_a_pair_that_is_none_names_its_group() -> None:
