@@ -35,7 +35,13 @@ def copy_of(policy: Module, dtype: str | None, device: str | None, parts: Weight
     config = own_config(model)
     text = config.get_text_config()
     kinds = getattr(text, "layer_types", None) or ()
-    stateful = StateLayers.of(model).indices
+    layers = StateLayers.of(model)
+    if not layers.attending:
+        raise GenerationError(
+            f"EmbeddedEngine.start: {type(model).__name__} has no layer of attention, by whose keys room is"
+            " counted, and which tree training asks for, too; use another model"
+        )
+    stateful = layers.indices
     foreign = sorted({kind for k, kind in enumerate(kinds) if kind not in _KNOWN and k not in stateful})
     if config.is_encoder_decoder or foreign:
         what = f"layers of type {', '.join(foreign)}" if foreign else "an encoder"

@@ -10,7 +10,7 @@ from typing import ClassVar
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, MambaConfig, MistralConfig, Qwen2Config
+from transformers import AutoModelForCausalLM, LlamaConfig, Mamba2Config, MambaConfig, MistralConfig, Qwen2Config
 
 from datamodules.inference.embedded import EmbeddedEngine, batcher
 from datamodules.inference.protocol import GenerationError, GenerationRequest, WeightUpdate
@@ -92,6 +92,15 @@ def test_a_state_that_is_not_keys_and_values_is_refused() -> None:
     model = AutoModelForCausalLM.from_config(MambaConfig(vocab_size=16, hidden_size=16, num_hidden_layers=1))
     engine = EmbeddedEngine()
     with pytest.raises((GenerationError, ValueError)):
+        engine.start(model, 0, 0)
+    assert not engine.health()["alive"]
+
+
+def test_a_model_without_attention_is_refused_at_its_start() -> None:
+    shape = dict(num_heads=4, head_dim=8, state_size=8, n_groups=1, expand=2)
+    model = AutoModelForCausalLM.from_config(Mamba2Config(vocab_size=16, hidden_size=16, num_hidden_layers=1, **shape))
+    engine = EmbeddedEngine()
+    with pytest.raises(GenerationError, match=r"Mamba2ForCausalLM has no layer of attention, .*use another model"):
         engine.start(model, 0, 0)
     assert not engine.health()["alive"]
 
