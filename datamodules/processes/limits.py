@@ -20,14 +20,20 @@ _SECRET = re.compile(
     r"|ACCESS_?TOKEN|PRIVATE_?KEY|CONNECTION_?STRING|CREDENTIAL|SECRET|PASSWORD|API_?KEY",
     re.IGNORECASE,
 )
+_OF_TEXT = re.compile(
+    r"(^|_)((MAX|MIN|NUM|N|TOTAL)(_(NUM|NEW|BATCHED|INPUT|OUTPUT|PROMPT|COMPLETION|CONTEXT|GENERATED|REASONING|RESPONSE"
+    r"|THINKING|TOTAL))*_TOKENS|(PAD|BOS|EOS|UNK|SEP|CLS|MASK)_TOKEN)$",
+    re.IGNORECASE,
+)
 _LOGIN = re.compile(r"://[^/\s:@]*:[^/\s@]+@")  # in a URL
 _LEAST_BYTES = 10**9  # a reward that imports torch and a parser needs that much
 
 
 def looks_secret(name: str, value: str = "") -> bool:
     """Whether an environment variable is one that workers do not get: by its name (keys, tokens, passwords, addresses
-    of databases and the like), or since its value has a URL with a user's password in it."""
-    return _SECRET.search(name) is not None or _LOGIN.search(value) is not None
+    of databases and the like), or since its value has a URL with a user's password in it. Counts of a text's tokens
+    (`MAX_TOKENS`, `MAX_OUTPUT_TOKENS`) and a tokenizer's own (`PAD_TOKEN`) are none; whatever else ends so is."""
+    return _SECRET.search(_OF_TEXT.sub("", name)) is not None or _LOGIN.search(value) is not None
 
 
 def environment(keep: Sequence[str] = ()) -> dict[str, str]:
