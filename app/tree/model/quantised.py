@@ -5,8 +5,10 @@
 
 Promises: what a settled layer computes depends on its input alone, not on mode, device of the moment or whatever ran
 before: the weight is read back to the dtype of the hidden states and multiplied, so that a token's output and gradient
-are those of a plain layer with the weight `whole_weight` (on a GPU, where passes without gradient may use another
-kernel of bitsandbytes, to rounding). A settled layer loads what its `state_dict` holds. What would compute otherwise is
+are those of a plain layer with the weight `whole_weight` (on a GPU, whose kernel bitsandbytes chooses by the number of
+rows, to rounding). Gradients pass for any number of rows: `matmul_4bit` leaves its function of autograd only where no
+input asks for one, and runs the same kernels there; the one without gradient, `gemv_4bit`, serves weights packed for
+CPUs, which settled ones never are. A settled layer loads what its `state_dict` holds. What would compute otherwise is
 refused. bitsandbytes is imported by those who have such layers only.
 """
 

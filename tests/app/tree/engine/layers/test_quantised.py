@@ -11,6 +11,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from app.tree import PrefixTree, SelfCheckError, TreeEngine, elements, quantised_layers, scales, settle_quantised
 from app.tree.memory import pass_memory
@@ -74,6 +75,40 @@ def test_evaluation_changes_no_weight(dtype: torch.dtype) -> None:
     engine.backward(tree, loss)
     for name, grad in take_grads(model).items():
         assert grad is None or torch.equal(grad, first[name]), name
+
+
+class Kernels(TorchDispatchMode):
+    """Names of bitsandbytes' kernels that run inside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: set[str] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "bitsandbytes":
+            self.seen.add(func._schema.name.removeprefix("bitsandbytes::"))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("rows", [1, 3])
+def test_gradients_pass_for_one_row_as_for_many(rows: int, training: bool) -> None:
+    """A pass without gradient runs the same kernels, and leaves the layer as it was."""
+    model = families.quantised(ROW, **WIDE)
+    layer = next(iter(quantised_layers(model).values())).train(training)
+    x = torch.randn(1, rows, layer.in_features)
+    with Kernels() as kernels, torch.no_grad():
+        bare = layer(x)
+    without, kernels.seen = kernels.seen, set()
+    x.requires_grad_()
+    with kernels:
+        out = layer(x)
+    assert kernels.seen == without and "gemv_4bit" not in without
+    torch.testing.assert_close(out, bare, rtol=0, atol=0)
+    chosen = torch.randn_like(out)
+    (gradient,) = torch.autograd.grad(out, x, chosen)
+    torch.testing.assert_close(gradient, chosen @ whole_weight(layer))
+    torch.testing.assert_close(out, nn.functional.linear(x, whole_weight(layer), layer.bias))
 
 
 def test_bfloat16_is_as_far_from_the_truth_as_dense() -> None:
