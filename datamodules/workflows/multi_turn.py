@@ -1,7 +1,7 @@
 """Several tries: the model answers, is told what was wrong, and answers again.
 
 Promises: the ids of every turn are exactly those served, the feedback's tokens appended to them (see
-`datamodules.workflows.turns`); the episode has one reward.
+`datamodules.workflows.turns`); the episode has one reward; long feedback is tokenized while other episodes go on.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from datamodules.prompts.base import Prompt
 from datamodules.prompts.tokenizers import encode_prompt
 from datamodules.workflows.base import EpisodeEngine
 from datamodules.workflows.calling import Caller
-from datamodules.workflows.turns import ReplyOptions, Sequences, Turns
+from datamodules.workflows.turns import ReplyOptions, Sequences, Turns, tokenized
 
 _MOST_AT_ONCE = 8  # feedback functions that are not asynchronous
 Feedback = Callable[[Prompt, list[str]], str | Awaitable[str | None] | None]
@@ -156,7 +156,7 @@ class MultiTurnWorkflow:
                 quoted, told = quoted + (shown != told), shown
             said = turns.reply(engine.tokenizer, special=True)
             messages += [{"role": "assistant", "content": said}, {"role": "user", "content": told}]
-            self._tell(turns, prompt, messages, engine.ends.ids)
+            await self._tell(turns, prompt, messages, engine.ends.ids)
         if reward is None:
             reward = await engine.score(prompt, replies[-1])
         metadata: dict[str, object] = {"completion": replies[-1], "answer": prompt.answer, "replies": replies}
@@ -164,18 +164,23 @@ class MultiTurnWorkflow:
             metadata["quoted_feedback"] = quoted
         return turns.trajectories(self.sequences, reward * self.turn_discount ** (turns.count - 1), metadata)
 
-    def _tell(self, turns: Turns, prompt: Prompt, messages: list[Message], ends: Sequence[int]) -> None:
+    async def _tell(self, turns: Turns, prompt: Prompt, messages: list[Message], ends: Sequence[int]) -> None:
         """The model's next prompt is the conversation so far and the last of the messages."""
+        tokenizer, chat = self._tokenizer, self._chat
+        assert tokenizer is not None, "prepare comes first"
+
+        def as_text(last: list[Message]) -> list[int]:
+            return list(encode_prompt(tokenizer, replace(prompt, text=last[0]["content"]), bare=True))
+
         if not prompt.messages:
-            assert self._tokenizer is not None
-            told = replace(prompt, text=messages[-1]["content"])
-            turns.extend(encode_prompt(self._tokenizer, told, bare=True))
+            turns.extend(await tokenized(as_text, messages[-1:]))
             return
-        assert self._chat is not None
+        assert chat is not None
         if self.sequences == "rendered":
-            turns.rewrite(self._chat.prompt(messages))
+            turns.rewrite(await tokenized(chat.prompt, messages))
         else:
-            turns.extend(self._chat.after_reply(messages[-1:], turns.end, ends))
+            end = turns.end
+            turns.extend(await tokenized(lambda last: chat.after_reply(last, end, ends), messages[-1:]))
 
     async def _ask(self, engine: EpisodeEngine, prompt: Prompt, replies: list[str]) -> str | None:
         assert self._feedback is not None

@@ -32,6 +32,10 @@ class CountingDown:
         return f"{left} left" if left else None
 
 
+async def short_then_long(prompt: Prompt, replies: list[str]) -> str | None:
+    return ["no", "x" * 20_000, None][len(replies) - 1]
+
+
 def fails(prompt: Prompt, replies: list[str]) -> str | None:
     raise LookupError("no such answer key")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import pytest
@@ -58,6 +59,26 @@ def test_the_last_reply_counts_and_turns_are_discounted() -> None:
     lenient = MultiTurnWorkflow(max_new_tokens=4, retry_message="?", success=0.5)
     (whole,) = play(lenient, ScriptedEngine(CHARACTERS, ["4"]), CHARACTERS, SUM, lambda prompt, reply: 0.5)
     assert whole.reward == 0.5
+
+
+@pytest.mark.parametrize(("prompt", "sequences"), [(ASKED, "whole"), (ASKED, "rendered"), (SUM, "whole")])
+def test_long_feedback_is_tokenized_while_other_episodes_go_on(
+    prompt: Prompt, sequences: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found: list[tuple[int, bool]] = []
+    encode = CHAT.encode
+
+    def noted(text: str, **options: Any) -> list[int]:
+        found.append((len(text), threading.current_thread() is threading.main_thread()))
+        return encode(text, **options)
+
+    monkeypatch.setattr(CHAT, "encode", noted)
+    engine = ScriptedEngine(CHAT, ["41", "40", "42"], max_context=50_000)
+    workflow = MultiTurnWorkflow(max_new_tokens=4, feedback=feedback.short_then_long, sequences=sequences)
+    play(workflow, engine, CHAT, prompt, right)
+    assert "x" * 20_000 in CHAT.decode(engine.seen[2].tokens)
+    assert [here for size, here in found if size >= 20_000] == [False]
+    assert all(here for size, here in found if size < 4000)
 
 
 def test_feedback_functions_decide() -> None:
