@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -134,6 +136,60 @@ def test_an_adapter_that_is_gone_on_with_is_trained_on_ranks_without_weights_too
     whole = trained(build_model(source))
     with torch.device("meta"):
         assert trained(build_model(source)) == whole and whole
+
+
+def _adapter(directory: Path, base: Path) -> Path:
+    build_model(ModelSource(path=str(base), adapter={"r": 2, "target_modules": ["q_proj"]})).save_pretrained(directory)
+    return directory
+
+
+def test_an_adapter_of_another_model_is_refused_or_told(tmp_path: Path) -> None:
+    for name, layers in (("base", 2), ("deep", 3), ("flat", 1), ("other", 2), ("run/base", 2)):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        build_model(ModelSource(config={**CONFIG, "num_hidden_layers": layers})).save_pretrained(tmp_path / name)
+    adapter = _adapter(tmp_path / "adapter", tmp_path / "base")
+
+    def built(base: str) -> Any:
+        return build_model(ModelSource(path=str(tmp_path / base), adapter=str(adapter)))
+
+    with pytest.raises(ValueError, match=r"model.adapter: .*none for .*layers\.2\..*name the model it was trained on"):
+        built("deep")
+    with pytest.raises(ValueError, match=r"model.adapter: .*weights for layers that the model has not, .*layers\.1\."):
+        built("flat")
+    with pytest.warns(UserWarning, match=r"model.adapter: .*was trained on '.*base', and model.path is '.*other'"):
+        built("other")
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", "model.adapter")
+        built("base")
+        shutil.move(tmp_path / "base", tmp_path / "moved")
+        built("run/base")  # as the model may be named elsewhere
+
+
+def test_a_directory_of_several_adapters_is_refused(tmp_path: Path) -> None:
+    naive_model(seed=3).save_pretrained(tmp_path / "base")
+    adapter, base = _adapter(tmp_path / "two", tmp_path / "base"), str(tmp_path / "base")
+    _adapter(adapter / "checkpoint-10", tmp_path / "base")  # as a trainer leaves earlier states
+    build_model(ModelSource(path=base, adapter=str(adapter)))
+    second = _adapter(adapter / "second", tmp_path / "base")  # as PEFT writes it
+    with pytest.raises(
+        ValueError, match=r"model.adapter: .*its own and those in its folders second, .*name .*two/second"
+    ):
+        build_model(ModelSource(path=base, adapter=str(adapter)))
+    build_model(ModelSource(path=base, adapter=str(second)))
+    (adapter / "adapter_config.json").unlink()
+    with pytest.raises(ValueError, match=r"model.adapter: .*in its folders checkpoint-10, second; name one"):
+        build_model(ModelSource(path=base, adapter=str(adapter)))
+
+
+def test_a_model_with_an_adapter_beside_it_is_refused(tmp_path: Path) -> None:
+    """transformers loads both, and nothing of either would be trained."""
+    naive_model(seed=3).save_pretrained(tmp_path / "both")
+    adapter = _adapter(tmp_path / "adapter", tmp_path / "both")
+    for file in adapter.glob("adapter_*"):
+        shutil.copy(file, tmp_path / "both")
+    for given in (None, str(adapter), {"r": 2}):
+        with pytest.raises(ValueError, match=r"model.path: '.*both' holds an adapter beside a model.* model.adapter"):
+            build_model(ModelSource(path=str(tmp_path / "both"), adapter=given))
 
 
 def test_a_critic_has_the_adapters_of_its_policy(tmp_path: Path) -> None:

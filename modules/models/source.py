@@ -1,29 +1,19 @@
-"""The models of a run: where one comes from (a directory or hub name with weights, or a configuration to start from at
-random), the adapters that are trained in its place, and the frozen reference that the policy is kept near to, or
-compared with.
+"""Where a model of a run comes from: a directory or hub name with weights, or a configuration to start from at random.
 
 Promises: exactly one source; every mistake is an error that names the field; an unknown configuration key is refused
 (transformers would keep it and ignore it). The attention implementation is left alone: the tree engine sets its own.
-The reference runs on the same engine as the policy, forward only; it is part of the checkpoint, refreshed or not; on
-the CPU it takes no memory of the device between passes, and below a policy's adapters none at all; a moving average
-follows in float32 whatever the dtype of its pass.
 """
 
 from __future__ import annotations
 
-import copy
 import difflib
 import math
 import os
-import re
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, fields
-from pathlib import Path
-from typing import Any, Literal
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import torch
-from torch import Tensor, nn
 from transformers import (
     AutoConfig,
     AutoModelForSequenceClassification,
@@ -35,7 +25,6 @@ from app import checks
 from app.text import reason
 from app.tree import (
     QUANTIZATIONS,
-    TreeEngine,
     auto_class,
     picture_processor,
     quantised_layers,
@@ -43,11 +32,11 @@ from app.tree import (
     settle_quantised,
     tower_parameters,
 )
+from modules.models.adapters import adapted, refuse_adapter
 
 _LARGEST = 2**31 - 1
 _MOST_LAYERS = 10_000
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
-_MASTERS = "masters."  # in the state dictionary, before parameter names
 
 
 @dataclass
@@ -60,9 +49,10 @@ class ModelSource:
             from torch's global generator (`seed_everything`). Without `eos_token_id` the tokenizer alone says what ends
             a sequence: some types would name a token of another tokenizer.
         dtype: parameter dtype: "float32", "bfloat16" or "float64".
-        adapter: what is trained in place of these weights, which stay as they are: a directory written by PEFT, to go
-            on with; or the fields of PEFT's configuration of a new one, with `peft_type` (LORA) and `target_modules`
-            ("all-linear") where they are not said. Adapters of narrow weights are float32, as PEFT has them.
+        adapter: what is trained in place of these weights, which stay as they are, one a run: a directory written by
+            PEFT, to go on with; or the fields of PEFT's configuration of a new one, with `peft_type` (LORA) and
+            `target_modules` ("all-linear") where they are not said. Adapters of narrow weights are float32, as PEFT has
+            them.
         quantization: "nf4": the linear layers below the adapter, but the output projection, are kept in 4 bit, and read
             back to `dtype` where they compute (QLoRA, Dettmers et al. 2023; bitsandbytes). None: as `dtype` says.
         train_tower: of a model that sees, also train what makes features of pictures, or put new adapters on it too; it
@@ -107,7 +97,7 @@ def build_model(source: ModelSource, scores: bool = False) -> PreTrainedModel:
     dtype = _DTYPES[source.dtype]
     one_label = {"num_labels": 1} if scores else {}
     if source.path is not None:
-        _refuse_adapter(source.path)
+        refuse_adapter(source.path)
         kept = _loading(source)
         try:
             config = AutoConfig.from_pretrained(source.path, **one_label)
@@ -149,7 +139,7 @@ def build_model(source: ModelSource, scores: bool = False) -> PreTrainedModel:
     if source.adapter is not None:
         assert source.path is not None
         frozen = [] if source.train_tower else _owners(model, tower)
-        model = _adapted(model, source.adapter, source.path, frozen)
+        model = adapted(model, source.adapter, source.path, frozen)
     # from_pretrained leaves evaluation mode on, in which dropout and gradient checkpointing would be off in silence.
     return model.train()
 
@@ -217,64 +207,10 @@ def inner_model(model: PreTrainedModel) -> PreTrainedModel:
     return inner
 
 
-def _refuse_adapter(path: str) -> None:
-    """transformers would load the model that the adapter names, and train the adapter or nothing, in silence."""
-    there = Path(path)
-    if (there / "adapter_config.json").is_file() and not (there / "config.json").is_file():
-        raise ValueError(
-            f"model.path: '{path}' holds an adapter alone: name it in model.adapter, and in model.path the model that"
-            " it was trained on"
-        )
-
-
 def _owners(model: PreTrainedModel, parameters: Sequence[torch.nn.Parameter]) -> list[str]:
     """Names of the modules whose own the parameters are."""
     ids = {id(parameter) for parameter in parameters}
     return [name for name, module in model.named_modules() if any(id(p) in ids for p in module.parameters(False))]
-
-
-def _adapted(model: PreTrainedModel, adapter: str | dict[str, Any], path: str, but: list[str]) -> Any:
-    """`model` with adapters, which are trained, in PEFT's wrapper; new ones on no module of `but`. Raises ValueError
-    naming the field."""
-    try:
-        import peft
-    except ImportError as error:
-        raise ValueError("model.adapter: adapters need the package peft: pip install -e '.[lora]'") from error
-    if isinstance(adapter, str):
-        try:
-            if _without_storage():
-                config = peft.PeftConfig.from_pretrained(adapter)
-                config.inference_mode = False  # as it is saved; else this rank would train nothing of it
-                return peft.get_peft_model(model, config)
-            return peft.PeftModel.from_pretrained(model, adapter, is_trainable=True)
-        except (OSError, ValueError, RuntimeError, KeyError, TypeError) as error:
-            raise ValueError(f"model.adapter: '{adapter}' holds no adapter for {path}: {reason(error, 300)}") from error
-    options = {"peft_type": "LORA", "task_type": "CAUSAL_LM"} | adapter
-    kind = str(options["peft_type"]).upper()
-    kinds = {one.value: made for one, made in peft.PEFT_TYPE_TO_CONFIG_MAPPING.items()}
-    if kind not in kinds:
-        raise ValueError(f"model.adapter.peft_type: {kind!r} is not one of {', '.join(sorted(kinds))}")
-    known_fields = {field.name for field in fields(kinds[kind])}
-    if "target_modules" in known_fields:
-        options.setdefault("target_modules", "all-linear")
-    for key in options:
-        if key not in known_fields:
-            close = difflib.get_close_matches(key, known_fields, n=1)
-            hint = f"; did you mean '{close[0]}'?" if close else ""
-            raise ValueError(f"model.adapter.{key} is not an option of {kind}{hint}")
-    if but and "exclude_modules" in known_fields:
-        given = options.get("exclude_modules") or []
-        if isinstance(given, str):  # a pattern of whole names
-            options["exclude_modules"] = "|".join([given, *map(re.escape, but)])
-        else:
-            options["exclude_modules"] = [*given, *but]
-    try:
-        made = peft.get_peft_model(model, peft.get_peft_config(options | {"peft_type": kind}))
-    except Exception as error:  # PEFT's methods check their options in classes of their own
-        raise ValueError(f"model.adapter: {reason(error, 300)}") from error
-    if Path(path).is_dir():  # so that whoever loads the adapter finds the model from anywhere
-        made.peft_config["default"].base_model_name_or_path = str(Path(path).absolute())
-    return made
 
 
 def _make_config(fields: dict[str, Any]) -> PretrainedConfig:
@@ -345,152 +281,3 @@ def _refuse_too_large(config: PretrainedConfig, dtype: torch.dtype) -> None:
             " vocab_size, num_hidden_layers, hidden_size, intermediate_size, head_dim, num_attention_heads or"
             " num_key_value_heads"
         )
-
-
-@dataclass
-class Refresh:
-    """When the reference follows the policy.
-
-    Attributes:
-        every: rollout batches between two refreshes, at least 1.
-        ema: share of the old reference that is kept, in [0, 1): 0 copies the policy. Below float32, where most steps
-            of an average would be lost to rounding, it is kept in float32 in CPU memory, and rounded for the pass.
-
-    Raises:
-        ValueError: out of range.
-    """
-
-    every: int
-    ema: float = 0.0
-
-    def __post_init__(self) -> None:
-        checks.at_least(1, {"reference_refresh.every": self.every})
-        if not 0 <= self.ema < 1:
-            raise ValueError(f"reference_refresh.ema: {self.ema}, must be at least 0 and below 1")
-
-
-class ReferencePolicy(nn.Module):
-    """A frozen model and its engine.
-
-    Args:
-        source: "initial", a copy of `policy` as it is now, or another model.
-        policy: the model being trained.
-        engine_over: the tree engine over a model.
-        refresh: when and how it follows the policy; None for never.
-        offload: keep the weights in CPU memory and move them to the device for each pass.
-
-    Raises:
-        ValueError: a refresh from a policy of another architecture.
-    """
-
-    def __init__(
-        self,
-        source: ModelSource | Literal["initial"],
-        policy: PreTrainedModel,
-        engine_over: Callable[[PreTrainedModel], TreeEngine],
-        refresh: Refresh | None = None,
-        offload: bool = False,
-    ) -> None:
-        super().__init__()
-        model = copy.deepcopy(policy) if source == "initial" else build_model(source)
-        self.model: PreTrainedModel = model.requires_grad_(False).eval()
-        self._engine_over = engine_over
-        self._refresh, self._offload = refresh, offload
-        self._masters: dict[str, Tensor] = {}  # float32 on the CPU; no buffers, which precision bf16-true would cast
-        if refresh is not None and source != "initial" and quantised_layers(model):
-            raise ValueError(
-                "reference_refresh: a reference in 4 bit cannot follow a policy that began elsewhere; set reference to"
-                " 'initial', or leave reference.quantization out"
-            )
-        if refresh is not None and _shapes(model) != _shapes(policy):
-            raise ValueError(
-                "reference_refresh: the reference has other parameters than the policy; remove one of them"
-            )
-
-    @contextmanager
-    def engine(self, device: torch.device) -> Iterator[TreeEngine]:
-        """Its engine, the weights being on `device` meanwhile."""
-        engine = self._engine_over(self.model)
-        self.model.to(device)
-        try:
-            yield engine
-        finally:
-            if self._offload:
-                self.model.to("cpu")
-
-    @torch.no_grad()
-    def follow(self, policy: PreTrainedModel, version: int) -> None:
-        """Refreshes when `version` rollout batches are a multiple of `every`. All ranks do the same arithmetic."""
-        if self._refresh is None or version % self._refresh.every:
-            return
-        own, share = dict(self.model.named_parameters()), 1 - self._refresh.ema
-        for name, param in policy.named_parameters():
-            mine = own[name]
-            if not mine.is_floating_point():  # 4 bit, which nothing trains
-                continue
-            if share < 1 and mine.itemsize < 4:
-                if name not in self._masters:
-                    self._masters[name] = mine.to("cpu", torch.float32)
-                master = self._masters[name]
-                mine.copy_(master.lerp_(param.to(master), share))
-            else:
-                mine.lerp_(param.to(mine), share)
-        buffers = dict(self.model.named_buffers())
-        for name, buffer in policy.named_buffers():
-            buffers[name].copy_(buffer)
-
-    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
-        super()._save_to_state_dict(destination, prefix, keep_vars)
-        destination.update({f"{prefix}{_MASTERS}{name}": master for name, master in self._masters.items()})
-
-    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *arguments: Any) -> None:
-        start = f"{prefix}{_MASTERS}"
-        names = [name for name in state_dict if name.startswith(start)]
-        self._masters = {name.removeprefix(start): state_dict.pop(name).to("cpu", torch.float32) for name in names}
-        super()._load_from_state_dict(state_dict, prefix, *arguments)
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
-        """Moves and casts with the module it belongs to, but stays on the CPU when offloaded."""
-        if not self._offload:
-            return super()._apply(fn, recurse)
-        return super()._apply(lambda tensor: fn(tensor).to("cpu"), recurse)
-
-
-class WithoutAdapters:
-    """The reference that is the policy with its adapters off: what they are put on, which never changes, without a
-    second copy of it.
-
-    Args:
-        policy: the model being trained.
-        engine: the policy's tree engine.
-
-    Raises:
-        ValueError: a policy without adapters, or whose adapters train biases of the model below them.
-    """
-
-    def __init__(self, policy: Any, engine: Callable[[], TreeEngine]) -> None:
-        if not hasattr(policy, "disable_adapter"):
-            raise ValueError(
-                "reference: 'base' is the model below the policy's adapters, and it has none: set model.adapter, or"
-                " reference to 'initial'"
-            )
-        biased = [name for name, config in policy.peft_config.items() if getattr(config, "bias", "none") != "none"]
-        if biased:
-            raise ValueError(
-                f"reference: 'base' cannot be had while model.adapter.bias is {policy.peft_config[biased[0]].bias!r},"
-                " which trains biases of the model itself: set it to 'none', or reference to 'initial'"
-            )
-        self._policy, self._engine = policy, engine
-
-    @contextmanager
-    def engine(self, device: torch.device) -> Iterator[TreeEngine]:
-        """The policy's engine, adapters being off meanwhile."""
-        with self._policy.disable_adapter():
-            yield self._engine()
-
-    def follow(self, policy: PreTrainedModel, version: int) -> None:
-        """It does not."""
-
-
-def _shapes(model: nn.Module) -> dict[str, torch.Size]:
-    return {name: param.shape for name, param in model.named_parameters()}

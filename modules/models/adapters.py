@@ -1,0 +1,116 @@
+"""Adapters (PEFT's) that are trained in place of a model's weights.
+
+Promises: a run trains one adapter, all of whose weights are in the model; an error names the key of YAML. One that says
+it was trained on another model is warned of.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from transformers import PreTrainedModel
+
+from app.text import reason
+
+
+def refuse_adapter(path: str) -> None:
+    """transformers would load the model that the adapter names, and train the adapter or nothing, in silence."""
+    there = Path(path)
+    if (there / "adapter_config.json").is_file():
+        if (there / "config.json").is_file():
+            raise ValueError(
+                f"model.path: '{path}' holds an adapter beside a model, and both would be loaded: move adapter_* to a"
+                " directory of their own, and name that in model.adapter to go on with it"
+            )
+        raise ValueError(
+            f"model.path: '{path}' holds an adapter alone: name it in model.adapter, and in model.path the model that"
+            " it was trained on"
+        )
+
+
+def _refuse_several(adapter: str) -> None:
+    """PEFT writes further adapters of a model into folders of the first one's, and would read the first alone."""
+    there = Path(adapter)
+    beside = sorted(one.parent.name for one in there.glob("*/adapter_config.json"))
+    if not (there / "adapter_config.json").is_file():
+        if beside:
+            raise ValueError(f"model.adapter: '{adapter}' holds adapters in its folders {', '.join(beside)}; name one")
+        return
+    others = [name for name in beside if not re.fullmatch(r"checkpoint-\d+", name)]  # earlier states of the same
+    if others:
+        raise ValueError(
+            f"model.adapter: '{adapter}' holds several adapters, its own and those in its folders {', '.join(others)},"
+            f" and a run trains one: name {there / others[0]} for that, or copy the files adapter_* to a directory of"
+            " their own"
+        )
+
+
+def _check_base(adapter: str, config: Any, path: str) -> None:
+    """Warns of an adapter that says it was trained on another model than `path`; one that was moved keeps its name."""
+    said = config.base_model_name_or_path
+    if not said or Path(said).resolve() == Path(path).resolve():
+        return
+    if Path(said).exists() or Path(said).name != Path(path).resolve().name:
+        rank_zero_warn(
+            f"model.adapter: '{adapter}' was trained on '{said}', and model.path is '{path}'; where that is another"
+            " model, not the same one moved, name the former in model.path"
+        )
+
+
+def adapted(model: PreTrainedModel, adapter: str | dict[str, Any], path: str, but: list[str]) -> Any:
+    """`model` with adapters, which are trained, in PEFT's wrapper; new ones on no module of `but`. Raises ValueError
+    naming the field."""
+    try:
+        import peft
+    except ImportError as error:
+        raise ValueError("model.adapter: adapters need the package peft: pip install -e '.[lora]'") from error
+    if isinstance(adapter, str):
+        _refuse_several(adapter)
+        try:
+            config = peft.PeftConfig.from_pretrained(adapter)
+            if torch.get_default_device().type == "meta":  # another rank has the weights
+                config.inference_mode = False  # as it is saved; else this rank would train nothing of it
+                return peft.get_peft_model(model, config)
+            _check_base(adapter, config, path)
+            made = peft.PeftModel.from_pretrained(model, adapter, is_trainable=True)
+            # It warns of what is missing, and says nothing of what has no place; a second time it returns both.
+            found = made.load_adapter(adapter, "default", is_trainable=True)
+            if found.missing_keys or found.unexpected_keys:
+                what = "none for" if found.missing_keys else "weights for layers that the model has not,"
+                first = [*found.missing_keys, *found.unexpected_keys][0]
+                raise ValueError(f"it has {what} {first}; name the model it was trained on in model.path")
+            return made
+        except (OSError, ValueError, RuntimeError, KeyError, TypeError) as error:
+            raise ValueError(f"model.adapter: '{adapter}' holds no adapter for {path}: {reason(error, 300)}") from error
+    options = {"peft_type": "LORA", "task_type": "CAUSAL_LM"} | adapter
+    kind = str(options["peft_type"]).upper()
+    kinds = {one.value: made for one, made in peft.PEFT_TYPE_TO_CONFIG_MAPPING.items()}
+    if kind not in kinds:
+        raise ValueError(f"model.adapter.peft_type: {kind!r} is not one of {', '.join(sorted(kinds))}")
+    known_fields = {field.name for field in fields(kinds[kind])}
+    if "target_modules" in known_fields:
+        options.setdefault("target_modules", "all-linear")
+    for key in options:
+        if key not in known_fields:
+            close = difflib.get_close_matches(key, known_fields, n=1)
+            hint = f"; did you mean '{close[0]}'?" if close else ""
+            raise ValueError(f"model.adapter.{key} is not an option of {kind}{hint}")
+    if but and "exclude_modules" in known_fields:
+        given = options.get("exclude_modules") or []
+        if isinstance(given, str):  # a pattern of whole names
+            options["exclude_modules"] = "|".join([given, *map(re.escape, but)])
+        else:
+            options["exclude_modules"] = [*given, *but]
+    try:
+        made = peft.get_peft_model(model, peft.get_peft_config(options | {"peft_type": kind}))
+    except Exception as error:  # PEFT's methods check their options in classes of their own
+        raise ValueError(f"model.adapter: {reason(error, 300)}") from error
+    if Path(path).is_dir():  # so that whoever loads the adapter finds the model from anywhere
+        made.peft_config["default"].base_model_name_or_path = str(Path(path).absolute())
+    return made
