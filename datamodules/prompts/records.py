@@ -82,7 +82,8 @@ class RecordFormat:
         """The prompt of one record.
 
         Args:
-            record: its fields. All but question and answer land in the prompt's metadata.
+            record: its fields. All but question, answer and pictures land in the prompt's metadata; of a nested one its
+                record without it.
             name: id of the prompt. where: the record's place, for messages.
 
         Raises:
@@ -106,14 +107,16 @@ class RecordFormat:
             messages = with_images(messages, len(pictures), where)
         if self.system is not None:
             messages = ({"role": "system", "content": self.system}, *messages)
-        used = (self.question_field, self.answer_field, self.image_field)
+        metadata: Mapping[str, Any] = record
+        for path in (self.question_field, self.answer_field, self.image_field):
+            metadata = metadata if path is None else _without(metadata, _steps(record, path))
         return Prompt(
             id=name,
             text=text,
             messages=messages,
             answer=self._answer(solution, where),
             solution=solution,
-            metadata={key: value for key, value in record.items() if key not in used},
+            metadata=dict(metadata),
             pictures=pictures,
         )
 
@@ -312,9 +315,22 @@ def reply_text(value: Any, where: str) -> str:
 def _lookup(record: Mapping[str, Any], path: str) -> Any:
     """The value of field `path`, into nested records where there is none of that name; None for no such field."""
     value: Any = record
-    for part in [path] if path in record else path.split("."):
+    for part in _steps(record, path):
         value = value.get(part) if isinstance(value, Mapping) else None
     return value
+
+
+def _steps(record: Mapping[str, Any], path: str) -> list[str]:
+    return [path] if path in record else path.split(".")
+
+
+def _without(record: Mapping[str, Any], steps: list[str]) -> Mapping[str, Any]:
+    """The record without the field that these lead to; no record is changed."""
+    head, *rest = steps
+    if not rest:
+        return {key: value for key, value in record.items() if key != head}
+    nested = record.get(head)
+    return {**record, head: _without(nested, rest)} if isinstance(nested, Mapping) else record
 
 
 def _names(record: Mapping[str, Any]) -> str:

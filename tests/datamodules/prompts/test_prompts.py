@@ -103,6 +103,17 @@ def test_jsonl_fields_template_pattern_and_metadata(tmp_path: Path) -> None:
     assert chat.text == "" and chat.messages[1]["content"] == "1+1?"
 
 
+def test_a_nested_question_and_answer_are_not_in_the_metadata(tmp_path: Path) -> None:
+    """Agents are shown that."""
+    record = {"reward_model": {"ground_truth": "42", "style": "rule"}, "extra": {"q": "6*7?", "n": 1}, "a.b": "42"}
+    path = lines(tmp_path / "a.jsonl", record)
+    verl = JsonlPrompts(path, question_field="extra.q", answer_field="reward_model.ground_truth").deal(0)
+    assert (verl.text, verl.answer) == ("6*7?", "42")
+    assert verl.metadata == {"reward_model": {"style": "rule"}, "extra": {"n": 1}, "a.b": "42"}
+    dotted = JsonlPrompts(path, question_field="extra.q", answer_field="a.b").deal(0)
+    assert dotted.metadata == {"reward_model": record["reward_model"], "extra": {"n": 1}}
+
+
 def test_jsonl_shuffles_every_lap_anew_and_misses_nothing(tmp_path: Path) -> None:
     path = lines(tmp_path / "a.jsonl", *({"question": f"q{i}", "answer": i} for i in range(50)))
     source = JsonlPrompts(path, seed=3)
