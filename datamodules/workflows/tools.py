@@ -36,6 +36,8 @@ class Toolbox(ABC):
     Where it has them, these are used too:
         prepare(): before the first episode; `tools` may be empty until then.
         log_to(directory): before `prepare`, a folder of the run directory for what is worth keeping.
+        async call_within(seconds, name, arguments): in place of `call`, to keep the deadline itself (raise
+            `datamodules.processes.calls.DeadlinePassed`), and so to tell it from an episode that is given up.
         open(prompt) -> Toolbox: fresh tools for one episode (a database of its own, say).
         async close(): of what `open` gave, when the episode ends, however it does.
         async reward(prompt, reply) -> float: of the episode, in place of the configured reward.
@@ -197,8 +199,8 @@ class ToolRunner:
         seconds = self._deadlines[one.name]
         try:
             with engine.waiting("tool", one.name):
-                if isinstance(box, FunctionTools):
-                    result = await box.call_within(seconds, one.name, one.arguments)
+                if (call_within := getattr(box, "call_within", None)) is not None:
+                    result = await call_within(seconds, one.name, one.arguments)
                 else:
                     result = await within(seconds, box.call(one.name, one.arguments))
             text = result if isinstance(result, str) else json.dumps(result, ensure_ascii=False)

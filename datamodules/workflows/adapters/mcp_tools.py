@@ -19,10 +19,10 @@ from typing import Any, Literal
 
 from app import checks
 from datamodules.processes import foreign
-from datamodules.processes.calls import CallFailed
+from datamodules.processes.calls import CallFailed, DeadlinePassed
 from datamodules.prompts.base import Prompt
 from datamodules.prompts.extras import needs
-from datamodules.workflows.calling import in_a_thread
+from datamodules.workflows.calling import in_a_thread, within
 from datamodules.workflows.tools import Toolbox, ToolsLost
 
 needs("mcp", "mcp", "MCPTools")
@@ -123,7 +123,7 @@ class MCPTools(Toolbox):
         self._start_s = start_deadline_s
         self._logs: Path | None = None
         self._count = 0
-        self._shared = _Sessions(self._connect)
+        self._shared = _Sessions(self._connect, self._name)
 
     def log_to(self, directory: Path) -> None:
         """Keeps there what servers that are started here print, a file each."""
@@ -165,14 +165,17 @@ class MCPTools(Toolbox):
 
     def open(self, prompt: Prompt) -> Toolbox:
         """The tools of one episode."""
-        return (
-            self if self._each == "run" else _EpisodeTools(self.tools, self._name, _Sessions(self._connect, once=True))
-        )
+        if self._each == "run":
+            return self
+        return _EpisodeTools(self.tools, self._name, _Sessions(self._connect, self._name, once=True))
 
     async def call(self, name: str, arguments: dict[str, Any]) -> str:
-        connection = await _reached(self._shared, self._name)
+        return await self.call_within(None, name, arguments)
+
+    async def call_within(self, seconds: float | None, name: str, arguments: dict[str, Any]) -> str:
+        """As `call`, with a deadline. Raises DeadlinePassed, of which three in a row end a server."""
         try:
-            return _text(await self._shared.ask(connection, name, arguments))
+            return _text(await self._shared.ask(seconds, name, arguments))
         except ServerLost as error:
             _log.warning("the MCP server %s %s; it is started anew for the next call", self._name, error)
             raise CallFailed(f"its server {_brief(error)}") from error
@@ -203,11 +206,14 @@ class _EpisodeTools(Toolbox):
         self._lost: Exception | None = None
 
     async def call(self, name: str, arguments: dict[str, Any]) -> str:
+        return await self.call_within(None, name, arguments)
+
+    async def call_within(self, seconds: float | None, name: str, arguments: dict[str, Any]) -> str:
+        """As `MCPTools.call_within`."""
         if self._lost is not None:
             raise ToolsLost(str(self._lost)) from self._lost
-        connection = await _reached(self._sessions, self._name)
         try:
-            return _text(await self._sessions.ask(connection, name, arguments))
+            return _text(await self._sessions.ask(seconds, name, arguments))
         except ServerLost as error:
             self._lost = error
             raise ToolsLost(f"the episode's MCP server {self._name} {error}") from error
@@ -217,11 +223,11 @@ class _EpisodeTools(Toolbox):
 
 
 class _Sessions:
-    """At most one connection at a time, opened when it is needed, and anew where it was lost; `once`: not anew, as what
-    a lost one knew is gone."""
+    """At most one connection to the `server` at a time, opened when it is needed, and anew where it was lost; `once`:
+    not anew, as what a lost one knew is gone."""
 
-    def __init__(self, connect: Callable[[], Any], once: bool = False) -> None:
-        self._connect, self._once = connect, once
+    def __init__(self, connect: Callable[[], Any], server: str, once: bool = False) -> None:
+        self._connect, self._server, self._once = connect, server, once
         self._loop: asyncio.AbstractEventLoop | None = None
         self._one: Connection | None = None
         self._timeouts = 0
@@ -240,15 +246,28 @@ class _Sessions:
                 self._timeouts = 0
             return self._one
 
-    async def ask(self, connection: Connection, name: str, arguments: dict[str, Any]) -> CallToolResult:
-        """Raises ServerLost, and CallFailed: the server refuses, or the arguments cannot be sent."""
-        _check(name, arguments)
+    async def ask(self, seconds: float | None, name: str, arguments: dict[str, Any]) -> CallToolResult:
+        """Within `seconds`, or without a deadline. Raises DeadlinePassed, ToolsLost: no server can be reached,
+        ServerLost, and CallFailed: the server refuses, or the arguments cannot be sent."""
+        asked: Connection | None = None
+
+        async def answer() -> CallToolResult:
+            nonlocal asked
+            try:
+                connection = await self.connection()
+            except ServerLost as error:
+                raise ToolsLost(f"the MCP server {self._server} {error}") from error
+            _check(name, arguments)
+            asked = connection
+            return await connection.call(name, arguments)
+
         try:
-            result = await connection.call(name, arguments)
-        except asyncio.CancelledError:  # by the call's deadline, mostly
-            self._timeouts += 1
-            if self._timeouts >= _MOST_TIMEOUTS and connection is self._one:
-                connection.abandon()
+            result: CallToolResult = await within(seconds, answer())
+        except DeadlinePassed:  # a call that is given up says nothing about the server, which others use
+            if asked is not None and asked is self._one:
+                self._timeouts += 1
+                if self._timeouts >= _MOST_TIMEOUTS:
+                    asked.abandon()
             raise
         except MCPError as error:
             raise CallFailed(foreign.described(error).removeprefix("MCPError: ")) from error
@@ -263,13 +282,6 @@ class _Sessions:
         if self._one is not None:
             self._one.kill()
         self._one = None
-
-
-async def _reached(sessions: _Sessions, name: str) -> Connection:
-    try:
-        return await sessions.connection()
-    except ServerLost as error:
-        raise ToolsLost(f"the MCP server {name} {error}") from error
 
 
 def _check(name: str, arguments: dict[str, Any]) -> None:

@@ -17,7 +17,7 @@ import pytest
 
 pytest.importorskip("mcp", reason="the extra `mcp` is not installed")
 
-from datamodules.processes.calls import CallFailed
+from datamodules.processes.calls import CallFailed, DeadlinePassed
 from datamodules.prompts.base import Prompt
 from datamodules.workflows import ToolWorkflow
 from datamodules.workflows.adapters.mcp_tools import MCPTools
@@ -151,14 +151,34 @@ def test_a_shared_server_that_hangs_is_started_anew() -> None:
     async def story() -> list[str]:
         found = [await said(tools, "count")]
         for _ in range(3):
-            with pytest.raises(TimeoutError):
-                await asyncio.wait_for(tools.call("sleep", {"seconds": 60.0}), 0.05)
+            with pytest.raises(DeadlinePassed):
+                await tools.call_within(0.05, "sleep", {"seconds": 60.0})
         return [*found, await said(tools, "count")]
 
     hung, other = asyncio.run(story())
     assert other.startswith("1 in ") and other != hung
     tools.stop()
     wait_until(lambda: gone(int(hung.split()[-1])))
+
+
+def test_calls_that_are_given_up_do_not_end_the_server_of_all_episodes() -> None:
+    tools = MCPTools(command=SERVER)
+
+    async def story() -> list[str]:
+        found = [await said(tools, "count")]
+        others = asyncio.create_task(said(tools, "sleep", seconds=1.0))
+        given_up = [asyncio.create_task(tools.call_within(60.0, "sleep", {"seconds": 60.0})) for _ in range(4)]
+        await asyncio.sleep(0.2)
+        for one in given_up:
+            one.cancel()
+        await asyncio.wait(given_up)
+        return [*found, await others, await said(tools, "count")]
+
+    try:
+        first, others, second = asyncio.run(story())
+    finally:
+        tools.stop()
+    assert others == "woke" and second == first.replace("1 in", "2 in")
 
 
 def test_an_episodes_own_server_keeps_its_state_and_takes_the_episode_with_it() -> None:
@@ -188,8 +208,8 @@ def test_an_episodes_own_server_that_does_not_answer_any_more_is_not_replaced_by
         try:
             assert (await said(own, "count")).startswith("1")
             for _ in range(3):
-                with pytest.raises(TimeoutError):
-                    await asyncio.wait_for(own.call("sleep", {"seconds": 60.0}), 0.05)
+                with pytest.raises(DeadlinePassed):
+                    await own.call_within(0.05, "sleep", {"seconds": 60.0})  # type: ignore[attr-defined]
             return await said(own, "count")
         finally:
             await own.close()  # type: ignore[attr-defined]
