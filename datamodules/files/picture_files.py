@@ -19,6 +19,7 @@ from PIL import Image, ImageOps
 
 from app.pictures import Pixels
 from app.text import printable, reason
+from datamodules.files.publish import aside_of
 
 MOST_PIXELS = 2**26
 """Of a picture that is given; 64 million are 200 MB of memory."""
@@ -37,7 +38,7 @@ def write_png(path: Path, pixels: Pixels) -> None:
     if path.exists():
         return
     path.parent.mkdir(parents=True, exist_ok=True)
-    aside = path.with_suffix(".part")
+    aside = aside_of(path)  # another gateway may be writing the same picture
     Image.fromarray(pixels).save(aside, format="png")
     os.replace(aside, path)
 

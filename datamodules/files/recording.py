@@ -7,10 +7,10 @@ A file holds the batch's tensors bit for bit (token ids, masks, log-probabilitie
 groups, prompt ids, finish reasons and metadata, and keys and digests of pictures, as JSON in the bytes of one more
 tensor (`json`; a file's header is too small for those of large batches); and in its header the SHA-256 of all that.
 
-Promises: a file that is there is whole (written aside, then renamed); batches that are there are never overwritten:
-those after the checkpoint from which a run goes on are set aside, into `superseded_<number>`; what is read back equals
-what was written, but for metadata that JSON cannot express, which comes back as text; a file of which a bit has changed
-is refused. Nothing is unpickled.
+Promises: a file that is there is whole (written aside, then named); batches that are there are never overwritten, by
+other processes neither: those after the checkpoint from which a run goes on are set aside, into `superseded_<number>`;
+what is read back equals what was written, but for metadata that JSON cannot express, which comes back as text; a file
+of which a bit has changed is refused. Nothing is unpickled.
 
 Recordings of the format before (`arborist-rollouts-1`: JSON in the header, no hash) are read too; damage inside their
 tensors shows only where it makes data that no batch may hold.
@@ -36,6 +36,7 @@ from torch import Tensor
 from app.pictures import key_of
 from app.text import reason
 from datamodules.files.picture_files import PictureError, read_png, write_png
+from datamodules.files.publish import aside_of, publish
 from datamodules.groups import Group, pack, unpack
 
 _log = logging.getLogger(__name__)
@@ -49,6 +50,10 @@ _NAME = re.compile(r"batch_(\d{8})\.safetensors")
 
 class RecordingError(ValueError):
     """A recording that cannot be written or read; the message names the file and the remedy."""
+
+
+class AlreadyRecorded(RecordingError):
+    """There is a batch of that version already."""
 
 
 class RolloutRecorder:
@@ -102,7 +107,8 @@ class RolloutRecorder:
         )
 
     def write(self, version: int, groups: list[Group]) -> Path:
-        """Writes the batch that policy `version` is trained on. Raises RecordingError when that fails."""
+        """Writes the batch that policy `version` is trained on. Raises AlreadyRecorded; RecordingError when that
+        fails."""
         path = _path(self.directory, version)
         packed = pack(groups)
         shown = packed.pop("pictures", [])
@@ -111,16 +117,20 @@ class RolloutRecorder:
         tensors = {name: tensor.contiguous() for name, tensor in packed.pop("tensors").items()}
         tensors[_JSON] = torch.frombuffer(bytearray(json.dumps(packed).encode()), dtype=torch.uint8)
         header = {"format": FORMAT, "version": str(version), "sha256": _hash(version, tensors)}
-        aside = path.with_suffix(".part")
+        aside = aside_of(path)
         try:
             self.directory.mkdir(parents=True, exist_ok=True)
             for key, _, pixels in shown:
                 write_png(self.directory / PICTURES / f"{key}.png", pixels.numpy())
             save_file(tensors, aside, metadata=header)
-            os.replace(aside, path)
+            publish(aside, path)
         except (OSError, SafetensorError) as error:
             with suppress(OSError):
                 aside.unlink(missing_ok=True)
+            if isinstance(error, FileExistsError):
+                raise AlreadyRecorded(
+                    f"record: {path} is there already, written by another run or gateway; name another directory"
+                ) from error
             raise RecordingError(
                 f"record: the batch of version {version} could not be written to {path}: {error}; free space there, or"
                 " leave record out"

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import re
 from collections.abc import Iterator
 from contextlib import suppress
@@ -20,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from datamodules.conversations.chat import check_messages
+from datamodules.files.publish import aside_of, publish
 from datamodules.files.recording import RecordingError, versions
 from datamodules.workflows.gateway.errors import RequestError
 from datamodules.workflows.gateway.heard import BrokenOff, Heard, read
@@ -144,7 +144,7 @@ class ConversationRecorder:
     """Writes sessions into a directory, which is made when the first one comes.
 
     Args:
-        directory: where to; what it holds already stays, and the numbers go on.
+        directory: where to; what it holds already stays, and the numbers go on. Several gateways may write there.
 
     Raises:
         RecordingError: it holds recordings of another kind, or what cannot be read.
@@ -156,32 +156,43 @@ class ConversationRecorder:
             raise RecordingError(
                 f"--record: {directory} holds sessions of a gateway with a model (batch_*.safetensors); name another"
             )
-        last = max(
-            (path for path in directory.glob("conversations_*.jsonl") if _NAME.fullmatch(path.name)), default=None
-        )
-        self._next = 0
-        if last is not None:
-            try:
-                self._next = int(last.stem[-8:]) + last.read_bytes().count(b"\n")
-            except OSError as error:
-                raise RecordingError(f"--record: {last} cannot be read: {error.strerror}; name another") from error
+        self._next()
+
+    def _next(self) -> int:
+        """The number of the next conversation there. Raises RecordingError."""
+        found = (path for path in self.directory.glob("conversations_*.jsonl") if _NAME.fullmatch(path.name))
+        last = max(found, default=None)
+        if last is None:
+            return 0
+        try:
+            return int(last.stem[-8:]) + max(last.read_bytes().count(b"\n"), 1)  # one that is being published is empty
+        except OSError as error:
+            raise RecordingError(f"--record: {last} cannot be read: {error.strerror}; name another") from error
 
     def write(self, records: list[dict[str, Any]]) -> Path:
         """Writes the conversations of a session. Raises RecordingError when the disk refuses it."""
-        path = self.directory / f"conversations_{self._next:08d}.jsonl"
-        lines = [json.dumps({"trial": self._next + k, **one}) + "\n" for k, one in enumerate(records)]
-        aside = path.with_suffix(".part")
+        while True:
+            try:
+                return self._write(self._next(), records)
+            except FileExistsError:  # of another gateway, just now
+                continue
+
+    def _write(self, number: int, records: list[dict[str, Any]]) -> Path:
+        path = self.directory / f"conversations_{number:08d}.jsonl"
+        lines = [json.dumps({"trial": number + k, **one}) + "\n" for k, one in enumerate(records)]
+        aside = aside_of(path)
         try:
             self.directory.mkdir(parents=True, exist_ok=True)
             aside.write_text("".join(lines), encoding="ascii")
-            os.replace(aside, path)
+            publish(aside, path)
         except OSError as error:
             with suppress(OSError):
                 aside.unlink(missing_ok=True)
+            if isinstance(error, FileExistsError):
+                raise
             raise RecordingError(
                 f"--record: {path} could not be written: {error.strerror}; free space there, or name another directory"
             ) from error
-        self._next += len(records)
         return path
 
 

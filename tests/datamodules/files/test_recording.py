@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -19,7 +21,7 @@ from callbacks.pictures import Pictures, read_metrics
 from callbacks.reward_logger import RewardLogger
 from callbacks.weight_sync import WeightSync
 from datamodules.files.picture_files import write_png
-from datamodules.files.recording import RecordingError, RolloutRecorder, read_batch, versions
+from datamodules.files.recording import AlreadyRecorded, RecordingError, RolloutRecorder, read_batch, versions
 from datamodules.groups import Group, pack, to_batch, unpack
 from datamodules.prompts import Prompt, PromptSource
 from datamodules.replay import ReplayDataModule
@@ -54,6 +56,23 @@ def some_groups(first: int = 0) -> list[Group]:
         Group(index, f"prompt \u00e9 {index}", 2, [turn(index, s, t) for s in range(2) for t in range(1 + s)])
         for index in range(first, first + 2)
     ]
+
+
+@pytest.mark.parametrize("has_hard_links", [True, False])
+def test_what_another_process_has_written_is_not_overwritten(
+    has_hard_links: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    if not has_hard_links:
+
+        def refuse(*_: Any) -> None:
+            raise PermissionError(errno.EPERM, "Operation not permitted")  # as vfat does
+
+        monkeypatch.setattr(os, "link", refuse)
+    path = RolloutRecorder(tmp_path).write(3, some_groups())
+    written = path.read_bytes()
+    with pytest.raises(AlreadyRecorded, match=r"batch_00000003.safetensors is there already"):
+        RolloutRecorder(tmp_path).write(3, some_groups(7))
+    assert path.read_bytes() == written and [one.name for one in tmp_path.iterdir()] == [path.name]
 
 
 @pytest.fixture(scope="module")

@@ -202,6 +202,15 @@ def test_numbers_go_on_and_sessions_without_a_reward_are_refused(tmp_path: Path)
         ConversationRecorder(tmp_path / "other")
 
 
+def test_gateways_that_record_into_one_directory_keep_each_others_sessions(tmp_path: Path) -> None:
+    recorders = [ConversationRecorder(tmp_path) for _ in range(2)]
+    for k, count in enumerate([3, 1, 2, 2]):
+        recorders[k % 2].write([{"session": k}] * count)
+    lines = [line for file in sorted(tmp_path.iterdir()) for line in file.read_text().splitlines()]
+    assert [json.loads(one)["session"] for one in lines] == [0, 0, 0, 1, 2, 2, 3, 3]
+    assert [json.loads(one)["trial"] for one in lines] == list(range(8))
+
+
 def test_requests_and_answers_are_passed_on_as_they_are(tmp_path: Path) -> None:
     seen: list[bytes] = []
     body = b': a comment\r\n\r\ndata: {"odd":  1}\n\nevent: x\ndata: \xff\n\n'
