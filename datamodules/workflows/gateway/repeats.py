@@ -21,6 +21,8 @@ from dataclasses import dataclass, field
 from datamodules.workflows.gateway.rewards import Exchange
 from datamodules.workflows.gateway.transcript import Call
 
+_CANCEL_S = 10.0
+
 
 @dataclass
 class _Request:
@@ -39,9 +41,9 @@ class Repeats:
         self._arrived: set[int] = set()
 
     @property
-    def under_way(self) -> bool:
-        """Whether a call is being read or sampled."""
-        return any(one.running for one in self._requests.values())
+    def running(self) -> list[asyncio.Future[Exchange]]:
+        """The calls that are being read or sampled."""
+        return [sampling for one in self._requests.values() for sampling in one.running]
 
     async def again(self, request: bytes, retried: bool) -> Exchange | None:
         """The reply to give once more; None where it is to be sampled.
@@ -66,6 +68,14 @@ class Repeats:
     def begin(self, request: bytes, sampling: asyncio.Future[Exchange]) -> None:
         """It is being read and sampled, until `end`."""
         self._requests[request].running.append(sampling)
+
+    async def cancel(self) -> None:
+        """Ends the sampling of all that run, and waits until it has."""
+        running = self.running
+        for sampling in running:
+            sampling.cancel()
+        if running:
+            await asyncio.wait(running, timeout=_CANCEL_S)
 
     def end(self, request: bytes, sampling: asyncio.Future[Exchange]) -> None:
         """Comes after what became of it."""

@@ -216,7 +216,7 @@ class Gateway:
 
     async def _end(self, request: web.Request) -> web.StreamResponse:
         session = self._session(request)
-        session.ended.set()
+        await session.end()
         self._shelf.drop(session.bodies)
         if self._ended is not None:
             await self._ended(session)

@@ -2,7 +2,8 @@
 
 Promises: every reply is sampled by the episode's engine from the prompt of its own call, and recorded as it was
 sampled, once the client can have it; a call that its client gave up is neither recorded nor counted as a turn, and when
-it is repeated is one call (see `repeats.py`). What goes wrong in the engine ends the session, as a fault and not as a
+it is repeated is one call (see `repeats.py`). Once it has ended nothing of it changes: what rewards see is what is
+trained. What goes wrong in the engine ends the session, as a fault and not as a
 bad answer.
 """
 
@@ -34,7 +35,7 @@ from datamodules.workflows.gateway.protocols import fields
 from datamodules.workflows.gateway.protocols.base import Asked, Sampled
 from datamodules.workflows.gateway.protocols.images import SessionImages
 from datamodules.workflows.gateway.repeats import Repeats
-from datamodules.workflows.gateway.replies import Parser, Piece, Reading, as_message, shown
+from datamodules.workflows.gateway.replies import Parser, Piece, Reading, as_message, on_this_loop, shown
 from datamodules.workflows.gateway.rewards import Exchange, Rewards
 from datamodules.workflows.gateway.transcript import Call, Plan, Transcript
 from datamodules.workflows.response_template import ResponseTemplate, TemplateCalls
@@ -99,10 +100,10 @@ class Session:
             `time.monotonic`.
         fault: why the engine could not answer; None while it can. exhausted: whether a call was beyond the budget.
         bodies: by which requests are read. rewards: what was posted. exchanges: what was asked and answered.
-        ended: set when the agent said that it is done. repeats: which calls run, and who has their answers.
-        counts: `abandoned_calls` were given up by the client while they were sampled, `untaken_calls` once they were
-            complete; `repeated_calls` were answered with a reply that had been sampled before; of `overridden_calls`
-            something was passed over; calls of tools.
+        ended: set when the agent is done. repeats: which calls run, and who has their answers.
+        counts: `abandoned_calls` were given up by the client, or ended with the session, while they were sampled,
+            `untaken_calls` by the client once they were complete; `repeated_calls` were answered with a reply that had
+            been sampled before; of `overridden_calls` something was passed over; calls of tools.
     """
 
     def __init__(
@@ -241,6 +242,7 @@ class Session:
         known = await self.repeats.again(same, retried)
         if known is None:
             return None
+        self._check_open()
         self.counts["repeated_calls"] += len(known.calls)
         if not any(one is known for one in self.exchanges):
             self.counts["untaken_calls"] -= len(known.calls)
@@ -250,12 +252,17 @@ class Session:
 
     def not_taken(self, same: bytes, calls: list[Call]) -> None:
         """The client left before it had the whole answer: no training sequences, unless somebody else asked for it."""
-        if not self.repeats.is_lost(calls):
+        if not self.repeats.is_lost(calls) or self.ended.is_set():
             return
         known = self.exchanges.pop(next(k for k, one in enumerate(self.exchanges) if one.calls is calls))
         for call in calls:
             self.transcript.remove(call)
         self._set_aside(same, known)
+
+    async def end(self) -> None:
+        """No call is answered any more, and none recorded; those that run are given up. Idempotent."""
+        self.ended.set()
+        await self.repeats.cancel()
 
     def _record(self, exchange: Exchange) -> None:
         self.exchanges.append(exchange)
@@ -385,14 +392,17 @@ class Session:
         self.touched = time.monotonic()
         if self.fault is not None:
             raise RequestError("the engine failed; the session is over", status=503, code="engine_failed")
-        if self.ended.is_set():
-            raise RequestError("the session has ended", status=403, code="session_ended")
+        self._check_open()
         most = self._budget.max_tokens
         if self._started + n > self._budget.max_calls or (most is not None and self._tokens >= most):
             self.exhausted = True
             what = f"{self._budget.max_calls} calls" if most is None or self._tokens < most else f"{most} tokens"
             raise RequestError(f"the session may use {what}, which are spent", code="session_budget_exceeded")
         self._started += n
+
+    def _check_open(self) -> None:
+        if self.ended.is_set():
+            raise RequestError("the session has ended", status=403, code="session_ended")
 
     async def _awaited(self, sampling: asyncio.Future[Exchange], n: int, same: bytes) -> list[Call]:
         """The `n` replies, recorded, unless their client leaves first."""
@@ -401,7 +411,11 @@ class Session:
         try:
             exchange = await sampling
         except asyncio.CancelledError:
-            if sampling.done() and not sampling.cancelled() and sampling.exception() is None:
+            if self.ended.is_set():
+                self.counts["abandoned_calls"] += n
+                if sampling.cancelled() and not asyncio.current_task().cancelling():  # type: ignore[union-attr]
+                    self._check_open()
+            elif sampling.done() and not sampling.cancelled() and sampling.exception() is None:
                 self._set_aside(same, sampling.result())
             else:
                 self.counts["abandoned_calls"] += n
@@ -412,6 +426,9 @@ class Session:
                 self.repeats.given_up(same)
             raise
         else:
+            if self.ended.is_set():  # in the same moment
+                self.counts["abandoned_calls"] += n
+                self._check_open()
             self._record(exchange)
             self.repeats.taken(same, exchange)
             return exchange.calls
@@ -440,7 +457,7 @@ class Session:
         opened = self._chat.opened(request.tokens)
         reading = Reading(self._decode, request.stop_texts, parser, request.stop_token_ids, opened)
         if say is not None:
-            request.on_tokens = _on_this_loop(reading, say)
+            request.on_tokens = on_this_loop(reading, say)
         async with self._free:
             try:
                 response = await self._engine.generate(request)
@@ -478,18 +495,3 @@ def _refused() -> Iterator[None]:
         yield
     except ValueError as error:
         raise RequestError(f"messages: {error}", param="messages") from error
-
-
-def _on_this_loop(reading: Reading, say: Callable[[Piece], None]) -> Callable[[Sequence[int], Sequence[float]], None]:
-    """For engines, which call from their own threads."""
-    loop = asyncio.get_running_loop()
-
-    def hear(tokens: list[int], logprobs: list[float]) -> None:
-        piece = reading.add(tokens, logprobs)
-        if piece.text:
-            say(piece)
-
-    def on_tokens(tokens: Sequence[int], logprobs: Sequence[float]) -> None:
-        loop.call_soon_threadsafe(hear, list(tokens), list(logprobs))
-
-    return on_tokens

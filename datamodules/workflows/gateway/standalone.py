@@ -22,7 +22,7 @@ from transformers import PreTrainedTokenizerBase
 from app import checks
 from datamodules.conversations.chat_template import Chat
 from datamodules.conversations.image_processor import ImageProcessor
-from datamodules.files.recording import RolloutRecorder, versions
+from datamodules.files.recording import AlreadyRecorded, RolloutRecorder, versions
 from datamodules.groups import Group, label
 from datamodules.inference.protocol import InferenceEngine
 from datamodules.prompts.base import Prompt
@@ -43,24 +43,27 @@ class SessionRecorder:
     request, so that sessions that began alike are samples of one task.
 
     Args:
-        directory: where to; what it holds already stays, and the numbers go on.
+        directory: where to; what it holds already stays, and the numbers go on. Several gateways may write there.
     """
 
     def __init__(self, directory: Path) -> None:
         self._recorder = RolloutRecorder(directory)
-        self._next = max(versions(directory), default=-1) + 1
 
     def write(self, session: Session) -> Path:
         """Raises RecordingError when the disk refuses it."""
         first = session.exchanges[0]
         begun = json.dumps([list(first.messages), first.tools], sort_keys=True)
         prompt = Prompt(id=hashlib.sha256(begun.encode()).hexdigest()[:12])
-        number, self._next = self._next, self._next + 1
         total = session.rewards.total
         found = session.trajectories(prompt, 0.0 if total is None else total, recorded=True)
         for one in found:
             one.metadata |= {"session": session.id, "rewarded": total is not None}
-        return self._recorder.write(number, [Group(number, prompt.id, 0, label(found, number, 0, 1))])
+        while True:
+            number = max(versions(self._recorder.directory), default=-1) + 1
+            try:
+                return self._recorder.write(number, [Group(number, prompt.id, 0, label(found, number, 0, 1))])
+            except AlreadyRecorded:  # by another gateway, just now
+                continue
 
 
 def check_new(name: str, over: Container[str], count: int) -> None:
@@ -139,7 +142,7 @@ class OpenSessions:
 
     async def end(self, session: Session) -> None:
         """Writes it; no call is answered in it any more. Raises RecordingError when the disk refuses it."""
-        session.ended.set()
+        await session.end()
         async with self._writing:
             if session.id in self._over:
                 return
@@ -170,4 +173,4 @@ class OpenSessions:
                 failed(session, error)
 
     def _is_silent(self, session: Session) -> bool:
-        return not session.repeats.under_way and time.monotonic() - session.touched > self._idle_s
+        return not session.repeats.running and time.monotonic() - session.touched > self._idle_s

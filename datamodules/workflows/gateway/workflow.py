@@ -191,6 +191,7 @@ class AgentWorkflow:
             raise
         finally:
             gateway.dismiss(session)
+            await session.end()  # a service may have calls under way, of which its answer and the reward know nothing
         _check(session)
         if not session.transcript.calls:
             raise CallFailed(

@@ -18,10 +18,11 @@ import pytest
 from aiohttp import web
 
 from app.batch import Trajectory
+from datamodules.inference.protocol import GenerationRequest
 from datamodules.processes.calls import CallFailed
 from datamodules.prompts.base import Prompt
 from datamodules.workflows.gateway import AgentWorkflow
-from tests.datamodules.workflows.scripted_engine import WITH_CALLS, ScriptedEngine, play
+from tests.datamodules.workflows.scripted_engine import WITH_CALLS, Pool, ScriptedEngine, play
 from tests.helpers.recorded_samples import byte_tokenizer
 
 TOKENIZER = byte_tokenizer(WITH_CALLS)
@@ -47,13 +48,18 @@ def command(*lines: str) -> list[str]:
 
 
 def run(
-    agent: Any, replies: Any, logs: Path | None = None, reward: Any = None, **options: Any
+    agent: Any,
+    replies: Any,
+    logs: Path | None = None,
+    reward: Any = None,
+    engine: type[ScriptedEngine] = ScriptedEngine,
+    **options: Any,
 ) -> tuple[ScriptedEngine, list[Trajectory]]:
-    engine = ScriptedEngine(TOKENIZER, replies)
+    server = engine(TOKENIZER, replies)
     workflow = AgentWorkflow(agent, **{"max_new_tokens": 200, "workers": 1, **options})
     if logs is not None:
         workflow.log_to(logs)
-    return engine, play(workflow, engine, TOKENIZER, TASK, reward)
+    return server, play(workflow, server, TOKENIZER, TASK, reward)
 
 
 def test_a_command_gets_the_task_and_answers_with_its_last_line() -> None:
@@ -202,13 +208,16 @@ def serving(handler: Handler) -> Iterator[str]:
         loop.close()
 
 
-async def converse(given: dict[str, Any]) -> str:
+async def converse(given: dict[str, Any], status: int = 200) -> str:
+    """The reply, or why there is none."""
     body = {"model": "any", "messages": [{"role": "user", "content": given["task"]["text"]}]}
     async with (
         aiohttp.ClientSession(headers={"Authorization": f"Bearer {given['api_key']}"}) as client,
         client.post(f"{given['openai_base_url']}/chat/completions", json=body) as response,
     ):
-        return str((await response.json())["choices"][0]["message"]["content"])
+        assert response.status == status
+        found = await response.json()
+        return str(found["choices"][0]["message"]["content"] if status == 200 else found["error"]["message"])
 
 
 def test_a_service_is_given_the_task_and_answers_when_done() -> None:
@@ -239,6 +248,32 @@ def test_a_service_may_say_later_that_it_is_done() -> None:
     with serving(handler) as url:
         _, found = run(url, ["x"])
     assert found[0].reward == 0.25
+
+
+def test_what_a_service_still_asks_when_it_has_answered_is_not_trained() -> None:
+    class Endless(ScriptedEngine):
+        async def generate(self, request: GenerationRequest) -> Any:
+            if "a guess" in TOKENIZER.decode(request.tokens):
+                asked.set()
+                await asyncio.sleep(60.0)
+            return await super().generate(request)
+
+    asked = threading.Event()
+    late = []
+
+    async def handler(given: dict[str, Any]) -> web.Response:
+        await converse(given)
+        late.append(asyncio.create_task(converse({**given, "task": {"text": "a guess"}}, status=403)))
+        await asyncio.to_thread(asked.wait, 10)
+        return web.json_response({"answer": "six"})
+
+    with serving(handler) as url:
+        pool = Pool(lambda _, calls: float(len(calls)))
+        (one,) = run(url, ["x"] * 2, reward=pool, judged="transcript", engine=Endless)[1]
+        while not late[0].done():
+            time.sleep(0.01)
+    assert one.reward == 1.0 and one.metadata["abandoned_calls"] == 1
+    assert late[0].result() == "the session has ended"
 
 
 @pytest.mark.parametrize(

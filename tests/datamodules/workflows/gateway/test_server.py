@@ -20,9 +20,7 @@ from datamodules.workflows.base import EpisodeEngine
 from datamodules.workflows.gateway import Budget, Session
 from datamodules.workflows.gateway.server import Gateway
 from datamodules.workflows.gateway.sessions import Sampling
-from datamodules.workflows.gateway.standalone import OpenSessions
 from datamodules.workflows.tool_calls import hermes_calls
-from datamodules.workflows.turn_ends import TurnEnds
 from tests.datamodules.workflows.scripted_engine import WITH_CALLS, ScriptedEngine
 from tests.helpers.recorded_samples import byte_tokenizer
 
@@ -434,22 +432,3 @@ def test_what_calls_say_of_sampling_can_be_passed_over() -> None:
     )
     assert asyncio.run(run()) == [400] * 4 + [200] * 6
     assert [one.temperature for one in engine.seen] == [0.7] * 5 and lenient.counts == {"overridden_calls": 4}
-
-
-@on_a_loop
-async def test_a_session_is_not_silent_while_a_call_is_sampled() -> None:
-    engine = Slow()
-    sessions = OpenSessions(
-        engine, TOKENIZER, "key", Sampling(64), Budget(), hermes_calls, TurnEnds.of(TOKENIZER), None, idle_s=0.01
-    )
-    session = sessions.open("named", "key")
-    assert session is not None
-    async with serving(session) as (client, (address,)):
-        asking = asyncio.create_task(ask(client, address, session))
-        await asyncio.wait_for(engine.asked.wait(), WAIT_S)
-        await asyncio.sleep(0.05)
-        assert not sessions._is_silent(session)
-        engine.go_on.set()
-        assert await asking == "well"
-        await asyncio.sleep(0.05)
-        assert sessions._is_silent(session)
