@@ -135,6 +135,19 @@ def whole(images: Tensor, pictures: Sequence[Picture]) -> Tensor:
     return filled
 
 
+def shown(images: Sequence[int], pictures: Sequence[Picture]) -> tuple[Picture, ...]:
+    """The pictures of one sequence (without a `fault`) as often as it shows them, in their order."""
+    found: list[Picture] = []
+    left = 0  # rows of the last one
+    for picture in images:
+        if picture >= 0:
+            if not left:
+                found.append(pictures[picture])
+                left = pictures[picture].tokens
+            left -= 1
+    return tuple(found)
+
+
 def used(images: Tensor | None, pictures: Sequence[Picture]) -> tuple[Tensor | None, tuple[Picture, ...]]:
     """The column (int32 [T]) over those of the pictures that it shows, and these, in their order; (None, ()) where it
     shows none."""

@@ -156,7 +156,7 @@ class MultiTurnWorkflow:
                 quoted, told = quoted + (shown != told), shown
             said = turns.reply(engine.tokenizer, special=True)
             messages += [{"role": "assistant", "content": said}, {"role": "user", "content": told}]
-            await self._tell(turns, prompt, messages, engine.ends.ids)
+            await self._tell(turns, prompt, messages, engine)
         if reward is None:
             reward = await engine.score(prompt, replies[-1])
         metadata: dict[str, object] = {"completion": replies[-1], "answer": prompt.answer, "replies": replies}
@@ -164,7 +164,7 @@ class MultiTurnWorkflow:
             metadata["quoted_feedback"] = quoted
         return turns.trajectories(self.sequences, reward * self.turn_discount ** (turns.count - 1), metadata)
 
-    async def _tell(self, turns: Turns, prompt: Prompt, messages: list[Message], ends: Sequence[int]) -> None:
+    async def _tell(self, turns: Turns, prompt: Prompt, messages: list[Message], engine: EpisodeEngine) -> None:
         """The model's next prompt is the conversation so far and the last of the messages."""
         tokenizer, chat = self._tokenizer, self._chat
         assert tokenizer is not None, "prepare comes first"
@@ -177,9 +177,9 @@ class MultiTurnWorkflow:
             return
         assert chat is not None
         if self.sequences == "rendered":
-            turns.rewrite(await tokenized(chat.prompt, messages))
+            turns.rewrite(await tokenized(chat.prompt, messages), engine.image_processor)
         else:
-            end = turns.end
+            end, ends = turns.end, engine.ends.ids
             turns.extend(await tokenized(lambda last: chat.after_reply(last, end, ends), messages[-1:]))
 
     async def _ask(self, engine: EpisodeEngine, prompt: Prompt, replies: list[str]) -> str | None:

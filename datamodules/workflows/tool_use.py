@@ -189,7 +189,7 @@ class ToolWorkflow:
             ]
             messages += [{"role": "assistant", "content": said}, *answers]
             if self.sequences == "rendered":
-                turns.rewrite(await tokenized(chat.prompt, messages))
+                turns.rewrite(await tokenized(chat.prompt, messages), engine.image_processor)
             else:
                 after_reply = partial(chat.after_reply, last=turns.end, ends=engine.ends.ids)
                 turns.extend(await tokenized(after_reply, answers))

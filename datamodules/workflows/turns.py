@@ -18,8 +18,9 @@ from transformers import PreTrainedTokenizerBase
 
 from app import checks
 from app.batch import Trajectory
-from app.pictures import Picture, merged, used
+from app.pictures import Picture, merged, shown, used
 from datamodules.conversations.chat_template import Message
+from datamodules.conversations.image_processor import ImageProcessor, distinct
 from datamodules.inference.protocol import GenerationRequest, GenerationResponse
 from datamodules.prompts.base import Prompt
 from datamodules.workflows.base import EpisodeEngine
@@ -193,12 +194,23 @@ class Turns:
         self.tokens += tokens
         self.images = [-1] * len(self.tokens) if column is None else column.tolist()
 
-    def rewrite(self, tokens: Sequence[int]) -> None:
-        """Goes on from another rendering of the conversation; the turns so far are sequences of their own."""
+    def rewrite(self, tokens: Sequence[int], processor: ImageProcessor | None) -> None:
+        """Goes on from another rendering of the conversation; the turns so far are sequences of their own.
+
+        Args:
+            tokens: with one placeholder for each picture of the prompt.
+            processor: the model's.
+
+        Raises:
+            PictureError: the rendering does not show the pictures of the prompt, as `ImageProcessor.expanded` says.
+        """
         self._closed += self._by_turn()
         self._turns = []
-        self.tokens = list(tokens)
-        self.images, self.pictures = [-1] * len(self.tokens), ()
+        pictures = shown(self._prompt.images, self._prompt.pictures)
+        images: Sequence[int] = [-1] * len(tokens)
+        if pictures and processor is not None:
+            tokens, images = processor.expanded(tokens, pictures, f"prompt '{self._prompt.id}', rendered anew")
+        self.tokens, self.images, self.pictures = list(tokens), list(images), distinct(pictures)
 
     def trajectories(self, sequences: Sequences, reward: float, metadata: dict[str, object]) -> list[Trajectory]:
         """The training sequences of the episode, each with its reward and metadata."""

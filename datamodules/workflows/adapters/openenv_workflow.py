@@ -177,7 +177,7 @@ class OpenEnvWorkflow(Workflow):
                 break
             messages += [{"role": "assistant", "content": said}, {"role": "user", "content": told}]
             if self.sequences == "rendered":
-                turns.rewrite(await tokenized(chat.prompt, messages))
+                turns.rewrite(await tokenized(chat.prompt, messages), engine.image_processor)
             else:
                 after_reply = partial(chat.after_reply, last=turns.end, ends=engine.ends.ids)
                 turns.extend(await tokenized(after_reply, messages[-1:]))

@@ -12,7 +12,7 @@ from datamodules.inference.protocol import GenerationError, GenerationRequest, G
 from datamodules.pipeline.gate import StalenessGate
 from datamodules.pipeline.stream import Stream
 from datamodules.prompts import Prompt, SquaresPrompts
-from datamodules.workflows import EpisodeEngine, Turns, VisionRLVRWorkflow
+from datamodules.workflows import EpisodeEngine, MultiTurnWorkflow, Turns, VisionRLVRWorkflow
 from datamodules.workflows.base import PlaceholderSampled
 from datamodules.workflows.turns import ReplyOptions
 from tests.helpers.tiny_vision import TinyVision, noise
@@ -119,6 +119,21 @@ def test_a_conversation_is_shown_another_picture_in_a_later_turn(vision: TinyVis
     mine = [None if k < 0 else prompt.pictures[k].key for k in prompt.images]
     theirs = [None if k < 0 else later.pictures[k].key for k in later.images]
     assert keys == [*mine, None, *theirs, None]
+
+
+def test_a_conversation_that_is_rendered_anew_shows_its_pictures_again(vision: TinyVision) -> None:
+    async def again(prompt: Prompt, replies: list[str]) -> str:
+        return "again"
+
+    workflow = MultiTurnWorkflow(max_turns=3, max_new_tokens=4, feedback=again, sequences="rendered")
+    workflow.prepare(vision.tokenizer)
+    prompt = vision.prompt(["a", noise(1), "b", noise(2), "c", noise(1), "d"])
+    engine = Said(*([k, vision.tokenizer.eos_token_id] for k in (5, 6, 7)))
+    found = asyncio.run(workflow.run(episode(vision, engine), prompt))
+    for one in [*engine.seen, *found]:
+        assert one.images is not None and [picture.key for picture in one.pictures] == [p.key for p in prompt.pictures]
+        assert [k for k in list(one.images) if k >= 0] == [k for k in prompt.images if k >= 0]
+    assert [one.loss_mask.tolist()[-2:] for one in found] == [[True, True]] * 3
 
 
 def test_squares_are_counted_right_and_splits_share_no_picture(vision: TinyVision) -> None:
