@@ -8,6 +8,7 @@ counted: no completion makes its own group vanish.
 from __future__ import annotations
 
 import logging
+import math
 import re
 import signal
 from collections import deque
@@ -15,7 +16,9 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeAlias
 
+from app.text import well_formed
 from datamodules.processes.foreign import described
+from datamodules.processes.worker import NotAnAnswer
 from datamodules.prompts.base import Prompt
 
 _MATH_S = 3.0
@@ -189,6 +192,7 @@ class WeightedSum:
 
     Raises:
         ValueError: no rewards, or a weight of none of them.
+        NotAnAnswer: (when called) a part that is no finite number.
     """
 
     def __init__(
@@ -209,7 +213,7 @@ class WeightedSum:
         parts = {}
         for name, reward in self.rewards.items():
             value: Reward = reward(prompt, completion)
-            parts[name] = float(value[0] if isinstance(value, tuple) else value)
+            parts[name] = number(value[0] if isinstance(value, tuple) else value, f" for its part '{name}'")
         return sum(self.weights[name] * part for name, part in parts.items()), parts
 
 
@@ -239,6 +243,20 @@ class BySource:
                 " name the sources as in MixedPrompts.sources"
             )
         return self.rewards[source](prompt, completion)
+
+
+def number(value: Any, where: str) -> float:
+    """What a reward gave as a finite number. Raises NotAnAnswer, which says `where`, for what is none: text too."""
+    if isinstance(value, str | bytes | bytearray):  # float() would read them
+        raise NotAnAnswer(f"returned a {type(value).__name__}{where}, not a number", "exception")
+    try:
+        found = float(value)
+    except (TypeError, ValueError, OverflowError) as error:
+        said = well_formed(str(error))[:200]
+        raise NotAnAnswer(f"returned a {type(value).__name__}{where}, not a number: {said}", "exception") from error
+    if not math.isfinite(found):
+        raise NotAnAnswer(f"returned {found}{where}", "nan")
+    return found
 
 
 def prepare(rewards: Iterable[Callable[..., Any]]) -> None:

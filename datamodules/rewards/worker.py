@@ -5,14 +5,13 @@ Promises: what leaves is a finite number with at most 64 finite parts of short n
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import Any
 
 from app.text import well_formed
 from datamodules.processes.worker import NotAnAnswer
 from datamodules.prompts.base import Prompt
-from datamodules.rewards.functions import Reward, prepare, was_unreadable
+from datamodules.rewards.functions import Reward, number, prepare, was_unreadable
 
 MOST_PARTS = 64
 _MOST_NAME = 100
@@ -47,18 +46,5 @@ class RewardCalls:
         if len(parts) > MOST_PARTS:
             raise NotAnAnswer(f"returned {len(parts)} parts, at most {MOST_PARTS} are taken", "exception")
         named = {well_formed(str(name))[:_MOST_NAME]: part for name, part in parts.items()}
-        checked = {name: _number(part, f" for its part '{name}'") for name, part in named.items()}
-        return _number(value, ""), checked, unreadable
-
-
-def _number(value: Any, where: str) -> float:
-    if isinstance(value, str | bytes | bytearray):  # float() would read them
-        raise NotAnAnswer(f"returned a {type(value).__name__}{where}, not a number", "exception")
-    try:
-        found = float(value)
-    except (TypeError, ValueError, OverflowError) as error:
-        said = well_formed(str(error))[:200]
-        raise NotAnAnswer(f"returned a {type(value).__name__}{where}, not a number: {said}", "exception") from error
-    if not math.isfinite(found):
-        raise NotAnAnswer(f"returned {found}{where}", "nan")
-    return found
+        checked = {name: number(part, f" for its part '{name}'") for name, part in named.items()}
+        return number(value, ""), checked, unreadable

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from jsonargparse import ArgumentParser
 
+from datamodules.processes.worker import NotAnAnswer
 from datamodules.prompts.base import Prompt
 from datamodules.rewards import Judgement, RegexMatch, RewardPool, WeightedSum, exact_match
 from tests.datamodules.rewards.test_rewards import with_pool
@@ -48,6 +49,13 @@ def test_sums_are_weighted_and_their_parts_are_not() -> None:
     outer = WeightedSum({"inner": inner, "form": RegexMatch(r"\d+")}, {"inner": 0.5})  # type: ignore[dict-item]
     assert outer(PROMPT, "42") == (3.0, {"inner": 4.0, "form": 1.0})
     assert outer(PROMPT, "7") == (1.0, {"inner": 0.0, "form": 1.0})
+
+
+@pytest.mark.parametrize("value", ["0.75", ("0.75", {}), None, float("nan")])
+def test_a_part_that_is_no_number_is_none_in_a_sum(value: Any) -> None:
+    summed = WeightedSum({"form": RegexMatch(r"\d+"), "right": lambda prompt, completion: value})
+    with pytest.raises(NotAnAnswer, match=r"returned .* for its part 'right'"):
+        summed(PROMPT, "42")
 
 
 @pytest.mark.parametrize(
