@@ -104,9 +104,9 @@ class TextStops:
         return None
 
 
-def cut_at_stop(text: str, stops: Sequence[str]) -> int | None:
-    """Where the first of `stops` begins in a whole reply; None where there is none."""
-    return min((at for stop in stops if (at := text.find(stop)) >= 0), default=None)
+def cut_at_stop(text: str, stops: Sequence[str], start: int = 0) -> int | None:
+    """Where the first of `stops` begins in a reply, from `start` on; None where there is none."""
+    return min((at for stop in stops if (at := text.find(stop, start)) >= 0), default=None)
 
 
 def maybe_stop(text: str, stops: Sequence[str]) -> int:

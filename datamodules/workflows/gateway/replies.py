@@ -1,11 +1,13 @@
 """What a client sees of a reply: its text, its calls, and nothing from a stop text on; while it is sampled, and then.
 
 Promises: the pieces of a reply that is sent as it is made are its text as it is sent whole; what may be the beginning
-of a call or of a stop text is held back until it is known; ids are not touched.
+of a call or of a stop text is held back until it is known; ids are not touched. A token costs as much late in a reply
+as early.
 """
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -13,7 +15,7 @@ from typing import NamedTuple
 from app.text import well_formed
 from datamodules.conversations.chat_template import Message
 from datamodules.inference.reply_text import Decode, ReplyText, cut_at_stop, maybe_stop
-from datamodules.workflows.tool_calls import ToolCall, begin_of_calls, with_thought
+from datamodules.workflows.tool_calls import GrowingCalls, ToolCall, begin_of_calls, with_thought
 
 Parser = Callable[[str], list[ToolCall]]
 
@@ -88,7 +90,7 @@ def as_message(name: str, text: str, parser: Parser | None, opened: str = "") ->
         }
         for k, one in enumerate(found)
     ]
-    aloud = text[: begin_of_calls(parser, text, opened=opened)]
+    aloud = text[: begin_of_calls(parser, text, opened)]
     return {"role": "assistant", "content": aloud or None, "tool_calls": calls}, 0
 
 
@@ -107,7 +109,10 @@ class Reading:
         self, decode: Decode, stops: Sequence[str], parser: Parser | None, ends: Sequence[int], opened: str = ""
     ) -> None:
         self._reply = ReplyText(decode)
-        self._stops, self._parser, self._ends, self._opened = stops, parser, ends, opened
+        self._stops, self._ends = stops, ends
+        self._calls = None if parser is None else GrowingCalls(parser, opened)
+        self._overlap = max(map(len, stops), default=1) - 1  # of what is searched for stops next with what was
+        self._cut: int | None = None
         self._text = ""
         self._given = 0  # characters of it
         self._waiting: list[tuple[int, int, float]] = []  # (characters until then, token, log-probability)
@@ -119,18 +124,22 @@ class Reading:
         """What may be shown now and could not be before; nothing more once it was finished."""
         if self._complete:
             return Piece("", [], [])
+        text, self._text = self._text, ""  # so that nobody else holds it: Python appends in place then
+        before = len(text)
         for token, logprob in zip(tokens, logprobs, strict=True):
             if token in self._ends:
                 break
-            self._text += self._reply.add([token])
+            text += self._reply.add([token])
             self._holding.append((token, logprob))
             if not self._reply.holds:
-                self._waiting += [(len(self._text), *one) for one in self._holding]
+                self._waiting += [(len(text), *one) for one in self._holding]
                 self._holding = []
-        cut = cut_at_stop(self._text, self._stops)
-        known = len(self._text) - maybe_stop(self._text, self._stops) if cut is None else cut
-        if self._parser is not None:
-            known = min(known, begin_of_calls(self._parser, self._text[:known], False, self._opened))
+        self._text = text
+        found = cut_at_stop(text, self._stops, max(0, before - self._overlap))
+        self._cut = min((one for one in (self._cut, found) if one is not None), default=None)
+        known = len(text) - maybe_stop(text, self._stops) if self._cut is None else self._cut
+        if self._calls is not None:
+            known = min(known, self._calls.begin(text, known))
         known = max(known, self._given)
         piece, self._given = self._text[self._given : known], known
         count = next((k for k, (until, _, _) in enumerate(self._waiting) if until > known), len(self._waiting))
@@ -146,3 +155,18 @@ class Reading:
         given = self._text[: self._given]
         rest = content.removeprefix(given) if content.startswith(given) else ""
         return Piece(rest, tokens[self._tokens :], logprobs[self._tokens :])
+
+
+def on_this_loop(reading: Reading, say: Callable[[Piece], None]) -> Callable[[Sequence[int], Sequence[float]], None]:
+    """Has `say` told on this loop, for engines, which call from their own threads."""
+    loop = asyncio.get_running_loop()
+
+    def hear(tokens: list[int], logprobs: list[float]) -> None:
+        piece = reading.add(tokens, logprobs)
+        if piece.text:
+            say(piece)
+
+    def on_tokens(tokens: Sequence[int], logprobs: Sequence[float]) -> None:
+        loop.call_soon_threadsafe(hear, list(tokens), list(logprobs))
+
+    return on_tokens

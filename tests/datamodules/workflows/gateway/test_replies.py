@@ -19,7 +19,7 @@ from datamodules.workflows.gateway import Budget, Session
 from datamodules.workflows.gateway.protocols.base import Asked
 from datamodules.workflows.gateway.replies import Parser, Reading, as_message, shown
 from datamodules.workflows.gateway.sessions import Sampling
-from datamodules.workflows.tool_calls import ToolCall, begin_of_calls, hermes_calls, json_calls
+from datamodules.workflows.tool_calls import GrowingCalls, ToolCall, hermes_calls, json_calls
 from tests.datamodules.workflows.gateway.agents import LOOK_UP
 from tests.datamodules.workflows.scripted_engine import WITH_CALLS, ScriptedEngine
 from tests.helpers.recorded_samples import byte_tokenizer
@@ -102,9 +102,30 @@ def test_bytes_that_are_no_characters_keep_their_ids_or_are_not_kept(ids: list[i
     ],
 )
 def test_what_may_become_a_call_is_held_back(text: str, aloud: str) -> None:
-    assert text[: begin_of_calls(hermes_calls, text, complete=False)] == aloud
-    assert begin_of_calls(own_calls, text, complete=False) == 0
-    assert begin_of_calls(json_calls, "<|py", complete=False) == begin_of_calls(json_calls, " [", complete=False) == 0
+    def begin(parser: Parser, text: str) -> int:
+        return GrowingCalls(parser, "").begin(text, len(text))
+
+    assert text[: begin(hermes_calls, text)] == aloud
+    assert begin(own_calls, text) == 0
+    assert begin(json_calls, "<|py") == begin(json_calls, " [") == 0
+
+
+@pytest.mark.parametrize("parser", [None, hermes_calls, json_calls])
+@pytest.mark.parametrize("opened", ["", "<think>"])
+@pytest.mark.parametrize("begin", ["so ", "<think>", '{"name": 1, ', " " * 30, "a <tool_call>{"])
+def test_what_was_searched_is_not_searched_again(parser: Parser | None, opened: str, begin: str) -> None:
+    """What stands there later makes no difference."""
+    long = [begin + "it is so. " * 9, "more ", "and more"]
+    readings = [Reading(DECODE, ["STOP"], parser, [END], opened) for _ in range(2)]
+    found: list[list[str]] = [[], []]
+    for said, reading in zip(found, readings, strict=True):
+        for k, text in enumerate(long):
+            tokens = TOKENIZER.encode(text, add_special_tokens=False)
+            said.append(reading.add(tokens, [-1.0] * len(tokens)).text)
+            if reading is readings[1] and not k:
+                marks = "STOP<tool_call></think>{<|python_tag|>" * 9
+                reading._text = marks[: len(reading._text) - 20] + reading._text[-20:]
+    assert found[0] == found[1]
 
 
 def test_calls_in_a_thought_that_the_prompt_opened_stay_text() -> None:
