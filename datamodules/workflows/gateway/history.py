@@ -12,6 +12,7 @@ import hashlib
 import json
 import re
 import secrets
+import sys
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
@@ -41,6 +42,7 @@ class Bodies:
         self._body, self._messages = b"", Shown()  # of the last request
         self._begin, self._end, self._whole = 0, 0, 0  # where its list begins, up to where that many of it are known
         self._mark = secrets.token_hex(16)  # that no client knows
+        self._weight, self._weighed = 0, 0  # bytes of so many messages
 
     def read(self, body: bytes, parse: Callable[[bytes], dict[str, Any]]) -> dict[str, Any]:
         """What `parse` makes of the body, which raises what it likes; `messages` are `Shown`.
@@ -55,7 +57,7 @@ class Bodies:
             found["messages"] = Shown(found["messages"])
             begins = _MESSAGES.search(body)
             self._begin = self._end = begins.end() if begins is not None else len(body)
-            self._whole = 0
+            self._whole = self._weight = self._weighed = 0
         self._body, self._messages = body, found["messages"]
         return found
 
@@ -87,13 +89,16 @@ class Bodies:
 
     @property
     def size(self) -> int:
-        """Bytes of the last request."""
-        return len(self._body)
+        """Bytes of the last request, as it came and as Python's objects, which may be many times as much."""
+        self._weight += _weight(self._messages[self._weighed :])
+        self._weighed = len(self._messages)
+        return len(self._body) + self._weight
 
     def forget(self) -> None:
         """The next request is read whole, as the first was."""
         self._body, self._messages = b"", Shown()
         self._begin, self._end, self._whole = 0, 0, 0
+        self._weight, self._weighed = 0, 0
 
 
 class Shelf:
@@ -111,8 +116,9 @@ class Shelf:
 
     def keep(self, bodies: Bodies) -> None:
         """A request was read."""
-        self.size += bodies.size - self._sizes.pop(bodies, 0)
-        self._sizes[bodies] = bodies.size
+        size = bodies.size
+        self.size += size - self._sizes.pop(bodies, 0)
+        self._sizes[bodies] = size
         while self.size > self._most_bytes:
             self.drop(next(iter(self._sizes)))
 
@@ -273,6 +279,19 @@ class Kept:
                 end = at._chars
             at = at._base
         return True
+
+
+def _weight(values: list[Any]) -> int:
+    """Bytes of JSON values, without names, which are shared."""
+    size, left = 0, values
+    while left:
+        one = left.pop()
+        size += sys.getsizeof(one)
+        if isinstance(one, Mapping):
+            left += one.values()
+        elif isinstance(one, list):
+            left += one
+    return size
 
 
 def _alike(one: Any, other: Any) -> int:

@@ -128,9 +128,13 @@ class Gateway:
         session = self._session(request)
         body = await self._listener.body(request)
         found = session.bodies.read(body, json_object)
+        try:
+            asked = protocol.parse(session.heard(found))
+        except Exception:  # it is refused, and nothing goes on with it
+            self._shelf.drop(session.bodies)
+            raise
         if self._sessions.get(session.id) is session and not session.ended.is_set():
             self._shelf.keep(session.bodies)
-        asked = protocol.parse(session.heard(found))
         asked = session.continued(replace(asked, model=asked.model or self.model))
         key = request.headers.get("Idempotency-Key", "")
         same = _same(protocol, body, key)

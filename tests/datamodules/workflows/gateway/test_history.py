@@ -298,7 +298,10 @@ def test_what_many_sessions_keep_of_their_requests_is_bounded() -> None:
     """Those read longest ago are forgotten, and read whole the next time, to the same."""
     sizes, many = list[int](), [Bodies() for _ in range(8)]
     request = json.dumps({"messages": [{"role": "user", "content": "x" * 1000}]}).encode()
-    shelf = Shelf(3 * len(request) + 500)
+    first = Bodies()
+    first.read(request, orjson.loads)
+    most = 3 * first.size + 500
+    shelf = Shelf(most)
 
     def parse(body: bytes) -> dict[str, Any]:
         sizes.append(len(body))
@@ -308,7 +311,7 @@ def test_what_many_sessions_keep_of_their_requests_is_bounded() -> None:
         sizes.clear()
         assert one.read(body, parse) == orjson.loads(body)
         shelf.keep(one)
-        assert shelf.size == sum(each.size for each in many) <= 3 * len(request) + 500
+        assert shelf.size == sum(each.size for each in many) <= most
         return sizes[-1]
 
     for one in many:
@@ -317,9 +320,17 @@ def test_what_many_sessions_keep_of_their_requests_is_bounded() -> None:
     longer = request[:-2] + b', {"role": "user", "content": "y"}]}'
     assert read(many[5], longer) < 200  # goes on with the last one
     assert read(many[0], longer) == len(longer) and many[6].size == 0 and many[5].size > 0
-    assert read(many[1], request[:-2] + b" " * 4 * len(request) + b"]}") > 4 * len(request)
+    assert read(many[1], request[:-2] + b" " * most + b"]}") > most
     assert not any(one.size for one in many)  # it is larger than all together may be
     read(many[2], request)
     shelf.drop(many[2])
     shelf.drop(many[2])
     assert shelf.size == many[2].size == 0
+
+
+def test_what_is_kept_of_a_request_counts_as_the_objects_it_is() -> None:
+    """Which many small ones take far more memory than their text."""
+    bodies, message = Bodies(), {"role": "user", "content": [{"type": "text", "text": "a"}] * 3}
+    for count in (100, 101, 150, 20):
+        bodies.read(orjson.dumps({"messages": [message] * count}), orjson.loads)
+        assert 0.8 < bodies.size / size_of(bodies, ()) < 1.2

@@ -106,6 +106,7 @@ async def test_only_a_sessions_own_key_speaks_in_it() -> None:
         (b"\xff", 400, "no JSON"),
         (b"[]", 400, "JSON object"),
         (b"{}", 400, "messages"),
+        (b'{"messages": [{}, {}]}', 400, "messages[0].role"),
         (json.dumps({**HELLO, "stop": 0}).encode(), 400, "stop: must be a list"),
         (json.dumps({**HELLO, "tools": {}}).encode(), 400, "tools: must be a list"),
         (json.dumps({**HELLO, "stream_options": []}).encode(), 400, "stream_options: must be an object"),
@@ -118,6 +119,7 @@ async def test_what_cannot_be_read_is_refused_by_name(body: bytes, status: int, 
         async with client.post(address + "/v1/chat/completions", data=body, headers=bearer(session)) as answer:
             told = (await answer.json())["error"]
         assert answer.status == status and says in told["message"] and told["type"] == "invalid_request_error"
+        assert session.bodies.size == 0  # and is not kept
         async with client.post(address + "/v1/chat/completions", json=HELLO, headers=bearer(session)) as answer:
             assert answer.status == 200  # the session goes on
 
