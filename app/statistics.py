@@ -1,4 +1,5 @@
-"""How sure a number is: intervals of means and shares, paired comparisons, and how many prompts would tell.
+"""How sure a number is: intervals of means and shares, paired comparisons, how many prompts would tell, and when
+rewards are equal.
 
 Promises: numpy alone; the prompt is the unit, since episodes of one prompt are alike; where values are 0 or 1 the
 intervals hold at the ends of the scale too, where a resampled one has no width; nor has one of equal values, of which
@@ -8,7 +9,7 @@ it counts how many others may be unseen. Imports nothing of the project.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,6 +18,9 @@ import numpy.typing as npt
 Z95 = 1.959963984540054  # of a two-sided 95% interval
 Z80 = 0.8416212335729143  # of 80% power
 RESAMPLES = 2000
+ROUNDING = 1e-6
+"""Of rewards: they are sums of parts, and float32 in a batch, so that 0.1 + 0.2 and 0.3 are one reward. Relative to
+rewards above 1."""
 _STUDENT95 = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571, 7: 2.447}
 """Values -> Student's two-sided 95% quantile. A mean of so few drawn again never leaves their range, however often."""
 
@@ -161,6 +165,13 @@ def sign_flip_bound(differences: Sequence[float]) -> float:
         at += (total - float(sizes @ slopes)) / float(sizes**2 @ (1 - slopes**2))
     log_cosh = np.logaddexp(at * sizes, -at * sizes) - math.log(2)
     return math.exp(min(0.0, float(log_cosh.sum()) - at * total))
+
+
+def equal(rewards: Iterable[float], tolerance: float = 0.0) -> bool:
+    """Whether the largest exceeds the smallest by `tolerance` or by rounding at most. One reward at least."""
+    values = list(rewards)
+    least, most = min(values), max(values)
+    return most - least <= max(tolerance, ROUNDING * max(1.0, abs(least), abs(most)))
 
 
 def _binary(values: npt.NDArray[np.float64]) -> bool:

@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 
 from app import checks
 from app.batch import Trajectory
+from app.statistics import equal
 from datamodules.groups import Group, earned
 
 
@@ -31,11 +32,12 @@ class GroupFilter(ABC):
 
 
 class NoSignal(GroupFilter):
-    """Leaves out groups whose episodes all have the same reward: their group advantages are all 0 (DAPO, Yu et al.
-    2025, section 3.2).
+    """Leaves out groups whose episodes all have the same reward (DAPO, Yu et al. 2025, section 3.2): their group
+    advantages are all 0, unless a regulariser with `where: reward` tells the episodes apart, which the filter does not
+    see.
 
     Args:
-        tolerance: rewards count as equal when the largest exceeds the smallest by no more than this.
+        tolerance: rewards count as equal when the largest exceeds the smallest by no more than this, or by rounding.
 
     Raises:
         ValueError: a negative tolerance.
@@ -47,7 +49,7 @@ class NoSignal(GroupFilter):
 
     def reason(self, group: Group) -> str | None:
         rewards = list(episode_rewards(group).values())
-        if max(rewards) - min(rewards) > self.tolerance:
+        if not equal(rewards, self.tolerance):
             return None
         return f"no signal: the rewards of its {len(rewards)} episodes are all {_span(rewards)}"
 
@@ -141,4 +143,4 @@ def episode_rewards(group: Group) -> dict[int, float]:
 
 def _span(rewards: Sequence[float]) -> str:
     least, most = min(rewards), max(rewards)
-    return f"{least:g}" if least == most else f"within [{least:g}, {most:g}]"
+    return f"{least:g}" if equal(rewards) else f"within [{least:g}, {most:g}]"

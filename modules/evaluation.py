@@ -35,6 +35,7 @@ import torch
 from torch import Tensor, nn
 
 from app.batch import FINAL_ANSWER, EvalHandle, RolloutBatch, StepHandle
+from app.statistics import ROUNDING
 from modules.episodes import call_rewards, earned
 from modules.metrics import NamedMetrics, episode_reward, log_alone
 from modules.regularisers import k3
@@ -169,7 +170,7 @@ def _measure(handle: EvalHandle, batch: RolloutBatch) -> dict[str, tuple[float, 
     for sequence, episode in enumerate(of_sequence.tolist()):
         answers[episode] = batch.metadata[sequence].get(FINAL_ANSWER, "")
     prompts = [(groups == group).nonzero().flatten().tolist() for group in groups.unique()]
-    solved = (rewards >= handle.solved_at - 1e-6).tolist()  # rewards are float32: 0.1 + 0.9 may fall short of 1.0
+    solved = (rewards >= handle.solved_at - ROUNDING).tolist()  # rewards are float32: 0.1 + 0.9 may fall short of 1.0
     for k in handle.ks:
         chances = [pass_at_k(len(own), sum(solved[e] for e in own), k) for own in prompts if len(own) >= k]
         totals[f"pass@{k}"] = (sum(chances), len(chances))

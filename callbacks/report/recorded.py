@@ -6,13 +6,12 @@ Promises: every group is in a tree, or counted as not shown; what cannot be read
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import yaml
 
 from app.batch import RolloutBatch
+from app.statistics import equal
 from app.tree import PrefixTree
 from callbacks.report.moments import MOST_TOKENS, batch_moment
 from callbacks.report.runs import RunData
@@ -98,7 +97,7 @@ def _numbers(batch: RolloutBatch) -> dict[str, float]:
     of_group: dict[int, list[float]] = {}
     for group, reward in zip(groups.tolist(), rewards.tolist(), strict=True):
         of_group.setdefault(group, []).append(reward)
-    flat: Sequence[Any] = [max(one) - min(one) <= 1e-6 for one in of_group.values()]
+    flat = [equal(one) for one in of_group.values()]
     tree = PrefixTree.build(batch.sequences())
     return {
         "reward": float(rewards.mean()),

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TypeVar
 
+from app.statistics import equal
 from datamodules.conversations.sessions import Session
 from datamodules.conversations.tokens import Conversation, RecordedDataError
 
@@ -59,4 +60,4 @@ def first_trials(group: list[Episode], trials: int | None) -> list[Episode]:
 def best_and_worst(group: list[Episode]) -> list[Episode]:
     """The conversations of largest and smallest reward, in this order; [] where all rewards are equal."""
     best, worst = max(group, key=lambda one: one.reward), min(group, key=lambda one: one.reward)
-    return [best, worst] if best.reward > worst.reward else []
+    return [] if equal([best.reward, worst.reward]) else [best, worst]

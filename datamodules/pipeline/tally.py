@@ -8,6 +8,7 @@ sees less of.
 from __future__ import annotations
 
 from app.batch import UNTRAINABLE_CALLS
+from app.statistics import ROUNDING, equal
 from datamodules.filters import episode_rewards
 from datamodules.groups import Group
 
@@ -23,7 +24,7 @@ class Tally:
     """
 
     def __init__(self, solved_at: float = 1.0) -> None:
-        self._solved_at = solved_at - 1e-6  # rewards are sums of parts: 0.1 + 0.9 may fall short of 1.0
+        self._solved_at = solved_at - ROUNDING  # rewards are sums of parts: 0.1 + 0.9 may fall short of 1.0
         self._clear()
 
     def _clear(self) -> None:
@@ -42,7 +43,7 @@ class Tally:
         self._groups += 1
         self._solved += solved == len(rewards)
         self._unsolved += solved == 0
-        self._flat += max(rewards) - min(rewards) < 1e-6
+        self._flat += equal(rewards)
         of_episodes = {one.episode_id: one.metadata.get(UNTRAINABLE_CALLS, 0) for one in group.trajectories}
         self._untrainable += sum(of_episodes.values())
         self._tokens += _generated(group)

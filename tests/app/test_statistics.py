@@ -8,7 +8,7 @@ import math
 import numpy as np
 import pytest
 
-from app.statistics import mcnemar, mean_interval, paired, prompts_needed, share_interval, sign_flip_bound
+from app.statistics import equal, mcnemar, mean_interval, paired, prompts_needed, share_interval, sign_flip_bound
 
 RANDOM = np.random.default_rng(7)
 
@@ -20,6 +20,12 @@ def test_known_values() -> None:
     assert mcnemar(900, 300) == pytest.approx(4.2e-71, rel=0.1)  # no overflow; normal tail: z = 17.3
     assert prompts_needed(0.25, 0.1) == 197  # (1.96 + 0.84)^2 * 0.25 / 0.01
     assert mean_interval([0.5]) == (-math.inf, math.inf)
+
+
+def test_rewards_are_equal_to_rounding() -> None:
+    assert equal([0.1 + 0.2, 0.3]) and equal([0.3]) and not equal([0.3, 0.3 + 1e-5])
+    assert equal([1e5, 1e5 + 0.01]) and not equal([1e5, 1e5 + 1])  # float32 holds the first two as one or as neighbours
+    assert equal([0.5, 0.51], tolerance=0.02) and not equal([0.5, 0.53], tolerance=0.02)
 
 
 def covers(interval: tuple[float, float], truth: float) -> bool:

@@ -81,6 +81,8 @@ def test_groups_without_signal_are_named() -> None:
     assert NoSignal().reason(group(right, wrong)) is None
     assert NoSignal().reason(group(right, right, right)) == "no signal: the rewards of its 3 episodes are all 1"
     assert NoSignal().reason(group(right, wrong, turns=5)) is None
+    parts = group((0.1 + 0.2, "stop"), (0.3, "stop"))  # one reward of float32, as a batch holds it
+    assert NoSignal().reason(parts) == "no signal: the rewards of its 2 episodes are all 0.3"
     close = group((0.50, "stop"), (0.51, "stop"))
     assert NoSignal().reason(close) is None
     assert NoSignal(tolerance=0.02).reason(close) == (

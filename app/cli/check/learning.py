@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from app.cli.check.findings import Episode, Level, Part, Reason, Rollouts
-from app.statistics import share_interval
+from app.statistics import ROUNDING, equal, share_interval
 
 _ENOUGH_GROUPS = 12
 
@@ -27,8 +27,8 @@ def signal(rollouts: Rollouts, solved_at: float) -> Part:
                          " record with data.group_size 2 or more")  # fmt: skip
     n = len(groups)
     rewards = [[one.reward for one in group] for group in groups]
-    different = sum(max(each) - min(each) > 1e-6 for each in rewards)
-    shares = [sum(r >= solved_at - 1e-6 for r in each) / len(each) for each in rewards]
+    different = sum(not equal(each) for each in rewards)
+    shares = [sum(r >= solved_at - ROUNDING for r in each) / len(each) for each in rewards]
     first, any_ = statistics.fmean(shares), statistics.fmean(share > 0 for share in shares)
     k = statistics.median_low(len(each) for each in rewards)
     share, (low, high) = different / n, share_interval(different, n)

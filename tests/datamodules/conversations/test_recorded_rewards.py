@@ -39,6 +39,15 @@ def test_rewards_come_back_exactly(tmp_path: Path) -> None:
     assert [one.reward for one in load_npz(tmp_path / "x.npz")] == [0.1, 1 / 3]
 
 
+def test_rewards_that_differ_by_rounding_are_no_pair(tmp_path: Path) -> None:
+    """As a batch holds them they are one reward, so that neither conversation is the better one."""
+    rewards = {"sums": (0.1 + 0.2, 0.3), "other": (1.0, 0.0)}
+    made = [conversation(task, k, own[k]) for task, own in rewards.items() for k in range(2)]
+    save_npz(tmp_path / "x.npz", made)
+    batch = module(tmp_path / "x.npz", pairs=True, workload="whole").batch(0)
+    assert (batch.prompt_ids, batch.rewards.tolist()) == (["other"] * 2, [1.0, 0.0])
+
+
 @pytest.mark.parametrize("option", [{"pairs": True}, {"min_reward": 0.5}])
 def test_sessions_without_a_reward_are_none_to_compare(option: dict[str, Any]) -> None:
     key = next(iter(option))
