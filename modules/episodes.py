@@ -84,15 +84,16 @@ def episode_prompts(batch: RolloutBatch, of_sequence: Tensor) -> list[str]:
 
 
 def group_sizes(batch: RolloutBatch, groups: Tensor, name: str) -> tuple[Tensor, Tensor]:
-    """Numbers the groups and counts their episodes, for estimators that compare the episodes of a group.
+    """Numbers the groups and counts their episodes, for estimators and objectives that compare the episodes of a
+    group.
 
     Args:
         groups: int64 [E], group id of each episode.
-        name: of the estimator, for messages.
+        name: of the function, for messages.
 
     Returns:
         of_episode: int64 [E], from 0. sizes: int64 [G]. A group that has one episode left (others were dropped) is
-        logged; comparing it with itself gives it an advantage of 0.
+        logged; comparing it with itself gives it an advantage, or a loss, of 0.
 
     Raises:
         BatchError: no group has two episodes, so that there is nothing to learn from.
@@ -106,7 +107,7 @@ def group_sizes(batch: RolloutBatch, groups: Tensor, name: str) -> tuple[Tensor,
                 f"group {int(alone[0])} (prompt '{prompt}') has a single episode, as all others: {name} compares the"
                 " episodes of a group and needs data.group_size of at least 2 (recorded data: trials)"
             )
-        _log.warning("%d groups have a single episode left, so their advantage is 0 (prompt '%s')", len(alone), prompt)
+        _log.warning("%d groups have a single episode left, so they teach nothing (prompt '%s')", len(alone), prompt)
     return of_episode, sizes
 
 

@@ -23,6 +23,7 @@ from app.tree import FlatOutputs, SoftTargets, TreeEngine, on_device
 from modules.advantages import Estimate
 from modules.advantages.teacher import TeacherServer, shown, views
 from modules.algorithm import STEP_INPUTS, Algorithm, LossInputs, Proximal, Regulariser, with_rewards
+from modules.episodes import episodes, group_sizes
 from modules.evaluation import EvaluationMetrics, comparable, compare
 from modules.metrics import NamedMetrics, TokenSums, episode_reward
 from modules.models import ModelSource, ReferencePolicy, Refresh, WithoutAdapters
@@ -264,6 +265,8 @@ class PolicyModule(TreeModule):
             inputs["reference"] = columns["reference"]
         token_rewards, self._penalties = self.algorithm.token_rewards(batch, inputs)
         batch.add_column("token_rewards", token_rewards)
+        if self.algorithm.traits.compares_episodes:  # here, as a step may hold a lone group by chance
+            group_sizes(batch, episodes(batch)[1], self.algorithm.objective.name)
         if self.algorithm.advantage is None:
             return
         credit = self.algorithm.credit(batch, token_rewards, columns.get("values"))

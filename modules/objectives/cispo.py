@@ -22,9 +22,9 @@ def cispo(
         clip_high: the weight is at most 1 + clip_high.
 
     Returns:
-        loss [T]; "clip_fraction": whether the weight was clipped.
+        loss [T]; "weight_clipped": whether the weight was; such a token teaches on, with the bound for its weight.
     """
     check_clip(clip_low, clip_high)
     ratio = ratio_of(logprobs, old).detach()
     weight = ratio.clamp(None if clip_low is None else 1 - clip_low, 1 + clip_high)
-    return -weight * advantages * logprobs, {"clip_fraction": weight != ratio}
+    return -weight * advantages * logprobs, {"weight_clipped": weight != ratio}

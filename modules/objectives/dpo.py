@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from app.batch import BatchError
+from app.statistics import ROUNDING
 from modules.episodes import sequence_sums, spread_sequences
 from modules.objectives.ratio import check_above
 from modules.objectives.traits import traits
@@ -27,7 +28,8 @@ def dpo(
     """loss of a pair = -log sigmoid(beta (d_chosen - d_rejected)), d = log pi(y) - log ref(y).
 
     A pair is a group of two episodes; the one of larger reward is the chosen one. Both carry the pair's loss, so that
-    aggregation "episode_mean" gives the mean over pairs.
+    aggregation "episode_mean" gives the mean over pairs. Where both have the same reward (as rollouts often do, or
+    after a penalty) neither is preferred: the loss is 0, and denominators count the pair.
 
     Args:
         logprobs, reference: [T], in nats; the episode's is the sum over its trained tokens, of all its turns.
@@ -37,7 +39,8 @@ def dpo(
             Mitchell 2023, eq. 3).
 
     Returns:
-        loss [T]; "margin": beta (d_chosen - d_rejected); "preferred": whether it is positive.
+        loss [T]; "margin": beta (d_chosen - d_rejected); "preferred": whether it is positive; "tied": whether the
+        rewards are equal, with a margin of 0.
 
     Raises:
         BatchError: a group that is no pair, naming it.
@@ -58,13 +61,10 @@ def dpo(
     reward = drift.new_zeros(len(pairs)).index_copy(0, of_sequence, rewards.to(drift))
     first, second = torch.arange(len(pairs), device=drift.device).view(-1, 2).unbind(1)  # `pairs` is sorted by group
     gap = reward[first] - reward[second]
-    if bool((gap == 0).any()):
-        tied = int(names[(gap == 0).nonzero()[0]])
-        raise BatchError(
-            f"RolloutBatch.rewards: both episodes of group {tied} have the same reward, so that neither is preferred;"
-            " give the chosen one the larger reward, or leave the pair out"
-        )
-    margin = beta * gap.sign() * (drift[first] - drift[second])
+    tied = gap.abs() <= ROUNDING * torch.maximum(reward[first].abs(), reward[second].abs()).clamp(min=1)
+    margin = beta * gap.sign().masked_fill(tied, 0) * (drift[first] - drift[second])
     loss = -(1 - label_smoothing) * F.logsigmoid(margin) - label_smoothing * F.logsigmoid(-margin)
+    loss = loss.masked_fill(tied, 0.0)
     of_token = spread_sequences(group[of_sequence], cu_seqlens, len(logprobs))
-    return loss[of_token], {"margin": margin.detach()[of_token], "preferred": (margin > 0)[of_token]}
+    stats = {"margin": margin.detach(), "preferred": margin > 0, "tied": tied}
+    return loss[of_token], {name: value[of_token] for name, value in stats.items()}

@@ -5,13 +5,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from app.batch import BatchError
 from modules.episodes import sequence_sums, spread_sequences
 from modules.objectives.ratio import check_above
 from modules.objectives.traits import traits
 
 
-@traits(aggregation="episode_mean")
+@traits(aggregation="episode_mean", compares_episodes=True)
 def tba(
     logprobs: Tensor,
     reference: Tensor,
@@ -35,10 +34,9 @@ def tba(
         beta: temperature of the reward, > 0, units of reward a nat.
 
     Returns:
-        loss [T], nats^2, one value for all tokens of an episode; "log_z_gap": its root, signed, in nats.
+        loss [T], nats^2, one value for all tokens of an episode; "log_z_gap": its root, in nats.
 
-    Raises:
-        BatchError: no group has two episodes: each would be its own log Z, and nothing is learned.
+    A group of which a step has one episode is its own log Z: its loss is 0.
     """
     check_above("beta", beta)
     pairs, of_sequence = torch.stack([groups, episodes], dim=1).unique(dim=0, return_inverse=True)
@@ -48,12 +46,7 @@ def tba(
     gap = drift - reward / beta
     group = pairs[:, 0].unique(return_inverse=True)[1]
     count = torch.bincount(group).to(gap.dtype)
-    if len(count) and bool((count < 2).all()):
-        raise BatchError(
-            "RolloutBatch.group_ids: every group has a single episode, and tba compares the episodes of a group; set"
-            " data.group_size to at least 2"
-        )
     log_z = -gap.detach().new_zeros(len(count)).index_add(0, group, gap.detach()) / count
     gap = gap + log_z[group]
     per_token = spread_sequences(gap[of_sequence], cu_seqlens, len(logprobs))
-    return per_token.square(), {"log_z_gap": per_token.detach()}
+    return per_token.square(), {"log_z_gap": per_token.detach().abs()}

@@ -17,20 +17,25 @@ class Traits:
     aggregation: the one its paper uses, when the user names none.
     whole_step: it has to see all sequences of an optimizer step at once (costs a forward pass).
     sequence_ratio: its ratio is one of whole sequences, so corrections are by default, too (`level: geometric`).
+    compares_episodes: of a group, so that a batch whose groups all have a single one teaches nothing, and is refused.
     """
 
     aggregation: Aggregation = "token_mean"
     whole_step: bool = False
     sequence_ratio: bool = False
+    compares_episodes: bool = False
 
 
 def traits(
-    aggregation: Aggregation = "token_mean", whole_step: bool = False, sequence_ratio: bool = False
+    aggregation: Aggregation = "token_mean",
+    whole_step: bool = False,
+    sequence_ratio: bool = False,
+    compares_episodes: bool = False,
 ) -> Callable[[F], F]:
     """Decorates an objective with its `Traits`."""
 
     def decorate(function: F) -> F:
-        function.traits = Traits(aggregation, whole_step, sequence_ratio)  # type: ignore[attr-defined]
+        function.traits = Traits(aggregation, whole_step, sequence_ratio, compares_episodes)  # type: ignore[attr-defined]
         return function
 
     return decorate

@@ -287,27 +287,50 @@ def test_dpo_without_drift_is_log_two_and_prefers_nobody() -> None:
     assert not stats["preferred"].any()
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"rewards": 0.5}, "group 0 have the same reward"),
-        ({"groups": 3}, "group 3 has 8 episodes in one optimizer step; dpo needs exactly two"),
-    ],
-)
-def test_what_is_no_pair_is_refused(change: dict[str, Any], message: str) -> None:
+@pytest.mark.parametrize("label_smoothing", [0.0, 0.2])
+def test_a_tied_pair_teaches_nothing(label_smoothing: float) -> None:
+    """0.1 + 0.2 is 0.3 here; the other pairs are as without it."""
+    dpo, inputs = chosen("objective", "dpo", {"label_smoothing": label_smoothing}), random_case(0).inputs()
+    untied, _ = values(dpo(inputs))
+    first = inputs["groups"] == inputs["groups"][0]
+    second = inputs["episodes"] == inputs["episodes"][0]
+    inputs["rewards"] = inputs["rewards"].double().masked_fill(first, 0.3).masked_fill(second, 0.1 + 0.2)
+    inputs["logprobs"].requires_grad_()
+    losses, stats = values(dpo(inputs))
+    losses.sum().backward()
+    here = first.repeat_interleave(inputs["cu_seqlens"].diff())
+    assert torch.equal(stats["tied"], here) and not losses[here].any() and not stats["margin"][here].any()
+    torch.testing.assert_close(losses[~here], untied[~here])
+    grad = inputs["logprobs"].grad
+    assert grad is not None and not grad[here].any() and bool(grad[~here].any())
+
+
+def test_what_is_no_pair_is_refused() -> None:
     inputs = random_case(0).inputs()
-    for name, value in change.items():
-        inputs[name] = torch.full_like(inputs[name], value)
-    with pytest.raises(BatchError, match=message):
+    inputs["groups"] = torch.full_like(inputs["groups"], 3)
+    with pytest.raises(BatchError, match="group 3 has 8 episodes in one optimizer step; dpo needs exactly two"):
         chosen("objective", "dpo", {})(inputs)
 
 
-def test_tba_of_groups_of_one_is_refused() -> None:
-    """Each would be its own log Z: no loss, no gradient."""
-    inputs = random_case(0).inputs()
-    inputs["groups"] = torch.arange(len(inputs["groups"]))
-    with pytest.raises(BatchError, match=r"tba compares the episodes of a group; set data\.group_size"):
-        chosen("objective", "tba", {})(inputs)
+def test_tba_reports_how_far_episodes_are_from_balance() -> None:
+    """The signed distances of a group have mean 0, however large they are."""
+    sizes = []
+    for beta in (1.0, 0.1):
+        inputs = random_case(0).inputs()
+        losses, stats = values(chosen("objective", "tba", {"beta": beta})(inputs))
+        torch.testing.assert_close(stats["log_z_gap"].square(), losses)
+        sizes.append(float(stats["log_z_gap"].mean()))
+    assert 0.1 < sizes[0] < sizes[1]
+
+
+def test_a_clipped_weight_of_cispo_keeps_its_gradient() -> None:
+    inputs = random_case(4, 0.5).inputs()
+    inputs["logprobs"].requires_grad_()
+    losses, stats = values(chosen("objective", "cispo", {"clip_high": 0.1})(inputs))
+    losses[inputs["mask"]].sum().backward()
+    grad, clipped = inputs["logprobs"].grad, stats["weight_clipped"] & inputs["mask"]
+    assert grad is not None and bool(clipped.any()) and "clip_fraction" not in stats
+    torch.testing.assert_close(grad[clipped], -1.1 * inputs["advantages"][clipped])
 
 
 def test_kl_estimators_estimate_the_divergence() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable, Iterable
 from itertools import combinations
 from typing import Any
@@ -261,6 +262,28 @@ def test_a_pair_that_is_none_names_its_group() -> None:
     batch = make_batch(groups=2, episodes=3)
     with pytest.raises(BatchError, match=r"group 0 has 3 episodes.*dpo needs exactly two"):
         fit(PolicyModule(source(), optimizer=sgd, objective="dpo", reference="initial"), [batch])
+
+
+def test_a_pair_that_a_penalty_ties_costs_itself_alone() -> None:
+    """The second episodes have 9 tokens and lose 1, the first ones 2 and 3."""
+    batch = make_batch(groups=2, episodes=2)
+    batch.rewards[:] = torch.tensor([0.0, 1.0, 0.0, 2.0])[batch.episode_ids]
+    long = Regulariser("overlong", 1.0, "reward", {"max_tokens": 9, "buffer_tokens": 5})
+    module = PolicyModule(source(), optimizer=sgd, objective="dpo", reference="initial", regularisers=[long])
+    [step] = fit(module, [batch])
+    assert (step["tied"], step["loss"]) == (0.5, pytest.approx(math.log(2) / 2)) and step["grad_norm"] > 0
+
+
+def test_a_group_of_one_is_a_matter_of_the_batch() -> None:
+    """Whatever step of it the group comes into."""
+    whole = make_batch(groups=2, episodes=3)
+    lone = whole.group_ids == 1
+    batch = whole.select((~lone | (whole.episode_ids == whole.episode_ids[lone][0])).nonzero().flatten())
+    module = PolicyModule(source(), optimizer=sgd, objective="tba", reference="initial", minibatches=2)
+    losses = sorted(step["loss"] for step in fit(module, [batch]))
+    assert losses[0] == 0.0 < losses[1]
+    with pytest.raises(BatchError, match=r"single episode, as all others: tba compares.*group_size of at least 2"):
+        fit(PolicyModule(source(), optimizer=sgd, objective="tba", reference="initial"), [make_batch(episodes=1)])
 
 
 def test_pairs_stay_together_where_there_are_fewer_than_minibatches() -> None:
