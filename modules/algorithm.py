@@ -74,6 +74,13 @@ SEQUENCE_INPUTS = ("episodes", "turns")  # of costs in the reward, from the batc
 REWARD_INPUTS = ("logprobs", "reference", "mask", "cu_seqlens", *SEQUENCE_INPUTS)
 CORRECTION_INPUTS = ("old", "behavior", "mask", "cu_seqlens")
 ADVANTAGE_INPUTS = ("batch", "values", "token_rewards")
+LOGGED = (
+    *("step", "epoch", "loss", "reward", "entropy", "approx_kl", "teacher_mass", "grad_norm", "staleness"),
+    *("staleness_max", "mismatch_kl", "logprob_diff_max", "correction_weight", "correction_square", "correction_ess"),
+    *("value_loss", "value_clip_fraction", "explained_variance"),
+    *("tokens/dense", "tokens/leaf", "tokens/tree", "tokens/s"),
+)
+"""Names under which modules and loggers have numbers of their own in a step."""
 _EQUAL_REWARDS = "mind groups whose rewards are all equal"
 _BAD_COST = "a cost in the reward must be a finite number: correct the function"
 
@@ -362,12 +369,30 @@ class Algorithm:
         """Calls every function once, on four tokens, so that mistakes show now; names of what `losses` reports."""
         with torch.enable_grad():
             inputs = _example_tokens()
+            self._check_names(inputs)
             stats = tuple(self.losses(inputs)[1])
             for _, choice in self.loss_costs + self.reward_costs:
                 _shaped(choice({**vars(inputs), "turns": torch.tensor([0, 0])}), inputs.mask, choice)
         if self.advantage is not None and self._is_ours(self.advantage):
             self._try_advantage()
         return stats
+
+    def _check_names(self, inputs: LossInputs) -> None:
+        """Raises ValueError where what a function reports would take the place of another number in the metrics."""
+        reported: list[tuple[Choice, str]] = []
+        for one in (self.objective, self.correction):
+            stats = {} if one is None else _with_stats(one(vars(inputs)), inputs.mask, one)[1]
+            reported += [(one, name) for name in stats if one is not None]
+        reported += [(c, c.name) for _, c in self.loss_costs if c.function is not REGULARISERS["entropy"]]
+        reported += [(choice, f"penalty/{choice.name}") for _, choice in self.reward_costs]
+        owners = dict.fromkeys(LOGGED, "the run")
+        for choice, name in reported:
+            if name in owners:
+                raise ValueError(
+                    f"{choice.name}: reports '{name}', a name by which {owners[name]} reports another number: choose"
+                    " another (a regulariser's is its function's)"
+                )
+            owners[name] = choice.name
 
 
 def with_rewards(batch: RolloutBatch, token_rewards: Tensor) -> RolloutBatch:

@@ -10,7 +10,8 @@ A function is called with what its parameters are named after (`modules.algorith
 `@traits(whole_step=True)`.
 
 It returns the loss of each token [T], which is weighted (see `aggregation`) and summed over trained tokens; or that and
-a dict of [T] tensors, whose means over trained tokens are logged by name.
+a dict of [T] tensors, whose means over trained tokens are logged by name. What is
+logged anyway (`modules.algorithm.LOGGED`) keeps its names.
 """
 
 from modules.objectives.aggregation import AGGREGATIONS, Aggregation, token_weights

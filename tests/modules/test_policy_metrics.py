@@ -16,7 +16,8 @@ from app.strategies.ranks.balance import Calibration
 from app.strategies.ranks.collectives import Communicator
 from app.strategies.ranks.sharing import SharedRanks
 from app.tree import PrefixTree
-from modules import ModelSource, PolicyModule, Refresh, Regulariser, evaluation
+from modules import ActorCriticModule, ModelSource, PolicyModule, Refresh, Regulariser, evaluation
+from modules.algorithm import LOGGED
 from modules.metrics import NamedMetrics, TokenSums, remembered
 from tests.helpers.tiny_policy import (
     VOCABULARY,
@@ -312,6 +313,15 @@ def test_a_loader_that_ignores_steps_per_batch_is_refused() -> None:
         BatchError, match=r"StepHandle.count: the datamodule yields a batch 1 times, the module takes 2"
     ):
         trainer().fit(PolicyModule(source(), optimizer=sgd, epochs=2), Once([]))
+
+
+@pytest.mark.parametrize("kind", [PolicyModule, ActorCriticModule])
+def test_what_a_run_logs_itself_is_no_name_for_functions(kind: type[PolicyModule]) -> None:
+    soft = Regulariser("forward_kl", 0.1, options={"k": 3})
+    options: dict[str, Any] = {"correction": "truncated", "regularisers": [soft], "reference": "initial"}
+    module = kind(source(), optimizer=sgd, **options)
+    [step] = fit(module, [make_batch()])
+    assert len(step) > 15 and set(step) <= {*LOGGED, *module.algorithm.metrics}
 
 
 def test_nan_in_logs_never_comes_from_equal_rewards() -> None:

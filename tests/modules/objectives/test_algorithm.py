@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -35,6 +36,19 @@ def too_short(logprobs: Tensor) -> Tensor:
 
 def asks_for_more(logprobs: Tensor, gradient_of_the_moon: Tensor) -> Tensor:
     return logprobs * gradient_of_the_moon
+
+
+def reward(logprobs: Tensor) -> Tensor:
+    return logprobs
+
+
+def reports(*names: str) -> Callable[..., Any]:
+    """An objective that reports these."""
+
+    def named(logprobs: Tensor, old: Tensor, advantages: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        return -advantages * logprobs, dict.fromkeys(names, advantages)
+
+    return named
 
 
 HERE = "tests.modules.objectives.test_algorithm"
@@ -209,6 +223,18 @@ def test_a_regulariser_may_be_what_the_anchor_is_for() -> None:
         ({"objective_options": {"dual_clip": "3"}}, "dual_clip='3' is str, must be float or null"),
         ({"advantage": "reinforce_pp", "advantage_options": {"gamma": float("nan")}}, "gamma=nan must be a finite"),
         ({"correction": "masked", "correction_options": {"high": float("inf")}}, "high=inf must be a finite"),
+        ({"objective": reports("mine", "reward")}, "named: reports 'reward', a name by which the run reports another"),
+        ({"objective": reports("correction_weight")}, "named: reports 'correction_weight', a name by which the run"),
+        (
+            {"objective": reports("correction_cut"), "correction": "truncated"},
+            "truncated: reports 'correction_cut', a name by which named reports",
+        ),
+        ({"objective": reports("kl"), "regularisers": [Regulariser("kl", 0.1)]}, "kl: reports 'kl', .* by which named"),
+        ({"regularisers": [Regulariser(f"{HERE}.reward", 0.1)]}, "reward: reports 'reward', .*its function's"),
+        (
+            {"objective": reports("penalty/kl"), "regularisers": [KL_IN_REWARD]},
+            "kl: reports 'penalty/kl', a name by which named",
+        ),
         ({"regularisers": [Regulariser("kl", 0.1)] * 2}, "regularisers: kl is given twice in the loss"),
         ({"regularisers": [Regulariser("kl", 0.1, options={"estimator": "k1"})]}, "k1 is zero in expectation"),
         ({"regularisers": [Regulariser(f"{HERE}.own_cost", 0.1)]}, "own_cost has no gradient.*where: reward"),
