@@ -128,6 +128,15 @@ def test_only_groups_that_are_cut_run_twice(
     assert sorted(compared) == list(range(9)) and sum(before) in again
 
 
+def test_an_episode_may_be_as_long_as_the_model_has_positions() -> None:
+    """The token behind its end never runs, and is not counted."""
+    batch = recorded(0)
+    longest = int(batch.lengths().max())
+    fit(RewardModule(source(max_position_embeddings=longest), optimizer=sgd), [batch])
+    with pytest.raises(BatchError, match=rf"has {longest} tokens to run, .*max_position_embeddings of {longest - 1}"):
+        fit(RewardModule(source(max_position_embeddings=longest - 1), optimizer=sgd), [batch])
+
+
 def test_an_episode_is_scored_at_the_end_of_its_last_turn() -> None:
     batch = make_batch(recorded=False)
     scored = with_scores(batch)
