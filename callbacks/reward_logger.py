@@ -33,8 +33,8 @@ class RewardLogger(Callback):
     before and from the first trained token; token ids when the datamodule has no tokenizer) and `metadata`.
 
     Every training batch also logs, as means over its episodes, what their rewards are made of (`reward/<part>`), and
-    how many were scored because their reward failed (`reward/failed`) or took them for wrong because it could not read
-    them (`reward/unreadable`), where there are any.
+    which share was scored because their reward failed (`reward/failed`) or took them for wrong because it could not
+    read them (`reward/unreadable`), where there are any.
 
     Args:
         every_n_batches: rollout batches between two logged ones.
@@ -112,9 +112,9 @@ class RewardLogger(Callback):
 
 
 def reward_parts(batch: RolloutBatch) -> dict[str, float]:
-    """`reward/<part>`: mean over the episodes whose reward has that part; `reward/failed`: episodes whose reward failed
-    and was scored instead; `reward/unreadable`: those that the reward could not read and took for wrong. The last two
-    are left out when there are none."""
+    """`reward/<part>`: mean over the episodes whose reward has that part; `reward/failed`: share of the episodes whose
+    reward failed and was scored instead; `reward/unreadable`: of those that the reward could not read and took for
+    wrong. The last two are left out when there are none."""
     of_episode = dict(zip(batch.episode_ids.tolist(), batch.metadata, strict=True))
     values: dict[str, list[float]] = {}
     for metadata in of_episode.values():
@@ -123,7 +123,7 @@ def reward_parts(batch: RolloutBatch) -> dict[str, float]:
     found = {f"reward/{name}": sum(parts) / len(parts) for name, parts in values.items()}
     for name in ("failed", "unreadable"):
         if count := sum(f"reward_{name}" in metadata for metadata in of_episode.values()):
-            found[f"reward/{name}"] = float(count)
+            found[f"reward/{name}"] = count / len(of_episode)
     return found
 
 

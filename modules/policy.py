@@ -32,6 +32,7 @@ from modules.ranks import TEACHERS_VIEW, likeliest_columns, split_minibatches
 from modules.refusals import (
     check_aggregation,
     check_groups,
+    check_likeliest,
     check_proximal,
     check_reference,
     check_same_tokens,
@@ -138,6 +139,7 @@ class PolicyModule(TreeModule):
             proximal=proximal,
         )
         checks.at_least(1, {"minibatches": minibatches, "epochs": epochs})
+        checks.at_least(0, {"seed": seed})
         check_proximal(self.algorithm.proximal, minibatches * epochs)
         check_reference(self.algorithm, reference, reference_refresh, reference_offload, self.has_critic)
         self.aggregation_mode: Aggregation = aggregation or self.algorithm.traits.aggregation
@@ -167,11 +169,12 @@ class PolicyModule(TreeModule):
 
     def configure_model(self) -> None:
         super().configure_model()
+        assert self.policy is not None
+        check_likeliest(self.algorithm.likeliest, self.policy.config.get_text_config().vocab_size)
         if self.reference_source is None or self.reference is not None:
             return
         if isinstance(self.reference_source, TeacherServer):
             return
-        assert self.policy is not None
         if self.reference_source == "base":
             self.reference = WithoutAdapters(self.policy, lambda: self.engine)
             return

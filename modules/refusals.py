@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.utilities import rank_zero_warn
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
@@ -53,6 +54,12 @@ def refuse_trainer(trainer: Any, stage: str, exchange: Ranks) -> None:
         raise ValueError(
             f"trainer.accumulate_grad_batches={trainer.accumulate_grad_batches}: losses are already divided by the"
             " count of a whole optimizer step; set it to 1 and raise the data's batch_size instead"
+        )
+    schedulers = [one for one in trainer.callbacks if isinstance(one, GradientAccumulationScheduler)]
+    if stage == "fit" and any(one.going_to_accumulate_grad_batches() for one in schedulers):
+        raise ValueError(
+            "trainer.callbacks: GradientAccumulationScheduler would add up losses that are already divided by the count"
+            " of a whole optimizer step; remove it and raise the data's batch_size instead"
         )
     if trainer.precision == "bf16-true" and alone:
         raise ValueError(
@@ -174,6 +181,15 @@ def note_aggregation(algorithm: Algorithm, given: str | None, mode: str) -> None
         rank_zero_warn(
             f"advantage=dr_grpo is half of Dr.GRPO: aggregation is {mode}, the paper's is constant (with"
             " aggregation_constant, the longest answer in tokens); naming an aggregation silences this line"
+        )
+
+
+def check_likeliest(count: int, vocab_size: int) -> None:
+    """`count`: tokens that a regulariser compares at each position."""
+    if count > vocab_size:
+        raise ValueError(
+            f"regularisers.options.k: {count} likeliest tokens, of a model whose vocabulary has {vocab_size}: set k to"
+            f" {vocab_size} at most"
         )
 
 

@@ -10,6 +10,7 @@ import lightning as L
 
 from app.batch import CALL_REWARD
 from callbacks import RewardLogger
+from callbacks.reward_logger import reward_parts
 from modules import PolicyModule
 from modules.episodes import call_rewards, earned
 from tests.helpers.tiny_policy import Batches, make_batch, sgd, source, trainer
@@ -27,6 +28,13 @@ def test_parts_of_earlier_batches_are_not_shown_again(tmp_path: Path) -> None:
     run = trainer(RewardLogger(), Shown(), default_root_dir=tmp_path)
     run.fit(PolicyModule(source(), optimizer=sgd, epochs=2), Batches([first, second]))
     assert shown == [{"reward/form", "reward/failed", "reward/unreadable"}, set(), set(), set()]
+
+
+def test_episodes_that_no_reward_read_are_told_as_a_share() -> None:
+    batch = make_batch(groups=2, episodes=2)  # an episode of each group has three turns
+    for metadata, episode in zip(batch.metadata, batch.episode_ids.tolist(), strict=True):
+        metadata |= {"reward_failed": "timeout"} if episode else {"reward_unreadable": True}
+    assert reward_parts(batch) == {"reward/failed": 0.75, "reward/unreadable": 0.25}
 
 
 def test_samples_are_told_with_what_their_episodes_earned(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
+from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from torch import nn
 
 from app.batch import BatchError, EvalHandle, RolloutBatch, StepHandle
@@ -284,6 +285,7 @@ def test_batches_that_cannot_be_trained_on(name: str, message: str) -> None:
         ({"aggregation_constant": 5}, "aggregation_constant has no effect with aggregation=token_mean"),
         ({"minibatches": 0}, "minibatches: .*, must be at least 1"),
         ({"epochs": 0}, "epochs: .*, must be at least 1"),
+        ({"seed": -1}, "seed: -1, must be at least 0"),
         ({"tree_training_mode": "dense"}, "tree_training_mode: 'dense', must be one of disabled, sparse, dta"),
         ({"tree_training_mode": "sparse", "chunk_tokens": 8}, "chunk_tokens=8 has no effect.*set live_tokens"),
     ],
@@ -296,6 +298,22 @@ def test_options_that_cannot_work(options: dict[str, Any], message: str) -> None
 def test_accumulated_batches_are_refused() -> None:
     with pytest.raises(ValueError, match=r"trainer\.accumulate_grad_batches=2"):
         fit(PolicyModule(source(), optimizer=sgd), [make_batch()], accumulate_grad_batches=2)
+
+
+def test_a_schedule_that_accumulates_batches_is_refused() -> None:
+    """Before the first step, and not by what it does in its first epoch."""
+    module = PolicyModule(source(), optimizer=sgd)
+    later = trainer(GradientAccumulationScheduler({3: 2}))
+    with pytest.raises(ValueError, match=r"trainer\.callbacks: GradientAccumulationScheduler.*raise the data's batch"):
+        later.fit(module, Batches([make_batch()]))
+    assert module.policy_version == 0
+
+
+def test_more_likeliest_tokens_than_there_are_is_refused() -> None:
+    soft = Regulariser("forward_kl", 0.1)  # the default k is 20
+    module = PolicyModule(source(), regularisers=[soft], reference="initial")
+    with pytest.raises(ValueError, match=r"regularisers\.options\.k: 20 likeliest.*has 17: set k to 17 at most"):
+        module.configure_model()
 
 
 def test_schedulers_that_follow_a_metric_are_refused() -> None:
