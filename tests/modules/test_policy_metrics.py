@@ -309,13 +309,6 @@ def test_a_schedule_that_accumulates_batches_is_refused() -> None:
     assert module.policy_version == 0
 
 
-def test_more_likeliest_tokens_than_there_are_is_refused() -> None:
-    soft = Regulariser("forward_kl", 0.1)  # the default k is 20
-    module = PolicyModule(source(), regularisers=[soft], reference="initial")
-    with pytest.raises(ValueError, match=r"regularisers\.options\.k: 20 likeliest.*has 17: set k to 17 at most"):
-        module.configure_model()
-
-
 def test_schedulers_that_follow_a_metric_are_refused() -> None:
     module = PolicyModule(source(), optimizer=sgd, lr_scheduler=torch.optim.lr_scheduler.ReduceLROnPlateau)
     with pytest.raises(ValueError, match="lr_scheduler: ReduceLROnPlateau"):

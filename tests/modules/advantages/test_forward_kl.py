@@ -242,6 +242,7 @@ def test_what_makes_no_sense_is_refused(regularisers: list[Regulariser], said: s
         PolicyModule(source(), optimizer=sgd, regularisers=regularisers)
 
 
-def test_more_tokens_than_a_teacher_has() -> None:
-    with pytest.raises(ValueError, match="99 columns, must be 1 to the vocabulary's 17"):
-        fit(module("initial", k=99, reference_refresh=Refresh(every=1)), [hinted(0)])
+def test_more_tokens_than_the_vocabulary_has_are_refused_before_the_first_step() -> None:
+    made = module("initial", k=18, reference_refresh=Refresh(every=1))
+    with pytest.raises(ValueError, match=r"regularisers\.options\.k: 18 likeliest.*has 17: set k to 17 at most"):
+        made.configure_model()
