@@ -1,19 +1,15 @@
 """`Algorithm`: advantage x objective x regularisers x correction, composed from their names.
 
 Promises: pure arithmetic on tensors; it knows no tree, no rank, no model and no execution mode. What cannot be
-composed, or would have no effect, is refused when it is made, by an error that names the keys; so are a name that leads
-nowhere, an option a function does not have, and a parameter nobody fills in. A function's parameters that are named
-after inputs get these inputs, the others are its options.
+composed, or would have no effect, is refused when it is made, by an error that names the keys. How its functions are
+named, and what they are called with: `app.functions`.
 """
 
 from __future__ import annotations
 
-import importlib
 import inspect
 import math
-import types
-import typing
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
 
@@ -22,13 +18,13 @@ from torch import Tensor
 
 from app import checks
 from app.batch import BatchError, RolloutBatch, Trajectory
+from app.functions import Choice, Function, choose
 from modules.advantages import ADVANTAGES, Estimate
 from modules.corrections import CORRECTIONS
 from modules.episodes import call_rewards, earned, episodes
 from modules.objectives import OBJECTIVES, traits_of
 from modules.regularisers import LIKELIEST, REGULARISERS
 
-Function = str | Callable
 Proximal = Literal["sampler", "recomputed", "interpolated"]
 PROXIMAL = ("sampler", "recomputed", "interpolated")
 
@@ -83,24 +79,6 @@ LOGGED = (
 """Names under which modules and loggers have numbers of their own in a step."""
 _EQUAL_REWARDS = "mind groups whose rewards are all equal"
 _BAD_COST = "a cost in the reward must be a finite number: correct the function"
-
-
-@dataclass(frozen=True)
-class Choice:
-    """A function and its options.
-
-    Attributes:
-        name: for logs and messages.
-        needs: the inputs it is called with.
-    """
-
-    name: str
-    function: Callable[..., Any]
-    options: dict[str, Any]
-    needs: frozenset[str]
-
-    def __call__(self, inputs: Mapping[str, Any]) -> Any:
-        return self.function(**{name: inputs[name] for name in self.needs}, **self.options)
 
 
 @dataclass
@@ -189,13 +167,22 @@ class Algorithm:
             asked.append(("advantage", self.advantage, lambda: self._try_advantage(episodes)))
         if set(STEP_INPUTS) & self.objective.needs and self._is_ours(self.objective):
             asked.append(("objective", self.objective, lambda: self.losses(_example_tokens(episodes))))
+        if self.traits.compares_episodes and episodes == 1:
+            raise self._lone(option, "objective", self.objective)
         for key, choice, attempt in asked:
             try:
                 attempt()
             except BatchError as error:
-                told = f"compares the episodes of a group: set it to at least 2, or choose another {key}"
-                what = f"{key}={choice.name} {told}" if episodes == 1 else f"{error}"
-                raise ValueError(f"data.{option}: {episodes}, but {what}") from None
+                if episodes == 1:
+                    raise self._lone(option, key, choice) from None
+                raise ValueError(f"data.{option}: {episodes}, but {error}") from None
+
+    @staticmethod
+    def _lone(option: str, key: str, choice: Choice) -> ValueError:
+        return ValueError(
+            f"data.{option}: 1, but {key}={choice.name} compares the episodes of a group: set it to at least 2, or"
+            f" choose another {key}"
+        )
 
     @staticmethod
     def _is_ours(choice: Choice) -> bool:
@@ -428,72 +415,6 @@ def _finite(values: Tensor, mask: Tensor, what: str = "advantage", remedy: str =
     if not bool(torch.isfinite(values[mask]).all()):
         raise BatchError(f"{what}: not finite on a trained token; {remedy}")
     return values.float().masked_fill(~mask, 0.0)
-
-
-def choose(
-    key: str,
-    given: str | Callable[..., Any],
-    options: Mapping[str, Any] | None,
-    named: Mapping[str, Callable[..., Any]],
-    inputs: Iterable[str],
-    options_key: str | None = None,
-) -> Choice:
-    """The function that `given` names.
-
-    Args:
-        key: the YAML key, for messages; its options are at `options_key`, or `<key>_options`.
-        given: a name out of `named`, an import path, or a function.
-        inputs: everything a function can be called with.
-
-    Raises:
-        ValueError: naming the key.
-    """
-    function: Any = given
-    if isinstance(given, str):
-        module, _, name = given.rpartition(".")
-        try:
-            function = getattr(importlib.import_module(module), name) if module else named[given]
-        except (ImportError, AttributeError, KeyError) as error:
-            raise ValueError(
-                f"{key}: no function '{given}'; name one of {', '.join(named)}, or give an import path of your own"
-            ) from error
-    if not callable(function) or inspect.ismodule(function):
-        raise ValueError(f"{key}: '{given}' is a {type(function).__name__}, not a function")
-    name = getattr(function, "__name__", type(function).__name__)
-    signature, inputs = inspect.signature(function), tuple(inputs)
-    needs = frozenset(signature.parameters) & frozenset(inputs)
-    options, where = dict(options or {}), options_key or f"{key}_options"
-    taken = needs & options.keys()
-    if taken:
-        raise ValueError(f"{where}: '{min(taken)}' is an input of {name}, which is filled in; remove it")
-    try:
-        signature.bind(**dict.fromkeys(needs), **options)
-    except TypeError as error:
-        raise ValueError(
-            f"{where}: {name}: {error} (its parameters named after inputs are filled in: {', '.join(inputs)})"
-        ) from error
-    _check_values(f"{where}: {name}", function, options)
-    return Choice(name, function, options, needs)
-
-
-def _check_values(where: str, function: Callable[..., Any], options: Mapping[str, Any]) -> None:
-    """Raises ValueError for numbers that are not finite, and for text where a number belongs."""
-    try:
-        hints = typing.get_type_hints(function)
-    except (NameError, TypeError, AttributeError):  # of a user's function, or of an object that is called
-        hints = {}
-    for key, value in options.items():
-        if isinstance(value, float) and not math.isfinite(value):
-            raise ValueError(f"{where}: {key}={value} must be a finite number")
-        hint = hints.get(key)
-        kinds: set[Any] = set(typing.get_args(hint)) if isinstance(hint, types.UnionType) else {hint}
-        if not kinds <= {int, float, bool, str, type(None)}:
-            continue
-        kind = next((one for one in (bool, int, float) if isinstance(value, one)), type(value))  # numpy's float64, too
-        fits = kind in kinds or (kind is int and float in kinds)
-        if not fits:
-            wanted = " or ".join(sorted("null" if one is type(None) else one.__name__ for one in kinds))
-            raise ValueError(f"{where}: {key}={value!r} is {type(value).__name__}, must be {wanted}")
 
 
 def _example_tokens(episodes: int = 2) -> LossInputs:

@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from app.batch import BatchError, RolloutBatch
+from app.functions import choose
 from modules.advantages import ADVANTAGES, Estimate
-from modules.algorithm import choose
 from modules.episodes import episodes, turns
 from tests.helpers.tiny_policy import make_batch
 from tests.modules.advantages import naive_advantages as naive

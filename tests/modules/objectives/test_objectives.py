@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from app.batch import BatchError
-from modules.algorithm import STEP_INPUTS, TOKEN_INPUTS, Choice, choose
+from app.functions import Choice, choose
+from modules.algorithm import STEP_INPUTS, TOKEN_INPUTS
 from modules.corrections import CORRECTIONS
 from modules.objectives import AGGREGATIONS, OBJECTIVES, token_weights
 from modules.regularisers import REGULARISERS, k1, k2, k3
