@@ -32,6 +32,34 @@ def decode_of(tokenizer: PreTrainedTokenizerBase) -> Decode:
     return partial(tokenizer.decode, skip_special_tokens=False)
 
 
+def bytes_of(tokenizer: PreTrainedTokenizerBase) -> Callable[[int], bytes | None]:
+    """What tells the bytes of a token: its own in byte-level vocabularies, elsewhere those of its text; None where that
+    is no text by itself."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    by_bytes = backend is not None and "ByteLevel" in str(backend.decoder)
+    added = tokenizer.added_tokens_decoder  # which are written as they are
+
+    def read(token: int) -> bytes | None:
+        if by_bytes and token not in added:
+            name = str(tokenizer.convert_ids_to_tokens(token))
+            if all(one in _BYTES for one in name):
+                return bytes(_BYTES[one] for one in name)
+        text = str(tokenizer.decode([token]))
+        return None if _UNKNOWN in text else text.encode("utf-8", "replace")
+
+    return read
+
+
+def _byte_names() -> dict[str, int]:
+    """The characters by which byte-level vocabularies write bytes (GPT-2's): themselves where they can be seen."""
+    seen = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAC + 1), *range(0xAE, 0xFF + 1)]
+    unseen = [byte for byte in range(256) if byte not in seen]
+    return {chr(byte): byte for byte in seen} | {chr(256 + k): byte for k, byte in enumerate(unseen)}
+
+
+_BYTES = _byte_names()
+
+
 class ReplyText:
     """`add` tokens and get the text that stands with them; `finish` for what was still held back.
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 
 class RequestError(Exception):
     """A request that is refused; the message names the field and the remedy.
@@ -18,3 +21,12 @@ class RequestError(Exception):
         self.status = status
         self.param = param
         self.code = code
+
+
+@contextmanager
+def refused() -> Iterator[None]:
+    """Raises RequestError for messages that cannot be rendered or tokenized."""
+    try:
+        yield
+    except ValueError as error:
+        raise RequestError(f"messages: {error}", param="messages") from error

@@ -10,12 +10,12 @@ bad answer.
 from __future__ import annotations
 
 import asyncio
+import codecs
 import functools
 import secrets
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -26,10 +26,10 @@ from app.batch import CALL_REWARD, TEMPERATURES, UNTRAINABLE_CALLS, Trajectory
 from app.pictures import Picture
 from datamodules.conversations.chat_template import Chat, Message
 from datamodules.inference.protocol import GenerationRequest, Shaping
-from datamodules.inference.reply_text import decode_of
+from datamodules.inference.reply_text import bytes_of, decode_of
 from datamodules.prompts.base import Prompt
 from datamodules.workflows.base import EpisodeEngine, to_trajectory
-from datamodules.workflows.gateway.errors import RequestError
+from datamodules.workflows.gateway.errors import RequestError, refused
 from datamodules.workflows.gateway.history import Bodies, Kept
 from datamodules.workflows.gateway.protocols import fields
 from datamodules.workflows.gateway.protocols.base import Asked, Sampled
@@ -134,6 +134,7 @@ class Session:
         self._started = 0
         self._free = asyncio.Semaphore(budget.max_parallel)
         self._decode = decode_of(engine.tokenizer)
+        self._bytes_of = bytes_of(engine.tokenizer)
         self._images = SessionImages(engine.image_processor)
         self.repeats = Repeats()
         self._chat = chat
@@ -171,7 +172,7 @@ class Session:
             asked, messages=await self._images.read(asked.messages), tools=self._images.quoted_tools(asked.tools)
         )
         pictures = self._images.seen(asked.messages)
-        with _refused():
+        with refused():
             plan = self._plan(asked)
             tokens = await self._tokens_of(plan)
             placed = self._images.placed(tokens, pictures)
@@ -242,7 +243,8 @@ class Session:
         known = await self.repeats.again(same, retried)
         if known is None:
             return None
-        self._check_open()
+        if self.ended.is_set():
+            raise _over()
         self.counts["repeated_calls"] += len(known.calls)
         if not any(one is known for one in self.exchanges):
             self.counts["untaken_calls"] -= len(known.calls)
@@ -292,7 +294,7 @@ class Session:
         """Tokens of the prompt that `reply` would send. Raises RequestError."""
         self._check_number_of(messages)
         messages, tools = await self._images.read(messages), self._images.quoted_tools(tools)
-        with _refused():
+        with refused():
             tokens = await self._tokens_of(self.transcript.count(messages, tools))
             return len(self._images.placed(tokens, self._images.seen(messages))["tokens"])
 
@@ -337,9 +339,12 @@ class Session:
         return found
 
     def sampled(self, tokens: Sequence[int], logprobs: Sequence[float]) -> list[Sampled]:
-        """The text and log-probability of each token."""
-        texts = [str(self._engine.tokenizer.decode([token])) for token in tokens]
-        return [Sampled(text, value) for text, value in zip(texts, logprobs, strict=True)]
+        """Each token as clients are told of it."""
+        found, characters = [], codecs.getincrementaldecoder("utf-8")("replace")
+        for token, value in zip(tokens, logprobs, strict=True):
+            text, data = str(self._engine.tokenizer.decode([token])), self._bytes_of(token)
+            found.append(Sampled(text, value, data, len(text if data is None else characters.decode(data))))
+        return found
 
     def text(self) -> str:
         """What the last reply said; "" before the first, and of one that only calls tools."""
@@ -392,17 +397,14 @@ class Session:
         self.touched = time.monotonic()
         if self.fault is not None:
             raise RequestError("the engine failed; the session is over", status=503, code="engine_failed")
-        self._check_open()
+        if self.ended.is_set():
+            raise _over()
         most = self._budget.max_tokens
         if self._started + n > self._budget.max_calls or (most is not None and self._tokens >= most):
             self.exhausted = True
             what = f"{self._budget.max_calls} calls" if most is None or self._tokens < most else f"{most} tokens"
             raise RequestError(f"the session may use {what}, which are spent", code="session_budget_exceeded")
         self._started += n
-
-    def _check_open(self) -> None:
-        if self.ended.is_set():
-            raise RequestError("the session has ended", status=403, code="session_ended")
 
     async def _awaited(self, sampling: asyncio.Future[Exchange], n: int, same: bytes) -> list[Call]:
         """The `n` replies, recorded, unless their client leaves first."""
@@ -414,7 +416,7 @@ class Session:
             if self.ended.is_set():
                 self.counts["abandoned_calls"] += n
                 if sampling.cancelled() and not asyncio.current_task().cancelling():  # type: ignore[union-attr]
-                    self._check_open()
+                    raise _over() from None
             elif sampling.done() and not sampling.cancelled() and sampling.exception() is None:
                 self._set_aside(same, sampling.result())
             else:
@@ -428,7 +430,7 @@ class Session:
         else:
             if self.ended.is_set():  # in the same moment
                 self.counts["abandoned_calls"] += n
-                self._check_open()
+                raise _over()
             self._record(exchange)
             self.repeats.taken(same, exchange)
             return exchange.calls
@@ -488,10 +490,5 @@ class Session:
         return Call(name, prompt, len(request.tokens), request.temperature, response, messages, *heard)
 
 
-@contextmanager
-def _refused() -> Iterator[None]:
-    """What cannot be rendered or tokenized."""
-    try:
-        yield
-    except ValueError as error:
-        raise RequestError(f"messages: {error}", param="messages") from error
+def _over() -> RequestError:
+    return RequestError("the session has ended", status=403, code="session_ended")

@@ -57,10 +57,23 @@ class Asked:
 
 
 class Sampled(NamedTuple):
-    """A token of a reply: its text, and its log-probability in nats."""
+    """A token of a reply.
+
+    Attributes:
+        text: of it alone. logprob: in nats.
+        data: its bytes; None where they are not known.
+        size: characters that are whole with it and were not before.
+    """
 
     text: str
     logprob: float
+    data: bytes | None
+    size: int
+
+    @property
+    def bytes(self) -> list[int] | None:
+        """As OpenAI's protocols have them."""
+        return None if self.data is None else list(self.data)
 
 
 class EventWriter(ABC):

@@ -172,12 +172,12 @@ def _finish(call: Call) -> str:
 def _logprobs(tokens: Sequence[Sampled]) -> dict[str, Any]:
     content = [
         {
-            "token": text,
-            "logprob": value,
-            "bytes": list(text.encode("utf-8", "replace")),
+            "token": one.text,
+            "logprob": one.logprob,
+            "bytes": one.bytes,
             "top_logprobs": [],
         }
-        for text, value in tokens
+        for one in tokens
     ]
     return {"content": content, "refusal": None}
 

@@ -73,7 +73,7 @@ class _Events(EventWriter):
         return b""
 
     def text(self, choice: int, piece: str, tokens: Sequence[Sampled]) -> bytes:
-        at, self._said[choice] = self._said[choice], self._said[choice] + sum(len(one.text) for one in tokens)
+        at, self._said[choice] = self._said[choice], self._said[choice] + sum(one.size for one in tokens)
         return self._event([_choice(choice, piece, None, tokens or None, at)])
 
     def end(self, choice: int, call: Call) -> bytes:
@@ -99,7 +99,7 @@ def _choice(k: int, text: str, finish: str | None, tokens: Sequence[Sampled] | N
     if tokens is not None:
         offsets = [at]
         for one in tokens[:-1]:
-            offsets.append(offsets[-1] + len(one.text))
+            offsets.append(offsets[-1] + one.size)
         logprobs = {
             "tokens": [one.text for one in tokens],
             "token_logprobs": [one.logprob for one in tokens],

@@ -147,7 +147,4 @@ def _function_call(call: dict[str, Any], status: str) -> Item:
 
 
 def _logprobs(tokens: Sequence[Sampled]) -> list[dict[str, Any]]:
-    return [
-        {"token": text, "logprob": value, "bytes": list(text.encode("utf-8", "replace")), "top_logprobs": []}
-        for text, value in tokens
-    ]
+    return [{"token": one.text, "logprob": one.logprob, "bytes": one.bytes or [], "top_logprobs": []} for one in tokens]

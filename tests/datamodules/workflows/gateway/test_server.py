@@ -434,3 +434,22 @@ def test_what_calls_say_of_sampling_can_be_passed_over() -> None:
     )
     assert asyncio.run(run()) == [400] * 4 + [200] * 6
     assert [one.temperature for one in engine.seen] == [0.7] * 5 and lenient.counts == {"overridden_calls": 4}
+
+
+@on_a_loop
+async def test_tokens_are_told_with_their_own_bytes_and_where_their_text_begins() -> None:
+    """Those of characters that take several, too."""
+    session = new_session(ScriptedEngine(TOKENIZER, ["aé😀b"] * 4))
+    async with serving(session) as (client, (address,)):
+        for stream in (False, True):
+            chat = {**HELLO, "logprobs": True, "stream": stream}
+            async with client.post(address + "/v1/chat/completions", json=chat, headers=bearer(session)) as answer:
+                found = [one async for one in events(answer)] if stream else [await answer.json()]
+            told = [part["logprobs"]["content"] for one in found for part in one["choices"] if part["logprobs"]]
+            data = bytes(byte for part in told for token in part for byte in token["bytes"])
+            assert data.removesuffix(b"<|end|>").decode() == "aé😀b"
+            plain = {"prompt": "x", "logprobs": 0, "stream": stream, "max_tokens": 8}
+            async with client.post(address + "/v1/completions", json=plain, headers=bearer(session)) as answer:
+                found = [one async for one in events(answer)] if stream else [await answer.json()]
+            told = [part["logprobs"]["text_offset"] for one in found for part in one["choices"] if part["logprobs"]]
+            assert [offset for part in told for offset in part] == [0, 1, 1, 2, 2, 2, 2, 3]
