@@ -159,7 +159,7 @@ class Session:
                 f" out, or have override_sampling pass it over{'' if temperature else _OR_SERVE}",
                 param="temperature",
             )
-        self._check_shaping(asked.shaping)
+        _check_shaping(asked.shaping, self._engine, self._sampling.untrainable)
         if "" in asked.stop:
             raise RequestError("stop: an empty text ends every reply; leave it out", param="stop")
         self._spend(asked.n)
@@ -368,21 +368,6 @@ class Session:
             return plan.tokens(self._chat.encode)
         return await asyncio.to_thread(plan.tokens, self._chat.encode)
 
-    def _check_shaping(self, shaping: Shaping | None) -> None:
-        for name in () if shaping is None else shaping.names:
-            problem = ""
-            if self._sampling.untrainable == "refuse":
-                problem = (
-                    "it would change what is sampled, and what is trained must be sampled from the model as it is;"
-                    f" leave it out, or have override_sampling pass it over{_OR_SERVE}"
-                )
-            elif name not in self._engine.shapings:
-                problem = "this engine cannot do it; leave it out, or have override_sampling pass it over"
-            elif name == "logit_bias" and shaping and shaping.logit_bias[-1][0] >= self._engine.vocab_size:
-                problem = f"token ids must be from 0 to {self._engine.vocab_size - 1}"
-            if problem:
-                raise RequestError(f"{name}: {problem}", param=name, code="unsupported_parameter")
-
     def _check_number_of(self, messages: Sequence[Message]) -> None:
         """Each is a token at least; what cannot fit need not be rendered, while other sessions wait, to know it."""
         if len(messages) > self._engine.max_context:
@@ -492,3 +477,19 @@ class Session:
 
 def _over() -> RequestError:
     return RequestError("the session has ended", status=403, code="session_ended")
+
+
+def _check_shaping(shaping: Shaping | None, engine: EpisodeEngine, untrainable: str) -> None:
+    for name in () if shaping is None else shaping.names:
+        problem = ""
+        if untrainable == "refuse":
+            problem = (
+                "it would change what is sampled, and what is trained must be sampled from the model as it is;"
+                f" leave it out, or have override_sampling pass it over{_OR_SERVE}"
+            )
+        elif name not in engine.shapings:
+            problem = "this engine cannot do it; leave it out, or have override_sampling pass it over"
+        elif name == "logit_bias" and shaping and shaping.logit_bias[-1][0] >= engine.vocab_size:
+            problem = f"token ids must be from 0 to {engine.vocab_size - 1}"
+        if problem:
+            raise RequestError(f"{name}: {problem}", param=name, code="unsupported_parameter")
