@@ -58,13 +58,11 @@ class Bucket:
         self.gradients: Tensor | None = torch.zeros(shard * ranks.size, dtype=dtype, device=first.device)
         self._gradient_views: list[Tensor] = []
         self._addresses: list[int] = []
-        self._versions: list[int] = []
         for param, (start, stop) in zip(self.params, self.spans):
             view = self.flat[start:stop].view(param.shape)
             view.copy_(param.detach())
             param.data = view
             self._addresses.append(view.data_ptr())
-            self._versions.append(param._version)
             param.grad = None
             if param.dtype != dtype:
                 param.grad_dtype = dtype  # autograd then adds bfloat16 gradients into the float32 view
@@ -145,18 +143,15 @@ class Bucket:
                 )
 
     def adopt_written(self) -> None:
-        """Takes into the master what was written in place into parameters since the last call (`load_state_dict` in a
-        hook, weight averaging): where a separate master no longer rounds to the parameter, the parameter wins.
-        Autograd counts writes in `_version`; the bucket's own writes go through `flat` and do not count."""
-        for i, (param, span) in enumerate(zip(self.params, self.spans)):
-            if param._version == self._versions[i]:
-                continue
-            self._versions[i] = param._version
-            if not self.master_is_parameter:
-                low, high, offset = self._mine(span)
-                master = self.master[low - offset : high - offset]
-                written = self.flat[low:high].to(master.device)
-                master.copy_(torch.where(master.to(written.dtype) == written, master, written.to(master.dtype)))
+        """Takes into the master what was written in place into this rank's part of the parameters (`load_state_dict` in
+        a hook, weight averaging): where a separate master no longer rounds to the parameter, the parameter wins.
+        Values are compared, one read of the part: autograd counts no writes to `param.data`."""
+        if self.master_is_parameter:
+            return
+        written = self.ranks.slice_of(self.flat).to(self.master.device)
+        rounded = self.master.to(written.dtype)
+        if not torch.equal(rounded, written):
+            self.master.copy_(torch.where(rounded == written, self.master, written.to(self.master.dtype)))
 
     def gather_parameters(self) -> None:
         """Every rank's parameters become the ranks' masters, rounded to the parameter dtype."""

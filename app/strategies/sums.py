@@ -75,7 +75,6 @@ class GradientSums:
             bucket.check_detached()
         for bucket in self._buckets[self._begun :]:
             bucket.check_attached()
-            bucket.adopt_written()
         self.early = self._begun
         while self._begun < len(self._buckets):
             while len(self._under_way) >= self._ranks.most_sums:
@@ -98,7 +97,6 @@ class GradientSums:
                     return
                 self._under_way.popleft().wait()
             self._buckets[self._begun].check_attached()
-            self._buckets[self._begun].adopt_written()
             self._begin_next()
 
     def _begin_next(self) -> None:

@@ -11,7 +11,7 @@ shards. LR schedulers, `LearningRateMonitor` and whatever else holds the optimiz
     gather_parameters()    one all-gather a bucket, in the parameters' dtype
 
 Weights written in place from outside (a hook that loads a state dict, weight averaging) are taken over into the
-masters.
+masters, before each step and into each checkpoint. Every rank has to write them alike, for each takes over its part.
 
 Bytes per rank for a bfloat16 parameter under Adam on N ranks: 2 + 4 (gradient) + 12 / N; the last in CPU memory with
 `offload`.
@@ -148,6 +148,8 @@ class ShardedOptimizer:
                 " optimizer.zero_grad() before it"
             )
         self.sums.finish()
+        for bucket in self.buckets:
+            bucket.adopt_written()
         shards = [bucket.summed if isinstance(bucket, Bucket) else bucket.sum_gradients() for bucket in self.buckets]
         # On the gradients' device, squared in float64: only the squares of norms are added over buckets and ranks.
         own = [shard for bucket, shard in zip(self.buckets, shards) if bucket.counted]

@@ -123,6 +123,18 @@ def test_bf16_true_keeps_float32_masters_through_a_checkpoint(pools: dict[int, R
     assert masters and all(master.dtype == torch.float32 for master in masters.values())
 
 
+def test_masters_follow_averaged_weights(pools: dict[int, RankPool], tmp_path: Path) -> None:
+    """What Lightning's WeightAveraging writes as fit ends is what a checkpoint of it goes on from."""
+    results = _fit(pools, tmp_path / "run", 2, precision="bf16-true", averages=True)
+    [plain] = _fit(pools, tmp_path / "plain", 1, precision="bf16-true")
+    assert _largest_difference(results[0]["parameters"], plain["parameters"]) > 1e-3
+    masters = load_whole(results[0]["after_fit"], lambda name: name.startswith("optimizer/master/"))
+    assert masters
+    for name, master in masters.items():
+        written = results[0]["parameters"][name.removeprefix("optimizer/master/toy.")]
+        assert torch.equal(master.view(written.shape).bfloat16(), written), name
+
+
 def test_bf16_mixed(pools: dict[int, RankPool], tmp_path: Path) -> None:
     [plain] = _fit(pools, tmp_path / "plain", 1, strategy="auto", precision="bf16-mixed", module={"optimizer": "sgd"})
     [alone] = _fit(pools, tmp_path / "alone", 1, precision="bf16-mixed", module={"optimizer": "sgd"})

@@ -10,7 +10,7 @@ from typing import Any
 import lightning.pytorch as pl
 import psutil
 import torch
-from lightning.pytorch.callbacks import Callback, LearningRateMonitor, ModelCheckpoint
+from lightning.pytorch.callbacks import Callback, LearningRateMonitor, ModelCheckpoint, WeightAveraging
 from torch import Tensor
 
 from app.strategies import DTAStrategy
@@ -97,9 +97,11 @@ def fit(
     module: dict[str, Any] | None = None,
     checkpoint: dict[str, Any] | None = None,
     max_skipped_steps: int = 10,
+    averages: bool = False,
     **trainer_arguments: Any,
 ) -> dict[str, Any]:
-    """Fits `ToyModule` until `steps` optimizer steps; returns parameters, reports, checkpoints and rates by rank."""
+    """Fits `ToyModule` until `steps` optimizer steps; returns parameters, reports, checkpoints and rates by rank.
+    `averages`: the parameters are the average over the steps when it ends, as Lightning's callback makes it."""
     watch = Watch()
     monitor = LearningRateMonitor(logging_interval="step")
     options = {"filename": "{step}", "every_n_train_steps": 2, "save_top_k": -1, "save_last": True}
@@ -109,7 +111,7 @@ def fit(
         devices=devices,
         strategy=DTAStrategy(max_skipped_steps=max_skipped_steps) if strategy == "dta" else strategy,
         max_steps=steps,
-        callbacks=[watch, monitor, saving],
+        callbacks=[watch, monitor, saving, *([WeightAveraging()] if averages else [])],
         logger=pl.loggers.CSVLogger(str(directory), name="", version="log"),
         log_every_n_steps=1,
         use_distributed_sampler=False,
