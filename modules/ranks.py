@@ -90,8 +90,8 @@ class RankWork:
             step = work(handle)
             if step is None:
                 return None, None, {}
-            shares = self.shares(step.batch, step.indices, step.tree if self._share == "tree" else None)
-            shares = _whole_groups(shares, step.batch.group_ids) if step.whole_groups else shares
+            tree = step.tree if self._share == "tree" else None
+            shares = self.shares(step.batch, step.indices, tree, step.whole_groups)
             led.append((step, shares))
             values, bounds = trained_values(step.batch, shares, step.columns)
             return {"shares": shares, "bounds": bounds}, step.batch, values
@@ -143,13 +143,20 @@ class RankWork:
             rows += [column[part.loss_mask.to(column.device)].float().cpu() for column in columns]
         return torch.stack(rows)
 
-    def shares(self, batch: RolloutBatch, indices: Sequence[int], tree: PrefixTree | None = None) -> list[list[int]]:
+    def shares(
+        self,
+        batch: RolloutBatch,
+        indices: Sequence[int],
+        tree: PrefixTree | None = None,
+        whole_groups: bool = False,
+    ) -> list[list[int]]:
         """Which of the sequences `indices` each rank (or group of ranks) runs, ascending: shares of similar predicted
-        cost. `tree`: that of `build_tree` for `indices`, where it is at hand."""
+        cost. `tree`: that of `build_tree` for `indices`, where it is at hand. `whole_groups`: as in `Step`."""
         if self.exchange.parts == 1:
             return [list(indices)]
         tree = build_tree(batch, self._share, indices) if tree is None else tree
-        parts = partition(tree, self.exchange.parts, **self.exchange.partition_options)
+        together = batch.group_ids[list(indices)].numpy() if whole_groups else None
+        parts = partition(tree, self.exchange.parts, **self.exchange.partition_options, together=together)
         return [sorted(indices[i] for i in part) for part in parts]
 
     def verify_together(
@@ -192,17 +199,6 @@ class RankWork:
         if with_pictures or engine.tower.processor is None:  # which has no pictures
             done |= {True} if compared else set()
         return unchecked - done
-
-
-def _whole_groups(shares: list[list[int]], groups: Tensor) -> list[list[int]]:
-    """The shares, each group's sequences in the one that had its first. Shares are cut between neighbours in the tree,
-    so that few groups move."""
-    of_group: dict[int, int] = {}
-    moved: list[list[int]] = [[] for _ in shares]
-    for number, share in enumerate(shares):
-        for sequence in share:
-            moved[of_group.setdefault(int(groups[sequence]), number)].append(sequence)
-    return [sorted(share) for share in moved]
 
 
 def build_tree(batch: RolloutBatch, share: str, indices: Sequence[int] | None = None) -> PrefixTree:

@@ -36,7 +36,11 @@ def tokens_and_pairs(lengths: Ints) -> Floats:
 
 
 def partition(
-    tree: PrefixTree, num_parts: int, cost: PrefixCost | None = None, token_limit: int | None = None
+    tree: PrefixTree,
+    num_parts: int,
+    cost: PrefixCost | None = None,
+    token_limit: int | None = None,
+    together: Ints | None = None,
 ) -> list[list[int]]:
     """Sequence indices of `num_parts` parts, each in depth-first order, some possibly empty; the parts in the order of
     their first sequences.
@@ -49,6 +53,9 @@ def partition(
             Default: `tokens_and_pairs`. A picture adds `TOWER` times the cost of as many tokens as it has, once for
             the paths that share its first place.
         token_limit: most dense tokens of a part (what its per-token columns and outputs take memory for).
+        together: [sequences] those of one number are in one part. They are looked at in the order of the numbers' first
+            sequences, so that parts may be out of depth-first order, and cost less than was counted, where sequences of
+            one number lie among those of others.
 
     Raises:
         ValueError: no contiguous cut keeps the limit, and none was found that is not contiguous.
@@ -62,12 +69,22 @@ def partition(
     leaves = np.array([group[-1] for group in groups], np.int64)
     full = np.asarray(run_cost(tree.sequence_length[leaves]), np.float64)
     shared = _shared_between_groups(tree, groups)
+    labels = None
+    if together is not None:
+        order, labels = _labelled(groups, together)
+        shared = _shared_in_order(shared, order)
+        groups, leaves, full = [groups[leaf] for leaf in order], leaves[order], full[order]
     again = np.asarray(run_cost(shared), np.float64)
     if tree.pictures:
         each = TOWER * np.asarray(run_cost(np.array([picture.tokens for picture in tree.pictures])), np.float64)
         full += np.array([_towers(tree, leaf, tree.sequence_length[leaf], each) for leaf in leaves])
         again += np.array([_towers(tree, leaf, stop, each) for leaf, stop in zip(leaves, shared)])
     dense = np.array([tree.sequence_length[group].sum() for group in groups], np.int64)
+    if labels is not None:
+        starts = np.flatnonzero(np.diff(labels, prepend=-1))
+        runs = np.split(np.arange(len(groups)), starts[1:])
+        groups = [[i for leaf in run for i in groups[leaf]] for run in runs]
+        full, again, dense = _merged(full, again, dense, starts)
     most = int(dense.sum()) if token_limit is None else token_limit
     best = _contiguous(full, again, dense, most, num_parts)
     for share in _UNITS if num_parts > 1 else ():
@@ -132,8 +149,7 @@ def _dealt(full: Floats, again: Floats, dense: Ints, most: int, num_parts: int, 
         return None
     ends = np.append(starts[1:], len(full))
     # What two subtrees share is the least of these between them: the places where they were taken apart lie among them.
-    cost, again = total[ends] - total[starts] + again[starts], again[starts]
-    tokens = np.add.reduceat(dense, starts)
+    cost, again, tokens = _merged(full, again, dense, starts)
     there = np.zeros((num_parts, len(starts)))  # cost of what a part has of a subtree already
     loads, held = np.zeros(num_parts), np.zeros(num_parts, np.int64)
     owners = np.empty(len(starts), np.int64)
@@ -149,6 +165,33 @@ def _dealt(full: Floats, again: Floats, dense: Ints, most: int, num_parts: int, 
         np.maximum(left, np.minimum.accumulate(again[unit:0:-1])[::-1], out=left)
     dealt = [[k for u in np.flatnonzero(owners == p) for k in range(starts[u], ends[u])] for p in range(num_parts)]
     return float(loads.max()), sorted(dealt, key=lambda part: part or [len(full)])
+
+
+def _merged(full: Floats, again: Floats, dense: Ints, starts: Ints) -> tuple[Floats, Floats, Ints]:
+    """The three, as `_contiguous` takes them, of the runs of leaves that begin at `starts`."""
+    total = np.concatenate([[0.0], np.cumsum(full - again)])
+    ends = np.append(starts[1:], len(full))
+    return total[ends] - total[starts] + again[starts], again[starts], np.add.reduceat(dense, starts)
+
+
+def _labelled(groups: list[list[int]], together: Ints) -> tuple[Ints, Ints]:
+    """The leaves in the order of their numbers' first leaves, and each one's number (of its rank in that order).
+    Numbers of a sequence and of one that extends it are one."""
+    names = np.unique(together, return_inverse=True)[1]
+    for group in groups:
+        for other in {*names[group].tolist()} - {int(names[group[-1]])}:
+            names[names == other] = names[group[-1]]
+    _, first, number = np.unique(names[[group[-1] for group in groups]], return_index=True, return_inverse=True)
+    order = np.argsort(first[number], kind="stable")
+    return order, first[number][order]
+
+
+def _shared_in_order(shared: Ints, order: Ints) -> Ints:
+    """What each leaf of `order` shares with the one before it there; `shared`: the same of depth-first order."""
+    found = np.zeros_like(shared)
+    for place, (before, leaf) in enumerate(pairwise(order.tolist()), start=1):
+        found[place] = shared[min(before, leaf) + 1 : max(before, leaf) + 1].min()
+    return found
 
 
 def _towers(tree: PrefixTree, sequence: int, stop: int, each: Floats) -> float:

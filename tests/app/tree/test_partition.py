@@ -70,6 +70,46 @@ def test_no_contiguous_cut_within_a_limit_of_tokens_is_better(case: Case, num_pa
     assert max(part_cost(case, part, brute.default_cost) for part in parts) <= best * (1 + 1e-6)
 
 
+@given(cases(shares=("tree",)), st.integers(1, 6), st.integers(1, 90), st.data())
+def test_what_is_to_be_together_is_within_the_limit_too(case: Case, num_parts: int, limit: int, data) -> None:
+    tree = PrefixTree.build(case.sequences, keys=case.keys)
+    together = np.array(
+        data.draw(st.lists(st.integers(5, 9), min_size=tree.num_sequences, max_size=tree.num_sequences))
+    )
+    parts = partition(tree, num_parts, together=together)
+    try:
+        parts = partition(tree, num_parts, token_limit=limit, together=together)
+        assert all(sum(len(case.sequences[i]) for i in part) <= limit for part in parts)
+    except ValueError as error:
+        assert f"token_limit={limit}: " in str(error)
+    assert sorted(itertools.chain(*parts)) == list(range(tree.num_sequences))
+    for number in set(together.tolist()):
+        assert sum(any(together[i] == number for i in part) for part in parts) == 1
+    assert partition(tree, num_parts, together=np.arange(tree.num_sequences)) == partition(tree, num_parts)
+
+
+def test_no_contiguous_cut_between_those_that_are_together_is_better() -> None:
+    for seed in range(20):
+        draw = np.random.default_rng(seed)
+        groups = np.repeat(np.arange(8), draw.integers(1, 5, 8))
+        starts = [[k, *draw.integers(0, 9, draw.integers(20))] for k in range(8)]
+        sequences = [np.array([*starts[group], *draw.integers(0, 9, draw.integers(1, 20))]) for group in groups]
+        sequences = [np.append(sequence, 100 + i) for i, sequence in enumerate(sequences)]  # none extends another
+        case = Case(sequences, None, None, "tree", 1, 1, 0)
+        limit = int(sum(map(len, sequences)) / 3 * 1.5)
+        costs = [math.inf]
+        for cuts in itertools.combinations_with_replacement(range(9), 2):
+            parts = [np.flatnonzero((groups >= a) & (groups < b)) for a, b in itertools.pairwise((0, *cuts, 8))]
+            if all(sum(len(sequences[i]) for i in part) <= limit for part in parts):
+                costs.append(max(part_cost(case, part, brute.default_cost) for part in parts))
+        parts = partition(PrefixTree.build(sequences), 3, token_limit=limit, together=groups)
+        assert max(part_cost(case, part, brute.default_cost) for part in parts) <= min(costs) * (1 + 1e-6)
+        assert all(
+            len({k for k, part in enumerate(parts) if set(part) & set(own)}) == 1
+            for own in (np.flatnonzero(groups == group) for group in range(8))
+        )
+
+
 @given(cases(), st.integers(1, 9))
 def test_parts_keep_depth_first_order_and_prefixes_with_their_extension(case: Case, num_parts: int) -> None:
     tree = PrefixTree.build(case.sequences, keys=case.keys, share=case.share)

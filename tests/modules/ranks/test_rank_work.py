@@ -1,5 +1,5 @@
 """Values of columns go to other ranks and come out as the columns of their share, bit for bit (but for the sign of a
-zero that is not trained)."""
+zero that is not trained); groups that stay whole keep the limit of a rank's tokens."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from modules.ranks import own_values, trained_values
+from app.exchange import OneProcess
+from modules.ranks import RankWork, own_values, trained_values
 from tests.helpers.tiny_policy import make_batch
 
 SHARES = {
@@ -63,3 +64,18 @@ def test_values_arrive_bit_for_bit(name: str) -> None:
             assert value.dtype == expected.dtype
             bits = torch.uint8 if value.dtype == torch.bool else torch.int32
             assert torch.equal(value.view(bits), expected.view(bits)), column
+
+
+class TwoParts(OneProcess):
+    """Of whose ranks each takes at most 195 tokens."""
+
+    parts, partition_options = 2, {"token_limit": 195}
+
+
+def test_whole_groups_keep_the_limit_of_tokens() -> None:
+    batch = make_batch(seed=1, groups=4, episodes=5)  # 386 tokens
+    work = RankWork(TwoParts(), "tree", lambda name: pytest.fail("nothing is run"))
+    shares = work.shares(batch, range(len(batch)), whole_groups=True)
+    assert sorted(shares[0] + shares[1]) == list(range(len(batch)))
+    assert all(int(batch.lengths()[share].sum()) <= 195 for share in shares)
+    assert not {*batch.group_ids[shares[0]].tolist()} & {*batch.group_ids[shares[1]].tolist()}
