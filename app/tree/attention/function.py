@@ -95,8 +95,13 @@ def tree_attention(
     """
     layer = getattr(module, "layer_idx", None)
     where = f"layer {layer} ({type(module).__name__})"
-    if tree_chunk is None or layer is None:
-        raise ValueError(f"{where}: tree attention runs inside TreeEngine calls and needs the layer's index")
+    if layer is None:
+        raise ValueError(f"{where}: tree attention needs the layer's index")
+    if tree_chunk is None:
+        raise ValueError(
+            f"{where}: does not hand keyword arguments of the forward on to its attention, by which tree attention"
+            " learns of the tree; use another model (outside of TreeEngine calls another attn_implementation)"
+        )
     if attention_mask is not None:
         raise ValueError(f"{where}: received attention_mask; tree attention takes none")
     if dropout:
@@ -141,7 +146,8 @@ def tree_attention(
     with torch.autocast(device, enabled=False):
         out = tree_chunk.backend.attend(query, key, value, s_aux, tree_chunk, call)
     out = out[..., : out.shape[-1] - narrow]
-    return (out if shares is None else shares.to_rows(out)).transpose(1, 2), None
+    # As transformers' own functions return it: some layers ask for a view. No copy where kernels have this layout.
+    return (out if shares is None else shares.to_rows(out)).transpose(1, 2).contiguous(), None
 
 
 def _masked_window(module: nn.Module, layer: int) -> int | None:

@@ -234,6 +234,19 @@ def test_positions_that_depend_on_what_follows_are_refused() -> None:
     assert all((a - b).abs().max() < 1e-5 for a, b in zip(got, expected, strict=True))
 
 
+def test_layers_that_drop_keyword_arguments_are_refused_by_name() -> None:
+    model = models.make("nemotron")
+    refused(model, r"layer 0 \(NemotronAttention\): does not hand keyword arguments of the forward on")
+
+
+def test_layers_may_view_what_attention_returns() -> None:
+    """As Afmoe's do, which need it in one piece."""
+    model = models.make("afmoe", num_local_experts=4, num_experts_per_tok=2, moe_intermediate_size=8, sliding_window=4)
+    sequence = np.arange(3, 13)
+    expected = oracle.dense_forward(model, [sequence])[0].logprobs
+    assert (run(model, [sequence, sequence[:2]]).logprobs[0] - expected).abs().max() < 1e-5
+
+
 EXPERTS = dict(num_experts=4, num_local_experts=4, num_experts_per_tok=2, router_jitter_noise=0.0)
 IN_MASKS = [
     ("qwen2_moe", dict(use_sliding_window=True, max_window_layers=1, moe_intermediate_size=8)),
