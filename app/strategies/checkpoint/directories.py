@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import os
+import re
 import shutil
 import time
 from pathlib import Path
@@ -18,7 +19,8 @@ import psutil
 
 from app.strategies.machine import this_machine
 
-_CLOCKS_S = 5  # by which a process's start, asked for again, differs where clocks are set meanwhile
+_PROC = Path("/proc/self/stat").exists()
+_CLOCKS_S = 5  # without /proc: by which a process's start, asked for again, differs where clocks are set meanwhile
 _ABANDONED = 3600.0  # seconds without a write after which what another machine began counts as left
 
 
@@ -40,8 +42,8 @@ def clean(directory: Path, process: str) -> None:
         *_, machine, number, started = ["", "", "", *left.name.split("-")]
         if left.name.endswith(f"-{process}"):
             gone = True
-        elif machine == _machine() and number.isdigit() and started.isdigit():
-            gone = not _lives(int(number), int(started))
+        elif machine == _machine() and number.isdigit() and re.fullmatch(r"t\d+" if _PROC else r"\d+", started):
+            gone = not _lives(int(number), started)
         else:
             gone = time.time() - _last_write(left) > _ABANDONED
         if gone:
@@ -98,17 +100,22 @@ def _machine() -> str:
     return hashlib.sha256(this_machine().encode()).hexdigest()[:8]
 
 
-def _lives(pid: int, started: int) -> bool:
+def _lives(pid: int, started: str) -> bool:
     """Whether this very process is there: a number given again later is another one."""
     try:
-        return abs(_started(pid) - started) <= _CLOCKS_S
-    except psutil.Error:
+        now = _started(pid)
+    except (OSError, psutil.Error):
         return False
+    return now == started or (not _PROC and abs(int(now) - int(started)) <= _CLOCKS_S)
 
 
-def _started(pid: int) -> int:
-    """When a process started, in seconds."""
-    return round(psutil.Process(pid).create_time())
+def _started(pid: int) -> str:
+    """When a process started: "t" and ticks since the machine did, which no clock that is set moves; where a system
+    does not tell, seconds of the clock."""
+    if _PROC:
+        behind_its_name = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2]
+        return f"t{int(behind_its_name.split()[19])}"  # field 22
+    return str(round(psutil.Process(pid).create_time()))
 
 
 def _last_write(path: Path) -> float:

@@ -108,14 +108,30 @@ def test_only_checkpoints_are_deleted(one_rank: RankPool, tmp_path: Path) -> Non
     assert "mine was to be deleted" in message and (tmp_path / "mine" / "file").exists()
 
 
-def test_what_others_still_write_stays(tmp_path: Path) -> None:
-    ours, gone = directories.this_process(), f"{directories.this_process().split('-')[0]}-{2**22 + 1}-1"
-    started = int(ours.split("-")[2])
-    reborn = f"{ours.split('-')[0]}-{os.getpid()}-{started - 1000}"
+def _process(pid: int, seconds: float = 0.0) -> str:
+    """As `this_process` of that one, `seconds` after it started."""
+    machine, _, started = directories.this_process().split("-")
+    stat = Path(f"/proc/{pid}/stat")
+    if stat.exists():
+        ticks = int(stat.read_text().rpartition(")")[2].split()[19]) + seconds * os.sysconf("SC_CLK_TCK")
+        assert started.startswith("t")
+        return f"{machine}-{pid}-t{ticks:.0f}"
+    return f"{machine}-{pid}-{psutil.Process(pid).create_time() + seconds:.0f}"
+
+
+@pytest.mark.parametrize("step", [0.0, 60.0])
+def test_what_others_still_write_stays(step: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also after the machine's clock was set, which moves the seconds at which processes began."""
+    ours = directories.this_process()
+    assert ours == _process(os.getpid())
+    gone, reborn = ours.replace(f"-{os.getpid()}-", f"-{2**22 + 1}-"), _process(os.getpid(), -1000)
     elsewhere = "0123abcd-1-1"
     child = subprocess.Popen(["sleep", "60"])
     try:
-        living = f"{ours.split('-')[0]}-{child.pid}-{round(psutil.Process(child.pid).create_time())}"
+        living = _process(child.pid)
+        if step:
+            began = psutil.Process.create_time
+            monkeypatch.setattr(psutil.Process, "create_time", lambda process: began(process) + step)
         made = {
             name: directories.hidden(tmp_path / f"{name}.ckpt", "partial", process)
             for name, process in (("ours", ours), ("gone", gone), ("reborn", reborn), ("living", living))
