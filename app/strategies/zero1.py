@@ -230,10 +230,11 @@ class ShardedOptimizer:
         for param in (p for p in whole if p.requires_grad and p.numel()):
             other = owners.setdefault((param.device, param.data_ptr()), param)
             if other is not param:
-                raise ValueError(
-                    f"parameters '{self._name(other)}' and '{self._name(param)}' share memory but are two objects; tie"
-                    " them by assigning the same torch.nn.Parameter to both modules"
-                )
+                names = self.names_of([other, param])
+                remedy = "tie them by assigning the same torch.nn.Parameter to both modules"
+                if any(".lora_" in name for name in names):
+                    remedy = "leave ensure_weight_tying out of model.adapter"
+                raise ValueError(f"parameters '{names[0]}' and '{names[1]}' share memory but are two objects; {remedy}")
             if not param.is_floating_point():
                 raise ValueError(
                     f"parameter '{self._name(param)}' is {param.dtype}: only floating-point parameters are trained"

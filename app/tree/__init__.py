@@ -9,7 +9,7 @@ from app.tree.calibrate import device_rates
 from app.tree.engine import TreeEngine
 from app.tree.heads import Likeliest, SoftTargets
 from app.tree.memory import free_bytes
-from app.tree.model.language import auto_class, kept_in_float32, language_model, own_config, tied_names
+from app.tree.model.language import auto_class, kept_in_float32, language_model, own_config, parted_ties, tied_names
 from app.tree.model.pictures import Tower, picture_positions, picture_tokens, tower_parameters
 from app.tree.model.processors import PictureProcessor, picture_processor
 from app.tree.model.quantised import (
@@ -76,6 +76,7 @@ __all__ = [
     "language_model",
     "on_device",
     "own_config",
+    "parted_ties",
     "partition",
     "picture_positions",
     "picture_processor",

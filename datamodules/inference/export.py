@@ -275,8 +275,9 @@ def _check_ties(ties: dict[str, str], weights: dict[str, Tensor], adapted: dict[
         if not all(apart) or not torch.equal(weights[name], weights[source]):
             raise ExportError(
                 f"weight export: adapters make '{name}' differ from '{source}', which the base model ties; engines"
-                " would load one of them for both: leave both out of the adapter's target_modules and modules_to_save,"
-                " or set tie_word_embeddings: false in the model's configuration"
+                " would load one of them for both: write the adapter alone (arborist export --adapter, SavePretrained"
+                " without merge), or train with both left out of its target_modules and modules_to_save, or with"
+                " tie_word_embeddings: false in the model's configuration"
             )
 
 

@@ -15,18 +15,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import (
-    AutoConfig,
-    AutoModelForSequenceClassification,
-    PretrainedConfig,
-    PreTrainedModel,
-)
+from lightning.pytorch.utilities import rank_zero_warn
+from transformers import AutoConfig, AutoModelForSequenceClassification, PretrainedConfig, PreTrainedModel
 
 from app import checks
 from app.text import reason
 from app.tree import (
     QUANTIZATIONS,
     auto_class,
+    parted_ties,
     picture_processor,
     quantised_layers,
     quantised_loading,
@@ -141,6 +138,11 @@ def build_model(source: ModelSource, scores: bool = False) -> PreTrainedModel:
         assert source.path is not None
         frozen = [] if source.train_tower else _owners(model, tower)
         model = adapted(model, source.adapter, source.path, frozen)
+        for name, other in parted_ties(inner_model(model)):
+            rank_zero_warn(
+                f"model.adapter: '{name}' and '{other}' are tied and will differ, so that merging is refused: write the"
+                " adapter alone (arborist export --adapter), or leave both out of target_modules and modules_to_save"
+            )
     # from_pretrained leaves evaluation mode on, in which dropout and gradient checkpointing would be off in silence.
     return model.train()
 

@@ -111,6 +111,32 @@ def test_new_adapters_alone_are_trained(tmp_path: Path) -> None:
         assert type(inner) is type(model) and inner.dtype == getattr(torch, dtype)
 
 
+PARTED = [
+    {"target_modules": ["q_proj", "lm_head"]},
+    {"target_modules": ["q_proj", "embed_tokens"]},
+    {"target_modules": ["embed_tokens", "lm_head"]},
+    {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]},
+]
+WHOLE: list[dict[str, Any]] = [
+    {},
+    {"target_modules": ["q_proj"], "modules_to_save": ["norm"]},
+    {"target_modules": ["q_proj"], "trainable_token_indices": [3, 4]},
+]
+
+
+@pytest.mark.parametrize("options", PARTED + WHOLE, ids=str)
+@pytest.mark.parametrize("tied", [True, False])
+def test_adapters_that_part_tied_embeddings_are_told_before_they_are_trained(
+    tied: bool, options: dict[str, Any], tmp_path: Path
+) -> None:
+    build_model(source(tie_word_embeddings=tied)).save_pretrained(tmp_path)
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        build_model(ModelSource(path=str(tmp_path), adapter={"r": 2, **options}))
+    told = [str(one.message) for one in warned if "arborist export --adapter" in str(one.message)]
+    assert len(told) == (tied and options in PARTED), told
+
+
 @pytest.mark.parametrize("excluded", [{}, {"exclude_modules": ["k_proj"]}, {"exclude_modules": r".*\.k_proj"}])
 def test_new_adapters_are_on_no_tower_unless_it_is_trained(tmp_path: Path, excluded: dict[str, Any]) -> None:
     path = TinyVision(tmp_path).path

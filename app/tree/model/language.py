@@ -38,6 +38,19 @@ def tied_names(model: PreTrainedModel) -> dict[str, str]:
     return {name: source for name, source in known.items() if _tensor(model, name) is _tensor(model, source)}
 
 
+def parted_ties(model: PreTrainedModel) -> list[tuple[str, str]]:
+    """Of `tied_names` those with adapters, as PEFT's, on one module alone or others on each, which merged are no model
+    of the kind. Adapters of tokens that PEFT shares have parameters in one of the two alone."""
+    parted = []
+    for name, source in tied_names(model).items():
+        sides = [model.get_submodule(one.rpartition(".")[0]) for one in (name, source)]
+        adapted = [hasattr(side, "base_layer") or hasattr(side, "original_module") for side in sides]
+        own = [{id(p) for p in side.parameters() if p.requires_grad} for side in sides]
+        if adapted[0] != adapted[1] or (any(adapted) and all(own) and own[0] != own[1]):
+            parted.append((name, source))
+    return parted
+
+
 def own_config(model: PreTrainedModel) -> PretrainedConfig:
     """A copy of its configuration, from which a model with the same tensors is made: not tied where it has two."""
     config: PretrainedConfig = copy.deepcopy(model.config)

@@ -15,6 +15,8 @@ from app.strategies.checkpoint.optimizer_state import load_sharded, save_sharded
 from app.strategies.pieces import Piece
 from tests.app.strategies import toy_model as toy
 from tests.app.strategies import zero1_jobs as jobs
+from tests.datamodules.inference.adapters import with_lora
+from tests.datamodules.inference.engine_suite import tiny_policy
 from tests.helpers.rank_pool import RankError, RankPool
 
 
@@ -309,6 +311,11 @@ class TestRefusals:
         model.head.weight = nn.Parameter(model.embedding.weight.data)
         with pytest.raises(ValueError, match=r"embedding\.weight.*head\.weight.*same torch\.nn\.Parameter"):
             jobs.ShardedOptimizer(toy.sgd(model), model, jobs.communicator())
+
+    def test_adapters_that_peft_ties(self) -> None:
+        model = with_lora(tiny_policy(), target_modules=["embed_tokens"], ensure_weight_tying=True)
+        with pytest.raises(ValueError, match=r"embed_tokens\.lora_\w+.*lm_head\.lora_.*leave ensure_weight_tying out"):
+            jobs.ShardedOptimizer(torch_sgd(model, 0.1), model, jobs.communicator())
 
     def test_state_of_another_model(self) -> None:
         _, sharded = self._sharded()
