@@ -51,7 +51,7 @@ class Critic(nn.Module):
         if source == "initial":
             self.trunk = copy.deepcopy(inner_model(policy).base_model)
         elif isinstance(source, ModelSource):
-            self.trunk = inner_model(build_model(source)).base_model
+            self.trunk = inner_model(build_model(source, key="critic")).base_model
         elif source != "shared":
             raise ValueError(
                 f"critic: '{source}' is not one of shared, initial, nor a model: write critic: {{path: DIR}}"

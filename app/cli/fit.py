@@ -13,6 +13,7 @@ that goes on (where nothing is saved, the one that starts again), or after the l
 from __future__ import annotations
 
 import argparse
+import difflib
 import gc
 import importlib
 import logging
@@ -56,6 +57,7 @@ from app.text import print_exception, printable, printable_output
 from callbacks.hang_dump import install
 from callbacks.report.callback import PAGE
 
+_OF_TRAINER = ("fit", "validate", "test", "predict")  # Lightning's commands
 # Loaded when asked for: each is a file with `add_arguments(parser)` and `run(args)`, its docstring the help.
 VERBS = {
     "data": "datamodules.conversations.importers",
@@ -306,6 +308,11 @@ def main(argv: list[str] | None = None) -> None:
         with printable_output():
             if args and args[0] in VERBS:
                 _run_verb(args[0], args[1:])
+            elif args and not args[0].startswith("-") and args[0] not in _OF_TRAINER:
+                commands = [*_OF_TRAINER, *VERBS]
+                close = difflib.get_close_matches(args[0], commands, n=1)
+                told = f"did you mean '{close[0]}'?" if close else f"commands are {', '.join(commands)}"
+                raise ValueError(f"there is no command '{args[0]}'; {told}")
             else:
                 check_config_files(args)
                 _run_trainer(argv, fits=args[:1] == ["fit"])

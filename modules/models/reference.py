@@ -69,7 +69,7 @@ class ReferencePolicy(nn.Module):
         offload: bool = False,
     ) -> None:
         super().__init__()
-        model = copy.deepcopy(policy) if source == "initial" else build_model(source)
+        model = copy.deepcopy(policy) if source == "initial" else build_model(source, key="reference")
         self.model: PreTrainedModel = model.requires_grad_(False).eval()
         self._engine_over = engine_over
         self._refresh, self._offload = refresh, offload

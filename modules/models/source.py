@@ -81,17 +81,27 @@ class ModelSource:
                 )
 
 
-def build_model(source: ModelSource, scores: bool = False) -> PreTrainedModel:
+def build_model(source: ModelSource, scores: bool = False, key: str = "model") -> PreTrainedModel:
     """The model of `source`, in training mode, on the current default device (on "meta" its weights are not read);
     inside PEFT's wrapper where it has adapters, which alone require gradients then.
 
     Args:
         scores: as a reward model (`AutoModelForSequenceClassification` with one label) in place of a language model.
             Its head starts as transformers draws it where `source` has none.
+        key: the option of a configuration that is `source`, for messages.
 
     Raises:
         ValueError: naming the field of `source` that cannot be used.
     """
+    try:
+        return _built(source, scores)
+    except ValueError as error:
+        if key == "model" or not str(error).startswith("model."):
+            raise
+        raise ValueError(f"{key}{str(error).removeprefix('model')}") from None
+
+
+def _built(source: ModelSource, scores: bool) -> PreTrainedModel:
     dtype = _DTYPES[source.dtype]
     one_label = {"num_labels": 1} if scores else {}
     if source.path is not None:

@@ -11,9 +11,10 @@ import huggingface_hub.constants
 import pytest
 import torch
 
+from app.tree import TreeEngine
 from modules import ModelSource, build_model
 from modules.actor_critic import Critic
-from modules.models import inner_model
+from modules.models import ReferencePolicy, inner_model
 from tests.helpers.tiny_policy import CONFIG, naive_model, parameters, source
 from tests.helpers.tiny_vision import TinyVision
 
@@ -77,6 +78,14 @@ def test_mistakes(fields: dict[str, Any], message: str, monkeypatch: pytest.Monk
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     with pytest.raises(ValueError, match=message):
         build_model(ModelSource(**fields))
+
+
+def test_a_mistake_in_a_reference_or_critic_names_that() -> None:
+    sizes = ModelSource(config={**CONFIG, "hiden_size": 8})
+    with pytest.raises(ValueError, match=r"^critic\.config\.hiden_size is not an option of qwen3"):
+        build_model(sizes, key="critic")
+    with pytest.raises(ValueError, match=r"^reference\.config\.hiden_size"):
+        ReferencePolicy(sizes, build_model(ModelSource(config=CONFIG)), TreeEngine)
 
 
 @pytest.mark.parametrize("key", ["rope_theta", "rope_parameters", "layer_types", "attention_dropout", "eos_token_id"])

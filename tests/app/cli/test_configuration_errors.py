@@ -212,6 +212,14 @@ def test_a_library_that_a_logger_needs_is_named(
 # ---- YAML
 
 
+@pytest.mark.parametrize(("given", "words"), [("chek", "did you mean 'check'?"), ("fly", "commands are fit, validate")])
+def test_a_command_that_is_none(given: str, words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main([given, "--config", "base.yaml"])
+    assert caught.value.code == 2
+    assert f"error: there is no command '{given}'; {words}" in capsys.readouterr().err
+
+
 def test_a_key_that_is_there_twice_is_named_with_its_line(capsys: pytest.CaptureFixture[str]) -> None:
     Path("twice.yaml").write_text("trainer:\n  max_steps: 1\n  max_epochs: 1\n  max_steps: 2\n")
     said = refusal(capsys, "--config", "base.yaml", "--config", "twice.yaml")
