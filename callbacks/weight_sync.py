@@ -160,8 +160,8 @@ class WeightSync(Callback):
         seconds, size, downtime_s = 0.0, 0, 0.0
         if module.policy_version != self._sent:
             began = time.perf_counter()
+            self._make_room(trainer, module)  # first: other ranks send parts until this one has asked for all
             policy, parts = self._policy(trainer, module)
-            self._make_room(trainer, module)
             if trainer.is_global_zero:
                 size, downtime_s = self._send(trainer, policy, module.policy_version, parts)
                 seconds = time.perf_counter() - began

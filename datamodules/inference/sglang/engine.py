@@ -302,7 +302,8 @@ class SGLangEngine(ServerEngine):
     # ---------------------------------------------------------------------------------------------------- control
 
     def pause(self) -> None:
-        self._call(self._stand(still=True), self.control_timeout_s)
+        coming_up = self.start_timeout_s + self.update_timeout_s if self.in_turns else 0.0
+        self._call(self._stand(still=True), self.control_timeout_s + coming_up)
 
     def resume(self) -> None:
         self._call(self._stand(still=False), self.control_timeout_s)

@@ -24,6 +24,7 @@ from datamodules.inference.sglang.weights import Synced, SyncFailed, Weights
 
 _log = logging.getLogger(__name__)
 _RESTART_POLL_S = 0.5
+_LEAVING_POLL_S = 0.02
 _ABORT_S = 5.0
 
 
@@ -187,15 +188,22 @@ class Fleet:
     # ----------------------------------------------------------------------------------------------------- control
 
     async def pause(self, deadline_s: float) -> None:
-        """No forward pass runs on any server when it returns, and in turns none has memory of its GPU; a server that
-        does not answer is lost."""
-        self.target.paused = True
-        await asyncio.gather(*(self._tell(s, self._halt(s, deadline_s)) for s in self._up()))
+        """No forward pass runs on any server when it returns; a server that does not answer is lost. In turns none has
+        memory of its GPU: those that were coming up come up first, within their own deadlines, and leave.
 
-    async def _halt(self, server: Server, deadline_s: float) -> None:
-        await server.client.pause(deadline_s)
-        if self.target.in_turns:
-            await server.weights.leave(deadline_s)
+        Raises:
+            GenerationError: one of them did neither.
+        """
+        self.target.paused = True
+        if not self.target.in_turns:
+            await asyncio.gather(*(self._tell(s, s.client.pause(deadline_s)) for s in self._up()))
+            return
+        await asyncio.gather(*(self._tell(s, s.weights.leave(deadline_s)) for s in self._up()))
+        ends = time.monotonic() + deadline_s + self.limits.start_s + self.limits.update_s
+        while staying := [server for server in self.servers if not server.left]:
+            if time.monotonic() > ends:
+                raise GenerationError(f"{staying[0].name} keeps its GPU's memory, which the trainer needs: {self}")
+            await asyncio.sleep(_LEAVING_POLL_S)
 
     async def resume(self, deadline_s: float) -> None:
         if self.target.paused:

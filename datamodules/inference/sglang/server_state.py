@@ -112,6 +112,12 @@ class Server:
         return None if label == str(self.version) else f"it serves weights {shown(label)} instead of '{self.version}'"
 
     @property
+    def left(self) -> bool:
+        """Whether it has nothing in its GPU's memory."""
+        ended = self.state in ("lost", "gone") and (self.process is None or not self.process.running)
+        return ended or self.weights.away
+
+    @property
     def question(self) -> str:
         """What to ask for its weights."""
         return "/v1/models" if isinstance(self.holds, AdapterWeights) else "/model_info"

@@ -75,8 +75,7 @@ class Supervisor:
         server = self.server
         while server.state != "gone":
             try:
-                while self._target.in_turns and self._target.paused:  # the trainer has the GPU
-                    await asyncio.sleep(_TICK_S)
+                await self._await_turn()
                 if server.state != "dirty":
                     await self._bring_up()
                 await self._give_weights()
@@ -100,6 +99,13 @@ class Supervisor:
             if server.state == "lost":
                 self._failures += 1
                 await self._after_loss()
+
+    async def _await_turn(self) -> None:
+        """While the trainer has the GPU, the server neither starts nor loads."""
+        while self._target.in_turns and self._target.paused:
+            if self.server.state == "dirty":
+                await self.server.weights.leave(self._limits.update_s)
+            await asyncio.sleep(_TICK_S)
 
     async def _after_loss(self) -> None:
         server, most = self.server, self._limits.max_restarts
@@ -138,6 +144,8 @@ class Supervisor:
             server.holds = None
             await server.weights.bring(weights, self._limits.update_s)
             server.holds = weights
+        if self._target.in_turns and self._target.paused:  # since it began to come up
+            await server.weights.leave(self._limits.update_s)
         server.settle(weights)
         self._changed(server)
 

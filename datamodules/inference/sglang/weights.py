@@ -227,11 +227,18 @@ class ServerWeights:
         now = time.monotonic()
         return Synced(weights.version, now - began, now - paused, update_s)
 
+    @property
+    def away(self) -> bool:
+        """Whether nothing of the server's is in its GPU's memory."""
+        return self._away == _MEMORY
+
     async def leave(self, deadline_s: float) -> None:
-        """The server, which is paused, gives up the memory of its GPU. Raises GenerationError."""
+        """The server, which stands still then, gives up the memory of its GPU. Raises GenerationError."""
         deadline = Deadline(deadline_s)
         async with self._turn(deadline):
-            if not self._away:
+            if not self.away:
+                await self._come_back(_MEMORY, deadline)  # after an update that failed in between
+                await self._client.pause(deadline.left("/pause_generation"))
                 await self._client.give_up_memory(deadline.left("/release_memory_occupation"))
                 self._away = _MEMORY
 

@@ -17,7 +17,7 @@ from app.strategies.pieces import load_whole
 from callbacks import SavePretrained, WeightSync
 from callbacks.base import policy_in_parts
 from datamodules.inference.embedded import EmbeddedEngine
-from datamodules.inference.protocol import GenerationRequest
+from datamodules.inference.protocol import GenerationError, GenerationRequest, ServerEngine
 from datamodules.inference.sglang.weights import HostWeights
 from datamodules.inference.weight_files import WeightFiles
 from modules import ActorCriticModule, ModelSource, PolicyModule, build_model
@@ -273,12 +273,26 @@ class ServesWhatIsTrained(Callback):
             self.versions.append(module.policy_version)
 
 
-def serve(layout: Layout, base: Path | None = None, directory: Path | None = None) -> list[int]:
+class InTurns(EmbeddedEngine, ServerEngine):
+    """Stands still while the trainer computes."""
+
+    in_turns, owns_servers = True, False
+
+    def where(self, request_id: str) -> str:
+        return ""
+
+    def restart(self, server: str) -> None:
+        raise GenerationError("there is none")
+
+
+def serve(layout: Layout, base: Path | None = None, directory: Path | None = None, in_turns: bool = False) -> list[int]:
     """The versions that were served with the weights they are of, which went through files in `directory` or memory."""
     torch.manual_seed(0)
     ranks, size, sharded = layout
     module = PolicyModule(adapted(base), optimizer=adamw)
     data, seen = Served([make_batch(k, version=k) for k in range(2)]), ServesWhatIsTrained(adapted(base))
+    if in_turns:
+        data.engine = InTurns()
     strategy = DTAStrategy(group_size=size, shard_parameters=sharded)
     sync = WeightSync("memory" if directory is None else "disk", directory and str(directory))
     try:

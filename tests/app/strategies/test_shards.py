@@ -150,6 +150,13 @@ def test_an_engine_beside_the_trainer_serves_whole_weights(
     assert pools[layout[0]].run(jobs.serve, START, layout=layout, directory=directory)[0] == [1, 2]
 
 
+@pytest.mark.slow
+def test_an_engine_that_shares_the_gpus_gets_the_parts_in_its_turn(pools: dict[int, RankPool], tmp_path: Path) -> None:
+    """A rank that sends its parts waits for rank 0, which must not wait for it elsewhere."""
+    turns = {"layout": (2, 2, True), "directory": tmp_path, "in_turns": True}
+    assert pools[2].run(jobs.serve, START, **turns)[0] == [1, 2]
+
+
 @pytest.fixture
 def base(tmp_path: Path) -> Path:
     torch.manual_seed(1)

@@ -16,7 +16,7 @@ from datamodules.inference.sglang.router import PrefixRouter
 from datamodules.inference.sglang.server_state import Server, Target
 from datamodules.inference.sglang.supervisor import Limits, Supervisor
 from datamodules.inference.sglang.weights import DiskWeights, SyncFailed
-from tests.fuzz.hostile_server import Answer, HostileServer
+from tests.fuzz.hostile_server import Answer, HostileServer, said
 
 LIMITS = Limits(silence_s=60, update_s=60, start_s=60, max_restarts=0)
 
@@ -83,8 +83,7 @@ class TestInTurns:
                 self.calls(hostile)
                 await fleet.pause(9)
                 await fleet.pause(9)
-                leaving = ["/pause_generation", "/release_memory_occupation", "/pause_generation"]
-                assert self.calls(hostile) == leaving
+                assert self.calls(hostile) == ["/pause_generation", "/release_memory_occupation"]
                 await fleet.update(DiskWeights(1, 0, "/nowhere"), 9)
                 coming = ["/pause_generation", "/resume_memory_occupation", "/update_weights_from_disk"]
                 assert self.calls(hostile) == coming
@@ -106,6 +105,55 @@ class TestInTurns:
             asyncio.run(run(hostile))
         told = [json.loads(body).get("tags", []) for body in bodies]
         assert told == [[], ["weights"], ["kv_cache", "cuda_graph"]]
+
+    @pytest.mark.parametrize("coming", ["joining", "dirty"])
+    def test_one_that_is_loading_as_the_trainers_turn_begins_leaves_first(self, coming: str) -> None:
+        async def run(hostile: HostileServer) -> None:
+            (server,) = given_servers([hostile.url], None, 4)
+            fleet = Fleet([server], PrefixRouter(256), _no_check, LIMITS, in_turns=True)
+            await fleet.start(DiskWeights(0, 0, "/nowhere"))
+            try:
+                slow = Answer([b"", *said({"success": True}).pieces], pause_s=0.3)
+                hostile.act = lambda path, body: slow if path == "/update_weights_from_disk" else None
+                self.calls(hostile)
+                server.enter("lost") if coming == "joining" else server.distrust("it has other weights")
+                await _until(lambda: "/update_weights_from_disk" in hostile.asked)
+                assert server.state == coming
+                self.calls(hostile)
+                await fleet.pause(9)
+                assert server.left
+                leaving = ["/continue_generation", "/pause_generation", "/release_memory_occupation"]
+                assert self.calls(hostile) == leaving
+                await asyncio.sleep(1.0)
+                assert self.calls(hostile) == [] and server.left  # and stays away
+                await fleet.resume(9)
+                assert self.calls(hostile) == ["/resume_memory_occupation", "/continue_generation"]
+                assert server.state == "serving"
+            finally:
+                await fleet.close()
+
+        with HostileServer() as hostile:
+            asyncio.run(run(hostile))
+
+    def test_one_whose_weights_are_found_wrong_in_the_trainers_turn_stays_away(self) -> None:
+        async def run(hostile: HostileServer) -> None:
+            (server,) = given_servers([hostile.url], None, 4)
+            fleet = Fleet([server], PrefixRouter(256), _no_check, LIMITS, in_turns=True)
+            await fleet.start(DiskWeights(0, 0, "/nowhere"))
+            try:
+                await fleet.pause(9)
+                self.calls(hostile)
+                server.distrust("it has other weights")
+                await asyncio.sleep(1.5)
+                assert self.calls(hostile) == [] and server.left
+                await fleet.resume(9)
+                await _until(lambda: server.state == "serving")
+                assert "/update_weights_from_disk" in self.calls(hostile)
+            finally:
+                await fleet.close()
+
+        with HostileServer() as hostile:
+            asyncio.run(run(hostile))
 
     def test_one_that_does_not_leave_in_time_is_lost_and_waits_for_its_turn(self) -> None:
         async def run(hostile: HostileServer) -> None:
