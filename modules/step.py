@@ -37,14 +37,12 @@ def check_batch(batch: RolloutBatch | None, handle: str, config: PretrainedConfi
     text = config.get_text_config()
     batch.check_vocabulary(text.vocab_size)
     longest = getattr(text, "max_position_embeddings", None)
-    place = torch.arange(batch.num_tokens) - batch.cu_seqlens[:-1].repeat_interleave(batch.lengths())
-    running = place * batch.loss_mask  # a trained token needs those before it, and does not run itself
-    if longest is not None and int(running.max()) > longest:
-        at = running.argmax()
-        i = int(torch.searchsorted(batch.cu_seqlens, at, right=True)) - 1
+    lengths = batch.lengths()
+    if longest is not None and int(lengths.max()) > longest:
+        i = int(lengths.argmax())
         raise BatchError(
-            f"RolloutBatch.tokens: sequence {i} (prompt '{batch.prompt_ids[i]}') has {int(running[at])} tokens to run,"
-            f" more than the model's max_position_embeddings of {longest}: shorten the prompt or the answer, or raise"
+            f"RolloutBatch.tokens: sequence {i} (prompt '{batch.prompt_ids[i]}') has {int(lengths[i])} tokens, more"
+            f" than the model's max_position_embeddings of {longest}: shorten the prompt or the answer, or raise"
             " model.config.max_position_embeddings"
         )
     if not bool(batch.loss_mask.any()):

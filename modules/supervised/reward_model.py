@@ -21,9 +21,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torchmetrics.functional.classification import binary_calibration_error
+from transformers import PretrainedConfig
 
 from app import checks
 from app.batch import BatchError, EvalHandle, RolloutBatch
+from app.statistics import ROUNDING
 from app.tree import FlatOutputs
 from modules.episodes import episodes
 from modules.metrics import NamedMetrics
@@ -90,6 +92,7 @@ class RewardModule(TreeModule):
 
     def arrange(self, batch: RolloutBatch) -> RolloutBatch:
         assert self.policy is not None
+        _check_room(batch, self.policy.config)
         config, ends = self.policy.config, batch.tokens[batch.cu_seqlens[1:] - 1]
         if config.pad_token_id is not None and bool((ends == config.pad_token_id).any()):
             _log.warning(
@@ -207,7 +210,7 @@ def bradley_terry(
         BatchError: a group whose rewards are all equal.
     """
     names, group = groups.unique(return_inverse=True)
-    above = (group[:, None] == group) & (rewards[:, None] > rewards)
+    above = (group[:, None] == group) & _exceeds(rewards[:, None], rewards)
     better, worse = above.nonzero(as_tuple=True)
     gaps = scores[better] - scores[worse]
     demanded = margin * (rewards[better] - rewards[worse]).to(gaps)
@@ -226,7 +229,24 @@ def informative(batch: RolloutBatch) -> list[int]:
         torch.zeros(int(group.max()) + 1).scatter_reduce(0, group, batch.rewards, how, include_self=False)
         for how in ("amin", "amax")
     ]
-    return (ends[0] < ends[1])[group].nonzero().flatten().tolist()
+    return _exceeds(ends[1], ends[0])[group].nonzero().flatten().tolist()
+
+
+def _exceeds(more: Tensor, less: Tensor) -> Tensor:
+    """Where rewards are larger by more than rounding, as `app.statistics.equal` has it."""
+    return more - less > ROUNDING * torch.maximum(more.abs(), less.abs()).clamp(min=1)
+
+
+def _check_room(batch: RolloutBatch, config: PretrainedConfig) -> None:
+    """The token behind an episode's end, at which scores are learned, has a position too."""
+    lengths, limit = batch.lengths(), getattr(config.get_text_config(), "max_position_embeddings", None)
+    if limit is not None and int(lengths.max()) >= limit:
+        i = int(lengths.argmax())
+        raise BatchError(
+            f"RolloutBatch.tokens: sequence {i} (prompt '{batch.prompt_ids[i]}') has {int(lengths[i])} tokens, and a"
+            f" reward model of max_position_embeddings: {limit} takes {limit - 1}, as its score stands behind them:"
+            " leave it out, or raise model.config.max_position_embeddings"
+        )
 
 
 def with_scores(batch: RolloutBatch) -> RolloutBatch:

@@ -16,7 +16,7 @@ from app.batch import BatchError, RolloutBatch
 from app.tree import FlatOutputs, PrefixTree, TreeEngine
 from callbacks import SavePretrained
 from modules import ModelSource, RewardModule, build_model
-from modules.supervised.reward_model import with_scores
+from modules.supervised.reward_model import informative, with_scores
 from tests.helpers.tiny_policy import VOCABULARY, Batches, Metrics, fit, make_batch, parameters, sgd, source, trainer
 
 F64 = {
@@ -128,15 +128,6 @@ def test_only_groups_that_are_cut_run_twice(
     assert sorted(compared) == list(range(9)) and sum(before) in again
 
 
-def test_an_episode_may_be_as_long_as_the_model_has_positions() -> None:
-    """The token behind its end never runs, and is not counted."""
-    batch = recorded(0)
-    longest = int(batch.lengths().max())
-    fit(RewardModule(source(max_position_embeddings=longest), optimizer=sgd), [batch])
-    with pytest.raises(BatchError, match=rf"has {longest} tokens to run, .*max_position_embeddings of {longest - 1}"):
-        fit(RewardModule(source(max_position_embeddings=longest - 1), optimizer=sgd), [batch])
-
-
 def test_an_episode_is_scored_at_the_end_of_its_last_turn() -> None:
     batch = make_batch(recorded=False)
     scored = with_scores(batch)
@@ -187,6 +178,22 @@ def test_learns_the_order_and_measures_it_on_held_out_pairs() -> None:
     assert metrics["val/margin"] == pytest.approx(float(gap.mean()), abs=1e-4)
     assert metrics["val/loss"] == pytest.approx(float(torch.stack(losses).mean()), abs=1e-4)
     assert metrics["val/calibration_error"] == pytest.approx(float(error.compute()), abs=1e-4)
+
+
+def test_an_episode_as_long_as_the_model_has_positions_is_told_with_its_length() -> None:
+    """The token behind its end has a position, too, where the model's own code runs it."""
+    batch = recorded(0)
+    longest = int(batch.lengths().max())
+    fit(RewardModule(source(max_position_embeddings=longest + 1), optimizer=sgd), [batch])
+    with pytest.raises(BatchError, match=rf"has {longest} tokens, and .*max_position_embeddings: {longest} takes"):
+        fit(RewardModule(source(max_position_embeddings=longest), optimizer=sgd), [batch])
+
+
+def test_rewards_that_differ_by_rounding_are_no_pair() -> None:
+    batch = recorded(0)
+    assert informative(batch)
+    shifted = batch.with_rewards(1e5 + 0.02 * (batch.rewards > batch.rewards.mean()))
+    assert shifted.rewards.max() > shifted.rewards.min() and informative(shifted) == []
 
 
 def test_a_batch_without_a_pair_moves_nothing() -> None:

@@ -116,23 +116,19 @@ def refuse_tokens(model: PreTrainedModel, tree: PrefixTree) -> None:
 
 
 def refuse_lengths(model: PreTrainedModel, tree: PrefixTree) -> None:
-    """Sequences of which more tokens run than the model has positions (the last scored position and what follows never
-    do: `PrefixTree.segment_needed`); and those for which it would rotate all tokens otherwise than for shorter ones
-    (LongRoPE), so that a prefix would depend on what follows it."""
+    """Sequences longer than the model's positions; and those for which it would rotate all tokens otherwise than for
+    shorter ones (LongRoPE), so that a prefix would depend on what follows it."""
     if not tree.num_sequences:
         return
     config = model.config.get_text_config()
-    last = tree.sequence_last_needed
-    running = np.where(last < 0, 0, tree.token_depth[last] + 1)
-    i = int(running.argmax())
-    limit = getattr(config, "max_position_embeddings", None)
-    if limit is not None and running[i] > limit:
-        raise ValueError(
-            f"sequences[{i}] has {running[i]} tokens to run, more than the model's max_position_embeddings of {limit};"
-            " shorten it or raise the model's limit"
-        )
     i = int(tree.sequence_length.argmax())
     length = int(tree.sequence_length[i])
+    limit = getattr(config, "max_position_embeddings", None)
+    if limit is not None and length > limit:
+        raise ValueError(
+            f"sequences[{i}] has {length} tokens, more than the model's max_position_embeddings of {limit}; shorten it"
+            " or raise the model's limit"
+        )
     rope = getattr(config, "rope_parameters", None) or {}
     for part in (rope, *(one for one in rope.values() if isinstance(one, dict))):
         limit = part.get("original_max_position_embeddings")

@@ -290,7 +290,7 @@ def _nothing(path: Path) -> None:
     ("make", "flags", "words"),
     [
         (conversations, [f"{MODEL_KEY}.vocab_size=50"], ["tokens", "vocabulary of 50", "tokenizer"]),
-        (conversations, [f"{MODEL_KEY}.max_position_embeddings=30"], ["39 tokens to run", "embeddings of 30"]),
+        (conversations, [f"{MODEL_KEY}.max_position_embeddings=30"], ["40 tokens", "max_position_embeddings of 30"]),
         (conversations, ["--data.trials=1"], ["single episode", "trials"]),
         (conversations, ["--data.trials=9"], ["trials: 9", "has only 4", "lower"]),
         (conversations, ["--data.tasks=[0,7]"], ["tasks: '7'", "is not in"]),

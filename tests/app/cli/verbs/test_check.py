@@ -220,7 +220,7 @@ def test_verdicts_on_memory() -> None:
 @pytest.mark.parametrize(
     ("changed", "said"),
     [
-        ({"max_position_embeddings": 8}, "has 9 tokens to run, more than the model's max_position_embeddings of 8: "),
+        ({"max_position_embeddings": 9}, "has 10 tokens, more than the model's max_position_embeddings of 9: shorten"),
         ({"vocab_size": 6}, "outside the model's vocabulary of 6: use the tokenizer that belongs to the model"),
     ],
 )
