@@ -139,7 +139,7 @@ def refuse_optimizer(make_optimizer: Callable[..., Any], make_lr_scheduler: Call
 
 def _option(told: str) -> str:
     """`.lr` and the like, of the option that torch's "Invalid learning rate: -1" is about; "" where it is not told."""
-    found = re.match(rf"Invalid ({'|'.join(_TORCHS_WORDS)}|\w+)(?: parameter| value|:)", told)
+    found = re.match(rf"Invalid ({'|'.join(_TORCHS_WORDS)}|\w+)(?: (?:parameter|value)\b|:)", told)
     return "" if found is None else f".{_TORCHS_WORDS.get(found[1], found[1])}"
 
 

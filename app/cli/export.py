@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoTokenizer
 
-from app.strategies.checkpoint.checkpoints import CheckpointError
+from app.strategies.checkpoint.checkpoints import MANIFEST_FILE, CheckpointError
 from app.strategies.checkpoint.trainer_state import ADAPTER_FILE, CONFIGURATIONS, GENERATION_FILE, SavedModel
 from app.text import reason
 from app.tree import auto_class
@@ -71,8 +71,8 @@ def export(
     try:
         saved = SavedModel(ckpt, model)
     except CheckpointError as error:
-        told = str(error).removeprefix("ckpt_path: ")
-        raise ValueError(f"--ckpt: {told}; name a checkpoint, such as RUN/checkpoints/last.ckpt") from None
+        hint = "" if (ckpt / MANIFEST_FILE).exists() else "; name a checkpoint, such as RUN/checkpoints/last.ckpt"
+        raise ValueError(f"--ckpt: {str(error).removeprefix('ckpt_path: ')}{hint}") from None
     except ValueError as error:
         raise ValueError(f"--model: {error}") from error
     text = None if tokenizer is None else _tokenizer(tokenizer)

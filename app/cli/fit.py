@@ -1,8 +1,8 @@
 """The command line: `python -m app fit|validate|test|predict --config X.yaml [--key value ...]`, and the verbs below.
 
 Promises: everything is configured by YAML and flags, where a flag beats YAML and both beat what a checkpoint
-remembers; every launch gets a run directory of its own (`runs/<config name>/<time>`, or `--run_dir`), which is said
-before anything is built, and in the last line of a `fit`, but `fit --run_dir X --ckpt_path last` goes on with the run
+remembers; every launch gets a run directory of its own (`runs/<config name>/<time>`, which is said at once, or
+`--run_dir`), told in the last line of a `fit`, but `fit --run_dir X --ckpt_path last` goes on with the run
 in X (its earlier metrics stay, as `metrics_1.csv` and so on); every run gets the callbacks of `default_callbacks.py`,
 so that every `fit` saves `last.ckpt` by time, and Ctrl-C or SIGTERM lets it finish the step, save and print the command
 that goes on (where nothing is saved, the one that starts again), or after the last step the one that scores the model
@@ -201,19 +201,20 @@ class ArboristCLI(LightningCLI):
         if not _leads():
             # Not used: only rank 0 writes, and `trainer.log_dir` is its answer on every rank.
             return Path(self._asked_run_dir or "runs")
+        elsewhere = _checkpoint_directories(self.config[self.subcommand].as_dict()["trainer"])
         if self._asked_run_dir is None:
             path = _hold(run_directory.fresh(self._run_name()))
+            _saved_in[:] = [path / "checkpoints", *elsewhere]
             sys.stderr.write(f"{_where(path)}\n")
             return path
         directory = RunDirectory(Path(self._asked_run_dir))
         path = _hold(directory)
+        _saved_in[:] = [path / "checkpoints", *elsewhere]
         if directory.holds_a_run():
             if self.subcommand != "fit" or self._asked_ckpt_path != LAST:
-                trainer = self._get(self.config_init, "trainer")
-                saved = last_checkpoints([path / "checkpoints", *_checkpoint_directories(trainer)])
                 remedy = (
                     "; name another directory, leave run_dir out, or go on with that run: fit --ckpt_path last"
-                    if saved
+                    if last_checkpoints(_saved_in)
                     else ", which saved no checkpoint; remove it, name another directory, or leave run_dir out"
                 )
                 raise ValueError(f"run_dir: {path} already holds a run{remedy}")
@@ -229,6 +230,7 @@ class ArboristCLI(LightningCLI):
 
 
 _held: list[RunDirectory] = []  # the run directory of this process, whose lock it keeps to its end
+_saved_in: list[Path] = []  # where the run's checkpoints are, the run directory's first
 
 
 def _hold(directory: RunDirectory) -> Path:
@@ -356,7 +358,7 @@ def _say_goodbye(signum: int, end: Interrupted | None, fits: bool) -> NoReturn:
         said = f"saved as {checkpoint}" if checkpoint is not None else "nothing new was saved"
         sys.stderr.write(f"\n{name}: ended{steps}, {said}\n")
         path = _held[0].path if _held else None
-        there = [] if path is None else last_checkpoints([path / "checkpoints"])
+        there = [] if path is None else last_checkpoints(_saved_in)
         last = checkpoint or next(iter(there), None)
         if path is not None and last is not None:
             if end is not None and end.finished:

@@ -81,9 +81,13 @@ def adapted(model: PreTrainedModel, adapter: str | dict[str, Any], path: str, bu
             made = peft.PeftModel.from_pretrained(model, adapter, is_trainable=True)
             # It warns of what is missing, and says nothing of what has no place; a second time it returns both.
             found = made.load_adapter(adapter, "default", is_trainable=True)
-            if found.missing_keys or found.unexpected_keys:
-                what = "none for" if found.missing_keys else "weights for layers that the model has not,"
-                first = [*found.missing_keys, *found.unexpected_keys][0]
+            parameters = dict(made.named_parameters(remove_duplicate=False))
+            loaded = {id(one) for name, one in parameters.items() if name not in found.missing_keys}
+            # VB-LoRA's vector bank has a name in every layer, and is written under one.
+            missing = [name for name in found.missing_keys if id(parameters.get(name)) not in loaded]
+            if missing or found.unexpected_keys:
+                what = "none for" if missing else "weights for layers that the model has not,"
+                first = [*missing, *found.unexpected_keys][0]
                 raise ValueError(f"it has {what} {first}; name the model it was trained on in model.path")
             return made
         except (OSError, ValueError, RuntimeError, KeyError, TypeError) as error:

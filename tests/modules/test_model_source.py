@@ -200,6 +200,17 @@ def test_an_adapter_of_another_model_is_refused_or_told(tmp_path: Path) -> None:
         built("run/base")  # as the model may be named elsewhere
 
 
+def test_an_adapter_whose_layers_share_a_tensor_is_gone_on_with(tmp_path: Path) -> None:
+    """VB-LoRA's vectors, which are written under the name that one layer has for them."""
+    build_model(ModelSource(config=CONFIG)).save_pretrained(tmp_path / "base")
+    options = {"peft_type": "VBLORA", "num_vectors": 4, "vector_length": 2, "target_modules": ["q_proj", "v_proj"]}
+    first: Any = build_model(ModelSource(path=str(tmp_path / "base"), adapter={**options, "r": 2, "topk": 2}))
+    first.save_pretrained(tmp_path / "adapter")
+    again: Any = build_model(ModelSource(path=str(tmp_path / "base"), adapter=str(tmp_path / "adapter")))
+    of = [{n: p for n, p in one.named_parameters() if "vblora" in n} for one in (first, again)]
+    assert of[0] and all(torch.equal(p, of[1][n]) and of[1][n].requires_grad for n, p in of[0].items())
+
+
 def test_a_directory_of_several_adapters_is_refused(tmp_path: Path) -> None:
     naive_model(seed=3).save_pretrained(tmp_path / "base")
     adapter, base = _adapter(tmp_path / "two", tmp_path / "base"), str(tmp_path / "base")

@@ -183,6 +183,17 @@ def test_before_the_first_step_nothing_is_offered_but_a_new_start(
     assert capsys.readouterr().err.startswith("run directory: runs/")
 
 
+def test_checkpoints_that_a_callback_has_elsewhere_are_gone_on_with(capsys: pytest.CaptureFixture[str]) -> None:
+    options = "{dirpath: elsewhere, every_n_train_steps: 1, save_last: true}"
+    saves = f"{{class_path: lightning.pytorch.callbacks.ModelCheckpoint, init_args: {options}}}"
+    given = [f"--trainer.callbacks=[{{class_path: callbacks.WeightSync}}, {saves}]"]
+    stops = sends(signal.SIGINT, "on_train_batch_start", 2, times=2)
+    assert interrupted(*given, *[one.replace("callbacks=", "callbacks+=") for one in stops]) == 130
+    said = capsys.readouterr().err
+    assert Path("elsewhere/last.ckpt").exists() and not Path("here/checkpoints/last.ckpt").exists()
+    assert "go on with: " in said and "--ckpt_path last" in said and "start again" not in said
+
+
 def test_a_second_ctrl_c_ends_at_once(capsys: pytest.CaptureFixture[str]) -> None:
     assert interrupted(*sends(signal.SIGINT, "on_train_batch_start", 2, times=2)) == 130
     said = capsys.readouterr().err
