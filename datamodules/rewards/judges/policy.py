@@ -1,9 +1,10 @@
 """The policy as a judge of what it says itself: a generative reward model whose engine is the run's own.
 
-Promises: as `client`: a question ends with a verdict or with `JudgeError`, within `PolicyModel.deadline_s`, never more
-than `max_concurrent` at a time, the counts are exact. A verdict is by the weights that serve when it is asked for, so
-nothing is cached; what it says is not trained on. Under the same weights the same material is asked about in the same
-tokens under the same seed, so that engines that honour seeds (and, at temperature 0, every exact one) judge it alike.
+Promises: as `client`: a question ends with a verdict or with `JudgeError`, within `PolicyModel.deadline_s` (what the
+engine stands still is not counted), never more than `max_concurrent` at a time, the counts are exact. A verdict is by
+the weights that serve when it is asked for, so nothing is cached; what it says is not trained on. Under the same
+weights the same material is asked about in the same tokens under the same seed, so that engines that honour seeds (and,
+at temperature 0, every exact one) judge it alike.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from transformers import PreTrainedTokenizerBase
 from app import checks
 from datamodules.conversations.chat_template import Chat
 from datamodules.inference.protocol import GenerationError, GenerationRequest, InferenceEngine
+from datamodules.processes.deadline import deadline
 from datamodules.rewards.judges.answers import Misread, verdict
 from datamodules.rewards.judges.client import Question, Spent, spoken
 from datamodules.rewards.judges.model import JudgeError
@@ -36,7 +38,7 @@ class PolicyModel:
         engine: "policy", the run's own; another model is behind a URL (`JudgeModel`).
         temperature: of its answers; draws follow from what is asked alone. 0.0 takes the likeliest tokens.
         max_tokens: most tokens of an answer.
-        deadline_s: seconds one verdict may take, all attempts included.
+        deadline_s: seconds one verdict may take, all attempts included, without those the engine stands still.
         misreadings: how many answers in a row may be none before the verdict counts as refused.
         max_concurrent: questions in flight.
 
@@ -82,13 +84,14 @@ class PolicyClient:
 
     async def ask(self, question: Question[_T]) -> _T:
         """The verdict. Raises JudgeError: there is none."""
-        if self._engine is None:
+        engine = self._engine
+        if engine is None:
             raise JudgeError("is the policy (model.engine), and none runs here; name a model behind a URL to try it")
         async with self._slots:
             began = asyncio.get_running_loop().time()
             try:
-                async with asyncio.timeout(self._model.deadline_s):
-                    return await self._asked(self._engine, question)
+                async with deadline(self._model.deadline_s, lambda: getattr(engine, "still_s", 0.0)):
+                    return await self._asked(engine, question)
             except TimeoutError as error:
                 self.spent.refused += 1
                 raise JudgeError(f"gave no verdict within {self._model.deadline_s:g} s (model.deadline_s)") from error

@@ -13,7 +13,8 @@ import torch
 
 from datamodules import RolloutDataModule
 from datamodules.inference import EmbeddedEngine
-from datamodules.inference.protocol import GenerationError, GenerationRequest
+from datamodules.inference.clock import PausedClock
+from datamodules.inference.protocol import GenerationError, GenerationRequest, GenerationResponse
 from datamodules.rewards import RewardError, exact_match
 from datamodules.rewards.judges import PolicyModel, RankingJudge, RubricJudge
 from datamodules.rewards.judges.pool import JudgePool
@@ -23,13 +24,18 @@ from tests.datamodules.workflows.scripted_engine import CHATML, ScriptedEngine
 from tests.helpers.recorded_samples import byte_tokenizer
 
 TOKENIZER = byte_tokenizer(CHATML)
+DEADLINE_S = 0.1
 CRITERIA = {"right": "the answer is right", "short": "no word too many"}
 
 
 def asked(
-    replies: list[str], said: Callable[[GenerationRequest], str], max_context: int = 9000, **options: Any
+    replies: list[str],
+    said: Callable[[GenerationRequest], str],
+    max_context: int = 9000,
+    kind: type[ScriptedEngine] = ScriptedEngine,
+    **options: Any,
 ) -> tuple[list[Any], JudgePool, ScriptedEngine]:
-    engine = ScriptedEngine(TOKENIZER, said, max_context=max_context)
+    engine = kind(TOKENIZER, said, max_context=max_context)
     pool = JudgePool(RubricJudge(PolicyModel("policy", **options), CRITERIA))
     pool.join(engine, TOKENIZER, (TOKENIZER.eos_token_id,))
 
@@ -81,6 +87,37 @@ def test_what_the_engine_cannot_do_is_a_failed_reward() -> None:
     assert "1000 are all that the engine holds" in str(found) and engine.seen == []
     (found,), _ = judged(RubricJudge(PolicyModel("policy"), CRITERIA), ["42"])
     assert "none runs here; name a model behind a URL to try it" in str(found)
+
+
+class Slow(ScriptedEngine):
+    """Answers long after `DEADLINE_S`."""
+
+    async def generate(self, request: GenerationRequest) -> GenerationResponse:
+        await asyncio.sleep(5 * DEADLINE_S)
+        return await super().generate(request)
+
+
+class StandingStill(Slow):
+    """Says that it stands still meanwhile."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.clock = PausedClock()
+        self.clock.pause()
+
+    @property
+    def still_s(self) -> float:
+        return self.clock.still_s
+
+
+def test_an_engine_that_stands_still_makes_no_verdict_late() -> None:
+    def said(request: GenerationRequest) -> str:
+        return points(10, 4)
+
+    (found,), _, _ = asked(["42"], said, kind=StandingStill, deadline_s=DEADLINE_S)
+    assert found.value == 0.7
+    (found,), pool, _ = asked(["42"], said, kind=Slow, deadline_s=DEADLINE_S)
+    assert "gave no verdict within 0.1 s (model.deadline_s)" in str(found) and pool.spent()["judge_refused"] == 1
 
 
 def test_a_run_judges_itself_with_the_embedded_engine() -> None:
