@@ -165,7 +165,7 @@ class ConversationRecorder:
         if last is None:
             return 0
         try:
-            return int(last.stem[-8:]) + max(last.read_bytes().count(b"\n"), 1)  # one that is being published is empty
+            return int(last.stem[-8:]) + max(last.read_bytes().count(b"\n"), 1)  # its own name is taken, even empty
         except OSError as error:
             raise RecordingError(f"--record: {last} cannot be read: {error.strerror}; name another") from error
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 import re
@@ -30,6 +29,7 @@ from datamodules.workflows import RLVRWorkflow
 from modules import ModelSource, PolicyModule
 from tests.datamodules.files.half_rewards import half_reward
 from tests.datamodules.test_rollout import rollouts, tiny_model, trainer
+from tests.helpers.links import without_links
 from tests.helpers.pictured import picture, pictured
 
 
@@ -63,11 +63,7 @@ def test_what_another_process_has_written_is_not_overwritten(
     has_hard_links: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     if not has_hard_links:
-
-        def refuse(*_: Any) -> None:
-            raise PermissionError(errno.EPERM, "Operation not permitted")  # as vfat does
-
-        monkeypatch.setattr(os, "link", refuse)
+        monkeypatch.setattr(os, "link", without_links)
     path = RolloutRecorder(tmp_path).write(3, some_groups())
     written = path.read_bytes()
     with pytest.raises(AlreadyRecorded, match=r"batch_00000003.safetensors is there already"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import threading
 import time
 import urllib.request
@@ -25,6 +26,7 @@ from datamodules.workflows.gateway.upstream import UpstreamGateway
 from tests.datamodules.workflows.gateway.agents import LOOK_UP
 from tests.datamodules.workflows.gateway.clients.door import CALL, QUESTION, START_S, TOKENIZER, door
 from tests.datamodules.workflows.scripted_engine import WITH_CALLS
+from tests.helpers.links import without_links
 from tests.helpers.recorded_samples import byte_tokenizer
 
 KEEPS_ITS_HISTORY = WITH_CALLS.replace("loop.index0 < state.asked", "false")
@@ -209,6 +211,27 @@ def test_gateways_that_record_into_one_directory_keep_each_others_sessions(tmp_p
     lines = [line for file in sorted(tmp_path.iterdir()) for line in file.read_text().splitlines()]
     assert [json.loads(one)["session"] for one in lines] == [0, 0, 0, 1, 2, 2, 3, 3]
     assert [json.loads(one)["trial"] for one in lines] == list(range(8))
+
+
+def test_conversations_are_counted_right_while_another_gateway_writes_without_hard_links(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    one, other = ConversationRecorder(tmp_path), ConversationRecorder(tmp_path)
+    meanwhile = threading.Thread(target=other.write, args=([{"session": 1}] * 2,))
+    replace = os.replace
+
+    def interrupted(aside: Path, path: Path) -> None:
+        if meanwhile.ident is None:
+            meanwhile.start()
+            meanwhile.join(0.2)  # as far as it gets
+        replace(aside, path)
+
+    monkeypatch.setattr(os, "link", without_links)
+    monkeypatch.setattr(os, "replace", interrupted)
+    one.write([{"session": 0}] * 3)
+    meanwhile.join()
+    lines = [json.loads(line) for file in sorted(tmp_path.iterdir()) for line in file.read_text().splitlines()]
+    assert [(line["session"], line["trial"]) for line in lines] == [(0, 0), (0, 1), (0, 2), (1, 3), (1, 4)]
 
 
 def test_requests_and_answers_are_passed_on_as_they_are(tmp_path: Path) -> None:
