@@ -291,7 +291,7 @@ def _nothing(path: Path) -> None:
     [
         (conversations, [f"{MODEL_KEY}.vocab_size=50"], ["tokens", "vocabulary of 50", "tokenizer"]),
         (conversations, [f"{MODEL_KEY}.max_position_embeddings=30"], ["40 tokens", "max_position_embeddings of 30"]),
-        (conversations, ["--data.trials=1"], ["single episode", "trials"]),
+        (conversations, ["--data.trials=1"], ["data.trials: 1", "compares the episodes"]),
         (conversations, ["--data.trials=9"], ["trials: 9", "has only 4", "lower"]),
         (conversations, ["--data.tasks=[0,7]"], ["tasks: '7'", "is not in"]),
         (conversations, ["--data.trails=4"], ["trails", "Did you mean 'trials'?"]),
