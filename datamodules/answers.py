@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import deque
 
 from datamodules.files.expressions import Pattern
-from datamodules.rewards.functions import MARKED, readings
+from datamodules.rewards.functions import readings
 
 _LARGEST_EXPONENT = 1000
 
@@ -25,8 +25,7 @@ def math_answer(completion: str) -> str:
     import math_verify
     import sympy
 
-    marked = MARKED.search(completion)
-    found = math_verify.parse(readings(marked[1])[0] if marked else completion)
+    found = math_verify.parse(readings(completion)[0])
     if not found:
         return ""
     value = found[0]

@@ -28,9 +28,6 @@ _UNREADABLE: list[bool] = []  # a worker judges one completion at a time
 Reward: TypeAlias = float | tuple[float, dict[str, float]]
 """A number; or a number and what it is made of, by name, which is logged as `reward/<name>`."""
 
-MARKED = re.compile(r"^####[ \t]*(\S.*)\s*\Z", re.MULTILINE)
-"""A last line with GSM8K's mark of the answer."""
-
 
 def exact_match(prompt: Prompt, completion: str) -> float:
     """1.0 when the completion is the prompt's answer, white space around both aside; else 0.0.
@@ -52,10 +49,10 @@ def math_verify(prompt: Prompt, completion: str) -> float:
 
     Its answer is a last line "#### ..." (GSM8K's mark), whole: "(1, 2)", "1/2" and "1 or 2" are no 2. Else it is what
     the library takes for one: boxed, announced ("the answer is ..."), or the last expression. "1,000", "1000.0" and
-    "$\\boxed{1000}$" are equal; so are "23 + 75" and "98": where the question is an expression itself, repeating it is
-    right, and a model learns to. An answer that the library cannot read or compare within 3 s of processor time (a
-    tower of powers, say) is wrong and counted (`note_unreadable`). That limit is a signal: it needs the main thread,
-    where the pool runs its rewards.
+    "$\\boxed{1000}$" are equal; so are "1 1/2", "3/2" and "1.5"; so are "23 + 75" and "98": where the question is an
+    expression itself, repeating it is right, and a model learns to. An answer that the library cannot read or compare
+    within 3 s of processor time (a tower of powers, say) is wrong and counted (`note_unreadable`). That limit is a
+    signal: it needs the main thread, where the pool runs its rewards.
 
     Raises:
         ValueError: the prompt's answer is no mathematical expression, or cannot be compared with itself.
@@ -65,18 +62,15 @@ def math_verify(prompt: Prompt, completion: str) -> float:
     reference: Any = []
     try:
         with _processor_time(_MATH_S):
-            reference = library.parse(
-                _mathematical(_with_fractions(prompt.answer)), parsing_timeout=None, raise_on_error=True
-            )
+            answer = _plain_fractions(prompt.answer)
+            reference = library.parse(_mathematical(answer), parsing_timeout=None, raise_on_error=True)
     except (Exception, _OutOfTime) as error:
         raise _no_reference(prompt, described(error)) from error
     if not reference:
         raise _no_reference(prompt, "it holds no expression")
-    # Without this, "She answered 5 calls a day.\n#### 40" is read as an announced 5.
-    marked = MARKED.search(completion)
     try:
         with _processor_time(_MATH_S):
-            for said in readings(marked[1], prompt.answer) if marked else [completion]:
+            for said in readings(completion, answer):
                 found = library.parse(said, parsing_timeout=None, raise_on_error=True)
                 if found and _equal(reference, found):
                     return 1.0
@@ -271,24 +265,33 @@ def _mathematical(answer: str) -> str:
     return answer if "$" in answer or "\\boxed" in answer else f"${answer}$"
 
 
+_MARKED = re.compile(r"^####[ \t]*(\S.*)\s*\Z", re.MULTILINE)  # GSM8K's mark, on a last line
 _NUMBER = re.compile(r"[-+$\s\d.,/%]+")
-_LATEX = re.compile(r"\\[A-Za-z{(]")
+_LATEX = re.compile(r"\\[A-Za-z{(]|/\d+\s*%")  # or what the library reads as LaTeX alone
 _WORD = re.compile(r"[A-Za-z]{2,}")
-_MIXED = re.compile(r"(?<![\d.,/])([-+]?\d++)\s++(\d++)/(\d++)(?![.,/]\d)")
+_MIXED = re.compile(r"(?<![\w.,/^])(\d{1,9}+)[ \t]++([1-9]\d{0,8}+)/(\d{1,9}+)(?![.,/]?\d)")
+_MONEY = re.compile(r"(?<!\\)\$(?=-?\d+/\d)(?![^$\n]*\$)")  # no other closes it
+_END = re.compile(r"(?<=\d)(/\d++)(?:\.|\*\*)++(?!\s*\d)")  # of a sentence, or of what is bold
 _ONE_NUMBER = re.compile(r"\d(?:[\d./%]|,(?=\d{3}))*")
 _BETWEEN = re.compile(
     r"[\s$)\]}%]*(?:[,;:\u2013]|\b(?:and|or|to|of|out of)\b)[-+\s$(\[{.]*(?:[A-Za-z]\s*=[-+\s$(\[{.]*)?", re.IGNORECASE
 )
 
 
-def readings(mark: str, reference: str = "0") -> list[str]:
-    """What stands behind a mark: as the reference is read, so that `2\\sqrt{3}` is one expression and not a 2; and, of
-    one with words and without LaTeX ("7 apples", "3/4 cups"), as text, of which a number is the answer.
+def readings(completion: str, reference: str = "0") -> list[str]:
+    """What the library is to read of a completion, one after the other: all of it, where no line is marked.
+
+    What stands behind a mark is read as the reference is: `2\\sqrt{3}` is one expression and not a 2; and, where it
+    has words and no LaTeX ("7 apples", "3/4 cups"), as text, of which a number is the answer.
 
     Text's last number is not its answer where the mark is a tuple, an interval, a ratio or a choice, "(1, 2)" or
     "1 or 2": these are read as mathematics alone, so that none of them is the number 2.
     """
-    mark = _with_fractions(mark)
+    completion = _plain_fractions(completion)
+    # Without this, "She answered 5 calls a day.\n#### 40" is read as an announced 5.
+    if (marked := _MARKED.search(completion)) is None:
+        return [completion]
+    mark = marked[1]
     words = _WORD.search(mark)
     if _LATEX.search(mark) or ("(" in mark and not words) or _is_several(mark):
         return [_mathematical(mark)]
@@ -297,11 +300,15 @@ def readings(mark: str, reference: str = "0") -> list[str]:
     return [_mathematical(mark), *([mark] if words else [])]
 
 
-def _with_fractions(answer: str) -> str:
-    """Mixed numbers, "1 1/2", as LaTeX has them: the library reads that one as a 1."""
-    if "$" in answer or _LATEX.search(answer):
-        return answer
-    return _MIXED.sub(r"$\1\\frac{\2}{\3}$", answer)
+def _plain_fractions(text: str) -> str:
+    """Fractions as the library reads them, in text and in LaTeX alike: of "2 1/2" it makes (2 + 1)/2, of "$5/2" a 5, of
+    "7/3." a number of 15 digits, and of "**5/2**" nothing."""
+
+    def fraction(found: re.Match[str]) -> str:
+        whole, above, below = map(int, found.groups())
+        return f"{whole * below + above}/{below}" if above < below else found[0]
+
+    return _END.sub(r"\1", _MONEY.sub("", _MIXED.sub(fraction, text)))
 
 
 def _is_several(mark: str) -> bool:

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from datamodules.answers import math_answer
 from datamodules.prompts.base import Prompt
 from datamodules.rewards import BySource, RewardOptions, RewardPool, WeightedSum, exact_match, functions, math_verify
 from tests.datamodules.rewards.reward_functions import FailsToLoad, Scaled, SlowToPrepare, misbehave
@@ -167,6 +168,56 @@ SEVERAL = [
 )
 def test_math_verify(answer: str, completion: str, reward: float) -> None:
     assert math_verify(Prompt(id="p", answer=answer), completion) == reward
+
+
+AS_MATHEMATICS = [
+    "\\boxed{%s}",
+    "$%s$",
+    "The answer is $%s$.",
+    "The final answer is $\\boxed{%s}$.",
+    "2 + 2 = 4, so\n#### %s",
+    "#### $%s$",
+    "#### \\boxed{%s}",
+]
+AS_TEXT = ["%s", "The answer is %s.", "The answer is **%s**.", "Half of it is 1/2.\n\nSo x = %s"]
+
+
+@pytest.mark.parametrize(
+    ("reference", "wrong", "forms"),
+    [
+        ("1 1/2", ["1", "1/2", "2 1/2", "11/2"], [*AS_MATHEMATICS, *AS_TEXT]),
+        ("12 1/3", ["12", "13/3", "4"], [*AS_MATHEMATICS, *AS_TEXT]),
+        ("-2 3/4", ["2 3/4", "-2", "-5/4"], [*AS_MATHEMATICS, *AS_TEXT]),
+        ("1 3/2", ["1", "3/2"], AS_MATHEMATICS),  # no mixed number, whatever it is
+        ("(1 1/2, 2)", ["(1, 2)", "2"], AS_MATHEMATICS),
+        ("1 1/2%", ["1%", "2 1/2%"], AS_MATHEMATICS),
+        ("7/3", ["7", "3", "7/2"], [*AS_MATHEMATICS, *AS_TEXT]),
+        ("-3/4", ["3/4", "-3"], [*AS_MATHEMATICS, *AS_TEXT]),
+        ("(1, 2)", ["(2, 1)", "2", "1 1/2"], AS_MATHEMATICS),
+        ("2\\sqrt{3}", ["2", "\\sqrt{3}"], AS_MATHEMATICS),
+        ("1\\frac{1}{2}", ["1", "1\\frac{1}{3}"], AS_MATHEMATICS),
+        ("5 cm", ["6 cm"], [*AS_MATHEMATICS, *AS_TEXT]),
+        ("1,234", ["1,235", "234"], [*AS_MATHEMATICS, *AS_TEXT]),
+        ("50%", ["51%"], [*AS_MATHEMATICS, *AS_TEXT]),
+        ("-0.5", ["0.5", "-5"], [*AS_MATHEMATICS, *AS_TEXT]),
+        ("$1 1/2", ["1", "1/2"], ["%s", "#### %s", "The answer is %s."]),  # money
+        ("$18", ["19"], ["%s", "#### %s", "The answer is %s."]),
+    ],
+)
+def test_a_reference_repeated_is_right_in_every_form(reference: str, wrong: list[str], forms: list[str]) -> None:
+    prompt = Prompt(id="p", answer=reference)
+    assert [form for form in forms if math_verify(prompt, form % reference) != 1.0] == []
+    assert [form % one for form in forms for one in wrong if math_verify(prompt, form % one) != 0.0] == []
+
+
+def test_equal_mixed_numbers_fractions_and_decimals_are_one_answer() -> None:
+    equal = ["2 1/2", "5/2", "2.5", "\\boxed{2 1/2}", "$2\\frac{1}{2}$", "#### $2 1/2", "#### $5/2", "It is 2 1/2."]
+    found = {(a, b): math_verify(Prompt(id="p", answer=a), b) for a in equal[:3] for b in equal}
+    assert set(found.values()) == {1.0}, found
+    assert {math_answer(one) for one in equal} == {"5/2"}
+    # No mixed numbers: two lines, a power's half, thousands.
+    for other in ("2\n1/2", "$x^2 1/2$", "#### 2 000/2"):
+        assert math_verify(Prompt(id="p", answer="2 1/2"), other) == 0.0
 
 
 class Swallows:
