@@ -7,6 +7,7 @@ the tokens are cut. Cost of a token: decoding the few around it (as TGI's and vL
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from functools import partial
 
@@ -16,6 +17,8 @@ Decode = Callable[[list[int]], str]
 """Token ids to text, special tokens included."""
 
 _UNKNOWN = "\ufffd"  # what decoders put in place of bytes that are no character, or not one yet
+_SPACE = "\u2581"  # SentencePiece's
+_FALLBACK = re.compile(r"<0x([0-9A-F]{2})>")
 _MOST_HELD = 3  # of them may be the beginning of one character
 _LONGEST_WINDOW, _SHORTEST_WINDOW = 64, 8  # tokens; both far above those of one character
 
@@ -33,17 +36,24 @@ def decode_of(tokenizer: PreTrainedTokenizerBase) -> Decode:
 
 
 def bytes_of(tokenizer: PreTrainedTokenizerBase) -> Callable[[int], bytes | None]:
-    """What tells the bytes of a token: its own in byte-level vocabularies, elsewhere those of its text; None where that
-    is no text by itself."""
+    """What tells the bytes of a token: its own in byte-level vocabularies and those that fall back to bytes, elsewhere
+    those of its text; None where that is no text by itself, b"" for an id that no token has."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
-    by_bytes = backend is not None and "ByteLevel" in str(backend.decoder)
+    decoder = "" if backend is None else str(backend.decoder)
+    by_bytes, falls_back, has_marks = "ByteLevel" in decoder, "ByteFallback" in decoder, _SPACE in decoder
     added = tokenizer.added_tokens_decoder  # which are written as they are
 
     def read(token: int) -> bytes | None:
-        if by_bytes and token not in added:
-            name = str(tokenizer.convert_ids_to_tokens(token))
-            if all(one in _BYTES for one in name):
+        name = tokenizer.convert_ids_to_tokens(token)
+        if name is None:
+            return b""
+        if token not in added:
+            if by_bytes and all(one in _BYTES for one in name):
                 return bytes(_BYTES[one] for one in name)
+            if falls_back and (byte := _FALLBACK.fullmatch(name)):
+                return bytes.fromhex(byte[1])
+            if has_marks:  # decoded alone it would lose the space, as the beginning of a text does
+                return str(name).replace(_SPACE, " ").encode("utf-8", "replace")
         text = str(tokenizer.decode([token]))
         return None if _UNKNOWN in text else text.encode("utf-8", "replace")
 

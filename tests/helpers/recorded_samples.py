@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 SPECIALS = ["<|end|>", "<|begin|>", "<tool>", "</tool>"]
@@ -46,6 +46,25 @@ def byte_tokenizer(template: str = TEMPLATE) -> PreTrainedTokenizerFast:
     core = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
     core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     core.decoder = decoders.ByteLevel()
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=core, eos_token=SPECIALS[0], additional_special_tokens=SPECIALS[1:]
+    )
+    tokenizer.chat_template = template
+    return tokenizer
+
+
+def fallback_tokenizer(template: str = TEMPLATE) -> PreTrainedTokenizerFast:
+    """As SentencePiece's: "\u2581" for a space, bytes for what no token spells, and texts lose their first space."""
+    letters = ["\u2581", *"abcdefghijklmnopqrstuvwxyz", "\u2581a"]
+    names = [*SPECIALS, "<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), *letters]
+    vocabulary = {symbol: i for i, symbol in enumerate(names)}
+    core = Tokenizer(
+        models.BPE(vocab=vocabulary, merges=[("\u2581", "a")], byte_fallback=True, unk_token="<unk>", fuse_unk=True)
+    )
+    core.normalizer = normalizers.Replace(" ", "\u2581")
+    core.decoder = decoders.Sequence(
+        [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=core, eos_token=SPECIALS[0], additional_special_tokens=SPECIALS[1:]
     )

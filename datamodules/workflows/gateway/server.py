@@ -9,12 +9,14 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import secrets
+from collections import defaultdict
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from functools import partial
 
 from aiohttp import web
 
+from datamodules.inference.reply_text import ReplyText
 from datamodules.workflows.gateway.errors import RequestError
 from datamodules.workflows.gateway.history import Shelf
 from datamodules.workflows.gateway.listener import LEFT, MESSAGES, PROTOCOLS, Listener, hang_up, json_object, spoken
@@ -168,6 +170,7 @@ class Gateway:
         name = session.new_name() if calls is None else calls[0].id
         writer = protocol.events(asked, name)
         said: asyncio.Queue[tuple[int, Piece] | None] = asyncio.Queue()
+        told: defaultdict[int, ReplyText] = defaultdict(session.new_text)
         sampling: asyncio.Task[list[Call]] | None = None
         if calls is None:
             sampling = asyncio.create_task(
@@ -184,7 +187,7 @@ class Gateway:
                     await self._listener.in_time(response.prepare(request))
                     await self._listener.in_time(response.write(writer.begin()))
                 k, piece = news
-                tokens = session.sampled(piece.tokens, piece.logprobs) if asked.logprobs else ()
+                tokens = session.sampled(piece.tokens, piece.logprobs, told[k]) if asked.logprobs else ()
                 if piece.text or tokens:
                     await self._listener.in_time(response.write(writer.text(k, piece.text, tokens)))
             if sampling is not None:

@@ -10,7 +10,6 @@ bad answer.
 from __future__ import annotations
 
 import asyncio
-import codecs
 import functools
 import secrets
 import time
@@ -26,7 +25,7 @@ from app.batch import CALL_REWARD, TEMPERATURES, UNTRAINABLE_CALLS, Trajectory
 from app.pictures import Picture
 from datamodules.conversations.chat_template import Chat, Message
 from datamodules.inference.protocol import GenerationRequest, Shaping
-from datamodules.inference.reply_text import bytes_of, decode_of
+from datamodules.inference.reply_text import ReplyText, bytes_of, decode_of
 from datamodules.prompts.base import Prompt
 from datamodules.workflows.base import EpisodeEngine, to_trajectory
 from datamodules.workflows.gateway.errors import RequestError, refused
@@ -338,12 +337,17 @@ class Session:
             found.append(one)
         return found
 
-    def sampled(self, tokens: Sequence[int], logprobs: Sequence[float]) -> list[Sampled]:
-        """Each token as clients are told of it."""
-        found, characters = [], codecs.getincrementaldecoder("utf-8")("replace")
+    def new_text(self) -> ReplyText:
+        """For `sampled`, of a reply whose tokens come in pieces."""
+        return ReplyText(self._decode)
+
+    def sampled(self, tokens: Sequence[int], logprobs: Sequence[float], said: ReplyText | None = None) -> list[Sampled]:
+        """Each token as clients are told of it; `said` has heard those before, and hears these."""
+        found, said = list[Sampled](), said or self.new_text()
         for token, value in zip(tokens, logprobs, strict=True):
-            text, data = str(self._engine.tokenizer.decode([token])), self._bytes_of(token)
-            found.append(Sampled(text, value, data, len(text if data is None else characters.decode(data))))
+            data = self._bytes_of(token)
+            text = self._decode([token]) if data is None else data.decode("utf-8", "replace")
+            found.append(Sampled(text, value, data, len(said.add([token]))))
         return found
 
     def text(self) -> str:

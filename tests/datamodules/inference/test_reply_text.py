@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
-from datamodules.inference.reply_text import ReplyText, TextStops, cut_at_stop, decode_of, maybe_stop
-from tests.helpers.recorded_samples import byte_tokenizer
+from datamodules.inference.reply_text import ReplyText, TextStops, bytes_of, cut_at_stop, decode_of, maybe_stop
+from tests.helpers.recorded_samples import byte_tokenizer, fallback_tokenizer
 
 TOKENIZER = byte_tokenizer()
 DECODE = partial(TOKENIZER.decode, skip_special_tokens=False)
@@ -57,6 +57,15 @@ def test_a_tokenizers_own_decoding_is_kept() -> None:
         assert decode_of(one)(ids) == f"{begins}{TOKENIZER.eos_token}"
     cleaned = PreTrainedTokenizerFast(tokenizer_object=TOKENIZER.backend_tokenizer, clean_up_tokenization_spaces=True)
     assert getattr(decode_of(cleaned), "func", None) == cleaned.decode
+
+
+@pytest.mark.parametrize("tokenizer", [TOKENIZER, fallback_tokenizer()])
+def test_the_bytes_of_tokens_are_those_of_their_text(tokenizer: PreTrainedTokenizerFast) -> None:
+    """Byte-level (GPT-2, Qwen), and with bytes for what no token spells (Llama 2, Mistral, Gemma)."""
+    of, ids = bytes_of(tokenizer), tokenizer.encode("a é😀 a", add_special_tokens=False)
+    assert b"".join(of(one) or b"?" for one in ids).decode() == "a é😀 a"
+    assert of(tokenizer.eos_token_id) == tokenizer.eos_token.encode()
+    assert of(len(tokenizer) + 3) == b""
 
 
 def test_a_character_comes_with_its_last_byte() -> None:

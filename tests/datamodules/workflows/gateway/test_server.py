@@ -22,7 +22,7 @@ from datamodules.workflows.gateway.server import Gateway
 from datamodules.workflows.gateway.sessions import Sampling
 from datamodules.workflows.tool_calls import hermes_calls
 from tests.datamodules.workflows.scripted_engine import WITH_CALLS, ScriptedEngine
-from tests.helpers.recorded_samples import byte_tokenizer
+from tests.helpers.recorded_samples import byte_tokenizer, fallback_tokenizer
 
 TOKENIZER = byte_tokenizer(WITH_CALLS)
 HELLO: dict[str, Any] = {"model": "any", "messages": [{"role": "user", "content": "hello"}]}
@@ -56,9 +56,9 @@ class Slow(ScriptedEngine):
         return await super().generate(request)
 
 
-def new_session(engine: ScriptedEngine, most: int = 64, **sampling: Any) -> Session:
-    episode = EpisodeEngine(engine, TOKENIZER, None, name="e", seed="s")  # type: ignore[arg-type]
-    return Session(episode, Chat(TOKENIZER), Sampling(most, **sampling), Budget(), hermes_calls)
+def new_session(engine: ScriptedEngine, most: int = 64, tokenizer: Any = TOKENIZER, **sampling: Any) -> Session:
+    episode = EpisodeEngine(engine, tokenizer, None, name="e", seed="s")  # type: ignore[arg-type]
+    return Session(episode, Chat(tokenizer), Sampling(most, **sampling), Budget(), hermes_calls)
 
 
 @asynccontextmanager
@@ -436,10 +436,19 @@ def test_what_calls_say_of_sampling_can_be_passed_over() -> None:
     assert [one.temperature for one in engine.seen] == [0.7] * 5 and lenient.counts == {"overridden_calls": 4}
 
 
+@pytest.mark.parametrize(
+    ("tokenizer", "offsets"),
+    [
+        (TOKENIZER, [0, 1, 1, 2, 3, 3, 3, 3, 4, 5, 6, 7, 8]),
+        (fallback_tokenizer(), [0, 1, 1, 2, 3, 3, 3, 3, 4, 5, 7]),
+    ],
+)
 @on_a_loop
-async def test_tokens_are_told_with_their_own_bytes_and_where_their_text_begins() -> None:
+async def test_tokens_are_told_with_their_own_bytes_and_where_their_text_begins(
+    tokenizer: Any, offsets: list[int]
+) -> None:
     """Those of characters that take several, too."""
-    session = new_session(ScriptedEngine(TOKENIZER, ["aé😀b"] * 4))
+    session = new_session(ScriptedEngine(tokenizer, ["aéb😀c a a"] * 4), tokenizer=tokenizer)
     async with serving(session) as (client, (address,)):
         for stream in (False, True):
             chat = {**HELLO, "logprobs": True, "stream": stream}
@@ -447,9 +456,9 @@ async def test_tokens_are_told_with_their_own_bytes_and_where_their_text_begins(
                 found = [one async for one in events(answer)] if stream else [await answer.json()]
             told = [part["logprobs"]["content"] for one in found for part in one["choices"] if part["logprobs"]]
             data = bytes(byte for part in told for token in part for byte in token["bytes"])
-            assert data.removesuffix(b"<|end|>").decode() == "aé😀b"
-            plain = {"prompt": "x", "logprobs": 0, "stream": stream, "max_tokens": 8}
+            assert data.removesuffix(b"<|end|>").decode() == "aéb😀c a a"
+            plain = {"prompt": "x", "logprobs": 0, "stream": stream, "max_tokens": len(offsets)}
             async with client.post(address + "/v1/completions", json=plain, headers=bearer(session)) as answer:
                 found = [one async for one in events(answer)] if stream else [await answer.json()]
             told = [part["logprobs"]["text_offset"] for one in found for part in one["choices"] if part["logprobs"]]
-            assert [offset for part in told for offset in part] == [0, 1, 1, 2, 2, 2, 2, 3]
+            assert [offset for part in told for offset in part] == offsets

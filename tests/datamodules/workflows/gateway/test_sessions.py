@@ -20,6 +20,7 @@ from datamodules.workflows.gateway.sessions import Sampling
 from datamodules.workflows.tool_calls import hermes_calls
 from tests.datamodules.workflows.gateway.agents import LOOK_UP
 from tests.datamodules.workflows.scripted_engine import WITH_CALLS, ScriptedEngine
+from tests.helpers.recorded_samples import fallback_tokenizer
 
 TEXT = "the price of an apple is three and that of a pear is five look up think about it once more"
 WORDS = TEXT.split()
@@ -166,3 +167,20 @@ def test_a_seed_repeats_a_call_within_its_episode_only() -> None:
     for first, second, *again in asked:
         assert first != second and again == [first, second]
     assert not set(asked[0]) & set(asked[1])
+
+
+@pytest.mark.parametrize("text", [" a é😀 a", "  a", b"\xc3\xa9\xa9 a", b"a\xf0\x9f"])
+def test_characters_of_tokens_add_up_to_those_of_the_reply(text: str | bytes) -> None:
+    """Where the decoder drops a text's first space, and where bytes are no character; however the tokens come."""
+    tokenizer = fallback_tokenizer()
+    if isinstance(text, str):
+        ids = tokenizer.encode(text, add_special_tokens=False)
+    else:
+        ids = [tokenizer.convert_tokens_to_ids(f"<0x{byte:02X}>") for byte in text]
+    ids.append(tokenizer.convert_tokens_to_ids("b"))
+    episode = EpisodeEngine(ScriptedEngine(tokenizer, []), tokenizer, None, name="e", seed="s")  # type: ignore[arg-type]
+    session = Session(episode, Chat(tokenizer), Sampling(9), Budget(), hermes_calls)
+    reply = session.new_text()
+    told = session.sampled(ids, [0.0] * len(ids))
+    assert told == [one for token in ids for one in session.sampled([token], [0.0], reply)]
+    assert sum(one.size for one in told) == len(tokenizer.decode(ids))
