@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from app.batch import CALL_REWARD, LARGEST_REWARD, BatchError, RolloutBatch
+from app.statistics import ROUNDING
 
 _log = logging.getLogger(__name__)
 
@@ -183,3 +184,8 @@ def sequence_means(values: Tensor, mask: Tensor, cu_seqlens: Tensor) -> Tensor:
 def spread_sequences(per_sequence: Tensor, cu_seqlens: Tensor, total: int) -> Tensor:
     """[n] -> [T]: each token gets its sequence's number."""
     return per_sequence[of_token(cu_seqlens, total)]
+
+
+def differ(first: Tensor, second: Tensor) -> Tensor:
+    """Where rewards are apart by more than rounding, bool of their common shape: `app.statistics.equal`, by entry."""
+    return (first - second).abs() > ROUNDING * torch.maximum(first.abs(), second.abs()).clamp(min=1)

@@ -7,8 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from app.batch import BatchError
-from app.statistics import ROUNDING
-from modules.episodes import sequence_sums, spread_sequences
+from modules.episodes import differ, sequence_sums, spread_sequences
 from modules.objectives.ratio import check_above
 from modules.objectives.traits import traits
 
@@ -61,7 +60,7 @@ def dpo(
     reward = drift.new_zeros(len(pairs)).index_copy(0, of_sequence, rewards.to(drift))
     first, second = torch.arange(len(pairs), device=drift.device).view(-1, 2).unbind(1)  # `pairs` is sorted by group
     gap = reward[first] - reward[second]
-    tied = gap.abs() <= ROUNDING * torch.maximum(reward[first].abs(), reward[second].abs()).clamp(min=1)
+    tied = ~differ(reward[first], reward[second])
     margin = beta * gap.sign().masked_fill(tied, 0) * (drift[first] - drift[second])
     loss = -(1 - label_smoothing) * F.logsigmoid(margin) - label_smoothing * F.logsigmoid(-margin)
     loss = loss.masked_fill(tied, 0.0)

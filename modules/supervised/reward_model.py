@@ -25,9 +25,8 @@ from transformers import PretrainedConfig
 
 from app import checks
 from app.batch import BatchError, EvalHandle, RolloutBatch
-from app.statistics import ROUNDING
 from app.tree import FlatOutputs
-from modules.episodes import episodes
+from modules.episodes import differ, episodes
 from modules.metrics import NamedMetrics
 from modules.models import ModelSource, build_model
 from modules.step import TreeStep
@@ -210,7 +209,7 @@ def bradley_terry(
         BatchError: a group whose rewards are all equal.
     """
     names, group = groups.unique(return_inverse=True)
-    above = (group[:, None] == group) & _exceeds(rewards[:, None], rewards)
+    above = (group[:, None] == group) & (rewards[:, None] > rewards) & differ(rewards[:, None], rewards)
     better, worse = above.nonzero(as_tuple=True)
     gaps = scores[better] - scores[worse]
     demanded = margin * (rewards[better] - rewards[worse]).to(gaps)
@@ -229,12 +228,7 @@ def informative(batch: RolloutBatch) -> list[int]:
         torch.zeros(int(group.max()) + 1).scatter_reduce(0, group, batch.rewards, how, include_self=False)
         for how in ("amin", "amax")
     ]
-    return _exceeds(ends[1], ends[0])[group].nonzero().flatten().tolist()
-
-
-def _exceeds(more: Tensor, less: Tensor) -> Tensor:
-    """Where rewards are larger by more than rounding, as `app.statistics.equal` has it."""
-    return more - less > ROUNDING * torch.maximum(more.abs(), less.abs()).clamp(min=1)
+    return differ(ends[1], ends[0])[group].nonzero().flatten().tolist()
 
 
 def _check_room(batch: RolloutBatch, config: PretrainedConfig) -> None:

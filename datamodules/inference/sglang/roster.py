@@ -36,7 +36,8 @@ class Launch:
         num_threads: CPU threads of one server; null leaves torch's default.
         in_turns: servers share the GPUs of the ranks that train: while the trainer computes they stand still, without
             memory of the GPU (their weights wait in the host's); while they generate it keeps weights and optimizer
-            state alone. Say what they may take with --mem-fraction-static in `arguments`.
+            state alone. Say what they may take with --mem-fraction-static in `arguments`. On a CPU they stand still,
+            and free nothing.
         max_restarts: so often in a row a server that ended is started again; then it is given up.
         log_dir: directory of their logs; null for a temporary one, which stays when a server failed.
         arguments: more arguments, as on SGLang's command line; none of --host, --port, --api-key and --config.
