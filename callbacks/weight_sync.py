@@ -3,7 +3,7 @@
     on_train_batch_end          the version rose: tensors under the names of a checkpoint (`inference/export.py`)
       engine.update_weights     of SGLangEngine (`sglang/engine.py`), onto the event loop that talks to the servers
         Fleet.update            all servers at once (`sglang/fleet.py`); one that fails is brought up to date later
-          ServerWeights.bring   pause, broadcast or load from disk, flush caches, continue (`sglang/weights.py`)
+          ServerWeights.bring   pause, broadcast or load from disk, flush caches, continue (`sglang/weights`)
       data.publish              the gate admits groups of the new version
 
 Promises: rollouts and validation start with the trainer's (restored) weights; when `on_train_batch_end` returns

@@ -25,7 +25,7 @@ from datamodules.conversations.chat_template import Chat
 from datamodules.inference.export import checkpoint_weights
 from datamodules.inference.protocol import GenerationRequest, WeightUpdate
 from datamodules.inference.sglang import SGLangEngine
-from datamodules.inference.sglang.weights import Synced
+from datamodules.inference.sglang.weights.server_weights import Synced
 from datamodules.inference.weight_files import WeightFiles
 from datamodules.workflows.base import EpisodeEngine
 from datamodules.workflows.gateway import Budget, Gateway, Session

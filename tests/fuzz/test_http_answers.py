@@ -22,7 +22,8 @@ from datamodules.inference.sglang import SGLangEngine
 from datamodules.inference.sglang.client import ServerClient, ServerError, ServerLost, ServerRefused
 from datamodules.inference.sglang.model_match import ModelMatch
 from datamodules.inference.sglang.server_state import Server, WrongModel
-from datamodules.inference.sglang.weights import DiskWeights, HostWeights, ServerWeights, Synced, SyncFailed
+from datamodules.inference.sglang.weights.forms import DiskWeights, HostWeights
+from datamodules.inference.sglang.weights.server_weights import ServerWeights, Synced, SyncFailed
 from datamodules.inference.weight_files import WeightFiles
 from datamodules.prompts.tokenizers import load_tokenizer
 from datamodules.workflows.base import EpisodeEngine

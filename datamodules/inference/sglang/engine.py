@@ -53,7 +53,7 @@ from datamodules.inference.sglang.roster import Launch, given_servers, launched_
 from datamodules.inference.sglang.router import PrefixRouter
 from datamodules.inference.sglang.server_state import UP, Server, WrongModel
 from datamodules.inference.sglang.supervisor import Limits
-from datamodules.inference.sglang.weights import Weights, weights_of
+from datamodules.inference.sglang.weights.forms import Weights, weights_of
 from datamodules.inference.weight_files import WeightFiles
 
 _T = TypeVar("_T")

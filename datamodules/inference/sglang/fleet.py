@@ -20,7 +20,8 @@ from datamodules.inference.sglang.loop_thread import cancel_all
 from datamodules.inference.sglang.router import PrefixRouter
 from datamodules.inference.sglang.server_state import UP, Flight, Server, Target
 from datamodules.inference.sglang.supervisor import Limits, Supervisor
-from datamodules.inference.sglang.weights import Synced, SyncFailed, Weights
+from datamodules.inference.sglang.weights.forms import Weights
+from datamodules.inference.sglang.weights.server_weights import Synced, SyncFailed
 
 _log = logging.getLogger(__name__)
 _RESTART_POLL_S = 0.5

@@ -16,7 +16,8 @@ from typing import Any, Literal
 from datamodules.inference.protocol import GenerationError
 from datamodules.inference.sglang.client import ServerClient, shown
 from datamodules.inference.sglang.launcher import ServerProcess
-from datamodules.inference.sglang.weights import AdapterWeights, ServerWeights, Weights
+from datamodules.inference.sglang.weights.forms import AdapterWeights, Weights
+from datamodules.inference.sglang.weights.server_weights import ServerWeights
 
 State = Literal["starting", "joining", "ready", "serving", "updating", "suspect", "dirty", "lost", "gone"]
 UP = ("ready", "serving", "updating", "suspect")  # it works; requests may be running

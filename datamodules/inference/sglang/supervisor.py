@@ -21,7 +21,7 @@ from typing import Any
 from datamodules.inference.protocol import GenerationError
 from datamodules.inference.sglang.loop_thread import cancel_all
 from datamodules.inference.sglang.server_state import UP, Server, Target, WrongModel
-from datamodules.inference.sglang.weights import DiskWeights, Weights
+from datamodules.inference.sglang.weights.forms import DiskWeights, Weights
 
 _log = logging.getLogger(__name__)
 _TICK_S = 0.5  # between two looks at a server whose state does not change

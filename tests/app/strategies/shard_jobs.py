@@ -18,7 +18,7 @@ from callbacks import SavePretrained, WeightSync
 from callbacks.base import policy_in_parts
 from datamodules.inference.embedded import EmbeddedEngine
 from datamodules.inference.protocol import GenerationError, GenerationRequest, ServerEngine
-from datamodules.inference.sglang.weights import HostWeights
+from datamodules.inference.sglang.weights.forms import HostWeights
 from datamodules.inference.weight_files import WeightFiles
 from modules import ActorCriticModule, ModelSource, PolicyModule, build_model
 from modules.algorithm import Regulariser

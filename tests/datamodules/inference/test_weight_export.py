@@ -30,7 +30,7 @@ from datamodules.inference.export import (
     weight_parts,
 )
 from datamodules.inference.protocol import GenerationError
-from datamodules.inference.sglang.weights import HostWeights
+from datamodules.inference.sglang.weights.forms import HostWeights
 from datamodules.inference.weight_files import WeightFiles, save_model, split
 from tests.app.tree.states import hybrids
 from tests.datamodules.inference.adapters import with_lora

@@ -15,7 +15,8 @@ from datamodules.inference.sglang.roster import given_servers
 from datamodules.inference.sglang.router import PrefixRouter
 from datamodules.inference.sglang.server_state import Server, Target
 from datamodules.inference.sglang.supervisor import Limits, Supervisor
-from datamodules.inference.sglang.weights import DiskWeights, SyncFailed
+from datamodules.inference.sglang.weights.forms import DiskWeights
+from datamodules.inference.sglang.weights.server_weights import SyncFailed
 from tests.fuzz.hostile_server import Answer, HostileServer, said
 
 LIMITS = Limits(silence_s=60, update_s=60, start_s=60, max_restarts=0)

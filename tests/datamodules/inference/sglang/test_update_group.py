@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from datamodules.inference.protocol import GenerationError
-from datamodules.inference.sglang.update_group import Deadline, UpdateGroup
+from datamodules.inference.sglang.weights.update_group import Deadline, UpdateGroup
 
 
 @pytest.fixture

@@ -21,15 +21,8 @@ from transformers import PreTrainedModel
 from datamodules.inference.export import checkpoint_weights
 from datamodules.inference.protocol import WeightUpdate
 from datamodules.inference.sglang.launcher import ServerProcess
-from datamodules.inference.sglang.weights import (
-    Bucket,
-    DiskWeights,
-    HostWeights,
-    ServerWeights,
-    SyncFailed,
-    Weights,
-    weights_of,
-)
+from datamodules.inference.sglang.weights.forms import Bucket, DiskWeights, HostWeights, Weights, weights_of
+from datamodules.inference.sglang.weights.server_weights import ServerWeights, SyncFailed
 from datamodules.inference.weight_files import WeightFiles
 from tests.datamodules.inference.adapters import with_lora
 from tests.datamodules.inference.engine_suite import prompts_of, reference_logprobs, tiny_policy

@@ -15,24 +15,19 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-import uuid
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass, field, replace
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
-from torch import Tensor
 
-from datamodules.inference.protocol import GenerationError, WeightUpdate
+from datamodules.inference.protocol import GenerationError
 from datamodules.inference.sglang.client import ServerClient, ServerRefused
-from datamodules.inference.sglang.update_group import Deadline, UpdateGroup
-from datamodules.inference.weight_files import split
+from datamodules.inference.sglang.weights.forms import AdapterWeights, Bucket, DiskWeights, HostWeights, Weights
+from datamodules.inference.sglang.weights.update_group import Deadline, UpdateGroup
 
 _log = logging.getLogger(__name__)
-BUCKET_BYTES = 256 << 20
 _TIDY_S = 5.0  # for what only tidies up
 _MEMORY = ("weights", "kv_cache", "cuda_graph")  # the parts of a server's that it can give up, the weights first
 
@@ -49,117 +44,6 @@ class SyncFailed(GenerationError):
     def __init__(self, message: str, dirty: bool, lost: bool = False) -> None:
         super().__init__(message)
         self.dirty, self.lost = dirty, lost
-
-
-@dataclass(frozen=True)
-class Bucket:
-    """Tensors of one dtype, one after another in `data`, uint8 [bytes] on the CPU; or in `files`, by name."""
-
-    names: list[str]
-    shapes: list[list[int]]
-    dtype: str
-    data: Tensor | None
-    files: Mapping[str, Path] = field(default_factory=dict)
-
-    def read(self) -> Tensor:
-        """What `data` is, or would be.
-
-        Raises:
-            GenerationError: a file cannot be read.
-        """
-        if self.data is not None:
-            return self.data
-        tensors = {}
-        for name in self.names:
-            try:
-                with safe_open(self.files[name], framework="pt") as file:
-                    tensors[name] = file.get_tensor(name)
-            except (OSError, SafetensorError) as error:
-                raise GenerationError(f"{self.files[name]} cannot be read: {error}") from error
-        return _flat(tensors)
-
-
-@dataclass(frozen=True)
-class HostWeights:
-    """A copy of the weights in host memory or on disk, for broadcasts: the trainer may go on, servers may ask later.
-
-    Attributes:
-        device: where the trainer has them. From a GPU to servers on GPUs they travel by NCCL, else by gloo.
-    """
-
-    version: int
-    nbytes: int
-    buckets: tuple[Bucket, ...]
-    device: torch.device
-
-    @classmethod
-    def copy_of(cls, weights: dict[str, Tensor], version: int, bucket_bytes: int = BUCKET_BYTES) -> HostWeights:
-        """Copies tensors on any device; the names are those of a checkpoint (`export.checkpoint_weights`)."""
-        buckets = [_bucket(tensors, _flat(tensors)) for tensors in _cut(weights, bucket_bytes)]
-        device = next((tensor.device for tensor in weights.values() if tensor.is_cuda), torch.device("cpu"))
-        return cls(version, sum(tensor.nbytes for tensor in weights.values()), tuple(buckets), device)
-
-    @classmethod
-    def in_files(cls, path: Path, version: int, bucket_bytes: int = BUCKET_BYTES) -> HostWeights:
-        """Those in a directory of `WeightFiles`, which are read one bucket at a time when they are sent.
-
-        Raises:
-            GenerationError: there are none, or they cannot be read.
-        """
-        found: dict[str, Tensor] = {}
-        where: dict[str, Path] = {}
-        for file in _files_in(path):
-            try:
-                with safe_open(file, framework="pt") as content:
-                    for name in content.keys():  # noqa: SIM118, it is no mapping
-                        view = content.get_slice(name)
-                        dtype = view[:0].dtype if view.get_shape() else content.get_tensor(name).dtype
-                        found[name] = torch.empty(view.get_shape(), dtype=dtype, device="meta")
-                        where[name] = file
-            except (OSError, SafetensorError) as error:
-                raise GenerationError(f"WeightUpdate.path: {file} cannot be read: {error}") from error
-        buckets = [_bucket(tensors, None, {n: where[n] for n in tensors}) for tensors in _cut(found, bucket_bytes)]
-        return cls(version, sum(tensor.nbytes for tensor in found.values()), tuple(buckets), torch.device("cpu"))
-
-
-@dataclass(frozen=True)
-class DiskWeights:
-    """A directory of `WeightFiles` that the server sees under the same path."""
-
-    version: int
-    nbytes: int
-    path: str
-
-
-@dataclass(frozen=True)
-class AdapterWeights:
-    """A directory of a PEFT adapter, which the server sees under the same path and knows as `name` beside others:
-    requests under way go on with the adapter they began with."""
-
-    version: int
-    nbytes: int
-    path: str
-    name: str
-
-
-Weights = HostWeights | DiskWeights | AdapterWeights
-
-
-def weights_of(update: WeightUpdate, adapter: bool = False, one_gpu: bool = False) -> Weights:
-    """What servers are brought to by this update; copies its tensors, so it may take a while for a large model.
-    `adapter`: its path is that of an adapter. `one_gpu`: servers are on the trainer's, which NCCL refuses."""
-    if update.state_dict is not None:
-        weights = HostWeights.copy_of(update.state_dict, update.version)
-        return replace(weights, device=torch.device("cpu")) if one_gpu else weights
-    if update.path is None:
-        raise GenerationError("WeightUpdate.parts: servers take no parts; give state_dict, or path")
-    if update.read_here:
-        return HostWeights.in_files(Path(update.path), update.version)
-    files = _files_in(Path(update.path))
-    size, path = sum(file.stat().st_size for file in files), str(Path(update.path).absolute())
-    if adapter:  # its name is its own: a server may have had another run's before
-        return AdapterWeights(update.version, size, path, f"v{update.version}-{uuid.uuid4().hex[:8]}")
-    return DiskWeights(update.version, size, path)
 
 
 @dataclass(frozen=True)
@@ -410,33 +294,3 @@ async def _both(request: Any, collective: Any) -> None:
         for task in (asking, taking):
             task.cancel()
         await asyncio.gather(asking, taking, return_exceptions=True)
-
-
-def _files_in(path: Path) -> list[Path]:
-    files = sorted(path.glob("*.safetensors"))
-    if not files:
-        raise GenerationError(f"WeightUpdate.path: {path} holds no *.safetensors file; write it with WeightFiles")
-    return files
-
-
-def _cut(weights: dict[str, Tensor], bucket_bytes: int) -> Iterator[dict[str, Tensor]]:
-    """In parts of one dtype."""
-    for dtype in dict.fromkeys(tensor.dtype for tensor in weights.values()):
-        same = {name: tensor for name, tensor in weights.items() if tensor.dtype == dtype}
-        yield from ({name: same[name] for name in names} for names in split(same, bucket_bytes))
-
-
-def _bucket(tensors: dict[str, Tensor], data: Tensor | None, files: Mapping[str, Path] | None = None) -> Bucket:
-    dtype = str(next(iter(tensors.values())).dtype).removeprefix("torch.")
-    return Bucket(list(tensors), [list(tensor.shape) for tensor in tensors.values()], dtype, data, files or {})
-
-
-def _flat(tensors: dict[str, Tensor]) -> Tensor:
-    """A copy, uint8 [bytes] on the CPU."""
-    pinned = any(tensor.is_cuda for tensor in tensors.values())
-    data = torch.empty(sum(tensor.nbytes for tensor in tensors.values()), dtype=torch.uint8, pin_memory=pinned)
-    offset = 0
-    for tensor in tensors.values():
-        data[offset : offset + tensor.nbytes].view(tensor.dtype).view(tensor.shape).copy_(tensor)
-        offset += tensor.nbytes
-    return data
