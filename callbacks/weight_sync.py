@@ -4,14 +4,16 @@
       engine.update_weights     of SGLangEngine (`sglang/engine.py`), onto the event loop that talks to the servers
         Fleet.update            all servers at once (`sglang/fleet.py`); one that fails is brought up to date later
           ServerWeights.bring   pause, broadcast or load from disk, flush caches, continue (`sglang/weights`)
+          SendingRank           other ranks' broadcasts, to the servers that were dealt to them
       data.publish              the gate admits groups of the new version
 
 Promises: rollouts and validation start with the trainer's (restored) weights; when `on_train_batch_end` returns
 the engine serves the version the trainer has, and the staleness gate knows it. Only global rank 0 talks to the engine;
-where parameters are sharded it gathers them with the ranks of its group, one tensor at a time, and never has all: a
-layer after another goes into files, which method "distributed" sends in buckets, or into the embedded engine's own copy
-(nothing for an adapter alone, which every rank has). So do weights in 4 bit, read back: engines then generate with the
-numbers that the trainer computes with.
+by method "distributed" other ranks send beside it, as many in all as there are servers. Where parameters are sharded it
+gathers them with the ranks of its group, one tensor at a time, and never has all: a layer after another goes into
+files, which method "distributed" sends in buckets, or into the embedded engine's own copy (nothing for an adapter
+alone, which every rank has). So do weights in 4 bit, read back: engines then generate with the numbers that the trainer
+computes with.
 
 A version is one set of weights, so the engine never serves those in the middle of a batch of several steps. Validation
 there would score other weights than a checkpoint saves with that score: it is refused when training starts.
@@ -29,6 +31,7 @@ from __future__ import annotations
 
 import logging
 import math
+import os
 import time
 from pathlib import Path
 from typing import Any, Literal
@@ -37,14 +40,17 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_warn
 
+from app import checks
 from app.tree import quantised_layers
 from callbacks.base import comes_in_parts, policy_in_parts, run_dir
 from callbacks.validate_ends import nearest_multiples
 from datamodules.inference.export import WeightParts, base_model, checkpoint_weights, merged_weights, num_bytes
-from datamodules.inference.protocol import RolloutData, ServerEngine, WeightUpdate
+from datamodules.inference.protocol import RolloutData, ServerEngine, WeightSenders, WeightUpdate
 from datamodules.inference.weight_files import WeightFiles
 
 _log = logging.getLogger(__name__)
+_PATIENCE_S = 1800.0  # what ranks wait for each other in a collective by default; rank 0 may write files first
+_LOOPBACK = "127.0.0.1"
 
 
 class WeightSync(Callback):
@@ -59,6 +65,8 @@ class WeightSync(Callback):
             the run directory and None is its `weights`. It holds the version served, and the next one while that is
             written. (So does `weights` for method "distributed" where parameters are sharded or in 4 bit.)
         deadline_s: seconds the engine may take for one update; a server that takes longer counts as lost.
+        senders: most ranks that send by method "distributed", each to servers of its own; null: as many as there are
+            servers. They need to reach rank 0, and servers to reach them.
 
     By other methods a policy with LoRA adapters is sent merged, under its base model's names.
 
@@ -79,6 +87,7 @@ class WeightSync(Callback):
         method: Literal["auto", "memory", "disk", "distributed", "adapter"] = "auto",
         directory: str | None = None,
         deadline_s: float = 300.0,
+        senders: int | None = None,
     ) -> None:
         if method not in ("auto", "memory", "disk", "distributed", "adapter"):
             raise ValueError(f"WeightSync.method: {method!r} is not one of auto, memory, disk, distributed, adapter")
@@ -86,9 +95,16 @@ class WeightSync(Callback):
             raise ValueError(f"WeightSync.deadline_s: {deadline_s}, must be above 0 and finite")
         if directory is not None and method in ("memory", "distributed"):
             raise ValueError(_no_effect(directory, method, method))
+        checks.at_least(1, {"WeightSync.senders": senders})
+        if senders is not None and method not in ("auto", "distributed"):
+            raise ValueError(
+                f"WeightSync.senders: {senders} has no effect with WeightSync.method: {method}; leave it out"
+            )
         self.method = method
         self.directory = directory
         self.deadline_s = deadline_s
+        self.senders = senders
+        self._sends = False  # this rank, beside rank 0
         self._way = ""  # the method in use
         self._files: WeightFiles | None = None
         self._sent = -1
@@ -122,6 +138,12 @@ class WeightSync(Callback):
             self._files = WeightFiles(directory, adapter=self._way == "adapter")
         elif self.directory is not None:
             raise ValueError(_no_effect(self.directory, self.method, self._way))
+        self._sends = False
+        if self.senders is not None and self._way != "distributed":
+            raise ValueError(
+                f"WeightSync.senders: {self.senders} has no effect with WeightSync.method: {self.method}, which is"
+                f" {self._way} with this engine; leave senders out"
+            )
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         _refuse_validation_inside_batches(trainer, pl_module)
@@ -163,9 +185,12 @@ class WeightSync(Callback):
             self._make_room(trainer, module)  # first: other ranks send parts until this one has asked for all
             policy, parts = self._policy(trainer, module)
             if trainer.is_global_zero:
-                size, downtime_s = self._send(trainer, policy, module.policy_version, parts)
+                update = self._update(policy, module.policy_version, parts)
+                size, downtime_s = self._bring(trainer, *update)
                 seconds = time.perf_counter() - began
                 module.step_seconds["sync"] = module.step_seconds.get("sync", 0.0) + seconds
+            elif self._sends:
+                self._lend(trainer, module)
             self._sent = module.policy_version
             self._go_on(trainer)
         values = {"sync/seconds": seconds, "sync/bytes": float(size), "sync/downtime_s": downtime_s}
@@ -189,22 +214,66 @@ class WeightSync(Callback):
         new = self._sent != module.policy_version  # otherwise the engine runs, and has them
         policy, parts = self._policy(trainer, module) if new else (module.policy, None)
         self._sent = module.policy_version
-        if not trainer.is_global_zero:
-            return
         data: Any = trainer.datamodule
-        in_parts = () if parts is None else (parts,)
-        data.start(policy, module.policy_version, *in_parts)
-        serving = data.engine.version
-        if serving < module.policy_version:  # servers without these weights, or an engine that ran before this fit
-            self._send(trainer, policy, module.policy_version, parts)
-        elif parts is not None:
-            parts.skip()  # an engine that ran with them has not asked; the other ranks wait
+        update, serving = None, module.policy_version
+        if trainer.is_global_zero:
+            in_parts = () if parts is None else (parts,)
+            data.start(policy, module.policy_version, *in_parts)
+            serving = data.engine.version
+            if serving < module.policy_version:  # servers without these weights, or an engine that ran before this fit
+                update = self._update(policy, module.policy_version, parts)
+            elif parts is not None:
+                parts.skip()  # an engine that ran with them has not asked; the other ranks wait
+        if new:
+            self._deal(trainer, module)  # after the parts, which ranks give one by one
+        if update is not None:
+            self._bring(trainer, *update)
         if serving <= module.policy_version:
             return
         raise RuntimeError(
             f"WeightSync: the engine serves version {serving}, the policy is at {module.policy_version};"
             " start older weights in a new process"
         )
+
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        self._leave(trainer)
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        self._leave(trainer)
+
+    def _leave(self, trainer: Trainer) -> None:
+        if self._sends:
+            data: Any = trainer.datamodule
+            data.engine.senders.leave()
+            self._sends = False
+
+    def _deal(self, trainer: Trainer, module: Any) -> None:
+        """A collective: asks ranks to send weights beside rank 0, whose engine runs now."""
+        data: Any = trainer.datamodule
+        engine = data.engine
+        if self._way != "distributed" or trainer.world_size == 1 or not isinstance(engine, ServerEngine):
+            return
+        if engine.senders is None:
+            return
+        word: Any = None
+        if trainer.is_global_zero:
+            many = trainer.num_nodes > 1
+            address = os.environ.get("MASTER_ADDR", _LOOPBACK) if many else _LOOPBACK
+            invitation = engine.senders.invite(trainer.world_size, trainer.num_devices, self.senders, address)
+            word = invitation, data.engine.version < module.policy_version
+        invitation, behind = trainer.strategy.broadcast(word)
+        if not trainer.is_global_zero:
+            self._sends = invitation is not None and engine.senders.join(invitation, trainer.global_rank)
+            if self._sends and behind:
+                self._lend(trainer, module)
+
+    def _lend(self, trainer: Trainer, module: Any) -> None:
+        """Returns when rank 0 has brought the version to the servers, by this rank too."""
+        data: Any = trainer.datamodule
+        senders: WeightSenders = data.engine.senders
+        policy, deadline_s = module.policy, self.deadline_s + _PATIENCE_S
+        in_files = comes_in_parts(policy)
+        senders.lend(module.policy_version, None if in_files else lambda: checkpoint_weights(policy), deadline_s)
 
     def _policy(self, trainer: Trainer, module: Any) -> tuple[Any, WeightParts | None]:
         """A collective: on rank 0 the policy, which is without storage where ranks have shards of it or its weights are
@@ -215,20 +284,20 @@ class WeightSync(Callback):
             return policy_in_parts(module.policy, trainer.is_global_zero)
         return module.policy, None
 
-    def _send(self, trainer: Trainer, policy: Any, version: int, parts: WeightParts | None = None) -> tuple[int, float]:
-        """Bytes sent, and seconds in which nothing was generated. `parts`: the weights, where `policy` has none."""
+    def _bring(self, trainer: Trainer, update: WeightUpdate, size: int) -> tuple[int, float]:
+        """Bytes sent, and seconds in which nothing was generated."""
         data: Any = trainer.datamodule
-        update, size = self._update(policy, version, parts)
         downtime_s: float = data.engine.update_weights(update)
-        data.publish(version)
+        data.publish(update.version)
         if self._files is not None:
             try:
-                self._files.prune(keep=version)
+                self._files.prune(keep=update.version)
             except OSError as error:  # space lost, nothing else
                 _log.warning("WeightSync.directory: older weights could not be removed: %s", error)
         return size, downtime_s
 
     def _update(self, policy: Any, version: int, parts: WeightParts | None) -> tuple[WeightUpdate, int]:
+        """And its bytes. `parts`: the weights, where `policy` has none."""
         if self._files is not None:
             path, size = self._files.write(policy, version, None if parts is None else parts.saved())
             read_here = self._way == "distributed"

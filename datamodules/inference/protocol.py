@@ -283,6 +283,51 @@ class InferenceEngine(Protocol):
         """Fails whatever is pending with GenerationError, ends threads or connections, frees memory; idempotent."""
 
 
+@dataclass(frozen=True)
+class Invitation:
+    """Where some ranks reach rank 0, to send weights beside it.
+
+    Attributes:
+        address, port: where rank 0 listens.
+        token: who knows it is answered.
+        ranks: that are asked to come.
+    """
+
+    address: str
+    port: int
+    token: str
+    ranks: tuple[int, ...]
+
+
+class WeightSenders(Protocol):
+    """Ranks that send weights by method "distributed" together with rank 0, each to servers of its own."""
+
+    def invite(self, ranks: int, local_ranks: int, most: int | None, address: str) -> Invitation | None:
+        """On rank 0, after its engine's start; None where it sends alone.
+
+        Args:
+            ranks, local_ranks: of the run, and of them on rank 0's machine, which are the first.
+            most: ranks that send, rank 0 included; None: as many as there are servers.
+            address: by which other ranks know this machine.
+        """
+
+    def join(self, invitation: Invitation, rank: int) -> bool:
+        """On another rank: whether it was asked to come, and to `lend` every version from now on. Does nothing where it
+        has joined already. Raises GenerationError when rank 0 is not reached."""
+
+    def lend(self, version: int, weights: Callable[[], dict[str, Tensor]] | None, deadline_s: float) -> None:
+        """On another rank: holds a version still until rank 0 has brought it to the servers.
+
+        Args:
+            weights: makes what rank 0 has in `WeightUpdate.state_dict`; None where that has a `path`.
+
+        Raises GenerationError when rank 0 is gone, or not done in time.
+        """
+
+    def leave(self) -> None:
+        """On another rank: ends what `join` began. Idempotent."""
+
+
 class ServerEngine(ABC):
     """What an engine offers besides when servers generate for it: a base class, asked for with `isinstance`.
 
@@ -290,9 +335,11 @@ class ServerEngine(ABC):
 
     Attributes:
         in_turns: its servers share the trainer's GPUs, and have to be paused while it computes there.
+        senders: for ranks that send weights beside rank 0, if it has a use for them.
     """
 
     in_turns: bool = False
+    senders: WeightSenders | None = None
 
     @property
     @abstractmethod

@@ -54,6 +54,7 @@ from datamodules.inference.sglang.router import PrefixRouter
 from datamodules.inference.sglang.server_state import UP, Server, WrongModel
 from datamodules.inference.sglang.supervisor import Limits
 from datamodules.inference.sglang.weights.forms import Weights, weights_of
+from datamodules.inference.sglang.weights.sending_rank import SharedSending
 from datamodules.inference.weight_files import WeightFiles
 
 _T = TypeVar("_T")
@@ -134,6 +135,7 @@ class SGLangEngine(ServerEngine):
         self.adapters = adapters
         if adapters is not None:
             self.update_methods = ("adapter",)
+        self.senders = self._senders = SharedSending()
         self._thread: LoopThread | None = None
         self._fleet: Fleet | None = None
         self._match: ModelMatch | None = None
@@ -185,8 +187,10 @@ class SGLangEngine(ServerEngine):
         except BaseException:
             self.close()
             raise
+        self._senders.attach(self._thread, self._running_fleet().target.senders, [one.client.url for one in servers])
 
     def close(self) -> None:
+        self._senders.leave()
         thread, self._thread = self._thread, None
         if thread is None:
             return
@@ -229,6 +233,7 @@ class SGLangEngine(ServerEngine):
             "waiting": max(0, len(self._pending) - running),
             "error": "" if any(server["state"] in UP for server in servers) else errors or "no server is up",
             "servers": servers,
+            "senders": [] if fleet is None else fleet.target.senders.report(),
             **({} if fleet is None else fleet.counts),
         }
 
@@ -337,9 +342,12 @@ class SGLangEngine(ServerEngine):
         async with self._control_lock:
             fleet, clock = self._running_fleet(), self._clock
             clock.pause()  # until the slowest server has the weights no request is dealt
+            senders = fleet.target.senders
             try:
+                await senders.lend(weights, deadline_s)
                 synced = await fleet.update(weights, deadline_s)
             finally:
+                senders.over(weights.version)
                 if not fleet.target.paused:
                     clock.resume()
             return max((one.downtime_s for one in synced), default=0.0)

@@ -105,6 +105,7 @@ class Fleet:
     async def close(self) -> None:
         """Ends supervisors, connections and processes; servers that are not ours continue, without our requests."""
         await cancel_all([*self._supervisors, *self._background])
+        await self.target.senders.close()
         self._supervisors = []
         error = GenerationError("the SGLang engine was closed")
         for _, _, future in self._waiting:
@@ -255,7 +256,8 @@ class Fleet:
         server.enter("updating")
         held, server.holds = server.holds, None
         try:
-            synced = await server.weights.bring(weights, deadline_s, stay_paused=self.target.paused)
+            target = self.target
+            synced = await server.weights.bring(weights, deadline_s, target.senders, stay_paused=target.paused)
         except SyncFailed as error:
             if error.dirty:
                 server.distrust(str(error))

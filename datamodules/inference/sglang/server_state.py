@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import asyncio
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from datamodules.inference.protocol import GenerationError
 from datamodules.inference.sglang.client import ServerClient, shown
 from datamodules.inference.sglang.launcher import ServerProcess
 from datamodules.inference.sglang.weights.forms import AdapterWeights, Weights
+from datamodules.inference.sglang.weights.senders import Senders
 from datamodules.inference.sglang.weights.server_weights import ServerWeights
 
 State = Literal["starting", "joining", "ready", "serving", "updating", "suspect", "dirty", "lost", "gone"]
@@ -35,11 +36,13 @@ class Target:
         weights: those they are to have; None while they wait for the first.
         paused: whether they are to stand still.
         in_turns: whether they give up their GPU's memory while they do: the trainer computes there then.
+        senders: the other ranks that send weights.
     """
 
     weights: Weights | None = None
     paused: bool = False
     in_turns: bool = False
+    senders: Senders = field(default_factory=Senders)
 
 
 class Flight:

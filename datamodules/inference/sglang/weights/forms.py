@@ -6,6 +6,8 @@ those that are in files alone are read one bucket at a time.
 
 from __future__ import annotations
 
+import hashlib
+import json
 import uuid
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -23,22 +25,26 @@ BUCKET_BYTES = 256 << 20
 
 @dataclass(frozen=True)
 class Bucket:
-    """Tensors of one dtype, one after another in `data`, uint8 [bytes] on the CPU; or in `files`, by name."""
+    """Tensors of one dtype, one after another in `data`, uint8 [bytes] on the CPU; or by name in `files`, or as they
+    are, in `live`, where the model that has them stands still meanwhile."""
 
     names: list[str]
     shapes: list[list[int]]
     dtype: str
     data: Tensor | None
     files: Mapping[str, Path] = field(default_factory=dict)
+    live: Mapping[str, Tensor] = field(default_factory=dict)
 
     def read(self) -> Tensor:
-        """What `data` is, or would be.
+        """What `data` is, or would be; of `live` ones on their own device.
 
         Raises:
             GenerationError: a file cannot be read.
         """
         if self.data is not None:
             return self.data
+        if self.live:
+            return _flat(self.live, next(iter(self.live.values())).device)
         tensors = {}
         for name in self.names:
             try:
@@ -46,7 +52,7 @@ class Bucket:
                     tensors[name] = file.get_tensor(name)
             except (OSError, SafetensorError) as error:
                 raise GenerationError(f"{self.files[name]} cannot be read: {error}") from error
-        return _flat(tensors)
+        return _flat(tensors, torch.device("cpu"))
 
 
 @dataclass(frozen=True)
@@ -55,19 +61,27 @@ class HostWeights:
 
     Attributes:
         device: where the trainer has them. From a GPU to servers on GPUs they travel by NCCL, else by gloo.
+        path: of those in files.
     """
 
     version: int
     nbytes: int
     buckets: tuple[Bucket, ...]
     device: torch.device
+    path: Path | None = None
 
     @classmethod
     def copy_of(cls, weights: dict[str, Tensor], version: int, bucket_bytes: int = BUCKET_BYTES) -> HostWeights:
         """Copies tensors on any device; the names are those of a checkpoint (`export.checkpoint_weights`)."""
-        buckets = [_bucket(tensors, _flat(tensors)) for tensors in _cut(weights, bucket_bytes)]
-        device = next((tensor.device for tensor in weights.values() if tensor.is_cuda), torch.device("cpu"))
-        return cls(version, sum(tensor.nbytes for tensor in weights.values()), tuple(buckets), device)
+        cpu = torch.device("cpu")
+        buckets = [_bucket(tensors, _flat(tensors, cpu)) for tensors in _cut(weights, bucket_bytes)]
+        return cls(version, _nbytes(weights), tuple(buckets), _device(weights))
+
+    @classmethod
+    def live_in(cls, weights: dict[str, Tensor], version: int, bucket_bytes: int = BUCKET_BYTES) -> HostWeights:
+        """As `copy_of` has them, the tensors themselves: whoever has them leaves them alone until all are sent."""
+        buckets = [_bucket(tensors, None, live=tensors) for tensors in _cut(weights, bucket_bytes)]
+        return cls(version, _nbytes(weights), tuple(buckets), _device(weights))
 
     @classmethod
     def in_files(cls, path: Path, version: int, bucket_bytes: int = BUCKET_BYTES) -> HostWeights:
@@ -89,7 +103,13 @@ class HostWeights:
             except (OSError, SafetensorError) as error:
                 raise GenerationError(f"WeightUpdate.path: {file} cannot be read: {error}") from error
         buckets = [_bucket(tensors, None, {n: where[n] for n in tensors}) for tensors in _cut(found, bucket_bytes)]
-        return cls(version, sum(tensor.nbytes for tensor in found.values()), tuple(buckets), torch.device("cpu"))
+        return cls(version, _nbytes(found), tuple(buckets), torch.device("cpu"), path)
+
+    @property
+    def table(self) -> str:
+        """A digest of what the buckets are: two processes with the same send the same, bucket by bucket."""
+        said = [[bucket.names, bucket.shapes, bucket.dtype] for bucket in self.buckets]
+        return hashlib.sha256(json.dumps(said).encode()).hexdigest()
 
 
 @dataclass(frozen=True)
@@ -146,15 +166,30 @@ def _cut(weights: dict[str, Tensor], bucket_bytes: int) -> Iterator[dict[str, Te
         yield from ({name: same[name] for name in names} for names in split(same, bucket_bytes))
 
 
-def _bucket(tensors: dict[str, Tensor], data: Tensor | None, files: Mapping[str, Path] | None = None) -> Bucket:
+def _bucket(
+    tensors: dict[str, Tensor],
+    data: Tensor | None,
+    files: Mapping[str, Path] | None = None,
+    live: Mapping[str, Tensor] | None = None,
+) -> Bucket:
     dtype = str(next(iter(tensors.values())).dtype).removeprefix("torch.")
-    return Bucket(list(tensors), [list(tensor.shape) for tensor in tensors.values()], dtype, data, files or {})
+    shapes = [list(tensor.shape) for tensor in tensors.values()]
+    return Bucket(list(tensors), shapes, dtype, data, files or {}, live or {})
 
 
-def _flat(tensors: dict[str, Tensor]) -> Tensor:
-    """A copy, uint8 [bytes] on the CPU."""
-    pinned = any(tensor.is_cuda for tensor in tensors.values())
-    data = torch.empty(sum(tensor.nbytes for tensor in tensors.values()), dtype=torch.uint8, pin_memory=pinned)
+def _nbytes(tensors: Mapping[str, Tensor]) -> int:
+    return sum(tensor.nbytes for tensor in tensors.values())
+
+
+def _device(tensors: Mapping[str, Tensor]) -> torch.device:
+    return next((tensor.device for tensor in tensors.values() if tensor.is_cuda), torch.device("cpu"))
+
+
+@torch.no_grad()
+def _flat(tensors: Mapping[str, Tensor], device: torch.device) -> Tensor:
+    """A copy, uint8 [bytes]."""
+    pinned = device.type == "cpu" and _device(tensors).type == "cuda"
+    data = torch.empty(_nbytes(tensors), dtype=torch.uint8, device=device, pin_memory=pinned)
     offset = 0
     for tensor in tensors.values():
         data[offset : offset + tensor.nbytes].view(tensor.dtype).view(tensor.shape).copy_(tensor)

@@ -25,6 +25,7 @@ import torch
 from datamodules.inference.protocol import GenerationError
 from datamodules.inference.sglang.client import ServerClient, ServerRefused
 from datamodules.inference.sglang.weights.forms import AdapterWeights, Bucket, DiskWeights, HostWeights, Weights
+from datamodules.inference.sglang.weights.senders import Peer, PeerGroup, Senders
 from datamodules.inference.sglang.weights.update_group import Deadline, UpdateGroup
 
 _log = logging.getLogger(__name__)
@@ -71,15 +72,18 @@ class ServerWeights:
     def __init__(self, client: ServerClient) -> None:
         self._client = client
         self._lock = asyncio.Lock()
-        self._group: UpdateGroup | None = None
+        self._group: UpdateGroup | PeerGroup | None = None
         self._forgotten: list[str] = []  # groups given up that the server may still know
         self._begun = True  # an update may be half done at the server: ours, or one of another trainer before us
         self._away: tuple[str, ...] = ()  # parts of its memory that the server has given up
 
-    async def bring(self, weights: Weights, deadline_s: float, stay_paused: bool = False) -> Synced:
+    async def bring(
+        self, weights: Weights, deadline_s: float, senders: Senders | None = None, stay_paused: bool = False
+    ) -> Synced:
         """Loads `weights` completely, whatever the server holds; one call at a time, later ones wait.
 
         Args:
+            senders: who may send them besides this process.
             stay_paused: the server was paused on purpose and does not continue.
 
         Raises:
@@ -91,15 +95,21 @@ class ServerWeights:
             return await self._add(weights, deadline)
         try:
             async with self._turn(deadline):
-                used = self._group if isinstance(weights, HostWeights) else None
-                try:
-                    paused, update_s = await self._update(weights, deadline)
-                except GenerationError as error:
-                    if used is None or deadline.over:
-                        raise
-                    # A group that worked before may be all that failed: its connection broke, the server is a new one.
-                    _log.warning("%s: %s; once more, with a new process group", self._client.url, error)
-                    paused, update_s = await self._update(weights, deadline)
+                while True:
+                    peer = self._sender(weights, senders)
+                    used = self._group if isinstance(weights, HostWeights) else None
+                    try:
+                        paused, update_s = await self._update(weights, peer, deadline)
+                        break
+                    except GenerationError as error:
+                        if deadline.over or (used is None and peer is None):
+                            raise
+                        if used is None and senders is not None:
+                            senders.avoid(self, self._client.url, str(error))
+                            continue
+                        # A group that worked before may be all that failed: its connection broke, the server is a new
+                        # one.
+                        _log.warning("%s: %s; once more, with a new process group", self._client.url, error)
                 if not stay_paused:
                     await self._come_back(_MEMORY, deadline)
                     await self._post("/continue_generation", {}, deadline, confirmed=False)
@@ -182,7 +192,16 @@ class ServerWeights:
         finally:
             self._lock.release()
 
-    async def _update(self, weights: Weights, deadline: Deadline) -> tuple[float, float]:
+    def _sender(self, weights: Weights, senders: Senders | None) -> Peer | None:
+        """Who sends the weights; None: this process. A group of another sender is given up."""
+        if not isinstance(weights, HostWeights):
+            return None
+        peer = None if senders is None else senders.choose(self, self._client.url, weights)
+        if self._group is not None and (self._group.peer if isinstance(self._group, PeerGroup) else None) is not peer:
+            self._give_up_group()
+        return peer
+
+    async def _update(self, weights: Weights, peer: Peer | None, deadline: Deadline) -> tuple[float, float]:
         """When the server was told to stand still, and seconds spent in its update calls."""
         try:
             # All that can be done while it still generates.
@@ -191,7 +210,7 @@ class ServerWeights:
                     await self._post("/end_weight_update", {}, deadline.at_most(_TIDY_S))
             await self._forget_groups(deadline)
             if isinstance(weights, HostWeights) and self._group is None:
-                self._group = await self._join(weights.device, deadline)
+                self._group = await self._join(weights.device, peer, deadline)
             self._begun = True
             paused = time.monotonic()
             await self._post("/pause_generation", {"mode": "retract"}, deadline, confirmed=False)
@@ -221,10 +240,7 @@ class ServerWeights:
     async def _send(self, bucket: Bucket, options: dict[str, Any], deadline: Deadline) -> None:
         group = self._group
         assert group is not None, "_update joins it"
-        data = bucket.data
-        if data is None:
-            folders = sorted({str(path.parent) for path in bucket.files.values()})
-            data = await group.read(bucket.read, deadline, f"weights to be read from {', '.join(folders)}")
+        await group.stage(bucket, deadline)
         body = {
             "names": bucket.names,
             "dtypes": [bucket.dtype] * len(bucket.names),
@@ -234,9 +250,9 @@ class ServerWeights:
             **options,
         }
         request = self._post("/update_weights_from_distributed", body, deadline)
-        await _both(request, group.broadcast(data, deadline))
+        await _both(request, group.broadcast(deadline))
 
-    async def _join(self, device: torch.device, deadline: Deadline) -> UpdateGroup:
+    async def _join(self, device: torch.device, peer: Peer | None, deadline: Deadline) -> UpdateGroup | PeerGroup:
         info = await self._client.get("/server_info", deadline.left("/server_info"))
         whole = self._client.whole
         if (whole(info, "pp_size", 1, 1) or 1) > 1:
@@ -244,7 +260,12 @@ class ServerWeights:
                 "pipeline-parallel servers cannot take broadcast weights; set WeightSync.method: disk"
             )
         size = 1 + (whole(info, "tp_size", 1, 1) or 1)
-        group = UpdateGroup(self._client.url, size, device if info.get("device") == "cuda" else torch.device("cpu"))
+        on_gpu = info.get("device") == "cuda" and device.type == "cuda"
+        group: UpdateGroup | PeerGroup
+        if peer is None:
+            group = UpdateGroup(self._client.url, size, device if on_gpu else torch.device("cpu"))
+        else:
+            group = await PeerGroup.open(peer, self._client.url, size, on_gpu, deadline)
         body = {
             "master_address": group.address,
             "master_port": group.port,

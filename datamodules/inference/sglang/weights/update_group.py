@@ -1,4 +1,4 @@
-"""A process group of the trainer (rank 0) and the ranks of one SGLang server, over which weights are broadcast.
+"""A process group of one rank of the trainer and the ranks of one SGLang server, over which weights are broadcast.
 
 Promises: torch's default process group, which the trainer's ranks may use, is neither needed nor touched; whatever
 can block runs on a daemon thread while the event loop waits with a deadline, so a server that hangs costs the
@@ -25,6 +25,7 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import Backend, BackendConfig
 
 from datamodules.inference.protocol import GenerationError
+from datamodules.inference.sglang.weights.forms import Bucket
 
 # NCCL's own watchdog ends the whole process at its time-out: ours come first, always.
 _NEVER = timedelta(days=7)
@@ -64,6 +65,8 @@ class UpdateGroup:
     Attributes:
         name: of the group, at the server.
         backend: "gloo" or "nccl".
+        address, port: where the server joins it.
+        sent: bytes that were broadcast.
     """
 
     def __init__(self, url: str, size: int, device: torch.device) -> None:
@@ -73,6 +76,8 @@ class UpdateGroup:
         self._size = size
         self._pg: Any = None
         self._device = device
+        self._staged: Tensor | None = None
+        self.sent = 0
         # Where the server can reach this process: the address that this process reaches the server from.
         family, self.address = _local_address(url)
         listener = socket.create_server((self.address, 0), family=family)
@@ -83,11 +88,29 @@ class UpdateGroup:
 
     async def join(self, deadline: Deadline) -> None:
         """Returns when all ranks have joined; ask the server to, at the same time."""
-        await self._run(self._join, deadline, "all ranks to join the weight update group")
+        await on_thread(self._join, deadline, f"{self._url}: waiting for all ranks to join the weight update group")
 
-    async def broadcast(self, tensor: Tensor, deadline: Deadline) -> None:
-        """Sends a CPU tensor of bytes [N] to the server's ranks; ask the server to receive it, at the same time."""
-        await self._run(lambda left: self._broadcast(tensor, left), deadline, f"a broadcast of {tensor.nbytes:,} bytes")
+    async def stage(self, bucket: Bucket, deadline: Deadline) -> None:
+        """Makes what is broadcast next; a file system that hangs holds nothing up. Before the server is asked for it:
+        one that waits for a broadcast that never comes is of no more use.
+
+        Raises:
+            GenerationError: a file cannot be read, or not within the deadline.
+        """
+        folders = sorted({str(path.parent) for path in bucket.files.values()})
+        what = f"weights to be read from {', '.join(folders)}" if folders else "a copy of weights"
+        if bucket.data is not None:
+            self._staged = bucket.data
+        else:
+            await on_thread(lambda left: self._stage(bucket), deadline, f"{self._url}: waiting for {what}")
+
+    async def broadcast(self, deadline: Deadline) -> None:
+        """Sends what was staged to the server's ranks; ask the server to receive it, at the same time."""
+        staged, self._staged = self._staged, None
+        assert staged is not None, "nothing was staged"
+        what = f"{self._url}: waiting for a broadcast of {staged.nbytes:,} bytes"
+        await on_thread(lambda left: self._broadcast(staged, left), deadline, what)
+        self.sent += staged.nbytes
 
     def close(self) -> None:
         """Gives the group up, whatever it is doing: a thread inside a collective ends by itself, the server sees the
@@ -114,6 +137,10 @@ class UpdateGroup:
         options._timeout = timedelta(seconds=left)
         self._pg = dist.ProcessGroupGloo(store, 0, self._size, options)
 
+    def _stage(self, bucket: Bucket) -> None:
+        data = bucket.read()
+        self._staged = data.cpu() if self.backend == "gloo" else data
+
     def _broadcast(self, tensor: Tensor, left: float) -> None:
         pg = self._pg
         if pg is None:
@@ -129,46 +156,44 @@ class UpdateGroup:
         options.timeout = timedelta(seconds=left)
         pg.broadcast([tensor], options).wait()
 
-    async def read(self, function: Callable[[], Tensor], deadline: Deadline, what: str) -> Tensor:
-        """What `function` reads from files, `what` in errors; a file system that hangs holds nothing up.
 
-        Raises:
-            GenerationError: by `function`, or it was not done within the deadline.
-        """
-        found: list[Tensor] = []
-        await self._run(lambda left: found.append(function()), deadline, what)
-        return found[0]
+async def on_thread(function: Callable[[float], None], deadline: Deadline, what: str) -> None:
+    """Calls a function that may hang, with the seconds that are left.
 
-    async def _run(self, function: Callable[[float], None], deadline: Deadline, what: str) -> None:
-        what = f"{self._url}: waiting for {what}"
-        left = deadline.left(what)
-        loop = asyncio.get_running_loop()
-        done: asyncio.Future[None] = loop.create_future()
+    Args:
+        what: the wait, in errors.
 
-        def settle(error: BaseException | None) -> None:
-            if not done.done():
-                done.set_result(None) if error is None else done.set_exception(error)
+    Raises:
+        GenerationError: by `function`, of whatever it raised, or it was not done within the deadline.
+    """
+    left = deadline.left(what)
+    loop = asyncio.get_running_loop()
+    done: asyncio.Future[None] = loop.create_future()
 
-        def work() -> None:
-            error: BaseException | None = None
-            try:
-                function(left)
-            except BaseException as failure:  # it belongs to whoever waits
-                error = failure
-            with suppress(RuntimeError):  # the loop has gone: nobody waits
-                loop.call_soon_threadsafe(settle, error)
+    def settle(error: BaseException | None) -> None:
+        if not done.done():
+            done.set_result(None) if error is None else done.set_exception(error)
 
-        # A daemon, not an executor's thread: those are joined when the process ends, and a collective may hang.
-        threading.Thread(target=work, name=f"weights-{self.name}", daemon=True).start()
+    def work() -> None:
+        error: BaseException | None = None
         try:
-            async with asyncio.timeout(left):
-                await done
-        except TimeoutError as error:
-            raise GenerationError(f"{what}: not done within deadline_s = {deadline.seconds:g} s") from error
-        except GenerationError:
-            raise
-        except Exception as error:
-            raise GenerationError(f"{what}: {error}") from error
+            function(left)
+        except BaseException as failure:  # it belongs to whoever waits
+            error = failure
+        with suppress(RuntimeError):  # the loop has gone: nobody waits
+            loop.call_soon_threadsafe(settle, error)
+
+    # A daemon, not an executor's thread: those are joined when the process ends, and a collective may hang.
+    threading.Thread(target=work, name="weights", daemon=True).start()
+    try:
+        async with asyncio.timeout(left):
+            await done
+    except TimeoutError as error:
+        raise GenerationError(f"{what}: not done within deadline_s = {deadline.seconds:g} s") from error
+    except GenerationError:
+        raise
+    except Exception as error:
+        raise GenerationError(f"{what}: {error}") from error
 
 
 def _local_address(url: str) -> tuple[socket.AddressFamily, str]:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
 
 from datamodules.inference.protocol import GenerationError
-from datamodules.inference.sglang.weights.update_group import Deadline, UpdateGroup
+from datamodules.inference.sglang.weights.forms import Bucket
+from datamodules.inference.sglang.weights.update_group import Deadline, UpdateGroup, on_thread
 
 
 @pytest.fixture
@@ -20,26 +22,17 @@ def group() -> Iterator[UpdateGroup]:
     group.close()
 
 
-def test_files_that_hang_cost_the_deadline(group: UpdateGroup) -> None:
+def test_what_hangs_costs_the_deadline() -> None:
     over = threading.Event()
-
-    def hang() -> torch.Tensor:
-        over.wait(60)
-        return torch.zeros(1)
-
     try:
         with pytest.raises(GenerationError, match=r"weights of /a/folder: not done within deadline_s = 0\.2 s"):
-            asyncio.run(group.read(hang, Deadline(0.2), "weights of /a/folder"))
+            asyncio.run(on_thread(lambda left: over.wait(60) and None, Deadline(0.2), "weights of /a/folder"))
         assert not over.is_set()
     finally:
         over.set()
 
 
-def test_what_is_read_and_what_cannot_be(group: UpdateGroup) -> None:
-    def fail() -> torch.Tensor:
-        raise GenerationError("model.safetensors cannot be read")
-
-    read = asyncio.run(group.read(lambda: torch.ones(2), Deadline(30), "weights"))
-    assert read.tolist() == [1, 1]
-    with pytest.raises(GenerationError, match=r"^model\.safetensors cannot be read"):
-        asyncio.run(group.read(fail, Deadline(30), "weights"))
+def test_a_bucket_whose_file_is_gone_is_not_staged(group: UpdateGroup) -> None:
+    bucket = Bucket(["a"], [[1]], "float32", None, files={"a": Path("/a/folder/model.safetensors")})
+    with pytest.raises(GenerationError, match=r"^/a/folder/model\.safetensors cannot be read"):
+        asyncio.run(group.stage(bucket, Deadline(30)))
