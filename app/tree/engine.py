@@ -90,9 +90,10 @@ class TreeEngine:
         last_plan: of the pass that ran last; None before the first.
         remember: None, or called before a pass that is repeated where a GPU's memory runs out (half the live tokens, a
             warning, losses evaluated again); what it returns undoes what these have recorded.
-        completing: None, or called with the roots of a backward pass's last backward, just before it: gradients of the
-            model that it does not reach are complete then, the others as it passes them. Not where pictures are, nor
-            where a GPU's memory might run out and the pass be repeated.
+        completing: None, or called with the roots of a backward pass's last backward, just before it (those of the
+            tower's, which follows it, included): gradients of the model that they do not reach are complete then, the
+            others as it passes them. Not where pictures go through a trained tower a second time, nor where a GPU's
+            memory might run out and the pass be repeated.
 
     Raises:
         ValueError: an argument out of range, or a model this engine would compute wrongly, naming the layer or setting.

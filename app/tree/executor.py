@@ -150,7 +150,7 @@ class Executor:
         """
         self.loss_fn = loss_fn
         backwards = [step.chunk for step in self.plan.steps if step.action == "backward"]
-        if self.pictures is None and backwards:  # behind pictures the tower's backward is the last
+        if backwards and (self.pictures is None or self.pictures.foreseen):
             self._last, self._completing = backwards[-1], completing
         with self._pass():
             self._losses(len(self.plan.chunks))  # sequences of which nothing runs have losses too
@@ -263,7 +263,8 @@ class Executor:
         if run.hidden.requires_grad:
             ends, end_grads = self._owed_to_ends(run, state)
             if self._completing is not None and index == self._last:
-                self._completing([run.hidden, *ends])
+                behind = () if self.pictures is None else self.pictures.roots()
+                self._completing([run.hidden, *ends, *behind])
             torch.autograd.backward([run.hidden, *ends], [grad, *end_grads])
             self._owe_to_starts(index, run)
             if self.pictures is not None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple
 
@@ -65,7 +65,7 @@ SERVER_INFO = {
 
 
 class HostileServer:
-    """Runs from `with` to its end. `act(path, body)` gives an Answer, or None for the ordinary one, at once or awaited.
+    """Runs from `with` to its end. `act(path, body)` gives an Answer, or None for the ordinary one.
 
     Attributes:
         version: of its weights, as the last update from disk said.
@@ -73,7 +73,7 @@ class HostileServer:
     """
 
     def __init__(self) -> None:
-        self.act: Callable[[str, bytes], Answer | Awaitable[Answer | None] | None] = lambda path, body: None
+        self.act: Callable[[str, bytes], Answer | None] = lambda path, body: None
         self.version = "0"
         self.asked: list[str] = []
         self.url = ""
@@ -95,8 +95,7 @@ class HostileServer:
             length = next((line[15:] for line in head.lower().split("\r\n") if line.startswith("content-length:")), "0")
             body = await reader.readexactly(int(length))
             self.asked.append(path)
-            acted = self.act(path, body)
-            answer = (await acted if isinstance(acted, Awaitable) else acted) or self._ordinary(path, body)
+            answer = self.act(path, body) or self._ordinary(path, body)
             for piece in answer.pieces:
                 writer.write(piece)
                 await writer.drain()

@@ -296,6 +296,15 @@ class PicturePass:
             known = self._owed.get(picture)
             self._owed[picture] = grad.clone() if known is None else known.add_(grad)
 
+    @property
+    def foreseen(self) -> bool:
+        """Whether the graph of `finish` is there before it: not where pictures go through the tower once more."""
+        return self.graphs or not self.tower.trained
+
+    def roots(self) -> list[Tensor]:
+        """Of the backward in `finish`, those of pictures that were owed nothing in the end included."""
+        return [table for tables in self._tables.values() for table in tables if table.requires_grad]
+
     def finish(self) -> None:
         """One backward through the tower, of what all rows are owed."""
         if self.graphs:

@@ -25,6 +25,7 @@ from app.tree.model.pictures import PicturePass
 from callbacks import SavePretrained
 from modules import ModelSource, PolicyModule
 from tests.app.strategies.ranks.group_jobs import CountedGroup, mine, receive, take_sums
+from tests.app.strategies.sums_jobs import Reads
 from tests.app.tree.engine import families as text
 from tests.app.tree.engine.pictures import families, vision
 from tests.app.tree.engine.pictures.test_parity import FROZEN, build, exact_norm
@@ -219,10 +220,13 @@ def fit(
     directory: Path | None = None,
     start: Path | None = None,
     follows: bool = False,
+    bucket: int | None = None,
+    looks: bool = False,
     **source: Any,
 ) -> dict[str, Any]:
     """Optimizer steps with clipping on the model in `base`, `follows`: held near what it was; the last one's checkpoint
-    and model are written to `directory`."""
+    and model are written to `directory`. Sums over ranks are of `bucket` elements, and none begins early where a
+    callback `looks` at gradients."""
     torch.manual_seed(0)
     ranks, size, sharded = layout
     with exact():
@@ -233,11 +237,14 @@ def fit(
         saved: list[Callback] = []
         if directory is not None:
             saved = [ModelCheckpoint(directory, filename="{step}", every_n_train_steps=steps), SavePretrained()]
+        strategy = DTAStrategy(group_size=size, shard_parameters=sharded, calibrate=False)
+        strategy._bucket_elements = bucket or strategy._bucket_elements
         run = trainer(
             metrics,
             *saved,
+            *([Reads()] if looks else []),
             devices=ranks,
-            strategy=DTAStrategy(group_size=size, shard_parameters=sharded, calibrate=False),
+            strategy=strategy,
             max_epochs=-1,
             max_steps=steps,
             precision=precision,
@@ -251,4 +258,5 @@ def fit(
         "parameters": parameters(module),
         "grad_norm": [step["grad_norm"] for step in metrics.steps if "grad_norm" in step],
         "cut": cut,
+        "early": strategy._sharded.sums.early if strategy._sharded is not None else 0,
     }

@@ -202,6 +202,21 @@ def test_steps_are_those_of_one_process(pools: dict[int, RankPool], tmp_path: Pa
             assert bool(got["cut"]) == layout[2] and not any("visual" in name for name in got["cut"])
 
 
+@pytest.mark.parametrize(("size", "train_tower"), [(1, False), (1, True), (2, True)])
+def test_sums_that_begin_in_the_last_backward_have_the_same_bits(
+    pools: dict[int, RankPool], tmp_path: Path, size: int, train_tower: bool
+) -> None:
+    """The tower's too, whose backward comes after that of the layers."""
+    write(tmp_path, **TINY)
+    options = {"layout": (2, size, False), "base": tmp_path, "train_tower": train_tower, "steps": 2, "bucket": 300}
+    early = pools[2].run(jobs.fit, START, **options)
+    late = pools[2].run(jobs.fit, START, looks=True, **options)
+    for got, expected in zip(early, late, strict=True):
+        assert max(differences(got["parameters"], expected["parameters"]).values()) == 0.0
+        assert got["grad_norm"] == expected["grad_norm"]
+        assert got["early"] > 0 and expected["early"] == 0
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("sharded", [False, True])
 def test_adapters_on_tower_and_layers(pools: dict[int, RankPool], tmp_path: Path, sharded: bool) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks.common.receiver import Receiver
 from datamodules.inference.export import checkpoint_weights
 from datamodules.inference.protocol import GenerationError
 from datamodules.inference.sglang.client import ServerClient
@@ -22,7 +23,6 @@ from datamodules.inference.sglang.weights.server_weights import ServerWeights
 from tests.app.strategies.shard_jobs import Layout
 from tests.datamodules.inference.engine_suite import tiny_policy
 from tests.datamodules.inference.sglang import sender_jobs
-from tests.datamodules.inference.sglang.receiver import Receiver
 from tests.helpers.rank_pool import RankPool
 
 NBYTES = sum(tensor.nbytes for tensor in checkpoint_weights(tiny_policy()).values())
