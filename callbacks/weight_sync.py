@@ -33,6 +33,7 @@ import logging
 import math
 import os
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -41,16 +42,16 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_warn
 
 from app import checks
+from app.strategies.ranks.listening import LOOPBACK, listen
 from app.tree import quantised_layers
 from callbacks.base import comes_in_parts, policy_in_parts, run_dir
 from callbacks.validate_ends import nearest_multiples
 from datamodules.inference.export import WeightParts, base_model, checkpoint_weights, merged_weights, num_bytes
-from datamodules.inference.protocol import RolloutData, ServerEngine, WeightSenders, WeightUpdate
+from datamodules.inference.protocol import GenerationError, RolloutData, ServerEngine, WeightSenders, WeightUpdate
 from datamodules.inference.weight_files import WeightFiles
 
 _log = logging.getLogger(__name__)
 _PATIENCE_S = 1800.0  # what ranks wait for each other in a collective by default; rank 0 may write files first
-_LOOPBACK = "127.0.0.1"
 
 
 class WeightSync(Callback):
@@ -66,7 +67,8 @@ class WeightSync(Callback):
             written. (So does `weights` for method "distributed" where parameters are sharded or in 4 bit.)
         deadline_s: seconds the engine may take for one update; a server that takes longer counts as lost.
         senders: most ranks that send by method "distributed", each to servers of its own; null: as many as there are
-            servers. They need to reach rank 0, and servers to reach them.
+            servers, and rank 0 alone where adapters are merged, which takes a copy in each sender's memory. They need
+            to reach rank 0, and servers to reach them.
 
     By other methods a policy with LoRA adapters is sent merged, under its base model's names.
 
@@ -257,13 +259,20 @@ class WeightSync(Callback):
             return
         word: Any = None
         if trainer.is_global_zero:
-            many = trainer.num_nodes > 1
-            address = os.environ.get("MASTER_ADDR", _LOOPBACK) if many else _LOOPBACK
-            invitation = engine.senders.invite(trainer.world_size, trainer.num_devices, self.senders, address)
+            address = os.environ.get("MASTER_ADDR", LOOPBACK) if trainer.num_nodes > 1 else LOOPBACK
+            most = self.senders
+            if most is None and hasattr(module.policy, "peft_config") and not comes_in_parts(module.policy):
+                most = 1  # each rank would have merged weights in memory
+            ranks = (trainer.world_size, trainer.num_devices)
+            invitation = engine.senders.invite(*ranks, most, address, partial(listen, address))
             word = invitation, data.engine.version < module.policy_version
         invitation, behind = trainer.strategy.broadcast(word)
         if not trainer.is_global_zero:
-            self._sends = invitation is not None and engine.senders.join(invitation, trainer.global_rank)
+            try:
+                self._sends = invitation is not None and engine.senders.join(invitation, trainer.global_rank)
+            except GenerationError as error:
+                self._sends = False
+                _log.warning("%s; rank 0 sends in its place", error)
             if self._sends and behind:
                 self._lend(trainer, module)
 

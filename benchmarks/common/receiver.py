@@ -36,19 +36,23 @@ class Receiver:
     Args:
         host: it listens at.
         refuse: how many invitations into a group it answers with an error first.
+        unreached: how many groups it does not reach, first; it waits and takes nothing else, as SGLang's scheduler.
 
     Attributes:
         url: of the server, once it listens.
         version: of its weights.
         got: the tensors of the last update that ended, by name.
         joined: ports of the groups it joined, in order.
+        free: ends what it is stuck in.
     """
 
-    def __init__(self, host: str = "127.0.0.1", refuse: int = 0) -> None:
+    def __init__(self, host: str = "127.0.0.1", refuse: int = 0, unreached: int = 0) -> None:
         self.url, self.version = "", "0"
         self.got: dict[str, Tensor] = {}
         self.joined: list[int] = []
-        self._host, self._refuse = host, refuse
+        self.free = asyncio.Event()
+        self._host, self._refuse, self._unreached = host, refuse, unreached
+        self._one = asyncio.Lock()
         self._groups: dict[str, Any] = {}
         self._coming: dict[str, Tensor] = {}
 
@@ -58,6 +62,7 @@ class Receiver:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self._thread.loop.call_soon_threadsafe(self.free.set)
         self._thread.call(self._runner.cleanup(), 10.0)
         self._thread.stop(10.0)
 
@@ -76,7 +81,8 @@ class Receiver:
         if request.path == "/server_info":
             return web.json_response(_SERVER)
         try:
-            await self._take(request.path, await request.json() if request.can_read_body else {})
+            async with self._one:
+                await self._take(request.path, await request.json() if request.can_read_body else {})
         except Exception as error:  # as a server says it
             return web.json_response({"success": False, "message": str(error)}, status=400)
         return web.json_response({"success": True, "message": ""})
@@ -85,6 +91,10 @@ class Receiver:
         if path == "/init_weights_update_group":
             if self._refuse:
                 self._refuse -= 1
+                raise RuntimeError("the address is not reached")
+            if self._unreached:
+                self._unreached -= 1
+                await self.free.wait()
                 raise RuntimeError("the address is not reached")
             self._groups[asked["group_name"]] = await asyncio.to_thread(_join, asked)
             self.joined.append(asked["master_port"])

@@ -5,8 +5,8 @@
 
 Every rank has a network namespace whose link the kernel limits (`tc`, token bucket); servers, which take weights as
 SGLang does and generate nothing, are at the other end of a bridge. The ranks are processes with `SGLangEngine`'s own
-parts. Counted: bytes by rank. Seconds of an update, medians of repeats, beside what the links allow; groups are joined
-before the first that counts. Writes senders.json and senders.md.
+parts. Bytes of the busiest link are the kernel's count. Seconds of an update, medians of repeats, beside what the links
+allow; groups are joined before the first that counts. Writes senders.json and senders.md.
 """
 
 from __future__ import annotations
@@ -23,12 +23,14 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
+from app.strategies.ranks.listening import listen
 from benchmarks.common.receiver import Receiver
 from benchmarks.common.records import write_json
 from datamodules.inference.export import checkpoint_weights, num_bytes
@@ -44,9 +46,9 @@ def address(rank: int) -> str:
     return f"10.9.0.{11 + rank}"
 
 
-def policy(megabytes: float) -> Qwen3ForCausalLM:
-    """float32, of about this size."""
-    torch.manual_seed(0)
+def policy(megabytes: float, version: int = 0) -> Qwen3ForCausalLM:
+    """float32, of about this size; every version has other weights."""
+    torch.manual_seed(version)
     config = Qwen3Config(
         vocab_size=max(64, int(megabytes * 1e6 / 4 / 256)),
         hidden_size=256,
@@ -88,6 +90,14 @@ def links(ranks: int, mbit: int) -> Iterator[None]:
         _run("ip", "link", "del", "br0")
 
 
+def _sent(rank: int) -> int:
+    """Bytes of a rank's link so far, as the kernel counts them: weights, and what else was said."""
+    command = ["ip", "-json", "-statistics", "link", "show", f"near{rank}"]
+    shown = json.loads(subprocess.run(command, check=True, timeout=20, capture_output=True, text=True).stdout)
+    received: int = shown[0]["stats64"]["rx"]["bytes"]
+    return received
+
+
 def _run(*command: str) -> None:
     subprocess.run(command, check=True, timeout=20)
 
@@ -108,11 +118,14 @@ def measure(ranks: int, servers: int, megabytes: float, mbit: int, repeats: int)
         result = _line(workers[0])
         for worker in workers:
             worker.wait(DEADLINE_S)
-        expected = checkpoint_weights(policy(megabytes))
-        exact = all(torch.equal(one.got[name], tensor) for one in receivers for name, tensor in expected.items())
+        by_rank = [_sent(rank) // (repeats + 1) for rank in range(ranks)]
+        expected = checkpoint_weights(policy(megabytes, repeats + 1))
+        exact = all(
+            one.version == str(repeats + 1) and torch.equal(one.got[name], tensor)
+            for one in receivers
+            for name, tensor in expected.items()
+        )
     size, seconds = num_bytes(expected), result["seconds"][1:]
-    by_rank = [report["bytes"] // (repeats + 1) for report in result["report"]]
-    by_rank.insert(0, servers * size - sum(by_rank))
     return {
         "servers": servers,
         "ranks": ranks,
@@ -158,21 +171,22 @@ def _line(worker: subprocess.Popen[str]) -> Any:
 def work(rank: int, ranks: int, urls: list[str], megabytes: float, versions: int) -> None:
     """One rank."""
     torch.set_num_threads(1)
-    model, engine = policy(megabytes), SGLangEngine(urls=urls)
+    engine = SGLangEngine(urls=urls)
     if rank:
         engine.senders.join(Invitation(**json.loads(sys.stdin.readline())), rank)
         for version in range(1, versions + 1):
-            engine.senders.lend(version, lambda: checkpoint_weights(model), DEADLINE_S)
+            engine.senders.lend(version, partial(checkpoint_weights, policy(megabytes, version)), DEADLINE_S)
         return engine.senders.leave()
-    engine.start(model, 0, seed=0)
-    invitation = engine.senders.invite(ranks, 1, ranks, address(0))
+    engine.start(policy(megabytes), 0, seed=0)
+    invitation = engine.senders.invite(ranks, 1, ranks, address(0), partial(listen, address(0)))
     print(json.dumps(None if invitation is None else asdict(invitation)), flush=True)
     seconds = []
     for version in range(1, versions + 1):
+        weights = checkpoint_weights(policy(megabytes, version))
         began = time.perf_counter()
-        engine.update_weights(WeightUpdate(version, checkpoint_weights(model), deadline_s=DEADLINE_S))
+        engine.update_weights(WeightUpdate(version, weights, deadline_s=DEADLINE_S))
         seconds.append(time.perf_counter() - began)
-    print(json.dumps({"seconds": seconds, "report": engine.health()["senders"]}), flush=True)
+    print(json.dumps({"seconds": seconds}), flush=True)
     engine.close()
 
 
@@ -190,7 +204,7 @@ def page(result: dict[str, Any]) -> str:
         copies = row["most_sent"] / row["bytes"]
         lines.append(
             f"| {row['servers']} | {row['ranks']} | {row['seconds']:.2f} ({row['min']:.2f}-{row['max']:.2f})"
-            f" | {row['least_s']:.2f} | {copies:.0f} | {'yes' if row['exact'] else 'NO'} |"
+            f" | {row['least_s']:.2f} | {copies:.1f} | {'yes' if row['exact'] else 'NO'} |"
         )
     return "\n".join(lines) + "\n"
 

@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 from datamodules.inference.reply_text import TextStops
 
 if TYPE_CHECKING:
+    from socket import socket
+
     from torch import Tensor
     from transformers import PreTrainedModel
 
@@ -302,13 +304,16 @@ class Invitation:
 class WeightSenders(Protocol):
     """Ranks that send weights by method "distributed" together with rank 0, each to servers of its own."""
 
-    def invite(self, ranks: int, local_ranks: int, most: int | None, address: str) -> Invitation | None:
+    def invite(
+        self, ranks: int, local_ranks: int, most: int | None, address: str, listen: Callable[[], socket]
+    ) -> Invitation | None:
         """On rank 0, after its engine's start; None where it sends alone.
 
         Args:
             ranks, local_ranks: of the run, and of them on rank 0's machine, which are the first.
             most: ranks that send, rank 0 included; None: as many as there are servers.
             address: by which other ranks know this machine.
+            listen: opens a socket that they reach there.
         """
 
     def join(self, invitation: Invitation, rank: int) -> bool:
@@ -321,7 +326,7 @@ class WeightSenders(Protocol):
         Args:
             weights: makes what rank 0 has in `WeightUpdate.state_dict`; None where that has a `path`.
 
-        Raises GenerationError when rank 0 is gone, or not done in time.
+        Raises GenerationError when rank 0 is not done in time; returns when its connection is lost.
         """
 
     def leave(self) -> None:

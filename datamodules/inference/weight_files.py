@@ -17,6 +17,7 @@ import logging
 import os
 import re
 import shutil
+import uuid
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -32,6 +33,8 @@ from datamodules.inference.served_config import put_back
 
 _log = logging.getLogger(__name__)
 SHARD_BYTES = 4 << 30
+WRITTEN = "written"
+"""In the metadata of files: what no other directory has, whatever its path."""
 _MARGIN_BYTES = 1 << 20  # configuration, index and headers beside the tensors
 
 
@@ -159,11 +162,12 @@ def save_parts(parts: Iterable[dict[str, Tensor]], directory: Path, shard_bytes:
             old.unlink()
     files: list[dict[str, int]] = []
     held: dict[str, Tensor] = {}
+    written = uuid.uuid4().hex
     together = 0  # bytes of what is held
 
     def write() -> None:
         files.append({name: tensor.nbytes for name, tensor in held.items()})
-        save_file(held, directory / _file(len(files), 0), metadata={"format": "pt"})
+        save_file(held, directory / _file(len(files), 0), metadata={"format": "pt", WRITTEN: written})
         held.clear()
 
     for part in parts:

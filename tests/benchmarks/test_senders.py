@@ -23,5 +23,6 @@ def test_each_rank_sends_its_share(tmp_path: Path) -> None:
     subprocess.run(command, check=True, timeout=300)
     alone, together = json.loads((tmp_path / "senders.json").read_text())["rows"]
     assert alone["exact"] and together["exact"]
-    assert alone["most_sent"] == 2 * alone["bytes"] == 2 * together["most_sent"]
+    for row, copies in ((alone, 2), (together, 1)):
+        assert copies <= row["most_sent"] / row["bytes"] < copies + 0.3
     assert "| 2 | 2 | " in (tmp_path / "senders.md").read_text()

@@ -31,14 +31,19 @@ def open_store(address: str, port: int, timeout: timedelta) -> dist.TCPStore:
     Raises:
         OSError: the port is taken.
     """
-    listener = _listener(address, port)
+    listener = listen(address, port)
     port = listener.getsockname()[1]
     return dist.TCPStore(
         address, port, is_master=True, wait_for_workers=False, timeout=timeout, master_listen_fd=listener.detach()
     )
 
 
-def _listener(address: str, port: int) -> socket.socket:
+def listen(address: str, port: int = 0) -> socket.socket:
+    """A socket of rank 0, on `address` and a free port where `port` is 0.
+
+    Raises:
+        OSError: the port is taken.
+    """
     for family, *_, target in socket.getaddrinfo(address, port, type=socket.SOCK_STREAM):
         if _is_loopback(str(target[0])) and not is_local(address):
             continue  # Debian's 127.0.1.1 for the machine's own name: no other machine could come in

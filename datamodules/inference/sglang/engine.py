@@ -341,11 +341,11 @@ class SGLangEngine(ServerEngine):
     async def _update(self, weights: Weights, deadline_s: float) -> float:
         async with self._control_lock:
             fleet, clock = self._running_fleet(), self._clock
-            clock.pause()  # until the slowest server has the weights no request is dealt
             senders = fleet.target.senders
             try:
-                await senders.lend(weights, deadline_s)
-                synced = await fleet.update(weights, deadline_s)
+                took_s = await senders.lend(weights, deadline_s / 2)
+                clock.pause()  # until the slowest server has the weights no request is dealt
+                synced = await fleet.update(weights, deadline_s - took_s)
             finally:
                 senders.over(weights.version)
                 if not fleet.target.paused:

@@ -142,7 +142,7 @@ class Supervisor:
         # Again, when newer ones came meanwhile.
         while (weights := self._target.weights) is not None and server.holds is not weights:
             server.holds = None
-            await server.weights.bring(weights, self._limits.update_s, self._target.senders)
+            await server.weights.bring(weights, self._limits.update_s)
             server.holds = weights
         if self._target.in_turns and self._target.paused:  # since it began to come up
             await server.weights.leave(self._limits.update_s)

@@ -18,7 +18,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from datamodules.inference.protocol import GenerationError, WeightUpdate
-from datamodules.inference.weight_files import split
+from datamodules.inference.weight_files import WRITTEN, split
 
 BUCKET_BYTES = 256 << 20
 
@@ -35,8 +35,8 @@ class Bucket:
     files: Mapping[str, Path] = field(default_factory=dict)
     live: Mapping[str, Tensor] = field(default_factory=dict)
 
-    def read(self) -> Tensor:
-        """What `data` is, or would be; of `live` ones on their own device.
+    def read(self, device: torch.device | None = None) -> Tensor:
+        """What `data` is, or would be; of `live` ones made on `device`, of others on the CPU.
 
         Raises:
             GenerationError: a file cannot be read.
@@ -44,7 +44,7 @@ class Bucket:
         if self.data is not None:
             return self.data
         if self.live:
-            return _flat(self.live, next(iter(self.live.values())).device)
+            return _flat(self.live, device or torch.device("cpu"))
         tensors = {}
         for name in self.names:
             try:
@@ -62,6 +62,7 @@ class HostWeights:
     Attributes:
         device: where the trainer has them. From a GPU to servers on GPUs they travel by NCCL, else by gloo.
         path: of those in files.
+        written: of those in files that `WeightFiles` wrote, what no other directory has.
     """
 
     version: int
@@ -69,6 +70,7 @@ class HostWeights:
     buckets: tuple[Bucket, ...]
     device: torch.device
     path: Path | None = None
+    written: str = ""
 
     @classmethod
     def copy_of(cls, weights: dict[str, Tensor], version: int, bucket_bytes: int = BUCKET_BYTES) -> HostWeights:
@@ -92,9 +94,11 @@ class HostWeights:
         """
         found: dict[str, Tensor] = {}
         where: dict[str, Path] = {}
+        written = set()
         for file in _files_in(path):
             try:
                 with safe_open(file, framework="pt") as content:
+                    written.add((content.metadata() or {}).get(WRITTEN, ""))
                     for name in content.keys():  # noqa: SIM118, it is no mapping
                         view = content.get_slice(name)
                         dtype = view[:0].dtype if view.get_shape() else content.get_tensor(name).dtype
@@ -103,12 +107,14 @@ class HostWeights:
             except (OSError, SafetensorError) as error:
                 raise GenerationError(f"WeightUpdate.path: {file} cannot be read: {error}") from error
         buckets = [_bucket(tensors, None, {n: where[n] for n in tensors}) for tensors in _cut(found, bucket_bytes)]
-        return cls(version, _nbytes(found), tuple(buckets), torch.device("cpu"), path)
+        one = written.pop() if len(written) == 1 else ""
+        return cls(version, _nbytes(found), tuple(buckets), torch.device("cpu"), path, one)
 
     @property
     def table(self) -> str:
-        """A digest of what the buckets are: two processes with the same send the same, bucket by bucket."""
-        said = [[bucket.names, bucket.shapes, bucket.dtype] for bucket in self.buckets]
+        """A digest of what the buckets are, and of which files: two processes with the same, whose parameters are the
+        same where they are in none, send the same, bucket by bucket."""
+        said = [self.written, [[bucket.names, bucket.shapes, bucket.dtype] for bucket in self.buckets]]
         return hashlib.sha256(json.dumps(said).encode()).hexdigest()
 
 

@@ -5,22 +5,27 @@
                 over  ──> each goes on
 
 Without them 64 servers take 64 copies of the weights from one link. A line of JSON asks and one answers, over a
-connection a rank; tensors never travel on it. Promises: a rank sends what rank 0 would (the tables of both are
-compared) or nothing; one that cannot (it sees no files, servers do not reach it, it is gone) is named once, and rank 0
-sends in its place; a server stays with its sender; who has no token is not answered.
+connection a rank; tensors never travel on it. Promises: a rank sends what rank 0 would (tables and files of both are
+compared, and every request names its version) or nothing; in the place of one that cannot, rank 0 sends, and says so;
+a server stays with its sender; machines of other ranks are tried by one server at a time, and no more after the first
+that does not reach one, for a server that waits for a process group may wait for long; who has no token is not
+answered.
 """
 
 from __future__ import annotations
 
 import asyncio
 import hmac
+import ipaddress
 import itertools
 import json
 import logging
 import os
 import secrets
 import socket
-from contextlib import suppress
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
@@ -29,13 +34,13 @@ from weakref import WeakKeyDictionary
 from datamodules.inference.protocol import GenerationError, Invitation
 from datamodules.inference.sglang.loop_thread import cancel_all
 from datamodules.inference.sglang.weights.forms import Bucket, HostWeights, Weights
-from datamodules.inference.sglang.weights.update_group import Deadline
+from datamodules.inference.sglang.weights.update_group import Deadline, new_name
 
 _log = logging.getLogger(__name__)
-_HAVE_S = 60.0  # for a rank to come to the same version
+_HAVE_S = 60.0  # for ranks to come, and to come to the same version
 _JOIN_S = 60.0  # for a server to reach a rank
 _HELLO_S = 10.0
-_LOOPBACK = ("localhost", "127.0.0.1", "::1")
+_FAILURES = 3  # of a rank with one server, after which rank 0 keeps that
 
 
 def this_host() -> str:
@@ -50,7 +55,20 @@ def this_host() -> str:
 
 def on_this_host(url: str) -> bool:
     """Whether an address is loopback's."""
-    return urlsplit(url).hostname in _LOOPBACK
+    host = urlsplit(url).hostname or ""
+    try:
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:  # a name
+        return False
+
+
+def keep_alive(writer: asyncio.StreamWriter) -> None:
+    """An end that is lost without a word is noticed within a few minutes, and what only watches stays open."""
+    connection = writer.get_extra_info("socket")
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in (("TCP_KEEPIDLE", 30), ("TCP_KEEPINTVL", 15), ("TCP_KEEPCNT", 6)):
+        if hasattr(socket, name):  # not on every system
+            connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 
 
 class Peer:
@@ -60,12 +78,12 @@ class Peer:
         rank: of the trainer.
         host: see `this_host`.
         lost: why it sends no more; "" while it does.
-        sent: bytes it has sent to servers.
+        servers, sent: how many are dealt to it, and the bytes it has sent, for reports.
     """
 
     def __init__(self, rank: int, host: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.rank, self.host, self.lost = rank, host, ""
-        self.sent = 0
+        self.servers = self.sent = 0
         self._reader, self._writer = reader, writer
         self._numbers = itertools.count()
         self._asked: dict[int, asyncio.Future[dict[str, Any]]] = {}
@@ -102,7 +120,7 @@ class Peer:
                 else:
                     waiting.set_result(said)
             self._lose("it closed its connection")
-        except (OSError, ValueError, KeyError) as error:
+        except Exception as error:
             self._lose(f"its connection broke: {error}")
         finally:
             self._lose("rank 0 closed its connection")
@@ -116,25 +134,29 @@ class Peer:
 
 
 class PeerGroup:
-    """A process group of another rank and the ranks of one server, with the methods of an `UpdateGroup`."""
+    """A process group of another rank and the ranks of one server, with the methods of an `UpdateGroup`; made by
+    `open`.
 
-    def __init__(self, peer: Peer, opened: dict[str, Any]) -> None:
-        self.peer = peer
-        self.name: str = opened["name"]
-        self.backend: str = opened["backend"]
-        self.address: str = opened["address"]
-        self.port: int = opened["port"]
+    Attributes:
+        version: of the weights that it sends now.
+    """
 
-    @classmethod
-    async def open(cls, peer: Peer, url: str, size: int, on_gpu: bool, deadline: Deadline) -> PeerGroup:
-        left = deadline.left(f"rank {peer.rank} to open a process group")
-        return cls(peer, await peer.ask("open", left, url=url, size=size, on_gpu=on_gpu))
+    address: str
+    port: int
+    backend: str
+
+    def __init__(self, peer: Peer) -> None:
+        self.peer, self.name, self.version = peer, new_name(), -1
+
+    async def open(self, url: str, size: int, version: int, on_gpu: bool, deadline: Deadline) -> None:
+        opened = await self._ask("open", deadline, url=url, size=size, version=version, on_gpu=on_gpu)
+        self.address, self.port, self.backend = opened["address"], opened["port"], opened["backend"]
 
     async def join(self, deadline: Deadline) -> None:
         await self._ask("join", deadline.at_most(_JOIN_S))
 
     async def stage(self, bucket: Bucket, deadline: Deadline) -> None:
-        await self._ask("stage", deadline, bucket=bucket.names[0])
+        await self._ask("stage", deadline, bucket=bucket.names[0], version=self.version)
 
     async def broadcast(self, deadline: Deadline) -> None:
         answer = await self._ask("broadcast", deadline)
@@ -147,11 +169,13 @@ class PeerGroup:
         return await self.peer.ask(do, deadline.left(f"rank {self.peer.rank} to {do}"), group=self.name, **options)
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Dealt:
-    """A server's sender; None is rank 0 itself."""
+    """A server's sender, None being rank 0; and how often it failed, lately for which weights."""
 
     peer: Peer | None
+    failures: int = 0
+    failed: HostWeights | None = None
 
 
 class Senders:
@@ -161,6 +185,7 @@ class Senders:
         self._peers: dict[int, Peer] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._server: asyncio.Server | None = None
+        self._port = 0
         self._token = ""
         self._expected: set[int] = set()
         self._awaited: set[int] = set()
@@ -169,19 +194,21 @@ class Senders:
         self._lent: HostWeights | None = None
         self._able: list[Peer] = []
         self._dealt: WeakKeyDictionary[object, _Dealt] = WeakKeyDictionary()
+        self._trying = asyncio.Lock()
+        self._reached = {this_host()}
+        self._unreached = ""
         self._named: set[str] = set()
 
-    async def invite(self, ranks: list[int], host: str) -> Invitation:
-        """What those ranks `join` with; `host`: where they reach this process, as they know it."""
-        self._token = self._token or secrets.token_hex(32)
+    async def invite(self, ranks: list[int], address: str, listener: socket.socket) -> Invitation:
+        """What those ranks `join` with; `address`: of the listener, as they know it."""
+        if self._server is None:
+            self._token, self._port = secrets.token_hex(32), listener.getsockname()[1]
+            self._server = await asyncio.start_server(self._welcome, sock=listener)
+        else:
+            listener.close()
         self._awaited |= set(ranks) - self._expected
         self._expected |= set(ranks)
-        if self._server is None:
-            try:
-                self._server = await asyncio.start_server(self._welcome, host, 0)
-            except OSError:  # its name is that of an address in front of this machine
-                self._server = await asyncio.start_server(self._welcome, None, 0)
-        return Invitation(host, self._server.sockets[0].getsockname()[1], self._token, tuple(ranks))
+        return Invitation(address, self._port, self._token, tuple(ranks))
 
     async def _welcome(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
@@ -189,11 +216,12 @@ class Senders:
                 said = json.loads(await reader.readline())
             rank, host = said["rank"], said["host"]
             known = hmac.compare_digest(str(said["token"]).encode(), self._token.encode()) and rank in self._expected
-        except (TimeoutError, OSError, ValueError, KeyError, TypeError):
+        except Exception:  # whatever a stranger may send
             known = False
         if not known:
             writer.close()
             return
+        keep_alive(writer)
         peer = self._peers[rank] = Peer(rank, str(host), reader, writer)
         peer.tell("over", version=self._over)  # one that comes late does not wait for what has been
         self._awaited.discard(rank)
@@ -202,36 +230,41 @@ class Senders:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def lend(self, weights: Weights, seconds: float) -> None:
-        """Asks all ranks to hold the version of these weights still, until `over`; returns when all have, or cannot."""
-        if not isinstance(weights, HostWeights):
-            return
-        await self._all_here()
+    async def lend(self, weights: Weights, seconds: float) -> float:
+        """Asks all ranks to hold the version of these weights still, until `over`; returns when all have, or cannot:
+        the seconds it took."""
+        if not isinstance(weights, HostWeights) or not self._expected:
+            return 0.0
+        began = time.monotonic()
+        deadline = Deadline(min(_HAVE_S, seconds))
+        await self._all_here(deadline)
         peers = [peer for peer in self._peers.values() if not peer.lost]
         path = None if weights.path is None else str(weights.path.absolute())
         options = {"version": weights.version, "table": weights.table, "path": path}
 
         async def able(peer: Peer) -> bool:
             try:
-                await peer.ask("have", min(_HAVE_S, seconds), **options)
+                await peer.ask("have", deadline.left("ranks that send weights"), **options)
             except GenerationError as error:
-                self._name(str(error))
+                self._name(f"rank {peer.rank}", str(error))
                 return False
             return True
 
         found = await asyncio.gather(*(able(peer) for peer in peers))
         self._able = [peer for peer, one in zip(peers, found, strict=True) if one]
         self._lent = weights
+        return time.monotonic() - began
 
-    async def _all_here(self) -> None:
+    async def _all_here(self, deadline: Deadline) -> None:
         """Waits for ranks that were invited and are on their way."""
-        with suppress(TimeoutError):
-            async with asyncio.timeout(_HAVE_S):
-                while self._awaited:
-                    self._came.clear()
-                    await self._came.wait()
+        if self._awaited:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(deadline.seconds / 2):
+                    while self._awaited:
+                        self._came.clear()
+                        await self._came.wait()
         for rank in sorted(self._awaited):
-            self._name(f"rank {rank}: it did not come within {_HAVE_S:g} s")
+            self._name(f"rank {rank}", f"rank {rank}: it did not come in {deadline.seconds / 2:g} s")
         self._awaited.clear()  # it may still come
 
     def over(self, version: int) -> None:
@@ -241,30 +274,64 @@ class Senders:
             peer.tell("over", version=version)
 
     def choose(self, server: object, url: str, weights: HostWeights) -> Peer | None:
-        """Who sends these weights to a server; None: this process."""
+        """Who sends these weights to a server; None: this process. Only for updates that end before `over`."""
         if weights is not self._lent:
             return None
-        here = this_host() if on_this_host(url) else ""
-        able = [None, *(peer for peer in self._able if not peer.lost and here in ("", peer.host))]
+        live = [peer for _, peer in sorted(self._peers.items()) if not peer.lost and self._reaches(url, peer)]
+        able = [peer for peer in live if peer in self._able]
         dealt = self._dealt.get(server)
-        if dealt is not None and dealt.peer in able:
+        if dealt is None or (dealt.peer is not None and (dealt.peer not in live or dealt.failures >= _FAILURES)):
+            taken = [one.peer for one in self._dealt.values()]
+            pool = live if dealt is None else able  # one that is late once is no worse than others
+            dealt = self._dealt[server] = _Dealt(min([None, *pool], key=taken.count))
+            self._count()
+        if dealt.peer in able and dealt.failed is not weights:
             return dealt.peer
-        taken = [one.peer for one in self._dealt.values()]
-        chosen = min(able, key=taken.count)
-        self._dealt[server] = _Dealt(chosen)
-        return chosen
+        if dealt.failed is not weights:
+            dealt.failures, dealt.failed = dealt.failures + 1, weights
+        return None
 
-    def avoid(self, server: object, url: str, reason: str) -> None:
-        """Its sender could not reach it, or the other way round: rank 0 sends from now on."""
-        self._name(f"{url}: {reason}")
-        self._dealt[server] = _Dealt(None)
+    def _reaches(self, url: str, peer: Peer) -> bool:
+        if on_this_host(url) and peer.host != this_host():
+            return False
+        return not self._unreached or peer.host in self._reached
+
+    def avoid(self, server: object, url: str, weights: HostWeights, reason: str) -> None:
+        """Rank 0 sends these weights, for its sender did not; after a few times, all."""
+        dealt = self._dealt.get(server)
+        if dealt is None or dealt.peer is None:
+            return
+        self._name(url, f"{url}, by rank {dealt.peer.rank}: {reason}")
+        dealt.failures, dealt.failed = dealt.failures + 1, weights
+        if dealt.failures >= _FAILURES:
+            dealt.peer = None
+            self._count()
+
+    @asynccontextmanager
+    async def trial(self, peer: Peer) -> AsyncIterator[None]:
+        """Around a server's joining the group of a rank: on a machine that none has reached yet, one at a time.
+
+        Raises:
+            GenerationError: one did not reach such a machine.
+        """
+        if peer.host in self._reached:
+            yield
+            return
+        async with self._trying:
+            if self._unreached and peer.host not in self._reached:
+                raise GenerationError(f"not tried, {self._unreached}")
+            try:
+                yield
+            except GenerationError:
+                self._unreached = f"since a server did not reach the machine of rank {peer.rank}"
+                raise
+            self._reached.add(peer.host)
 
     def report(self) -> list[dict[str, Any]]:
-        """Plain values for health reports, of the other ranks."""
-        dealt = [one.peer for one in self._dealt.values()]
+        """Plain values for health reports, of the other ranks; from any thread."""
         return [
-            {"rank": peer.rank, "servers": dealt.count(peer), "bytes": peer.sent, "error": peer.lost}
-            for _, peer in sorted(self._peers.items())
+            {"rank": peer.rank, "servers": peer.servers, "bytes": peer.sent, "error": peer.lost}
+            for _, peer in sorted(list(self._peers.items()))
         ]
 
     async def close(self) -> None:
@@ -272,11 +339,16 @@ class Senders:
         if server is not None:
             server.close()
         await cancel_all(self._tasks)
-        self._peers, self._token = {}, ""
-        self._expected, self._awaited = set(), set()
+        self._peers, self._expected, self._awaited = {}, set(), set()
         self._able, self._lent = [], None
 
-    def _name(self, problem: str) -> None:
-        if problem not in self._named:
-            self._named.add(problem)
-            _log.warning("%s; rank 0 sends weights in its place", problem)
+    def _count(self) -> None:
+        taken = [one.peer for one in self._dealt.values()]
+        for peer in self._peers.values():
+            peer.servers = taken.count(peer)
+
+    def _name(self, who: str, problem: str) -> None:
+        """Once for each, whatever it is the next time."""
+        if who not in self._named:
+            self._named.add(who)
+            _log.warning("%s; rank 0 sends weights in its place (to ask no other rank: WeightSync.senders: 1)", problem)

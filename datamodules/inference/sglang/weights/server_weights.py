@@ -26,7 +26,7 @@ from datamodules.inference.protocol import GenerationError
 from datamodules.inference.sglang.client import ServerClient, ServerRefused
 from datamodules.inference.sglang.weights.forms import AdapterWeights, Bucket, DiskWeights, HostWeights, Weights
 from datamodules.inference.sglang.weights.senders import Peer, PeerGroup, Senders
-from datamodules.inference.sglang.weights.update_group import Deadline, UpdateGroup
+from datamodules.inference.sglang.weights.update_group import Deadline, UpdateGroup, new_name
 
 _log = logging.getLogger(__name__)
 _TIDY_S = 5.0  # for what only tidies up
@@ -93,28 +93,32 @@ class ServerWeights:
         deadline = Deadline(deadline_s)
         if isinstance(weights, AdapterWeights):
             return await self._add(weights, deadline)
+        peer: Peer | None = None
         try:
             async with self._turn(deadline):
                 while True:
                     peer = self._sender(weights, senders)
                     used = self._group if isinstance(weights, HostWeights) else None
                     try:
-                        paused, update_s = await self._update(weights, peer, deadline)
+                        paused, update_s = await self._update(weights, peer, senders, deadline)
                         break
                     except GenerationError as error:
-                        if deadline.over or (used is None and peer is None):
+                        if peer is not None and used is None and senders is not None:
+                            assert isinstance(weights, HostWeights), "others have no sender"
+                            senders.avoid(self, self._client.url, weights, str(error))
+                        elif used is None:
                             raise
-                        if used is None and senders is not None:
-                            senders.avoid(self, self._client.url, str(error))
-                            continue
-                        # A group that worked before may be all that failed: its connection broke, the server is a new
-                        # one.
-                        _log.warning("%s: %s; once more, with a new process group", self._client.url, error)
+                        if deadline.over:
+                            raise
+                        if used is not None:
+                            # It worked before and may be all that failed: its connection broke, the server is new.
+                            _log.warning("%s: %s; once more, with a new process group", self._client.url, error)
                 if not stay_paused:
                     await self._come_back(_MEMORY, deadline)
                     await self._post("/continue_generation", {}, deadline, confirmed=False)
         except GenerationError as error:
-            what = f"version {weights.version} of the weights did not reach {self._client.url}"
+            by = f", sent by rank {peer.rank}" if peer is not None else ""
+            what = f"version {weights.version} of the weights did not reach {self._client.url}{by}"
             raise SyncFailed(
                 f"{what}: {error}", dirty=self._begun, lost=not isinstance(error, ServerRefused)
             ) from error
@@ -201,7 +205,9 @@ class ServerWeights:
             self._give_up_group()
         return peer
 
-    async def _update(self, weights: Weights, peer: Peer | None, deadline: Deadline) -> tuple[float, float]:
+    async def _update(
+        self, weights: Weights, peer: Peer | None, senders: Senders | None, deadline: Deadline
+    ) -> tuple[float, float]:
         """When the server was told to stand still, and seconds spent in its update calls."""
         try:
             # All that can be done while it still generates.
@@ -210,7 +216,11 @@ class ServerWeights:
                     await self._post("/end_weight_update", {}, deadline.at_most(_TIDY_S))
             await self._forget_groups(deadline)
             if isinstance(weights, HostWeights) and self._group is None:
-                self._group = await self._join(weights.device, peer, deadline)
+                if peer is None or senders is None:
+                    self._group = await self._join(weights, None, deadline)
+                else:
+                    async with senders.trial(peer):
+                        self._group = await self._join(weights, peer, deadline)
             self._begun = True
             paused = time.monotonic()
             await self._post("/pause_generation", {"mode": "retract"}, deadline, confirmed=False)
@@ -230,6 +240,8 @@ class ServerWeights:
             await self._post("/update_weights_from_disk", body, deadline)
             return
         assert isinstance(weights, HostWeights), "adapters stand beside each other: see _add"
+        if isinstance(self._group, PeerGroup):
+            self._group.version = weights.version
         await self._post("/begin_weight_update", {}, deadline)
         for bucket in weights.buckets:
             last = bucket is weights.buckets[-1]
@@ -252,20 +264,25 @@ class ServerWeights:
         request = self._post("/update_weights_from_distributed", body, deadline)
         await _both(request, group.broadcast(deadline))
 
-    async def _join(self, device: torch.device, peer: Peer | None, deadline: Deadline) -> UpdateGroup | PeerGroup:
+    async def _join(self, weights: HostWeights, peer: Peer | None, deadline: Deadline) -> UpdateGroup | PeerGroup:
         info = await self._client.get("/server_info", deadline.left("/server_info"))
         whole = self._client.whole
         if (whole(info, "pp_size", 1, 1) or 1) > 1:
             raise GenerationError(
                 "pipeline-parallel servers cannot take broadcast weights; set WeightSync.method: disk"
             )
-        size = 1 + (whole(info, "tp_size", 1, 1) or 1)
-        on_gpu = info.get("device") == "cuda" and device.type == "cuda"
+        size, url = 1 + (whole(info, "tp_size", 1, 1) or 1), self._client.url
+        on_gpu = info.get("device") == "cuda" and weights.device.type == "cuda"
         group: UpdateGroup | PeerGroup
         if peer is None:
-            group = UpdateGroup(self._client.url, size, device if on_gpu else torch.device("cpu"))
+            group = UpdateGroup(url, new_name(), size, weights.device if on_gpu else torch.device("cpu"))
         else:
-            group = await PeerGroup.open(peer, self._client.url, size, on_gpu, deadline)
+            group = PeerGroup(peer)
+            try:
+                await group.open(url, size, weights.version, on_gpu, deadline)
+            except BaseException:
+                group.close()
+                raise
         body = {
             "master_address": group.address,
             "master_port": group.port,

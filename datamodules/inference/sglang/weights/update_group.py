@@ -54,23 +54,28 @@ class Deadline:
         return left
 
 
+def new_name() -> str:
+    """Of a group."""
+    return f"arborist-{uuid4().hex[:12]}"
+
+
 class UpdateGroup:
     """Made by `join`.
 
     Args:
         url: of the server.
+        name: of the group, at the server; torch refuses one that was used before.
         size: ranks of the group: this process and the server's.
         device: that broadcasts start from: a CUDA device for NCCL, the CPU for gloo.
 
     Attributes:
-        name: of the group, at the server.
         backend: "gloo" or "nccl".
         address, port: where the server joins it.
         sent: bytes that were broadcast.
     """
 
-    def __init__(self, url: str, size: int, device: torch.device) -> None:
-        self.name = f"arborist-{uuid4().hex[:12]}"  # torch refuses a name that was used before
+    def __init__(self, url: str, name: str, size: int, device: torch.device) -> None:
+        self.name = name
         self.backend = "nccl" if device.type == "cuda" else "gloo"
         self._url = url
         self._size = size
@@ -138,8 +143,7 @@ class UpdateGroup:
         self._pg = dist.ProcessGroupGloo(store, 0, self._size, options)
 
     def _stage(self, bucket: Bucket) -> None:
-        data = bucket.read()
-        self._staged = data.cpu() if self.backend == "gloo" else data
+        self._staged = bucket.read(self._device if self.backend == "nccl" else None)
 
     def _broadcast(self, tensor: Tensor, left: float) -> None:
         pg = self._pg

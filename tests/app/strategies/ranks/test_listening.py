@@ -54,7 +54,7 @@ def test_a_rank_that_is_alone_needs_no_free_port(monkeypatch: pytest.MonkeyPatch
 
 
 def test_an_address_of_no_interface_is_said_to_listen_everywhere(capsys: pytest.CaptureFixture[str]) -> None:
-    with listening._listener("192.0.2.1", 0) as listener:  # reserved for documentation
+    with listening.listen("192.0.2.1", 0) as listener:  # reserved for documentation
         assert listener.getsockname()[0] in ("::", "0.0.0.0")
     assert "192.0.2.1, where the ranks meet, is no address of this machine" in capsys.readouterr().err
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from lightning.pytorch import Callback
 from torch import Tensor
 
 from app.strategies import DTAStrategy
+from app.strategies.ranks.listening import LOOPBACK, listen
 from callbacks import WeightSync
 from datamodules.inference.export import checkpoint_weights
 from datamodules.inference.protocol import WeightUpdate
@@ -30,17 +32,19 @@ def send_versions(
     versions: int,
     leaves: int = 0,
     other: int = 0,
+    breaks: int = 0,
     home: str = ".",
     files: str = "",
     blind: int = 0,
+    elsewhere: str = "/",
     most: int = 0,
 ) -> list[dict[str, Any]]:
     """Brings servers to versions 1, 2, ... of `tiny_policy(seed=version)`; on rank 0 its report of the others.
 
     Args:
         leaves: this rank goes after the first version.
-        other: this rank has another model.
-        home: the working directory of all ranks but `blind`, which is elsewhere.
+        other: this rank has another model. breaks: this one cannot make its weights.
+        home: the working directory of all ranks but `blind`, which is `elsewhere`.
         files: a folder of `home` that has the weights.
         most: ranks that send; 0: all.
     """
@@ -49,21 +53,22 @@ def send_versions(
     word: list[Any] = [None]
     if rank == 0:
         engine.start(tiny_policy(), 0, seed=0)
-        word = [engine.senders.invite(dist.get_world_size(), dist.get_world_size(), most or None, "127.0.0.1")]
+        ranks = dist.get_world_size()
+        word = [engine.senders.invite(ranks, ranks, most or None, LOOPBACK, partial(listen, LOOPBACK))]
     dist.broadcast_object_list(word)
     before = os.getcwd()
     try:
-        os.chdir("/" if rank and rank == blind else home)
+        os.chdir(elsewhere if rank and rank == blind else home)
         if rank == 0:
             report = _lead(engine, versions, files)
             dist.barrier()
             return report
         asked = word[0] is not None and engine.senders.join(word[0], rank)
         for version in range(1, versions + 1) if asked else ():
-            policy = tiny_policy(seed=version)
+            policy = None if rank == breaks else tiny_policy(seed=version)
             if rank == other:
                 policy.resize_token_embeddings(7)
-            engine.senders.lend(version, None if files else lambda: checkpoint_weights(policy), DEADLINE_S)  # noqa: B023
+            engine.senders.lend(version, None if files else partial(checkpoint_weights, policy), DEADLINE_S)
             if rank == leaves:
                 engine.senders.leave()
                 break
@@ -100,18 +105,27 @@ class _Reports(Callback):
             self.said.append(run.datamodule.engine.health()["senders"])
 
 
-def fit(layout: Layout, urls: list[str], directory: Path) -> tuple[list[list[dict[str, Any]]], dict[str, Tensor]]:
-    """Two steps whose versions go to servers; what `_Reports` heard, and the trained weights."""
+def fit(
+    layout: Layout, urls: list[str], directory: Path, base: Path | None = None, senders: int | None = None
+) -> tuple[list[list[dict[str, Any]]], dict[str, Tensor]]:
+    """Two steps whose versions go to servers, with `base` of an adapter on the model there; what `_Reports` heard, and
+    the trained weights."""
     torch.manual_seed(0)
     ranks, size, sharded = layout
     module, data, reports = (
-        PolicyModule(adapted(None), optimizer=adamw),
+        PolicyModule(adapted(base), optimizer=adamw),
         Served([make_batch(k, version=k) for k in range(2)]),
         _Reports(),
     )
     data.engine = SGLangEngine(urls=urls)
     strategy = DTAStrategy(group_size=size, shard_parameters=sharded)
-    run = trainer(WeightSync("distributed"), reports, devices=ranks, strategy=strategy, default_root_dir=directory)
+    run = trainer(
+        WeightSync("distributed", senders=senders),
+        reports,
+        devices=ranks,
+        strategy=strategy,
+        default_root_dir=directory,
+    )
     try:
         run.fit(module, data)
     finally:

@@ -12,12 +12,12 @@ import torch
 
 from datamodules.inference.protocol import GenerationError
 from datamodules.inference.sglang.weights.forms import Bucket
-from datamodules.inference.sglang.weights.update_group import Deadline, UpdateGroup, on_thread
+from datamodules.inference.sglang.weights.update_group import Deadline, UpdateGroup, new_name, on_thread
 
 
 @pytest.fixture
 def group() -> Iterator[UpdateGroup]:
-    group = UpdateGroup("http://127.0.0.1:1", 2, torch.device("cpu"))
+    group = UpdateGroup("http://127.0.0.1:1", new_name(), 2, torch.device("cpu"))
     yield group
     group.close()
 
