@@ -1,8 +1,10 @@
 """The text of a reply while its tokens are sampled, and the stop texts in it.
 
 Promises: characters come as soon as all their bytes are there, whatever tokens they are spread over, and together they
-are what the tokenizer makes of all the tokens at once; a stop text is found with the token that completes it, wherever
-the tokens are cut. Cost of a token: decoding the few around it (as TGI's and vLLM's incremental detokenization).
+are what the tokenizer makes of all the tokens at once (but for characters that were given, and that a vocabulary which
+falls back to bytes takes back, as bytes that are none follow right behind them); a stop text is found with the token
+that completes it, wherever the tokens are cut. Cost of a token: decoding the few around it (as TGI's and vLLM's
+incremental detokenization).
 """
 
 from __future__ import annotations
@@ -91,8 +93,13 @@ class ReplyText:
         """The characters that are whole now and were not before; may be empty."""
         self._tokens += tokens
         now = self._decode(self._tokens)
-        tail = now[-_MOST_HELD:]
-        held = len(tail) - len(tail.rstrip(_UNKNOWN))
+        held = len(now) - len(now.rstrip(_UNKNOWN))  # all: falling back to bytes, a run of them is whole or nothing
+        if held > _MOST_HELD:
+            if len(tokens) > 1:  # whole characters, maybe, before the beginning of one
+                del self._tokens[-len(tokens) :]
+                return "".join(self.add([one]) for one in tokens)
+            if len(self._tokens) > _LONGEST_WINDOW:  # no characters
+                held = _MOST_HELD
         whole = len(now) - held
         self.holds = held > 0
         piece, self._said = now[self._said : whole], max(whole, self._said)
@@ -112,7 +119,7 @@ class ReplyText:
     def _shrink(self, kept: int, held: int) -> None:
         if kept < len(self._tokens):
             self._tokens = self._tokens[-kept:] if kept else []
-            self._said = len(self._decode(self._tokens)) - held
+            self._said = max(0, len(self._decode(self._tokens)) - held)
 
 
 class TextStops:

@@ -10,18 +10,24 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
-from datamodules.inference.reply_text import ReplyText, TextStops, bytes_of, cut_at_stop, decode_of, maybe_stop
+from datamodules.inference.reply_text import Decode, ReplyText, TextStops, bytes_of, cut_at_stop, decode_of, maybe_stop
 from tests.helpers.recorded_samples import byte_tokenizer, fallback_tokenizer
 
 TOKENIZER = byte_tokenizer()
 DECODE = partial(TOKENIZER.decode, skip_special_tokens=False)
-TEXTS = st.text("ab \n€é😀\ufffd", max_size=30).map(lambda text: TOKENIZER.encode(text, add_special_tokens=False))
+TEXT = st.text("ab \n€é😀\ufffd", max_size=30)
+TEXTS = TEXT.map(lambda text: TOKENIZER.encode(text, add_special_tokens=False))
+# Falling back to bytes, as Llama 2 and Mistral do for ends of lines, too.
+FALLBACK = fallback_tokenizer()
+OF_BYTES = partial(FALLBACK.decode, skip_special_tokens=False)
+FALLBACK_TEXTS = TEXT.map(lambda text: FALLBACK.encode(text, add_special_tokens=False))
+BOTH = st.one_of(st.tuples(st.just(DECODE), TEXTS), st.tuples(st.just(OF_BYTES), FALLBACK_TEXTS))
 # Any ids: most of their bytes are no characters, and long runs of them neither.
 IDS = st.lists(st.integers(0, len(TOKENIZER) - 1), max_size=200)
 
 
-def pieces(ids: list[int], sizes: list[int]) -> tuple[list[str], str]:
-    text, found, at = ReplyText(DECODE), [], 0
+def pieces(ids: list[int], sizes: list[int], decode: Decode = DECODE) -> tuple[list[str], str]:
+    text, found, at = ReplyText(decode), [], 0
     for size in sizes:
         found.append(text.add(ids[at : at + size]))
         at += size
@@ -30,10 +36,11 @@ def pieces(ids: list[int], sizes: list[int]) -> tuple[list[str], str]:
 
 
 @settings(max_examples=80, deadline=None)
-@given(st.one_of(TEXTS, IDS), st.lists(st.integers(0, 3), max_size=90))
-def test_pieces_are_the_whole_text(ids: list[int], sizes: list[int]) -> None:
-    found, rest = pieces(ids, sizes)
-    assert "".join([*found, rest]) == DECODE(ids)
+@given(st.one_of(BOTH, st.tuples(st.just(DECODE), IDS)), st.lists(st.integers(0, 3), max_size=90))
+def test_pieces_are_the_whole_text(case: tuple[Decode, list[int]], sizes: list[int]) -> None:
+    decode, ids = case
+    found, rest = pieces(ids, sizes, decode)
+    assert "".join([*found, rest]) == decode(ids)
 
 
 @settings(max_examples=80, deadline=None)
@@ -59,7 +66,7 @@ def test_a_tokenizers_own_decoding_is_kept() -> None:
     assert getattr(decode_of(cleaned), "func", None) == cleaned.decode
 
 
-@pytest.mark.parametrize("tokenizer", [TOKENIZER, fallback_tokenizer()])
+@pytest.mark.parametrize("tokenizer", [TOKENIZER, FALLBACK])
 def test_the_bytes_of_tokens_are_those_of_their_text(tokenizer: PreTrainedTokenizerFast) -> None:
     """Byte-level (GPT-2, Qwen), and with bytes for what no token spells (Llama 2, Mistral, Gemma)."""
     of, ids = bytes_of(tokenizer), tokenizer.encode("a é😀 a", add_special_tokens=False)
@@ -68,33 +75,50 @@ def test_the_bytes_of_tokens_are_those_of_their_text(tokenizer: PreTrainedTokeni
     assert of(len(tokenizer) + 3) == b""
 
 
-def test_a_character_comes_with_its_last_byte() -> None:
-    ids = TOKENIZER.encode("a€😀", add_special_tokens=False)
-    text = ReplyText(DECODE)
+@pytest.mark.parametrize("tokenizer", [TOKENIZER, FALLBACK])
+def test_a_character_comes_with_its_last_byte(tokenizer: PreTrainedTokenizerFast) -> None:
+    ids = tokenizer.encode("a€😀", add_special_tokens=False)
+    text = ReplyText(decode_of(tokenizer))
     assert [text.add([one]) for one in ids] == ["a", "", "", "€", "", "", "", "😀"]
 
 
-def test_bytes_that_are_no_characters_cost_no_more_than_others() -> None:
-    seen: list[int] = []
+def test_characters_that_come_together_are_whole_before_the_beginning_of_one() -> None:
+    """And many of them, of whose bytes a vocabulary that falls back makes no character until the last is whole."""
+    ids = FALLBACK.encode("😀" * 40, add_special_tokens=False)
+    text = ReplyText(OF_BYTES)
+    assert [text.add(ids[:-2]), text.add(ids[-2:])] == ["😀" * 39, "😀"]
+
+
+@pytest.mark.parametrize("tokenizer", [TOKENIZER, FALLBACK])
+def test_bytes_that_are_no_characters_cost_no_more_than_others(tokenizer: PreTrainedTokenizerFast) -> None:
+    decode, seen = decode_of(tokenizer), list[int]()
 
     def counting(ids: list[int]) -> str:
         seen.append(len(ids))
-        return str(DECODE(ids))
+        return decode(ids)
 
-    text, bad = ReplyText(counting), TOKENIZER.encode("€", add_special_tokens=False)[:1]
+    text, bad = ReplyText(counting), tokenizer.encode("€", add_special_tokens=False)[:1]
     said = "".join(text.add(bad) for _ in range(500)) + text.finish()
-    assert said == DECODE(bad * 500) and max(seen) < 80
+    assert said == decode(bad * 500) and max(seen) < 80
+
+
+def test_what_was_given_is_not_taken_back() -> None:
+    """By bytes that are no characters, behind which a decoder that falls back to them has none before them either."""
+    whole, bad, after = (FALLBACK.encode(one, add_special_tokens=False) for one in ("é", "😀", "b"))
+    text = ReplyText(OF_BYTES)
+    assert [text.add([one]) for one in [*whole, *bad[:2], *after]] == ["", "é", "", "", "\ufffd" * 3 + "b"]
 
 
 @settings(max_examples=80, deadline=None)
-@given(TEXTS, st.lists(st.text("ab€😀", min_size=1, max_size=3), min_size=1, max_size=4))
-def test_a_stop_is_found_with_the_token_that_completes_it(ids: list[int], stops: list[str]) -> None:
+@given(BOTH, st.lists(st.text("ab€😀", min_size=1, max_size=3), min_size=1, max_size=4))
+def test_a_stop_is_found_with_the_token_that_completes_it(case: tuple[Decode, list[int]], stops: list[str]) -> None:
+    decode, ids = case
     first = next(
-        (k for k in range(1, len(ids) + 1) if any(stop in DECODE(ids[:k]) for stop in stops)),
+        (k for k in range(1, len(ids) + 1) if any(stop in decode(ids[:k]) for stop in stops)),
         None,
     )
-    assert TextStops(stops, DECODE).end(ids) == first
-    one_by_one = TextStops(stops, DECODE)
+    assert TextStops(stops, decode).end(ids) == first
+    one_by_one = TextStops(stops, decode)
     assert next((k for k, one in enumerate(ids, 1) if one_by_one.end([one])), None) == first
 
 
