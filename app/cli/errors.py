@@ -126,19 +126,18 @@ def cut(text: str) -> str:
 
 
 def users_mistake(error: BaseException) -> BaseException | None:
-    """The error in `error`'s chain of causes that is written for a user: of a class of this project, of Lightning's
-    configuration checks, a ValueError or FileNotFoundError that this project's code raised, or the ImportError of a
-    class that the configuration names, whose library is not installed; or, when there is none, what a full or read-only
-    disk said. None for failures."""
-    found: BaseException | None = None
+    """The first error in `error`'s chain of causes that is written for a user; it names the key, and quotes those below
+    it. Such are errors of a class of this project, of Lightning's configuration checks, a ValueError or
+    FileNotFoundError that this project's code raised, or the ImportError of a class that the configuration names, whose
+    library is not installed; or, when there is none, what a full or read-only disk said. None for failures."""
     current: BaseException | None = error
     over: BaseException | None = None
     while current is not None:
         if _is_for_users(current) or (isinstance(current, ImportError) and str(over).startswith(_MAKING)):
-            found = current
+            return current
         current, over = current.__cause__, current
-    trouble = disk_trouble(error) if found is None else None
-    return found if trouble is None else RunDirectoryError(trouble)
+    trouble = disk_trouble(error)
+    return None if trouble is None else RunDirectoryError(trouble)
 
 
 def _is_for_users(error: BaseException) -> bool:

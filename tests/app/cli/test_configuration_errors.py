@@ -38,6 +38,7 @@ def refusal(capsys: pytest.CaptureFixture[str], *args: str) -> str:
     return said
 
 
+_AGENT = "datamodules.workflows.gateway.AgentWorkflow"
 _LR, _CONFIG = "--model.init_args.optimizer.init_args", "--model.init_args.model.config"
 
 
@@ -97,6 +98,14 @@ def test_options_that_cannot_be(args: list[str], words: str, capsys: pytest.Capt
         ),
         (["--trainer.devices=0"], "error: trainer: `Trainer(devices='0')` value is not a valid input"),
         (["--data.tokenizer=/etc"], "tokenizer: /etc holds no tokenizer"),
+        (
+            [f"--data.workflow={_AGENT}", "--data.workflow.agent=no.agent"],
+            "AgentWorkflow.agent: 'no.agent' is no function",
+        ),
+        (
+            [f"--data.workflow={_AGENT}", "--data.workflow.agent=['x']", "--data.workflow.host=192.0.2.1"],
+            "AgentWorkflow.host: '192.0.2.1' is no address of this machine",
+        ),
         (["--without_callbacks=[WeightSync]"], "add callbacks.WeightSync to trainer.callbacks"),
         (
             ["--without_callbacks=[Progress]"],
