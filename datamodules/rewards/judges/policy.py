@@ -87,10 +87,15 @@ class PolicyClient:
         engine = self._engine
         if engine is None:
             raise JudgeError("is the policy (model.engine), and none runs here; name a model behind a URL to try it")
+
+        def still() -> float:
+            return getattr(engine, "still_s", 0.0)
+
         async with self._slots:
-            began = asyncio.get_running_loop().time()
+            now = asyncio.get_running_loop().time
+            began, before = now(), still()
             try:
-                async with deadline(self._model.deadline_s, lambda: getattr(engine, "still_s", 0.0)):
+                async with deadline(self._model.deadline_s, still):
                     return await self._asked(engine, question)
             except TimeoutError as error:
                 self.spent.refused += 1
@@ -99,7 +104,7 @@ class PolicyClient:
                 self.spent.refused += 1
                 raise
             finally:
-                self.spent.seconds += asyncio.get_running_loop().time() - began
+                self.spent.seconds += max(0.0, now() - began - (still() - before))
 
     async def _asked(self, engine: InferenceEngine, question: Question[_T]) -> _T:
         model, again = self._model, ""

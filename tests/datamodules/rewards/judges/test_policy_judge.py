@@ -120,6 +120,23 @@ def test_an_engine_that_stands_still_makes_no_verdict_late() -> None:
     assert "gave no verdict within 0.1 s (model.deadline_s)" in str(found) and pool.spent()["judge_refused"] == 1
 
 
+class OnceStill(ScriptedEngine):
+    """Says that it has stood still all the while, and for longer than that."""
+
+    still_s = 0.0
+
+    async def generate(self, request: GenerationRequest) -> GenerationResponse:
+        self.still_s += 1e6
+        return await super().generate(request)
+
+
+def test_seconds_of_an_engine_that_stands_still_are_none_of_the_judges() -> None:
+    for kind in (OnceStill, ScriptedEngine):
+        _, pool, _ = asked(["42"], lambda request: points(10, 4), kind=kind)
+        assert pool.spent()["judge_seconds"] >= 0 and pool.spent()["judge_calls"] == 1
+        assert (pool.spent()["judge_seconds"] > 0) == (kind is ScriptedEngine)
+
+
 def test_a_run_judges_itself_with_the_embedded_engine() -> None:
     """Weights that know nothing: every group is refused in words or judged, and held-out sums are the verifier's."""
     torch.manual_seed(0)
