@@ -218,7 +218,11 @@ class Gateway:
 
     async def _reward(self, request: web.Request) -> web.StreamResponse:
         session = self._session(request)
-        session.rewards.post(json_object(await self._listener.body(request)), session.exchanges)
+        body = json_object(await self._listener.body(request))
+        if session.ended.is_set():  # it is being judged or written, with the rewards that were there
+            told = "reward: the session has ended, which takes none any more; post rewards before /end"
+            raise RequestError(told, status=403, code="session_ended")
+        session.rewards.post(body, session.exchanges)
         return web.json_response({"reward": session.rewards.episode, "calls": len(session.rewards.calls)})
 
     async def _end(self, request: web.Request) -> web.StreamResponse:

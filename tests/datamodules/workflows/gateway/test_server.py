@@ -152,6 +152,38 @@ async def test_a_reward_is_a_finite_number_and_an_end_is_final() -> None:
 
 
 @on_a_loop
+async def test_a_reward_that_comes_after_the_end_is_refused() -> None:
+    """While it is written, and where it had begun to arrive before."""
+    session = new_session(ScriptedEngine(TOKENIZER, []))
+    writing, may_end = asyncio.Event(), asyncio.Event()
+
+    async def write(_: Session) -> None:
+        writing.set()
+        await may_end.wait()
+
+    async def slow_body() -> AsyncIterator[bytes]:
+        yield b'{"reward": '
+        await writing.wait()
+        yield b"0.25}"
+
+    async with serving(session, ended=write) as (client, (address,)):
+        bodies: list[dict[str, Any]] = [{"data": slow_body()}, {"json": {"reward": 0.5}}]
+        late = asyncio.create_task(refusal(client.post(address + "/reward", headers=bearer(session), **bodies[0])))
+        ending = asyncio.create_task(refusal(client.post(address + "/end", headers=bearer(session))))
+        await asyncio.wait_for(writing.wait(), WAIT_S)
+        told = [await late, await refusal(client.post(address + "/reward", headers=bearer(session), **bodies[1]))]
+        may_end.set()
+        assert told == [(403, "session_ended")] * 2 and await ending == (200, "")
+    assert session.rewards.total is None
+
+
+async def refusal(asking: Any) -> tuple[int, str]:
+    """Its status, and its code; "" where it is none."""
+    async with asking as answer:
+        return answer.status, (await answer.json()).get("error", {}).get("code", "")
+
+
+@on_a_loop
 async def test_a_session_that_has_been_written_is_held_no_longer() -> None:
     session, written = new_session(ScriptedEngine(TOKENIZER, ["well"])), list[Session]()
 

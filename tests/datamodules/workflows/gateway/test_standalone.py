@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
-from typing import Any
 
 from datamodules.files.recording import read_batch, versions
 from datamodules.workflows.gateway import Budget
@@ -20,6 +19,7 @@ from tests.datamodules.workflows.gateway.test_server import (
     ask,
     bearer,
     on_a_loop,
+    refusal,
     serving,
 )
 from tests.datamodules.workflows.scripted_engine import ScriptedEngine
@@ -63,7 +63,7 @@ async def test_a_call_under_way_when_its_session_ends_is_not_answered(tmp_path: 
             client.post(address + "/v1/chat/completions", json={**HELLO, "stream": stream}, headers=bearer(session))
             for stream in (False, True)
         ]
-        asking = [asyncio.create_task(one) for one in map(_answered, late)]
+        asking = [asyncio.create_task(one) for one in map(refusal, late)]
         while len(session.repeats.running) < 2:
             await asyncio.sleep(0.01)
         async with client.post(address + "/end", headers=bearer(session)) as answer:
@@ -71,11 +71,6 @@ async def test_a_call_under_way_when_its_session_ends_is_not_answered(tmp_path: 
         assert [await one for one in asking] == [(403, "session_ended")] * 2
     (group,) = read_batch(tmp_path, 0)
     assert [one.metadata["abandoned_calls"] for one in group.trajectories] == [2]
-
-
-async def _answered(asking: Any) -> tuple[int, str]:
-    async with asking as answer:
-        return answer.status, (await answer.json())["error"]["code"]
 
 
 @on_a_loop
