@@ -3,7 +3,8 @@
 Promises: a request reaches the provider as it came, its key included, but for what belongs to the connection
 (hop-by-hop headers, Host) and Accept-Encoding, and the answer reaches the client byte for byte, while it comes; keys
 are held by requests under way alone. A provider that cannot be reached, or is silent, is an error by name in the
-protocol's shape; a client that goes away ends the provider's call. Only whole answers are recorded.
+protocol's shape; a client that goes away ends the provider's call, and so does the end of its session, which the client
+is told. Only whole answers are recorded.
 """
 
 from __future__ import annotations
@@ -13,7 +14,8 @@ import json
 import re
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager
 
 import aiohttp
 from aiohttp import web
@@ -21,6 +23,7 @@ from multidict import CIMultiDict
 from yarl import URL
 
 from app import checks
+from datamodules.processes.calls import CallFailed, UnderWay
 from datamodules.workflows.gateway.errors import RequestError
 from datamodules.workflows.gateway.heard import READERS
 from datamodules.workflows.gateway.listener import LEFT, Listener, hang_up, json_object, spoken
@@ -56,6 +59,28 @@ class _Session:
         self.ended = False
         self.rewards = Rewards()
         self.conversations = Conversations()
+        self._calls = UnderWay()
+
+    def check(self) -> None:
+        """Raises RequestError: it has ended."""
+        if self.ended:
+            raise RequestError("the session has ended; use another name", status=403, code="session_ended")
+
+    @asynccontextmanager
+    async def going_on(self) -> AsyncIterator[None]:
+        """Around a wait. Raises RequestError, as `check`, as soon as the session ends."""
+        try:
+            async with self._calls.call():
+                self.check()
+                yield
+        except CallFailed:
+            self.check()
+            raise
+
+    def end(self) -> None:
+        """Nothing goes on in it any more. Idempotent."""
+        self.ended = True
+        self._calls.stop()
 
 
 class UpstreamGateway:
@@ -145,14 +170,14 @@ class UpstreamGateway:
             check_new(name, self._over, len(self._sessions))
             self._sessions[name] = _Session(name)
         session = self._sessions[name]
-        if session.ended:
-            raise RequestError("the session has ended; use another name", status=403, code="session_ended")
+        session.check()
         session.touched = time.monotonic()
         return session
 
     async def _answer_reward(self, request: web.Request) -> web.StreamResponse:
         session = self._session(request)
         body = json_object(await self._listener.body(request))
+        session.check()  # while it arrived
         if "call" in body:
             raise RequestError("call: conversations have one reward, of the session; leave it out", param="call")
         session.rewards.post(body, [])
@@ -163,8 +188,8 @@ class UpstreamGateway:
         return web.json_response({"ended": True})
 
     async def _end(self, session: _Session) -> None:
-        """Writes it; nothing that is answered from now on is in it. Raises RecordingError."""
-        session.ended = True
+        """Writes it; calls under way are refused. Raises RecordingError."""
+        session.end()
         async with self._writing:
             if self._sessions.get(session.name) is not session:
                 return
@@ -189,9 +214,9 @@ class UpstreamGateway:
             outcome = self._heard(session, path, body, response, said)
 
         try:
-            return await self._exchange(request, path, body, hear)
+            return await self._exchange(session, request, path, body, hear)
         except RequestError:
-            outcome = "failed"
+            outcome = "cut_off" if session.ended else "failed"
             raise
         finally:
             session.under_way -= 1
@@ -219,11 +244,17 @@ class UpstreamGateway:
         return ""
 
     async def _exchange(
-        self, request: web.Request, path: str, body: bytes, hear: Callable[[web.StreamResponse, bytes], None]
+        self,
+        session: _Session,
+        request: web.Request,
+        path: str,
+        body: bytes,
+        hear: Callable[[web.StreamResponse, bytes], None],
     ) -> web.StreamResponse:
         """The response that was passed on; `hear` is told once, as soon as the client has all of it. Raises
         RequestError while the client can still be told by a status."""
-        answer = await self._asked(request, path, body)
+        async with session.going_on():
+            answer = await self._asked(request, path, body)
         try:
             response = web.StreamResponse(
                 status=answer.status, reason=answer.reason, headers=_passed_on(answer.headers)
@@ -234,7 +265,13 @@ class UpstreamGateway:
                 await self._listener.in_time(response.prepare(request))
                 while True:
                     try:
-                        piece = await answer.content.readany()
+                        async with session.going_on():
+                            piece = await answer.content.readany()
+                    except RequestError as problem:
+                        if is_heard:  # the client has all of it
+                            break
+                        await self._break_off(request, response, last, problem)
+                        return response
                     except (aiohttp.ClientError, OSError, TimeoutError) as error:
                         await self._break_off(request, response, last, self._problem(error))
                         return response

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import socket
 import threading
 import time
 import urllib.request
@@ -12,6 +13,7 @@ from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import openai
 import pytest
@@ -353,6 +355,56 @@ def test_a_client_that_leaves_ends_the_providers_call(tmp_path: Path) -> None:
         next(stream)
         stream.close()
         assert left.wait(START_S) and gateway.reaches("cut_off", 1)
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+def test_a_call_under_way_when_its_session_ends_is_not_answered(streamed: bool, tmp_path: Path) -> None:
+    asked, left = threading.Event(), threading.Event()
+
+    async def answer(request: bytes, writer: asyncio.StreamWriter) -> None:
+        writer.write(HEAD + b"\r\n" if streamed else b"")
+        try:
+            while True:
+                writer.write(EVENT if streamed else b"")
+                await writer.drain()
+                asked.set()
+                await asyncio.sleep(0.01)
+        except OSError:
+            left.set()
+
+    with provider(answer) as upstream, front(upstream, tmp_path) as gateway:
+        told: list[Exception] = []
+
+        def ask() -> None:
+            try:
+                said(gateway.client("s"), ASKED, streamed)
+            except openai.APIError as error:
+                told.append(error)
+
+        asking = threading.Thread(target=ask)
+        asking.start()
+        assert asked.wait(START_S) and gateway.post("s", "end") == {"ended": True}
+        asking.join(START_S)
+        assert not asking.is_alive() and "the session has ended" in str(told[0])
+        assert streamed or isinstance(told[0], openai.PermissionDeniedError)
+        assert gateway.reaches("cut_off", 1) and (not streamed or left.wait(START_S))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_reward_that_arrives_after_the_end_is_refused(tmp_path: Path) -> None:
+    with door(["well"]) as there, front(there.v1, tmp_path) as gateway:
+        said(gateway.client("s", there.key), ASKED)
+        body = b'{"reward": 1}'
+        with socket.create_connection(("127.0.0.1", urlsplit(gateway.gateway.address).port), START_S) as late:
+            session, ends = gateway.gateway._sessions["s"], time.monotonic() + START_S
+            before = session.touched
+            late.sendall(b"POST /r/s/reward HTTP/1.1\r\nHost: h\r\nContent-Length: %d\r\n\r\n{" % len(body))
+            while session.touched == before and time.monotonic() < ends:
+                time.sleep(0.01)
+            gateway.post("s", "end")
+            late.sendall(body[1:])
+            assert late.recv(1 << 16).startswith(b"HTTP/1.1 403 ")
+    assert not gateway.lines()[0]["rewarded"]
 
 
 def test_a_stream_is_whole_when_it_says_so(tmp_path: Path) -> None:
