@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoTokenizer
 
+from app.hub import check_reachable
 from app.strategies.checkpoint.checkpoints import MANIFEST_FILE, CheckpointError
 from app.strategies.checkpoint.trainer_state import ADAPTER_FILE, CONFIGURATIONS, GENERATION_FILE, SavedModel
 from app.text import reason
@@ -104,6 +105,7 @@ def export(
 
 def _tokenizer(name: str) -> Any:
     try:
+        check_reachable(name, "tokenizer_config.json")
         return AutoTokenizer.from_pretrained(name)
     except Exception as error:  # files that are cut or of another kind fail anywhere in transformers
         raise ValueError(f"--tokenizer: '{name}' holds no tokenizer: {reason(error)}") from error

@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
+from app.hub import check_reachable
 from app.text import printable, reason
 from datamodules.conversations.chat_template import Chat
 from datamodules.conversations.tokens import Conversation, is_reward
@@ -126,6 +127,7 @@ def load_system(path: str | Path) -> SystemPrompt:
 def load_chat_tokenizer(spec: str, key: str = "tokenizer") -> PreTrainedTokenizerBase:
     """The tokenizer of directory (or hub name) `spec`; refused without a chat template or an end-of-turn token."""
     try:
+        check_reachable(spec, "tokenizer_config.json")
         tokenizer = AutoTokenizer.from_pretrained(spec)
     except (OSError, ValueError) as error:
         raise RecordedDataError(f"{key}: no tokenizer could be loaded from '{spec}': {reason(error, 500)}") from error

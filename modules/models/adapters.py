@@ -16,6 +16,7 @@ import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from transformers import PreTrainedModel
 
+from app.hub import check_reachable
 from app.text import reason
 
 
@@ -73,6 +74,7 @@ def adapted(model: PreTrainedModel, adapter: str | dict[str, Any], path: str, bu
     if isinstance(adapter, str):
         _refuse_several(adapter)
         try:
+            check_reachable(adapter, "adapter_config.json")
             config = peft.PeftConfig.from_pretrained(adapter)
             if torch.get_default_device().type == "meta":  # another rank has the weights
                 config.inference_mode = False  # as it is saved; else this rank would train nothing of it

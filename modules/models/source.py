@@ -19,6 +19,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 from transformers import AutoConfig, AutoModelForSequenceClassification, PretrainedConfig, PreTrainedModel
 
 from app import checks
+from app.hub import check_reachable
 from app.text import reason
 from app.tree import (
     QUANTIZATIONS,
@@ -108,6 +109,7 @@ def _built(source: ModelSource, scores: bool) -> PreTrainedModel:
         refuse_adapter(source.path)
         kept = _loading(source)
         try:
+            check_reachable(source.path, "config.json")
             config = AutoConfig.from_pretrained(source.path, **one_label)
             kind: Any = AutoModelForSequenceClassification if scores else auto_class(config)
             if _without_storage():

@@ -15,6 +15,7 @@ from app.tree import TreeEngine
 from modules import ModelSource, build_model
 from modules.actor_critic import Critic
 from modules.models import ReferencePolicy, inner_model
+from tests.app.test_hub import hub
 from tests.helpers.tiny_policy import CONFIG, naive_model, parameters, source
 from tests.helpers.tiny_vision import TinyVision
 
@@ -78,6 +79,13 @@ def test_mistakes(fields: dict[str, Any], message: str, monkeypatch: pytest.Monk
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     with pytest.raises(ValueError, match=message):
         build_model(ModelSource(**fields))
+
+
+def test_without_a_hub_it_says_so_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    told = r"model.path: 'nobody/none' is neither a .*; name a .*: http://127\.0\.0\.1:\d+ does not answer"
+    with hub(503, monkeypatch) as asked, pytest.raises(ValueError, match=told):
+        build_model(ModelSource(path="nobody/none"))
+    assert len(asked) == 1
 
 
 def test_a_mistake_in_a_reference_or_critic_names_that() -> None:

@@ -1,0 +1,66 @@
+"""A hub that does not answer is asked once."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+from huggingface_hub import constants, hf_api
+
+from app.hub import check_reachable
+
+
+@contextmanager
+def hub(status: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """Answers everything with `status`; gives what it is asked for."""
+    asked: list[str] = []
+
+    class Hub(BaseHTTPRequestHandler):
+        def do_HEAD(self) -> None:
+            asked.append(self.path)
+            self.send_response(status)
+            self.end_headers()
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
+    address = f"http://127.0.0.1:{server.server_address[1]}"
+    # Where HF_ENDPOINT has gone.
+    monkeypatch.setattr(constants, "ENDPOINT", address)
+    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", address + "/{repo_id}/resolve/{revision}/{filename}")
+    monkeypatch.setattr(hf_api.api, "endpoint", address)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    try:
+        yield asked
+    finally:
+        server.shutdown()
+        server.server_close()
+
+
+@pytest.mark.parametrize("status", [503, 429])
+def test_one_that_does_not_answer_is_asked_once(status: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    with hub(status, monkeypatch) as asked:
+        with pytest.raises(ConnectionError, match=rf"http://127\.0\.0\.1:\d+ does not answer \(.*{status}"):
+            check_reachable("nobody/none", "config.json")
+        assert asked == ["/nobody/none/resolve/main/config.json"]
+
+
+@pytest.mark.parametrize("status", [404, 401])
+def test_what_it_says_of_a_model_is_for_others_to_tell(status: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    with hub(status, monkeypatch) as asked:
+        check_reachable("nobody/none", "config.json")
+        assert len(asked) == 1
+
+
+def test_what_is_here_or_no_name_is_not_asked_about(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with hub(503, monkeypatch) as asked:
+        check_reachable(str(tmp_path), "config.json")
+        check_reachable("no/such/dir", "config.json")
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+        check_reachable("nobody/none", "config.json")
+    assert asked == []
