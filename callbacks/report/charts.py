@@ -105,10 +105,14 @@ def reward_curve(runs: Sequence[RunData]) -> Plot | None:
         reward = next((key for key in ("rollouts/reward", "reward") if key in run.series), None)
         if reward is not None:
             steps, values = (np.asarray(one, float) for one in run.series[reward])
-            means, half = _running(values, max(1, len(values) // 20))
+            means, half = _running(values, window := max(1, len(values) // 20))
             label = " ".join(filter(None, (name, "training")))
             plot.add("line", colour, _points(steps, y=values), alpha=0.25)
-            plot.add("band", colour, _points(steps, low=means - half, high=means + half))
+            if window > 1:  # a single value has no interval
+                band = _points(steps[1:], low=(means - half)[1:], high=(means + half)[1:])
+                plot.add("band", colour, band)
+                for edge in ("low", "high"):  # by which it is seen where it has no width
+                    plot.add("line", colour, {"x": band["x"], "y": band[edge]}, width=6, alpha=0.15)
             plot.add("line", colour, _points(steps, y=means), width=2, label=label)
         held_out = held_out_curve(run)
         if held_out:
@@ -224,13 +228,13 @@ def thinned(runs: Sequence[RunData]) -> int:
 
 
 def _running(values: Any, window: int) -> tuple[Any, Any]:
-    """Mean of the last `window` values (fewer at the start), and half of its 95% interval: [n] each."""
+    """Mean of the last `window` values (fewer at the start), and half of its 95% interval, 0 for one: [n] each."""
     ones = np.minimum(np.arange(1, len(values) + 1), window)
     sums, squares = (np.concatenate([[0.0], np.cumsum(one)]) for one in (values, values**2))
     stop = np.arange(1, len(values) + 1)
     means = (sums[stop] - sums[stop - ones]) / ones
     variances = np.maximum(0.0, (squares[stop] - squares[stop - ones]) / ones - means**2)
-    return means, Z95 * np.sqrt(variances / np.maximum(1, ones - 1)) * (ones > 1)
+    return means, Z95 * np.sqrt(variances / np.maximum(1, ones - 1))
 
 
 def _points(steps: Any, **columns: Any) -> dict[str, list[float]]:

@@ -16,7 +16,7 @@ import pytest
 
 from app.batch import RolloutBatch
 from app.text import printable
-from callbacks.report.charts import charts, held_out_curve, lines, step_parts
+from callbacks.report.charts import charts, held_out_curve, lines, reward_curve, step_parts
 from callbacks.report.moments import batch_moment
 from callbacks.report.page import page, write_page
 from callbacks.report.runs import RunData
@@ -70,6 +70,17 @@ def test_intervals_are_over_prompts() -> None:
     assert (step, accuracy) == (0, 0.2) and 0.05 < low < 0.1 and 0.4 < high < 0.45  # Wilson's, 4 of 20
     bare = replace(one, held_out=[])
     assert held_out_curve(bare) == [(0, 0.2, 0.2, 0.2), (10, 0.8, 0.8, 0.8)]
+
+
+def test_a_band_without_width_is_seen_and_a_single_value_has_none() -> None:
+    steps = [float(step) for step in range(1, 61)]
+    plot = reward_curve([RunData("alike", series={"rollouts/reward": (steps, [0.5] * 60)})])
+    assert plot is not None
+    kinds = [(mark["kind"], len(mark["x"]), mark.get("width")) for mark in plot.marks]
+    assert kinds == [("line", 60, None), ("band", 59, None), *[("line", 59, 6)] * 2, ("line", 60, 2)]
+    assert all(mark["y"] == [0.5] * 59 for mark in plot.marks[2:4])
+    plot = reward_curve([RunData("short", series={"rollouts/reward": (steps[:30], [0.5] * 30)})])
+    assert plot is not None and [mark["kind"] for mark in plot.marks] == ["line", "line"]
 
 
 def test_parts_of_a_step_add_up() -> None:
