@@ -142,16 +142,18 @@ class Bucket:
                     " tree module that does so after its tree pass sets completes_gradients = False"
                 )
 
-    def adopt_written(self) -> None:
-        """Takes into the master what was written in place into this rank's part of the parameters (`load_state_dict` in
-        a hook, weight averaging): where a separate master no longer rounds to the parameter, the parameter wins.
-        Values are compared, one read of the part: autograd counts no writes to `param.data`."""
-        if self.master_is_parameter:
-            return
+    def was_written(self) -> Tensor:
+        """Whether this rank's part of the parameters was written in place (`load_state_dict` in a hook, weight
+        averaging), so that a separate master no longer rounds to it. Values are compared, one read of the part, and
+        nobody waits for it: autograd counts no writes to `param.data`."""
         written = self.ranks.slice_of(self.flat).to(self.master.device)
-        rounded = self.master.to(written.dtype)
-        if not torch.equal(rounded, written):
-            self.master.copy_(torch.where(rounded == written, self.master, written.to(self.master.dtype)))
+        return (self.master.to(written.dtype) != written).any()
+
+    def adopt_written(self) -> None:
+        """Takes it into the master: where this no longer rounds to the parameter, the parameter wins."""
+        written = self.ranks.slice_of(self.flat).to(self.master.device)
+        same = self.master.to(written.dtype) == written
+        self.master.copy_(torch.where(same, self.master, written.to(self.master.dtype)))
 
     def gather_parameters(self) -> None:
         """Every rank's parameters become the ranks' masters, rounded to the parameter dtype."""

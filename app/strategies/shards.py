@@ -362,9 +362,6 @@ class Shard:
         self._group.sum_over_groups_(own, self.names[0])
         return own
 
-    def adopt_written(self) -> None:
-        """What is written into the parameter is written into its master."""
-
     def gather_parameters(self) -> None:
         """Layers are gathered when they run."""
 

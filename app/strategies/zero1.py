@@ -148,8 +148,7 @@ class ShardedOptimizer:
                 " optimizer.zero_grad() before it"
             )
         self.sums.finish()
-        for bucket in self.buckets:
-            bucket.adopt_written()
+        self.adopt_written()
         shards = [bucket.summed if isinstance(bucket, Bucket) else bucket.sum_gradients() for bucket in self.buckets]
         # On the gradients' device, squared in float64: only the squares of norms are added over buckets and ranks.
         own = [shard for bucket, shard in zip(self.buckets, shards) if bucket.counted]
@@ -163,6 +162,15 @@ class ShardedOptimizer:
                 bucket.master.grad = shard.to(bucket.master.device)
         self._reduced = True
         return self.finite
+
+    @torch.no_grad()
+    def adopt_written(self) -> None:
+        """Takes into the masters what was written into parameters since the last step; waits for the device once."""
+        apart = [one for one in self.buckets if isinstance(one, Bucket) and not one.master_is_parameter]
+        answers = torch.stack([bucket.was_written() for bucket in apart]).tolist() if apart else []
+        for bucket, was_written in zip(apart, answers):
+            if was_written:
+                bucket.adopt_written()
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float) -> None:

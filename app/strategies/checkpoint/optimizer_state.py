@@ -39,10 +39,10 @@ def save_sharded(sharded: ShardedOptimizer) -> tuple[dict[str, Any], dict[str, P
     scalars: dict[str, dict[str, Any]] = {}
     tensors: dict[str, list[str]] = {}
     pieces: dict[str, Piece] = {}
+    sharded.adopt_written()
     for bucket in sharded.buckets:
         keyed = dict(sharded.optimizer.state.get(bucket.master, {}))
         if not bucket.master_is_parameter:
-            bucket.adopt_written()
             keyed[_MASTER] = bucket.master
         for key, value in keyed.items():
             if _is_sharded(key, value, bucket):

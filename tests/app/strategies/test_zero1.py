@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from app.strategies.checkpoint.optimizer_state import load_sharded, save_sharded
 from app.strategies.pieces import Piece
@@ -246,6 +247,36 @@ def test_weights_written_from_outside_are_not_lost() -> None:
     trained = [0, 1, 2, 3, 32, 33]
     torch.testing.assert_close(after[trained], expected[trained], rtol=0, atol=1e-7)
     assert (module.weight[0, 1].item(), module.bias[1].item()) == (3.0, 5.0)
+
+
+def test_whether_weights_were_written_is_asked_once_a_step() -> None:
+    """Whatever the number of buckets: on a GPU each question waits for all work before it."""
+
+    def questions(layers: int) -> int:
+        module = nn.Sequential(*(nn.Linear(2, 2, dtype=torch.bfloat16) for _ in range(layers)))
+        sharded = jobs.ShardedOptimizer(torch_sgd(module, 0.1), module, jobs.communicator(), bucket_elements=8)
+        assert len(sharded.buckets) >= layers
+        module(torch.ones(1, 2, dtype=torch.bfloat16)).sum().backward()
+        module[-1].weight.data[0, 1] = 3.0
+        with Questions() as asked:
+            sharded.reduce()
+        assert any(3.0 in bucket.master for bucket in sharded.buckets)
+        return asked.count
+
+    assert questions(5) == questions(1) > 0
+
+
+class Questions(TorchFunctionMode):
+    """Counts the calls that give Python what a tensor holds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        asks = (Tensor.tolist, Tensor.item, Tensor.__bool__, Tensor.__float__, torch.equal, Tensor.equal)
+        self.count += function in asks
+        return function(*args, **(kwargs or {}))
 
 
 class TestRefusals:
