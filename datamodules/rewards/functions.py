@@ -48,11 +48,11 @@ def math_verify(prompt: Prompt, completion: str) -> float:
     """1.0 when the completion's answer equals the prompt's, as mathematics (library math-verify).
 
     Its answer is a last line "#### ..." (GSM8K's mark), whole: "(1, 2)", "1/2" and "1 or 2" are no 2. Else it is what
-    the library takes for one: boxed, announced ("the answer is ..."), or the last expression. "1,000", "1000.0" and
-    "$\\boxed{1000}$" are equal; so are "1 1/2", "3/2" and "1.5"; so are "23 + 75" and "98": where the question is an
-    expression itself, repeating it is right, and a model learns to. An answer that the library cannot read or compare
-    within 3 s of processor time (a tower of powers, say) is wrong and counted (`note_unreadable`). That limit is a
-    signal: it needs the main thread, where the pool runs its rewards.
+    the library takes for one: boxed, announced ("the answer is ..."), or the last expression, where "(1, 2)" is no 2
+    either. "1,000", "1000.0" and "$\\boxed{1000}$" are equal; so are "1 1/2", "3/2" and "1.5"; so are "23 + 75" and
+    "98": where the question is an expression itself, repeating it is right, and a model learns to. An answer that the
+    library cannot read or compare within 3 s of processor time (a tower of powers, say) is wrong and counted
+    (`note_unreadable`). That limit is a signal: it needs the main thread, where the pool runs its rewards.
 
     Raises:
         ValueError: the prompt's answer is no mathematical expression, or cannot be compared with itself.
@@ -273,6 +273,11 @@ _MIXED = re.compile(r"(?<![\w.,/^])(\d{1,9}+)[ \t]++([1-9]\d{0,8}+)/(\d{1,9}+)(?
 _MONEY = re.compile(r"(?<!\\)\$(?=-?\d+/\d)(?![^$\n]*\$)")  # no other closes it
 _END = re.compile(r"(?<=\d)(/\d++)(?:\.|\*\*)++(?!\s*\d)")  # of a sentence, or of what is bold
 _ONE_NUMBER = re.compile(r"\d(?:[\d./%]|,(?=\d{3}))*")
+# Or an interval, the last numbers of a text and outside of LaTeX.
+_TUPLE = re.compile(
+    rf"(?<![\w$\\])[(\[]\s*+[-+]?{_ONE_NUMBER.pattern}+(?:\s*+[,;]\s*+[-+]?{_ONE_NUMBER.pattern}+)++\s*+[)\]]"
+    r"(?=[^\d$\\}]*\Z)"
+)
 _BETWEEN = re.compile(
     r"[\s$)\]}%]*(?:[,;:\u2013]|\b(?:and|or|to|of|out of)\b)[-+\s$(\[{.]*(?:[A-Za-z]\s*=[-+\s$(\[{.]*)?", re.IGNORECASE
 )
@@ -290,7 +295,7 @@ def readings(completion: str, reference: str = "0") -> list[str]:
     completion = _plain_fractions(completion)
     # Without this, "She answered 5 calls a day.\n#### 40" is read as an announced 5.
     if (marked := _MARKED.search(completion)) is None:
-        return [completion]
+        return [_TUPLE.sub(r"$\g<0>$", completion)]  # in text the library reads the last number of it
     mark = marked[1]
     words = _WORD.search(mark)
     if _LATEX.search(mark) or ("(" in mark and not words) or _is_several(mark):
