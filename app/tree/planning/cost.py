@@ -45,6 +45,8 @@ class ModelShape:
         text = config.get_text_config()
         heads = text.num_attention_heads
         intermediate = getattr(text, "intermediate_size", None) or 4 * text.hidden_size
+        if not isinstance(intermediate, int):  # one a layer (Gemma 3n)
+            intermediate = max(intermediate)
         active = getattr(text, "num_experts_per_tok", None)
         if active:
             intermediate = active * (getattr(text, "moe_intermediate_size", None) or intermediate)

@@ -45,6 +45,12 @@ FOLLOWING: dict[str, Any] = {"reference": "initial", "regularisers": [Regularise
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8, "norm_topk_prob": True}
 ROUTED = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8, "first_k_dense_replace": 1}
 ROUTED |= {"n_shared_experts": 1, "n_group": 1, "topk_group": 1}
+SHARING = {
+    "num_hidden_layers": 4,
+    "num_kv_shared_layers": 2,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+}
+SHARING |= {"sliding_window": 4, "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 17, "laurel_rank": 4}
 KINDS: dict[str, dict[str, Any]] = {
     "grpo": {},
     "gspo": {"objective": "gspo"},
@@ -54,6 +60,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "critic": {"critic": "initial", "critic_lr": 0.03},
     "experts": {"model": source(**HEADS, **EXPERTS, model_type="qwen3_moe")},
     "float32 router": {"model": source(**HEADS, **ROUTED, model_type="glm4_moe"), "optimizer": sgd},
+    "keys of other layers": {"model": source(**HEADS, **SHARING, model_type="gemma3n_text")},
     "untied": {"model": source(**HEADS, tie_word_embeddings=False)},
     "small chunks": {"chunk_tokens": 8, "live_tokens": 16},
 }

@@ -30,6 +30,7 @@ from app.tree import (
     whole_weights,
 )
 from tests.app.tree import models, oracle
+from tests.app.tree.cases import VOCABULARY
 from tests.app.tree.losses import SequenceLoss
 from tests.app.tree.parity import take_grads
 from tests.app.tree.states import hybrids
@@ -107,6 +108,21 @@ SUPPORTED: dict[str, Family] = {
         "soft-capped scores, every other layer windowed; not with `flash`",
     ),
     "Gemma 3": Family("gemma3_text", ALTERNATING, "text models; layers with and without a window"),
+    "Gemma 3n": Family(
+        "gemma3n_text",
+        dict(
+            num_hidden_layers=4,
+            num_kv_shared_layers=2,
+            layer_types=["sliding_attention", "full_attention"] * 2,
+            sliding_window=4,
+            head_dim=8,
+            intermediate_size=[24, 32, 24, 24],
+            activation_sparsity_pattern=[0.5, 0.0, 0.0, 0.0],
+            hidden_size_per_layer_input=8,
+            vocab_size_per_layer_input=VOCABULARY,
+        ),
+        "text models (`...ForCausalLM`); the last layers attend to keys of others, windowed or not",
+    ),
     "GPT-OSS": Family(
         "gpt_oss",
         {**EXPERTS, **ALTERNATING, "attn_implementation": "eager"},

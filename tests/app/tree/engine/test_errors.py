@@ -168,7 +168,6 @@ QWEN4 = dict(
             "Zamba2ForCausalLM: its attention layers share one block",
         ),
         ("qwen4_exp_text", QWEN4, "Qwen4ExpForCausalLM: it keeps the last token ids"),
-        ("gemma3n_text", dict(head_dim=8, num_kv_shared_layers=0), "Gemma3nForCausalLM: its MLPs have a width a layer"),
         ("rwkv", dict(attn_implementation="eager", attention_hidden_size=16), "[Rr]wkv"),
     ],
 )

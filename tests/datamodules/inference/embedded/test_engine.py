@@ -10,7 +10,15 @@ from typing import ClassVar
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, Mamba2Config, MambaConfig, MistralConfig, Qwen2Config
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma3nTextConfig,
+    LlamaConfig,
+    Mamba2Config,
+    MambaConfig,
+    MistralConfig,
+    Qwen2Config,
+)
 
 from datamodules.inference.embedded import EmbeddedEngine, batcher
 from datamodules.inference.protocol import GenerationError, GenerationRequest, WeightUpdate
@@ -76,8 +84,18 @@ SHAPE = {
         Qwen2Config(**SHAPE, use_sliding_window=True, sliding_window=6, max_window_layers=1),
         LlamaConfig(**SHAPE),
         MistralConfig(**SHAPE, sliding_window=8),
+        Gemma3nTextConfig(
+            **{**SHAPE, "num_hidden_layers": 4},
+            num_kv_shared_layers=2,
+            layer_types=["sliding_attention", "full_attention"] * 2,
+            sliding_window=8,
+            head_dim=8,
+            activation_sparsity_pattern=[0.5, 0.0, 0.0, 0.0],
+            hidden_size_per_layer_input=8,
+            vocab_size_per_layer_input=VOCABULARY,
+        ),
     ],
-    ids=["qwen2", "qwen2-sliding", "llama", "mistral-sliding"],
+    ids=["qwen2", "qwen2-sliding", "llama", "mistral-sliding", "gemma3n"],
 )
 @pytest.mark.parametrize("max_batch_tokens", [4096, 10])
 def test_other_families(config, max_batch_tokens) -> None:
