@@ -18,6 +18,7 @@ from callbacks import WeightSync
 from datamodules.inference.export import checkpoint_weights
 from datamodules.inference.protocol import WeightUpdate
 from datamodules.inference.sglang import SGLangEngine
+from datamodules.inference.sglang.launcher import API_KEY_VARIABLE
 from datamodules.inference.weight_files import WeightFiles
 from modules import PolicyModule
 from tests.app.strategies.shard_jobs import Layout, Served, adamw, adapted
@@ -38,6 +39,7 @@ def send_versions(
     blind: int = 0,
     elsewhere: str = "/",
     most: int = 0,
+    key: str = "",
 ) -> list[dict[str, Any]]:
     """Brings servers to versions 1, 2, ... of `tiny_policy(seed=version)`; on rank 0 its report of the others.
 
@@ -47,8 +49,10 @@ def send_versions(
         home: the working directory of all ranks but `blind`, which is `elsewhere`.
         files: a folder of `home` that has the weights.
         most: ranks that send; 0: all.
+        key: of the servers.
     """
     rank = dist.get_rank()
+    os.environ[API_KEY_VARIABLE] = key
     engine = SGLangEngine(urls=urls)
     word: list[Any] = [None]
     if rank == 0:
@@ -78,6 +82,7 @@ def send_versions(
         os.chdir(before)
         engine.senders.leave()
         engine.close()
+        del os.environ[API_KEY_VARIABLE]
 
 
 def _lead(engine: SGLangEngine, versions: int, files: str) -> list[dict[str, Any]]:

@@ -16,9 +16,11 @@ from datamodules.inference.sglang import SGLangEngine
 from datamodules.inference.sglang.launcher import ServerProcess
 from datamodules.inference.weight_files import WeightFiles
 from tests.datamodules.inference.engine_suite import generate_all, prompts_of, reference_logprobs, tiny_policy
+from tests.datamodules.inference.sglang import sender_jobs
 from tests.datamodules.inference.sglang.real_servers.servers import KEY, START_S, options
 from tests.datamodules.inference.sglang.real_servers.silence import standing_still
 from tests.datamodules.inference.weight_updates import requests_of, update_of, worst_difference
+from tests.helpers.rank_pool import RankPool
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -99,3 +101,15 @@ def test_one_of_two_misses_an_update(server, second, method, tmp_path) -> None:
         assert set(response.versions) == {4}
     finally:
         engine.close()
+
+
+def test_each_is_sent_weights_by_a_rank_of_its_own(server, second, two_ranks: RankPool) -> None:
+    urls = [server.url, second.url]
+    report = two_ranks.run(sender_jobs.send_versions, 170.0, urls=urls, versions=3, key=KEY)[0]
+    assert [(one["servers"], one["error"]) for one in report] == [(1, "")] and report[0]["bytes"] > 0
+    (prompt,) = prompts_of([9])
+    for one in (server, second):
+        tokens, logprobs, version = asyncio.run(own_logprobs(one, prompt))
+        assert version == "3"
+        expected = reference_logprobs(tiny_policy(seed=3), prompt, tokens, 1.0)
+        torch.testing.assert_close(logprobs, expected, atol=1e-5, rtol=0)
