@@ -21,7 +21,16 @@ STATES_ARGUMENT = "piece_states"
 """The keyword that carries `PieceStates` through a model's forward to these functions."""
 
 _IMPLIED = frozenset(
-    {"position_ids", "cache_position", "use_cache", "output_attentions", "output_hidden_states", "tree_chunk", "slots"}
+    {
+        "position_ids",
+        "cache_position",
+        "use_cache",
+        "output_attentions",
+        "output_hidden_states",
+        "output_router_logits",
+        "tree_chunk",
+        "slots",
+    }
 )
 """Arguments models pass along that say nothing of states, or what the pieces already say."""
 

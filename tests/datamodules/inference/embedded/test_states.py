@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, Lfm2Config, PreTrainedModel, Qwen3_5TextConfig
+from transformers import AutoModelForCausalLM, Lfm2Config, PreTrainedModel, Qwen3_5MoeTextConfig, Qwen3_5TextConfig
 
 from app.tree import PrefixTree, TreeEngine
 from datamodules.inference.embedded import EmbeddedEngine
@@ -24,16 +24,18 @@ SHAPE = dict(
     initializer_range=0.06,
     pad_token_id=None,
 )
+DELTA = dict(
+    head_dim=16,
+    layer_types=["linear_attention", "full_attention", "linear_attention"],
+    linear_num_key_heads=2,
+    linear_num_value_heads=4,
+    linear_key_head_dim=8,
+    linear_value_head_dim=8,
+)
+EXPERTS = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16, shared_expert_intermediate_size=16)
 CONFIGS = {
-    "qwen3_5": Qwen3_5TextConfig(
-        **SHAPE,
-        head_dim=16,
-        layer_types=["linear_attention", "full_attention", "linear_attention"],
-        linear_num_key_heads=2,
-        linear_num_value_heads=4,
-        linear_key_head_dim=8,
-        linear_value_head_dim=8,
-    ),
+    "qwen3_5": Qwen3_5TextConfig(**SHAPE, **DELTA),
+    "qwen3_5_moe": Qwen3_5MoeTextConfig(**SHAPE, **DELTA, **EXPERTS),
     "lfm2": Lfm2Config(**SHAPE, full_attn_idxs=[1], bos_token_id=None, eos_token_id=None),
 }
 
@@ -84,8 +86,7 @@ def test_log_probabilities_are_the_trainers(name: str, max_batch_tokens: int) ->
     for request, response, ours in zip(requests, responses, out.logprobs, strict=True):
         got = torch.tensor(response.logprobs)
         torch.testing.assert_close(got, ours[len(request.tokens) :], atol=1e-6, rtol=0)
-    layers, channels = 2, {"qwen3_5": 3 * 64, "lfm2": 2 * 32}[name]
-    scan = {"qwen3_5": 4 * 8 * 8, "lfm2": 0}[name]
+    layers, channels, scan = 2, *((2 * 32, 0) if name == "lfm2" else (3 * 64, 4 * 8 * 8))
     assert held == 6 * layers * (channels + scan) * 4, "a state a row: six rows"
 
 
