@@ -7,6 +7,7 @@
     python -m benchmarks.gpu_suite --checks none --size 8B --workloads whole --out DIR      # and at 8B? 9 minutes
     python -m benchmarks.gpu_suite --checks none --workloads none --train 4B --out DIR      # whole steps, 6 minutes
     python -m benchmarks.gpu_suite --checks none --workloads none --hybrid 4B --out DIR     # Qwen3.5, 9 minutes
+    python -m benchmarks.gpu_suite --checks none --workloads none --decode 0.6B --out DIR   # CUDA graphs, 2 minutes
     python -m benchmarks.gpu_suite --checks flex --workloads none --out DIR                 # FlexAttention, compiled
     python -m benchmarks.gpu_suite --toy --out DIR                        # no GPU needed; figures mean nothing
 
@@ -20,11 +21,12 @@ a GPU also kept to flash kernels, as ours are), path-at-a-time and sparse (bench
 gpu_SIZE.json, anew after each timed run, and gpu_SIZE.png where matplotlib is installed; checks write gpu_checks.json
 after each group of them, --train gpu_train.json after each step. All files of a folder make one page, gpu.md, beside
 what was expected. --hybrid: eight answers of 64, 128 and 1,024 tokens to a prompt of 16,384, as gpu_hybrid_SIZE.json.
+--decode: tokens a second of the embedded engine for 1, 16 and 128 requests at a time, as gpu_decode_SIZE.json.
 
 What fails (a check, a system, a part, an import) is printed and written as `failed`, the rest goes on, and the exit
-code is 1; what --limit leaves no time for is `left_out`. Needs torch >= 2.11 and transformers >= 5.17, --train also
-what benchmarks/README.md lists; flash attention is ATen's own, no package; scans of hybrid models run on kernels where
-fla-core is installed.
+code is 1; what --limit leaves no time for is `left_out`. Needs torch >= 2.11 and transformers >= 5.17, --train and
+--decode also what benchmarks/README.md lists; flash attention is ATen's own, no package; scans of hybrid models run on
+kernels where fla-core is installed.
 """
 
 from __future__ import annotations
@@ -51,6 +53,7 @@ from benchmarks.common.records import write_json
 from benchmarks.common.systems import Settings, System, make_systems, qwen3
 from benchmarks.common.workloads import DEFAULT_DATA, WORKLOADS, Case, conversations, make_case, parse_size
 from benchmarks.gpu import hybrids
+from benchmarks.gpu.decode import check_decoding, measure_decoding
 from benchmarks.gpu.page import UNDERSTOOD, write_page
 from benchmarks.gpu.parity import backends, check_engine, check_kernels, check_margin, check_torch
 
@@ -88,6 +91,7 @@ def checks(
             "engine": lambda: check_engine(device, ("auto", *trained)),
             "self_check": lambda: check_margin(device, seeds),
             "states": lambda: hybrids.check_states(device),
+            "decoding": lambda: check_decoding(device),
         }
     found: dict[str, list[dict[str, Any]]] = {}
     before = torch.get_float32_matmul_precision()
@@ -308,6 +312,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--train", choices=list(SHAPES), help="also whole optimizer steps under DTAStrategy, this size")
     parser.add_argument("--hybrid", choices=list(hybrids.SHAPES), help="also Qwen3.5 of this size, long prompts")
+    parser.add_argument("--decode", choices=list(SHAPES), help="also decoding with and without CUDA graphs, this size")
     parser.add_argument("--limit", type=float, default=540, help="seconds after which no further work is begun")
     parser.add_argument("--profile", action="store_true", help="also list what the tree pass spends its time on")
     parser.add_argument("--toy", action="store_true", help="the same code at toy size, on the CPU if need be")
@@ -355,6 +360,9 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
         passed &= report["passed"]
     if args.hybrid:
         report = measure_hybrid(args, device, common | {"left_out": [], "failed": {}}, begin + args.limit)
+        passed &= report["passed"]
+    if args.decode:
+        report = measure_decode(args, device, common | {"left_out": [], "failed": {}})
         passed &= report["passed"]
     if args.train:
         report = common | {"left_out": [], "failed": {}}
@@ -425,6 +433,21 @@ def measure_hybrid(
             _add_case(model, one, args, until, report, f"hybrid_{name}")
         _write(report, args.out, f"hybrid_{name}")
     _write(report, args.out, f"hybrid_{name}")
+    return report
+
+
+def measure_decode(args: argparse.Namespace, device: torch.device, report: dict[str, Any]) -> dict[str, Any]:
+    """Decoding with CUDA graphs and without, written as it is measured."""
+    name = "toy" if args.toy else args.decode
+    shape, vocabulary = (TOY_SHAPE, 512) if args.toy else (SHAPES[name], VOCABULARY)
+    report |= {"model": f"Qwen3 {name}, decoding", "decoding": []}
+    with noted(report["failed"], report["model"]):
+        model = qwen3(**shape, vocabulary=vocabulary, dtype=torch.bfloat16, device=device).eval()
+        for row in measure_decoding(model, args.toy):
+            report["decoding"].append(row)
+            print(f"\n{json.dumps(row)}", flush=True)
+            _write(report, args.out, f"decode_{name}")
+    _write(report, args.out, f"decode_{name}")
     return report
 
 

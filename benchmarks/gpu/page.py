@@ -67,6 +67,8 @@ def _report(name: str, report: dict[str, Any]) -> Iterator[str]:
         yield from ("### Whole optimizer steps", "")
         steps = report["train"]["steps"]
         yield from _table(tuple(steps[0]), [tuple(step.values()) for step in steps])
+    if report.get("decoding"):
+        yield from _table(tuple(report["decoding"][0]), [tuple(row.values()) for row in report["decoding"]])
     parts = [report, *report.get("cases", []), report.get("sweep", {})]
     for part, error in ((part, error) for one in parts for part, error in one.get("failed", {}).items()):
         yield from (f"**Failed: {part}.** {error}", "")

@@ -36,6 +36,7 @@ from benchmarks.common.systems import (
 )
 from benchmarks.common.workloads import WORKLOADS, conversations, make_case, synthetic
 from benchmarks.gpu import hybrids, parity
+from benchmarks.gpu.decode import check_decoding
 from benchmarks.gpu.parity import check_engine, check_kernels, check_torch
 from modules import PolicyModule
 
@@ -71,7 +72,7 @@ def test_gpu_suite_at_toy_size(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert report["passed"], capsys.readouterr().out
     written = json.loads((tmp_path / "gpu_toy.json").read_text())
     assert "not GPU figures" in written["figures"] and "not GPU figures" in capsys.readouterr().out
-    assert all(written["checks"][name] for name in ("torch", "kernels", "engine", "self_check", "states"))
+    assert all(written["checks"][name] for name in ("torch", "kernels", "engine", "self_check", "states", "decoding"))
     assert all(0 < row["gradients"] < row["margin"] for row in written["checks"]["self_check"])
     (case,) = written["cases"]
     check_case(case)
@@ -100,8 +101,9 @@ def test_commands_of_the_suite_ask_for_what_they_say(monkeypatch: pytest.MonkeyP
     lines = str(gpu_suite.__doc__).replace("\\\n", " ").splitlines()
     commands = [line.split("#")[0].split()[3:] for line in lines if line.startswith("    python")]
     asked = [gpu_suite._parser().parse_args(command) for command in commands]
-    assert [one.checks for one in asked] == ["flash", "none", "none", "none", "none", "flex", "all"]
-    assert [one.hybrid for one in asked] == [None] * 4 + ["4B"] + [None] * 2
+    assert [one.checks for one in asked] == ["flash", "none", "none", "none", "none", "none", "flex", "all"]
+    assert [one.hybrid for one in asked] == [None] * 4 + ["4B"] + [None] * 3
+    assert [one.decode for one in asked] == [None] * 5 + ["0.6B"] + [None] * 2
     assert [dict(one.sweep) for one in asked if one.sweep] == [
         {
             "chunk": [2048, 8192, 32768],
@@ -111,7 +113,7 @@ def test_commands_of_the_suite_ask_for_what_they_say(monkeypatch: pytest.MonkeyP
         }
     ]
     assert asked[3].train == "4B" and asked[2].size == ["8B"] and asked[1].profile
-    assert [one.workloads for one in asked[3:6]] == [["none"]] * 3
+    assert [one.workloads for one in asked[3:7]] == [["none"]] * 4
 
 
 def test_a_quarter_of_an_hour_of_a_gpu_is_enough_for_its_commands() -> None:
@@ -156,6 +158,18 @@ def test_hybrids_are_checked_and_measured(tmp_path: Path) -> None:
             assert sum(p.numel() for p in model.parameters()) / 1e9 == pytest.approx(billions, rel=0.05)
 
 
+def test_decoding_is_checked_and_measured(tmp_path: Path) -> None:
+    """On a CPU the padded steps stand in for graphs."""
+    rows = check_decoding(torch.device("cpu"))
+    assert all(row["ok"] and row["decoding"] == "padded" and row["worst"] < 1e-5 for row in rows) and len(rows) == 5
+    options = ["--checks", "none", "--workloads", "none", "--decode", "0.6B"]
+    report = gpu_suite.main(["--toy", *options, "--out", str(tmp_path)])
+    written = json.loads((tmp_path / "gpu_decode_toy.json").read_text())
+    assert written == report and [row["requests"] for row in report["decoding"]] == [1, 16, 128]
+    assert all(row["graphs_tokens_per_s"] > 0 < row["eager_tokens_per_s"] for row in report["decoding"])
+    assert "| requests | prompt |" in (tmp_path / "gpu.md").read_text()
+
+
 def test_checks_are_selected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The checks themselves run in the suite above. A later command without any leaves what they found."""
     monkeypatch.setattr(gpu_suite, "check_engine", lambda device, attentions: [{"ok": True, "system": "ours"}])
@@ -179,7 +193,7 @@ def test_a_failed_check_system_or_part_ends_nothing_else(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """It is told, written and in the page, and the command ends with exit code 1."""
-    for name in ("check_torch", "check_kernels", "check_margin"):
+    for name in ("check_torch", "check_kernels", "check_margin", "check_decoding"):
         monkeypatch.setattr(gpu_suite, name, lambda *_: [{"ok": True, "check": "fine"}])
     monkeypatch.setattr(gpu_suite, "check_engine", broken)
     monkeypatch.setattr(hybrids, "compare", broken)
@@ -195,7 +209,7 @@ def test_a_failed_check_system_or_part_ends_nothing_else(
     options = ["--toy", "--checks", "flash", "--workloads", "turns", "--repeats", "1", "--sweep", "attention=nothing"]
     report = gpu_suite.main([*options, "chunk=32", "--out", str(tmp_path)])
     assert not report["passed"]
-    assert [count for name, count in written if name == "checks"] == [1, 2, 3, 4, 5, 5]  # after each group, and all
+    assert [count for name, count in written if name == "checks"] == [1, 2, 3, 4, 5, 6, 6]  # after each group, and all
     checked = json.loads((tmp_path / "gpu_checks.json").read_text())
     assert not checked["passed"] and checked["checks"]["engine"] == [
         {"check": "engine", "ok": False, "error": "Broken: no such instruction"}

@@ -44,7 +44,6 @@ class PieceStates:
         self.called: set[StateKey] = set()
         self.ends: States = {}
         self.scans = scans
-        self._shared: dict[tuple[str, int], Tensor] = {}
 
     def convolution(
         self, original: Callable[..., Tensor], x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None
@@ -58,7 +57,8 @@ class PieceStates:
         starts = self._start("convolution", (reach, x.shape[1]), x)
         extended = torch.cat([starts.flatten(0, 1).to(x.dtype), x[0].T])
         if len(self.wanted):
-            self._end("convolution", extended[self._rows("tails", reach, rows.tails[self.wanted], x.device)])
+            tails = self._rows(("tails", self.wanted.tobytes()), reach, rows.tails[self.wanted], x.device)
+            self._end("convolution", extended[tails])
         out = original(extended[gather].T[None], weight, bias, activation=activation)
         return out[0].T[select].T[None]
 
@@ -100,9 +100,10 @@ class PieceStates:
         compute them again, for checkpointing compares), and by then those of the first are roots of it."""
         self.ends.setdefault((self.layer, kind), states)
 
-    def _rows(self, name: str, reach: int, rows: Ints, device: torch.device) -> Tensor:
+    def _rows(self, name: object, reach: int, rows: Ints, device: torch.device) -> Tensor:
         """What all layers share, made for the first that asks."""
-        key = (name, reach)
-        if key not in self._shared:
-            self._shared[key] = on_device(rows, device)
-        return self._shared[key]
+        kept, key = self.tree.kept, ("convolution", name, reach, device)
+        if key not in kept:
+            kept[key] = on_device(rows, device)
+        found: Tensor = kept[key]
+        return found

@@ -24,11 +24,12 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from app.tree import STATES_ARGUMENT, Tower
+from app.tree import STATES_ARGUMENT, PieceStates, Tower
 from datamodules.inference.embedded.images import PromptImages, featured, placed
 from datamodules.inference.embedded.kv_slots import CachedStep, KVSlots, PromptStep, any_length
 from datamodules.inference.embedded.sampling import sample, shaped, uniforms
 from datamodules.inference.embedded.state_slots import StateSlots
+from datamodules.inference.embedded.static_decode import StaticDecoder, padded
 from datamodules.inference.protocol import GenerationError, GenerationRequest, GenerationResponse
 
 _WIDTH_STEP = 16  # rows of the grid are a multiple of it, so that small differences in length do not lay it out anew
@@ -108,6 +109,7 @@ class Batcher:
         kv_cache_tokens: tokens of the key-value grid, rows x longest request.
         max_batch_tokens: most prompt tokens, padding included, in one forward; longer prompts go in chunks.
         max_concurrent: most requests running at a time.
+        static: decode steps as `StaticDecoder` has them.
     """
 
     def __init__(
@@ -117,6 +119,7 @@ class Batcher:
         max_batch_tokens: int,
         max_concurrent: int,
         image_processor: Any | None = None,
+        static: bool = False,
     ) -> None:
         self.model = model
         self.tower = None if image_processor is None else Tower(model, image_processor)
@@ -127,13 +130,32 @@ class Batcher:
         self.max_concurrent = max_concurrent
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []  # position in the list = row of the grid
+        self.static: StaticDecoder | None = None
+        self.dynamic = "" if static else "not asked for"  # why `static` is None
+        if static and self.tower is not None:
+            self.dynamic = "requests may have pictures, whose tokens have positions of their own"
+        elif static:
+            most = max(1, min(max_concurrent, kv_cache_tokens // _WIDTH_STEP))
+            decoder = StaticDecoder(model, self.slots, self.states, self._run, self._next, most)
+            self.static, self.dynamic = (None, decoder.refused) if decoder.refused else (decoder, "")
+
+    @property
+    def decoding(self) -> str:
+        """How decode steps run, and why not as graphs."""
+        refused = self.dynamic if self.static is None else self.static.refused
+        if self.static is None or refused:
+            return f"as they are: {refused}"
+        return "padded" if self.static.capture is None else f"{self.static.captured} CUDA graphs"
 
     @property
     def busy(self) -> bool:
         return bool(self.waiting or self.running)
 
     def flush(self) -> None:
-        """Forgets all keys and values: running requests wait again, in front, to compute prompt + output anew."""
+        """Forgets all keys and values, as after new weights: running requests wait again, in front, to compute prompt +
+        output anew."""
+        if self.static is not None:
+            self.static.weights_written()
         for sequence in self.running:
             sequence.computed = 0
             sequence.share = sequence.identity()
@@ -172,16 +194,20 @@ class Batcher:
         admitted = 0
         for sequence in self.waiting:
             longest = max(longest, sequence.limit)
-            width = min(-(-longest // _WIDTH_STEP) * _WIDTH_STEP, self.slots.capacity)
+            width = min(self._width(longest), self.slots.capacity)
             if count == self.max_concurrent or (count + 1) * width > self.slots.capacity:
                 break
             count, admitted, fits = count + 1, admitted + 1, width
         if not admitted:
             return
-        if fits != self.slots.width:
+        if not fits <= self.slots.width <= self.slots.capacity // count:
             held = max((s.computed for s in self.running), default=0)
             self.slots.resize(fits, rows=len(self.running), length=held)
         self.running.extend(self.waiting.popleft() for _ in range(admitted))
+
+    def _width(self, longest: int) -> int:
+        """Tokens of a row of the grid; few sizes where each has decode steps of its own."""
+        return -(-longest // _WIDTH_STEP) * _WIDTH_STEP if self.static is None else padded(longest, _WIDTH_STEP)
 
     def _free(self, rows: list[int]) -> None:
         """Takes requests out; the last rows move into the holes so that rows stay dense."""
@@ -219,7 +245,7 @@ class Batcher:
         lengths = [len(sequence.tokens) for sequence in sequences]
         step = PromptStep(chosen, lengths, self.slots.width, self.device)
         tokens = [token for sequence in sequences for token in sequence.tokens]
-        logits = self._forward(step, chosen, lengths, tokens, torch.tensor(lengths).cumsum(0) - 1)
+        logits = self._forward(step, chosen, [0] * len(chosen), lengths, tokens, torch.tensor(lengths).cumsum(0) - 1)
         rows, pick = [], []
         for at, (row, sequence) in enumerate(zip(chosen, sequences)):
             rows += self._share(row, groups[sequence.share])
@@ -232,7 +258,8 @@ class Batcher:
         end = min(sequence.computed + self.max_batch_tokens, len(sequence.tokens))
         tokens = sequence.tokens[sequence.computed : end]
         step = CachedStep(row, [sequence.computed], len(tokens), self.slots.width, self.device)
-        logits = self._forward(step, [row], [len(tokens)], tokens, torch.tensor([len(tokens) - 1]))
+        begin = [sequence.computed]
+        logits = self._forward(step, [row], begin, [len(tokens)], tokens, torch.tensor([len(tokens) - 1]))
         sequence.computed = end
         if end < len(sequence.tokens):
             return [], logits
@@ -250,38 +277,53 @@ class Batcher:
         return group
 
     def _decode(self) -> Tensor:
-        starts = [sequence.computed for sequence in self.running]
-        step = CachedStep(0, starts, 1, self.slots.width, self.device)
-        rows, last = list(range(len(starts))), [sequence.tokens[-1] for sequence in self.running]
-        logits = self._forward(step, rows, [1] * len(rows), last, None)
+        starts, last = [s.computed for s in self.running], [s.tokens[-1] for s in self.running]
+        logits = self._next(starts, last) if self.static is None else self.static(starts, last)
         for sequence in self.running:
             sequence.computed += 1
         return logits
+
+    def _next(self, starts: list[int], tokens: list[int]) -> Tensor:
+        """Logits [n, V] after the next token of each of rows 0 .. n - 1, of which `starts` are computed."""
+        step = CachedStep(0, starts, 1, self.slots.width, self.device)
+        return self._forward(step, list(range(len(starts))), starts, [1] * len(starts), tokens, None)
 
     def _forward(
         self,
         step: PromptStep | CachedStep,
         rows: list[int],
+        starts: list[int],
         lengths: list[int],
         tokens: list[int],
         keep: Tensor | None,
     ) -> Tensor:
-        """Logits [n, V] at the packed positions `keep` (int64 [n], all when None), of so many next tokens a row."""
-        self.slots.step = step
+        """Logits [n, V] at the packed positions `keep` (int64 [n], all when None), of so many next tokens a row behind
+        the `starts` that are computed."""
         positions, pictures = step.positions.unsqueeze(0), dict[str, Any]()
         if self.tower is not None:
-            spans = [(self.running[row].images, self.running[row].computed) for row in rows]
+            spans = [(self.running[row].images, start) for row, start in zip(rows, starts, strict=True)]
             positions = placed(self.tower, spans, lengths, positions)
             pictures = featured(self.tower, spans, lengths)
-        states = self.states.begin(rows, [self.running[row].computed for row in rows], lengths)
+        states = self.states.begin(rows, starts, lengths)
+        kept = 0 if keep is None else keep.to(self.device)
+        given = torch.tensor([tokens], device=self.device)
+        logits = self._run(step, given, positions, states, logits_to_keep=kept, **pictures)
+        if states is not None:
+            self.states.end(states, rows)
+        return logits
+
+    def _run(
+        self, step: PromptStep | CachedStep, tokens: Tensor, positions: Tensor, states: PieceStates | None, **more: Any
+    ) -> Tensor:
+        """Logits of packed tokens [1, T] at positions [1, T]."""
+        self.slots.step = step
         with self.states.layers.noted(), any_length(self.device):
             output = self.model(
-                input_ids=torch.tensor([tokens], device=self.device),
+                input_ids=tokens,
                 position_ids=positions,
-                logits_to_keep=0 if keep is None else keep.to(self.device),
                 use_cache=False,
                 slots=self.slots,
-                **pictures,
+                **more,
                 **({} if states is None else {STATES_ARGUMENT: states}),
             )
         layers = len(self.states.layers.attending)
@@ -290,9 +332,8 @@ class Batcher:
                 f"{type(self.model).__name__} sent {self.slots.layers_written} of {layers} layers through transformers'"
                 " attention interface: the embedded engine cannot serve it, use an SGLang server"
             )
-        if states is not None:
-            self.states.end(states, rows)
-        return output.logits[0]
+        logits: Tensor = output.logits[0]
+        return logits
 
     # ------------------------------------------------------------------------------------------------ results
 

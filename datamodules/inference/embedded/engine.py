@@ -73,6 +73,10 @@ class EmbeddedEngine:
         device: of the engine's copy ("cpu", "cuda:1", ...); None takes the model's.
         num_threads: CPU threads of one operation in the generation thread; None leaves torch's default. 1 is best for
             small models that generate beside a trainer on few cores.
+        cuda_graphs: whether decode steps are captured as CUDA graphs, one for each of a few sizes of batch and context,
+            and replayed, which spares the host a thousand launches a token; the first replays of each are compared with
+            steps as they are. None: on CUDA devices, where the model allows it (else the reason is logged); true is an
+            error where it does not. On a CPU, true runs the same padded steps uncaptured, for tests.
     """
 
     update_methods = ("memory", "disk")
@@ -88,6 +92,7 @@ class EmbeddedEngine:
         dtype: str | None = None,
         device: str | None = None,
         num_threads: int | None = None,
+        cuda_graphs: bool | None = None,
     ) -> None:
         positive = {
             "kv_cache_tokens": kv_cache_tokens,
@@ -110,6 +115,7 @@ class EmbeddedEngine:
         self.dtype = dtype
         self.device = device
         self.num_threads = num_threads
+        self.cuda_graphs = cuda_graphs
         self._condition = threading.Condition()  # guards every attribute below
         self._staged: dict[asyncio.AbstractEventLoop, list[_Job]] = {}
         self._jobs: dict[Sequence, _Job] = {}
@@ -142,7 +148,14 @@ class EmbeddedEngine:
         own = copy_of(model, self.dtype, self.device, parts)
         processor = None if self._image_processor is None else self._image_processor.processor
         blind = unseeing(own, processor)
-        batcher = Batcher(own, self.kv_cache_tokens, self.max_batch_tokens, self.max_concurrent, processor)
+        static = own.device.type == "cuda" if self.cuda_graphs is None else self.cuda_graphs
+        batcher = Batcher(own, self.kv_cache_tokens, self.max_batch_tokens, self.max_concurrent, processor, static)
+        if static and batcher.dynamic:
+            if self.cuda_graphs:
+                raise GenerationError(
+                    f"EmbeddedEngine.cuda_graphs: true, but {batcher.dynamic}; set it to null to decode without"
+                )
+            _log.warning("EmbeddedEngine.cuda_graphs: decoding without CUDA graphs: %s", batcher.dynamic)
         with self._condition:
             self._batcher, self._blind = batcher, blind
             self._version, self._seed, self._arrivals = version, seed, 0
@@ -195,6 +208,7 @@ class EmbeddedEngine:
                 "waiting": max(0, len(self._jobs) - running),
                 "kv_cache_bytes": batcher.slots.bytes if batcher else 0,
                 "state_bytes": batcher.states.bytes if batcher else 0,
+                "decoding": batcher.decoding if batcher else "",
                 "error": repr(self._error) if self._error else "",
             }
 

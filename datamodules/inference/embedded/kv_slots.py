@@ -112,6 +112,17 @@ class CachedStep:
         return self._masks[window, dtype]
 
 
+class StaticStep(CachedStep):
+    """One next token for each of the grid's first rows, at positions int64 [count], below `keys`, that only the device
+    reads: shapes and strides are those of `count`, `keys` and `width` alone."""
+
+    def __init__(self, positions: Tensor, keys: int, width: int) -> None:
+        self.first, self.count, self.queries, self.keys = 0, len(positions), 1, keys
+        self.write = torch.arange(self.count, device=positions.device) * width + positions
+        self.positions = positions
+        self._masks = {}
+
+
 class KVSlots:
     """The grid of every layer.
 
