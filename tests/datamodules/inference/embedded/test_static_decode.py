@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
 from datamodules.inference.embedded import EmbeddedEngine
@@ -221,6 +224,64 @@ def test_weights_and_pauses_in_mid_generation(name: str) -> None:
 
 
 # -------------------------------------------------------------------------------------- what replays, without a GPU
+
+
+class Recording(TorchDispatchMode):
+    """What a CUDA graph holds, of operators: each with the tensors it read and wrote, and with every number that the
+    host gave it as it was."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[tuple[Any, tuple[Any, ...], dict[str, Any], list[Tensor]]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        given = {x.untyped_storage().data_ptr() for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)}
+        made = [
+            x if isinstance(x, Tensor) and x.untyped_storage().data_ptr() not in given else None
+            for x in tree_leaves(out)
+        ]
+        self.calls.append((func, args, kwargs or {}, made))
+        return out
+
+    def replay(self) -> None:
+        """Reads and writes where it did; what is a view is where it was."""
+        for func, args, kwargs, made in self.calls:
+            out = tree_leaves(func(*args, **kwargs))
+            for there, value in zip(made, out, strict=True):
+                if there is not None:
+                    there.copy_(value)
+
+
+def recorded(function: Callable[[], None]) -> Callable[[], None]:
+    with Recording() as recording:
+        function()
+    return recording.replay
+
+
+@pytest.mark.parametrize("row", SERVED)
+def test_a_recording_of_a_step_answers_all_requests_of_its_size(row: str) -> None:
+    """What runs again is operators alone, on the tensors they had: what the host decided in the forward is decided for
+    every later step. Weights change on the way, where they are."""
+    family = families.SUPPORTED[row]
+    replies = []
+    for static in (False, True):
+        batcher = batcher_of(families.build(family), static=static)
+        newer = families.build(family, seed=1).parameters()
+        if batcher.static is not None:
+            batcher.static.capture = recorded
+
+        def update(batcher: Batcher = batcher, newer: Iterator[Tensor] = newer) -> None:
+            for mine, theirs in zip(batcher.model.parameters(), newer, strict=True):
+                mine.data.copy_(theirs)
+
+        replies.append(played(batcher, SMALL, update))
+    assert batcher.decoding.endswith(" CUDA graphs"), batcher.decoding
+    tolerance = max(1e-5, family.tolerances[0])
+    for one, other in zip(*replies, strict=True):
+        assert one.tokens == other.tokens and one.versions == other.versions
+        assert torch.allclose(torch.tensor(one.logprobs), torch.tensor(other.logprobs), atol=tolerance, rtol=0)
+    assert {version for one in replies[1] for version in one.versions} == {0, 1}
 
 
 def with_capture(capture: Callable[[Callable[[], None]], Callable[[], None]], name: str = "qwen3_5") -> Batcher:
