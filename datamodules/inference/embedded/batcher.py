@@ -25,7 +25,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from app.tree import STATES_ARGUMENT, PieceStates, Tower
-from datamodules.inference.embedded.images import PromptImages, featured, placed
+from datamodules.inference.embedded.images import PromptImages, featured, placed, placed_next
 from datamodules.inference.embedded.kv_slots import CachedStep, KVSlots, PromptStep, any_length
 from datamodules.inference.embedded.sampling import sample, shaped, uniforms
 from datamodules.inference.embedded.state_slots import StateSlots
@@ -132,11 +132,14 @@ class Batcher:
         self.running: list[Sequence] = []  # position in the list = row of the grid
         self.static: StaticDecoder | None = None
         self.dynamic = "" if static else "not asked for"  # why `static` is None
-        if static and self.tower is not None:
-            self.dynamic = "requests may have pictures, whose tokens have positions of their own"
-        elif static:
+        if static:
             most = max(1, min(max_concurrent, kv_cache_tokens // _WIDTH_STEP))
-            decoder = StaticDecoder(model, self.slots, self.states, self._run, self._next, most)
+            counted = self.tower is not None and self.tower.positions is not None
+            self.running = [Sequence(GenerationRequest([0, 0], 1), 0)]  # stands for any while steps are tried
+            decoder = StaticDecoder(
+                model, self.slots, self.states, self._run, self._next, most, self._places if counted else None
+            )
+            self.running = []
             self.static, self.dynamic = (None, decoder.refused) if decoder.refused else (decoder, "")
 
     @property
@@ -278,7 +281,8 @@ class Batcher:
 
     def _decode(self) -> Tensor:
         starts, last = [s.computed for s in self.running], [s.tokens[-1] for s in self.running]
-        logits = self._next(starts, last) if self.static is None else self.static(starts, last)
+        shown = any(s.computed < len(s.images.owner) for s in self.running)  # prompts of one token, a picture's
+        logits = self._next(starts, last) if self.static is None or shown else self.static(starts, last)
         for sequence in self.running:
             sequence.computed += 1
         return logits
@@ -301,7 +305,7 @@ class Batcher:
         the `starts` that are computed."""
         positions, pictures = step.positions.unsqueeze(0), dict[str, Any]()
         if self.tower is not None:
-            spans = [(self.running[row].images, start) for row, start in zip(rows, starts, strict=True)]
+            spans = self._spans(rows, starts)
             positions = placed(self.tower, spans, lengths, positions)
             pictures = featured(self.tower, spans, lengths)
         states = self.states.begin(rows, starts, lengths)
@@ -312,10 +316,18 @@ class Batcher:
             self.states.end(states, rows)
         return logits
 
+    def _spans(self, rows: Iterable[int], starts: list[int]) -> list[tuple[PromptImages, int]]:
+        return [(self.running[row].images, start) for row, start in zip(rows, starts, strict=True)]
+
+    def _places(self, starts: list[int]) -> np.ndarray:
+        """int64 [3, n]: positions of the next token of each of rows 0 .. n - 1 in a model that counts pictures."""
+        assert self.tower is not None
+        return placed_next(self.tower, self._spans(range(len(starts)), starts), [1] * len(starts))
+
     def _run(
         self, step: PromptStep | CachedStep, tokens: Tensor, positions: Tensor, states: PieceStates | None, **more: Any
     ) -> Tensor:
-        """Logits of packed tokens [1, T] at positions [1, T]."""
+        """Logits of packed tokens [1, T] at positions [1, T], or [3, 1, T] in a model that counts pictures."""
         self.slots.step = step
         with self.states.layers.noted(), any_length(self.device):
             output = self.model(

@@ -77,8 +77,12 @@ def placed(tower: Tower, spans: Spans, lengths: Sequence[int], counted: Tensor) 
     else `counted`, [1, T]."""
     if tower.positions is None:
         return counted
-    parts = [images.positions(tower.model, start, n) for (images, start), n in zip(spans, lengths)]
-    return torch.from_numpy(np.concatenate(parts, axis=1)).to(counted.device).unsqueeze(1)
+    return torch.from_numpy(placed_next(tower, spans, lengths)).to(counted.device).unsqueeze(1)
+
+
+def placed_next(tower: Tower, spans: Spans, lengths: Sequence[int]) -> np.ndarray:
+    """The same as int64 [3, T], of a model that counts pictures."""
+    return np.concatenate([images.positions(tower.model, start, n) for (images, start), n in zip(spans, lengths)], 1)
 
 
 def featured(tower: Tower, spans: Spans, lengths: Sequence[int]) -> dict[str, Any]:

@@ -1,10 +1,11 @@
 """Decode steps whose shapes come in few sizes and whose numbers the host never reads: what a CUDA graph can hold.
 
-A step of a 0.6B model is some 1,500 kernels: launched at 5 us each, 8 ms of the host, for weights that an H100 reads in
-0.4 ms. All that it reads is where it was in the step before: tokens and positions in one tensor, keys and states in
-their slots, weights in theirs (an update copies into them). So a step of `rows` requests that reads `keys` tokens of
-each is the same work whatever the requests are, captured once and replayed; rows beyond the running requests compute
-token 0 at position 0, in rows of the grid that nobody has. Tokens are drawn outside, by keys of the requests.
+A step of a 0.6B model is some 1,500 kernels, for weights that an H100 reads in 0.4 ms; a host takes 6.5 ms for 28 such
+layers when they have next to nothing to compute (on a CPU, without launches). All that a step reads is where it was in
+the step before: tokens and positions in one tensor, keys and states in their slots, weights in theirs (an update copies
+into them). So a step of `rows` requests that reads `keys` tokens of each is the same work whatever the requests are,
+captured once and replayed; rows beyond the running requests compute token 0 at position 0, in rows of the grid that
+nobody has. Tokens are drawn outside, by keys of the requests.
 
 Sizes: four a doubling, rows in multiples of 8 and keys of 64. For 64 to 256 replies of geometric lengths (means 120 to
 3,000) these are 19 to 44 graphs, and 9 to 11% more rows and 19 to 26% more keys are computed. Powers of two are 9 to 16
@@ -68,7 +69,7 @@ def differences(found: Tensor, expected: Tensor) -> Tensor:
 
 
 class Run(Protocol):
-    """The model: logits [n, V] of the n tokens [1, n] of a step, at positions [1, n]."""
+    """The model: logits [n, V] of the n tokens [1, n] of a step, at positions [1, n] or [3, 1, n]."""
 
     def __call__(self, step: CachedStep, tokens: Tensor, positions: Tensor, states: PieceStates | None) -> Tensor: ...
 
@@ -81,6 +82,7 @@ class StaticDecoder:
         run: see `Run`.
         eager: a decode step as it is, of positions and tokens of rows 0, 1, ...: logits [n, V].
         most: requests running at a time.
+        places: positions int64 [3, n] of these tokens in a model that counts pictures; None: those in the grid.
 
     Attributes:
         refused: why steps are `eager`'s; "" while they are not.
@@ -96,17 +98,19 @@ class StaticDecoder:
         run: Run,
         eager: Callable[[list[int], list[int]], Tensor],
         most: int,
+        places: Callable[[list[int]], np.ndarray] | None = None,
     ) -> None:
         self.model, self.slots, self.states = model, slots, states
         self.device = model.device
-        self.run, self.eager = run, eager
+        self.run, self.eager, self.places = run, eager, places
         self.capture: Callable[[Callable[[], None]], Callable[[], None]] | None = None
         if self.device.type == "cuda":
             self.capture = Capture(self.device)
         self.captured = 0
         self._graphs: OrderedDict[tuple[int, int, int], Callable[[], None]] = OrderedDict()
         self._compared: dict[tuple[int, int, int], int] = {}
-        self._inputs = torch.zeros(2, padded_rows(most), dtype=torch.int64, device=self.device)  # tokens, positions
+        # Tokens, positions in the grid, and positions for the model.
+        self._inputs = torch.zeros(2 if places is None else 5, padded_rows(most), dtype=torch.int64, device=self.device)
         self._logits = torch.empty(0)
         self._weights = self._addresses()
         self._moved = states.moved
@@ -143,15 +147,18 @@ class StaticDecoder:
     # ------------------------------------------------------------------------------------------------ one step
 
     def _fill(self, starts: list[int], tokens: list[int], rows: int) -> None:
-        inputs = np.zeros((2, rows), np.int64)
-        inputs[:, : len(starts)] = tokens, starts
+        inputs = np.zeros((len(self._inputs), rows), np.int64)
+        inputs[:2, : len(starts)] = tokens, starts
+        if self.places is not None:
+            inputs[2:, : len(starts)] = self.places(starts)
         self._inputs[:, :rows].copy_(on_device(inputs, self.device))
 
     def _step(self, rows: int, keys: int) -> None:
         """From the inputs to the logits: all that is captured."""
-        tokens, positions = self._inputs[:, :rows]
+        tokens, positions = self._inputs[:2, :rows]
+        places = positions[None] if self.places is None else self._inputs[2:, :rows].unsqueeze(1)
         states = self.states.begin_static(positions)
-        logits = self.run(StaticStep(positions, keys, self.slots.width), tokens[None], positions[None], states)
+        logits = self.run(StaticStep(positions, keys, self.slots.width), tokens[None], places, states)
         if states is not None:
             self.states.end_static(states)
         self._logits[:rows].copy_(logits)

@@ -71,6 +71,20 @@ def test_sampled_log_probabilities_are_the_models(vision: TinyVision, options: d
     assert max(off_by(vision, one, reply) for one, reply in zip(asked, replies)) < 1e-5
 
 
+@pytest.mark.parametrize("options", [{}, {"max_batch_tokens": 5, "max_concurrent": 3}], ids=str)
+def test_decode_steps_of_few_sizes_count_pictures_too(vision: TinyVision, options: dict[str, Any]) -> None:
+    """Prompts of one token among them, a picture's too."""
+    made = engine(vision, cuda_graphs=True, **options)
+    assert made.health()["decoding"] == "padded"
+    picture = vision.images.picture(noise(4, 8, 8), "here")
+    assert picture.tokens == 1
+    lone = GenerationRequest([vision.images.placeholder], 6, images=[0], pictures=(picture,))
+    asked = [request(one, 9) for one in prompts(vision) for _ in range(2)] + [lone, GenerationRequest([7], 6)]
+    replies = run(made, asked)
+    made.close()
+    assert max(off_by(vision, one, reply) for one, reply in zip(asked, replies)) < 1e-5
+
+
 def test_equal_ids_with_another_picture_share_nothing(vision: TinyVision) -> None:
     made = engine(vision)
     first, second = prompts(vision)[:2]

@@ -89,7 +89,7 @@ def sampled(tiny: TinyLayouts, **options: int) -> list[tuple[int, GenerationRequ
     return [(number, one, reply) for (number, one), reply in zip(asked, replies)]
 
 
-@pytest.mark.parametrize("options", [{}, {"max_batch_tokens": 5}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"max_batch_tokens": 5}, {"cuda_graphs": True}], ids=str)
 def test_sampled_log_probabilities_are_the_untouched_models(tiny: TinyLayouts, options: dict[str, int]) -> None:
     """Chunks of 5 tokens begin and end inside of tiles."""
     for number, _, reply in sampled(tiny, **options):
