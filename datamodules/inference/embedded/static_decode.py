@@ -259,17 +259,20 @@ class Capture:
         stream that is current then."""
         with torch.cuda.device(self._device):
             now = torch.cuda.current_stream()
-            self._stream.wait_stream(now)
-            with torch.cuda.stream(self._stream):
-                for _ in range(2):  # what libraries allocate and choose at the first calls on a stream
-                    function()
-            now.wait_stream(self._stream)
             if not self._graphs:  # a pool whose last graph is gone takes no other
                 self._pool = torch.cuda.graph_pool_handle()
             graph = torch.cuda.CUDAGraph()
-            # "thread_local": the trainer goes on meanwhile, and what its threads call is no part of this.
-            with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
-                function()
+            self._stream.wait_stream(now)
+            try:
+                with torch.cuda.stream(self._stream):
+                    for _ in range(2):  # what libraries allocate and choose at the first calls on a stream
+                        function()
+                # "thread_local": the trainer goes on meanwhile, and what its threads call is no part of this.
+                with torch.cuda.graph(graph, self._pool, self._stream, capture_error_mode="thread_local"):
+                    function()
+            finally:
+                torch.cuda.set_stream(now)  # a capture that fails leaves its own
+                now.wait_stream(self._stream)
         self._graphs.add(graph)
         replay: Callable[[], None] = graph.replay
         return replay
