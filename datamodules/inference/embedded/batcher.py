@@ -155,7 +155,7 @@ class Batcher:
         return bool(self.waiting or self.running)
 
     def flush(self) -> None:
-        """Forgets all keys and values, as after new weights: running requests wait again, in front, to compute prompt +
+        """Forgets all keys and values, for new weights: running requests wait again, in front, to compute prompt +
         output anew."""
         if self.static is not None:
             self.static.weights_written()
@@ -182,7 +182,11 @@ class Batcher:
             rows, logits = list(range(len(self.running))), self._decode()
         if not rows:
             return []
-        return self._append(rows, logits, version)
+        ended = self._append(rows, logits, version)
+        if self.static is not None and self.static.spoiled:
+            self.static.spoiled = False
+            self.flush()
+        return ended
 
     # ------------------------------------------------------------------------------------------------ scheduling
 

@@ -14,7 +14,8 @@ graphs and 84 to 97% more keys, eight a doubling up to 90 graphs and 11 to 23%.
 Promises: a step is `eager`'s but for the order of sums. A model whose forward waits for the device (experts one by one,
 rotary frequencies that grow) decodes without, and the reason is said. Without a CUDA device nothing is captured: the
 padded step runs as it is. On one, the first two replays of every graph are compared with the step run directly, and
-that with `eager`; a difference, or a capture that fails, ends replays for good, with one line in the log.
+that with `eager`; a difference, or a capture that fails, ends replays for good, with one line in the log, and requests
+under way are computed anew.
 """
 
 from __future__ import annotations
@@ -86,6 +87,7 @@ class StaticDecoder:
 
     Attributes:
         refused: why steps are `eager`'s; "" while they are not.
+        spoiled: a wrong replay may have written keys anywhere; whoever owns them forgets them, and says so here.
         capture: makes what replays a function that was run once; None: it is called each time.
         captured: graphs made so far.
     """
@@ -106,7 +108,7 @@ class StaticDecoder:
         self.capture: Callable[[Callable[[], None]], Callable[[], None]] | None = None
         if self.device.type == "cuda":
             self.capture = Capture(self.device)
-        self.captured = 0
+        self.captured, self.spoiled = 0, False
         self._graphs: OrderedDict[tuple[int, int, int], Callable[[], None]] = OrderedDict()
         self._compared: dict[tuple[int, int, int], int] = {}
         # Tokens, positions in the grid, and positions for the model.
@@ -194,7 +196,7 @@ class StaticDecoder:
         return expected
 
     def _give_up(self, reason: str) -> None:
-        self.refused = reason
+        self.refused, self.spoiled = reason, True
         self._forget()
         _log.warning("EmbeddedEngine.cuda_graphs: decoding goes on without CUDA graphs: %s", reason)
 

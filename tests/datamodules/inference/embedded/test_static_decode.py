@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -86,6 +87,7 @@ class Beside:
         assert batcher.static is not None, batcher.dynamic
         self.batcher, self.static = batcher, batcher.static
         self.weights_written = self.static.weights_written
+        self.spoiled = False
         self.worst: list[float] = []
 
     def __call__(self, starts: list[int], tokens: list[int]) -> Tensor:
@@ -284,13 +286,6 @@ def test_a_recording_of_a_step_answers_all_requests_of_its_size(row: str) -> Non
     assert {version for one in replies[1] for version in one.versions} == {0, 1}
 
 
-def with_capture(capture: Callable[[Callable[[], None]], Callable[[], None]], name: str = "qwen3_5") -> Batcher:
-    batcher = batcher_of(policy_of(name))
-    assert batcher.static is not None
-    batcher.static.capture = capture
-    return batcher
-
-
 def test_each_size_is_captured_once_and_again_where_weights_or_states_have_moved() -> None:
     """What replays is a call here: the books are those of a GPU."""
     made: list[int] = []
@@ -301,7 +296,9 @@ def test_each_size_is_captured_once_and_again_where_weights_or_states_have_moved
 
     policy, newer = policy_of("qwen3_5"), policy_of("qwen3_5", 1)
     plain = played(batcher_of(policy, static=False), VOCABULARY)
-    batcher = with_capture(capture)
+    batcher = batcher_of(policy)
+    assert batcher.static is not None
+    batcher.static.capture = capture
     assert [one.tokens for one in played(batcher, VOCABULARY)] == [one.tokens for one in plain]
     first = len(made)
     assert batcher.decoding == f"{first} CUDA graphs" and 0 < first < 20
@@ -324,44 +321,54 @@ def test_each_size_is_captured_once_and_again_where_weights_or_states_have_moved
     assert len(made) > again
 
 
-def replays_nothing(function: Callable[[], None]) -> Callable[[], None]:
+def replays_nothing(batcher: Batcher, function: Callable[[], None]) -> Callable[[], None]:
     return lambda: None
 
 
-def fails(function: Callable[[], None]) -> Callable[[], None]:
+def fails(batcher: Batcher, function: Callable[[], None]) -> Callable[[], None]:
     raise RuntimeError("operation not permitted when stream is capturing")
 
 
-class Constant:
-    """A replay that gives what was computed first."""
+def constant(batcher: Batcher, function: Callable[[], None]) -> Callable[[], None]:
+    """It gives what was computed first."""
+    static = batcher.static
+    assert static is not None
+    function()
+    first = static._logits.clone()
 
-    def __init__(self) -> None:
-        self.batcher: Batcher | None = None
+    def replay() -> None:
+        static._logits.copy_(first)
 
-    def __call__(self, function: Callable[[], None]) -> Callable[[], None]:
-        assert self.batcher is not None and self.batcher.static is not None
-        static = self.batcher.static
-        function()
-        first = static._logits.clone()
+    return replay
 
-        def replay() -> None:
-            static._logits.copy_(first)
 
-        return replay
+def spoils(batcher: Batcher, function: Callable[[], None]) -> Callable[[], None]:
+    """It writes where others' keys are."""
+
+    def replay() -> None:
+        for buffers in batcher.slots._layers.values():
+            for buffer in buffers:
+                buffer.zero_()
+
+    return replay
 
 
 @pytest.mark.parametrize(
     ("capture", "reason"),
-    [(replays_nothing, "its replay is off by"), (fails, "not permitted when"), (Constant(), "its replay is off by")],
-    ids=["nothing", "fails", "constant"],
+    [
+        (replays_nothing, "its replay is off by"),
+        (fails, "not permitted when"),
+        (constant, "its replay is off by"),
+        (spoils, "its replay is off by"),
+    ],
 )
 @pytest.mark.parametrize("name", ["qwen3_5", "lfm2"])
 def test_wrong_replays_end_them_for_good_and_reach_no_token(capture, reason: str, name: str, caplog) -> None:
     """One line says so, and replies are those without, states included."""
     plain = played(batcher_of(policy_of(name), static=False), VOCABULARY)
-    batcher = with_capture(capture, name)
-    if isinstance(capture, Constant):
-        capture.batcher = batcher
+    batcher = batcher_of(policy_of(name))
+    assert batcher.static is not None
+    batcher.static.capture = functools.partial(capture, batcher)
     with caplog.at_level(logging.WARNING):
         found = played(batcher, VOCABULARY)
     assert [one.tokens for one in found] == [one.tokens for one in plain]
