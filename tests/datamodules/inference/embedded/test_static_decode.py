@@ -190,8 +190,9 @@ def test_a_forward_that_waits_for_the_device_is_refused_by_name(make, waits: str
     assert [one.tokens for one in played(batcher, 19)] == [one.tokens for one in played(plain, 19)]
 
 
-def test_on_a_cpu_nobody_asks_for_it() -> None:
-    engine = started(tiny_policy(), cuda_graphs=None)
+@pytest.mark.parametrize("asked", [EmbeddedEngine().cuda_graphs, None], ids=["by default", "null"])
+def test_on_a_cpu_nobody_asks_for_it(asked: bool | None) -> None:
+    engine = started(tiny_policy(), cuda_graphs=asked)
     assert engine.health()["decoding"] == "as they are: not asked for"
     engine.close()
 
