@@ -11,9 +11,9 @@ Promises: rollouts and validation start with the trainer's (restored) weights; w
 the engine serves the version the trainer has, and the staleness gate knows it. Only global rank 0 talks to the engine;
 by method "distributed" other ranks send beside it, as many in all as there are servers. Where parameters are sharded it
 gathers them with the ranks of its group, one tensor at a time, and never has all: a layer after another goes into
-files, which method "distributed" sends in buckets, or into the embedded engine's own copy (nothing for an adapter
-alone, which every rank has). So do weights in 4 bit, read back: engines then generate with the numbers that the trainer
-computes with.
+files, which methods "distributed" and "tensor" send in buckets, or into the embedded engine's own copy (nothing for an
+adapter alone, which every rank has). So do weights in 4 bit, read back: engines then generate with the numbers that the
+trainer computes with.
 
 A version is one set of weights, so the engine never serves those in the middle of a batch of several steps. Validation
 there would score other weights than a checkpoint saves with that score: it is refused when training starts.
@@ -52,6 +52,8 @@ from datamodules.inference.weight_files import WeightFiles
 
 _log = logging.getLogger(__name__)
 _PATIENCE_S = 1800.0  # what ranks wait for each other in a collective by default; rank 0 may write files first
+_SENT = ("distributed", "tensor")  # from here, in buckets
+_METHODS = ("memory", "disk", *_SENT, "adapter")
 
 
 class WeightSync(Callback):
@@ -59,12 +61,14 @@ class WeightSync(Callback):
 
     Args:
         method: "memory" copies tensors within this process (EmbeddedEngine only); "distributed" broadcasts them to each
-            SGLang server over a process group of its own, NCCL between GPUs, gloo otherwise; "disk" writes a directory
-            that the engine loads; "adapter" writes the policy's adapter alone, to servers that take it beside others
-            (`SGLangEngine(adapters=...)`); "auto" takes the first that the engine offers.
+            SGLang server over a process group of its own, NCCL between GPUs, gloo otherwise; "tensor" puts them, a
+            bucket at a time, where SGLang servers on this host read them: into /dev/shm, or the memory of a GPU that
+            both see; "disk" writes a directory that the engine loads; "adapter" writes the policy's adapter alone, to
+            servers that take it beside others (`SGLangEngine(adapters=...)`); "auto" takes the first that the engine
+            offers.
         directory: of methods "disk" and "adapter", seen by all servers under the same path; relative paths are below
             the run directory and None is its `weights`. It holds the version served, and the next one while that is
-            written. (So does `weights` for method "distributed" where parameters are sharded or in 4 bit.)
+            written. (So does `weights` for "distributed" and "tensor" where parameters are sharded or in 4 bit.)
         deadline_s: seconds the engine may take for one update; a server that takes longer counts as lost.
         senders: most ranks that send by method "distributed", each to servers of its own; null: as many as there are
             servers, and rank 0 alone where adapters are merged, which takes a copy in each sender's memory. They need
@@ -86,16 +90,16 @@ class WeightSync(Callback):
 
     def __init__(
         self,
-        method: Literal["auto", "memory", "disk", "distributed", "adapter"] = "auto",
+        method: Literal["auto", "memory", "disk", "distributed", "tensor", "adapter"] = "auto",
         directory: str | None = None,
         deadline_s: float = 300.0,
         senders: int | None = None,
     ) -> None:
-        if method not in ("auto", "memory", "disk", "distributed", "adapter"):
-            raise ValueError(f"WeightSync.method: {method!r} is not one of auto, memory, disk, distributed, adapter")
+        if method not in ("auto", *_METHODS):
+            raise ValueError(f"WeightSync.method: {method!r} is not one of auto, {', '.join(_METHODS)}")
         if not 0 < deadline_s < math.inf:
             raise ValueError(f"WeightSync.deadline_s: {deadline_s}, must be above 0 and finite")
-        if directory is not None and method in ("memory", "distributed"):
+        if directory is not None and method in ("memory", *_SENT):
             raise ValueError(_no_effect(directory, method, method))
         checks.at_least(1, {"WeightSync.senders": senders})
         if senders is not None and method not in ("auto", "distributed"):
@@ -288,7 +292,7 @@ class WeightSync(Callback):
         """A collective: on rank 0 the policy, which is without storage where ranks have shards of it or its weights are
         in 4 bit, and its weights then."""
         if self._way != "adapter" and comes_in_parts(module.policy):
-            if self._files is None and self._way == "distributed":
+            if self._files is None and self._way in _SENT:
                 self._files = WeightFiles(run_dir(trainer) / "weights")
             return policy_in_parts(module.policy, trainer.is_global_zero)
         return module.policy, None
@@ -307,15 +311,20 @@ class WeightSync(Callback):
 
     def _update(self, policy: Any, version: int, parts: WeightParts | None) -> tuple[WeightUpdate, int]:
         """And its bytes. `parts`: the weights, where `policy` has none."""
+        shared = self._way == "tensor"
         if self._files is not None:
             path, size = self._files.write(policy, version, None if parts is None else parts.saved())
-            read_here = self._way == "distributed"
-            return WeightUpdate(version, path=str(path), deadline_s=self.deadline_s, read_here=read_here), size
+            read_here = self._way in _SENT
+            update = WeightUpdate(
+                version, path=str(path), deadline_s=self.deadline_s, read_here=read_here, shared=shared
+            )
+            return update, size
         if parts is not None:
             size = sum(parameter.nbytes for parameter in base_model(policy).parameters())
             return WeightUpdate(version, parts=parts, deadline_s=self.deadline_s), size
         weights = merged_weights(policy) if self._way == "memory" else checkpoint_weights(policy)
-        return WeightUpdate(version, state_dict=weights, deadline_s=self.deadline_s), num_bytes(weights)
+        update = WeightUpdate(version, state_dict=weights, deadline_s=self.deadline_s, shared=shared)
+        return update, num_bytes(weights)
 
 
 def _refuse_validation_inside_batches(trainer: Trainer, module: Any) -> None:

@@ -158,8 +158,8 @@ def downtime(url: str, policy: PreTrainedModel, scratch: Path, scale: dict[str, 
         try:
             _watch_updates(engine, seen)
             engine.update_weights(_update(0, "disk", policy, files))
-            if method == "distributed":
-                engine.update_weights(_update(1, method, policy, files))  # makes the process group
+            if method != "disk":
+                engine.update_weights(_update(1, method, policy, files))  # makes the process group, or torch's manager
             seen.clear()
             stop = threading.Event()
             load = threading.Thread(target=asyncio.run, args=(_load(engine, policy, scale, stop),))
@@ -202,8 +202,9 @@ def _watch_updates(engine: SGLangEngine, seen: list[Synced]) -> None:
 
 
 def _update(version: int, method: str, policy: PreTrainedModel, files: WeightFiles) -> WeightUpdate:
-    if method == "distributed":
-        return WeightUpdate(version, state_dict=checkpoint_weights(policy), deadline_s=60.0)
+    if method != "disk":
+        shared = method == "tensor"
+        return WeightUpdate(version, state_dict=checkpoint_weights(policy), deadline_s=60.0, shared=shared)
     return WeightUpdate(version, path=str(files.write(policy, version)[0]), deadline_s=60.0)
 
 

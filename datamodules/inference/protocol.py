@@ -193,13 +193,15 @@ class WeightUpdate:
     Attributes:
         version: policy version of these weights; greater than the engine's current one.
         state_dict: complete, by the engine's names: method "memory" takes those of the base model's own `state_dict()`
-            (`export.merged_weights`), "distributed" those of a checkpoint (`export.checkpoint_weights`). The engine
-            copies the tensors before `update_weights` returns and keeps no reference.
+            (`export.merged_weights`), "distributed" and "tensor" those of a checkpoint (`export.checkpoint_weights`).
+            The engine copies the tensors before `update_weights` returns and keeps no reference.
         parts: for method "memory", where they are nowhere whole: gone through before `update_weights` returns.
         path: for method "disk", a directory written by `save_pretrained` or `WeightFiles`; for method "adapter", one of
             a PEFT adapter alone. It stays until the engine has newer weights: a server that comes late loads it too.
-            For method "distributed" it is read here and sent, to servers that need not see it (`read_here`).
+            For methods "distributed" and "tensor" it is read here and sent, to servers that need not see it
+            (`read_here`).
         deadline_s: seconds the engine may take; above 0.
+        shared: for method "tensor", servers on this host read what is sent from memory that they share with us.
     """
 
     version: int
@@ -208,12 +210,15 @@ class WeightUpdate:
     deadline_s: float = 300.0
     parts: WeightParts | None = None
     read_here: bool = False
+    shared: bool = False
 
     def __post_init__(self) -> None:
         if sum(given is not None for given in (self.state_dict, self.path, self.parts)) != 1:
             raise ValueError("WeightUpdate: give exactly one of state_dict, parts and path")
         if self.read_here and self.path is None:
             raise ValueError("WeightUpdate.read_here: there is no path to read; give one, or leave it out")
+        if self.shared and self.state_dict is None and not self.read_here:
+            raise ValueError("WeightUpdate.shared: nothing is sent; give state_dict, or a path and read_here")
         if not 0 < self.deadline_s < math.inf:
             raise ValueError(f"WeightUpdate.deadline_s: {self.deadline_s}, must be above 0 and finite")
 
@@ -242,7 +247,8 @@ class InferenceEngine(Protocol):
 
     @property
     def update_methods(self) -> tuple[str, ...]:
-        """Ways it takes new weights, the preferred one first: of "memory", "distributed", "disk" and "adapter"."""
+        """Ways it takes new weights, the preferred one first: of "memory", "distributed", "disk", "tensor" and
+        "adapter"."""
 
     def start(self, model: PreTrainedModel, version: int, seed: int, parts: WeightParts | None = None) -> None:
         """Called once, on global rank 0, before the first request; the trainer's `model` is left untouched.

@@ -26,7 +26,7 @@ def test_every_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (own,), (other,), (through,) = (speed["tokens_per_second"][name]["runs"] for name in ("ours", "bare", "gateway"))
     assert speed["ratio"]["median"] == pytest.approx(own / other)
     assert speed["gateway_ratio"]["median"] == pytest.approx(through / own)
-    for method in ("distributed", "disk"):
+    for method in ("distributed", "disk", "tensor"):
         row = result["downtime"]["methods"][method]
         assert row["updates"] == 1 and 0 < row["update_s"]["min"] <= row["downtime_s"]["min"]
     runs = result["runs"]["settings"]

@@ -87,7 +87,7 @@ class SGLangEngine(ServerEngine):
         ValueError: an argument out of range; both or neither of urls and launch.
     """
 
-    update_methods: tuple[str, ...] = ("distributed", "disk")
+    update_methods: tuple[str, ...] = ("distributed", "disk", "tensor")
     shapings = SHAPINGS
 
     def __init__(
@@ -135,6 +135,9 @@ class SGLangEngine(ServerEngine):
         self.adapters = adapters
         if adapters is not None:
             self.update_methods = ("adapter",)
+        elif launch is not None and launch.in_turns and launch.chosen_device == "cpu":
+            # On GPUs too it should be the first: NCCL refuses two processes on one. But no GPU has shown it yet.
+            self.update_methods = ("tensor", "distributed", "disk")
         self.senders = self._senders = SharedSending()
         self._thread: LoopThread | None = None
         self._fleet: Fleet | None = None

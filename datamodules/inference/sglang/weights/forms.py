@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import uuid
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -34,6 +35,11 @@ class Bucket:
     data: Tensor | None
     files: Mapping[str, Path] = field(default_factory=dict)
     live: Mapping[str, Tensor] = field(default_factory=dict)
+
+    @property
+    def sizes(self) -> list[int]:
+        """Bytes of each tensor."""
+        return [math.prod(shape) * getattr(torch, self.dtype).itemsize for shape in self.shapes]
 
     def read(self, device: torch.device | None = None) -> Tensor:
         """What `data` is, or would be; of `live` ones made on `device`, of others on the CPU.
@@ -119,6 +125,21 @@ class HostWeights:
 
 
 @dataclass(frozen=True)
+class SharedWeights:
+    """Such a copy for servers on this host, which read it from memory that both have: bucket after bucket is put there
+    while an update lasts (`shared_tensors`), and a server that comes late has the same done.
+
+    Attributes:
+        device: where the trainer has them.
+    """
+
+    version: int
+    nbytes: int
+    buckets: tuple[Bucket, ...]
+    device: torch.device
+
+
+@dataclass(frozen=True)
 class DiskWeights:
     """A directory of `WeightFiles` that the server sees under the same path."""
 
@@ -138,7 +159,7 @@ class AdapterWeights:
     name: str
 
 
-Weights = HostWeights | DiskWeights | AdapterWeights
+Weights = HostWeights | SharedWeights | DiskWeights | AdapterWeights
 
 
 def weights_of(update: WeightUpdate, adapter: bool = False, one_gpu: bool = False) -> Weights:
@@ -146,16 +167,22 @@ def weights_of(update: WeightUpdate, adapter: bool = False, one_gpu: bool = Fals
     `adapter`: its path is that of an adapter. `one_gpu`: servers are on the trainer's, which NCCL refuses."""
     if update.state_dict is not None:
         weights = HostWeights.copy_of(update.state_dict, update.version)
-        return replace(weights, device=torch.device("cpu")) if one_gpu else weights
+        return _sent(replace(weights, device=torch.device("cpu")) if one_gpu and not update.shared else weights, update)
     if update.path is None:
         raise GenerationError("WeightUpdate.parts: servers take no parts; give state_dict, or path")
     if update.read_here:
-        return HostWeights.in_files(Path(update.path), update.version)
+        return _sent(HostWeights.in_files(Path(update.path), update.version), update)
     files = _files_in(Path(update.path))
     size, path = sum(file.stat().st_size for file in files), str(Path(update.path).absolute())
     if adapter:  # its name is its own: a server may have had another run's before
         return AdapterWeights(update.version, size, path, f"v{update.version}-{uuid.uuid4().hex[:8]}")
     return DiskWeights(update.version, size, path)
+
+
+def _sent(weights: HostWeights, update: WeightUpdate) -> HostWeights | SharedWeights:
+    if not update.shared:
+        return weights
+    return SharedWeights(weights.version, weights.nbytes, weights.buckets, weights.device)
 
 
 def _files_in(path: Path) -> list[Path]:

@@ -1,4 +1,4 @@
-"""Brings one SGLang server to a version of the policy's weights, from a directory or by broadcast.
+"""Brings one SGLang server to a version of the policy's weights: from a directory, by broadcast, in shared memory.
 
     pause (retract) -> load, caches flushed -> continue        an adapter: load beside the others
     in turns on the trainer's GPU: pause -> leave the memory ... weights back -> load -> the rest back -> continue
@@ -24,8 +24,16 @@ import torch
 
 from datamodules.inference.protocol import GenerationError
 from datamodules.inference.sglang.client import ServerClient, ServerRefused
-from datamodules.inference.sglang.weights.forms import AdapterWeights, Bucket, DiskWeights, HostWeights, Weights
+from datamodules.inference.sglang.weights.forms import (
+    AdapterWeights,
+    Bucket,
+    DiskWeights,
+    HostWeights,
+    SharedWeights,
+    Weights,
+)
 from datamodules.inference.sglang.weights.senders import Peer, PeerGroup, Senders
+from datamodules.inference.sglang.weights.shared_tensors import SharedTensors
 from datamodules.inference.sglang.weights.update_group import Deadline, UpdateGroup, new_name
 
 _log = logging.getLogger(__name__)
@@ -73,6 +81,7 @@ class ServerWeights:
         self._client = client
         self._lock = asyncio.Lock()
         self._group: UpdateGroup | PeerGroup | None = None
+        self._shared = SharedTensors(client)
         self._forgotten: list[str] = []  # groups given up that the server may still know
         self._begun = True  # an update may be half done at the server: ours, or one of another trainer before us
         self._away: tuple[str, ...] = ()  # parts of its memory that the server has given up
@@ -179,7 +188,8 @@ class ServerWeights:
         return any(one.get("id") == weights.name and one.get("root") == weights.path for one in listed)
 
     async def close(self) -> None:
-        """Ends the process group, at the server too if it answers within a few seconds."""
+        """Ends the process group, at the server too if it answers within a few seconds; frees shared memory."""
+        self._shared.close()
         self._give_up_group()
         with suppress(GenerationError):
             await self._forget_groups(Deadline(_TIDY_S))
@@ -221,6 +231,8 @@ class ServerWeights:
                 else:
                     async with senders.trial(peer):
                         self._group = await self._join(weights, peer, deadline)
+            if isinstance(weights, SharedWeights):
+                await self._shared.open(weights, deadline)
             self._begun = True
             paused = time.monotonic()
             await self._post("/pause_generation", {"mode": "retract"}, deadline, confirmed=False)
@@ -239,14 +251,15 @@ class ServerWeights:
             body = {"model_path": weights.path, "weight_version": version, "flush_cache": True}
             await self._post("/update_weights_from_disk", body, deadline)
             return
-        assert isinstance(weights, HostWeights), "adapters stand beside each other: see _add"
+        assert isinstance(weights, HostWeights | SharedWeights), "adapters stand beside each other: see _add"
         if isinstance(self._group, PeerGroup):
             self._group.version = weights.version
+        send = self._send if isinstance(weights, HostWeights) else self._shared.send
         await self._post("/begin_weight_update", {}, deadline)
         for bucket in weights.buckets:
             last = bucket is weights.buckets[-1]
             # Tokens carry the version from the moment it is announced, so it comes last; and so does the flush.
-            await self._send(bucket, {"flush_cache": last, "weight_version": version if last else None}, deadline)
+            await send(bucket, {"flush_cache": last, "weight_version": version if last else None}, deadline)
         await self._post("/end_weight_update", {}, deadline)
 
     async def _send(self, bucket: Bucket, options: dict[str, Any], deadline: Deadline) -> None:

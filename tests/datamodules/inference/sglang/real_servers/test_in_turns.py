@@ -10,6 +10,7 @@ import os
 import signal
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -66,11 +67,12 @@ def test_requests_under_way_go_on_with_the_weights_that_came_in_between(engine, 
     models = {version: tiny_policy(seed=version) for version in range(6)}
 
     def update(version: int) -> WeightUpdate:
-        directory = tmp_path if version % 2 else None  # in turn by both ways
-        return update_of(models[version], version, directory, checkpoint_weights, 60.0)
+        directory = tmp_path if version % 3 == 1 else None  # in turn by every way
+        made = update_of(models[version], version, directory, checkpoint_weights, 60.0)
+        return replace(made, shared=version % 3 == 2)
 
     engine.start(models[0], version=0, seed=3)
-    assert engine.in_turns
+    assert engine.in_turns and engine.update_methods[0] == "tensor"
     requests = requests_of(96)
     updates = [lambda version=version: update(version) for version in range(1, 6)]
     responses, _ = generate_through_updates(InTurns(engine), requests, updates, together=16, every=True)

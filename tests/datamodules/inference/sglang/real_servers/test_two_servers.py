@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -37,7 +38,8 @@ def second(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
 
 def update(version: int, method: str, directory: Path) -> WeightUpdate:
     policy, deadline_s = tiny_policy(seed=version), 4.0 if version in (2, 3) else 60.0
-    return update_of(policy, version, None if method == "distributed" else directory, checkpoint_weights, deadline_s)
+    made = update_of(policy, version, directory if method == "disk" else None, checkpoint_weights, deadline_s)
+    return replace(made, shared=method == "tensor")
 
 
 def states(engine: SGLangEngine) -> dict[str, tuple[str, int]]:

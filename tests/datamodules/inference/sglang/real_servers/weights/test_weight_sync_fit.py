@@ -26,7 +26,7 @@ def data(server: ServerProcess) -> Iterator[EngineData]:
 
 
 @pytest.mark.parametrize("adapters", [False, True], ids=["full", "lora"])
-@pytest.mark.parametrize("method", ["auto", "disk"])
+@pytest.mark.parametrize("method", ["auto", "disk", "tensor"])
 def test_the_server_serves_the_trained_policy(data, tmp_path, method, adapters) -> None:
     policy = with_lora(tiny_policy()) if adapters else tiny_policy()
     run = tmp_path / "run"
@@ -43,5 +43,7 @@ def test_the_server_serves_the_trained_policy(data, tmp_path, method, adapters) 
 
 
 def test_memory_is_no_way_to_a_server(data, tmp_path) -> None:
-    with pytest.raises(ValueError, match=r"WeightSync\.method: memory, but .*SGLangEngine, .* distributed or disk"):
+    with pytest.raises(
+        ValueError, match=r"WeightSync\.method: memory, but .*SGLangEngine, .* distributed or disk or tensor"
+    ):
         trainer(tmp_path / "run", WeightSync("memory")).fit(PolicyOnTrial(tiny_policy()), datamodule=data)
