@@ -262,7 +262,7 @@ class Fleet:
             if error.dirty:
                 server.distrust(str(error))
             elif server.state == "updating":
-                server.holds = held
+                server.holds, server.error = held, str(error)
             return error
         except Exception as error:  # a fault of ours: nobody knows what it holds
             _log.exception("%s: its update failed", server.name)

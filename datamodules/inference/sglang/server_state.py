@@ -147,7 +147,7 @@ class Server:
         elif self.holds is weights:
             self.enter("serving")
         else:
-            self.distrust(f"it has version {self.version} still")
+            self.distrust(f"it has version {self.version} still{f': {self.error}' if self.error else ''}")
 
     def suspect(self, reason: str) -> None:
         """A request met a broken connection: perhaps the server's end, which its supervisor is to find out."""

@@ -9,12 +9,15 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from datamodules.inference.protocol import WeightUpdate
 from datamodules.inference.sglang.client import ServerClient
 from datamodules.inference.sglang.launcher import ServerProcess
+from datamodules.inference.sglang.weights.forms import Bucket, weights_of
 from datamodules.inference.sglang.weights.server_weights import ServerWeights, SyncFailed
 from datamodules.inference.sglang.weights.update_group import Deadline
 from datamodules.inference.weight_files import WeightFiles
@@ -92,7 +95,11 @@ def test_nothing_is_left_when_the_server_has_the_weights(server: ServerProcess, 
         assert len(weights.buckets) > 3
         await kept.weights.bring(weights, DEADLINE_S)
         assert not ours()
-        await kept.bring(tiny_policy(seed=2), 2, "tensor", stay_paused=True)
+        policy = tiny_policy(seed=2)
+        path, _ = WeightFiles(tmp_path).write(policy, 2)  # of ranks that have shards, whose files servers need not see
+        await kept.weights.bring(weights_of(WeightUpdate(2, path=str(path), read_here=True, shared=True)), DEADLINE_S)
+        assert await kept.worst(policy, 2) < 1e-5
+        await kept.bring(policy, 2, "tensor", stay_paused=True)
         await kept.weights._shared.open(weights, Deadline(DEADLINE_S))  # and then the run ends
         assert len(ours()) == 1
         await kept.client.post("/continue_generation", {}, DEADLINE_S)
@@ -184,6 +191,22 @@ def test_a_server_that_ends_in_an_update_gets_it_when_it_is_back(own: ServerProc
         assert await again.worst(policy, 2) < 1e-5
         await again.close()
         assert not ours()
+
+    asyncio.run(main())
+
+
+def test_without_room_in_shared_memory_the_server_goes_on_as_it_is(server: ServerProcess, tmp_path: Path) -> None:
+    async def main() -> None:
+        kept = Kept(server, tmp_path)
+        policy = tiny_policy(seed=1)
+        await kept.bring(policy, 1, "tensor")
+        weights = kept.of(tiny_policy(seed=2), 2, "tensor")
+        huge = Bucket(["x"], [[1 << 50]], "uint8", None)
+        with pytest.raises(SyncFailed, match=r"/dev/shm has no room for 1,125,899,906,842,624 bytes") as failure:
+            await kept.weights.bring(replace(weights, buckets=(*weights.buckets, huge)), DEADLINE_S)
+        assert not failure.value.dirty and not ours()
+        assert await kept.worst(policy, 1) < 1e-5
+        await kept.close()
 
     asyncio.run(main())
 
