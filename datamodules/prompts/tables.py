@@ -21,8 +21,9 @@ from datamodules.prompts.base import Prompt
 from datamodules.prompts.extras import needs
 from datamodules.prompts.records import RecordPrompts
 
-_SHARD = re.compile(r"-\d+-of-\d+\Z")
-_SPLITS = {"train", "validation", "valid", "dev", "test"}  # files of other names are parts of one whole
+_SHARD = re.compile(r"-\d+-of-\d+(-[0-9a-f]+)?\Z")
+_NUMBER = re.compile(r"[-_.]?\d+\Z")
+_SPLITS = {"train", "validation", "valid", "val", "dev", "test", "eval"}  # files of other names are parts of one whole
 
 
 class DatasetPrompts(RecordPrompts):
@@ -33,7 +34,8 @@ class DatasetPrompts(RecordPrompts):
             datasets' `save_to_disk`, or another one that it can load; or a name on the Hugging Face hub. Environment
             variables are expanded, and what begins with "/", "." or "~" or holds a variable is a path, never a name.
         name: configuration of a data set that has several.
-        split: of the data set; of a folder of Parquet files those whose names begin with it, as `train-00000-of-00002`.
+        split: of the data set; of a folder of Parquet files those of that name, parts as `train-00000-of-00002` or
+            `train-0` included. Needed where the names of several tell of splits.
         revision: commit, tag or branch on the hub.
         record_options: see `RecordPrompts`: question_field, answer_field, template, answer_pattern, chat, system,
             shuffle, seed, offset, size, image_field (paths of pictures begin at the table's folder). Its fields are
@@ -116,14 +118,20 @@ def _parquet_files(path: str, split: str | None) -> list[Path]:
     files = sorted(folder.glob("*.parquet")) if folder.is_dir() else []
     splits: dict[str, list[Path]] = {}
     for file in files:
-        splits.setdefault(_SHARD.sub("", file.stem), []).append(file)
-    if split is None and len(splits.keys() & _SPLITS) > 1:
+        splits.setdefault(_split_of(file.stem), []).append(file)
+    words = {word for name in splits for word in re.split(r"[-_.]", name.lower())}
+    if split is None and len(splits) > 1 and words & _SPLITS:
         raise ValueError(f"DatasetPrompts.split: '{path}' has the splits {', '.join(splits)}; name one")
     if split is None or not files:
         return files
     if split not in splits:
         raise ValueError(f"DatasetPrompts.split: '{path}' has the files of {', '.join(splits)}, none of '{split}'")
     return splits[split]
+
+
+def _split_of(stem: str) -> str:
+    whole = _SHARD.sub("", stem)
+    return name if (name := _NUMBER.sub("", whole)) in _SPLITS else whole
 
 
 def _load(path: str, name: str | None, split: str | None, revision: str | None) -> Any:

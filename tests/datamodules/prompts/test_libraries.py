@@ -125,6 +125,33 @@ def test_a_folder_of_several_splits_is_one_of_them(tmp_path: Path) -> None:
             DatasetPrompts(str(tmp_path), split=split, **FIELDS)
 
 
+@pytest.mark.parametrize(
+    ("train", "test"),
+    [
+        ("train-00000-of-00001-a09b74b3ef9c3b56", "test-00000-of-00001-5c3b9a7ef9c3b56a"),
+        ("train_prefs-00000-of-00001", "test_prefs-00000-of-00001"),
+        ("train", "validation_matched"),
+        ("sums-train", "sums-test"),
+        ("Train", "rest"),
+        ("train-0", "test-0"),
+    ],
+)
+def test_held_out_rows_are_not_read_unasked(tmp_path: Path, train: str, test: str) -> None:
+    parquet(tmp_path / f"{train}.parquet", ROWS[:2])
+    parquet(tmp_path / f"{test}.parquet", ROWS[2:])
+    with pytest.raises(ValueError, match=r"DatasetPrompts.split: .* has the splits .*; name one") as caught:
+        DatasetPrompts(str(tmp_path), **FIELDS)
+    names = str(caught.value).split("has the splits ")[1].removesuffix("; name one").split(", ")
+    assert sorted(DatasetPrompts(str(tmp_path), split=name, **FIELDS).size for name in names) == [2, 4]
+
+
+@pytest.mark.parametrize("names", [("part.0", "part.1"), ("train-0", "train-1"), ("train-0-of-2-a", "train-1-of-2-c")])
+def test_parts_of_one_whole_need_no_split(tmp_path: Path, names: tuple[str, str]) -> None:
+    for name, rows in zip(names, (ROWS[:2], ROWS[2:])):
+        parquet(tmp_path / f"{name}.parquet", rows)
+    assert DatasetPrompts(str(tmp_path), **FIELDS).size == 6
+
+
 def test_data_sets_that_are_not_there_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("datasets")
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)  # the variable was read long ago
