@@ -84,7 +84,8 @@ class GenerationRequest:
             sampled stays in the response, the stop text and what its last token says behind it included, and is
             trained on; whoever shows the text cuts it where the stop begins (`reply_text.cut_at_stop`).
         decode: token ids to text, special tokens included; `stop_texts` are looked for in what it says. Called in the
-            engine's thread, with few tokens at a time. Episodes' engines fill it in.
+            engine's thread, with few tokens at a time. What it raises fails this request alone. Episodes' engines fill
+            it in.
         on_tokens: called with the ids and log-probabilities of new tokens as they are sampled, each token once and in
             order, the last before `generate` returns. It is called in the engine's own thread, between two forward
             passes or reports of a server: it must be quick and hand over what takes long (`call_soon_threadsafe`).
@@ -111,7 +112,14 @@ class GenerationRequest:
 
     def stops(self) -> TextStops | None:
         """A new search for the stop texts, to be given each token in turn; None for a request without any."""
-        return TextStops(self.stop_texts, self.decode) if self.stop_texts and self.decode is not None else None
+        return TextStops(self.stop_texts, self._decode) if self.stop_texts and self.decode is not None else None
+
+    def _decode(self, tokens: list[int]) -> str:
+        assert self.decode is not None
+        try:
+            return self.decode(tokens)
+        except Exception as error:
+            raise GenerationError(f"{self._name}.decode: it raised {type(error).__name__}: {error}") from error
 
     def tell(self, tokens: Sequence[int], logprobs: Sequence[float]) -> None:
         """For engines: calls `on_tokens`, if there is one and something new. Raises GenerationError when that fails."""

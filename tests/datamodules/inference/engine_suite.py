@@ -11,6 +11,7 @@ import copy
 import threading
 import time
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -180,19 +181,21 @@ class EngineSuite:
             assert said == list(zip(response.tokens, response.logprobs))
             assert_parity({0: policy}, request, response, self.tolerance)
 
-    def test_a_listener_that_fails_fails_its_request_alone(self, engine, policy) -> None:
-        def failing(tokens: Sequence[int], logprobs: Sequence[float]) -> None:
-            raise KeyError("no such listener")
+    @pytest.mark.parametrize("what", ["on_tokens", "decode"])
+    def test_a_function_that_fails_fails_its_request_alone(self, engine, policy, what: str) -> None:
+        def failing(*_: Any) -> Any:
+            raise KeyError("no such token")
 
         async def run() -> tuple[GenerationResponse, BaseException]:
-            heard = GenerationRequest(prompts_of([5])[0], 10, request_id="r3", on_tokens=failing)
+            failed = GenerationRequest(prompts_of([5])[0], 10, request_id="r3", stop_texts=("!",), decode=spelled)
+            setattr(failed, what, failing)
             other = asyncio.create_task(engine.generate(GenerationRequest(prompts_of([5])[0], 10)))
             with pytest.raises(GenerationError) as caught:
-                await engine.generate(heard)
+                await engine.generate(failed)
             return await other, caught.value
 
         other, error = asyncio.run(run())
-        assert len(other.tokens) == 10 and "'r3'.on_tokens" in str(error) and "no such listener" in str(error)
+        assert len(other.tokens) == 10 and f"'r3'.{what}" in str(error) and "no such token" in str(error)
 
     def test_samples_follow_the_distribution(self, engine, policy) -> None:
         prompt, count = prompts_of([4])[0], self.samples
