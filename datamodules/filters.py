@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 
 from app import checks
 from app.batch import Trajectory
-from app.statistics import equal
+from app.statistics import ROUNDING, equal
 from datamodules.groups import Group, earned
 
 
@@ -55,7 +55,8 @@ class NoSignal(GroupFilter):
 
 
 class RewardBand(GroupFilter):
-    """Leaves out groups that are too hard or too easy: whose mean reward lies outside `[least, most]`.
+    """Leaves out groups that are too hard or too easy: whose mean reward lies outside `[least, most]` by more than
+    rounding.
 
     Raises:
         ValueError: `least` above `most`.
@@ -70,7 +71,8 @@ class RewardBand(GroupFilter):
     def reason(self, group: Group) -> str | None:
         rewards = episode_rewards(group).values()
         mean = sum(rewards) / len(rewards)
-        if self.least <= mean <= self.most:
+        rounding = ROUNDING * max(1.0, abs(mean))  # seven times 0.9 have the mean 0.9000000000000001
+        if self.least - rounding <= mean <= self.most + rounding:
             return None
         return f"mean reward {mean:g} outside [{self.least:g}, {self.most:g}]"
 
@@ -93,7 +95,7 @@ class TooManyTruncated(GroupFilter):
     def reason(self, group: Group) -> str | None:
         episodes = len(episode_rewards(group))
         cut = len({one.episode_id for one in group.trajectories if one.finish_reason == "length"})
-        return None if cut <= self.most * episodes else f"truncated: {cut} of {episodes} episodes"
+        return None if cut <= self.most * episodes + ROUNDING else f"truncated: {cut} of {episodes} episodes"
 
 
 class Filters(GroupFilter):

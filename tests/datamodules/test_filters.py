@@ -97,6 +97,17 @@ def test_mean_rewards_count_episodes_not_turns() -> None:
     assert RewardBand(0.3, 0.9).reason(uneven) == "mean reward 0.25 outside [0.3, 0.9]"
 
 
+@pytest.mark.parametrize("bound", [0.1, 0.2, 0.7, 0.9])
+def test_bounds_of_the_band_are_inside(bound: float) -> None:
+    """Whatever rounding makes of a mean: seven times 0.9 have the mean 0.9000000000000001."""
+    for episodes in range(1, 20):
+        equal = group(*[(bound, "stop")] * episodes)
+        assert RewardBand(bound, bound).reason(equal) is None
+        assert RewardBand(bound + 1e-4, 1.0).reason(equal) is not None
+        assert RewardBand(0.0, bound - 1e-4).reason(equal) is not None
+    assert TooManyTruncated(0.29).reason(group(*[(0.0, "length")] * 29, *[(0.0, "stop")] * 71)) is None
+
+
 def test_truncated_episodes_are_counted_once() -> None:
     half = group((1.0, "length"), (0.0, "stop"), turns=4)
     assert TooManyTruncated(0.5).reason(half) is None
