@@ -16,7 +16,7 @@ import logging
 import threading
 import time
 from collections.abc import Sequence
-from concurrent.futures import CancelledError
+from concurrent.futures import CancelledError, wait
 from contextlib import suppress
 from typing import Any
 
@@ -151,28 +151,24 @@ class Producer:
         version = self.player.engine.version
         future = asyncio.run_coroutine_threadsafe(self._evaluate(prompts, samples, temperature), self.loop)
         ends = time.monotonic() + deadline_s
-        while True:
-            try:
-                groups = future.result(min(_INTERRUPT_POLL_S, max(0.0, ends - time.monotonic())))
-                break
-            except TimeoutError:
-                if future.done():
-                    raise
-                with self._changed:
-                    self._raise_if_failed()
-                if interruption.pending() is not None:
-                    future.cancel()
-                    return []
-                if time.monotonic() >= ends:
-                    pending = self.describe()
-                    future.cancel()
-                    raise TimeoutError(
-                        f"validation is not finished after {deadline_s:g} s (limits.collect_deadline_s); {pending}"
-                    ) from None
-            except CancelledError:
-                with self._changed:
-                    self._raise_if_failed()
-                raise
+        while not wait((future,), min(_INTERRUPT_POLL_S, max(0.0, ends - time.monotonic()))).done:
+            with self._changed:
+                self._raise_if_failed()
+            if interruption.pending() is not None:
+                future.cancel()
+                return []
+            if time.monotonic() >= ends:
+                pending = self.describe()
+                future.cancel()
+                raise TimeoutError(
+                    f"validation is not finished after {deadline_s:g} s (limits.collect_deadline_s); {pending}"
+                )
+        try:
+            groups = future.result()
+        except CancelledError:
+            with self._changed:
+                self._raise_if_failed()
+            raise
         if self.player.engine.version != version:
             raise RuntimeError(
                 f"validation began at version {version} and ended at {self.player.engine.version};"

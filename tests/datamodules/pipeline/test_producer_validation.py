@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 
 import pytest
 
 from app.batch import Trajectory
 from datamodules.inference.protocol import GenerationRequest
+from datamodules.pipeline import producer as producer_module
 from datamodules.pipeline.player import EpisodePlayer, Pause
 from datamodules.prompts import Prompt
 from datamodules.prompts.tokenizers import load_tokenizer
@@ -108,6 +110,17 @@ def test_validation_is_reproducible_and_greedy_replies_have_a_temperature(build:
         return [one.tokens.tolist() for group in groups for one in group.trajectories]
 
     assert evaluate() == evaluate()
+
+
+def test_validation_may_end_while_its_waiter_looks_up(build: Build, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(producer_module, "_INTERRUPT_POLL_S", 0.0)  # it does nothing else
+    producer, prompts, interval = build(), [Prompt(id="v", tokens=(3, 15))], sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        for _ in range(100):
+            assert ids(producer.evaluate(prompts, 1, 0.0, 30.0)) == ["v"]
+    finally:
+        sys.setswitchinterval(interval)
 
 
 def test_failing_validation_episodes_are_left_out_and_counted(build: Build, caplog: pytest.LogCaptureFixture) -> None:
