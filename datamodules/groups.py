@@ -6,14 +6,18 @@ Promises: saved and loaded groups are equal in every field; what is saved are te
 from __future__ import annotations
 
 import json
+import numbers
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
-from app.batch import CALL_REWARD, LARGEST_REWARD, BatchError, RolloutBatch, Trajectory
+from app.batch import CALL_REWARD, LARGEST_REWARD, UNTRAINABLE_CALLS, BatchError, RolloutBatch, Trajectory
+from app.fields import as_number
 from app.pictures import Picture, used
+
+_NUMBERS = {CALL_REWARD: numbers.Real, UNTRAINABLE_CALLS: numbers.Integral}  # of an episode's metadata
 
 
 @dataclass(frozen=True)
@@ -52,11 +56,12 @@ def earned(turns: Sequence[Trajectory]) -> float:
 
 
 def check_credit(turns: Sequence[Trajectory]) -> None:
-    """That the training sequences of an episode can be credited with what it earned.
+    """That the training sequences of an episode can be credited with what it earned. Numbers of ours in their metadata
+    become plain ones, whatever library they are of: files have no others.
 
     Raises:
         BatchError: they have different rewards, a call has a reward and no trained token, or a sequence's first token,
-            which nothing precedes, is trained; or as `earned`.
+            which nothing precedes, is trained; a number of calls that is none; or as `earned`.
     """
     rewards = torch.tensor([one.reward for one in turns], dtype=torch.float32)
     least, most = float(rewards.min()), float(rewards.max())
@@ -71,6 +76,13 @@ def check_credit(turns: Sequence[Trajectory]) -> None:
                 f"Trajectory.loss_mask of {one.name}: True at position 0, which nothing precedes; begin with a prompt"
                 " or a start token"
             )
+        for key, kind in _NUMBERS.items():
+            if key in one.metadata:
+                where = f"Trajectory.metadata of {one.name}: {key}"
+                one.metadata[key] = value = as_number(one.metadata[key], where, kind)
+                if not abs(value) <= LARGEST_REWARD:  # nor NaN
+                    said = str(value)[:40]
+                    raise BatchError(f"{where} is {said}; it must be a finite number within {LARGEST_REWARD:g}")
         if CALL_REWARD in one.metadata and not bool(one.loss_mask.any()):
             raise BatchError(
                 f"Trajectory.metadata of {one.name}: {CALL_REWARD}, and none of its tokens is trained; add it to the"

@@ -93,12 +93,12 @@ class Stream:
         with self.changed:
             if not self._end(pending):
                 return []
-            self.tally.finished(group)
             self._ready.append(group)
             self.gate.finish()
             self.gate.truncate(len({one.episode_id for one in group.trajectories if one.finish_reason == "length"}))
             surplus = list(self._running.values()) if self.gate.is_full() else []
             self.requeue(surplus)
+            self.tally.finished(group)
             self.changed.notify_all()
             return surplus
 

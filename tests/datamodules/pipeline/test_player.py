@@ -5,9 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
-from app.batch import CALL_REWARD, BatchError, Trajectory
+from app.batch import CALL_REWARD, UNTRAINABLE_CALLS, BatchError, Trajectory
+from datamodules.groups import earned
 from datamodules.prompts.base import Prompt
 from datamodules.workflows import RLVRWorkflow
 from datamodules.workflows.base import EpisodeEngine
@@ -46,15 +49,47 @@ def test_nothing_precedes_a_first_token() -> None:
         played(loss_mask=one.loss_mask | True)
 
 
+class Noted(Changed):
+    """With metadata of ours."""
+
+    def __init__(self, key: str, value: Any, **fields: Any) -> None:
+        super().__init__(**fields)
+        self.key, self.value = key, value
+
+    async def run(self, engine: EpisodeEngine, prompt: Prompt) -> list[Trajectory]:
+        found = await super().run(engine, prompt)
+        found[1].metadata[self.key] = self.value
+        return found
+
+
+def noted(key: str, value: Any, **fields: Any) -> list[Trajectory]:
+    prompt, engine = Prompt("p", text="1+1?", answer="2"), ScriptedEngine(TOKENIZER, ["2"])
+    return play(Noted(key, value, **fields), engine, TOKENIZER, prompt, lambda prompt, text: 0.3)
+
+
+@pytest.mark.parametrize("made", [float, np.float64, np.float32, torch.tensor])
+def test_rewards_of_calls_are_numbers_of_any_library(made: Any) -> None:
+    """As an episode's; and plain ones from then on, which files know."""
+    found = noted(CALL_REWARD, made(0.5))
+    assert type(found[1].metadata[CALL_REWARD]) is float and earned(found) == pytest.approx(0.8)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "said"),
+    [
+        (CALL_REWARD, "much", "expected a number, got 'much'"),
+        (CALL_REWARD, np.float32("nan"), "is nan; it must be a finite number within"),
+        (UNTRAINABLE_CALLS, "none", "expected an integer, got 'none'"),
+        (UNTRAINABLE_CALLS, 10**400, r"is 10+; it must be a finite number within"),
+    ],
+    ids=["text", "nan", "no number of calls", "huge"],
+)
+def test_what_is_no_number_under_a_key_of_ours_is_refused(key: str, value: Any, said: str) -> None:
+    with pytest.raises(BatchError, match=rf"Trajectory\.metadata of .*: {key}:? {said}"):
+        noted(key, value)
+
+
 def test_a_reward_of_a_call_needs_a_trained_token() -> None:
     (one, _) = played()
-
-    class Rewarded(Changed):
-        async def run(self, engine: EpisodeEngine, prompt: Prompt) -> list[Trajectory]:
-            found = await super().run(engine, prompt)
-            found[1].metadata[CALL_REWARD] = 0.5
-            return found
-
-    prompt, engine = Prompt("p", text="1+1?", answer="2"), ScriptedEngine(TOKENIZER, ["2"])
     with pytest.raises(BatchError, match=rf"Trajectory\.metadata of .*: {CALL_REWARD}, and none of its tokens is"):
-        play(Rewarded(loss_mask=one.loss_mask & False), engine, TOKENIZER, prompt, lambda prompt, text: 1.0)
+        noted(CALL_REWARD, 0.5, loss_mask=one.loss_mask & False)

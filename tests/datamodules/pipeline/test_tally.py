@@ -6,9 +6,11 @@ from typing import Any
 
 import pytest
 
-from app.batch import Trajectory
+from app.batch import UNTRAINABLE_CALLS, Trajectory
 from datamodules.filters import Custom
 from datamodules.groups import Group
+from datamodules.pipeline.gate import StalenessGate
+from datamodules.pipeline.stream import Stream
 from datamodules.pipeline.tally import Tally
 from tests.datamodules.pipeline.producers import Factory
 
@@ -60,3 +62,16 @@ def test_filtered_groups_count() -> None:
     kept = sum(t.reward for one in taken for t in one.trajectories) / 6
     assert len(seen) > 2 and found["reward"] == pytest.approx(sum(seen) / len(seen)) and found["reward"] + 0.5 < kept
     assert found["length"] == 2.0 and found["solved"] == 1.0  # digits and the end of sequence; rewards of 2 to 11
+
+
+def test_the_books_balance_whatever_a_tally_finds() -> None:
+    """A fault of it ends the run, whose last checkpoint must miss no prompt."""
+    stream = Stream(StalenessGate(2, 0, 100), 1)
+    stream.restore(0, {})
+    for move in (stream.finish, stream.filter):
+        pending, odd = stream.admit(), group(1.0)
+        assert pending is not None
+        odd.trajectories[0].metadata[UNTRAINABLE_CALLS] = "none"
+        with pytest.raises(TypeError):
+            move(pending, odd)
+        stream.check()
