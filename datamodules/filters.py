@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from app import checks
 from app.batch import Trajectory
@@ -117,7 +118,7 @@ class Filters(GroupFilter):
         self.filters = list(filters)
 
     def reason(self, group: Group) -> str | None:
-        return next((why for one in self.filters if (why := one.reason(group)) is not None), None)
+        return next((why for one in self.filters if (why := reason_of(one, group)) is not None), None)
 
 
 class Custom(GroupFilter):
@@ -127,12 +128,12 @@ class Custom(GroupFilter):
         self.function = function
 
     def reason(self, group: Group) -> str | None:
-        why = self.function(group)
-        if why is not None and (not isinstance(why, str) or not why):
-            raise TypeError(
-                f"Custom.function returned {why!r} for prompt '{group.prompt_id}'; it must return a reason or None"
-            )
-        return why
+        return _checked(self.function(group), "Custom.function", group)
+
+
+def reason_of(one: GroupFilter, group: Group) -> str | None:
+    """What a filter says, which may be a class of users. Raises TypeError: neither a reason nor None."""
+    return _checked(one.reason(group), f"{type(one).__name__}.reason", group)
 
 
 def episode_rewards(group: Group) -> dict[int, float]:
@@ -141,6 +142,12 @@ def episode_rewards(group: Group) -> dict[int, float]:
     for one in group.trajectories:
         turns.setdefault(one.episode_id, []).append(one)
     return {episode: earned(own) for episode, own in turns.items()}
+
+
+def _checked(why: Any, where: str, group: Group) -> str | None:
+    if why is not None and (not isinstance(why, str) or not why):
+        raise TypeError(f"{where} returned {why!r} for prompt '{group.prompt_id}'; it must return a reason or None")
+    return why
 
 
 def _span(rewards: Sequence[float]) -> str:

@@ -22,7 +22,7 @@ from typing import Any
 
 from app import interruption
 from app.batch import Trajectory
-from datamodules.filters import GroupFilter
+from datamodules.filters import GroupFilter, reason_of
 from datamodules.groups import Group, label, to_batch
 from datamodules.pending import Pending
 from datamodules.pipeline.diagnosis import one_line
@@ -331,7 +331,7 @@ class Producer:
                 return
             pending.prompt_id = prompt.id
             group = await self._play(prompt, pending)
-            reason = None if self._filter is None else self._filter.reason(group)
+            reason = None if self._filter is None else reason_of(self._filter, group)
         except BaseException as error:  # sources of prompts and filters are users' code too
             if foreign.must_pass(error):
                 raise

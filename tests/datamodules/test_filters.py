@@ -76,6 +76,13 @@ class Everything:
         return f"'{group.prompt_id}' is left out, as everything is"
 
 
+class Silent:
+    """A user's own class that says nothing of what it keeps."""
+
+    def reason(self, group: Group) -> str | None:
+        return ""
+
+
 def test_groups_without_signal_are_named() -> None:
     right, wrong = (1.0, "stop"), (0.0, "stop")
     assert NoSignal().reason(group(right, wrong)) is None
@@ -126,6 +133,8 @@ def test_filters_compose_and_the_first_reason_counts() -> None:
 def test_own_functions_must_give_a_reason_or_none() -> None:
     with pytest.raises(TypeError, match="returned True for prompt 'p3'"):
         Custom(lambda group: True).reason(group((1.0, "stop")))  # type: ignore[arg-type, return-value]
+    with pytest.raises(TypeError, match=r"Silent\.reason returned '' for prompt 'p3'; it must return a reason or None"):
+        Filters([Silent()]).reason(group((1.0, "stop")))
 
 
 @pytest.mark.parametrize(

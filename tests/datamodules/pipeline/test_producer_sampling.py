@@ -42,6 +42,13 @@ class Broken:
         raise KeyError("colour")
 
 
+class Keeps:
+    """By a word that is no reason, and not None."""
+
+    def reason(self, group: Group) -> Any:
+        return False
+
+
 # ---- dynamic sampling
 
 
@@ -68,6 +75,9 @@ def test_a_filter_that_fails_costs_the_group(build: Build, caplog: pytest.LogCap
     with pytest.raises(RuntimeError, match=r"3 groups in a row \(limits.max_failures\) .* 'p2': KeyError: 'colour'"):
         producer.collect(2, 10.0)
     assert "group dropped, prompt 'p0': KeyError: 'colour'" in caplog.text
+    producer = build(group_filter=Keeps(), limits=Limits(max_failures=3))
+    with pytest.raises(RuntimeError, match=r"'p2': TypeError: Keeps.reason returned False for prompt 'p2'; it must"):
+        producer.collect(2, 10.0)
 
 
 def test_skipping_everything_is_no_endless_loop(build: Build, monkeypatch: pytest.MonkeyPatch) -> None:
