@@ -1,7 +1,8 @@
 """Arithmetic made on the fly: "17+25=" with the answer "42". Endless, needs no data, difficulty is an option.
 
 Promises: prompt i depends on (seed, i) and the difficulty alone; the validation split is disjoint from the training
-split whatever the seeds, because the problem itself decides which split it belongs to (commuted problems included).
+split whatever the seeds, because the problem itself decides which split it belongs to (commuted problems included);
+both have to have one `holdout`, by which it decides.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ class ArithmeticPrompts(PromptSource):
         split: "train" or "validation".
         size: number of prompts after which the source starts over; None for no end. The prompts of a sized
             source are distinct.
-        holdout: one in `holdout` of all problems belongs to the validation split.
+        holdout: one in `holdout` of all problems belongs to the validation split. The same in both splits: the ones
+            held out by another number are others.
         seed: of the draws.
 
     Raises:

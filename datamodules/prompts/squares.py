@@ -2,7 +2,7 @@
 
 Promises: prompt i depends on (seed, i) and the options alone; three questions in a row show one picture, so that trees
 share it; the validation split is disjoint from the training split whatever the seeds, because the squares themselves
-decide which split a picture belongs to.
+decide which split a picture belongs to; both have to have one `holdout`, by which they decide.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ class SquaresPrompts(PromptSource):
             decided by where they are, so that both splits have as many of each.
         split: "train" or "validation".
         size: number of prompts after which the source starts over; None for no end.
-        holdout: one in `holdout` of all arrangements belongs to the validation split.
+        holdout: one in `holdout` of all arrangements belongs to the validation split. The same in both splits: the ones
+            held out by another number are others.
         seed: of the draws.
 
     Raises:
