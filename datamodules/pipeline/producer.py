@@ -30,6 +30,7 @@ from datamodules.pipeline.gate import StalenessGate
 from datamodules.pipeline.limits import FailureLimits, Limits, RolloutsFailed
 from datamodules.pipeline.player import EpisodePlayer, Pause, evaluate
 from datamodules.pipeline.stream import Stream
+from datamodules.pipeline.threads import DaemonThreads
 from datamodules.processes import foreign
 from datamodules.prompts.base import Prompt
 from datamodules.prompts.dealer import PromptDealer
@@ -38,6 +39,7 @@ from datamodules.workflows.base import PlaceholderSampled
 _log = logging.getLogger(__name__)
 _INTERRUPT_POLL_S = 1.0  # how often a waiting trainer looks up, so that it can be interrupted
 _CLOSE_S = 30.0
+_MOST_CALLS = 64  # on threads
 
 
 class Producer:
@@ -257,6 +259,7 @@ class Producer:
         try:
             with asyncio.Runner() as runner:
                 loop = runner.get_loop()
+                loop.set_default_executor(DaemonThreads(_MOST_CALLS, "rollout-call"))
                 main = loop.create_task(self._main())
                 while not main.done():
                     try:
