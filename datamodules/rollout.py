@@ -159,9 +159,12 @@ class RolloutDataModule(L.LightningDataModule):
         self.filter = filter
         self._seed = seed
         self._made_with = {
-            "workflow": fingerprint.of_object(workflow),
+            **fingerprint.of_object("workflow", workflow),
+            **fingerprint.of_object("reward", reward),
+            **fingerprint.of_object("filter", filter),
             "group_size": str(group_size),
             "batch_size": str(batch_size),
+            "max_staleness": str(max_staleness),
             "seed": str(seed),
         }
         self._producer: Producer | None = None

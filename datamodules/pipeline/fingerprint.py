@@ -2,20 +2,27 @@
 
 Promises: another tokenizer is refused, since a checkpoint's policy and finished rollouts know the old one's ids; other
 differences are told in one warning that names the keys. What cannot be told from a few words (the hundredth prompt, the
-middle of a file) is not noticed. States without fingerprints, of older versions, are taken as they are.
+middle of a file, the inside of a function) is not noticed. What states of older versions do not say is not compared.
 """
 
 from __future__ import annotations
 
 import hashlib
+import inspect
 import json
+import re
+import sys
+import sysconfig
 from collections.abc import Mapping
+from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from transformers import PreTrainedTokenizerBase
 
+from datamodules.processes.limits import looks_secret
 from datamodules.prompts.base import PromptSource
 
 KEY = "made_with"
@@ -24,7 +31,11 @@ _TOKENIZER = "tokenizer"
 _RULES = ("model", "normalizer", "pre_tokenizer", "post_processor")  # padding and truncation change with every call
 _PROMPTS = 16  # that are looked at
 _FILE_BYTES = 1 << 20  # at the beginning of a file
-_LONGEST = 200  # characters
+_LONGEST = 200  # characters that are told of a setting; of what is behind them a hash
+_DEEPEST = 6  # objects in objects
+_MOST, _MOST_VALUES = 100, 10_000  # that are looked at, of a list and in all
+_PROJECT = ("app", "callbacks", "datamodules", "modules")
+_LIBRARIES = tuple(Path(sysconfig.get_paths()[name]) for name in ("purelib", "platlib"))
 
 
 def of_tokenizer(tokenizer: PreTrainedTokenizerBase) -> dict[str, str]:
@@ -52,14 +63,14 @@ def of_file(path: Path) -> str:
     return f"{path.name}, {path.stat().st_size} bytes, {hashlib.sha256(start).hexdigest()[:12]}"
 
 
-def of_object(value: object) -> str:
-    """Class and public attributes; of those that are objects themselves the class."""
-    settings = ", ".join(
-        f"{name}={_plain(setting)}"
-        for name, setting in sorted(getattr(value, "__dict__", {}).items())
-        if not name.startswith("_")
-    )
-    return f"{type(value).__name__}({settings})"[:_LONGEST]
+def of_object(key: str, value: object) -> dict[str, str]:
+    """What was configured as `data.key`, as far as it can be told: the import path of a function, or of an object's
+    class, and what the object keeps of its settings, by name; secrets are left out."""
+    settings = {f"{key}.{name}": said for name, said in _Settings().of(value).items()}
+    return {f"{key}'s import path": _path(value if _is_named(value) else type(value))} | {
+        name: said if len(said) <= _LONGEST else f"{said[:_LONGEST]}..., {of_values(said)}"
+        for name, said in settings.items()
+    }
 
 
 def of_values(*values: object) -> str:
@@ -89,7 +100,88 @@ def compare(saved: Mapping[str, Any], now: Mapping[str, str]) -> None:
         )
 
 
-def _plain(value: object) -> str:
-    if isinstance(value, list | tuple):
-        return f"[{', '.join(map(_plain, value))}]"
-    return repr(value) if value is None or isinstance(value, bool | int | float | str) else type(value).__name__
+class _Settings:
+    """What objects were configured with, in words: one look at one configured object."""
+
+    def __init__(self) -> None:
+        self._left = _MOST_VALUES
+        self._seen: set[int] = set()
+
+    def of(self, value: object, depth: int = 0) -> dict[str, str]:
+        """Attributes of an object by the names of its constructor's parameters, and its public ones; of the objects
+        that it made of others, in private ones, the former. No more, lest what changes while a program runs be taken
+        for a setting."""
+        if isinstance(value, partial):
+            given = value.keywords | ({"args": value.args} if value.args else {})
+            return {name: self.said(setting, depth + 1) for name, setting in given.items()}
+        if depth > _DEEPEST or id(value) in self._seen or _is_named(value) or not _has_settings(value):
+            return {}
+        self._seen.add(id(value))
+        parameters = _parameters(type(value))
+        found, besides = dict[str, str](), dict[str, str]()
+        for attribute, setting in _attributes(value):
+            name = attribute.lstrip("_")
+            if looks_secret(name):
+                continue
+            if name in parameters or (name == attribute and depth == 0):
+                found[name] = self.said(setting, depth + 1)
+            else:
+                for one in setting[:_MOST] if isinstance(setting, list | tuple) else (setting,):
+                    besides |= self.of(one, depth + 1)
+        return besides | found
+
+    def said(self, value: object, depth: int) -> str:
+        self._left -= 1
+        if isinstance(value, str) and looks_secret("", value):  # a URL with a password
+            return of_values(value)
+        if value is None or isinstance(value, bool | int | float | str):
+            return repr(value)
+        if isinstance(value, Path | re.Pattern):
+            return repr(str(value) if isinstance(value, Path) else value.pattern)
+        if _is_named(value):
+            return _path(value)
+        if depth > _DEEPEST or self._left < 0:
+            return type(value).__name__
+        if isinstance(value, list | tuple | set | frozenset):
+            if len(value) > _MOST:
+                return f"{len(value)} values"
+            said = [self.said(one, depth + 1) for one in value]
+            return f"[{', '.join(said if isinstance(value, list | tuple) else sorted(said))}]"
+        if isinstance(value, Mapping):
+            told = {k: one for k, one in islice(value.items(), _MOST) if not looks_secret(str(k))}
+            items = sorted(f"{self.said(k, depth + 1)}: {self.said(one, depth + 1)}" for k, one in told.items())
+            return f"{{{', '.join(items)}}}"
+        settings = ", ".join(f"{name}={one}" for name, one in sorted(self.of(value, depth).items()))
+        return f"{self.said(value.func, depth + 1) if isinstance(value, partial) else type(value).__name__}({settings})"
+
+
+def _is_named(value: object) -> bool:
+    """Whether it is a function (wrapped by a library's, too) or class, which is known by its name."""
+    return inspect.isroutine(value) or isinstance(value, type) or "__qualname__" in getattr(value, "__dict__", {})
+
+
+def _path(value: Any) -> str:
+    return "None" if value is type(None) else f"{value.__module__}.{value.__qualname__}"
+
+
+def _has_settings(value: object) -> bool:
+    """Of objects of libraries only the class is told: they are full of what changes from run to run."""
+    module = type(value).__module__
+    top = module.partition(".")[0]
+    if top in _PROJECT:
+        return True
+    file = getattr(sys.modules.get(module), "__file__", None)
+    return top not in sys.stdlib_module_names and not any(Path(file or "").is_relative_to(one) for one in _LIBRARIES)
+
+
+def _parameters(kind: type) -> set[str]:
+    try:
+        return set(inspect.signature(kind).parameters)
+    except (TypeError, ValueError):  # of a class that says none
+        return set()
+
+
+def _attributes(value: object) -> list[tuple[str, object]]:
+    slots = [name for kind in type(value).__mro__ for name in kind.__dict__.get("__slots__", ())]
+    held = [(name, getattr(value, name)) for name in slots if not name.startswith("__") and hasattr(value, name)]
+    return [*held, *getattr(value, "__dict__", {}).items()]

@@ -112,6 +112,7 @@ class AgentWorkflow:
         self._parser = parser
         self._template_options = template_options
         self._chat: Chat | None = None
+        self._agent = agent
         try:
             # Of training, and of validation: agents of the first wait, each with its worker, until the second are done.
             given = (agent, workers, memory_mb, keep_environment, self._executor)

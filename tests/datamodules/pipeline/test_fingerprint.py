@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+import time
 import warnings
 from pathlib import Path
 from typing import Any
@@ -14,13 +16,17 @@ from transformers import AutoTokenizer
 from app.batch import Trajectory
 from app.strategies.checkpoint.checkpoints import pack
 from datamodules.files.recording import RolloutRecorder
+from datamodules.filters import NoSignal
 from datamodules.groups import Group
 from datamodules.pipeline import fingerprint
 from datamodules.prompts import ArithmeticPrompts, JsonlPrompts
 from datamodules.prompts.tokenizers import load_tokenizer, texts_of
+from datamodules.rewards import exact_match
+from datamodules.rewards.judges import JudgeModel, RubricJudge
 from datamodules.rollout import RolloutDataModule
 from datamodules.supervised import SupervisedDataModule
-from datamodules.workflows import RLVRWorkflow
+from datamodules.workflows import RLVRWorkflow, VisionRLVRWorkflow
+from datamodules.workflows.gateway import AgentWorkflow
 from tests.datamodules.fake_engine import FakeEngine
 from tests.datamodules.test_recorded import module as recorded
 from tests.helpers.doubles import conversations
@@ -86,7 +92,20 @@ def test_the_same_settings_are_not_mentioned(tmp_path: Path) -> None:
         ),
         ({"seed": 7}, r"data\.seed was 0 and is 7"),
         ({"group_size": 4, "batch_size": 2}, r"data\.group_size was 8 and is 4; data\.batch_size was 16 and is 2"),
-        ({"workflow": RLVRWorkflow(max_new_tokens=5)}, r"RLVRWorkflow\(.*max_new_tokens=4.* and is .*max_new_tokens=5"),
+        ({"max_staleness": 2}, r"data\.max_staleness was 1 and is 2"),
+        ({"workflow": RLVRWorkflow(max_new_tokens=5)}, r"data\.workflow\.max_new_tokens was 4 and is 5\."),
+        ({"workflow": RLVRWorkflow(4, temperature=0.3)}, r"data\.workflow\.temperature was 1\.0 and is 0\.3\."),
+        ({"workflow": RLVRWorkflow(4, hint="{answer}")}, r"data\.workflow\.hint was None and is Template\(.*{answer}"),
+        (
+            {"workflow": RLVRWorkflow(4, template_options={"enable_thinking": False})},
+            r"data\.workflow\.template_options was None and is {'enable_thinking': False}\.",
+        ),
+        (
+            {"workflow": VisionRLVRWorkflow(4)},
+            r"data\.workflow's import path was .*\.RLVRWorkflow and is .*\.VisionRLVRW",
+        ),
+        ({"reward": exact_match}, r"data\.reward's import path was None and is .*\.functions\.exact_match\."),
+        ({"filter": NoSignal(0.1)}, r"data\.filter's import path was None and is datamodules\.filters\.NoSignal\."),
     ],
 )
 def test_other_settings_are_told_in_one_line(tmp_path: Path, changed: dict[str, Any], told: str) -> None:
@@ -95,6 +114,66 @@ def test_other_settings_are_told_in_one_line(tmp_path: Path, changed: dict[str, 
         rollouts(tmp_path, **changed).load_state_dict(state)
     [warning] = [str(one.message) for one in caught if "ckpt_path" in str(one.message)]
     assert "\n" not in warning and "tokenizer" not in warning
+
+
+def test_what_is_long_is_compared_whole(tmp_path: Path) -> None:
+    hints = [f"{{text}} {'Think. ' * 100}{end}" for end in ("Now!", "Later!")]
+    first, second = (rollouts(tmp_path, workflow=RLVRWorkflow(4, hint=hint)) for hint in hints)
+    with pytest.warns(UserWarning, match=r"data\.workflow\.hint was Template\(.*\.\.\., \w+ and is Temp") as caught:
+        second.load_state_dict(first.state_dict())
+    assert len(str(caught[0].message)) < 1000
+
+
+def test_agents_and_judges_are_known_by_their_settings() -> None:
+    def agent(**changed: Any) -> dict[str, str]:
+        return fingerprint.of_object("workflow", AgentWorkflow("http://localhost:1/a", **changed))
+
+    def judge(repeats: int) -> dict[str, str]:
+        model = JudgeModel("http://user:password@localhost:1", "m", temperature=1.0)
+        return fingerprint.of_object("reward", RubricJudge(model, {"right": "It is right."}, repeats=repeats))
+
+    def changed(one: dict[str, str], other: dict[str, str]) -> set[str]:
+        return {key for key in one if one[key] != other[key]}
+
+    assert changed(agent(), agent()) == changed(judge(1), judge(1)) == set()
+    assert changed(agent(), agent(temperature=0.5, untrainable="serve")) == {
+        "workflow.temperature",
+        "workflow.untrainable",
+    }
+    assert changed(judge(1), judge(2)) == {"reward.repeats"}
+    assert "password" not in str(judge(1)) and "JudgeModel(" in judge(1)["reward.model"]
+
+
+class Own:
+    """A user's own workflow."""
+
+    def __init__(self, depth: int, **options: Any) -> None:
+        self._depth, self.options = depth, options
+        self._api_key, self.secret = "s3cret", "s3cret"
+        self._random, self._began = random.Random(), time.monotonic()
+        self._loop: Any = self
+
+    async def run(self, engine: Any, prompt: Any) -> list[Any]:
+        return []
+
+
+def test_what_is_no_setting_is_not_compared(tmp_path: Path) -> None:
+    """What changes while a program runs, secrets, and what libraries hold."""
+    found = fingerprint.of_object("workflow", Own(3, variables={"API_KEY": "s3cret", "lib": torch.nn.Linear(2, 2)}))
+    assert found == {
+        "workflow's import path": f"{__name__}.Own",
+        "workflow.depth": "3",
+        "workflow.options": "{'variables': {'lib': Linear()}}",
+    }
+
+
+def test_what_an_older_version_did_not_save_is_not_compared(tmp_path: Path) -> None:
+    data = rollouts(tmp_path, workflow=RLVRWorkflow(4, temperature=0.5), reward=exact_match)
+    made = {key: one for key, one in data._made_with.items() if "." not in key and "'" not in key}
+    made |= {"workflow": "RLVRWorkflow(max_new_tokens=4, stop=[])"}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        data.load_state_dict({"position": 3, fingerprint.KEY: made})
 
 
 def test_a_workflow_may_have_slots(tmp_path: Path) -> None:
@@ -107,7 +186,7 @@ def test_a_workflow_may_have_slots(tmp_path: Path) -> None:
         async def run(self, engine: Any, prompt: Any) -> list[Any]:
             return []
 
-    assert rollouts(tmp_path, workflow=Slots()).state_dict()[fingerprint.KEY]["workflow"] == "Slots()"
+    assert rollouts(tmp_path, workflow=Slots()).state_dict()[fingerprint.KEY]["workflow.max_new_tokens"] == "4"
 
 
 def test_a_trained_tokenizer_is_the_one_that_was_saved(tmp_path: Path) -> None:
