@@ -27,6 +27,7 @@ import torch
 from transformers import PreTrainedModel
 
 from app import checks
+from app.text import reason
 from datamodules.conversations.image_processor import ImageProcessor
 from datamodules.inference.clock import PausedClock
 from datamodules.inference.embedded.batcher import Batcher, Sequence
@@ -52,6 +53,22 @@ class _Job:
         self.sequence = sequence
         self.loop = loop
         self.future: asyncio.Future[GenerationResponse] = loop.create_future()
+
+
+def _try(model: PreTrainedModel, processor: Any) -> None:
+    """Runs a prompt and a next token through a cache of their own. Raises GenerationError: it cannot."""
+    batcher = Batcher(model, 16, 16, 1, processor)
+    batcher.waiting.append(Sequence(GenerationRequest([0, 0], max_new_tokens=2), request_key(0)))
+    try:
+        while batcher.busy:
+            batcher.step(0)
+    except FloatingPointError:  # a matter of the weights
+        pass
+    except Exception as error:
+        raise GenerationError(
+            f"EmbeddedEngine.start: {type(model).__name__} cannot run in it: {reason(error, 500)}; generate with SGLang"
+            " servers instead (data.engine: SGLangEngine)"
+        ) from error
 
 
 class EmbeddedEngine:
@@ -149,6 +166,7 @@ class EmbeddedEngine:
         own = copy_of(model, self.dtype, self.device, parts)
         processor = None if self._image_processor is None else self._image_processor.processor
         blind = unseeing(own, processor)
+        _try(own, processor)
         static = own.device.type == "cuda" if self.cuda_graphs is None else self.cuda_graphs
         batcher = Batcher(own, self.kv_cache_tokens, self.max_batch_tokens, self.max_concurrent, processor, static)
         if static and batcher.dynamic:

@@ -12,11 +12,15 @@ import pytest
 import torch
 from transformers import (
     AutoModelForCausalLM,
+    FalconConfig,
+    Gemma2Config,
     Gemma3nTextConfig,
+    GptOssConfig,
     LlamaConfig,
     Mamba2Config,
     MambaConfig,
     MistralConfig,
+    PretrainedConfig,
     Qwen2Config,
 )
 
@@ -119,6 +123,26 @@ def test_a_model_without_attention_is_refused_at_its_start() -> None:
     model = AutoModelForCausalLM.from_config(Mamba2Config(vocab_size=16, hidden_size=16, num_hidden_layers=1, **shape))
     engine = EmbeddedEngine()
     with pytest.raises(GenerationError, match=r"Mamba2ForCausalLM has no layer of attention, .*use another model"):
+        engine.start(model, 0, 0)
+    assert not engine.health()["alive"]
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        (Gemma2Config(**SHAPE, head_dim=8), "does not honour softcap of Gemma2Attention"),
+        (GptOssConfig(**SHAPE, head_dim=8, num_local_experts=2), "does not honour s_aux of GptOssAttention"),
+        (
+            FalconConfig(vocab_size=VOCABULARY, hidden_size=32, num_hidden_layers=1, num_attention_heads=4),
+            "",  # it attends by code of its own, and says what it likes
+        ),
+    ],
+    ids=["gemma2", "gpt-oss", "falcon"],
+)
+def test_what_attends_otherwise_is_refused_at_its_start(config: PretrainedConfig, said: str) -> None:
+    model, engine = AutoModelForCausalLM.from_config(config), EmbeddedEngine()
+    remedy = r"generate with SGLang servers instead \(data\.engine: SGLangEngine\)"
+    with pytest.raises(GenerationError, match=rf"{type(model).__name__} cannot run in it: .*{said}.*; {remedy}"):
         engine.start(model, 0, 0)
     assert not engine.health()["alive"]
 
