@@ -103,6 +103,11 @@ def test_weights_that_cannot_be_written_stop_the_run_and_the_old_ones_serve(data
             r"WeightSync\.directory: x has no effect with WeightSync\.method: memory",
         ),
         (
+            {"method": "tensor", "directory": "x"},
+            r"WeightSync\.directory: x has no effect with WeightSync\.method: tensor",
+        ),
+        ({"method": "tensor"}, r"WeightSync\.method: tensor, but data\.engine, EmbeddedEngine, .*memory or disk"),
+        (
             {"directory": "x"},
             r"directory: x has no effect with WeightSync\.method: auto, which is memory with this engine",
         ),

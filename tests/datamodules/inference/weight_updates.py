@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -108,6 +109,7 @@ def worst_difference(
 
 def assert_interrupted(responses: Sequence[GenerationResponse], versions: int, at_least: int) -> None:
     """Every version generated tokens, and `at_least` responses have tokens of more than one."""
-    assert {version for response in responses for version in response.versions} == set(range(versions))
+    tokens = Counter(version for response in responses for version in response.versions)
+    assert set(tokens) == set(range(versions)), f"tokens by version: {dict(tokens)}"
     mixed = sum(len(set(response.versions)) > 1 for response in responses)
     assert mixed >= at_least, f"only {mixed} of {len(responses)} responses saw an update"

@@ -166,23 +166,23 @@ def weights_of(update: WeightUpdate, adapter: bool = False, one_gpu: bool = Fals
     """What servers are brought to by this update; copies its tensors, so it may take a while for a large model.
     `adapter`: its path is that of an adapter. `one_gpu`: servers are on the trainer's, which NCCL refuses."""
     if update.state_dict is not None:
-        weights = HostWeights.copy_of(update.state_dict, update.version)
-        return _sent(replace(weights, device=torch.device("cpu")) if one_gpu and not update.shared else weights, update)
-    if update.path is None:
+        copy = HostWeights.copy_of(update.state_dict, update.version)
+    elif update.path is None:
         raise GenerationError("WeightUpdate.parts: servers take no parts; give state_dict, or path")
-    if update.read_here:
-        return _sent(HostWeights.in_files(Path(update.path), update.version), update)
-    files = _files_in(Path(update.path))
-    size, path = sum(file.stat().st_size for file in files), str(Path(update.path).absolute())
+    elif update.read_here:
+        copy = HostWeights.in_files(Path(update.path), update.version)
+    else:
+        return _on_disk(Path(update.path), update.version, adapter)
+    if update.shared:
+        return SharedWeights(copy.version, copy.nbytes, copy.buckets, copy.device)
+    return replace(copy, device=torch.device("cpu")) if one_gpu else copy
+
+
+def _on_disk(path: Path, version: int, adapter: bool) -> DiskWeights | AdapterWeights:
+    size = sum(file.stat().st_size for file in _files_in(path))
     if adapter:  # its name is its own: a server may have had another run's before
-        return AdapterWeights(update.version, size, path, f"v{update.version}-{uuid.uuid4().hex[:8]}")
-    return DiskWeights(update.version, size, path)
-
-
-def _sent(weights: HostWeights, update: WeightUpdate) -> HostWeights | SharedWeights:
-    if not update.shared:
-        return weights
-    return SharedWeights(weights.version, weights.nbytes, weights.buckets, weights.device)
+        return AdapterWeights(version, size, str(path.absolute()), f"v{version}-{uuid.uuid4().hex[:8]}")
+    return DiskWeights(version, size, str(path.absolute()))
 
 
 def _files_in(path: Path) -> list[Path]:

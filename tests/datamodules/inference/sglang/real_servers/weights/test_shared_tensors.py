@@ -17,6 +17,7 @@ import pytest
 from datamodules.inference.protocol import WeightUpdate
 from datamodules.inference.sglang.client import ServerClient
 from datamodules.inference.sglang.launcher import ServerProcess
+from datamodules.inference.sglang.server import leftovers
 from datamodules.inference.sglang.weights.forms import Bucket, weights_of
 from datamodules.inference.sglang.weights.server_weights import ServerWeights, SyncFailed
 from datamodules.inference.sglang.weights.update_group import Deadline
@@ -64,6 +65,15 @@ def ours() -> set[str]:
     return {name for name in os.listdir("/dev/shm") if name.startswith(f"torch_{os.getpid()}_")}
 
 
+def mapped(server: ServerProcess) -> list[str]:
+    """Lines on memory of this process that the server has still, files that are gone included."""
+    lines = [
+        line for pid in leftovers.members(server.pid) for line in Path(f"/proc/{pid}/maps").read_text().split("\n")
+    ]
+    assert any("libtorch" in line for line in lines)
+    return [line for line in lines if f"torch_{os.getpid()}_" in line]
+
+
 def wait_for(what: Callable[[], bool], seconds: float = 60) -> None:
     ends = time.monotonic() + seconds
     while not what():
@@ -94,7 +104,7 @@ def test_nothing_is_left_when_the_server_has_the_weights(server: ServerProcess, 
         weights = kept.of(tiny_policy(seed=1), 1, "tensor")
         assert len(weights.buckets) > 3
         await kept.weights.bring(weights, DEADLINE_S)
-        assert not ours()
+        assert not ours() and not mapped(server)
         policy = tiny_policy(seed=2)
         path, _ = WeightFiles(tmp_path).write(policy, 2)  # of ranks that have shards, whose files servers need not see
         await kept.weights.bring(weights_of(WeightUpdate(2, path=str(path), read_here=True, shared=True)), DEADLINE_S)
