@@ -390,7 +390,7 @@ class DTAStrategy(DDPStrategy):
         """Waits for the device, so that seconds are charged to who spent them."""
         self.ranks.settle()
         if self.root_device.type == "cuda":
-            torch.cuda.synchronize(self.root_device)
+            torch.cuda.current_stream(self.root_device).synchronize()  # the device's would break an engine's captures
 
     # Checkpoints
 

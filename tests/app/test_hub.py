@@ -1,4 +1,4 @@
-"""A hub that does not answer is asked once."""
+"""A hub that is not reached is asked once."""
 
 from __future__ import annotations
 
@@ -42,19 +42,31 @@ def hub(status: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
         server.server_close()
 
 
-@pytest.mark.parametrize("status", [503, 429])
-def test_one_that_does_not_answer_is_asked_once(status: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_that_is_not_there_is_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    with hub(503, monkeypatch):
+        pass  # its address stays, and nobody listens there any more
+    with pytest.raises(ConnectionError, match=r"http://127\.0\.0\.1:\d+ does not answer \(.*refused"):
+        check_reachable("nobody/none", "config.json")
+
+
+@pytest.mark.parametrize("status", [404, 401, 503, 429])
+def test_what_it_answers_is_for_others_to_tell(status: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who asks again may hear more."""
     with hub(status, monkeypatch) as asked:
-        with pytest.raises(ConnectionError, match=rf"http://127\.0\.0\.1:\d+ does not answer \(.*{status}"):
-            check_reachable("nobody/none", "config.json")
+        check_reachable("nobody/none", "config.json")
         assert asked == ["/nobody/none/resolve/main/config.json"]
 
 
-@pytest.mark.parametrize("status", [404, 401])
-def test_what_it_says_of_a_model_is_for_others_to_tell(status: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    with hub(status, monkeypatch) as asked:
-        check_reachable("nobody/none", "config.json")
-        assert len(asked) == 1
+def test_what_came_before_is_not_asked_about(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whichever of its files that is."""
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    with hub(404, monkeypatch) as asked:
+        check_reachable("some/model", "tokenizer_config.json")
+        kept = tmp_path / "models--some--model" / "snapshots" / "0"
+        kept.mkdir(parents=True)
+        (kept / "config.json").write_text("{}")
+        check_reachable("some/model", "tokenizer_config.json")
+    assert len(asked) == 1
 
 
 def test_what_is_here_or_no_name_is_not_asked_about(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

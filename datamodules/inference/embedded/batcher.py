@@ -214,7 +214,8 @@ class Batcher:
 
     def _width(self, longest: int) -> int:
         """Tokens of a row of the grid; few sizes where each has decode steps of its own."""
-        return -(-longest // _WIDTH_STEP) * _WIDTH_STEP if self.static is None else padded(longest, _WIDTH_STEP)
+        static = self.static is not None and not self.static.refused
+        return padded(longest, _WIDTH_STEP) if static else -(-longest // _WIDTH_STEP) * _WIDTH_STEP
 
     def _free(self, rows: list[int]) -> None:
         """Takes requests out; the last rows move into the holes so that rows stay dense."""

@@ -15,7 +15,8 @@ Promises: a step is `eager`'s but for the order of sums. A model whose forward w
 rotary frequencies that grow) decodes without, and the reason is said. Without a CUDA device nothing is captured: the
 padded step runs as it is. On one, the first two replays of every graph are compared with the step run directly, and
 that with `eager`; a difference, or a capture that fails, ends replays for good, with one line in the log, and requests
-under way are computed anew.
+under way are computed anew. While a graph is captured, a trainer in the same process that runs out of the GPU's memory
+gets none back that torch only caches, as torch has it.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ import warnings
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from itertools import chain
 from typing import Any, Protocol
 
@@ -66,7 +67,7 @@ def differences(found: Tensor, expected: Tensor) -> Tensor:
     """[n]: how far logits [n, V] are from those expected, over the spread of those."""
     dtype = torch.promote_types(torch.float32, expected.dtype)
     a, b = (x.to(dtype) - x.to(dtype).mean(-1, keepdim=True) for x in (found, expected))
-    return (a - b).norm(dim=-1) / b.norm(dim=-1)
+    return (a - b).norm(dim=-1) / b.norm(dim=-1).clamp_min(torch.finfo(dtype).tiny)
 
 
 class Run(Protocol):
@@ -168,9 +169,18 @@ class StaticDecoder:
     def _first(self, key: tuple[int, int, int], starts: list[int], tokens: list[int]) -> Tensor:
         """An eager step beside the captured one."""
         rows, keys, count = *key[:2], len(starts)
-        before = self.states.kept(rows)
+        where = f"of {rows} requests and {keys} keys"
+        try:
+            before = self.states.kept(rows)
+        except torch.OutOfMemoryError as error:
+            self._give_up(f"the states {where} cannot be kept for a comparison: {error!r}")
+            return self.eager(starts, tokens)
         expected = self.eager(starts, tokens)
-        after = self.states.kept(rows)
+        try:
+            after = self.states.kept(rows)
+        except torch.OutOfMemoryError as error:
+            self._give_up(f"the states {where} cannot be kept for a comparison: {error!r}")
+            return expected
         try:
             self.states.put(before)
             self._step(rows, keys)
@@ -187,11 +197,10 @@ class StaticDecoder:
             self._graphs[key]()
             self._compared[key] = self._compared.get(key, 0) + 1
             wrong = _wrong(self._logits[:count], direct, expected)
-            where = f"of {rows} requests and {keys} keys"
             if wrong:
                 self._give_up(f"the step {where}: {wrong}")
         except Exception as error:  # memory, a driver's, or what a model's forward may not do in a capture
-            self._give_up(f"a step of {rows} requests and {keys} keys cannot be captured: {error!r}")
+            self._give_up(f"a step {where} cannot be captured: {error.__context__ or error!r}")
         self.states.put(after)
         return expected
 
@@ -242,10 +251,15 @@ def _wrong(replayed: Tensor, direct: Tensor, expected: Tensor) -> str:
     if not off <= _REPLAYED.get(dtype, 0.05):  # NaN, too
         return f"its replay is off by {off:.1e} of the spread of its logits"
     far = differences(direct, expected)
-    off = float(far.max() if dtype in _PADDED else far.median())
-    if not off <= _PADDED.get(dtype, 0.1):
+    # In 16 bits single rows may be far off by rounding, but hardly a quarter of them, nor as far as another's logits.
+    off = float(far.max() if dtype in _PADDED else far.quantile(0.75, interpolation="higher"))
+    if not off <= _PADDED.get(dtype, 0.1) or not float(far.max()) < _ANOTHERS:
         return f"padded, it is off by {off:.1e} of the spread of its logits"
     return ""
+
+
+_ANOTHERS = 0.7
+"""Logits of another request are about 1.4 of their spread away."""
 
 
 class Capture:
@@ -269,15 +283,27 @@ class Capture:
                 with torch.cuda.stream(self._stream):
                     for _ in range(2):  # what libraries allocate and choose at the first calls on a stream
                         function()
-                # "thread_local": the trainer goes on meanwhile, and what its threads call is no part of this.
-                with torch.cuda.graph(graph, self._pool, self._stream, capture_error_mode="thread_local"):
-                    function()
+                    self._record(graph, function)
             finally:
-                torch.cuda.set_stream(now)  # a capture that fails leaves its own
                 now.wait_stream(self._stream)
         self._graphs.add(graph)
         replay: Callable[[], None] = graph.replay
         return replay
+
+    def _record(self, graph: torch.cuda.CUDAGraph, function: Callable[[], None]) -> None:
+        """Without what `torch.cuda.graph` does first, to the whole device: the trainer goes on meanwhile, and
+        ("thread_local") what its threads call is no part of this."""
+        graph.capture_begin(self._pool, capture_error_mode="thread_local")
+        try:
+            function()
+        finally:
+            try:
+                graph.capture_end()
+            except BaseException:
+                # It raises before the allocator hears of the end, and would then never let go of memory again.
+                with suppress(Exception):
+                    torch._C._cuda_endAllocateToPool(self._device.index, self._pool)
+                raise
 
 
 @contextmanager
@@ -293,7 +319,7 @@ def _waits(device: torch.device) -> Iterator[set[str]]:
         finally:
             if device.type == "cuda":
                 torch.cuda.set_sync_debug_mode(before)
-    mode.found |= {f"{one.filename}:{one.lineno}" for one in heard if "synchroniz" in str(one.message)}
+    mode.found |= {f"{one.filename}:{one.lineno}" for one in heard if "called a synchronizing" in str(one.message)}
 
 
 class _Waits(TorchDispatchMode):

@@ -135,9 +135,6 @@ class SGLangEngine(ServerEngine):
         self.adapters = adapters
         if adapters is not None:
             self.update_methods = ("adapter",)
-        elif launch is not None and launch.in_turns and launch.chosen_device == "cpu":
-            # On GPUs too it should be the first: NCCL refuses two processes on one. But no GPU has shown it yet.
-            self.update_methods = ("tensor", "distributed", "disk")
         self.senders = self._senders = SharedSending()
         self._thread: LoopThread | None = None
         self._fleet: Fleet | None = None

@@ -6,15 +6,15 @@ tried, for SGLang 0.5.21 ends when it cannot open what it is told to read (`Sche
 
 from __future__ import annotations
 
+import ipaddress
 import os
 import socket
-from contextlib import suppress
 from pathlib import Path
 from urllib.parse import urlsplit
 
 import psutil
 
-from datamodules.inference.protocol import GenerationError
+from datamodules.inference.sglang.weights.update_group import OwnFault
 
 SHARED_MEMORY = Path("/dev/shm")
 REMEDY = "set WeightSync.method: distributed (or disk)"
@@ -26,7 +26,7 @@ def find(url: str) -> psutil.Process:
     """The process that listens at `url`, of a server that can read what we put into shared memory.
 
     Raises:
-        GenerationError: there is none, with what is in the way and the remedy.
+        OwnFault: there is none, with what is in the way and the remedy.
     """
     parts = urlsplit(url)
     port = parts.port or (443 if parts.scheme == "https" else 80)
@@ -40,7 +40,8 @@ def find(url: str) -> psutil.Process:
                 continue
             if process.uids().effective not in (os.geteuid(), 0):
                 raise _refused(url, "it is another user's, who may not read our memory")
-            if os.stat(f"/proc/{pid}/root{SHARED_MEMORY}").st_dev != SHARED_MEMORY.stat().st_dev:
+            theirs, ours = os.stat(f"/proc/{pid}/root{SHARED_MEMORY}"), SHARED_MEMORY.stat()
+            if (theirs.st_dev, theirs.st_ino) != (ours.st_dev, ours.st_ino):
                 raise _refused(url, f"it has another {SHARED_MEMORY}: it runs in another container")
             return process
         except (psutil.Error, OSError):
@@ -60,17 +61,13 @@ def sees_our_gpus(server: psutil.Process) -> bool:
 
 
 def _own_addresses(host: str, port: int) -> set[str]:
-    """Those of its addresses that are this host's: others cannot be bound here."""
-    own = set()
+    """Those of its addresses that are this host's."""
     try:
-        found = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)
+        found = {str(address[0]) for *_, address in socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)}
     except OSError as error:
-        raise GenerationError(f"{host}: {error}") from error
-    for family, kind, protocol, _, address in found:
-        with suppress(OSError), socket.socket(family, kind, protocol) as probe:
-            probe.bind((address[0], 0))
-            own.add(str(address[0]))
-    return own
+        raise _refused(host, f"no address is known ({error})") from error
+    own = {one.address.split("%")[0] for interface in psutil.net_if_addrs().values() for one in interface}
+    return {one for one in found if one in own or ipaddress.ip_address(one.split("%")[0]).is_loopback}
 
 
 def _listeners(addresses: set[str], port: int) -> set[int]:
@@ -89,7 +86,7 @@ def _is_scheduler(process: psutil.Process) -> bool:
         return False
 
 
-def _refused(url: str, reason: str) -> GenerationError:
-    return GenerationError(
+def _refused(url: str, reason: str) -> OwnFault:
+    return OwnFault(
         f"WeightSync.method: tensor brings weights to servers on this host alone, and of {url} {reason}; {REMEDY}"
     )

@@ -32,6 +32,7 @@ from urllib.parse import urlsplit
 from weakref import WeakKeyDictionary
 
 from datamodules.inference.protocol import GenerationError, Invitation
+from datamodules.inference.sglang.client import ServerError
 from datamodules.inference.sglang.loop_thread import cancel_all
 from datamodules.inference.sglang.weights.forms import Bucket, HostWeights, Weights
 from datamodules.inference.sglang.weights.update_group import Deadline, new_name
@@ -153,7 +154,7 @@ class PeerGroup:
         self.address, self.port, self.backend = opened["address"], opened["port"], opened["backend"]
 
     async def join(self, deadline: Deadline) -> None:
-        await self._ask("join", deadline.at_most(_JOIN_S))
+        await self._ask("join", deadline.at_most(min(_JOIN_S, deadline.seconds / 3)))
 
     async def stage(self, bucket: Bucket, deadline: Deadline) -> None:
         await self._ask("stage", deadline, bucket=bucket.names[0], version=self.version)
@@ -270,6 +271,8 @@ class Senders:
     def over(self, version: int) -> None:
         """The ranks go on. Servers that come later are sent this version by rank 0."""
         self._lent, self._able, self._over = None, [], version
+        for dealt in self._dealt.values():
+            dealt.failed = None  # which holds a whole copy
         for peer in self._peers.values():
             peer.tell("over", version=version)
 
@@ -307,25 +310,40 @@ class Senders:
             dealt.peer = None
             self._count()
 
+    def did(self, server: object) -> None:
+        """It has its weights: what failed before was for once."""
+        dealt = self._dealt.get(server)
+        if dealt is not None and dealt.failed is None:
+            dealt.failures = 0
+
     @asynccontextmanager
-    async def trial(self, peer: Peer) -> AsyncIterator[None]:
+    async def trial(self, peer: Peer, deadline: Deadline) -> AsyncIterator[None]:
         """Around a server's joining the group of a rank: on a machine that none has reached yet, one at a time.
 
         Raises:
-            GenerationError: one did not reach such a machine.
+            GenerationError: one did not reach such a machine, or had not yet when a third of the deadline was over.
         """
         if peer.host in self._reached:
             yield
             return
-        async with self._trying:
+        try:
+            async with asyncio.timeout(min(_JOIN_S, deadline.seconds / 3)):
+                await self._trying.acquire()
+        except TimeoutError as error:
+            raise GenerationError("not tried, while another server tried to reach its machine") from error
+        try:
             if self._unreached and peer.host not in self._reached:
                 raise GenerationError(f"not tried, {self._unreached}")
             try:
                 yield
+            except ServerError:  # of the server, which answers, or is gone
+                raise
             except GenerationError:
                 self._unreached = f"since a server did not reach the machine of rank {peer.rank}"
                 raise
             self._reached.add(peer.host)
+        finally:
+            self._trying.release()
 
     def report(self) -> list[dict[str, Any]]:
         """Plain values for health reports, of the other ranks; from any thread."""

@@ -34,7 +34,7 @@ from datamodules.inference.sglang.weights.forms import (
 )
 from datamodules.inference.sglang.weights.senders import Peer, PeerGroup, Senders
 from datamodules.inference.sglang.weights.shared_tensors import SharedTensors
-from datamodules.inference.sglang.weights.update_group import Deadline, UpdateGroup, new_name
+from datamodules.inference.sglang.weights.update_group import Deadline, OwnFault, UpdateGroup, new_name
 
 _log = logging.getLogger(__name__)
 _TIDY_S = 5.0  # for what only tidies up
@@ -128,9 +128,10 @@ class ServerWeights:
         except GenerationError as error:
             by = f", sent by rank {peer.rank}" if peer is not None else ""
             what = f"version {weights.version} of the weights did not reach {self._client.url}{by}"
-            raise SyncFailed(
-                f"{what}: {error}", dirty=self._begun, lost=not isinstance(error, ServerRefused)
-            ) from error
+            lost = not isinstance(error, ServerRefused | OwnFault)
+            raise SyncFailed(f"{what}: {error}", dirty=self._begun, lost=lost) from error
+        if senders is not None:
+            senders.did(self)
         now = time.monotonic()
         return Synced(weights.version, now - began, now - paused, update_s)
 
@@ -226,11 +227,7 @@ class ServerWeights:
                     await self._post("/end_weight_update", {}, deadline.at_most(_TIDY_S))
             await self._forget_groups(deadline)
             if isinstance(weights, HostWeights) and self._group is None:
-                if peer is None or senders is None:
-                    self._group = await self._join(weights, None, deadline)
-                else:
-                    async with senders.trial(peer):
-                        self._group = await self._join(weights, peer, deadline)
+                self._group = await self._join(weights, peer, senders, deadline)
             if isinstance(weights, SharedWeights):
                 await self._shared.open(weights, deadline)
             self._begun = True
@@ -277,25 +274,29 @@ class ServerWeights:
         request = self._post("/update_weights_from_distributed", body, deadline)
         await _both(request, group.broadcast(deadline))
 
-    async def _join(self, weights: HostWeights, peer: Peer | None, deadline: Deadline) -> UpdateGroup | PeerGroup:
+    async def _join(
+        self, weights: HostWeights, peer: Peer | None, senders: Senders | None, deadline: Deadline
+    ) -> UpdateGroup | PeerGroup:
         info = await self._client.get("/server_info", deadline.left("/server_info"))
         whole = self._client.whole
         if (whole(info, "pp_size", 1, 1) or 1) > 1:
-            raise GenerationError(
-                "pipeline-parallel servers cannot take broadcast weights; set WeightSync.method: disk"
-            )
+            raise OwnFault("pipeline-parallel servers cannot take broadcast weights; set WeightSync.method: disk")
         size, url = 1 + (whole(info, "tp_size", 1, 1) or 1), self._client.url
         on_gpu = info.get("device") == "cuda" and weights.device.type == "cuda"
-        group: UpdateGroup | PeerGroup
-        if peer is None:
-            group = UpdateGroup(url, new_name(), size, weights.device if on_gpu else torch.device("cpu"))
-        else:
-            group = PeerGroup(peer)
+        if peer is None or senders is None:
+            here = UpdateGroup(url, new_name(), size, weights.device if on_gpu else torch.device("cpu"))
+            return await self._together(here, size, deadline)
+        async with senders.trial(peer, deadline):
+            there = PeerGroup(peer)
             try:
-                await group.open(url, size, weights.version, on_gpu, deadline)
+                await there.open(url, size, weights.version, on_gpu, deadline)
             except BaseException:
-                group.close()
+                there.close()
                 raise
+            return await self._together(there, size, deadline)
+
+    async def _together(self, group: UpdateGroup | PeerGroup, size: int, deadline: Deadline) -> UpdateGroup | PeerGroup:
+        """All ranks of the group join it."""
         body = {
             "master_address": group.address,
             "master_port": group.port,

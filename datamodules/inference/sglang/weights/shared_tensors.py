@@ -8,10 +8,12 @@ functions and plain data, each rank its own element (`managers/tp_worker.py`), d
 a `flattened_bucket` as a dictionary (`model_executor/model_runner_components/weight_updater.py`). It ends at what it
 cannot open, so that nothing is sent that it could not, and what it may be about to open stays.
 
-Promises: a bucket at a time is in shared memory; it goes when the server has answered, and after one that did not
-answer when it answers a later bucket, or at `close`. A process that is killed leaves no file: torch's manager of this
-process's shared memory, a process that survives it, removes them two seconds later; a server's removes them when that
-ends. All is checked, and the first bucket is there, before the server is told to stand still.
+Promises: each server has a bucket at a time in shared memory; it goes when the server has answered, and after one that
+did not answer when it answers a later bucket or ends. A process that is killed leaves no file: torch's manager of this
+process's shared memory, a process that survives it, removes them two seconds later (or when the last child that was
+forked meanwhile ends); a server's removes them when that ends. A server is told to stand still when it is known to be
+of a kind that can read what is there, and its first bucket is. On GPUs, where nobody has seen this yet, a bucket that a
+killed server never opened stays with torch until this process ends.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ import base64
 import os
 import pickle
 import shutil
+import threading
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -28,18 +31,19 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import psutil
 import torch
 from torch import Tensor
 from torch.multiprocessing import reductions
 
-from datamodules.inference.protocol import GenerationError
 from datamodules.inference.sglang.client import ServerClient, ServerRefused
 from datamodules.inference.sglang.weights.forms import Bucket, SharedWeights
 from datamodules.inference.sglang.weights.local_server import REMEDY, SHARED_MEMORY, find, sees_our_gpus
-from datamodules.inference.sglang.weights.update_group import Deadline, on_thread
+from datamodules.inference.sglang.weights.update_group import Deadline, OwnFault, on_thread
 
 _PATH = "/update_weights_from_tensor"
 _CPU = torch.device("cpu")
+_ALLOCATOR = threading.Lock()  # its settings are the process's
 _DEVICE = 6  # its place among the arguments of torch's rebuild_cuda_tensor
 
 
@@ -49,6 +53,7 @@ class SharedTensors:
     def __init__(self, client: ServerClient) -> None:
         self._client = client
         self._device = _CPU
+        self._server: psutil.Process | None = None
         self._ranks = 1
         self._ready: tuple[Bucket, OnHost | OnGPU] | None = None  # not sent yet
         self._lent: list[OnHost | OnGPU] = []
@@ -63,7 +68,7 @@ class SharedTensors:
         info = await self._client.get("/server_info", deadline.left("/server_info"))
         for key, remedy in (("pp_size", "disk"), ("dp_size", "disk"), ("nnodes", "distributed")):
             if (size := self._client.whole(info, key, 1, 1) or 1) > 1:
-                raise GenerationError(
+                raise OwnFault(
                     f"WeightSync.method: tensor is not for servers with {key} {size}, as {self._client.url} has; set it"
                     f" to {remedy}"
                 )
@@ -71,8 +76,8 @@ class SharedTensors:
         on_gpu = weights.device.type == "cuda" and info.get("device") == "cuda"
 
         def look(left: float) -> None:
-            server = find(self._client.url)
-            self._device = weights.device if on_gpu and sees_our_gpus(server) else _CPU
+            self._server = find(self._client.url)
+            self._device = weights.device if on_gpu and sees_our_gpus(self._server) else _CPU
 
         await on_thread(look, deadline, f"{self._client.url}: looking for its process")
         self._free_ready()
@@ -99,9 +104,17 @@ class SharedTensors:
         self._free_lent()  # it has done what was asked of it before, too
 
     def close(self) -> None:
-        """Frees what is left. Idempotent."""
+        """Frees what is left, but for what a server that still runs has been told of: it may be about to open that, and
+        ends if it cannot. Idempotent."""
         self._free_ready()
+        if self._lent and self._server is not None and self._server.is_running():
+            _KEPT.extend((self._server, lent) for lent in self._lent)
+            self._lent.clear()
         self._free_lent()
+        ended = [kept for kept in _KEPT if not kept[0].is_running()]
+        for kept in ended:
+            kept[1].free()
+            _KEPT.remove(kept)
 
     async def _lend(self, bucket: Bucket, deadline: Deadline) -> OnHost | OnGPU:
         lent: list[OnHost | OnGPU] = []
@@ -121,6 +134,10 @@ class SharedTensors:
     def _free_lent(self) -> None:
         while self._lent:
             self._lent.pop().free()
+
+
+_KEPT: list[tuple[psutil.Process, OnHost | OnGPU]] = []
+"""What servers were told of that have not answered, as long as they, or this process, run."""
 
 
 class OnHost:
@@ -212,8 +229,8 @@ def check_room(size: int) -> None:
         raise _no_room(size, f"{free:,} are free")
 
 
-def _no_room(size: int, reason: str) -> GenerationError:
-    return GenerationError(
+def _no_room(size: int, reason: str) -> OwnFault:
+    return OwnFault(
         f"{SHARED_MEMORY} has no room for {size:,} bytes of weights ({reason}): enlarge it (docker run --shm-size=8g;"
         f" mount -o remount,size=8g {SHARED_MEMORY}), or {REMEDY}"
     )
@@ -228,9 +245,10 @@ def _remove(file: Path) -> None:
 def _whole_segments() -> Iterator[None]:
     """What the allocator takes here is no part of a segment that expands, as `arborist` asks for: of those another
     process gets memory only when it may trace this one (pytorch/pytorch#165685)."""
-    settings = torch._C._accelerator_getAllocatorSettings()
-    torch._C._accelerator_setAllocatorSettings("expandable_segments:False")
-    try:
-        yield
-    finally:
-        torch._C._accelerator_setAllocatorSettings(settings)
+    with _ALLOCATOR:
+        settings = torch._C._accelerator_getAllocatorSettings()
+        torch._C._accelerator_setAllocatorSettings("expandable_segments:False")
+        try:
+            yield
+        finally:
+            torch._C._accelerator_setAllocatorSettings(settings)

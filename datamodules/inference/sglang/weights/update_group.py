@@ -54,6 +54,10 @@ class Deadline:
         return left
 
 
+class OwnFault(GenerationError):
+    """What keeps weights from a server, and is no sign that it is lost: it is to be told, not waited for."""
+
+
 def new_name() -> str:
     """Of a group."""
     return f"arborist-{uuid4().hex[:12]}"

@@ -87,7 +87,7 @@ class Beside:
         assert batcher.static is not None, batcher.dynamic
         self.batcher, self.static = batcher, batcher.static
         self.weights_written = self.static.weights_written
-        self.spoiled = False
+        self.refused, self.spoiled = "", False
         self.worst: list[float] = []
 
     def __call__(self, starts: list[int], tokens: list[int]) -> Tensor:

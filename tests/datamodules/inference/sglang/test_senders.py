@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
+import weakref
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -233,6 +235,31 @@ def test_a_rank_sends_no_version_but_the_one_it_is_asked_for() -> None:
 
     with Receiver() as server:
         asyncio.run(asyncio.wait_for(run(server), 60))
+
+
+def test_no_copy_of_weights_outlives_its_update_for_a_sender_that_failed() -> None:
+    async def run() -> list[Any]:
+        senders, sending = await together()
+        servers, left = [ServerWeights(ServerClient("http://127.0.0.1:1", None)) for _ in range(4)], []
+        for version in (1, 2):
+            tensors = checkpoint_weights(tiny_policy(seed=version))
+            lending = asyncio.create_task(asyncio.to_thread(sending.lend, version, lambda t=tensors: t, 60.0))
+            weights = HostWeights.copy_of(tensors, version)
+            await senders.lend(weights, 60.0)
+            chosen = [senders.choose(server, "http://127.0.0.1:1", weights) for server in servers]
+            assert any(chosen)
+            senders.avoid(servers[1], "http://127.0.0.1:1", weights, "for the test")
+            senders.over(version)
+            await lending
+            left.append(weakref.ref(weights))
+        del weights
+        sending.close()
+        gc.collect()
+        found = [one() for one in left]
+        await senders.close()
+        return found
+
+    assert asyncio.run(asyncio.wait_for(run(), 60)) == [None, None]
 
 
 def test_machines_of_other_ranks_are_tried_by_one_server_alone(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,10 +15,14 @@ from pathlib import Path
 import pytest
 import torch
 
+from benchmarks.common.receiver import Receiver
+from datamodules.inference.export import checkpoint_weights
 from datamodules.inference.protocol import GenerationError, WeightUpdate
+from datamodules.inference.sglang import SGLangEngine
 from datamodules.inference.sglang.weights import local_server
 from datamodules.inference.sglang.weights.forms import HostWeights, SharedWeights, weights_of
 from datamodules.inference.sglang.weights.shared_tensors import OnGPU, OnHost, told
+from tests.datamodules.inference.engine_suite import tiny_policy
 
 TENSORS = {"a": torch.randn(3, 5), "b": torch.randn(7), "c": torch.randn(2, 2, 2).bfloat16(), "d": torch.tensor(1.5)}
 
@@ -128,3 +132,19 @@ def test_updates_are_shared_when_they_ask_for_it() -> None:
     assert isinstance(weights_of(WeightUpdate(3, state_dict=TENSORS)), HostWeights)
     with pytest.raises(ValueError, match=r"WeightUpdate\.shared: nothing is sent; give state_dict, or a path and"):
         WeightUpdate(3, path="/somewhere", shared=True)
+
+
+@pytest.mark.parametrize("alone", [True, False])
+def test_an_update_that_no_server_can_take_is_an_error_though_others_are_lost(alone: bool) -> None:
+    """What is wrong here does not go away when a server comes back: a run that waited would wait for ever."""
+    with socket.create_server(("127.0.0.1", 0)) as gone:
+        dead = f"http://127.0.0.1:{gone.getsockname()[1]}"
+    with Receiver() as server:
+        engine = SGLangEngine(urls=[server.url] + [dead] * (not alone), start_timeout_s=20.0, update_timeout_s=10.0)
+        engine.start(tiny_policy(), 0, seed=0)
+        try:
+            with pytest.raises(GenerationError, match=r"WeightSync\.method: tensor .* set WeightSync\.method"):
+                engine.update_weights(WeightUpdate(1, state_dict=checkpoint_weights(tiny_policy()), shared=True))
+            assert engine.version == -1
+        finally:
+            engine.close()
