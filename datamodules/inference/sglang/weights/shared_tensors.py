@@ -24,7 +24,7 @@ import pickle
 import shutil
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from itertools import accumulate
 from pathlib import Path
@@ -81,6 +81,7 @@ class SharedTensors:
 
         await on_thread(look, deadline, f"{self._client.url}: looking for its process")
         self._free_ready()
+        _free_of(lambda server: not _runs(server))
         if self._device == _CPU:
             check_room(max(sum(bucket.sizes) for bucket in weights.buckets))
         first = weights.buckets[0]
@@ -102,19 +103,17 @@ class SharedTensors:
             self._free_lent()
             raise
         self._free_lent()  # it has done what was asked of it before, too
+        _free_of(lambda server: server == self._server)
 
     def close(self) -> None:
         """Frees what is left, but for what a server that still runs has been told of: it may be about to open that, and
         ends if it cannot. Idempotent."""
         self._free_ready()
-        if self._lent and self._server is not None and self._server.is_running():
+        if self._lent and self._server is not None and _runs(self._server):
             _KEPT.extend((self._server, lent) for lent in self._lent)
             self._lent.clear()
         self._free_lent()
-        ended = [kept for kept in _KEPT if not kept[0].is_running()]
-        for kept in ended:
-            kept[1].free()
-            _KEPT.remove(kept)
+        _free_of(lambda server: not _runs(server))
 
     async def _lend(self, bucket: Bucket, deadline: Deadline) -> OnHost | OnGPU:
         lent: list[OnHost | OnGPU] = []
@@ -137,7 +136,20 @@ class SharedTensors:
 
 
 _KEPT: list[tuple[psutil.Process, OnHost | OnGPU]] = []
-"""What servers were told of that have not answered, as long as they, or this process, run."""
+"""What servers were told of that have not answered, until they answer what comes later, or end."""
+
+
+def _free_of(which: Callable[[psutil.Process], bool]) -> None:
+    for kept in [one for one in _KEPT if which(one[0])]:
+        kept[1].free()
+        _KEPT.remove(kept)
+
+
+def _runs(process: psutil.Process) -> bool:
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.Error:  # it has just ended
+        return False
 
 
 class OnHost:
