@@ -83,9 +83,10 @@ def test_mistakes(fields: dict[str, Any], message: str, monkeypatch: pytest.Monk
 
 def test_without_a_hub_it_says_so_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     told = r"model.path: 'nobody/none' is neither a .*; name a .*: http://127\.0\.0\.1:\d+ does not answer"
-    with hub(503, monkeypatch) as asked, pytest.raises(ValueError, match=told):
+    with hub(503, monkeypatch):
+        pass  # nobody listens at its address any more
+    with pytest.raises(ValueError, match=told):
         build_model(ModelSource(path="nobody/none"))
-    assert len(asked) == 1
 
 
 def test_a_mistake_in_a_reference_or_critic_names_that() -> None:
