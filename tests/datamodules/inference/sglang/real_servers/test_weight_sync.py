@@ -205,7 +205,7 @@ def test_a_server_that_refuses_is_named_stands_still_and_can_be_reloaded(on_serv
 
 
 def sending_threads() -> list[threading.Thread]:
-    return [thread for thread in threading.enumerate() if thread.name.startswith("weights-")]
+    return [thread for thread in threading.enumerate() if thread.name == "weights"]
 
 
 @pytest.mark.parametrize("method", METHODS)
