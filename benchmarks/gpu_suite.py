@@ -37,6 +37,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -53,7 +54,7 @@ from benchmarks.common.records import write_json
 from benchmarks.common.systems import Settings, System, make_systems, qwen3
 from benchmarks.common.workloads import DEFAULT_DATA, WORKLOADS, Case, conversations, make_case, parse_size
 from benchmarks.gpu import hybrids
-from benchmarks.gpu.decode import check_decoding, measure_decoding
+from benchmarks.gpu.decode import add_decoding, check_decoding
 from benchmarks.gpu.page import UNDERSTOOD, write_page
 from benchmarks.gpu.parity import backends, check_engine, check_kernels, check_margin, check_torch
 
@@ -64,8 +65,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     "8B": {"hidden": 4096, "layers": 36, "heads": 32, "key_value_heads": 8, "intermediate": 12288, "tied": False},
 }
 VOCABULARY = 151_936
-SWEPT = {"chunk": "chunk_tokens", "live": "live_tokens", "head": "head_tokens", "attention": "attention"}
-SWEPT |= {"elementwise": "elementwise"}
+SWEPT = {**{one: f"{one}_tokens" for one in ("chunk", "live", "head")}, **{x: x for x in ("attention", "elementwise")}}
 """What --sweep may change, and the setting it is."""
 
 
@@ -362,7 +362,10 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
         report = measure_hybrid(args, device, common | {"left_out": [], "failed": {}}, begin + args.limit)
         passed &= report["passed"]
     if args.decode:
-        report = measure_decode(args, device, common | {"left_out": [], "failed": {}})
+        name, shape, size = ("toy", TOY_SHAPE, 512) if args.toy else (args.decode, SHAPES[args.decode], VOCABULARY)
+        report = common | {"left_out": [], "failed": {}, "model": f"Qwen3 {name}, decoding"}
+        make = partial(qwen3, **shape, vocabulary=size, dtype=torch.bfloat16, device=device)
+        add_decoding(make, args.toy, report, partial(_write, report, args.out, f"decode_{name}"))
         passed &= report["passed"]
     if args.train:
         report = common | {"left_out": [], "failed": {}}
@@ -433,21 +436,6 @@ def measure_hybrid(
             _add_case(model, one, args, until, report, f"hybrid_{name}")
         _write(report, args.out, f"hybrid_{name}")
     _write(report, args.out, f"hybrid_{name}")
-    return report
-
-
-def measure_decode(args: argparse.Namespace, device: torch.device, report: dict[str, Any]) -> dict[str, Any]:
-    """Decoding with CUDA graphs and without, written as it is measured."""
-    name = "toy" if args.toy else args.decode
-    shape, vocabulary = (TOY_SHAPE, 512) if args.toy else (SHAPES[name], VOCABULARY)
-    report |= {"model": f"Qwen3 {name}, decoding", "decoding": []}
-    with noted(report["failed"], report["model"]):
-        model = qwen3(**shape, vocabulary=vocabulary, dtype=torch.bfloat16, device=device).eval()
-        for row in measure_decoding(model, args.toy):
-            report["decoding"].append(row)
-            print(f"\n{json.dumps(row)}", flush=True)
-            _write(report, args.out, f"decode_{name}")
-    _write(report, args.out, f"decode_{name}")
     return report
 
 

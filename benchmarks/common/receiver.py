@@ -17,8 +17,8 @@ from torch import Tensor
 from datamodules.inference.sglang.loop_thread import LoopThread
 
 _WAIT = timedelta(seconds=60)
-_MODEL = {"architectures": ["Qwen3ForCausalLM"], "is_generation": True, "model_path": "/m"}
-_SERVER = {
+MODEL_INFO = {"architectures": ["Qwen3ForCausalLM"], "is_generation": True, "model_path": "/m"}
+SERVER_INFO = {
     "internal_states": [{"effective_max_running_requests_per_dp": 8}],
     "max_running_requests": 8,
     "max_req_input_len": 64,
@@ -77,9 +77,9 @@ class Receiver:
 
     async def _answer(self, request: web.Request) -> web.Response:
         if request.path == "/model_info":
-            return web.json_response({**_MODEL, "weight_version": self.version})
+            return web.json_response({**MODEL_INFO, "weight_version": self.version})
         if request.path == "/server_info":
-            return web.json_response(_SERVER)
+            return web.json_response(SERVER_INFO)
         try:
             async with self._one:
                 await self._take(request.path, await request.json() if request.can_read_body else {})

@@ -7,15 +7,16 @@ replay; where there is no GPU the same padded steps run uncaptured.
 from __future__ import annotations
 
 import asyncio
+import json
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from benchmarks.common.failures import described
+from benchmarks.common.failures import described, noted
 from benchmarks.common.measure import spread
 from benchmarks.gpu import hybrids
 from benchmarks.gpu.parity import FAMILIES, TINY
@@ -57,6 +58,19 @@ def _small(name: str, device: torch.device) -> PreTrainedModel:
     config = AutoConfig.for_model(name, **{**TINY, "initializer_range": 0.1}, **FAMILIES[name])
     with torch.device(device):
         return AutoModelForCausalLM.from_config(config).eval()
+
+
+def add_decoding(
+    make: Callable[[], PreTrainedModel], toy: bool, report: dict[str, Any], write: Callable[[], object]
+) -> None:
+    """Decoding with CUDA graphs and without: rows of `measure_decoding`, in `report`, which is written after each."""
+    report["decoding"] = []
+    with noted(report["failed"], report["model"]):
+        for row in measure_decoding(make().eval(), toy):
+            report["decoding"].append(row)
+            print(f"\n{json.dumps(row)}", flush=True)
+            write()
+    write()
 
 
 def measure_decoding(model: PreTrainedModel, toy: bool) -> Iterator[dict[str, Any]]:

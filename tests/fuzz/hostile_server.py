@@ -8,9 +8,9 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple
 
+from benchmarks.common.receiver import MODEL_INFO, SERVER_INFO
 from datamodules.inference.sglang.loop_thread import LoopThread
 
-ARCHITECTURE = "Qwen3ForCausalLM"
 TOKENS = [5, 6, 7, 8]
 
 
@@ -49,19 +49,6 @@ def report(tokens: Sequence[int], version: int = 1, ended: bool = True) -> dict[
 def stream(*reports: bytes) -> bytes:
     """The body of a stream of reports that ends as it should."""
     return b"".join(b"data: " + one + b"\n\n" for one in (*reports, b"[DONE]"))
-
-
-MODEL_INFO = {"architectures": [ARCHITECTURE], "is_generation": True, "model_path": "/m"}
-SERVER_INFO = {
-    "internal_states": [{"effective_max_running_requests_per_dp": 8}],
-    "max_running_requests": 8,
-    "max_req_input_len": 64,
-    "dp_size": 1,
-    "tp_size": 1,
-    "pp_size": 1,
-    "device": "cpu",
-    "incremental_streaming_output": True,
-}
 
 
 class HostileServer:

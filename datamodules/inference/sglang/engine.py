@@ -220,7 +220,8 @@ class SGLangEngine(ServerEngine):
         return self._max_context
 
     def health(self) -> dict[str, Any]:
-        """Besides what the protocol asks for: `servers`, a report on each, and the counts of the fleet."""
+        """Besides what the protocol asks for: `servers`, a report on each, `senders`, one on each other rank that sends
+        weights, and the counts of the fleet."""
         fleet = self._fleet
         servers = [] if fleet is None else [server.report() for server in fleet.servers]
         running = sum(server["running"] for server in servers)

@@ -2,7 +2,7 @@
 
 Promises: it sends the version it was lent, while `lend` lasts, and nothing else; files, where the weights are in some,
 it reads by itself; `lend` returns when rank 0 says that the update is over, or is not connected any more, and nothing
-of the parameters is being read then.
+that is read of the parameters after that is sent.
 """
 
 from __future__ import annotations
