@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from importlib.util import find_spec
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -28,16 +28,15 @@ from app.tree.planning.layout import Part
 from app.tree.prefix_tree import Bools, Ints
 from app.tree.transfer import on_device
 
-SHARED = {(8, 0): 163 * 1024, (8, 7): 163 * 1024, (9, 0): 227 * 1024, (10, 0): 227 * 1024, (10, 3): 227 * 1024}
-"""Most bytes of shared memory of a block, by compute capability; of others, `_LEAST_SHARED`."""
-
-_LEAST_SHARED = 99 * 1024
 _HEAD_DIM = 256
-_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+_HOPPER = 9
+_DTYPES = (torch.bfloat16, torch.float16)
 
 
 class IntervalBackend:
-    """Attention over path and chunk by one Triton kernel: CUDA from Ampere on, windows, soft-capping and sinks."""
+    """Attention over path and chunk by one Triton kernel: CUDA from Ampere on, windows, soft-capping and sinks.
+
+    Not float32 on GPUs: products that keep it have no matrix units, and take Triton minutes to compile."""
 
     name = "triton"
     masked_block: int | None = 0  # no parts are computed; as squares they count the visible pairs
@@ -55,7 +54,7 @@ class IntervalBackend:
             have = ".".join(map(str, capability(q.device)))
             return f"needs a GPU of compute capability 8.0 (Ampere) or newer, and this one has {have}; use 'sdpa'"
         elif q.dtype not in _DTYPES:
-            return f"computes bfloat16, float16 and float32 on this device, not {q.dtype}; use attention='sdpa'"
+            return f"computes bfloat16 and float16 on this device, not {q.dtype}; use attention='sdpa' (or 'auto')"
         if q.shape[-1] > _HEAD_DIM:
             return f"takes heads of at most {_HEAD_DIM}, not {q.shape[-1]}; use attention='sdpa' (or 'auto')"
         return None
@@ -109,49 +108,67 @@ class _IntervalAttention(torch.autograd.Function):
 
 
 def _how(q: Tensor, chunk: ChunkAttention, call: LayerCall) -> tuple[Any, ...]:
-    """Intervals of the chunk, rows of a block, scale, window and soft-capping."""
-    window, block = call.window, block_rows(q)
+    """Intervals of the chunk, the kernels' blocks, scale, window and soft-capping."""
+    window, blocks = call.window, blocks_of(q)
     if window is not None and int(chunk.depths.max()) < window:
         window = None  # all of the path is in sight of all
-    key = ("intervals", window, block)
+    key = ("intervals", window, blocks)
     if key not in chunk.kept:
-        found = intervals(chunk.layout.ends, chunk.depths, chunk.path_tokens, window, block)
+        found = intervals(chunk.layout.ends, chunk.depths, chunk.path_tokens, window, blocks)
         chunk.kept[key] = [on_device(x, q.device) for x in found]
-    return chunk.kept[key], block, call.scale, window or 0, call.softcap or 0.0
+    return chunk.kept[key], list(blocks), call.scale, window or 0, call.softcap or 0.0
 
 
-def block_rows(q: Tensor) -> int:
-    """Queries, and keys, of one block: fewer where their numbers would not fit the GPU's shared memory."""
-    limit = SHARED.get(capability(q.device), _LEAST_SHARED) if q.device.type == "cuda" else None
-    return fitting_rows(q.shape[-1], q.element_size(), limit)
+class Blocks(NamedTuple):
+    """Queries of a block, a multiple of its keys; warps that compute one."""
+
+    rows: int
+    keys: int
+    warps: int
 
 
-def fitting_rows(head: int, element: int, limit: int | None) -> int:
-    """Rows of a block of heads this wide, of numbers of `element` bytes, on a GPU whose blocks may have `limit` bytes
-    of shared memory. What the gradients of keys take, the most of the three kernels, is known from compiling them
-    (Triton 3.7): four blocks of rows, and scores and probabilities on their way to a product."""
-    rows, width = 64 if head * element <= 256 else 32, max(16, 1 << (head - 1).bit_length())
-    while (
-        limit is not None and rows > 16 and 4 * rows * width * element + 2 * rows * rows * element + 32 * rows > limit
-    ):
-        rows //= 2
-    return rows
+def blocks_of(q: Tensor) -> Blocks:
+    """Those of these queries, on their device."""
+    return fitting(q.shape[-1], capability(q.device) if q.device.type == "cuda" else (_HOPPER, 0))
 
 
-def intervals(ends: Ints, depths: Ints, path: int, window: int | None, block: int) -> list[Ints]:
+def fitting(head: int, capability: tuple[int, int]) -> Blocks:
+    """Blocks of heads this wide on a GPU of this compute capability.
+
+    Chosen by what Triton 3.6 and 3.7 make of them (`benchmarks.gpu.compiled`): the most that its registers and shared
+    memory hold, of which the gradients of keys take most. Hopper's matrix units work on 64 queries for four warps: with
+    more warps than that two compute the same scores.
+    """
+    if capability[0] == _HOPPER:
+        return Blocks(128, 64 if head <= 128 else 32, 8)
+    return Blocks(64, 64, 4) if head <= 128 else Blocks(32, 32, 4)
+
+
+def intervals(ends: Ints, depths: Ints, path: int, window: int | None, blocks: Blocks) -> list[Ints]:
     """What the kernels read of a chunk, int32: depths and ends of its rows; blocks of keys that each block of queries
     sees, then blocks of queries that see each block of keys, each as bounds and indices; and, where a window ends
     inside the path, blocks of queries that see each block of the path's keys."""
-    some, _ = interval_blocks(ends, depths, window, block)
-    found = [depths, ends, *_listed(some), *_listed(some.T)]
+    some, only = _of_more_rows(interval_blocks(ends, depths, window, blocks.keys), blocks)
+    found = [depths, ends, *_listed(some, only), *_listed(some.T, only.T)]
     if window is not None and path:
-        found += _listed(window_blocks(depths, path, window, block)[0].T)
+        some, only = _of_more_rows(window_blocks(depths, path, window, blocks.keys), blocks)
+        found += _listed(some.T, only.T)
     return [np.ascontiguousarray(x, np.int32) for x in found]
 
 
-def _listed(some: Bools) -> tuple[Ints, Ints]:
-    """The True columns of each row of [m, n]: bounds [m + 1] and, one row after the other, columns."""
-    return np.concatenate([[0], np.cumsum(some.sum(1))]), np.nonzero(some)[1]
+def _of_more_rows(masks: tuple[Bools, Bools], blocks: Blocks) -> tuple[Bools, Bools]:
+    """Which blocks hold any visible pair, and which only such, of square ones: of blocks of more rows. One that is
+    partly beyond the end is not whole."""
+    times = blocks.rows // blocks.keys
+    some, only = (np.pad(x, ((0, -len(x) % times), (0, 0))).reshape(-1, times, x.shape[1]) for x in masks)
+    return np.any(some, axis=1), np.all(only, axis=1)
+
+
+def _listed(some: Bools, only: Bools) -> tuple[Ints, Ints]:
+    """The columns of each row of [m, n] in which `some` holds, first those in which `only` does: bounds [2 m + 1] and,
+    one row after the other, columns."""
+    both = np.stack([only, some & ~only], 1).reshape(-1, some.shape[1])
+    return np.concatenate([[0], np.cumsum(both.sum(1))]), np.nonzero(both)[1]
 
 
 def _rows_of_heads(x: Tensor) -> Tensor:

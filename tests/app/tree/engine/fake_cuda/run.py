@@ -51,7 +51,7 @@ CASES: list[tuple[str, str, dict[str, Any], torch.dtype, dict[str, Any], str]] =
     ("autocast", "qwen3", WIDE, F32, {"autocast": True}, "sdpa flash triton"),
     ("checkpointing", "qwen3", WIDE, BF16, {"checkpointing": True}, "flash triton"),
     ("float16", "qwen3", WIDE, F16, {}, "triton"),
-    ("float32", "qwen3", WIDE, F32, {}, "sdpa triton"),
+    ("float32", "qwen3", WIDE, F32, {}, "sdpa"),
     ("float64", "starcoder2", {}, F64, {}, "sdpa"),
     ("window", "mistral", {"head_dim": 16, "sliding_window": 5}, BF16, {}, "sdpa flash cudnn triton"),
     ("soft-capping", "gemma2", CAPPED, BF16, {}, "sdpa flex triton"),
