@@ -1,13 +1,16 @@
 """The gateway's HTTP server: sessions by their URL, and who may speak in them.
 
 Promises: a request reaches the session of its path only, and only with that session's key; whatever is wrong with it is
-answered as `Listener` promises; a client that goes away, or that does not take its answer in time, gives its call up.
+answered as `Listener` promises; a client that goes away, or that does not take its answer in time, gives its call up;
+one that waits for long hears that its call is alive, so that neither its own patience with silence nor a proxy's ends
+before the engine's deadlines do: generation may stand still for as long as a training step takes.
 """
 
 from __future__ import annotations
 
 import asyncio
 import hashlib
+import json
 import secrets
 from collections import defaultdict
 from collections.abc import Awaitable, Callable
@@ -26,6 +29,8 @@ from datamodules.workflows.gateway.replies import Piece
 from datamodules.workflows.gateway.sessions import Session
 from datamodules.workflows.gateway.transcript import Call
 
+News = tuple[int, Piece] | None
+"""Which reply says what more; None at the end."""
 _MOST_BYTES = 8 << 20  # a million tokens; Python's objects of it may take twenty times as much
 
 
@@ -40,6 +45,9 @@ class Gateway:
         opens: makes the session of a name that is not there, for a client with this key; None refuses the client, as
             without it all are.
         ended: called with a session that its client has ended, before the client is told.
+        quiet_s: seconds without news after which a waiting client is sent white space, which JSON allows before an
+            answer, or in a stream a comment, and again as often. From then on its status is 200: should the call fail,
+            the connection is cut, and who asks again is told why.
         kept_bytes: of the last requests of all sessions, which the next ones are compared with; where they have been
             forgotten, requests are read whole.
     """
@@ -52,9 +60,10 @@ class Gateway:
         transfer_s: float = 60.0,
         opens: Callable[[str, str], Session | None] | None = None,
         ended: Callable[[Session], Awaitable[None]] | None = None,
+        quiet_s: float = 30.0,
         kept_bytes: int = 128 << 20,
     ) -> None:
-        self._opens, self._ended = opens, ended
+        self._opens, self._ended, self._quiet_s = opens, ended, quiet_s
         self.model = model
         self._sessions: dict[str, Session] = {}
         self._shelf = Shelf(kept_bytes)
@@ -143,18 +152,36 @@ class Gateway:
         calls = await session.again(same, retried=bool(key) or _retries(request) > 0)
         if asked.stream:
             return await self._stream(protocol, request, session, asked, same, calls)
-        if calls is None:
-            calls = await session.reply(asked, same=same)
-        tokens = [_of(session, call) for call in calls] if asked.logprobs else None
-        response = web.json_response(protocol.answer(asked, calls[0].id, calls, tokens))
+        response = web.StreamResponse(headers={"Content-Type": "application/json; charset=utf-8"})
+        sampling = None if calls is not None else asyncio.create_task(session.reply(asked, same=same))
         try:
-            await self._listener.in_time(response.prepare(request))
+            if sampling is not None:
+                while not (await asyncio.wait([sampling], timeout=self._quiet_s))[0]:
+                    await self._still(request, response, b" ")
+                calls = sampling.result()
+            assert calls is not None
+            tokens = [_of(session, call) for call in calls] if asked.logprobs else None
+            answer = json.dumps(protocol.answer(asked, calls[0].id, calls, tokens)).encode()
+            if not response.prepared:
+                response.content_length = len(answer)
+                await self._listener.in_time(response.prepare(request))
+            await self._listener.in_time(response.write(answer))
             await self._listener.in_time(response.write_eof())
             session.repeats.arrived(calls)
+        except RequestError as problem:
+            if not response.prepared:
+                raise
+            hang_up(request, problem)
         except LEFT as error:
-            session.not_taken(same, calls)
+            _gave_up(session, same, sampling, calls)
             hang_up(request, error)
         return response
+
+    async def _still(self, request: web.Request, response: web.StreamResponse, sign: bytes) -> None:
+        """Tells a client that its call is alive."""
+        if not response.prepared:
+            await self._listener.in_time(response.prepare(request))
+        await self._listener.in_time(response.write(sign))
 
     async def _stream(
         self,
@@ -169,7 +196,7 @@ class Gateway:
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
         name = session.new_name() if calls is None else calls[0].id
         writer = protocol.events(asked, name)
-        said: asyncio.Queue[tuple[int, Piece] | None] = asyncio.Queue()
+        said: asyncio.Queue[News] = asyncio.Queue()
         told: defaultdict[int, ReplyText] = defaultdict(session.new_text)
         sampling: asyncio.Task[list[Call]] | None = None
         if calls is None:
@@ -182,10 +209,13 @@ class Gateway:
                 said.put_nowait((k, Piece(str(call.message["content"] or ""), call.ids, call.logprobs)))
             said.put_nowait(None)
         try:
-            while (news := await said.get()) is not None:
+            begun = False
+            while (news := await self._news(said, request, response)) is not None:
                 if not response.prepared:  # what is refused before has a status
                     await self._listener.in_time(response.prepare(request))
+                if not begun:
                     await self._listener.in_time(response.write(writer.begin()))
+                    begun = True
                 k, piece = news
                 tokens = session.sampled(piece.tokens, piece.logprobs, told[k]) if asked.logprobs else ()
                 if piece.text or tokens:
@@ -204,14 +234,18 @@ class Gateway:
             await self._listener.in_time(response.write(writer.fail(problem)))
             await self._listener.in_time(response.write_eof())
         except LEFT as error:
-            if sampling is not None and not sampling.done():
-                sampling.cancel()
-            elif sampling is not None and not sampling.cancelled() and sampling.exception() is None:
-                calls = sampling.result()
-            if calls is not None:
-                session.not_taken(same, calls)
+            _gave_up(session, same, sampling, calls)
             hang_up(request, error)
         return response
+
+    async def _news(self, said: asyncio.Queue[News], request: web.Request, response: web.StreamResponse) -> News:
+        """What is said next; until then the client hears that its call is alive."""
+        while True:
+            try:
+                async with asyncio.timeout(self._quiet_s):
+                    return await said.get()
+            except TimeoutError:
+                await self._still(request, response, b": the call is alive\n\n")
 
     async def _held(self, request: web.Request) -> web.StreamResponse:
         return web.json_response({"held_s": self._session(request).held_s})
@@ -233,6 +267,18 @@ class Gateway:
             await self._ended(session)
             self.dismiss(session)  # it is written: what it has said and shown is held no longer
         return web.json_response({"ended": True})
+
+
+def _gave_up(
+    session: Session, same: bytes, sampling: asyncio.Task[list[Call]] | None, calls: list[Call] | None
+) -> None:
+    """A client has left: what it asked for is sampled no longer, or, complete, kept for when it comes again."""
+    if sampling is not None and not sampling.done():
+        sampling.cancel()
+    elif sampling is not None and not sampling.cancelled() and sampling.exception() is None:
+        calls = sampling.result()
+    if calls is not None:
+        session.not_taken(same, calls)
 
 
 def _of(session: Session, call: Call) -> list[Sampled]:

@@ -64,13 +64,15 @@ class Door:
 
 
 @contextmanager
-def door(replies: Replies = REPLIES, session: Session | None = None, **budget: Any) -> Iterator[Door]:
-    """Open while the block runs."""
+def door(
+    replies: Replies = REPLIES, session: Session | None = None, quiet_s: float = 30.0, **budget: Any
+) -> Iterator[Door]:
+    """Open while the block runs; `quiet_s` of the gateway."""
     made = Door(replies, session, **budget)
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever, daemon=True)
     thread.start()
-    gateway = Gateway()
+    gateway = Gateway(quiet_s=quiet_s)
     asyncio.run_coroutine_threadsafe(gateway.open(), loop).result(START_S)
     made.address = gateway.admit(made.session)
     try:

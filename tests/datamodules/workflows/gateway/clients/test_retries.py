@@ -14,9 +14,12 @@ import pytest
 
 from datamodules.inference.protocol import GenerationError, GenerationRequest
 from datamodules.workflows.gateway import standalone
-from tests.datamodules.workflows.gateway.clients.door import Door, door
+from tests.datamodules.workflows.gateway.clients.door import TOKENIZER, Door, door
+from tests.datamodules.workflows.gateway.test_server import new_session
 from tests.datamodules.workflows.gateway.test_upstream import KEY, front, provider
+from tests.datamodules.workflows.scripted_engine import ScriptedEngine
 
+PATIENCE_S = 0.6
 HELLO: Any = [{"role": "user", "content": "hello"}]
 RETRIES = 2
 CALLS: dict[str, Callable[[Any], Any]] = {
@@ -125,3 +128,30 @@ def test_a_provider_that_is_busy_or_breaks_off_is_asked_again_and_recorded_once(
         assert gateway.gateway.counts == {"failed": 1, "written": 1, "replies": 1}
     assert statuses == [429 if first else 502, 200] and len(seen) == 2
     assert [one["content"] for one in gateway.lines()[0]["messages"]] == ["hello", "x"]
+
+
+class Late(ScriptedEngine):
+    """Stands still for longer than its clients wait for a sign."""
+
+    async def generate(self, request: GenerationRequest) -> Any:
+        await asyncio.sleep(3 * PATIENCE_S)
+        return await super().generate(request)
+
+
+@pytest.mark.parametrize("call", list(CALLS))
+def test_a_call_that_stands_still_for_longer_than_its_client_is_silent_with_is_answered(call: str) -> None:
+    """And is sampled once: packages neither give up at what comes before an answer nor stumble over it."""
+    engine = Late(TOKENIZER, ["well"] * 9)
+    with door(session=new_session(engine), quiet_s=PATIENCE_S / 4) as there:
+        asking = Counting(call, there.v1, there.key)
+        asking.client.timeout = PATIENCE_S
+        answer = asking.ask()
+        said = str(answer)
+        if call == "streamed chat":
+            said = "".join(one.choices[0].delta.content or "" for one in answer)
+    assert "well" in said and len(asking.requests) == len(engine.seen) == 1
+    with door(session=new_session(Late(TOKENIZER, ["well"] * 9)), quiet_s=90.0) as there:  # without a sign
+        asking = Counting(call, there.v1, there.key)
+        asking.client.timeout = PATIENCE_S
+        with pytest.raises((openai.APITimeoutError, anthropic.APITimeoutError)):
+            asking.ask()
