@@ -40,6 +40,7 @@ KERNELS: dict[str, tuple[Any, int, dict[str, bool]]] = {
     "keys' gradient, path": (interval_kernels._key_gradient_kernel, 4, {"PATH": True, "LISTED": False}),
 }
 """Kernel, its matrix products of a block, and what else it is compiled for."""
+_TURNED = re.compile(r"tt\.trans .*#mma.* ->")
 TYPES = dict.fromkeys(("lse", "deltas", "grad_k", "grad_v"), "*fp32")
 TYPES |= dict.fromkeys(("depths", "ends", "bounds", "blocks"), "*i32")
 
@@ -49,10 +50,12 @@ def compiled(
 ) -> dict[str, Any]:
     """One kernel in bfloat16, two query heads to a key head: what it takes, and instructions of its loops."""
     kernel, products, more = KERNELS[name]
-    rows, keys, warps = blocks = interval.fitting(head, capability)
+    rows, keys, warps, columns = interval.fitting(head, capability)
     given = {"SCALE": 0.1, "UNIT": 1.44 if softcap else 0.144, "SOFTCAP": softcap, "WINDOW": window, "GROUPS": 2}
     given |= {"HEAD": head, "WIDTH": max(16, triton.next_power_of_2(head)), "ROWS": rows, "KEYS": keys}
     given |= {"MULTIPLIED": tl.bfloat16, "SUM": tl.float32, **more}
+    if name.startswith("keys"):
+        given["COLUMNS"] = columns
     if window and name.endswith("path"):
         given["LISTED"] = True
     signature, aligned = {}, {}
@@ -71,6 +74,8 @@ def compiled(
         binary.write_bytes(found.asm["cubin"])
         used = re.search(r"REG:(\d+) STACK:(\d+)", _tool("cuobjdump", "-res-usage", str(binary)))
         loops = list(_loops(_tool("nvdisasm", "-c", str(binary))))
+    if capability[0] == 9 and _TURNED.search(found.asm["ttgir"]):
+        raise RuntimeError(f"{name}: transposes the result of a product, of which Triton 3.4 to 3.7.0 makes wrong code")
     assert used is not None and loops, "cuobjdump and nvdisasm told nothing of it"
     issued = [sum(loop.values()) * warps * 64 * 64 / (rows * keys) for loop in loops]
     first = 1 if window and name in ("forward", "queries' gradient") else 0  # before it a window's loop over the path
@@ -79,7 +84,7 @@ def compiled(
         "kernel": name,
         "capability": ".".join(map(str, capability)),
         "head": head,
-        "blocks": f"{blocks.rows} x {blocks.keys}, {warps} warps",
+        "blocks": f"{rows} x {keys}, {warps} warps",
         "registers": int(used[1]),
         "spilled": loops[first]["LDL"] + loops[first]["STL"],
         "shared": found.metadata.shared / 1024,

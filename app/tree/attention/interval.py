@@ -120,11 +120,12 @@ def _how(q: Tensor, chunk: ChunkAttention, call: LayerCall) -> tuple[Any, ...]:
 
 
 class Blocks(NamedTuple):
-    """Queries of a block, a multiple of its keys; warps that compute one."""
+    """Queries of a block, a multiple of its keys; warps that compute one; whether gradients of keys are columns."""
 
     rows: int
     keys: int
     warps: int
+    columns: bool
 
 
 def blocks_of(q: Tensor) -> Blocks:
@@ -140,8 +141,8 @@ def fitting(head: int, capability: tuple[int, int]) -> Blocks:
     more warps than that two compute the same scores.
     """
     if capability[0] == _HOPPER:
-        return Blocks(128, 64 if head <= 128 else 32, 8)
-    return Blocks(64, 64, 4) if head <= 128 else Blocks(32, 32, 4)
+        return Blocks(128, 64, 8, True) if head <= 128 else Blocks(64, 32, 4, True)
+    return Blocks(64, 64, 4, False) if head <= 128 else Blocks(32, 32, 4, False)
 
 
 def intervals(ends: Ints, depths: Ints, path: int, window: int | None, blocks: Blocks) -> list[Ints]:

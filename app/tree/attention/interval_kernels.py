@@ -278,11 +278,13 @@ def _query_gradient_kernel(  # type: ignore[no-untyped-def]
 @triton.jit
 def _add_to_keys(  # type: ignore[no-untyped-def]
     sums_k, sums_v, key, value, column, q, grad, lse, deltas, start, q_row, grad_row, depths, ends, rows, keys,
-    PATH: tl.constexpr, WHOLE: tl.constexpr,
+    PATH: tl.constexpr, WHOLE: tl.constexpr, COLUMNS: tl.constexpr,
     SCALE: tl.constexpr, UNIT: tl.constexpr, SOFTCAP: tl.constexpr, WINDOW: tl.constexpr,
     HEAD: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, MULTIPLIED: tl.constexpr, SUM: tl.constexpr,
 ):  # fmt: skip
-    """Gradients of a block of keys (without SCALE) and values, with what one more block of queries gives them."""
+    """Gradients of a block of keys (without SCALE) and values, with what one more block of queries gives them; as
+    COLUMNS where Triton from 3.4 to 3.7.0 makes wrong code of products whose first factor is another one's transposed
+    result (Hopper; flash-linear-attention's issue 640)."""
     row = start + tl.arange(0, ROWS)
     query = _tile(q, start, rows, q_row, WHOLE, HEAD, WIDTH, ROWS)
     given = _tile(grad, start, rows, grad_row, WHOLE, HEAD, WIDTH, ROWS)
@@ -293,8 +295,12 @@ def _add_to_keys(  # type: ignore[no-untyped-def]
         query, key, given, value, row, depth, column, normaliser, delta, depths, ends, rows, keys,
         PATH, WHOLE, SCALE, UNIT, SOFTCAP, WINDOW, MULTIPLIED, SUM,
     )  # fmt: skip
-    sums_v += _product(tl.trans(probability.to(given.dtype)), given, MULTIPLIED, SUM)
-    sums_k += _product(tl.trans(slope.to(query.dtype)), query, MULTIPLIED, SUM)
+    if COLUMNS:
+        sums_v += _product(tl.trans(given), probability.to(given.dtype), MULTIPLIED, SUM)
+        sums_k += _product(tl.trans(query), slope.to(query.dtype), MULTIPLIED, SUM)
+    else:
+        sums_v += _product(tl.trans(probability.to(given.dtype)), given, MULTIPLIED, SUM)
+        sums_k += _product(tl.trans(slope.to(query.dtype)), query, MULTIPLIED, SUM)
     return sums_k, sums_v
 
 
@@ -303,7 +309,7 @@ def _key_gradient_kernel(  # type: ignore[no-untyped-def]
     q, k, v, grad, lse, deltas, depths, ends, bounds, blocks, grad_k, grad_v,
     rows, keys, q_head, q_row, k_head, k_row, v_head, v_row, grad_head, grad_row,
     grad_k_head, grad_k_row, grad_v_head, grad_v_row,
-    PATH: tl.constexpr, LISTED: tl.constexpr,
+    PATH: tl.constexpr, LISTED: tl.constexpr, COLUMNS: tl.constexpr,
     SCALE: tl.constexpr, UNIT: tl.constexpr, SOFTCAP: tl.constexpr, WINDOW: tl.constexpr,
     GROUPS: tl.constexpr, HEAD: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
     MULTIPLIED: tl.constexpr, SUM: tl.constexpr,
@@ -314,8 +320,8 @@ def _key_gradient_kernel(  # type: ignore[no-untyped-def]
     column = here * KEYS + tl.arange(0, KEYS)
     key = _tile(k + key_head * k_head, here * KEYS, keys, k_row, False, HEAD, WIDTH, KEYS)
     value = _tile(v + key_head * v_head, here * KEYS, keys, v_row, False, HEAD, WIDTH, KEYS)
-    sums_k = tl.zeros([KEYS, WIDTH], SUM)
-    sums_v = tl.zeros([KEYS, WIDTH], SUM)
+    shape: tl.constexpr = (WIDTH, KEYS) if COLUMNS else (KEYS, WIDTH)
+    sums_k, sums_v = tl.zeros(shape, SUM), tl.zeros(shape, SUM)
     first, masked, stop = 0, rows // ROWS, tl.cdiv(rows, ROWS)
     if LISTED:
         first, masked, stop = _listed(bounds, here)
@@ -328,7 +334,7 @@ def _key_gradient_kernel(  # type: ignore[no-untyped-def]
             sums_k, sums_v = _add_to_keys(
                 sums_k, sums_v, key, value, column, q + head * q_head, grad + head * grad_head,
                 lse + head * rows, deltas + head * rows, at, q_row, grad_row, depths, ends, rows, keys,
-                PATH, True, SCALE, UNIT, SOFTCAP, WINDOW, HEAD, WIDTH, ROWS, MULTIPLIED, SUM,
+                PATH, True, COLUMNS, SCALE, UNIT, SOFTCAP, WINDOW, HEAD, WIDTH, ROWS, MULTIPLIED, SUM,
             )  # fmt: skip
         for index in range(masked, stop):
             at = index * ROWS
@@ -337,11 +343,13 @@ def _key_gradient_kernel(  # type: ignore[no-untyped-def]
             sums_k, sums_v = _add_to_keys(
                 sums_k, sums_v, key, value, column, q + head * q_head, grad + head * grad_head,
                 lse + head * rows, deltas + head * rows, at, q_row, grad_row, depths, ends, rows, keys,
-                PATH, False, SCALE, UNIT, SOFTCAP, WINDOW, HEAD, WIDTH, ROWS, MULTIPLIED, SUM,
+                PATH, False, COLUMNS, SCALE, UNIT, SOFTCAP, WINDOW, HEAD, WIDTH, ROWS, MULTIPLIED, SUM,
             )  # fmt: skip
     there = _there(here * KEYS, keys, HEAD, WIDTH, KEYS)
     to_k = _places(grad_k + key_head * grad_k_head, here * KEYS, grad_k_row, WIDTH, KEYS)
     to_v = _places(grad_v + key_head * grad_v_head, here * KEYS, grad_v_row, WIDTH, KEYS)
+    if COLUMNS:
+        to_k, to_v, there = tl.trans(to_k), tl.trans(to_v), tl.trans(there)
     tl.store(to_k, tl.load(to_k, mask=there, other=0.0) + sums_k * SCALE, mask=there)
     tl.store(to_v, tl.load(to_v, mask=there, other=0.0) + sums_v, mask=there)
 
@@ -364,7 +372,7 @@ def interval_attention(
 
     `sinks` [Hq]: a score a head without a value. `intervals`: `depths` and `ends` int32 [n], then blocks of keys that
     each block of queries sees, as int32 bounds [2 blocks + 1] (of those that all of it see, then of others) and
-    indices; more is not read. `blocks`: queries of a block, keys, and warps. `window`, `softcap`: 0 for none.
+    indices; more is not read. `blocks`: `interval.Blocks`. `window`, `softcap`: 0 for none.
     """
     out, lse = _outputs(q)
     depths, ends, bounds, listed = intervals[:4]
@@ -416,18 +424,18 @@ def interval_attention_backward(
         q, k, v, keys, values, out, grad, lse, depths, ends, bounds, listed, grad_q, deltas, rows, path,
         *_strides(q, k, v, keys, values, out, grad, grad_q), **constants,
     )  # fmt: skip
+    by_keys = constants | {"COLUMNS": bool(blocks[3])}
     grad_k.zero_()
     grad_v.zero_()
     _key_gradient_kernel[(triton.cdiv(rows, blocks[1]), k.shape[1])](
         q, k, v, grad, lse, deltas, depths, ends, key_bounds, key_listed, grad_k, grad_v, rows, rows,
-        *_strides(q, k, v, grad, grad_k, grad_v), PATH=False, LISTED=True, **constants,
+        *_strides(q, k, v, grad, grad_k, grad_v), PATH=False, LISTED=True, **by_keys,
     )  # fmt: skip
     if path_grad_k is not None and path_grad_v is not None:
         bounds, some = path_listed or (bounds, listed)
-        how: dict[str, Any] = {"PATH": True, "LISTED": bool(path_listed)} | constants
         _key_gradient_kernel[(triton.cdiv(path, blocks[1]), k.shape[1])](
             q, keys, values, grad, lse, deltas, depths, ends, bounds, some, path_grad_k, path_grad_v, rows, path,
-            *_strides(q, keys, values, grad, path_grad_k, path_grad_v), **how,
+            *_strides(q, keys, values, grad, path_grad_k, path_grad_v), PATH=True, LISTED=bool(path_listed), **by_keys,
         )  # fmt: skip
     return grad_q, grad_k, grad_v
 

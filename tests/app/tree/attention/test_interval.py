@@ -34,14 +34,14 @@ TOLERANCE = {F64: 1e-12, F32: 2e-6, BF16: 4e-2, F16: 5e-3}
 """Relative to the largest element, or to 1, the size of what is drawn: a query of one key owes it nothing. Low
 precision rounds probabilities, as flash kernels do, and the result."""
 FEW = settings(max_examples=max(1, settings.default.max_examples // 6))  # the interpreter takes seconds for each
-SMALL = interval.Blocks(32, 16, 4)
+SMALL = interval.Blocks(32, 16, 4, True)
 pytestmark = pytest.mark.usefixtures("interpreted")
 
 
-@pytest.fixture(autouse=True)
-def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Several blocks for a few dozen tokens."""
-    monkeypatch.setattr(interval, "blocks_of", lambda q: SMALL)
+@pytest.fixture(autouse=True, params=[True, False], ids=["columns", "rows"])
+def small_blocks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Several blocks for a few dozen tokens; gradients of keys summed as columns, and as rows."""
+    monkeypatch.setattr(interval, "blocks_of", lambda q: SMALL._replace(columns=request.param))
 
 
 def ancestors(tree: PrefixTree, token: int) -> list[int]:
