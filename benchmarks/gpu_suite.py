@@ -49,12 +49,14 @@ from app.tree.memory import auto_budgets
 from app.tree.planning.cost import ModelShape
 from benchmarks.common.failures import described, noted
 from benchmarks.common.measure import compare, environment, measure, profile, seconds, spread, table
+from benchmarks.common.memory import fitting, of_predicted
 from benchmarks.common.models import TOY_SHAPE
 from benchmarks.common.records import write_json
 from benchmarks.common.systems import Settings, System, make_systems, qwen3
 from benchmarks.common.workloads import DEFAULT_DATA, WORKLOADS, Case, conversations, make_case, parse_size
 from benchmarks.gpu import hybrids
 from benchmarks.gpu.decode import add_decoding, check_decoding
+from benchmarks.gpu.interval import check_interval
 from benchmarks.gpu.page import UNDERSTOOD, write_page
 from benchmarks.gpu.parity import backends, check_engine, check_kernels, check_margin, check_torch
 
@@ -90,8 +92,9 @@ def checks(
             "kernels": lambda: check_kernels(device),
             "engine": lambda: check_engine(device, ("auto", *trained)),
             "self_check": lambda: check_margin(device, seeds),
-            "states": lambda: hybrids.check_states(device),
+            "interval": lambda: check_interval(device, (64, 128, 256) if cuda else ()),
             "decoding": lambda: check_decoding(device),
+            "states": lambda: hybrids.check_states(device, level == "all"),
         }
     found: dict[str, list[dict[str, Any]]] = {}
     before = torch.get_float32_matmul_precision()
@@ -120,7 +123,7 @@ def measure_case(
     after each timed run."""
     device = next(model.parameters()).device
     settings = Settings(args.chunk, args.live, args.sample, True, not _leaf_fits(model, case), args.attention)
-    systems = make_systems(model, case, settings)
+    systems, left_out = fitting(make_systems(model, case, settings), device)
     if device.type == "cuda":  # there, transformers' attention may choose cuDNN's kernels, another family than ours
         leaf = next(system for system in systems if system.name == "dense-leaf")
         systems.append(replace(leaf, name="dense-leaf, flash", run=_with_flash(leaf.run)))
@@ -134,13 +137,14 @@ def measure_case(
         "against_ours": {"wall_seconds": {}},
         "utilisation": {},
         "memory_of_predicted": {},
+        "left_out": left_out,
         "failed": failed,
     }
     rows = measure(
         model, systems, args.repeats, deadline, _say, failed, lambda some: so_far(result | {"systems": some})
     )
     result |= {"systems": rows, "against_ours": {"wall_seconds": compare(rows, "wall_seconds")}}
-    result["memory_of_predicted"] = _of_predicted(rows)
+    result["memory_of_predicted"] = of_predicted(rows)
     so_far(result)
     with noted(failed, "utilisation"):
         result["utilisation"] = utilisation(model, case, settings, rows)
@@ -173,7 +177,7 @@ def sweep(
             "case": case.name,
             "systems": rows,
             "tflops": {name: row["least_flops"] / row["wall_seconds"]["median"] / 1e12 for name, row in rows.items()},
-            "memory_of_predicted": _of_predicted(rows),
+            "memory_of_predicted": of_predicted(rows),
             "failed": failed,
         }
 
@@ -187,12 +191,6 @@ def _with_flash(run: Callable[[], Any]) -> Callable[[], Any]:
             run()
 
     return restricted
-
-
-def _of_predicted(rows: dict[str, dict[str, Any]]) -> dict[str, float]:
-    """Measured peak memory over the prediction that budgets are made of, by system."""
-    known = {name: row for name, row in rows.items() if row["peak_bytes"] and row["predicted_bytes"]}
-    return {name: row["peak_bytes"] / row["predicted_bytes"] for name, row in known.items()}
 
 
 def _leaf_fits(model: PreTrainedModel, case: Case) -> bool:

@@ -10,13 +10,15 @@ from __future__ import annotations
 import ctypes
 import gc
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from torch.profiler import ProfilerActivity
+
+from benchmarks.common.systems import System
 
 
 def peak_bytes(run: Callable[[], Any], device: torch.device) -> int:
@@ -36,6 +38,27 @@ def peak_bytes(run: Callable[[], Any], device: torch.device) -> int:
     changes = np.array([(e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]"], np.int64).reshape(-1, 2)
     held = np.cumsum(changes[np.argsort(changes[:, 0], kind="stable"), 1])
     return max(0, int(held.max(initial=0)))
+
+
+def fitting(systems: Sequence[System], device: torch.device) -> tuple[list[System], list[str]]:
+    """Those whose predicted memory a GPU has free beside model and gradients, and what to say of the others."""
+    if device.type != "cuda":
+        return list(systems), []
+    free = torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    kept, left_out = [], []
+    for system in systems:
+        if (system.predicted_bytes or 0) <= free:
+            kept.append(system)
+        else:
+            need = f"{system.predicted_bytes or 0:,} bytes predicted, {free:,} free"
+            left_out.append(f"{system.name} ({need})")
+    return kept, left_out
+
+
+def of_predicted(rows: dict[str, dict[str, Any]]) -> dict[str, float]:
+    """Measured peak memory over the prediction that budgets are made of, by system."""
+    known = {name: row for name, row in rows.items() if row["peak_bytes"] and row["predicted_bytes"]}
+    return {name: row["peak_bytes"] / row["predicted_bytes"] for name, row in known.items()}
 
 
 class Resident:

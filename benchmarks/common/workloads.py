@@ -10,6 +10,7 @@ shape (one system prompt, trials of a task that part at the first turn) are draw
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -67,18 +68,18 @@ class Case:
 
 
 def conversations(data: str | None = None, toy: bool = False) -> tuple[str, list[Conversation]]:
-    """(source, conversations): recorded ones, or synthetic ones when `toy`, or when no `data` is named and the
-    default file is not there.
+    """(source, conversations): recorded ones, or synthetic ones when `toy`, or when no `data` is named and
+    ARBORIST_DATA is not set.
 
     Raises:
-        DataFileError: a named file that does not exist.
+        DataFileError: a named file that does not exist, or none of the default's name in ARBORIST_DATA.
     """
     if toy:
         return "synthetic", synthetic(system=48, task=16, turns=(2, 4), message=(8, 16))
     try:
         path = resolve(data or DEFAULT_DATA, "--data")
     except DataFileError:
-        if data is not None:
+        if data is not None or os.environ.get("ARBORIST_DATA"):
             raise
         print(f"no recorded conversations ({DEFAULT_DATA}); using synthetic ones", file=sys.stderr)
         return "synthetic", synthetic()

@@ -81,11 +81,12 @@ def _grad_dtype(device: torch.device) -> None:
 
 def _product(device: torch.device) -> None:
     """In place, as layers and heads sum their weights' gradients; CPUs have no product of mixed dtypes."""
-    low = torch.ones(64, 64, dtype=torch.bfloat16 if device.type == "cuda" else torch.float32, device=device)
-    total = torch.ones(64, 64, device=device)
-    add_product(total, low, low)
-    if not bool((total == 65).all()):
-        raise RuntimeError(f"1 + 64 is {total.min().item()} to {total.max().item()}")
+    for rows, columns, inner in ((64, 64, 64), (1, 64, 64), (64, 64, 1)):  # a gate's only row, a chunk of one token
+        one = torch.ones(inner, rows, dtype=torch.bfloat16 if device.type == "cuda" else torch.float32, device=device)
+        total = torch.ones(rows, columns, device=device)
+        add_product(total, one, one.new_ones(inner, columns))
+        if not bool((total == 1 + inner).all()):
+            raise RuntimeError(f"1 + {inner} is {total.min().item()} to {total.max().item()}, of [{rows}, {columns}]")
 
 
 def _operator(name: str) -> None:

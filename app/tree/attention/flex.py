@@ -91,6 +91,8 @@ def _flex(
         block_mask=mask,
         scale=scale,
         enable_gqa=q.shape[1] != k.shape[1],
+        # The kernel for short queries, which would be chosen below 128 rows, has no block for 65 to 127 / (Hq / Hk).
+        kernel_options={"FORCE_USE_FLEX_ATTENTION": True},
         return_aux=AuxRequest(lse=True),
     )
     return out, aux.lse

@@ -40,7 +40,7 @@ TOLERANCE = 0.02
 """Relative L2 distance that low precision may leave between kernels and the torch scan in float32."""
 
 _BLOCK = 64
-_AMPERE = (8, 0)
+_AMPERE, _HOPPER = (8, 0), 9
 
 
 @dataclass(frozen=True)
@@ -188,7 +188,7 @@ def choose_scans(name: str, model: PreTrainedModel, functions: Iterable[str], si
     device, dtype = parameter.device, parameter.dtype
     if torch.is_autocast_enabled(device.type):
         dtype = torch.get_autocast_dtype(device.type)
-    refusal = _device_refusal(device, dtype, sizes[1])
+    refusal = refused_by(device, dtype, sizes[1], needed)
     here = refusal is None
     if refusal is None:
         found, refusal = _found(needed)
@@ -288,11 +288,20 @@ def _found(functions: tuple[str, ...]) -> tuple[dict[str, Callable[..., Any]], s
         return {}, str(error)
 
 
-def _device_refusal(device: torch.device, dtype: torch.dtype, key_dim: int) -> str | None:
+def refused_by(device: torch.device, dtype: torch.dtype, key_dim: int, functions: Iterable[str]) -> str | None:
+    """Why kernels for these functions cannot run on a device."""
     if device.type != "cuda":
         return f"needs a CUDA device, and the model is on '{device.type}'"
-    if torch.cuda.get_device_capability(device) < _AMPERE:
+    capability = torch.cuda.get_device_capability(device)
+    if capability < _AMPERE:
         return "needs a GPU of compute capability 8.0 (Ampere) or newer"
+    if capability[0] == _HOPPER and "torch_chunk_gated_delta_rule" in functions and _installed("triton"):
+        version = Version(importlib.metadata.version("triton"))
+        if Version("3.4") <= version < Version("3.7.1"):
+            return (
+                f"needs Triton 3.7.1 or newer on this GPU, and this is {version}: from 3.4 on it gave the gated delta"
+                " rule wrong gradients there (flash-linear-attention's issue 640)"
+            )
     if dtype not in LOW:
         return f"computes bfloat16 and float16, not {dtype}"
     if key_dim > LARGEST_KEY:

@@ -22,6 +22,7 @@ from app.tree.attention.path_cache import PathCache
 from app.tree.planning.layout import layout
 from app.tree.planning.plan import Chunk
 from app.tree.planning.planner import plan
+from benchmarks.gpu.interval import check_interval
 from tests.app.tree import models, oracle
 from tests.app.tree.attention.backends import float64_clean
 from tests.app.tree.attention.test_backends import ALTERNATING, SEQUENCES
@@ -178,6 +179,18 @@ def test_layers_may_run_again_in_backward() -> None:
     model.activation_checkpointing_enable({"use_reentrant": False})
     TreeEngine(model, 6, 1000, attention="triton").backward(PrefixTree.build(sequences), loss)
     assert oracle.relative_error(take_grads(model), expected)[0] <= 1e-9
+
+
+@pytest.mark.slow
+def test_what_the_gpu_suite_asks_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the blocks of a GPU, and whole ones among them."""
+    monkeypatch.setattr(interval, "blocks_of", lambda q: interval.fitting(q.shape[-1], (9, 0)))
+    found = check_interval(torch.device("cpu"), (16,))
+    assert [len(row["over_sdpa"]) for row in found] == [6, 6] and all(row["ok"] for row in found)
+    monkeypatch.setattr(interval._operators(), "INTERPRETED", False)
+    assert all(
+        "needs a CUDA device" in row["left_out"] and row["ok"] for row in check_interval(torch.device("cpu"), (16,))
+    )
 
 
 # Where it cannot run

@@ -158,7 +158,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, str]]:
         setattr(module, package.function, FOUND[function])
         monkeypatch.setitem(sys.modules, package.module, module)
     monkeypatch.setattr(importlib.metadata, "version", version)
-    monkeypatch.setattr(kernels, "_device_refusal", lambda *_: None)
+    monkeypatch.setattr(kernels, "refused_by", lambda *_: None)
     for cached in (kernels._disagreement, kernels._warn_once):
         cached.cache_clear()
     yield versions
@@ -232,11 +232,20 @@ def test_devices_dtypes_and_models_without_scans_are_named() -> None:
     device = torch.device("cuda")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.cuda, "get_device_capability", lambda _: (8, 0))
-        assert kernels._device_refusal(device, torch.bfloat16, 128) is None
-        assert "bfloat16 and float16, not torch.float32" in str(kernels._device_refusal(device, torch.float32, 128))
-        assert "at most 256 channels, not 512" in str(kernels._device_refusal(device, torch.bfloat16, 512))
+        mamba = ["mamba2_chunk_scan"]
+        assert kernels.refused_by(device, torch.bfloat16, 128, mamba) is None
+        assert "bfloat16 and float16, not torch.float32" in str(kernels.refused_by(device, torch.float32, 128, mamba))
+        assert "at most 256 channels, not 512" in str(
+            kernels.refused_by(device, torch.bfloat16, 512, ["mamba2_chunk_scan"])
+        )
+        patch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
+        for version, refused in (("3.3.1", False), ("3.6.0", True), ("3.7.1", False)):
+            patch.setattr(kernels.importlib.metadata, "version", lambda _, version=version: version)
+            told = kernels.refused_by(device, torch.bfloat16, 128, ["torch_chunk_gated_delta_rule"])
+            assert ("3.7.1 or newer" in str(told) and version in str(told)) == refused == (told is not None)
+            assert kernels.refused_by(device, torch.bfloat16, 128, mamba) is None
         patch.setattr(torch.cuda, "get_device_capability", lambda _: (7, 5))
-        assert "Ampere" in str(kernels._device_refusal(device, torch.bfloat16, 128))
+        assert "Ampere" in str(kernels.refused_by(device, torch.bfloat16, 128, mamba))
 
 
 @pytest.mark.parametrize("function", PACKAGES)
