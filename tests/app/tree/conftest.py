@@ -34,3 +34,7 @@ def interpreted() -> None:
     if torch.cuda.is_available():
         pytest.skip("kernels are compiled here; tests marked gpu run them")
     pytest.importorskip("triton", reason="needs the package triton (in the dev extra on Linux)")
+    from tests.helpers.interpreter import lack
+
+    if said := lack():
+        pytest.skip(said)
