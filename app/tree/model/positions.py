@@ -98,7 +98,7 @@ def _ask(model: PreTrainedModel, height: int, width: int) -> tuple[Ints, int]:
     known = {"input_ids": ids, "mm_token_type_ids": kinds, "image_grid_thw": grid}
     accepted = inspect.signature(body.get_rope_index).parameters
     if missing := sorted(known.keys() - accepted):
-        raise ValueError(f"{type(body).__name__}.get_rope_index takes no {missing}; pictures need transformers 5.20")
+        raise ValueError(f"{type(body).__name__}.get_rope_index takes no {missing}; pictures need transformers 5.18")
     positions = body.get_rope_index(**known)[0].reshape(3, -1).numpy().astype(np.int64)
     last = positions[:, -1]
     if (positions[:, 0] != 0).any() or (last != last[0]).any():

@@ -13,11 +13,13 @@ import shutil
 import threading
 from collections.abc import Sequence
 from functools import lru_cache
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import transformers
 from PIL import Image
 from transformers import PROCESSOR_MAPPING, AutoConfig, AutoImageProcessor, AutoTokenizer, PretrainedConfig
 
@@ -32,7 +34,8 @@ def picture_processor(directory: str | Path) -> Any | None:
     processor where that gives grids, else a `PictureProcessor`; None where there is no model that sees, or none of it.
 
     Raises:
-        Exception: whatever transformers says of files that are cut or of another kind.
+        ValueError: a release of transformers that needs torchvision for it, which is not installed.
+        Exception: whatever it says of files that are cut or of another kind.
     """
     folder = Path(directory)
     if not (folder / "config.json").is_file() or not any((folder / name).is_file() for name in _FILES):
@@ -40,7 +43,15 @@ def picture_processor(directory: str | Path) -> Any | None:
     config = AutoConfig.from_pretrained(folder)
     if getattr(config, "vision_config", None) is None:
         return None
-    images = AutoImageProcessor.from_pretrained(folder, backend="pil")
+    try:
+        images = AutoImageProcessor.from_pretrained(folder, backend="pil")
+    except ImportError:
+        if find_spec("torchvision") is not None:
+            raise
+        raise ValueError(
+            f"transformers {transformers.__version__} reads image processors with torchvision alone; those from 5.18 on"
+            " do without, and show pictures: use a newer one or, for text alone, install torchvision"
+        ) from None
     return images if "image_grid_thw" in images.model_input_names else PictureProcessor(folder, config, images)
 
 

@@ -74,7 +74,7 @@ def refuse_pictures(model: PreTrainedModel, processor: Any | None) -> None:
     if not hasattr(body, "get_image_features") or "mm_encoder_outputs" not in accepted:
         raise ValueError(
             f"pictures: {name} takes no features of pictures that were made before (mm_encoder_outputs), as models of"
-            f" transformers 5.20 and newer do (this is {transformers.__version__}); use a newer one, or another model"
+            f" transformers 5.18 and newer do (this is {transformers.__version__}); use a newer one, or another model"
         )
     if _sees_ahead(model):
         raise ValueError(

@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import transformers
 from torch import nn
 from transformers import PreTrainedModel
 
@@ -51,8 +52,8 @@ class StateLayers:
         """Finds them, and wraps the functions they call.
 
         Raises:
-            ValueError: a layer with a convolution over time that calls none of the known functions, or whose
-                convolution has an adapter, which such layers read past.
+            ValueError: a layer with a convolution over time that calls none of the known functions, that has no way to
+                hand them a state, or whose convolution has an adapter, which such layers read past.
         """
         mixers = {
             name: module
@@ -74,6 +75,12 @@ class StateLayers:
                 raise ValueError(
                     f"layer {module.layer_idx}, {where} has a convolution over time, and calls none of"
                     f" {sorted(FUNCTIONS)}, through which tree training carries states; use a model that does"
+                )
+            if not _takes_more(module):
+                raise ValueError(
+                    f"layer {module.layer_idx}, {where}: its forward takes nothing for the functions that carry its"
+                    " state, as later ones do (LFM2's from transformers 5.22 on, and this is"
+                    f" {transformers.__version__}); use a newer transformers, or another model"
                 )
             for function, scope in read.items():
                 if function in FUNCTIONS:
@@ -117,6 +124,12 @@ class StateLayers:
                 " training cannot carry the layer's state; load the model with transformers' own layers"
                 " (use_kernels=False) and uncompiled"
             )
+
+
+def _takes_more(module: nn.Module) -> bool:
+    """Whether the forward of a module takes arguments by any name, among them the states."""
+    given = inspect.signature(type(module).forward).parameters.values()
+    return any(one.kind is inspect.Parameter.VAR_KEYWORD for one in given)
 
 
 def _functions_read(kind: type[nn.Module]) -> dict[str, dict[str, Any]]:

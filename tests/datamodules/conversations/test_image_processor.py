@@ -12,13 +12,18 @@ from typing import Any
 import numpy as np
 import pytest
 from PIL import Image
+from transformers import AutoTokenizer
 
 from app.pictures import Picture
+from app.tree.model import processors
+from datamodules.conversations.image_processor import ImageProcessor
 from datamodules.files.picture_files import PictureError, pixels_of
 from datamodules.prompts import Prompt
 from datamodules.prompts.dealer import encoded
 from datamodules.prompts.tokenizers import encode_prompt
+from examples.vision.make_model import write
 from tests.helpers.tiny_vision import TinyVision, noise, unencoded
+from tests.helpers.versions import SEES, lack
 
 
 @pytest.fixture(scope="module")
@@ -38,6 +43,19 @@ def test_a_picture_is_resized_once_to_what_the_processor_keeps(vision: TinyVisio
     assert np.array_equal(ours["pixel_values"], kept["pixel_values"])
     assert vision.images.picture(picture, "there") is picture
     assert vision.images.picture(picture.pixels, "there").key == picture.key
+
+
+def test_a_transformers_that_needs_torchvision_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write(tmp_path, hidden=32, tower=16)
+    monkeypatch.setattr(processors, "find_spec", lambda name: None)
+    if not lack(SEES):  # an older one does so by itself
+
+        def old(*args: Any, **kwargs: Any) -> None:
+            raise ImportError("AutoImageProcessor requires the Torchvision library")
+
+        monkeypatch.setattr(processors.AutoImageProcessor, "from_pretrained", old)
+    with pytest.raises(ValueError, match=r"cannot be read: transformers .* from 5\.18 on .* install torchvision"):
+        ImageProcessor.beside(str(tmp_path), AutoTokenizer.from_pretrained(tmp_path))
 
 
 def test_whatever_holds_a_picture_is_the_same_picture(tmp_path: Path) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from inspect import Parameter, Signature, signature
+
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
@@ -50,6 +52,16 @@ def test_a_layer_that_was_replaced_is_named() -> None:
     model.model.layers[2].conv.forward = lambda hidden_states, **others: hidden_states
     with pytest.raises(ValueError, match=r"layer 2: causal_conv1d_fn of 'model.layers.2.conv' \(Lfm2ShortConv\)"):
         run(model)
+
+
+def test_a_layer_that_takes_no_state_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """LFM2's of older releases."""
+    model = hybrids.make("qwen3_5_text")
+    forward = type(model.model.layers[0].linear_attn).forward
+    taken = [one for one in signature(forward).parameters.values() if one.kind is not Parameter.VAR_KEYWORD]
+    monkeypatch.setattr(forward, "__signature__", Signature(taken), raising=False)
+    with pytest.raises(ValueError, match=r"layer 0, .*GatedDeltaNet.*takes nothing for .*; use a newer transformers"):
+        TreeEngine(model)
 
 
 @pytest.mark.parametrize(
