@@ -23,6 +23,7 @@ from datamodules.prompts.dealer import encoded
 from datamodules.prompts.tokenizers import encode_prompt
 from tests.app.tree.engine.pictures import vision
 from tests.helpers.tiny_vision import unencoded
+from tests.helpers.versions import SEES, skip_without
 
 _PLACEHOLDERS = {
     "LLaVA": "<image>",
@@ -71,6 +72,7 @@ def kind_of(name: str) -> Any:
 
 def write(directory: Path, name: str, sharp: float = 3.0) -> None:
     """A model's directory; weights at random, `sharp` times as large as they begin, lest errors hide."""
+    skip_without(SEES)
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     made = Tokenizer(models.BPE({token: number for number, token in enumerate([*alphabet, *_ENDS, *_SPECIAL])}, []))
     made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)

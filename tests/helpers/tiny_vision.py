@@ -18,6 +18,7 @@ from datamodules.prompts import Prompt
 from datamodules.prompts.dealer import encoded
 from datamodules.prompts.tokenizers import encode_prompt
 from examples.vision.make_model import write
+from tests.helpers.versions import SEES, skip_without
 
 
 class TinyVision:
@@ -25,6 +26,7 @@ class TinyVision:
 
     def __init__(self, directory: Path, sharp: float = 3.0) -> None:
         """`sharp`: what the weights are multiplied by, so that no error hides behind small numbers."""
+        skip_without(SEES)
         write(directory, hidden=32, tower=16, patch=4, merge=2)
         self.path = str(directory)
         self.model: PreTrainedModel = AutoModelForImageTextToText.from_pretrained(directory).eval()

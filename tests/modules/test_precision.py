@@ -18,6 +18,7 @@ from app.strategies import DTAStrategy
 from app.strategies.precision import keep_default_dtype
 from modules import ActorCriticModule, ModelSource, PolicyModule, Regulariser, build_model
 from tests.helpers.tiny_policy import Batches, fit, make_batch, parameters, sgd, source, trainer
+from tests.helpers.versions import EXACT_ROUTERS, needs_transformers
 
 
 @pytest.mark.parametrize("precision", ["bf16-true", "bf16-mixed", "64-true"])
@@ -237,6 +238,7 @@ def test_a_model_in_bf16_true_is_what_is_loaded_in_bfloat16(tmp_path: Path, kind
     assert torch.equal(got, expected)
 
 
+@needs_transformers(EXACT_ROUTERS)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_frequencies_and_routers_stay_exact_in_training(dtype: str) -> None:
     model = source(model_type="glm4_moe", **ROUTED)

@@ -62,7 +62,7 @@ _LR, _CONFIG = "--model.init_args.optimizer.init_args", "--model.init_args.model
         (["--trainer.precision=16-mixed"], "trainer.precision: 16-mixed is not supported"),
         (["--trainer.strategy=ddp"], "trainer.strategy: ddp wraps the model and averages gradients"),
         (["--trainer.val_check_interval=0"], "trainer.val_check_interval: 0, must be above 0"),
-        (["--trainer.gradient_clip_val=-1"], "trainer.gradient_clip_val: -1, must be at least 0; leave it out"),
+        (["--trainer.gradient_clip_val=-0.5"], "trainer.gradient_clip_val: -0.5, must be at least 0; leave it out"),
         (["--model.init_args.minibatches=null"], "minibatches: null is no value for it"),
         (["--data.init_args.path=a\0b"], "has a NUL in it"),
     ],

@@ -18,6 +18,7 @@ from tests.app.strategies.shard_jobs import Layout
 from tests.app.tree import models
 from tests.helpers.rank_pool import RankError, RankPool
 from tests.helpers.tiny_policy import source
+from tests.helpers.versions import EXACT_ROUTERS, needs_transformers
 
 START = 170.0
 ALONE: Layout = (1, 1, False)
@@ -86,6 +87,7 @@ def test_bfloat16_keeps_float32_masters(pools: dict[int, RankPool], tmp_path: Pa
     assert _difference(straight["parameters"], whole["parameters"]) < 0.05
 
 
+@needs_transformers(EXACT_ROUTERS)
 def test_a_float32_router_is_not_rounded_with_its_layer(two_ranks: RankPool) -> None:
     for seen in two_ranks.run(jobs.routers_within_layers, START):
         before, within = seen[0]

@@ -12,6 +12,7 @@ import psutil
 import torch
 from lightning.pytorch.callbacks import Callback, LearningRateMonitor, ModelCheckpoint, WeightAveraging
 from torch import Tensor
+from torch.optim.swa_utils import get_swa_avg_fn
 
 from app.strategies import DTAStrategy
 from tests.app.strategies.toy_model import SAMPLES, Toy, adamw, sgd, values
@@ -111,7 +112,8 @@ def fit(
         devices=devices,
         strategy=DTAStrategy(max_skipped_steps=max_skipped_steps) if strategy == "dta" else strategy,
         max_steps=steps,
-        callbacks=[watch, monitor, saving, *([WeightAveraging()] if averages else [])],
+        # Given a function, torch below 2.13 takes averages in float32 of parameters in bfloat16 too.
+        callbacks=[watch, monitor, saving, *([WeightAveraging(avg_fn=get_swa_avg_fn())] if averages else [])],
         logger=pl.loggers.CSVLogger(str(directory), name="", version="log"),
         log_every_n_steps=1,
         use_distributed_sampler=False,

@@ -17,6 +17,7 @@ from torch import nn
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedModel
 
 from tests.app.tree.cases import VOCABULARY
+from tests.helpers.versions import skip_without
 
 HIDDEN = 16
 FLOAT64_CLEAN = ("starcoder2", "phi")
@@ -45,14 +46,26 @@ _VARIANTS: dict[str, dict[str, Any]] = {
 }
 
 
+SINCE = {"lfm2": "5.22", "lfm3": "5.23", "qwen4_exp_text": "5.18"}
+"""Types that transformers has, or has in a form over which a tree runs, from a release on that may not be installed."""
+
+
 def make(name: str, dtype: torch.dtype = torch.float32, seed: int = 0, **overrides: Any) -> PreTrainedModel:
-    """A fresh model in training mode. `name`: a row of `_VARIANTS` or any transformers model type."""
+    """A fresh model in training mode. `name`: a row of `_VARIANTS` or any transformers model type; a test of one that
+    the installed transformers is too old for is skipped."""
+    skip_without(SINCE.get(name, "5"))
     options = {**_COMMON, **_VARIANTS.get(name, {}), **overrides}
     attention = options.pop("attn_implementation", "sdpa")
     config = CONFIG_MAPPING[options.pop("model_type", name)](**options)
     model = AutoModelForCausalLM.from_config(config, attn_implementation=attention, dtype=torch.float64)
     randomise(model, seed)
     return model.to(dtype).train()
+
+
+def checkpoint(model: PreTrainedModel, **options: Any) -> None:
+    """Switches the model's own checkpointing on, by the name that the installed transformers has for it."""
+    name = "activation" if hasattr(model, "activation_checkpointing_enable") else "gradient"
+    getattr(model, f"{name}_checkpointing_enable")(options or None)
 
 
 def randomise(module: nn.Module, seed: int) -> None:

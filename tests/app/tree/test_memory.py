@@ -118,7 +118,7 @@ def test_a_pass_that_cannot_fit_says_why_before_it_runs(free) -> None:
 def test_user_checkpointing_counts_for_the_budget() -> None:
     model = models.make("qwen3", num_hidden_layers=8)
     whole = token_bytes(model)
-    model.activation_checkpointing_enable({"use_reentrant": False})
+    models.checkpoint(model, use_reentrant=False)
     assert token_bytes(model) == int(whole * ModelShape.of(model.config).checkpoint_share()) < whole / 3
 
 

@@ -19,6 +19,7 @@ from datamodules.prompts.tokenizers import load_tokenizer
 from datamodules.workflows.gateway.transcript import Transcript
 from tests.datamodules.workflows.scripted_engine import CHATML, WITH_CALLS
 from tests.helpers.recorded_samples import TEMPLATE, byte_tokenizer
+from tests.helpers.versions import needs_transformers
 
 TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
 OPENING = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "2+3, 4+5?"}]
@@ -302,6 +303,7 @@ def test_a_search_for_the_last_question_ends_where_it_is_found(name: str, leaves
     assert ("break" in quick.environment.compile(source, raw=True)) == leaves
 
 
+@needs_transformers("5.23")
 def test_a_chats_templates_are_rendered_in_haste() -> None:
     source = "{# of this test too #}" + TEMPLATE
     Chat(byte_tokenizer(source)).text(OPENING, None)

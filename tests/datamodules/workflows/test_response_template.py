@@ -24,6 +24,7 @@ from datamodules.workflows.tool_calls import begin_of_calls
 from tests.datamodules.workflows.scripted_engine import WITH_CALLS, ScriptedEngine, play
 from tests.datamodules.workflows.toolboxes import Sums
 from tests.helpers.recorded_samples import byte_tokenizer
+from tests.helpers.versions import needs_transformers
 
 trl = pytest.importorskip("trl.chat_template_utils", reason="pip install -e '.[dev]' brings it")
 
@@ -223,16 +224,22 @@ def of_calls(**given: Any) -> ResponseTemplate:
     return made
 
 
-def test_all_calls_of_one_region_are_read() -> None:
-    two = [ToolCall("f", {"zip": "1"}), ToolCall("f", {"count": 2})]
+TWO = [ToolCall("f", {"zip": "1"}), ToolCall("f", {"count": 2})]
+
+
+@needs_transformers("5.24")
+def test_all_calls_of_a_list_in_python_are_read() -> None:
     listed = {"open": "<|calls|>", "close": "<|over|>", "content": "python-call-list", "transform_each": True}
     for more in ({}, {"repeats": True}):
         read = of_calls(**listed, **more)
-        assert read("So: <|calls|>[f(zip='1'), f(count=2)]<|over|>", TOOLS) == two
+        assert read("So: <|calls|>[f(zip='1'), f(count=2)]<|over|>", TOOLS) == TWO
         assert "no call is in it" in read("<|calls|>[]<|over|>", TOOLS)[0].error
+
+
+def test_all_calls_of_a_list_in_json_are_read() -> None:
     read = of_calls(open="[TOOL_CALLS]", close_pattern=r"<\|im_end\|>", content="json", transform_each=True)
-    written = [{"name": one.name, "arguments": one.arguments} for one in two]
-    assert read(f"[TOOL_CALLS]{json.dumps(written)}", TOOLS) == two
+    written = [{"name": one.name, "arguments": one.arguments} for one in TWO]
+    assert read(f"[TOOL_CALLS]{json.dumps(written)}", TOOLS) == TWO
 
 
 def test_calls_without_types_get_those_of_the_schemas() -> None:

@@ -6,7 +6,7 @@ import asyncio
 import os
 import re
 import threading
-from collections.abc import Awaitable
+from typing import Any
 
 
 def add(a: int, b: int) -> int:
@@ -30,8 +30,8 @@ async def multiply(a: int, b: int) -> int:
     return a * b
 
 
-def squared(a: int) -> Awaitable[int]:
-    """Gives something to await, as a decorated asynchronous function does.
+def squared(a: int) -> Any:
+    """Gives something to await, as a decorated asynchronous function does. Older releases describe no `Awaitable`.
 
     Args:
         a: the number

@@ -18,6 +18,7 @@ from app.cli.export import export
 from app.strategies.pieces import load_whole
 from tests.app.cli.verbs import export_jobs as jobs
 from tests.helpers.rank_pool import RankPool
+from tests.helpers.versions import EXACT_ROUTERS, needs_transformers
 
 
 @pytest.mark.parametrize("adapters", [False, True])
@@ -95,6 +96,7 @@ class TestOptions:
         export(path, tmp_path / "out", dtype=torch.float32)
         assert AutoModelForCausalLM.from_pretrained(tmp_path / "out").dtype == torch.float32
 
+    @needs_transformers(EXACT_ROUTERS)
     def test_half_precision_leaves_routers_alone(self, one_rank: RankPool, tmp_path: Path) -> None:
         """In the file, too: what transformers computes in float32 is not rounded on the way."""
         [expected] = one_rank.run(jobs.save_routed_model, path=tmp_path / "step.ckpt")

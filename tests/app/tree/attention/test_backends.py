@@ -162,7 +162,7 @@ def test_activation_checkpointing(backend: str, reentrant: bool) -> None:
     model.set_attn_implementation("naive")
 
     def prepare(model) -> None:
-        model.activation_checkpointing_enable({"use_reentrant": reentrant})
+        models.checkpoint(model, use_reentrant=reentrant)
         if reentrant:
             model.enable_input_require_grads()
 

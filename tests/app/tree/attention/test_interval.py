@@ -176,7 +176,7 @@ def test_layers_may_run_again_in_backward() -> None:
     sequences = [s[:12] for s in SEQUENCES[1:4]]
     loss = SequenceLoss("plain_sum", [len(s) for s in sequences], 3, ("logprobs",))
     _, expected = oracle.dense_backward(model, sequences, loss)
-    model.activation_checkpointing_enable({"use_reentrant": False})
+    models.checkpoint(model, use_reentrant=False)
     TreeEngine(model, 6, 1000, attention="triton").backward(PrefixTree.build(sequences), loss)
     assert oracle.relative_error(take_grads(model), expected)[0] <= 1e-9
 

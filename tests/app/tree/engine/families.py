@@ -288,7 +288,7 @@ def check_checkpointing(family: Family) -> None:
     """Hugging Face's own gradient checkpointing, enabled by the user, in training mode."""
     model = build(family).train()
     dense = copy.deepcopy(model)
-    model.activation_checkpointing_enable({"use_reentrant": False})
+    models.checkpoint(model, use_reentrant=False)
     check_parity(family, model, dense)
 
 

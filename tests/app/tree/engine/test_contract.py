@@ -217,11 +217,11 @@ def test_nothing_scored_gives_zero_gradients() -> None:
 def test_gradient_checkpointing(reentrant: bool) -> None:
     model, head, engine, loss = setup()
     _, expected = oracle.dense_backward(model, SEQUENCES, loss, head=head)
-    model.activation_checkpointing_enable({"use_reentrant": reentrant})
+    models.checkpoint(model, use_reentrant=reentrant)
     if reentrant:
         model.enable_input_require_grads()
     engine.backward(PrefixTree.build(SEQUENCES), loss, want=WANT)
-    assert model.is_activation_checkpointing
+    assert all(layer.gradient_checkpointing for layer in model.model.layers), "the user's own setting stays"
     assert oracle.relative_error(take_grads(model, head), expected)[0] < 1e-9
 
 

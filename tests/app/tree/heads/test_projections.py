@@ -82,7 +82,7 @@ def test_layers_that_run_again_in_backward_add_once() -> None:
     model = models.make("starcoder2", F64)
     _, expected = oracle.dense_backward(model, SEQUENCES, LOSS)
     take_grads(model)
-    model.activation_checkpointing_enable({"use_reentrant": False})
+    models.checkpoint(model, use_reentrant=False)
     TreeEngine(model, 8, 1000, self_check=False).backward(PrefixTree.build(SEQUENCES), LOSS)
     assert oracle.relative_error(take_grads(model), expected)[0] <= 1e-9
 

@@ -11,7 +11,9 @@ from transformers import AutoModelForCausalLM, Lfm2Config, PreTrainedModel, Qwen
 from app.tree import PrefixTree, TreeEngine
 from datamodules.inference.embedded import EmbeddedEngine
 from datamodules.inference.protocol import GenerationRequest, WeightUpdate
+from tests.app.tree.models import SINCE
 from tests.datamodules.inference.engine_suite import CONTEXT, VOCABULARY, EngineSuite, generate_all, prompts_of
+from tests.helpers.versions import skip_without
 
 SHAPE = dict(
     vocab_size=VOCABULARY,
@@ -41,6 +43,7 @@ CONFIGS = {
 
 
 def policy_of(name: str, seed: int = 0) -> PreTrainedModel:
+    skip_without(SINCE.get(name, "5"))
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return AutoModelForCausalLM.from_config(CONFIGS[name]).eval()

@@ -28,11 +28,13 @@ from tests.datamodules.rewards.reward_functions import length
 from tests.datamodules.test_rollout import rollouts, tiny_model, trainer
 from tests.helpers import tiny_layouts
 from tests.helpers.pictured import pictured_batch
+from tests.helpers.versions import SEES, skip_without
 
 
 @pytest.fixture(scope="module", params=["Qwen3-VL", "Idefics3"])
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> str:
     """With pictures of a grid, and with pictures in tiles."""
+    skip_without(SEES)
     directory = tmp_path_factory.mktemp("model")
     if request.param == "Qwen3-VL":
         write(directory, hidden=32, tower=16)

@@ -127,7 +127,7 @@ def run(label: str, name: str, options: dict[str, Any], dtype: torch.dtype, how:
     with FakeTensorMode(allow_non_fake_inputs=True):
         moved(model, dtype)
         if how.pop("checkpointing", False):
-            model.activation_checkpointing_enable()
+            models.checkpoint(model)
         precision = torch.autocast("cuda", BF16) if how.pop("autocast", False) else nullcontext()
         assert not how
         engine = TreeEngine(

@@ -97,7 +97,7 @@ def test_models_that_would_change_are_left_alone() -> None:
     """Dropout that evaluation mode switches off, the user's own checkpointing, one layer only."""
     assert not checkpointable(models.make("phi", resid_pdrop=0.1).eval())
     own = models.make("qwen2")
-    own.activation_checkpointing_enable({"use_reentrant": False})
+    models.checkpoint(own, use_reentrant=False)
     assert checkpoints_itself(own) and not checkpointable(own)
     assert not checkpointable(models.make("qwen2", num_hidden_layers=1))
     assert TreeEngine(own, 4, 2).plan(PrefixTree.build([[1] * 9])).share == 1.0

@@ -16,7 +16,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 
 from app.tree import PrefixTree, TreeEngine
-from tests.app.tree import oracle
+from tests.app.tree import models, oracle
 from tests.app.tree.engine import families as text
 from tests.app.tree.engine.pictures import vision
 from tests.app.tree.losses import SequenceLoss
@@ -68,7 +68,7 @@ def check_checkpointing(name: str) -> None:
     model = vision.make(name)
     model.model.train()
     dense = vision.Vision(copy.deepcopy(model.model), model.processor, model.pictures, model.tile)
-    model.model.activation_checkpointing_enable({"use_reentrant": False})
+    models.checkpoint(model.model, use_reentrant=False)
     check(name, model, dense)
 
 

@@ -18,6 +18,7 @@ from transformers import CONFIG_MAPPING, AutoModelForImageTextToText, PreTrained
 
 from tests.app.tree import models, oracle
 from tests.app.tree.losses import SequenceLoss
+from tests.helpers.versions import SEES, skip_without
 
 BETWEEN, VIDEO, IMAGE, START, END, VOCABULARY = 35, 36, 37, 38, 39, 40
 Part = int | str
@@ -308,6 +309,7 @@ class Vision:
 
 def make(name: str, dtype: torch.dtype = torch.float32, seed: int = 0) -> Vision:
     """A fresh model in evaluation mode, all of it trainable."""
+    skip_without(SEES)
     family = FAMILIES.get(name) or REFUSED[name]
     config = CONFIG_MAPPING[family.type](**family.options)
     model = AutoModelForImageTextToText.from_config(config, attn_implementation="sdpa", dtype=torch.float64)
