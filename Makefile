@@ -23,6 +23,11 @@ WORKERS ?= 2
 # TRL, for the tests that compare losses with it: on top of the packages of .venv, which it must not change.
 TRL_VENV  := .venv-trl
 TRL_STAMP := $(TRL_VENV)/.installed
+# The lowest versions that pyproject.toml declares, with which the tests have to pass; BOUNDS_TORCH as TORCH above.
+BOUNDS_VENV  := .venv-bounds
+BOUNDS_STAMP := $(BOUNDS_VENV)/.installed
+BOUNDS := $(shell sed -nE 's/^ *"(torch|transformers|lightning)>=([0-9.]+)".*/\1==\2/p' pyproject.toml)
+BOUNDS_TORCH ?= $(filter torch==%,$(BOUNDS))
 # Tests on recorded data find it beside the checkout unless the variable says otherwise.
 ifneq ($(wildcard ../shared/data),)
 export ARBORIST_DATA ?= $(abspath ../shared/data)
@@ -32,7 +37,7 @@ SMALL := OMP_NUM_THREADS=1
 RUN   := runs/quickstart/$(shell date +%Y-%m-%d_%H-%M-%S)
 PIP   := $(PY) -m pip --disable-pip-version-check -q
 
-.PHONY: help quickstart quickstart-vision example test test-all lint docs sglang soak trl bench-learning clean
+.PHONY: help quickstart quickstart-vision example test test-all test-bounds lint docs sglang soak trl bench-learning clean
 
 help:
 	@echo "make quickstart   train a tiny model in a few minutes (CPU); results in runs/quickstart/<time>/"
@@ -40,6 +45,7 @@ help:
 	@echo "make example NAME=smollm2 [WITH=lora]   one of examples/: smollm2 and sft_then_grpo train a real model, sweep searches"
 	@echo "make test         lint, then the tests (but those that take long: real servers, kills, whole runs many times)"
 	@echo "make test-all     lint, then every test"
+	@echo "make test-bounds  the tests with the lowest torch, transformers and lightning that pyproject.toml allows"
 	@echo "make lint         ruff, mypy, import-linter"
 	@echo "make docs         the site, in build/site; a link that leads to nothing is an error"
 	@echo "make sglang       an environment for SGLang servers on CPU, used by 'arborist serve' and the tests"
@@ -81,15 +87,18 @@ endif
 
 # One thread: the models are tiny, and the tests that start processes would otherwise fight over the cores. Files stay
 # whole: the tests of some share servers.
-test test-all: export OMP_NUM_THREADS := 1
+test test-all test-bounds: export OMP_NUM_THREADS := 1
 # Else every process that a test starts compiles the whole project anew, where a machine has this set.
-test test-all: export PYTHONDONTWRITEBYTECODE :=
+test test-all test-bounds: export PYTHONDONTWRITEBYTECODE :=
 test-all: export HYPOTHESIS_PROFILE ?= ci
 test: lint $(TESTED_SERVER)
 	$(PY) -m pytest --numprocesses $(WORKERS) --dist loadfile -m "not slow"
 
 test-all: lint $(TESTED_SERVER)
 	$(PY) -m pytest --numprocesses $(WORKERS) --dist loadfile
+
+test-bounds: $(BOUNDS_STAMP) $(TESTED_SERVER)
+	$(BOUNDS_VENV)/bin/python -m pytest --numprocesses $(WORKERS) --dist loadfile -m "not slow"
 
 docs: $(STAMP)
 	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs build --strict --quiet
@@ -133,6 +142,13 @@ $(SERVER_STAMP): $(SERVER_FILES)/requirements.txt $(SERVER_FILES)/wheels.txt
 	$(SERVER_PIP) install --no-deps -r $(SERVER_FILES)/wheels.txt
 	@touch $(SERVER_STAMP)
 
+$(BOUNDS_STAMP): pyproject.toml
+	@echo "Setting up $(BOUNDS_VENV) with $(BOUNDS) (gigabytes of CUDA packages, unless BOUNDS_TORCH says otherwise)"
+	@test -x $(BOUNDS_VENV)/bin/python || $(PYTHON) -m venv $(BOUNDS_VENV)
+	$(BOUNDS_VENV)/bin/python -m pip --disable-pip-version-check -q install $(BOUNDS_TORCH)
+	$(BOUNDS_VENV)/bin/python -m pip --disable-pip-version-check -q install -e '.[dev]' $(filter-out torch==%,$(BOUNDS))
+	@touch $(BOUNDS_STAMP)
+
 # A path file lets it see the packages of .venv, so that only what TRL needs beyond them is installed.
 $(TRL_STAMP): $(STAMP)
 	test -x $(TRL_VENV)/bin/python || $(PY) -m venv $(TRL_VENV)
@@ -142,5 +158,5 @@ $(TRL_STAMP): $(STAMP)
 	@touch $(TRL_STAMP)
 
 clean:
-	rm -rf $(VENV) $(SERVER_VENV) $(TRL_VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf $(VENV) $(SERVER_VENV) $(TRL_VENV) $(BOUNDS_VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
 	find . -name __pycache__ -type d -not -path './runs/*' -prune -exec rm -rf {} +

@@ -137,8 +137,8 @@ SUPPORTED: dict[str, Family] = {
     "Qwen3.5-MoE": Family("qwen3_5_moe_text", hybrids.OPTIONS["qwen3_5_moe_text"], GATED_DELTA, DELTA_RULE, 12),
     "Qwen3-Next": Family("qwen3_next", hybrids.OPTIONS["qwen3_next"], GATED_DELTA, DELTA_RULE, 12),
     "OLMo-Hybrid": Family("olmo_hybrid", hybrids.OPTIONS["olmo_hybrid"], GATED_DELTA, DELTA_RULE, 12),
-    "LFM2": Family("lfm2", hybrids.OPTIONS["lfm2"], SHORT),
-    "LFM3": Family("lfm3", hybrids.OPTIONS["lfm3"], SHORT),
+    "LFM2": Family("lfm2", hybrids.OPTIONS["lfm2"], f"{SHORT}; transformers 5.22 or newer"),
+    "LFM3": Family("lfm3", hybrids.OPTIONS["lfm3"], f"{SHORT}; transformers 5.23 or newer"),
     "Nemotron-H": Family(
         "nemotron_h",
         hybrids.OPTIONS["nemotron_h"],

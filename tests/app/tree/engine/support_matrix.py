@@ -71,6 +71,7 @@ def pictures() -> list[str]:
         "inside of them, against the untouched model from pixels: language model, projector and tower. Tolerances as",
         "above, in float32 2e-06 of the largest gradient (5e-05 with a delta rule). All train on text alone, too; and",
         "in groups of ranks, whole and in shards, but for the one with a delta rule, which is refused there by name.",
+        "All need transformers 5.18 or newer.",
         "",
         f"| family | {' | '.join(columns)} | note |",
         "|" + "---|" * (len(columns) + 2),
