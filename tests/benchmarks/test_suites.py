@@ -209,7 +209,16 @@ def test_a_failed_check_system_or_part_ends_nothing_else(
     options = ["--toy", "--checks", "flash", "--workloads", "turns", "--repeats", "1", "--sweep", "attention=nothing"]
     report = gpu_suite.main([*options, "chunk=32", "--out", str(tmp_path)])
     assert not report["passed"]
-    assert [count for name, count in written if name == "checks"] == [1, 2, 3, 4, 5, 6, 7, 7]  # after each group, and all
+    assert [count for name, count in written if name == "checks"] == [
+        1,
+        2,
+        3,
+        4,
+        5,
+        6,
+        7,
+        7,
+    ]  # after each group, and all
     checked = json.loads((tmp_path / "gpu_checks.json").read_text())
     assert not checked["passed"] and checked["checks"]["engine"] == [
         {"check": "engine", "ok": False, "error": "Broken: no such instruction"}

@@ -22,7 +22,6 @@ from app.tree.attention.path_cache import PathCache
 from app.tree.planning.layout import layout
 from app.tree.planning.plan import Chunk
 from app.tree.planning.planner import plan
-from benchmarks.gpu.interval import check_interval
 from tests.app.tree import models, oracle
 from tests.app.tree.attention.backends import float64_clean
 from tests.app.tree.attention.test_backends import ALTERNATING, SEQUENCES
@@ -181,18 +180,6 @@ def test_layers_may_run_again_in_backward() -> None:
     assert oracle.relative_error(take_grads(model), expected)[0] <= 1e-9
 
 
-@pytest.mark.slow
-def test_what_the_gpu_suite_asks_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With the blocks of a GPU, and whole ones among them."""
-    monkeypatch.setattr(interval, "blocks_of", lambda q: interval.fitting(q.shape[-1], (9, 0)))
-    found = check_interval(torch.device("cpu"), (16,))
-    assert [len(row["over_sdpa"]) for row in found] == [6, 6] and all(row["ok"] for row in found)
-    monkeypatch.setattr(interval._operators(), "INTERPRETED", False)
-    assert all(
-        "needs a CUDA device" in row["left_out"] and row["ok"] for row in check_interval(torch.device("cpu"), (16,))
-    )
-
-
 # Where it cannot run
 
 
@@ -262,23 +249,3 @@ def test_lengths_are_not_compiled_for() -> None:
     code += "    print(*(p.name for p in one.params if p.do_not_specialize))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, timeout=300)
     assert done.stdout.splitlines() == ["rows path", "rows path", "rows keys"], done.stderr
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(900)
-@pytest.mark.parametrize(
-    ("capability", "options"),
-    [("9.0", []), ("9.0", ["--window", "512", "--softcap", "30"]), ("8.6", ["--window", "512"]), ("10.0", [])],
-)
-def test_kernels_compile_for_gpus(tmp_path, capability: str, options: list[str]) -> None:
-    """To machine code, which needs no GPU: types, layouts and shared memory. On Hopper without spilling where there is
-    neither window nor soft-capping, and with room for what its matrix units do."""
-    environment = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path / "cache")}
-    environment.pop("TRITON_INTERPRET", None)
-    command = [sys.executable, "-m", "benchmarks.gpu.compiled", "--capability", capability, "--out", str(tmp_path)]
-    done = subprocess.run([*command, *options], capture_output=True, text=True, env=environment, timeout=880)
-    assert done.returncode == 0, done.stderr[-3000:]
-    rows = [line.split(" | ") for line in (tmp_path / "compiled.md").read_text().splitlines() if line.startswith("| ")]
-    assert len(rows) == 1 + 3 * 4
-    if capability == "9.0" and not options:
-        assert all(int(row[5]) <= 2 and float(row[9].rstrip(" |")) > 0.8 for row in rows[1:])
