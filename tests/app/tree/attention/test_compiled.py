@@ -1,4 +1,4 @@
-"""The Triton kernels as the GPU suite looks at them, without a GPU: compiled, and interpreted beside plain attention."""
+"""The Triton kernels as the GPU suite looks at them, without a GPU: compiled, and interpreted beside plain code."""
 
 from __future__ import annotations
 
