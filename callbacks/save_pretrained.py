@@ -20,6 +20,7 @@ from lightning.pytorch.loggers import WandbLogger
 from lightning.pytorch.utilities import rank_zero_warn
 from transformers import AutoTokenizer
 
+from app.hub import check_reachable
 from app.interruption import Interrupted
 from app.text import reason
 from callbacks.base import comes_in_parts, policy_in_parts, run_dir
@@ -112,6 +113,7 @@ def _tokenizer(trainer: Trainer, module: LightningModule) -> Any:
     if found is not None or source is None:
         return found
     try:
+        check_reachable(source, "tokenizer_config.json")
         return AutoTokenizer.from_pretrained(source)
     except (OSError, ValueError) as error:
         _log.warning("SavePretrained: no tokenizer beside the weights, as %s has none: %s", source, error)

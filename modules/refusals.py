@@ -20,6 +20,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from app import checks
 from app.exchange import OneProcess, Ranks
+from app.hub import check_reachable
 from app.text import reason
 from modules.advantages.teacher import TeacherServer
 from modules.algorithm import Algorithm
@@ -307,6 +308,7 @@ def _vocabulary(path: str | None) -> dict[str, int]:
     if path is None or (Path(path).is_dir() and not any(any(Path(path).glob(name)) for name in _TOKENIZERS)):
         return {}
     try:
+        check_reachable(path, "tokenizer_config.json")
         tokenizer = AutoTokenizer.from_pretrained(path)
         found = dict(tokenizer.get_vocab())
     except Exception as error:  # files that are cut or of another kind fail anywhere in transformers

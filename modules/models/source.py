@@ -19,7 +19,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 from transformers import AutoConfig, AutoModelForSequenceClassification, PretrainedConfig, PreTrainedModel
 
 from app import checks
-from app.hub import check_reachable
+from app.hub import NoDirectoryError, check_reachable, may_be_meant_here
 from app.text import reason
 from app.tree import (
     QUANTIZATIONS,
@@ -116,12 +116,20 @@ def _built(source: ModelSource, scores: bool) -> PreTrainedModel:
                 model = kind.from_config(config, dtype=dtype)
             else:
                 model = kind.from_pretrained(source.path, dtype=dtype, **one_label, **kept)
+        except NoDirectoryError as error:
+            raise ValueError(
+                f"model.path: {error}; name one written by save_pretrained, or a model of the hub as OWNER/NAME"
+            ) from None
         except (OSError, ValueError, RuntimeError, ImportError) as error:
             what = f"holds no {'model that scores with one label' if scores else 'causal language model'}"
             if not Path(source.path).is_dir():
+                parent = Path(source.path).parent
+                neither = (
+                    f"no directory in '{parent}', nor" if may_be_meant_here(source.path) else "neither a directory nor"
+                )
                 what = (
-                    "is neither a directory nor a model that came from the hub; name a directory written by"
-                    " save_pretrained, or a model there is (HF_HUB_OFFLINE=1 asks no hub)"
+                    f"is {neither} a model that came from the hub; name a directory written by save_pretrained, or a"
+                    " model there is (HF_HUB_OFFLINE=1 asks no hub)"
                 )
             raise ValueError(f"model.path: '{source.path}' {what}: {reason(error, 300)}") from error
         _settle(model, source)

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from huggingface_hub import constants, hf_api
 
-from app.hub import check_reachable
+from app.hub import NoDirectoryError, check_reachable, may_be_meant_here
 
 
 @contextmanager
@@ -49,6 +49,31 @@ def test_one_that_is_not_there_is_asked_once(monkeypatch: pytest.MonkeyPatch) ->
         check_reachable("nobody/none", "config.json")
 
 
+def test_who_wants_to_know_again_does_not_ask_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    with hub(503, monkeypatch):
+        pass
+    with pytest.raises(ConnectionError) as first:
+        check_reachable("nobody/none", "config.json")
+    monkeypatch.setattr("app.hub.file_exists", lambda *_: pytest.fail("asked again"))
+    with pytest.raises(ConnectionError) as second:
+        check_reachable("nobody/none", "tokenizer_config.json")
+    assert str(first.value) == str(second.value)
+
+
+@pytest.mark.parametrize("path", ["runs/x/y/model", "./model", "../model", "/nowhere/model", "~/nowhere"])
+def test_what_no_hub_has_is_a_directory_that_is_missing(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with hub(404, monkeypatch) as asked, pytest.raises(NoDirectoryError, match=f"there is no directory '{path}'"):
+        check_reachable(path, "config.json")
+    assert asked == []
+
+
+def test_a_name_beside_what_is_here_may_be_meant_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs").mkdir()
+    assert may_be_meant_here("runs/modle")
+    assert not may_be_meant_here("nobody/none") and not may_be_meant_here("gpt2")
+
+
 @pytest.mark.parametrize("status", [404, 401, 503, 429])
 def test_what_it_answers_is_for_others_to_tell(status: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Who asks again may hear more."""
@@ -69,10 +94,9 @@ def test_what_came_before_is_not_asked_about(tmp_path: Path, monkeypatch: pytest
     assert len(asked) == 1
 
 
-def test_what_is_here_or_no_name_is_not_asked_about(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_here_is_not_asked_about(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with hub(503, monkeypatch) as asked:
         check_reachable(str(tmp_path), "config.json")
-        check_reachable("no/such/dir", "config.json")
         monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
         check_reachable("nobody/none", "config.json")
     assert asked == []

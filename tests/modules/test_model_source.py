@@ -12,9 +12,11 @@ import pytest
 import torch
 
 from app.tree import TreeEngine
+from datamodules.prompts.tokenizers import load_tokenizer
 from modules import ModelSource, build_model
 from modules.actor_critic import Critic
 from modules.models import ReferencePolicy, inner_model
+from modules.refusals import check_own_tokens
 from tests.app.test_hub import hub
 from tests.helpers.tiny_policy import CONFIG, naive_model, parameters, source
 from tests.helpers.tiny_vision import TinyVision
@@ -71,7 +73,7 @@ def test_from_a_directory(tmp_path: Path) -> None:
         ({"config": {**CONFIG, "hiden_size": 8}}, "model.config.hiden_size is not an option of qwen3; did you mean"),
         (
             {"path": "no/such/dir"},
-            "model.path: 'no/such/dir' is neither a directory nor a model that came from the hub; name",
+            "model.path: there is no directory 'no/such/dir'; name one written by save_pretrained, or a model of",
         ),
     ],
 )
@@ -87,6 +89,26 @@ def test_without_a_hub_it_says_so_at_once(monkeypatch: pytest.MonkeyPatch) -> No
         pass  # nobody listens at its address any more
     with pytest.raises(ValueError, match=told):
         build_model(ModelSource(path="nobody/none"))
+
+
+def test_what_lies_beside_a_directory_is_first_of_all_missing_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "runs").mkdir()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    with pytest.raises(ValueError, match=r"model.path: 'runs/modle' is no directory in 'runs', nor a model that came"):
+        build_model(ModelSource(path="runs/modle"))
+
+
+def test_the_tokenizer_beside_weights_that_are_nowhere_is_not_asked_for_again_and_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The data's tokenizer is compared with it before the model is built."""
+    with hub(503, monkeypatch):
+        pass
+    monkeypatch.setattr("modules.refusals.AutoTokenizer.from_pretrained", lambda *_: pytest.fail("asks five times"))
+    check_own_tokens(load_tokenizer("char:01", []), ModelSource(path="nobody/none"))
 
 
 def test_a_mistake_in_a_reference_or_critic_names_that() -> None:
