@@ -13,6 +13,7 @@ from app.cli.check.findings import Episode, Level, Part, Reason, Rollouts
 from app.statistics import ROUNDING, equal, share_interval
 
 _ENOUGH_GROUPS = 12
+_NEARLY_ALL = 0.9  # solved
 
 
 def signal(rollouts: Rollouts, solved_at: float) -> Part:
@@ -66,7 +67,9 @@ def signal(rollouts: Rollouts, solved_at: float) -> Part:
     data = rollouts.settings.get("data", {}).get("init_args") or {}
     is_filtering = "NoSignal" in str(data.get("filter"))
     partial = max(every) < solved_at
-    reasons = [*_of_signal(n, share, (low, high), first, any_, k, partial, is_filtering), *reasons]
+    flat = [solved for each, solved in zip(rewards, shares) if equal(each)]
+    is_solved = sum(solved == 1 for solved in flat) > len(flat) / 2
+    reasons = [*_of_signal(n, share, (low, high), first, any_, k, partial, is_solved, is_filtering), *reasons]
     return lines, figures, reasons
 
 
@@ -78,10 +81,12 @@ def _of_signal(
     any_: float,
     k: int,
     partial: bool,
+    is_solved: bool,
     is_filtering: bool,
 ) -> list[Reason]:
-    """`partial`: no episode is solved, so rewards are degrees (or the task is out of reach). `is_filtering`: the run
-    has the filter that would be recommended."""
+    """`partial`: no episode is solved, so rewards are degrees (or the task is out of reach). `is_solved`: where no
+    episode is better than another, most are solved. `is_filtering`: the run has the filter that would be
+    recommended."""
     reasons = []
     if n < _ENOUGH_GROUPS:
         reasons.append(Reason("note", f"only {n} groups", "roll out more (--episodes) before trusting this"))
@@ -90,12 +95,18 @@ def _of_signal(
             finding = f"pass@1 is {first:.2f} and {share:.0%} of the groups have different rewards"
             reasons.append(Reason("no-go", finding, "the model can do this already: take harder prompts"))
         else:
-            remedy = "no sample shows what is better: warm-start the model on demonstrations, or take easier prompts"
+            remedy = (
+                "no sample shows what is better: take easier prompts, or warm-start the model on demonstrations"
+                " (SFTModule on a RecordedDataModule: imitate.yaml in docs/agents.md)"
+            )
             reasons.append(Reason("no-go", f"{share:.0%} of the groups have different rewards", remedy))
     elif share < 0.5:
         remedy = f"data.filter trains on the others alone, at {1 / share:.1f} rollouts for each that counts"
         if first < 0.1 and not partial:
             remedy += f"; larger groups find more of pass@{k} {any_:.2f}"
+        if is_solved:
+            enough = f"take harder prompts, or stop if pass@1 {first:.2f} will do"
+            remedy = f"most of them are solved every time: {enough}; {remedy}"
         keep = {"class_path": "datamodules.filters.NoSignal"}
         overlay = {} if is_filtering else {"data": {"init_args": {"filter": keep}}}
         finding = f"{1 - share:.0%} of the groups have one reward for all episodes and teach nothing"
@@ -110,7 +121,10 @@ def _of_signal(
         reasons.append(Reason(level, finding, remedy, overlay))
     if not partial and share >= 0.1 and any_ - first > 0.02:
         finding = f"{any_ - first:.2f} lies between pass@1 and pass@{k}"
-        reasons.append(Reason("note", finding, "what the model finds now and then; the first gains come from there"))
+        remedy = "what the model finds now and then; the first gains come from there"
+        if first >= _NEARLY_ALL:
+            remedy = "what the model still misses now and then; these prompts have little more to teach"
+        reasons.append(Reason("note", finding, remedy))
     return reasons
 
 

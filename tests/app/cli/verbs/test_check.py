@@ -99,7 +99,7 @@ def test_figures_by_hand(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("groups", "verdict", "said"),
     [
-        ([[0.0] * 4] * 40, "no-go", "warm-start"),
+        ([[0.0] * 4] * 40, "no-go", "warm-start the model on demonstrations (SFTModule on a RecordedDataModule"),
         ([[1.0] * 4] * 40, "no-go", "harder prompts"),
         ([[1, 0, 0, 0]] * 12 + [[0.0] * 4] * 28, "go, slowly at first", "data.filter trains on the others alone"),
         ([[1, 0, 0, 0]] * 12 + [[0.0] * 4] * 28, "go, slowly at first", "30% of the prompts are solved in one of 4"),
@@ -110,6 +110,18 @@ def test_figures_by_hand(capsys: pytest.CaptureFixture[str]) -> None:
 def test_verdicts_on_what_there_is_to_learn(groups: Any, verdict: str, said: str) -> None:
     found = check(record(groups))
     assert found["verdict"] == verdict and said in "".join(of(found, level) for level in ("no-go", "change", "slow"))
+
+
+def test_of_a_task_that_is_nearly_solved_harder_prompts_come_first() -> None:
+    found = check(record([[1, 1, 1, 0]] * 4 + [[1.0] * 4] * 28))
+    assert found["pass@1"] > 0.96
+    assert "solved every time: take harder prompts, or stop if pass@1 0.97 will do; data.filter" in of(found, "change")
+    assert "still misses now and then" in of(found, "note") and "first gains" not in of(found, "note")
+
+
+def test_of_a_task_that_is_hardly_solved_nobody_is_told_to_take_harder_prompts() -> None:
+    found = check(record([[1, 0, 0, 0]] * 4 + [[0.0] * 4] * 28))
+    assert "harder" not in json.dumps(found["reasons"]) and "first gains come from there" in of(found, "note")
 
 
 def test_rewards_of_single_calls_count() -> None:
