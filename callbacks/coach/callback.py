@@ -1,8 +1,8 @@
 """Tells the rules what a run does, and the user what they find.
 
-Promises: a sentence is said when it becomes true, and again only every `repeat` steps; `coach.jsonl` in the run
-directory has a line whenever what holds changes, with the evidence. Only global rank 0 speaks. Nothing is changed:
-options stay as they were configured.
+Promises: a sentence is said when it becomes true, and again only every `repeat` steps; what a single step shows is said
+once a launch. `coach.jsonl` in the run directory has a line for that, and whenever what holds changes, with the
+evidence. Only global rank 0 speaks. Nothing is changed: options stay as they were configured.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from app import checks
 from callbacks.base import StepMetrics, run_dir
 from callbacks.coach.facts import Advice, Facts, best_checkpoint
 from callbacks.coach.history import History
-from callbacks.coach.rules import advise
+from callbacks.coach.rules import advise, at_once
 from modules.episodes import call_rewards, earned, episode_prompts
 
 
@@ -40,6 +40,7 @@ class Coach(StepMetrics):
         self._facts = Facts()
         self._holding: set[str] = set()
         self._said = ("", 0)
+        self._is_told = False  # what a single step shows
         self._validation: dict[tuple[str, str], list[float]] = {}  # the one under way
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -47,7 +48,7 @@ class Coach(StepMetrics):
         self._path = run_dir(trainer) / "coach.jsonl"
         self._facts = Facts.of(trainer, pl_module)
         self._history = History(self.window, self._facts.passes)
-        self._holding, self._said = set(), ("", 0)
+        self._holding, self._said, self._is_told = set(), ("", 0), False
 
     def on_step_metrics(self, trainer: Trainer, step: int) -> None:
         if not trainer.is_global_zero:
@@ -84,6 +85,11 @@ class Coach(StepMetrics):
 
     def _judge(self, trainer: Trainer, step: int) -> None:
         advice = advise(self._history, self._facts)
+        self._is_told |= any(one.rule == "no_signal" for one in advice)  # which says more
+        if not self._is_told and (shown := at_once(self._history, self._facts)) is not None:
+            self._is_told = True
+            self._write(step, [shown], [])
+            trainer.lightning_module.print(f"step {step}: {shown}")
         holding = {one.rule for one in advice}
         if holding != self._holding:
             self._write(step, advice, sorted(self._holding - holding))

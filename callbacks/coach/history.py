@@ -37,6 +37,10 @@ class History:
             if len(self._first[name]) < self.due(name):
                 self._first[name].append(value)
 
+    def last(self, name: str) -> float | None:
+        """Of the last step; None where it was not measured."""
+        return self._rows[-1].get(name) if self._rows else None
+
     def now(self, name: str) -> list[float]:
         """Of the last `window` steps, where it was measured."""
         return _values(list(self._rows)[-self.window :], name)

@@ -53,6 +53,22 @@ def no_signal(history: History, facts: Facts) -> Advice | None:
     return Advice("no_signal", f"{flat:.0%} of the groups have one reward for all episodes", remedy, evidence)
 
 
+def nothing_trained(history: History, facts: Facts) -> Advice | None:
+    """A step whose groups each have one reward for all episodes, and whose gradient is 0 for that: `no_signal` would be
+    sure of it a window later, when whoever looks at a first run has wondered for minutes."""
+    if history.last("rollouts/flat") != 1 or history.last("grad_norm") != 0 or (facts.group_size or 2) < 2:
+        return None
+    reward, solved = history.last("rollouts/reward"), history.last("rollouts/solved") or 0.0
+    remedy = "take harder prompts" if solved > 0.5 else "take easier prompts, or warm-start the model"
+    told = "" if reward is None else f" (the mean is {reward:.3g})"
+    return Advice(
+        "nothing_trained",
+        f"nothing was trained in this step, every group has one reward for all its episodes{told}",
+        f"one step says little; if it goes on, {remedy}, or raise data.group_size",
+        {"rollouts/flat": 1.0, "grad_norm": 0.0, "rollouts/solved": solved},
+    )
+
+
 def replies_cut(history: History, facts: Facts) -> Advice | None:
     """More than one episode in five ended by max_new_tokens: their answers are missing, and the reward says wrong to
     what was only long (DAPO, section 3.4)."""

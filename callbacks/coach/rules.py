@@ -23,6 +23,7 @@ from callbacks.coach.rollouts import (
     dropped_as_stale,
     length_runs_away,
     no_signal,
+    nothing_trained,
     prompts_too_long,
     replies_cut,
     rewards_fail,
@@ -51,6 +52,11 @@ RULES: tuple[Rule, ...] = (
     sync_takes_long,
 )
 """In order of importance: what is said when several hold."""
+
+
+def at_once(history: History, facts: Facts) -> Advice | None:
+    """What a single step shows, for who has not heard it yet in a launch; windows are judged by `advise`."""
+    return nothing_trained(history, facts)
 
 
 def advise(history: History, facts: Facts) -> list[Advice]:

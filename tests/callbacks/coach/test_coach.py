@@ -14,7 +14,7 @@ import pytest
 from app.cli import main
 from callbacks.coach.facts import Advice, Facts
 from callbacks.coach.history import History
-from callbacks.coach.rules import RULES, advise
+from callbacks.coach.rules import RULES, advise, at_once
 
 ROOT = Path(__file__).parents[3]
 WINDOW = 8
@@ -174,6 +174,19 @@ def test_rollouts_are_judged_with_several_steps_a_batch(passes: int) -> None:
     assert advise(history(**whole), facts) == []
 
 
+@pytest.mark.parametrize(("solved", "remedy"), [(0.0, "easier prompts"), (1.0, "harder prompts")])
+def test_a_step_of_equal_rewards_is_told_at_once(solved: float, remedy: str) -> None:
+    made, flat = History(WINDOW), {"rollouts/flat": 1.0, "rollouts/solved": solved, "rollouts/reward": solved}
+    made.add(step(1, random.Random(7), **flat, grad_norm=0.0))
+    found = at_once(made, EMBEDDED)
+    assert found is not None and "nothing was trained in this step" in found.finding and remedy in found.remedy
+    assert advise(made, EMBEDDED) == [] and at_once(made, Facts(group_size=1)) is None
+    made.add(step(2, random.Random(7), **flat))  # a gradient, of a critic or a regulariser
+    assert at_once(made, EMBEDDED) is None
+    made.add(step(3, random.Random(7), grad_norm=0.0))
+    assert at_once(made, EMBEDDED) is None
+
+
 def test_what_matters_more_is_said_first() -> None:
     both = history(**{"rollouts/failed": "+3n", "time/step": 10.0, "time/wait": 6.0})
     assert [one.rule for one in advise(both, SERVERS)] == ["rewards_fail", "trainer_waits"]
@@ -212,12 +225,12 @@ def quickstart(run: Path, monkeypatch: pytest.MonkeyPatch, *args: str) -> list[d
     return [json.loads(line) for line in (run / "coach.jsonl").read_text().splitlines()]
 
 
-@pytest.mark.slow
 def test_a_reward_without_differences(tmp_path, monkeypatch, capsys) -> None:
     lines = quickstart(tmp_path / "run", monkeypatch, "--data.reward", "tests.callbacks.coach.rewards.one_for_all")
-    assert lines[0]["step"] == 4 and "no_signal" in [one["rule"] for one in lines[0]["advice"]]
+    assert (lines[0]["step"], [one["rule"] for one in lines[0]["advice"]]) == (1, ["nothing_trained"])
+    assert lines[1]["step"] == 4 and "no_signal" in [one["rule"] for one in lines[1]["advice"]]
     said = [line for line in capsys.readouterr().err.splitlines() if "one reward for all" in line]
-    assert len(said) == 1 and "take harder ones" in said[0]
+    assert len(said) == 2 and "step 1: nothing was trained" in said[0] and "take harder ones" in said[1]
 
 
 @pytest.mark.slow
