@@ -55,7 +55,9 @@ class Validation:
     Attributes:
         prompts: source of held-out prompts, with an end, or several by name; None for no validation.
         samples: episodes of each prompt, or of each set's by name.
-        temperature: of their sampling; 0 is greedy.
+        temperature: of their sampling, 0 is greedy: of every call, whatever temperature the workflow or an agent's own
+            request names. What else an agent asks for is treated as in training, temperatures that are refused there
+            included.
         batch_size: prompts rolled out at a time.
         solved_at: an episode with at least this reward has solved its prompt (in training's metrics too).
         ks: of pass@k; None for 1, 2, 4, ... and the number of samples.

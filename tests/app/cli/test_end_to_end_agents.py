@@ -17,6 +17,7 @@ import pytest
 import yaml
 
 from app.cli import main
+from modules import ModelSource, build_model
 from tests.app.cli.test_end_to_end import CONFIGS, HYBRID, MODEL, WITHOUT_VALIDATION, workplace  # noqa: F401 - an autouse fixture
 from tests.datamodules.workflows.adapters.openenv_wire import again, echoed
 from tests.datamodules.workflows.scripted_engine import CHATML
@@ -153,6 +154,36 @@ def test_an_agent_of_the_openai_package(model: dict[str, Any]) -> None:
     assert_trained(logged)  # what the trainer computes for these ids is what the sampler did
     assert len(samples) == 24 and all(one["metadata"]["turns"] == 2 for one in samples)
     assert logged["tokens/tree"][0] < logged["tokens/leaf"][0] < logged["tokens/dense"][0]
+
+
+def test_the_configuration_for_an_agent_of_ones_own() -> None:
+    """With the agent that docs/agents.md has, beside the configuration nothing but a model, a reward and tasks."""
+    (agent,) = re.findall(r"^# my_agent\.py\n.*?(?=^```$)", PAGE, flags=re.MULTILINE | re.DOTALL)
+    reward = "\n\ndef right(prompt, answer):\n    return float(len(answer) + len(prompt.answer))\n"
+    Path("my_agent.py").write_text(agent + reward)
+    Path("my_data").mkdir()
+    for name in ("train", "test"):
+        lines = [json.dumps({"question": f"say {i}", "answer": str(i)}) for i in range(64)]
+        Path(f"my_data/{name}.jsonl").write_text("\n".join(lines))
+    tiny = {**MODEL, "vocab_size": 260, "max_position_embeddings": 2048}
+    build_model(ModelSource(config=tiny)).save_pretrained("my_model")
+    byte_tokenizer(CHATML).save_pretrained("my_model")
+    config = CONFIGS / "agent.yaml"
+    assert len(config.read_text().splitlines()) < 40
+    small = [
+        "--data.batch_size=2",
+        "--data.group_size=3",
+        "--data.workflow.workers=2",
+        "--data.workflow.max_new_tokens=8",
+    ]
+    small += ["--data.validation.prompts.size=2", "--trainer.max_steps=2", "--trainer.val_check_interval=2"]
+    main(["fit", "--config", str(config), "--run_dir=run", "--trainer.accelerator=cpu", *small])
+    with Path("run/metrics.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    logged = {name: [float(row[name]) for row in rows if row[name]] for name in rows[0]}
+    assert_trained(logged)
+    assert logged["val/accuracy"] and min(logged["reward"]) > 0
+    assert Path("run/model/config.json").exists()
 
 
 @pytest.mark.parametrize("rewards", ["sum", "steps"])
