@@ -10,6 +10,9 @@ is inside a call that cannot be interrupted. A second Ctrl-C ends at once: as Ke
 and `_AT_ONCE` seconds later in any case, after what was registered with `at_forced_end`. Nothing else is done in a
 signal handler, least of all a collective.
 
+A signal that is ignored as the process starts stays so: shells start jobs in the background without Ctrl-C, which is to
+end what is in front alone. `ignored` says so of SIGINT.
+
 Signals of one second count as one: a terminal sends Ctrl-C to torchrun and to the ranks, and torchrun passes it on.
 Further SIGTERMs change nothing: SIGKILL is what comes after them.
 """
@@ -142,6 +145,11 @@ def take_over() -> None:
     `listening`."""
     for number in _installed:
         signal.signal(number, _listener.handle)
+
+
+def ignored() -> bool:
+    """Whether SIGINT does nothing here, as whoever started this process had it."""
+    return signal.getsignal(signal.SIGINT) is signal.SIG_IGN
 
 
 def received() -> int | None:

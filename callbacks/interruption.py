@@ -12,6 +12,7 @@ own would not look for. A requeued job goes on with `--run_dir X --ckpt_path las
 
 from __future__ import annotations
 
+import os
 import signal
 from pathlib import Path
 from typing import Any
@@ -50,6 +51,9 @@ class Interruption(Callback):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._first_step = trainer.global_step
+        if interruption.ignored():
+            instead = f"`kill -TERM {os.getpid()}` ends this run"
+            pl_module.print(f"SIGINT is ignored, as shells have it of jobs in the background: {instead}")
         self._allow_saving(trainer, _SAY_BEFORE)
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import os
 import shlex
 import signal
 import sys
@@ -215,6 +216,21 @@ def test_outside_training_a_signal_ends_without_a_traceback(
     said = capsys.readouterr().err
     assert "Traceback" not in said and "nothing new was saved" in said
     assert ("go on with" in said) == (hook == "on_fit_end")
+
+
+def test_a_run_that_ctrl_c_does_not_reach_says_how_it_is_ended(capsys: pytest.CaptureFixture[str]) -> None:
+    """As `nohup arborist fit ... &` in a script starts it: what comes from the keyboard is not meant for it."""
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        assert interrupted(*sends(signal.SIGTERM, "on_train_batch_start", 1)) == 143
+        assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGINT, before)
+    said = capsys.readouterr().err
+    assert f"SIGINT is ignored, as shells have it of jobs in the background: `kill -TERM {os.getpid()}`" in said
+    assert "go on with: " in said
+    main(["fit", "--config", "toy.yaml", "--run_dir", "other", "--trainer.max_steps=1"])
+    assert "SIGINT is ignored" not in capsys.readouterr().err
 
 
 def test_a_step_without_effect_replaces_no_checkpoint(capsys: pytest.CaptureFixture[str]) -> None:
