@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Sequence
-from typing import Any, Literal, TypeVar
+from typing import Any, ClassVar, Literal, TypeVar
 
 import lightning as L
 import numpy as np
@@ -69,6 +69,9 @@ class RecordedDataModule(L.LightningDataModule):
         DataFileError: a file or environment variable that is not there; RecordedDataError: data or options that
         cannot be used, naming file and line, or key.
     """
+
+    called_elsewhere: ClassVar = {"batch_size": "tasks_per_batch", "group_size": "trials"}
+    """Options by the name they have in other datamodules, for the command line's error."""
 
     def __init__(
         self,

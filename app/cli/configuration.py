@@ -312,12 +312,23 @@ def _check_options(key: str, given: Mapping[str, Any], options: Mapping[str, ins
         if name not in given:
             continue
         if given[name] is None and option.default is not None and not _takes_none(option.annotation):
-            raise ValueError(f"{key}.{name}: null is no value for it; leave it out for its default")
+            raise ValueError(f"{key}.{name}: null is no value for it; {_instead_of_null(name, option.default)}")
         if is_dataclass(option.default):
             fields = options_of(type(option.default))
             if not isinstance(given[name], Mapping):
                 raise ValueError(f"{key}.{name}: {given[name]!r} is no set of options; it has {', '.join(fields)}")
             _check_options(f"{key}.{name}", given[name], fields)
+
+
+def _instead_of_null(name: str, default: Any) -> str:
+    """A file that is laid over others cannot leave out what they set."""
+    if is_dataclass(default):
+        unset = [field for field, one in options_of(type(default)).items() if one.default is None]
+        fields = f"{name}: {{{unset[0]}: null}}" if unset else "the fields that are meant"
+        return f"leave it out for its defaults, or, over a file that sets it, write {fields}"
+    if isinstance(default, bool | int | float | str):
+        return f"leave it out for its default, or, over a file that sets it, write {yaml.safe_dump(default).split()[0]}"
+    return "leave it out for its default"
 
 
 def _known_options(class_path: str) -> dict[str, inspect.Parameter]:

@@ -94,6 +94,8 @@ def explain(message: str, known: Iterable[str]) -> str:
     """
     if renamed := _renamed(message):
         return "\n".join(renamed)
+    if missing := _missing(message):
+        return missing
     lines = [line for line in message.splitlines() if not line.strip().startswith(_NOISE)]
     short = [line for line in lines if not line.strip().startswith(_UNLIKELY) or re.search(_FILE, line)]
     if not all(line.strip().removeprefix("- ").startswith(_AROUND) for line in short if line.strip()):
@@ -175,6 +177,27 @@ def _renamed(message: str) -> list[str]:
     return []
 
 
+_NOT_IN_MODULE = re.compile(r"Problem with given class_path '([\w.]+)\.(\w+)':\s+module '\1' has no attribute '\2'")
+
+
+def _missing(message: str) -> str:
+    """Of a name that its module, which is there, does not have: the key, and what may have been meant; "" of others."""
+    found = _NOT_IN_MODULE.search(message)
+    if found is None:
+        return ""
+    module, name = found.groups()
+    key = ".".join(re.findall(r'Parser key "([\w.]+)"', message[: found.start()]))
+    there = vars(sys.modules[module]) if module in sys.modules else {}
+    own = [
+        other
+        for other, value in there.items()
+        if not other.startswith("_") and callable(value) and getattr(value, "__module__", module).startswith(module)
+    ]
+    close = difflib.get_close_matches(name, own, n=1)
+    hint = f"did you mean '{module}.{close[0]}'?" if close else f"it has {', '.join(sorted(own)) or 'nothing to call'}"
+    return cut(f"{key}: module '{module}' has no attribute '{name}'; {hint}")
+
+
 def _imported(class_path: str) -> Any:
     module, _, name = class_path.rpartition(".")
     try:
@@ -218,9 +241,11 @@ def _class_hint(class_path: str, option: str) -> str:
     except (NameError, TypeError, ValueError):
         return ""
     accepted, (first, _, rest) = list(options), option.partition(".")
+    elsewhere = getattr(_imported(class_path), "called_elsewhere", {}).get(option)
     if rest and first in options and is_dataclass(record := options[first].default):
         owner, option, accepted = first, rest, [field.name for field in fields(record)]
-    return f"{_closest(option, accepted)} {owner} accepts: {', '.join(accepted) or 'no options'}".strip()
+    meant = f"Did you mean '{elsewhere}'?" if elsewhere else _closest(option, accepted)
+    return f"{meant} {owner} accepts: {', '.join(accepted) or 'no options'}".strip()
 
 
 def options_of(made: Any) -> dict[str, inspect.Parameter]:

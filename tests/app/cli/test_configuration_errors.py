@@ -63,7 +63,11 @@ _LR, _CONFIG = "--model.init_args.optimizer.init_args", "--model.init_args.model
         (["--trainer.strategy=ddp"], "trainer.strategy: ddp wraps the model and averages gradients"),
         (["--trainer.val_check_interval=0"], "trainer.val_check_interval: 0, must be above 0"),
         (["--trainer.gradient_clip_val=-0.5"], "trainer.gradient_clip_val: -0.5, must be at least 0; leave it out"),
-        (["--model.init_args.minibatches=null"], "minibatches: null is no value for it"),
+        (
+            ["--model.init_args.minibatches=null"],
+            "minibatches: null is no value for it; leave it out for its default, or",
+        ),
+        (["--model.init_args.minibatches=null"], "over a file that sets it, write 1\n"),
         (["--data.init_args.path=a\0b"], "has a NUL in it"),
     ],
 )
@@ -81,6 +85,7 @@ def test_options_that_cannot_be(args: list[str], words: str, capsys: pytest.Capt
         (["--data.limits.collect_deadline_s=null"], 'key "limits.collect_deadline_s"'),
         (["--config=null.yaml"], "collect_deadline_s: null is no value for it"),
         (["--data.limits=null"], "limits: null is no value for it"),
+        (["--data.validation=null"], "over a file that sets it, write validation: {prompts: null}"),
         (["--data.stall=[]"], "stall: [] is no set of options; it has after_s, action, max_requeues"),
         (["--data.limits.episode_deadline_s=1e12"], "episode_deadline_s: 1000000000000.0, must be above 0 and at most"),
         (["--data.over_sampling=.inf"], "over_sampling: inf is not finite"),
@@ -260,6 +265,22 @@ def test_ordinary_yaml_reads_as_before() -> None:
     [
         (["--data.reward", "exact_mach"], "Did you mean 'datamodules.rewards.exact_match'?", "Union"),
         (["--data.reward", "my_reward.x"], "There is no my_reward to import: run where my_reward.py is", "Callable"),
+        (
+            ["--data.reward", "datamodules.rewards.exact_mach"],
+            "error: data.reward: module 'datamodules.rewards' has no attribute 'exact_mach'; did you mean"
+            " 'datamodules.rewards.exact_match'?\n",
+            "Problem",
+        ),
+        (
+            ["--trainer.callbacks+=callbacks.Picture"],
+            "trainer.callbacks: module 'callbacks' has no attribute 'Picture'; did you mean 'callbacks.Pictures'?",
+            "Problem",
+        ),
+        (
+            ["--data.reward", "tests.app.cli.signals.earn"],
+            "has no attribute 'earn'; it has Diverges, Interruptible, Sends, Speaks, Waits, until",
+            "Union",
+        ),
         (["--data.workflow", "Nope"], "'Nope' is no import path: name the module too, as in my_module.Nope", "a path"),
         (["--model.regularisers", "{name: kl}"], "Expected a <class 'list'>", "Union"),
         (["--trainer.callbacks", "cb.yaml"], "Expected a path but cb.yaml either not accessible", "no cb to import"),
@@ -271,3 +292,11 @@ def test_what_was_meant_is_said_and_nothing_else(
 ) -> None:
     message = refusal(capsys, "--config", str(CONFIGS / "quickstart.yaml"), *args)
     assert said in message and unsaid not in message
+
+
+@pytest.mark.parametrize(("given", "meant"), [("batch_size", "tasks_per_batch"), ("group_size", "trials")])
+def test_what_another_datamodule_calls_otherwise(given: str, meant: str, capsys: pytest.CaptureFixture[str]) -> None:
+    data = f"data: {{class_path: datamodules.RecordedDataModule, init_args: {{path: x.npz, {given}: 4}}}}\n"
+    Path("recorded.yaml").write_text(data)
+    said = refusal(capsys, "--config", "base.yaml", "--config", "recorded.yaml")
+    assert f"Did you mean '{meant}'? RecordedDataModule accepts: path, " in said
