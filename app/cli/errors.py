@@ -152,8 +152,12 @@ def _is_for_users(error: BaseException) -> bool:
         last = last.tb_next
     if last is None:
         return False
-    raised_in = Path(last.tb_frame.f_code.co_filename).resolve()
-    return any(raised_in.is_relative_to(_PROJECT / package) for package in _PACKAGES)
+    return is_ours(last.tb_frame.f_code.co_filename)
+
+
+def is_ours(file: str) -> bool:
+    """Whether a source file is this project's."""
+    return any(Path(file).resolve().is_relative_to(_PROJECT / package) for package in _PACKAGES)
 
 
 def _refused(message: str) -> list[tuple[str, str]]:

@@ -50,7 +50,7 @@ from app.cli.configuration import (
     restarted_by_agent,
 )
 from app.cli.default_callbacks import OPTIONAL, check_without, with_defaults
-from app.cli.errors import ArboristParser, cut, users_mistake
+from app.cli.errors import ArboristParser, cut, is_ours, users_mistake
 from app.cli.run_directory import RunDirectory
 from app.interruption import Interrupted
 from app.text import print_exception, printable, printable_output
@@ -402,7 +402,9 @@ def _run_verb(verb: str, args: list[str]) -> None:
 
 
 def _quiet() -> None:
-    """Silences start-up chatter and known-harmless advice, here and in the ranks a launcher starts."""
+    """Silences start-up chatter and known-harmless advice, here and in the ranks a launcher starts; what this project
+    warns of is an ordinary line."""
+    warnings.formatwarning = _plain_warning
     for name in ("lightning.pytorch.utilities.rank_zero", "lightning.fabric.utilities.rank_zero"):
         logging.getLogger(name).setLevel(logging.WARNING)
     for name in ("lightning.fabric.utilities.seed", "lightning.fabric.utilities.distributed"):
@@ -410,3 +412,15 @@ def _quiet() -> None:
     transformers_logging.disable_progress_bar()  # a bar for every load and save of a model
     for message in _HARMLESS:
         warnings.filterwarnings("ignore", message=message)
+
+
+_with_source = warnings.formatwarning
+
+
+def _plain_warning(
+    message: Warning | str, category: type[Warning], filename: str, lineno: int, line: str | None = None
+) -> str:
+    """A warning of this project is for whoever runs it: its category, and the line that raised it, say nothing."""
+    if is_ours(filename):
+        return f"warning: {printable(str(message))}\n"
+    return _with_source(message, category, filename, lineno, line)

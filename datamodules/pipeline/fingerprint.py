@@ -127,7 +127,9 @@ class _Settings:
                 found[name] = self.said(setting, depth + 1)
             else:
                 for one in setting[:_MOST] if isinstance(setting, list | tuple) else (setting,):
-                    besides |= self.of(one, depth + 1)
+                    besides |= {
+                        _by_option(key, name, parameters): said for key, said in self.of(one, depth + 1).items()
+                    }
         return besides | found
 
     def said(self, value: object, depth: int) -> str:
@@ -172,6 +174,13 @@ def _has_settings(value: object) -> bool:
         return True
     file = getattr(sys.modules.get(module), "__file__", None)
     return top not in sys.stdlib_module_names and not any(Path(file or "").is_relative_to(one) for one in _LIBRARIES)
+
+
+def _by_option(name: str, part: str, options: set[str]) -> str:
+    """The option of an object by which a setting of a `part` of it goes, as override_sampling does by `override` of
+    its sampling; `name` where there is no such option."""
+    named = f"{name}_{part}"
+    return named if name not in options and named in options else name
 
 
 def _parameters(kind: type) -> set[str]:

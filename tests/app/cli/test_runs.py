@@ -132,6 +132,18 @@ def test_a_checkpoint_scores_the_same_and_goes_on(synchronous: Path, warm: Path,
     assert column(resumed, "loss") == pytest.approx(column(straight, "loss")[-2:], abs=1e-6)
 
 
+def test_going_on_with_other_settings_is_told_in_an_ordinary_line(
+    synchronous: Path, warm: Path, tmp_path: Path
+) -> None:
+    common = ["--model.model.path", str(warm), "--ckpt_path", str(synchronous / "checkpoints" / "last.ckpt")]
+    flags = [*common, *SYNCHRONOUS, "--trainer.max_steps", "7", "--data.workflow.temperature", "0.9"]
+    done = arborist("fit", "--config", "configs/quickstart.yaml", "--run_dir", str(tmp_path / "more"), *flags)
+    assert done.returncode == 0, done.stderr
+    (line,) = (one for one in done.stderr.splitlines() if "ckpt_path: the stream of training data" in one)
+    assert line.startswith("warning: ckpt_path: ") and "data.workflow.temperature was 1.0 and is 0.9." in line
+    assert "UserWarning" not in done.stderr and "rank_zero_warn" not in done.stderr
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(not Path(DATA, "gsm8k", "train.jsonl").is_file() or not DATA, reason="needs gsm8k/train.jsonl")
 def test_gsm8k(tmp_path: Path) -> None:

@@ -140,6 +140,7 @@ def test_agents_and_judges_are_known_by_their_settings() -> None:
         "workflow.temperature",
         "workflow.untrainable",
     }
+    assert changed(agent(), agent(override_sampling=True)) == {"workflow.override_sampling"}, "as it is written"
     assert changed(judge(1), judge(2)) == {"reward.repeats"}
     assert "password" not in str(judge(1)) and "JudgeModel(" in judge(1)["reward.model"]
 
