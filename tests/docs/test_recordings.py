@@ -1,23 +1,36 @@
-"""docs/agents.md, "Files of recordings": its examples are read as they stand."""
+"""docs/agents.md, "Files of recordings": its examples are read as they stand; docs/configuration.md, "Recorded batches
+on disk": what a run wrote is read as it says."""
 
 from __future__ import annotations
 
 import re
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from app.cli import main
 from datamodules import RecordedDataModule
+from datamodules.files.recording import read_batch
 from datamodules.prompts.tokenizers import load_tokenizer
+from modules import ModelSource, build_model
 from tests.docs.test_readme import ROOT
+from tests.helpers.tiny_model import TINY_WITH_ENDS
 
 SECTION = (ROOT / "docs" / "agents.md").read_text().partition("\n## Files of recordings\n")[2].partition("\n## ")[0]
 
 
 def blocks(language: str) -> list[str]:
     return re.findall(rf"^```{language}\n(.*?)^```$", SECTION, flags=re.MULTILINE | re.DOTALL)
+
+
+DISK = (
+    (ROOT / "docs" / "configuration.md")
+    .read_text()
+    .partition("\n### Recorded batches on disk\n")[2]
+    .partition("\n## ")[0]
+)
 
 
 @pytest.fixture(autouse=True)
@@ -67,3 +80,29 @@ def test_sequences(capsys: pytest.CaptureFixture[str]) -> None:
     Path("mine.jsonl").write_text(blocks("jsonl")[1])
     main(["inspect", "mine.jsonl"])
     assert "1 sequences of 5 to 5 tokens, 1 tokens trained" in capsys.readouterr().out
+
+
+def test_what_a_run_has_recorded() -> None:
+    tokenizer = "char:0123456789+-*="
+    size = len(load_tokenizer(tokenizer, []))
+    config = {**TINY_WITH_ENDS, "vocab_size": size, "max_position_embeddings": 64}
+    build_model(ModelSource(config=config)).save_pretrained("model")
+    flags = ["--config", str(ROOT / "configs/quickstart.yaml"), "--config", str(ROOT / "configs/debug/record.yaml")]
+    flags += ["--model.model.path=model", "--data.batch_size=2", "--data.group_size=3", "--trainer.accelerator=cpu"]
+    main(["predict", *flags, "--trainer.limit_predict_batches=1", "--run_dir=run"])
+    Path("rollouts").symlink_to("run/rollouts")
+    (script,) = re.findall(r"^```python\n(.*?)^```$", DISK, flags=re.MULTILINE | re.DOTALL)
+    read: dict[str, Any] = {}
+    exec(script, read)
+    arrays, texts, groups = read["arrays"], read["texts"], read_batch(Path("rollouts"), 0)
+    sequences = [one for group in groups for one in group.trajectories]
+    assert len(sequences) == 6 and read["metadata"] == [one.metadata for one in sequences]
+    assert read["sampled"].tolist() == sequences[0].tokens[sequences[0].loss_mask].tolist()
+    assert [tuple(one) for one in texts["groups"]] == [(g.index, g.prompt_id, g.admitted_at, 3) for g in groups]
+    assert texts["prompt_ids"] == [one.prompt_id for one in sequences]
+    prose = DISK.partition("```")[0]
+    named = set(re.findall(r"\w+", " ".join(re.findall(r"`([^`]+)`", prose))))
+    assert set(arrays) <= named and set(texts) <= named, "all that is there is said"
+    assert all(arrays[name].shape[0] == 6 for name in ("rewards", "group_ids", "temperatures"))
+    prompts = ~sequences[0].loss_mask
+    assert (sequences[0].versions[prompts] == -1).all()
