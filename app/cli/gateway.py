@@ -50,6 +50,7 @@ _OF_A_MODEL = {  # options, and what they are by default
     "untrainable": "refuse",
     "max_calls": 1000,
     "parser": "hermes_calls",
+    "hide_tools": False,
     "seed": 0,
 }
 
@@ -84,6 +85,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--parser",
         choices=_PARSERS,
         help="how calls stand in replies: as Hermes' and Qwen's do (default), Llama's, or by a response template",
+    )
+    parser.add_argument(
+        "--hide_tools",
+        action="store_true",
+        help="agents tell of their tools in messages of their own; without, calls with tools that the model's chat"
+        " template does not show are refused",
     )
     parser.add_argument("--max_calls", type=int, metavar="N", help="of a session")
     parser.add_argument("--idle_s", type=float, default=3600.0, metavar="S", help="silence that ends a session")
@@ -269,6 +276,7 @@ def _open(args: argparse.Namespace, key: str) -> tuple[InferenceEngine, Any]:
             args.idle_s,
             args.seed,
             images,
+            show_tools=not args.hide_tools,
         )
     except BaseException:
         engine.close()

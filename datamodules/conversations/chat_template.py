@@ -28,7 +28,12 @@ from datamodules.conversations.resumed_template import Renderings, ResumableTemp
 
 Message = dict[str, Any]
 
+HIDES_TOOLS = "does not show tools to the model"
+"""What is said of a template that leaves them out."""
+_PROBE = {"name": "probe", "description": "probe", "parameters": {"type": "object", "properties": {}}}
+_TOOLS: list[dict[str, Any]] = [{"type": "function", "function": _PROBE}]
 _REPLY = "@@reply@@"  # stands for a reply in a rendered conversation
+_ASKED, _SYSTEM = {"role": "user", "content": "."}, {"role": "system", "content": "."}
 _OF_REPLIES = ("<think>", "</think>", "<tool_call>", "</tool_call>")  # marks that say nothing of who speaks
 _MOST_OF_MARKS = 16  # tokens that a mark and the white space behind it may be
 _OF_DICTS = frozenset(dir(dict))
@@ -86,7 +91,7 @@ class Chat:
             probe = [{"role": "user", "content": "."}]
             if self.text(probe, tools) == self.text(probe, None):
                 raise ValueError(
-                    "tokenizer: its chat template does not show tools to the model; use a model whose template does, or"
+                    f"tokenizer: its chat template {HIDES_TOOLS}; use a model whose template does, or"
                     " describe them in the prompts' system message and set show_tools: false"
                 )
 
@@ -193,6 +198,11 @@ class Chat:
         said = [{"role": "user", "content": "."}, {"role": "assistant", "content": "."}]
         return _REPLY in self.text([*said, {"role": role, "content": _REPLY}], None)
 
+    @cached_property
+    def visible(self) -> Visible:
+        """What the template shows of tools."""
+        return Visible(self)
+
     def quoted(self, text: str) -> str:
         """`text` with a space in each token it spells that is special, or with which the template marks roles and
         results: what a tool returns cannot end its own message."""
@@ -292,6 +302,46 @@ class Chat:
             return list(self._tokenizer.encode(text, add_special_tokens=False))
         except Exception as error:  # the tokenizers library raises bare Exception
             raise ValueError(f"tokenizer: it cannot encode {text[:80]!r}: {error}") from error
+
+
+class Visible:
+    """Which of an agent's means are in what a template makes of conversations.
+
+    One that cannot render the question shows them: it says by itself what it cannot render.
+    """
+
+    def __init__(self, chat: Chat) -> None:
+        self._chat = chat
+        self._known: dict[tuple[str, bool], bool] = {}
+
+    def tools(self, system: bool) -> bool:
+        """Tools, in conversations that begin with a message of the system's or not."""
+        said = [_SYSTEM, _ASKED] if system else [_ASKED]
+        return self._found(("tools", system), lambda: self._chat.text(said, _TOOLS) != self._chat.text(said, None))
+
+    def calls(self, tools: bool) -> bool:
+        """Earlier calls, where there are tools beside them or not."""
+        shown = _TOOLS if tools else None
+        return self._found(("calls", tools), lambda: _REPLY in self._chat.text(self._called(_REPLY), shown, False))
+
+    def results(self, tools: bool) -> bool:
+        """What tools have returned, as `calls`."""
+        result = {"role": "tool", "tool_call_id": "call00001", "name": "probe", "content": _REPLY}
+        shown = _TOOLS if tools else None
+        return self._found(
+            ("results", tools), lambda: _REPLY in self._chat.text([*self._called("probe"), result], shown)
+        )
+
+    def _called(self, name: str) -> list[Message]:
+        return _calling(name, self._chat.arguments({}))
+
+    def _found(self, what: tuple[str, bool], look: Callable[[], bool]) -> bool:
+        if what not in self._known:
+            try:
+                self._known[what] = look()
+            except ValueError:
+                self._known[what] = True
+        return self._known[what]
 
 
 def _calling(name: str, arguments: Any) -> list[Message]:

@@ -29,7 +29,7 @@ from datamodules.processes.deadline import deadline
 from datamodules.prompts.base import Prompt
 from datamodules.rewards.judges.pool import JudgePool, Score
 from datamodules.rewards.pool import RewardPool
-from datamodules.workflows.base import EpisodeEngine, Workflow
+from datamodules.workflows.base import EpisodeEngine, Misfit, Workflow
 from datamodules.workflows.turn_ends import TurnEnds
 
 _log = logging.getLogger(__name__)
@@ -207,9 +207,10 @@ async def evaluate(
         One group a prompt, without the episodes that failed (and without prompts none of whose episodes is left).
 
     Raises:
-        RolloutsFailed: every episode failed.
+        RolloutsFailed: every episode failed, or one as the model and its workflow do not fit.
     """
     failures: list[str] = []
+    misfits: list[str] = []
     version = player.engine.version
 
     async def sample(at: int, number: int) -> list[Trajectory]:
@@ -229,12 +230,16 @@ async def evaluate(
             to_batch([Group(at, prompt.id, version, trajectories)])
             return trajectories
         except Exception as error:
+            if isinstance(error, Misfit):
+                misfits.append(f"prompt '{prompt.id}': {error}")
             failures.append(f"prompt '{prompt.id}': {foreign.described(error)}{foreign.place(error)}")
             return []
         finally:
             del pending[at, number]
 
     episodes = await asyncio.gather(*(sample(at, number) for at in range(len(prompts)) for number in range(samples)))
+    if misfits:
+        raise RolloutsFailed(f"validation: {misfits[0]}")
     if failures:
         what = f"validation: {len(failures)} of {len(episodes)} episodes failed"
         if len(failures) == len(episodes):

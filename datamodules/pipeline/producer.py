@@ -34,7 +34,7 @@ from datamodules.pipeline.threads import DaemonThreads
 from datamodules.processes import foreign
 from datamodules.prompts.base import Prompt
 from datamodules.prompts.dealer import PromptDealer
-from datamodules.workflows.base import PlaceholderSampled
+from datamodules.workflows.base import Misfit, PlaceholderSampled
 
 _log = logging.getLogger(__name__)
 _INTERRUPT_POLL_S = 1.0  # how often a waiting trainer looks up, so that it can be interrupted
@@ -381,6 +381,8 @@ class Producer:
         reason = foreign.described(error) + foreign.place(error)
         _log.warning("group dropped, prompt '%s': %s", prompt_id, reason)
         failure: RuntimeError | None = self._failures.failed(prompt_id, reason)
+        if failure is None and isinstance(error, Misfit):
+            failure = RolloutsFailed(f"prompt '{prompt_id}': {error}")
         if failure is None and not self.player.engine.health().get("alive", True):
             failure = RuntimeError(f"the inference engine has failed; prompt '{prompt_id}': {reason}")
         if failure is None and self.player.pool is not None and self.player.pool.exhausted:

@@ -61,6 +61,10 @@ class Workflow(ABC):
         return cls is Workflow and inspect.iscoroutinefunction(getattr(other, "run", None))
 
 
+class Misfit(RuntimeError):
+    """The model, the workflow and its configuration do not fit, whatever the prompt: the run ends with this text."""
+
+
 class PlaceholderSampled(RuntimeError):
     """A reply with a token that stands for a picture: no model can be shown it again, so its group is dropped."""
 

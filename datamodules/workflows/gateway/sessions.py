@@ -21,10 +21,10 @@ from typing import Any, Literal
 import torch
 
 from app import checks
-from app.batch import CALL_REWARD, TEMPERATURES, UNTRAINABLE_CALLS, Trajectory
+from app.batch import CALL_REWARD, UNTRAINABLE_CALLS, Trajectory
 from app.pictures import Picture
 from datamodules.conversations.chat_template import Chat, Message
-from datamodules.inference.protocol import GenerationRequest, Shaping
+from datamodules.inference.protocol import GenerationRequest
 from datamodules.inference.reply_text import ReplyText, bytes_of, decode_of
 from datamodules.prompts.base import Prompt
 from datamodules.workflows.base import EpisodeEngine, to_trajectory
@@ -33,6 +33,7 @@ from datamodules.workflows.gateway.history import Bodies, Kept
 from datamodules.workflows.gateway.protocols import fields
 from datamodules.workflows.gateway.protocols.base import Asked, Sampled
 from datamodules.workflows.gateway.protocols.images import SessionImages
+from datamodules.workflows.gateway.protocols.servable import check_sampling, check_tools
 from datamodules.workflows.gateway.repeats import Repeats
 from datamodules.workflows.gateway.replies import Parser, Piece, Reading, as_message, on_this_loop, shown
 from datamodules.workflows.gateway.rewards import Exchange, Rewards
@@ -42,7 +43,6 @@ from datamodules.workflows.response_template import ResponseTemplate, TemplateCa
 OnText = Callable[[int, Piece], None]
 """Called on the session's event loop with the number of a choice and what it says next."""
 
-_OR_SERVE = ", or set untrainable: serve, which answers such calls and does not train on them"
 _RETRIED = (408, 409, 429)  # and from 500 on: what clients send again after
 _LONG = 1 << 13  # characters; some ms of work
 
@@ -93,11 +93,13 @@ class Session:
         sampling, budget: see there.
         parser: finds the calls of tools in a reply's text.
         name, key: its id and key; both are drawn where they are not given.
+        show_tools: whether the model is shown the tools of requests; if not, the agent's own messages tell of them.
 
     Attributes:
         id: part of the URL. key: what a client must show. touched: when it last asked or was answered, by
             `time.monotonic`.
         fault: why the engine could not answer; None while it can. exhausted: whether a call was beyond the budget.
+        misfit: what was refused as the model's template hides it, whatever the agent asks; "" for nothing.
         bodies: by which requests are read. rewards: what was posted. exchanges: what was asked and answered.
         ended: set when the agent is done. repeats: which calls run, and who has their answers.
         counts: `abandoned_calls` were given up by the client, or ended with the session, while they were sampled,
@@ -114,12 +116,14 @@ class Session:
         parser: Parser,
         name: str | None = None,
         key: str | None = None,
+        show_tools: bool = True,
     ) -> None:
         self.id = name or secrets.token_hex(8)
         self.key = key or secrets.token_urlsafe(32)
         self.touched = time.monotonic()
         self.fault: Exception | None = None
         self.exhausted = False
+        self.misfit = ""
         self.bodies = Bodies()
         self.rewards = Rewards()
         self.exchanges: list[Exchange] = []
@@ -136,9 +140,9 @@ class Session:
         self._bytes_of = bytes_of(engine.tokenizer)
         self._images = SessionImages(engine.image_processor)
         self.repeats = Repeats()
-        self._chat = chat
+        self._chat, self._show_tools = chat, show_tools
         self._tools: dict[str, list[dict[str, Any]] | None] = {}  # as they are written: clients send them each time
-        self.transcript = Transcript(chat, self._decode)
+        self.transcript = Transcript(chat, self._decode, show_calls=show_tools or chat.visible.calls(False))
 
     async def reply(self, asked: Asked, on_text: OnText | None = None, name: str = "", same: bytes = b"") -> list[Call]:
         """The replies that are asked for, recorded. Raises RequestError.
@@ -150,17 +154,7 @@ class Session:
             same: what is equal in equal requests, b"" for a request that is equal to none.
         """
         temperature = self._sampling.temperature if asked.temperature is None else asked.temperature
-        coldest, hottest = TEMPERATURES
-        serves = self._sampling.untrainable == "serve"
-        if not coldest <= temperature <= hottest and not (temperature == 0 and serves):
-            raise RequestError(
-                f"temperature: {temperature}, must be between {coldest:g} and {hottest:g} to be trained on; leave it"
-                f" out, or have override_sampling pass it over{'' if temperature else _OR_SERVE}",
-                param="temperature",
-            )
-        _check_shaping(asked.shaping, self._engine, self._sampling.untrainable)
-        if "" in asked.stop:
-            raise RequestError("stop: an empty text ends every reply; leave it out", param="stop")
+        check_sampling(asked, temperature, self._engine, self._sampling.untrainable)
         self._spend(asked.n)
         sampling = asyncio.ensure_future(self._answers(asked, temperature, name or self.new_name(), on_text))
         return await self._awaited(sampling, asked.n, same)
@@ -291,8 +285,8 @@ class Session:
 
     async def count(self, messages: Sequence[Message], tools: list[dict[str, Any]] | None) -> int:
         """Tokens of the prompt that `reply` would send. Raises RequestError."""
-        self._check_number_of(messages)
-        messages, tools = await self._images.read(messages), self._images.quoted_tools(tools)
+        tools = self._images.quoted_tools(self._shown_tools(messages, tools))
+        messages = await self._images.read(messages)
         with refused():
             tokens = await self._tokens_of(self.transcript.count(messages, tools))
             return len(self._images.placed(tokens, self._images.seen(messages))["tokens"])
@@ -357,8 +351,7 @@ class Session:
     def _plan(self, asked: Asked) -> Plan:
         raw = asked.prompt
         if raw is None:
-            self._check_number_of(asked.messages)
-            return self.transcript.prompt(asked.messages, asked.tools)
+            return self.transcript.prompt(asked.messages, self._shown_tools(asked.messages, asked.tools))
         if isinstance(raw, str):
             return self.transcript.extended(raw)
         known = self._engine.vocab_size
@@ -372,8 +365,11 @@ class Session:
             return plan.tokens(self._chat.encode)
         return await asyncio.to_thread(plan.tokens, self._chat.encode)
 
-    def _check_number_of(self, messages: Sequence[Message]) -> None:
-        """Each is a token at least; what cannot fit need not be rendered, while other sessions wait, to know it."""
+    def _shown_tools(
+        self, messages: Sequence[Message], tools: list[dict[str, Any]] | None
+    ) -> list[dict[str, Any]] | None:
+        """Those the template is given. Raises RequestError where it would leave them or earlier calls out, and for more
+        messages than fit: each is a token at least, and need not be rendered, while other sessions wait, to know it."""
         if len(messages) > self._engine.max_context:
             raise RequestError(
                 f"messages: this model's maximum context length is {self._engine.max_context} tokens, and they are"
@@ -381,6 +377,12 @@ class Session:
                 param="messages",
                 code="context_length_exceeded",
             )
+        try:
+            check_tools(self._chat, messages, tools, self._show_tools)
+        except RequestError as error:
+            self.misfit = str(error)
+            raise
+        return tools if self._show_tools else None
 
     def _spend(self, n: int) -> None:
         self.touched = time.monotonic()
@@ -481,19 +483,3 @@ class Session:
 
 def _over() -> RequestError:
     return RequestError("the session has ended", status=403, code="session_ended")
-
-
-def _check_shaping(shaping: Shaping | None, engine: EpisodeEngine, untrainable: str) -> None:
-    for name in () if shaping is None else shaping.names:
-        problem = ""
-        if untrainable == "refuse":
-            problem = (
-                "it would change what is sampled, and what is trained must be sampled from the model as it is;"
-                f" leave it out, or have override_sampling pass it over{_OR_SERVE}"
-            )
-        elif name not in engine.shapings:
-            problem = "this engine cannot do it; leave it out, or have override_sampling pass it over"
-        elif name == "logit_bias" and shaping and shaping.logit_bias[-1][0] >= engine.vocab_size:
-            problem = f"token ids must be from 0 to {engine.vocab_size - 1}"
-        if problem:
-            raise RequestError(f"{name}: {problem}", param=name, code="unsupported_parameter")

@@ -89,6 +89,7 @@ class OpenSessions:
         idle_s: seconds of silence after which a session is over.
         seed: of the sampling, with the session's name and the number of the call.
         image_processor: the model's; None for one that is shown no pictures.
+        show_tools: of every session.
 
     Attributes:
         counts: sessions "written", "faulty" (the engine failed), "empty"; replies "untrainable" in those written.
@@ -107,6 +108,7 @@ class OpenSessions:
         idle_s: float,
         seed: int = 0,
         image_processor: ImageProcessor | None = None,
+        show_tools: bool = True,
     ) -> None:
         checks.deadline({"idle_s": idle_s})
         self.counts: Counter[str] = Counter()
@@ -115,7 +117,7 @@ class OpenSessions:
         self._key, self._seed = key, seed
         self._sampling, self._budget, self._parser = sampling, budget, parser
         self._record, self._image_processor = record, image_processor
-        self._idle_s = idle_s
+        self._idle_s, self._show_tools = idle_s, show_tools
         self._open: dict[str, Session] = {}
         self._over: set[str] = set()
         self._writing = asyncio.Lock()
@@ -136,7 +138,7 @@ class OpenSessions:
             image_processor=self._image_processor,
         )
         self._open[name] = session = Session(
-            engine, self._chat, self._sampling, self._budget, self._parser, name, self._key
+            engine, self._chat, self._sampling, self._budget, self._parser, name, self._key, self._show_tools
         )
         return session
 

@@ -115,18 +115,20 @@ class Transcript:
     Args:
         chat: the model's template.
         decode: token ids to text, special tokens included.
+        show_calls: the template shows earlier calls of tools; if not, replies that made some are shown as sampled.
 
     Attributes:
         calls: those answered.
         drift: how often a prompt forked from an earlier reply, as it shows it otherwise than it was sampled, by cause.
     """
 
-    def __init__(self, chat: Chat, decode: Decode) -> None:
+    def __init__(self, chat: Chat, decode: Decode, show_calls: bool = True) -> None:
         self.calls: list[Call] = []
         self.drift: Counter[Drift] = Counter()
         self._chat = chat
         self._decode = decode
-        self._messages = Messages(lambda message: chat.shown(for_template(message, chat.arguments)))
+        self._show_calls = show_calls
+        self._messages = Messages(lambda message: chat.shown(for_template(self._written(message), chat.arguments)))
         self._renderings = Renderings()
         self._after: dict[int, list[Call]] = {}  # by the number of messages before the reply
         self._said: dict[bytes, Call] = {}  # by what identifies a reply in later messages
@@ -195,6 +197,18 @@ class Transcript:
     def of_ids(self, tokens: list[int]) -> Plan:
         """A prompt that is these."""
         return Plan(self._decode(tokens), [tokens], self.calls[-1].prompt if self.calls else None)
+
+    def _written(self, message: Message) -> Message:
+        """With its calls as text where the template shows no others. Raises ValueError for calls that no reply made."""
+        if self._show_calls or not message.get("tool_calls"):
+            return message
+        call = next((self._said[name] for name in names(message) if name in self._said), None)
+        if call is None:
+            raise ValueError(
+                "they hold tool_calls that no reply of this session made, which the model's chat template does not"
+                " show, and show_tools: false can show as they were sampled only; use a model whose template shows them"
+            )
+        return {"role": "assistant", "content": call.reply}
 
     def _begun(
         self, text: str, messages: Sequence[Message], named: Callable[[int], list[bytes]]

@@ -23,7 +23,7 @@ from datamodules.inference.protocol import GenerationError
 from datamodules.processes.calls import CallFailed, DeadlinePassed, Lost
 from datamodules.prompts.base import Prompt
 from datamodules.workflows.adapters.ray_executor import RayExecutor
-from datamodules.workflows.base import EpisodeEngine, PlaceholderSampled
+from datamodules.workflows.base import EpisodeEngine, Misfit, PlaceholderSampled
 from datamodules.workflows.gateway import agents
 from datamodules.workflows.gateway.listener import check_host
 from datamodules.workflows.gateway.rewards import shown
@@ -70,6 +70,9 @@ class AgentWorkflow:
         host: the interface on which agents find their sessions; not the loopback one for agents on other machines.
         executor: where functions and commands run: "processes" of this machine, "ray", or a `RayExecutor` with options
             of its own.
+        show_tools: whether the model's chat template shows the tools of requests, and earlier calls, to the model; a
+            template that does not ends the run. False: the agent's own messages tell of its tools, calls are found in
+            replies all the same, and are shown as they were sampled where the template shows none.
 
     Raises:
         ValueError: an argument out of range; an agent that cannot be run, see `agents.agent`.
@@ -93,6 +96,7 @@ class AgentWorkflow:
         host: str = "127.0.0.1",
         executor: Literal["processes", "ray"] | RayExecutor = "processes",
         untrainable: Literal["refuse", "serve"] = "refuse",
+        show_tools: bool = True,
     ) -> None:
         name = type(self).__name__
         checks.at_least(1, {f"{name}.workers": workers})
@@ -109,6 +113,7 @@ class AgentWorkflow:
         self.max_new_tokens = max_new_tokens
         self._sampling = Sampling(max_new_tokens, temperature, override_sampling, untrainable)
         self._budget = budget or Budget()
+        self._show_tools = show_tools
         self._parser = parser
         self._template_options = template_options
         self._chat: Chat | None = None
@@ -172,7 +177,8 @@ class AgentWorkflow:
 
     async def _attempt(self, engine: EpisodeEngine, prompt: Prompt, lost: int) -> list[Trajectory]:
         gateway = await self._gateway()
-        session = Session(engine, self._template(), self._sampling, self._budget, self._parser)
+        about = (self._sampling, self._budget, self._parser)
+        session = Session(engine, self._template(), *about, show_tools=self._show_tools)
         if lost:
             session.counts["lost_attempts"] = lost
         door = agents.Door(gateway.admit(session), session.key, session.ended, lambda: engine.held_s)
@@ -256,6 +262,8 @@ def _check(session: Session) -> None:
     """Raises what ended the session, if something did."""
     if isinstance(session.fault, PlaceholderSampled):  # counted apart
         raise session.fault
+    if session.misfit:  # every episode would meet it, and train a model that was never told its tools
+        raise Misfit(f"a call of the agent was refused: {session.misfit}")
     if session.fault is not None:
         raise GenerationError(f"the engine failed under the agent: {session.fault}") from session.fault
 

@@ -20,6 +20,7 @@ from datamodules.pipeline.limits import Limits
 from datamodules.prompts import ArithmeticPrompts, Prompt
 from datamodules.rewards import RewardOptions, RewardPool
 from datamodules.workflows import EpisodeEngine, RLVRWorkflow
+from datamodules.workflows.base import Misfit
 from tests.datamodules.fake_engine import FakeEngine
 from tests.datamodules.pipeline.producers import Build, Flow, Numbered, fail, hang, ids, only, wait_until
 from tests.datamodules.rewards.reward_functions import misbehave
@@ -271,6 +272,26 @@ def test_failing_forever_stops_with_the_reason(build: Build) -> None:
     producer = build(FakeEngine(only(set(range(1000)), fail)), limits=Limits(max_failures=5))
     with pytest.raises(RuntimeError, match=r"5 groups in a row .* prompt 'p\d+': GenerationError: the server caught"):
         producer.collect(2, 10.0)
+
+
+class Unfit(Flow):
+    """Its model does not fit, which shows in the third prompt."""
+
+    async def run(self, engine: EpisodeEngine, prompt: Prompt) -> list[Trajectory]:
+        if prompt.id in ("p2", "v2"):
+            raise Misfit("tools: they are not shown")
+        return await super().run(engine, prompt)
+
+
+def test_a_model_that_does_not_fit_stops_at_once(build: Build) -> None:
+    producer = build(workflow=Unfit(), limits=Limits(max_failures=1000))
+    assert ids(producer.collect(2, 10.0)) == ["p0", "p1"]
+    producer.publish(1)
+    with pytest.raises(RuntimeError, match="the rollout producer failed: prompt 'p2': tools: they are not shown"):
+        producer.collect(2, 10.0)
+    producer = build(workflow=Unfit())
+    with pytest.raises(RuntimeError, match="validation: prompt 'v2': tools: they are not shown"):
+        producer.evaluate([Prompt(id=f"v{k}", tokens=(3, 15)) for k in range(4)], 1, 0.0, 10.0)
 
 
 def test_a_dead_engine_stops_at_once(build: Build) -> None:

@@ -1,0 +1,92 @@
+"""What of a request a model and its engine can honour, beyond what its protocol has.
+
+Promises: what would be sampled otherwise than it is trained, and what the model would never see, is refused by its
+field, with the remedy; nothing is left out of a prompt in silence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from app.batch import TEMPERATURES
+from datamodules.conversations.chat_template import HIDES_TOOLS, Chat, Message
+from datamodules.inference.protocol import Shaping
+from datamodules.workflows.base import EpisodeEngine
+from datamodules.workflows.gateway.errors import RequestError
+from datamodules.workflows.gateway.protocols.base import Asked
+
+_OR_SERVE = ", or set untrainable: serve, which answers such calls and does not train on them"
+_OR_HIDE = "set AgentWorkflow.show_tools: false (arborist gateway: --hide_tools)"
+
+
+def check_sampling(asked: Asked, temperature: float, engine: EpisodeEngine, untrainable: str) -> None:
+    """Raises RequestError for a call that cannot be sampled as it asks, or not be trained on then.
+
+    Args:
+        asked: by the client.
+        temperature: at which it would be sampled.
+        engine: of the episode.
+        untrainable: of `Sampling`.
+    """
+    coldest, hottest = TEMPERATURES
+    if not coldest <= temperature <= hottest and not (temperature == 0 and untrainable == "serve"):
+        raise RequestError(
+            f"temperature: {temperature}, must be between {coldest:g} and {hottest:g} to be trained on; leave it"
+            f" out, or have override_sampling pass it over{'' if temperature else _OR_SERVE}",
+            param="temperature",
+        )
+    _check_shaping(asked.shaping, engine, untrainable)
+    if "" in asked.stop:
+        raise RequestError("stop: an empty text ends every reply; leave it out", param="stop")
+
+
+def check_tools(
+    chat: Chat, messages: Sequence[Message], tools: list[dict[str, Any]] | None, show_tools: bool = True
+) -> None:
+    """Raises RequestError where the template leaves out the tools, or calls and results of the history.
+
+    Args:
+        chat: the template.
+        messages, tools: of the request.
+        show_tools: whether the template is to show the tools and calls.
+    """
+    if not chat.visible.results(show_tools and bool(tools)) and any(one.get("role") == "tool" for one in messages):
+        raise RequestError(
+            "messages: they hold results of tools, and the chat template of the model's tokenizer does not show"
+            " messages of the role tool to the model; use a model whose template does, or send results as messages of"
+            " the user",
+            param="messages",
+        )
+    if not show_tools:
+        return
+    begins = next(iter(messages), {}).get("role") == "system"
+    if tools and not chat.visible.tools(begins):
+        raise RequestError(
+            f"tools: the chat template of the model's tokenizer {HIDES_TOOLS}; use a model whose template"
+            f" does, or describe them in the agent's own prompt and {_OR_HIDE}",
+            param="tools",
+        )
+    if not chat.visible.calls(bool(tools)) and any(one.get("tool_calls") for one in messages):
+        raise RequestError(
+            "messages: they hold tool_calls, and the chat template of the model's tokenizer does not show earlier calls"
+            f" to the model; use a model whose template does, or {_OR_HIDE}, which shows the replies that made them as"
+            " they were sampled",
+            param="messages",
+        )
+
+
+def _check_shaping(shaping: Shaping | None, engine: EpisodeEngine, untrainable: str) -> None:
+    for name in () if shaping is None else shaping.names:
+        problem = ""
+        if untrainable == "refuse":
+            problem = (
+                "it would change what is sampled, and what is trained must be sampled from the model as it is;"
+                f" leave it out, or have override_sampling pass it over{_OR_SERVE}"
+            )
+        elif name not in engine.shapings:
+            problem = "this engine cannot do it; leave it out, or have override_sampling pass it over"
+        elif name == "logit_bias" and shaping and shaping.logit_bias[-1][0] >= engine.vocab_size:
+            problem = f"token ids must be from 0 to {engine.vocab_size - 1}"
+        if problem:
+            raise RequestError(f"{name}: {problem}", param=name, code="unsupported_parameter")
