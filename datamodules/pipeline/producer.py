@@ -32,6 +32,7 @@ from datamodules.pipeline.player import EpisodePlayer, Pause, evaluate
 from datamodules.pipeline.stream import Stream
 from datamodules.pipeline.threads import DaemonThreads
 from datamodules.processes import foreign
+from datamodules.processes.calls import DeadlinePassed
 from datamodules.prompts.base import Prompt
 from datamodules.prompts.dealer import PromptDealer
 from datamodules.workflows.base import Misfit, PlaceholderSampled
@@ -379,8 +380,8 @@ class Producer:
             return
         prompt_id = pending.prompt_id if pending.prompt_id != "?" else f"index {pending.index}"
         reason = foreign.described(error) + foreign.place(error)
-        _log.warning("group dropped, prompt '%s': %s", prompt_id, reason)
-        failure: RuntimeError | None = self._failures.failed(prompt_id, reason)
+        late = any(isinstance(one, TimeoutError | DeadlinePassed) for one in (error, error.__cause__))
+        failure: RuntimeError | None = self._failures.failed(prompt_id, reason, late)
         if failure is None and isinstance(error, Misfit):
             failure = RolloutsFailed(f"prompt '{prompt_id}': {error}")
         if failure is None and not self.player.engine.health().get("alive", True):

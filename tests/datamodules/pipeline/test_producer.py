@@ -16,7 +16,7 @@ from app.batch import Trajectory
 from datamodules.filters import GroupFilter
 from datamodules.groups import Group, to_batch
 from datamodules.inference.protocol import GenerationRequest
-from datamodules.pipeline.limits import Limits
+from datamodules.pipeline.limits import FailureLimits, Limits
 from datamodules.prompts import ArithmeticPrompts, Prompt
 from datamodules.rewards import RewardOptions, RewardPool
 from datamodules.workflows import EpisodeEngine, RLVRWorkflow
@@ -272,6 +272,45 @@ def test_failing_forever_stops_with_the_reason(build: Build) -> None:
     producer = build(FakeEngine(only(set(range(1000)), fail)), limits=Limits(max_failures=5))
     with pytest.raises(RuntimeError, match=r"5 groups in a row .* prompt 'p\d+': GenerationError: the server caught"):
         producer.collect(2, 10.0)
+
+
+def test_what_fails_in_one_way_from_the_start_is_not_tried_on(build: Build, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.WARNING)
+    producer = build(FakeEngine(only(set(range(1000)), fail)), limits=Limits(max_failures=32))
+    said = r"the first 8 groups were dropped, all in the same way, .* 'p\d+': GenerationError: the server caught fire"
+    with pytest.raises(RuntimeError, match=said):
+        producer.collect(2, 10.0)
+    dropped = [record.getMessage() for record in caplog.records if "group dropped" in record.getMessage()]
+    assert [re.sub(r"'p\d+'|:\d+$", "'p'", one) for one in dropped] == [
+        "group dropped, prompt 'p': GenerationError: the server caught fire at producers.py'p'",
+        *(f"group dropped, prompt 'p': the same, {count} in a row" for count in (2, 4, 8)),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("worked", "late", "reasons"),
+    [
+        (True, False, ["down"] * 31),
+        (False, True, ["down"] * 31),
+        (False, False, [f"down {k}" for k in range(31)]),
+        (False, False, ["odd", *["down"] * 30]),
+    ],
+)
+def test_what_may_get_better_is_tried_as_often_as_it_is_allowed(worked: bool, late: bool, reasons: list[str]) -> None:
+    limits = FailureLimits(Limits(max_failures=32))
+    if worked:
+        limits.came_through()
+    assert [limits.failed(f"p{k}", reason, late) for k, reason in enumerate(reasons)] == [None] * 31
+    assert "32 groups in a row" in str(limits.failed("p", "down", late))
+
+
+def test_paths_ids_and_details_make_no_other_failure() -> None:
+    limits = FailureLimits(Limits())
+    found = [
+        limits.failed(f"p{k}", f"CallFailed: of p{k}: ValueError at a.py:3 (all of it: /run/{k:016x}.log); it said {k}")
+        for k in range(8)
+    ]
+    assert found[:7] == [None] * 7 and "the first 8 groups" in str(found[7])
 
 
 class Unfit(Flow):
