@@ -17,9 +17,11 @@ from pathlib import Path
 from typing import Any
 
 from datamodules.processes.deadline import Held
+from datamodules.processes.foreign import print_traceback
 from datamodules.processes.guarded import LOG_BYTES, OverMemory, end_all
 from datamodules.processes.limits import memory_limit, tell_hidden
 from datamodules.processes.process import Garbled, WorkerProcess
+from datamodules.processes.worker import NotAnAnswer
 
 _log = logging.getLogger(__name__)
 _START_S = 120.0
@@ -218,7 +220,7 @@ class ProcessCalls(Calls):
             else:
                 self._idle.append(one)
         if status != "ok":
-            raise CallFailed(str(content).removeprefix("raised "))
+            raise CallFailed(str(content))
         return content
 
     def stop(self) -> None:
@@ -275,12 +277,22 @@ def _copy(log: Path | None, begin: int, to: Path | None) -> None:
 
 
 class _Functions:
+    """Attributes: is_for_people, whether what they raise is read by people, for whom the log has the traceback too."""
+
     def __init__(self, functions: dict[str, Callable[..., Any]]) -> None:
         self._functions = functions
+        self.is_for_people = all(getattr(one, "is_for_people", False) is True for one in functions.values())
 
     def __call__(self, name: str, /, *args: Any, **kwargs: Any) -> Any:
-        result = self._functions[name](*args, **kwargs)
-        return asyncio.run(_awaited(result)) if inspect.isawaitable(result) else result
+        try:
+            result = self._functions[name](*args, **kwargs)
+            return asyncio.run(_awaited(result)) if inspect.isawaitable(result) else result
+        except NotAnAnswer:
+            raise
+        except BaseException as error:
+            if self.is_for_people:
+                print_traceback(error)
+            raise
 
 
 async def _awaited(result: Awaitable[Any]) -> Any:

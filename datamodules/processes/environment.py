@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import inspect
+import numbers
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
+
+from datamodules.processes.worker import NotAnAnswer
 
 
 class InEnvironment:
     """Calls `function` with environment variables of this call, in a worker process of its own (`once`): what an
-    earlier call has made of them, clients or threads, would speak with its key or in this one's name."""
+    earlier call has made of them, clients or threads, would speak with its key or in this one's name.
+
+    It answers text, a number of any library, or None. Raises NotAnAnswer for anything else.
+    """
 
     is_for_people = True  # what it raises
 
@@ -18,4 +25,21 @@ class InEnvironment:
 
     def __call__(self, variables: Mapping[str, str], *args: Any) -> Any:
         os.environ.update(variables)
-        return self._function(*args)
+        result = self._function(*args)
+        return _awaited(result) if inspect.isawaitable(result) else _answer(result)
+
+
+async def _awaited(result: Awaitable[Any]) -> Any:
+    return _answer(await result)
+
+
+def _answer(value: Any) -> str | float | None:
+    if value is None or (isinstance(value, str | int | float) and not isinstance(value, bool)):
+        return value
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        raise NotAnAnswer(
+            f"returned a value of type {type(value).__name__}; it must return text or a number, or None, and its last"
+            " reply is judged",
+            "exception",
+        )
+    return float(value)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import sysconfig
 import traceback
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +44,15 @@ def place(error: BaseException) -> str:
         if file.is_absolute() and not any(file.is_relative_to(ours) for ours in _NOT_USERS):
             found = f" at {file.name}:{line}"
     return well_formed(found)
+
+
+def print_traceback(error: BaseException) -> None:
+    """To standard error, from the first frame on that is not ours."""
+    trace = error.__traceback__
+    while trace is not None and Path(trace.tb_frame.f_code.co_filename).is_relative_to(Path(__file__).parent):
+        trace = trace.tb_next
+    with suppress(Exception):  # whose text, a foreign one, may not be had
+        traceback.print_exception(type(error), error, trace or error.__traceback__)
 
 
 def must_pass(error: BaseException) -> bool:

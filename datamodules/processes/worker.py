@@ -100,7 +100,8 @@ def _call(function: Callable[..., Any], unpickle: Callable[[bytes], Any], argume
     except NotAnAnswer as error:
         return error.status, json.dumps(str(error)[:_MOST_SAID])
     except BaseException as error:  # SystemExit and time-outs that are no Exception included
-        return "exception", json.dumps(f"raised {described(error)}{place(error) if _is_for_people(function) else ''}")
+        said = f"raised {described(error)}{place(error)}" if _is_for_people(function) else described(error)
+        return "exception", json.dumps(said)
     finally:
         for timer in _TIMERS:
             signal.setitimer(timer, 0)  # an alarm that was left must not ring in another's call

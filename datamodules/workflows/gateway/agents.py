@@ -8,6 +8,7 @@ and commands run in processes that end, with all they started, at their deadline
 from __future__ import annotations
 
 import asyncio
+import inspect
 import json
 import math
 import pkgutil
@@ -143,6 +144,7 @@ def agent(
             ) from error
     calls_of = ProcessCalls if executor is None else partial(executor.calls, held_out=held_out)
     if callable(given):
+        _check_takes_a_task(given)
         try:
             calls = calls_of({"agent": InEnvironment(given)}, workers, memory_mb, keep_environment, once=True)
         except ValueError as error:
@@ -151,6 +153,22 @@ def agent(
     if not given or not all(isinstance(word, str) and word for word in given):
         raise ValueError(f"{given!r} is no command; give its words")
     return CommandAgent(given, calls_of({"agent": run_command}, workers, memory_mb, keep_environment, once=True))
+
+
+def _check_takes_a_task(function: Callable[..., Any]) -> None:
+    """Raises ValueError where no episode could call it."""
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):  # of C
+        return
+    try:
+        signature.bind(None)
+    except TypeError as error:
+        name = getattr(function, "__name__", type(function).__name__)
+        raise ValueError(
+            f"{name}{signature} cannot be called with the task alone ({error}); it must take one positional argument,"
+            " the task, and need no other"
+        ) from error
 
 
 class _ProcessAgent(Agent):

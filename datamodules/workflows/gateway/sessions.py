@@ -99,6 +99,7 @@ class Session:
         id: part of the URL. key: what a client must show. touched: when it last asked or was answered, by
             `time.monotonic`.
         fault: why the engine could not answer; None while it can. exhausted: whether a call was beyond the budget.
+        asked: number of the requests that reached it.
         misfit: what was refused as the model's template hides it, whatever the agent asks; "" for nothing.
         bodies: by which requests are read. rewards: what was posted. exchanges: what was asked and answered.
         ended: set when the agent is done. repeats: which calls run, and who has their answers.
@@ -124,6 +125,7 @@ class Session:
         self.fault: Exception | None = None
         self.exhausted = False
         self.misfit = ""
+        self.asked = 0
         self.bodies = Bodies()
         self.rewards = Rewards()
         self.exchanges: list[Exchange] = []
@@ -215,6 +217,7 @@ class Session:
 
     def heard(self, body: dict[str, Any]) -> dict[str, Any]:
         """A request as this session takes it, whatever its protocol."""
+        self.asked += 1
         if not self._sampling.override:
             return body
         left = fields.without_sampling(body)

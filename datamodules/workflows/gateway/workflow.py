@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
@@ -35,6 +36,12 @@ from datamodules.workflows.turns import ReplyOptions
 
 _log = logging.getLogger(__name__)
 _MOST_SHOWN = 1000  # characters of what a failed agent printed
+_TRACEBACK = "Traceback (most recent call last):"
+_ELSEWHERE = re.compile(r"[Cc]onnect|Authentication|NotFound|\b40[134]\b|api_key|base_url|[Tt]imeout|[Tt]imed out")
+_NOBODY = (
+    "no call reached this session: does the agent set base_url or api_key itself? It must leave them to OPENAI_BASE_URL"
+    " and OPENAI_API_KEY"
+)
 
 
 class AgentWorkflow:
@@ -191,7 +198,10 @@ class AgentWorkflow:
             if isinstance(error, Lost):
                 raise
             if not session.exhausted:
-                raise CallFailed(f"the agent {_words(error)}{_printed(output)}") from error
+                said, printed = _words(error), _printed(output, str(error).startswith("raised "))
+                away = isinstance(error, DeadlinePassed) or _ELSEWHERE.search(said + printed)
+                why = f"; {_NOBODY}" if away and not session.asked else ""
+                raise CallFailed(f"the agent {said}{why}{printed}") from error
             result = None
         except asyncio.CancelledError:  # the episode's deadline, or the end of the run
             _log.info("prompt '%s': the agent was ended%s", prompt.id, _printed(output))
@@ -203,13 +213,16 @@ class AgentWorkflow:
         if not session.transcript.calls:
             raise CallFailed(
                 "the agent asked for no reply; it must call the API at OPENAI_BASE_URL, as the openai package does"
+                + (f" ({_NOBODY})" if not session.asked else "")
             )
         if session.untrained == len(session.transcript.calls):
             raise CallFailed(
                 f"none of the agent's {session.untrained} replies can be trained on: each call asked for top_p,"
                 " temperature 0 or their like, which override_sampling passes over"
             )
-        text = result if isinstance(result, str) else session.text()
+        text = session.text()
+        if isinstance(result, str) or (result is not None and engine.has_reward):  # which judges numbers as text
+            text = str(result)
         found = session.trajectories(prompt, await self._score(engine, prompt, session, result, text))
         for one in found:
             one.metadata |= {"completion": text, "answer": prompt.answer}
@@ -272,13 +285,19 @@ def _words(error: Exception) -> str:
     return f"was {error}" if isinstance(error, DeadlinePassed) else str(error)
 
 
-def _printed(output: Path | None) -> str:
-    """How what a failed agent printed ends, and where the rest is; "" where there is nothing."""
+def _printed(output: Path | None, raised: bool = False) -> str:
+    """How what a failed agent printed ends, and where the rest is, and the traceback of what it `raised`; "" where
+    there is nothing."""
     try:
-        said = output.read_text("utf-8", "replace").strip() if output is not None else ""
+        written = output.read_text("utf-8", "replace") if output is not None else ""
     except OSError:
         return ""
-    return f"; it printed, at the end, {said[-_MOST_SHOWN:]!r} (all of it: {output})" if said else ""
+    before, trace, _ = written.partition(_TRACEBACK) if raised else (written, "", "")  # the error has it in short
+    said = before.strip()
+    if not said:
+        return f" (traceback: {output})" if trace else ""
+    where = "all of it, and the traceback" if trace else "all of it"
+    return f"; it printed, at the end, {said[-_MOST_SHOWN:]!r} ({where}: {output})"
 
 
 async def _serve(opened: asyncio.Future[Gateway], host: str) -> None:

@@ -108,6 +108,36 @@ def broken(prompt: Prompt) -> str:
     raise KeyError("no such fruit")
 
 
+class Answer(dict[str, str]):
+    """As of a library of an agent's."""
+
+
+def structured(prompt: Prompt) -> Any:
+    """Answers as the task says."""
+    OpenAI().chat.completions.create(model="any", messages=[{"role": "user", "content": prompt.text}])
+    answers = {"dict": Answer(text="6"), "list": ["6"], "bool": True, "object": prompt, "number": 6}
+    return answers.get(prompt.id)
+
+
+async def structured_later(prompt: Prompt) -> Any:
+    return structured(prompt)
+
+
+def elsewhere(prompt: Prompt) -> str:
+    """Asks another server."""
+    client = OpenAI(base_url="http://127.0.0.1:9/v1", api_key="mine", max_retries=0)
+    return client.chat.completions.create(model="any", messages=[{"role": "user", "content": "x"}]).model
+
+
+def down(prompt: Prompt) -> str:
+    print("before it broke")
+    raise ValueError("my database is down")
+
+
+def two_arguments(prompt: Prompt, more: str) -> str:
+    return more
+
+
 def silent(prompt: Prompt) -> str:
     return "nothing asked"
 

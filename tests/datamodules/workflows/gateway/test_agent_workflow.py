@@ -125,6 +125,44 @@ def test_an_agent_that_fails_is_not_scored(agent: Callable[..., Any], says: str,
         run(agent, ["6"], logs=tmp_path)
 
 
+@pytest.mark.parametrize("agent", [agents.structured, agents.structured_later])
+@pytest.mark.parametrize(
+    ("kind", "called"), [("dict", "Answer"), ("list", "list"), ("bool", "bool"), ("object", "Prompt")]
+)
+def test_an_answer_that_is_neither_text_nor_a_number_is_refused(
+    agent: Callable[..., Any], kind: str, called: str
+) -> None:
+    with pytest.raises(CallFailed, match=f"the agent returned a value of type {called}; it must return text or a num"):
+        run(agent, ["6"], task=replace(TASK, id=kind))
+
+
+@pytest.mark.parametrize(("kind", "judged"), [("number", "6"), ("none", "the reply")])
+def test_only_an_agent_that_answers_nothing_is_judged_by_its_last_reply(kind: str, judged: str) -> None:
+    _, found = run(agents.structured, ["the reply"], lambda _, text: float(text == judged), task=replace(TASK, id=kind))
+    assert found[0].reward == 1.0
+
+
+def test_what_an_agent_raised_is_kept_and_placed(tmp_path: Path) -> None:
+    with pytest.raises(CallFailed, match=r"raised ValueError: my database is down at agents\.py:\d+;") as caught:
+        run(agents.down, [], logs=tmp_path)
+    said = str(caught.value)
+    assert "it printed, at the end, 'before it broke' (all of it, and the traceback: " in said
+    assert "no call reached" not in said and "Traceback" not in said
+    kept = said.rpartition(": ")[2].rstrip(")")
+    for written in (Path(kept).read_text(), *(one.read_text() for one in tmp_path.glob("workers/*.log"))):
+        assert 'raise ValueError("my database is down")' in written and "in __call__" not in written
+
+
+def test_an_agent_that_asks_elsewhere_is_told_where_to_ask(tmp_path: Path) -> None:
+    with pytest.raises(CallFailed, match=r"raised APIConnectionError: .*; no call reached this session: does"):
+        run(agents.elsewhere, [], logs=tmp_path)
+
+
+def test_an_agent_that_cannot_be_called_is_named_before_the_run() -> None:
+    with pytest.raises(ValueError, match=r"AgentWorkflow\.agent: two_arguments\(.*must take one positional argument"):
+        AgentWorkflow(agents.two_arguments)
+
+
 class Failing(ScriptedEngine):
     async def generate(self, request: GenerationRequest) -> Any:
         raise GenerationError("no server is left")
