@@ -5,11 +5,12 @@
 
 An agent's base URL becomes http://127.0.0.1:8100/r/<session>/v1, for any session name that comes up. POST
 /r/<session>/reward says what a session was worth, POST /r/<session>/end that it is over. A session is recorded when it
-is ended, has been silent for --idle_s, or this command ends.
+is ended, has been silent for --idle_s, or this command ends; its name cannot be used again then.
 
 --model: it generates in this process, or on the SGLang servers of `arborist serve` that --servers names, which get its
-weights. The API key is that of the environment variable ARBORIST_GATEWAY_KEY, without which one is drawn and printed. A
-recorded session is a file batch_<number>.safetensors, for `arborist inspect DIR` and `RecordedDataModule`.
+weights. The API key is that of the environment variable ARBORIST_GATEWAY_KEY (8 characters or more), without which one
+is drawn and printed. A recorded session is a file batch_<number>.safetensors, for `arborist inspect DIR` and
+`RecordedDataModule`.
 
 --upstream: requests are passed on to the provider, whose base URL it is (https://api.openai.com/v1), with the key that
 the agent sends, which is the provider's: the gateway has none of its own, and whoever reaches it may speak. Of Chat

@@ -184,7 +184,10 @@ async def _in_the_protocols_words(
     except web.HTTPException as error:
         if error.status < 400:
             raise
-        problem = RequestError(f"{request.method} {request.path[:200]}: {error.reason}", status=error.status)
+        said = f"{request.method} {request.path[:200]}: {error.reason}"
+        if error.status == 404 and not request.path.startswith("/r/"):
+            said += f"; the base URL is {request.scheme}://{request.host[:200]}/r/<session>/v1, for a session's name"
+        problem = RequestError(said, status=error.status)
     except Exception:
         _log.exception("the gateway could not answer a request")
         problem = RequestError("the gateway failed; see its log", status=500)

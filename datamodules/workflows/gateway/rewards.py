@@ -61,7 +61,8 @@ class Rewards:
         """Takes `{"reward": number}` for the episode, or with `"call"`, the id of a completion, for that call (and
         `"choice"`, where it was asked for several). Raises RequestError."""
         if unknown := sorted(set(body) - {"reward", "call", "choice"}):
-            raise RequestError(f"{unknown[0][:50]}: not known; leave it out", param=unknown[0][:50])
+            remedy = "leave it out" if "reward" in body else "the field is `reward`"
+            raise RequestError(f"{unknown[0][:50]}: not known; {remedy}", param=unknown[0][:50])
         value = body.get("reward")
         if (
             isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= LARGEST_REWARD  # nor NaN

@@ -105,7 +105,8 @@ class Session:
         ended: set when the agent is done. repeats: which calls run, and who has their answers.
         counts: `abandoned_calls` were given up by the client, or ended with the session, while they were sampled,
             `untaken_calls` by the client once they were complete; `repeated_calls` were answered with a reply that had
-            been sampled before; of `overridden_calls` something was passed over; calls of tools.
+            been sampled before; of `overridden_calls` something was passed over; `clamped_calls` asked for more tokens
+            than `max_new_tokens`; calls of tools.
     """
 
     def __init__(
@@ -181,7 +182,9 @@ class Session:
                 param="messages",
                 code="context_length_exceeded",
             )
-        most = min(room, self._sampling.max_new_tokens, room if asked.max_tokens is None else asked.max_tokens)
+        most = min(room, self._sampling.max_new_tokens, asked.max_tokens or room)
+        if (asked.max_tokens or 0) > self._sampling.max_new_tokens:
+            self.counts["clamped_calls"] += asked.n
         engine = self._engine  # a seed that is the same in every episode must not make a group's samples alike
         requests = [
             GenerationRequest(
@@ -314,6 +317,7 @@ class Session:
         calls = self.transcript.calls
         about = {"turns": len(calls), **self.counts}
         about |= {f"drift_{cause}": count for cause, count in self.transcript.drift.items()}
+        about |= {"quoted_results": self.transcript.quoted} if self.transcript.quoted else {}
         if self.untrained:
             about[UNTRAINABLE_CALLS] = self.untrained
         found = []

@@ -22,9 +22,10 @@ from datamodules.inference.protocol import GenerationResponse
 from datamodules.inference.reply_text import Decode
 from datamodules.workflows.gateway.history import Kept, Messages, Said, for_template, names
 
-Drift = Literal["thoughts", "arguments", "stops", "edited"]
+Drift = Literal["thoughts", "arguments", "tail", "stops", "edited"]
 """Why a later prompt shows a reply otherwise than it was sampled: its beginning is left out, its calls are written
-otherwise, it ended at a stop text, which is not shown, or something else."""
+otherwise, what it said behind the last of them is left out, it ended at a stop text, which is not shown, or something
+else."""
 
 _LONGEST_CHARACTER = 4  # tokens
 
@@ -120,11 +121,13 @@ class Transcript:
     Attributes:
         calls: those answered.
         drift: how often a prompt forked from an earlier reply, as it shows it otherwise than it was sampled, by cause.
+        quoted: number of the results of tools that spelled marks of the template, which got a space put into them.
     """
 
     def __init__(self, chat: Chat, decode: Decode, show_calls: bool = True) -> None:
         self.calls: list[Call] = []
         self.drift: Counter[Drift] = Counter()
+        self.quoted = 0
         self._chat = chat
         self._decode = decode
         self._show_calls = show_calls
@@ -136,6 +139,8 @@ class Transcript:
 
     def keep(self, messages: Sequence[Message], plan: Plan, prompt: Kept) -> Said | None:
         """Messages that were answered, by the prompt that was planned for them; the last of them, None for none."""
+        new = messages[len(plan.known) :]
+        self.quoted += sum(one["role"] == "tool" and self._written(one) != one for one in new)
         return self._messages.keep(list(messages), plan.known, plan.shown, prompt)
 
     def add(self, call: Call) -> None:
@@ -199,7 +204,14 @@ class Transcript:
         return Plan(self._decode(tokens), [tokens], self.calls[-1].prompt if self.calls else None)
 
     def _written(self, message: Message) -> Message:
-        """With its calls as text where the template shows no others. Raises ValueError for calls that no reply made."""
+        """A tool's result without marks of the template's, which would end it; calls as text where the template shows
+        no others. Raises ValueError for calls that no reply made."""
+        if message["role"] == "tool":
+            content = message["content"]
+            if isinstance(content, str):
+                return {**message, "content": self._chat.quoted(content)}
+            parts = tuple(self._chat.quoted(one) if isinstance(one, str) else one for one in content)
+            return {**message, "content": parts}
         if self._show_calls or not message.get("tool_calls"):
             return message
         call = next((self._said[name] for name in names(message) if name in self._said), None)
@@ -269,7 +281,7 @@ class Transcript:
                 continue
             left = self._from_some_token(call, text[begins:ends])
             if left is None:
-                self.drift["arguments" if messages[k].get("tool_calls") else "edited"] += 1
+                self.drift[_cause(call, messages[k], text[begins:ends])] += 1
                 continue
             self.drift["thoughts"] += 1
             start, end, ids = left
@@ -313,6 +325,14 @@ class Transcript:
         ended, opened = self._chat.text(said, None, goes_on=False), self._chat.text(said, None)
         opening = opened[len(ended) :] if opened.startswith(ended) else ""
         return opening.split("\n")[0]
+
+
+def _cause(call: Call, message: Message, shown: str) -> Drift:
+    """Why a message that the reply was is `shown` otherwise than it was sampled."""
+    if not message.get("tool_calls"):
+        return "edited"
+    said, found, _ = shown.partition(call.end) if call.end else ("", "", "")
+    return "tail" if found and said.strip() and call.reply.lstrip().startswith(said.strip()) else "arguments"
 
 
 def _alike_at_the_end(one: str, other: str) -> int:

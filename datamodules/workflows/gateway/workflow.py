@@ -135,6 +135,7 @@ class AgentWorkflow:
         self._judged = judged
         self._host = host
         self._output: Path | None = None
+        self._told = False  # of calls that asked for more than they get
         self._loop: asyncio.AbstractEventLoop | None = None
         self._opened: asyncio.Future[Gateway] | None = None
         self._serving: asyncio.Task[None] | None = None  # kept: an event loop holds its tasks weakly
@@ -210,6 +211,13 @@ class AgentWorkflow:
             gateway.dismiss(session)
             await session.end()  # a service may have calls under way, of which its answer and the reward know nothing
         _check(session)
+        if session.counts["clamped_calls"] and not self._told:
+            self._told = True
+            _log.warning(
+                "calls of the agent ask for more tokens than AgentWorkflow.max_new_tokens: %d, which holds;"
+                " clamped_calls in the samples' metadata counts them",
+                self.max_new_tokens,
+            )
         if not session.transcript.calls:
             raise CallFailed(
                 "the agent asked for no reply; it must call the API at OPENAI_BASE_URL, as the openai package does"

@@ -20,6 +20,7 @@ from datamodules.inference.protocol import SHAPINGS, Shaping
 from datamodules.workflows.gateway.errors import RequestError
 
 _MOST_SHOWN = 100  # characters
+_OF_TEMPLATES = ", and set AgentWorkflow.template_options, which are the chat template's for all calls of a run"
 _OF_SAMPLING = ("temperature", *SHAPINGS)
 _RANGES: dict[str, tuple[float, float]] = {
     "top_p": (math.ulp(0.0), 1),  # 0 would keep nothing
@@ -77,7 +78,8 @@ def number(key: str, value: Any, kind: type, least: float, most: float = math.in
     if isinstance(value, bool) or not isinstance(value, int if kind is int else int | float):
         raise RequestError(f"{key}: must be a number, this is {type(value).__name__}", param=key)
     if not least <= value <= most or abs(value) > sys.float_info.max:
-        raise RequestError(f"{key}: {shown(value)}, must be between {least:g} and {most:g}", param=key)
+        wanted = f"at least {least:g}" if math.isinf(most) else f"between {least:g} and {most:g}"
+        raise RequestError(f"{key}: {shown(value)}, must be {wanted}", param=key)
     return kind(value)
 
 
@@ -150,7 +152,8 @@ def nothing_left(left: Mapping[str, Any], where: str = "") -> None:
     for key, value in left.items():
         if value is not None:
             name = f"{where}.{key[:_MOST_SHOWN]}" if where else key[:_MOST_SHOWN]
-            raise RequestError(f"{name}: not supported; leave it out", param=name, code="unsupported_parameter")
+            remedy = _OF_TEMPLATES if key in ("chat_template_kwargs", "reasoning_effort") else ""
+            raise RequestError(f"{name}: not supported; leave it out{remedy}", param=name, code="unsupported_parameter")
 
 
 def function_tool(where: str, function: Mapping[str, Any], parameters: Any, schema_key: str) -> dict[str, Any]:

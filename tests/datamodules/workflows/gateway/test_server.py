@@ -109,6 +109,8 @@ async def test_only_a_sessions_own_key_speaks_in_it() -> None:
         (b'{"messages": [{}, {}]}', 400, "messages[0].role"),
         (json.dumps({**HELLO, "stop": 0}).encode(), 400, "stop: must be a list"),
         (json.dumps({**HELLO, "tools": {}}).encode(), 400, "tools: must be a list"),
+        (json.dumps({**HELLO, "max_tokens": 0}).encode(), 400, "max_tokens: 0, must be at least 1"),
+        (json.dumps({**HELLO, "reasoning_effort": "low"}).encode(), 400, "AgentWorkflow.template_options"),
         (json.dumps({**HELLO, "stream_options": []}).encode(), 400, "stream_options: must be an object"),
     ],
 )
@@ -136,6 +138,15 @@ async def test_unknown_paths_are_told_in_the_protocols_shape(path: str, status: 
 
 
 @on_a_loop
+async def test_a_path_without_a_session_is_told_the_base_url() -> None:
+    async with serving(new_session(ScriptedEngine(TOKENIZER, []))) as (client, (address,)):
+        base = address.partition("/r/")[0]
+        async with client.post(base + "/v1/chat/completions", json=HELLO) as answer:
+            told = (await answer.json())["error"]["message"]
+        assert answer.status == 404 and f"the base URL is {base}/r/<session>/v1" in told
+
+
+@on_a_loop
 async def test_a_reward_is_a_finite_number_and_an_end_is_final() -> None:
     session = new_session(ScriptedEngine(TOKENIZER, ["well"]))
     async with serving(session) as (client, (address,)):
@@ -143,6 +154,8 @@ async def test_a_reward_is_a_finite_number_and_an_end_is_final() -> None:
             async with client.post(address + "/reward", json={"reward": reward}, headers=bearer(session)) as answer:
                 assert answer.status == 400 and "reward" in (await answer.json())["error"]["message"]
         assert session.rewards.total is None
+        async with client.post(address + "/reward", json={"score": 1.0}, headers=bearer(session)) as answer:
+            assert answer.status == 400 and "the field is `reward`" in (await answer.json())["error"]["message"]
         async with client.post(address + "/reward", json={"reward": 0.5}, headers=bearer(session)) as answer:
             assert (await answer.json(), session.rewards.total) == ({"reward": 0.5, "calls": 0}, 0.5)
         async with client.post(address + "/end", headers=bearer(session)) as answer:
