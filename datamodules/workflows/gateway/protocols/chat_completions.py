@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from datamodules.conversations.chat_template import Message
@@ -202,11 +202,24 @@ def _messages(found: Any) -> list[Message]:
             called = fields.a_list(f"{where}.tool_calls", one["tool_calls"])
             calls = [_call(f"{where}.tool_calls[{k}]", call) for k, call in enumerate(called)]
             message |= {"tool_calls": calls} if calls else {}
+        if message.get("tool_call_id") is not None and message["tool_call_id"] not in _called(messages):
+            raise RequestError(
+                f"{where}.tool_call_id: {fields.shown(message['tool_call_id'])}, no message before it made a call of"
+                " this id; send the assistant's message with its tool_calls first",
+                param=f"{where}.tool_call_id",
+            )
         fields.nothing_left({key: value for key, value in one.items() if key not in known}, where)
         messages.append(message)
     if isinstance(found, Shown):
         found.read = messages
     return messages
+
+
+def _called(messages: list[Message]) -> Iterator[str]:
+    """The ids of calls, the latest first."""
+    for one in reversed(messages):
+        for call in one.get("tool_calls", ()):
+            yield call.get("id", "")
 
 
 def _content(where: str, message: dict[str, Any], role: str) -> Any:

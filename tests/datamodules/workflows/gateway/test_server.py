@@ -109,6 +109,11 @@ async def test_only_a_sessions_own_key_speaks_in_it() -> None:
         (b'{"messages": [{}, {}]}', 400, "messages[0].role"),
         (json.dumps({**HELLO, "stop": 0}).encode(), 400, "stop: must be a list"),
         (json.dumps({**HELLO, "tools": {}}).encode(), 400, "tools: must be a list"),
+        (
+            b'{"messages": [{"role": "tool", "tool_call_id": "x", "content": "3"}]}',
+            400,
+            'messages[0].tool_call_id: "x", no message before it made a call of this id',
+        ),
         (json.dumps({**HELLO, "max_tokens": 0}).encode(), 400, "max_tokens: 0, must be at least 1"),
         (json.dumps({**HELLO, "reasoning_effort": "low"}).encode(), 400, "AgentWorkflow.template_options"),
         (json.dumps({**HELLO, "stream_options": []}).encode(), 400, "stream_options: must be an object"),
