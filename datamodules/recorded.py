@@ -40,7 +40,9 @@ class RecordedDataModule(L.LightningDataModule):
     Args:
         path: token arrays (`.npz`); conversations as text (`.jsonl`, `.jsonl.gz`; these need `tokenizer`); or a
             directory of recorded batches, which `arborist gateway --record` and `RolloutDataModule(record=...)` write.
-            (What a gateway records of a provider is text: join its files in one.)
+            (What a gateway records of a provider is text: join its files in one.) Of recorded batches the tokens and
+            the episodes' rewards are used; their samplers' log-probabilities, versions and temperatures, and which call
+            earned what, are not: `ReplayDataModule` trains from all of it.
             `${ARBORIST_DATA}` and other environment variables are expanded.
         workload: "turns", every generated turn is a sequence (its prompt, then the turn; loss on the turn alone);
             "whole", one sequence a conversation, loss on all generated tokens; "think", as "turns" with an empty
@@ -244,6 +246,7 @@ class RecordedDataModule(L.LightningDataModule):
 
     def _load(self) -> Sequence[Conversation | Session]:
         if not self.path.endswith((".npz", ".jsonl", ".jsonl.gz")):
+            _log.info("data.path: of recorded batches only tokens and rewards are used; ReplayDataModule uses it all")
             return self._rewarded(load_sessions(resolve(self.path, "data.path", "directory")))
         file = resolve(self.path, "data.path")
         encoder = None

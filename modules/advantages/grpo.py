@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from app.batch import RolloutBatch
-from modules.advantages.statistics import Over, check_over, mean_over, std_over
+from modules.advantages.statistics import Over, centred_over, check_over, std_over
 from modules.episodes import episodes, group_sizes, spread_episodes
 
 
@@ -17,7 +17,8 @@ def grpo(batch: RolloutBatch, mean: Over = "group", std: Over = "group", eps: fl
         std: what it is divided by, n - 1 in its denominator. "none": groups weigh in by how much their rewards differ
             (Dr.GRPO); "batch": they share one scale, which groups of nearly equal rewards cannot blow up (Lite PPO,
             Liu et al. 2025, "Tricks or traps?", section 4.1).
-        eps: keeps groups whose rewards are all equal at 0; without effect on std "none".
+        eps: added to the deviation; without effect on std "none". Groups whose rewards are equal, but for rounding, are
+            at 0 whatever it is.
 
     Returns:
         float32 [T], one value for all tokens of an episode; in standard deviations, or units of reward for std "none".
@@ -38,7 +39,7 @@ def grpo(batch: RolloutBatch, mean: Over = "group", std: Over = "group", eps: fl
     of_episode = groups.unique(return_inverse=True)[1]
     if "group" in (mean, std):
         of_episode, _ = group_sizes(batch, groups, "grpo")
-    centred = rewards - mean_over(rewards, of_episode, mean)
+    centred = centred_over(rewards, of_episode, mean)
     if std != "none":
         centred = centred / (std_over(rewards, of_episode, std) + eps)
     return spread_episodes(batch, of_sequence, centred)

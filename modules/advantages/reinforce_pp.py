@@ -10,7 +10,7 @@ from torch import Tensor
 from app import checks
 from app.batch import RolloutBatch
 from modules.advantages.scan import discounted_sums
-from modules.advantages.statistics import mean_over, whiten
+from modules.advantages.statistics import centred_over, whiten
 from modules.episodes import episodes, group_sizes, turns
 
 
@@ -40,7 +40,7 @@ def reinforce_pp(
         raise ValueError(f"advantage_options.gamma: {gamma}, must be between 0 and 1")
     rewards, groups, of_sequence = episodes(batch)
     if baseline == "group":
-        rewards = rewards - mean_over(rewards, group_sizes(batch, groups, "reinforce_pp")[0], "group")
+        rewards = centred_over(rewards, group_sizes(batch, groups, "reinforce_pp")[0], "group")
     turn = turns(batch, of_sequence)
     trained = batch.loss_mask.nonzero()[:, 0]
     steps = trained[torch.argsort(turn.of_token[trained], stable=True)]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from app.batch import RolloutBatch
-from modules.advantages.statistics import mean_over
+from modules.advantages.statistics import centred_over
 from modules.episodes import episodes, group_sizes, spread_episodes
 
 
@@ -22,5 +22,5 @@ def rloo(batch: RolloutBatch) -> Tensor:
     of_episode, sizes = group_sizes(batch, groups, "rloo")
     size = sizes[of_episode].to(rewards.dtype)
     # r - (sum - r) / (n - 1) = (r - mean) n / (n - 1)
-    centred = rewards - mean_over(rewards, of_episode, "group")
+    centred = centred_over(rewards, of_episode, "group")
     return spread_episodes(batch, of_sequence, centred * size / (size - 1).clamp(min=1))

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from app import checks
+from app.statistics import ROUNDING
 
 Over = Literal["group", "batch", "none"]
 OVER = ("group", "batch", "none")
@@ -23,6 +24,27 @@ def mean_over(values: Tensor, groups: Tensor, over: Over) -> Tensor:
     return (torch.zeros(len(sizes), dtype=values.dtype).index_add(0, labels, values) / sizes.clamp(min=1))[labels]
 
 
+def centred_over(values: Tensor, groups: Tensor, over: Over) -> Tensor:
+    """[E], `values` less `mean_over`; exactly 0 where all of a group, or of the batch, are equal but for rounding, of
+    which a division by their deviation would make something of the size of all else."""
+    if over == "none" or not len(values):
+        return values
+    labels = groups if over == "group" else torch.zeros_like(groups)
+    bounds = [
+        torch.zeros(int(labels.max()) + 1, dtype=values.dtype).scatter_reduce(
+            0, labels, values, how, include_self=False
+        )
+        for how in ("amin", "amax")
+    ]
+    flat = _equal(*bounds)[labels]
+    return (values - mean_over(values, groups, over)).masked_fill(flat, 0.0)
+
+
+def _equal(least: Tensor, most: Tensor) -> Tensor:
+    """As `app.statistics.equal`, of each pair."""
+    return most - least <= ROUNDING * torch.maximum(least.abs(), most.abs()).clamp(min=1)
+
+
 def std_over(values: Tensor, groups: Tensor, over: Over) -> Tensor:
     """[E], as `mean_over`, the standard deviation with n - 1 in its denominator; 0 where n is 1, ones for "none"."""
     if over == "none":
@@ -35,7 +57,10 @@ def std_over(values: Tensor, groups: Tensor, over: Over) -> Tensor:
 
 
 def whiten(values: Tensor, eps: float) -> Tensor:
-    """[M] -> (values - mean) / (std + eps), n - 1 in the denominator; fewer than two values are only centred."""
+    """[M] -> (values - mean) / (std + eps), n - 1 in the denominator; fewer than two values are only centred. Zeros
+    where they are equal but for rounding."""
+    if len(values) and bool(_equal(values.min(), values.max())):
+        return torch.zeros_like(values)
     centred = values - values.mean() if len(values) else values
     return centred / (centred.square().sum() / max(len(values) - 1, 1)).sqrt().add(eps) if len(values) > 1 else centred
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from app import checks
 from app.batch import RolloutBatch
 from app.tree import PrefixTree
-from modules.advantages.statistics import std_over
+from modules.advantages.statistics import centred_over, std_over
 from modules.episodes import episodes, group_sizes, turns
 
 
@@ -21,8 +21,9 @@ def tree(batch: RolloutBatch, std: Literal["none", "group"] = "none", eps: float
     through than through the turn's end; so a turn is credited against its siblings, the turns others took in the same
     state, and the credits of an episode's forks add up to its reward minus the group's mean. A turn after the last fork
     has no siblings left and gets its branch's credit. Where episodes have nothing but the prompt in common this is
-    `dr_grpo`. (Process rewards from the rewards below as in TreeRL, Hou et al. 2025, section 3.3, with the
-    nearest fork in the place of the parent node.)
+    `dr_grpo`. Only turns with trained tokens are counted among those that went through a state, and a reply that goes
+    on where another one ends is not below its end. (Process rewards from the rewards below as in TreeRL, Hou et al.
+    2025, section 3.3, with the nearest fork in the place of the parent node.)
 
     Args:
         std: "group" divides by the standard deviation of the group's rewards.
@@ -36,6 +37,7 @@ def tree(batch: RolloutBatch, std: Literal["none", "group"] = "none", eps: float
     checks.one_of("advantage_options.std", std, ("none", "group"))
     rewards, groups, of_sequence = episodes(batch)
     of_episode, _ = group_sizes(batch, groups, "tree")
+    rewards = centred_over(rewards, of_episode, "group")  # credits are differences, and those of rounding are none
     turn = turns(batch, of_sequence)
     # Tree tokens name states: two sequences of a group have the same tokens up to a position, or another tree token.
     prefixes = PrefixTree.build(

@@ -119,6 +119,29 @@ def test_equal_rewards_are_neutral(name: str) -> None:
     assert found[batch.loss_mask].abs().max() == 0
 
 
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("grpo", {}),
+        ("grpo", {"std": "batch"}),
+        ("discounted", {}),
+        ("reinforce_pp", {}),
+        ("reinforce_pp", {"baseline": "group"}),
+        ("tree", {"std": "group"}),
+        ("rloo", {}),
+    ],
+)
+def test_rewards_that_are_equal_but_for_rounding_are_neutral(name: str, options: dict[str, Any]) -> None:
+    """Sums of parts in float32, far enough from 0 that their differences exceed every eps."""
+    totals = [30.3 + 20.4 + 29.4, 80.1, 0.3 + 0.1 + 79.7, float(torch.tensor(35.7) + torch.tensor(44.4))]
+    totals = [float(torch.tensor(total)) for total in (*totals, 80.1 + 1.5e-5)]
+    assert max(totals) - min(totals) > 1e-5
+    given = rows(*((0, total, 1) for total in totals), (1, 3.0, 1), (1, 3.0, 1))
+    if name == "reinforce_pp" and not options:  # what it centres is the batch
+        given = given[:-2]
+    assert estimate(name, to_batch(given), given, **options)[to_batch(given).loss_mask].abs().max() == 0
+
+
 def test_tree_credits_a_turn_against_its_siblings() -> None:
     """Two ways to begin, and after the first of them two ways to go on: the numbers by hand."""
     begin, other, left, right = [3], [4], [5], [6]
