@@ -36,7 +36,7 @@ class LossInputs:
     Attributes:
         logprobs: [T], with gradient, nats: of the policy being trained.
         entropy: [T], with gradient, nats: of the distribution each token was drawn from.
-        old: [T], nats: of the policy the ratio is taken against (`proximal` says which).
+        old: [T], nats: of the policy the ratio is taken against; `proximal` of `PolicyModule` says which.
         behavior: [T], nats: of the sampler.
         reference: [T], nats: of the reference policy.
         soft: [T], with gradient, nats: sum over the reference's likeliest tokens of its probability x the policy's
@@ -45,7 +45,9 @@ class LossInputs:
         advantages: [T], units of (normalised) reward.
         mask: bool [T], trained tokens; what other tokens hold is arbitrary, but finite.
         cu_seqlens: int64 [n + 1]: sequence k is tokens `cu_seqlens[k]` to `cu_seqlens[k + 1]`.
-        groups, episodes: int64 [n]; rewards: float32 [n]: of each sequence, where the objective sees a whole step.
+        groups, episodes: int64 [n], of each sequence, where the objective sees a whole step.
+        rewards: float32 [n], there too: of each sequence's episode, with the rewards of its single calls and less what
+            regularisers in the reward cost.
     """
 
     logprobs: Tensor
@@ -86,7 +88,8 @@ class Regulariser:
     """One cost of tokens.
 
     Attributes:
-        name: a function of `modules.regularisers`, or the import path of one.
+        name: kl, kl_weighted, forward_kl, entropy or overlong (docs/algorithms.md, the files of modules/regularisers);
+            or the import path of your own.
         coef: its weight, above 0: the cost is made small.
         where: "loss" adds coef x cost to each token's loss; "reward" takes it from the reward before advantages are
             computed.
@@ -116,7 +119,7 @@ class Algorithm:
 
     Attributes:
         whole_step: the objective sees all sequences of an optimizer step at once.
-        objective_metrics: names of the token means that `losses` returns. metrics: those and what `costs` adds.
+        objective_metrics: names of what `losses` returns to be logged. metrics: those and what `costs` adds.
         penalties: names of the episode means that `token_rewards` returns.
 
     Raises:
@@ -249,7 +252,7 @@ class Algorithm:
     # In an optimizer step, on some sequences
 
     def losses(self, inputs: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:
-        """The objective's loss of each token [T], corrected, and tensors [T] to average over trained tokens."""
+        """The objective's loss of each token [T], corrected, and tensors [T] whose means are logged."""
         losses, stats = _with_stats(self.objective(vars(inputs)), inputs.mask, self.objective)
         if self.correction is not None:
             weights, more = _with_stats(self.correction(vars(inputs)), inputs.mask, self.correction)

@@ -53,23 +53,33 @@ class PolicyModule(TreeModule):
 
     The loss of an optimizer step is the weighted sum over its trained tokens (`aggregation` gives the weights) of
     objective x correction + the regularisers' coef x cost. Functions are named: one of the package, or the import path
-    of your own; see `modules.advantages`, `modules.objectives`, `modules.regularisers`, `modules.corrections` for what
-    they are called with.
+    of your own. docs/algorithms.md says what each computes, takes and is called with: on the site, `make docs`, of all
+    of them; in the checkout it leads to their files, whose heads do.
 
     Args:
         model: the policy's weights or configuration.
-        advantage, advantage_options: credit of tokens; default `grpo`.
-        objective, objective_options: loss of tokens.
-        regularisers: costs in the loss or in the reward.
-        correction, correction_options: weights for a sampler that differs from the trainer.
+        advantage: credit of tokens: grpo (the default), dr_grpo, rloo, reinforce_pp, reward, discounted, distill, tree;
+            with a critic gae (its default), gae_turn; or your own. Explained, as those of the next options are, on the
+            site (`make docs`; docs/algorithms.md) and in the files of modules/advantages.
+        advantage_options: of that function, by name.
+        objective: loss of tokens: ppo_clip, decoupled_ppo, dapo, gspo, cispo, sapo, m2po, tba, reinforce, sft, dpo (the
+            files of modules/objectives); or your own.
+        objective_options: of that function, by name.
+        regularisers: costs in the loss or in the reward: kl, kl_weighted, forward_kl, entropy, overlong (the files of
+            modules/regularisers); or your own.
+        correction: weights for a sampler that differs from the trainer: truncated, masked (the files of
+            modules/corrections); or your own.
+        correction_options: of that function, by name.
         proximal: the policy that ratios are taken against (`old`). "sampler" (the default): the log-probabilities
             recorded while sampling. "recomputed" (the default with a correction or a decoupled objective): the policy
             at the start of the batch; an extra pass, except with one step a batch. "interpolated": between sampler and
-            current policy, log-linearly by version, as far as the version at the start of the batch lies between them;
+            current policy, log-linearly by version: behavior + (v - s) / (v + 1 - s) x (current - behavior) for a token
+            that version s sampled, in a batch that begins at version v, the current policy counting as version v + 1;
             never an extra pass (AReaL); with one step a batch it is refused, "recomputed" being exact and free there.
             Tokens that carry no log-probabilities (version -1) always take the policy at the start of the batch.
-        aggregation: "token_mean", "sequence_mean", "episode_mean" or "constant" (see `token_weights`); default: the
-            objective's own.
+        aggregation: what losses of tokens are averaged over: "token_mean", "sequence_mean", "episode_mean" or
+            "constant" (`token_weights` in modules/objectives/aggregation.py). Default: the objective's own, which is
+            "sequence_mean" of gspo and sapo, "episode_mean" of dpo and tba, "token_mean" of all others.
         aggregation_constant: tokens, the divisor of aggregation "constant".
         reference: "initial", a frozen copy of the weights this run starts from, or where else it comes from. A copy is
             part of the checkpoint, so a resumed run keeps it. "base": the policy with its adapters off, which takes no
@@ -77,20 +87,24 @@ class PolicyModule(TreeModule):
             server has it, and is asked.
         reference_refresh: lets the reference follow the policy every so many rollout batches.
         reference_offload: keep the reference in CPU memory between its passes.
-        minibatches: optimizer steps one pass over a rollout batch takes, at most the groups it holds. A run may stop
-            and go on after each of them; validation falls between batches.
+        minibatches: optimizer steps one pass over a rollout batch takes, which deal its groups among them, each whole.
+            More than the data says that a batch holds are refused. Where one holds fewer all the same (the last of a
+            pass over recorded tasks; replayed batches, of which nothing is said beforehand), single episodes are dealt,
+            or with dpo, tba and whatever else asks for `groups`, `episodes` or `rewards`, whole groups still. What then
+            gets nothing is a step that moves no weights. A run may stop and go on after each of them; validation falls
+            between batches.
         epochs: passes over a rollout batch; each shuffles anew.
         seed: of that shuffling.
         tree_options: see `TreeModule`.
 
     Logs, every optimizer step, over all ranks: reward (the mean over the batch's episodes: what is left after the
     datamodule's filter, so no learning curve with one; `rollouts/reward` is), loss, entropy, what objective, correction
-    and regularisers report, approx_kl (`old` against the policy), grad_norm, staleness and staleness_max (versions
-    between sampling and training), tokens/*, tokens/s (dense tokens of all ranks by rank 0's wall seconds of the step,
-    whichever passes it ran); with a correction correction_weight and correction_ess, the effective share of the
-    samples; at index 0, where the batch has not moved the weights yet, penalty/* (an episode), and on tokens that the
-    current version sampled only: mismatch_kl and logprob_diff_max (sampler against trainer; left out when there are
-    none, as in asynchronous runs once rollouts are ahead).
+    and regularisers report, approx_kl (`old` against the policy, by k3), grad_norm, staleness and staleness_max
+    (versions between sampling and training, of tokens that have one), tokens/*, tokens/s (dense tokens of all ranks by
+    rank 0's wall seconds of the step, whichever passes it ran); with a correction correction_weight and correction_ess,
+    the effective share of the samples; at index 0, where the batch has not moved the weights yet, penalty/* (an
+    episode), and on tokens that the current version sampled only: mismatch_kl (by k3) and logprob_diff_max (sampler
+    against trainer; left out when there are none, as in asynchronous runs once rollouts are ahead).
     Validation and test: `val/accuracy`, `test/accuracy`, the mean reward over episodes; `val/mismatch_kl` and
     `val/logprob_diff_max`, the same comparison on a sample of their episodes; `val/pass@k` and so on, behind a set's
     name `val/<set>/` where sets have names: see `modules.evaluation`.

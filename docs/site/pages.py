@@ -1,7 +1,8 @@
 """The pages of the site that nobody writes: options, recipes, and what lies outside docs/ but is linked from it.
 
-Promises: a page for every class that a configuration can name, read off its source (no import: the site builds without
-torch), so that it cannot be out of date; a page for every run in configs/; every link of a page that leads to a file of
+Promises: a page for every class that a configuration can name, and a section for every function that an algorithm is
+made of, read off their source (no import: the site builds without torch), so that they cannot be out of date; a page
+for every run in configs/; every link of a page that leads to a file of
 the checkout leads to a page or a file of the site, else building fails (`mkdocs build --strict`).
 """
 
@@ -25,6 +26,23 @@ ROOMS = {"model": "modules", "data": "datamodules", "callbacks": "callbacks", "s
 ROOTS = {"LightningModule", "LightningDataModule", "Callback", "Strategy", "DDPStrategy", "ParallelStrategy"}
 TITLES = {"model": "Options of the model", "data": "Options of the data", "callbacks": "Options of callbacks",
           "strategy": "Options of the strategy"}  # fmt: skip
+ALGORITHMS = "algorithms.md"  # of docs/; behind it come the functions
+FUNCTIONS = {  # by the option that names them
+    "advantage": ("Advantages", "modules/advantages"),
+    "objective": ("Objectives", "modules/objectives"),
+    "regularisers": ("Regularisers", "modules/regularisers"),
+    "correction": ("Corrections", "modules/corrections"),
+}
+BEHIND = {  # what their docstrings refer to, file and name
+    "advantage": ["modules/advantages/estimate.py:Estimate"],
+    "objective": ["modules/algorithm.py:LossInputs", "modules/objectives/value_loss.py:value_loss"],
+    "regularisers": [
+        *(f"modules/regularisers/kl.py:{name}" for name in ("k1", "k2", "k3")),
+        "modules/algorithm.py:Regulariser",
+    ],
+    "correction": ["modules/corrections/levels.py:importance_ratio"],
+}
+AGGREGATION = "modules/objectives/aggregation.py:token_weights"
 _LINK = re.compile(r"(\]\()([^)\s#:]*)(#[^)\s]*)?(\))")
 log = logging.getLogger("mkdocs.hooks.pages")
 _origin: dict[str, str] = {}  # page or file of the site -> where it is in the checkout
@@ -153,20 +171,124 @@ def _parameter(name: str, kind: ast.expr | None, default: ast.expr | None) -> Pa
 def options_page(title: str, found: list[Option]) -> str:
     about = "Made from the classes: what each constructor takes, its type and its default (none: it has to be given)."
     parts = [f"# {title}", "", about, ""]
+    if title == TITLES["model"]:
+        named = ", ".join(f"`{key}`" for key in FUNCTIONS)
+        parts += [f"What {named} and `aggregation` name, with formulas and options: [algorithms](../{ALGORITHMS}).", ""]
     for one in found:
         parts += [f"## {one.node.name}", "", f"`class_path: {one.class_path}`", ""]
         if one.parameters:
             parts += ["| option | type | default |", "|---|---|---|"]
             parts += [f"| `{x.name}` | {_cell(x.kind)} | {_cell(x.default)} |" for x in one.parameters]
             parts.append("")
-        told = html.escape(ast.get_docstring(one.node) or "", quote=False)
-        parts += [f'<pre class="told">{told}</pre>'.replace("\n\n", "\n&#8203;\n"), ""]
+        parts += [_told(ast.get_docstring(one.node) or ""), ""]
     return "\n".join(parts)
+
+
+def _told(text: str) -> str:
+    return f'<pre class="told">{html.escape(text, quote=False)}</pre>'.replace("\n\n", "\n&#8203;\n")
 
 
 def _cell(code: str) -> str:
     code = re.sub(r"\s+", " ", code).replace("|", "&#124;")
     return f"<code>{code.replace('<', '&lt;')}</code>" if code else ""
+
+
+# ---- functions that an algorithm is made of
+
+
+def functions(key: str) -> dict[str, tuple[str, ast.FunctionDef]]:
+    """What the option `key` (of `FUNCTIONS`) can be called, in the order of its table: file and definition by name."""
+    face = f"{FUNCTIONS[key][1]}/__init__.py"
+    body = ast.parse((ROOT / face).read_text()).body
+    homes = {
+        alias.name: f"{node.module.replace('.', '/')}.py"
+        for node in body
+        if isinstance(node, ast.ImportFrom) and node.module
+        for alias in node.names
+    }
+    tables = [node.value for node in body if isinstance(node, ast.Assign) and "f.__name__: f" in ast.unparse(node)]
+    names = [node.id for node in ast.walk(tables[0]) if isinstance(node, ast.Name) and node.id in homes]
+    return {name: (homes[name], _defined(homes[name], name)) for name in names}
+
+
+def functions_page() -> str:
+    """Markdown: of every function its file, signature, default aggregation and docstring, room by room, then how losses
+    are weighted."""
+    parts: list[str] = []
+    for key, (title, room) in FUNCTIONS.items():
+        found = functions(key)
+        parts += [f"## {title}", "", _told(_head(f"{room}/__init__.py")), ""]
+        if key == "objective":
+            parts += ["| objective | aggregation, unless you name one |", "|---|---|"]
+            parts += [f"| `{name}` | `{default_aggregation(node)}` |" for name, (_, node) in found.items()] + [""]
+        for name, (path, node) in found.items():
+            parts += _section(name, path, node, f"`{key}: {name}`" if key != "regularisers" else f"`name: {name}`")
+        for place in BEHIND[key]:
+            path, name = place.split(":")
+            parts += _section(name, path, _defined(path, name), "")
+    path, name = AGGREGATION.split(":")
+    parts += ["## Aggregations", "", *_section(name, path, _defined(path, name), "")]
+    return "\n".join(parts)
+
+
+def default_aggregation(node: ast.FunctionDef) -> str:
+    """Of an objective: what its `traits` say, or what they say by default."""
+    said = [node for node in _defined("modules/objectives/traits.py", "Traits").body if isinstance(node, ast.AnnAssign)]
+    default = next(one.value for one in said if ast.unparse(one.target) == "aggregation")
+    decorated = [one for one in node.decorator_list if isinstance(one, ast.Call) and ast.unparse(one.func) == "traits"]
+    given = [word.value for one in decorated for word in one.keywords if word.arg == "aggregation"]
+    return str(ast.literal_eval((given or [default])[0]))
+
+
+def _section(name: str, path: str, node: Any, named: str) -> list[str]:
+    parts = [f"### {name}", "", ", ".join(filter(None, [named, f"in {path}"])), ""]
+    if isinstance(node, ast.FunctionDef):
+        parts += ["```python", signature(path, node), "```", ""]
+        told = [_head(path)] if named else []
+    else:
+        told = []
+    return [*parts, _told("\n\n".join([*told, ast.get_docstring(node) or ""])), ""]
+
+
+def signature(path: str, node: ast.FunctionDef) -> str:
+    """What it is called with by name, its options (whatever is no input) with type and default."""
+    meant = {  # names of literal types and of constants, which say nothing by themselves
+        ast.unparse(one.targets[0]): ast.unparse(one.value)
+        for file in sorted((ROOT / path).parent.glob("*.py"))
+        for one in ast.parse(file.read_text()).body
+        if isinstance(one, ast.Assign)
+        and (isinstance(one.value, ast.Constant) or ast.unparse(one.value).startswith("Literal["))
+    }
+    inputs, args = input_names(), node.args.args
+    defaults = [None] * (len(args) - len(node.args.defaults)) + list(node.args.defaults)
+    told = []
+    for arg, default in zip(args, defaults, strict=True):
+        kind = "" if arg.annotation is None else ast.unparse(arg.annotation)
+        if arg.arg in inputs or kind == "Tensor":
+            told.append(arg.arg)
+        else:
+            written = kind if default is None else f"{kind} = {ast.unparse(default)}"
+            told.append(f"{arg.arg}: " + re.sub(r"[A-Z_]\w*", lambda word: meant.get(word[0], word[0]), written))
+    line = f"{node.name}({', '.join(told)})"
+    return line if len(line) < 100 else "\n".join([f"{node.name}(", *(f"    {one}," for one in told), ")"])
+
+
+def input_names() -> set[str]:
+    """What functions are called with, as `modules/algorithm.py` says it: parameters of these names are no options."""
+    path = "modules/algorithm.py"
+    names = {ast.unparse(one.target) for one in _defined(path, "LossInputs").body if isinstance(one, ast.AnnAssign)}
+    for node in ast.parse((ROOT / path).read_text()).body:
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) in ("SEQUENCE_INPUTS", "ADVANTAGE_INPUTS"):
+            names |= set(ast.literal_eval(node.value))
+    return names
+
+
+def _defined(path: str, name: str) -> Any:
+    return next(one for one in ast.parse((ROOT / path).read_text()).body if getattr(one, "name", "") == name)
+
+
+def _head(path: str) -> str:
+    return ast.get_docstring(ast.parse((ROOT / path).read_text())) or ""
 
 
 # ---- recipes
@@ -235,8 +357,9 @@ def on_page_markdown(markdown: str, page: Page, config: Any, files: Files) -> st
             return found[0]
         return before + posixpath.relpath(_place[there], posixpath.dirname(here) or ".") + (anchor or "") + after
 
+    more = f"\n\n{functions_page()}" if here == ALGORITHMS else ""
     parts = re.split(r"(^```.*?^```$)", markdown, flags=re.MULTILINE | re.DOTALL)  # code keeps what it says
-    return "".join(part if part.startswith("```") else _LINK.sub(led, part) for part in parts)
+    return "".join(part if part.startswith("```") else _LINK.sub(led, part) for part in parts) + more
 
 
 def _adder(files: Files, config: Any) -> Callable[[str, str], None]:

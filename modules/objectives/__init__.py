@@ -9,9 +9,11 @@ A function is called with what its parameters are named after (`modules.algorith
 `groups`, `episodes` or `rewards` couples sequences: it is called with all of the optimizer step at once, as is one with
 `@traits(whole_step=True)`.
 
-It returns the loss of each token [T], which is weighted (see `aggregation`) and summed over trained tokens; or that and
-a dict of [T] tensors, whose means over trained tokens are logged by name. What is
-logged anyway (`modules.algorithm.LOGGED`) keeps its names.
+It returns the loss of each token [T], which is weighted and summed over trained tokens (`token_weights` in
+`aggregation.py`; by default gspo and sapo "sequence_mean", dpo and tba "episode_mean", all others "token_mean", as are
+your own without `@traits(aggregation=...)`); or that and a dict of [T] tensors, whose means are logged by name: over
+trained tokens, or where the objective couples sequences weighted as its losses are, with "episode_mean" over the
+episodes of tba and the pairs of dpo. What is logged anyway (`modules.algorithm.LOGGED`) keeps its names.
 """
 
 from modules.objectives.aggregation import AGGREGATIONS, Aggregation, token_weights

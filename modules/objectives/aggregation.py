@@ -31,6 +31,8 @@ def token_weights(
     - "constant": sum over tokens / (`constant` x the step's episodes that have trained tokens): no bias towards short
       or long answers (Dr.GRPO, Liu et al. 2025, section 3.2, `constant` being the longest allowed answer).
 
+    Which is the default is the objective's to say (`traits`): "token_mean" unless it says another.
+
     An episode counts once in the last three, whatever the number of its turns and of the sequences they make; in
     "token_mean" and "constant" a token weighs the same wherever its episode is split.
 

@@ -27,19 +27,20 @@ def dpo(
     """loss of a pair = -log sigmoid(beta (d_chosen - d_rejected)), d = log pi(y) - log ref(y).
 
     A pair is a group of two episodes; the one of larger reward is the chosen one. Both carry the pair's loss, so that
-    aggregation "episode_mean" gives the mean over pairs. Where both have the same reward (as rollouts often do, or
-    after a penalty) neither is preferred: the loss is 0, and denominators count the pair.
+    aggregation "episode_mean", the default here, gives the mean over pairs. Where both have the same reward (as
+    rollouts often do, or after a penalty) neither is preferred: the loss is 0, and denominators count the pair.
 
     Args:
         logprobs, reference: [T], in nats; the episode's is the sum over its trained tokens, of all its turns.
-        mask: bool [T]. cu_seqlens: int64 [n + 1]. groups, episodes: int64 [n]. rewards: [n].
+        mask: bool [T]. cu_seqlens: int64 [n + 1]. groups, episodes: int64 [n]. rewards: [n], the episode's, with
+            those of single calls and less penalties.
         beta: > 0.
         label_smoothing: in [0, 0.5), the share of pairs that are believed to be the wrong way round (conservative DPO,
             Mitchell 2023, eq. 3).
 
     Returns:
         loss [T]; "margin": beta (d_chosen - d_rejected); "preferred": whether it is positive; "tied": whether the
-        rewards are equal, with a margin of 0.
+        rewards are equal, with a margin of 0. All averaged as the loss is.
 
     Raises:
         BatchError: a group that is no pair, naming it.

@@ -22,9 +22,10 @@ def gspo(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """s = exp(mean over the sequence of (logp_t - old_t)); loss = -min(s A, clip(s, 1 - clip_low, 1 + clip_high) A)
     (eqs. 5 and 7). With one advantage a sequence, as in the paper, all its tokens carry the same loss and
-    aggregation "sequence_mean" gives eq. 5. Advantages that differ within a sequence make it GSPO-token (eq. 13): the
-    ratio is the sequence's, its gradient a token's own. A `correction` is of `level: geometric` unless it names another
-    one; with `level: token` the gradient is sum_t w_t s d logp_t, as in GSPO-token, not that of the weighted loss.
+    aggregation "sequence_mean", the default here, gives eq. 5. Advantages that differ within a sequence make it
+    GSPO-token (eq. 13): the ratio is the sequence's, its gradient a token's own. A `correction` is of
+    `level: geometric` unless it names another one; with `level: token` the gradient is sum_t w_t s d logp_t, as in
+    GSPO-token, not that of the weighted loss.
 
     Args:
         logprobs, old, advantages: [T]. mask: bool [T]. cu_seqlens: int64 [n + 1].

@@ -16,7 +16,7 @@ def sapo(
     """loss_t = -(4 / tau) sigmoid(tau (r_t - 1)) A_t, tau = tau_pos where A_t > 0, else tau_neg (eqs. 5 and 6).
 
     At r = 1 value and gradient are those of r A up to a constant; away from it the gradient fades smoothly, faster for
-    larger tau.
+    larger tau. The default aggregation is "sequence_mean".
 
     Args:
         logprobs, old, advantages: [T]; r_t = exp(logp_t - old_t).

@@ -24,17 +24,20 @@ def tba(
     """loss = (log Z + log pi(y) - log ref(y) - r / beta)^2 of an episode, log Z = mean over its group of
     (log ref(y) - log pi(y) + r / beta), without gradient (section 3.1, VarGrad).
 
+    The default aggregation is "episode_mean", the mean over episodes.
+
     Off-policy by construction: at the optimum pi = ref exp(r / beta) / Z, whoever sampled. It has no ratio, so
     neither `advantage` nor `correction` have a place in it.
 
     Args:
         logprobs, reference: [T], in nats; the episode's is the sum over its trained tokens, of all its turns.
         mask: bool [T]. cu_seqlens: int64 [n + 1].
-        groups, episodes: int64 [n]; episodes are numbered within the group or over all. rewards: [n], the episode's.
+        groups, episodes: int64 [n]; episodes are numbered within the group or over all.
+        rewards: [n], the episode's, with those of single calls and less penalties.
         beta: temperature of the reward, > 0, units of reward a nat.
 
     Returns:
-        loss [T], nats^2, one value for all tokens of an episode; "log_z_gap": its root, in nats.
+        loss [T], nats^2, one value for all tokens of an episode; "log_z_gap": its root, in nats, averaged as it is.
 
     A group of which a step has one episode is its own log Z: its loss is 0.
     """

@@ -1,7 +1,10 @@
-"""The site: it builds with every link leading somewhere, and its options are those of the classes."""
+"""The site: it builds with every link leading somewhere, its options are those of the classes, and every function that
+an algorithm can name is explained on it."""
 
 from __future__ import annotations
 
+import ast
+import html
 import importlib.util
 import inspect
 import logging
@@ -19,8 +22,19 @@ from callbacks import Coach, Report, WeightSync
 from datamodules import RolloutDataModule
 from datamodules.inference import EmbeddedEngine
 from modules import PolicyModule, TreeModule
+from modules.advantages import ADVANTAGES
+from modules.algorithm import ADVANTAGE_INPUTS, CORRECTION_INPUTS, REWARD_INPUTS, STEP_INPUTS, TOKEN_INPUTS, Regulariser
+from modules.corrections import CORRECTIONS
+from modules.objectives import AGGREGATIONS, OBJECTIVES, traits_of
+from modules.regularisers import REGULARISERS
 
 ROOT = Path(__file__).resolve().parents[2]
+TABLES: dict[str, Any] = {  # of the functions that options name, and what these are called with
+    "advantage": (ADVANTAGES, set(ADVANTAGE_INPUTS)),
+    "objective": (OBJECTIVES, {*TOKEN_INPUTS, *STEP_INPUTS}),
+    "regularisers": (REGULARISERS, {*TOKEN_INPUTS, *REWARD_INPUTS}),
+    "correction": (CORRECTIONS, set(CORRECTION_INPUTS)),
+}
 
 
 @pytest.fixture(scope="module")
@@ -40,6 +54,7 @@ def test_it_builds_and_every_link_leads_somewhere(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     site = tmp_path / "site"
     assert "Two commands" in (site / "index.html").read_text()
+    assert 'id="gspo"' in (site / "algorithms.html").read_text()  # what is made follows what is written
     runs = [path for room in ("configs", "examples") for path in (ROOT / room).rglob("*.yaml")]
     assert len(list((site / "recipes").glob("*.html"))) == len(runs) + 1
     for file in site.rglob("*.html"):
@@ -56,6 +71,57 @@ def test_options_are_those_of_the_classes(pages: Any) -> None:
         assert [one.name for one in found[kind.__name__].parameters] == taken, kind
     assert {"RLVRWorkflow", "JsonlPrompts", "NoSignal", "DTAStrategy", "SFTModule"} <= found.keys()
     assert not {"Producer", "StalenessGate"} & found.keys() and not [name for name in found if name.startswith("_")]
+
+
+@pytest.mark.parametrize("key", TABLES)
+def test_every_function_that_an_option_names_is_explained(pages: Any, key: str) -> None:
+    table, inputs = TABLES[key]
+    found, text = pages.functions(key), pages.functions_page()
+    assert list(found) == list(table)
+    for name, function in table.items():
+        (section,) = re.findall(rf"^### {name}\n(.*?)(?=^##)", text, flags=re.MULTILINE | re.DOTALL)
+        told = html.unescape(section)
+        assert all(line.strip() in told for line in (inspect.getdoc(function) or "no docstring").splitlines())
+        signature = pages.signature(*found[name])
+        assert signature in section
+        (shown,) = ast.parse(f"def {signature}: ...").body
+        assert isinstance(shown, ast.FunctionDef)
+        real = inspect.signature(function).parameters
+        assert [arg.arg for arg in shown.args.args] == list(real)
+        assert [arg.arg for arg in shown.args.args if arg.annotation is None] == [x for x in real if x in inputs]
+        defaults = [ast.literal_eval(one) for one in shown.args.defaults]
+        assert defaults == [x.default for x in real.values() if x.default is not inspect.Parameter.empty]
+        if key == "objective":
+            assert f"| `{name}` | `{traits_of(function).aggregation}` |" in text
+
+
+@pytest.mark.parametrize("key", TABLES)
+def test_help_and_overview_name_every_function(key: str) -> None:
+    overview = (ROOT / "docs" / "algorithms.md").read_text()
+    (row,) = re.findall(rf"^\| `model\.{key}`.*$", overview, flags=re.MULTILINE)
+    texts = [_argument(PolicyModule, key)] + ([_argument(Regulariser, "name")] if key == "regularisers" else [])
+    for name in TABLES[key][0]:
+        assert f"`{name}`" in row and all(re.search(rf"\b{name}\b", text) for text in texts), name
+    assert "docs/algorithms.md" in _argument(PolicyModule, "advantage")
+
+
+def test_default_aggregations_are_told(pages: Any) -> None:
+    text = _argument(PolicyModule, "aggregation")
+    assert all(f'"{name}"' in text and f'"{name}"' in pages.functions_page() for name in AGGREGATIONS)
+    rows = re.findall(r"^\| `(\w+)` \| 1 / .* \| (.*) \|$", (ROOT / "docs/algorithms.md").read_text(), re.MULTILINE)
+    assert [name for name, _ in rows] == list(AGGREGATIONS)
+    others = {name: traits_of(one).aggregation for name, one in OBJECTIVES.items()}
+    for mode, of in rows[1:3]:
+        names = re.findall(r"`(\w+)`", of)
+        assert names == [name for name in sorted(others) if others[name] == mode]
+        assert f'"{mode}" of {" and ".join(names)}' in text
+    assert rows[0][1].startswith("all others") and '"token_mean" of all others' in text
+
+
+def _argument(kind: type, name: str) -> str:
+    """What the docstring of a class says of one of its arguments, on one line."""
+    told = re.findall(rf"^ {{4}}{name}: (.*?)(?=^ {{0,4}}\w|\Z)", inspect.getdoc(kind) or "", re.MULTILINE | re.DOTALL)
+    return " ".join(told[0].split())
 
 
 def test_a_link_to_nothing_is_said(pages: Any, caplog: pytest.LogCaptureFixture) -> None:
