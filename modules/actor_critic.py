@@ -81,6 +81,9 @@ class ActorCriticModule(PolicyModule):
         policy_options: see `PolicyModule`. `advantage` must be an estimator that takes values, by default `gae`.
 
     Logs also: value_loss, value_clip_fraction; at index 0 explained_variance (of returns by the values at the start).
+    loss includes value_coef x value_loss, and is that alone during the warm-up; during that of a critic with a trunk of
+    its own the policy does not run, and what is measured of it (entropy, approx_kl, mismatch_kl, what objective,
+    correction and costs in the loss report) is left out.
 
     Raises:
         ValueError: as `PolicyModule`; an advantage that takes no values.

@@ -6,7 +6,7 @@ for every piece of work the shares and the columns' values of trained tokens. Me
 nothing is cut, packed or copied, whatever the Trainer's strategy. Every sequence is in exactly one minibatch of an
 epoch and on exactly one rank; minibatches are a function of the batch and the seed alone, whatever the number of ranks;
 empty shares are ordinary, and so are empty minibatches where a batch has fewer episodes than minibatches (the last of a
-pass over recorded tasks).
+pass over recorded tasks, or one that is replayed), or fewer groups where these stay whole.
 """
 
 from __future__ import annotations

@@ -3,8 +3,11 @@
 Promises: Lightning's automatic optimization works as usual, the forward and backward passes being the tree pass inside
 `backward`; rank 0, which owns the batch, checks and prepares it once, at index 0, and cuts every optimizer step
 into the shares of the ranks (`ranks.py`), whose losses are divided by counts of the whole step; `policy_version`
-rises once a batch, after its last optimizer step; a step without sequences moves nothing. A checkpoint may be written
-after any step: it holds the version, how far the batch under way is and what was prepared of it (`step.py`).
+rises once a batch, after its last optimizer step; a step without sequences moves no weights and no state of the
+optimizer, though the schedule of the learning rate goes on, and its metrics say loss 0.0 (with `DTAStrategy` grad_norm
+0.0 too); one whose sequences have no gradient, as where the rewards of each group are equal, is a step like any other,
+in which the optimizer's momentum and weight decay move the weights. A checkpoint may be written after any step: it
+holds the version, how far the batch under way is and what was prepared of it (`step.py`).
 
 One optimizer step, in call order; what a subclass says is marked *:
 
@@ -84,8 +87,8 @@ class TreeModule(EvaluatedModule):
 
     Args:
         model: the policy's weights or configuration.
-        optimizer: called with the policy's trainable parameters.
-        lr_scheduler: called with the optimizer, stepped once an optimizer step.
+        optimizer: called with the policy's trainable parameters. Default: torch's AdamW, lr 1e-5, weight_decay 0.
+        lr_scheduler: called with the optimizer, stepped once an optimizer step. Default: the learning rate stays.
         tree_training_mode: same loss and gradients, another execution. "dta": the planner, within both budgets.
             "sparse": the whole tree in chunks as large as `live_tokens`. "disabled": every sequence on its own
             (only sequences that others extend are dropped, their losses attached to the longer one), packed into
@@ -227,7 +230,7 @@ class TreeModule(EvaluatedModule):
         return values
 
     def aggregation(self) -> tuple[Aggregation, float | None]:
-        """How token losses are weighted: see `token_weights`."""
+        """How token losses are weighted: see `modules.objectives.token_weights`."""
         return "token_mean", None
 
     # Set-up

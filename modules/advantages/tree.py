@@ -19,11 +19,14 @@ def tree(batch: RolloutBatch, std: Literal["none", "group"] = "none", eps: float
 
     A fork is a state (everything an episode has seen when a turn begins) that more episodes of the group went
     through than through the turn's end; so a turn is credited against its siblings, the turns others took in the same
-    state, and the credits of an episode's forks add up to its reward minus the group's mean. A turn after the last fork
-    has no siblings left and gets its branch's credit. Where episodes have nothing but the prompt in common this is
-    `dr_grpo`. Only turns with trained tokens are counted among those that went through a state, and a reply that goes
-    on where another one ends is not below its end. (Process rewards from the rewards below as in TreeRL, Hou et al.
-    2025, section 3.3, with the nearest fork in the place of the parent node.)
+    state. A turn without siblings gets the credit of the branch it is in, before the first fork 0. Counted once a fork,
+    an episode's credits add up to its reward minus the group's mean, as long as turns alone tell episodes apart: no
+    environment answered equal turns differently, and no episode ends where others come through or end as well.
+
+    Where episodes have nothing but the prompt in common this is `dr_grpo`. Only turns with trained tokens are counted
+    among those that went through a state, and a reply that goes on where another one ends is not below its end.
+    (Process rewards from the rewards below as in TreeRL, Hou et al. 2025, section 3.3, with the nearest fork in the
+    place of the parent node.)
 
     Args:
         std: "group" divides by the standard deviation of the group's rewards.

@@ -10,7 +10,8 @@
 
 A function (or the import path of your own) is called with what its parameters are named after, as an objective is, and
 returns the cost of each token [T], in nats or units of its own. Into the reward go costs that need no gradient; there
-`logprobs` are the sampler's, and `episodes` and `turns` are int64 [n], of each sequence.
+`logprobs` are the sampler's (of tokens of version -1, which have none, those of the policy at the start of the batch),
+and `episodes` and `turns` are int64 [n], of each sequence.
 """
 
 from modules.regularisers.entropy import entropy

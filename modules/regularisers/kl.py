@@ -3,7 +3,8 @@
 
 k1 is unbiased and may be negative; k2 is biased and never negative; k3 is unbiased and never negative. As a loss k1 is
 useless, the expectation of its gradient being zero; k2's gradient is that of the divergence when p sampled; k3's is
-that of KL(q || p).
+that of KL(q || p). k3 keeps log(q / p) within -20 and 20, beyond which it is constant and has no gradient; k1 and k2
+have no bound.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ def kl(logprobs: Tensor, reference: Tensor, estimator: Literal["k1", "k2", "k3"]
 
 def kl_weighted(logprobs: Tensor, reference: Tensor, old: Tensor) -> Tensor:
     """k3 x exp(logp - old): [T] -> [T], nats; unbiased also in its gradient where `old` sampled (DeepSeek-V3.2, 2025,
-    eq. 7), which k3 alone, weighing tokens by how likely they were, is not."""
+    eq. 7), which k3 alone, weighing tokens by how likely they were, is not. Both log-ratios within -20 and 20."""
     return k3(logprobs, reference) * ratio_of(logprobs, old)
 
 
@@ -39,7 +40,7 @@ def k2(p_logprobs: Tensor, q_logprobs: Tensor) -> Tensor:
 
 
 def k3(p_logprobs: Tensor, q_logprobs: Tensor) -> Tensor:
-    """q / p - 1 - log(q / p): [T] -> [T]."""
+    """q / p - 1 - log(q / p): [T] -> [T], with log(q / p) within -20 and 20."""
     log_ratio = (q_logprobs - p_logprobs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     return log_ratio.expm1() - log_ratio
 
