@@ -10,6 +10,7 @@ import json
 import logging
 import math
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -156,8 +157,9 @@ def test_an_agent_of_the_openai_package(model: dict[str, Any]) -> None:
     assert logged["tokens/tree"][0] < logged["tokens/leaf"][0] < logged["tokens/dense"][0]
 
 
-def test_the_configuration_for_an_agent_of_ones_own() -> None:
+def test_the_configuration_for_an_agent_of_ones_own(monkeypatch: pytest.MonkeyPatch) -> None:
     """With the agent that docs/agents.md has, beside the configuration nothing but a model, a reward and tasks."""
+    monkeypatch.delitem(sys.modules, "my_agent", raising=False)  # another test's
     (agent,) = re.findall(r"^# my_agent\.py\n.*?(?=^```$)", PAGE, flags=re.MULTILINE | re.DOTALL)
     reward = "\n\ndef right(prompt, answer):\n    return float(len(answer) + len(prompt.answer))\n"
     Path("my_agent.py").write_text(agent + reward)

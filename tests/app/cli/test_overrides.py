@@ -109,6 +109,7 @@ def test_every_word_of_a_configuration_is_used_as_it_stands(
     path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "my_agent.py").write_text("def right(prompt, answer):\n    return 1.0\n")  # of agent.yaml's reader
+    monkeypatch.delitem(sys.modules, "my_agent", raising=False)  # another test's
     monkeypatch.syspath_prepend(str(tmp_path))
     below = ["--config", str(QUICKSTART)] if path.name in OVERLAYS else []
     used = yaml.safe_load(printed(capsys, *below, "--config", str(path)))
