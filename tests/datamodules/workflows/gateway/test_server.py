@@ -15,7 +15,7 @@ import aiohttp
 import pytest
 
 from datamodules.conversations.chat_template import Chat
-from datamodules.inference.protocol import GenerationError, GenerationRequest
+from datamodules.inference.protocol import GenerationRequest
 from datamodules.workflows.base import EpisodeEngine
 from datamodules.workflows.gateway import Budget, Session
 from datamodules.workflows.gateway.server import Gateway
@@ -435,69 +435,6 @@ async def test_a_client_that_leaves_in_mid_stream_gives_its_call_up() -> None:
             deltas = [one["choices"][0]["delta"] async for one in events(answer)]
     assert "".join(one.get("content", "") for one in deltas) == "a long reply"
     assert len(session.transcript.calls) == len(engine.responses) == 1 and len(engine.seen) == 2
-
-
-@on_a_loop
-async def test_a_stream_that_cannot_begin_has_a_status_and_one_that_breaks_off_says_so() -> None:
-    class Breaking(ScriptedEngine):
-        async def generate(self, request: GenerationRequest) -> Any:
-            request.tell(TOKENIZER.encode("ab", add_special_tokens=False), [-1.0, -1.0])
-            await asyncio.sleep(0.05)
-            raise GenerationError("no server is left")
-
-    session = new_session(Breaking(TOKENIZER, []))
-    async with serving(session) as (client, (address,)):
-        address += "/v1/chat/completions"
-        body = {**HELLO, "stream": True}
-        async with client.post(address, json={**body, "stop": ["a"] * 5}, headers=bearer(session)) as answer:
-            assert answer.status == 400 and "at most 4" in await answer.text()
-        async with client.post(address, json=body, headers=bearer(session)) as answer:
-            found = [one async for one in events(answer)]
-        assert answer.status == 200 and found[-1]["error"]["code"] == "engine_failed"
-        async with client.post(address, json=body, headers=bearer(session)) as answer:
-            assert answer.status == 503
-
-
-@pytest.mark.parametrize("stream", [False, True])
-def test_a_call_that_fails_after_its_client_heard_that_it_is_alive_is_cut_and_told_when_it_comes_again(
-    stream: bool,
-) -> None:
-    """A stream has words for it."""
-
-    class Late(ScriptedEngine):
-        async def generate(self, request: GenerationRequest) -> Any:
-            await asyncio.sleep(0.5)
-            raise GenerationError("no server is left")
-
-    async def run() -> None:
-        session = new_session(Late(TOKENIZER, []))
-        async with serving(session, quiet_s=0.1) as (client, (address,)):
-            address += "/v1/chat/completions"
-            async with client.post(address, json={**HELLO, "stream": stream}, headers=bearer(session)) as answer:
-                assert answer.status == 200
-                if stream:
-                    said = await answer.read()
-                    assert said.startswith(b": the call is alive\n\n") and b"engine_failed" in said
-                else:
-                    with pytest.raises(aiohttp.ClientPayloadError):
-                        await answer.read()
-            async with client.post(address, json={**HELLO, "stream": stream}, headers=bearer(session)) as answer:
-                assert answer.status == 503 and "the session is over" in await answer.text()
-
-    asyncio.run(run())
-
-
-@on_a_loop
-async def test_who_leaves_after_hearing_that_a_call_is_alive_gives_it_up() -> None:
-    engine = Slow()
-    session = new_session(engine)
-    async with serving(session, quiet_s=0.05) as (client, (address,)):
-        async with client.post(address + "/v1/chat/completions", json=HELLO, headers=bearer(session)) as answer:
-            assert (await answer.content.readexactly(3)).isspace()
-        await asyncio.wait_for(engine.cancelled.wait(), WAIT_S)
-        engine.go_on.set()
-        assert await ask(client, address, session, retries=1) == "well"
-    assert len(session.transcript.calls) == 1 and session.counts["abandoned_calls"] == 1
 
 
 def test_what_calls_say_of_sampling_can_be_passed_over() -> None:
