@@ -58,10 +58,8 @@ def _compared(head: int, window: int | None, device: torch.device) -> dict[str, 
         if path:
             cache.push(0, 0, k[:, :, :path], v[:, :, :path])
         used = BACKENDS[backend]
-        masked = 0 if used.masked_block is None else used.masked_block
-        attention = ChunkAttention(
-            layout(chunk, None, masked), cache, path, tree.token_depth[layout(chunk, None, masked).tokens], used, False
-        )
+        placed = layout(chunk, None, used.masked_block or 0)
+        attention = ChunkAttention(placed, cache, path, tree.token_depth[placed.tokens], used, False)
         own = [x.clone().requires_grad_() for x in (q, k[:, :, path:], v[:, :, path:])]
         out = used.attend(own[0], own[1], own[2], None, attention, LayerCall(0, head**-0.5, window))
         out.backward(grad)
