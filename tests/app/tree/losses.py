@@ -65,7 +65,7 @@ class SequenceLoss:
         self.calls.append(int(i))
         columns = [getattr(out, name) for name in self.want]
         assert all(len(column) == self.weights[i].shape[1] for column in columns)
-        return self.kind(columns, self.weights[i].to(columns[0].dtype))
+        return self.kind(columns, self.weights[i].to(columns[0]))
 
     def batched(self, out: Any, indices: Tensor) -> Tensor:
         bounds = out.cu_seqlens.tolist()

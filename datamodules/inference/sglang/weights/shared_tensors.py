@@ -258,9 +258,18 @@ def _whole_segments() -> Iterator[None]:
     """What the allocator takes here is no part of a segment that expands, as `arborist` asks for: of those another
     process gets memory only when it may trace this one (pytorch/pytorch#165685)."""
     with _ALLOCATOR:
-        settings = torch._C._accelerator_getAllocatorSettings()
+        settings = _allocator_settings()
         torch._C._accelerator_setAllocatorSettings("expandable_segments:False")
         try:
             yield
         finally:
             torch._C._accelerator_setAllocatorSettings(settings)
+
+
+def _allocator_settings() -> str:
+    """Those of now; where this torch cannot be asked (2.11), those it was started with."""
+    asked = getattr(torch._C, "_accelerator_getAllocatorSettings", None)
+    if asked is not None:
+        return str(asked())
+    started = (os.environ.get(name) for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"))
+    return next(filter(None, started), "expandable_segments:False")
