@@ -15,7 +15,8 @@ from inspect import signature
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from transformers import AttentionInterface, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
@@ -43,13 +44,18 @@ def layers_as(elementwise: str, model: PreTrainedModel, skipped: set[int]) -> It
             return
         _hide_attention()
         found = list(_parts(model, skipped))
+        copies = list(_copies(found))
         try:
+            for module, name, copy in copies:
+                module.__dict__[name] = copy
             for part in found:
                 part.__dict__["forward"] = partial(_compiled(type(part).forward, BACKEND), part)
             yield
         finally:
             for part in found:
                 part.__dict__.pop("forward", None)
+            for module, name, _ in copies:
+                module.__dict__.pop(name, None)
 
 
 def refuse_elementwise(name: str) -> None:
@@ -66,6 +72,21 @@ def _parts(model: PreTrainedModel, skipped: set[int]) -> Iterator[nn.Module]:
                 experts = any(p.dim() > 2 for p in part.parameters()) or hasattr(part, "experts")
                 if not stateful and not experts and "forward" not in part.__dict__:
                     yield part
+
+
+def _copies(parts: list[nn.Module]) -> Iterator[tuple[nn.Module, str, Tensor]]:
+    """Of trained vectors in low precision (weights of norms, biases), by module and name, copies to be read in their
+    place: torch.compile makes no graph of what reads a parameter whose gradient has another dtype, and gradients are
+    summed in float32. Not of shards, which change as they run."""
+    for module in (module for part in parts for module in part.modules() if "forward" not in module.__dict__):
+        for name, parameter in module._parameters.items():
+            if parameter is None or parameter.dim() != 1 or isinstance(parameter, DTensor):
+                continue
+            if parameter.requires_grad and parameter.dtype != torch.promote_types(torch.float32, parameter.dtype):
+                with torch.enable_grad():
+                    copy = parameter.clone()
+                torch._dynamo.mark_static(copy)
+                yield module, name, copy
 
 
 @cache

@@ -53,6 +53,24 @@ def test_parity_and_no_compilation_for_a_new_length(monkeypatch: pytest.MonkeyPa
     assert counters["stats"]["unique_graphs"] == graphs[1]  # layers share what is compiled
 
 
+@pytest.mark.timeout(900)
+def test_weights_of_norms_whose_gradients_are_wider_are_compiled_with_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch.compile breaks its graph at a parameter whose gradient has another dtype: bf16, summed in float32."""
+    monkeypatch.setattr(projections, "DEVICES", ("cpu",))
+    monkeypatch.setattr(projections, "add_product", lambda total, left, right: total.add_(left.t() @ right))
+    model = models.make("qwen3", torch.bfloat16)
+    before, found = snapshot(model), []
+    for how in ("eager", "compile"):
+        for _ in range(2):  # from the second pass on there are gradients as the forward begins
+            TreeEngine(model, 6, 9, self_check=False, elementwise=how).backward(PrefixTree.build(SEQUENCES), LOSS)
+        assert {p.grad.dtype for p in model.parameters() if p.grad is not None} == {torch.float32}
+        found.append(take_grads(model))
+    assert counters["stats"]["unique_graphs"] and not any("its gradient" in why for why in counters["graph_break"])
+    assert all(torch.equal(found[0][name], found[1][name]) for name in found[0])
+    assert_unchanged(model, dict(before))
+    assert not any({"forward", "weight"} & module.__dict__.keys() for module in model.modules())
+
+
 def test_names() -> None:
     model = models.make("qwen3")
     assert ", element-wise parts eager" in TreeEngine(model).chosen()
