@@ -50,12 +50,13 @@ def compiled(
 ) -> dict[str, Any]:
     """One kernel in bfloat16, two query heads to a key head: what it takes, and instructions of its loops."""
     kernel, products, more = KERNELS[name]
-    rows, keys, warps, columns = interval.fitting(head, capability)
+    blocks = interval.fitting(head, capability, window or None)
+    rows, keys, warps, stages = {"f": blocks.forward, "q": blocks.queries, "k": blocks.keys}[name[0]]
     given = {"SCALE": 0.1, "UNIT": 1.44 if softcap else 0.144, "SOFTCAP": softcap, "WINDOW": window, "GROUPS": 2}
     given |= {"HEAD": head, "WIDTH": max(16, triton.next_power_of_2(head)), "ROWS": rows, "KEYS": keys}
     given |= {"MULTIPLIED": tl.bfloat16, "SUM": tl.float32, **more}
     if name.startswith("keys"):
-        given["COLUMNS"] = columns
+        given["COLUMNS"] = blocks.columns
     if window and name.endswith("path"):
         given["LISTED"] = True
     signature, aligned = {}, {}
@@ -68,7 +69,7 @@ def compiled(
             aligned[(index,)] = [["tt.divisibility", 16]]
     target = GPUTarget("cuda", 10 * capability[0] + capability[1], 32)
     source = ASTSource(kernel, signature, given, aligned)
-    found = triton.compile(source, target=target, options={"num_warps": warps, "num_stages": 2})
+    found = triton.compile(source, target=target, options={"num_warps": warps, "num_stages": stages})
     with tempfile.TemporaryDirectory() as folder:
         binary = Path(folder) / "kernel.cubin"
         binary.write_bytes(found.asm["cubin"])

@@ -21,7 +21,7 @@ from app.tree.attention.flash import FlashBackend
 from app.tree.attention.flex import FLEX_HEAD_DIM, FlexBackend
 from app.tree.attention.interval import IntervalBackend
 from app.tree.attention.kernels import AMPERE, FLASH_DTYPES, capability, flash_refusal
-from app.tree.attention.packages import FLASH_3, PACKAGES, CudnnBackend
+from app.tree.attention.packages import FLASH_3, HOPPER, PACKAGES, CudnnBackend
 from app.tree.attention.part_attention import PartBackend
 
 ATTENTION_NAME = "arborist_tree"
@@ -41,10 +41,11 @@ _HARMLESS = frozenset(
 def choose_backend(name: str, model: PreTrainedModel) -> Backend:
     """The backend called `name`, or for "auto" the fastest for the model's device, dtype (autocast counts) and heads.
 
-    On CPUs that is `sdpa`. On CUDA devices `flash` for bf16 and float16 from compute capability 8.0 on, on Hopper
-    `flash3` where that package is installed; `flex` for what is left of these two (soft-capped scores, heads that flash
-    kernels do not take), compiled at the first step; `sdpa`, whose kernels start at once, for float32 and float64, for
-    older GPUs, and where Triton is missing. `cudnn` and `triton` are never chosen: no GPU has shown yet where they win.
+    On CPUs that is `sdpa`. On CUDA devices `flash` for bf16 and float16 from compute capability 8.0 on; on Hopper
+    `flash3` where that package is installed, else `triton` for heads of 65 to 128 in models without windows, with which
+    it was measured. `flex` for what is left of these two dtypes (soft-capped scores, heads that flash kernels do not
+    take), compiled at the first step; `sdpa`, whose kernels start at once, for float32 and float64, for older GPUs, and
+    where Triton is missing. `cudnn` is never chosen: between `flash` and `triton` on an H100.
 
     Raises:
         ValueError: a name that is not in `BACKENDS`.
@@ -64,9 +65,14 @@ def choose_backend(name: str, model: PreTrainedModel) -> Backend:
     config = model.config.get_text_config()
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     capped = getattr(config, "attn_logit_softcapping", None) is not None
+    compiles = find_spec("triton") is not None
     if not capped and flash_refusal(device, dtype, head_dim) is None:
-        return BACKENDS["flash" if FLASH_3.missing(device) is not None else FLASH_3.name]  # 2 is what ATen has
-    return BACKENDS["sdpa" if head_dim < FLEX_HEAD_DIM or find_spec("triton") is None else "flex"]
+        if FLASH_3.missing(device) is None:
+            return BACKENDS[FLASH_3.name]  # a package's 2 is what ATen has
+        measured = capability(device)[0] == HOPPER[0] and 64 < head_dim <= 128
+        windowed = getattr(config, "sliding_window", None) is not None
+        return BACKENDS["triton" if compiles and measured and not windowed else "flash"]
+    return BACKENDS["flex" if compiles and head_dim >= FLEX_HEAD_DIM else "sdpa"]
 
 
 def tree_attention(

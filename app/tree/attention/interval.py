@@ -7,8 +7,8 @@ place. One launch forward, three backward, whatever the tree: where a chunk has 
 dozens.
 
 The kernels (`interval_kernels`) are compiled by Triton for CUDA devices from Ampere on, at the first call of each head
-size, window and scale. They compute what FlashAttention-2 does, without what it has for Hopper, so `auto` prefers
-packages and ATen's until a GPU has shown otherwise.
+size, window and scale. On an H100 a whole pass takes 0.9 times what it takes with ATen's FlashAttention-2
+(docs/results.md), so that `auto` chooses them on Hopper; FlashAttention-3, where it is installed, is preferred.
 """
 
 from __future__ import annotations
@@ -109,60 +109,86 @@ class _IntervalAttention(torch.autograd.Function):
 
 def _how(q: Tensor, chunk: ChunkAttention, call: LayerCall) -> tuple[Any, ...]:
     """Intervals of the chunk, the kernels' blocks, scale, window and soft-capping."""
-    window, blocks = call.window, blocks_of(q)
+    window = call.window
     if window is not None and int(chunk.depths.max()) < window:
         window = None  # all of the path is in sight of all
+    blocks = blocks_of(q, window)
     key = ("intervals", window, blocks)
     if key not in chunk.kept:
         found = intervals(chunk.layout.ends, chunk.depths, chunk.path_tokens, window, blocks)
         chunk.kept[key] = [on_device(x, q.device) for x in found]
-    return chunk.kept[key], list(blocks), call.scale, window or 0, call.softcap or 0.0
+    return chunk.kept[key], blocks.flat(), call.scale, window or 0, call.softcap or 0.0
 
 
-class Blocks(NamedTuple):
-    """Queries of a block, a multiple of its keys; warps that compute one; whether gradients of keys are columns."""
+class Shape(NamedTuple):
+    """A block of one kernel: its queries and keys, the warps that compute it, and how many blocks are on their way."""
 
     rows: int
     keys: int
     warps: int
+    stages: int
+
+
+class Blocks(NamedTuple):
+    """Those of the forward, of the gradients of queries and of keys; whether the latter are columns."""
+
+    forward: Shape
+    queries: Shape
+    keys: Shape
     columns: bool
 
+    def flat(self) -> list[int]:
+        """As the operators take them."""
+        return [*self.forward, *self.queries, *self.keys, self.columns]
 
-def blocks_of(q: Tensor) -> Blocks:
+
+def blocks_of(q: Tensor, window: int | None) -> Blocks:
     """Those of these queries, on their device."""
-    return fitting(q.shape[-1], capability(q.device) if q.device.type == "cuda" else (_HOPPER, 0))
+    return fitting(q.shape[-1], capability(q.device) if q.device.type == "cuda" else (_HOPPER, 0), window)
 
 
-def fitting(head: int, capability: tuple[int, int]) -> Blocks:
+def fitting(head: int, capability: tuple[int, int], window: int | None = None) -> Blocks:
     """Blocks of heads this wide on a GPU of this compute capability.
 
-    Chosen by what Triton 3.6 and 3.7 make of them (`benchmarks.gpu.compiled`): the most that its registers and shared
-    memory hold, of which the gradients of keys take most. Hopper's matrix units work on 64 queries for four warps: with
-    more warps than that two compute the same scores.
+    Of heads of 128 on Hopper, without a window, the fastest of those that `benchmarks.gpu.blocks` timed on an H100.
+    Others are chosen by what Triton makes of them (`benchmarks.gpu.compiled`): the most that registers and shared
+    memory hold. Hopper's matrix units work on 64 queries for four warps: with more warps than that two compute the same
+    scores.
     """
+    if capability[0] == _HOPPER and 64 < head <= 128:
+        forward = Shape(128, 128, 8, 2) if window is None else Shape(128, 64, 8, 2)  # whose mask takes shared memory
+        return Blocks(forward, Shape(128, 64, 8, 3), Shape(64, 64, 4, 2), True)
     if capability[0] == _HOPPER:
-        return Blocks(128, 64, 8, True) if head <= 128 else Blocks(64, 32, 4, True)
-    return Blocks(64, 64, 4, False) if head <= 128 else Blocks(32, 32, 4, False)
+        same = Shape(128, 64, 8, 2) if head <= 64 else Shape(64, 32, 4, 2)
+        return Blocks(same, same, same, True)
+    same = Shape(64, 64, 4, 2) if head <= 128 else Shape(32, 32, 4, 2)
+    return Blocks(same, same, same, False)
 
 
 def intervals(ends: Ints, depths: Ints, path: int, window: int | None, blocks: Blocks) -> list[Ints]:
     """What the kernels read of a chunk, int32: depths and ends of its rows; blocks of keys that each block of queries
-    sees, then blocks of queries that see each block of keys, each as bounds and indices; and, where a window ends
-    inside the path, blocks of queries that see each block of the path's keys."""
-    some, only = _of_more_rows(interval_blocks(ends, depths, window, blocks.keys), blocks)
-    found = [depths, ends, *_listed(some, only), *_listed(some.T, only.T)]
+    sees, in the forward and for the gradients of queries; blocks of queries that see each block of keys, each as bounds
+    and indices; and, where a window ends inside the path, blocks of queries that see each block of the path's keys."""
+
+    def within(shape: Shape) -> list[Bools]:
+        return _grouped(interval_blocks(ends, depths, window, min(shape.rows, shape.keys)), shape)
+
+    found = [depths, ends, *_listed(*within(blocks.forward)), *_listed(*within(blocks.queries))]
+    found += _listed(*(x.T for x in within(blocks.keys)))
     if window is not None and path:
-        some, only = _of_more_rows(window_blocks(depths, path, window, blocks.keys), blocks)
-        found += _listed(some.T, only.T)
+        square = min(blocks.keys.rows, blocks.keys.keys)
+        found += _listed(*(x.T for x in _grouped(window_blocks(depths, path, window, square), blocks.keys)))
     return [np.ascontiguousarray(x, np.int32) for x in found]
 
 
-def _of_more_rows(masks: tuple[Bools, Bools], blocks: Blocks) -> tuple[Bools, Bools]:
-    """Which blocks hold any visible pair, and which only such, of square ones: of blocks of more rows. One that is
-    partly beyond the end is not whole."""
-    times = blocks.rows // blocks.keys
-    some, only = (np.pad(x, ((0, -len(x) % times), (0, 0))).reshape(-1, times, x.shape[1]) for x in masks)
-    return np.any(some, axis=1), np.all(only, axis=1)
+def _grouped(masks: tuple[Bools, Bools], shape: Shape) -> list[Bools]:
+    """Which blocks hold any visible pair, and which only such, of the smaller square ones. One that is partly beyond
+    the end is not whole."""
+    square = min(shape.rows, shape.keys)
+    down, across = shape.rows // square, shape.keys // square
+    padded = (np.pad(x, ((0, -x.shape[0] % down), (0, -x.shape[1] % across))) for x in masks)
+    some, only = (x.reshape(x.shape[0] // down, down, -1, across) for x in padded)
+    return [np.any(some, axis=(1, 3)), np.all(only, axis=(1, 3))]
 
 
 def _listed(some: Bools, only: Bools) -> tuple[Ints, Ints]:

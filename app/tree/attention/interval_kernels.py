@@ -372,13 +372,13 @@ def interval_attention(
 
     `sinks` [Hq]: a score a head without a value. `intervals`: `depths` and `ends` int32 [n], then blocks of keys that
     each block of queries sees, as int32 bounds [2 blocks + 1] (of those that all of it see, then of others) and
-    indices; more is not read. `blocks`: `interval.Blocks`. `window`, `softcap`: 0 for none.
+    indices; more is not read. `blocks`: `interval.Blocks.flat`. `window`, `softcap`: 0 for none.
     """
     out, lse = _outputs(q)
     depths, ends, bounds, listed = intervals[:4]
     keys, values = (k, v) if path_k is None or path_v is None else (path_k, path_v)
     rows, path = q.shape[2], 0 if path_k is None else path_k.shape[2]
-    constants = _constants(q, k, blocks, scale, window, softcap)
+    constants = _constants(q, k, blocks[:4], scale, window, softcap)
     _forward_kernel[(triton.cdiv(rows, blocks[0]), q.shape[1])](
         q, k, v, keys, values, lse if sinks is None else sinks, depths, ends, bounds, listed, out, lse, rows, path,
         *_strides(q, k, v, keys, values, out), SINKS=sinks is not None, **constants,
@@ -412,28 +412,28 @@ def interval_attention_backward(
     """Gradients of q, in its dtype, and of k and v, in float32 (float64); those of the path's keys and values are added
     to `path_grad_k` and `path_grad_v` [1, Hk, p, d], which are float32 (float64).
 
-    `intervals`: as in the forward, then blocks of queries that see each block of keys, and with a window that ends
-    inside the path those that see each block of the path's keys.
+    `intervals`: as in the forward, then the same for blocks of the gradients of queries, blocks of queries that see
+    each block of keys, and with a window that ends inside the path those that see each block of the path's keys.
     """
-    depths, ends, bounds, listed, key_bounds, key_listed, *path_listed = intervals
+    depths, ends, _, _, bounds, listed, key_bounds, key_listed, *path_listed = intervals
     rows, (grad_q, grad_k, grad_v), deltas = q.shape[2], _gradients(q, k, v), torch.empty_like(lse)
     keys, values = (k, v) if path_k is None or path_v is None else (path_k, path_v)
     path = 0 if path_k is None else path_k.shape[2]
-    constants = _constants(q, k, blocks, scale, window, softcap)
-    _query_gradient_kernel[(triton.cdiv(rows, blocks[0]), q.shape[1])](
+    constants = _constants(q, k, blocks[4:8], scale, window, softcap)
+    _query_gradient_kernel[(triton.cdiv(rows, blocks[4]), q.shape[1])](
         q, k, v, keys, values, out, grad, lse, depths, ends, bounds, listed, grad_q, deltas, rows, path,
         *_strides(q, k, v, keys, values, out, grad, grad_q), **constants,
     )  # fmt: skip
-    by_keys = constants | {"COLUMNS": bool(blocks[3])}
+    by_keys = _constants(q, k, blocks[8:12], scale, window, softcap) | {"COLUMNS": bool(blocks[12])}
     grad_k.zero_()
     grad_v.zero_()
-    _key_gradient_kernel[(triton.cdiv(rows, blocks[1]), k.shape[1])](
+    _key_gradient_kernel[(triton.cdiv(rows, blocks[9]), k.shape[1])](
         q, k, v, grad, lse, deltas, depths, ends, key_bounds, key_listed, grad_k, grad_v, rows, rows,
         *_strides(q, k, v, grad, grad_k, grad_v), PATH=False, LISTED=True, **by_keys,
     )  # fmt: skip
     if path_grad_k is not None and path_grad_v is not None:
         bounds, some = path_listed or (bounds, listed)
-        _key_gradient_kernel[(triton.cdiv(path, blocks[1]), k.shape[1])](
+        _key_gradient_kernel[(triton.cdiv(path, blocks[9]), k.shape[1])](
             q, keys, values, grad, lse, deltas, depths, ends, bounds, some, path_grad_k, path_grad_v, rows, path,
             *_strides(q, keys, values, grad, path_grad_k, path_grad_v), PATH=True, LISTED=bool(path_listed), **by_keys,
         )  # fmt: skip
@@ -467,8 +467,8 @@ def _strides(*tensors: Tensor) -> list[int]:
     return [stride for x in tensors for stride in (x.stride(1), x.stride(2))]
 
 
-def _constants(q: Tensor, k: Tensor, blocks: list[int], scale: float, window: int, softcap: float) -> dict[str, Any]:
-    """What the kernels are compiled for."""
+def _constants(q: Tensor, k: Tensor, shape: list[int], scale: float, window: int, softcap: float) -> dict[str, Any]:
+    """What a kernel is compiled for. `shape`: `interval.Shape`."""
     sums, multiplied = _KINDS[torch.promote_types(torch.float32, q.dtype)], _KINDS[q.dtype]
     if multiplied == tl.bfloat16 and INTERPRETED:  # whose products take bf16 numbers for integers
         multiplied = tl.float32
@@ -480,12 +480,12 @@ def _constants(q: Tensor, k: Tensor, blocks: list[int], scale: float, window: in
         "GROUPS": q.shape[1] // k.shape[1],
         "HEAD": q.shape[3],
         "WIDTH": max(16, triton.next_power_of_2(q.shape[3])),
-        "ROWS": blocks[0],
-        "KEYS": blocks[1],
+        "ROWS": shape[0],
+        "KEYS": shape[1],
         "MULTIPLIED": multiplied,
         "SUM": sums,
-        "num_warps": blocks[2],
-        "num_stages": 2,
+        "num_warps": shape[2],
+        "num_stages": shape[3],
     }
 
 

@@ -92,9 +92,8 @@ class EmbeddedEngine:
             small models that generate beside a trainer on few cores.
         cuda_graphs: whether decode steps are captured as CUDA graphs, one for each of a few sizes of batch and context,
             and replayed, which spares the host a thousand launches a token; the first replays of each are compared with
-            steps as they are. Off by default, for no GPU has shown it yet. None: on CUDA devices, where the model
-            allows it (else the reason is logged); true is an error where it does not. On a CPU, true runs the same
-            padded steps uncaptured, for tests.
+            steps as they are. None: on CUDA devices, where the model allows it (else the reason is logged); true is an
+            error where it does not. On a CPU, true runs the same padded steps uncaptured, for tests.
     """
 
     update_methods = ("memory", "disk")
@@ -110,7 +109,7 @@ class EmbeddedEngine:
         dtype: str | None = None,
         device: str | None = None,
         num_threads: int | None = None,
-        cuda_graphs: bool | None = False,
+        cuda_graphs: bool | None = None,
     ) -> None:
         positive = {
             "kv_cache_tokens": kv_cache_tokens,

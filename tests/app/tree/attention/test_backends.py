@@ -279,7 +279,10 @@ def test_auto_is_sdpa_on_cpus() -> None:
     ("dtype", "options", "capability", "expected"),
     [
         (torch.bfloat16, {}, (8, 0), "flash"),
-        (torch.float16, {}, (9, 0), "flash"),
+        (torch.float16, {}, (9, 0), "flash"),  # heads of 8
+        (torch.float16, dict(head_dim=128), (9, 0), "triton"),
+        (torch.bfloat16, dict(head_dim=128), (10, 0), "flash"),
+        (torch.bfloat16, dict(head_dim=128, model_type="mistral", sliding_window=5), (9, 0), "flash"),
         (torch.float32, {}, (9, 0), "sdpa"),  # FlexAttention would be compiled for minutes first
         (torch.float64, {}, (9, 0), "sdpa"),
         (torch.bfloat16, {}, (7, 5), "sdpa"),  # flash kernels die there
@@ -303,7 +306,7 @@ def test_auto_on_cuda(
         monkeypatch.setattr(f"app.tree.attention.{module}.capability", lambda device: capability)
     assert choose_backend("auto", model).name == expected
     monkeypatch.setattr("app.tree.attention.function.find_spec", lambda name: None)
-    assert choose_backend("auto", model).name == ("sdpa" if expected == "flex" else expected)
+    assert choose_backend("auto", model).name == {"flex": "sdpa", "triton": "flash"}.get(expected, expected)
 
 
 @pytest.mark.parametrize(
@@ -373,4 +376,5 @@ def test_real_kernels_on_cuda(backend: str, name: str) -> None:
 def float64_clean_copy(model):
     exact = copy.deepcopy(model).double()
     exact.set_attn_implementation("naive")
+    exact.set_experts_implementation("eager")  # grouped matrix products have no float64
     return exact

@@ -20,8 +20,8 @@ from benchmarks.gpu.interval import check_interval
     [("9.0", []), ("9.0", ["--window", "512", "--softcap", "30"]), ("8.6", ["--window", "512"]), ("10.0", [])],
 )
 def test_kernels_compile_for_gpus(tmp_path, capability: str, options: list[str]) -> None:
-    """To machine code, which needs no GPU: types, layouts and shared memory. On Hopper next to no spilling where there
-    is neither window nor soft-capping, and room for what its matrix units do."""
+    """To machine code, which needs no GPU: types, layouts and shared memory. On Hopper little spilling where there is
+    neither window nor soft-capping (none but in the gradients of keys), and room for what its matrix units do."""
     environment = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path / "cache")}
     environment.pop("TRITON_INTERPRET", None)
     command = [sys.executable, "-m", "benchmarks.gpu.compiled", "--capability", capability, "--out", str(tmp_path)]
@@ -30,7 +30,8 @@ def test_kernels_compile_for_gpus(tmp_path, capability: str, options: list[str])
     rows = [line.split(" | ") for line in (tmp_path / "compiled.md").read_text().splitlines() if line.startswith("| ")]
     assert len(rows) == 1 + 3 * 4
     if capability == "9.0" and not options:
-        assert all(int(row[5]) <= 8 for row in rows[1:] if int(row[1]) <= 128)
+        spilled = [(row[2], int(row[5])) for row in rows[1:] if int(row[1]) <= 128]
+        assert all(count <= (40 if name.startswith("keys") else 0) for name, count in spilled)
         assert all(float(row[9].rstrip(" |")) > 0.8 for row in rows[1:])
 
 
@@ -38,7 +39,7 @@ def test_kernels_compile_for_gpus(tmp_path, capability: str, options: list[str])
 @pytest.mark.usefixtures("interpreted")
 def test_what_the_gpu_suite_asks_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """With the blocks of a GPU, and whole ones among them."""
-    monkeypatch.setattr(interval, "blocks_of", lambda q: interval.fitting(q.shape[-1], (9, 0)))
+    monkeypatch.setattr(interval, "blocks_of", lambda q, window: interval.fitting(128, (9, 0), window))
     found = check_interval(torch.device("cpu"), (16,))
     assert [len(row["over_sdpa"]) for row in found] == [6, 6] and all(row["ok"] for row in found)
     monkeypatch.setattr(interval._operators(), "INTERPRETED", False)

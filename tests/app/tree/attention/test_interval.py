@@ -34,14 +34,14 @@ TOLERANCE = {F64: 1e-12, F32: 2e-6, BF16: 4e-2, F16: 5e-3}
 """Relative to the largest element, or to 1, the size of what is drawn: a query of one key owes it nothing. Low
 precision rounds probabilities, as flash kernels do, and the result."""
 FEW = settings(max_examples=max(1, settings.default.max_examples // 6))  # the interpreter takes seconds for each
-SMALL = interval.Blocks(32, 16, 4, True)
+SMALL = interval.Blocks(*(interval.Shape(*sizes, 4, 2) for sizes in ((32, 16), (16, 32), (16, 16))), columns=True)
 pytestmark = pytest.mark.usefixtures("interpreted")
 
 
 @pytest.fixture(autouse=True, params=[True, False], ids=["columns", "rows"])
 def small_blocks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Several blocks for a few dozen tokens; gradients of keys summed as columns, and as rows."""
-    monkeypatch.setattr(interval, "blocks_of", lambda q: SMALL._replace(columns=request.param))
+    monkeypatch.setattr(interval, "blocks_of", lambda q, window: SMALL._replace(columns=request.param))
 
 
 def ancestors(tree: PrefixTree, token: int) -> list[int]:
@@ -137,7 +137,7 @@ def test_blocks_of_other_branches_are_left_out(window: int | None) -> None:
     found = interval.intervals(rows.ends, tree.token_depth[rows.tokens], chunk.path_tokens, window, SMALL)
     blocks = -(-len(rows.tokens) // 16)
     assert len(found[3]) < 0.75 * blocks * (blocks + 2) / 4
-    assert (len(found) == 8) == (window is not None)
+    assert (len(found) == 10) == (window is not None)
 
 
 @pytest.mark.parametrize("window", [None, 60])
@@ -153,7 +153,7 @@ def test_blocks_that_all_see_are_computed_without_a_mask(window: int | None) -> 
     for bounds in found[2::2]:
         whole, masked = np.diff(bounds).reshape(-1, 2).sum(0)
         assert whole and masked
-    assert (len(found) == 8) == (window is not None)
+    assert (len(found) == 10) == (window is not None)
 
 
 @pytest.mark.parametrize("name", ["gpt_oss", *(pytest.param(n, marks=pytest.mark.slow) for n in ("gemma2", "qwen2"))])
@@ -229,9 +229,9 @@ def test_numbers_further_apart_than_int32_counts(which: int) -> None:
     like = path[which]
     apart = torch.empty(2**31 + 16, dtype=like.dtype).as_strided(like.shape, (2**31 + 16, 2**31 + 16, 2**26, 1))
     apart.copy_(like)
-    rows = [np.arange(5), np.full(5, 5), [0, 0, 1], [0], [0, 0, 1], [0]]
+    rows = [np.arange(5), np.full(5, 5), *[[0, 0, 1], [0]] * 3]
     found = [torch.tensor(np.ascontiguousarray(x, np.int32)) for x in rows]
-    kernels, how = interval._operators(), (found, list(SMALL), 0.25, 0, 0.0)
+    kernels, how = interval._operators(), (found, SMALL.flat(), 0.25, 0, 0.0)
     results = []
     for used in (path, [apart if i == which else x.clone() for i, x in enumerate(path)]):
         out, lse = kernels.interval_attention(q, k, v, *used[:2], None, *how)
