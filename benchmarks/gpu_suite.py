@@ -52,7 +52,7 @@ from benchmarks.common.measure import compare, environment, measure, profile, se
 from benchmarks.common.memory import fitting, of_predicted
 from benchmarks.common.models import TOY_SHAPE
 from benchmarks.common.records import write_json
-from benchmarks.common.systems import Settings, System, make_systems, qwen3
+from benchmarks.common.systems import NAMES, Settings, System, make_systems, qwen3
 from benchmarks.common.workloads import DEFAULT_DATA, WORKLOADS, Case, conversations, make_case, parse_size
 from benchmarks.gpu import hybrids
 from benchmarks.gpu.decode import add_decoding, check_decoding
@@ -123,10 +123,12 @@ def measure_case(
     after each timed run."""
     device = next(model.parameters()).device
     settings = Settings(args.chunk, args.live, args.sample, True, not _leaf_fits(model, case), args.attention)
-    systems, left_out = fitting(make_systems(model, case, settings), device)
-    if device.type == "cuda":  # there, transformers' attention may choose cuDNN's kernels, another family than ours
-        leaf = next(system for system in systems if system.name == "dense-leaf")
+    chosen = replace(settings, systems=("ours", *args.systems))
+    systems, left_out = fitting(make_systems(model, case, chosen), device)
+    for leaf in [x for x in systems if x.name == "dense-leaf" and device.type == "cuda"]:
+        # There transformers' attention may choose cuDNN's kernels, another family than ours.
         systems.append(replace(leaf, name="dense-leaf, flash", run=_with_flash(leaf.run)))
+    systems.sort(key=lambda system: system.name != "ours")  # what one is here for
     failed: dict[str, str] = {}
     result: dict[str, Any] = {
         "case": case.name,
@@ -145,12 +147,13 @@ def measure_case(
     )
     result |= {"systems": rows, "against_ours": {"wall_seconds": compare(rows, "wall_seconds")}}
     result["memory_of_predicted"] = of_predicted(rows)
+    left_out += [f"{one.name} (too slow)" for one in systems if one.name not in {*rows, *failed}]
     so_far(result)
     with noted(failed, "utilisation"):
         result["utilisation"] = utilisation(model, case, settings, rows)
     if args.profile and "ours" in rows:
         with noted(failed, "profile"):
-            result["profile"] = profile(next(system for system in systems if system.name == "ours").run, device)
+            result["profile"] = profile(next(system for system in systems if system.name == "ours").run, device, 40)
     return result
 
 
@@ -290,12 +293,11 @@ def _swept(text: str) -> tuple[str, list[int | str]]:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu_suite", description=__doc__.split("\n\n")[0])
-    parser.add_argument(
-        "--checks", choices=("none", "flash", "flex", "all"), default="all", help="what is checked first"
-    )
+    parser.add_argument("--checks", choices=("none", "flash", "flex", "all"), default="all", help="what is checked")
     parser.add_argument("--size", nargs="+", choices=list(SHAPES), default=["0.6B"], help="Qwen3 shapes, one by one")
     parser.add_argument("--batch", type=parse_size, help="tasks x trials (default 8x4; toy 1x2)")
     parser.add_argument("--workloads", nargs="+", choices=(*WORKLOADS, "none"), default=["turns", "think", "whole"])
+    parser.add_argument("--systems", nargs="*", choices=NAMES, default=NAMES, help="what is measured beside ours")
     parser.add_argument("--data", help=f"token arrays (default {DEFAULT_DATA}, else synthetic conversations)")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--sample", type=int, default=4, help="sequences that stand for all in dense (0: run all)")

@@ -38,7 +38,7 @@ def measure(
     With more than one repeat, or on a GPU, a first round warms up and measures `peak_bytes`, and on a GPU
     `first_seconds`: what new shapes cost (kernels that are loaded or compiled, cuDNN's plans). `resident_bytes` is the
     least of the timed rounds', and rough. Systems that fail are left out: for want of GPU memory, or, with `failed`,
-    by any error, which it then has by the system's name.
+    by any error, which it then has by the system's name; so are those that alone would not end before the deadline.
 
     Args:
         deadline: of `time.perf_counter`; no further repeat starts that would end after it; at least one is made.
@@ -49,21 +49,27 @@ def measure(
     kind = torch.OutOfMemoryError if failed is None else Exception
     failed = {} if failed is None else failed
     rows = {system.name: _row(system) | {"peak_bytes": None, "first_seconds": None} for system in systems}
+    late: set[str] = set()
     if repeats > 1 or device.type == "cuda":
         for system in systems:
+            begin = time.perf_counter()
             with noted(failed, system.name, kind):
                 zero_gradients(model)
-                begin = time.perf_counter()
                 rows[system.name]["peak_bytes"] = peak_bytes(system.run, device)
-                if device.type == "cuda":  # a CPU's allocations are traced meanwhile, which takes longer
-                    rows[system.name]["first_seconds"] = (time.perf_counter() - begin) / system.share
-            progress(f"memory of {system.name}")
+            now = time.perf_counter()
+            if device.type == "cuda":  # a CPU's allocations are traced meanwhile, which takes longer
+                rows[system.name]["first_seconds"] = (now - begin) / system.share
+                if deadline is not None and now + (now - begin) > deadline:
+                    late.add(system.name)
+            progress(
+                f"memory of {system.name}, {now - begin:.1f} s" + (": no time left for it" * (system.name in late))
+            )
     runs: dict[str, list[tuple[float, float, int | None]]] = {system.name: [] for system in systems}
     for repeat in range(repeats):
         begin = time.perf_counter()
         for k in range(len(systems)):
             system = systems[(k + repeat) % len(systems)]
-            if system.name in failed:
+            if system.name in failed or system.name in late:
                 continue
             with noted(failed, system.name, kind):
                 zero_gradients(model)

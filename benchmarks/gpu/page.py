@@ -55,7 +55,7 @@ def _report(name: str, report: dict[str, Any]) -> Iterator[str]:
         yield from (f"### {case['case']}", "", table(case, "wall_seconds"), "")
         yield from _table(("utilisation", "value"), [*case["utilisation"].items(), *_predicted(case)])
         if case.get("left_out"):
-            yield from (f"Too large for this device: {', '.join(case['left_out'])}.", "")
+            yield from (f"Not measured: {', '.join(case['left_out'])}.", "")
     if "sweep" in report:
         swept = report["sweep"]
         memory = swept["memory_of_predicted"]

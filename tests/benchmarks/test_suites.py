@@ -118,23 +118,26 @@ def test_commands_of_the_suite_ask_for_what_they_say(monkeypatch: pytest.MonkeyP
 
 def test_a_quarter_of_an_hour_of_a_gpu_is_enough_for_its_commands() -> None:
     """Those of benchmarks/README.md: each parses, ends by itself before it is ended, and adds to one folder."""
-    page = (Path(gpu_suite.__file__).parent / "README.md").read_text()
+    root = Path(gpu_suite.__file__).parents[1]
+    page = (root / "benchmarks" / "README.md").read_text().replace("\\\n", " ")
     lines = [shlex.split(line) for line in page.splitlines() if line.startswith("timeout ")]
-    assert sum(int(line[1]) for line in lines) <= 15 * 60
-    preflight, *suites = lines
-    compile(preflight[-1], "preflight", "exec")
-    assert preflight[2:4] == ["python", "-c"] and "addmm.dtype_out" in preflight[-1]
+    together = {int(line[1]) for line in lines if line[-1] == "&"}
+    assert max(together) + sum(int(line[1]) for line in lines if line[-1] != "&") <= 15 * 60
+    assert all(line[2:4] == ["python", "-m"] for line in lines)
+    assert [line[4] for line in lines if line[4] != "benchmarks.gpu_suite"] == ["pytest", "benchmarks.gpu.blocks"]
+    assert all((root / path).exists() for line in lines for path in line if path.startswith("tests/"))
+    suites = [[part for part in line if part != "&"] for line in lines if line[4] == "benchmarks.gpu_suite"]
     asked = [(int(line[1]), gpu_suite._parser().parse_args(line[5:])) for line in suites]
-    assert all(line[2:5] == ["python", "-m", "benchmarks.gpu_suite"] for line in suites)
     assert [(one.checks, one.size, one.train, one.hybrid) for _, one in asked] == [
         ("flash", ["0.6B"], None, None),
+        ("flex", ["0.6B"], None, None),
         ("none", ["0.6B"], None, None),
         ("none", ["8B"], None, None),
         ("none", ["0.6B"], "4B", None),
         ("none", ["0.6B"], None, "4B"),
     ]
     assert all(one.limit < seconds for seconds, one in asked if one.workloads != ["none"] or one.hybrid)
-    assert {one.out for _, one in asked} == {"$OUT"}
+    assert [one.out for _, one in asked] == ["$OUT", "$OUT/compiled", *["$OUT"] * 4]  # checks write one file a folder
 
 
 @pytest.mark.slow
