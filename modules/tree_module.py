@@ -156,7 +156,7 @@ class TreeModule(EvaluatedModule):
             "elementwise": elementwise,
             "self_check": False,  # done here, where ranks can agree
         }
-        self.self_check = self_check
+        self.elementwise, self.self_check = elementwise, self_check
         # Kinds of batches, without pictures and with them, whose first is still to be checked.
         self._unchecked = set[bool]() if self_check == "skip" else {False, True}
         self._fell_back = False

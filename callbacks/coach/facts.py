@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import Any
 
 from lightning.pytorch import Trainer
@@ -42,6 +43,7 @@ class Facts:
         corrected: the module weighs tokens by how the sampler differs.
         clip_norm: trainer.gradient_clip_val; 0 without.
         passes: optimizer steps a rollout batch.
+        unfused: layers compute in low precision on a GPU where torch.compile has Triton, and `elementwise` is "eager".
         best_checkpoint: the one that a ModelCheckpoint kept for the highest val/accuracy: its path, and that accuracy.
     """
 
@@ -53,6 +55,7 @@ class Facts:
     corrected: bool = False
     clip_norm: float = 0.0
     passes: int = 1
+    unfused: bool = False
     best_checkpoint: tuple[str, float] | None = None
 
     @classmethod
@@ -70,6 +73,7 @@ class Facts:
             corrected=getattr(algorithm, "correction", None) is not None,
             clip_norm=float(trainer.gradient_clip_val or 0.0),
             passes=int(getattr(module, "steps_per_batch", 1)),
+            unfused=_unfused(trainer, module),
         )
 
 
@@ -79,6 +83,11 @@ def best_checkpoint(trainer: Trainer) -> tuple[str, float] | None:
         if isinstance(one, ModelCheckpoint) and one.monitor == "val/accuracy" and one.best_model_score is not None:
             return one.best_model_path, float(one.best_model_score)
     return None
+
+
+def _unfused(trainer: Trainer, module: Any) -> bool:
+    eager, low = getattr(module, "elementwise", None) == "eager", trainer.precision == "bf16-true"
+    return eager and low and trainer.strategy.root_device.type == "cuda" and find_spec("triton") is not None
 
 
 def _servers(engine: Any) -> int | None:

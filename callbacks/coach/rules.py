@@ -28,7 +28,7 @@ from callbacks.coach.rollouts import (
     replies_cut,
     rewards_fail,
 )
-from callbacks.coach.speed import servers_idle, sync_takes_long, trainer_waits
+from callbacks.coach.speed import layers_unfused, servers_idle, sync_takes_long, trainer_waits
 
 Rule = Callable[[History, Facts], Advice | None]
 
@@ -50,6 +50,7 @@ RULES: tuple[Rule, ...] = (
     trainer_waits,
     servers_idle,
     sync_takes_long,
+    layers_unfused,
 )
 """In order of importance: what is said when several hold."""
 

@@ -55,6 +55,16 @@ def sync_takes_long(history: History, facts: Facts) -> Advice | None:
     return Advice("sync_takes_long", f"{share:.0%} of the time goes into sending weights", remedy, {"share": share})
 
 
+def layers_unfused(history: History, facts: Facts) -> Advice | None:
+    """Half of the step in passes of low precision on a GPU, whose element-wise parts run operator by operator: fused, a
+    pass of a 0.6B model took a fifth less on an H100, and the first step half a minute more (docs/results.md)."""
+    share = _share(history, "time/tree")
+    if not facts.unfused or share <= 0.5:
+        return None
+    finding = f"{share:.0%} of the time goes into passes, whose norms, rotary embeddings and activations run one by one"
+    return Advice("layers_unfused", finding, "model.elementwise: compile fuses them", {"share": share})
+
+
 def _share(history: History, name: str) -> float:
     """Of the time of steps, in that half of the window where it is smaller: one long step is no bottleneck."""
     whole, part = history.now("time/step"), history.now(name)

@@ -105,6 +105,7 @@ SITUATIONS: list[tuple[str, dict[str, Any], Facts, str]] = [
     ("trainer_waits", {"time/step": 10.0, "time/wait": 7.0}, EMBEDDED, "SGLang servers"),
     ("trainer_waits", {"time/step": 10.0, "time/wait": 4.0}, Facts(servers=4, max_staleness=0), "max_staleness: 1"),
     ("servers_idle", {"rollouts/running": 0.0, "rollouts/queued": 16.0}, SERVERS, "1 of 2 servers"),
+    ("layers_unfused", {"time/step": 10.0, "time/tree": 6.0}, Facts(unfused=True), "model.elementwise: compile"),
     ("sync_takes_long", {"time/step": 10.0, "time/sync": 3.0}, SERVERS, "distributed"),
 ]
 
