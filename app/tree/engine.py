@@ -164,7 +164,7 @@ class TreeEngine:
         """What computes a pass here, in one line: attention, scans, logits, and how element-wise parts run."""
         scans = f", scans {self._scans().name}" if self.state_layers.mixers else ""
         heads, attention = self.heads, choose_backend(self.attention, self.model).name
-        logits = f", logits {heads.way()} in blocks of {heads.head_tokens} rows" if heads.projection else ""
+        logits = f", logits {heads.way()} in blocks of {heads.head_tokens:,} rows" if heads.projection else ""
         return f"attention {attention}{scans}{logits}, element-wise parts {self.elementwise}"
 
     def plan(self, tree: PrefixTree) -> ExecutionPlan:
