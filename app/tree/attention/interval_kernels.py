@@ -379,10 +379,11 @@ def interval_attention(
     keys, values = (k, v) if path_k is None or path_v is None else (path_k, path_v)
     rows, path = q.shape[2], 0 if path_k is None else path_k.shape[2]
     constants = _constants(q, k, blocks[:4], scale, window, softcap)
-    _forward_kernel[(triton.cdiv(rows, blocks[0]), q.shape[1])](
-        q, k, v, keys, values, lse if sinks is None else sinks, depths, ends, bounds, listed, out, lse, rows, path,
-        *_strides(q, k, v, keys, values, out), SINKS=sinks is not None, **constants,
-    )  # fmt: skip
+    with torch.cuda.device_of(q):  # Triton launches on the current device, whatever its arguments' is
+        _forward_kernel[(triton.cdiv(rows, blocks[0]), q.shape[1])](
+            q, k, v, keys, values, lse if sinks is None else sinks, depths, ends, bounds, listed, out, lse, rows, path,
+            *_strides(q, k, v, keys, values, out), SINKS=sinks is not None, **constants,
+        )  # fmt: skip
     return out, lse
 
 
@@ -420,23 +421,25 @@ def interval_attention_backward(
     keys, values = (k, v) if path_k is None or path_v is None else (path_k, path_v)
     path = 0 if path_k is None else path_k.shape[2]
     constants = _constants(q, k, blocks[4:8], scale, window, softcap)
-    _query_gradient_kernel[(triton.cdiv(rows, blocks[4]), q.shape[1])](
-        q, k, v, keys, values, out, grad, lse, depths, ends, bounds, listed, grad_q, deltas, rows, path,
-        *_strides(q, k, v, keys, values, out, grad, grad_q), **constants,
-    )  # fmt: skip
     by_keys = _constants(q, k, blocks[8:12], scale, window, softcap) | {"COLUMNS": bool(blocks[12])}
     grad_k.zero_()
     grad_v.zero_()
-    _key_gradient_kernel[(triton.cdiv(rows, blocks[9]), k.shape[1])](
-        q, k, v, grad, lse, deltas, depths, ends, key_bounds, key_listed, grad_k, grad_v, rows, rows,
-        *_strides(q, k, v, grad, grad_k, grad_v), PATH=False, LISTED=True, **by_keys,
-    )  # fmt: skip
-    if path_grad_k is not None and path_grad_v is not None:
-        bounds, some = path_listed or (bounds, listed)
-        _key_gradient_kernel[(triton.cdiv(path, blocks[9]), k.shape[1])](
-            q, keys, values, grad, lse, deltas, depths, ends, bounds, some, path_grad_k, path_grad_v, rows, path,
-            *_strides(q, keys, values, grad, path_grad_k, path_grad_v), PATH=True, LISTED=bool(path_listed), **by_keys,
+    with torch.cuda.device_of(q):
+        _query_gradient_kernel[(triton.cdiv(rows, blocks[4]), q.shape[1])](
+            q, k, v, keys, values, out, grad, lse, depths, ends, bounds, listed, grad_q, deltas, rows, path,
+            *_strides(q, k, v, keys, values, out, grad, grad_q), **constants,
         )  # fmt: skip
+        _key_gradient_kernel[(triton.cdiv(rows, blocks[9]), k.shape[1])](
+            q, k, v, grad, lse, deltas, depths, ends, key_bounds, key_listed, grad_k, grad_v, rows, rows,
+            *_strides(q, k, v, grad, grad_k, grad_v), PATH=False, LISTED=True, **by_keys,
+        )  # fmt: skip
+        if path_grad_k is not None and path_grad_v is not None:
+            bounds, some = path_listed or (bounds, listed)
+            _key_gradient_kernel[(triton.cdiv(path, blocks[9]), k.shape[1])](
+                q, keys, values, grad, lse, deltas, depths, ends, bounds, some, path_grad_k, path_grad_v, rows, path,
+                *_strides(q, keys, values, grad, path_grad_k, path_grad_v),
+                PATH=True, LISTED=bool(path_listed), **by_keys,
+            )  # fmt: skip
     return grad_q, grad_k, grad_v
 
 
@@ -489,11 +492,6 @@ def _constants(q: Tensor, k: Tensor, shape: list[int], scale: float, window: int
     }
 
 
-_KINDS = {
-    torch.float64: tl.float64,
-    torch.float32: tl.float32,
-    torch.bfloat16: tl.bfloat16,
-    torch.float16: tl.float16,
-}
+_KINDS = {torch.float64: tl.float64, torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 INTERPRETED = isinstance(_forward_kernel, InterpretedFunction)
 """Whether the kernels run in Triton's interpreter, on any device, instead of being compiled for a GPU."""

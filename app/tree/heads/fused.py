@@ -92,17 +92,18 @@ def softmax_outputs(logits: Tensor, targets: Tensor, temperatures: Tensor, entro
     softmax(logits / temperatures); logits [n, V] contiguous, temperatures float32 [n]."""
     logprobs = logits.new_empty(len(logits), dtype=torch.float32)
     entropies = torch.zeros_like(logprobs)
-    _outputs_kernel[(len(logits),)](
-        logits,
-        targets,
-        temperatures,
-        logprobs,
-        entropies,
-        logits.shape[1],
-        ENTROPY=entropy,
-        BLOCK=_BLOCK,
-        num_warps=_WARPS,
-    )
+    with torch.cuda.device_of(logits):  # Triton launches on the current device, whatever its arguments' is
+        _outputs_kernel[(len(logits),)](
+            logits,
+            targets,
+            temperatures,
+            logprobs,
+            entropies,
+            logits.shape[1],
+            ENTROPY=entropy,
+            BLOCK=_BLOCK,
+            num_warps=_WARPS,
+        )
     return logprobs, entropies
 
 
@@ -121,15 +122,16 @@ def softmax_gradient_(
     grad_entropies: Tensor | None,
 ) -> None:
     """Writes over `logits` [n, V] (contiguous) their gradient, given those of the outputs, float32 [n] each."""
-    _gradient_kernel[(len(logits),)](
-        logits,
-        targets,
-        temperatures,
-        temperatures if grad_logprobs is None else grad_logprobs,  # an address that is not read
-        temperatures if grad_entropies is None else grad_entropies,
-        logits.shape[1],
-        LOGPROBS=grad_logprobs is not None,
-        ENTROPY=grad_entropies is not None,
-        BLOCK=_BLOCK,
-        num_warps=_WARPS,
-    )
+    with torch.cuda.device_of(logits):
+        _gradient_kernel[(len(logits),)](
+            logits,
+            targets,
+            temperatures,
+            temperatures if grad_logprobs is None else grad_logprobs,  # an address that is not read
+            temperatures if grad_entropies is None else grad_entropies,
+            logits.shape[1],
+            LOGPROBS=grad_logprobs is not None,
+            ENTROPY=grad_entropies is not None,
+            BLOCK=_BLOCK,
+            num_warps=_WARPS,
+        )
