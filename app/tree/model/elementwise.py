@@ -33,6 +33,9 @@ BACKEND = "inductor"
 _VARIANTS = 64
 """Most compilations of a class of modules: with and without gradient, of one token and of more, in each dtype."""
 
+_FIRST = 2**63 - 1
+"""A place in autograd's order before all others but sums into `.grad`."""
+
 
 @contextmanager
 def layers_as(elementwise: str, model: PreTrainedModel, skipped: set[int]) -> Iterator[None]:
@@ -77,7 +80,8 @@ def _parts(model: PreTrainedModel, skipped: set[int]) -> Iterator[nn.Module]:
 def _copies(parts: list[nn.Module]) -> Iterator[tuple[nn.Module, str, Tensor]]:
     """Of trained vectors in low precision (weights of norms, biases), by module and name, copies to be read in their
     place: torch.compile makes no graph of what reads a parameter whose gradient has another dtype, and gradients are
-    summed in float32. Not of shards, which change as they run."""
+    summed in float32. They hand their gradients on as soon as they have them, so that sums over ranks need not wait for
+    the end of a backward. Not of shards, which change as they run."""
     for module in (module for part in parts for module in part.modules() if "forward" not in module.__dict__):
         for name, parameter in module._parameters.items():
             if parameter is None or parameter.dim() != 1 or isinstance(parameter, DTensor):
@@ -85,6 +89,9 @@ def _copies(parts: list[nn.Module]) -> Iterator[tuple[nn.Module, str, Tensor]]:
             if parameter.requires_grad and parameter.dtype != torch.promote_types(torch.float32, parameter.dtype):
                 with torch.enable_grad():
                     copy = parameter.clone()
+                node: Any = copy.grad_fn
+                if node is not None:  # in inference mode; autograd takes the youngest first, and this one would be last
+                    node._set_sequence_nr(_FIRST)
                 torch._dynamo.mark_static(copy)
                 yield module, name, copy
 

@@ -71,6 +71,22 @@ def test_weights_of_norms_whose_gradients_are_wider_are_compiled_with_them(monke
     assert not any({"forward", "weight"} & module.__dict__.keys() for module in model.modules())
 
 
+@pytest.mark.timeout(900)
+def test_gradients_of_norms_are_complete_as_early_as_without(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Layer by layer, not after all of them: sums over ranks begin when a bucket's last gradient is there."""
+    monkeypatch.setattr(projections, "DEVICES", ("cpu",))
+    monkeypatch.setattr(projections, "add_product", lambda total, left, right: total.add_(left.t() @ right))
+    model, order = models.make("qwen3", torch.bfloat16), list[str]()
+    for name, parameter in model.named_parameters():
+        if name.endswith((".post_attention_layernorm.weight", "embed_tokens.weight")):
+            parameter.register_post_accumulate_grad_hook(lambda _, name=name: order.append(name.split(".")[-3]))
+    for how in ("eager", "compile"):
+        TreeEngine(model, 100, 100, self_check=False, elementwise=how).backward(PrefixTree.build(SEQUENCES), LOSS)
+    assert order == ["1", "0", "model"] * 2
+    with torch.inference_mode():  # as Lightning validates; it knows no order of autograd
+        TreeEngine(model, 100, 100, elementwise="compile").forward(PrefixTree.build(SEQUENCES))
+
+
 def test_names() -> None:
     model = models.make("qwen3")
     assert ", element-wise parts eager" in TreeEngine(model).chosen()
