@@ -42,10 +42,11 @@ def choose_backend(name: str, model: PreTrainedModel) -> Backend:
     """The backend called `name`, or for "auto" the fastest for the model's device, dtype (autocast counts) and heads.
 
     On CPUs that is `sdpa`. On CUDA devices `flash` for bf16 and float16 from compute capability 8.0 on; on Hopper
-    `flash3` where that package is installed, else `triton` for heads of 65 to 128 in models without windows, with which
-    it was measured. `flex` for what is left of these two dtypes (soft-capped scores, heads that flash kernels do not
-    take), compiled at the first step; `sdpa`, whose kernels start at once, for float32 and float64, for older GPUs, and
-    where Triton is missing. `cudnn` is never chosen: between `flash` and `triton` on an H100.
+    `flash3` where that package is installed, else `triton` for heads of 128 in models without windows, with which it
+    was measured (narrower heads it computes as if of 128, which flash kernels do not). `flex` for what is left of these
+    two dtypes (soft-capped scores, heads that flash kernels do not take), compiled at the first step; `sdpa`, whose
+    kernels start at once, for float32 and float64, for older GPUs, and where Triton is missing. `cudnn` is never
+    chosen: between `flash` and `triton` on an H100.
 
     Raises:
         ValueError: a name that is not in `BACKENDS`.
@@ -69,7 +70,7 @@ def choose_backend(name: str, model: PreTrainedModel) -> Backend:
     if not capped and flash_refusal(device, dtype, head_dim) is None:
         if FLASH_3.missing(device) is None:
             return BACKENDS[FLASH_3.name]  # a package's 2 is what ATen has
-        measured = capability(device)[0] == HOPPER[0] and 64 < head_dim <= 128
+        measured = capability(device)[0] == HOPPER[0] and head_dim == 128
         windowed = getattr(config, "sliding_window", None) is not None
         return BACKENDS["triton" if compiles and measured and not windowed else "flash"]
     return BACKENDS["flex" if compiles and head_dim >= FLEX_HEAD_DIM else "sdpa"]

@@ -281,6 +281,7 @@ def test_auto_is_sdpa_on_cpus() -> None:
         (torch.bfloat16, {}, (8, 0), "flash"),
         (torch.float16, {}, (9, 0), "flash"),  # heads of 8
         (torch.float16, dict(head_dim=128), (9, 0), "triton"),
+        (torch.bfloat16, dict(head_dim=96), (9, 0), "flash"),  # as wide as 128 to the Triton kernels
         (torch.bfloat16, dict(head_dim=128), (10, 0), "flash"),
         (torch.bfloat16, dict(head_dim=128, model_type="mistral", sliding_window=5), (9, 0), "flash"),
         (torch.float32, {}, (9, 0), "sdpa"),  # FlexAttention would be compiled for minutes first
