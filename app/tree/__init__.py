@@ -5,6 +5,7 @@ Needs torch and transformers only; knows no RL and no Lightning. See `PrefixTree
 """
 
 from app.tree.attention.groups import RankGroup
+from app.tree.attention.kernels import triton_lacks
 from app.tree.calibrate import device_rates
 from app.tree.engine import TreeEngine
 from app.tree.heads import Likeliest, SoftTargets
@@ -94,6 +95,7 @@ __all__ = [
     "settle_quantised",
     "tied_names",
     "tower_parameters",
+    "triton_lacks",
     "vocabulary_modules",
     "whole_weights",
 ]

@@ -23,7 +23,7 @@ import torch
 from packaging.requirements import Requirement
 
 from app.cli.doctor.findings import Finding
-from app.tree import SCAN_PACKAGES
+from app.tree import SCAN_PACKAGES, triton_lacks
 from datamodules.files.data_files import VARIABLE as DATA_VARIABLE
 
 _ROOT = Path(__file__).resolve().parents[3]
@@ -102,8 +102,12 @@ def _gpus() -> Iterator[Finding]:
         free, total = torch.cuda.mem_get_info(index)
         name = torch.cuda.get_device_name(index)
         yield Finding("ok", f"GPU {index}", f"{name}, {free / _GIB:.1f} of {total / _GIB:.1f} GiB free")
+    if (lacks := triton_lacks()) is not None:
+        yield Finding("note", "Triton", f"lacks {lacks}: its kernels, of attention and logits, are left out")
     if importlib.util.find_spec("flash_attn") is None:
-        yield Finding("note", "flash-attn", "not installed; torch's own kernels are used (pip install flash-attn)")
+        yield Finding(
+            "note", "flash-attn", "not installed; torch's and Triton's kernels are used (pip install flash-attn)"
+        )
     else:
         yield Finding("ok", "flash-attn", importlib.metadata.version("flash_attn"))
     yield from scan_kernels()

@@ -7,8 +7,10 @@ with the remedy.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 from importlib.util import find_spec
 from typing import Any
 
@@ -20,7 +22,7 @@ from app.tree.attention.chunk_attention import Backend, ChunkAttention, LayerCal
 from app.tree.attention.flash import FlashBackend
 from app.tree.attention.flex import FLEX_HEAD_DIM, FlexBackend
 from app.tree.attention.interval import IntervalBackend
-from app.tree.attention.kernels import AMPERE, FLASH_DTYPES, capability, flash_refusal
+from app.tree.attention.kernels import AMPERE, FLASH_DTYPES, capability, flash_refusal, triton_lacks
 from app.tree.attention.packages import FLASH_3, HOPPER, PACKAGES, CudnnBackend
 from app.tree.attention.part_attention import PartBackend
 
@@ -45,8 +47,8 @@ def choose_backend(name: str, model: PreTrainedModel) -> Backend:
     `flash3` where that package is installed, else `triton` for heads of 128 in models without windows, with which it
     was measured (narrower heads it computes as if of 128, which flash kernels do not). `flex` for what is left of these
     two dtypes (soft-capped scores, heads that flash kernels do not take), compiled at the first step; `sdpa`, whose
-    kernels start at once, for float32 and float64, for older GPUs, and where Triton is missing. `cudnn` is never
-    chosen: between `flash` and `triton` on an H100.
+    kernels start at once, for float32 and float64, for older GPUs, and where Triton, or what it needs to compile
+    (a C compiler, Python's headers), is missing. `cudnn` is never chosen: between `flash` and `triton` on an H100.
 
     Raises:
         ValueError: a name that is not in `BACKENDS`.
@@ -66,14 +68,23 @@ def choose_backend(name: str, model: PreTrainedModel) -> Backend:
     config = model.config.get_text_config()
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     capped = getattr(config, "attn_logit_softcapping", None) is not None
-    compiles = find_spec("triton") is not None
+    compiles = _triton_compiles()
     if not capped and flash_refusal(device, dtype, head_dim) is None:
         if FLASH_3.missing(device) is None:
             return BACKENDS[FLASH_3.name]  # a package's 2 is what ATen has
         measured = capability(device)[0] == HOPPER[0] and head_dim == 128
         windowed = getattr(config, "sliding_window", None) is not None
-        return BACKENDS["triton" if compiles and measured and not windowed else "flash"]
+        return BACKENDS["triton" if measured and not windowed and compiles else "flash"]
     return BACKENDS["flex" if compiles and head_dim >= FLEX_HEAD_DIM else "sdpa"]
+
+
+@cache
+def _triton_compiles() -> bool:
+    """Warns, once, where only a compiler is missing: what runs then is right, and slower."""
+    lacks = triton_lacks()
+    if lacks is not None and find_spec("triton") is not None:
+        warnings.warn(f"Triton lacks {lacks}; other kernels are used where they can be, slower ones", stacklevel=3)
+    return lacks is None
 
 
 def tree_attention(

@@ -8,8 +8,13 @@ memory by the flash kernels), lse [1, Hq, n] in float32 (float64 for float64).
 
 from __future__ import annotations
 
+import os
+import shutil
+import sysconfig
 from collections.abc import Iterator
 from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
@@ -215,6 +220,21 @@ def _fits_efficient(q: Tensor) -> bool:
 def capability(device: torch.device) -> tuple[int, int]:
     """Compute capability of a CUDA device."""
     return torch.cuda.get_device_capability(device)
+
+
+@cache
+def triton_lacks() -> str | None:
+    """What Triton lacks here to compile a kernel, with the remedy; None when nothing is known of. Its first launch of
+    each kernel calls a C compiler, with Python's headers, which many images for running do not have."""
+    if find_spec("triton") is None:
+        return "the package triton (pip install triton)"
+    if not (os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")):
+        return "a C compiler (install gcc, or set CC)"
+    scheme = sysconfig.get_default_scheme()
+    scheme = "posix_prefix" if scheme == "posix_local" else scheme  # as Triton asks
+    if not (Path(sysconfig.get_paths(scheme)["include"]) / "Python.h").exists():
+        return "Python's headers (install python3-dev, or the like for this Python)"
+    return None
 
 
 AMPERE = (8, 0)

@@ -18,8 +18,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
-from functools import cache
-from importlib.util import find_spec
 from typing import Any, Literal
 
 import torch
@@ -27,7 +25,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-from app.tree.attention.kernels import AMPERE
+from app.tree.attention.kernels import AMPERE, triton_lacks
 from app.tree.heads.soft import Likeliest, Soft, SoftTargets
 from app.tree.model.projections import add_product
 from app.tree.model.vocabulary import CutVocabulary
@@ -460,15 +458,10 @@ def _add_product(total: Tensor, exact: Tensor, low: Tensor, hidden: Tensor) -> N
 
 def _has_kernels(device: torch.device) -> bool:
     """Whether softmax and gradient run as fused kernels there: where Triton compiles for the device."""
-    if device.type != "cuda" or not _has_triton():
+    if device.type != "cuda" or triton_lacks() is not None:
         return False
     gpu = _properties(device)
     return gpu is None or (gpu.major, gpu.minor) >= AMPERE
-
-
-@cache
-def _has_triton() -> bool:
-    return find_spec("triton") is not None
 
 
 def _fused_operators() -> Any:

@@ -302,11 +302,11 @@ def test_auto_on_cuda(
     parameter = next(model.parameters())
     stand_in = torch.empty(0, dtype=parameter.dtype)
     monkeypatch.setattr(type(model), "parameters", lambda self: iter([_On("cuda", stand_in.dtype)]))
-    monkeypatch.setattr("app.tree.attention.function.find_spec", lambda name: object())
+    monkeypatch.setattr("app.tree.attention.function._triton_compiles", lambda: True)
     for module in ("function", "kernels", "packages"):
         monkeypatch.setattr(f"app.tree.attention.{module}.capability", lambda device: capability)
     assert choose_backend("auto", model).name == expected
-    monkeypatch.setattr("app.tree.attention.function.find_spec", lambda name: None)
+    monkeypatch.setattr("app.tree.attention.function._triton_compiles", lambda: False)
     assert choose_backend("auto", model).name == {"flex": "sdpa", "triton": "flash"}.get(expected, expected)
 
 

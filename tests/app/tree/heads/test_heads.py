@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, Qwen3Config
 
-from app.tree import PrefixTree, TreeEngine
+from app.tree import PrefixTree, TreeEngine, triton_lacks
 from app.tree.heads import Heads
 from app.tree.heads import heads as heads_module
 from tests.app.tree import models
@@ -202,7 +202,7 @@ def test_blocks_are_sized_by_device_and_counted() -> None:
         cpu, gpu = Heads(model, None, "auto"), Heads(model, None, "auto", torch.device("cuda"))
         assert cpu.head_tokens == 128 * 2**20 // (4 * vocabulary)
         assert gpu.head_tokens > 500 and gpu.block_bytes(gpu.head_tokens) <= 1280 * 2**20
-        kernels = {False: 10, True: 2}[heads_module._has_triton()]
+        kernels = {False: 10, True: 2}[triton_lacks() is None]
         assert gpu.block_bytes(1) == kernels * vocabulary
         model.lm_head.register_forward_hook(lambda *_: None)  # through autograd, with [V, H] to be added up
         assert gpu.block_bytes(1) > 6 * model.lm_head.weight.numel()
