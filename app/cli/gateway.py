@@ -76,7 +76,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--kv_cache_tokens", type=int, metavar="N", help="of the engine in this process")
     parser.add_argument("--max_new_tokens", type=int, metavar="N", help="most tokens of a reply")
     parser.add_argument("--temperature", type=float, help="of calls that name none")
-    parser.add_argument("--override_sampling", action="store_true", help="pass over what calls say of sampling")
+    parser.add_argument(
+        "--override_sampling", action="store_true", help="pass over what calls say of sampling, thinking"
+    )
     parser.add_argument(
         "--untrainable",
         choices=("refuse", "serve"),

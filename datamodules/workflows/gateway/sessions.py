@@ -74,7 +74,8 @@ class Sampling:
     Attributes:
         max_new_tokens: most of a reply, whatever the call says.
         temperature: of calls that name none.
-        override: of all calls: what they say of temperature, top_p, penalties and their like is passed over.
+        override: of all calls: what they say of temperature, top_p, penalties and their like, and of how the model is
+            to think and to write, is passed over.
         untrainable: calls that ask for what cannot be trained on, "refuse" or "serve" them.
     """
 
@@ -224,7 +225,7 @@ class Session:
         if not self._sampling.override:
             return body
         left = fields.without_sampling(body)
-        if any(body[key] is not None for key in body.keys() - left.keys()):
+        if fields.said(left) != fields.said(body):
             self.counts["overridden_calls"] += 1
         return left
 

@@ -58,8 +58,8 @@ class AgentWorkflow:
             `ServiceAgent`.
         max_new_tokens: most tokens of a reply, whatever a call asks for; at least 1.
         temperature: of calls that name none.
-        override_sampling: it is that of all calls, and what else they say of sampling (`top_p`, penalties) is passed
-            over; without, calls are refused that would change what is sampled.
+        override_sampling: it is that of all calls, and what else they say of sampling (`top_p`, penalties), of thinking
+            and of verbosity is passed over; without, calls are refused that would change what is sampled.
         untrainable: "refuse" them, or "serve" them, temperature 0 included: they are sampled as they ask, later calls
             go on with them and rewards see them, but there is no loss on their replies.
         budget: what an episode may use; see `datamodules.workflows.gateway.Budget`.

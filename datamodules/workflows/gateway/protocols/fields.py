@@ -20,8 +20,22 @@ from datamodules.inference.protocol import SHAPINGS, Shaping
 from datamodules.workflows.gateway.errors import RequestError
 
 _MOST_SHOWN = 100  # characters
-_OF_TEMPLATES = ", and set AgentWorkflow.template_options, which are the chat template's for all calls of a run"
 _OF_SAMPLING = ("temperature", *SHAPINGS)
+_OF_MANNER = ("reasoning", "reasoning_effort", "thinking", "verbosity")  # how a provider's model is to think and write
+_OF_MANNER_WITHIN = {"text": "verbosity", "output_config": "effort"}
+_TEMPLATE = "set AgentWorkflow.template_options, which hold for all calls of a run"
+_REMEDIES = {
+    "chat_template_kwargs": f"leave it out, and {_TEMPLATE}",
+    **dict.fromkeys(
+        (*_OF_MANNER, *(f"{key}.{name}" for key, name in _OF_MANNER_WITHIN.items())),
+        f"leave it out, or have override_sampling pass it over; for what the chat template knows of it {_TEMPLATE}",
+    ),
+    **dict.fromkeys(
+        ("response_format", "text.format", "output_config.format", "output_format"),
+        "leave it out, as no grammar holds the model to it: ask for the form in the prompt and read the reply's text"
+        " (frameworks send it for an output type of the agent's)",
+    ),
+}
 _RANGES: dict[str, tuple[float, float]] = {
     "top_p": (math.ulp(0.0), 1),  # 0 would keep nothing
     "top_k": (-1, 2**31 - 1),
@@ -102,21 +116,39 @@ def tools_offered(choice: Any) -> bool:
 
 
 def without_sampling(body: Mapping[str, Any]) -> dict[str, Any]:
-    """A request of any protocol without what it says of how replies are sampled; a seed stays, it changes no odds."""
-    return {key: value for key, value in body.items() if key not in _OF_SAMPLING}
+    """A request of any protocol without what it says of how replies are sampled, and of how the model is to think and
+    to write; a seed stays, it changes no odds."""
+    left = {key: value for key, value in body.items() if key not in (*_OF_SAMPLING, *_OF_MANNER)}
+    for key, name in _OF_MANNER_WITHIN.items():
+        if isinstance(left.get(key), dict):
+            left[key] = {one: value for one, value in left[key].items() if one != name}
+    return left
 
 
-def take_neutral(left: dict[str, Any], neutral: Mapping[str, tuple[Any, ...]]) -> None:
+def said(body: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields that say something: clients also send those that are None, or objects of nothing but None."""
+    empty: tuple[Any, ...] = (None, {})
+    within = {key: said(value) if isinstance(value, dict) else value for key, value in body.items()}
+    return {key: value for key, value in within.items() if value not in empty}
+
+
+def take_neutral(left: dict[str, Any], neutral: Mapping[str, tuple[Any, ...]], where: str = "") -> None:
     """Takes fields out of `left` that cannot be honoured, unless they are None or have a value that changes nothing.
 
     Raises RequestError with the code "unsupported_parameter".
+
+    Args:
+        left: of a request.
+        neutral: by a field, the values that change nothing.
+        where: the object in the request, "" for the request itself.
     """
     for key, values in neutral.items():
         value = left.pop(key, None)
         if value is not None and not any((type(value) is not bool and value == one) or value is one for one in values):
+            name = f"{where}.{key}" if where else key
             raise RequestError(
-                f"{key}: {shown(value)} cannot be honoured; leave it out",
-                param=key,
+                f"{name}: {shown(value)} cannot be honoured; {_REMEDIES.get(name, 'leave it out')}",
+                param=name,
                 code="unsupported_parameter",
             )
 
@@ -152,8 +184,8 @@ def nothing_left(left: Mapping[str, Any], where: str = "") -> None:
     for key, value in left.items():
         if value is not None:
             name = f"{where}.{key[:_MOST_SHOWN]}" if where else key[:_MOST_SHOWN]
-            remedy = _OF_TEMPLATES if key in ("chat_template_kwargs", "reasoning_effort") else ""
-            raise RequestError(f"{name}: not supported; leave it out{remedy}", param=name, code="unsupported_parameter")
+            remedy = _REMEDIES.get(name, "leave it out")
+            raise RequestError(f"{name}: not supported; {remedy}", param=name, code="unsupported_parameter")
 
 
 def function_tool(where: str, function: Mapping[str, Any], parameters: Any, schema_key: str) -> dict[str, Any]:

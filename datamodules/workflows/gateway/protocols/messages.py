@@ -48,6 +48,8 @@ class Messages(WireProtocol):
         """A request of `/v1/messages/count_tokens`: what makes a prompt. Raises RequestError."""
         left = {key: value for key, value in body.items() if key not in _WITHOUT_EFFECT}
         fields.take_neutral(left, _NEUTRAL)
+        output = left.pop("output_config", None)
+        fields.nothing_left({} if output is None else fields.an_object("output_config", output), "output_config")
         tools = tools_of(left.pop("tools", None))
         system = text_of("system", left.pop("system", None) or "")
         messages = messages_of(left.pop("messages", None))

@@ -32,7 +32,6 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "truncation": ("disabled",),
     "background": (False,),
     "reasoning": ({},),
-    "text": ({}, {"format": {"type": "text"}}),
 }
 _INCLUDED = ("reasoning.encrypted_content", "message.output_text.logprobs")
 _PREFIX = "resp_"
@@ -45,10 +44,13 @@ class Responses(WireProtocol):
 
     def parse(self, body: dict[str, Any]) -> Asked:
         left = {key: value for key, value in body.items() if key not in _WITHOUT_EFFECT}
-        for key in ("reasoning", "text"):  # clients send their empty values
-            if isinstance(left.get(key), dict):
-                left[key] = {name: value for name, value in left[key].items() if value is not None}
+        if isinstance(left.get("reasoning"), dict):
+            left["reasoning"] = fields.said(left["reasoning"])
         fields.take_neutral(left, _NEUTRAL)
+        text = left.pop("text", None)
+        written = {} if text is None else dict(fields.an_object("text", text))
+        fields.take_neutral(written, {"format": ({"type": "text"},), "verbosity": ()}, "text")
+        fields.nothing_left(written, "text")
         offered = fields.tools_offered(left.pop("tool_choice", None))
         instructions = fields.optional_text("instructions", left.pop("instructions", None))
         tools = tools_of(left.pop("tools", None))

@@ -124,6 +124,44 @@ def test_they_are_served_by_every_protocol_and_are_context_alone(opened: Callabl
         assert one.tokens.tolist() == [*call.prompt.tokens, *call.response.tokens]
 
 
+MANNERS: list[tuple[str, dict[str, Any], str]] = [
+    # What `openai-agents` sends for an agent that says nothing of its model.
+    ("responses", {"input": "x", "reasoning": {"effort": "none"}, "text": {"verbosity": "low"}}, "reasoning"),
+    ("responses", {"input": "x", "text": {"verbosity": "low"}}, "text.verbosity"),
+    ("chat/completions", {"messages": SAID, "reasoning_effort": "low"}, "reasoning_effort"),
+    ("chat/completions", {"messages": SAID, "verbosity": "low"}, "verbosity"),
+    ("messages", {"messages": SAID, "thinking": {"type": "enabled", "budget_tokens": 1024}}, "thinking"),
+    ("messages", {"messages": SAID, "output_config": {"effort": "low"}}, "output_config.effort"),
+]
+
+
+def test_how_a_model_is_to_think_and_write_is_refused_with_the_option_that_passes_it_over() -> None:
+    engine = ScriptedEngine(TOKENIZER, ["three"] * 9)
+
+    async def run(override: bool) -> tuple[Session, list[dict[str, Any] | None]]:
+        session = new_session(engine, override=override)
+        said = []
+        async with serving(session) as (client, (address,)):
+            for path, body, _ in MANNERS:
+                body = body if path != "messages" else {**body, "max_tokens": 8}
+                answer = await client.post(f"{address}/v1/{path}", json=body, headers=bearer(session))
+                said.append((await answer.json())["error"] if answer.status == 400 else None)
+            form = {"input": "x", "text": {"format": {"type": "json_object"}, "verbosity": "low"}}
+            answer = await client.post(f"{address}/v1/responses", json=form, headers=bearer(session))
+            told = (await answer.json())["error"]
+            assert told["param"] == "text.format" if override else "text.verbosity"
+        return session, said
+
+    strict, said = asyncio.run(run(override=False))
+    for error, (_, _, name) in zip(said, MANNERS):
+        assert error is not None and error["message"].startswith(f"{name}: ")
+        assert "override_sampling" in error["message"] and "template_options" in error["message"]
+    assert not strict.transcript.calls
+    lenient, said = asyncio.run(run(override=True))
+    assert said == [None] * len(MANNERS) and lenient.counts["overridden_calls"] == len(MANNERS) + 1
+    assert all(call.is_trained for call in lenient.transcript.calls)
+
+
 class Obliging(ScriptedEngine):
     shapings = ("top_p",)
 

@@ -123,6 +123,11 @@ def test_models_are_listed() -> None:
         ({"top_p": 0.5}, "top_p"),
         ({"top_k": 3}, "top_k"),
         ({"thinking": {"type": "enabled", "budget_tokens": 1024}}, "thinking"),
+        ({"output_config": {"effort": "low"}}, "output_config.effort: not supported; leave it out, or have override"),
+        (
+            {"output_config": {"format": {"type": "json_schema"}}},
+            "output_config.format: not supported; leave it out, as",
+        ),
         ({"tool_choice": {"type": "any"}, "tools": [LOOK_UP]}, "tool_choice"),
         ({"temperature": 1.5}, "temperature"),
         ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools[0].type"),

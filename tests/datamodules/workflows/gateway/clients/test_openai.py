@@ -147,7 +147,9 @@ def test_models_are_listed() -> None:
     [
         ("responses", {"top_p": 0.5}, "top_p"),
         ("responses", {"reasoning": {"effort": "low"}}, "reasoning"),
-        ("responses", {"text": {"format": {"type": "json_object"}}}, "text"),
+        ("responses", {"text": {"format": {"type": "json_object"}}}, "text.format"),
+        ("responses", {"text": {"verbosity": "low", "format": {"type": "text"}}}, "text.verbosity"),
+        ("chat/completions", {"reasoning_effort": "none"}, "reasoning_effort"),
         ("responses", {"tool_choice": "required"}, "tool_choice"),
         ("responses", {"tools": [{"type": "web_search"}]}, "tools[0].type"),
         ("responses", {"previous_response_id": "resp_x"}, "previous_response_id"),
