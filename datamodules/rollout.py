@@ -138,7 +138,8 @@ class RolloutDataModule(L.LightningDataModule):
                 " has none of its own: set stall.action to warn, requeue or stop, or use SGLangEngine with launch"
             )
         if isinstance(reward, Judge) and reward.is_relative:
-            _check_comparison(type(reward).__name__, group_size, reward.verifier is None and validation.sets() != [])
+            unverified = reward.verifier is None and validation.sets() != []
+            _check_comparison(type(reward).__name__, group_size, unverified, getattr(workflow, "on_failure", "drop"))
         stall.seconds(limits)  # refused here, where it would have no effect
         self.prompts = prompt_source(prompts, "prompts")
         self.workflow: Any = _checked_workflow(workflow)
@@ -445,8 +446,14 @@ class RolloutDataModule(L.LightningDataModule):
         return self.trainer
 
 
-def _check_comparison(judge: str, group_size: int, unverified: bool) -> None:
-    """Raises ValueError: nothing to compare, or a held-out reply alone that nothing can be said about."""
+def _check_comparison(judge: str, group_size: int, unverified: bool, on_failure: Any) -> None:
+    """Raises ValueError: nothing to compare, a held-out reply alone that nothing can be said about, or episodes that
+    would have a score and no place, for which the others of their group would wait."""
+    if on_failure != "drop":
+        raise ValueError(
+            f"workflow.on_failure: {on_failure}, but {judge} compares the episodes of a group, and has no score of a"
+            " failed one; remove on_failure and have the agent catch what it raises, or use RubricJudge"
+        )
     if group_size < 2:
         raise ValueError(f"group_size: {group_size}, but {judge} compares the episodes of a group; set at least 2")
     if unverified:

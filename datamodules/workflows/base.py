@@ -227,6 +227,11 @@ class EpisodeEngine:
             self.judgement = await self._score(prompt, completion)
         return self.judgement.value
 
+    def settle(self, value: float, why: str) -> float:
+        """A reward that the configured one is not asked for, and why; in the metadata as one that failed."""
+        self.judgement = Judgement(value, failed=why)
+        return value
+
 
 def to_trajectory(
     prompt: Prompt, request: GenerationRequest, response: GenerationResponse, turn_index: int = 0

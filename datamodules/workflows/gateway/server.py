@@ -141,12 +141,13 @@ class Gateway:
         found = session.bodies.read(body, json_object)
         try:
             asked = protocol.parse(session.heard(found))
-        except Exception:  # it is refused, and nothing goes on with it
+            asked = session.continued(replace(asked, model=asked.model or self.model))
+        except Exception as error:  # it is refused, and nothing goes on with it
+            session.refused = str(error)
             self._shelf.drop(session.bodies)
             raise
         if self._sessions.get(session.id) is session and not session.ended.is_set():
             self._shelf.keep(session.bodies)
-        asked = session.continued(replace(asked, model=asked.model or self.model))
         key = request.headers.get("Idempotency-Key", "")
         same = _same(protocol, body, key)
         calls = await session.again(same, retried=bool(key) or _retries(request) > 0)

@@ -102,6 +102,7 @@ class Session:
         fault: why the engine could not answer; None while it can. exhausted: whether a call was beyond the budget.
         asked: number of the requests that reached it.
         misfit: what was refused as the model's template hides it, whatever the agent asks; "" for nothing.
+        refused: what was refused as requests of this agent's are not served; "" for nothing.
         bodies: by which requests are read. rewards: what was posted. exchanges: what was asked and answered.
         ended: set when the agent is done. repeats: which calls run, and who has their answers.
         counts: `abandoned_calls` were given up by the client, or ended with the session, while they were sampled,
@@ -126,7 +127,7 @@ class Session:
         self.touched = time.monotonic()
         self.fault: Exception | None = None
         self.exhausted = False
-        self.misfit = ""
+        self.misfit = self.refused = ""
         self.asked = 0
         self.bodies = Bodies()
         self.rewards = Rewards()
@@ -158,7 +159,11 @@ class Session:
             same: what is equal in equal requests, b"" for a request that is equal to none.
         """
         temperature = self._sampling.temperature if asked.temperature is None else asked.temperature
-        check_sampling(asked, temperature, self._engine, self._sampling.untrainable)
+        try:
+            check_sampling(asked, temperature, self._engine, self._sampling.untrainable)
+        except RequestError as error:
+            self.refused = str(error)
+            raise
         self._spend(asked.n)
         sampling = asyncio.ensure_future(self._answers(asked, temperature, name or self.new_name(), on_text))
         return await self._awaited(sampling, asked.n, same)

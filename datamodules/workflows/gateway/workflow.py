@@ -2,8 +2,9 @@
 
 Promises: the agent runs outside of this process, with the address and key of its session where the providers' clients
 look for them; every reply it was given is a training sequence, exactly as it was sampled. An agent that fails, or an
-engine that does, costs its group, and is never scored; what it printed is kept. One that has spent its budget is scored
-for what it did. One whose machine dies plays its episode again, and nothing of the first attempt is trained.
+engine that does, costs its group, and is never scored unless `on_failure` says what agents get whose model may be to
+blame; what it printed is kept. One that has spent its budget is scored for what it did. One whose machine dies plays
+its episode again, and nothing of the first attempt is trained.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from typing import Any, Literal
 from transformers import PreTrainedTokenizerBase
 
 from app import checks
-from app.batch import Trajectory
+from app.batch import LARGEST_REWARD, Trajectory
 from datamodules.conversations.chat_template import Chat
 from datamodules.inference.protocol import GenerationError
 from datamodules.processes.calls import CallFailed, DeadlinePassed, Lost
@@ -38,6 +39,11 @@ _log = logging.getLogger(__name__)
 _MOST_SHOWN = 1000  # characters of what a failed agent printed
 _TRACEBACK = "Traceback (most recent call last):"
 _ELSEWHERE = re.compile(r"[Cc]onnect|Authentication|NotFound|\b40[134]\b|api_key|base_url|[Tt]imeout|[Tt]imed out")
+_NO_REPLY_DOES = "Connect|Timeout|Authentication|MemoryError|ImportError|ModuleNotFound"  # in a name of an error
+_BY_ITSELF = re.compile(rf"raised (?!\w*(?:{_NO_REPLY_DOES}))|exited with code [1-9]|answered with status 500\b")
+_OF_THE_MODEL = (
+    "; where the model's replies are to blame, catch it in the agent, or score such episodes: AgentWorkflow.on_failure"
+)
 _NOBODY = (
     "no call reached this session: does the agent set base_url or api_key itself? It must leave them to OPENAI_BASE_URL"
     " and OPENAI_API_KEY"
@@ -77,6 +83,11 @@ class AgentWorkflow:
         host: the interface on which agents find their sessions; not the loopback one for agents on other machines.
         executor: where functions and commands run: "processes" of this machine, "ray", or a `RayExecutor` with options
             of its own.
+        on_failure: "drop" drops the group of an agent that raises, exits with another code than 0, or answers with
+            status 500; a number is the reward of its episode instead, logged, with the reason as `reward_failed` in the
+            metadata. Not of one that was sampled nothing to train on, or sent a request that is not served, nor where a
+            connection failed. Frameworks raise for what the model has done: turns beyond a limit, a tool that is none,
+            a reply that was cut off.
         show_tools: whether the model's chat template shows the tools of requests, and earlier calls, to the model; a
             template that does not ends the run. False: the agent's own messages tell of its tools, calls are found in
             replies all the same, and are shown as they were sampled where the template shows none.
@@ -104,6 +115,7 @@ class AgentWorkflow:
         executor: Literal["processes", "ray"] | RayExecutor = "processes",
         untrainable: Literal["refuse", "serve"] = "refuse",
         show_tools: bool = True,
+        on_failure: Literal["drop"] | float = "drop",
     ) -> None:
         name = type(self).__name__
         checks.at_least(1, {f"{name}.workers": workers})
@@ -111,6 +123,11 @@ class AgentWorkflow:
         checks.one_of(f"{name}.untrainable", untrainable, ("refuse", "serve"))
         checks.one_of(f"{name}.judged", judged, ("answer", "transcript"))
         checks.positive({f"{name}.memory_mb": memory_mb})
+        is_score = isinstance(on_failure, int | float) and not isinstance(on_failure, bool)
+        if on_failure != "drop" and not (is_score and abs(float(on_failure)) <= LARGEST_REWARD):
+            raise ValueError(
+                f"{name}.on_failure: {on_failure!r}, must be 'drop' or a score of at most {LARGEST_REWARD:g}"
+            )
         if isinstance(executor, str):
             checks.one_of(f"{name}.executor", executor, ("processes", "ray"))
             self._executor = RayExecutor() if executor == "ray" else None
@@ -133,6 +150,8 @@ class AgentWorkflow:
             raise ValueError(f"{name}.agent: {error}") from error
         self._deadline_s = deadline_s
         self._judged = judged
+        self.on_failure = on_failure
+        self._failures = 0  # that were scored
         self._host = host
         self._output: Path | None = None
         self._told = False  # of calls that asked for more than they get
@@ -191,6 +210,7 @@ class AgentWorkflow:
             session.counts["lost_attempts"] = lost
         door = agents.Door(gateway.admit(session), session.key, session.ended, lambda: engine.held_s)
         output = self._output and self._output / f"{session.id}.log"
+        failed = ""
         try:
             with engine.waiting("agent", prompt.id):
                 result = await self._agents[engine.is_held_out].run(door, prompt, self._deadline_s, output)
@@ -202,7 +222,12 @@ class AgentWorkflow:
                 said, printed = _words(error), _printed(output, str(error).startswith("raised "))
                 away = isinstance(error, DeadlinePassed) or _ELSEWHERE.search(said + printed)
                 why = f"; {_NOBODY}" if away and not session.asked else ""
-                raise CallFailed(f"the agent {said}{why}{printed}") from error
+                if not _may_be_scored(error, session):
+                    raise CallFailed(f"the agent {said}{why}{printed}") from error
+                if self.on_failure == "drop":
+                    raise CallFailed(f"the agent {said}{printed}{_OF_THE_MODEL}") from error
+                failed = said
+                self._tell(prompt, f"the agent {said}{printed}")
             result = None
         except asyncio.CancelledError:  # the episode's deadline, or the end of the run
             _log.info("prompt '%s': the agent was ended%s", prompt.id, _printed(output))
@@ -231,10 +256,21 @@ class AgentWorkflow:
         text = session.text()
         if isinstance(result, str) or (result is not None and engine.has_reward):  # which judges numbers as text
             text = str(result)
-        found = session.trajectories(prompt, await self._score(engine, prompt, session, result, text))
+        if failed:
+            reward = engine.settle(float(self.on_failure), failed)
+        else:
+            reward = await self._score(engine, prompt, session, result, text)
+        found = session.trajectories(prompt, reward)
         for one in found:
             one.metadata |= {"completion": text, "answer": prompt.answer}
         return found
+
+    def _tell(self, prompt: Prompt, why: str) -> None:
+        """Of an episode that failed and is scored; as their number doubles."""
+        self._failures += 1
+        if self._failures & (self._failures - 1) == 0:
+            told = "prompt '%s': %s; scored %g (AgentWorkflow.on_failure), %d so far"
+            _log.warning(told, prompt.id, why, self.on_failure, self._failures)
 
     async def _score(self, engine: EpisodeEngine, prompt: Prompt, session: Session, result: Any, text: str) -> float:
         posted = session.rewards.episode
@@ -287,6 +323,14 @@ def _check(session: Session) -> None:
         raise Misfit(f"a call of the agent was refused: {session.misfit}")
     if session.fault is not None:
         raise GenerationError(f"the engine failed under the agent: {session.fault}") from session.fault
+
+
+def _may_be_scored(error: Exception, session: Session) -> bool:
+    """Whether the model's replies may be why the agent failed: nothing else is known that could be."""
+    trained = len(session.transcript.calls) > session.untrained
+    if isinstance(error, DeadlinePassed) or session.refused or not trained:
+        return False
+    return bool(_BY_ITSELF.match(str(error)))
 
 
 def _words(error: Exception) -> str:

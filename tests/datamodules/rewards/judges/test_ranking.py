@@ -17,6 +17,7 @@ from datamodules.rewards.judges import Budget, RankingJudge
 from datamodules.rewards.judges.pool import JudgePool
 from datamodules.rollout import RolloutDataModule
 from datamodules.workflows import RLVRWorkflow
+from datamodules.workflows.gateway import AgentWorkflow
 from tests.datamodules.fake_engine import VOCABULARY, FakeEngine
 from tests.datamodules.pipeline.producers import Factory
 from tests.datamodules.rewards.judges.judging import PROMPT, model
@@ -233,6 +234,8 @@ def test_a_ranking_needs_a_group_and_held_out_episodes_a_verifier() -> None:
     held_out = Validation(prompts=ArithmeticPrompts(digits=1, split="validation", size=4))
     with pytest.raises(ValueError, match="group_size: 1"):
         data(group_size=1)
+    with pytest.raises(ValueError, match=r"workflow\.on_failure: 0, but RankingJudge compares the episodes of a group"):
+        data(workflow=AgentWorkflow(["true"], on_failure=0))
     with pytest.raises(ValueError, match=r"validation.prompts: RankingJudge .* give it a verifier"):
         data(validation=held_out)
     assert data(validation=held_out, verifier=exact_match).group_size == 8

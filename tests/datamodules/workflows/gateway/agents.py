@@ -126,6 +126,25 @@ def broken(prompt: Prompt) -> str:
     raise KeyError("no such fruit")
 
 
+def astray(prompt: Prompt) -> str:
+    """Asks, and then fails as the task says."""
+    client, asked = OpenAI(max_retries=0), [{"role": "user", "content": prompt.text}]
+    said = client.chat.completions.create(model="any", messages=asked).choices[0].message.content  # type: ignore[arg-type]
+    if prompt.id == "unreadable" and said != "[6]":
+        json.loads(str(said))
+    if prompt.id == "refused":
+        client.chat.completions.create(model="any", messages=asked, tool_choice="required")  # type: ignore[call-overload]
+    if prompt.id == "too cold":
+        client.chat.completions.create(model="any", messages=asked, temperature=0)  # type: ignore[arg-type]
+    if prompt.id == "unknown":
+        client.responses.create(model="any", input="x", previous_response_id="resp_x")
+    if prompt.id == "cut off":
+        OpenAI(base_url="http://127.0.0.1:9/v1", max_retries=0).models.list()
+    if prompt.id == "killed":
+        os.kill(os.getpid(), signal.SIGKILL)
+    return str(said)
+
+
 class Answer(dict[str, str]):
     """As of a library of an agent's."""
 

@@ -160,6 +160,40 @@ def test_an_agent_that_fails_is_not_scored(agent: Callable[..., Any], says: str,
         run(agent, ["6"], logs=tmp_path)
 
 
+def test_an_agent_that_fails_for_what_its_model_said_may_be_scored(caplog: pytest.LogCaptureFixture) -> None:
+    """As frameworks do beyond their turns; the configured reward is not asked."""
+    unreadable = replace(TASK, id="unreadable")
+    with pytest.raises(
+        CallFailed, match=r"raised JSONDecodeError: .*or score such episodes: AgentWorkflow\.on_failure$"
+    ):
+        run(agents.astray, ["six"], task=unreadable)
+    engine, found = run(agents.astray, ["six"], task=unreadable, on_failure=-0.5)
+    check_as_sampled(engine, found)
+    (one,) = found
+    assert one.reward == -0.5 and one.metadata["completion"] == "six"
+    assert one.metadata["reward_failed"].startswith("raised JSONDecodeError: ")
+    (told,) = (line.getMessage() for line in caplog.records if "on_failure" in line.getMessage())
+    assert "raised JSONDecodeError: " in told and "scored -0.5 (AgentWorkflow.on_failure), 1 so far" in told
+    _, found = run(agents.astray, ["six"], reward=None, task=unreadable, on_failure=0)
+    assert found[0].reward == 0.0
+    _, found = run(agents.astray, ["[6]"], task=unreadable, on_failure=-0.5)
+    assert found[0].reward == 1.0 and "reward_failed" not in found[0].metadata
+
+
+@pytest.mark.parametrize("why", ["refused", "too cold", "unknown", "cut off", "killed"])
+def test_no_other_failure_of_an_agent_is_scored(why: str) -> None:
+    """Every episode would fail so, whatever its model says, and be trained to have been bad."""
+    with pytest.raises(CallFailed) as caught:
+        run(agents.astray, ["six"], task=replace(TASK, id=why), on_failure=0)
+    assert "on_failure" not in str(caught.value)
+
+
+def test_what_failures_score_is_checked() -> None:
+    for value in ("keep", float("nan"), True):
+        with pytest.raises(ValueError, match=r"AgentWorkflow\.on_failure: .*, must be 'drop' or a score of at most"):
+            AgentWorkflow(agents.shopper, on_failure=value)  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize("agent", [agents.structured, agents.structured_later])
 @pytest.mark.parametrize(
     ("kind", "called"), [("dict", "Answer"), ("list", "list"), ("bool", "bool"), ("object", "Prompt")]
