@@ -11,6 +11,7 @@ import asyncio
 import inspect
 import json
 import math
+import os
 import pkgutil
 import re
 import shlex
@@ -32,6 +33,7 @@ from datamodules.prompts.base import Prompt
 from datamodules.workflows.adapters.ray_executor import RayExecutor
 from datamodules.workflows.calling import within
 
+_NO_TRACES = "OPENAI_AGENTS_DISABLE_TRACING"
 _MOST_SHOWN = 500  # characters of a service's refusal
 _MOST_ANSWER = 1 << 20  # bytes
 _FIELD = re.compile(r"\{([A-Za-z_]\w*)\}")
@@ -61,7 +63,11 @@ class Door:
     @property
     def variables(self) -> dict[str, str]:
         """For an agent's environment."""
+        # With `openai-agents`, which would send the session's key, and what was said, to its maker's address for
+        # traces, and be refused there; whoever has another place for traces says so in the run's environment.
+        quiet = {_NO_TRACES: "1"} if _NO_TRACES not in os.environ else {}
         return {
+            **quiet,
             "OPENAI_BASE_URL": f"{self.address}/v1",
             "OPENAI_API_KEY": self.key,
             "ANTHROPIC_BASE_URL": self.address,  # its clients append /v1 by themselves

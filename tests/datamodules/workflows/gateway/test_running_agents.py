@@ -83,17 +83,28 @@ def test_a_command_gets_the_task_and_answers_with_its_last_line() -> None:
     assert TASK.text in TOKENIZER.decode(engine.seen[0].tokens)
 
 
-def test_both_providers_clients_find_the_session() -> None:
+def test_both_providers_clients_find_the_session(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("OPENAI_AGENTS_DISABLE_TRACING", raising=False)
     lines = [
         "at = {name: os.environ[name] for name in os.environ if name.startswith(('OPENAI_', 'ANTHROPIC_'))}",
         "ask('x')",
         "one = at['OPENAI_API_KEY'] == at['ANTHROPIC_API_KEY']",
         "same = at['OPENAI_BASE_URL'] == at['ANTHROPIC_BASE_URL'] + '/v1'",
         "hidden = at['OPENAI_API_KEY'] not in open('/proc/self/cmdline').read()",
-        "print(1.5 if one and same and hidden and len(at) == 4 else 'no')",
+        "told = at.pop('OPENAI_AGENTS_DISABLE_TRACING')",
+        "print(1.5 if one and same and hidden and len(at) == 4 else 'no', told)",
     ]
-    _, found = run(command(*lines), ["x"])
-    assert found[0].reward == 1.5  # its last line, where no reward is configured
+    judged: list[str] = []
+    run(command(*lines), ["x"], reward=lambda _, text: float(judged.append(text) is None))
+    assert judged == ["1.5 1"]  # no framework sends the session's key and its traces anywhere
+    monkeypatch.setenv("OPENAI_AGENTS_DISABLE_TRACING", "false")  # but where the run says so
+    run(command(*lines), ["x"], reward=lambda _, text: float(judged.append(text) is None))
+    assert judged[1:] == ["1.5 false"]
+
+
+def test_a_command_whose_last_line_is_a_number_gives_the_reward() -> None:
+    _, found = run(command("ask('x')", "print(1.5)"), ["x"])
+    assert found[0].reward == 1.5
 
 
 def test_what_a_failed_command_printed_is_kept_and_shown(tmp_path: Path) -> None:
