@@ -288,6 +288,7 @@ class Session:
         for one in self.exchanges:
             if one.calls[0].id == asked.continues:
                 said = [*one.messages[one.before :], one.calls[0].message]
+                fields.check_made(asked.unmade, said)
                 return replace(asked, messages=[*asked.before, *said, *asked.messages])
         raise RequestError(
             "previous_response_id: no answer of this session has it; send the conversation as input",

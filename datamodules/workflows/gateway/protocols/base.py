@@ -36,6 +36,8 @@ class Asked:
         stream: events instead of one answer.
         before: messages in front of all that belong to this request alone.
         continues: the `name` of the answer whose conversation this one goes on with, "" for none.
+        unmade: where the request holds results of calls that none of its `messages` made, by the ids of these calls:
+            the conversation it goes on with must have.
         own: what the protocol needs to answer, by its own names.
     """
 
@@ -52,6 +54,7 @@ class Asked:
     prompt: str | list[int] | None = None
     before: list[Message] = field(default_factory=list)
     continues: str = ""
+    unmade: dict[str, str] = field(default_factory=dict)
     own: dict[str, Any] = field(default_factory=dict)
     shaping: Shaping | None = None
 

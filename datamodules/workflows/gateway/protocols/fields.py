@@ -217,6 +217,22 @@ def function_tool(where: str, function: Mapping[str, Any], parameters: Any, sche
     return {"type": "function", "function": shape}
 
 
+def check_made(results: Mapping[str, str], before: Iterable[Mapping[str, Any]] = ()) -> None:
+    """Raises RequestError for results of calls that no message `before` made.
+
+    Args:
+        results: where they are in the request, by the ids of their calls.
+        before: the messages in front of it.
+    """
+    made = {call.get("id") for one in before for call in one.get("tool_calls", ())} if results else set()
+    for identity, where in results.items():
+        if identity not in made:
+            raise RequestError(
+                f"{where}: {shown(identity)}, nothing before it made a call of this id; send the call first",
+                param=where,
+            )
+
+
 def shown(value: Any) -> str:
     """The beginning of a value, for a message."""
     try:

@@ -52,7 +52,9 @@ class Messages(WireProtocol):
         fields.nothing_left({} if output is None else fields.an_object("output_config", output), "output_config")
         tools = tools_of(left.pop("tools", None))
         system = text_of("system", left.pop("system", None) or "")
-        messages = messages_of(left.pop("messages", None))
+        given = left.pop("messages", None)
+        messages = messages_of(given)
+        _check_results(given)
         asked = Asked(
             model=fields.optional_text("model", left.pop("model", None)),
             messages=[{"role": "system", "content": system}, *messages] if system else messages,
@@ -210,6 +212,17 @@ def messages_of(found: Any) -> list[Message]:
             "messages: the last one must be the user's; a reply that was begun cannot be gone on with", param="messages"
         )
     return messages
+
+
+def _check_results(found: list[dict[str, Any]]) -> None:
+    """Raises RequestError for results, in messages that were read, of calls that none before them made."""
+    made: set[str] = set()
+    for i, one in enumerate(found):
+        for k, block in enumerate([] if isinstance(one["content"], str) else one["content"]):
+            if block["type"] == "tool_use":
+                made.add(block["id"])
+            elif block["type"] == "tool_result" and block["tool_use_id"] not in made:
+                fields.check_made({block["tool_use_id"]: f"messages[{i}].content[{k}].tool_use_id"})
 
 
 def _asked(where: str, blocks: list[Any]) -> list[Message]:

@@ -58,11 +58,16 @@ class Responses(WireProtocol):
         for k, one in enumerate(include):
             fields.one_of(f"include[{k}]", one, _INCLUDED)
         previous = fields.optional_text("previous_response_id", left.pop("previous_response_id", None))
+        given = left.pop("input", None)
+        messages = messages_of(given)
+        unmade = _unmade(given)
+        if not previous:
+            fields.check_made(unmade)
         store = left.pop("store", None)  # a session's answers are always at hand in it
         metadata = left.pop("metadata", None)
         asked = Asked(
             model=fields.optional_text("model", left.pop("model", None)),
-            messages=messages_of(left.pop("input", None)),
+            messages=messages,
             tools=tools if offered else None,
             max_tokens=fields.number("max_output_tokens", left.pop("max_output_tokens", None), int, 1),
             temperature=fields.number("temperature", left.pop("temperature", None), float, 0),
@@ -71,6 +76,7 @@ class Responses(WireProtocol):
             stream=fields.flag("stream", left.pop("stream", None)),
             before=[{"role": "system", "content": instructions}] if instructions else [],
             continues=previous.removeprefix(_PREFIX),
+            unmade=unmade,
             own={
                 "instructions": instructions or None,
                 "metadata": {} if metadata is None else fields.an_object("metadata", metadata),
@@ -145,6 +151,18 @@ def messages_of(found: Any) -> list[Message]:
     if not messages:
         raise RequestError("input: must be a text or a list of at least one item", param="input")
     return messages
+
+
+def _unmade(found: Any) -> dict[str, str]:
+    """Where an input that was read has results of calls that no item before them made, by the ids of these calls."""
+    made: set[str] = set()
+    results: dict[str, str] = {}
+    for i, item in enumerate([] if isinstance(found, str) else found):
+        if item.get("type") == "function_call":
+            made.add(item["call_id"])
+        elif item.get("type") == "function_call_output" and item["call_id"] not in made:
+            results[item["call_id"]] = f"input[{i}].call_id"
+    return results
 
 
 def _thought_alone(last: Sequence[Message]) -> bool:

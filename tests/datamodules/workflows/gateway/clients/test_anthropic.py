@@ -138,6 +138,10 @@ def test_models_are_listed() -> None:
         ),
         ({"messages": [{"role": "user", "content": "x"}, {"role": "assistant", "content": "It"}]}, "messages"),
         ({"container": "c"}, "container"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "tool_result", "tool_use_id": "q", "content": "3"}]}]},
+            "messages[0].content[0].tool_use_id",
+        ),
     ],
 )
 def test_what_is_not_honoured_is_refused_by_name(options: dict[str, Any], says: str) -> None:

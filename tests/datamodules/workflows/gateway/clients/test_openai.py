@@ -12,6 +12,7 @@ from tests.datamodules.workflows.gateway.agents import LOOK_UP
 from tests.datamodules.workflows.gateway.clients.door import CALL, PRICES, QUESTION, TOKENIZER, Door, door
 
 TOOL = {"type": "function", **LOOK_UP["function"], "strict": True}
+RESULT = {"type": "function_call_output", "call_id": "nobodys", "output": "3"}
 
 
 def client(there: Door, **options: Any) -> Any:
@@ -156,6 +157,7 @@ def test_models_are_listed() -> None:
         ("responses", {"conversation": "c"}, "conversation"),
         ("responses", {"input": [{"type": "item_reference", "id": "x"}]}, "input[0].type"),
         ("responses", {"input": []}, "input"),
+        ("responses", {"input": [{"role": "user", "content": "x"}, RESULT]}, "input[1].call_id"),
         ("completions", {"echo": True}, "echo"),
         ("completions", {"logprobs": 2}, "logprobs"),
         ("completions", {"best_of": 3}, "best_of"),
@@ -176,6 +178,23 @@ def test_what_is_not_honoured_is_refused_by_name(path: str, options: dict[str, A
     with door() as there, pytest.raises(openai.BadRequestError) as caught:
         client(there).post(f"/{path}", body={**ask[path], **options}, cast_to=object)
     assert caught.value.param == param and caught.value.message.count(param)
+
+
+def test_a_result_belongs_to_a_call_before_it() -> None:
+    """Of the answer that it goes on with, too; a history that was cut in between is refused, as the provider does."""
+    with door([CALL, "It is 6."]) as there:
+        ask: Any = {"model": "any", "tools": [TOOL]}
+        called = client(there).responses.create(input=QUESTION, **ask)
+        with pytest.raises(openai.BadRequestError, match="nothing before it made a call of this id") as caught:
+            client(there).responses.create(input=[RESULT], previous_response_id=called.id, **ask)
+        assert caught.value.param == "input[0].call_id" and len(there.engine.seen) == 1
+        (call,) = (one for one in called.output if one.type == "function_call")
+        result = {**RESULT, "call_id": call.call_id}
+        with pytest.raises(openai.BadRequestError, match=r"input\[0\]\.call_id"):
+            client(there).responses.create(input=[result, call.model_dump(exclude_none=True)], **ask)
+        answer = client(there).responses.create(input=[result], previous_response_id=called.id, **ask)
+        assert answer.output_text == "It is 6."
+        there.check_one_path()
 
 
 def test_errors_have_the_codes_of_the_provider() -> None:
