@@ -2,7 +2,8 @@
 
 Promises: about a second on a CPU, less on a GPU; nothing of the model is run or changed: its shapes and dtype are used,
 on random data; the fastest of a few repeats counts, and on a CPU its time is the thread's own, so that a busy machine
-disturbs little.
+disturbs little. No random generator moves: an engine may be capturing a CUDA graph in another thread, and torch lets
+nobody draw from the device's own meanwhile.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import time
 from collections.abc import Callable
 
 import torch
+from torch import Tensor
 from torch.nn import functional
 from transformers import PretrainedConfig, PreTrainedModel
 
@@ -40,16 +42,21 @@ def _measure(shape: ModelShape, device: torch.device, dtype: torch.dtype, repeat
     def best(run: Callable[[], object]) -> float:
         return _best(run, device, repeats)
 
+    generator = torch.Generator(device).manual_seed(0)
+
+    def drawn(*size: int) -> Tensor:
+        return torch.randn(size, generator=generator, device=device, dtype=dtype)
+
     with torch.no_grad():
         many = 4096 if device.type == "cuda" else 512
-        weight = torch.randn(shape.intermediate, shape.hidden, device=device, dtype=dtype)
-        rows = torch.randn(many, shape.hidden, device=device, dtype=dtype)
+        weight = drawn(shape.intermediate, shape.hidden)
+        rows = drawn(many, shape.hidden)
         full = best(lambda: functional.linear(rows, weight))
         few = best(lambda: functional.linear(rows[:8], weight))
         each = max(full - few, 0.05 * full) / (many - 8)
         linear = 2.0 * shape.hidden * shape.intermediate / each
-        q = torch.randn(1, shape.heads, many, shape.head_dim, device=device, dtype=dtype)
-        k, v = torch.randn(2, 1, shape.key_value_heads, 4 * many, shape.head_dim, device=device, dtype=dtype).unbind()
+        q = drawn(1, shape.heads, many, shape.head_dim)
+        k, v = drawn(2, 1, shape.key_value_heads, 4 * many, shape.head_dim).unbind()
         kernel = pick_kernel(q, None, None)
         scale = shape.head_dim**-0.5
 

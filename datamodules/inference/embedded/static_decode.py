@@ -16,7 +16,8 @@ rotary frequencies that grow) decodes without, and the reason is said. Without a
 padded step runs as it is. On one, the first two replays of every graph are compared with the step run directly, and
 that with `eager`; a difference, or a capture that fails, ends replays for good, with one line in the log, and requests
 under way are computed anew. While a graph is captured, a trainer in the same process that runs out of the GPU's memory
-gets none back that torch only caches, as torch has it.
+gets none back that torch only caches, and what draws from that GPU's own random generator, in any thread, fails, as
+torch has it: draw from a `torch.Generator` there.
 """
 
 from __future__ import annotations

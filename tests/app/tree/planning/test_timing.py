@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -71,7 +72,9 @@ def test_recomputing_and_splitting_cost_time(rates) -> None:
 def test_rates_are_measured_on_the_models_shapes() -> None:
     model = models.make("qwen3")
     before = [p.clone() for p in model.parameters()]
+    state = torch.get_rng_state()
     rates = measure_rates(model, repeats=1)
+    assert torch.equal(torch.get_rng_state(), state), "the trainer's stream moved"
     assert all(value > 0 for value in vars(rates).values())
     assert rates.layer < 0.1 and 1e6 < rates.linear < 1e15
     assert all((p == q).all() and p.grad is None for p, q in zip(model.parameters(), before))
