@@ -52,6 +52,7 @@ from app.cli.configuration import (
 from app.cli.default_callbacks import OPTIONAL, check_without, with_defaults
 from app.cli.errors import ArboristParser, cut, is_ours, users_mistake
 from app.cli.run_directory import RunDirectory
+from app.clients import no_keys_needed
 from app.interruption import Interrupted
 from app.text import print_exception, printable, printable_output
 from callbacks.hang_dump import install
@@ -143,6 +144,11 @@ class ArboristCLI(LightningCLI):
             default=None,
             help=f"callbacks to leave out, of those that a run gets without being asked: {', '.join(OPTIONAL)}",
         )
+
+    def parse_arguments(self, parser: Any, args: Any) -> None:
+        """Imports what the configuration names, modules of agents and their rewards too."""
+        with no_keys_needed():
+            super().parse_arguments(parser, args)
 
     def _parse_ckpt_path(self) -> None:
         """Keeps YAML and flags as they are: Lightning would let the checkpoint's hyper-parameters overrule them. The

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import numbers
 import os
+import pickle
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
@@ -15,17 +16,30 @@ class InEnvironment:
     """Calls `function` with environment variables of this call, in a worker process of its own (`once`): what an
     earlier call has made of them, clients or threads, would speak with its key or in this one's name.
 
+    The function's module is imported there once the variables are set: clients that it makes as it is imported, as
+    modules of graphs do, find them too.
+
     It answers text, a number of any library, or None. Raises NotAnAnswer for anything else.
     """
 
     is_for_people = True  # what it raises
 
     def __init__(self, function: Callable[..., Any]) -> None:
-        self._function = function
+        self._function: Callable[..., Any] | None = function
+        self._pickled = b""
+
+    def __getstate__(self) -> bytes:
+        return pickle.dumps(self._function)
+
+    def __setstate__(self, pickled: bytes) -> None:
+        self._pickled = pickled
+        # Of the trainer's script, which only the worker itself can import, and does when this fails.
+        self._function = pickle.loads(pickled) if b"__main__" in pickled else None
 
     def __call__(self, variables: Mapping[str, str], *args: Any) -> Any:
         os.environ.update(variables)
-        result = self._function(*args)
+        function = pickle.loads(self._pickled) if self._function is None else self._function
+        result = function(*args)
         return _awaited(result) if inspect.isawaitable(result) else _answer(result)
 
 

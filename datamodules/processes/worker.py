@@ -21,6 +21,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
+from app.clients import no_keys_needed
 from datamodules.processes.foreign import described, place
 from datamodules.processes.guardian import ignore, read_message, resident
 
@@ -56,7 +57,8 @@ def main(connection: socket.socket, setup: dict[str, Any]) -> None:
     os.register_at_fork(after_in_child=lambda: _leave(connection))
     unpickle = _Unpickler(setup["main"])
     try:
-        function = unpickle(setup["function"])
+        with no_keys_needed():
+            function = unpickle(setup["function"])
         if prepare := getattr(function, "prepare", None):
             prepare()
     except BaseException as error:

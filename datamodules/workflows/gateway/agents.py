@@ -25,6 +25,7 @@ from urllib.parse import urlsplit
 
 import aiohttp
 
+from app.clients import no_keys_needed
 from datamodules.processes.calls import CallFailed, Calls, ProcessCalls
 from datamodules.processes.commands import run_command
 from datamodules.processes.deadline import Held
@@ -143,7 +144,8 @@ def agent(
             given = words
     if isinstance(given, str):
         try:
-            given = pkgutil.resolve_name(given)
+            with no_keys_needed():
+                given = pkgutil.resolve_name(given)
         except (ImportError, AttributeError) as error:
             raise ValueError(
                 f"{given!r} is no function that can be imported ({error}); a command of one word is written as a list"
