@@ -9,15 +9,14 @@ import pickle
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
+from datamodules.processes import worker
 from datamodules.processes.worker import NotAnAnswer
 
 
 class InEnvironment:
     """Calls `function` with environment variables of this call, in a worker process of its own (`once`): what an
-    earlier call has made of them, clients or threads, would speak with its key or in this one's name.
-
-    The function's module is imported there once the variables are set: clients that it makes as it is imported, as
-    modules of graphs do, find them too.
+    earlier call has made of them, clients or threads, would speak with its key or in this one's name. There its module
+    is imported after they are set: clients that it makes as it is imported, as modules of graphs do, find them too.
 
     It answers text, a number of any library, or None. Raises NotAnAnswer for anything else.
     """
@@ -32,13 +31,11 @@ class InEnvironment:
         return pickle.dumps(self._function)
 
     def __setstate__(self, pickled: bytes) -> None:
-        self._pickled = pickled
-        # Of the trainer's script, which only the worker itself can import, and does when this fails.
-        self._function = pickle.loads(pickled) if b"__main__" in pickled else None
+        self._function, self._pickled = None, pickled
 
     def __call__(self, variables: Mapping[str, str], *args: Any) -> Any:
         os.environ.update(variables)
-        function = pickle.loads(self._pickled) if self._function is None else self._function
+        function = worker.unpickled(self._pickled) if self._function is None else self._function
         result = function(*args)
         return _awaited(result) if inspect.isawaitable(result) else _answer(result)
 

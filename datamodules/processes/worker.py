@@ -31,6 +31,14 @@ _TIMERS = (signal.ITIMER_REAL, signal.ITIMER_VIRTUAL, signal.ITIMER_PROF)
 _MEMORY_POLL_S = 0.01  # how often the own memory is looked at after a call
 
 
+_unpickle: Callable[[bytes], Any] = pickle.loads
+
+
+def unpickled(data: bytes) -> Any:
+    """As functions and arguments are in this process: for what a function has to import later than itself."""
+    return _unpickle(data)
+
+
 class NotAnAnswer(ValueError):
     """What the function returned is none. Attributes: status, the kind of failure."""
 
@@ -55,7 +63,8 @@ def main(connection: socket.socket, setup: dict[str, Any]) -> None:
     sys.argv[:] = setup["argv"]
     pid = os.getpid()
     os.register_at_fork(after_in_child=lambda: _leave(connection))
-    unpickle = _Unpickler(setup["main"])
+    global _unpickle
+    unpickle = _unpickle = _Unpickler(setup["main"])
     try:
         with no_keys_needed():
             function = unpickle(setup["function"])

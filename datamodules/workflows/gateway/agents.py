@@ -30,6 +30,7 @@ from datamodules.processes.calls import CallFailed, Calls, ProcessCalls
 from datamodules.processes.commands import run_command
 from datamodules.processes.deadline import Held
 from datamodules.processes.environment import InEnvironment
+from datamodules.processes.foreign import described, place
 from datamodules.prompts.base import Prompt
 from datamodules.workflows.adapters.ray_executor import RayExecutor
 from datamodules.workflows.calling import within
@@ -143,13 +144,7 @@ def agent(
         if len(words) != 1 or not all(part.isidentifier() for part in given.split(".")):
             given = words
     if isinstance(given, str):
-        try:
-            with no_keys_needed():
-                given = pkgutil.resolve_name(given)
-        except (ImportError, AttributeError) as error:
-            raise ValueError(
-                f"{given!r} is no function that can be imported ({error}); a command of one word is written as a list"
-            ) from error
+        given = _imported(given)
     calls_of = ProcessCalls if executor is None else partial(executor.calls, held_out=held_out)
     if callable(given):
         _check_takes_a_task(given)
@@ -161,6 +156,19 @@ def agent(
     if not given or not all(isinstance(word, str) and word for word in given):
         raise ValueError(f"{given!r} is no command; give its words")
     return CommandAgent(given, calls_of({"agent": run_command}, workers, memory_mb, keep_environment, once=True))
+
+
+def _imported(name: str) -> Any:
+    """By its path; this process, unlike the agents', calls nothing. Raises ValueError."""
+    try:
+        with no_keys_needed():
+            return pkgutil.resolve_name(name)
+    except (ImportError, AttributeError) as error:
+        raise ValueError(
+            f"{name!r} is no function that can be imported ({error}); a command of one word is written as a list"
+        ) from error
+    except Exception as error:
+        raise ValueError(f"{name!r} cannot be imported: its module raised {described(error)}{place(error)}") from error
 
 
 def _check_takes_a_task(function: Callable[..., Any]) -> None:
