@@ -76,6 +76,20 @@ def test_an_example_does_its_task(name: str, tmp_path: Path, monkeypatch: pytest
         assert "error: ValueError: Call is not allowed" in last
 
 
+@pytest.mark.parametrize("name", ["plain_openai", "langgraph_react"])
+def test_a_model_that_calls_without_end_is_scored(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    monkeypatch.syspath_prepend(str(ROOT))
+    if name == "langgraph_react":
+        pytest.importorskip("langgraph.graph", reason="langgraph is not installed")
+        pytest.importorskip("langchain_openai", reason="langchain-openai is not installed")
+    wrong = call("calculate", '{"number": 6}')  # which has no expression
+    engine = ScriptedEngine(TOKENIZER, [wrong] * 9)
+    found = play(AgentWorkflow(**options(name)), engine, TOKENIZER, TASK, lambda prompt, text: float(text != ""))
+    assert len(found) == 6 and {one.reward for one in found} == {0.0}
+    assert "rror" in TOKENIZER.decode(engine.seen[-1].tokens)  # the model is told what was wrong
+
+
 def test_every_example_has_what_it_needs() -> None:
     folders = sorted(path.name for path in AGENTS.iterdir() if path.is_dir() and "__" not in path.name)
     assert folders == sorted(SAID)
