@@ -91,6 +91,7 @@ class Gateway:
         router.add_get("/r/{session}/held", self._held)
         router.add_post("/r/{session}/reward", self._reward)
         router.add_post("/r/{session}/end", self._end)
+        router.add_route("*", "/r/{session}/v1/{path:.+}", self._not_served)
 
     def admit(self, session: Session) -> str:
         """Lets a session be spoken in; gives its address, to which protocols append `/v1/...`."""
@@ -247,6 +248,19 @@ class Gateway:
                     return await said.get()
             except TimeoutError:
                 await self._still(request, response, b": the call is alive\n\n")
+
+    async def _not_served(self, request: web.Request) -> web.StreamResponse:
+        self._session(request).asked += 1
+        path = request.match_info["path"][:100]
+        served = [f"/v1/{protocol.path}" for protocol in PROTOCOLS]
+        method = "GET" if path == "models" else "POST"
+        if f"/v1/{path}" in (*served, "/v1/models", "/v1/messages/count_tokens"):
+            raise RequestError(f"/v1/{path}: does not take {request.method}; {method} it", status=405)
+        raise RequestError(
+            f"/v1/{path}: not served; the model that is trained answers {', '.join(served)}: give the client that asks"
+            " for anything else (embeddings, moderation, audio) a base_url and api_key of its provider",
+            status=404,
+        )
 
     async def _held(self, request: web.Request) -> web.StreamResponse:
         return web.json_response({"held_s": self._session(request).held_s})

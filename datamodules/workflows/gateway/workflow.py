@@ -38,7 +38,10 @@ from datamodules.workflows.turns import ReplyOptions
 _log = logging.getLogger(__name__)
 _MOST_SHOWN = 1000  # characters of what a failed agent printed
 _TRACEBACK = "Traceback (most recent call last):"
-_ELSEWHERE = re.compile(r"[Cc]onnect|Authentication|NotFound|\b40[134]\b|api_key|base_url|[Tt]imeout|[Tt]imed out")
+_ELSEWHERE = re.compile(
+    r"[Cc]onnect|Authentication|(?<!File)(?<!Module)NotFound|\b40[134]\b|api_key|base_url|[Tt]imeout|[Tt]imed out"
+)
+_IMPATIENT = re.compile(r"[Tt]ime(d ?|-)?[Oo]ut")
 _NO_REPLY_DOES = "Connect|Timeout|Authentication|MemoryError|ImportError|ModuleNotFound"  # in a name of an error
 _BY_ITSELF = re.compile(rf"raised (?!\w*(?:{_NO_REPLY_DOES}))|exited with code [1-9]|answered with status 500\b")
 _OF_THE_MODEL = (
@@ -221,8 +224,8 @@ class AgentWorkflow:
             if not session.exhausted:
                 said, printed = _words(error), _printed(output, str(error).startswith("raised "))
                 away = isinstance(error, DeadlinePassed) or _ELSEWHERE.search(said + printed)
-                why = f"; {_NOBODY}" if away and not session.asked else ""
-                if not _may_be_scored(error, session):
+                why = f"; {_NOBODY}" if away and not session.asked else _given_up(session, said + printed)
+                if why or not _may_be_scored(error, session):
                     raise CallFailed(f"the agent {said}{why}{printed}") from error
                 if self.on_failure == "drop":
                     raise CallFailed(f"the agent {said}{printed}{_OF_THE_MODEL}") from error
@@ -331,6 +334,17 @@ def _may_be_scored(error: Exception, session: Session) -> bool:
     if isinstance(error, DeadlinePassed) or session.refused or not trained:
         return False
     return bool(_BY_ITSELF.match(str(error)))
+
+
+def _given_up(session: Session, said: str) -> str:
+    """Of an agent that had no patience with its calls: how many they were, and the remedy; "" of others."""
+    count = session.counts["abandoned_calls"]
+    if not count or not _IMPATIENT.search(said):
+        return ""
+    return (
+        f"; {count} of its calls were given up before their reply was there, which may take as long as a training step:"
+        " give its client and its steps more time (timeout=600, LangGraph's step_timeout=None)"
+    )
 
 
 def _words(error: Exception) -> str:

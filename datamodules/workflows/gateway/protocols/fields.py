@@ -23,17 +23,22 @@ _MOST_SHOWN = 100  # characters
 _OF_SAMPLING = ("temperature", *SHAPINGS)
 _OF_MANNER = ("reasoning", "reasoning_effort", "thinking", "verbosity")  # how a provider's model is to think and write
 _OF_MANNER_WITHIN = {"text": "verbosity", "output_config": "effort"}
-_TEMPLATE = "set AgentWorkflow.template_options, which hold for all calls of a run"
+_TEMPLATE = "set AgentWorkflow.template_options, which are the chat template's for all calls of a run"
+_OFFER = (
+    "offer the shape of an answer as a tool, and have the agent take a reply without a call, too (LangChain:"
+    " bind_tools([Shape]) in place of with_structured_output)"
+)
 _REMEDIES = {
     "chat_template_kwargs": f"leave it out, and {_TEMPLATE}",
+    "parallel_tool_calls": f"nothing keeps the model from several calls in a reply: leave it out, or {_OFFER}",
     **dict.fromkeys(
         (*_OF_MANNER, *(f"{key}.{name}" for key, name in _OF_MANNER_WITHIN.items())),
         f"leave it out, or have override_sampling pass it over; for what the chat template knows of it {_TEMPLATE}",
     ),
     **dict.fromkeys(
         ("response_format", "text.format", "output_config.format", "output_format"),
-        "leave it out, as no grammar holds the model to it: ask for the form in the prompt and read the reply's text"
-        " (frameworks send it for an output type of the agent's)",
+        "nothing forces a reply into a shape (frameworks send it for an output type of the agent's): say it in the"
+        f" prompt and read the reply, or {_OFFER}",
     ),
 }
 _RANGES: dict[str, tuple[float, float]] = {
@@ -108,7 +113,7 @@ def tools_offered(choice: Any) -> bool:
     """Whether OpenAI's `tool_choice` shows the tools. Raises RequestError where it would force a call."""
     if choice not in (None, "auto", "none"):
         raise RequestError(
-            'tool_choice: only "auto" and "none" are supported: nothing forces the model to call',
+            f'tool_choice: only "auto" and "none" are supported: nothing forces the model to call; {_OFFER}',
             param="tool_choice",
             code="unsupported_parameter",
         )

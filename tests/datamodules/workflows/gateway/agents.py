@@ -293,3 +293,16 @@ def first_greedy(prompt: Prompt) -> str:
 def always_greedy(prompt: Prompt) -> str:
     asked: Any = [{"role": "user", "content": prompt.text}]
     return OpenAI().chat.completions.create(model="any", messages=asked, temperature=0).choices[0].message.content or ""
+
+
+def without_its_file(prompt: Prompt) -> str:
+    """Has not brought what it reads."""
+    with open("/nowhere/notes.txt") as file:
+        return file.read()
+
+
+def impatient(prompt: Prompt) -> str:
+    """Gives its call up, and the repetition."""
+    messages: list[Any] = [{"role": "user", "content": prompt.text}]
+    answer = OpenAI(timeout=0.3, max_retries=1).chat.completions.create(model="any", messages=messages)
+    return answer.choices[0].message.content or ""

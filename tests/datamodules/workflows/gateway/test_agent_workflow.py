@@ -253,6 +253,23 @@ def test_an_agent_that_asks_elsewhere_is_told_where_to_ask(tmp_path: Path) -> No
         run(agents.elsewhere, [], logs=tmp_path)
 
 
+def test_an_agent_that_misses_a_file_has_not_asked_elsewhere(tmp_path: Path) -> None:
+    with pytest.raises(CallFailed, match=r"raised FileNotFoundError: .*nowhere") as caught:
+        run(agents.without_its_file, [], logs=tmp_path)
+    assert "no call reached" not in str(caught.value)
+
+
+class Slow(ScriptedEngine):
+    async def generate(self, request: GenerationRequest) -> Any:
+        await asyncio.sleep(30)
+
+
+def test_an_agent_without_patience_is_told_how_long_a_reply_may_take(tmp_path: Path) -> None:
+    says = r"raised APITimeoutError: .*; 2 of its calls were given up .* as long as a training step: give its client"
+    with pytest.raises(CallFailed, match=says):
+        run(agents.impatient, [], engine=Slow, logs=tmp_path)
+
+
 def test_an_agent_that_cannot_be_called_is_named_before_the_run() -> None:
     with pytest.raises(ValueError, match=r"AgentWorkflow\.agent: two_arguments\(.*must take one positional argument"):
         AgentWorkflow(agents.two_arguments)

@@ -1,0 +1,69 @@
+"""What an agent asks for that is not to be had: the refusal says what to do instead."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from openai import APIStatusError, AuthenticationError, BadRequestError, NotFoundError, OpenAI
+
+from tests.datamodules.workflows.gateway.clients.door import QUESTION, door
+
+ANSWER = {"type": "json_schema", "json_schema": {"name": "answer", "schema": {"type": "object"}}}
+LOOK_UP = {"type": "function", "function": {"name": "look_up"}}
+
+
+def test_a_path_that_is_not_served_is_told_what_is() -> None:
+    with door([]) as there:
+        client = OpenAI(base_url=there.v1, api_key=there.key, max_retries=0)
+        with pytest.raises(NotFoundError) as caught:
+            client.embeddings.create(model="any", input="apple")
+        assert "/v1/embeddings: not served; the model that is trained answers /v1/chat/comp" in str(caught.value)
+        assert "a base_url and api_key of its provider" in str(caught.value)
+        assert there.session.asked == 1  # the client has found its session
+        with pytest.raises(AuthenticationError):
+            OpenAI(base_url=there.v1, api_key="no", max_retries=0).embeddings.create(model="any", input="apple")
+
+
+@pytest.mark.parametrize(("method", "path", "other"), [("GET", "chat/completions", "POST"), ("POST", "models", "GET")])
+def test_a_path_that_is_asked_otherwise_is_told_how(method: str, path: str, other: str) -> None:
+    with door([]) as there:
+        client = OpenAI(base_url=there.v1, api_key=there.key, max_retries=0)
+        with pytest.raises(APIStatusError, match=f"/v1/{path}: does not take {method}; {other} it") as caught:
+            getattr(client, method.lower())(f"/{path}", cast_to=object)
+        assert caught.value.status_code == 405
+
+
+@pytest.mark.parametrize(
+    ("asked", "says"),
+    [
+        (
+            {"response_format": ANSWER},
+            "response_format: .*: say it in the prompt and read the reply, or offer the shape",
+        ),
+        (
+            {"parallel_tool_calls": False},
+            "parallel_tool_calls: false .*: leave it out, or offer the shape .* as a tool",
+        ),
+        ({"tool_choice": "required"}, "tool_choice: .*; offer the shape .*bind_tools.* of with_structured_output"),
+    ],
+)
+def test_a_shape_that_cannot_be_forced_has_a_remedy(asked: dict[str, Any], says: str) -> None:
+    with door([]) as there:
+        client = OpenAI(base_url=there.v1, api_key=there.key, max_retries=0)
+        messages: list[Any] = [{"role": "user", "content": QUESTION}]
+        with pytest.raises(BadRequestError, match=says):
+            client.chat.completions.create(model="any", messages=messages, tools=[LOOK_UP], **asked)  # type: ignore[list-item]
+
+
+def test_the_remedy_is_one_with_langchain() -> None:
+    chat = pytest.importorskip("langchain_openai", reason="pip install -e '.[dev]' brings it")
+    pydantic = pytest.importorskip("pydantic")
+    parsers = pytest.importorskip("langchain_core.output_parsers")
+    shape = pydantic.create_model("Route", where=(str, ...))
+    with door(
+        ['<tool_call>\n{"name": "Route", "arguments": {"where": "shop"}}\n</tool_call>', "I do not know."]
+    ) as there:
+        model = chat.ChatOpenAI(model="any", base_url=there.v1, api_key=there.key, max_retries=0)
+        route = model.bind_tools([shape]) | parsers.PydanticToolsParser(tools=[shape], first_tool_only=True)
+        assert route.invoke(QUESTION) == shape(where="shop") and route.invoke(QUESTION) is None
