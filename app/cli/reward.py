@@ -32,6 +32,7 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from app.cli.errors import explain
+from app.clients import no_keys_needed
 
 if TYPE_CHECKING:  # torch takes seconds, and `--help` none
     from app.batch import Trajectory
@@ -118,9 +119,11 @@ def configured(path: Path) -> tuple[Any, Any]:
     parser.add_argument("--reward", type=Judge | Callable[[Prompt, str], float])
     parser.add_argument("--reward_options", type=RewardOptions, default=RewardOptions())
     try:
-        made = parser.instantiate(
-            parser.parse_object({name: config[name] for name in ("reward", "reward_options") if name in config})
-        )
+        with no_keys_needed():  # by what its module makes as it is imported
+            parsed = parser.parse_object(
+                {name: config[name] for name in ("reward", "reward_options") if name in config}
+            )
+        made = parser.instantiate(parsed)
     except (ArgumentError, ValueError) as error:
         raise ValueError(f"CONFIG: {path}: {explain(str(error), config)}") from error
     return made.reward, made.reward_options

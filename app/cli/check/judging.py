@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from app.cli.check.findings import Part, Reason, Rollouts
+from app.clients import no_keys_needed
 
 if TYPE_CHECKING:  # imported where they are used: torch takes seconds
     from app.cli.reward import Labelled
@@ -92,7 +93,8 @@ def _is_judge(reward: dict[str, Any]) -> bool:
 
     path = str(reward.get("class_path"))
     try:
-        found = pkgutil.resolve_name(path)
+        with no_keys_needed():
+            found = pkgutil.resolve_name(path)
     except Exception as error:  # a user's module may fail in any way while it is imported
         raise _NotAsked(f"data.reward: {path} cannot be imported here ({error})") from error
     return isinstance(found, type) and issubclass(found, Judge)

@@ -7,11 +7,13 @@ import asyncio
 import importlib
 import os
 import sys
+from pathlib import Path
 
 import pytest
 import yaml
 
 from app.cli import main
+from app.cli.reward import configured
 from app.clients import no_keys_needed
 from datamodules.prompts.base import Prompt
 from datamodules.rewards import RewardOptions, RewardPool
@@ -59,6 +61,14 @@ def test_a_reward_may_stand_beside_it() -> None:
         assert asyncio.run(judged()) == 1.0
     finally:
         pool.close()
+
+
+def test_that_reward_may_be_tried(tmp_path: Path) -> None:
+    path = tmp_path / "judged.yaml"
+    path.write_text(f"reward: {MODULE}.right")
+    made, _ = configured(path)
+    assert made(TASK, "It is 6.") == 1.0
+    assert "OPENAI_API_KEY" not in os.environ
 
 
 def test_a_configuration_may_name_both(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
