@@ -3,8 +3,8 @@
     python -m benchmarks.gpu.blocks [--heads 16 8] [--head 128] [--out benchmarks/results/gpu]     # 40 seconds
 
 Promises: chunks are those of `turns` 8x4 at 23,552 tokens; a figure is the median of three runs of all of them, one
-layer, by CUDA events, after a run that compiles; outputs and gradients of queries are compared with those of the first
-shape (`difference`). Operations are counted as needed: pairs that a query sees, times 4 of a head's size forward, 6 for
+layer, by CUDA events, after a run that compiles; outputs and gradients are compared with those of the first shape
+(`difference`). Operations are counted as needed: pairs that a query sees, times 4 of a head's size forward, 6 for
 the gradients of queries and 8 for those of keys. Beside them ATen's FlashAttention-2 and cuDNN's attention on a path of
 4,096 keys and on one causal square of 8,192. Needs a GPU and Triton.
 """
@@ -110,6 +110,14 @@ class Chunk:
                 count, *strides(q, keys, values, grad, to_k, to_v), PATH=not own, LISTED=own, COLUMNS=True, **constants,
             )  # fmt: skip
 
+    def results(self, kernel: str, shape: Shape) -> list[Tensor]:
+        """Copies of what one launch makes, of buffers that were empty."""
+        for x in (*self.grads, *self.path_grads):
+            x.zero_()
+        self.run(kernel, shape)
+        by_kernel = {"forward": [self.out], "queries' gradient": [self.grad_q], "keys' gradient, chunk": self.grads}
+        return [x.to(torch.float32, copy=True) for x in by_kernel.get(kernel, self.path_grads)]
+
 
 def milliseconds(run: Callable[[], object]) -> float:
     """Median of three, after one more."""
@@ -135,10 +143,10 @@ def measured(chunks: list[Chunk], kernel: str) -> list[dict[str, Any]]:
         try:
             spent = milliseconds(lambda shape=shape: [chunk.run(kernel, shape) for chunk in chunks])
             row |= {"milliseconds": spent, "tflops": operations / spent / 1e9}
-            results = [(chunk.out if kernel == "forward" else chunk.grad_q).float() for chunk in chunks]
-            if not kernel.startswith("keys"):
-                first = first or results
-                row["difference"] = max(float((a - b).norm() / b.norm()) for a, b in zip(results, first))
+            results = [x for chunk in chunks for x in chunk.results(kernel, shape)]
+            first = first or results
+            off = (float((a - b).norm() / b.norm()) for a, b in zip(results, first) if b.any())
+            row["difference"] = max(off, default=0.0)
         except Exception as error:  # a compiler's or a driver's: the next shape may do
             row["error"] = described(error)
         print(row, flush=True)

@@ -9,7 +9,9 @@ import sys
 import pytest
 import torch
 
+from app.tree import PrefixTree
 from app.tree.attention import interval
+from app.tree.planning.planner import plan
 from benchmarks.gpu.interval import check_interval
 
 
@@ -46,3 +48,28 @@ def test_what_the_gpu_suite_asks_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
     assert all(
         "needs a CUDA device" in row["left_out"] and row["ok"] for row in check_interval(torch.device("cpu"), (16,))
     )
+
+
+@pytest.mark.usefixtures("interpreted")
+def test_what_is_timed_is_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of every kernel, gradients of keys too, which Triton has made wrong code of: a shape whose results are others."""
+    from benchmarks.gpu import blocks
+
+    shapes = (interval.Shape(16, 16, 4, 2), interval.Shape(16, 16, 4, 3))
+    monkeypatch.setattr(blocks, "milliseconds", lambda run: (run(), 1.0)[1])
+    monkeypatch.setattr(blocks, "SHAPES", dict.fromkeys(blocks.SHAPES, shapes))
+    tree = PrefixTree.build([[*range(9), i, *range(5)] for i in range(2)])
+    chunks = [blocks.Chunk(tree, one, (2, 1), 16, torch.device("cpu")) for one in plan(tree, 12, 12).chunks]
+    right = blocks.Chunk.run
+
+    def wrong(chunk: blocks.Chunk, kernel: str, shape: interval.Shape) -> None:
+        right(chunk, kernel, shape)
+        if shape is shapes[1]:
+            own = {"f": [chunk.out], "q": [chunk.grad_q]}.get(kernel[0], [*chunk.grads, *chunk.path_grads])
+            for made in own:
+                made.mul_(1.5)
+
+    monkeypatch.setattr(blocks.Chunk, "run", wrong)
+    for kernel in blocks.SHAPES:
+        first, second = blocks.measured(chunks, kernel)
+        assert first["difference"] == 0.0 and second["difference"] == pytest.approx(0.5, rel=0.05)
