@@ -165,7 +165,8 @@ def _may_call(choice: Any) -> bool:
     choice = {"type": "auto"} if choice is None else fields.an_object("tool_choice", choice)
     if choice.get("type") not in ("auto", "none"):
         raise RequestError(
-            'tool_choice: only the types "auto" and "none" are supported: nothing forces the model to call',
+            'tool_choice: only the types "auto" and "none" are supported: nothing forces the model to call;'
+            " leave it out",
             param="tool_choice",
             code="unsupported_parameter",
         )

@@ -126,7 +126,7 @@ def test_models_are_listed() -> None:
         ({"output_config": {"effort": "low"}}, "output_config.effort: not supported; leave it out, or have override"),
         (
             {"output_config": {"format": {"type": "json_schema"}}},
-            "output_config.format: not supported; leave it out, as",
+            "output_config.format: not supported; nothing forces a reply into a shape",
         ),
         ({"tool_choice": {"type": "any"}, "tools": [LOOK_UP]}, "tool_choice"),
         ({"temperature": 1.5}, "temperature"),

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from pydantic import BaseModel
 
 from tests.datamodules.workflows.gateway.clients.door import PRICES, QUESTION, Door, door
 
@@ -44,6 +45,10 @@ def nothing_leaves(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(socket.socket, "connect", connect)
     yield
     assert elsewhere == []
+
+
+class Bill(BaseModel):
+    total: int
 
 
 def look_up(fruit: str) -> int:
@@ -129,6 +134,33 @@ def test_pydantic_ai(protocol: str, streamed: bool) -> None:
     with door([CALL_ALONE, "It is 6."]) as there:
         assert asyncio.run(run(there)) == "It is 6."
         there.check_one_path()
+
+
+@pytest.mark.parametrize("form", ["tool", "prompted"])
+@pytest.mark.parametrize("protocol", ["chat", "responses"])
+def test_output_types_of_pydantic_ai_are_read_without_a_grammar(protocol: str, form: str) -> None:
+    """By the profile that the documentation names; without it they are refused."""
+    pydantic_ai = pytest.importorskip("pydantic_ai", reason=WHY)
+    from openai import AsyncOpenAI
+    from pydantic_ai.models.openai import OpenAIChatModel, OpenAIResponsesModel
+    from pydantic_ai.profiles.openai import OpenAIModelProfile
+    from pydantic_ai.providers.openai import OpenAIProvider
+
+    kind = {"chat": OpenAIChatModel, "responses": OpenAIResponsesModel}[protocol]
+    profile = OpenAIModelProfile(supports_forced_tool_choice=False, supports_json_object_output=False)
+    wanted = pydantic_ai.PromptedOutput(Bill) if form == "prompted" else Bill
+
+    async def run(there: Door, **options: Any) -> Any:
+        provider = OpenAIProvider(openai_client=AsyncOpenAI(base_url=there.v1, api_key=there.key, max_retries=0))
+        return (await pydantic_ai.Agent(kind("any", provider=provider, **options), output_type=wanted).run("x")).output
+
+    said = '{"total": 6}'
+    if form == "tool":
+        said = f'<tool_call>\n{{"name": "final_result", "arguments": {said}}}\n</tool_call>'
+    with door([said]) as there:
+        assert asyncio.run(run(there, profile=profile)) == Bill(total=6)
+    with door([said]) as there, pytest.raises(Exception, match="leave it out"):
+        asyncio.run(run(there))
 
 
 CALL_ALONE = '<tool_call>\n{"name": "look_up", "arguments": {"fruit": "apple"}}\n</tool_call>'

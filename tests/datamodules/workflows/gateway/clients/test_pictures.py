@@ -54,11 +54,17 @@ def engine(vision: TinyVision) -> Iterator[EmbeddedEngine]:
     made.close()
 
 
+CALLS = "{% for call in message.tool_calls or [] %}<call>{{ call.function.name }}</call>{% endfor %}"
+
+
 def session_of(vision: TinyVision | TinyLayouts, engine: EmbeddedEngine, sees: bool = True) -> Session:
-    episode = EpisodeEngine(
-        engine, vision.tokenizer, None, name="e", seed="s", image_processor=vision.images if sees else None
-    )
-    return Session(episode, Chat(vision.tokenizer), Sampling(6), Budget(), hermes_calls)
+    """Of a template that shows calls, too."""
+    tokenizer = copy.deepcopy(vision.tokenizer)
+    end = tokenizer.chat_template.rindex("{%")  # of the loop over messages
+    tokenizer.chat_template = tokenizer.chat_template[:end] + CALLS + tokenizer.chat_template[end:]
+    images = vision.images if sees else None
+    episode = EpisodeEngine(engine, tokenizer, None, name="e", seed="s", image_processor=images)
+    return Session(episode, Chat(tokenizer), Sampling(6), Budget(), hermes_calls)
 
 
 def of_openai(there: Door) -> list[int]:
@@ -96,7 +102,8 @@ def of_anthropic(there: Door) -> list[int]:
     counted = client.messages.count_tokens(model="m", messages=messages).input_tokens
     assert counted == first.usage.input_tokens
     said = "".join(one.text for one in first.content if one.type == "text")
-    messages += [{"role": "assistant", "content": said or "."}]
+    call = {"type": "tool_use", "id": "1", "name": "look", "input": {}}
+    messages += [{"role": "assistant", "content": [{"type": "text", "text": said or "."}, call]}]
     result = {"type": "tool_result", "tool_use_id": "1", "content": [block(B), {"type": "text", "text": "?"}]}
     messages += [{"role": "user", "content": [result]}]
     second = client.messages.create(model="m", messages=messages, max_tokens=6)
