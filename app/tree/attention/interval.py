@@ -150,14 +150,15 @@ def blocks_of(q: Tensor, window: int | None) -> Blocks:
 def fitting(head: int, capability: tuple[int, int], window: int | None = None) -> Blocks:
     """Blocks of heads this wide on a GPU of this compute capability.
 
-    Of heads of 128 on Hopper, without a window, the fastest of those that `benchmarks.gpu.blocks` timed on an H100.
+    Of heads of 128 on Hopper, without a window, the fastest of those that `benchmarks.gpu.blocks` timed on an H100, of
+    those whose results were compared there too: 64 x 64 by four warps, a quarter faster over the path's keys, were not.
     Others are chosen by what Triton makes of them (`benchmarks.gpu.compiled`): the most that registers and shared
     memory hold. Hopper's matrix units work on 64 queries for four warps: with more warps than that two compute the same
     scores.
     """
     if capability[0] == _HOPPER and 64 < head <= 128:
         forward = Shape(128, 128, 8, 2) if window is None else Shape(128, 64, 8, 2)  # whose mask takes shared memory
-        return Blocks(forward, Shape(128, 64, 8, 3), Shape(64, 64, 4, 2), True)
+        return Blocks(forward, Shape(128, 64, 8, 3), Shape(128, 64, 8, 2), True)
     if capability[0] == _HOPPER:
         same = Shape(128, 64, 8, 2) if head <= 64 else Shape(64, 32, 4, 2)
         return Blocks(same, same, same, True)

@@ -22,8 +22,8 @@ from benchmarks.gpu.interval import check_interval
     [("9.0", []), ("9.0", ["--window", "512", "--softcap", "30"]), ("8.6", ["--window", "512"]), ("10.0", [])],
 )
 def test_kernels_compile_for_gpus(tmp_path, capability: str, options: list[str]) -> None:
-    """To machine code, which needs no GPU: types, layouts and shared memory. On Hopper little spilling where there is
-    neither window nor soft-capping (none but in the gradients of keys), and room for what its matrix units do."""
+    """To machine code, which needs no GPU: types, layouts and shared memory. On Hopper next to no spilling where there
+    is neither window nor soft-capping, and room for what its matrix units do."""
     environment = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path / "cache")}
     environment.pop("TRITON_INTERPRET", None)
     command = [sys.executable, "-m", "benchmarks.gpu.compiled", "--capability", capability, "--out", str(tmp_path)]
@@ -32,8 +32,7 @@ def test_kernels_compile_for_gpus(tmp_path, capability: str, options: list[str])
     rows = [line.split(" | ") for line in (tmp_path / "compiled.md").read_text().splitlines() if line.startswith("| ")]
     assert len(rows) == 1 + 3 * 4
     if capability == "9.0" and not options:
-        spilled = [(row[2], int(row[5])) for row in rows[1:] if int(row[1]) <= 128]
-        assert all(count <= (40 if name.startswith("keys") else 0) for name, count in spilled)
+        assert all(int(row[5]) <= 8 for row in rows[1:] if int(row[1]) <= 128)
         assert all(float(row[9].rstrip(" |")) > 0.8 for row in rows[1:])
 
 
