@@ -12,6 +12,8 @@ For each set, with n samples a prompt:
     mean@n     mean over prompts of the mean reward of their episodes
     maj@n      share of prompts whose most frequent final answer is right (ties: the mean of those tied)
 
+The last two need n > 1; all but accuracy are reported where `EvalHandle.ks` asks for pass@k.
+
 And over all sets together, on a sample of their tokens, sampler against trainer: how far the log-probabilities an
 engine reported are from the policy's own. With the same weights on both sides they should differ by rounding only; more
 is another kernel, another precision, another chat template, or a bug. It can be told only on tokens of the version that
@@ -20,8 +22,6 @@ version, always do.
 
     mismatch_kl       KL(sampler || policy), nats a token
     logprob_diff_max  the largest difference of a token's log-probabilities, nats
-
-The last two need n > 1; all but accuracy are reported where `EvalHandle.ks` asks for pass@k.
 """
 
 from __future__ import annotations
