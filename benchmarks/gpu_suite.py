@@ -143,11 +143,10 @@ def measure_case(
         "failed": failed,
     }
     rows = measure(
-        model, systems, args.repeats, deadline, _say, failed, lambda some: so_far(result | {"systems": some})
+        model, systems, args.repeats, deadline, _say, failed, lambda some: so_far(result | {"systems": some}), left_out
     )
     result |= {"systems": rows, "against_ours": {"wall_seconds": compare(rows, "wall_seconds")}}
     result["memory_of_predicted"] = of_predicted(rows)
-    left_out += [f"{one.name} (too slow)" for one in systems if one.name not in {*rows, *failed}]
     so_far(result)
     with noted(failed, "utilisation"):
         result["utilisation"] = utilisation(model, case, settings, rows)
@@ -170,7 +169,7 @@ def sweep(
     points = [("ours", usual)]
     for name, values in args.sweep:
         points += [(f"{name}={value}", replace(usual, **{SWEPT[name]: value})) for value in values]
-    systems, failed = list[System](), dict[str, str]()
+    systems, failed, left_out = list[System](), dict[str, str](), list[str]()
     for name, settings in points:
         with noted(failed, name):
             systems.append(replace(make_systems(model, case, settings)[0], name=name))
@@ -182,9 +181,10 @@ def sweep(
             "tflops": {name: row["least_flops"] / row["wall_seconds"]["median"] / 1e12 for name, row in rows.items()},
             "memory_of_predicted": of_predicted(rows),
             "failed": failed,
+            "left_out": left_out,
         }
 
-    rows = measure(model, systems, args.repeats, deadline, _say, failed, lambda some: so_far(result(some)))
+    rows = measure(model, systems, args.repeats, deadline, _say, failed, lambda some: so_far(result(some)), left_out)
     return result(rows)
 
 

@@ -32,6 +32,7 @@ def measure(
     progress: Callable[[str], None] = lambda line: None,
     failed: dict[str, str] | None = None,
     so_far: Callable[[dict[str, dict[str, Any]]], None] = lambda rows: None,
+    left_out: list[str] | None = None,
 ) -> dict[str, dict[str, Any]]:
     """Each system's row: counts, seconds scaled to all of the case, peak memory.
 
@@ -44,6 +45,7 @@ def measure(
         deadline: of `time.perf_counter`; no further repeat starts that would end after it; at least one is made.
         progress: is told what was done.
         so_far: is given the rows of the systems that have been timed, after each time.
+        left_out: gets the names of those for which no time was left, with their seconds.
     """
     device = next(model.parameters()).device
     kind = torch.OutOfMemoryError if failed is None else Exception
@@ -59,11 +61,11 @@ def measure(
             now = time.perf_counter()
             if device.type == "cuda":  # a CPU's allocations are traced meanwhile, which takes longer
                 rows[system.name]["first_seconds"] = (now - begin) / system.share
-                if deadline is not None and now + (now - begin) > deadline:
+                if deadline is not None and now + (now - begin) > deadline and system.name not in failed:
                     late.add(system.name)
-            progress(
-                f"memory of {system.name}, {now - begin:.1f} s" + (": no time left for it" * (system.name in late))
-            )
+                    if left_out is not None:
+                        left_out.append(f"{system.name} ({now - begin:.0f} s: no time left)")
+            progress(f"memory of {system.name}, {now - begin:.1f} s")
     runs: dict[str, list[tuple[float, float, int | None]]] = {system.name: [] for system in systems}
     for repeat in range(repeats):
         begin = time.perf_counter()

@@ -65,6 +65,8 @@ def _report(name: str, report: dict[str, Any]) -> Iterator[str]:
         ]
         yield from (f"### Settings, on {swept['case']}", "")
         yield from _table(("setting", "wall s", "TFLOP/s", "peak memory / predicted"), rows)
+        if swept.get("left_out"):
+            yield from (f"Not measured: {', '.join(swept['left_out'])}.", "")
     if report.get("train", {}).get("steps"):
         yield from ("### Whole optimizer steps", "")
         steps = report["train"]["steps"]

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from importlib.util import find_spec
 from typing import Any
 
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 
+from app.tree import triton_lacks
 from datamodules.inference.protocol import RolloutData, ServerEngine
 
 
@@ -87,7 +87,7 @@ def best_checkpoint(trainer: Trainer) -> tuple[str, float] | None:
 
 def _unfused(trainer: Trainer, module: Any) -> bool:
     eager, low = getattr(module, "elementwise", None) == "eager", trainer.precision == "bf16-true"
-    return eager and low and trainer.strategy.root_device.type == "cuda" and find_spec("triton") is not None
+    return eager and low and trainer.strategy.root_device.type == "cuda" and triton_lacks() is None
 
 
 def _servers(engine: Any) -> int | None:

@@ -171,8 +171,11 @@ def intervals(ends: Ints, depths: Ints, path: int, window: int | None, blocks: B
     sees, in the forward and for the gradients of queries; blocks of queries that see each block of keys, each as bounds
     and indices; and, where a window ends inside the path, blocks of queries that see each block of the path's keys."""
 
+    sizes = {min(shape.rows, shape.keys) for shape in blocks[:3]}
+    squares = {size: interval_blocks(ends, depths, window, size) for size in sizes}
+
     def within(shape: Shape) -> list[Bools]:
-        return _grouped(interval_blocks(ends, depths, window, min(shape.rows, shape.keys)), shape)
+        return _grouped(squares[min(shape.rows, shape.keys)], shape)
 
     found = [depths, ends, *_listed(*within(blocks.forward)), *_listed(*within(blocks.queries))]
     found += _listed(*(x.T for x in within(blocks.keys)))

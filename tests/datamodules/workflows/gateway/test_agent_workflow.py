@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import re
-import sys
 import textwrap
 from collections.abc import Callable
 from dataclasses import replace
@@ -222,20 +220,6 @@ def test_what_an_agent_raised_is_kept_and_placed(tmp_path: Path) -> None:
     kept = said.rpartition(": ")[2].rstrip(")")
     for written in (Path(kept).read_text(), *(one.read_text() for one in tmp_path.glob("workers/*.log"))):
         assert 'raise ValueError("my database is down")' in written and "in __call__" not in written
-
-
-@pytest.mark.parametrize("key", [None, "sk-of-the-users-own"])
-def test_clients_that_are_made_on_import_find_the_session(key: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("OPENAI_API_KEY", "ANTHROPIC_API_KEY"):
-        monkeypatch.delenv(name, raising=False)
-        if key is not None:
-            monkeypatch.setenv(name, key)
-    name = "tests.datamodules.workflows.gateway.clients.early_agent"
-    sys.modules.pop(name, None)  # so that it is imported with this environment
-    engine, found = run(f"{name}.solve", ["six", "seven"])
-    check_as_sampled(engine, found)
-    assert [one.metadata["completion"] for one in found] == ["six seven"] * 2
-    assert os.environ.get("OPENAI_API_KEY") == os.environ.get("ANTHROPIC_API_KEY") == key
 
 
 def test_a_module_that_cannot_be_imported_is_named_with_the_place(

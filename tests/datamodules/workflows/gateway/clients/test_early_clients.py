@@ -28,12 +28,16 @@ TASK = Prompt(id="t", text="What are two apples?", answer="6")
 @pytest.fixture(autouse=True)
 def not_imported_yet(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(sys.modules, MODULE, raising=False)
-    monkeypatch.delenv("OPENAI_API_KEY", raising=False)
+    for name in ("OPENAI_API_KEY", "ANTHROPIC_API_KEY"):
+        monkeypatch.delenv(name, raising=False)
 
 
 def play_it(**options: object) -> float:
     workflow = AgentWorkflow(f"{MODULE}.solve", max_new_tokens=20, workers=1, **options)  # type: ignore[arg-type]
-    found = play(workflow, ScriptedEngine(TOKENIZER, ["It is 6."]), TOKENIZER, TASK, lambda _, text: float("6" in text))
+    found = play(
+        workflow, ScriptedEngine(TOKENIZER, ["It is 6.", "Six."]), TOKENIZER, TASK, lambda _, text: float("6" in text)
+    )
+    assert len(found) == 2  # a call by each client
     return found[0].reward
 
 
