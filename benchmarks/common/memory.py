@@ -20,9 +20,12 @@ from torch.profiler import ProfilerActivity
 
 from benchmarks.common.systems import System
 
+_RUN = "arborist::peak_bytes"
+
 
 def peak_bytes(run: Callable[[], Any], device: torch.device) -> int:
-    """Most bytes one `run` holds at once above what was held before it (model and gradients)."""
+    """Most bytes one `run` holds at once above what was held before it (model and gradients). On a CPU of what the
+    calling thread allocates: a profiler sees what gloo's threads allocate for themselves, and not that they free it."""
     gc.collect()
     if device.type == "cuda":
         torch.cuda.synchronize(device)
@@ -32,10 +35,13 @@ def peak_bytes(run: Callable[[], Any], device: torch.device) -> int:
         run()
         torch.cuda.synchronize(device)
         return torch.cuda.max_memory_allocated(device) - before
-    with torch.profiler.profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
+    profiled = torch.profiler.profile(activities=[ProfilerActivity.CPU], profile_memory=True)
+    with profiled as recorded, torch.profiler.record_function(_RUN):
         run()
     events = recorded.profiler.kineto_results.events()
-    changes = np.array([(e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]"], np.int64).reshape(-1, 2)
+    thread = next(event.start_thread_id() for event in events if event.name() == _RUN)
+    own = [event for event in events if event.name() == "[memory]" and event.start_thread_id() == thread]
+    changes = np.array([(event.start_ns(), event.nbytes()) for event in own], np.int64).reshape(-1, 2)
     held = np.cumsum(changes[np.argsort(changes[:, 0], kind="stable"), 1])
     return max(0, int(held.max(initial=0)))
 

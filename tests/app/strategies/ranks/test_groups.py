@@ -192,8 +192,8 @@ def test_nothing_is_computed_twice(pool: RankPool, size: int, sharded: bool) -> 
 @pytest.mark.slow
 @pytest.mark.parametrize("sharded", [False, True])
 def test_a_rank_holds_what_was_estimated(two_ranks: RankPool, sharded: bool) -> None:
-    """And no more where a tree has three times as many chunks. Within 10% on an idle machine; how many layers are
-    gathered ahead, and when cycles are collected, depends on what else runs: at most a quarter more was seen."""
+    """And no more where a tree has three times as many chunks. Within 10%; of shards a fifth more shows where
+    nothing else runs (see `most_held`)."""
     few, many = (two_ranks.run(group_jobs.most_held, size=2, sharded=sharded, branches=n) for n in (8, 28))
     for (less, _, chunks), (more, estimate, as_many) in zip(few, many, strict=True):
         assert as_many > 2.5 * chunks
