@@ -77,7 +77,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--max_new_tokens", type=int, metavar="N", help="most tokens of a reply")
     parser.add_argument("--temperature", type=float, help="of calls that name none")
     parser.add_argument(
-        "--override_sampling", action="store_true", help="pass over what calls say of sampling, thinking"
+        "--override_sampling",
+        action="store_true",
+        help="pass over what calls say of sampling and thinking, and tell the model of output types",
     )
     parser.add_argument(
         "--untrainable",
@@ -239,7 +241,8 @@ def _open(args: argparse.Namespace, key: str) -> tuple[InferenceEngine, Any]:
     from datamodules.inference.protocol import WeightUpdate
     from datamodules.inference.sglang import SGLangEngine
     from datamodules.prompts.tokenizers import load_tokenizer
-    from datamodules.workflows.gateway.sessions import Budget, Sampling
+    from datamodules.workflows.gateway.protocols.servable import Sampling
+    from datamodules.workflows.gateway.sessions import Budget
     from datamodules.workflows.gateway.standalone import OpenSessions, SessionRecorder
     from datamodules.workflows.response_template import ResponseTemplate
     from datamodules.workflows.tool_calls import hermes_calls, json_calls

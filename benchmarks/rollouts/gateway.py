@@ -37,7 +37,7 @@ from datamodules.conversations.chat_template import Chat
 from datamodules.inference.protocol import GenerationRequest, GenerationResponse
 from datamodules.workflows.base import EpisodeEngine
 from datamodules.workflows.gateway import Budget, Gateway, Session
-from datamodules.workflows.gateway.sessions import Sampling
+from datamodules.workflows.gateway.protocols.servable import Sampling
 from datamodules.workflows.tool_calls import hermes_calls
 
 PLAIN = (

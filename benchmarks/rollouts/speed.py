@@ -29,7 +29,7 @@ from datamodules.inference.sglang.weights.server_weights import Synced
 from datamodules.inference.weight_files import WeightFiles
 from datamodules.workflows.base import EpisodeEngine
 from datamodules.workflows.gateway import Budget, Gateway, Session
-from datamodules.workflows.gateway.sessions import Sampling
+from datamodules.workflows.gateway.protocols.servable import Sampling
 from datamodules.workflows.tool_calls import hermes_calls
 
 

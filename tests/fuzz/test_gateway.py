@@ -20,7 +20,7 @@ import pytest
 from datamodules.conversations.chat_template import Chat
 from datamodules.workflows.base import EpisodeEngine
 from datamodules.workflows.gateway import Budget, Gateway, Session
-from datamodules.workflows.gateway.sessions import Sampling
+from datamodules.workflows.gateway.protocols.servable import Sampling
 from datamodules.workflows.tool_calls import hermes_calls
 from tests.datamodules.workflows.scripted_engine import WITH_CALLS, ScriptedEngine
 from tests.helpers.recorded_samples import byte_tokenizer

@@ -133,7 +133,7 @@ class Gateway:
 
     async def _count(self, request: web.Request) -> web.StreamResponse:
         session = self._session(request)
-        asked = MESSAGES.counted(json_object(await self._listener.body(request)))
+        asked = session.continued(MESSAGES.counted(json_object(await self._listener.body(request))))
         return web.json_response({"input_tokens": await session.count(asked.messages, asked.tools)})
 
     async def _reply(self, protocol: WireProtocol, request: web.Request) -> web.StreamResponse:

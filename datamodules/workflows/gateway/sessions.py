@@ -16,7 +16,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
@@ -30,10 +30,10 @@ from datamodules.prompts.base import Prompt
 from datamodules.workflows.base import EpisodeEngine, to_trajectory
 from datamodules.workflows.gateway.errors import RequestError, refused
 from datamodules.workflows.gateway.history import Bodies, Kept
-from datamodules.workflows.gateway.protocols import fields
+from datamodules.workflows.gateway.protocols import fields, structured
 from datamodules.workflows.gateway.protocols.base import Asked, Sampled
 from datamodules.workflows.gateway.protocols.images import SessionImages
-from datamodules.workflows.gateway.protocols.servable import check_sampling, check_tools
+from datamodules.workflows.gateway.protocols.servable import Sampling, check_sampling, check_tools
 from datamodules.workflows.gateway.repeats import Repeats
 from datamodules.workflows.gateway.replies import Parser, Piece, Reading, as_message, on_this_loop, shown
 from datamodules.workflows.gateway.rewards import Exchange, Rewards
@@ -67,24 +67,6 @@ class Budget:
         checks.at_least(1, {f"budget.{name}": value for name, value in counts.items()})
 
 
-@dataclass(frozen=True)
-class Sampling:
-    """How replies are sampled.
-
-    Attributes:
-        max_new_tokens: most of a reply, whatever the call says.
-        temperature: of calls that name none.
-        override: of all calls: what they say of temperature, top_p, penalties and their like, and of how the model is
-            to think and to write, is passed over.
-        untrainable: calls that ask for what cannot be trained on, "refuse" or "serve" them.
-    """
-
-    max_new_tokens: int
-    temperature: float = 1.0
-    override: bool = False
-    untrainable: Literal["refuse", "serve"] = "refuse"
-
-
 class Session:
     """One agent's calls.
 
@@ -107,8 +89,9 @@ class Session:
         ended: set when the agent is done. repeats: which calls run, and who has their answers.
         counts: `abandoned_calls` were given up by the client, or ended with the session, while they were sampled,
             `untaken_calls` by the client once they were complete; `repeated_calls` were answered with a reply that had
-            been sampled before; of `overridden_calls` something was passed over; `clamped_calls` asked for more tokens
-            than `max_new_tokens`; calls of tools.
+            been sampled before; of `overridden_calls` something was passed over; of `prompted_calls` the
+            model was told what it cannot be held to; `clamped_calls` asked for more tokens than `max_new_tokens`; calls
+            of tools.
     """
 
     def __init__(
@@ -165,6 +148,8 @@ class Session:
             self.refused = str(error)
             raise
         self._spend(asked.n)
+        if asked.demands:
+            self.counts["prompted_calls"] += asked.n
         sampling = asyncio.ensure_future(self._answers(asked, temperature, name or self.new_name(), on_text))
         return await self._awaited(sampling, asked.n, same)
 
@@ -176,6 +161,7 @@ class Session:
         pictures = self._images.seen(asked.messages)
         with refused():
             plan = self._plan(asked)
+            structured.check_shown(asked, plan.text)
             tokens = await self._tokens_of(plan)
             placed = self._images.placed(tokens, pictures)
         prompt = Kept(plan.text, tokens, plan.base, plan.begins)
@@ -282,19 +268,21 @@ class Session:
         self.repeats.left(same, exchange)
 
     def continued(self, asked: Asked) -> Asked:
-        """The request with all messages of its conversation. Raises RequestError when that is not known."""
-        if not asked.continues:
-            return replace(asked, messages=[*asked.before, *asked.messages])
-        for one in self.exchanges:
-            if one.calls[0].id == asked.continues:
-                said = [*one.messages[one.before :], one.calls[0].message]
-                fields.check_made(asked.unmade, said)
-                return replace(asked, messages=[*asked.before, *said, *asked.messages])
-        raise RequestError(
-            "previous_response_id: no answer of this session has it; send the conversation as input",
-            param="previous_response_id",
-            code="previous_response_not_found",
-        )
+        """The request with all messages of its conversation, its demands told. Raises RequestError when that is not
+        known, and for demands that are refused."""
+        said: list[Message] = []
+        if asked.continues:
+            one = next((one for one in self.exchanges if one.calls[0].id == asked.continues), None)
+            if one is None:
+                raise RequestError(
+                    "previous_response_id: no answer of this session has it; send the conversation as input",
+                    param="previous_response_id",
+                    code="previous_response_not_found",
+                )
+            said = [*one.messages[one.before :], one.calls[0].message]
+            fields.check_made(asked.unmade, said)
+        whole = replace(asked, messages=[*asked.before, *said, *asked.messages])
+        return structured.told(whole, self._sampling.override)
 
     async def count(self, messages: Sequence[Message], tools: list[dict[str, Any]] | None) -> int:
         """Tokens of the prompt that `reply` would send. Raises RequestError."""

@@ -28,8 +28,9 @@ from datamodules.inference.protocol import InferenceEngine
 from datamodules.prompts.base import Prompt
 from datamodules.workflows.base import EpisodeEngine
 from datamodules.workflows.gateway.errors import RequestError
+from datamodules.workflows.gateway.protocols.servable import Sampling
 from datamodules.workflows.gateway.server import Gateway, same_key
-from datamodules.workflows.gateway.sessions import Budget, Parser, Sampling, Session
+from datamodules.workflows.gateway.sessions import Budget, Parser, Session
 from datamodules.workflows.turn_ends import TurnEnds
 
 _log = logging.getLogger(__name__)

@@ -28,9 +28,10 @@ from datamodules.workflows.adapters.ray_executor import RayExecutor
 from datamodules.workflows.base import EpisodeEngine, Misfit, PlaceholderSampled
 from datamodules.workflows.gateway import agents
 from datamodules.workflows.gateway.listener import check_host
+from datamodules.workflows.gateway.protocols.servable import Sampling
 from datamodules.workflows.gateway.rewards import shown
 from datamodules.workflows.gateway.server import Gateway
-from datamodules.workflows.gateway.sessions import Budget, Sampling, Session
+from datamodules.workflows.gateway.sessions import Budget, Session
 from datamodules.workflows.response_template import ResponseTemplate
 from datamodules.workflows.tool_calls import ToolCall, hermes_calls
 from datamodules.workflows.turns import ReplyOptions
@@ -68,7 +69,8 @@ class AgentWorkflow:
         max_new_tokens: most tokens of a reply, whatever a call asks for; at least 1.
         temperature: of calls that name none.
         override_sampling: it is that of all calls, and what else they say of sampling (`top_p`, penalties), of thinking
-            and of verbosity is passed over; without, calls are refused that would change what is sampled.
+            and of verbosity is passed over; a reply in a shape (`response_format`), a forced call of a tool and one at
+            most are told the model in the system's message. Without, calls that say such things are refused.
         untrainable: "refuse" them, or "serve" them, temperature 0 included: they are sampled as they ask, later calls
             go on with them and rewards see them, but there is no loss on their replies.
         budget: what an episode may use; see `datamodules.workflows.gateway.Budget`.

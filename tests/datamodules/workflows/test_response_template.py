@@ -19,7 +19,7 @@ from datamodules.workflows import ResponseTemplate, ToolCall, ToolWorkflow
 from datamodules.workflows.base import EpisodeEngine
 from datamodules.workflows.gateway import Budget, Session
 from datamodules.workflows.gateway.protocols.base import Asked
-from datamodules.workflows.gateway.sessions import Sampling
+from datamodules.workflows.gateway.protocols.servable import Sampling
 from datamodules.workflows.tool_calls import begin_of_calls
 from tests.datamodules.workflows.scripted_engine import WITH_CALLS, ScriptedEngine, play
 from tests.datamodules.workflows.toolboxes import Sums

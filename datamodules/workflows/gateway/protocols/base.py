@@ -18,6 +18,21 @@ from datamodules.workflows.gateway.transcript import Call
 
 
 @dataclass(frozen=True)
+class Demand:
+    """Something a model cannot be held to.
+
+    Attributes:
+        param: the request's field.
+        problem: why it is refused, and the remedy.
+        words: what the model can be told in its place.
+    """
+
+    param: str
+    problem: str
+    words: str
+
+
+@dataclass(frozen=True)
 class Asked:
     """What a request asks for.
 
@@ -39,6 +54,7 @@ class Asked:
         unmade: where the request holds results of calls that none of its `messages` made, by the ids of these calls:
             the conversation it goes on with must have.
         own: what the protocol needs to answer, by its own names.
+        demands: what the model is to be held to, and cannot be.
     """
 
     model: str
@@ -57,6 +73,7 @@ class Asked:
     unmade: dict[str, str] = field(default_factory=dict)
     own: dict[str, Any] = field(default_factory=dict)
     shaping: Shaping | None = None
+    demands: tuple[Demand, ...] = ()
 
 
 class Sampled(NamedTuple):

@@ -15,7 +15,7 @@ from datamodules.conversations.chat_template import Message
 from datamodules.inference.protocol import SHAPINGS
 from datamodules.workflows.gateway.errors import RequestError
 from datamodules.workflows.gateway.history import Shown
-from datamodules.workflows.gateway.protocols import fields, images
+from datamodules.workflows.gateway.protocols import fields, images, structured
 from datamodules.workflows.gateway.protocols.base import Asked, EventWriter, Sampled, WireProtocol
 from datamodules.workflows.gateway.transcript import Call
 
@@ -29,9 +29,7 @@ _WITHOUT_EFFECT = (
     "prompt_cache_retention",
 )
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "response_format": ({"type": "text"},),
     "top_logprobs": (0,),
-    "parallel_tool_calls": (True,),
     "modalities": (["text"],),
 }
 _ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -51,13 +49,15 @@ class ChatCompletions(WireProtocol):
     def parse(self, body: dict[str, Any]) -> Asked:
         left = {key: value for key, value in body.items() if key not in _WITHOUT_EFFECT}
         fields.take_neutral(left, _NEUTRAL)
-        offered = fields.tools_offered(left.pop("tool_choice", None))
         tools = _tools(left.pop("tools", None))
+        tools = None if left.get("tool_choice") == "none" else tools
+        form = structured.reply_format("response_format", left.pop("response_format", None), tools)
         older, most = left.pop("max_tokens", None), left.pop("max_completion_tokens", None)
         key, most = ("max_tokens", older) if most is None else ("max_completion_tokens", most)
         asked = Asked(
             messages=_messages(left.pop("messages", None)),
-            tools=tools if offered else None,
+            tools=tools,
+            demands=(*form, *structured.openai_calls(left, tools)),
             max_tokens=fields.number(key, most, int, 1),
             logprobs=fields.flag("logprobs", left.pop("logprobs", None)),
             **shared(left),

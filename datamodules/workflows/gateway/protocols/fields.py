@@ -24,21 +24,11 @@ _OF_SAMPLING = ("temperature", *SHAPINGS)
 _OF_MANNER = ("reasoning", "reasoning_effort", "thinking", "verbosity")  # how a provider's model is to think and write
 _OF_MANNER_WITHIN = {"text": "verbosity", "output_config": "effort"}
 _TEMPLATE = "set AgentWorkflow.template_options, which are the chat template's for all calls of a run"
-_OFFER = (
-    "offer the shape of an answer as a tool, and have the agent take a reply without a call, too (LangChain:"
-    " bind_tools([Shape]) in place of with_structured_output)"
-)
 _REMEDIES = {
     "chat_template_kwargs": f"leave it out, and {_TEMPLATE}",
-    "parallel_tool_calls": f"nothing keeps the model from several calls in a reply: leave it out, or {_OFFER}",
     **dict.fromkeys(
         (*_OF_MANNER, *(f"{key}.{name}" for key, name in _OF_MANNER_WITHIN.items())),
         f"leave it out, or have override_sampling pass it over; for what the chat template knows of it {_TEMPLATE}",
-    ),
-    **dict.fromkeys(
-        ("response_format", "text.format", "output_config.format", "output_format"),
-        "nothing forces a reply into a shape (frameworks send it for an output type of the agent's): say it in the"
-        f" prompt and read the reply, or {_OFFER}",
     ),
 }
 _RANGES: dict[str, tuple[float, float]] = {
@@ -90,6 +80,15 @@ def flag(key: str, value: Any) -> bool:
     raise RequestError(f"{key}: must be true or false", param=key)
 
 
+def a_schema(key: str, value: Any) -> str:
+    """A JSON schema, as JSON."""
+    schema = json.dumps(an_object(key, value), ensure_ascii=False)
+    problem = _schema_problem(schema)
+    if problem:
+        raise RequestError(f"{key}: no valid JSON schema: {problem}", param=key)
+    return schema
+
+
 def number(key: str, value: Any, kind: type, least: float, most: float = math.inf) -> Any:
     """An int or float, by `kind`, in `[least, most]`; None for None."""
     if value is None:
@@ -107,17 +106,6 @@ def one_of(key: str, value: Any, known: Iterable[str]) -> str:
     if not isinstance(value, str) or value not in known:
         raise RequestError(f"{key}: {shown(value)}, must be one of {', '.join(known)}", param=key)
     return value
-
-
-def tools_offered(choice: Any) -> bool:
-    """Whether OpenAI's `tool_choice` shows the tools. Raises RequestError where it would force a call."""
-    if choice not in (None, "auto", "none"):
-        raise RequestError(
-            f'tool_choice: only "auto" and "none" are supported: nothing forces the model to call; {_OFFER}',
-            param="tool_choice",
-            code="unsupported_parameter",
-        )
-    return bool(choice != "none")
 
 
 def without_sampling(body: Mapping[str, Any]) -> dict[str, Any]:

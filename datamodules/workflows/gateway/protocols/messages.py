@@ -13,7 +13,7 @@ from typing import Any
 
 from datamodules.conversations.chat_template import Message
 from datamodules.workflows.gateway.errors import RequestError
-from datamodules.workflows.gateway.protocols import fields, images
+from datamodules.workflows.gateway.protocols import fields, images, structured
 from datamodules.workflows.gateway.protocols.base import Asked, EventWriter, Sampled, WireProtocol
 from datamodules.workflows.gateway.transcript import Call
 
@@ -49,8 +49,14 @@ class Messages(WireProtocol):
         left = {key: value for key, value in body.items() if key not in _WITHOUT_EFFECT}
         fields.take_neutral(left, _NEUTRAL)
         output = left.pop("output_config", None)
-        fields.nothing_left({} if output is None else fields.an_object("output_config", output), "output_config")
+        output = {} if output is None else dict(fields.an_object("output_config", output))
+        forms = {"output_config.format": output.pop("format", None), "output_format": left.pop("output_format", None)}
+        fields.nothing_left(output, "output_config")
         tools = tools_of(left.pop("tools", None))
+        choice = left.pop("tool_choice", None)
+        choice = {"type": "auto"} if choice is None else fields.an_object("tool_choice", choice)
+        tools = None if choice.get("type") == "none" else tools
+        shapes = [one for key, form in forms.items() for one in structured.reply_format(key, form, tools)]
         system = text_of("system", left.pop("system", None) or "")
         given = left.pop("messages", None)
         messages = messages_of(given)
@@ -58,7 +64,8 @@ class Messages(WireProtocol):
         asked = Asked(
             model=fields.optional_text("model", left.pop("model", None)),
             messages=[{"role": "system", "content": system}, *messages] if system else messages,
-            tools=tools if _may_call(left.pop("tool_choice", None)) else None,
+            tools=tools,
+            demands=(*shapes, *structured.anthropic_calls(choice, tools)),
             shaping=fields.take_shaping(left, ("top_p", "top_k")),
         )
         fields.nothing_left(left)
@@ -158,25 +165,6 @@ def _usage(call: Call) -> dict[str, int]:
 
 def _tool_use(call: dict[str, Any]) -> dict[str, Any]:
     return {"type": "tool_use", "id": call["id"], "name": call["function"]["name"]}
-
-
-def _may_call(choice: Any) -> bool:
-    """Whether the tools are shown."""
-    choice = {"type": "auto"} if choice is None else fields.an_object("tool_choice", choice)
-    if choice.get("type") not in ("auto", "none"):
-        raise RequestError(
-            'tool_choice: only the types "auto" and "none" are supported: nothing forces the model to call;'
-            " leave it out",
-            param="tool_choice",
-            code="unsupported_parameter",
-        )
-    if fields.flag("tool_choice.disable_parallel_tool_use", choice.get("disable_parallel_tool_use")):
-        raise RequestError(
-            "tool_choice.disable_parallel_tool_use: not supported, as nothing holds the model back; leave it out",
-            param="tool_choice.disable_parallel_tool_use",
-            code="unsupported_parameter",
-        )
-    return bool(choice["type"] == "auto")
 
 
 def tools_of(found: Any) -> list[dict[str, Any]] | None:

@@ -12,7 +12,7 @@ from typing import Any
 
 from datamodules.conversations.chat_template import Message
 from datamodules.workflows.gateway.errors import RequestError
-from datamodules.workflows.gateway.protocols import fields, images
+from datamodules.workflows.gateway.protocols import fields, images, structured
 from datamodules.workflows.gateway.protocols.base import Asked, EventWriter, Sampled, WireProtocol
 from datamodules.workflows.gateway.protocols.chat_completions import openai_error
 from datamodules.workflows.gateway.protocols.response_events import ResponseEvents, items_of, response
@@ -28,7 +28,6 @@ _WITHOUT_EFFECT = (
 )
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "top_logprobs": (0,),
-    "parallel_tool_calls": (True,),
     "truncation": ("disabled",),
     "background": (False,),
     "reasoning": ({},),
@@ -49,11 +48,12 @@ class Responses(WireProtocol):
         fields.take_neutral(left, _NEUTRAL)
         text = left.pop("text", None)
         written = {} if text is None else dict(fields.an_object("text", text))
-        fields.take_neutral(written, {"format": ({"type": "text"},), "verbosity": ()}, "text")
+        form = written.pop("format", None)
+        fields.take_neutral(written, {"verbosity": ()}, "text")
         fields.nothing_left(written, "text")
-        offered = fields.tools_offered(left.pop("tool_choice", None))
+        offered = left.get("tool_choice") != "none"
         instructions = fields.optional_text("instructions", left.pop("instructions", None))
-        tools = tools_of(left.pop("tools", None))
+        tools = tools_of(left.pop("tools", None)) if offered else None
         include = fields.texts("include", left.pop("include", None))
         for k, one in enumerate(include):
             fields.one_of(f"include[{k}]", one, _INCLUDED)
@@ -68,7 +68,8 @@ class Responses(WireProtocol):
         asked = Asked(
             model=fields.optional_text("model", left.pop("model", None)),
             messages=messages,
-            tools=tools if offered else None,
+            tools=tools,
+            demands=(*structured.reply_format("text.format", form, tools), *structured.openai_calls(left, tools)),
             max_tokens=fields.number("max_output_tokens", left.pop("max_output_tokens", None), int, 1),
             temperature=fields.number("temperature", left.pop("temperature", None), float, 0),
             logprobs="message.output_text.logprobs" in include,

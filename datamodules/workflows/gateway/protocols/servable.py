@@ -7,7 +7,8 @@ field, with the remedy; nothing is left out of a prompt in silence.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Literal
 
 from app.batch import TEMPERATURES
 from datamodules.conversations.chat_template import HIDES_TOOLS, Chat, Message
@@ -18,6 +19,24 @@ from datamodules.workflows.gateway.protocols.base import Asked
 
 _OR_SERVE = ", or set untrainable: serve, which answers such calls and does not train on them"
 _OR_HIDE = "set AgentWorkflow.show_tools: false (arborist gateway: --hide_tools)"
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How replies are sampled.
+
+    Attributes:
+        max_new_tokens: most of a reply, whatever the call says.
+        temperature: of calls that name none.
+        override: of all calls: what they say of temperature, top_p, penalties and their like, and of how the model is
+            to think and to write, is passed over, and what it would be forced into is told it.
+        untrainable: calls that ask for what cannot be trained on, "refuse" or "serve" them.
+    """
+
+    max_new_tokens: int
+    temperature: float = 1.0
+    override: bool = False
+    untrainable: Literal["refuse", "serve"] = "refuse"
 
 
 def check_sampling(asked: Asked, temperature: float, engine: EpisodeEngine, untrainable: str) -> None:

@@ -12,7 +12,7 @@ from datamodules.conversations.chat_template import Chat
 from datamodules.prompts.base import Prompt
 from datamodules.workflows.base import EpisodeEngine, Misfit
 from datamodules.workflows.gateway import AgentWorkflow, Budget, Session
-from datamodules.workflows.gateway.sessions import Sampling
+from datamodules.workflows.gateway.protocols.servable import Sampling
 from datamodules.workflows.tool_calls import hermes_calls
 from tests.datamodules.workflows.chat_families import FAMILIES
 from tests.datamodules.workflows.gateway import agents

@@ -23,7 +23,7 @@ from datamodules.workflows.gateway import Budget, Session
 from datamodules.workflows.gateway.history import Bodies, Kept, Messages, Shelf
 from datamodules.workflows.gateway.protocols.base import Asked
 from datamodules.workflows.gateway.protocols.chat_completions import ChatCompletions
-from datamodules.workflows.gateway.sessions import Sampling
+from datamodules.workflows.gateway.protocols.servable import Sampling
 from datamodules.workflows.tool_calls import hermes_calls
 from tests.datamodules.workflows.gateway.agents import LOOK_UP
 from tests.datamodules.workflows.gateway.test_sessions import TOKENIZER, odd_ids

@@ -17,8 +17,8 @@ from datamodules.inference.reply_text import cut_at_stop
 from datamodules.workflows.base import EpisodeEngine
 from datamodules.workflows.gateway import Budget, Session
 from datamodules.workflows.gateway.protocols.base import Asked
+from datamodules.workflows.gateway.protocols.servable import Sampling
 from datamodules.workflows.gateway.replies import Parser, Reading, as_message, shown
-from datamodules.workflows.gateway.sessions import Sampling
 from datamodules.workflows.tool_calls import GrowingCalls, ToolCall, hermes_calls, json_calls
 from tests.datamodules.workflows.gateway.agents import LOOK_UP
 from tests.datamodules.workflows.scripted_engine import WITH_CALLS, ScriptedEngine

@@ -18,8 +18,8 @@ from datamodules.conversations.chat_template import Chat
 from datamodules.inference.protocol import GenerationRequest
 from datamodules.workflows.base import EpisodeEngine
 from datamodules.workflows.gateway import Budget, Session
+from datamodules.workflows.gateway.protocols.servable import Sampling
 from datamodules.workflows.gateway.server import Gateway
-from datamodules.workflows.gateway.sessions import Sampling
 from datamodules.workflows.tool_calls import hermes_calls
 from tests.datamodules.workflows.scripted_engine import WITH_CALLS, ScriptedEngine
 from tests.helpers.recorded_samples import byte_tokenizer, fallback_tokenizer

@@ -16,7 +16,7 @@ from datamodules.workflows.base import EpisodeEngine
 from datamodules.workflows.gateway import Budget, Session
 from datamodules.workflows.gateway.errors import RequestError
 from datamodules.workflows.gateway.protocols.base import Asked
-from datamodules.workflows.gateway.sessions import Sampling
+from datamodules.workflows.gateway.protocols.servable import Sampling
 from datamodules.workflows.tool_calls import hermes_calls
 from tests.datamodules.workflows.gateway.agents import LOOK_UP
 from tests.datamodules.workflows.scripted_engine import WITH_CALLS, ScriptedEngine

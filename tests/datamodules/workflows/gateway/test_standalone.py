@@ -7,7 +7,7 @@ from pathlib import Path
 
 from datamodules.files.recording import read_batch, versions
 from datamodules.workflows.gateway import Budget
-from datamodules.workflows.gateway.sessions import Sampling
+from datamodules.workflows.gateway.protocols.servable import Sampling
 from datamodules.workflows.gateway.standalone import OpenSessions, SessionRecorder
 from datamodules.workflows.tool_calls import hermes_calls
 from datamodules.workflows.turn_ends import TurnEnds

@@ -22,7 +22,7 @@ from datamodules.processes.calls import CallFailed
 from datamodules.prompts.base import Prompt
 from datamodules.workflows.base import EpisodeEngine
 from datamodules.workflows.gateway import AgentWorkflow, Budget, Session
-from datamodules.workflows.gateway.sessions import Sampling
+from datamodules.workflows.gateway.protocols.servable import Sampling
 from datamodules.workflows.gateway.standalone import SessionRecorder
 from datamodules.workflows.tool_calls import hermes_calls
 from tests.datamodules.inference.sglang.real_servers.servers import START_S, skip_unless_wanted

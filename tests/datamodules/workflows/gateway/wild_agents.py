@@ -23,7 +23,7 @@ from datamodules.inference.protocol import GenerationRequest, GenerationResponse
 from datamodules.prompts.base import Prompt
 from datamodules.workflows.base import EpisodeEngine
 from datamodules.workflows.gateway import Budget, Gateway, Session
-from datamodules.workflows.gateway.sessions import Sampling
+from datamodules.workflows.gateway.protocols.servable import Sampling
 from datamodules.workflows.tool_calls import hermes_calls
 from tests.datamodules.inference.engine_suite import reference_logprobs
 from tests.datamodules.workflows.gateway.agents import LOOK_UP

@@ -12,7 +12,7 @@ from datamodules.conversations.chat_template import Chat
 from datamodules.inference.protocol import GenerationRequest
 from datamodules.workflows.base import EpisodeEngine
 from datamodules.workflows.gateway import Budget, Gateway, Session
-from datamodules.workflows.gateway.sessions import Sampling
+from datamodules.workflows.gateway.protocols.servable import Sampling
 from datamodules.workflows.tool_calls import hermes_calls
 from tests.datamodules.workflows.scripted_engine import WITH_CALLS, ScriptedEngine
 from tests.helpers.recorded_samples import byte_tokenizer
@@ -33,13 +33,13 @@ class Door:
     Args:
         replies: of a scripted engine.
         session: another one; then there is no such engine.
-        budget: of the session.
+        sampling: of the session. budget: of it.
     """
 
-    def __init__(self, replies: Replies, session: Session | None, **budget: Any) -> None:
+    def __init__(self, replies: Replies, session: Session | None, sampling: Sampling, **budget: Any) -> None:
         self.engine = ScriptedEngine(TOKENIZER, replies)
         episode = EpisodeEngine(self.engine, TOKENIZER, None, name="e", seed="s")  # type: ignore[arg-type]
-        scripted = Session(episode, Chat(TOKENIZER), Sampling(200), Budget(**budget), hermes_calls)
+        scripted = Session(episode, Chat(TOKENIZER), sampling, Budget(**budget), hermes_calls)
         self.session = session or scripted
         self.key = self.session.key
         self.address = ""
@@ -65,10 +65,14 @@ class Door:
 
 @contextmanager
 def door(
-    replies: Replies = REPLIES, session: Session | None = None, quiet_s: float = 30.0, **budget: Any
+    replies: Replies = REPLIES,
+    session: Session | None = None,
+    quiet_s: float = 30.0,
+    sampling: Sampling = Sampling(200),  # noqa: B008
+    **budget: Any,
 ) -> Iterator[Door]:
     """Open while the block runs; `quiet_s` of the gateway."""
-    made = Door(replies, session, **budget)
+    made = Door(replies, session, sampling, **budget)
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever, daemon=True)
     thread.start()

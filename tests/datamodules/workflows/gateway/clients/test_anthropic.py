@@ -125,8 +125,8 @@ def test_models_are_listed() -> None:
         ({"thinking": {"type": "enabled", "budget_tokens": 1024}}, "thinking"),
         ({"output_config": {"effort": "low"}}, "output_config.effort: not supported; leave it out, or have override"),
         (
-            {"output_config": {"format": {"type": "json_schema"}}},
-            "output_config.format: not supported; nothing forces a reply into a shape",
+            {"output_config": {"format": {"type": "json_schema", "schema": {}}}},
+            'output_config.format: {"type": "json_schema", "schema": {}} cannot be honoured; nothing forces a reply',
         ),
         ({"tool_choice": {"type": "any"}, "tools": [LOOK_UP]}, "tool_choice"),
         ({"temperature": 1.5}, "temperature"),

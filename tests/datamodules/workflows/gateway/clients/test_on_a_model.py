@@ -16,7 +16,7 @@ import torch
 from datamodules.inference import EmbeddedEngine
 from datamodules.workflows.base import EpisodeEngine
 from datamodules.workflows.gateway import Budget, Session
-from datamodules.workflows.gateway.sessions import Sampling
+from datamodules.workflows.gateway.protocols.servable import Sampling
 from datamodules.workflows.tool_calls import ToolCall
 from tests.datamodules.inference.engine_suite import reference_logprobs
 from tests.datamodules.workflows.gateway.agents import LOOK_UP

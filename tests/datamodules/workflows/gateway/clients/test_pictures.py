@@ -24,7 +24,7 @@ from datamodules.prompts import Prompt
 from datamodules.workflows import hermes_calls
 from datamodules.workflows.base import EpisodeEngine
 from datamodules.workflows.gateway import Budget, Session
-from datamodules.workflows.gateway.sessions import Sampling
+from datamodules.workflows.gateway.protocols.servable import Sampling
 from tests.datamodules.workflows.gateway.clients.door import Door, door
 from tests.helpers.tiny_layouts import TinyLayouts
 from tests.helpers.tiny_vision import TinyVision, noise, png

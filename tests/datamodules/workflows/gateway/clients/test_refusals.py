@@ -39,13 +39,16 @@ def test_a_path_that_is_asked_otherwise_is_told_how(method: str, path: str, othe
     [
         (
             {"response_format": ANSWER},
-            "response_format: .*: say it in the prompt and read the reply, or offer the shape",
+            "response_format: .*: have override_sampling tell .*, or say it in the prompt and read the reply, or offer",
         ),
         (
             {"parallel_tool_calls": False},
-            "parallel_tool_calls: false .*: leave it out, or offer the shape .* as a tool",
+            "parallel_tool_calls: false .*: leave it out, or have override_.*, or offer the shape .* as a tool",
         ),
-        ({"tool_choice": "required"}, "tool_choice: .*; offer the shape .*bind_tools.* of with_structured_output"),
+        (
+            {"tool_choice": "required"},
+            "tool_choice: .*; have override_.*, or offer the shape .*bind_tools.* of with_structured_output",
+        ),
     ],
 )
 def test_a_shape_that_cannot_be_forced_has_a_remedy(asked: dict[str, Any], says: str) -> None:
