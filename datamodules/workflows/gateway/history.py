@@ -309,7 +309,8 @@ def _alike(one: Any, other: Any) -> int:
 
 
 def names(message: Message) -> list[bytes]:
-    """What tells a reply from others once it comes back: the ids of its calls; its text, and its calls as such."""
+    """What tells a reply from others once it comes back, the surest first: the ids of its calls; its text, its calls as
+    such and its thought; these without the thought."""
     if message.get("role") != "assistant":
         return []
     calls = message.get("tool_calls") or []
@@ -317,6 +318,8 @@ def names(message: Message) -> list[bytes]:
     wanted = [(one["function"]["name"], parsed(one["function"]["arguments"])) for one in calls]
     text = str(message.get("content") or "").strip()
     said = [*ids, "text " + json.dumps([text, wanted], sort_keys=True)]
+    if thought := str(message.get("reasoning_content") or "").strip():
+        said.insert(-1, "thought " + json.dumps([thought, text, wanted], sort_keys=True))
     return [hashlib.blake2b(one.encode("utf-8", "surrogatepass"), digest_size=16).digest() for one in said]
 
 

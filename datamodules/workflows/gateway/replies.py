@@ -1,8 +1,9 @@
-"""What a client sees of a reply: its text, its calls, and nothing from a stop text on; while it is sampled, and then.
+"""What a client sees of a reply: its thought, text and calls, and nothing from a stop text on; while it is sampled, and
+then.
 
-Promises: the pieces of a reply that is sent as it is made are its text as it is sent whole; what may be the beginning
-of a call or of a stop text is held back until it is known; ids are not touched. A token costs as much late in a reply
-as early.
+Promises: the pieces of a reply that is sent as it is made are its text as it is sent whole; thoughts, and what may be
+the beginning of a call or of a stop text, are held back until it is known; ids are not touched. A token costs as much
+late in a reply as early.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ from datamodules.inference.reply_text import Decode, ReplyText, cut_at_stop, may
 from datamodules.workflows.tool_calls import GrowingCalls, ToolCall, begin_of_calls, with_thought
 
 Parser = Callable[[str], list[ToolCall]]
+
+_THOUGHT, _OVER = "<think>", "</think>"
 
 
 class Piece(NamedTuple):
@@ -61,14 +64,37 @@ def shown(tokens: list[int], ended: bool, stops: Sequence[str], decode: Decode) 
     return Shown(text[:cut], whole, kept)
 
 
-def as_message(name: str, text: str, parser: Parser | None, opened: str = "") -> tuple[Message, int]:
-    """The reply as clients know it, and how many calls in it cannot be read: then all of it stays text.
+def end_of_thought(text: str, opened: str = "") -> int | None:
+    """Where what is said aloud begins in a reply that begins with a thought; 0 for one that does not, None for one that
+    does not close it.
+
+    Args:
+        text: what is seen of it.
+        opened: the mark of the thought that the prompt has opened: it counts where the reply closes that thought.
+    """
+    whole = with_thought(opened, text)
+    begins = len(whole) - len(whole.lstrip())
+    if not whole.startswith(_THOUGHT, begins):
+        return 0
+    over = whole.find(_OVER, begins)
+    if over < 0:
+        return None
+    rest = whole[over + len(_OVER) :]
+    return len(text) - len(rest.lstrip())
+
+
+def as_message(
+    name: str, text: str, parser: Parser | None, opened: str = "", apart: bool = True
+) -> tuple[Message, int, str]:
+    """The reply as clients know it; how many calls in it cannot be read: then all of it stays text; and its beginning,
+    up to what is said aloud, which holds its thought: the message's `reasoning_content`.
 
     Args:
         name: unique; ids of calls hold it.
         text: what is seen of it.
         parser: finds calls; None where no tools were offered.
         opened: the mark of the thought that the prompt has opened.
+        apart: whether its thought is no part of its text.
     """
     found: list[ToolCall] = []
     if parser is not None:
@@ -77,8 +103,14 @@ def as_message(name: str, text: str, parser: Parser | None, opened: str = "") ->
         except Exception as error:  # a user's own parser
             found = [ToolCall(error=f"{type(error).__name__}: {error}")]
     malformed = sum(bool(one.error) for one in found)
+    aloud = end_of_thought(text, opened) if apart else 0
+    begins = len(text) if aloud is None else aloud
+    thought = text[:begins].strip().removeprefix(_THOUGHT).removesuffix(_OVER).strip()
+    message: Message = {"role": "assistant", "content": text[begins:]} | (
+        {"reasoning_content": thought} if thought else {}
+    )
     if parser is None or malformed or not found:
-        return {"role": "assistant", "content": text}, malformed
+        return message, malformed, text[:begins]
     calls = [
         {
             "id": f"call_{name}_{k}",
@@ -90,8 +122,9 @@ def as_message(name: str, text: str, parser: Parser | None, opened: str = "") ->
         }
         for k, one in enumerate(found)
     ]
-    aloud = text[: begin_of_calls(parser, text, opened)]
-    return {"role": "assistant", "content": aloud or None, "tool_calls": calls}, 0
+    said = text[begins : begin_of_calls(parser, text, opened)]
+    before = text[:begins] if said else text[:begins].rstrip()
+    return {**message, "content": said or None, "tool_calls": calls}, 0, before
 
 
 class Reading:
@@ -103,14 +136,24 @@ class Reading:
         parser: finds calls; None where no tools were offered.
         ends: tokens that end it, and are no text.
         opened: the mark of the thought that the prompt has opened.
+        apart: whether its thought is no part of its text.
     """
 
     def __init__(
-        self, decode: Decode, stops: Sequence[str], parser: Parser | None, ends: Sequence[int], opened: str = ""
+        self,
+        decode: Decode,
+        stops: Sequence[str],
+        parser: Parser | None,
+        ends: Sequence[int],
+        opened: str = "",
+        apart: bool = True,
     ) -> None:
         self._reply = ReplyText(decode)
         self._stops, self._ends = stops, ends
         self._calls = None if parser is None else GrowingCalls(parser, opened)
+        self._begin: int | None = None if apart else 0  # of what is said aloud, once that is known
+        self._looked = 0  # what is before was looked at for it
+        self._thinks, self._closed = bool(opened), False  # whether the reply begins with a thought, that is over
         self._overlap = max(map(len, stops), default=1) - 1  # of what is searched for stops next with what was
         self._cut: int | None = None
         self._text = ""
@@ -140,6 +183,8 @@ class Reading:
         known = len(text) - maybe_stop(text, self._stops) if self._cut is None else self._cut
         if self._calls is not None:
             known = min(known, self._calls.begin(text, known))
+        if self._begin is None and not self._begins(known):
+            return Piece("", [], [])
         known = max(known, self._given)
         piece, self._given = self._text[self._given : known], known
         count = next((k for k, (until, _, _) in enumerate(self._waiting) if until > known), len(self._waiting))
@@ -152,9 +197,37 @@ class Reading:
     def finish(self, content: str, tokens: list[int], logprobs: list[float]) -> Piece:
         """The rest of the complete reply's text, and of its tokens."""
         self._complete = True
-        given = self._text[: self._given]
+        given = self._text[self._begin or 0 : self._given]
         rest = content.removeprefix(given) if content.startswith(given) else ""
         return Piece(rest, tokens[self._tokens :], logprobs[self._tokens :])
+
+    def _begins(self, known: int) -> bool:
+        """Whether it is known where what is said aloud begins; the text is given from there on."""
+        text, at = self._text, self._looked
+        if not self._thinks:
+            at = self._behind_blanks(known)
+            said = text[at : min(at + len(_THOUGHT), known)]
+            if not _THOUGHT.startswith(said):
+                self._begin = 0
+                return True
+            if said != _THOUGHT:
+                return False
+            self._thinks = True
+        if not self._closed:
+            over = text.find(_OVER, at, known)
+            if over < 0:
+                self._looked = max(at, known - len(_OVER) + 1)
+                return False
+            self._looked, self._closed = over + len(_OVER), True
+        at = self._behind_blanks(known)
+        if at < known:
+            self._begin = self._given = at
+        return at < known
+
+    def _behind_blanks(self, known: int) -> int:
+        while self._looked < known and self._text[self._looked].isspace():
+            self._looked += 1
+        return self._looked
 
 
 def on_this_loop(reading: Reading, say: Callable[[Piece], None]) -> Callable[[Sequence[int], Sequence[float]], None]:

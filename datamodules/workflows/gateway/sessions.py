@@ -450,7 +450,8 @@ class Session:
         say: Callable[[Piece], None] | None,
     ) -> Call:
         opened = self._chat.opened(request.tokens)
-        reading = Reading(self._decode, request.stop_texts, parser, request.stop_token_ids, opened)
+        apart = messages > 0  # a prompt that is no conversation is gone on with, whatever that is
+        reading = Reading(self._decode, request.stop_texts, parser, request.stop_token_ids, opened, apart)
         if say is not None:
             request.on_tokens = on_this_loop(reading, say)
         async with self._free:
@@ -470,7 +471,7 @@ class Session:
         end = self._decode(tokens[-1:]) if ended and seen.tokens == len(tokens) else ""
         if isinstance(parser, TemplateCalls):
             parser = parser.ended_by(end)
-        message, malformed = as_message(name, seen.text, parser, opened)
+        message, malformed, thought = as_message(name, seen.text, parser, opened, apart)
         for what, count in (("malformed_calls", malformed), ("tool_calls", len(message.get("tool_calls", ())))):
             if count:
                 self.counts[what] += count
@@ -479,7 +480,7 @@ class Session:
             say(reading.finish(said, tokens[: seen.tokens], response.logprobs[: seen.tokens]))
         whole = seen.text[: seen.whole]
         kept = seen.tokens
-        heard = (whole, end, kept, message, stop, is_trained, pictures)
+        heard = (whole, end, kept, message, stop, is_trained, pictures, thought)
         return Call(name, prompt, len(request.tokens), request.temperature, response, messages, *heard)
 
 

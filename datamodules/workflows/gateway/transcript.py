@@ -1,6 +1,7 @@
 """The calls of one session, and the token ids of its next prompt.
 
-Promises: a prompt's text is what the model's chat template renders for the messages of that call, as a server would;
+Promises: a prompt's text is what the model's chat template renders for the messages of that call, as a server would,
+replies with their thoughts where the client has forgotten these;
 where that text shows an earlier reply of the session, whole or from some token on, the prompt holds the ids that were
 sampled for it, and is tokenized anew only where it shows something else. Cost of a conversation that goes on: rendering
 and tokenizing what is new, also where the template leaves out the thoughts of earlier replies.
@@ -46,6 +47,7 @@ class Call:
         end: text of that; "" where the reply was cut off, or ended at a text.
         kept: number of the sampled tokens that say `reply` and `end`.
         message: the reply as the client was given it.
+        thought: how the reply begins, up to the message's content.
         stop: the text of the client's that ended it, "" for none.
         is_trained: sampled from the model as it is, so that it can be.
         pictures: that the prompt shows, in the order of their places, of which it has one token each.
@@ -64,6 +66,7 @@ class Call:
     stop: str = ""
     is_trained: bool = True
     pictures: tuple[Picture, ...] = ()
+    thought: str = ""
 
     @property
     def ids(self) -> list[int]:
@@ -158,7 +161,8 @@ class Transcript:
     def prompt(self, messages: Sequence[Message], tools: list[dict[str, Any]] | None) -> Plan:
         """What the model is sent for these messages. Raises ValueError when the template cannot render them."""
         known = self._messages.known(list(messages))
-        shown = [*(one.shown for one in known), *map(self._messages.shown, messages[len(known) :])]
+        new = enumerate(messages[len(known) :], len(known))
+        shown = [*(one.shown for one in known), *(self._messages.shown(self._thought_of(k, one)) for k, one in new)]
         text = self._chat.text(shown, tools, past=self._renderings)
         base = known[-1].prompt if known else None
 
@@ -202,6 +206,23 @@ class Transcript:
     def of_ids(self, tokens: list[int]) -> Plan:
         """A prompt that is these."""
         return Plan(self._decode(tokens), [tokens], self.calls[-1].prompt if self.calls else None)
+
+    def _thought_of(self, k: int, message: Message) -> Message:
+        """A reply as the `k`-th message, with the thought that it was sampled with in its text, unless the client gives
+        it another: whether that is shown is the template's affair."""
+        if message.get("role") != "assistant":
+            return message
+        here = {name: call for call in self._after.get(k, ()) for name in names(call.message)}
+        found = (here.get(name) or self._said.get(name) for name in names(message))
+        call = next((one for one in found if one is not None), None)
+        if call is None or not call.thought:
+            return message
+        content, told = str(message.get("content") or ""), call.message
+        same = (str(told["content"] or "").strip(), told.get("reasoning_content", ""))
+        if (content.strip(), str(message.get("reasoning_content", same[1])).strip()) != same:
+            return message
+        left = {key: value for key, value in message.items() if key != "reasoning_content"}
+        return {**left, "content": call.thought + content}
 
     def _written(self, message: Message) -> Message:
         """A tool's result without marks of the template's, which would end it; calls as text where the template shows

@@ -146,7 +146,9 @@ class _Events(EventWriter):
 
     def end(self, choice: int, call: Call) -> bytes:
         calls = [{"index": i, **one} for i, one in enumerate(call.message.get("tool_calls", []))]
-        told = [self._delta(choice, {"tool_calls": [one]}) for one in calls]
+        thought = call.message.get("reasoning_content")
+        told = [self._delta(choice, {"reasoning_content": thought})] if thought else []
+        told += [self._delta(choice, {"tool_calls": [one]}) for one in calls]
         return b"".join([*told, self._delta(choice, {}, _finish(call))])
 
     def finish(self, calls: Sequence[Call]) -> bytes:

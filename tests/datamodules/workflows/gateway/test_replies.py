@@ -128,16 +128,38 @@ def test_what_was_searched_is_not_searched_again(parser: Parser | None, opened: 
     assert found[0] == found[1]
 
 
-def test_calls_in_a_thought_that_the_prompt_opened_stay_text() -> None:
+def test_calls_in_a_thought_that_the_prompt_opened_are_part_of_it() -> None:
     call = '<tool_call>{"name": "f"}</tool_call>'
     assert as_message("m", f"{call} or</think>no", hermes_calls, "<think>") == (
-        {"role": "assistant", "content": f"{call} or</think>no"},
+        {"role": "assistant", "content": "no", "reasoning_content": f"{call} or"},
         0,
+        f"{call} or</think>",
     )
-    direct, _ = as_message("m", f"Hm {call}", hermes_calls, "<think>")
-    assert direct["content"] == "Hm" and len(direct["tool_calls"]) == 1
-    message, _ = as_message("m", f"Hm {call}</think>yes {call}", hermes_calls, "<think>")
-    assert message["content"] == f"Hm {call}</think>yes" and len(message["tool_calls"]) == 1
+    direct, _, thought = as_message("m", f"Hm {call}", hermes_calls, "<think>")
+    assert direct["content"] == "Hm" and len(direct["tool_calls"]) == 1 and not thought
+    message, _, _ = as_message("m", f"Hm {call}</think>yes {call}", hermes_calls, "<think>")
+    assert message["content"] == "yes" and len(message["tool_calls"]) == 1
+    assert message["reasoning_content"] == f"Hm {call}"
+
+
+@pytest.mark.parametrize(
+    ("text", "opened", "thought", "aloud", "before"),
+    [
+        ("<think>\nhm\n</think>\n\nsix", "", "hm", "six", "<think>\nhm\n</think>\n\n"),
+        ("hm\n</think>\n\nsix", "<think>", "hm", "six", "hm\n</think>\n\n"),
+        ("<think>\n\n</think>\n\nsix", "", None, "six", "<think>\n\n</think>\n\n"),  # of one who does not think
+        ("<think>hm", "", "hm", "", "<think>hm"),  # cut off
+        ("six", "<think>", None, "six", ""),  # nothing says that it was one
+        ("six <think>hm</think>", "", None, "six <think>hm</think>", ""),
+        ("six</think>", "", None, "six</think>", ""),
+        (" \n", "", None, " \n", ""),
+    ],
+)
+def test_the_thought_that_a_reply_begins_with_is_apart(
+    text: str, opened: str, thought: str | None, aloud: str, before: str
+) -> None:
+    message, _, begin = as_message("m", text, None, opened)
+    assert (message.get("reasoning_content"), message["content"], begin) == (thought, aloud, before)
 
 
 def test_a_gateway_looks_for_a_thought_in_the_prompt_that_was_served() -> None:
@@ -180,7 +202,7 @@ def test_text_comes_while_it_is_sampled_and_calls_at_the_end() -> None:
 def test_half_a_character_in_a_call_reaches_the_client_as_its_escape() -> None:
     """Which UTF-8 cannot express: the agent's client could not send its history again."""
     text = '<tool_call>{"name": "say\\ude00", "arguments": {"x": "\\ud83d"}}</tool_call>'
-    message, malformed = as_message("r", text, hermes_calls)
+    message, malformed, _ = as_message("r", text, hermes_calls)
     function = message["tool_calls"][0]["function"]
     assert not malformed and function == {"name": "say\\ude00", "arguments": '{"x": "\\ud83d"}'}
     orjson.loads(json.dumps(message, ensure_ascii=False).encode())

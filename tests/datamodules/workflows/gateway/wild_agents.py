@@ -24,6 +24,7 @@ from datamodules.prompts.base import Prompt
 from datamodules.workflows.base import EpisodeEngine
 from datamodules.workflows.gateway import Budget, Gateway, Session
 from datamodules.workflows.gateway.protocols.servable import Sampling
+from datamodules.workflows.gateway.transcript import Call
 from datamodules.workflows.tool_calls import hermes_calls
 from tests.datamodules.inference.engine_suite import reference_logprobs
 from tests.datamodules.workflows.gateway.agents import LOOK_UP
@@ -99,10 +100,7 @@ class WildAgent:
                 at = draw.randrange(len(messages))
                 messages[at] = {**messages[at], "content": self._say(3)}
             elif kind < 0.3:  # drops thoughts itself
-                messages = [
-                    {**one, "content": one["content"].rpartition("</think>")[2].strip()} if one["content"] else one
-                    for one in messages
-                ]
+                messages = [{**one, "reasoning_content": ""} if "reasoning_content" in one else one for one in messages]
             elif kind < 0.4:  # a sub-agent, and a call of its own beside it
                 await asyncio.gather(self.converse(2), self.ask(messages))
             elif kind < 0.5:
@@ -171,6 +169,8 @@ class WildAgent:
                     name = _nth(event["id"].removeprefix("chatcmpl-"), one["index"])
                     message = found.setdefault(name, {"role": "assistant", "content": ""})
                     message["content"] += one["delta"].get("content") or ""
+                    if "reasoning_content" in one["delta"]:
+                        message["reasoning_content"] = one["delta"]["reasoning_content"]
                     for call in one["delta"].get("tool_calls", ()):
                         known = message.setdefault("tool_calls", [])
                         assert call["index"] == len(known)
@@ -211,7 +211,7 @@ def check(session: Session, books: Books, agent: WildAgent, chat: Chat, tokenize
     for name, given in agent.given.items():
         call = by_name[name]  # whatever the client was given is trained
         assert call.message == given.message
-        rendered = chat.text([_rendered(one) for one in given.messages], [LOOK_UP])
+        rendered = chat.text([_rendered(_as_sampled(one, calls)) for one in given.messages], [LOOK_UP])
         assert tokenizer.decode(call.prompt.tokens) == rendered, "the prompt is not the template's"
 
 
@@ -292,6 +292,16 @@ def model_of_words(seed: int) -> Qwen3ForCausalLM:
 
 def _float32(value: float) -> float:
     return float(np.float32(value))
+
+
+def _as_sampled(message: Message, calls: list[Call]) -> Message:
+    """A reply with its thought in its text."""
+    call = next((one for one in calls if one.message == message and one.thought), None)
+    if call is None:
+        return message
+    left = {key: value for key, value in message.items() if key != "reasoning_content"}
+    assert call.reply.startswith(call.thought[: len(call.reply)])  # a stop text may end it within a token
+    return {**left, "content": call.thought + (message["content"] or "")}
 
 
 def _rendered(message: Message) -> Message:

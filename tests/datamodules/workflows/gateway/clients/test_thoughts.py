@@ -1,0 +1,150 @@
+"""Thoughts of a reply are apart from what it says, and in later prompts where the model's template shows them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from anthropic import Anthropic
+from openai import OpenAI
+from openai.types.chat import ChatCompletionMessage
+
+from datamodules.conversations.chat_template import Chat
+from datamodules.workflows.base import EpisodeEngine
+from datamodules.workflows.gateway import Budget, Session
+from datamodules.workflows.gateway.protocols.servable import Sampling
+from datamodules.workflows.tool_calls import hermes_calls
+from tests.datamodules.workflows.gateway.clients.door import CALL, QUESTION, TOKENIZER, Door, door
+from tests.datamodules.workflows.scripted_engine import WITH_CALLS, ScriptedEngine
+from tests.helpers.recorded_samples import byte_tokenizer
+
+THINKS = "<think>\nThree a piece.\n</think>\n\n"
+LOOK_UP: dict[str, Any] = {
+    "type": "function",
+    "function": {"name": "look_up", "parameters": {"type": "object", "properties": {"fruit": {"type": "string"}}}},
+}
+KEEPS = WITH_CALLS.replace(".split('</think>')[-1]", "")
+
+
+def client(there: Door) -> OpenAI:
+    return OpenAI(base_url=there.v1, api_key=there.key, max_retries=0)
+
+
+def session_of(replies: list[str], template: str) -> tuple[Session, ScriptedEngine]:
+    tokenizer = byte_tokenizer(template)
+    engine = ScriptedEngine(tokenizer, replies)
+    episode = EpisodeEngine(engine, tokenizer, None, name="e", seed="s")  # type: ignore[arg-type]
+    return Session(episode, Chat(tokenizer), Sampling(200), Budget(), hermes_calls), engine
+
+
+def streamed(there: Door, **asked: Any) -> dict[str, str]:
+    found: dict[str, str] = {}
+    for event in client(there).chat.completions.create(model="any", stream=True, **asked):
+        for key in ("reasoning_content", "content"):
+            found[key] = found.get(key, "") + (getattr(event.choices[0].delta, key, None) or "")
+    return found
+
+
+def test_they_are_apart_streamed_and_whole() -> None:
+    with door([THINKS + "It is 6."] * 2 + [THINKS + CALL] * 2) as there:
+        asked: dict[str, Any] = {"messages": [{"role": "user", "content": QUESTION}]}
+        said = client(there).chat.completions.create(model="any", **asked).choices[0].message
+        assert (said.content, said.reasoning_content) == ("It is 6.", "Three a piece.")  # type: ignore[attr-defined]
+        assert streamed(there, **asked) == {"content": "It is 6.", "reasoning_content": "Three a piece."}
+        called = client(there).chat.completions.create(model="any", tools=[LOOK_UP], **asked).choices[0].message
+        assert called.content == "I look." and called.tool_calls and called.reasoning_content  # type: ignore[attr-defined]
+        assert streamed(there, tools=[LOOK_UP], **asked)["content"] == "I look."
+        assert there.session.text() == "I look."
+
+
+def test_log_probabilities_are_of_all_that_was_sampled() -> None:
+    with door([THINKS + "It is 6."] * 2) as there:
+        asked: dict[str, Any] = {"messages": [{"role": "user", "content": QUESTION}], "logprobs": True}
+        whole = client(there).chat.completions.create(model="any", **asked).choices[0].logprobs
+        pieces = [
+            one
+            for event in client(there).chat.completions.create(model="any", stream=True, **asked)
+            for one in (event.choices[0].logprobs.content or [] if event.choices[0].logprobs else [])
+        ]
+        assert whole and whole.content and [one.token for one in pieces] == [one.token for one in whole.content]
+        assert "".join(one.token for one in pieces).startswith(THINKS)
+
+
+def without(message: ChatCompletionMessage) -> dict[str, Any]:
+    """As most clients send a reply back."""
+    return {
+        key: value for key, value in message.model_dump().items() if key in ("role", "content", "tool_calls") and value
+    }
+
+
+def as_it_came(message: ChatCompletionMessage) -> dict[str, Any]:
+    return {**without(message), "reasoning_content": message.reasoning_content}  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("sends", [without, as_it_came])
+def test_the_template_has_them_back_whoever_forgot_them(sends: Any) -> None:
+    """This one shows those behind the last message of the user: a conversation with a tool is one path, until it asks
+    again."""
+    session, engine = session_of([THINKS + CALL, THINKS + "It is 6.", "Yes."], WITH_CALLS)
+    with door([], session) as there:
+        messages: list[Any] = [{"role": "user", "content": QUESTION}]
+        said = client(there).chat.completions.create(model="any", messages=messages, tools=[LOOK_UP]).choices[0].message
+        assert said.tool_calls
+        messages += [sends(said), {"role": "tool", "tool_call_id": said.tool_calls[0].id, "content": "3"}]
+        said = client(there).chat.completions.create(model="any", messages=messages, tools=[LOOK_UP]).choices[0].message
+        first, second = engine.seen
+        path = [*first.tokens, *engine.responses[0].tokens]
+        assert second.tokens[: len(path)] == path and not session.transcript.drift
+        messages += [sends(said), {"role": "user", "content": "Sure?"}]
+        client(there).chat.completions.create(model="any", messages=messages, tools=[LOOK_UP])
+        assert "Three a piece" not in TOKENIZER.decode(engine.seen[2].tokens) and session.transcript.drift["thoughts"]
+
+
+@pytest.mark.parametrize("other", ["", "Four a piece."])
+def test_a_client_may_drop_or_change_them(other: str) -> None:
+    session, engine = session_of([THINKS + "It is 6.", "Yes."], KEEPS)
+    with door([], session) as there:
+        messages: list[Any] = [{"role": "user", "content": QUESTION}]
+        said = client(there).chat.completions.create(model="any", messages=messages).choices[0].message
+        messages += [{**without(said), "reasoning_content": other}, {"role": "user", "content": "Sure?"}]
+        client(there).chat.completions.create(model="any", messages=messages)
+        assert "Three a piece" not in TOKENIZER.decode(engine.seen[1].tokens)
+
+
+def test_replies_that_say_the_same_keep_their_own() -> None:
+    first, second = "<think>\nOne.\n</think>\n\nYes.", "<think>\nTwo.\n</think>\n\nYes."
+    session, engine = session_of([first, second, "No."], KEEPS)
+    with door([], session) as there:
+        messages: list[Any] = []
+        for ask in ("a", "b", "c"):
+            messages.append({"role": "user", "content": ask})
+            said = client(there).chat.completions.create(model="any", messages=messages).choices[0].message
+            messages.append(without(said))
+        shown = TOKENIZER.decode(engine.seen[2].tokens)
+        assert shown.index("One.") < shown.index("Two.") and shown.count("Yes.") == 2
+        assert not session.transcript.drift
+
+
+def test_other_protocols_do_not_show_them_and_go_on_with_them() -> None:
+    session, engine = session_of([THINKS + "It is 6.", "Yes.", THINKS + "It is 6.", "Yes."], KEEPS)
+    with door([], session) as there:
+        made = Anthropic(base_url=there.address, api_key=there.key, max_retries=0)
+        messages: list[Any] = [{"role": "user", "content": QUESTION}]
+        said = made.messages.create(model="any", max_tokens=99, messages=messages)
+        assert [one.type for one in said.content] == ["text"] and said.content[0].text == "It is 6."  # type: ignore[union-attr]
+        messages += [{"role": "assistant", "content": said.content}, {"role": "user", "content": "Sure?"}]
+        made.messages.create(model="any", max_tokens=99, messages=messages)
+        first = client(there).responses.create(model="any", input=QUESTION)
+        assert first.output_text == "It is 6."
+        client(there).responses.create(model="any", input="Sure?", previous_response_id=first.id)
+        for k in (0, 2):
+            path = [*engine.seen[k].tokens, *engine.responses[k].tokens]
+            assert engine.seen[k + 1].tokens[: len(path)] == path
+
+
+def test_a_prompt_that_is_no_conversation_is_gone_on_with() -> None:
+    with door([THINKS + "It is 6."] * 2) as there:
+        asked: dict[str, Any] = {"model": "any", "prompt": "Two apples?", "max_tokens": 200}
+        assert client(there).completions.create(**asked).choices[0].text == THINKS + "It is 6."
+        pieces = [event.choices[0].text for event in client(there).completions.create(stream=True, **asked)]
+        assert "".join(pieces) == THINKS + "It is 6."
