@@ -84,7 +84,7 @@ def end_of_thought(text: str, opened: str = "") -> int | None:
 
 
 def as_message(
-    name: str, text: str, parser: Parser | None, opened: str = "", apart: bool = True
+    name: str, text: str, parser: Parser | None, opened: str = "", apart: bool = True, cut: bool = False
 ) -> tuple[Message, int, str]:
     """The reply as clients know it; how many calls in it cannot be read: then all of it stays text; and its beginning,
     up to what is said aloud, which holds its thought: the message's `reasoning_content`.
@@ -95,6 +95,7 @@ def as_message(
         parser: finds calls; None where no tools were offered.
         opened: the mark of the thought that the prompt has opened.
         apart: whether its thought is no part of its text.
+        cut: whether it was cut off: a thought that the prompt has opened goes on to its end, then, unless it calls.
     """
     found: list[ToolCall] = []
     if parser is not None:
@@ -104,6 +105,8 @@ def as_message(
             found = [ToolCall(error=f"{type(error).__name__}: {error}")]
     malformed = sum(bool(one.error) for one in found)
     aloud = end_of_thought(text, opened) if apart else 0
+    if apart and cut and opened and _OVER not in text and not found:
+        aloud = None
     begins = len(text) if aloud is None else aloud
     thought = text[:begins].strip().removeprefix(_THOUGHT).removesuffix(_OVER).strip()
     message: Message = {"role": "assistant", "content": text[begins:]} | (

@@ -161,7 +161,7 @@ class Session:
         pictures = self._images.seen(asked.messages)
         with refused():
             plan = self._plan(asked)
-            structured.check_shown(asked, plan.text)
+            self._check_fit(structured.check_shown, asked, plan.text)
             tokens = await self._tokens_of(plan)
             placed = self._images.placed(tokens, pictures)
         prompt = Kept(plan.text, tokens, plan.base, plan.begins)
@@ -379,12 +379,16 @@ class Session:
                 param="messages",
                 code="context_length_exceeded",
             )
+        self._check_fit(check_tools, self._chat, messages, tools, self._show_tools)
+        return tools if self._show_tools else None
+
+    def _check_fit(self, check: Callable[..., None], *of: Any) -> None:
+        """Raises the RequestError of a `check`, which ends the run: every episode would meet it."""
         try:
-            check_tools(self._chat, messages, tools, self._show_tools)
+            check(*of)
         except RequestError as error:
             self.misfit = str(error)
             raise
-        return tools if self._show_tools else None
 
     def _spend(self, n: int) -> None:
         self.touched = time.monotonic()
@@ -471,7 +475,7 @@ class Session:
         end = self._decode(tokens[-1:]) if ended and seen.tokens == len(tokens) else ""
         if isinstance(parser, TemplateCalls):
             parser = parser.ended_by(end)
-        message, malformed, thought = as_message(name, seen.text, parser, opened, apart)
+        message, malformed, thought = as_message(name, seen.text, parser, opened, apart, not (ended or stop))
         for what, count in (("malformed_calls", malformed), ("tool_calls", len(message.get("tool_calls", ())))):
             if count:
                 self.counts[what] += count

@@ -210,7 +210,7 @@ class Transcript:
     def _thought_of(self, k: int, message: Message) -> Message:
         """A reply as the `k`-th message, with the thought that it was sampled with in its text, unless the client gives
         it another: whether that is shown is the template's affair."""
-        if message.get("role") != "assistant":
+        if message.get("role") != "assistant" or (message.get("tool_calls") and not self._show_calls):
             return message
         here = {name: call for call in self._after.get(k, ()) for name in names(call.message)}
         found = (here.get(name) or self._said.get(name) for name in names(message))

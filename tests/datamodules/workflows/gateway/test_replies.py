@@ -162,6 +162,13 @@ def test_the_thought_that_a_reply_begins_with_is_apart(
     assert (message.get("reasoning_content"), message["content"], begin) == (thought, aloud, before)
 
 
+def test_a_thought_that_the_prompt_opened_may_be_cut_off() -> None:
+    cut, _, begin = as_message("m", "It is three", hermes_calls, "<think>", cut=True)
+    assert cut == {"role": "assistant", "content": "", "reasoning_content": "It is three"} and begin == "It is three"
+    calls, _, _ = as_message("m", 'Hm <tool_call>{"name": "f"}</tool_call>', hermes_calls, "<think>", cut=True)
+    assert calls["content"] == "Hm" and calls["tool_calls"]
+
+
 def test_a_gateway_looks_for_a_thought_in_the_prompt_that_was_served() -> None:
     opens = "{% if '/no_think' not in messages[0].content %}<think>\n{% endif %}{% endif -%}"
     tokenizer = byte_tokenizer(WITH_CALLS.removesuffix("{% endif -%}") + opens)

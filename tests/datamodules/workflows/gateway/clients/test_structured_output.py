@@ -238,3 +238,4 @@ def test_a_template_without_messages_of_the_system_is_found_out() -> None:
         client(there).chat.completions.create(
             model="any", messages=[{"role": "user", "content": QUESTION}], response_format={"type": "json_object"}
         )
+    assert session.misfit.startswith("response_format: ")  # which ends a run: every episode would meet it
