@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import io
 import re
+import threading
 import time
 from collections.abc import Awaitable, Callable
 from typing import Any
@@ -117,15 +118,59 @@ class Factory:
                 pool.close()
 
 
+class Collecting(threading.Thread):
+    """A trainer that waits for a batch, on a thread of its own."""
+
+    def __init__(self, producer: Producer, count: int = 2) -> None:
+        super().__init__(daemon=True)
+        self.producer, self.count = producer, count
+        self.groups: list[Any] = []
+        self.error: Exception | None = None
+        self.start()
+        wait_until(lambda: self.producer.trainer_waits or not self.is_alive())
+
+    def run(self) -> None:
+        try:
+            self.groups = self.producer.collect(self.count, 60.0)
+        except Exception as error:
+            self.error = error
+
+    def done(self) -> None:
+        self.join(60.0)
+        assert not self.is_alive()
+
+
 def ids(groups: list[Group]) -> list[str]:
     return [group.prompt_id for group in groups]
 
 
-def wait_until(condition: Callable[[], bool], seconds: float = 10.0) -> None:
+def wait_until(condition: Callable[[], bool], seconds: float = 60.0) -> None:
     ends = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < ends, "never came true"
         time.sleep(0.005)
+
+
+def skip(producer: Producer, seconds: float) -> None:
+    """The producer's event loop takes it that this much time has passed: a test need not live through a deadline, nor
+    be quick enough for what it does before that."""
+    loop = producer.loop
+    assert loop is not None
+    now = loop.time
+    loop.call_soon_threadsafe(setattr, loop, "time", lambda: now() + seconds)
+
+
+class Clock:
+    """In place of a module's `time`: from its second reading on an hour has passed as soon as `over()` is true, and
+    nothing is late before that."""
+
+    def __init__(self, over: Callable[[], bool]) -> None:
+        self._over = over
+        self._began = False
+
+    def monotonic(self) -> float:
+        later, self._began = self._began and self._over(), True
+        return time.monotonic() + 3600.0 * later
 
 
 def only(numbers: set[int], act: Callable[[], Awaitable[None]]) -> Callable[[GenerationRequest], Awaitable[None]]:

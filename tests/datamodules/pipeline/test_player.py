@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from openai import OpenAI
 
 from app.batch import CALL_REWARD, UNTRAINABLE_CALLS, BatchError, Trajectory
 from datamodules.groups import earned
@@ -18,6 +17,7 @@ from datamodules.prompts.base import Prompt
 from datamodules.workflows import RLVRWorkflow
 from datamodules.workflows.base import EpisodeEngine
 from datamodules.workflows.gateway import AgentWorkflow
+from tests.datamodules.workflows.gateway import agents
 from tests.datamodules.workflows.scripted_engine import CHATML, Pool, ScriptedEngine, play
 from tests.helpers.recorded_samples import byte_tokenizer
 
@@ -36,17 +36,9 @@ class Changed(RLVRWorkflow):
         return [one, replace(one, turn_index=1, metadata={}, **self.fields)]
 
 
-def at_its_own_temperature(task: Prompt) -> str:
-    """An agent."""
-    asked: list[Any] = [{"role": "user", "content": task.text}]
-    return (
-        OpenAI().chat.completions.create(model="any", messages=asked, temperature=0.7).choices[0].message.content or ""
-    )
-
-
 def test_validation_samples_at_its_temperature_what_an_agent_asks_for_at_another() -> None:
     engine = ScriptedEngine(TOKENIZER, lambda request: "2")
-    workflow = AgentWorkflow(at_its_own_temperature, max_new_tokens=8, workers=1)
+    workflow = AgentWorkflow(agents.at_its_own_temperature, max_new_tokens=8, workers=1)
     workflow.prepare(TOKENIZER)
     player = EpisodePlayer(workflow, engine, TOKENIZER, Pool(lambda prompt, text: 1.0), deadline_s=60.0)  # type: ignore[arg-type]
     task = Prompt("p", text="1+1?", answer="2")

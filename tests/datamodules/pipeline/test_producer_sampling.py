@@ -55,7 +55,7 @@ class Keeps:
 def test_filtered_groups_are_counted_named_and_replaced(build: Build, caplog: pytest.LogCaptureFixture) -> None:
     producer = build(workflow=EqualRewards(), batch_size=4, group_filter=NoSignal())
     with caplog.at_level(logging.INFO):
-        assert ids(producer.collect(4, 10.0)) == ["p1", "p2", "p4", "p5"]
+        assert ids(producer.collect(4, 60.0)) == ["p1", "p2", "p4", "p5"]
     counters = producer.gate.counters()
     assert (counters["dropped_filtered"], counters["admitted"], counters["failed"]) == (2, 6, 0)
     assert "group filtered out, prompt 'p0': no signal: the rewards of its 3 episodes are all 1" in caplog.text
@@ -66,18 +66,18 @@ def test_filtering_everything_is_no_endless_loop(build: Build) -> None:
     producer = build(group_filter=Everything(), limits=Limits(max_filtered=20))
     said = r"20 groups in a row \(limits.max_filtered\) were filtered out, the last one of prompt 'p19': not my taste;"
     with pytest.raises(RuntimeError, match=said):
-        producer.collect(2, 10.0)
+        producer.collect(2, 60.0)
     assert producer.gate.counters()["dropped_filtered"] == 20
 
 
 def test_a_filter_that_fails_costs_the_group(build: Build, caplog: pytest.LogCaptureFixture) -> None:
     producer = build(group_filter=Broken(), limits=Limits(max_failures=3))
     with pytest.raises(RuntimeError, match=r"3 groups in a row \(limits.max_failures\) .* 'p2': KeyError: 'colour'"):
-        producer.collect(2, 10.0)
+        producer.collect(2, 60.0)
     assert "group dropped, prompt 'p0': KeyError: 'colour'" in caplog.text
     producer = build(group_filter=Keeps(), limits=Limits(max_failures=3))
     with pytest.raises(RuntimeError, match=r"'p2': TypeError: Keeps.reason returned False for prompt 'p2'; it must"):
-        producer.collect(2, 10.0)
+        producer.collect(2, 60.0)
 
 
 def test_skipping_everything_is_no_endless_loop(build: Build, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -88,7 +88,7 @@ def test_skipping_everything_is_no_endless_loop(build: Build, monkeypatch: pytes
     monkeypatch.setattr("datamodules.pipeline.limits._MAX_SKIPPED", 50)
     producer = build(source=Long(), max_context=16, long_prompts="skip")
     with pytest.raises(RuntimeError, match="50 prompts in a row were too long for the model's context and skipped"):
-        producer.collect(2, 10.0)
+        producer.collect(2, 60.0)
     assert producer.gate.counters()["skipped"] == 50
 
 
@@ -104,12 +104,12 @@ def test_the_first_to_finish_are_taken_and_the_rest_played_first_in_the_next_bat
 
     engine = FakeEngine(hold)
     producer = build(engine, batch_size=4, over_sampling=1.5)
-    assert ids(producer.collect(4, 10.0)) == ["p1", "p2", "p4", "p5"]
+    assert ids(producer.collect(4, 60.0)) == ["p1", "p2", "p4", "p5"]
     wait_until(lambda: engine.running == 0)  # the surplus was cancelled in the engine too
     assert producer.state_dict()["unfinished"] == [0, 3]
     slow.clear()
     producer.publish(1)
-    assert {"p0", "p3"} <= set(ids(producer.collect(4, 10.0)))
+    assert {"p0", "p3"} <= set(ids(producer.collect(4, 60.0)))
     counters = producer.gate.counters()
     assert counters["requeued"] >= 2 and counters["failed"] == 0 and unaccounted(counters) == 0
     producer.stream.check()
@@ -117,10 +117,10 @@ def test_the_first_to_finish_are_taken_and_the_rest_played_first_in_the_next_bat
 
 def test_surplus_survives_a_restart(build: Build) -> None:
     producer = build(FakeEngine(only({0, 3}, hang)), batch_size=4, over_sampling=1.5)
-    taken = ids(producer.collect(4, 10.0))
+    taken = ids(producer.collect(4, 60.0))
     wait_until(lambda: not producer.stream.running())
     again = build(batch_size=4, over_sampling=1.5, version=1, state=through_a_file(producer.state_dict()))
-    taken += ids(again.collect(4, 10.0))
+    taken += ids(again.collect(4, 60.0))
     assert {"p0", "p3"} <= set(taken) and len(set(taken)) == 8
     assert again.gate.counters()["requeued"] >= 2 and unaccounted(again.gate.counters()) == 0
 

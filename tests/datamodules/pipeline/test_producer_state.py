@@ -14,7 +14,7 @@ def test_the_stream_goes_on_without_loss_or_repetition(build: Build) -> None:
     """Stops at a moment with finished, running and failed groups; what follows must be every other prompt once."""
     engine = FakeEngine(only({5, 7}, hang))
     producer = build(engine, batch_size=2, max_staleness=3)
-    taken = producer.collect(2, 10.0)
+    taken = producer.collect(2, 60.0)
     wait_until(lambda: producer.gate.counters()["queued"] == 4)
     engine.version = 1
     producer.publish(1)
@@ -26,7 +26,7 @@ def test_the_stream_goes_on_without_loss_or_repetition(build: Build) -> None:
     again = build(FakeEngine(), batch_size=2, max_staleness=3, version=1, state=state)
     assert again.gate.counters() == {**producer.gate.counters(), "running": 0, "admitted": 8}
     for version in range(1, 5):
-        taken += again.collect(2, 10.0)
+        taken += again.collect(2, 60.0)
         again.publish(version + 1)
     numbers = [group.index for group in taken]
     assert sorted(numbers) == list(range(10))
@@ -41,18 +41,18 @@ def test_the_stream_goes_on_without_loss_or_repetition(build: Build) -> None:
 
 def test_groups_of_newer_weights_or_another_size_are_played_again(build: Build) -> None:
     producer = build(batch_size=2, max_staleness=1, version=3)
-    producer.collect(2, 10.0)
+    producer.collect(2, 60.0)
     wait_until(lambda: producer.gate.counters()["queued"] == 2)
     state = producer.state_dict()
     for options in ({"version": 1}, {"version": 3, "group_size": 2}):
         again = build(batch_size=2, max_staleness=1, state=state, **options)
-        groups = again.collect(2, 10.0)
+        groups = again.collect(2, 60.0)
         assert ids(groups) == ["p2", "p3"]
         assert [group.admitted_at for group in groups] == [options["version"]] * 2
 
 
 def test_groups_in_training_are_saved_as_if_not_collected(build: Build) -> None:
     producer = build(batch_size=2)
-    groups = producer.collect(2, 10.0)
+    groups = producer.collect(2, 60.0)
     again = build(batch_size=2, state=producer.state_dict(in_training=groups))
-    assert ids(again.collect(2, 10.0)) == ["p0", "p1"]
+    assert ids(again.collect(2, 60.0)) == ["p0", "p1"]

@@ -15,7 +15,7 @@ from datamodules.prompts import Prompt
 from datamodules.prompts.tokenizers import load_tokenizer
 from datamodules.workflows import EpisodeEngine
 from tests.datamodules.fake_engine import VOCABULARY, FakeEngine
-from tests.datamodules.pipeline.producers import Build, Flow, fail, hang, ids
+from tests.datamodules.pipeline.producers import Build, Clock, Flow, fail, hang, ids
 
 # ---- validation
 
@@ -35,7 +35,7 @@ def test_validation_holds_training_and_bypasses_the_gate(build: Build) -> None:
 
     engine = FakeEngine(slow)
     producer = build(engine, workflow=TwoTurns(), max_staleness=5, max_concurrent=2)
-    producer.collect(2, 10.0)
+    producer.collect(2, 60.0)
     prompts = [Prompt(id=f"v{i}", tokens=(3, 15)) for i in range(100)]
     groups = producer.evaluate(prompts, 2, 0.5, 30.0)
     assert not during_validation
@@ -44,7 +44,7 @@ def test_validation_holds_training_and_bypasses_the_gate(build: Build) -> None:
     assert {r.temperature for r in engine.seen if r.request_id.startswith("validation/")} == {0.5}
     assert groups[0].trajectories[0].temperature == 0.5
     assert producer.gate.counters()["failed"] == 0
-    assert len(producer.collect(2, 10.0)) == 2  # and training goes on
+    assert len(producer.collect(2, 60.0)) == 2  # and training goes on
 
 
 def test_time_an_episode_is_held_does_not_count_against_its_deadline() -> None:
@@ -95,9 +95,9 @@ def test_synchronous_rollouts_are_never_played_beside_validation(build: Build) -
 
     producer = build(FakeEngine(slow), batch_size=4)
     for version in range(1, 4):
-        producer.collect(4, 10.0)
+        producer.collect(4, 60.0)
         producer.publish(version)  # the next batch is admitted at once
-        producer.evaluate([Prompt(id=f"v{i}", tokens=(3, 15)) for i in range(5)], 1, 0.0, 10.0)
+        producer.evaluate([Prompt(id=f"v{i}", tokens=(3, 15)) for i in range(5)], 1, 0.0, 60.0)
     assert not beside
 
 
@@ -105,7 +105,7 @@ def test_validation_is_reproducible_and_greedy_replies_have_a_temperature(build:
     prompts = [Prompt(id=f"v{i}", tokens=(3, 15)) for i in range(10)]
 
     def evaluate() -> list[list[int]]:
-        groups = build().evaluate(prompts, 1, 0.0, 10.0)
+        groups = build().evaluate(prompts, 1, 0.0, 60.0)
         assert {one.temperature for group in groups for one in group.trajectories} == {1.0}
         return [one.tokens.tolist() for group in groups for one in group.trajectories]
 
@@ -130,19 +130,27 @@ def test_failing_validation_episodes_are_left_out_and_counted(build: Build, capl
 
     producer = build(FakeEngine(before))
     prompts = [Prompt(id=f"v{i}", tokens=(3, 15)) for i in range(4)]
-    assert ids(producer.evaluate(prompts, 1, 0.0, 10.0)) == ["v0", "v2", "v3"]
+    assert ids(producer.evaluate(prompts, 1, 0.0, 60.0)) == ["v0", "v2", "v3"]
     assert "validation: 1 of 4 episodes failed and are left out; the first: prompt 'v1'" in caplog.text
     with pytest.raises(RuntimeError, match="1 of 1 episodes failed; the first: prompt 'all'"):
-        producer.evaluate([Prompt(id="all", tokens=(3,))], 1, 0.0, 10.0)
+        producer.evaluate([Prompt(id="all", tokens=(3,))], 1, 0.0, 60.0)
 
 
-def test_validation_that_takes_too_long_says_what_is_pending(build: Build) -> None:
+def test_validation_that_takes_too_long_says_what_is_pending(build: Build, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its time passes once the others have been played."""
+
+    def is_left() -> bool:
+        return len(engine.seen) == 3 and [one.prompt_id for one in list(producer.evaluating.values())] == ["v1"]
+
     async def before(request: GenerationRequest) -> None:
         if "v1#" in request.request_id:
             await hang()
 
-    producer = build(FakeEngine(before))
+    engine = FakeEngine(before)
+    producer = build(engine)
     prompts = [Prompt(id=f"v{i}", tokens=(3, 15)) for i in range(3)]
-    with pytest.raises(TimeoutError, match=r"not finished after 0.2 s .* the oldest: 'v1'"):
-        producer.evaluate(prompts, 1, 0.0, 0.2)
-    assert len(producer.collect(2, 10.0)) == 2
+    with monkeypatch.context() as patch:
+        patch.setattr(producer_module, "time", Clock(is_left))
+        with pytest.raises(TimeoutError, match=r"not finished after 60 s .*1 being played, the oldest: 'v1'"):
+            producer.evaluate(prompts, 1, 0.0, 60.0)
+    assert len(producer.collect(2, 60.0)) == 2

@@ -15,7 +15,7 @@ from app.batch import Trajectory
 from datamodules.pipeline.threads import DaemonThreads
 from datamodules.prompts import Prompt
 from datamodules.workflows import EpisodeEngine
-from tests.datamodules.pipeline.producers import Build, Flow, ids, wait_until
+from tests.datamodules.pipeline.producers import Build, Collecting, Flow, ids, skip, wait_until
 
 _HANGS = """
 import asyncio, threading
@@ -50,8 +50,12 @@ def test_a_run_ends_whatever_its_calls_do(build: Build, caplog: pytest.LogCaptur
             return await super().run(engine, prompt)
 
     try:
-        producer = build(workflow=Stuck(), episode_deadline_s=0.5)
-        assert ids(producer.collect(2, 10.0)) == ["p1", "p2"]
+        producer = build(workflow=Stuck(), episode_deadline_s=60.0)
+        trainer = Collecting(producer)
+        wait_until(lambda: producer.stream.ready == 1)
+        skip(producer, 60.0)
+        trainer.done()
+        assert ids(trainer.groups) == ["p1", "p2"]
         thread = producer.thread
         assert thread is not None
         producer.close()
@@ -68,9 +72,9 @@ def test_calls_that_were_given_up_take_no_place() -> None:
     time.sleep(0.05)
     assert not later.running() and not later.done()
     assert not stuck[0].cancel()  # it runs
-    assert later.result(10.0) == 1
+    assert later.result(60.0) == 1
     release.set()
-    assert [one.result(10.0) for one in stuck] == [True, True]
+    assert [one.result(60.0) for one in stuck] == [True, True]
     threads.shutdown()
 
 
@@ -97,4 +101,4 @@ def test_what_waits_is_cancelled_at_the_end() -> None:
     with pytest.raises(RuntimeError, match="no new calls on threads"):
         threads.submit(print)
     release.set()
-    assert first.result(10.0)
+    assert first.result(60.0)

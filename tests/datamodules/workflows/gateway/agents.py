@@ -295,6 +295,13 @@ def always_greedy(prompt: Prompt) -> str:
     return OpenAI().chat.completions.create(model="any", messages=asked, temperature=0).choices[0].message.content or ""
 
 
+def at_its_own_temperature(prompt: Prompt) -> str:
+    asked: Any = [{"role": "user", "content": prompt.text}]
+    return (
+        OpenAI().chat.completions.create(model="any", messages=asked, temperature=0.7).choices[0].message.content or ""
+    )
+
+
 def without_its_file(prompt: Prompt) -> str:
     """Has not brought what it reads."""
     with open("/nowhere/notes.txt") as file:
