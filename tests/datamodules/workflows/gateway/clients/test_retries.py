@@ -19,7 +19,7 @@ from tests.datamodules.workflows.gateway.test_server import new_session
 from tests.datamodules.workflows.gateway.test_upstream import KEY, front, provider
 from tests.datamodules.workflows.scripted_engine import ScriptedEngine
 
-PATIENCE_S = 0.6
+PATIENCE_S = 2.0
 HELLO: Any = [{"role": "user", "content": "hello"}]
 RETRIES = 2
 CALLS: dict[str, Callable[[Any], Any]] = {
@@ -34,14 +34,21 @@ CALLS: dict[str, Callable[[Any], Any]] = {
 class Counting:
     """An unmodified package that tries again twice, and how often it asked."""
 
-    def __init__(self, call: str, v1: str, key: str, heard: Callable[[Any], None] = lambda answer: None) -> None:
+    def __init__(
+        self,
+        call: str,
+        v1: str,
+        key: str,
+        heard: Callable[[Any], None] = lambda answer: None,
+        retries: int = RETRIES,
+    ) -> None:
         self.requests: list[Any] = []
         package: Any = anthropic if call == "messages" else openai
         kind = package.Anthropic if call == "messages" else package.OpenAI
         self.client = kind(
             base_url=v1.removesuffix("/v1") if call == "messages" else v1,
             api_key=key,
-            max_retries=RETRIES,
+            max_retries=retries,
             http_client=package.DefaultHttpxClient(
                 event_hooks={"request": [self.requests.append], "response": [heard]}
             ),
@@ -134,15 +141,16 @@ class Late(ScriptedEngine):
     """Stands still for longer than its clients wait for a sign."""
 
     async def generate(self, request: GenerationRequest) -> Any:
-        await asyncio.sleep(3 * PATIENCE_S)
+        await asyncio.sleep(1.5 * PATIENCE_S)
         return await super().generate(request)
 
 
 @pytest.mark.parametrize("call", list(CALLS))
 def test_a_call_that_stands_still_for_longer_than_its_client_is_silent_with_is_answered(call: str) -> None:
-    """And is sampled once: packages neither give up at what comes before an answer nor stumble over it."""
+    """And is sampled once: packages neither give up at what comes before an answer nor stumble over it. A sign comes
+    twenty times as often as they need one: a machine may stand still for most of that."""
     engine = Late(TOKENIZER, ["well"] * 9)
-    with door(session=new_session(engine), quiet_s=PATIENCE_S / 4) as there:
+    with door(session=new_session(engine), quiet_s=PATIENCE_S / 20) as there:
         asking = Counting(call, there.v1, there.key)
         asking.client.timeout = PATIENCE_S
         answer = asking.ask()
@@ -151,7 +159,7 @@ def test_a_call_that_stands_still_for_longer_than_its_client_is_silent_with_is_a
             said = "".join(one.choices[0].delta.content or "" for one in answer)
     assert "well" in said and len(asking.requests) == len(engine.seen) == 1
     with door(session=new_session(Late(TOKENIZER, ["well"] * 9)), quiet_s=90.0) as there:  # without a sign
-        asking = Counting(call, there.v1, there.key)
-        asking.client.timeout = PATIENCE_S
+        asking = Counting(call, there.v1, there.key, retries=0)
+        asking.client.timeout = 0.3
         with pytest.raises((openai.APITimeoutError, anthropic.APITimeoutError)):
             asking.ask()

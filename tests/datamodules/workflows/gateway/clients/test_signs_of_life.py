@@ -29,10 +29,11 @@ def test_a_call_that_fails_after_its_client_heard_that_it_is_alive_is_cut_and_to
     stream: bool,
 ) -> None:
     """A stream has words for it."""
+    heard = asyncio.Event()
 
     class Late(ScriptedEngine):
         async def generate(self, request: GenerationRequest) -> Any:
-            await asyncio.sleep(0.5)
+            await heard.wait()
             raise GenerationError("no server is left")
 
     async def run() -> None:
@@ -42,9 +43,12 @@ def test_a_call_that_fails_after_its_client_heard_that_it_is_alive_is_cut_and_to
             async with client.post(address, json={**HELLO, "stream": stream}, headers=bearer(session)) as answer:
                 assert answer.status == 200
                 if stream:
-                    said = await answer.read()
+                    said = await answer.content.readuntil(b"\n\n")
+                    heard.set()
+                    said += await answer.content.read()
                     assert said.startswith(b": the call is alive\n\n") and b"engine_failed" in said
                 else:
+                    heard.set()  # its head has come, ahead of any answer
                     with pytest.raises(aiohttp.ClientPayloadError):
                         await answer.read()
             async with client.post(address, json={**HELLO, "stream": stream}, headers=bearer(session)) as answer:
