@@ -190,7 +190,7 @@ def test_an_export_is_kept_in_wandb(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     fit.fit(LanguageModelModule(), datamodule=data)
     wandb.finish()
     (file,) = tmp_path.rglob("*.wandb")  # what would be sent; its writer is a process that may close it later
-    wanted, end = (b"the_export", b"config.json", b"model.safetensors"), time.monotonic() + 30.0
+    wanted, end = (b"the_export", b"config.json", b"model.safetensors"), time.monotonic() + 120.0
     while missing := [name for name in wanted if name not in logged(file.read_bytes())]:
         assert time.monotonic() < end, missing
         time.sleep(0.1)

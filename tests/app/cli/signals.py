@@ -17,7 +17,7 @@ from modules.models import ModelSource, build_model
 from tests.helpers.tiny_model import TINY_MODEL
 from tests.helpers.tiny_run import TinyData, TinyModule, make_batch
 
-_PATIENCE = 20.0
+_PATIENCE = 60.0
 
 
 class Sends(Callback):
@@ -91,7 +91,7 @@ class Speaks(Interruptible):
 
 
 def until(condition: Callable[[], bool]) -> None:
-    """Returns when `condition` is true. Raises TimeoutError after twenty seconds."""
+    """Returns when `condition` is true. Raises TimeoutError after a minute."""
     end = time.monotonic() + _PATIENCE
     while not condition():
         if time.monotonic() > end:

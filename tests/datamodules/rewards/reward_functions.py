@@ -88,6 +88,23 @@ class SlowToPrepare:
         return float(self.ready)
 
 
+class PreparesOnce:
+    """Its first worker is ready at once; the others say so in `folder` and never are."""
+
+    def __init__(self, folder: str) -> None:
+        self.folder = folder
+
+    def prepare(self) -> None:
+        try:
+            open(os.path.join(self.folder, "first"), "x").close()
+        except FileExistsError:
+            open(os.path.join(self.folder, "again"), "w").close()
+            time.sleep(1000)
+
+    def __call__(self, prompt: Prompt, completion: str) -> float:
+        return 1.0
+
+
 class FailsToLoad:
     def __reduce__(self) -> tuple[object, tuple[object, ...]]:
         return _refuse, ()

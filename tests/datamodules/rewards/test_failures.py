@@ -12,13 +12,13 @@ from jsonargparse import ArgumentParser
 
 from datamodules.prompts.base import Prompt
 from datamodules.rewards import RewardError, RewardOptions, RewardPool
-from tests.datamodules.rewards.reward_functions import SlowToPrepare
+from tests.datamodules.rewards.reward_functions import PreparesOnce
 from tests.datamodules.rewards.test_rewards import PROMPT, with_pool
 
 MEMORY = 400.0  # MB: an idle worker of these tests has imported little more than Python
 
 
-def run(calls: list[str], deadline_s: float = 20.0, workers: int = 1, **options: Any) -> tuple[list[Any], RewardPool]:
+def run(calls: list[str], deadline_s: float = 60.0, workers: int = 1, **options: Any) -> tuple[list[Any], RewardPool]:
     """What became of one burst of calls."""
     pools: list[RewardPool] = []
 
@@ -52,7 +52,8 @@ def test_a_worker_is_replaced_after_as_many_calls_as_asked_for() -> None:
 
 @pytest.mark.parametrize("how", ["raise", "die", "segfault", "hang"])
 def test_a_failure_that_passes_is_tried_again(how: str, tmp_path: Path) -> None:
-    results, pool = run([f"once/{how}{tmp_path}/seen", "a"], deadline_s=3.0, retries=1)
+    deadline_s = 3.0 if how == "hang" else 60.0
+    results, pool = run([f"once/{how}{tmp_path}/seen", "a"], deadline_s=deadline_s, retries=1)
     assert results == [float(len(f"once/{how}{tmp_path}/seen")), 1.0]
     assert pool.retries == 1 and pool.failures == 0
 
@@ -92,22 +93,24 @@ def test_a_pool_that_is_not_running_scores_nothing() -> None:
         pool.close()
         for one in (waiting, behind):
             with pytest.raises(RewardError, match="were closed"):
-                await asyncio.wait_for(one, 5.0)
+                await asyncio.wait_for(one, 60.0)
 
     with_pool(body, on_failure=0.0)
 
 
-def test_a_call_whose_worker_is_replaced_fails_when_the_pool_is_closed() -> None:
+def test_a_call_whose_worker_is_replaced_fails_when_the_pool_is_closed(tmp_path: Path) -> None:
     async def body(pool: RewardPool) -> None:
         assert await pool.score(PROMPT, "a") == 1.0
         calls = [asyncio.create_task(pool.score(PROMPT, "a")) for _ in range(4)]
-        await asyncio.sleep(0.3)  # the next worker prepares for a second
+        async with asyncio.timeout(60.0):
+            while not (tmp_path / "again").exists():  # the next worker prepares
+                await asyncio.sleep(0.01)
         pool.close()
         for one in calls:
             with pytest.raises(RewardError, match="were closed"):
-                await asyncio.wait_for(one, 5.0)
+                await asyncio.wait_for(one, 60.0)
 
-    with_pool(body, SlowToPrepare(), max_calls=1)
+    with_pool(body, PreparesOnce(str(tmp_path)), max_calls=1)
 
 
 def test_results_are_cached_by_everything_the_reward_sees() -> None:

@@ -22,7 +22,7 @@ ABOUT_A = Prompt(id="a", metadata={"source": "a"})
 
 
 def with_pool(body: Callable[[RewardPool], Awaitable[Any]], reward: Any = misbehave, **options: Any) -> Any:
-    pool = RewardPool(reward, RewardOptions(**{"deadline_s": 10.0, **options}))
+    pool = RewardPool(reward, RewardOptions(**{"deadline_s": 60.0, **options}))
 
     async def run() -> Any:
         await pool.open()
@@ -45,7 +45,7 @@ def test_two_workers_share_slow_rewards() -> None:
     async def body(pool: RewardPool) -> set[float]:
         return set(await asyncio.gather(*(pool.score(PROMPT, "slow pid") for _ in range(12))))
 
-    assert len(with_pool(body, workers=2, deadline_s=10.0)) == 2
+    assert len(with_pool(body, workers=2)) == 2
 
 
 def test_close_ends_the_workers_even_a_hung_one() -> None:
@@ -69,7 +69,7 @@ def test_a_cancelled_call_is_not_computed() -> None:
         hang.cancel()
         return [await first, await pool.score(PROMPT, "xyz"), pool.restarts]
 
-    assert with_pool(body, deadline_s=2.0) == [5.0, 3.0, 0]
+    assert with_pool(body) == [5.0, 3.0, 0]
 
 
 def test_a_pool_opens_again_after_close() -> None:
@@ -104,17 +104,19 @@ def test_callable_objects_and_math_verify_run_in_workers() -> None:
 
     seen: list[bool] = []
     assert with_pool(body, reward=Scaled(3.0)) == [3.0, 0.0, 0.0, 0.0]
-    assert with_pool(body, reward=math_verify, deadline_s=20.0) == [1.0, 1.0, 0.0, 0.0]
+    assert with_pool(body, reward=math_verify) == [1.0, 1.0, 0.0, 0.0]
     assert seen == [False, True]
 
 
 def test_what_a_reward_prepares_counts_for_no_call(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    """Each of its workers prepares for longer than a call may take; one that only starved may have other tries."""
     monkeypatch.setenv("ARBORIST_TEST_TOKEN", "not-to-be-seen")
+    options: dict[str, Any] = {"deadline_s": 0.7, "retries": 5, "retry_on": ["timeout"]}
     both = BySource({"a": WeightedSum({"slow": SlowToPrepare()}), "b": exact_match})
     with caplog.at_level(logging.INFO):
-        assert with_pool(lambda pool: pool.score(ABOUT_A, ""), reward=both, deadline_s=0.7) == 1.0
+        assert with_pool(lambda pool: pool.score(ABOUT_A, ""), reward=both, **options) == 1.0
     assert "ARBORIST_TEST_TOKEN" in caplog.text and "not-to-be-seen" not in caplog.text
 
 
@@ -275,7 +277,7 @@ def test_math_verify_refuses_a_reference_it_cannot_read(answer: str, monkeypatch
         math_verify(Prompt(id="p", answer=answer), "3")
 
 
-def _ends(pid: int, seconds: float = 5.0) -> bool:
+def _ends(pid: int, seconds: float = 60.0) -> bool:
     end = time.monotonic() + seconds
     while time.monotonic() < end:
         try:

@@ -265,7 +265,7 @@ async def rooms(request: web.Request) -> web.WebSocketResponse:
         elif asked["type"] == "step":
             room = asked["data"]["arguments"]["k"]
             ROOMS.append(room)
-            await asyncio.sleep(0.6 if room == 99 else 0.02)
+            await asyncio.sleep(3.0 if room == 99 else 0.02)
             answer |= {"observation": {"result": f"room {room}"}, "reward": float(room == 3)}
         await socket.send_str(json.dumps({"type": "observation", "data": answer}))
     return socket

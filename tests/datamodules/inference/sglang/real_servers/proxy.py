@@ -48,7 +48,7 @@ class Proxy:
     def close(self) -> None:
         self.set("refuse")
         self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join(10)
+        self._thread.join(60)
 
     async def _listen(self, port: int) -> None:
         self._open.set()
