@@ -18,7 +18,7 @@ from tests.app.strategies.ranks.late import LateGroup, as_default, late_group
 from tests.app.strategies.ranks.watch_jobs import becomes, lost_in_thought
 
 
-def miss_a_gradient_exchange() -> tuple[list[str | None], str, str]:
+def miss_a_gradient_exchange(over: Path) -> tuple[list[str | None], str, str]:
     """Rank 1 stays away from the second of two buckets. On rank 0: what its beats said it was in (before, while it is
     only enqueued, after), its error, and what it printed meanwhile."""
     dist.barrier()
@@ -34,7 +34,7 @@ def miss_a_gradient_exchange() -> tuple[list[str | None], str, str]:
     assert mine.tolist() == [3.0, 3.0]
     places, message, said = [_place(ranks)], "", io.StringIO()
     if ranks.rank == 1:
-        lost_in_thought(10.0)
+        lost_in_thought(60.0, over)
     else:
         with contextlib.redirect_stderr(said):
             ranks.start_sum_(flat, "gradients (bucket 1)").wait()  # returns at once
@@ -44,6 +44,7 @@ def miss_a_gradient_exchange() -> tuple[list[str | None], str, str]:
                 ranks.sum_float(mine.sum(), "gradient norm")
             except CollectiveError as error:
                 message = str(error)
+        over.touch()
     ranks.watch.close()
     return places, message, said.getvalue()
 
@@ -53,7 +54,7 @@ def _place(ranks: Communicator) -> str | None:
     return None if current is None else f"{current.number}: {current.what}"
 
 
-def hang_in_the_device() -> str:
+def hang_in_the_device(over: Path) -> str:
     """Rank 0's thread is kept by its device and never asks; what is printed before it is interrupted."""
     dist.barrier()
     control = dist.new_group(backend="gloo", timeout=timedelta(seconds=30))
@@ -65,8 +66,9 @@ def hang_in_the_device() -> str:
         ranks.start_sum_(torch.zeros(4), "gradients").wait()
         with contextlib.redirect_stderr(said):
             becomes(lambda: "rank 0 has waited" in said.getvalue())
+        over.touch()
     else:
-        lost_in_thought(4.0)
+        lost_in_thought(120.0, over)
     ranks.watch.close()
     return said.getvalue()
 

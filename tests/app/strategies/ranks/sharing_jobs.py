@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -136,17 +137,18 @@ def die_while_serving() -> None:
     traffic.lead(lambda: ("x", None, {}) if traffic.ask("x", None, serve) else NOTHING, serve)
 
 
-def lose_a_rank() -> str:
+def lose_a_rank(over: Path) -> str:
     """Rank 1 is late for a message; what rank 0 says of it."""
     ranks = watched(timeout=6.0, death_timeout=20.0)
     message = ""
     if ranks.rank == 1:
-        lost_in_thought(10.0)
+        lost_in_thought(60.0, over)
     else:
         try:
             RankTraffic(ranks).lead(lambda: NOTHING, Rank().serve)
         except RuntimeError as error:
             message = str(error)
+        over.touch()
     assert ranks.watch is not None
     ranks.watch.close()
     return message

@@ -39,8 +39,8 @@ def test_a_collective_that_is_only_enqueued_is_not_left() -> None:
     assert progress.current is None and progress.count == 3
 
 
-def test_a_rank_missing_from_a_gradient_exchange_is_named(two_ranks: RankPool) -> None:
-    places, message, printed = two_ranks.run(jobs.miss_a_gradient_exchange, START)[0]
+def test_a_rank_missing_from_a_gradient_exchange_is_named(two_ranks: RankPool, tmp_path: Path) -> None:
+    places, message, printed = two_ranks.run(jobs.miss_a_gradient_exchange, START, over=tmp_path / "over")[0]
     assert places == [None, "3: reduce-scatter of gradients (bucket 1)"]
     assert message.startswith(
         "rank 0 of 2: reduce-scatter of gradients (bucket 1) failed (collective 3): not done after"
@@ -50,8 +50,8 @@ def test_a_rank_missing_from_a_gradient_exchange_is_named(two_ranks: RankPool) -
         assert "missing: rank 1 (host " in text and "lost_in_thought" in text
 
 
-def test_it_is_named_while_the_thread_is_kept_by_its_device(two_ranks: RankPool) -> None:
-    printed = two_ranks.run(jobs.hang_in_the_device, START)[0]
+def test_it_is_named_while_the_thread_is_kept_by_its_device(two_ranks: RankPool, tmp_path: Path) -> None:
+    printed = two_ranks.run(jobs.hang_in_the_device, START, over=tmp_path / "over")[0]
     assert "in reduce-scatter of gradients (collective 2)" in printed and "missing: rank 1 (host " in printed
 
 

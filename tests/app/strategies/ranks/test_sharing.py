@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -159,8 +160,8 @@ def pair() -> Iterator[RankPool]:
     pool.close()
 
 
-def test_a_rank_that_never_hears_is_named_in_time(pair: RankPool) -> None:
-    message = pair.run(sharing.lose_a_rank, START)[0]
+def test_a_rank_that_never_hears_is_named_in_time(pair: RankPool, tmp_path: Path) -> None:
+    message = pair.run(sharing.lose_a_rank, START, over=tmp_path / "over")[0]
     assert message.startswith("rank 0 of 2: ") and "a message of rank 0" in message
     assert "missing: rank 1 (host " in message and "lost_in_thought" in message
 

@@ -27,8 +27,8 @@ def pair() -> Iterator[RankPool]:
     pool.close()
 
 
-def test_a_hung_collective_is_named_with_who_is_missing(pair: RankPool) -> None:
-    message, printed = pair.run(jobs.one_is_missing)[0]
+def test_a_hung_collective_is_named_with_who_is_missing(pair: RankPool, tmp_path: Path) -> None:
+    message, printed = pair.run(jobs.one_is_missing, over=tmp_path / "over")[0]
     for text in (message, printed):
         assert "sum over ranks" in text and "collective 3" in text
         assert "missing: rank 1 (host " in text and "lost_in_thought" in text
@@ -40,8 +40,8 @@ def test_a_slow_rank_is_left_alone(pair: RankPool) -> None:
     assert pair.run(jobs.slow_but_alive) == ["2.0", "2.0"]
 
 
-def test_a_failed_rank_ends_the_others_in_its_own_words(pair: RankPool) -> None:
-    name, printed = pair.run(jobs.fail_while_the_other_computes)[0]
+def test_a_failed_rank_ends_the_others_in_its_own_words(pair: RankPool, tmp_path: Path) -> None:
+    name, printed = pair.run(jobs.fail_while_the_other_computes, over=tmp_path / "over")[0]
     assert name == "KeyboardInterrupt"
     assert "rank 0: this run ends, because rank 1" in printed and "ValueError: the reward of prompt-7 is NaN" in printed
 

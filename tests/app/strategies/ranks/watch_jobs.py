@@ -35,9 +35,11 @@ def watched(timeout: float, death_timeout: float) -> Communicator:
     return ranks
 
 
-def lost_in_thought(seconds: float) -> None:
+def lost_in_thought(seconds: float, over: Path | None = None) -> None:
+    """For so long, or until the file `over` is there: until another rank has seen what it is to see, however long that
+    takes it."""
     end = time.monotonic() + seconds
-    while time.monotonic() < end:
+    while time.monotonic() < end and not (over is not None and over.exists()):
         time.sleep(0.05)
 
 
@@ -84,14 +86,16 @@ def die_while_the_other_computes(report: Path) -> None:
     report.write_text(" ".join(_interrupted(ranks)))
 
 
-def fail_while_the_other_computes() -> tuple[str, str]:
+def fail_while_the_other_computes(over: Path) -> tuple[str, str]:
     ranks = watched(timeout=50.0, death_timeout=3.0)
     ranks.sum(torch.ones(1))
     if ranks.rank == 0:
-        return _interrupted(ranks)
+        found = _interrupted(ranks)
+        over.touch()
+        return found
     assert ranks.watch is not None
     ranks.watch.fail(ValueError("the reward of prompt-7 is NaN"))
-    lost_in_thought(6.0)
+    lost_in_thought(60.0, over)
     return "", ""
 
 
@@ -107,19 +111,20 @@ def _interrupted(ranks: Communicator) -> tuple[str, str]:
     return name, said.getvalue()
 
 
-def one_is_missing() -> tuple[str, str]:
+def one_is_missing(over: Path) -> tuple[str, str]:
     """Rank 0's error, and what it printed while it waited."""
     ranks = watched(timeout=6.0, death_timeout=20.0)
     ranks.sum(torch.ones(1))
     said, message = io.StringIO(), ""
     if ranks.rank == 1:
-        lost_in_thought(10.0)
+        lost_in_thought(60.0, over)
     else:
         with contextlib.redirect_stderr(said):
             try:
                 ranks.sum(torch.ones(1))
             except RuntimeError as error:
                 message = str(error)
+        over.touch()
     assert ranks.watch is not None
     ranks.watch.close()
     return message, said.getvalue()
@@ -129,7 +134,7 @@ def slow_but_alive() -> str:
     """Rank 1 lets rank 0 wait for longer than the death timeout."""
     ranks = watched(timeout=60.0, death_timeout=4.0)
     if ranks.rank == 1:
-        lost_in_thought(8.0)
+        lost_in_thought(5.0)
     total = ranks.sum(torch.ones(1))
     assert ranks.watch is not None
     ranks.watch.close()
