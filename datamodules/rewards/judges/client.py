@@ -182,15 +182,18 @@ class JudgeClient:
                         f"refuses the request with status {error.status_code}: {_cause(error)}; see model.url,"
                         f" model.name, model.request and ${self._model.key_variable}"
                     ) from error
-            if now() + pause >= ends:
+            if pause and now() + pause < ends:
+                await asyncio.sleep(pause)
+                wait = min(_LONGEST_WAIT_S, 2 * wait) * random.uniform(0.8, 1.2)
+                pause = 0.0
+            if (
+                now() + pause >= ends
+            ):  # after a sleep, too, that took longer: another attempt would hide why there is none
                 times = f"{attempts} attempts" if attempts > 1 else "1 attempt"
                 raise JudgeError(
                     f"gave no verdict within {self._model.deadline_s:g} s (model.deadline_s), {times}; at last it"
                     f" {why or 'answered what cannot be read'}"
                 )
-            if pause:
-                await asyncio.sleep(pause)
-                wait = min(_LONGEST_WAIT_S, 2 * wait) * random.uniform(0.8, 1.2)
 
     async def _post(self, question: Question[Any], again: str, seconds: float) -> tuple[str, bool]:
         """The answer's text, and whether its length was over."""

@@ -14,6 +14,7 @@ from datamodules.pipeline.validation import Validation
 from datamodules.prompts import ArithmeticPrompts
 from datamodules.rewards import RewardError, exact_match
 from datamodules.rewards.judges import Budget, RankingJudge
+from datamodules.rewards.judges import client as asking
 from datamodules.rewards.judges.pool import JudgePool
 from datamodules.rollout import RolloutDataModule
 from datamodules.workflows import RLVRWorkflow
@@ -134,9 +135,10 @@ def test_a_reply_that_ranks_itself_is_material(compare: str) -> None:
         assert len(answers(asked)) == (3 if compare == "group" else 2)
 
 
-def test_a_judge_that_is_late_rewards_nobody_of_the_group() -> None:
+def test_a_judge_that_is_late_rewards_nobody_of_the_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(asking, "_FIRST_WAIT_S", 600.0)  # there is no second attempt
     with JudgeServer(lambda asked, number: Said(by_length(asked, number), after_s=5.0)) as server:
-        found, pool = ranked(server.url, ["a", "bb", "ccc"], about={"deadline_s": 1.5, "attempt_s": 0.3})
+        found, pool = ranked(server.url, ["a", "bb", "ccc"], about={"deadline_s": 60.0, "attempt_s": 0.3})
     assert all(isinstance(one, RewardError) for one in found) and pool.failures == 1
     assert {"did not answer within 0.3 s (model.attempt_s)" in str(one) for one in found} == {True}
     assert pool.spent()["judge_calls"] == len(server.asked)
@@ -171,7 +173,7 @@ def test_an_episode_is_asked_about_once() -> None:
             waiting.cancel()
             pool.close()
 
-        asyncio.run(asyncio.wait_for(body(), 20.0))
+        asyncio.run(asyncio.wait_for(body(), 60.0))
 
 
 @pytest.fixture
