@@ -186,9 +186,7 @@ class JudgeClient:
                 await asyncio.sleep(pause)
                 wait = min(_LONGEST_WAIT_S, 2 * wait) * random.uniform(0.8, 1.2)
                 pause = 0.0
-            if (
-                now() + pause >= ends
-            ):  # after a sleep, too, that took longer: another attempt would hide why there is none
+            if now() + pause >= ends:  # or slept for longer: another attempt would hide why there is no verdict
                 times = f"{attempts} attempts" if attempts > 1 else "1 attempt"
                 raise JudgeError(
                     f"gave no verdict within {self._model.deadline_s:g} s (model.deadline_s), {times}; at last it"

@@ -160,19 +160,6 @@ def skip(producer: Producer, seconds: float) -> None:
     loop.call_soon_threadsafe(setattr, loop, "time", lambda: now() + seconds)
 
 
-class Clock:
-    """In place of a module's `time`: from its second reading on an hour has passed as soon as `over()` is true, and
-    nothing is late before that."""
-
-    def __init__(self, over: Callable[[], bool]) -> None:
-        self._over = over
-        self._began = False
-
-    def monotonic(self) -> float:
-        later, self._began = self._began and self._over(), True
-        return time.monotonic() + 3600.0 * later
-
-
 def only(numbers: set[int], act: Callable[[], Awaitable[None]]) -> Callable[[GenerationRequest], Awaitable[None]]:
     """Acts on the requests of these prompts (of all their samples)."""
 

@@ -25,7 +25,6 @@ from datamodules.workflows.base import Misfit
 from tests.datamodules.fake_engine import FakeEngine
 from tests.datamodules.pipeline.producers import (
     Build,
-    Clock,
     Collecting,
     Flow,
     Numbered,
@@ -39,6 +38,7 @@ from tests.datamodules.pipeline.producers import (
 from tests.datamodules.rewards.reward_functions import misbehave
 
 # ---- order, ids, seeds
+from tests.helpers.clock import Clock
 
 
 def test_synchronous_batches_come_in_prompt_order_and_are_reproducible(build: Build) -> None:

@@ -15,7 +15,8 @@ from datamodules.prompts import Prompt
 from datamodules.prompts.tokenizers import load_tokenizer
 from datamodules.workflows import EpisodeEngine
 from tests.datamodules.fake_engine import VOCABULARY, FakeEngine
-from tests.datamodules.pipeline.producers import Build, Clock, Flow, fail, hang, ids
+from tests.datamodules.pipeline.producers import Build, Flow, fail, hang, ids
+from tests.helpers.clock import Clock
 
 # ---- validation
 

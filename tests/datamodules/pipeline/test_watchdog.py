@@ -28,7 +28,6 @@ from datamodules.workflows import EpisodeEngine, RLVRWorkflow
 from tests.datamodules.fake_engine import FakeEngine
 from tests.datamodules.pipeline.producers import (
     Build,
-    Clock,
     Collecting,
     Flow,
     Numbered,
@@ -39,6 +38,7 @@ from tests.datamodules.pipeline.producers import (
 )
 from tests.datamodules.rewards.reward_functions import misbehave
 from tests.datamodules.test_rollout import rollouts
+from tests.helpers.clock import Clock
 
 
 class Servers(FakeEngine, ServerEngine):
