@@ -235,7 +235,8 @@ def test_a_run_goes_on_with_shards_and_holds_its_part(pools: dict[int, RankPool]
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="reads memory as Linux gives it")
 def test_only_rank_0_ever_has_a_whole_model(tmp_path: Path) -> None:
     """And its layers go as they are cut: beside its half, the other rank holds the largest of them. When it is written,
-    in files of 16 MiB, and sent from there, it is whole nowhere."""
+    in files of 16 MiB, and sent from there, it is whole nowhere. A whole model is 1; what is held for a moment, by gloo
+    for one, differs by 0.1 from run to run, so that bounds lie half way."""
     pool = RankPool(2)  # of processes that free memory they had lies about in
     try:
         found = pool.run(jobs.most_memory, START, sharded=True, directory=tmp_path)
@@ -243,14 +244,15 @@ def test_only_rank_0_ever_has_a_whole_model(tmp_path: Path) -> None:
         pool.close()
     (first, first_writing, size), (second, second_writing, _) = found
     assert first < 1.25 * size
-    assert second < 0.75 * size
+    assert second < 0.8 * size
     assert max(first_writing, second_writing) < 0.5 * size
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads memory as Linux gives it")
 def test_weights_that_are_loaded_stay_in_their_file(tmp_path: Path) -> None:
-    """Rank 0, too, has no memory of its own for a whole model, where the file has the dtype that is asked for."""
+    """Rank 0, too, has no memory of its own for a whole model, where the file has the dtype that is asked for: 0.52 of
+    it on rank 0, and 0.56 to 0.67 on rank 1, who is sent its parts by gloo."""
     build_model(source(**jobs.LARGE)).save_pretrained(tmp_path)
     pool = RankPool(2)
     try:
@@ -258,7 +260,7 @@ def test_weights_that_are_loaded_stay_in_their_file(tmp_path: Path) -> None:
     finally:
         pool.close()
     for most, size in found:
-        assert 0.4 * size < most < 0.75 * size, [most / size for most, size in found]
+        assert 0.4 * size < most < 0.8 * size, [most / size for most, size in found]
 
 
 def test_refused_by_name() -> None:
