@@ -208,7 +208,7 @@ def test_the_sweep_starts_what_it_says(workplace: Path) -> None:
         [sys.executable, "-c", AS_THE_AGENT_DOES, json.dumps([sweep["command"], chosen])],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=500,
     )
     assert done.returncode == 0, done.stderr
     parts, args = json.loads(done.stdout)

@@ -213,7 +213,7 @@ def test_two_processes_train_recorded_data_as_one(workplace: Path, model: dict[s
     env = {k: v for k, v in os.environ.items() if k not in ("LOCAL_RANK", "RANK", "WORLD_SIZE")}
     env |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-m", "app", *fit("tau_recorded.yaml", *flags), "--trainer.devices", "2"]
-    done = subprocess.run(command, cwd=workplace, env=env, capture_output=True, text=True, timeout=170)
+    done = subprocess.run(command, cwd=workplace, env=env, capture_output=True, text=True, timeout=500)
     assert done.returncode == 0, done.stdout + done.stderr
     (run,) = (workplace / "runs" / "tiny").iterdir()
     one, two = metrics(workplace / "one"), metrics(run)

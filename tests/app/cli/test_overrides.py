@@ -169,5 +169,5 @@ def test_the_console_script_finds_classes_beside_the_user(tmp_path: Path) -> Non
     )
     script = Path(sys.executable).with_name("arborist")
     command = [script, "fit", "--config", QUICKSTART, "--data.workflow", "beside_me.Mine", "--print_config"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=500)
     assert done.returncode == 0 and "beside_me.Mine" in done.stdout, done.stderr

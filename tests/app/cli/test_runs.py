@@ -25,7 +25,7 @@ def arborist(*args: str, data: str | None = DATA) -> subprocess.CompletedProcess
     env = {k: v for k, v in os.environ.items() if k not in ("LOCAL_RANK", "RANK", "WORLD_SIZE", "ARBORIST_DATA")}
     env |= {"OMP_NUM_THREADS": "1"} | ({"ARBORIST_DATA": data} if data else {})
     command = [sys.executable, "-m", "app", *args]
-    return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=170)
+    return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=500)
 
 
 def fit(config: str, run_dir: Path, *args: str, says: str = "") -> list[dict[str, str]]:

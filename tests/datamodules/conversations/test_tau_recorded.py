@@ -23,7 +23,7 @@ CONFIG = ROOT / "configs" / "tau_recorded.yaml"
 def fit(*flags: str, data: str) -> subprocess.CompletedProcess[str]:
     environment = os.environ | {"ARBORIST_DATA": data}
     command = [sys.executable, "-m", "app", "fit", "--config", str(CONFIG), *flags]
-    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=170)
+    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=500)
 
 
 def test_the_config_is_the_promised_workload() -> None:

@@ -350,7 +350,7 @@ files.write(tiny_policy(seed=2), 2)
 @pytest.mark.slow
 def test_a_killed_writer_leaves_no_directory_that_looks_complete(tmp_path) -> None:
     environment = os.environ | {"PYTHONPATH": os.getcwd()}
-    done = subprocess.run([sys.executable, "-c", _WRITER, str(tmp_path)], env=environment, timeout=120)
+    done = subprocess.run([sys.executable, "-c", _WRITER, str(tmp_path)], env=environment, timeout=500)
     assert done.returncode == -signal.SIGKILL
     files = WeightFiles(tmp_path)
     assert files.path(1).exists() and not files.path(2).exists()

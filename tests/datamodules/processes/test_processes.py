@@ -82,7 +82,7 @@ def test_nothing_outlives_a_trainer_that_is_killed(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)
     given = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run([sys.executable, str(script)], env=given, capture_output=True, text=True, timeout=100)
+    done = subprocess.run([sys.executable, str(script)], env=given, capture_output=True, text=True, timeout=500)
     assert done.returncode == -signal.SIGKILL, done.stderr
     pids = [int(one) for one in done.stdout.split()]
     assert len(pids) == 7

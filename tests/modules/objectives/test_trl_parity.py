@@ -97,7 +97,7 @@ def theirs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Tensor, 
         str(folder / "in.pt"),
         str(folder / "out.pt"),
     ]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=170)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=500)
     assert done.returncode == 0, done.stdout + done.stderr
     return torch.load(folder / "out.pt")
 

@@ -56,7 +56,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 
 def read_elsewhere(lines: list[str]) -> dict[str, list[object]]:
     command = [sys.executable, "-c", READER]
-    done = subprocess.run(command, input="\n".join(lines), capture_output=True, text=True, timeout=120, check=True)
+    done = subprocess.run(command, input="\n".join(lines), capture_output=True, text=True, timeout=500, check=True)
     return json.loads(done.stdout)
 
 
@@ -97,7 +97,7 @@ def test_another_process_finds_tensors_on_a_gpu() -> None:
 
 
 def test_a_process_that_is_killed_leaves_no_file() -> None:
-    killed = subprocess.run([sys.executable, "-c", KILLED], capture_output=True, text=True, timeout=120)
+    killed = subprocess.run([sys.executable, "-c", KILLED], capture_output=True, text=True, timeout=500)
     assert killed.returncode == -signal.SIGKILL
     name, existed = killed.stdout.split()
     assert existed == "True"

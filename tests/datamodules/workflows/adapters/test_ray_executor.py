@@ -415,7 +415,7 @@ print("the end")
 @pytest.mark.slow
 def test_a_call_under_way_ends_no_run(nodes: TwoNodes, tmp_path: Path) -> None:
     words = [sys.executable, "-c", CLOSED, nodes.address, str(tmp_path)]
-    done = subprocess.run(words, cwd=HERE, capture_output=True, text=True, timeout=200)
+    done = subprocess.run(words, cwd=HERE, capture_output=True, text=True, timeout=500)
     assert done.returncode == 0, done.stderr
     assert "CallFailed('was stopped, as were all calls beside it')" in done.stdout and "the end" in done.stdout
     assert "Ray is left when this process ends: 1 calls" in done.stderr
@@ -486,7 +486,7 @@ def test_ray_is_imported_only_when_it_is_asked_for(monkeypatch: pytest.MonkeyPat
         "import sys; from datamodules.workflows.gateway import AgentWorkflow, RayExecutor;"
         "AgentWorkflow('echo x', executor=RayExecutor()); sys.exit('ray' in sys.modules)"
     )
-    assert subprocess.run([sys.executable, "-c", program], cwd=HERE, timeout=120).returncode == 0
+    assert subprocess.run([sys.executable, "-c", program], cwd=HERE, timeout=500).returncode == 0
     monkeypatch.setattr("datamodules.prompts.extras.find_spec", lambda name: None)
     with pytest.raises(ImportError, match=r"RayExecutor needs the library ray, .* pip install -e '\.\[ray\]'"):
         AgentWorkflow("echo x", executor="ray")

@@ -51,13 +51,13 @@ def run(replies: list[Any], row: int) -> tuple[ScriptedEngine, list[Trajectory]]
 
 
 def test_the_tasks_are_the_tasksets() -> None:
-    done = subprocess.run([*COMMAND, "--tasks", "--most", "2"], capture_output=True, check=True, timeout=120)
+    done = subprocess.run([*COMMAND, "--tasks", "--most", "2"], capture_output=True, check=True, timeout=500)
     rows = [json.loads(line) for line in done.stdout.splitlines()]
     assert rows == [{"row": 0, "question": "0+1?"}, {"row": 1, "question": "1+1?"}]
 
 
 def test_tasks_of_harbor_are_listed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    if subprocess.run([PYTHON, "-c", "import harbor"], capture_output=True, timeout=120).returncode:
+    if subprocess.run([PYTHON, "-c", "import harbor"], capture_output=True, timeout=500).returncode:
         pytest.skip("ARBORIST_VERIFIERS_PYTHON has no harbor, which needs Python 3.12: pip install 'verifiers[harbor]'")
     monkeypatch.setenv("HOME", str(tmp_path))  # where it keeps what it downloads
     task = tmp_path / "tasks" / "greet"
@@ -70,8 +70,8 @@ def test_tasks_of_harbor_are_listed(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         (task / name).write_text(text)
     git = ["git", "-C", str(task.parent), "-c", "user.name=a", "-c", "user.email=a@example.org"]
     for words in (["init", "-q"], ["add", "-A"], ["commit", "-qm", "tasks"]):
-        subprocess.run([*git, *words], check=True, timeout=60)
-    commit = subprocess.run([*git, "rev-parse", "HEAD"], check=True, timeout=60, capture_output=True, text=True).stdout
+        subprocess.run([*git, *words], check=True, timeout=500)
+    commit = subprocess.run([*git, "rev-parse", "HEAD"], check=True, timeout=500, capture_output=True, text=True).stdout
     at = {"name": "greet", "git_url": f"file://{task.parent}", "git_commit_id": commit.strip(), "path": "greet"}
     registry = tmp_path / "registry.json"
     registry.write_text(json.dumps([{"name": "mine", "version": "1", "description": "", "tasks": [at]}]))
@@ -80,7 +80,7 @@ def test_tasks_of_harbor_are_listed(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         "agent": {"harness": {"id": "bash"}, "runtime": {"type": "docker"}},
     }
     command = [PYTHON, verifiers_agent.__file__, "harbor", "--tasks", "--config", json.dumps(config)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=180)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=500)
     assert done.returncode == 0, done.stderr[-2000:]
     assert json.loads(done.stdout) == {"row": 0, "question": "Write hello into /app/hello.txt"}
 

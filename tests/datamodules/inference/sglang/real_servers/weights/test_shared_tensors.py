@@ -164,7 +164,7 @@ def test_an_update_cancelled_in_the_middle_is_made_good(server: ServerProcess, t
 def test_a_trainer_that_is_killed_leaves_no_file_and_a_server_for_the_next(
     server: ServerProcess, tmp_path: Path
 ) -> None:
-    killed = subprocess.run([sys.executable, "-c", TRAINER, server.url], capture_output=True, text=True, timeout=120)
+    killed = subprocess.run([sys.executable, "-c", TRAINER, server.url], capture_output=True, text=True, timeout=500)
     assert killed.returncode == -signal.SIGKILL, killed.stderr
     pid = Path(killed.stdout.strip()).name.split("_")[1]
     wait_for(lambda: not any(name.startswith(f"torch_{pid}_") for name in os.listdir("/dev/shm")))
