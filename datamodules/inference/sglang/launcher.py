@@ -30,6 +30,12 @@ _PYTHON_VARIABLE = "ARBORIST_SGLANG_PYTHON"
 _ENVIRONMENT = Path(__file__).resolve().parents[3] / ".venv-sglang"
 _MAIN = Path(__file__).parent / "server" / "serve_main.py"
 _TAIL_LINES = 25
+_SERVED = {
+    "float64": "float32",
+    "float32": "float32",
+    "bfloat16": "bfloat16",
+    "float16": "float16",
+}  # it has no float64
 _HEALTH_POLL_S = 0.2
 _END_S = 10.0  # for killed processes to be gone
 _ATTEMPTS = 3  # another process may take a free port before the server does
@@ -98,7 +104,8 @@ class ServerOptions:
         host: address to listen on; anything but loopback opens it to the network.
         port: 0 takes a free one.
         device: "cuda" or "cpu".
-        dtype: of its weights: "auto" (the model's), "float32", "bfloat16" or "float16".
+        dtype: of its weights: "float32", "bfloat16", "float16" or "auto": on a CPU the model's, on a GPU SGLang's
+            choice, which is the model's but for float32: that it serves in half precision.
         context: most tokens of one request, prompt and output together; None for the model's own limit.
         max_running_requests: most requests decoding together; None leaves it to SGLang.
         kv_cache_tokens: size of its key-value cache; None leaves it to SGLang on a GPU, 65,536 on CPU (SGLang would
@@ -139,6 +146,18 @@ class ServerOptions:
         if problem := refused_argument(self.arguments):
             raise ValueError(f"arguments: {problem}")
 
+    @property
+    def weights_dtype(self) -> str | None:
+        """What `dtype` says, or the model's configuration where that is "auto"; None where neither can be known."""
+        if self.dtype != "auto":
+            return self.dtype
+        try:
+            config = json.loads((Path(self.model_path) / "config.json").read_text())
+        except (OSError, ValueError):  # a name on the hub; or the server says what is wrong with it
+            return None
+        dtype = config.get("dtype") or config.get("torch_dtype")
+        return _SERVED.get(dtype) if isinstance(dtype, str) else None
+
     def command(self, port: int) -> list[str]:
         """SGLang's arguments."""
         tokens = self.kv_cache_tokens or (65536 if self.device == "cpu" else None)
@@ -147,7 +166,8 @@ class ServerOptions:
             "--host": self.host,
             "--port": port,
             "--device": self.device,
-            "--dtype": self.dtype,
+            # Its own "auto" is half precision where the model is in float32.
+            "--dtype": (self.device == "cpu" and self.weights_dtype) or self.dtype,
             "--random-seed": self.seed,
             "--weight-version": self.version,
             # It refuses a prompt six tokens before this, and ends an output one token before it.
@@ -310,17 +330,6 @@ class ServerProcess:
         shown = "\n".join(f"    {line[:400]}" for line in lines)
         return f"the end of {self.log_file}:\n{shown}" if lines else f"its log {self.log_file} is empty"
 
-    def _dtype(self) -> str | None:
-        """Of the model's weights as it is served, where that can be known."""
-        if self.options.dtype != "auto":
-            return self.options.dtype
-        try:
-            config = json.loads((Path(self.options.model_path) / "config.json").read_text())
-        except (OSError, ValueError):  # a name on the hub; or the server says what is wrong with it
-            return None
-        dtype = config.get("dtype") or config.get("torch_dtype")
-        return dtype if isinstance(dtype, str) else None
-
     def _environment(self) -> dict[str, str]:
         own = {name: value for name, value in os.environ.items() if name not in _RANK}
         own |= {
@@ -333,7 +342,7 @@ class ServerProcess:
             "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1",  # for the margin in --context-length
             "PYTHONUNBUFFERED": "1",
         }
-        if dtype := self._dtype():
+        if dtype := self.options.weights_dtype:
             own.setdefault("SGLANG_MAMBA_CONV_DTYPE", dtype)  # else convolutions of any model remember in bfloat16
         own.pop(API_KEY_VARIABLE, None)
         if own.get("PYTORCH_ALLOC_CONF") == "expandable_segments:True":  # the trainer's; torch_memory_saver refuses it

@@ -7,8 +7,10 @@ keeps old values for weights that are missing from an update: so all of it is co
 from __future__ import annotations
 
 import asyncio
+import logging
 from pathlib import Path
 
+import torch
 from safetensors import SafetensorError, safe_open
 from transformers import PreTrainedModel
 
@@ -18,7 +20,10 @@ from datamodules.inference.protocol import GenerationError, WeightUpdate
 from datamodules.inference.sglang.client import shown
 from datamodules.inference.sglang.server_state import Server, WrongModel
 
+_log = logging.getLogger(__name__)
 _ASK_S = 30.0
+# SGLang's "auto" is never float32: a model that is saved in that is served in float16 (Gemma in bfloat16).
+_HALF = ("auto", "half", "float16", "bfloat16")
 
 
 class ModelMatch:
@@ -35,6 +40,7 @@ class ModelMatch:
         self.vocab_size: int = base.get_input_embeddings().num_embeddings
         self.positions: int = base.config.get_text_config().max_position_embeddings
         self.architecture = type(base).__name__
+        self._rounded = base.dtype != torch.float32  # or it was said already that servers round
         self._adapter = adapter
         if adapter:
             self._shapes = {name: tuple(tensor.shape) for name, tensor in adapter_weights(model).items()}
@@ -44,7 +50,8 @@ class ModelMatch:
         self._known = set(base.state_dict()) | set(self._shapes)
 
     async def check(self, server: Server) -> None:
-        """Asks a server what it is, and notes its limits in `server`.
+        """Asks a server what it is, and notes its limits in `server`. Warns, once, of servers that compute a float32
+        model in half precision.
 
         Raises:
             WrongModel: it generates from another kind of model, or not at all.
@@ -59,6 +66,16 @@ class ModelMatch:
             raise WrongModel(
                 f"{server.client.url} serves a {shown(theirs)} ({shown(model.get('model_path'))}), the trainer's model"
                 f" is a {self.architecture}; start the server with the model that is trained"
+            )
+        dtype = info.get("dtype")
+        if dtype in _HALF and not self._rounded:
+            self._rounded = True
+            _log.warning(
+                "%s computes in half precision (--dtype %s), the trained model is in float32: their log-probabilities"
+                " differ by rounding, see mismatch_kl; --dtype float32 (of servers that the run starts"
+                " SGLangEngine.launch.dtype) would make them equal",
+                server.client.url,
+                dtype,
             )
         whole = server.client.whole
         states = info.get("internal_states")

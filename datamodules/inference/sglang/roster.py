@@ -29,7 +29,8 @@ class Launch:
     Attributes:
         replicas: how many.
         device: "cuda", "cpu", or "auto": the first that there is.
-        dtype: "auto" (the model's), "float32", "bfloat16" or "float16".
+        dtype: "float32", "bfloat16", "float16" or "auto": on a CPU the model's, on a GPU SGLang's choice, which is the
+            model's but for float32: that it serves in half precision.
         kv_cache_tokens: size of each one's key-value cache; null leaves it to SGLang on a GPU and is 65,536 on CPU.
         first_gpu: of the first server; the others follow.
         tensor_parallel: GPUs of one server.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import json
 import os
 import socket
 import stat
@@ -16,6 +17,7 @@ from pathlib import Path
 import pytest
 
 from app.cli import serve
+from benchmarks.common.receiver import MODEL_INFO, SERVER_INFO
 from datamodules.inference.protocol import GenerationError
 from datamodules.inference.sglang import Launch, SGLangEngine
 from datamodules.inference.sglang.client import ServerClient, ServerLost
@@ -27,9 +29,11 @@ from datamodules.inference.sglang.launcher import (
     server_python,
 )
 from datamodules.inference.sglang.loop_thread import LoopThread
+from datamodules.inference.sglang.model_match import ModelMatch
 from datamodules.inference.sglang.roster import given_servers
 from datamodules.inference.sglang.server import leftovers
 from tests.datamodules.inference.engine_suite import tiny_policy
+from tests.fuzz.hostile_server import Answer, HostileServer, said
 
 
 @pytest.fixture
@@ -334,6 +338,53 @@ def test_gpus_seeds_and_limits_of_several_servers() -> None:
     }.items():
         assert command[command.index(flag) + 1] == value
     assert "--attention-backend" not in command
+
+
+@pytest.mark.parametrize(
+    ("saved", "asked", "device", "served"),
+    [
+        ({"dtype": "float32"}, "auto", "cpu", "float32"),  # SGLang's own "auto" would be float16
+        ({"torch_dtype": "bfloat16"}, "auto", "cpu", "bfloat16"),
+        ({"dtype": "float64"}, "auto", "cpu", "float32"),
+        ({"dtype": "float32"}, "bfloat16", "cpu", "bfloat16"),
+        ({"dtype": "float32"}, "auto", "cuda", "auto"),
+        ({}, "auto", "cpu", "auto"),
+    ],
+)
+def test_auto_is_the_dtype_that_the_model_was_saved_in(
+    tmp_path: Path, saved: dict[str, str], asked: str, device: str, served: str
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(saved))
+    (command,) = (one.command(1) for one in Launch(device=device, dtype=asked).options(str(tmp_path), 100, 7, 3, 32))
+    assert command[command.index("--dtype") + 1] == served
+
+
+def test_half_precision_is_said_once_where_the_trained_model_is_in_float32(caplog: pytest.LogCaptureFixture) -> None:
+    def serving(dtype: str) -> None:
+        def act(path: str, body: bytes) -> Answer | None:
+            model = {**MODEL_INFO, "architectures": ["Qwen3ForCausalLM"]}
+            return {"/model_info": said(model), "/server_info": said({**SERVER_INFO, "dtype": dtype})}.get(path)
+
+        hostile.act = act
+
+    async def check(match: ModelMatch) -> None:
+        (server,) = given_servers([hostile.url], None, 4)
+        try:
+            await match.check(server)
+        finally:
+            await server.disconnect()
+
+    with HostileServer() as hostile:
+        serving("float32")
+        asyncio.run(check(ModelMatch(tiny_policy())))
+        serving("auto")
+        asyncio.run(check(ModelMatch(tiny_policy().bfloat16())))
+        assert not caplog.messages
+        match = ModelMatch(tiny_policy())
+        asyncio.run(check(match))
+        asyncio.run(check(match))
+    (message,) = caplog.messages
+    assert "half precision (--dtype auto)" in message and "SGLangEngine.launch.dtype" in message
 
 
 def test_a_call_to_one_that_accepts_and_never_answers_ends_in_time() -> None:

@@ -30,7 +30,7 @@ class Serving:
     """The command, running; `lines` is what it has printed."""
 
     def __init__(self, model: Path, logs: Path) -> None:
-        command = [sys.executable, "-m", "app", "serve", "--model", str(model), "--device", "cpu", "--dtype", "float32"]
+        command = [sys.executable, "-m", "app", "serve", "--model", str(model), "--device", "cpu"]
         command += ["--kv_cache_tokens", "8192", "--num_threads", "1", "--log_dir", str(logs)]
         self.process = subprocess.Popen(
             command,
