@@ -62,6 +62,8 @@ class ServerClient:
             # An address with a password is not repeated: this message may be logged.
             shown = "an address with a password" if parts.username else f"'{url}'"
             raise ValueError(f"urls: {shown}, must look like http://127.0.0.1:30000 (keys come from the environment)")
+        if parts.path.rstrip("/").endswith("/v1"):
+            raise ValueError(f"urls: '{url}', leave /v1 out: servers are asked by SGLang's own paths beside it")
         self.url = url.rstrip("/")
         self._key = api_key
         self._timeout = aiohttp.ClientTimeout(total=None, sock_connect=connect_s)  # deadlines are the callers'

@@ -80,7 +80,7 @@ class Fleet:
         self.target.weights = weights
         given = (self.target, self.limits, self._check, self._notice)
         self._supervisors = [asyncio.create_task(Supervisor(server, *given).run()) for server in self.servers]
-        ends = time.monotonic() + self.limits.start_s
+        ends, told = time.monotonic() + self.limits.start_s, False
         while True:
             self._changed.clear()
             failed = [s for s in self.servers if s.state == "gone" or (s.process is not None and s.state == "lost")]
@@ -92,6 +92,13 @@ class Fleet:
             left = ends - time.monotonic()
             if left <= 0:
                 break
+            if not told and all(server.state == "lost" for server in self.servers):
+                told = True
+                _log.warning(
+                    "no server answers yet as those of SGLang do; waiting up to %g s (SGLangEngine.start_timeout_s):"
+                    " start it (`arborist serve`), or correct SGLangEngine.urls",
+                    self.limits.start_s,
+                )
             with suppress(TimeoutError):
                 async with asyncio.timeout(left):
                     await self._changed.wait()

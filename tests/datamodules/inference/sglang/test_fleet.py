@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
+from datamodules.inference.protocol import GenerationError
 from datamodules.inference.sglang.fleet import Fleet
 from datamodules.inference.sglang.loop_thread import cancel_all
 from datamodules.inference.sglang.roster import given_servers
@@ -68,6 +70,21 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Supervisors look every few milliseconds."""
     for name, value in {"_TICK_S": 0.01, "_PROBE_EVERY_S": 0.05, "_BACKOFF_S": (0.05,)}.items():
         monkeypatch.setattr(f"datamodules.inference.sglang.supervisor.{name}", value)
+
+
+def test_a_start_that_waits_for_servers_says_so_once(caplog: pytest.LogCaptureFixture) -> None:
+    async def run() -> None:
+        servers = given_servers(["http://127.0.0.1:9", "http://127.0.0.1:10"], None, 4)  # nobody listens there
+        fleet = Fleet(servers, PrefixRouter(256), _no_check, replace(LIMITS, start_s=2.5))
+        try:
+            with pytest.raises(GenerationError, match=r"no server up within start_timeout_s = 2\.5 s"):
+                await fleet.start(None)
+        finally:
+            await fleet.close()
+
+    asyncio.run(run())
+    (said_of_it,) = [message for message in caplog.messages if "waiting" in message]
+    assert "up to 2.5 s" in said_of_it and "start_timeout_s" in said_of_it and "SGLangEngine.urls" in said_of_it
 
 
 class TestInTurns:

@@ -231,6 +231,13 @@ def test_addresses_that_are_none(url: str) -> None:
     assert "hush" not in str(error.value)
 
 
+@pytest.mark.parametrize("url", ["http://127.0.0.1:30000/v1", "https://host/proxied/v1/"])
+def test_an_address_of_the_api_that_clients_use_is_none_of_a_server(url: str) -> None:
+    with pytest.raises(ValueError, match=f"urls: '{url}', leave /v1 out"):
+        SGLangEngine([url])
+    SGLangEngine([url.replace("/v1", "")])
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
