@@ -99,9 +99,10 @@ class PromptDealer:
         if not self._skips or len(too_long) == looked_at:
             raise ValueError(
                 f"prompts: {what}; lower max_new_tokens, use a model with a longer context (of EmbeddedEngine at most"
-                " kv_cache_tokens), or set limits.long_prompts: skip to leave such prompts out"
+                " kv_cache_tokens, of servers in urls their --context-length, of `arborist serve`"
+                " --context), or set limits.long_prompts: skip to leave such prompts out"
             )
-        _log.warning("limits.long_prompts: skip leaves out %s", what)
+        _log.warning("limits.long_prompts: skip leaves prompts out: %s", what)
 
     def _encode(self, prompt: Prompt) -> Prompt:
         prompt = encoded(prompt, self._encode_tokens, self._image_processor)

@@ -129,7 +129,10 @@ class ServerWeights:
             by = f", sent by rank {peer.rank}" if peer is not None else ""
             what = f"version {weights.version} of the weights did not reach {self._client.url}{by}"
             lost = not isinstance(error, ServerRefused | OwnFault)
-            raise SyncFailed(f"{what}: {error}", dirty=self._begun, lost=lost) from error
+            # Its kind of model was compared when it joined; sizes it does not tell.
+            sizes = "; if it serves a model of other sizes, start it with the one that is trained"
+            hint = sizes if isinstance(error, ServerRefused) else ""
+            raise SyncFailed(f"{what}: {error}{hint}", dirty=self._begun, lost=lost) from error
         if senders is not None:
             senders.did(self)
         now = time.monotonic()
