@@ -1,6 +1,8 @@
 """Checks whether this machine, or a whole cluster, can run Arborist, or asks a run that hangs where it is.
 
     arborist doctor               one line a check; what is wrong comes with its remedy; exit code 1 if something is
+    arborist doctor --servers URL ...
+                                  also whether these inference servers answer
     arborist doctor --dump PID    stacks of all threads of all ranks of that run, pending prompts, gate and tasks, in
                                   a file in the run directory, whose path is printed
     torchrun ... -m app doctor --cluster [--servers URL ...]
@@ -30,13 +32,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the options of `run`."""
     parser.add_argument("--dump", type=int, metavar="PID", help="any process of a run that hangs")
     parser.add_argument("--cluster", action="store_true", help="under torchrun or srun: examines all ranks together")
-    parser.add_argument("--servers", nargs="+", default=[], metavar="URL", help="with --cluster: inference servers")
+    parser.add_argument("--servers", nargs="+", default=[], metavar="URL", help="inference servers of a run")
     parser.add_argument("--folder", type=Path, help=f"with --cluster: what all ranks share (default: {_FOLDER})")
     parser.add_argument(
         "--deadline",
         type=float,
         metavar="SECONDS",
-        help=f"for the answers to --dump (default: {_DUMP_S:g}), or each wait of --cluster (default: {_CLUSTER_S:g})",
+        help=f"for the answers to --dump and of --servers (default: {_DUMP_S:g}), or each wait of --cluster (default:"
+        f" {_CLUSTER_S:g})",
     )
 
 
@@ -50,11 +53,14 @@ def run(args: argparse.Namespace) -> int:
         raise ValueError(f"--deadline: must be above 0 seconds, got {args.deadline:g}")
     if args.cluster and args.dump is not None:
         raise ValueError("--cluster has no effect with --dump, which asks a run that is there: leave one of them out")
-    for option in ("servers", "folder"):
-        if getattr(args, option) and not args.cluster:
-            raise ValueError(f"--{option} has no effect without --cluster: start this under torchrun or srun, with it")
-    if args.deadline is not None and not args.cluster and args.dump is None:
-        raise ValueError("--deadline has no effect without --cluster or --dump: add one of them, or leave it out")
+    if args.servers and args.dump is not None:
+        raise ValueError("--servers has no effect with --dump, which asks a run that is there: leave one of them out")
+    if args.folder and not args.cluster:
+        raise ValueError("--folder has no effect without --cluster: start this under torchrun or srun, with it")
+    if args.deadline is not None and not (args.cluster or args.servers) and args.dump is None:
+        raise ValueError(
+            "--deadline has no effect without --cluster, --servers or --dump: add one of them, or leave it out"
+        )
     if args.dump is not None:
         print(dump(args.dump, args.deadline or _DUMP_S))
         return 0
@@ -62,4 +68,9 @@ def run(args: argparse.Namespace) -> int:
         from app.cli.doctor.cluster import examine_cluster
 
         return examine_cluster(args.folder or _FOLDER, args.servers, args.deadline or _CLUSTER_S)
-    return print_findings(list(examine()))
+    findings = list(examine())
+    if args.servers:
+        from app.cli.doctor.cluster import asked_servers
+
+        findings += asked_servers(args.servers, args.deadline or _DUMP_S)
+    return print_findings(findings)

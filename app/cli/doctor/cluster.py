@@ -78,7 +78,7 @@ def examine_cluster(folder: Path, servers: Sequence[str], deadline: float) -> in
     findings = list(_of_facts(facts, missing, deadline))
     if not missing:
         findings += _together(cluster, store, folder, wait)
-    findings += _servers(servers, deadline)
+    findings += asked_servers(servers, deadline)
     code = print_findings(findings)
     store.set("code", str(code))
     with suppress(dist.DistError):  # this process holds the store: the others read first
@@ -301,14 +301,15 @@ def _sees(path: Path, token: str, end: float) -> bool:
 # ---- servers
 
 
-def _servers(urls: Sequence[str], deadline: float) -> Iterator[Finding]:
-    """From rank 0, where all requests of a run come from; all at once, so that many that hang take one deadline."""
+def asked_servers(urls: Sequence[str], deadline: float) -> Iterator[Finding]:
+    """From here, of several ranks from rank 0, where all requests of a run come from. All at once, so that many that
+    hang take one deadline, `deadline` seconds."""
     for url, found in zip(urls, asyncio.run(_asked(urls, deadline)), strict=True):
         if isinstance(found, BaseException):
             remedy = "start it (arborist serve), or open its port to this machine"
             yield Finding("bad", "server", f"{_line(found)}; {remedy}")
         else:
-            yield Finding("ok", "server", f"{url} answers rank 0 in {1e3 * found:.3g} ms")
+            yield Finding("ok", "server", f"{url} answers in {1e3 * found:.3g} ms")
 
 
 async def _asked(urls: Sequence[str], deadline: float) -> list[float | BaseException]:

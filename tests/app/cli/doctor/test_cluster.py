@@ -104,10 +104,10 @@ def test_a_rank_that_does_not_come_is_named(two_ranks: RankPool, tmp_path: Path)
     ("options", "said"),
     [
         (["--cluster"], "this process is no rank of a job: start it as a run is started, torchrun"),
-        (["--servers", "http://127.0.0.1:1"], "--servers has no effect without --cluster"),
+        (["--dump", "1", "--servers", "http://127.0.0.1:1"], "--servers has no effect with --dump"),
         (["--folder", "runs"], "--folder has no effect without --cluster"),
         (["--dump", "1", "--folder", "runs"], "--folder has no effect without --cluster"),
-        (["--deadline", "5"], "--deadline has no effect without --cluster or --dump"),
+        (["--deadline", "5"], "--deadline has no effect without --cluster, --servers or --dump"),
         (["--cluster", "--dump", "1"], "--cluster has no effect with --dump"),
         (["--deadline", "0"], "--deadline: must be above 0 seconds, got 0"),
     ],
@@ -261,6 +261,20 @@ def test_servers_are_asked_all_at_once() -> None:
     together = threading.Barrier(6, timeout=20.0)
     with ExitStack() as stack:
         urls = [stack.enter_context(server(together)) for _ in range(6)]
-        findings = list(cluster._servers([*urls, "no address"], 60.0))
+        findings = list(cluster.asked_servers([*urls, "no address"], 60.0))
     assert [finding.level for finding in findings] == 6 * ["ok"] + ["bad"], findings
     assert [finding.text.split()[0] for finding in findings[:-1]] == urls
+
+
+def test_one_machine_asks_servers_too(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a job: who has one machine asks them before a run waits for them."""
+    for name in HIDDEN:
+        monkeypatch.delenv(name, raising=False)
+    with server(threading.Barrier(1)) as url:
+        nobody = f"http://127.0.0.1:{free_port()}"
+        with pytest.raises(SystemExit) as caught:
+            main(["doctor", "--servers", url, nobody, "--deadline", "20"])
+    assert caught.value.code == 1
+    printed = capsys.readouterr().out
+    assert re.search(rf"^ok +server +{url} answers in [0-9.]+ ms$", printed, re.MULTILINE)
+    assert re.search(rf"^BAD +server +{nobody}/health: .*; start it \(arborist serve\)", printed, re.MULTILINE)
