@@ -170,7 +170,7 @@ async def _keep(process: ServerProcess, start_s: float) -> None:
         while process.running:
             await asyncio.sleep(_PROCESS_POLL_S)
         failures = 1 if time.monotonic() - began > _STEADY_S else failures + 1
-        _say(f"the server at {process.url} ended; {process.tail()}")
+        _say(f"the server at {process.url}: {process.ending}; {process.tail()}")
         await asyncio.to_thread(process.stop, 0.0)
         if failures > len(_PAUSES_S):
             raise ServerDidNotStart(

@@ -12,6 +12,7 @@ import asyncio
 import json
 import os
 import shutil
+import signal
 import socket
 import subprocess
 import tempfile
@@ -36,6 +37,7 @@ _SERVED = {
     "bfloat16": "bfloat16",
     "float16": "float16",
 }  # it has no float64
+_SIGNALS = {int(one): one.name for one in signal.Signals}
 _HEALTH_POLL_S = 0.2
 _END_S = 10.0  # for killed processes to be gone
 _ATTEMPTS = 3  # another process may take a free port before the server does
@@ -230,6 +232,15 @@ class ServerProcess:
     def ended(self) -> bool:
         """It ended by itself; `stop` cleans up after it."""
         return self._process is not None and self._process.poll() is not None
+
+    @property
+    def ending(self) -> str:
+        """How a process that ended did, in words: its code, or the signal that killed it."""
+        code = None if self._process is None else self._process.poll()
+        if code is None:
+            return "its process ended"
+        name = _SIGNALS.get(-code, f"signal {-code}")
+        return f"its process ended with code {code}" if code >= 0 else f"its process was killed ({name})"
 
     def client(self) -> ServerClient:
         return ServerClient(self.url, self._key)

@@ -90,8 +90,8 @@ class Supervisor:
                 # Said once: a server that is not there yet is asked again and again.
                 _log.log(logging.DEBUG if str(error) == server.error else logging.WARNING, "%s: %s", server.name, error)
                 server.enter("lost", str(error))
-                if server.process is not None and server.process.ended:
-                    _log.warning("%s: its process ended; %s", server.name, await asyncio.to_thread(server.process.tail))
+                if (process := server.process) is not None and process.ended:
+                    _log.warning("%s: %s; %s", server.name, process.ending, await asyncio.to_thread(process.tail))
             except Exception as error:
                 _log.exception("%s: its supervisor failed", server.name)
                 server.enter("lost", f"{type(error).__name__}: {error}")
@@ -176,7 +176,7 @@ class Supervisor:
     async def _check_process(self) -> None:
         process = self.server.process
         if process is not None and not process.running:
-            self.server.enter("lost", f"its process ended; {await asyncio.to_thread(process.tail)}")
+            self.server.enter("lost", f"{process.ending}; {await asyncio.to_thread(process.tail)}")
 
     async def _check_connection(self) -> None:
         """A connection to it broke: does it answer? Raises ServerError when it does not."""

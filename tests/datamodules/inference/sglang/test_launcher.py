@@ -61,6 +61,22 @@ def test_one_that_ends_is_an_error_with_the_end_of_its_log(interpreter, tmp_path
     assert process.pid is None
 
 
+@pytest.mark.parametrize(
+    ("script", "said"),
+    [("exit 3", "its process ended with code 3"), ("kill -9 $$", "its process was killed (SIGKILL)")],
+)
+def test_how_one_ended_is_said(interpreter, tmp_path: Path, script: str, said: str) -> None:
+    """A kill by the machine, short of memory, is no exit: the log of such a server holds no word of it."""
+    interpreter(script)
+    process = a_process(tmp_path)
+    process.start()
+    ends = time.monotonic() + 20
+    while process.running and time.monotonic() < ends:
+        time.sleep(0.02)
+    assert process.ended and process.ending == said
+    process.stop(0.0)
+
+
 def test_one_that_does_not_come_up_is_an_error_in_time_and_ended(interpreter, tmp_path: Path) -> None:
     interpreter("echo loading; trap '' TERM; sleep 600 & wait")
     process = a_process(tmp_path)
