@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import sys
+import time
 
 import pytest
 
 from app.batch import Trajectory
+from datamodules.inference import clock as clock_module
 from datamodules.inference.protocol import GenerationRequest
+from datamodules.pending import Pending
 from datamodules.pipeline import producer as producer_module
 from datamodules.pipeline.player import EpisodePlayer, Pause
 from datamodules.prompts import Prompt
@@ -48,17 +51,41 @@ def test_validation_holds_training_and_bypasses_the_gate(build: Build) -> None:
     assert len(producer.collect(2, 60.0)) == 2  # and training goes on
 
 
-def test_time_an_episode_is_held_does_not_count_against_its_deadline() -> None:
-    async def play() -> list[Trajectory]:
-        unpaused = asyncio.Event()
-        asyncio.get_running_loop().call_later(1.0, unpaused.set)
-        player = EpisodePlayer(Flow(), FakeEngine(), load_tokenizer(f"char:{VOCABULARY}"), None, deadline_s=0.5)
-        return await player.play(Prompt(id="p", tokens=(3, 15)), name="p#0", seed="0", pause=Pause(unpaused))
+class Held:
+    """Holds episodes for a hundred seconds that a test need not live through; a minute is the deadline of one.
 
-    assert len(asyncio.run(play())) == 1
+    Both clocks are moved on: the event loop's, by which deadlines are, and the one of what they do not count."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.moved_s = 0.0
+        monkeypatch.setattr(clock_module, "time", self)
+
+    def monotonic(self) -> float:
+        return time.monotonic() + self.moved_s
+
+    async def play(self, workflow: Flow, samples: int) -> list[list[Trajectory]]:
+        loop, unpaused, table = asyncio.get_running_loop(), asyncio.Event(), Pending("p")
+        now = loop.time
+        loop.time = lambda: now() + self.moved_s  # type: ignore[method-assign]
+        player = EpisodePlayer(workflow, FakeEngine(), load_tokenizer(f"char:{VOCABULARY}"), None, deadline_s=60.0)
+        prompt, pause = Prompt(id="p", tokens=(3, 15)), Pause(unpaused)
+        playing = [
+            asyncio.create_task(player.play(prompt, name=f"p#{k}", seed="0", sample=k, pause=pause, pending=table))
+            for k in range(samples)
+        ]
+        while not any(one.what == "resume" for one in table.waits.values()):
+            await asyncio.sleep(0)
+        self.moved_s = 100.0
+        await asyncio.sleep(0.3)  # deadlines are looked at meanwhile
+        unpaused.set()
+        return await asyncio.gather(*playing)
 
 
-def test_who_waits_for_a_peer_that_is_held_is_not_late() -> None:
+def test_time_an_episode_is_held_does_not_count_against_its_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert [len(one) for one in asyncio.run(Held(monkeypatch).play(Flow(), 1))] == [1]
+
+
+def test_who_waits_for_a_peer_that_is_held_is_not_late(monkeypatch: pytest.MonkeyPatch) -> None:
     """As the episodes of a group do that are judged together."""
     finished = asyncio.Event()
 
@@ -67,21 +94,11 @@ def test_who_waits_for_a_peer_that_is_held_is_not_late() -> None:
             if engine.sample == 0:
                 await finished.wait()
                 return await super().run(engine, prompt)
-            await asyncio.sleep(0.2)
             found = await super().run(engine, prompt)  # held before its request
             finished.set()
             return found
 
-    async def play() -> list[list[Trajectory]]:
-        unpaused = asyncio.Event()
-        asyncio.get_running_loop().call_later(1.5, unpaused.set)
-        player = EpisodePlayer(Together(), FakeEngine(), load_tokenizer(f"char:{VOCABULARY}"), None, deadline_s=0.8)
-        prompt, pause = Prompt(id="p", tokens=(3, 15)), Pause(unpaused)
-        return await asyncio.gather(
-            *(player.play(prompt, name=f"p#{k}", seed="0", sample=k, pause=pause) for k in range(2))
-        )
-
-    assert [len(one) for one in asyncio.run(play())] == [1, 1]
+    assert [len(one) for one in asyncio.run(Held(monkeypatch).play(Together(), 2))] == [1, 1]
 
 
 def test_synchronous_rollouts_are_never_played_beside_validation(build: Build) -> None:
@@ -152,6 +169,7 @@ def test_validation_that_takes_too_long_says_what_is_pending(build: Build, monke
     prompts = [Prompt(id=f"v{i}", tokens=(3, 15)) for i in range(3)]
     with monkeypatch.context() as patch:
         patch.setattr(producer_module, "time", Clock(is_left))
+        patch.setattr(producer_module, "_INTERRUPT_POLL_S", 0.02)
         with pytest.raises(TimeoutError, match=r"not finished after 60 s .*1 being played, the oldest: 'v1'"):
             producer.evaluate(prompts, 1, 0.0, 60.0)
     assert len(producer.collect(2, 60.0)) == 2

@@ -293,6 +293,7 @@ def test_waits_for_a_reward_and_during_validation_are_in_the_table(
         producer.collect(2, 60.0)
     prompt = Prompt(id="v", tokens=(3,), metadata={"reward": "hang"})
     monkeypatch.setattr(producer_module, "time", waits(1))
+    monkeypatch.setattr(producer_module, "_INTERRUPT_POLL_S", 0.02)
     with pytest.raises(
         TimeoutError, match=r"'v' \(\d+\.\d s, 0 of 1 done, waits .* 'validation/v#0'\); training: 4 being"
     ):
