@@ -23,16 +23,11 @@ from app.cli import main
 from app.cli.doctor import cluster
 from tests.app.cli.doctor import cluster_jobs
 from tests.app.cli.doctor.cluster_jobs import HIDDEN
+from tests.helpers.ports import free_port
 from tests.helpers.rank_pool import RankPool
 
 ROOT = Path(__file__).resolve().parents[4]
 DEADLINE_S = 240.0
-
-
-def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
 
 
 def start(command: list[str]) -> subprocess.Popen[str]:

@@ -6,7 +6,6 @@ import json
 import os
 import random
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -17,6 +16,8 @@ from typing import Any
 import psutil
 import pytest
 import torch
+
+from tests.helpers.ports import free_port
 
 ROOT = Path(__file__).parents[4]
 SCRIPT = Path(__file__).with_name("resume_script.py")
@@ -44,12 +45,6 @@ def _finish(process: subprocess.Popen[str]) -> str:
     return output
 
 
-def _free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return listener.getsockname()[1]
-
-
 def _norms(directory: Path) -> list[tuple[int, float]]:
     file = directory / "norms.jsonl"
     return [tuple(json.loads(line)) for line in file.read_text().splitlines()] if file.exists() else []
@@ -65,7 +60,7 @@ def _left_behind(directory: Path) -> list[Any]:
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Twelve steps on two ranks that belong to two agents, as on two nodes."""
     directory = tmp_path_factory.mktemp("undisturbed")
-    nodes = ["--nnodes=2", "--nproc-per-node=1", "--master-addr=127.0.0.1", f"--master-port={_free_port()}"]
+    nodes = ["--nnodes=2", "--nproc-per-node=1", "--master-addr=127.0.0.1", f"--master-port={free_port()}"]
     agents = [_torchrun(directory, 12, *nodes, f"--node-rank={rank}") for rank in range(2)]
     for agent in agents:
         _finish(agent)

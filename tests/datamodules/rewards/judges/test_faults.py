@@ -18,6 +18,7 @@ from datamodules.rewards.judges import client as asking
 from datamodules.rewards.judges.pool import JudgePool
 from tests.datamodules.rewards.judges.judging import judged, points, rubric
 from tests.helpers.judge_server import Asked, JudgeServer, Said
+from tests.helpers.ports import free_port
 
 SOON, NEVER = 0.02, 600.0
 
@@ -195,7 +196,7 @@ def returning(judge: Judge, port: int, monkeypatch: pytest.MonkeyPatch) -> tuple
 
 
 def test_a_judge_that_dies_and_comes_back_costs_time_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    with JudgeServer(lambda asked, number: points(10, 10)) as first:
+    with JudgeServer(lambda asked, number: points(10, 10), free_port()) as first:
         url, port = first.url, first.port
         judge = rubric(url, about={"deadline_s": 50.0})
         (found,), _ = judged(judge, ["42"])

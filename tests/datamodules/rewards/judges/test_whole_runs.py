@@ -16,6 +16,7 @@ import yaml
 from datamodules.pipeline.gate import unaccounted
 from tests.app.cli.test_runs import arborist, column, metrics
 from tests.helpers.judge_server import Asked, JudgeServer, Said
+from tests.helpers.ports import free_port
 
 pytestmark = pytest.mark.slow
 
@@ -103,7 +104,7 @@ def test_a_run_waits_for_a_judge_that_is_busy_and_then_away(tmp_path: Path) -> N
         return Said(drop=True)
 
     with ExitStack() as servers:
-        first = JudgeServer(judge)
+        first = JudgeServer(judge, free_port())
         serving = ExitStack()
         serving.enter_context(first)
 
