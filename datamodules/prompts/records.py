@@ -143,6 +143,12 @@ class RecordFormat:
         value = _lookup(record, path)
         if _is_text(value) or (value and _is_messages(value)):
             return value
+        if value is not None or path in record:
+            raise ValueError(
+                f"{where}: field '{path}' holds {_kind(value)}; it must be text, a number, or a list of chat messages"
+                " with role and content: correct or remove the record, or name another field by question_field and"
+                " answer_field"
+            )
         raise ValueError(
             f"{where}: no text in field '{path}' (the record has {_names(record)}); set question_field and answer_field"
             " to your names"
@@ -340,6 +346,14 @@ def _names(record: Mapping[str, Any]) -> str:
 def _is_text(value: Any) -> bool:
     """Text, or a number that stands for it; what pandas writes for nothing (NaN) does not."""
     return isinstance(value, str | int) or (isinstance(value, float) and math.isfinite(value))
+
+
+def _kind(value: Any) -> str:
+    if isinstance(value, Mapping):
+        return "an object"
+    if isinstance(value, list):
+        return "a list" if value else "an empty list"
+    return "nothing" if value is None or isinstance(value, float) else f"a {type(value).__name__}"
 
 
 def _is_messages(value: Any) -> bool:

@@ -108,7 +108,7 @@ def test_edited_fields(tmp_path: Path, field: str) -> None:
         (b'{"question": "q", "answer": "", "m": [{"x": "\\udc00"}]}', r"half a character .* in m\.0\.x"),
         (b'{"question": "q", "answer": "", "m": "\xed\xa0\xbd"}', "a.jsonl:1: not valid JSON"),
         (b'{"question": ' + DEEP.encode() + b"}", "a.jsonl:1: not valid JSON .nested too deeply"),
-        (b'\n{"question": "q", "answer": NaN}', "a.jsonl:2: no text in field 'answer'"),
+        (b'\n{"question": "q", "answer": NaN}', "a.jsonl:2: field 'answer' holds nothing"),
         (b'{"question": " ", "answer": "a"}', "a.jsonl:1: the prompt is empty"),
         (b'\xef\xbb\xbf{"question": "q", "answer": "a"}', None),
         ('{"question": "q", "answer": "a"}'.encode("utf-16"), "a.jsonl:1: not valid JSON"),
