@@ -21,6 +21,8 @@ RESAMPLES = 2000
 ROUNDING = 1e-6
 """Of rewards: they are sums of parts, and float32 in a batch, so that 0.1 + 0.2 and 0.3 are one reward. Relative to
 rewards above 1."""
+_MISSED = 0.025
+"""Chance at which a share is taken for unseen."""
 _STUDENT95 = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571, 7: 2.447}
 """Values -> Student's two-sided 95% quantile. A mean of so few drawn again never leaves their range, however often."""
 
@@ -132,6 +134,15 @@ def paired(a: Sequence[float], b: Sequence[float]) -> Paired:
     return Paired(n, difference, low, high, p, better, worse, math.sqrt(variance), needed)
 
 
+def prompts_to_tell(found: Paired, least: float) -> int:
+    """Prompts like those of `found`, on which `least` would differ from 0 as of `prompts_needed`. Where all differed
+    alike, their number is what is unknown: so many that as few may be unseen as `paired` allows for within `least`."""
+    if found.deviation > ROUNDING:
+        return prompts_needed(found.deviation**2, least)
+    apart = (found.high - found.low) / 2 / _unseen(found.prompts)
+    return 2 if least >= apart else max(2, math.ceil(math.log(_MISSED) / math.log1p(-least / apart)))
+
+
 def prompts_needed(variance: float, difference: float) -> int:
     """Prompts on which a mean difference of this size, which varies so over prompts, differs from 0 at the 5% level in
     four of five trials (normal approximation). `difference` not 0."""
@@ -185,7 +196,7 @@ def _equal(values: npt.NDArray[np.float64]) -> bool:
 
 def _unseen(n: int) -> float:
     """Largest share of a population that n draws all miss in one of forty trials (Clopper and Pearson 1934)."""
-    return 1.0 - 0.025 ** (1 / n)
+    return 1.0 - _MISSED ** (1 / n)
 
 
 def _interval(values: npt.NDArray[np.float64]) -> tuple[float, float]:

@@ -33,7 +33,7 @@ from typing import Any
 import yaml
 
 from app.cli.errors import OtherCommandFailed
-from app.statistics import Paired, paired, prompts_needed
+from app.statistics import Paired, paired, prompts_to_tell
 from app.text import reason
 
 _FORMAT = ("question_field", "answer_field", "template", "answer_pattern", "chat", "system", "image_field")
@@ -143,7 +143,7 @@ def compared(a: Played, b: Played, tasks: Mapping[str, str], least: float) -> tu
     whole, tokens = _pairs(a.rewards, b.rewards, both), _pairs(a.tokens, b.tokens, both)
     lines.append(f"\nB against A: {whole.in_words()}")
     if not whole.distinguishable:
-        needed = prompts_needed(max(whole.deviation, 1e-9) ** 2, least)
+        needed = prompts_to_tell(whole, least)
         lines.append(f"a difference of {least:g} would need about {needed:,} prompts like these, played by both")
         figures["prompts_for_least"] = needed
     episodes = [sum(one.tokens[p] for p in both) / len(both) for one in (a, b)]

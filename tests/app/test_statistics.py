@@ -8,7 +8,16 @@ import math
 import numpy as np
 import pytest
 
-from app.statistics import equal, mcnemar, mean_interval, paired, prompts_needed, share_interval, sign_flip_bound
+from app.statistics import (
+    equal,
+    mcnemar,
+    mean_interval,
+    paired,
+    prompts_needed,
+    prompts_to_tell,
+    share_interval,
+    sign_flip_bound,
+)
 
 RANDOM = np.random.default_rng(7)
 
@@ -149,3 +158,14 @@ def test_the_bound_of_sign_flips_holds_for_any_degrees() -> None:
             found = sign_flip_bound(list(values * observed))
             assert found <= 1.0 and np.mean(sums >= values @ observed - 1e-9) <= found
     assert sign_flip_bound([]) == sign_flip_bound([0.0, 0.0]) == sign_flip_bound([1.0, -1.0]) == 1.0
+
+
+def test_where_nothing_differed_as_many_prompts_would_tell_as_the_interval_says() -> None:
+    """Two are not enough where the interval of twenty-four is wider than what is to be told."""
+    same = paired([0.0, 0.25, 0.5] * 8, [0.0, 0.25, 0.5] * 8)
+    assert same.low < -0.05 and same.high > 0.05
+    needed = prompts_to_tell(same, 0.05)
+    assert needed == 72 and paired([0.5] * needed, [0.5] * needed).high <= 0.05 < paired([0.5] * 71, [0.5] * 71).high
+    assert prompts_to_tell(same, 2.0) == 2
+    found = paired([0.0, 0.5, 0.1, 0.9], [0.2, 0.4, 0.7, 0.8])
+    assert prompts_to_tell(found, 0.05) == prompts_needed(found.deviation**2, 0.05)
