@@ -123,8 +123,10 @@ def explain(message: str, known: Iterable[str]) -> str:
 
 
 def cut(text: str) -> str:
-    """`text`, or its beginning where it is too long to be read."""
-    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}... ({len(text):,} characters)"
+    """`text`, or its beginning and its end, where causes and files stand, of one that is too long to be read."""
+    if len(text) <= _LONGEST:
+        return text
+    return f"{text[: _LONGEST // 2]} ... ({len(text):,} characters) ... {text[-_LONGEST // 2 :]}"
 
 
 def users_mistake(error: BaseException) -> BaseException | None:

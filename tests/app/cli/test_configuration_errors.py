@@ -13,6 +13,7 @@ from lightning_utilities.core.imports import RequirementCache
 
 from app.cli import main
 from app.cli.configuration import check_values, read_yaml
+from app.cli.errors import cut
 from datamodules import RolloutDataModule
 from modules.models import ModelSource, build_model
 from tests.app.cli.test_end_to_end import CONFIGS
@@ -300,3 +301,12 @@ def test_what_another_datamodule_calls_otherwise(given: str, meant: str, capsys:
     Path("recorded.yaml").write_text(data)
     said = refusal(capsys, "--config", "base.yaml", "--config", "recorded.yaml")
     assert f"Did you mean '{meant}'? RecordedDataModule accepts: path, " in said
+
+
+def test_of_a_line_that_is_too_long_the_end_is_shown_too() -> None:
+    """Where what agents print has its cause, and the file with the rest."""
+    printed = "^" * 2_000 + " TypeError: x (all of it: agents/1.log)"
+    said = cut(f"prompt 'a': the agent exited with code 1; it printed {printed}")
+    assert said.startswith("prompt 'a': the agent exited") and said.endswith("TypeError: x (all of it: agents/1.log)")
+    assert "characters) ..." in said and len(said) < 550
+    assert cut("short") == "short"
