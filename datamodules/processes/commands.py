@@ -20,6 +20,8 @@ import threading
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 
+from datamodules.processes.worker import NotAnAnswer
+
 _MOST_ANSWER = 1 << 20  # bytes of the output's end, in which the last line is looked for
 _CHUNK = 1 << 16
 
@@ -35,7 +37,7 @@ def run_command(variables: Mapping[str, str], words: Sequence[str], given: str) 
 
     Raises:
         OSError, ValueError: it cannot be started.
-        RuntimeError: its exit code is not 0, or its last line has more than 1 MB.
+        NotAnAnswer: its exit code is not 0, or its last line has more than 1 MB.
     """
     with tempfile.TemporaryFile() as stdin:
         stdin.write(given.encode("utf-8", "replace"))
@@ -54,12 +56,12 @@ def run_command(variables: Mapping[str, str], words: Sequence[str], given: str) 
         os.killpg(process.pid, signal.SIGKILL)
     if code := process.returncode:
         how = f"exited with code {code}" if code > 0 else f"was ended by {signal.Signals(-code).name}"
-        raise RuntimeError(f"{words[0]} {how}")
+        raise NotAnAnswer(how, "exception")
     lines = re.split(r"[\r\n]", printed.decode("utf-8", "replace"))
     if len(printed) > _MOST_ANSWER:
         del lines[0]  # whose beginning may be missing
         if not any(line.strip() for line in lines):
-            raise RuntimeError(f"{words[0]} printed a last line of more than 1 MB, its answer; print a shorter one")
+            raise NotAnAnswer("printed a last line of more than 1 MB, its answer; print a shorter one", "exception")
     return next((line.strip() for line in reversed(lines) if line.strip()), "")
 
 

@@ -44,6 +44,9 @@ _ELSEWHERE = re.compile(
 )
 _IMPATIENT = re.compile(r"[Tt]ime(d ?|-)?[Oo]ut")
 _NO_REPLY_DOES = "Connect|Timeout|Authentication|MemoryError|ImportError|ModuleNotFound"  # in a name of an error
+_NO_REPLY_DID = re.compile(
+    r"\w*(?:Connect|Timeout|Authentication)\w*Error\b|MemoryError|ImportError|ModuleNotFoundError"
+)
 _BY_ITSELF = re.compile(rf"raised (?!\w*(?:{_NO_REPLY_DOES}))|exited with code [1-9]|answered with status 500\b")
 _OF_THE_MODEL = (
     "; where the model's replies are to blame, catch it in the agent, or score such episodes: AgentWorkflow.on_failure"
@@ -227,7 +230,7 @@ class AgentWorkflow:
                 said, printed = _words(error), _printed(output, str(error).startswith("raised "))
                 away = isinstance(error, DeadlinePassed) or _ELSEWHERE.search(said + printed)
                 why = f"; {_NOBODY}" if away and not session.asked else _given_up(session, said + printed)
-                if why or not _may_be_scored(error, session):
+                if why or not _may_be_scored(error, session, printed):
                     raise CallFailed(f"the agent {said}{why}{printed}") from error
                 if self.on_failure == "drop":
                     raise CallFailed(f"the agent {said}{printed}{_OF_THE_MODEL}") from error
@@ -330,12 +333,14 @@ def _check(session: Session) -> None:
         raise GenerationError(f"the engine failed under the agent: {session.fault}") from session.fault
 
 
-def _may_be_scored(error: Exception, session: Session) -> bool:
-    """Whether the model's replies may be why the agent failed: nothing else is known that could be."""
+def _may_be_scored(error: Exception, session: Session, printed: str) -> bool:
+    """Whether the model's replies may be why the agent failed: nothing else is known that could be. Of a command, which
+    says so in what it `printed` alone."""
     trained = len(session.transcript.calls) > session.untrained
     if isinstance(error, DeadlinePassed) or session.refused or not trained:
         return False
-    return bool(_BY_ITSELF.match(str(error)))
+    elsewhere = str(error).startswith("exited ") and _NO_REPLY_DID.search(printed)
+    return bool(_BY_ITSELF.match(str(error)) and not elsewhere)
 
 
 def _given_up(session: Session, said: str) -> str:

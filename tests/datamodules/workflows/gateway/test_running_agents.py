@@ -110,11 +110,32 @@ def test_a_command_whose_last_line_is_a_number_gives_the_reward() -> None:
 
 def test_what_a_failed_command_printed_is_kept_and_shown(tmp_path: Path) -> None:
     lines = ["ask('x')", "print('first')", "print('no such fruit', file=sys.stderr)", "sys.exit(3)"]
-    with pytest.raises(CallFailed, match=r"exited with code 3; it printed, at the end, .*no such fruit") as caught:
+    says = r"^the agent exited with code 3; it printed, at the end, .*no such fruit"
+    with pytest.raises(CallFailed, match=says) as caught:
         run(command(*lines), ["x"], tmp_path)
-    kept = Path(str(caught.value).split("all of it: ")[1].rstrip(")"))
+    kept = Path(str(caught.value).split("all of it: ")[1].split(")")[0])
     assert kept.parent == tmp_path
     assert "first" in kept.read_text() and "no such fruit" in kept.read_text()
+
+
+@pytest.mark.parametrize(
+    ("last", "reward"),
+    [
+        ("sys.exit(3)", -0.5),
+        ("sys.exit('no such fruit')", -0.5),
+        ("raise ConnectionRefusedError('by the database')", None),
+        ("import nothing_of_the_kind", None),
+        ("os.kill(os.getpid(), 9)", None),
+    ],
+)
+def test_a_command_that_fails_after_a_reply_is_scored_as_told(last: str, reward: float | None, tmp_path: Path) -> None:
+    """But where no reply of the model's can be why."""
+    if reward is not None:
+        _, found = run(command("ask('x')", last), ["x"], tmp_path, on_failure=-0.5)
+        assert found[0].reward == reward and found[0].metadata["reward_failed"].startswith("exited with code")
+        return
+    with pytest.raises(CallFailed, match=r"^the agent (exited with code 1|was ended by SIGKILL)"):
+        run(command("ask('x')", last), ["x"], tmp_path, on_failure=-0.5)
 
 
 def test_an_agent_that_fails_without_a_word_leaves_no_file(tmp_path: Path) -> None:
