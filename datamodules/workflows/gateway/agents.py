@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import json
+import logging
 import math
 import os
 import pkgutil
@@ -35,9 +36,11 @@ from datamodules.prompts.base import Prompt
 from datamodules.workflows.adapters.ray_executor import RayExecutor
 from datamodules.workflows.calling import within
 
+_log = logging.getLogger(__name__)
 _NO_TRACES = "OPENAI_AGENTS_DISABLE_TRACING"
 _MOST_SHOWN = 500  # characters of a service's refusal
 _MOST_ANSWER = 1 << 20  # bytes
+_AGAIN_S = 1.0  # between two looks at a service that went away
 _FIELD = re.compile(r"\{([A-Za-z_]\w*)\}")
 
 
@@ -78,7 +81,13 @@ class Door:
 
 
 class Agent(ABC):
-    """Runs one agent an episode."""
+    """Runs one agent an episode.
+
+    Attributes:
+        finds: where it finds its session, for messages to whoever wrote it.
+    """
+
+    finds = "OPENAI_BASE_URL and OPENAI_API_KEY"
 
     @abstractmethod
     async def run(self, door: Door, task: Prompt, seconds: float | None, output: Path | None) -> Any:
@@ -249,13 +258,20 @@ class ServiceAgent(Agent):
     Args:
         url: of the service.
         workers: tasks it is given at a time.
+        patience_s: seconds to wait for a service that answered before and takes no connection now, as one does that is
+            started anew. It was told nothing of the task then, so that it can be asked again.
     """
 
-    def __init__(self, url: str, workers: int) -> None:
+    finds = "the openai_base_url (anthropic_base_url) and api_key that are POSTed with its task"
+
+    def __init__(self, url: str, workers: int, patience_s: float = 120.0) -> None:
         if not urlsplit(url).hostname:
             raise ValueError(f"{url!r} is no URL of a service")
         self._url = url
         self._workers = workers
+        self._patience_s = patience_s
+        self._answered = False  # it has, once
+        self._gone = False  # which was said
         self._loop: asyncio.AbstractEventLoop | None = None
 
     async def run(self, door: Door, task: Prompt, seconds: float | None, output: Path | None) -> Any:
@@ -278,22 +294,13 @@ class ServiceAgent(Agent):
             "anthropic_base_url": door.variables["ANTHROPIC_BASE_URL"],
             "api_key": door.key,
         }
-        try:
-            async with (
-                aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=None)) as client,
-                client.post(self._url, json=body, allow_redirects=False) as response,  # the key is for this one
-            ):
-                said = await response.content.read(_MOST_ANSWER)
-                while len(said) < _MOST_ANSWER and (more := await response.content.read(_MOST_ANSWER - len(said))):
-                    said += more
-        except aiohttp.ClientError as error:
-            raise CallFailed(f"cannot be asked at {self._url}: {error or type(error).__name__}") from error
-        if response.status == 202:
+        status, said = await self._posted(body)
+        if status == 202:
             await door.ended.wait()
             return None
         text = said.decode("utf-8", "replace")
-        if not 200 <= response.status < 300:
-            raise CallFailed(f"answered with status {response.status}: {text[:_MOST_SHOWN].replace(door.key, '...')}")
+        if not 200 <= status < 300:
+            raise CallFailed(f"answered with status {status}: {text[:_MOST_SHOWN].replace(door.key, '...')}")
         if not text.strip():
             return None
         try:
@@ -305,6 +312,39 @@ class ServiceAgent(Agent):
         if answer is not None and (isinstance(answer, bool) or not isinstance(answer, str | int | float)):
             raise CallFailed(f"answered with an answer that is {type(answer).__name__}; it must be text or a number")
         return answer
+
+    async def _posted(self, body: dict[str, Any]) -> tuple[int, bytes]:
+        """Status and body of the answer. Raises CallFailed: it went away, or is not there."""
+        loop = asyncio.get_running_loop()
+        until = loop.time() + self._patience_s
+        while True:
+            try:
+                async with (
+                    aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=None)) as client,
+                    client.post(self._url, json=body, allow_redirects=False) as response,  # the key is for this one
+                ):
+                    said = await response.content.read(_MOST_ANSWER)
+                    while len(said) < _MOST_ANSWER and (more := await response.content.read(_MOST_ANSWER - len(said))):
+                        said += more
+                if self._gone:
+                    _log.warning("the agent service at %s answers again", self._url)
+                self._answered, self._gone = True, False
+                return response.status, said
+            except aiohttp.ClientConnectorError as error:
+                if not self._answered or loop.time() >= until:
+                    waited = f" for {self._patience_s:g} s" if self._answered else ""
+                    raise CallFailed(
+                        f"cannot be asked at {self._url}{waited}: {error}; start the service, or correct its address"
+                    ) from error
+                if not self._gone:
+                    self._gone = True
+                    told = "the agent service at %s takes no connection (%s); it is waited for, for %g s an episode"
+                    _log.warning(told, self._url, error, self._patience_s)
+                await asyncio.sleep(_AGAIN_S)
+            except aiohttp.ClientError as error:
+                raise CallFailed(
+                    f"broke off at {self._url}: {error or type(error).__name__}; what it did for this task is lost"
+                ) from error
 
 
 def _shown(task: Prompt) -> dict[str, Any]:

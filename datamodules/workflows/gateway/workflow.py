@@ -43,6 +43,7 @@ _ELSEWHERE = re.compile(
     r"[Cc]onnect|Authentication|(?<!File)(?<!Module)NotFound|\b40[134]\b|api_key|base_url|[Tt]imeout|[Tt]imed out"
 )
 _IMPATIENT = re.compile(r"[Tt]ime(d ?|-)?[Oo]ut")
+_NEVER_BEGAN = ("cannot be asked", "broke off")  # services
 _NO_REPLY_DOES = "Connect|Timeout|Authentication|MemoryError|ImportError|ModuleNotFound"  # in a name of an error
 _NO_REPLY_DID = re.compile(
     r"\w*(?:Connect|Timeout|Authentication)\w*Error\b|MemoryError|ImportError|ModuleNotFoundError"
@@ -51,10 +52,7 @@ _BY_ITSELF = re.compile(rf"raised (?!\w*(?:{_NO_REPLY_DOES}))|exited with code [
 _OF_THE_MODEL = (
     "; where the model's replies are to blame, catch it in the agent, or score such episodes: AgentWorkflow.on_failure"
 )
-_NOBODY = (
-    "no call reached this session: does the agent set base_url or api_key itself? It must leave them to OPENAI_BASE_URL"
-    " and OPENAI_API_KEY"
-)
+_NOBODY = "no call reached this session: does the agent set base_url or api_key itself? It must take them from {finds}"
 
 
 class AgentWorkflow:
@@ -218,7 +216,7 @@ class AgentWorkflow:
             session.counts["lost_attempts"] = lost
         door = agents.Door(gateway.admit(session), session.key, session.ended, lambda: engine.held_s)
         output = self._output and self._output / f"{session.id}.log"
-        failed = ""
+        failed, nobody = "", _NOBODY.format(finds=self._agents[0].finds)
         try:
             with engine.waiting("agent", prompt.id):
                 result = await self._agents[engine.is_held_out].run(door, prompt, self._deadline_s, output)
@@ -229,7 +227,8 @@ class AgentWorkflow:
             if not session.exhausted:
                 said, printed = _words(error), _printed(output, str(error).startswith("raised "))
                 away = isinstance(error, DeadlinePassed) or _ELSEWHERE.search(said + printed)
-                why = f"; {_NOBODY}" if away and not session.asked else _given_up(session, said + printed)
+                lonely = away and not session.asked and not said.startswith(_NEVER_BEGAN)
+                why = f"; {nobody}" if lonely else _given_up(session, said + printed)
                 if why or not _may_be_scored(error, session, printed):
                     raise CallFailed(f"the agent {said}{why}{printed}") from error
                 if self.on_failure == "drop":
@@ -253,8 +252,8 @@ class AgentWorkflow:
             )
         if not session.transcript.calls:
             raise CallFailed(
-                "the agent asked for no reply; it must call the API at OPENAI_BASE_URL, as the openai package does"
-                + (f" ({_NOBODY})" if not session.asked else "")
+                f"the agent asked for no reply; it must call the API by {self._agents[0].finds}"
+                + (f" ({nobody})" if not session.asked else "")
             )
         if session.untrained == len(session.transcript.calls):
             raise CallFailed(

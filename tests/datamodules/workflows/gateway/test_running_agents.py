@@ -7,8 +7,8 @@ import json
 import sys
 import threading
 import time
-from collections.abc import Awaitable, Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from datamodules.inference.protocol import GenerationRequest
 from datamodules.processes.calls import CallFailed
 from datamodules.prompts.base import Prompt
 from datamodules.workflows.gateway import AgentWorkflow
+from datamodules.workflows.gateway.agents import Door, ServiceAgent
 from tests.datamodules.workflows.scripted_engine import WITH_CALLS, Pool, ScriptedEngine, play
 from tests.helpers.recorded_samples import byte_tokenizer
 
@@ -171,7 +172,7 @@ def test_a_command_ends_at_its_deadline_with_all_it_started(tmp_path: Path) -> N
     ]
     with pytest.raises(CallFailed, match=r"the agent was not over after 0\.5 s") as caught:
         run(command(*lines), ["x"], tmp_path, engine=StillUntilAsked, deadline_s=0.5)
-    kept = Path(str(caught.value).split("all of it: ")[1].rstrip(")"))
+    kept = Path(str(caught.value).split("all of it: ")[1].split(")")[0])
     pids = [int(one) for one in kept.read_text().split()]
     assert len(pids) == 2 and not any(map(psutil.pid_exists, pids))
 
@@ -347,9 +348,77 @@ def test_a_service_that_fails(status: int, body: str, says: str) -> None:
         assert str(caught.value).endswith("out of fruit...")  # the key is left out
 
 
+def door() -> Door:
+    return Door("http://127.0.0.1:9", "key", asyncio.Event(), lambda: 0.0)
+
+
+def test_a_service_that_goes_away_is_waited_for_and_asked_again(caplog: pytest.LogCaptureFixture) -> None:
+    """Started anew in the middle of a run: the tasks it was not told of meanwhile are not lost."""
+
+    async def answer(request: web.Request) -> web.Response:
+        return web.json_response({"answer": (await request.json())["task"]["text"]})
+
+    @asynccontextmanager
+    async def up(port: int) -> AsyncIterator[int]:
+        app = web.Application()
+        app.router.add_post("/solve", answer)
+        runner = web.AppRunner(app, shutdown_timeout=0.1)
+        await runner.setup()
+        await web.TCPSite(runner, "127.0.0.1", port, reuse_address=True).start()
+        yield runner.addresses[0][1]
+        await runner.cleanup()
+
+    async def episodes() -> list[str]:
+        async with up(0) as port:
+            service = ServiceAgent(f"http://127.0.0.1:{port}/solve", workers=1)
+            found = [await service.run(door(), TASK, 30.0, None)]
+        late = asyncio.create_task(service.run(door(), TASK, 30.0, None))
+        while "takes no connection" not in caplog.text and not late.done():
+            await asyncio.sleep(0.01)
+        async with up(port):
+            found.append(await late)
+        return found
+
+    assert asyncio.run(episodes()) == [TASK.text] * 2
+    assert "answers again" in caplog.text
+
+
+def test_a_service_that_stays_away_fails_when_patience_ends() -> None:
+    async def handler(given: dict[str, Any]) -> web.Response:
+        return web.json_response({"answer": "six"})
+
+    async def ask() -> None:
+        with serving(handler) as url:
+            service = ServiceAgent(url, workers=1, patience_s=0.0)
+            assert await service.run(door(), TASK, 10.0, None) == "six"
+        await service.run(door(), TASK, 10.0, None)
+
+    says = r"cannot be asked at .* for 0 s: .*; start the service, or correct its address"
+    with pytest.raises(CallFailed, match=says):
+        asyncio.run(ask())
+
+
+def test_a_service_that_breaks_off_is_not_said_to_name_an_address() -> None:
+    async def handler(given: dict[str, Any]) -> web.Response:
+        raise asyncio.CancelledError  # as one that is killed: the connection closes
+
+    with serving(handler) as url, pytest.raises(CallFailed, match=r"the agent broke off at .* is lost") as caught:
+        run(url, ["x"])
+    assert "base_url" not in str(caught.value)
+
+
+def test_a_service_that_asks_elsewhere_is_told_where_its_session_is() -> None:
+    async def handler(given: dict[str, Any]) -> web.Response:
+        return web.json_response({"answer": "six"})
+
+    with serving(handler) as url, pytest.raises(CallFailed, match=r"openai_base_url .* and api_key that are POSTed"):
+        run(url, ["x"])
+
+
 def test_a_service_that_is_gone_or_never_done() -> None:
-    with pytest.raises(CallFailed, match=r"cannot be asked at http://127\.0\.0\.1:9/solve"):
+    with pytest.raises(CallFailed, match=r"cannot be asked at http://127\.0\.0\.1:9/solve") as caught:
         run("http://127.0.0.1:9/solve", ["x"])
+    assert "base_url" not in str(caught.value)  # it has not begun, so that it has not named one
 
     async def handler(given: dict[str, Any]) -> web.Response:
         return web.Response(status=202)
