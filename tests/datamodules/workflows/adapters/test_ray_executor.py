@@ -274,7 +274,7 @@ def test_what_a_failed_agent_printed_comes_back(nodes: TwoNodes, tmp_path: Path)
     _, (failed,) = play(nodes, command(*lines), task("a"), logs=tmp_path)
     assert isinstance(failed, CallFailed)
     assert re.search(r"exited with code 3; it printed, at the end, .*no such fruit", str(failed))
-    kept = Path(str(failed).split("all of it: ")[1].rstrip(")"))
+    kept = Path(str(failed).split("all of it: ")[1].split(")")[0])
     assert kept.parent == tmp_path and "first" in kept.read_text()
 
 
