@@ -104,6 +104,17 @@ def test_both_providers_clients_find_the_session(monkeypatch: pytest.MonkeyPatch
     assert judged[1:] == ["1.5 false"]
 
 
+def test_addresses_of_the_runs_environment_lead_no_client_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    """LangChain's clients and litellm prefer names of their own to those that the providers' packages know."""
+    others = {"OPENAI_API_BASE": "OPENAI_BASE_URL", "ANTHROPIC_API_BASE": "ANTHROPIC_BASE_URL"}
+    others |= {"ANTHROPIC_API_URL": "ANTHROPIC_BASE_URL"}
+    for name in others:
+        monkeypatch.setenv(name, "http://127.0.0.1:9/v1")
+    lines = ["ask('x')", f"print(float(all(os.environ[one] == os.environ[two] for one, two in {others}.items())))"]
+    _, found = run(command(*lines), ["x"])
+    assert found[0].reward == 1.0
+
+
 def test_a_command_whose_last_line_is_a_number_gives_the_reward() -> None:
     _, found = run(command("ask('x')", "print(1.5)"), ["x"])
     assert found[0].reward == 1.5
