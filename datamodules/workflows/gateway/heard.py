@@ -92,7 +92,7 @@ def _responses(asked: dict[str, Any], answer: bytes, streamed: bool) -> Heard:
         model=str(given.get("model") or asked.get("model") or ""),
         messages=[_message(one) for one in [*before, *responses.messages_of(asked["input"])]],
         replies=[(_message(one), True) for one in said],
-        tools=[] if asked.get("tool_choice") == "none" else responses.tools_of(asked.get("tools")) or [],
+        tools=[] if asked.get("tool_choice") == "none" else responses.tools_of(asked.get("tools"), exactly=False) or [],
         name=str(given.get("id") or ""),
         continues=str(asked.get("previous_response_id") or ""),
         before=len(before),
@@ -113,7 +113,7 @@ def _messages(asked: dict[str, Any], answer: bytes, streamed: bool) -> Heard:
         model=str(given.get("model") or asked.get("model") or ""),
         messages=[_message(one) for one in shown],
         replies=[(_message(said), True)] if said else [],
-        tools=[] if hides_tools else anthropic.tools_of(asked.get("tools")) or [],
+        tools=[] if hides_tools else anthropic.tools_of(asked.get("tools"), exactly=False) or [],
     )
 
 

@@ -14,7 +14,8 @@ import functools
 import secrets
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -161,7 +162,8 @@ class Session:
         pictures = self._images.seen(asked.messages)
         with refused():
             plan = self._plan(asked)
-            self._check_fit(structured.check_shown, asked, plan.text)
+            with _ends_the_run(self):
+                structured.check_shown(asked, plan.text)
             tokens = await self._tokens_of(plan)
             placed = self._images.placed(tokens, pictures)
         prompt = Kept(plan.text, tokens, plan.base, plan.begins)
@@ -379,16 +381,9 @@ class Session:
                 param="messages",
                 code="context_length_exceeded",
             )
-        self._check_fit(check_tools, self._chat, messages, tools, self._show_tools)
+        with _ends_the_run(self):
+            check_tools(self._chat, messages, tools, self._show_tools)
         return tools if self._show_tools else None
-
-    def _check_fit(self, check: Callable[..., None], *of: Any) -> None:
-        """Raises the RequestError of a `check`, which ends the run: every episode would meet it."""
-        try:
-            check(*of)
-        except RequestError as error:
-            self.misfit = str(error)
-            raise
 
     def _spend(self, n: int) -> None:
         self.touched = time.monotonic()
@@ -486,6 +481,16 @@ class Session:
         kept = seen.tokens
         heard = (whole, end, kept, message, stop, is_trained, pictures, thought)
         return Call(name, prompt, len(request.tokens), request.temperature, response, messages, *heard)
+
+
+@contextmanager
+def _ends_the_run(session: Session) -> Iterator[None]:
+    """For what the model's template hides: every episode would meet it."""
+    try:
+        yield
+    except RequestError as error:
+        session.misfit = str(error)
+        raise
 
 
 def _over() -> RequestError:

@@ -267,8 +267,10 @@ def _tools(found: Any) -> list[dict[str, Any]] | None:
     for k, tool in enumerate(fields.a_list("tools", found)):
         where = f"tools[{k}]"
         fields.one_of(f"{where}.type", fields.an_object(where, tool).get("type"), ("function",))
+        fields.only(where, tool, ("type", "function", "cache_control"))
         where = f"{where}.function"
         function = fields.an_object(where, tool.get("function"))
+        fields.only(where, function, ("name", "description", "parameters", "strict"))
         # `strict` is not shown to the model: nothing here forces arguments into their schema.
         tools.append(fields.function_tool(where, function, function.get("parameters"), f"{where}.parameters"))
     return tools or None

@@ -181,6 +181,11 @@ def nothing_left(left: Mapping[str, Any], where: str = "") -> None:
             raise RequestError(f"{name}: not supported; {remedy}", param=name, code="unsupported_parameter")
 
 
+def only(where: str, value: Mapping[str, Any], known: Iterable[str]) -> None:
+    """Refuses fields of an object that are not `known`, unless they are None or false, which ask for nothing."""
+    nothing_left({key: one for key, one in value.items() if key not in known and one is not False}, where)
+
+
 def function_tool(where: str, function: Mapping[str, Any], parameters: Any, schema_key: str) -> dict[str, Any]:
     """A tool as chat templates know it, of `name`, `description` and a JSON schema. Raises RequestError.
 

@@ -19,6 +19,8 @@ from datamodules.workflows.gateway.transcript import Call
 
 _WITHOUT_EFFECT = ("metadata", "service_tier", "cache_control", "inference_geo")
 _NEUTRAL: dict[str, tuple[Any, ...]] = {"thinking": ({"type": "disabled"},)}
+# `strict` is not shown to the model: nothing here forces arguments into their schema.
+_TOOL_FIELDS = ("type", "name", "description", "input_schema", "strict", "cache_control", "eager_input_streaming")
 _KINDS = {
     "authentication_error": (401,),
     "permission_error": (403,),
@@ -167,7 +169,8 @@ def _tool_use(call: dict[str, Any]) -> dict[str, Any]:
     return {"type": "tool_use", "id": call["id"], "name": call["function"]["name"]}
 
 
-def tools_of(found: Any) -> list[dict[str, Any]] | None:
+def tools_of(found: Any, exactly: bool = True) -> list[dict[str, Any]] | None:
+    """As Chat Completions has them. `exactly`: fields that are not known are refused."""
     tools = []
     for k, tool in enumerate([] if found is None else fields.a_list("tools", found)):
         where = f"tools[{k}]"
@@ -179,6 +182,8 @@ def tools_of(found: Any) -> list[dict[str, Any]] | None:
                 param=f"{where}.type",
                 code="unsupported_parameter",
             )
+        if exactly:
+            fields.only(where, tool, _TOOL_FIELDS)
         schema = fields.an_object(f"{where}.input_schema", tool.get("input_schema"))
         tools.append(fields.function_tool(where, tool, schema, f"{where}.input_schema"))
     return tools or None

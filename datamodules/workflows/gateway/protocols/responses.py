@@ -104,7 +104,8 @@ class Responses(WireProtocol):
         return openai_error(problem)
 
 
-def tools_of(found: Any) -> list[dict[str, Any]] | None:
+def tools_of(found: Any, exactly: bool = True) -> list[dict[str, Any]] | None:
+    """As Chat Completions has them. `exactly`: fields that are not known are refused."""
     tools = []
     for k, tool in enumerate([] if found is None else fields.a_list("tools", found)):
         where = f"tools[{k}]"
@@ -115,6 +116,8 @@ def tools_of(found: Any) -> list[dict[str, Any]] | None:
                 param=f"{where}.type",
                 code="unsupported_parameter",
             )
+        if exactly:
+            fields.only(where, tool, ("type", "name", "description", "parameters", "strict"))
         tools.append(fields.function_tool(where, tool, tool.get("parameters"), f"{where}.parameters"))
     return tools or None
 

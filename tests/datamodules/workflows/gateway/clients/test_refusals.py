@@ -70,3 +70,28 @@ def test_the_remedy_is_one_with_langchain() -> None:
         model = chat.ChatOpenAI(model="any", base_url=there.v1, api_key=there.key, max_retries=0)
         route = model.bind_tools([shape]) | parsers.PydanticToolsParser(tools=[shape], first_tool_only=True)
         assert route.invoke(QUESTION) == shape(where="shop") and route.invoke(QUESTION) is None
+
+
+TOOL: dict[str, Any] = {"name": "f", "description": "g"}
+
+
+@pytest.mark.parametrize(
+    ("path", "tool", "field"),
+    [
+        ("chat/completions", {"type": "function", "function": {**TOOL, "desciption": "h"}}, "function.desciption"),
+        ("chat/completions", {"type": "function", "function": TOOL, "defer_loading": True}, "defer_loading"),
+        ("responses", {"type": "function", **TOOL, "parameters": {}, "defer_loading": True}, "defer_loading"),
+        ("messages", {**TOOL, "input_schema": {}, "input_examples": [{"x": 1}]}, "input_examples"),
+    ],
+)
+def test_what_a_tool_says_and_the_model_would_not_see_is_refused(path: str, tool: dict[str, Any], field: str) -> None:
+    said = [{"role": "user", "content": QUESTION}]
+    body = {"input": said} if path == "responses" else {"messages": said, "max_tokens": 99}
+    with door(["Six."]) as there:
+        client = OpenAI(base_url=there.v1, api_key=there.key, max_retries=0)
+        with pytest.raises(BadRequestError, match=rf"tools\[0\]\.{field}: not supported"):
+            client.post(f"/{path}", body={**body, "tools": [tool]}, cast_to=object)
+        plain = {key: {**value, "strict": True} if key == "function" else value for key, value in tool.items()}
+        plain = {key: value for key, value in plain.items() if key not in ("defer_loading", "input_examples")}
+        plain.get("function", plain).pop("desciption", None)
+        client.post(f"/{path}", body={**body, "tools": [{**plain, "defer_loading": False}]}, cast_to=object)
