@@ -6,10 +6,13 @@ Also chat templates in the shape of those that models come with.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
+import pytest
 from transformers import PreTrainedTokenizerBase
 
 from app.batch import Trajectory
@@ -103,6 +106,18 @@ class ScriptedEngine(FakeEngine):
                 await asyncio.sleep(self.pace_s)
         self.responses.append(response)
         return response
+
+
+def stands_still_until(there: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such engines: what an agent needs until this file is there counts for no deadline."""
+    came: list[float] = []
+
+    def still_s(engine: ScriptedEngine) -> float:
+        if not came and there.exists():
+            came.append(time.monotonic())
+        return came[0] if came else time.monotonic()
+
+    monkeypatch.setattr(ScriptedEngine, "still_s", property(still_s), raising=False)
 
 
 class Pool:

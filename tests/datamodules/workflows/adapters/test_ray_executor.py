@@ -28,7 +28,7 @@ from datamodules.processes.calls import CallFailed
 from datamodules.prompts.base import Prompt
 from datamodules.workflows.gateway import AgentWorkflow, RayExecutor
 from tests.datamodules.workflows.adapters import ray_agents
-from tests.datamodules.workflows.scripted_engine import WITH_CALLS, Pool, ScriptedEngine, generated
+from tests.datamodules.workflows.scripted_engine import WITH_CALLS, Pool, ScriptedEngine, generated, stands_still_until
 from tests.helpers.recorded_samples import byte_tokenizer
 
 os.environ |= {"RAY_USAGE_STATS_ENABLED": "0", "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
@@ -279,10 +279,13 @@ def test_what_a_failed_agent_printed_comes_back(nodes: TwoNodes, tmp_path: Path)
 
 
 @pytest.mark.slow
-def test_a_deadline_ends_what_an_agent_started_on_its_node(nodes: TwoNodes, tmp_path: Path) -> None:
-    _, (failed,) = play(nodes, ray_agents.hangs, task("a", tmp_path), logs=tmp_path / "logs", deadline_s=3.0)
+def test_a_deadline_ends_what_an_agent_started_on_its_node(
+    nodes: TwoNodes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stands_still_until(tmp_path / "hanging", monkeypatch)
+    _, (failed,) = play(nodes, ray_agents.hangs, task("a", tmp_path), logs=tmp_path / "logs", deadline_s=1.0)
     assert isinstance(failed, CallFailed)
-    assert re.search(r"was not over after 3 s; no call reached .*; it printed, at the end, 'I hang'", str(failed))
+    assert re.search(r"was not over after 1 s; no call reached .*; it printed, at the end, 'I hang'", str(failed))
     assert no_longer(files(tmp_path, "hanging")["hanging"]["pids"])
 
 
@@ -301,8 +304,11 @@ def test_a_node_does_not_count_what_the_engine_stands_still(
 
 
 @pytest.mark.slow
-def test_an_episode_that_is_given_up_ends_its_agent(nodes: TwoNodes, tmp_path: Path) -> None:
-    _, (failed,) = play(nodes, ray_agents.hangs, task("a", tmp_path), episode_s=8.0)
+def test_an_episode_that_is_given_up_ends_its_agent(
+    nodes: TwoNodes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stands_still_until(tmp_path / "hanging", monkeypatch)
+    _, (failed,) = play(nodes, ray_agents.hangs, task("a", tmp_path), episode_s=1.0)
     assert isinstance(failed, EpisodeError)
     assert no_longer(files(tmp_path, "hanging")["hanging"]["pids"])
 
