@@ -475,9 +475,10 @@ class EvalHandle:
         samples: episodes that were asked for of each prompt.
         ks: of pass@k; none for the mean reward alone.
         solved_at: an episode with at least this reward has solved its prompt.
+        prompts: how many were asked for, 0 where that is not known; those without an episode are not in the batch.
     """
 
-    __slots__ = ("batch", "ks", "name", "prefix", "samples", "solved_at")
+    __slots__ = ("batch", "ks", "name", "prefix", "prompts", "samples", "solved_at")
 
     def __init__(
         self,
@@ -487,6 +488,7 @@ class EvalHandle:
         samples: int = 1,
         ks: Sequence[int] = (),
         solved_at: float = 1.0,
+        prompts: int = 0,
     ) -> None:
         self.batch = batch
         self.name = name
@@ -494,6 +496,7 @@ class EvalHandle:
         self.samples = samples
         self.ks = tuple(ks)
         self.solved_at = solved_at
+        self.prompts = prompts
 
     def __repr__(self) -> str:
         held = "no batch" if self.batch is None else f"{len(self.batch)} sequences"

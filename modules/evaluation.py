@@ -12,7 +12,11 @@ For each set, with n samples a prompt:
     mean@n     mean over prompts of the mean reward of their episodes
     maj@n      share of prompts whose most frequent final answer is right (ties: the mean of those tied)
 
-The last two need n > 1; all but accuracy are reported where `EvalHandle.ks` asks for pass@k.
+And over all sets:
+
+    failed     share of the episodes that were asked for, and are in none of these numbers: higher, it flatters them
+
+The last two of a set need n > 1; all but accuracy are reported where `EvalHandle.ks` asks for pass@k.
 
 And over all sets together, on a sample of their tokens, sampler against trainer: how far the log-probabilities an
 engine reported are from the policy's own. With the same weights on both sides they should differ by rounding only; more
@@ -102,7 +106,9 @@ class EvaluationMetrics(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self._prefixes: list[str] = [""]
-        self._metrics = nn.ModuleList([NamedMetrics(("accuracy", "mismatch_kl"), maxima=("logprob_diff_max",))])
+        self._metrics = nn.ModuleList(
+            [NamedMetrics(("accuracy", "failed", "mismatch_kl"), maxima=("logprob_diff_max",))]
+        )
 
     def update(self, handle: EvalHandle) -> None:
         """Adds the episodes of a batch; to be called on every rank, with or without one."""
@@ -113,7 +119,9 @@ class EvaluationMetrics(nn.Module):
         totals = {} if handle.batch is None else _measure(handle, handle.batch)
         if names:
             self._of(handle.prefix, names).update({name: totals[name] for name in names if name in totals})
-        self._all()[0].update({"accuracy": totals.get("accuracy", (0.0, 0))})
+        reward, episodes = totals.get("accuracy", (0.0, 0))
+        asked = handle.prompts * handle.samples if handle.batch is not None else 0
+        self._all()[0].update({"accuracy": (reward, episodes), "failed": (max(0, asked - episodes), asked)})
 
     def compared(self, divergence: float, tokens: int, largest: float) -> None:
         """Adds what `compare` found on some episodes; on the rank that has them."""

@@ -110,9 +110,10 @@ class EvalLoader:
     def __iter__(self) -> Iterator[EvalHandle]:
         one = self._set
         for first in range(0, one.size, self._batch_size):
-            groups = self._evaluate(one, first, min(first + self._batch_size, one.size))
+            last = min(first + self._batch_size, one.size)
+            groups = self._evaluate(one, first, last)
             batch = to_batch(groups) if groups else None
-            yield EvalHandle(batch, one.name, one.prefix, one.samples, one.ks, one.solved_at)
+            yield EvalHandle(batch, one.name, one.prefix, one.samples, one.ks, one.solved_at, last - first)
 
 
 class Position:

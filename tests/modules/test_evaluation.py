@@ -79,6 +79,18 @@ def test_a_set_without_a_name_has_metrics_without_one() -> None:
     assert found == {"accuracy": 0.5, "pass@1": 0.5, "pass@2": 1.0, "mean@2": 0.5, "maj@2": 0.5}
 
 
+def test_episodes_that_failed_are_a_share_of_all_that_were_asked_for() -> None:
+    """Over all sets and batches; nothing where it is not known, as on ranks without episodes."""
+    metrics = EvaluationMetrics()
+    metrics.update(EvalHandle(held_out({"p": [(1.0, "4"), (0.0, "5")]}), "sums", "sums/", 2, (1, 2), prompts=2))
+    metrics.update(EvalHandle(held_out({"q": [(1.0, "4")]}), "games", "games/", 1, (1,), prompts=1))
+    metrics.update(EvalHandle(None, "games", "games/", 1, (1,), prompts=1))
+    assert float(metrics.compute()["failed"]) == pytest.approx(2 / 5)
+    metrics.reset()
+    metrics.update(EvalHandle(held_out({"q": [(1.0, "4")]}), "games", "games/", 1, (1,)))
+    assert "failed" not in metrics.compute()
+
+
 def test_episodes_of_several_turns_count_once() -> None:
     batch = make_batch(3, groups=2, episodes=4)
     metrics = EvaluationMetrics()
