@@ -490,13 +490,8 @@ class EvalHandle:
         solved_at: float = 1.0,
         prompts: int = 0,
     ) -> None:
-        self.batch = batch
-        self.name = name
-        self.prefix = prefix
-        self.samples = samples
-        self.ks = tuple(ks)
-        self.solved_at = solved_at
-        self.prompts = prompts
+        self.batch, self.name, self.prefix = batch, name, prefix
+        self.prompts, self.samples, self.ks, self.solved_at = prompts, samples, tuple(ks), solved_at
 
     def __repr__(self) -> str:
         held = "no batch" if self.batch is None else f"{len(self.batch)} sequences"

@@ -125,8 +125,9 @@ def as_message(
         }
         for k, one in enumerate(found)
     ]
-    said = text[begins : begin_of_calls(parser, text, opened)]
-    before = text[:begins] if said else text[:begins].rstrip()
+    ends = begin_of_calls(parser, text, opened)
+    said = text[begins:ends]
+    before = text[:begins] if said else text[: min(begins, ends)].rstrip()  # one's own may find calls in a thought
     return {**message, "content": said or None, "tool_calls": calls}, 0, before
 
 

@@ -26,12 +26,14 @@ class Exchange:
         tools: what the client sent.
         calls: the choices it was given.
         before: number of messages in front that later requests, which go on with this one, do not see.
+        told: what was added to the first message for this request alone.
     """
 
     said: Said | None
     tools: list[dict[str, Any]] | None
     calls: list[Call]
     before: int = 0
+    told: str = ""
 
     @property
     def messages(self) -> list[Message]:

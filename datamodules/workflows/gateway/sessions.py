@@ -262,7 +262,7 @@ class Session:
     def _record(self, exchange: Exchange) -> None:
         self.exchanges.append(exchange)
         for call in exchange.calls:
-            self.transcript.add(call)
+            self.transcript.add(call, None if exchange.said is None else exchange.said.message)
         self.touched = time.monotonic()
 
     def _set_aside(self, same: bytes, exchange: Exchange) -> None:
@@ -281,7 +281,7 @@ class Session:
                     param="previous_response_id",
                     code="previous_response_not_found",
                 )
-            said = [*one.messages[one.before :], one.calls[0].message]
+            said = [*structured.untold(one.messages[one.before :], one.told), one.calls[0].message]
             fields.check_made(asked.unmade, said)
         whole = replace(asked, messages=[*asked.before, *said, *asked.messages])
         return structured.told(whole, self._sampling.override)
@@ -435,7 +435,7 @@ class Session:
         said = self.transcript.keep(asked.messages, plan, calls[0].prompt) if asked.prompt is None else None
         written = repr(asked.tools)  # by which 1 and 1.0 differ
         tools = self._tools.setdefault(written, asked.tools)
-        return Exchange(said, tools, calls, len(asked.before))
+        return Exchange(said, tools, calls, len(asked.before), structured.added(asked))
 
     async def _sample(
         self,
@@ -449,6 +449,7 @@ class Session:
         say: Callable[[Piece], None] | None,
     ) -> Call:
         opened = self._chat.opened(request.tokens)
+        opening = prompt.text[prompt.text.rindex(opened) :] if opened else ""
         apart = messages > 0  # a prompt that is no conversation is gone on with, whatever that is
         reading = Reading(self._decode, request.stop_texts, parser, request.stop_token_ids, opened, apart)
         if say is not None:
@@ -470,7 +471,7 @@ class Session:
         end = self._decode(tokens[-1:]) if ended and seen.tokens == len(tokens) else ""
         if isinstance(parser, TemplateCalls):
             parser = parser.ended_by(end)
-        message, malformed, thought = as_message(name, seen.text, parser, opened, apart, not (ended or stop))
+        message, malformed, thought = as_message(name, seen.text, parser, opened, apart, not ended)
         for what, count in (("malformed_calls", malformed), ("tool_calls", len(message.get("tool_calls", ())))):
             if count:
                 self.counts[what] += count
@@ -479,7 +480,7 @@ class Session:
             say(reading.finish(said, tokens[: seen.tokens], response.logprobs[: seen.tokens]))
         whole = seen.text[: seen.whole]
         kept = seen.tokens
-        heard = (whole, end, kept, message, stop, is_trained, pictures, thought)
+        heard = (whole, end, kept, message, stop, is_trained, pictures, thought, opening)
         return Call(name, prompt, len(request.tokens), request.temperature, response, messages, *heard)
 
 

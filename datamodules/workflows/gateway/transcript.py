@@ -48,6 +48,7 @@ class Call:
         kept: number of the sampled tokens that say `reply` and `end`.
         message: the reply as the client was given it.
         thought: how the reply begins, up to the message's content.
+        opening: how its prompt ends where that has opened the thought, blanks included.
         stop: the text of the client's that ended it, "" for none.
         is_trained: sampled from the model as it is, so that it can be.
         pictures: that the prompt shows, in the order of their places, of which it has one token each.
@@ -67,6 +68,7 @@ class Call:
     is_trained: bool = True
     pictures: tuple[Picture, ...] = ()
     thought: str = ""
+    opening: str = ""
 
     @property
     def ids(self) -> list[int]:
@@ -113,6 +115,47 @@ class Plan:
         return found
 
 
+class Answers:
+    """Which reply a message was: by the ids of its calls, else by what it says and the message that it answers."""
+
+    def __init__(self) -> None:
+        self._made: dict[bytes, Call] = {}  # by the ids of calls
+        self._given: dict[tuple[Any, bytes], list[Call]] = {}
+        self._keys: dict[str, list[tuple[Any, bytes]]] = {}  # of each
+
+    def add(self, call: Call, before: Message | None) -> None:
+        """A reply to the message `before`."""
+        found, ids = names(call.message), len(call.message.get("tool_calls", ()))
+        self._made |= dict.fromkeys(found[:ids], call)
+        self._keys[call.id] = [(_place(before), name) for name in found[ids:]]
+        for key in self._keys[call.id]:
+            self._given.setdefault(key, []).append(call)
+
+    def remove(self, call: Call) -> None:
+        for key in self._keys.pop(call.id):
+            self._given[key].remove(call)
+
+    def find(self, k: int, before: Message | None, named: Sequence[bytes]) -> Call | None:
+        """The reply that the `k`-th message was, behind the one `before` it; None for none, and where several could be
+        it that have other thoughts.
+
+        Args:
+            named: what `names` says of the message.
+        """
+        for name in named:
+            if name in self._made:
+                return self._made[name]
+            given = self._given.get((_place(before), name), ())
+            given = [one for one in given if one.messages == k] or given
+            if given and len({one.thought for one in given}) == 1:
+                return given[-1]
+        return None
+
+
+def _place(before: Message | None) -> Any:
+    return None if before is None else (before["role"], before["content"])
+
+
 class Transcript:
     """Calls in the order in which they were answered.
 
@@ -138,6 +181,8 @@ class Transcript:
         self._renderings = Renderings()
         self._after: dict[int, list[Call]] = {}  # by the number of messages before the reply
         self._said: dict[bytes, Call] = {}  # by what identifies a reply in later messages
+        self._answers = Answers()
+        self._forms: dict[str, Message] = {}  # of replies with a thought, as the template shows it where it was
         self._shown: dict[tuple[str, int], int] = {}  # what `_first_shown` has found
 
     def keep(self, messages: Sequence[Message], plan: Plan, prompt: Kept) -> Said | None:
@@ -146,9 +191,10 @@ class Transcript:
         self.quoted += sum(one["role"] == "tool" and self._written(one) != one for one in new)
         return self._messages.keep(list(messages), plan.known, plan.shown, prompt)
 
-    def add(self, call: Call) -> None:
-        """A reply that was given to the client."""
+    def add(self, call: Call, before: Message | None) -> None:
+        """A reply that was given to the client, to the message `before`."""
         self.calls.append(call)
+        self._answers.add(call, before)
         self._after.setdefault(call.messages, []).append(call)
         for name in names(call.message):
             self._said[name] = call
@@ -156,13 +202,17 @@ class Transcript:
     def remove(self, call: Call) -> None:
         """A reply that the client did not take after all; `add` it once it does."""
         self.calls.remove(call)
+        self._answers.remove(call)
         self._after[call.messages].remove(call)
 
     def prompt(self, messages: Sequence[Message], tools: list[dict[str, Any]] | None) -> Plan:
         """What the model is sent for these messages. Raises ValueError when the template cannot render them."""
         known = self._messages.known(list(messages))
         new = enumerate(messages[len(known) :], len(known))
-        shown = [*(one.shown for one in known), *(self._messages.shown(self._thought_of(k, one)) for k, one in new)]
+        shown = [
+            *(one.shown for one in known),
+            *(self._messages.shown(self._with_thought(k, messages)) for k, _ in new),
+        ]
         text = self._chat.text(shown, tools, past=self._renderings)
         base = known[-1].prompt if known else None
 
@@ -207,22 +257,43 @@ class Transcript:
         """A prompt that is these."""
         return Plan(self._decode(tokens), [tokens], self.calls[-1].prompt if self.calls else None)
 
-    def _thought_of(self, k: int, message: Message) -> Message:
-        """A reply as the `k`-th message, with the thought that it was sampled with in its text, unless the client gives
-        it another: whether that is shown is the template's affair."""
+    def _with_thought(self, k: int, messages: Sequence[Message]) -> Message:
+        """The `k`-th message; a reply with the thought that it was sampled with, unless the client gives it another:
+        whether that is shown is the template's affair."""
+        message = messages[k]
         if message.get("role") != "assistant" or (message.get("tool_calls") and not self._show_calls):
             return message
-        here = {name: call for call in self._after.get(k, ()) for name in names(call.message)}
-        found = (here.get(name) or self._said.get(name) for name in names(message))
-        call = next((one for one in found if one is not None), None)
+        call = self._answers.find(k, messages[k - 1] if k else None, names(message))
         if call is None or not call.thought:
             return message
-        content, told = str(message.get("content") or ""), call.message
+        told = call.message
         same = (str(told["content"] or "").strip(), told.get("reasoning_content", ""))
-        if (content.strip(), str(message.get("reasoning_content", same[1])).strip()) != same:
+        said = (str(message.get("content") or "").strip(), str(message.get("reasoning_content", same[1])).strip())
+        if said != same:
             return message
+        if call.id not in self._forms:
+            self._forms[call.id] = self._form(call)
         left = {key: value for key, value in message.items() if key != "reasoning_content"}
-        return {**left, "content": call.thought + content}
+        return {**left, **self._forms[call.id]}
+
+    def _form(self, call: Call) -> Message:
+        """Content, and `reasoning_content` where that has the thought, of a reply that the template shows as it was
+        sampled; templates have the thought in either, with the mark that opens it or without."""
+        content, thought = str(call.message["content"] or ""), call.message.get("reasoning_content", "")
+        forms: list[Message] = [{"content": before + call.thought + content} for before in ("", call.opening)]
+        forms.append({"content": content, "reasoning_content": thought})
+        sampled = (call.opening + call.thought + content).rstrip()
+        calls = {"tool_calls": call.message["tool_calls"]} if call.message.get("tool_calls") else {}
+        for form in forms:
+            reply = for_template({"role": "assistant", **calls, **form}, self._chat.arguments)
+            try:
+                text = self._chat.text([{"role": "user", "content": "."}, reply], None, goes_on=False)
+            except ValueError:
+                continue
+            before, found, _ = text.partition(sampled)
+            if found and before.rstrip().endswith(self._header.rstrip()):
+                return form
+        return forms[-1]
 
     def _written(self, message: Message) -> Message:
         """A tool's result without marks of the template's, which would end it; calls as text where the template shows
@@ -290,7 +361,8 @@ class Transcript:
             ends = text.find(self._header, begins)
             ends = len(text) if ends < 0 else ends
             at = begins
-            call = next((self._said[name] for name in named(k) if name in self._said), None)
+            call = self._answers.find(k, messages[k - 1] if k else None, named(k))
+            call = call or next((self._said[name] for name in named(k) if name in self._said), None)
             if call is None or not call.reply.strip():
                 continue
             whole = call.reply + call.end

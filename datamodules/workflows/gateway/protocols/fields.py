@@ -182,8 +182,11 @@ def nothing_left(left: Mapping[str, Any], where: str = "") -> None:
 
 
 def only(where: str, value: Mapping[str, Any], known: Iterable[str]) -> None:
-    """Refuses fields of an object that are not `known`, unless they are None or false, which ask for nothing."""
-    nothing_left({key: one for key, one in value.items() if key not in known and one is not False}, where)
+    """Refuses fields of an object that are not `known`, unless they ask for nothing: None, false, a caller that all
+    have."""
+    plain = (("allowed_callers", ["direct"]),)
+    left = {key: one for key, one in value.items() if key not in known and one is not False and (key, one) not in plain}
+    nothing_left(left, where)
 
 
 def function_tool(where: str, function: Mapping[str, Any], parameters: Any, schema_key: str) -> dict[str, Any]:

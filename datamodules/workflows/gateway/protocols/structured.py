@@ -42,11 +42,14 @@ def reply_format(param: str, value: Any, tools: Tools) -> tuple[Demand, ...]:
         return ()
     begin = "A reply that calls no tool must be" if tools else "Your reply must be"
     words = f"{begin} a JSON object, {_ALONE}."
-    if kind == "json_schema":
-        at, form = param, given
-        if isinstance(given.get("json_schema"), dict):  # as Chat Completions has it
-            at, form = f"{param}.json_schema", given["json_schema"]
-        schema = fields.a_schema(f"{at}.schema", form.get("schema"))
+    at, form = param, given
+    if kind == "json_schema" and isinstance(given.get("json_schema"), dict):  # as Chat Completions has it
+        fields.only(param, given, ("type", "json_schema"))
+        at, form = f"{param}.json_schema", given["json_schema"]
+    named = next((one for one in ("schema", "response_schema") if form.get(one) is not None), "schema")
+    fields.only(at, form, ("type", named, *(("name", "description", "strict") if kind == "json_schema" else ())))
+    if kind == "json_schema" or form.get(named) is not None:
+        schema = fields.a_schema(f"{at}.{named}", form.get(named))
         told = fields.optional_text(f"{at}.description", form.get("description"))
         words = f"{begin} JSON that follows this schema, {_ALONE}{f' ({told})' if told else ''}:\n{schema}"
     return (
@@ -60,14 +63,15 @@ def reply_format(param: str, value: Any, tools: Tools) -> tuple[Demand, ...]:
 
 
 def openai_calls(left: dict[str, Any], tools: Tools) -> tuple[Demand, ...]:
-    """Takes `tool_choice` and `parallel_tool_calls` out of a request to one of OpenAI's protocols; see `offers`."""
+    """Takes `tool_choice` and `parallel_tool_calls` out of a request to one of OpenAI's protocols. Raises
+    RequestError."""
     choice, several = left.pop("tool_choice", None), left.pop("parallel_tool_calls", None)
     found = []
     if choice not in (None, "auto", "none"):
         name = None
         if isinstance(choice, dict) and choice.get("type") == "function":
             function = choice.get("function", choice)
-            name = fields.an_object("tool_choice.function", function).get("name")
+            name = fields.a_text("tool_choice.name", fields.an_object("tool_choice.function", function).get("name"))
         elif choice != "required":
             raise RequestError(
                 f'tool_choice: {fields.shown(choice)}, must be "auto", "none", "required" or a function',
@@ -83,8 +87,10 @@ def openai_calls(left: dict[str, Any], tools: Tools) -> tuple[Demand, ...]:
 def anthropic_calls(choice: dict[str, Any], tools: Tools) -> tuple[Demand, ...]:
     """The same of Anthropic's `tool_choice`. Raises RequestError."""
     kind = fields.one_of("tool_choice.type", choice.get("type"), ("auto", "none", "any", "tool"))
-    found = [] if kind in ("auto", "none") else [_call("tool_choice", choice, choice.get("name"), tools)]
     alone = "disable_parallel_tool_use"
+    fields.only("tool_choice", choice, ("type", alone, *(["name"] if kind == "tool" else [])))
+    name = fields.a_text("tool_choice.name", choice.get("name")) if kind == "tool" else None
+    found = [] if kind in ("auto", "none") else [_call("tool_choice", choice, name, tools)]
     if fields.flag(f"tool_choice.{alone}", choice.get(alone)) and tools and kind != "none":
         found.append(_one_call(f"tool_choice.{alone}", True))
     return tuple(found)
@@ -102,15 +108,25 @@ def told(asked: Asked, override: bool) -> Asked:
     if not override:
         first = asked.demands[0]
         raise RequestError(f"{first.param}: {first.problem}", param=first.param, code="unsupported_parameter")
-    words = "\n\n".join(one.words for one in asked.demands)
+    words = _words(asked)
     system = next(iter(asked.messages), {})
     if system.get("role") != "system":
         head: Message = {"role": "system", "content": words}
         return replace(asked, messages=[head, *asked.messages], before=[head, *asked.before])
-    if str(system["content"]).endswith(words):  # of a conversation that is gone on with
-        return asked
     head = {**system, "content": f"{system['content']}\n\n{words}"}
     return replace(asked, messages=[head, *asked.messages[1:]])
+
+
+def added(asked: Asked) -> str:
+    """What `told` has added to a message that requests which go on with this one see, too; "" for nothing."""
+    return f"\n\n{_words(asked)}" if asked.demands and not asked.before else ""
+
+
+def untold(messages: Sequence[Message], added: str) -> list[Message]:
+    """Those of an earlier request, without what was added to the first of them for that request alone."""
+    if not added:
+        return list(messages)
+    return [{**messages[0], "content": str(messages[0]["content"]).removesuffix(added)}, *messages[1:]]
 
 
 def check_shown(asked: Asked, text: str) -> None:
@@ -118,10 +134,15 @@ def check_shown(asked: Asked, text: str) -> None:
     for one in asked.demands:
         if one.words not in text:
             raise RequestError(
-                f"{one.param}: the chat template of the model's tokenizer does not show messages of the system to the"
-                " model; use a model whose template does, or leave it out, and say it in a message of the user",
+                f"{one.param}: the chat template of the model's tokenizer does not show this conversation's message of"
+                " the system to the model; use a model whose template does, or leave it out, and say it in a message of"
+                " the user",
                 param=one.param,
             )
+
+
+def _words(asked: Asked) -> str:
+    return "\n\n".join(one.words for one in asked.demands)
 
 
 def _call(param: str, value: Any, name: Any, tools: Tools) -> Demand:

@@ -311,5 +311,5 @@ def without_its_file(prompt: Prompt) -> str:
 def impatient(prompt: Prompt) -> str:
     """Gives its call up, and the repetition."""
     messages: list[Any] = [{"role": "user", "content": prompt.text}]
-    answer = OpenAI(timeout=0.3, max_retries=1).chat.completions.create(model="any", messages=messages)
+    answer = OpenAI(timeout=1.0, max_retries=1).chat.completions.create(model="any", messages=messages)
     return answer.choices[0].message.content or ""

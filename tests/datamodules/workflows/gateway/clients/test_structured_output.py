@@ -103,6 +103,21 @@ def test_responses_parse_an_output_type_and_go_on() -> None:
         assert there.engine.seen[2].tokens[: len(there.engine.seen[1].tokens)] == there.engine.seen[1].tokens
 
 
+def test_what_one_request_of_a_conversation_wants_is_not_told_the_next() -> None:
+    with door([CALL, "It is 6.", CALL], sampling=PROMPT) as there:
+        made = client(there)
+        given: list[Any] = [{"role": "system", "content": "Add."}, {"role": "user", "content": QUESTION}]
+        options: dict[str, Any] = {"model": "any", "tools": [FLAT]}
+        begun = made.responses.create(input=given, tool_choice="required", **options)
+        result = {"type": "function_call_output", "call_id": begun.output[-1].call_id, "output": "3"}  # type: ignore[union-attr]
+        second = made.responses.create(input=[result], previous_response_id=begun.id, **options)  # type: ignore[list-item]
+        options |= {"tool_choice": "required", "parallel_tool_calls": False}
+        made.responses.create(input="More.", previous_response_id=second.id, **options)
+        first, free, last = map(system_of, there.prompts())
+        assert first == "Add.\n\nYour reply must be a call of one of the tools." and free == "Add."
+        assert last == f"{first}\n\nA reply may hold one call of a tool at most."
+
+
 def test_messages_are_told_a_shape_and_calls() -> None:
     with door(['{"total": 6}', CALL, CALL], sampling=PROMPT) as there:
         made = Anthropic(base_url=there.address, api_key=there.key, max_retries=0)
@@ -202,6 +217,11 @@ def test_pydantic_ai(protocol: str, form: str) -> None:
             {"tool_choice": {"type": "function", "function": {"name": "buy"}}, "tools": [LOOK_UP]},
             'tool_choice.name: "buy", must be one of look_up',
         ),
+        (
+            {"tool_choice": {"type": "function", "function": {}}, "tools": [LOOK_UP]},
+            "tool_choice.name: must be a text",
+        ),
+        ({"response_format": {**FORM, "regex": "x"}}, "response_format.regex: not supported"),
         ({"response_format": {"type": "grammar"}}, "response_format.type: .*json_schema"),
         ({"response_format": {"type": "json_schema"}}, "response_format.schema: must be an object"),
         (
@@ -215,6 +235,15 @@ def test_what_cannot_be_told_is_refused(asked: dict[str, Any], says: str) -> Non
         messages: list[Any] = [{"role": "user", "content": QUESTION}]
         with pytest.raises(BadRequestError, match=says):
             client(there).chat.completions.create(model="any", messages=messages, **asked)
+
+
+@pytest.mark.parametrize("key", ["schema", "response_schema"])
+def test_the_schema_of_a_json_object_is_told(key: str) -> None:
+    with door(["{}"], sampling=PROMPT) as there:
+        form: Any = {"type": "json_object", key: {"type": "object", "title": "Bill"}}
+        messages: list[Any] = [{"role": "user", "content": QUESTION}]
+        client(there).chat.completions.create(model="any", messages=messages, response_format=form)
+        assert '"title": "Bill"' in system_of(there.prompts()[0])
 
 
 def test_what_changes_nothing_is_told_nobody() -> None:
@@ -233,7 +262,7 @@ def test_a_template_without_messages_of_the_system_is_found_out() -> None:
     session = Session(episode, Chat(tokenizer), PROMPT, Budget(), hermes_calls)
     with (
         door([], session) as there,
-        pytest.raises(BadRequestError, match=r"response_format: .* does not show messages of"),
+        pytest.raises(BadRequestError, match=r"response_format: .* does not show this conversation"),
     ):
         client(there).chat.completions.create(
             model="any", messages=[{"role": "user", "content": QUESTION}], response_format={"type": "json_object"}

@@ -23,6 +23,25 @@ LOOK_UP: dict[str, Any] = {
     "type": "function",
     "function": {"name": "look_up", "parameters": {"type": "object", "properties": {"fruit": {"type": "string"}}}},
 }
+# As Qwen 3.8 has it: the prompt opens the thought, and history takes it from `reasoning_content` alone.
+APART = """{%- for m in messages -%}
+{%- if m.role == 'assistant' -%}
+<|begin|>assistant
+<think>
+{{ m.reasoning_content | trim }}
+</think>
+
+{{ m.content }}<|end|>
+{% else -%}
+<|begin|>{{ m.role }}
+{{ m.content }}<|end|>
+{% endif -%}
+{%- endfor -%}
+{%- if add_generation_prompt -%}<|begin|>assistant
+<think>
+{% endif -%}"""
+# As Nemotron 3 has it: the prompt opens the thought, and history needs the mark in the content.
+MARKED = APART.replace("<think>\n{{ m.reasoning_content | trim }}\n</think>\n\n{{", "{{")
 KEEPS = WITH_CALLS.replace(".split('</think>')[-1]", "")
 
 
@@ -148,3 +167,74 @@ def test_a_prompt_that_is_no_conversation_is_gone_on_with() -> None:
         assert client(there).completions.create(**asked).choices[0].text == THINKS + "It is 6."
         pieces = [event.choices[0].text for event in client(there).completions.create(stream=True, **asked)]
         assert "".join(pieces) == THINKS + "It is 6."
+
+
+@pytest.mark.parametrize("sends", [without, as_it_came])
+@pytest.mark.parametrize("template", [APART, MARKED, KEEPS], ids=["apart", "marked", "kept"])
+def test_each_template_has_them_in_its_own_form(template: str, sends: Any) -> None:
+    opened = template is not KEEPS
+    session, engine = session_of(
+        [(THINKS.removeprefix("<think>\n") if opened else THINKS) + "It is 6.", "Yes."], template
+    )
+    with door([], session) as there:
+        messages: list[Any] = [{"role": "user", "content": QUESTION}]
+        said = client(there).chat.completions.create(model="any", messages=messages).choices[0].message
+        assert (said.content, said.reasoning_content) == ("It is 6.", "Three a piece.")  # type: ignore[attr-defined]
+        messages += [sends(said), {"role": "user", "content": "Sure?"}]
+        client(there).chat.completions.create(model="any", messages=messages)
+        path = [*engine.seen[0].tokens, *engine.responses[0].tokens]
+        assert engine.seen[1].tokens[: len(path)] == path and not session.transcript.drift
+
+
+def thinks(what: str) -> str:
+    return f"<think>\n{what}\n</think>\n\nYes."
+
+
+def test_a_thought_is_of_the_reply_to_the_message_before() -> None:
+    """Also where the agent shows a window of its conversation; nobody else's reply that says the same has it."""
+    session, engine = session_of([thinks("One."), thinks("Two."), thinks("Three."), "No.", "No."], KEEPS)
+    with door([], session) as there:
+
+        def ask(*said: str) -> str:
+            roles = [{"role": ("user", "assistant")[k % 2], "content": one} for k, one in enumerate(said)]
+            client(there).chat.completions.create(model="any", messages=roles)  # type: ignore[arg-type]
+            return TOKENIZER.decode(engine.seen[-1].tokens)
+
+        ask("a")
+        ask("a", "Yes.", "b")
+        ask("a", "Yes.", "b", "Yes.", "c")
+        window = ask("b", "Yes.", "c", "Yes.", "d")
+        assert "One." not in window and window.index("Two.") < window.index("Three.")
+        assert "Two." not in ask("an example", "Yes.", "e")
+
+
+def test_choices_that_say_the_same_with_other_thoughts_have_none_back() -> None:
+    session, engine = session_of([thinks("One."), thinks("Two."), "No."], KEEPS)
+    with door([], session) as there:
+        messages: list[Any] = [{"role": "user", "content": "a"}]
+        first, _ = client(there).chat.completions.create(model="any", messages=messages, n=2).choices
+        messages += [without(first.message), {"role": "user", "content": "b"}]
+        client(there).chat.completions.create(model="any", messages=messages)
+        assert "One." not in (shown := TOKENIZER.decode(engine.seen[2].tokens)) and "Two." not in shown
+
+
+def test_replies_that_say_the_same_keep_their_ids_behind_a_fork() -> None:
+    session, engine = session_of([thinks("One."), thinks("Two."), "No."], KEEPS)
+    with door([], session) as there:
+        messages: list[Any] = [{"role": "system", "content": "s"}]
+        for ask in ("a", "b", "c"):
+            messages.append({"role": "user", "content": ask})
+            messages[0] = {"role": "system", "content": "other" if ask == "c" else "s"}
+            said = client(there).chat.completions.create(model="any", messages=messages).choices[0].message
+            messages.append(without(said))
+        assert not session.transcript.drift
+        shown, sampled = engine.seen[2].tokens, [one.tokens for one in engine.responses[:2]]
+        assert all(any(shown[k : k + len(ids)] == ids for k in range(len(shown))) for ids in sampled)
+
+
+def test_a_stop_text_within_an_opened_thought_ends_a_thought() -> None:
+    session, _ = session_of(["I see. Observation: x</think>Aloud"], APART)
+    with door([], session) as there:
+        messages: list[Any] = [{"role": "user", "content": "a"}]
+        said = client(there).chat.completions.create(model="any", messages=messages, stop=["Observation:"]).choices[0]
+        assert (said.message.content, said.message.reasoning_content) == ("", "I see.")  # type: ignore[attr-defined]
