@@ -116,24 +116,22 @@ class Plan:
 
 
 class Answers:
-    """Which reply a message was: by the ids of its calls, else by what it says and the message that it answers."""
+    """Which reply a message was: by the ids of its calls, by its thought, else by what it says and what it answers."""
 
     def __init__(self) -> None:
-        self._made: dict[bytes, Call] = {}  # by the ids of calls
+        self._sure: dict[bytes, Call] = {}  # by what no other reply has
         self._given: dict[tuple[Any, bytes], list[Call]] = {}
-        self._keys: dict[str, list[tuple[Any, bytes]]] = {}  # of each
+        self._keys: dict[str, tuple[Any, bytes]] = {}  # of each
 
     def add(self, call: Call, before: Message | None) -> None:
         """A reply to the message `before`."""
-        found, ids = names(call.message), len(call.message.get("tool_calls", ()))
-        self._made |= dict.fromkeys(found[:ids], call)
-        self._keys[call.id] = [(_place(before), name) for name in found[ids:]]
-        for key in self._keys[call.id]:
-            self._given.setdefault(key, []).append(call)
+        *sure, says = names(call.message)
+        self._sure |= dict.fromkeys(sure, call)
+        self._keys[call.id] = key = (_place(before), says)
+        self._given.setdefault(key, []).append(call)
 
     def remove(self, call: Call) -> None:
-        for key in self._keys.pop(call.id):
-            self._given[key].remove(call)
+        self._given[self._keys.pop(call.id)].remove(call)
 
     def find(self, k: int, before: Message | None, named: Sequence[bytes]) -> Call | None:
         """The reply that the `k`-th message was, behind the one `before` it; None for none, and where several could be
@@ -143,13 +141,11 @@ class Answers:
             named: what `names` says of the message.
         """
         for name in named:
-            if name in self._made:
-                return self._made[name]
-            given = self._given.get((_place(before), name), ())
-            given = [one for one in given if one.messages == k] or given
-            if given and len({one.thought for one in given}) == 1:
-                return given[-1]
-        return None
+            if name in self._sure:
+                return self._sure[name]
+        given = self._given.get((_place(before), named[-1]), []) if named else []
+        given = [one for one in given if one.messages == k] or given
+        return given[-1] if len({one.thought for one in given}) == 1 else None
 
 
 def _place(before: Message | None) -> Any:

@@ -211,7 +211,8 @@ def check(session: Session, books: Books, agent: WildAgent, chat: Chat, tokenize
     for name, given in agent.given.items():
         call = by_name[name]  # whatever the client was given is trained
         assert call.message == given.message
-        rendered = chat.text([_rendered(_as_sampled(one, calls)) for one in given.messages], [LOOK_UP])
+        said = [_as_sampled(k, given.messages, agent.given, by_name) for k in range(len(given.messages))]
+        rendered = chat.text([_rendered(one) for one in said], [LOOK_UP])
         assert tokenizer.decode(call.prompt.tokens) == rendered, "the prompt is not the template's"
 
 
@@ -294,13 +295,22 @@ def _float32(value: float) -> float:
     return float(np.float32(value))
 
 
-def _as_sampled(message: Message, calls: list[Call]) -> Message:
-    """A reply with its thought in its text."""
-    call = next((one for one in calls if one.message == message and one.thought), None)
-    if call is None:
+def _as_sampled(k: int, messages: list[Message], given: dict[str, Given], calls: dict[str, Call]) -> Message:
+    """The `k`-th message; a reply with its thought in its text."""
+    message = messages[k]
+    found = [name for name, one in given.items() if one.message == message and name in calls and calls[name].thought]
+    if "reasoning_content" not in message:  # it is known by what it answers
+        before = messages[k - 1] if k else {}
+        same = [
+            name for name in found if all(given[name].messages[-1][key] == before[key] for key in ("role", "content"))
+        ]
+        found = [name for name in same if len(given[name].messages) == k] or same
+    thoughts = {calls[name].thought for name in found}
+    if len(thoughts) != 1:
         return message
-    left = {key: value for key, value in message.items() if key != "reasoning_content"}
+    call = calls[found[0]]
     assert call.reply.startswith(call.thought[: len(call.reply)])  # a stop text may end it within a token
+    left = {key: value for key, value in message.items() if key != "reasoning_content"}
     return {**left, "content": call.thought + (message["content"] or "")}
 
 
