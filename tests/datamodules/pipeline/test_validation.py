@@ -120,7 +120,8 @@ def test_a_fit_counts_several_sets(tmp_path: Path, caplog: pytest.LogCaptureFixt
     expected = {f"val/{name}/pass@{k}" for name, ks in names.items() for k in ks}
     expected |= {f"val/{name}/{what}@{ks[-1]}" for name, ks in names.items() for what in ("mean", "maj")}
     expected |= {f"val/{name}/accuracy" for name in names} | {"val/accuracy"}
-    assert set(logged) == expected | {"val/mismatch_kl", "val/logprob_diff_max"}
+    assert set(logged) == expected | {"val/mismatch_kl", "val/logprob_diff_max", "val/failed"}
+    assert logged["val/failed"] == 0.0
     assert logged["val/logprob_diff_max"] < 1e-4  # the same weights on both sides
     assert len(seen) == 8
     for group in seen:
