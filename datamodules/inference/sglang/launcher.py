@@ -31,12 +31,7 @@ _PYTHON_VARIABLE = "ARBORIST_SGLANG_PYTHON"
 _ENVIRONMENT = Path(__file__).resolve().parents[3] / ".venv-sglang"
 _MAIN = Path(__file__).parent / "server" / "serve_main.py"
 _TAIL_LINES = 25
-_SERVED = {
-    "float64": "float32",
-    "float32": "float32",
-    "bfloat16": "bfloat16",
-    "float16": "float16",
-}  # it has no float64
+_SERVED = {"float64": "float32", **{one: one for one in ("float32", "bfloat16", "float16")}}  # it has no float64
 _SIGNALS = {int(one): one.name for one in signal.Signals}
 _HEALTH_POLL_S = 0.2
 _END_S = 10.0  # for killed processes to be gone

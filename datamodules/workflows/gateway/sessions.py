@@ -449,8 +449,8 @@ class Session:
         say: Callable[[Piece], None] | None,
     ) -> Call:
         opened = self._chat.opened(request.tokens)
-        opening = prompt.text[prompt.text.rindex(opened) :] if opened else ""
         apart = messages > 0  # a prompt that is no conversation is gone on with, whatever that is
+        opening = "".join(prompt.text.rpartition(opened)[1:]) if opened and apart else ""
         reading = Reading(self._decode, request.stop_texts, parser, request.stop_token_ids, opened, apart)
         if say is not None:
             request.on_tokens = on_this_loop(reading, say)

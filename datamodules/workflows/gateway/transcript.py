@@ -119,15 +119,15 @@ class Answers:
     """Which reply a message was: by the ids of its calls, by its thought, else by what it says and what it answers."""
 
     def __init__(self) -> None:
-        self._sure: dict[bytes, Call] = {}  # by what no other reply has
+        self._latest: dict[bytes, Call] = {}  # by each of `names`
         self._given: dict[tuple[Any, bytes], list[Call]] = {}
         self._keys: dict[str, tuple[Any, bytes]] = {}  # of each
 
     def add(self, call: Call, before: Message | None) -> None:
         """A reply to the message `before`."""
-        *sure, says = names(call.message)
-        self._sure |= dict.fromkeys(sure, call)
-        self._keys[call.id] = key = (_place(before), says)
+        named = names(call.message)
+        self._latest |= dict.fromkeys(named, call)
+        self._keys[call.id] = key = (_place(before), named[-1])
         self._given.setdefault(key, []).append(call)
 
     def remove(self, call: Call) -> None:
@@ -138,14 +138,17 @@ class Answers:
         it that have other thoughts.
 
         Args:
-            named: what `names` says of the message.
+            named: what `names` says of the message: all but the last tell one reply, wherever it is shown.
         """
-        for name in named:
-            if name in self._sure:
-                return self._sure[name]
-        given = self._given.get((_place(before), named[-1]), []) if named else []
+        if (sure := self.latest(named[:-1])) is not None or not named:
+            return sure
+        given = self._given.get((_place(before), named[-1]), [])
         given = [one for one in given if one.messages == k] or given
         return given[-1] if len({one.thought for one in given}) == 1 else None
+
+    def latest(self, named: Sequence[bytes]) -> Call | None:
+        """The last reply with one of these names, the first that there is; whatever it answered."""
+        return next((self._latest[name] for name in named if name in self._latest), None)
 
 
 def _place(before: Message | None) -> Any:
@@ -176,7 +179,6 @@ class Transcript:
         self._messages = Messages(lambda message: chat.shown(for_template(self._written(message), chat.arguments)))
         self._renderings = Renderings()
         self._after: dict[int, list[Call]] = {}  # by the number of messages before the reply
-        self._said: dict[bytes, Call] = {}  # by what identifies a reply in later messages
         self._answers = Answers()
         self._forms: dict[str, Message] = {}  # of replies with a thought, as the template shows it where it was
         self._shown: dict[tuple[str, int], int] = {}  # what `_first_shown` has found
@@ -192,8 +194,6 @@ class Transcript:
         self.calls.append(call)
         self._answers.add(call, before)
         self._after.setdefault(call.messages, []).append(call)
-        for name in names(call.message):
-            self._said[name] = call
 
     def remove(self, call: Call) -> None:
         """A reply that the client did not take after all; `add` it once it does."""
@@ -302,7 +302,7 @@ class Transcript:
             return {**message, "content": parts}
         if self._show_calls or not message.get("tool_calls"):
             return message
-        call = next((self._said[name] for name in names(message) if name in self._said), None)
+        call = self._answers.latest(names(message))
         if call is None:
             raise ValueError(
                 "they hold tool_calls that no reply of this session made, which the model's chat template does not"
@@ -325,7 +325,7 @@ class Transcript:
                     return call, call.prompt.size + len(shown), [call.ids]
             if messages[count].get("role") != "assistant":
                 continue
-            mine = [self._said.get(name) for name in named(count)]
+            mine = [self._answers.latest([name]) for name in named(count)]
             for call in sorted(reversed(calls), key=lambda one: one not in mine):
                 begins = call.prompt.size
                 if not call.end or not call.prompt.begins(text):
@@ -357,8 +357,7 @@ class Transcript:
             ends = text.find(self._header, begins)
             ends = len(text) if ends < 0 else ends
             at = begins
-            call = self._answers.find(k, messages[k - 1] if k else None, named(k))
-            call = call or next((self._said[name] for name in named(k) if name in self._said), None)
+            call = self._answers.find(k, messages[k - 1] if k else None, named(k)) or self._answers.latest(named(k))
             if call is None or not call.reply.strip():
                 continue
             whole = call.reply + call.end

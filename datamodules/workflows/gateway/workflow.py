@@ -46,7 +46,8 @@ _IMPATIENT = re.compile(r"[Tt]ime(d ?|-)?[Oo]ut")
 _NEVER_BEGAN = ("cannot be asked", "broke off")  # services
 _NO_REPLY_DOES = "Connect|Timeout|Authentication|MemoryError|ImportError|ModuleNotFound"  # in a name of an error
 _NO_REPLY_DID = re.compile(
-    r"\w*(?:Connect|Timeout|Authentication)\w*Error\b|MemoryError|ImportError|ModuleNotFoundError"
+    r"\w*(?:Connect|Timeout|Authentication)\w*Error\b|\b(?:Connect|Read|Write|Pool)Timeout\b|MemoryError|ImportError"
+    "|ModuleNotFoundError"
 )
 _BY_ITSELF = re.compile(rf"raised (?!\w*(?:{_NO_REPLY_DOES}))|exited with code [1-9]|answered with status 500\b")
 _OF_THE_MODEL = (

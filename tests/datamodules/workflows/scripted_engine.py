@@ -16,6 +16,7 @@ import pytest
 from transformers import PreTrainedTokenizerBase
 
 from app.batch import Trajectory
+from datamodules.inference.clock import PausedClock
 from datamodules.inference.protocol import GenerationRequest, GenerationResponse
 from datamodules.pipeline.player import EpisodePlayer
 from datamodules.prompts.base import Prompt
@@ -106,6 +107,19 @@ class ScriptedEngine(FakeEngine):
                 await asyncio.sleep(self.pace_s)
         self.responses.append(response)
         return response
+
+
+class StandingStill(ScriptedEngine):
+    """Says that it stands still, which no deadline counts, until somebody resumes its clock."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.clock = PausedClock()
+        self.clock.pause()
+
+    @property
+    def still_s(self) -> float:
+        return self.clock.still_s
 
 
 def stands_still_until(there: Path, monkeypatch: pytest.MonkeyPatch) -> None:

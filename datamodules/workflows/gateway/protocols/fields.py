@@ -19,6 +19,8 @@ from jsonschema import Draft202012Validator, SchemaError
 from datamodules.inference.protocol import SHAPINGS, Shaping
 from datamodules.workflows.gateway.errors import RequestError
 
+TOOL_NEUTRAL: dict[str, tuple[Any, ...]] = {"allowed_callers": (["direct"],)}
+"""Fields of tools, and their values that change nothing: the model itself is the caller."""
 _MOST_SHOWN = 100  # characters
 _OF_SAMPLING = ("temperature", *SHAPINGS)
 _OF_MANNER = ("reasoning", "reasoning_effort", "thinking", "verbosity")  # how a provider's model is to think and write
@@ -182,11 +184,8 @@ def nothing_left(left: Mapping[str, Any], where: str = "") -> None:
 
 
 def only(where: str, value: Mapping[str, Any], known: Iterable[str]) -> None:
-    """Refuses fields of an object that are not `known`, unless they ask for nothing: None, false, a caller that all
-    have."""
-    plain = (("allowed_callers", ["direct"]),)
-    left = {key: one for key, one in value.items() if key not in known and one is not False and (key, one) not in plain}
-    nothing_left(left, where)
+    """Refuses fields of an object that are not `known`, unless they are None or false, which ask for nothing."""
+    nothing_left({key: one for key, one in value.items() if key not in known and one is not False}, where)
 
 
 def function_tool(where: str, function: Mapping[str, Any], parameters: Any, schema_key: str) -> dict[str, Any]:

@@ -183,7 +183,9 @@ def tools_of(found: Any, exactly: bool = True) -> list[dict[str, Any]] | None:
                 code="unsupported_parameter",
             )
         if exactly:
-            fields.only(where, tool, _TOOL_FIELDS)
+            left = dict(tool)
+            fields.take_neutral(left, fields.TOOL_NEUTRAL, where)
+            fields.only(where, left, _TOOL_FIELDS)
         schema = fields.an_object(f"{where}.input_schema", tool.get("input_schema"))
         tools.append(fields.function_tool(where, tool, schema, f"{where}.input_schema"))
     return tools or None

@@ -117,7 +117,9 @@ def tools_of(found: Any, exactly: bool = True) -> list[dict[str, Any]] | None:
                 code="unsupported_parameter",
             )
         if exactly:
-            fields.only(where, tool, ("type", "name", "description", "parameters", "strict"))
+            left = dict(tool)
+            fields.take_neutral(left, fields.TOOL_NEUTRAL, where)
+            fields.only(where, left, ("type", "name", "description", "parameters", "strict"))
         tools.append(fields.function_tool(where, tool, tool.get("parameters"), f"{where}.parameters"))
     return tools or None
 

@@ -13,14 +13,13 @@ import torch
 
 from datamodules import RolloutDataModule
 from datamodules.inference import EmbeddedEngine
-from datamodules.inference.clock import PausedClock
 from datamodules.inference.protocol import GenerationError, GenerationRequest, GenerationResponse
 from datamodules.rewards import RewardError, exact_match
 from datamodules.rewards.judges import PolicyModel, RankingJudge, RubricJudge
 from datamodules.rewards.judges.pool import JudgePool
 from modules import ModelSource, build_model
 from tests.datamodules.rewards.judges.judging import PROMPT, judged, points
-from tests.datamodules.workflows.scripted_engine import CHATML, ScriptedEngine
+from tests.datamodules.workflows.scripted_engine import CHATML, ScriptedEngine, StandingStill
 from tests.helpers.recorded_samples import byte_tokenizer
 
 TOKENIZER = byte_tokenizer(CHATML)
@@ -97,24 +96,15 @@ class Slow(ScriptedEngine):
         return await super().generate(request)
 
 
-class StandingStill(Slow):
-    """Says that it stands still meanwhile."""
-
-    def __init__(self, *args: Any, **options: Any) -> None:
-        super().__init__(*args, **options)
-        self.clock = PausedClock()
-        self.clock.pause()
-
-    @property
-    def still_s(self) -> float:
-        return self.clock.still_s
+class SlowAsItStandsStill(StandingStill, Slow):
+    """Says so, too."""
 
 
 def test_an_engine_that_stands_still_makes_no_verdict_late() -> None:
     def said(request: GenerationRequest) -> str:
         return points(10, 4)
 
-    (found,), _, _ = asked(["42"], said, kind=StandingStill, deadline_s=DEADLINE_S)
+    (found,), _, _ = asked(["42"], said, kind=SlowAsItStandsStill, deadline_s=DEADLINE_S)
     assert found.value == 0.7
     (found,), pool, _ = asked(["42"], said, kind=Slow, deadline_s=DEADLINE_S)
     assert "gave no verdict within 0.1 s (model.deadline_s)" in str(found) and pool.spent()["judge_refused"] == 1

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from datamodules.inference.clock import PausedClock
 from datamodules.inference.protocol import GenerationRequest, GenerationResponse
 from datamodules.pending import Pending
 from datamodules.pipeline.player import EpisodePlayer, Pause
@@ -20,7 +19,7 @@ from datamodules.processes.deadline import deadline
 from datamodules.workflows.gateway import AgentWorkflow
 from tests.datamodules.workflows.gateway import agents
 from tests.datamodules.workflows.gateway.test_running_agents import TASK, TOKENIZER, command, converse, serving
-from tests.datamodules.workflows.scripted_engine import Pool, ScriptedEngine, play
+from tests.datamodules.workflows.scripted_engine import Pool, StandingStill, play
 
 DEADLINE_S = 0.5
 SLOW = ["import time", f"time.sleep({3 * DEADLINE_S})", "print(ask('first'))"]
@@ -28,18 +27,7 @@ HANGING = [*SLOW, "print(ask('second'))", "time.sleep(60)"]
 LATE = r"the agent was not over after 0.5 s"
 
 
-class StandingStill(ScriptedEngine):
-    """Says that it stands still until it was asked for a second reply."""
-
-    def __init__(self) -> None:
-        super().__init__(TOKENIZER, ["one", "two"])
-        self.clock = PausedClock()
-        self.clock.pause()
-
-    @property
-    def still_s(self) -> float:
-        return self.clock.still_s
-
+class StillUntilAskedTwice(StandingStill):
     async def generate(self, request: GenerationRequest) -> GenerationResponse:
         if self.seen:
             self.clock.resume()
@@ -48,7 +36,7 @@ class StandingStill(ScriptedEngine):
 
 def run(agent: Any) -> Any:
     workflow = AgentWorkflow(agent, max_new_tokens=20, workers=1, deadline_s=DEADLINE_S)
-    return play(workflow, StandingStill(), TOKENIZER, TASK, lambda prompt, text: 1.0)
+    return play(workflow, StillUntilAskedTwice(TOKENIZER, ["one", "two"]), TOKENIZER, TASK, lambda prompt, text: 1.0)
 
 
 @pytest.mark.parametrize("agent", [agents.slow, command(*SLOW)], ids=["function", "command"])
@@ -79,7 +67,7 @@ def test_a_service_is_given_the_same_time(asks: int) -> None:
 
 
 def test_calls_that_are_held_make_no_agent_late() -> None:
-    engine = StandingStill()
+    engine = StillUntilAskedTwice(TOKENIZER, ["one", "two"])
     workflow = AgentWorkflow(command("print(ask('first'))"), max_new_tokens=20, workers=1, deadline_s=DEADLINE_S)
     workflow.prepare(TOKENIZER)
     player = EpisodePlayer(workflow, engine, TOKENIZER, Pool(lambda prompt, text: 1.0), deadline_s=DEADLINE_S)  # type: ignore[arg-type]

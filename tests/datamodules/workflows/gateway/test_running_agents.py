@@ -18,13 +18,12 @@ import pytest
 from aiohttp import web
 
 from app.batch import Trajectory
-from datamodules.inference.clock import PausedClock
 from datamodules.inference.protocol import GenerationRequest
 from datamodules.processes.calls import CallFailed
 from datamodules.prompts.base import Prompt
 from datamodules.workflows.gateway import AgentWorkflow
 from datamodules.workflows.gateway.agents import Door, ServiceAgent
-from tests.datamodules.workflows.scripted_engine import WITH_CALLS, Pool, ScriptedEngine, play
+from tests.datamodules.workflows.scripted_engine import WITH_CALLS, Pool, ScriptedEngine, StandingStill, play
 from tests.helpers.recorded_samples import byte_tokenizer
 
 TOKENIZER = byte_tokenizer(WITH_CALLS)
@@ -137,6 +136,7 @@ def test_what_a_failed_command_printed_is_kept_and_shown(tmp_path: Path) -> None
         ("sys.exit('no such fruit')", -0.5),
         ("raise ConnectionRefusedError('by the database')", None),
         ("import nothing_of_the_kind", None),
+        ("sys.exit('httpx.ReadTimeout: timed out')", None),
         ("os.kill(os.getpid(), 9)", None),
     ],
 )
@@ -156,17 +156,8 @@ def test_an_agent_that_fails_without_a_word_leaves_no_file(tmp_path: Path) -> No
     assert [path.name for path in tmp_path.iterdir()] == ["workers"]
 
 
-class StillUntilAsked(ScriptedEngine):
-    """Stands still until it has been asked: what an agent needs to come so far is not counted."""
-
-    def __init__(self, *args: Any, **options: Any) -> None:
-        super().__init__(*args, **options)
-        self.clock = PausedClock()
-        self.clock.pause()
-
-    @property
-    def still_s(self) -> float:
-        return self.clock.still_s
+class StillUntilAsked(StandingStill):
+    """What an agent needs to come so far is not counted."""
 
     async def generate(self, request: GenerationRequest) -> Any:
         self.clock.resume()
