@@ -230,9 +230,11 @@ class ArboristCLI(LightningCLI):
     def _run_name(self) -> str:
         configs = self._get(self.config, "config") or []
         path = Path(str(configs[-1])) if configs else Path("run")
-        if path.name == "config.yaml" and path.absolute().parent.parent.name:  # saved in a run directory
-            path = path.absolute().parent.parent
-        return path.stem if self.subcommand == "fit" else f"{path.stem}_{self.subcommand}"
+        if path.name == "config.yaml" and path.absolute().parent.name:  # saved in a run directory
+            name = run_directory.name_of(path.absolute().parent)
+        else:
+            name = path.stem
+        return name if self.subcommand == "fit" else f"{name}_{self.subcommand}"
 
 
 _held: list[RunDirectory] = []  # the run directory of this process, whose lock it keeps to its end

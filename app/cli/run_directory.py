@@ -119,6 +119,11 @@ class RunDirectory:
         return "another process"
 
 
+def name_of(directory: Path) -> str:
+    """<name> of runs/<name>/<time>, as `fresh` makes them; of another directory what it is called."""
+    return directory.parent.name if directory.parent.parent.name == "runs" else directory.name
+
+
 def fresh(name: str) -> RunDirectory:
     """runs/<name>/<time>; two launches in one second get different ones. Raises as `RunDirectory`."""
     time = datetime.now().strftime("%Y-%m-%d_%H-%M-%S")

@@ -32,16 +32,16 @@ def said(value: Any) -> Answer:
     return Answer([http(json.dumps(value).encode())])
 
 
-def report(tokens: Sequence[int], version: int = 1, ended: bool = True) -> dict[str, Any]:
+def report(tokens: Sequence[int], label: str = "1", ended: bool = True) -> dict[str, Any]:
     """What a server says of `tokens` at the end of a request of as many."""
     meta: dict[str, Any] = {
         "finish_reason": {"type": "length", "length": len(tokens)} if ended else None,
         "completion_tokens": len(tokens),
         "prompt_tokens": 3,
         "cached_tokens": 0,
-        "weight_version": str(version),
+        "weight_version": label,
         "output_token_logprobs": [[-0.5, token, None] for token in tokens],
-        "weight_versions": [{"version": str(version), "start": 0, "end": len(tokens)}] if ended else None,
+        "weight_versions": [{"version": label, "start": 0, "end": len(tokens)}] if ended else None,
     }
     return {"output_ids": list(tokens), "meta_info": meta}
 
@@ -99,7 +99,7 @@ class HostileServer:
         if path == "/generate":
             asked = json.loads(body)["sampling_params"]["max_new_tokens"]
             tokens = (TOKENS * asked)[:asked]
-            return Answer([http(stream(json.dumps(report(tokens, int(self.version))).encode()))])
+            return Answer([http(stream(json.dumps(report(tokens, self.version)).encode()))])
         if path == "/update_weights_from_disk":
             self.version = json.loads(body)["weight_version"]
         return said({"success": True, "message": ""})

@@ -46,7 +46,6 @@ def server() -> Iterator[HostileServer]:
 @pytest.fixture(autouse=True)
 def _nothing_unexpected(server: HostileServer, caplog: pytest.LogCaptureFixture) -> Iterator[None]:
     """No traceback in the log: neither ours of what we did not foresee, nor asyncio's of what nobody awaited."""
-    server.version = "0"
     yield
     server.act = lambda path, body: None
     shown = [one for one in caplog.records if one.exc_info or (one.name == "asyncio" and one.levelno > logging.INFO)]
@@ -213,19 +212,28 @@ def engine(server: HostileServer, tmp_path_factory: pytest.TempPathFactory) -> I
         made.close()
 
 
-def test_replies(server: HostileServer, engine: SGLangEngine) -> None:
+@pytest.fixture(scope="module")
+def label(server: HostileServer, engine: SGLangEngine) -> str:
+    """Of the weights that `engine` gave the server."""
+    health = engine.health()
+    assert health["servers"][0]["version"] == 1, health
+    assert server.version.startswith("v1-")
+    return server.version
+
+
+def test_replies(server: HostileServer, engine: SGLangEngine, label: str) -> None:
     """Reports of a request, changed anywhere."""
     sound = refused = 0
     for case in range(400):
         rng = random.Random(case)
         request = GenerationRequest([1, 2, 3], 4, stop_token_ids=rng.choice([(), (8,), (6,), (99,)]))
-        one = report(TOKENS[: rng.choice([1, 2, 4, 4])])
+        one = report(TOKENS[: rng.choice([1, 2, 4, 4])], label)
         if rng.random() < 0.3:
             one["meta_info"]["finish_reason"] = {"type": rng.choice(["stop", "abort", "length", ""]), "matched": 8}
         text = replaced(one, rng).encode()
-        body = stream(*([json.dumps(report(TOKENS[:2], ended=False)).encode()] if case % 3 == 0 else []), text)
+        body = stream(*([json.dumps(report(TOKENS[:2], label, ended=False)).encode()] if case % 3 == 0 else []), text)
         answer = broken(body, rng) if case % 4 == 0 else Answer([http(body)])
-        server.version = "1"
+        server.version = label
         server.act = lambda path, body, answer=answer: answer if path == "/generate" else None
         found = within(lambda request=request: engine.generate(request))
         if isinstance(found, GenerationResponse):
@@ -240,10 +248,10 @@ def test_replies(server: HostileServer, engine: SGLangEngine) -> None:
 
 
 def test_a_reply_whose_last_report_is_lost_is_complete_and_not_continued(
-    server: HostileServer, engine: SGLangEngine
+    server: HostileServer, engine: SGLangEngine, label: str
 ) -> None:
-    server.version = "1"
-    body = b"data: " + json.dumps(report(TOKENS, ended=False)).encode() + b"\n\n"
+    server.version = label
+    body = b"data: " + json.dumps(report(TOKENS, label, ended=False)).encode() + b"\n\n"
     server.act = lambda path, given: Answer([http(body)]) if path == "/generate" else None
     asked = server.asked.count("/generate")
     found = within(lambda: engine.generate(GenerationRequest([1], 9, stop_token_ids=(8,))))
@@ -252,18 +260,18 @@ def test_a_reply_whose_last_report_is_lost_is_complete_and_not_continued(
 
 
 def test_a_stop_at_an_end_that_the_model_names_is_the_end(
-    server: HostileServer, engine: SGLangEngine, caplog: pytest.LogCaptureFixture
+    server: HostileServer, engine: SGLangEngine, label: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     def act(path: str, body: bytes) -> Answer | None:
         """Stops at 6, whatever it is asked: an end in the configuration of its own model."""
         if path != "/generate":
             return None
         sent.append(json.loads(body)["sampling_params"]["stop_token_ids"])
-        one = report(TOKENS[:2])
+        one = report(TOKENS[:2], label)
         one["meta_info"]["finish_reason"] = {"type": "stop", "matched": 6}
         return Answer([http(stream(json.dumps(one).encode()))])
 
-    server.version, server.act = "1", act
+    server.version, server.act = label, act
     sent: list[list[int]] = []
     tokenizer = load_tokenizer("char:0123456789")
     episode = EpisodeEngine(
@@ -287,7 +295,7 @@ def test_replies_that_never_end(server: HostileServer, tmp_path: Path) -> None:
     try:
         engine.update_weights(WeightUpdate(1, path=str(path), deadline_s=LIMIT_S))
         head = b"HTTP/1.1 200 OK\r\n\r\n"
-        nothing = json.dumps(report([], ended=False)).encode()
+        nothing = json.dumps(report([], server.version, ended=False)).encode()
         for answer in (
             Answer([head], closes=False),
             Answer([head, *[b"data: " + nothing + b"\n"] * 1000], pause_s=0.01),

@@ -173,7 +173,9 @@ class SGLangEngine(ServerEngine):
                 files = WeightFiles(Path(self._scratch) / "weights", adapter=bool(self.adapters))
                 path, _ = files.write(model, version, None if parts is None else parts.saved())
                 weights = weights_of(WeightUpdate(version, path=str(path)), adapter=bool(self.adapters))
-                options = self.launch.options(str(path), self._match.positions, version, seed, self.max_concurrent)
+                options = self.launch.options(
+                    str(path), self._match.positions, weights.label, seed, self.max_concurrent
+                )
                 if self.adapters:
                     options = [with_adapters(one, model, self.adapters) for one in options]
                 logs = Path(self.launch.log_dir or Path(self._scratch) / "logs")

@@ -77,7 +77,7 @@ class Fleet:
             GenerationError: a process of ours does not come up, a server cannot serve this model, or none is up within
                 `start_s` seconds.
         """
-        self.target.weights = weights
+        self.target.give(weights)
         given = (self.target, self.limits, self._check, self._notice)
         self._supervisors = [asyncio.create_task(Supervisor(server, *given).run()) for server in self.servers]
         ends, told = time.monotonic() + self.limits.start_s, False
@@ -95,8 +95,8 @@ class Fleet:
             if not told and all(server.state == "lost" for server in self.servers):
                 told = True
                 _log.warning(
-                    "no server answers yet as those of SGLang do; waiting up to %g s (SGLangEngine.start_timeout_s):"
-                    " start it (`arborist serve`), or correct SGLangEngine.urls",
+                    "no server can be used yet; waiting up to %g s (SGLangEngine.start_timeout_s): start it"
+                    " (`arborist serve`), or correct SGLangEngine.urls",
                     self.limits.start_s,
                 )
             with suppress(TimeoutError):
@@ -114,11 +114,7 @@ class Fleet:
         await cancel_all([*self._supervisors, *self._background])
         await self.target.senders.close()
         self._supervisors = []
-        error = GenerationError("the SGLang engine was closed")
-        for _, _, future in self._waiting:
-            if not future.done():
-                future.set_exception(error)
-        self._waiting.clear()
+        self._refuse("the SGLang engine was closed")
         await asyncio.gather(*(self._leave(server) for server in self.servers))
 
     async def _leave(self, server: Server) -> None:
@@ -175,6 +171,8 @@ class Fleet:
         task.add_done_callback(self._background.discard)
 
     def _deal(self) -> None:
+        if all(server.state == "gone" for server in self.servers):
+            self._refuse(f"no server is left: {self}")
         while self._waiting and not self.target.paused and not self._updating:
             tokens, request_id, future = self._waiting[0]
             if future.done():  # given up
@@ -186,6 +184,13 @@ class Fleet:
             self._waiting.popleft()
             server = self._router.choose(tokens, places)
             future.set_result(server.open(request_id))
+
+    def _refuse(self, reason: str) -> None:
+        """To all who wait for a place."""
+        for _, _, future in self._waiting:
+            if not future.done():
+                future.set_exception(GenerationError(reason))
+        self._waiting.clear()
 
     def _notice(self, server: Server) -> None:
         """A server's state changed."""
@@ -233,7 +238,8 @@ class Fleet:
         Raises:
             GenerationError: there were servers and every one failed; the old weights are the current ones again.
         """
-        old, self.target.weights, self._updating = self.target.weights, weights, True
+        old, self._updating = self.target.weights, True
+        self.target.give(weights)
         servers = self._up()
         try:
             results = await asyncio.gather(*(self._bring(server, weights, deadline_s) for server in servers))

@@ -111,7 +111,7 @@ class ServerOptions:
         tensor_parallel: GPUs of one server.
         num_threads: CPU threads of an operation; None leaves torch's default.
         seed: of its sampling.
-        version: policy version of the weights in `model_path`; None for weights that are no version of a run.
+        label: of the weights in `model_path`, as they are to be told apart; None for weights that no run gave.
         chat: it has the model's tokenizer and speaks Chat Completions under /v1 beside token ids; rollouts send these
             alone and start faster without.
         in_turns: it can give up its GPU's memory, and keeps its weights in the host's while it has; on a CPU it obeys,
@@ -134,7 +134,7 @@ class ServerOptions:
     tensor_parallel: int = 1
     num_threads: int | None = None
     seed: int = 0
-    version: int | None = None
+    label: str | None = None
     chat: bool = False
     in_turns: bool = False
     arguments: tuple[str, ...] = ()
@@ -166,7 +166,7 @@ class ServerOptions:
             # Its own "auto" is half precision where the model is in float32.
             "--dtype": (self.device == "cpu" and self.weights_dtype) or self.dtype,
             "--random-seed": self.seed,
-            "--weight-version": self.version,
+            "--weight-version": self.label,
             # It refuses a prompt six tokens before this, and ends an output one token before it.
             "--context-length": None if self.context is None else self.context + 6,
             "--max-running-requests": self.max_running_requests,

@@ -19,6 +19,7 @@ from datamodules.inference.export import adapter_weights, base_model, checkpoint
 from datamodules.inference.protocol import GenerationError, WeightUpdate
 from datamodules.inference.sglang.client import shown
 from datamodules.inference.sglang.server_state import Server, WrongModel
+from datamodules.inference.sglang.weights.forms import from_a_run
 
 _log = logging.getLogger(__name__)
 _ASK_S = 30.0
@@ -54,12 +55,19 @@ class ModelMatch:
         model in half precision.
 
         Raises:
-            WrongModel: it generates from another kind of model, or not at all.
+            WrongModel: it generates from another kind of model, or not at all; for an adapter, from weights of a run.
             ServerError: it does not answer.
         """
         model, info = await asyncio.gather(
             server.client.get("/model_info", _ASK_S), server.client.get("/server_info", _ASK_S)
         )
+        label = model.get("weight_version")
+        if self._adapter and from_a_run(label):
+            raise WrongModel(
+                f"{server.client.url} serves weights '{label}', which a run gave it, and not those of the model below"
+                " the adapter: start it anew"
+            )
+        server.below = label if isinstance(label, str) else ""
         named = model.get("architectures") or [self.architecture]
         theirs = named[0] if isinstance(named, list) else named
         if model.get("is_generation", True) is not True or theirs != self.architecture:

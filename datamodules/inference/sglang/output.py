@@ -13,6 +13,7 @@ training data. What a server generated behind a stop text is left out.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,7 +27,12 @@ _HIGHEST_LOGPROB, _LOWEST_LOGPROB = 1e-3, -1e3  # rounding above 0; nothing that
 
 
 class ForeignWeights(GenerationError):
-    """A server answered with weights that this run did not give it: it was restarted, or somebody else updates it."""
+    """A server answered with weights that this run did not give it, under `label`: it was restarted, or somebody else
+    updates it."""
+
+    def __init__(self, label: str) -> None:
+        super().__init__(f"it serves weights '{label}', which this run did not give it")
+        self.label = label
 
 
 class Output:
@@ -49,8 +55,7 @@ class Output:
         self.logprobs: list[float] = []
         self.versions: list[int] = []
         self._attempt: tuple[list[int], list[float], list[int]] = ([], [], [])
-        self._label = 0  # version the last report carried
-        self._adapter: int | None = None  # version of the attempt's adapter
+        self._last_version = 0  # that the last report carried
         self._certain = 0  # tokens of the attempt whose version is
         self._stops: TextStops | None = None
         self._end: int | None = None  # of the attempt's tokens, with the one that completes a stop text
@@ -93,11 +98,9 @@ class Output:
         own = zip(self.request.tokens, self.request.images or ())
         return [*(token if image < 0 else -1 - names[image] for token, image in own), *self.tokens]
 
-    def begin(self, version: int, adapter: bool = False) -> None:
-        """An attempt on a server that has weights `version`. `adapter`: it goes on with them to its end, whatever the
-        server is given meanwhile, and reports carry the label of the model below."""
-        self._attempt, self._label, self._certain = ([], [], []), version, 0
-        self._adapter = version if adapter else None
+    def begin(self, version: int) -> None:
+        """An attempt on a server that has weights `version`."""
+        self._attempt, self._last_version, self._certain = ([], [], []), version, 0
         self._stops, self._end = self.request.stops(), None
         if self._stops is not None:
             self._stops.end(self.tokens)
@@ -106,12 +109,12 @@ class Output:
     def stop_seen(self) -> bool:
         return self._end is not None
 
-    def add(self, said: Any, newest: int, incremental: bool) -> bool:
+    def add(self, said: Any, known: Mapping[str, int], incremental: bool) -> bool:
         """Takes a report in; True when it is the last of the attempt that matters, whose tokens then count.
 
         Args:
             said: by the server.
-            newest: the newest version any server was given.
+            known: versions whose tokens may come, by the labels that the server has for them.
             incremental: reports hold new tokens only; otherwise all of the attempt's.
 
         Raises:
@@ -125,26 +128,26 @@ class Output:
         if self.request.pictures and not report.status:
             self._check_prompt(report)
         tokens, logprobs, versions = self._attempt
-        known = len(tokens)
-        fresh = slice(0, None) if incremental else slice(known, None)
+        before = len(tokens)
+        fresh = slice(0, None) if incremental else slice(before, None)
         ids, values = report.tokens[fresh], report.logprobs[fresh]
-        if known + len(ids) > report.completion_tokens and report.ended:
+        if before + len(ids) > report.completion_tokens and report.ended:
             ids, values = [], []  # the last report of an aborted request repeats the last token
-        if known + len(ids) > self.left:
-            raise self._wrong(f"{known + len(ids)} tokens came where {self.left} were left")
-        label = self._version(report.label, newest)
+        if before + len(ids) > self.left:
+            raise self._wrong(f"{before + len(ids)} tokens came where {self.left} were left")
+        version = self._version(report.label, known)
         tokens += ids
         logprobs += values
-        versions += [label] * len(ids)
-        if not set(self.request.stop_token_ids).isdisjoint(tokens[max(known - 1, 0) : -1]):
+        versions += [version] * len(ids)
+        if not set(self.request.stop_token_ids).isdisjoint(tokens[max(before - 1, 0) : -1]):
             raise self._wrong("it goes on behind a stop token")
-        if label == self._label and self._certain == known:
+        if version == self._last_version and self._certain == before:
             self._certain = len(tokens)
-        self._label = label
+        self._last_version = version
         if self._stops is not None and self._end is None and (end := self._stops.end(ids)) is not None:
-            self._end = known + end
+            self._end = before + end
         if report.ended:
-            self._certain = self._apply_spans(report.spans, newest)
+            self._certain = self._apply_spans(report.spans, known)
         elif self._end is None or self._certain < self._end:
             self._tell()
             return False
@@ -161,7 +164,7 @@ class Output:
         self.tokens += tokens[:kept]
         self.logprobs += logprobs[:kept]
         self.versions += versions[:kept]
-        self.begin(self._label)
+        self.begin(self._last_version)
         return kept
 
     @property
@@ -192,14 +195,14 @@ class Output:
             f" position {at}: start it with the image processor and tokenizer of the model that is trained"
         )
 
-    def _apply_spans(self, spans: list[tuple[str, int, int]], newest: int) -> int:
+    def _apply_spans(self, spans: list[tuple[str, int, int]], known: Mapping[str, int]) -> int:
         """Versions of the whole attempt as its last report says; returns its number of tokens."""
         versions, count = self._attempt[2], len(self._attempt[0])
         exact: list[int] = []
         for label, start, end in spans:
             if start != len(exact) or not start <= end <= count:
                 raise self._wrong(f"{count} tokens came with the versions of tokens {start} to {end}")
-            exact += [self._version(label, newest)] * (end - start)
+            exact += [self._version(label, known)] * (end - start)
         if len(exact) != count:
             raise self._wrong(f"{count} tokens came with the versions of {len(exact)}")
         if exact != sorted(exact) or (exact and self.versions and exact[0] < self.versions[-1]):
@@ -207,16 +210,10 @@ class Output:
         versions[:] = exact
         return count
 
-    def _version(self, label: str, newest: int) -> int:
-        if self._adapter is not None:
-            return self._adapter
-        version = int(label) if label.isascii() and label.isdecimal() and len(label) < 19 else -1
-        if not 0 <= version <= newest:
-            raise ForeignWeights(
-                f"it serves weights '{label}' while this run is at version {newest}: it was started anew, or another"
-                " trainer updates it too"
-            )
-        return version
+    def _version(self, label: str, known: Mapping[str, int]) -> int:
+        if label not in known:
+            raise ForeignWeights(label)
+        return known[label]
 
     def _wrong(self, what: str) -> GenerationError:
         return GenerationError(f"request '{self.request.request_id}': the server's answer cannot be used: {what}")

@@ -70,10 +70,10 @@ async def complete(fleet: Fleet, pending: Pending, report_tokens: int, max_attem
             flight.server.suspect(str(error))
         except ForeignWeights as error:
             reason = str(error)
-            flight.server.distrust(reason)
+            flight.server.meet(error.label)
         except ServerRefused as error:
-            if flight.adapter is not None and flight.adapter.name in str(error):
-                flight.server.distrust(f"it no longer has adapter '{flight.adapter.name}'")
+            if flight.adapter is not None and flight.adapter.label in str(error):
+                flight.server.distrust(f"it no longer has adapter '{flight.adapter.label}'")
             elif error.status not in _OVERLOADED:
                 raise GenerationError(f"request '{name}' was refused: {error}") from error
             else:
@@ -132,18 +132,22 @@ async def _fly(fleet: Fleet, flight: Flight, output: Output, report_tokens: int)
 
 async def _attempt(fleet: Fleet, flight: Flight, output: Output, report_tokens: int) -> None:
     server, request = flight.server, output.request
-    output.begin(server.version if flight.adapter is None else flight.adapter.version, flight.adapter is not None)
+    if flight.adapter is None:
+        version, known = server.version, fleet.target.versions
+    else:  # it goes on with that to its end, and reports carry the label of the model below
+        version = flight.adapter.version
+        known = {server.below: version}
+    output.begin(version)
     name = f"{uuid.uuid4().hex}:{request.request_id}"
     body = request_body(output, name, report_tokens, server.incremental)
     if flight.adapter is not None:
-        body["lora_path"] = flight.adapter.name
+        body["lora_path"] = flight.adapter.label
     over = hurried = False
     try:
         async with aclosing(server.client.generate(body)) as reports:
             async for report in reports:
                 server.alive()
-                newest = max(fleet.version, server.version)
-                complete = output.add(report, newest, server.incremental)
+                complete = output.add(report, known, server.incremental)
                 if output.stop_seen and not hurried:  # and not complete, which begins anew
                     hurried = True  # its last report, which says whose the tokens are, is all that is missing
                     fleet.abort(flight, name)

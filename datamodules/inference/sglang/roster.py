@@ -91,7 +91,7 @@ class Launch:
         return "cuda" if torch.cuda.is_available() else "cpu"
 
     def options(
-        self, model_path: str, context: int | None, version: int | None, seed: int, limit: int | None
+        self, model_path: str, context: int | None, label: str | None, seed: int, limit: int | None
     ) -> list[ServerOptions]:
         """How each server runs."""
         return [
@@ -106,7 +106,7 @@ class Launch:
                 tensor_parallel=self.tensor_parallel,
                 num_threads=self.num_threads,
                 seed=(seed * self.replicas + index) % (1 << 31),
-                version=version,
+                label=label,
                 in_turns=self.in_turns,
                 arguments=tuple(self.arguments),
             )
@@ -133,7 +133,7 @@ def with_adapters(options: ServerOptions, policy: Any, most: int) -> ServerOptio
     adapters += ["--max-loras-per-batch", str(most), "--max-loaded-loras", str(most)]
     if options.device == "cpu":
         adapters += ["--lora-backend", "torch_native"]
-    return replace(options, model_path=path, version=None, arguments=(*adapters, *options.arguments))
+    return replace(options, model_path=path, label=None, arguments=(*adapters, *options.arguments))
 
 
 def given_servers(urls: Sequence[str], api_key: str | None, limit: int) -> list[Server]:

@@ -16,11 +16,12 @@ from typing import Any, Literal
 from datamodules.inference.protocol import GenerationError
 from datamodules.inference.sglang.client import ServerClient, shown
 from datamodules.inference.sglang.launcher import ServerProcess
-from datamodules.inference.sglang.weights.forms import AdapterWeights, Weights
+from datamodules.inference.sglang.weights.forms import AdapterWeights, Weights, from_a_run
 from datamodules.inference.sglang.weights.senders import Senders
 from datamodules.inference.sglang.weights.server_weights import ServerWeights
 
 State = Literal["starting", "joining", "ready", "serving", "updating", "suspect", "dirty", "lost", "gone"]
+ONE_RUN = "a server belongs to one run at a time; name others in SGLangEngine.urls"
 UP = ("ready", "serving", "updating", "suspect")  # it works; requests may be running
 
 
@@ -37,12 +38,19 @@ class Target:
         paused: whether they are to stand still.
         in_turns: whether they give up their GPU's memory while they do: the trainer computes there then.
         senders: the other ranks that send weights.
+        versions: of all weights that servers were to have so far, by their labels.
     """
 
     weights: Weights | None = None
     paused: bool = False
     in_turns: bool = False
     senders: Senders = field(default_factory=Senders)
+    versions: dict[str, int] = field(default_factory=dict)
+
+    def give(self, weights: Weights | None) -> None:
+        self.weights = weights
+        if weights is not None:
+            self.versions[weights.label] = weights.version
 
 
 class Flight:
@@ -76,6 +84,7 @@ class Server:
         limit: most requests it runs at a time.
         error: what went wrong last; "" while it serves.
         restarts: of its process, since the start.
+        below: label of its model as it joined, which adapters are on.
     """
 
     def __init__(self, name: str, client: ServerClient, process: ServerProcess | None, limit: int) -> None:
@@ -86,6 +95,7 @@ class Server:
         self.holds: Weights | None = None
         self.error = ""
         self.restarts = 0
+        self.below = ""
         self.incremental = False
         self.max_context = 0
         self.flights: set[Flight] = set()
@@ -106,14 +116,25 @@ class Server:
         """Of its weights; -1 when not known."""
         return -1 if self.holds is None else self.holds.version
 
-    def foreign(self, answer: dict[str, Any]) -> str | None:
-        """Why a server that answers `question` so has not the weights it was given; None when it has."""
+    def look_at(self, answer: dict[str, Any]) -> None:
+        """It answers `question`; but one that was started anew behind its address has not the weights it was given."""
         if isinstance(self.holds, AdapterWeights):
             found = answer.get("data")
             names = [one.get("id") for one in found if isinstance(one, dict)] if isinstance(found, list) else []
-            return None if self.holds.name in names else f"it no longer has adapter '{self.holds.name}'"
-        label = answer.get("weight_version")
-        return None if label == str(self.version) else f"it serves weights {shown(label)} instead of '{self.version}'"
+            if self.holds.label not in names:
+                self.distrust(f"it no longer has adapter '{self.holds.label}'")
+        elif self.holds is None or answer.get("weight_version") != self.holds.label:
+            self.meet(answer.get("weight_version"))
+
+    def meet(self, label: object) -> None:
+        """It serves other weights than it was given, called so: it is loaded anew. Where another run gave them, it is
+        left to that: two that load one server in turn can get each other's weights under their own label."""
+        what = f"it serves weights {shown(label)}, which"
+        if self.process is None and (from_a_run(label) or isinstance(self.holds, AdapterWeights)):
+            if self.state in UP:
+                self.enter("gone", f"{what} another run gave it: {ONE_RUN}")
+        else:
+            self.distrust(f"{what} this run did not give it: it was started anew, or something else updates it")
 
     @property
     def left(self) -> bool:

@@ -2,7 +2,8 @@
 
 A server is lost when its process ends, when a connection breaks and it does not answer, or when it is silent for
 `silence_s`: no answer to a probe, or requests running and no progress in any. It is dirty, and loaded anew, when an
-update failed on it or when it answers with weights that are not those it was given.
+update failed on it or when it answers with weights that are not those it was given. One that another run gives its own
+is given up; one on which requests of another run are running is waited for.
 
 Promises: every wait has a deadline; a process of ours is started again at most `max_restarts` times in a row, each time
 later, and one that is lost is ended first; what goes wrong is logged once.
@@ -19,9 +20,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from datamodules.inference.protocol import GenerationError
+from datamodules.inference.sglang.client import ServerRefused
 from datamodules.inference.sglang.loop_thread import cancel_all
-from datamodules.inference.sglang.server_state import UP, Server, Target, WrongModel
-from datamodules.inference.sglang.weights.forms import DiskWeights, Weights
+from datamodules.inference.sglang.server_state import ONE_RUN, UP, Server, Target, WrongModel
+from datamodules.inference.sglang.weights.forms import DiskWeights, Weights, from_a_run
 
 _log = logging.getLogger(__name__)
 _TICK_S = 0.5  # between two looks at a server whose state does not change
@@ -125,7 +127,7 @@ class Supervisor:
             server.enter("starting", server.error)
             if isinstance(weights, DiskWeights):  # it comes up with them
                 options = server.process.options
-                server.process.options = replace(options, model_path=weights.path, version=weights.version)
+                server.process.options = replace(options, model_path=weights.path, label=weights.label)
             await server.process.ready(limits.start_s)
             await server.reconnect(server.process.client())
             if isinstance(weights, DiskWeights):
@@ -133,9 +135,28 @@ class Supervisor:
         else:
             await server.reconnect(server.client)
         # A short question first: what does not answer it would cost an update's deadline.
-        await server.client.get("/model_info", min(limits.silence_s, limits.update_s))
+        answer = await server.client.get("/model_info", min(limits.silence_s, limits.update_s))
         server.enter("joining", server.error)
         await self._check(server)
+        if server.process is None:
+            await self._check_free(answer.get("weight_version"))
+
+    async def _check_free(self, label: Any) -> None:
+        """Raises GenerationError while requests of another run, which gave it these weights, run on it."""
+        server = self.server
+        if not from_a_run(label) or label in self._target.versions:
+            return
+        try:
+            loads = (await server.client.get("/v1/loads?include=core", self._limits.silence_s)).get("loads")
+        except ServerRefused:  # an SGLang without this path
+            return
+        each = [one for one in loads if isinstance(one, dict)] if isinstance(loads, list) else []
+        whole = server.client.whole
+        if running := sum(whole(one, f"num_{what}_reqs", 0, 0) or 0 for one in each for what in ("running", "waiting")):
+            raise GenerationError(
+                f"{server.client.url} serves weights '{label}' of another run, which has {running} requests there:"
+                f" {ONE_RUN}"
+            )
 
     async def _give_weights(self) -> None:
         server = self.server
@@ -185,7 +206,7 @@ class Supervisor:
             return
         answer = await server.client.get(server.question, min(_SUSPECT_ANSWER_S, self._limits.silence_s))
         if server.state == "suspect":
-            self._check_label(answer)
+            server.look_at(answer)
         if server.state == "suspect":
             server.settle(self._target.weights)
             self._changed(server)
@@ -205,7 +226,7 @@ class Supervisor:
             return
         server.answered = time.monotonic()
         if server.state == "serving" and server.holds is self._probed_weights:
-            self._check_label(probe.result())
+            server.look_at(probe.result())
 
     def _check_silence(self) -> None:
         server, most = self.server, self._limits.silence_s
@@ -217,9 +238,3 @@ class Supervisor:
                 f"silent for {server.silent_s():.0f} s (silence_s = {most:g}) with"
                 f" {len(server.flights)} requests running",
             )
-
-    def _check_label(self, answer: dict[str, Any]) -> None:
-        """It answers; but a server that was started anew behind its address has other weights."""
-        problem = self.server.foreign(answer)
-        if problem is not None:
-            self.server.distrust(problem)

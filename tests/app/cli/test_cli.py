@@ -97,6 +97,9 @@ def test_validate_scores_a_checkpoint_as_the_run_did(capsys: pytest.CaptureFixtu
     main(["validate", "--config", "toy.yaml", "--ckpt_path", str(checkpoint)])
     assert "3.0" in capsys.readouterr().out  # the tiny module's accuracy is its number of steps
     assert [run.parent.name for run in _runs()] == ["toy_validate"]
+    for saved in (Path("first/config.yaml"), _runs()[0] / "config.yaml"):
+        main(["validate", "--config", str(saved), "--ckpt_path", str(checkpoint)])
+    assert {run.parent.name for run in _runs()} == {"toy_validate", "first_validate", "toy_validate_validate"}
 
 
 def test_flags_win_over_what_a_checkpoint_remembers() -> None:

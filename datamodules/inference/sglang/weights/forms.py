@@ -1,7 +1,8 @@
 """The forms in which a version of the weights goes to servers: tensors, a directory, or an adapter's.
 
 Promises: what a form says stays so while servers come late and ask for it; tensors of one dtype travel in buckets, and
-those that are in files alone are read one bucket at a time.
+those that are in files alone are read one bucket at a time; each has a label that no other has, by which a server says
+whose weights made a token: other runs count the same versions.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import re
 import uuid
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -22,6 +24,7 @@ from datamodules.inference.protocol import GenerationError, WeightUpdate
 from datamodules.inference.weight_files import WRITTEN, split
 
 BUCKET_BYTES = 256 << 20
+_LABEL = re.compile(r"v[0-9]+-[0-9a-f]{8}")
 
 
 @dataclass(frozen=True)
@@ -62,7 +65,26 @@ class Bucket:
 
 
 @dataclass(frozen=True)
-class HostWeights:
+class _Form:
+    """What all forms have.
+
+    Attributes:
+        version: of the policy.
+        tag: of these weights alone.
+    """
+
+    version: int
+    nbytes: int
+    tag: str = field(default_factory=lambda: uuid.uuid4().hex[:8], kw_only=True)
+
+    @property
+    def label(self) -> str:
+        """What servers call them."""
+        return f"v{self.version}-{self.tag}"
+
+
+@dataclass(frozen=True)
+class HostWeights(_Form):
     """A copy of the weights in host memory or on disk, for broadcasts: the trainer may go on, servers may ask later.
 
     Attributes:
@@ -71,8 +93,6 @@ class HostWeights:
         written: of those in files that `WeightFiles` wrote, what no other directory has.
     """
 
-    version: int
-    nbytes: int
     buckets: tuple[Bucket, ...]
     device: torch.device
     path: Path | None = None
@@ -125,7 +145,7 @@ class HostWeights:
 
 
 @dataclass(frozen=True)
-class SharedWeights:
+class SharedWeights(_Form):
     """Such a copy for servers on this host, which read it from memory that both have: bucket after bucket is put there
     while an update lasts (`shared_tensors`), and a server that comes late has the same done.
 
@@ -133,33 +153,31 @@ class SharedWeights:
         device: where the trainer has them.
     """
 
-    version: int
-    nbytes: int
     buckets: tuple[Bucket, ...]
     device: torch.device
 
 
 @dataclass(frozen=True)
-class DiskWeights:
+class DiskWeights(_Form):
     """A directory of `WeightFiles` that the server sees under the same path."""
 
-    version: int
-    nbytes: int
     path: str
 
 
 @dataclass(frozen=True)
-class AdapterWeights:
-    """A directory of a PEFT adapter, which the server sees under the same path and knows as `name` beside others:
+class AdapterWeights(_Form):
+    """A directory of a PEFT adapter, which the server sees under the same path and knows by its label beside others:
     requests under way go on with the adapter they began with."""
 
-    version: int
-    nbytes: int
     path: str
-    name: str
 
 
 Weights = HostWeights | SharedWeights | DiskWeights | AdapterWeights
+
+
+def from_a_run(label: object) -> bool:
+    """Whether what a server calls its weights is a label, of this run or another."""
+    return isinstance(label, str) and _LABEL.fullmatch(label) is not None
 
 
 def weights_of(update: WeightUpdate, adapter: bool = False, one_gpu: bool = False) -> Weights:
@@ -180,9 +198,7 @@ def weights_of(update: WeightUpdate, adapter: bool = False, one_gpu: bool = Fals
 
 def _on_disk(path: Path, version: int, adapter: bool) -> DiskWeights | AdapterWeights:
     size = sum(file.stat().st_size for file in _files_in(path))
-    if adapter:  # its name is its own: a server may have had another run's before
-        return AdapterWeights(version, size, str(path.absolute()), f"v{version}-{uuid.uuid4().hex[:8]}")
-    return DiskWeights(version, size, str(path.absolute()))
+    return (AdapterWeights if adapter else DiskWeights)(version, size, str(path.absolute()))
 
 
 def _files_in(path: Path) -> list[Path]:

@@ -171,14 +171,14 @@ class ServerWeights:
         began = time.monotonic()
         try:
             async with self._turn(deadline):
-                body = {"lora_name": weights.name, "lora_path": weights.path}
+                body = {"lora_name": weights.label, "lora_path": weights.path}
                 try:
                     await self._post("/load_lora_adapter", body, deadline)
                 except ServerRefused:
                     if not await self._has(weights, deadline):  # by an earlier request, whose answer was lost
                         raise
                 if not await self._has(weights, deadline):
-                    raise GenerationError(f"it does not list adapter '{weights.name}' afterwards")
+                    raise GenerationError(f"it does not list adapter '{weights.label}' afterwards")
         except GenerationError as error:
             what = f"the adapter of version {weights.version} did not reach {self._client.url}"
             raise SyncFailed(f"{what}: {error}", dirty=False, lost=not isinstance(error, ServerRefused)) from error
@@ -189,7 +189,7 @@ class ServerWeights:
         answer = await self._client.get("/v1/models", deadline.left("/v1/models"))
         found = answer.get("data")
         listed = [one for one in found if isinstance(one, dict)] if isinstance(found, list) else []
-        return any(one.get("id") == weights.name and one.get("root") == weights.path for one in listed)
+        return any(one.get("id") == weights.label and one.get("root") == weights.path for one in listed)
 
     async def close(self) -> None:
         """Ends the process group, at the server too if it answers within a few seconds; frees shared memory."""
@@ -246,9 +246,8 @@ class ServerWeights:
             raise
 
     async def _load(self, weights: Weights, deadline: Deadline) -> None:
-        version = str(weights.version)
         if isinstance(weights, DiskWeights):
-            body = {"model_path": weights.path, "weight_version": version, "flush_cache": True}
+            body = {"model_path": weights.path, "weight_version": weights.label, "flush_cache": True}
             await self._post("/update_weights_from_disk", body, deadline)
             return
         assert isinstance(weights, HostWeights | SharedWeights), "adapters stand beside each other: see _add"
@@ -259,7 +258,7 @@ class ServerWeights:
         for bucket in weights.buckets:
             last = bucket is weights.buckets[-1]
             # Tokens carry the version from the moment it is announced, so it comes last; and so does the flush.
-            await send(bucket, {"flush_cache": last, "weight_version": version if last else None}, deadline)
+            await send(bucket, {"flush_cache": last, "weight_version": weights.label if last else None}, deadline)
         await self._post("/end_weight_update", {}, deadline)
 
     async def _send(self, bucket: Bucket, options: dict[str, Any], deadline: Deadline) -> None:

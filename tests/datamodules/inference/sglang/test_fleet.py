@@ -51,7 +51,7 @@ def test_the_last_one_lost_in_an_update_is_an_error_only_when_no_other_was_lost_
         servers = given_servers(["http://127.0.0.1:9", "http://127.0.0.1:10"], None, 4)  # nobody listens there
         fleet = Fleet(servers, PrefixRouter(256), _no_check, LIMITS)
         old, new = DiskWeights(1, 0, "/nowhere"), DiskWeights(2, 0, "/nowhere")
-        fleet.target.weights = old
+        fleet.target.give(old)
         servers[0].enter("serving")
         servers[1].enter(other, "restarting")
         if other == "lost":
@@ -213,7 +213,8 @@ class TestSupervisor:
 
         async def run(hostile: HostileServer) -> str:
             (server,) = given_servers([hostile.url], None, 4)
-            target, seen, errors = Target(DiskWeights(1, 0, "/m")), list[str](), [""]
+            target, seen, errors = Target(), list[str](), [""]
+            target.give(DiskWeights(1, 0, "/m"))
             enter = server.enter
 
             def noted(state: Any, error: str = "") -> None:
@@ -242,7 +243,13 @@ class TestSupervisor:
         def act(hostile: HostileServer, server: Server, target: Target) -> None:
             hostile.version = "7"
 
-        assert "it serves weights '7' instead of '1'" in self.watch(act, ["dirty", "serving"])
+        assert "it serves weights '7', which this run did not give it" in self.watch(act, ["dirty", "serving"])
+
+    def test_one_that_answers_a_probe_with_weights_of_another_run_is_left_to_it(self) -> None:
+        def act(hostile: HostileServer, server: Server, target: Target) -> None:
+            hostile.version = DiskWeights(1, 0, "/of/another/run").label
+
+        assert "which another run gave it: a server belongs to one run at a time" in self.watch(act, ["gone"])
 
     def test_one_that_does_not_answer_a_probe_in_time_is_lost_and_found_again(self) -> None:
         def act(hostile: HostileServer, server: Server, target: Target) -> None:

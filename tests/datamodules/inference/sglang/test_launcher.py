@@ -32,6 +32,9 @@ from datamodules.inference.sglang.loop_thread import LoopThread
 from datamodules.inference.sglang.model_match import ModelMatch
 from datamodules.inference.sglang.roster import given_servers
 from datamodules.inference.sglang.server import leftovers
+from datamodules.inference.sglang.server_state import WrongModel
+from datamodules.inference.sglang.weights.forms import DiskWeights
+from tests.datamodules.inference.adapters import with_lora
 from tests.datamodules.inference.engine_suite import tiny_policy
 from tests.fuzz.hostile_server import Answer, HostileServer, said
 
@@ -231,12 +234,18 @@ def test_servers_are_not_put_on_gpus_that_train(monkeypatch: pytest.MonkeyPatch)
 def test_servers_in_turns_are_on_gpus_that_train(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match=r"launch\.in_turns: .* on GPUs 1 to 1, .* 1 ranks train on 0 to 0"):
         Launch(device="cuda", first_gpu=1, in_turns=True)
-    (command,) = (one.command(1) for one in Launch(device="cuda", in_turns=True).options("/m", 100, 7, 3, 32))
+    (command,) = (
+        one.command(1) for one in Launch(device="cuda", in_turns=True).options("/m", 100, "v7-0123abcd", 3, 32)
+    )
     assert {"--enable-memory-saver", "--enable-weights-cpu-backup"} <= set(command)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
-    options = Launch(replicas=2, tensor_parallel=2, device="cuda", in_turns=True).options("/m", 100, 7, 3, 32)
+    options = Launch(replicas=2, tensor_parallel=2, device="cuda", in_turns=True).options(
+        "/m", 100, "v7-0123abcd", 3, 32
+    )
     assert [one.gpu for one in options] == [0, 2]
-    (command,) = (one.command(1) for one in Launch(device="cpu", in_turns=True).options("/m", 100, 7, 3, 32))
+    (command,) = (
+        one.command(1) for one in Launch(device="cpu", in_turns=True).options("/m", 100, "v7-0123abcd", 3, 32)
+    )
     assert "--enable-memory-saver" not in command  # it is of CUDA
 
 
@@ -350,13 +359,15 @@ def test_a_loop_that_stands_still_is_an_error_in_time() -> None:
 
 
 def test_gpus_seeds_and_limits_of_several_servers() -> None:
-    one, two = Launch(replicas=2, device="cuda", first_gpu=4, tensor_parallel=2).options("/m", 100, 7, 3, 32)
+    one, two = Launch(replicas=2, device="cuda", first_gpu=4, tensor_parallel=2).options(
+        "/m", 100, "v7-0123abcd", 3, 32
+    )
     assert (one.gpu, two.gpu) == (4, 6) and one.seed != two.seed
     command = two.command(30001)
     for flag, value in {
         "--base-gpu-id": "6",
         "--tp-size": "2",
-        "--weight-version": "7",
+        "--weight-version": "v7-0123abcd",
         "--context-length": "106",
     }.items():
         assert command[command.index(flag) + 1] == value
@@ -408,6 +419,31 @@ def test_half_precision_is_said_once_where_the_trained_model_is_in_float32(caplo
         asyncio.run(check(match))
     (message,) = caplog.messages
     assert "half precision (--dtype auto)" in message and "SGLangEngine.launch.dtype" in message
+
+
+def test_adapters_do_not_go_onto_weights_that_a_run_gave() -> None:
+    async def check(match: ModelMatch) -> str:
+        (server,) = given_servers([hostile.url], None, 4)
+        try:
+            await match.check(server)
+        finally:
+            await server.disconnect()
+        return server.below
+
+    with HostileServer() as hostile:
+        model = {**MODEL_INFO, "architectures": ["Qwen3ForCausalLM"]}
+        hostile.act = lambda path, body: (
+            said({**model, "weight_version": hostile.version}) if path == "/model_info" else None
+        )
+        hostile.version = "default"
+        match = ModelMatch(with_lora(tiny_policy()), adapter=True)
+        assert asyncio.run(check(match)) == "default"
+        hostile.version = DiskWeights(3, 0, "/of/another/run").label
+        with pytest.raises(
+            WrongModel, match=r"serves weights 'v3-\w+', which a run gave it, and not those of the model"
+        ):
+            asyncio.run(check(match))
+        asyncio.run(check(ModelMatch(tiny_policy())))  # whole weights are loaded over them
 
 
 def test_a_call_to_one_that_accepts_and_never_answers_ends_in_time() -> None:

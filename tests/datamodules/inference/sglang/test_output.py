@@ -12,6 +12,8 @@ from datamodules.inference.protocol import GenerationError, GenerationRequest
 from datamodules.inference.sglang.output import ForeignWeights, Output
 from datamodules.inference.sglang.requests import request_body
 
+KNOWN = {str(version): version for version in range(5)}
+
 
 def reports(
     tokens: list[int], cuts: list[int], labels: list[int], spans: list[tuple[int, int, int]], incremental: bool
@@ -52,7 +54,7 @@ def test_any_cut_gives_the_same_output(incremental: bool, inner: list[int]) -> N
     output = an_output()
     output.begin(3)
     said = reports(tokens, cuts, [3 if cut <= 5 else 4 for cut in cuts], spans, incremental)
-    assert [output.add(one, 4, incremental) for one in said] == [False] * len(inner) + [True]
+    assert [output.add(one, KNOWN, incremental) for one in said] == [False] * len(inner) + [True]
     assert output.tokens == tokens and output.versions == [3] * 5 + [4] * 7
     assert output.finish_reason == "length" and output.left == 0
     assert_fits(output)
@@ -63,7 +65,7 @@ def test_a_lost_place_keeps_what_is_certain_and_the_next_one_goes_on(incremental
     output = an_output()
     output.begin(3)
     for one in reports(list(range(20, 32)), [1, 4, 6, 8, 12], [3, 3, 4, 4, 4], [], incremental)[:4]:
-        assert not output.add(one, 4, incremental)
+        assert not output.add(one, KNOWN, incremental)
     assert output.keep() == 4  # tokens 5 and 6 are of version 3 or 4, nobody knows
     assert output.tokens == [20, 21, 22, 23] and output.versions == [3] * 4 and output.left == 8
     assert output.prompt() == [1, 2, 20, 21, 22, 23]
@@ -71,7 +73,7 @@ def test_a_lost_place_keeps_what_is_certain_and_the_next_one_goes_on(incremental
     assert body["input_ids"] == output.prompt() and body["sampling_params"]["max_new_tokens"] == 8
     output.begin(4)
     for one in reports(list(range(40, 48)), [3, 8], [4, 4], [(4, 0, 8)], incremental):
-        output.add(one, 4, incremental)
+        output.add(one, KNOWN, incremental)
     assert output.versions == [3] * 4 + [4] * 8 and len(output.tokens) == 12
     assert_fits(output)
 
@@ -80,10 +82,10 @@ def test_an_abort_that_repeats_the_last_token_adds_nothing() -> None:
     output = an_output()
     output.begin(0)
     first, last = reports([20, 21], [2, 2], [0, 0], [(0, 0, 2)], True)
-    output.add(first, 0, True)
+    output.add(first, KNOWN, True)
     last["output_ids"], last["meta_info"]["output_token_logprobs"] = [21], [[-0.21, 21, None]]
     last["meta_info"]["finish_reason"] = {"type": "abort"}
-    assert output.add(last, 0, True)
+    assert output.add(last, KNOWN, True)
     assert output.tokens == [20, 21] and output.finish_reason == "abort"
 
 
@@ -106,7 +108,7 @@ def read_along(stop: str, heard: list[int]) -> Output:
 def test_what_comes_behind_a_stop_text_is_left_out(incremental: bool) -> None:
     output = read_along("ef", heard := [])
     said = reports(list(range(20, 32)), [1, 5, 9, 12], [3] * 4, [(3, 0, 12)], incremental)
-    assert [output.add(one, 3, incremental) for one in said[:3]] == [False, False, True]
+    assert [output.add(one, KNOWN, incremental) for one in said[:3]] == [False, False, True]
     assert output.tokens == heard == list(range(20, 26)) and output.finish_reason == "stop" and output.stopped
     assert_fits(output)
 
@@ -116,9 +118,9 @@ def test_a_stop_text_among_tokens_of_uncertain_versions_waits_for_the_last_repor
     output = read_along("fg", heard := [])
     said = reports(list(range(20, 32)), [4, 8, 10], [3, 4, 4], [(3, 0, 5), (4, 5, 10)], incremental)
     said[2]["meta_info"]["finish_reason"] = {"type": "abort"}
-    assert [output.add(one, 4, incremental) for one in said[:2]] == [False, False]
+    assert [output.add(one, KNOWN, incremental) for one in said[:2]] == [False, False]
     assert output.stop_seen and not output.stopped and heard == [20, 21, 22, 23]
-    assert output.add(said[2], 4, incremental)
+    assert output.add(said[2], KNOWN, incremental)
     assert output.versions == [3] * 5 + [4] * 2 and output.finish_reason == "stop"
     assert output.tokens == heard == list(range(20, 27))
 
@@ -126,27 +128,27 @@ def test_a_stop_text_among_tokens_of_uncertain_versions_waits_for_the_last_repor
 def test_a_stop_text_that_is_lost_with_its_place_is_none() -> None:
     output = read_along("fg", heard := [])
     for one in reports(list(range(20, 32)), [4, 8, 10], [3, 4, 4], [], True)[:2]:
-        output.add(one, 4, True)
+        output.add(one, KNOWN, True)
     assert output.keep() == 4 and not output.stopped
     output.begin(4)
     # "d" was kept, the next place says "e": a stop may begin at one place and end at another.
     output = read_along("de", heard := [])
     for one in reports(list(range(20, 24)), [4, 9], [3, 3], [], True)[:1]:
-        output.add(one, 3, True)
+        output.add(one, KNOWN, True)
     assert output.keep() == 4
     output.begin(3)
-    assert output.add(reports([24, 25], [2, 9], [3, 3], [], True)[0], 3, True)
+    assert output.add(reports([24, 25], [2, 9], [3, 3], [], True)[0], KNOWN, True)
     assert output.tokens == heard == [20, 21, 22, 23, 24] and output.stopped
 
 
-@pytest.mark.parametrize("label", ["default", "5", None, "-1"])
+@pytest.mark.parametrize("label", ["default", "5", None, "v4-0123abcd"])
 def test_weights_that_are_not_this_runs_are_refused(label: str | None) -> None:
     output = an_output()
     output.begin(4)
     (one,) = reports([20], [1], [4], [(4, 0, 1)], True)
     one["meta_info"]["weight_version"] = label
-    with pytest.raises(ForeignWeights, match=f"serves weights '{label}' while this run is at version 4"):
-        output.add(one, 4, True)
+    with pytest.raises(ForeignWeights, match=f"serves weights '{label}', which this run did not give it"):
+        output.add(one, KNOWN, True)
     assert output.keep() == 0
 
 
@@ -211,7 +213,7 @@ def test_a_report_that_contradicts_itself_is_an_error(spoil: Any, message: str) 
     (one,) = reports([20, 21], [2], [1], [(1, 0, 2)], True)
     spoil(one["meta_info"])
     with pytest.raises(GenerationError, match=f"'r1'.*{message}"):
-        output.add(one, 1, True)
+        output.add(one, KNOWN, True)
 
 
 def test_more_than_was_asked_for_is_an_error() -> None:
@@ -226,15 +228,15 @@ def test_more_than_was_asked_for_is_an_error() -> None:
             output.begin(0)
             said = reports(tokens, cuts, [0] * len(cuts), [(0, 0, 4)], True)
             if message is None:
-                assert [output.add(one, 0, True) for one in said][-1] and output.tokens == tokens
+                assert [output.add(one, KNOWN, True) for one in said][-1] and output.tokens == tokens
             else:
                 with pytest.raises(GenerationError, match=message):
                     for one in said:
-                        output.add(one, 0, True)
+                        output.add(one, KNOWN, True)
     output = Output(GenerationRequest([1], 8), 23)
     output.begin(0)
     with pytest.raises(GenerationError, match="token 23 is outside the vocabulary of 23"):
-        output.add(reports(tokens, [4], [0], [(0, 0, 4)], True)[0], 0, True)
+        output.add(reports(tokens, [4], [0], [(0, 0, 4)], True)[0], KNOWN, True)
 
 
 def test_rounding_lifts_no_log_probability_above_zero() -> None:
@@ -242,7 +244,7 @@ def test_rounding_lifts_no_log_probability_above_zero() -> None:
     output.begin(0)
     (one,) = reports([20], [1], [0], [(0, 0, 1)], True)
     one["meta_info"]["output_token_logprobs"][0][0] = 2e-4
-    assert output.add(one, 0, True) and output.logprobs == [0.0]
+    assert output.add(one, KNOWN, True) and output.logprobs == [0.0]
 
 
 def test_requests_are_plain_sampling() -> None:

@@ -59,11 +59,11 @@ def test_a_request_has_one_placeholder_a_picture_and_their_pixels() -> None:
 def test_a_request_that_goes_on_elsewhere_sends_its_pictures_again() -> None:
     output = an_output(A)
     prompt = output.prompt()
-    assert output.add(report([9], prompt, ended=False), 0, True) is False
+    assert output.add(report([9], prompt, ended=False), {"0": 0}, True) is False
     assert output.keep() == 1
     body = request_body(output, "name", 8, True)
     assert body["input_ids"] == [1, PLACEHOLDER, 2, 9] and len(body["image_data"]) == 1
-    assert output.add(report([5, 6], [*prompt, 9]), 0, True)
+    assert output.add(report([5, 6], [*prompt, 9]), {"0": 0}, True)
     assert output.response().tokens == [9, 5, 6]
 
 
@@ -86,7 +86,7 @@ def test_a_request_that_goes_on_elsewhere_sends_its_pictures_again() -> None:
 )
 def test_a_server_that_reads_a_prompt_otherwise_is_an_error_by_name(prompt: Any, message: str) -> None:
     with pytest.raises(GenerationError, match=message):
-        an_output(A).add(report([5, 6, 7], prompt), 0, True)
+        an_output(A).add(report([5, 6, 7], prompt), {"0": 0}, True)
 
 
 def test_routers_tell_pictures_apart_that_have_equal_ids() -> None:

@@ -8,6 +8,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -300,6 +301,36 @@ class TestUnreliableNetwork:
         asyncio.run(meddle())
         requests = long_requests(4)
         check({0: tiny_policy()}, requests, asyncio.run(generate_all(engine, requests)))
+
+    def test_a_server_belongs_to_one_run_at_a_time(self, make, server, tmp_path) -> None:
+        """Two runs at the same version name one server: the second waits while the first has requests there, and when
+        it has none and the second gives the server its weights, the first leaves it, with no token of them."""
+        engine, other = make([server.url]), SGLangEngine([server.url], start_timeout_s=3.0)
+        path, _ = WeightFiles(tmp_path / "other").write(tiny_policy(seed=8), 0)
+        requests, ended = long_requests(8), threading.Event()
+
+        def generate_until_ended() -> None:
+            while not ended.is_set():
+                check({0: tiny_policy()}, requests, asyncio.run(generate_all(engine, requests)))
+
+        with ThreadPoolExecutor() as pool:
+            generating = pool.submit(generate_until_ended)
+            try:
+                wait_for(lambda: engine.health()["running"] > 0, engine, 60.0)
+                with pytest.raises(GenerationError, match=r"of another run, which has [1-8] requests there"):
+                    other.start(tiny_policy(seed=8), version=0, seed=2)
+            finally:
+                ended.set()
+            generating.result()
+        other.start(tiny_policy(seed=8), version=0, seed=2)
+        try:
+            other.update_weights(WeightUpdate(0, path=str(path)))
+            with pytest.raises(GenerationError, match=r"no server is left: .* which another run gave it"):
+                asyncio.run(generate_all(engine, requests))
+            check({0: tiny_policy(seed=8)}, requests, asyncio.run(generate_all(other, requests)))
+        finally:
+            other.close()
+        assert not engine.health()["alive"]
 
     def test_no_server_at_all_is_an_error_in_time(self, server) -> None:
         engine = SGLangEngine(["http://127.0.0.1:9"], start_timeout_s=3.0)

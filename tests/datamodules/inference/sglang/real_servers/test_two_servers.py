@@ -86,7 +86,7 @@ def test_one_of_two_misses_an_update(server, second, method, tmp_path) -> None:
         wait_for(engine, {server.url: ("serving", 2), second.url: ("serving", 2)})
         (prompt,) = prompts_of([9])
         tokens, logprobs, version = asyncio.run(own_logprobs(second, prompt))
-        assert version == "2"
+        assert version.startswith("v2-")
         expected = reference_logprobs(tiny_policy(seed=2), prompt, tokens, 1.0)
         torch.testing.assert_close(logprobs, expected, atol=1e-5, rtol=0)
 
@@ -112,6 +112,6 @@ def test_each_is_sent_weights_by_a_rank_of_its_own(server, second, two_ranks: Ra
     (prompt,) = prompts_of([9])
     for one in (server, second):
         tokens, logprobs, version = asyncio.run(own_logprobs(one, prompt))
-        assert version == "3"
+        assert version.startswith("v3-")
         expected = reference_logprobs(tiny_policy(seed=3), prompt, tokens, 1.0)
         torch.testing.assert_close(logprobs, expected, atol=1e-5, rtol=0)
