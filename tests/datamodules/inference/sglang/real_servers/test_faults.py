@@ -8,7 +8,6 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -307,21 +306,15 @@ class TestUnreliableNetwork:
         it has none and the second gives the server its weights, the first leaves it, with no token of them."""
         engine, other = make([server.url]), SGLangEngine([server.url], start_timeout_s=3.0)
         path, _ = WeightFiles(tmp_path / "other").write(tiny_policy(seed=8), 0)
-        requests, ended = long_requests(8), threading.Event()
+        requests = long_requests(8)
 
-        def generate_until_ended() -> None:
-            while not ended.is_set():
-                check({0: tiny_policy()}, requests, asyncio.run(generate_all(engine, requests)))
+        def wait_for_the_other() -> None:
+            engine.pause()  # so that they are there as long as this takes
+            with pytest.raises(GenerationError, match=r"of another run, which has [1-8] requests there"):
+                other.start(tiny_policy(seed=8), version=0, seed=2)
+            engine.resume()
 
-        with ThreadPoolExecutor() as pool:
-            generating = pool.submit(generate_until_ended)
-            try:
-                wait_for(lambda: engine.health()["running"] > 0, engine, 60.0)
-                with pytest.raises(GenerationError, match=r"of another run, which has [1-8] requests there"):
-                    other.start(tiny_policy(seed=8), version=0, seed=2)
-            finally:
-                ended.set()
-            generating.result()
+        check({0: tiny_policy()}, requests, while_generating(engine, requests, wait_for_the_other))
         other.start(tiny_policy(seed=8), version=0, seed=2)
         try:
             other.update_weights(WeightUpdate(0, path=str(path)))
