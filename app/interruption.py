@@ -1,14 +1,16 @@
-"""A signal that asks this process to end: noticed at once, acted upon where a run can be saved.
+"""What ends a run before its time, and waits until it is saved: signals, and errors between two steps.
 
     with listening():                    # the command line
         allow_saving(say="...")          # training has begun: from here on a signal only sets what `pending` says
         if pending() is not None: ...    # whoever waits, or has finished a step
+        if not put_off(error): raise     # rank 0, which waits for rollouts; `failure` says that the run is ending
 
 Promises: before training and after it, Ctrl-C and SIGTERM end the process as KeyboardInterrupt does; while saving is
 allowed the first one is a request, which `pending` reports within milliseconds on any thread, even when the main thread
 is inside a call that cannot be interrupted. A second Ctrl-C ends at once: as KeyboardInterrupt where Python code runs,
 and `_AT_ONCE` seconds later in any case, after what was registered with `at_forced_end`. Nothing else is done in a
-signal handler, least of all a collective.
+signal handler, least of all a collective. An error is put off only while saving is allowed: whoever allows it raises
+the error afterwards, and `end_of` says of it what was saved.
 
 A signal that is ignored as the process starts stays so: shells start jobs in the background without Ctrl-C, which is to
 end what is in front alone. `ignored` says so of SIGINT.
@@ -27,6 +29,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
@@ -35,17 +38,48 @@ _AT_ONCE = 10.0  # seconds a process has for closing what it started after the s
 _LAST_S = 2.0  # seconds for what was registered with `at_forced_end`
 
 
-class Interrupted(BaseException):
-    """A run that ended because it was asked to, on all its ranks together. Not an Exception: nothing goes wrong.
+@dataclass(frozen=True)
+class End:
+    """How a run ended before its time, on all its ranks together.
 
-    Args:
-        signum: the signal. steps: optimizer steps done. checkpoint: where they are saved; None where nothing is.
+    Attributes:
+        steps: optimizer steps done.
+        checkpoint: where they are saved; None where nothing is.
         finished: whether these are all steps (`trainer.max_steps`), so that going on would train nothing.
+        unsaved: what could not be saved and why, or what asked for nothing to be saved.
     """
 
-    def __init__(self, signum: int, steps: int, checkpoint: Path | None, finished: bool = False) -> None:
-        super().__init__(f"{signal.Signals(signum).name} after step {steps}")
-        self.signum, self.steps, self.checkpoint, self.finished = signum, steps, checkpoint, finished
+    steps: int
+    checkpoint: Path | None
+    finished: bool = False
+    unsaved: str = ""
+
+    def __str__(self) -> str:
+        saved = f"saved as {self.checkpoint}" if self.checkpoint is not None else "nothing new was saved"
+        return f"ended after step {self.steps}, {saved}" + (f"; {self.unsaved}" if self.unsaved else "")
+
+
+class Interrupted(BaseException):
+    """A run that ended because it was asked to, by the signal `signum`. Not an Exception: nothing goes wrong."""
+
+    def __init__(self, signum: int, end: End) -> None:
+        super().__init__(f"{signal.Signals(signum).name} after step {end.steps}")
+        self.signum = signum
+        ends_run(self, end)
+
+
+_END = "run_end"  # the attribute of an error: whoever catches it may come from anywhere, and keeps nothing alive
+
+
+def ends_run(error: BaseException, end: End) -> None:
+    """Says of `error`, which all ranks raise together (or errors for it), how the run ended."""
+    setattr(error, _END, end)
+
+
+def end_of(error: BaseException) -> End | None:
+    """How the run ended that raises `error`; None where not all of its ranks ended together."""
+    end = getattr(error, _END, None)
+    return end if isinstance(end, End) else None
 
 
 class _Listener:
@@ -53,6 +87,7 @@ class _Listener:
 
     def __init__(self) -> None:
         self.signum: int | None = None
+        self.failure: Exception | None = None
         self.since = 0.0
         self.saving = False
         self.at_once = False
@@ -169,8 +204,22 @@ def allow_saving(say: str = "") -> None:
 
 
 def forbid_saving() -> None:
-    """Training has ended: a signal ends the process from now on."""
+    """Training has ended: a signal ends the process from now on, and an error is raised where it happens."""
     _listener.saving = False
+    _listener.failure = None
+
+
+def put_off(error: Exception) -> bool:
+    """Whether the run is saved before it ends with `error`, which was caught between two steps, on the rank that owns
+    the data: with that one, or the first that was put off. False: it is to be raised."""
+    if _listener.saving and _listener.failure is None:
+        _listener.failure = error
+    return _listener.saving
+
+
+def failure() -> Exception | None:
+    """The error with which the run ends as soon as it is saved."""
+    return _listener.failure
 
 
 def request(signum: int) -> None:

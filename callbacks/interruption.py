@@ -1,9 +1,13 @@
-"""Ctrl-C and SIGTERM during training: the step is finished, a checkpoint saved, and the run ends on all ranks.
+"""Ctrl-C and SIGTERM during training: the step is finished, a checkpoint saved, and the run ends on all ranks. So it
+does where rollouts fail for good, with their error.
 
 Promises: ranks agree after every step and in every wait for rollouts, so that all of them stop at the same step,
-whichever got the signal; what is saved is the state at the end of the last finished step (a validation that was due or
-running is not repeated); a run that has trained nothing yet saves nothing. No collective is entered from a signal
-handler. The command line adds it to every run by itself; elsewhere signals must be listened to (`app.interruption`).
+whichever got the signal, or had the error; what is saved is the state at the end of the last finished step (a
+validation that was due or running is not repeated); a run that has trained nothing yet saves nothing. An error is
+raised as it is on rank 0, with a note of where the run is saved, or why it is not, and on the others as one with its
+words. Errors inside a step are none of these: they end the run where they happen, and nothing is written. No collective
+is entered from a signal handler. The command line adds it to every run by itself; elsewhere signals must be listened to
+(`app.interruption`).
 
 This is the only mechanism: Lightning's handler of SIGTERM, which broadcasts from inside the handler and ends the run
 with code 0, is not installed, nor is its requeueing under SLURM, whose checkpoint a launch with a run directory of its
@@ -22,17 +26,22 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 
 from app import interruption
 from app.batch import StepHandle
-from app.strategies import DTAStrategy
+from app.interruption import End, Interrupted, ends_run
+from app.strategies import DTAStrategy, RankZeroError
+from app.strategies.manifest import CheckpointError
+from app.text import reason
 from callbacks.base import run_dir
 
 _SAY = "finishing this step, then saving a checkpoint; Ctrl-C again ends at once, without"
 _SAY_BEFORE = "ending; until a step is done there is nothing new to save; Ctrl-C again ends at once"
-_SAY_UNSAVED = "ending after this step; nothing is saved, because trainer.enable_checkpointing is false"
+_NO_CHECKPOINTS = "trainer.enable_checkpointing is false"
+_LONGEST = 500  # characters of why a checkpoint could not be written
+_SAY_UNSAVED = f"ending after this step; nothing is saved, because {_NO_CHECKPOINTS}"
 
 
 class Interruption(Callback):
-    """Saves `last.ckpt` and raises `app.interruption.Interrupted` when this process, or another rank, is asked to
-    end."""
+    """Saves `last.ckpt`, then raises `app.interruption.Interrupted` when this process, or another rank, is asked to
+    end, or what `app.interruption.failure` is on rank 0."""
 
     def __init__(self) -> None:
         self._first_step = 0
@@ -40,9 +49,11 @@ class Interruption(Callback):
         self._ending = self._finished = False
         self._checkpoint: Path | None = None
         self._directory: Path | None = None
+        self._unsaved = ""
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         self._ending, self._finished, self._saved_step, self._checkpoint = False, False, -1, None
+        self._unsaved = ""
         directory = run_dir(trainer)
         given = next((one.dirpath for one in _checkpoints(trainer)), None)
         self._directory = Path(given) if given is not None else directory / "checkpoints"
@@ -107,14 +118,34 @@ class Interruption(Callback):
         interruption.allow_saving(say if trainer.is_global_zero else "")
 
     def _agree(self, trainer: Trainer, asked: bool | None = None) -> bool:
-        """Collective: whether any rank was asked to end (or passes True)."""
+        """Collective: whether any rank was asked to end (or passes True), or rank 0 has failed."""
         mine = interruption.pending() is not None if asked is None else asked
-        if not trainer.strategy.reduce_boolean_decision(mine, all=False):
+        if not trainer.strategy.reduce_boolean_decision(mine or interruption.failure() is not None, all=False):
             return False
-        interruption.request(signal.SIGTERM)  # where another rank has received it
+        failure = interruption.failure()
+        told = trainer.strategy.broadcast(None if failure is None else f"{type(failure).__name__}: {failure}")
+        if told is None:
+            interruption.request(signal.SIGTERM)  # where another rank has received it
+        else:
+            interruption.put_off(RankZeroError(f"rank 0 failed: {told}"))  # where there is none yet
         return True
 
     def _save(self, trainer: Trainer) -> None:
+        failure = interruption.failure()
+        if failure is None:
+            return self._write(trainer)  # should it fail, that is what the run ends with
+        together = True
+        try:
+            self._write(trainer)
+            _finish(trainer)  # before anything is said of it
+        except Exception as error:
+            self._checkpoint, self._unsaved = None, reason(error, _LONGEST)
+            together = trainer.world_size == 1 or isinstance(error, CheckpointError)
+        if not together:  # others may have no error, and wait for this rank
+            failure.add_note(f"and the run could not be saved: {self._unsaved}")
+            raise failure
+
+    def _write(self, trainer: Trainer) -> None:
         callbacks = _checkpoints(trainer)
         if not callbacks or trainer.fast_dev_run or trainer.global_step == self._first_step:
             return
@@ -132,9 +163,27 @@ class Interruption(Callback):
             self._checkpoint = self._directory / name
 
     def _end(self, trainer: Trainer) -> None:
-        signum = interruption.pending() or signal.SIGTERM
-        finished = 0 < trainer.max_steps <= trainer.global_step
-        raise interruption.Interrupted(signum, trainer.global_step, self._checkpoint, finished)
+        steps, failure = trainer.global_step, interruption.failure()
+        finished = 0 < trainer.max_steps <= steps
+        if failure is None:
+            end = End(steps, self._checkpoint, finished)
+            raise Interrupted(interruption.pending() or signal.SIGTERM, end)
+        unsaved = self._unsaved or ("" if _checkpoints(trainer) else _NO_CHECKPOINTS)
+        try:
+            _finish(trainer)
+        except CheckpointError as error:  # that of a callback which came after this one
+            unsaved = unsaved or reason(error, _LONGEST)
+        end = End(steps, self._checkpoint, finished, unsaved)
+        ends_run(failure, end)
+        if steps > 0:  # else there was nothing to save
+            failure.add_note(str(end))
+        raise failure
+
+
+def _finish(trainer: Trainer) -> None:
+    """Returns when all checkpoints are on the disk. Raises CheckpointError where one could not be written."""
+    if isinstance(trainer.strategy, DTAStrategy):
+        trainer.strategy.finish_checkpoints()
 
 
 def _holds_back(trainer: Trainer) -> bool:

@@ -17,7 +17,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.utilities import rank_zero_warn
 
-from app.interruption import Interrupted
+from app.interruption import end_of
 from app.text import reason
 from callbacks import figures
 from callbacks.base import run_dir
@@ -63,7 +63,7 @@ class Pictures(Callback):
             rank_zero_warn(f"Pictures: {file} not drawn: {needs}")
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        if isinstance(exception, KeyboardInterrupt | Interrupted):
+        if isinstance(exception, KeyboardInterrupt) or end_of(exception) is not None:
             self._draw(trainer, pl_module)
 
     def _draw(self, trainer: Trainer, module: Any) -> dict[str, str]:

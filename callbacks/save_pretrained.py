@@ -1,7 +1,7 @@
 """Writes the trained policy as a Hugging Face directory when training ends.
 
-Promises: it is written after the last step, also where a signal ends the run before its last validation does; the
-directory loads with `AutoModelForCausalLM.from_pretrained`, or what a `RewardModule` trained with
+Promises: it is written after the last step, also where a signal, or rollouts that fail, end the run before its last
+validation does; the directory loads with `AutoModelForCausalLM.from_pretrained`, or what a `RewardModule` trained with
 `AutoModelForSequenceClassification.from_pretrained`, or a model that sees with `AutoModelForImageTextToText` and its
 image processor (and `AutoTokenizer`, when the datamodule has a tokenizer, or the model that the run began with), on
 this project's `model: {path: ...}` and on inference servers alike. Adapters are written as PEFT has them, for
@@ -21,7 +21,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 from transformers import AutoTokenizer
 
 from app.hub import check_reachable
-from app.interruption import Interrupted
+from app.interruption import end_of
 from app.text import reason
 from callbacks.base import comes_in_parts, policy_in_parts, run_dir
 from datamodules.inference.weight_files import save_model
@@ -85,13 +85,14 @@ class SavePretrained(Callback):
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         # Of a run that has made its last step nothing is left to go on with, which would come to `on_train_end`.
-        if isinstance(exception, Interrupted) and exception.finished and not self._saved:
+        end = end_of(exception)
+        if end is not None and end.finished and not self._saved:
             try:
                 self._write(trainer, pl_module)
             except Exception as error:  # raised here it would keep the strategy from ending what it is writing
                 rank_zero_warn(
                     f"SavePretrained: {run_dir(trainer) / self.dirpath} is not written: {reason(error)}; `arborist"
-                    f" export --ckpt {exception.checkpoint} --out DIR` writes it"
+                    f" export --ckpt {end.checkpoint} --out DIR` writes it"
                 )
             trainer.strategy.barrier("SavePretrained")
 

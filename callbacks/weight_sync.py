@@ -22,9 +22,10 @@ Servers that share the trainer's GPUs (`Launch.in_turns`) stand still from the s
 have given up their memory there; each rank frees what torch only caches before they come back with the new version.
 
 A version that does not reach the engine (a full disk, no server that takes it) stops the run with an error that says
-why. Training on would be no remedy: the gate counts in versions the engine serves, so rollouts would grow older than
-`max_staleness` allows without anyone noticing. Where some of several servers fail, the engine takes them out, goes on
-with the others and brings them up to date later.
+why; where the engine refused it, and no rank sends beside rank 0, after the run was saved. Training on would be no
+remedy: the gate counts in versions the engine serves, so rollouts would grow older than `max_staleness` allows without
+anyone noticing. Where some of several servers fail, the engine takes them out, goes on with the others and brings them
+up to date later.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_warn
 
-from app import checks
+from app import checks, interruption
 from app.strategies.ranks.listening import LOOPBACK, listen
 from app.tree import quantised_layers
 from callbacks.base import comes_in_parts, policy_in_parts, run_dir
@@ -164,7 +165,7 @@ class WeightSync(Callback):
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         if self._in_turns and not self._still:
-            if trainer.is_global_zero:
+            if trainer.is_global_zero and interruption.failure() is None:  # else the servers may be gone
                 data: Any = trainer.datamodule
                 data.engine.pause()
             trainer.strategy.barrier("WeightSync")  # no rank computes before servers have left
@@ -172,7 +173,8 @@ class WeightSync(Callback):
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._make_room(trainer, pl_module)
-        self._start(trainer, pl_module)
+        if interruption.failure() is None:  # else the run ends, with an engine that may have taken no weights
+            self._start(trainer, pl_module)
         self._go_on(trainer)
 
     def on_test_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -192,7 +194,10 @@ class WeightSync(Callback):
             policy, parts = self._policy(trainer, module)
             if trainer.is_global_zero:
                 update = self._update(policy, module.policy_version, parts)
-                size, downtime_s = self._bring(trainer, *update)
+                try:
+                    size, downtime_s = self._bring(trainer, *update)
+                except GenerationError as error:
+                    self._fail(trainer, error, parts)
                 seconds = time.perf_counter() - began
                 module.step_seconds["sync"] = module.step_seconds.get("sync", 0.0) + seconds
             elif self._sends:
@@ -201,6 +206,15 @@ class WeightSync(Callback):
             self._go_on(trainer)
         values = {"sync/seconds": seconds, "sync/bytes": float(size), "sync/downtime_s": downtime_s}
         pl_module.log_dict(values, on_step=True, on_epoch=False, batch_size=1, rank_zero_only=True)
+
+    def _fail(self, trainer: Trainer, error: GenerationError, parts: WeightParts | None) -> None:
+        """The engine did not take weights that are a whole step's: the run is saved first, where that can be."""
+        # Ranks that send beside this one may wait for it until it is gone.
+        alone = self._way != "distributed" or trainer.world_size == 1
+        if not alone or not interruption.put_off(error):
+            raise error
+        if parts is not None:
+            parts.skip()  # the others give all of them
 
     def _make_room(self, trainer: Trainer, module: LightningModule) -> None:
         """Servers that stand still in turns may come back when this returns: no rank has gradients or caches."""
@@ -211,7 +225,7 @@ class WeightSync(Callback):
             trainer.strategy.barrier("WeightSync")
 
     def _go_on(self, trainer: Trainer) -> None:
-        if self._still and trainer.is_global_zero:
+        if self._still and trainer.is_global_zero and interruption.failure() is None:
             data: Any = trainer.datamodule
             data.engine.resume()
         self._still = False

@@ -6,8 +6,9 @@ remembers; every launch gets a run directory of its own (`runs/<config name>/<ti
 in X (its earlier metrics stay, as `metrics_1.csv` and so on); every run gets the callbacks of `default_callbacks.py`,
 so that every `fit` saves `last.ckpt` by time, and Ctrl-C or SIGTERM lets it finish the step, save and print the command
 that goes on (where nothing is saved, the one that starts again), or after the last step the one that scores the model
-(exit codes 130 and 143); what the user got wrong ends in one message that names the key and the remedy and in exit code
-2, without a traceback (`ARBORIST_DEBUG=1` shows it, and every log line this file silences).
+(exit codes 130 and 143); a run that its rollouts end saves and says the same, below the error; what the user got wrong
+ends in one message that names the key and the remedy and in exit code 2, without a traceback (`ARBORIST_DEBUG=1` shows
+it, and every log line this file silences).
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ from app.cli.default_callbacks import OPTIONAL, check_without, with_defaults
 from app.cli.errors import ArboristParser, cut, is_ours, users_mistake
 from app.cli.run_directory import RunDirectory
 from app.clients import no_keys_needed
-from app.interruption import Interrupted
+from app.interruption import End, Interrupted, end_of
 from app.text import print_exception, printable, printable_output
 from callbacks.hang_dump import install
 from callbacks.report.callback import PAGE
@@ -334,6 +335,8 @@ def main(argv: list[str] | None = None) -> None:
             raise
         said = "\n".join(map(cut, printable(str(mistake)).splitlines()))
         sys.stderr.write(f"error: {said}\n(ARBORIST_DEBUG=1 shows where it was raised)\n")
+        if end_of(error) is not None:
+            sys.stderr.write("".join(f"{printable(note)}\n" for note in getattr(error, "__notes__", ())))
         raise SystemExit(2) from None
 
 
@@ -343,41 +346,55 @@ def _run_trainer(argv: list[str] | None, fits: bool) -> None:
             _leave_process_group(ArboristCLI(argv))
         if fits and _held:
             sys.stderr.write(f"{_where(_held[0].path)}\n")
-    except Interrupted as end:
-        _say_goodbye(end.signum, end, fits)
+    except Interrupted as interrupted:
+        _say_goodbye(interrupted.signum, end_of(interrupted), fits)
     except (KeyboardInterrupt, SystemExit) as end:  # Lightning ends with code 1 after KeyboardInterrupt
         signum = interruption.received()
-        interrupted = isinstance(end, KeyboardInterrupt) or isinstance(end.__context__, KeyboardInterrupt)
-        if signum is None or not interrupted:
+        asked = isinstance(end, KeyboardInterrupt) or isinstance(end.__context__, KeyboardInterrupt)
+        if signum is None or not asked:
             raise
         _say_goodbye(signum, None, fits)
+    except Exception as error:
+        failed = end_of(error)
+        if failed is not None and _is_launched():
+            raise SystemExit(0) from None  # rank 0, which launched it, tells
+        if failed is not None and failed.steps > 0 and _leads():
+            error.add_note(_how_to_go_on(failed, fits))  # the last that is said, below a traceback too
+        raise
     finally:
         while _held:
             _held.pop().close()
 
 
-def _say_goodbye(signum: int, end: Interrupted | None, fits: bool) -> NoReturn:
+def _say_goodbye(signum: int, end: End | None, fits: bool) -> NoReturn:
     """What was saved, and the command that goes on, or begins anew where nothing is; exit code 128 + `signum`."""
-    launched = "LOCAL_RANK" in os.environ and not _leads() and not restarted_by_agent()
     if _leads():
-        name = signal.Signals(signum).name
-        checkpoint = end.checkpoint if end is not None else None
-        steps = f" after step {end.steps}" if end is not None else ""
-        said = f"saved as {checkpoint}" if checkpoint is not None else "nothing new was saved"
-        sys.stderr.write(f"\n{name}: ended{steps}, {said}\n")
-        path = _held[0].path if _held else None
-        there = [] if path is None else last_checkpoints(_saved_in)
-        last = checkpoint or next(iter(there), None)
-        if path is not None and last is not None:
-            if end is not None and end.finished:
-                scoring = _command("validate", path, "--ckpt_path", str(last))
-                sys.stderr.write(f"all steps are done; score the model with: {scoring}\n")
-            else:
-                sys.stderr.write(f"{_where(path)}\ngo on with: {going_on(path)}\n")
-        elif fits and path is not None and (path / "config.yaml").exists():  # which names no run directory
-            sys.stderr.write(f"no checkpoint in {path / 'checkpoints'}; start again with: {_command('fit', path)}\n")
+        told = end if end is not None else "ended, nothing new was saved"
+        go_on = _how_to_go_on(end, fits)
+        sys.stderr.write(f"\n{signal.Signals(signum).name}: {told}\n{go_on}" + ("\n" if go_on else ""))
     # The process that launched this rank takes any other code for a failure, and ends the others.
-    raise SystemExit(0 if launched and end is not None else 128 + signum) from None
+    raise SystemExit(0 if end is not None and _is_launched() else 128 + signum) from None
+
+
+def _is_launched() -> bool:
+    """Whether another rank of this machine launched this one, and watches over how it ends."""
+    return "LOCAL_RANK" in os.environ and not _leads() and not restarted_by_agent()
+
+
+def _how_to_go_on(end: End | None, fits: bool) -> str:
+    """Lines: the run directory and the command that goes on with what was saved, now or before; "" without a run."""
+    path = _held[0].path if _held else None
+    if path is None:
+        return ""
+    checkpoint = end.checkpoint if end is not None else None
+    last = checkpoint or next(iter(last_checkpoints(_saved_in)), None)
+    if last is not None and end is not None and end.finished:
+        return f"all steps are done; score the model with: {_command('validate', path, '--ckpt_path', str(last))}"
+    if last is not None:
+        return f"{_where(path)}\ngo on with: {going_on(path)}"
+    if fits and (path / "config.yaml").exists():  # which names no run directory
+        return f"no checkpoint in {path / 'checkpoints'}; start again with: {_command('fit', path)}"
+    return ""
 
 
 def going_on(run_dir: Path) -> str:

@@ -39,7 +39,7 @@ from torch import Tensor
 from torch.nn import Module
 from torch.optim import Optimizer
 
-from app.interruption import Interrupted
+from app import interruption
 from app.strategies import refusals
 from app.strategies.checkpoint.checkpoints import CheckpointError, CheckpointWriter, pack
 from app.strategies.checkpoint.loading import load_weights, read
@@ -129,7 +129,7 @@ class DTAStrategy(DDPStrategy):
             process_group_backend=process_group_backend,
             timeout=timeout,
         )
-        self.optimizer_seconds = 0.0
+        self.optimizer_seconds = self._reduce_seconds = 0.0
         self._divergence = Divergence(max_skipped_steps)
         self._bucket_elements = bucket_cap_mb * 2**20 // 4
         self._calibration = Calibration(calibrate)
@@ -137,15 +137,12 @@ class DTAStrategy(DDPStrategy):
         self._max_tokens, self._group_size = max_tokens_per_rank, group_size
         self.shard_parameters = shard_parameters
         self._group: GroupRanks | None = None
-        self._death_timeout = death_timeout
-        self._background = background_checkpoints
-        self._links = False
-        self._failed = False
+        self._death_timeout, self._background = death_timeout, background_checkpoints
+        self._links = self._failed = False
         self._ranks: Communicator | None = None
         self.exchange: SharedRanks
         self._writer: CheckpointWriter | None = None
         self._sharded: ShardedOptimizer | None = None
-        self._reduce_seconds = 0.0
 
     # What callbacks and tools use
 
@@ -432,6 +429,11 @@ class DTAStrategy(DDPStrategy):
         running = trainer.state.fn == TrainerFn.FITTING and trainer.state.status == TrainerStatus.RUNNING
         # SLURM's signal handler ends the job when this returns.
         if not running or not self._background or self._links or path.name.startswith("hpc_ckpt"):
+            self.finish_checkpoints()
+
+    def finish_checkpoints(self) -> None:
+        """Returns when those that were begun are on the disk. Raises CheckpointError: one could not be written."""
+        if self._writer is not None:
             self._writer.wait(self._timeout.total_seconds())
 
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
@@ -473,7 +475,7 @@ class DTAStrategy(DDPStrategy):
             self._writer.remove(Path(filepath))
 
     def on_exception(self, exception: BaseException) -> None:
-        if isinstance(exception, Interrupted):
+        if interruption.end_of(exception) is not None:
             return  # on all ranks together
         self._failed = True
         if self._ranks is not None and self._ranks.watch is not None:

@@ -18,7 +18,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch.optim import Optimizer
 
 from app.batch import RolloutBatch
-from app.interruption import Interrupted
+from app.interruption import end_of
 from callbacks.base import run_dir
 from callbacks.report.moments import batch_moment, transcript
 from callbacks.report.runs import is_run
@@ -92,7 +92,8 @@ class Report(Callback):
         self._finish(trainer)
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        if not isinstance(exception, KeyboardInterrupt | Interrupted) or self._directory is None:
+        ended = isinstance(exception, KeyboardInterrupt) or end_of(exception) is not None
+        if not ended or self._directory is None:
             return
         if self._latest is not None or is_run(self._directory):  # else it ended before there was anything to show
             self._finish(trainer)

@@ -32,8 +32,8 @@ class Limits:
     Attributes:
         episode_deadline_s: seconds one episode may take; then its group is dropped.
         collect_deadline_s: seconds the trainer waits for a batch, or for validation, before it stops with an error.
-        max_failures: groups dropped in a row that stop the run; 8 do, where none has come through before them and all
-            of them failed with the same words, but for deadlines.
+        max_failures: groups dropped in a row that stop the run, once it is saved; 8 do, where none has come through
+            before them and all of them failed with the same words, but for deadlines. A run that goes on counts anew.
         max_filtered: groups filtered out since the last one kept that stop the run; None for 1000. With `filter` only.
         max_concurrent: most groups played at once; None for all that may be.
         long_prompts: "error" refuses prompts that leave no room for a reply in the model's context; "skip" leaves

@@ -5,7 +5,8 @@ Promises: every loader has a length (Lightning reads one without length a batch 
 `max_staleness: 0`); ranks other than 0 get handles without a batch, as many of them. A `StepLoader` goes on with the
 step after the last one that was done, wherever the iteration before it ended: with an epoch that was cut off in the
 middle of a batch, with the run, or with an error in a step. So epochs may end anywhere, and a checkpoint may be written
-after any step.
+after any step. What goes wrong with a batch while it is waited for, where the weights are those of a whole step, ends
+the run once these are saved (`app.interruption.put_off`): until then rank 0 has a handle without a batch, too.
 
 Every piece of the batch under way has one owner. The module: how far it is (`policy_version`, which rises with the last
 step of a batch, and `steps_done` of it) and what was prepared of it (`modules/step.py`). The datamodule: its
@@ -15,8 +16,9 @@ sequences, and the policy's version when it was handed out; while the policy is 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
+from app import interruption
 from app.batch import EvalHandle, RolloutBatch, StepHandle
 from datamodules.groups import Group, to_batch
 from datamodules.pipeline.validation import ValSet
@@ -51,7 +53,7 @@ class StepLoader:
         while left > 0:
             version = module.policy_version
             first = module.steps_done if stream.is_under_way(version) else 0
-            batch = stream.hand_out(version)
+            batch = _unless_it_fails(stream.hand_out, version)
             for index in range(first, min(count, first + left)):
                 yield StepHandle(batch, index, count)
                 left -= 1
@@ -111,9 +113,24 @@ class EvalLoader:
         one = self._set
         for first in range(0, one.size, self._batch_size):
             last = min(first + self._batch_size, one.size)
-            groups = self._evaluate(one, first, last)
+            groups = _unless_it_fails(self._evaluate, one, first, last)
             batch = to_batch(groups) if groups else None
             yield EvalHandle(batch, one.name, one.prefix, one.samples, one.ks, one.solved_at, last - first)
+
+
+_T = TypeVar("_T")
+
+
+def _unless_it_fails(get: Callable[..., _T], *args: Any) -> _T | None:
+    """What `get` returns; None where the run ends, once it is saved, with what it raises or with an earlier error."""
+    if interruption.failure() is not None:
+        return None
+    try:
+        return get(*args)
+    except Exception as error:
+        if not interruption.put_off(error):
+            raise
+        return None
 
 
 class Position:

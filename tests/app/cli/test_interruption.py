@@ -289,7 +289,7 @@ def test_a_last_checkpoint_of_an_earlier_step_is_not_taken_for_this_ones(
     monkeypatch.setattr(interruption, "_listener", interruption._Listener())  # for this run alone
     with pytest.raises(interruption.Interrupted) as end:
         fit.fit(SFTModule(source(), optimizer=sgd), Batches(batches, held_out=batches))
-    assert end.value.steps == 3 and end.value.checkpoint == tmp_path / "last.ckpt"
+    assert interruption.end_of(end.value) == interruption.End(3, tmp_path / "last.ckpt")
     assert torch.load(tmp_path / "last.ckpt", weights_only=False)["global_step"] == 3
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from app.batch import CALL_REWARD, RolloutBatch, StepHandle
-from app.interruption import Interrupted
+from app.interruption import End, Interrupted
 from callbacks import Report, ValidateEnds
 from tests.helpers import tiny_run
 from tests.helpers.recorded_samples import byte_tokenizer
@@ -78,7 +78,7 @@ def test_an_interrupted_run_has_its_page(tmp_path: Path) -> None:
     class Ends(Batched):
         def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
             if batch_idx == 2:
-                raise Interrupted(15, 2, None)
+                raise Interrupted(15, End(2, None))
 
     with pytest.raises(Interrupted):
         trainer(tmp_path / "run", Report()).fit(Ends(), datamodule=TinyData(batches=3))

@@ -240,8 +240,9 @@ def test_an_interrupted_run_goes_on_behind_its_last_step(done: int, tmp_path: Pa
     callbacks = [Ask(), Interruption(), ModelCheckpoint(tmp_path / "checkpoints")]
     with interruption.listening(), pytest.raises(interruption.Interrupted) as end:
         fit(module(), rollouts(tmp_path), *callbacks, enable_checkpointing=True, default_root_dir=tmp_path)
-    assert end.value.steps == done
-    assert fit(module(), rollouts(tmp_path), ckpt_path=end.value.checkpoint) == steps[done:]
+    told = interruption.end_of(end.value)
+    assert told is not None and told.steps == done
+    assert fit(module(), rollouts(tmp_path), ckpt_path=told.checkpoint) == steps[done:]
 
 
 def test_the_rest_of_a_batch_is_not_joined_to_another_one(tmp_path: Path) -> None:
