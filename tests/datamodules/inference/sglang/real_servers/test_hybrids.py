@@ -46,7 +46,7 @@ def a_policy(seed: int = 0, name: str = "lfm2"):
 def test_a_hybrid_is_served_and_every_weight_of_it_updated(tmp_path: Path) -> None:
     """Every log-probability is the trainer's to 1e-5, through three versions that share no weight, by both methods."""
     path, _ = WeightFiles(tmp_path / "first").write(a_policy(), 0)
-    served = options(str(path), kv_cache_tokens=4096, max_running_requests=8, version=0)
+    served = options(str(path), kv_cache_tokens=4096, max_running_requests=8, label="v0-00000000")
     server = ServerProcess(served, tmp_path / "server.log", KEY)
 
     async def body() -> None:

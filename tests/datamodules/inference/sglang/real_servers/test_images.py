@@ -27,7 +27,7 @@ def test_what_a_server_sees_is_what_is_trained(tmp_path: Path, monkeypatch: pyte
     vision.model.save_pretrained(tmp_path / "model")
     for name, parameter in vision.model.named_parameters():
         parameter.requires_grad_("visual" not in name)
-    served = options(vision.path, context=512, kv_cache_tokens=8192, version=0, arguments=("--enable-multimodal",))
+    served = options(vision.path, context=512, kv_cache_tokens=8192, arguments=("--enable-multimodal",))
     server = ServerProcess(served, tmp_path / "server.log", KEY)
     try:
         asyncio.run(server.ready(START_S))
