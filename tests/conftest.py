@@ -11,6 +11,8 @@ HYPOTHESIS_PROFILE=thorough many more, random ones.
 
 from __future__ import annotations
 
+import atexit
+import gc
 import os
 import signal
 from collections.abc import Iterator
@@ -18,6 +20,8 @@ from pathlib import Path
 
 if not Path("/dev/nvidiactl").exists():  # read when Triton is imported, which torch and others below may do
     os.environ.setdefault("TRITON_INTERPRET", "1")
+if gc.isenabled():  # until all tests are collected: imports leave next to no garbage, and each search goes through all
+    gc.disable()
 
 import pytest
 import torch.distributed as dist
@@ -71,6 +75,13 @@ def no_self_check(request: pytest.FixtureRequest) -> Iterator[None]:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: item.nodeid.startswith(WHOLE_RUNS))
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtestloop() -> None:
+    gc.freeze()  # a million objects that stay: each full collection would look through them, half a second
+    gc.enable()
+    atexit.register(gc.unfreeze)  # Triton's would be reported as leaks
 
 
 @pytest.fixture(scope="session")
