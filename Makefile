@@ -86,19 +86,20 @@ else
 endif
 
 # One thread: the models are tiny, and the tests that start processes would otherwise fight over the cores. Files stay
-# whole: the tests of some share servers.
+# whole: the tests of some share servers; tests/conftest.py says in which order they come.
+PYTEST_FILES := --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder
 test test-all test-bounds: export OMP_NUM_THREADS := 1
 # Else every process that a test starts compiles the whole project anew, where a machine has this set.
 test test-all test-bounds: export PYTHONDONTWRITEBYTECODE :=
 test-all: export HYPOTHESIS_PROFILE ?= ci
 test: lint $(TESTED_SERVER)
-	$(PY) -m pytest --numprocesses $(WORKERS) --dist loadfile -m "not slow"
+	$(PY) -m pytest $(PYTEST_FILES) -m "not slow"
 
 test-all: lint $(TESTED_SERVER)
-	$(PY) -m pytest --numprocesses $(WORKERS) --dist loadfile
+	$(PY) -m pytest $(PYTEST_FILES)
 
 test-bounds: $(BOUNDS_STAMP) $(TESTED_SERVER)
-	$(BOUNDS_VENV)/bin/python -m pytest --numprocesses $(WORKERS) --dist loadfile -m "not slow"
+	$(BOUNDS_VENV)/bin/python -m pytest $(PYTEST_FILES) -m "not slow"
 
 docs: $(STAMP)
 	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs build --strict --quiet

@@ -3,7 +3,7 @@
 Lightning leaves a seed, a launcher's variables (LOCAL_RANK, MASTER_PORT), a process group and the rank that a place in
 a cluster was last given behind. A later run would take another seed from them, believe that somebody else starts its
 ranks and wait for them, or write nothing because it is not rank 0. Tests with whole runs in this process come last all
-the same.
+the same. Where several processes share the files, those that take longest come first, so that all end together.
 
 Hypothesis draws few examples, the same on every run; `make test-all` draws more (HYPOTHESIS_PROFILE=ci), and
 HYPOTHESIS_PROFILE=thorough many more, random ones.
@@ -15,6 +15,7 @@ import atexit
 import gc
 import os
 import signal
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -32,6 +33,7 @@ from tests.helpers.rank_pool import RankPool
 
 MODULES = "tests/modules/"
 WHOLE_RUNS = ("tests/app/cli/", "tests/docs/")
+SLOW = 10  # times as long as another takes a test that is marked `slow`, as a rule
 
 for _name, _count in (("quick", 30), ("ci", 40), ("thorough", 600)):
     settings.register_profile(
@@ -73,8 +75,15 @@ def no_self_check(request: pytest.FixtureRequest) -> Iterator[None]:
         yield
 
 
+@pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    items.sort(key=lambda item: item.nodeid.startswith(WHOLE_RUNS))
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        effort: Counter[Path] = Counter()
+        for item in items:
+            effort[item.path] += SLOW if item.get_closest_marker("slow") else 1
+        items.sort(key=lambda item: -effort[item.path])
+    else:
+        items.sort(key=lambda item: item.nodeid.startswith(WHOLE_RUNS))
 
 
 @pytest.hookimpl(tryfirst=True)
