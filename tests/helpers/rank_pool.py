@@ -55,9 +55,10 @@ def _serve(rank: int, size: int, store: str, connection: Connection, environment
 
     rank_zero_only.rank = rank  # which the process this one is a fork of read from an environment without ranks
     torch.set_num_threads(1)
-    gc.freeze()  # what was imported: the collection after each job, a quarter of a second, does not look through it
     for number in itertools.count():
         function, arguments = connection.recv()
+        if number == 0:
+            gc.freeze()  # what is imported by now: collections after jobs, a quarter of a second each, leave it out
         dist.init_process_group(
             "gloo",
             init_method=f"file://{store}{number}",
