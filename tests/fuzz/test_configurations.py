@@ -230,14 +230,19 @@ def workplace(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     sys.argv = argv
 
 
-def test_hostile_values_are_refused_or_train(workplace: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    wrong = []
-    for number, case in enumerate(_cases()[:CASES]):
-        fault = _fault(number, *case, capsys)
-        if fault is not None:
-            option, value, _ = case
-            wrong.append(f"--- {option} = {value!r:.60}: {fault}")
-    assert not wrong, f"{len(wrong)} of {CASES}\n" + "\n".join(wrong)
+def _name(number: int, option: str) -> str:
+    return f"{number}-{option.rpartition('.init_args.')[2]}"
+
+
+@pytest.mark.parametrize(
+    ("number", "option", "value", "rolls_out"),
+    [pytest.param(number, *case, id=_name(number, case[0])) for number, case in enumerate(_cases()[:CASES])],
+)
+def test_a_hostile_value_is_refused_or_trains(
+    workplace: Path, capsys: pytest.CaptureFixture[str], number: int, option: str, value: Any, rolls_out: bool
+) -> None:
+    fault = _fault(number, option, value, rolls_out, capsys)
+    assert fault is None, f"{option} = {value!r:.60}: {fault}"
 
 
 def _fault(number: int, option: str, value: Any, rolls_out: bool, capsys: pytest.CaptureFixture[str]) -> str | None:
