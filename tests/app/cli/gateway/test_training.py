@@ -11,6 +11,7 @@ import re
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +52,13 @@ def taught(tmp_path_factory: pytest.TempPathFactory) -> Path:
     model.save_pretrained(path)
     tokenizer.save_pretrained(path)
     return path
+
+
+@pytest.fixture(scope="module")
+def provider(taught: Path) -> Iterator[str]:
+    """Where the sessions of a gateway in front of the model are, which is a provider to other gateways."""
+    with running("--model", str(taught)) as (_, at):
+        yield at
 
 
 @pytest.fixture
@@ -184,11 +192,8 @@ def test_on_what_a_models_gateway_recorded(workplace: Path, capsys: pytest.Captu
 
 @pytest.mark.slow
 @pytest.mark.parametrize("protocol", ["chat", "responses", "messages"])
-def test_on_what_a_providers_gateway_recorded(workplace: Path, protocol: str) -> None:
-    with (
-        running("--model", "my_model") as (_, provider),
-        running("--upstream", f"{provider}/all/v1", "--record", "recorded") as (process, at),
-    ):
+def test_on_what_a_providers_gateway_recorded(workplace: Path, provider: str, protocol: str) -> None:
+    with running("--upstream", f"{provider}/{protocol}/v1", "--record", "recorded") as (process, at):
         held = hold_sessions(at, protocol)
         assert f"{len(held) + 1} session(s) recorded" in (told := end(process)) and KEY not in told
     (join,) = (line for line in COMMANDS if line.startswith("cat "))
