@@ -60,7 +60,7 @@ class RecordedDataModule(L.LightningDataModule):
             whose block is otherwise written in Qwen3's ids).
         system: `*_system.json` with the system prompt and tools that precede every conversation, for text.
         shuffle: deal the tasks of each pass in an order drawn from `seed` and the pass; else in the file's order.
-        seed: see `shuffle`.
+        seed: see `shuffle`; None for that of `seed_everything` (in a script of your own: 0).
         batches_per_epoch: batches an epoch; None makes an epoch one pass over the tasks. The stream continues
             from epoch to epoch.
 
@@ -85,7 +85,7 @@ class RecordedDataModule(L.LightningDataModule):
         tokenizer: str | None = None,
         system: str | None = None,
         shuffle: bool = True,
-        seed: int = 0,
+        seed: int | None = None,
         batches_per_epoch: int | None = None,
         min_reward: float | None = None,
         pairs: bool = False,
@@ -119,7 +119,7 @@ class RecordedDataModule(L.LightningDataModule):
         self.path, self.workload, self.tokenizer_spec, self.system = path, workload, tokenizer, system
         self.tokenizer: PreTrainedTokenizerBase | None = None
         self.tasks_per_batch, self.trials, self.tasks = tasks_per_batch, trials, tasks
-        self.shuffle, self.seed, self.min_reward = shuffle, seed, min_reward
+        self.shuffle, self.seed, self.min_reward = shuffle, seed or 0, min_reward
         self.pairs, self.unrewarded = pairs, unrewarded
         self.episodes_per_group = ("trials", 1) if trials == 1 else None  # a group may have fewer than `trials`
         self._batches_per_epoch = batches_per_epoch
@@ -127,7 +127,13 @@ class RecordedDataModule(L.LightningDataModule):
         self._groups: list[list[Conversation | Session]] = []
         self._position = Position()
         chosen = {"workload": workload, "tasks_per_batch": tasks_per_batch, "trials": trials, "tasks": tasks}
-        dealt = {"min_reward": min_reward, "shuffle": shuffle, "seed": seed, "pairs": pairs, "unrewarded": unrewarded}
+        dealt = {
+            "min_reward": min_reward,
+            "shuffle": shuffle,
+            "seed": self.seed,
+            "pairs": pairs,
+            "unrewarded": unrewarded,
+        }
         self._made_with = {key: str(value) for key, value in (chosen | dealt | {"system": None}).items()}
 
     def setup(self, stage: str | None = None) -> None:

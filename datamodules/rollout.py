@@ -77,7 +77,7 @@ class RolloutDataModule(L.LightningDataModule):
         stall: when rollouts count as stalled, and what the watchdog does then.
         record: directory that every batch is written to, for `ReplayDataModule`; relative to the run directory. A run
             that goes on from a checkpoint sets those after it aside, see `RolloutRecorder.begin`.
-        seed: of all sampling.
+        seed: of all sampling; None for that of `seed_everything` (in a script of your own: 0).
 
     Raises:
         ValueError: an argument out of range or without effect.
@@ -121,7 +121,7 @@ class RolloutDataModule(L.LightningDataModule):
         limits: Limits = Limits(),
         stall: Stall = Stall(),
         record: str | None = None,
-        seed: int = 0,
+        seed: int | None = None,
     ) -> None:
         super().__init__()
         checks.at_least(1, {"batch_size": batch_size, "group_size": group_size, "batches_per_epoch": batches_per_epoch})
@@ -158,7 +158,7 @@ class RolloutDataModule(L.LightningDataModule):
         self.stall = stall
         self._pool = None if reward is None else reward_pool(reward, reward_options)
         self.filter = filter
-        self._seed = seed
+        self._seed = seed or 0
         self._made_with = {
             **fingerprint.of_object("workflow", workflow),
             **fingerprint.of_object("reward", reward),
@@ -166,7 +166,7 @@ class RolloutDataModule(L.LightningDataModule):
             "group_size": str(group_size),
             "batch_size": str(batch_size),
             "max_staleness": str(max_staleness),
-            "seed": str(seed),
+            "seed": str(self._seed),
         }
         self._producer: Producer | None = None
         self._watchdog: Watchdog | None = None

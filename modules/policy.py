@@ -94,7 +94,7 @@ class PolicyModule(TreeModule):
             gets nothing is a step that moves no weights. A run may stop and go on after each of them; validation falls
             between batches.
         epochs: passes over a rollout batch; each shuffles anew.
-        seed: of that shuffling.
+        seed: of that shuffling; None for that of `seed_everything` (in a script of your own: 0).
         tree_options: see `TreeModule`.
 
     Logs, every optimizer step, over all ranks: reward (the mean over the batch's episodes: what is left after the
@@ -135,7 +135,7 @@ class PolicyModule(TreeModule):
         reference_offload: bool = False,
         minibatches: int = 1,
         epochs: int = 1,
-        seed: int = 0,
+        seed: int | None = None,
         **tree_options: Any,
     ) -> None:
         super().__init__(model, **tree_options)
@@ -162,7 +162,7 @@ class PolicyModule(TreeModule):
         note_aggregation(self.algorithm, aggregation, self.aggregation_mode)
         self.reference_source = reference
         self._reference_options = (reference_refresh, reference_offload)
-        self.minibatches, self.epochs, self.seed = minibatches, epochs, seed
+        self.minibatches, self.epochs, self.seed = minibatches, epochs, seed or 0
         self.steps_per_batch = minibatches * epochs
         self.reference: ReferencePolicy | WithoutAdapters | None = None
         self._penalties: dict[str, float] = {}

@@ -177,6 +177,19 @@ class ArboristCLI(LightningCLI):
     def _prepare_subcommand_kwargs(self, subcommand: str) -> dict[str, Any]:
         return super()._prepare_subcommand_kwargs(subcommand) | {"ckpt_path": self._asked_ckpt_path}
 
+    def instantiate_classes(self) -> None:
+        """With `seed_everything` as the seed of the draws where a part names none of its own. What is saved names none
+        either: the next run from it takes that of its own `seed_everything`."""
+        config = self.config[self.subcommand]
+        unsaid = [key for key in ("data.init_args.seed", "model.init_args.seed") if config.get(key, 0) is None]
+        try:
+            for key in unsaid:
+                config[key] = config["seed_everything"]
+            super().instantiate_classes()
+        finally:
+            for key in unsaid:
+                config[key] = None
+
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
         """Adds what every run needs and no configuration should have to say: run directory, metrics.csv, callbacks."""
         given = self._get(self.config_init, "trainer")

@@ -114,6 +114,24 @@ def test_a_recording_trains_to_the_same_numbers_without_rolling_out(warm: Path, 
     assert len(list((tmp_path / "only" / "rollouts").iterdir())) == 2
 
 
+def test_seed_everything_is_the_seed_of_the_draws_that_name_none(warm: Path, tmp_path: Path) -> None:
+    """A model that is given has no other draws: runs with other seeds would be one run."""
+
+    def replies(name: str, config: Path, *seeds: str) -> list[str]:
+        flags = ["--trainer.limit_predict_batches", "1", "--data.batch_size", "4", *seeds]
+        done = arborist("predict", "--config", str(config), "--run_dir", str(tmp_path / name), *flags)
+        assert done.returncode == 0, done.stdout + done.stderr
+        return [json.loads(one)["completion"] for one in (tmp_path / name / "samples.jsonl").read_text().splitlines()]
+
+    (tmp_path / "one.yaml").write_text(
+        (ROOT / "configs/quickstart.yaml").read_text().replace("path: null", f"path: {warm}")
+    )
+    one = replies("one", tmp_path / "one.yaml")
+    saved = tmp_path / "one" / "config.yaml"
+    assert replies("two", saved, "--seed_everything", "2") != one, "what is saved pins no seed"
+    assert replies("again", saved, "--seed_everything", "2", "--data.seed", "1") == one, "one that is named stays"
+
+
 def test_a_checkpoint_scores_the_same_and_goes_on(synchronous: Path, warm: Path, tmp_path: Path) -> None:
     checkpoint = synchronous / "checkpoints" / "last.ckpt"
     common = ["--model.model.path", str(warm), "--ckpt_path", str(checkpoint), *SYNCHRONOUS]
