@@ -99,7 +99,7 @@ class PolicyModule(TreeModule):
 
     Logs, every optimizer step, over all ranks: reward (the mean over the batch's episodes: what is left after the
     datamodule's filter, so no learning curve with one; `rollouts/reward` is), loss, entropy, what objective, correction
-    and regularisers report, approx_kl (`old` against the policy, by k3), grad_norm, staleness and staleness_max
+    and regularisers report, approx_kl (`old` against the policy, by k3), grad_norm, lr, staleness and staleness_max
     (versions between sampling and training, of tokens that have one), tokens/*, tokens/s (dense tokens of all ranks by
     rank 0's wall seconds of the step, whichever passes it ran); with a correction correction_weight and correction_ess,
     the effective share of the samples; at index 0, where the batch has not moved the weights yet, penalty/* (an

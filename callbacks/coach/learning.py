@@ -24,6 +24,21 @@ def steps_lost(history: History, facts: Facts) -> Advice | None:
     )
 
 
+def no_gradient(history: History, facts: Facts) -> Advice | None:
+    """A window of gradients that are 0, though episodes of most prompts earned different rewards: single steps may have
+    had groups without differences, all of a window's have not. It is the objective's, or an advantage's, as a rule."""
+    now, flat = history.now("grad_norm"), history.mean("rollouts/flat")
+    if len(now) < history.window or any(now) or flat is None or flat > 0.8:
+        return None
+    return Advice(
+        "no_gradient",
+        f"the gradient was 0 for {len(now)} steps, though {1 - flat:.0%} of the groups have different rewards",
+        "nothing is trained: see that model.objective depends on logprobs (none of it detached), that model.advantage"
+        " is not 0 everywhere, and what the adapter trains",
+        {"grad_norm": 0.0, "rollouts/flat": flat},
+    )
+
+
 def sampler_differs(history: History, facts: Facts) -> Advice | None:
     """KL of the sampler from the trainer at equal weights above 0.01 nats a token. Float32 shows 1e-6, bf16 kernels
     against each other 1e-4 to 1e-3; at some 0.01 runs were seen to collapse (Yao et al. 2025, Liu et al. 2025, "When

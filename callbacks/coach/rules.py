@@ -16,6 +16,7 @@ from callbacks.coach.learning import (
     entropy_collapses,
     gradient_jumps,
     held_out_falls,
+    no_gradient,
     sampler_differs,
     steps_lost,
 )
@@ -35,6 +36,7 @@ Rule = Callable[[History, Facts], Advice | None]
 
 RULES: tuple[Rule, ...] = (
     steps_lost,
+    no_gradient,
     sampler_differs,
     rewards_fail,
     prompts_too_long,

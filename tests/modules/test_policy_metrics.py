@@ -69,7 +69,7 @@ def test_metrics_of_a_step() -> None:
         "tokens/leaf": tree.num_leaf_tokens,
         "tokens/tree": tree.num_tokens,
     }
-    assert set(step) == {*expected, "grad_norm", "tokens/s"}
+    assert set(step) == {*expected, "grad_norm", "lr", "tokens/s"}
     assert {name: step[name] for name in expected} == pytest.approx(expected, rel=1e-4, abs=1e-6)
     assert step["tokens/s"] > 0 and step["grad_norm"] > 0
 

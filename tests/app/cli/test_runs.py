@@ -81,6 +81,7 @@ def test_a_run_leaves_everything_behind(synchronous: Path) -> None:
     assert summary["dense_tokens"] == sum(column(rows, "tokens/dense"))
     assert summary["tree_tokens"] == sum(column(rows, "tokens/tree")) < summary["dense_tokens"]
     assert [summary["accuracy_before"], summary["accuracy_after"]] == column(rows, "val/accuracy")
+    assert column(rows, "lr") == pytest.approx([0.001 * (1 - 0.9 * step / 500) for step in range(6)])  # its schedule
     assert max(column(rows, "logprob_diff_max")) < 1e-5 and set(column(rows, "staleness")) == {0.0}
 
 

@@ -9,6 +9,10 @@ def one_for_all(prompt: Prompt, completion: str) -> float:
     return 1.0
 
 
+def odd(prompt: Prompt, completion: str) -> float:
+    return float(len(completion) % 2)
+
+
 def half_fail(prompt: Prompt, completion: str) -> float:
     if int(prompt.text[0]) % 2:
         raise RuntimeError("the judge is asleep")

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from torch import Tensor
 
 from app.cli import main
 from callbacks.coach.facts import Advice, Facts
@@ -83,6 +84,7 @@ def history(steps: int = 40, begins: int = 32, passes: int = 1, **changed: float
 
 SITUATIONS: list[tuple[str, dict[str, Any], Facts, str]] = [
     ("steps_lost", {"strategy/skipped_steps": "+0.5n"}, EMBEDDED, "gradient_clip_val"),
+    ("no_gradient", {"grad_norm": 0.0}, EMBEDDED, "model.objective depends on logprobs"),
     ("sampler_differs", {"mismatch_kl": 0.03}, SERVERS, "model.correction: truncated"),
     ("sampler_differs", {"val/mismatch_kl": 0.2}, Facts(**{**vars(SERVERS), "corrected": True}), "one precision"),
     ("rewards_fail", {"rollouts/failed": "+3n"}, SERVERS, "reward_workers/"),
@@ -232,6 +234,17 @@ def test_a_reward_without_differences(tmp_path, monkeypatch, capsys) -> None:
     assert lines[1]["step"] == 4 and "no_signal" in [one["rule"] for one in lines[1]["advice"]]
     said = [line for line in capsys.readouterr().err.splitlines() if "one reward for all" in line]
     assert len(said) == 2 and "step 1: nothing was trained" in said[0] and "take harder ones" in said[1]
+
+
+def nothing(logprobs: Tensor, advantages: Tensor) -> Tensor:
+    return 0 * logprobs * advantages
+
+
+@pytest.mark.slow
+def test_an_objective_whose_gradient_is_zero(tmp_path, monkeypatch) -> None:
+    objective = ["--model.objective", f"{__name__}.nothing", "--model.objective_options", "null"]
+    lines = quickstart(tmp_path / "run", monkeypatch, *objective, "--data.reward", "tests.callbacks.coach.rewards.odd")
+    assert "no_gradient" in {one["rule"] for line in lines for one in line["advice"]}
 
 
 @pytest.mark.slow
