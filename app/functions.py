@@ -75,8 +75,10 @@ def choose(
     try:
         signature.bind(**dict.fromkeys(needs), **options)
     except TypeError as error:
+        own = [one for one in signature.parameters if one not in needs]
         raise ValueError(
-            f"{where}: {name}: {error} (its parameters named after inputs are filled in: {', '.join(inputs)})"
+            f"{where}: {name}: {error} (it has {', '.join(own) or 'no options'}; its parameters named after inputs are"
+            f" filled in: {', '.join(inputs)})"
         ) from error
     _check_values(f"{where}: {name}", function, options)
     return Choice(name, function, options, needs)

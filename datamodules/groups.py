@@ -63,7 +63,8 @@ def check_credit(turns: Sequence[Trajectory]) -> None:
         BatchError: they have different rewards, a call has a reward and no trained token, or a sequence's first token,
             which nothing precedes, is trained; a number of calls that is none; or as `earned`.
     """
-    rewards = torch.tensor([one.reward for one in turns], dtype=torch.float32)
+    given = [as_number(one.reward, f"Trajectory.reward of {one.name}") for one in turns]  # set late, by a workflow
+    rewards = torch.tensor(given, dtype=torch.float32)
     least, most = float(rewards.min()), float(rewards.max())
     if least < most:  # what is no number is refused by that name elsewhere
         raise BatchError(

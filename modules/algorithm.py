@@ -361,12 +361,17 @@ class Algorithm:
         with torch.enable_grad():
             inputs = _example_tokens()
             self._check_names(inputs)
-            stats = tuple(self.losses(inputs)[1])
+            losses, stats = self.losses(inputs)
+            if not (losses.requires_grad or self.loss_costs):
+                raise ValueError(
+                    f"objective: {self.objective.name} has no gradient, so it would train nothing: make it of logprobs,"
+                    " none of it detached"
+                )
             for _, choice in self.loss_costs + self.reward_costs:
                 _shaped(choice({**vars(inputs), "turns": torch.tensor([0, 0])}), inputs.mask, choice)
         if self.advantage is not None and self._is_ours(self.advantage):
             self._try_advantage()
-        return stats
+        return tuple(stats)
 
     def _check_names(self, inputs: LossInputs) -> None:
         """Raises ValueError where what a function reports would take the place of another number in the metrics."""
@@ -414,6 +419,8 @@ def _shaped(value: Any, like: Tensor, choice: Choice) -> Tensor:
 
 
 def _finite(values: Tensor, mask: Tensor, what: str = "advantage", remedy: str = _EQUAL_REWARDS) -> Tensor:
+    if not isinstance(values, Tensor):
+        raise BatchError(f"{what}: expected a tensor of shape {tuple(mask.shape)}, got {type(values).__name__}")
     if values.shape != mask.shape:
         raise BatchError(f"{what}: expected shape {tuple(mask.shape)}, one a token, got {tuple(values.shape)}")
     if not bool(torch.isfinite(values[mask]).all()):

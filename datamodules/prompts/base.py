@@ -28,6 +28,9 @@ class Prompt:
             `datamodules.files.picture_files.pixels_of` takes. Before a workflow sees them the datamodule makes them
             `app.pictures.Picture`s, each distinct one once. Reward workers get none.
         images: for each of `tokens` the index of its picture, or -1; filled in with them, empty without pictures.
+
+    Raises:
+        ValueError: an id, text, answer or solution that is no text.
     """
 
     id: str
@@ -39,6 +42,12 @@ class Prompt:
     tokens: tuple[int, ...] = ()
     pictures: tuple[Any, ...] = ()
     images: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        for name in ("id", "text", "answer", "solution"):
+            value: Any = getattr(self, name)
+            if not isinstance(value, str):
+                raise ValueError(f"Prompt.{name}: {str(value)[:40]!r} is a {type(value).__name__}, must be text")
 
     def conversation(self) -> list[dict[str, Any]]:
         """The prompt as messages; text is what a user says."""
@@ -66,9 +75,13 @@ class PromptSource(ABC):
         """The prompt at stream position `index` >= 0; finite sources start over after `size`."""
 
     def first(self, count: int) -> Iterator[Prompt]:
-        """The first `count` prompts, fewer when the source has fewer."""
+        """The first `count` prompts, fewer when the source has fewer. Raises ValueError for one that is none."""
         size = self.size
-        return map(self.deal, range(count if size is None else min(count, size)))
+        for index in range(count if size is None else min(count, size)):
+            dealt: Any = self.deal(index)
+            if not isinstance(dealt, Prompt):
+                raise ValueError(f"{type(self).__name__}.deal({index}) returned {type(dealt).__name__}, not a Prompt")
+            yield dealt
 
     def samples(self) -> Iterator[Prompt]:
         """What is looked at before training, for mistakes: every prompt once; 256 of a source without end."""

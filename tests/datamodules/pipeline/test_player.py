@@ -62,6 +62,21 @@ def test_an_episode_has_one_reward() -> None:
         played(reward=0.5)
 
 
+class Late(RLVRWorkflow):
+    """Sets what it likes as the reward, as workflows may: a trajectory is checked when it is made."""
+
+    async def run(self, engine: EpisodeEngine, prompt: Prompt) -> list[Trajectory]:
+        found = await super().run(engine, prompt)
+        found[0].reward = None  # type: ignore[assignment]
+        return found
+
+
+def test_a_reward_that_is_no_number_is_told_by_its_field() -> None:
+    prompt, engine = Prompt("p", text="1+1?", answer="2"), ScriptedEngine(TOKENIZER, ["2"])
+    with pytest.raises(BatchError, match=r"Trajectory\.reward of .*: expected a number, got 'None'"):
+        play(Late(max_new_tokens=8), engine, TOKENIZER, prompt, lambda prompt, text: 0.3)
+
+
 def test_nothing_precedes_a_first_token() -> None:
     (one, _) = played()
     with pytest.raises(BatchError, match=r"Trajectory\.loss_mask of .*: True at position 0"):

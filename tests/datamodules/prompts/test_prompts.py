@@ -241,6 +241,25 @@ def test_texts_for_training_cover_prompts_and_solutions() -> None:
     assert list(texts_of(ArithmeticPrompts(size=3)))[1::2] == [p.answer for p in ArithmeticPrompts(size=3).first(3)]
 
 
+class Rows(Listed):
+    """Deals what it was given."""
+
+    def deal(self, index: int) -> Prompt:
+        return {"id": "p", "text": "1+1="}  # type: ignore[return-value]
+
+
+def test_a_source_that_deals_no_prompts_is_told_so() -> None:
+    with pytest.raises(ValueError, match=r"Rows\.deal\(0\) returned dict, not a Prompt"):
+        list(Rows("1+1=").first(1))
+
+
+@pytest.mark.parametrize(("field", "value"), [("id", 7), ("text", None), ("answer", 2), ("solution", 0.5)])
+def test_what_has_to_be_text_is_told_by_its_field(field: str, value: Any) -> None:
+    kind = type(value).__name__
+    with pytest.raises(ValueError, match=rf"Prompt\.{field}: '{value}' is a {kind}, must be text"):
+        Prompt(**{"id": "p", field: value})
+
+
 # ---- dealer
 
 
