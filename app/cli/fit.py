@@ -94,6 +94,8 @@ _HARMLESS = (
     r".*Experiment logs directory .* exists and is not empty.*",  # made by this file, or holding a warm start
     r".*Total length of `list` across ranks is zero.*",  # no validation prompts
     r".*You defined a `validation_step` but have no `val_dataloader`.*",  # supervised warm starts have none
+    r"Found \d+ module\(s\) in eval mode at the start of training.*",  # the frozen reference's
+    r"Be aware that when using `ckpt_path`.*callbacks: \[\"SaveLast{.*}\"\]\.$",  # saves, and keeps nothing of it
 )
 
 
@@ -212,10 +214,19 @@ class ArboristCLI(LightningCLI):
         agents = os.environ.get("GROUP_WORLD_SIZE")  # of torchrun, one a node: with `--nnodes MIN:MAX` they alone know
         if agents is not None and given.get("num_nodes") in (None, 1):
             kwargs.setdefault("num_nodes", int(agents))
+        started = os.environ.get("LOCAL_WORLD_SIZE") if agents is not None else None
+        if started is not None and given.get("devices") in (None, "auto"):  # Lightning would count GPUs, or say 1
+            kwargs.setdefault("devices", int(started))
         try:
-            return super().instantiate_trainer(callbacks=callbacks, **kwargs)
+            trainer = super().instantiate_trainer(callbacks=callbacks, **kwargs)
         except (ValueError, TypeError, MisconfigurationException) as error:  # the Trainer refuses a value of the user's
             raise MisconfigurationException(f"trainer: {error}") from None
+        if started is not None and trainer.num_devices != int(started):
+            raise ValueError(
+                f"trainer.devices: {trainer.num_devices}, but torchrun started {started} processes on this machine"
+                " (--nproc_per_node): leave devices out, or make them equal"
+            )
+        return trainer
 
     def _choose_run_dir(self) -> Path:
         if not _leads():

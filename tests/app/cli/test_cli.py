@@ -152,6 +152,15 @@ def test_mistakes_in_yaml(text: str, words: list[str], capsys: pytest.CaptureFix
     assert all(word in printed for word in words), printed
 
 
+def test_devices_that_torchrun_did_not_start(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in (("GROUP_WORLD_SIZE", "1"), ("LOCAL_WORLD_SIZE", "2")):
+        monkeypatch.setenv(name, value)
+    said = _mistake(capsys, "fit", "--config", "toy.yaml", "--trainer.devices", "1")
+    assert "trainer.devices: 1, but torchrun started 2 processes on this machine" in said
+
+
 def test_failures_keep_their_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("app.cli.fit.ArboristCLI", lambda args: int("not ours"))
     with pytest.raises(ValueError, match="not ours"):

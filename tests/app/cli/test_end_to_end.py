@@ -203,8 +203,17 @@ def test_a_workflow_that_always_fails_ends_the_run(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("model", [MODEL, HYBRID], ids=["attention", "hybrid"])
-def test_two_processes_train_recorded_data_as_one(workplace: Path, model: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    ("model", "launcher", "devices"),
+    [
+        (MODEL, [], ["--trainer.devices", "2"]),
+        (HYBRID, ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"], []),  # which says how many
+    ],
+    ids=["attention", "hybrid of torchrun"],
+)
+def test_two_processes_train_recorded_data_as_one(
+    workplace: Path, model: dict[str, Any], launcher: list[str], devices: list[str]
+) -> None:
     overlay = {"model": {"init_args": {"model": {"path": None, "config": model}}}, "trainer": {"accelerator": "cpu"}}
     Path("tiny.yaml").write_text(yaml.safe_dump(overlay))
     flags = [f"--data.path={conversations(workplace / 'made.npz')}", "--data.tasks=null", "--data.tasks_per_batch=2"]
@@ -212,7 +221,7 @@ def test_two_processes_train_recorded_data_as_one(workplace: Path, model: dict[s
     main(fit("tau_recorded.yaml", *flags, "--run_dir", "one"))
     env = {k: v for k, v in os.environ.items() if k not in ("LOCAL_RANK", "RANK", "WORLD_SIZE")}
     env |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-m", "app", *fit("tau_recorded.yaml", *flags), "--trainer.devices", "2"]
+    command = [sys.executable, *launcher, "-m", "app", *fit("tau_recorded.yaml", *flags), *devices]
     done = subprocess.run(command, cwd=workplace, env=env, capture_output=True, text=True, timeout=500)
     assert done.returncode == 0, done.stdout + done.stderr
     (run,) = (workplace / "runs" / "tiny").iterdir()

@@ -140,6 +140,7 @@ def test_a_checkpoint_scores_the_same_and_goes_on(synchronous: Path, warm: Path,
     assert done.returncode == 0, done.stdout + done.stderr
     last = column(metrics(synchronous), "val/accuracy")[-1]
     assert column(metrics(tmp_path / "val"), "val/accuracy") == [last]
+    assert "SaveLast" not in done.stderr  # Lightning's word of callbacks that are needed
 
     on = f"goes on from step 6 of {checkpoint}\npolicy: "
     resumed = fit("quickstart.yaml", tmp_path / "more", *common, "--trainer.max_steps", "8", says=on)
