@@ -156,9 +156,17 @@ def check_config_files(args: Iterable[str]) -> None:
         if len(content) > _LARGEST_FILE:
             raise ValueError(f"config: {name} has {len(content):,} bytes, which is no configuration")
         try:
-            content.decode("utf-8")
+            options = read_yaml(content.decode("utf-8"))
         except UnicodeDecodeError as error:
             raise ValueError(f"config: {name} is not UTF-8 at byte {error.start}; save it as UTF-8") from None
+        except yaml.MarkedYAMLError as error:
+            mark, problem = error.problem_mark, error.problem or error.context
+            where = "" if mark is None else f", line {mark.line + 1}, column {mark.column + 1}"
+            raise ConfigurationError(f"config: {name}{where}: {problem}") from None
+        except yaml.YAMLError as error:
+            raise ConfigurationError(f"config: {name}: {error}") from None
+        if not isinstance(options, dict):
+            raise ConfigurationError(f"config: {name} holds no options by their names; correct it, or leave it out")
 
 
 def check_run_dir(asked: str | None) -> None:

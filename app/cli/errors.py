@@ -65,6 +65,30 @@ _NOISE = (
 )
 
 
+# What jsonargparse says without a remedy, and the remedy.
+_REMEDIES = (
+    (
+        r"arguments are required: fit\.(data|model)",
+        "Name a configuration: --config FILE.yaml (configs/ has some to copy)",
+    ),
+    (r"Unexpected import path format: ", "Write module.name, with module.py in this directory"),
+    (
+        r'Parser key "reward":[\s\S]*but got \[',
+        "One reward is taken: several are the parts of datamodules.rewards.WeightedSum",
+    ),
+    (
+        r"lightning\.Lightning(?:DataModule|Module)':\s+unrecognized arguments: --[\w.]+\.help",
+        "What it may be depends on the class: put --config FILE.yaml, or --data datamodules.RolloutDataModule and"
+        " --model modules.PolicyModule, in front of it",
+    ),
+    (
+        r'Parser key "lr_scheduler":[\s\S]*arguments are required: optimizer',
+        "lr_scheduler names a class whose first argument is the optimizer; no function, and none made of others"
+        " (SequentialLR): OneCycleLR warms up and falls, or extend LambdaLR",
+    ),
+)
+
+
 class OtherCommandFailed(RuntimeError):
     """A run that a verb started did not end well; what it said is on the screen, the message says which it was."""
 
@@ -116,6 +140,9 @@ def explain(message: str, known: Iterable[str]) -> str:
         _module_hint(name) for name in re.findall(r"^ *(?:- )?No module named '([\w.]+)'", "\n".join(lines), re.M)
     ]
     hints += [_class_hint(*refused) for refused in _refused("\n".join(lines))]
+    remedies = [remedy for pattern, remedy in _REMEDIES if re.search(pattern, message)]
+    if remedies:
+        return "\n".join([*lines, *remedies])
     unknown = re.search(r"does not accept option '([\w.]+)'|unrecognized arguments: --([\w.]+)", message, re.IGNORECASE)
     if unknown:
         hints.append(_closest(unknown.group(1) or unknown.group(2), known))

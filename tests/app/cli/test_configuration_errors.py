@@ -238,7 +238,57 @@ def test_a_command_that_is_none(given: str, words: str, capsys: pytest.CaptureFi
 def test_a_key_that_is_there_twice_is_named_with_its_line(capsys: pytest.CaptureFixture[str]) -> None:
     Path("twice.yaml").write_text("trainer:\n  max_steps: 1\n  max_epochs: 1\n  max_steps: 2\n")
     said = refusal(capsys, "--config", "base.yaml", "--config", "twice.yaml")
-    assert "the key 'max_steps' is there twice, again in line 4" in said
+    assert "config: twice.yaml: the key 'max_steps' is there twice, again in line 4" in said
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        (
+            "trainer:\n\tmax_steps: 1\n",
+            "config: laid.yaml, line 2, column 1: found character that cannot start any token",
+        ),
+        ("trainer: {max_steps: 1\n", "config: laid.yaml, line 2, column 1: "),
+        ("", "config: laid.yaml holds no options by their names"),
+        ("- trainer\n", "config: laid.yaml holds no options by their names"),
+    ],
+    ids=["tab", "open", "empty", "list"],
+)
+def test_a_file_that_cannot_be_read_is_named(text: str, words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    Path("laid.yaml").write_text(text)
+    assert words in refusal(capsys, "--config", "base.yaml", "--config", "laid.yaml")
+
+
+_WARM = {"class_path": "torch.optim.lr_scheduler.LinearLR", "init_args": {"total_iters": 3}}
+_JOINED = {
+    "class_path": "torch.optim.lr_scheduler.SequentialLR",
+    "init_args": {"schedulers": [_WARM], "milestones": []},
+}
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        ([], "Name a configuration: --config FILE.yaml"),
+        (["--data.prompts.help=datamodules.prompts.JsonlPrompts"], "put --config FILE.yaml, or --data datamodules."),
+        (
+            ["--config=rollouts.yaml", "--data.reward=my.py:score"],
+            "Write module.name, with module.py in this directory",
+        ),
+        (
+            ["--config=rollouts.yaml", "--data.reward=[a.b,c.d]"],
+            "several are the parts of datamodules.rewards.WeightedSum",
+        ),
+        (
+            ["--config=rollouts.yaml", "--config=joined.yaml"],
+            "lr_scheduler names a class whose first argument is the opt",
+        ),
+    ],
+    ids=["no configuration", "help of no class", "path of a file", "two rewards", "joined schedules"],
+)
+def test_what_is_refused_comes_with_a_remedy(args: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    Path("joined.yaml").write_text(yaml.safe_dump({"model": {"init_args": {"lr_scheduler": _JOINED}}}))
+    assert words in refusal(capsys, *args)
 
 
 def test_aliases_that_multiply_are_refused_at_once(capsys: pytest.CaptureFixture[str]) -> None:

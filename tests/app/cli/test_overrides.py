@@ -159,7 +159,7 @@ def test_a_file_that_says_nothing_is_refused(text: str, capsys: pytest.CaptureFi
     (tmp_path / "empty.yaml").write_text(text)
     with pytest.raises(SystemExit) as end:
         main(["fit", "--config", str(QUICKSTART), "--config", str(tmp_path / "empty.yaml"), "--print_config"])
-    assert end.value.code == 2 and "Unexpected config" in capsys.readouterr().err
+    assert end.value.code == 2 and "empty.yaml holds no options" in capsys.readouterr().err
 
 
 @pytest.mark.slow
