@@ -15,6 +15,11 @@ from datamodules.files.data_files import resolve
 from datamodules.files.json_lines import read_json_lines
 from datamodules.prompts.records import FilePrompts
 
+_TABLES = {
+    ".parquet": "datamodules.prompts.DatasetPrompts reads it, with the same options",
+    ".csv": "make JSONL of it, or Parquet for datamodules.prompts.DatasetPrompts",
+}
+
 
 class JsonlPrompts(FilePrompts):
     """Questions and answers of a JSONL file.
@@ -33,6 +38,8 @@ class JsonlPrompts(FilePrompts):
     def __init__(self, path: str, **record_options: Any) -> None:
         super().__init__(**record_options)
         self.path = resolve(path, "JsonlPrompts.path")
+        if remedy := _TABLES.get(self.path.suffix):
+            raise ValueError(f"JsonlPrompts.path: {self.path} is no JSONL; {remedy}")
         self.format.folder = self.path.parent
         self._prompts = [
             self.format.prompt(record, f"{self.name}:{number}", f"{self.path}:{number}")

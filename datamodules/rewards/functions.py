@@ -14,6 +14,7 @@ import signal
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from types import CoroutineType
 from typing import Any, TypeAlias
 
 from app.text import well_formed
@@ -206,7 +207,7 @@ class WeightedSum:
     def __call__(self, prompt: Prompt, completion: str) -> tuple[float, dict[str, float]]:
         parts = {}
         for name, reward in self.rewards.items():
-            value: Reward = reward(prompt, completion)
+            value: Reward = asked(reward, prompt, completion)
             parts[name] = number(value[0] if isinstance(value, tuple) else value, f" for its part '{name}'")
         return sum(self.weights[name] * part for name, part in parts.items()), parts
 
@@ -236,7 +237,17 @@ class BySource:
                 f"prompt '{prompt.id}' is of the source {source!r}, BySource.rewards has {', '.join(self.rewards)};"
                 " name the sources as in MixedPrompts.sources"
             )
-        return self.rewards[source](prompt, completion)
+        return asked(self.rewards[source], prompt, completion)
+
+
+def asked(reward: Callable[[Prompt, str], Any], prompt: Prompt, completion: str) -> Any:
+    """What a reward says, an asynchronous one once it is done."""
+    said = reward(prompt, completion)
+    if isinstance(said, CoroutineType):
+        import asyncio  # which few workers need
+
+        return asyncio.run(said)
+    return said
 
 
 def number(value: Any, where: str) -> float:

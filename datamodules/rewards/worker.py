@@ -6,12 +6,11 @@ Promises: what leaves is a finite number with at most 64 finite parts of short n
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 from app.text import well_formed
 from datamodules.processes.worker import NotAnAnswer
 from datamodules.prompts.base import Prompt
-from datamodules.rewards.functions import Reward, number, prepare, was_unreadable
+from datamodules.rewards.functions import Reward, asked, number, prepare, was_unreadable
 
 MOST_PARTS = 64
 _MOST_NAME = 100
@@ -38,7 +37,7 @@ class RewardCalls:
 
         Raises NotAnAnswer where the reward gives no finite number ("nan"), too many parts included ("exception")."""
         was_unreadable()
-        result: Any = self._reward(prompt, completion)
+        result = asked(self._reward, prompt, completion)
         unreadable = was_unreadable()
         value, parts = result if isinstance(result, tuple) and len(result) == 2 else (result, {})
         if not isinstance(parts, dict):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ from jsonargparse import ArgumentParser
 
 from datamodules.processes.worker import NotAnAnswer
 from datamodules.prompts.base import Prompt
-from datamodules.rewards import Judgement, RegexMatch, RewardPool, WeightedSum, exact_match
+from datamodules.rewards import BySource, Judgement, RegexMatch, RewardPool, WeightedSum, exact_match
 from tests.datamodules.rewards.test_rewards import with_pool
 
 PROMPT = Prompt(id="p", answer="42")
@@ -49,6 +50,21 @@ def test_sums_are_weighted_and_their_parts_are_not() -> None:
     outer = WeightedSum({"inner": inner, "form": RegexMatch(r"\d+")}, {"inner": 0.5})  # type: ignore[dict-item]
     assert outer(PROMPT, "42") == (3.0, {"inner": 4.0, "form": 1.0})
     assert outer(PROMPT, "7") == (1.0, {"inner": 0.0, "form": 1.0})
+
+
+async def asks(prompt: Prompt, completion: str) -> tuple[float, dict[str, float]]:
+    await asyncio.sleep(0.001)
+    return float(len(completion)), {"waited": 1.0}
+
+
+def test_asynchronous_rewards_are_awaited() -> None:
+    async def body(pool: RewardPool) -> Judgement:
+        return await pool.judge(PROMPT, "42")
+
+    assert with_pool(body, reward=asks) == Judgement(2.0, {"waited": 1.0})
+    summed = WeightedSum({"asked": asks, "form": RegexMatch(r"\d+")}, {"asked": 0.5})  # type: ignore[dict-item]
+    assert summed(PROMPT, "42") == (2.0, {"asked": 2.0, "form": 1.0})
+    assert BySource({"sums": asks})(Prompt("q", metadata={"source": "sums"}), "7") == (1.0, {"waited": 1.0})  # type: ignore[dict-item]
 
 
 @pytest.mark.parametrize("value", ["0.75", ("0.75", {}), None, float("nan")])
