@@ -1,6 +1,6 @@
 """Lightning callbacks; name them in YAML as `class_path: callbacks.WeightSync` and so on."""
 
-from callbacks.base import run_dir
+from callbacks.base import StepMetrics, run_dir
 from callbacks.coach import Coach
 from callbacks.hang_dump import HangDump
 from callbacks.interruption import Interruption
@@ -27,6 +27,7 @@ __all__ = [
     "RewardLogger",
     "SaveLast",
     "SavePretrained",
+    "StepMetrics",
     "Summary",
     "Throughput",
     "ValidateEnds",

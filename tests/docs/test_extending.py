@@ -22,7 +22,7 @@ def blocks(language: str) -> list[str]:
     return [text for name, text in fenced if name == language]
 
 
-def test_its_parts_train(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_its_parts_train(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.setattr(sys, "argv", ["arborist"])
@@ -39,6 +39,8 @@ def test_its_parts_train(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     assert used["model"]["init_args"]["objective"] == "my_parts.squared_ratio"
     with (tmp_path / "run" / "metrics.csv").open() as file:
         rows = [row for row in csv.DictReader(file) if row["reward"]]
-    assert len(rows) == 2
+    assert len(rows) == 2 and [float(row["lr"]) for row in rows] == pytest.approx([0.0005, 0.001])
+    best = re.search(r"step 1: the best reward so far, (\S+)", "".join(capsys.readouterr()))
+    assert best is not None and float(best[1]) == pytest.approx(float(rows[0]["reward"]), abs=1e-3)
     for row in rows:  # its statistics are logged by name
         assert float(row["reward/digits"]) >= 0 and float(row["moved"]) >= 0 and float(row["certainty"]) >= 0
