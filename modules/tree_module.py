@@ -177,7 +177,7 @@ class TreeModule(EvaluatedModule):
         self._stop_asked = False
         self._step_start = 0.0
         self._grad_norm: float | None = None
-        self._rate = 0.0
+        self._rate: float | None = None  # an optimizer may find its own
         self._logged: set[str] = set()
 
     # What subclasses define
@@ -413,7 +413,7 @@ class TreeModule(EvaluatedModule):
                 for param in group["params"]:
                     param.grad = None
         self._grad_norm = self.ranks.exchange.grad_norm(optimizer, self.trainer.global_step + 1)
-        self._rate = float(optimizer.param_groups[0]["lr"])  # a schedule has gone on when the step is logged
+        self._rate = optimizer.param_groups[0]["lr"]  # a schedule has gone on when the step is logged
 
     def optimizer_step(self, *args: Any, **kwargs: Any) -> None:
         super().optimizer_step(*args, **kwargs)
@@ -429,7 +429,8 @@ class TreeModule(EvaluatedModule):
         values: dict[str, Any] = self.derive(self.train_metrics.compute())
         if self._grad_norm is not None:
             values["grad_norm"] = self._grad_norm
-        values["lr"] = self._rate
+        if self._rate is not None:
+            values["lr"] = self._rate
         values["tokens/s"] = values["tokens/dense"] / (time.perf_counter() - self._step_start)
         tensors = {name: torch.as_tensor(value, dtype=torch.float32) for name, value in values.items()}
         self._logged = log_alone(self, "on_train_batch_end", tensors, self._logged, ("reward",), batch_size=1)

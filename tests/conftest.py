@@ -17,6 +17,7 @@ import os
 import signal
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 if not Path("/dev/nvidiactl").exists():  # read when Triton is imported, which torch and others below may do
@@ -51,8 +52,8 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # in the background of a 
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-@pytest.fixture(autouse=True)
-def _a_clean_process() -> Iterator[None]:
+@contextmanager
+def _as_it_was() -> Iterator[None]:
     before = dict(os.environ)
     had_group = dist.is_initialized()
     rank = getattr(rank_zero_only, "rank", None)
@@ -63,6 +64,19 @@ def _a_clean_process() -> Iterator[None]:
         dist.destroy_process_group()
     os.environ.clear()
     os.environ.update(before)
+
+
+@pytest.fixture(autouse=True)
+def _a_clean_process() -> Iterator[None]:
+    with _as_it_was():
+        yield
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _a_clean_module() -> Iterator[None]:
+    """What a run that the tests of a file share leaves behind: it began before any of them."""
+    with _as_it_was():
+        yield
 
 
 @pytest.fixture(scope="module", autouse=True)
