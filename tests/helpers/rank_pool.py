@@ -35,6 +35,7 @@ class RankError(AssertionError):
 
 
 def _serve(rank: int, size: int, store: str, connection: Connection, environment: dict[str, str]) -> None:
+    environment.pop("PL_GLOBAL_SEED", None)  # of a run in the process that asks, which every later one would take
     os.environ.clear()
     os.environ.update(
         environment,
@@ -55,8 +56,11 @@ def _serve(rank: int, size: int, store: str, connection: Connection, environment
 
     rank_zero_only.rank = rank  # which the process this one is a fork of read from an environment without ranks
     torch.set_num_threads(1)
+    own = dict(os.environ)
     for number in itertools.count():
         function, arguments = connection.recv()
+        os.environ.clear()  # a job may have left a seed for all later runs
+        os.environ.update(own)
         if number == 0:
             gc.freeze()  # what is imported by now: collections after jobs, a quarter of a second each, leave it out
         dist.init_process_group(
