@@ -26,7 +26,9 @@ def test_a_search(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert list(first.trials[0].intermediate_values) == list(search.held_out(out / "trial_00")) == [0, 1, 3]
     played = (out / "trial_00" / "metrics.csv").read_text()
 
-    monkeypatch.setattr(search.optuna.pruners, "MedianPruner", lambda **_: optuna.pruners.ThresholdPruner(lower=2.0))
+    monkeypatch.setattr(
+        search.optuna.pruners, "MedianPruner", lambda **_: optuna.pruners.ThresholdPruner(lower=2.0, n_warmup_steps=1)
+    )
     second = search.main([*flags, "--trials", "2", "--steps", "100000"])  # which nobody waits for
     assert [one.state for one in second.trials] == [TrialState.COMPLETE, TrialState.PRUNED]
     assert (out / "trial_00" / "metrics.csv").read_text() == played, "what was played is not played again"
