@@ -2,8 +2,8 @@
 
 Lightning leaves a seed, a launcher's variables (LOCAL_RANK, MASTER_PORT), a process group and the rank that a place in
 a cluster was last given behind. A later run would take another seed from them, believe that somebody else starts its
-ranks and wait for them, or write nothing because it is not rank 0. Tests with whole runs in this process come last all
-the same. Where several processes share the files, those that take longest come first, so that all end together.
+ranks and wait for them, or write nothing because it is not rank 0. In one process tests with whole runs come last all
+the same; where several share the files, those that take longest come first, so that all end together.
 
 Hypothesis draws few examples, the same on every run; `make test-all` draws more (HYPOTHESIS_PROFILE=ci), and
 HYPOTHESIS_PROFILE=thorough many more, random ones.

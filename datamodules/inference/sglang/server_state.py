@@ -48,6 +48,7 @@ class Target:
     versions: dict[str, int] = field(default_factory=dict)
 
     def give(self, weights: Weights | None) -> None:
+        """From now on servers are to have these; what they were to have before may still be under way."""
         self.weights = weights
         if weights is not None:
             self.versions[weights.label] = weights.version
@@ -128,11 +129,15 @@ class Server:
 
     def meet(self, label: object) -> None:
         """It serves other weights than it was given, called so: it is loaded anew. Where another run gave them, it is
-        left to that: two that load one server in turn can get each other's weights under their own label."""
+        left to that: two that load one server in turn can get each other's weights under their own label. Below an
+        adapter it cannot be loaded: it joins anew, if it can."""
         what = f"it serves weights {shown(label)}, which"
-        if self.process is None and (from_a_run(label) or isinstance(self.holds, AdapterWeights)):
-            if self.state in UP:
-                self.enter("gone", f"{what} another run gave it: {ONE_RUN}")
+        if self.state not in UP:
+            return
+        if isinstance(self.holds, AdapterWeights):
+            self.enter("lost", f"{what} are not those below its adapters")
+        elif self.process is None and from_a_run(label):
+            self.enter("gone", f"{what} another run gave it: {ONE_RUN}")
         else:
             self.distrust(f"{what} this run did not give it: it was started anew, or something else updates it")
 

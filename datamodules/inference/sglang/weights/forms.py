@@ -70,6 +70,7 @@ class _Form:
 
     Attributes:
         version: of the policy.
+        nbytes: of all tensors.
         tag: of these weights alone.
     """
 

@@ -17,7 +17,7 @@ from datamodules.inference.sglang.roster import given_servers
 from datamodules.inference.sglang.router import PrefixRouter
 from datamodules.inference.sglang.server_state import Server, Target
 from datamodules.inference.sglang.supervisor import Limits, Supervisor
-from datamodules.inference.sglang.weights.forms import DiskWeights
+from datamodules.inference.sglang.weights.forms import AdapterWeights, DiskWeights
 from datamodules.inference.sglang.weights.server_weights import SyncFailed
 from tests.fuzz.hostile_server import Answer, HostileServer, said
 
@@ -250,6 +250,14 @@ class TestSupervisor:
             hostile.version = DiskWeights(1, 0, "/of/another/run").label
 
         assert "which another run gave it: a server belongs to one run at a time" in self.watch(act, ["gone"])
+
+    def test_one_whose_model_below_an_adapter_was_changed_joins_anew(self) -> None:
+        def act(hostile: HostileServer, server: Server, target: Target) -> None:
+            server.holds = AdapterWeights(1, 0, "/an/adapter")
+            server.meet("other")
+            server.holds = None
+
+        assert "which are not those below its adapters" in self.watch(act, ["lost", "joining", "serving"])
 
     def test_one_that_does_not_answer_a_probe_in_time_is_lost_and_found_again(self) -> None:
         def act(hostile: HostileServer, server: Server, target: Target) -> None:

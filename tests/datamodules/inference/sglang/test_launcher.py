@@ -393,6 +393,20 @@ def test_auto_is_the_dtype_that_the_model_was_saved_in(
     assert command[command.index("--dtype") + 1] == served
 
 
+def checked(hostile: HostileServer, match: ModelMatch) -> str:
+    """What the server calls the model that it joins with."""
+
+    async def check() -> str:
+        (server,) = given_servers([hostile.url], None, 4)
+        try:
+            await match.check(server)
+        finally:
+            await server.disconnect()
+        return server.below
+
+    return asyncio.run(check())
+
+
 def test_half_precision_is_said_once_where_the_trained_model_is_in_float32(caplog: pytest.LogCaptureFixture) -> None:
     def serving(dtype: str) -> None:
         def act(path: str, body: bytes) -> Answer | None:
@@ -401,35 +415,20 @@ def test_half_precision_is_said_once_where_the_trained_model_is_in_float32(caplo
 
         hostile.act = act
 
-    async def check(match: ModelMatch) -> None:
-        (server,) = given_servers([hostile.url], None, 4)
-        try:
-            await match.check(server)
-        finally:
-            await server.disconnect()
-
     with HostileServer() as hostile:
         serving("float32")
-        asyncio.run(check(ModelMatch(tiny_policy())))
+        checked(hostile, ModelMatch(tiny_policy()))
         serving("auto")
-        asyncio.run(check(ModelMatch(tiny_policy().bfloat16())))
+        checked(hostile, ModelMatch(tiny_policy().bfloat16()))
         assert not caplog.messages
         match = ModelMatch(tiny_policy())
-        asyncio.run(check(match))
-        asyncio.run(check(match))
+        checked(hostile, match)
+        checked(hostile, match)
     (message,) = caplog.messages
     assert "half precision (--dtype auto)" in message and "SGLangEngine.launch.dtype" in message
 
 
 def test_adapters_do_not_go_onto_weights_that_a_run_gave() -> None:
-    async def check(match: ModelMatch) -> str:
-        (server,) = given_servers([hostile.url], None, 4)
-        try:
-            await match.check(server)
-        finally:
-            await server.disconnect()
-        return server.below
-
     with HostileServer() as hostile:
         model = {**MODEL_INFO, "architectures": ["Qwen3ForCausalLM"]}
         hostile.act = lambda path, body: (
@@ -437,13 +436,13 @@ def test_adapters_do_not_go_onto_weights_that_a_run_gave() -> None:
         )
         hostile.version = "default"
         match = ModelMatch(with_lora(tiny_policy()), adapter=True)
-        assert asyncio.run(check(match)) == "default"
+        assert checked(hostile, match) == "default"
         hostile.version = DiskWeights(3, 0, "/of/another/run").label
         with pytest.raises(
             WrongModel, match=r"serves weights 'v3-\w+', which a run gave it, and not those of the model"
         ):
-            asyncio.run(check(match))
-        asyncio.run(check(ModelMatch(tiny_policy())))  # whole weights are loaded over them
+            checked(hostile, match)
+        checked(hostile, ModelMatch(tiny_policy()))  # whole weights are loaded over them
 
 
 def test_a_call_to_one_that_accepts_and_never_answers_ends_in_time() -> None:
