@@ -1,8 +1,8 @@
 """A process behind a guardian, seen from the trainer: how it starts, its end of the socket, its end.
 
 Promises: it does not see the trainer's secrets, standard streams or open files, and ends with the trainer, however that
-does; `kill` and `end` leave nothing of it and of what it started. Waits let the event loop go on; their deadlines are
-the callers'.
+does; `kill` and `end` leave nothing of it and of what it started, though somebody kill its guardian: all of them carry
+a mark in their environment. Waits let the event loop go on; their deadlines are the callers'.
 """
 
 from __future__ import annotations
@@ -15,7 +15,9 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+import time
+import uuid
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -26,6 +28,7 @@ from datamodules.processes.limits import environment
 LOG_BYTES = 10**6
 _END_S = 7.0  # the guardian's own bound is shorter
 _GONE_S = 1.0
+_MARK = "ARBORIST_GUARDED"
 
 
 class OverMemory(RuntimeError):
@@ -61,6 +64,7 @@ class GuardedProcess:
         self._memory_bytes = memory_bytes
         self._end: dict[str, Any] | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
+        self._mark = uuid.uuid4().hex
         self._channel, theirs = socket.socketpair()
         self._control, control = socket.socketpair()
         numbers = [theirs.fileno(), control.fileno(), os.getpid(), memory_bytes, LOG_BYTES]
@@ -72,7 +76,7 @@ class GuardedProcess:
                     stdout=written,
                     stderr=written,
                     pass_fds=numbers[:2],
-                    env=environment(keep_environment),
+                    env={**environment(keep_environment), _MARK: self._mark},
                     start_new_session=True,
                 )
         except OSError:
@@ -145,6 +149,8 @@ class GuardedProcess:
         self._process.kill()  # its end is the worker's too
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(1.0)
+        if self._process.returncode != 0:  # it could not end what it was to end
+            _sweep(self._mark)
         for one in (self._channel, self._control):
             if self._loop is not None and not self._loop.is_closed():
                 self._loop.remove_reader(one.fileno())
@@ -174,6 +180,25 @@ def end_all(processes: Iterable[GuardedProcess]) -> None:
         one.signal_end()
     for one in found:
         one.kill()
+
+
+def _sweep(mark: str) -> None:
+    """Kills the processes that carry a mark, until there are none."""
+    ends = time.monotonic() + _GONE_S
+    while (found := list(_marked(f"{_MARK}={mark}".encode()))) and time.monotonic() < ends:
+        for pid in found:
+            with suppress(OSError):
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(0.002)
+
+
+def _marked(mark: bytes) -> Iterator[int]:
+    """Nothing where /proc does not tell."""
+    with suppress(OSError):
+        for name in filter(str.isdigit, os.listdir("/proc")):
+            with suppress(OSError):  # gone, or another user's
+                if mark in Path("/proc", name, "environ").read_bytes().split(b"\0"):
+                    yield int(name)
 
 
 def framed(message: bytes) -> bytes:

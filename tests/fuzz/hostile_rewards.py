@@ -18,7 +18,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -76,8 +77,10 @@ class _Odd(BaseException):
     pass
 
 
-async def _later() -> float:
-    return 1.0
+class _Later:
+    def __await__(self) -> Generator[None, None, float]:
+        yield
+        return 1.0
 
 
 # ---- what is returned
@@ -95,12 +98,39 @@ gives("parts_text", (1.0, {"a": "2"}), "exception: returned a str for its part '
 gives("parts_nan", (1.0, {"a": float("nan")}), "nan: returned nan for its part 'a'")
 gives("parts_many", lambda: (1.0, dict.fromkeys(range(300_000), 1.0)), "exception: returned 300000 parts, at most 64")
 gives("no_number", _NoNumber, "exception: raised KeyboardInterrupt")
-gives("awaitable", _later, "exception: returned a coroutine, not a number")
+gives("awaitable", _Later, "exception: returned a _Later, not a number")
 
 
 @kind(RIGHT)
 def fraction(right: float) -> Any:
     return fractions.Fraction(right), {"half \ud83d": True, "x" * 10**6: 1}
+
+
+# ---- asynchronous ones
+
+
+@kind(RIGHT)
+async def later(right: float) -> Any:
+    asyncio.get_running_loop().create_task(asyncio.sleep(1000))  # which nobody awaits
+    await asyncio.sleep(0)
+    return right
+
+
+@kind("timeout: did not return within")
+async def never(right: float) -> Any:
+    while True:
+        with suppress(asyncio.CancelledError):
+            await asyncio.sleep(1000)
+
+
+@kind("exception: raised CancelledError")
+async def cancelled(right: float) -> Any:
+    raise asyncio.CancelledError
+
+
+@kind("exception: returned a coroutine, not a number")
+async def twice(right: float) -> Any:
+    return later(right)
 
 
 # ---- what is raised
@@ -128,7 +158,7 @@ def allocates(right: float) -> Any:
     return len(bytearray(10**13))
 
 
-@kind("exception: raised EOFError")
+@kind(r"exception: raised (EOFError|RuntimeError: input\(\): lost sys\.stdout)")  # after one that took that away
 def asks(right: float) -> Any:
     return float(input())
 

@@ -100,6 +100,22 @@ def test_a_guardian_whose_trainer_died_before_it_ran_ends_its_worker() -> None:
         assert process.wait(60.0) == 0
 
 
+def kills_its_guardian(path: str) -> None:
+    sleepers = [subprocess.Popen(["sleep", "1000"], start_new_session=True) for _ in range(2)]
+    Path(path).write_text(" ".join(str(one.pid) for one in sleepers))
+    os.kill(os.getppid(), signal.SIGKILL)
+    time.sleep(1000)
+
+
+def test_nothing_outlives_a_guardian_that_is_killed(tmp_path: Path) -> None:
+    path = tmp_path / "pids"
+    with pytest.raises(EOFError):
+        call(WorkerProcess(pickle.dumps(kills_its_guardian), PLENTY), str(path))
+    pids = [int(one) for one in path.read_text().split()]
+    assert len(pids) == 2
+    assert gone(pids) == []
+
+
 def call(one: WorkerProcess, *args: Any, seconds: float = 60.0) -> Any:
     async def run() -> Any:
         try:
