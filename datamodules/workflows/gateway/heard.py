@@ -21,7 +21,10 @@ Message = dict[str, Any]
 
 _WHOLE = ("stop", "tool_calls")
 _WHOLE_MESSAGES = ("end_turn", "tool_use", "stop_sequence")
-_KEPT_BY_PROVIDERS = ("conversation", "prompt", "context_management")  # of Responses: what a request does not show
+_KEPT_BY_PROVIDERS = {  # what the model is shown and a request does not show
+    "responses": ("conversation", "prompt", "context_management"),
+    "messages": ("mcp_servers", "container"),
+}
 
 
 class BrokenOff(Exception):
@@ -36,7 +39,8 @@ class Heard:
         model: that answered.
         messages: of the request, as recordings have them.
         replies: each as a message, and whether it is whole; texts, where there are `prompts`.
-        tools: that were shown, as Chat Completions has them.
+        tools: that were shown, as Chat Completions has them; None for those of the answer that this request goes on
+            with.
         prompts: in place of messages, one a reply: what each goes on with.
         ended: of replies to `prompts`: whether the model ended them, as far as one can know.
         name: by which a later request goes on with this answer. continues: the one that this request goes on with.
@@ -46,7 +50,7 @@ class Heard:
     model: str
     messages: list[Message]
     replies: list[tuple[Any, bool]]
-    tools: list[dict[str, Any]] = field(default_factory=list)
+    tools: list[dict[str, Any]] | None = field(default_factory=list)
     prompts: list[str] = field(default_factory=list)
     ended: bool = False
     name: str = ""
@@ -79,9 +83,7 @@ def _responses(asked: dict[str, Any], answer: bytes, streamed: bool) -> Heard:
     for event in _events(answer) if streamed else ():
         if event.get("type") in ("response.completed", "response.incomplete", "response.failed"):
             given = event["response"]
-    kept = [key for key in _KEPT_BY_PROVIDERS if asked.get(key) is not None]
-    if kept:
-        raise ValueError(f"{kept[0]} is not in the request")
+    _check_whole("responses", asked)
     told = asked.get("instructions")
     before = [{"role": "system", "content": told}] if told else []
     is_whole = given.get("status") == "completed"
@@ -101,6 +103,12 @@ def _responses(asked: dict[str, Any], answer: bytes, streamed: bool) -> Heard:
 
 def _messages(asked: dict[str, Any], answer: bytes, streamed: bool) -> Heard:
     given = _joined_messages(answer) if streamed else parse_json(answer)
+    _check_whole("messages", asked)
+    edits = (given.get("context_management") or {}).get("applied_edits") or []
+    if any(not one["type"].startswith("clear_thinking") for one in edits):
+        raise ValueError("the provider has cut the conversation")
+    thread = asked.get("thread") or {"type": "create"}  # a thread has system and tools from where it begins
+    continues = str(thread["previous_message_id"] if thread["type"] != "create" else "")
     system = anthropic.text_of("system", asked.get("system") or "")
     shown = [{"role": "system", "content": system}] if system else []
     shown += anthropic.messages_of(asked["messages"])
@@ -109,11 +117,14 @@ def _messages(asked: dict[str, Any], answer: bytes, streamed: bool) -> Heard:
     last = {"role": "user", "content": ""}
     said = anthropic.messages_of([{"role": "assistant", "content": given["content"]}, last])[0] if is_whole else None
     hides_tools = (asked.get("tool_choice") or {}).get("type") == "none"
+    tools = anthropic.tools_of(asked.get("tools"), exactly=False)
     return Heard(
         model=str(given.get("model") or asked.get("model") or ""),
         messages=[_message(one) for one in shown],
         replies=[(_message(said), True)] if said else [],
-        tools=[] if hides_tools else anthropic.tools_of(asked.get("tools"), exactly=False) or [],
+        tools=[] if hides_tools else None if continues and tools is None else tools or [],
+        name=str(given.get("id") or ""),
+        continues=continues,
     )
 
 
@@ -147,6 +158,12 @@ READERS: dict[str, Callable[[dict[str, Any], bytes, bool], Heard]] = {
     "completions": _completions,
 }
 """By the path behind `/v1/`."""
+
+
+def _check_whole(path: str, asked: dict[str, Any]) -> None:
+    for key in _KEPT_BY_PROVIDERS[path]:
+        if asked.get(key) is not None:
+            raise ValueError(f"{key} is not in the request")
 
 
 def _message(one: Message) -> Message:
@@ -231,7 +248,7 @@ def _joined_messages(events: bytes) -> dict[str, Any]:
     for event in _events(events):
         kind = event.get("type")
         if kind == "message_start":
-            given["model"] = event["message"].get("model")
+            given |= {key: event["message"].get(key) for key in ("id", "model")}
         elif kind == "content_block_start":
             blocks[event["index"]] = {**event["content_block"], "_json": ""}
         elif kind == "content_block_delta":
@@ -241,6 +258,7 @@ def _joined_messages(events: bytes) -> dict[str, Any]:
                     block[name] = (block.get(name) or "") + delta[of]
         elif kind == "message_delta":
             given["stop_reason"] = event["delta"].get("stop_reason") or given["stop_reason"]
+            given["context_management"] = event.get("context_management") or given.get("context_management")
     for block in blocks.values():
         if block["_json"]:
             block["input"] = parse_json(block["_json"])

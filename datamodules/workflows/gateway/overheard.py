@@ -56,7 +56,7 @@ class Conversations:
         """A call of one of the READERS. Raises NotRecorded: nothing, or no more, of it is kept."""
         try:
             heard = read(path, request, answer, streamed)
-            messages = self._continued(heard)
+            messages, tools = self._continued(heard)
             if not heard.prompts:
                 for reply, _ in heard.replies:
                     check_messages([*messages, reply], "request")
@@ -68,8 +68,8 @@ class Conversations:
         if heard.prompts:
             self._complete(heard)
         elif whole:
-            at = _hash(b"", heard.tools)
-            self._tools[at] = heard.tools
+            at = _hash(b"", tools)
+            self._tools[at] = tools
             for message in messages:
                 at = self._keep(at, message)
             kept = [self._keep(at, reply) for reply in whole]
@@ -87,20 +87,17 @@ class Conversations:
                 self._completed.append(said)
                 self.size += len(prompt) + len(text)
 
-    def _continued(self, heard: Heard) -> list[dict[str, Any]]:
-        """All messages that the model was shown."""
+    def _continued(self, heard: Heard) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+        """All messages and tools that the model was shown."""
         if not heard.continues:
-            return heard.messages
+            return heard.messages, heard.tools or []
         at, before = self._answers[heard.continues]  # a KeyError where its answer was not heard
-        messages = self._up_to(at)
-        return [*heard.messages[: heard.before], *messages[before:], *heard.messages[heard.before :]]
-
-    def _up_to(self, at: bytes) -> list[dict[str, Any]]:
         messages = []
         while at not in self._tools:
             at, message = self._messages[at]
             messages.append(message)
-        return messages[::-1]
+        whole = [*heard.messages[: heard.before], *messages[::-1][before:], *heard.messages[heard.before :]]
+        return whole, self._tools[at] if heard.tools is None else heard.tools
 
     def lines(self, session: str, reward: float | None) -> Iterator[dict[str, Any]]:
         """A record for each conversation, without the number of its trial. Those that began alike, up to the first

@@ -25,6 +25,7 @@ from datamodules.workflows.gateway.history import Shelf
 from datamodules.workflows.gateway.listener import LEFT, MESSAGES, PROTOCOLS, Listener, hang_up, json_object, spoken
 from datamodules.workflows.gateway.protocols import models
 from datamodules.workflows.gateway.protocols.base import Asked, Sampled, WireProtocol
+from datamodules.workflows.gateway.protocols.messages import UNTHREADED
 from datamodules.workflows.gateway.replies import Piece
 from datamodules.workflows.gateway.sessions import Session
 from datamodules.workflows.gateway.transcript import Call
@@ -144,7 +145,8 @@ class Gateway:
             asked = protocol.parse(session.heard(found))
             asked = session.continued(replace(asked, model=asked.model or self.model))
         except Exception as error:  # it is refused, and nothing goes on with it
-            session.refused = str(error)
+            if getattr(error, "code", None) != UNTHREADED:  # which the client asks again by itself
+                session.refused = str(error)
             self._shelf.drop(session.bodies)
             raise
         if self._sessions.get(session.id) is session and not session.ended.is_set():

@@ -18,6 +18,8 @@ from datamodules.workflows.gateway.protocols.base import Asked, EventWriter, Sam
 from datamodules.workflows.gateway.transcript import Call
 
 _WITHOUT_EFFECT = ("metadata", "service_tier", "cache_control", "inference_geo")
+UNTHREADED = "thread_unsupported_request"
+"""Code of a refusal after which the provider's package, in its runner of tools, sends whole conversations."""
 _NEUTRAL: dict[str, tuple[Any, ...]] = {"thinking": ({"type": "disabled"},)}
 # `strict` is not shown to the model: nothing here forces arguments into their schema.
 _TOOL_FIELDS = ("type", "name", "description", "input_schema", "strict", "cache_control", "eager_input_streaming")
@@ -50,6 +52,13 @@ class Messages(WireProtocol):
         """A request of `/v1/messages/count_tokens`: what makes a prompt. Raises RequestError."""
         left = {key: value for key, value in body.items() if key not in _WITHOUT_EFFECT}
         fields.take_neutral(left, _NEUTRAL)
+        if left.pop("thread", None):
+            raise RequestError(
+                "thread: no conversation is kept here, each request has to hold the whole one: leave it out, or have"
+                " thread() continue_unthreaded (unsupported_request_behavior)",
+                param="thread",
+                code=UNTHREADED,
+            )
         output = left.pop("output_config", None)
         output = {} if output is None else dict(fields.an_object("output_config", output))
         forms = {"output_config.format": output.pop("format", None), "output_format": left.pop("output_format", None)}
@@ -92,7 +101,10 @@ class Messages(WireProtocol):
         kind = kind or ("invalid_request_error" if problem.status < 500 else "api_error")
         # By this beginning clients know a conversation that is too long: the provider has no code for it.
         long = "prompt is too long: " if problem.code == "context_length_exceeded" else ""
-        return {"type": "error", "error": {"type": kind, "message": long + str(problem)}}
+        said: dict[str, Any] = {"type": kind, "message": long + str(problem)}
+        if problem.code == UNTHREADED:
+            said["details"] = {"error_code": UNTHREADED, "unsupported": ["thread"]}
+        return {"type": "error", "error": said}
 
 
 class _Events(EventWriter):

@@ -133,6 +133,7 @@ SAID = {"role": "assistant", "type": "message", "content": [{"type": "output_tex
 ANSWERED = {"id": "r1", "model": "m", "status": "completed", "output": [SAID]}
 OF_ANTHROPIC = {"model": "m", "stop_reason": "end_turn", "content": [{"type": "text", "text": "b"}]}
 USER = [{"role": "user", "content": "a"}]
+GOING_ON = {"type": "continue", "previous_message_id": "m1"}
 IMAGE = [{"role": "user", "content": [{"type": "image", "source": {}}]}]
 
 
@@ -149,6 +150,15 @@ IMAGE = [{"role": "user", "content": [{"type": "image", "source": {}}]}]
         ("messages", {"messages": USER}, {**OF_ANTHROPIC, "content": [{"type": "server_tool_use"}]}, "not_text"),
         ("messages", {"messages": IMAGE}, OF_ANTHROPIC, "not_text"),
         ("messages", {"messages": [*USER, {"role": "assistant", "content": "x"}]}, OF_ANTHROPIC, "not_text"),
+        ("messages", {"messages": USER, "thread": {"type": "fork"}}, OF_ANTHROPIC, "not_text"),
+        ("messages", {"messages": USER, "thread": GOING_ON}, {**OF_ANTHROPIC, "id": "m1"}, "not_text"),
+        ("messages", {"messages": USER, "mcp_servers": [{"type": "url"}]}, OF_ANTHROPIC, "not_text"),
+        (
+            "messages",
+            {"messages": USER, "context_management": {"edits": [{"type": "clear_tool_uses_20250919"}]}},
+            {**OF_ANTHROPIC, "context_management": {"applied_edits": [{"type": "clear_tool_uses_20250919"}]}},
+            "not_text",
+        ),
         ("completions", {"prompt": "a"}, {"choices": [{"text": "b", "finish_reason": "length"}]}, "cut_off"),
         ("completions", {"prompt": [1, 2]}, {"choices": [{"text": "b", "finish_reason": "stop"}]}, "not_text"),
         (
@@ -201,6 +211,35 @@ def test_both_ways_to_a_conversation_are_one() -> None:
         ("c", 1),
         ("b", 1),
     ]
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+def test_a_thread_has_system_tools_and_messages_from_where_it_begins(streamed: bool) -> None:
+    """Of Anthropic's, which hold a conversation at the provider: as `anthropic` 2.12's runner of tools sends them."""
+
+    def add(identity: str, said: dict[str, Any], **asked: Any) -> None:
+        reason = "tool_use" if said["type"] == "tool_use" else "end_turn"
+        answer = {"id": identity, "model": "m", "stop_reason": reason, "content": [said]}
+        events = [
+            {"type": "message_start", "message": {"id": identity, "model": "m"}},
+            {"type": "content_block_start", "index": 0, "content_block": said},
+            {"type": "message_delta", "delta": {"stop_reason": reason}, "context_management": kept},
+        ]
+        stream = b"".join(b"data: " + encoded(one) + b"\n\n" for one in events)
+        answer |= {"context_management": kept}
+        conversations.add("messages", encoded(asked), stream if streamed else encoded(answer), streamed)
+
+    kept = {"applied_edits": [{"type": "clear_thinking_20251015"}]}  # no thought is recorded
+    conversations = Conversations()
+    call = {"type": "tool_use", "id": "t", "name": "look_up", "input": {"fruit": "apple"}}
+    result = {"type": "tool_result", "tool_use_id": "t", "content": "3"}
+    add("m1", call, messages=USER, system="x", tools=[OF_MESSAGES], thread={"type": "create"})
+    add("m2", {"type": "text", "text": "6"}, messages=[{"role": "user", "content": [result]}], thread=GOING_ON)
+    (line,) = conversations.lines("s", 1.0)
+    assert line["tools"] == [OF_CHAT]
+    roles = ["system", "user", "assistant", "tool", "assistant"]
+    assert [one["role"] for one in line["messages"]] == roles
+    assert all(one.get("weight", 1) == 1 for one in line["messages"])
 
 
 def test_conversations_that_began_alike_are_of_one_task_and_a_sub_agents_is_another() -> None:

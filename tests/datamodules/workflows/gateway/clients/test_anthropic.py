@@ -52,6 +52,26 @@ def test_a_conversation_with_tools(streamed: bool) -> None:
 
 
 @pytest.mark.parametrize("streamed", [False, True])
+def test_the_runner_of_tools(streamed: bool) -> None:
+    """It would have the provider hold the conversation; refused, it sends the whole one."""
+
+    @anthropic.beta_tool
+    def look_up(fruit: str) -> str:
+        """Price of a fruit."""
+        return str(PRICES[fruit])
+
+    with door() as there:
+        ask: Any = {"model": "any", "max_tokens": 100, "messages": [{"role": "user", "content": QUESTION}]}
+        runner = client(there).beta.messages.tool_runner(tools=[look_up], stream=streamed, **ask)
+        answer = runner.until_done()
+        assert not there.session.refused
+        there.check_one_path()
+        with pytest.raises(anthropic.BadRequestError, match=r"thread: .* continue_unthreaded"):
+            client(there).beta.messages.thread(model="any", max_tokens=9).send({"role": "user", "content": "x"})
+    assert answer.content[0].text == "It is 6."
+
+
+@pytest.mark.parametrize("streamed", [False, True])
 def test_a_reply_says_why_it_ended(streamed: bool) -> None:
     with door(["six", "six!or more"]) as there:
         ask: Any = {"messages": [{"role": "user", "content": "x"}]}
