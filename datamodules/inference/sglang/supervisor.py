@@ -6,7 +6,7 @@ update failed on it or when it answers with weights that are not those it was gi
 is given up; one on which requests of another run are running is waited for.
 
 Promises: every wait has a deadline; a process of ours is started again at most `max_restarts` times in a row, each time
-later, and one that is lost is ended first; what goes wrong is logged once.
+later, and one that is lost is ended first; what goes wrong is logged once, and that it is over.
 """
 
 from __future__ import annotations
@@ -80,9 +80,10 @@ class Supervisor:
                 await self._await_turn()
                 if server.state != "dirty":
                     await self._bring_up()
+                level = logging.WARNING if server.error else logging.INFO  # of what went wrong people were told
                 await self._give_weights()
                 began = time.monotonic()
-                _log.info("%s is %s, version %d, %s", server.name, server.state, server.version, server.client.url)
+                _log.log(level, "%s is %s, version %d, %s", server.name, server.state, server.version, server.client.url)
                 await self._watch()
                 self._failures = 0 if time.monotonic() - began > _STEADY_S else self._failures
                 _log.warning("%s is %s: %s", server.name, server.state, server.error)

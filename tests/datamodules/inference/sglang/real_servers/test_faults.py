@@ -135,7 +135,9 @@ class TestOwnServers:
         cached, sent = (after[key] - before[key] for key in ("cached_tokens", "prompt_tokens"))
         assert sent == 6 * 8 * 100 and cached / sent > 0.8, f"{cached} of {sent} prompt tokens were cached"
 
-    def test_killed_in_mid_generation_then_back_with_newer_weights(self, own: SGLangEngine) -> None:
+    def test_killed_in_mid_generation_then_back_with_newer_weights(
+        self, own: SGLangEngine, caplog: pytest.LogCaptureFixture
+    ) -> None:
         models = {0: tiny_policy(), 1: tiny_policy(seed=1)}
         first = own._fleet.servers[0]
         wait_for(lambda: server_states(own) == ["serving", "serving"], own, START_S)
@@ -163,6 +165,8 @@ class TestOwnServers:
         responses = while_generating(own, requests, lambda: where.update(own.where(r.request_id) for r in requests))
         check(models, requests, responses)
         assert "server 0" in where and all(set(response.versions) == {1} for response in responses)
+        told = [one for one in caplog.messages if one.startswith("server 0 is ")]
+        assert [one.split()[3].rstrip(":,") for one in told] == ["lost", "serving"], "people hear of both"
 
     def test_its_key_is_nobodys_and_nowhere(self, own: SGLangEngine) -> None:
         key = own._fleet.servers[0].process._key
