@@ -239,7 +239,7 @@ class PairsDataModule(SupervisedDataModule):
                 f"{where} has no field '{self.rejected_field}' (but {', '.join(prompt.metadata) or 'none'}); set"
                 " data.rejected_field to the name of the rejected answer, answer_field to that of the chosen one"
             )
-        return reply_text(prompt.metadata[self.rejected_field], where)
+        return reply_text(prompt.metadata[self.rejected_field], where, prompt.conversation())
 
     def _pair(self, prompt: Prompt, index: int) -> list[Trajectory]:
         answers = ((prompt.solution, 1.0), (self._rejected(prompt), 0.0))

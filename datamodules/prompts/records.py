@@ -1,13 +1,13 @@
 """From a record of a file or data set (a mapping from field names to values) to a prompt.
 
 Promises: the same options mean the same for every kind of file; a record that does not fit them is an error that names
-the record and the field, never a prompt with a hole in it.
+the record and the field, never a prompt with a hole in it, nor a reply that lost its calls, thoughts or earlier turns.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,8 @@ from datamodules.prompts.order import DealingOrder
 
 DATA_URL = "data:image/"
 """What a picture in a text begins with (RFC 2397, base64)."""
+UNSAID = ("tool_calls", "function_call", "reasoning_content", "reasoning", "thinking")
+"""What a message of the assistant may hold beside its content."""
 
 
 class RecordFormat:
@@ -28,8 +30,9 @@ class RecordFormat:
         owner: class that was configured, for messages.
         question_field: field with the question: text, or a list of chat messages (`role`, `content`). Dots lead into
             nested records: "extra_info.question".
-        answer_field: field with the answer: text, a number, or a list of chat messages whose last is the answer; None
-            for data without answers.
+        answer_field: field with the answer: text, a number, or a list of chat messages whose last is the answer, those
+            before it being the question's; None for data without answers. The question's own field, where that holds a
+            whole conversation: its last message is the answer, those before it are the question.
         template: text of the prompt, with the record's fields in braces (names alone; dots lead into nested records).
         answer_pattern: regular expression whose first group, found in the answer, is the reference answer.
         chat: makes the text a user message.
@@ -90,7 +93,14 @@ class RecordFormat:
             ValueError: fields that are not there, a template or pattern that does not fit.
         """
         question = self._field(record, self.question_field, where)
-        solution = "" if self.answer_field is None else reply_text(self._field(record, self.answer_field, where), where)
+        answer = None if self.answer_field is None else self._field(record, self.answer_field, where)
+        if self.answer_field == self.question_field:
+            if not isinstance(question, list) or len(question) < 2:
+                raise ValueError(
+                    f"{where}: question_field and answer_field both name '{self.answer_field}', which then has to hold"
+                    " a conversation of two messages or more; name two fields, or remove the record"
+                )
+            question = question[:-1]
         messages: tuple[dict[str, Any], ...] = ()
         text = ""
         if isinstance(question, list):
@@ -102,11 +112,14 @@ class RecordFormat:
             if self.chat:
                 messages, text = ({"role": "user", "content": text},), ""
         self.check_chat(isinstance(question, list))
+        self._check_speakers(messages, where)
         pictures = () if self.image_field is None else self._pictures(record, where)
         if pictures:
             messages = with_images(messages, len(pictures), where)
         if self.system is not None:
             messages = ({"role": "system", "content": self.system}, *messages)
+        told = messages or ({"role": "user", "content": text},)
+        solution = "" if answer is None else reply_text(answer, where, told)
         metadata: Mapping[str, Any] = record
         for path in (self.question_field, self.answer_field, self.image_field):
             metadata = metadata if path is None else _without(metadata, _steps(record, path))
@@ -119,6 +132,19 @@ class RecordFormat:
             metadata=dict(metadata),
             pictures=pictures,
         )
+
+    def _check_speakers(self, messages: Sequence[Mapping[str, Any]], where: str) -> None:
+        """Raises ValueError for a question that is answered already, and for a second system message."""
+        if messages and messages[-1]["role"] == "assistant":
+            raise ValueError(
+                f"{where}: the last message in field '{self.question_field}' is of the assistant, and a reply would"
+                " follow it; remove it, or name the field in answer_field too, which makes that message the answer"
+            )
+        if self.system is not None and messages and messages[0]["role"] == "system":
+            raise ValueError(
+                f"{where}: field '{self.question_field}' begins with a system message, and {self.owner}.system is"
+                " another; remove one of them"
+            )
 
     def _pictures(self, record: Mapping[str, Any], where: str) -> tuple[Any, ...]:
         assert self.image_field is not None
@@ -189,8 +215,9 @@ class RecordPrompts(PromptSource):
 
     Args:
         question_field: field with the question, as text or as chat messages; dots lead into nested records.
-        answer_field: field with the answer, likewise; None for data without answers. All fields but these two land in
-            the prompt's metadata, for rewards.
+        answer_field: field with the answer, likewise, the last message being the answer; the same field for both, where
+            it holds whole conversations; None for data without answers. All fields but these two land in the prompt's
+            metadata, for rewards.
         template: text of the prompt, with the record's fields in braces, such as "Q: {question}\\nA:"; dots lead into
             nested records.
         answer_pattern: regular expression whose first group, found in the answer field, is the reference answer (the
@@ -303,19 +330,52 @@ def _has_image(parts: list[Any]) -> bool:
     return any(part.get("type") == "image" for part in parts)
 
 
-def reply_text(value: Any, where: str) -> str:
+def reply_text(value: Any, where: str, told: Sequence[Mapping[str, Any]]) -> str:
     """The text of a reply given as text, as a number, or as messages, of which the last is the reply.
 
-    Raises ValueError, naming `where`, for messages that do not end with text of the assistant, and for anything else.
+    Args:
+        value: the reply.
+        where: its place, for messages.
+        told: the messages that it answers, which those before the reply have to say as well.
+
+    Raises:
+        ValueError: naming `where`: messages that do not end with text of the assistant and nothing beside it, or that
+            answer something else; and anything else.
     """
     if _is_text(value):
         return str(value)
     if not (isinstance(value, list) and value and _is_messages(value)):
         raise ValueError(f"{where}: expected a reply as text or messages, got {type(value).__name__}")
-    last = value[-1]
-    if last["role"] != "assistant" or not isinstance(last.get("content"), str):
+    *before, last = value
+    if last["role"] != "assistant" or not (isinstance(last.get("content"), str) or last.get("tool_calls")):
         raise ValueError(f"{where}: the last message is of the {last['role']:.40}, not an answer of the assistant")
-    return last["content"]
+    unsaid = next((key for key in UNSAID if last.get(key)), None)
+    if unsaid is not None:
+        raise ValueError(
+            f"{where}: the answer has '{unsaid}', which is not in its text and would not be trained; write it into the"
+            " content as the model does, remove it, or train whole conversations with"
+            " datamodules.RecordedDataModule, which takes tool_calls"
+        )
+    if before and not _are_told(before, told):
+        raise ValueError(
+            f"{where}: the messages before the answer are not those of the prompt, and would be left out; name a field"
+            " with the whole conversation in question_field, or leave all but the last message out of the answer"
+        )
+    return str(last["content"])
+
+
+def _are_told(before: Sequence[Mapping[str, Any]], told: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether a prompt says what these messages do: templates may say more, and an option the system message."""
+    if before[0]["role"] != "system" and told[0]["role"] == "system":
+        told = told[1:]
+    return len(before) == len(told) and all(
+        one["role"] == other["role"] and _text_of(one) in _text_of(other) for one, other in zip(before, told)
+    )
+
+
+def _text_of(message: Mapping[str, Any]) -> str:
+    parts = _parts(message.get("content"))
+    return "".join(part["text"] for part in parts if _is_text_part(part)).strip()
 
 
 def _lookup(record: Mapping[str, Any], path: str) -> Any:

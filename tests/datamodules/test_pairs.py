@@ -88,6 +88,11 @@ def test_dpo_comes_to_prefer_the_chosen_answers(tmp_path: Path) -> None:
         ({"other": "2"}, {}, r"has no field 'rejected' \(but other\).*data.rejected_field"),
         ({"rejected": None}, {}, "expected a reply as text or messages, got NoneType"),
         ({"rejected": [{"role": "user", "content": "3"}]}, {}, "the last message is of the user"),
+        (
+            {"rejected": [{"role": "user", "content": "2+1="}, {"role": "assistant", "content": "3"}]},
+            {},
+            "before the answer are not those of the prompt",
+        ),
         ({"rejected": "3"}, {"max_tokens": 3}, "more than max_tokens 3"),
     ],
 )
