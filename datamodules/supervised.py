@@ -2,26 +2,29 @@
 `PairsDataModule`: prompts with a chosen and a rejected answer, for preference optimisation (objective `dpo`).
 
 Promises: batch k holds prompts `k * batch_size` to `(k + 1) * batch_size - 1` of the source, whatever the ranks; the
-solution and the token that ends it are trained, the prompt is not; the stream goes on over epochs and resumes. A pair
+solution and the one token that ends it are trained, the prompt is not; what cannot be trained is refused before the
+first step, as far as a source shows what it has; the stream goes on over epochs and resumes. A pair
 is a group of two episodes, first the chosen one with reward 1.0, then the rejected one with 0.0; batches hold whole
 pairs, and the tree computes the prompt of a pair, and whatever its answers have in common at their beginning, once.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import cached_property, partial
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import lightning as L
 import torch
+from lightning.pytorch.utilities import rank_zero_warn
 from transformers import PreTrainedTokenizerBase
 
 from app import checks
 from app.batch import RolloutBatch, Trajectory
 from datamodules.answers import whole_text
+from datamodules.conversations.chat_template import Chat
 from datamodules.conversations.image_processor import ImageProcessor
 from datamodules.groups import Group
 from datamodules.pipeline import fingerprint
@@ -31,7 +34,6 @@ from datamodules.prompts.base import Prompt, PromptSource, prompt_source
 from datamodules.prompts.dealer import encoded
 from datamodules.prompts.records import reply_text
 from datamodules.prompts.tokenizers import encode_prompt, encode_reply, load_tokenizer, texts_of
-from datamodules.workflows.turn_ends import template_end
 
 
 class SupervisedDataModule(L.LightningDataModule):
@@ -42,12 +44,19 @@ class SupervisedDataModule(L.LightningDataModule):
         tokenizer: "char:<alphabet>", "train:<size>" or a directory (see `datamodules.prompts.tokenizers`).
         batch_size: sequences a batch, over all ranks.
         batches_per_epoch: batches an epoch.
-        max_tokens: sequences longer than this are refused, by name; None for no limit of our own.
+        max_tokens: sequences longer than this are refused, by name; None for no limit but the model's context.
+        validation: held-out prompts with solutions, a source with an end, whose loss is `val/loss` of `SFTModule`.
+        template_options: further arguments of the chat template, such as `{enable_thinking: false}`: those of the
+            workflow that the model is to go on with.
 
     Raises:
-        ValueError: an argument out of range; (when dealt) a prompt without solution, too long, or that the tokenizer
-            has no tokens for.
+        ValueError: an argument out of range; (before the first step, and when dealt) a prompt without solution, too
+            long, or that the tokenizer has no tokens for; a solution that spells what ends a reply, or that leaves a
+            thought open which the chat template begins.
     """
+
+    evaluated_by: ClassVar = ("evaluates_answers", "SFTModule has a loss of held-out answers")
+    """What a module that `validation` is for says of itself, and for whom it is not."""
 
     def __init__(
         self,
@@ -56,6 +65,8 @@ class SupervisedDataModule(L.LightningDataModule):
         batch_size: int = 64,
         batches_per_epoch: int = 100,
         max_tokens: int | None = None,
+        validation: PromptSource | None = None,
+        template_options: dict[str, Any] | None = None,
     ) -> None:
         super().__init__()
         counts = {"batch_size": batch_size, "batches_per_epoch": batches_per_epoch, "max_tokens": max_tokens}
@@ -67,10 +78,19 @@ class SupervisedDataModule(L.LightningDataModule):
         self.batch_size = batch_size
         self.batches_per_epoch = batches_per_epoch
         self.max_tokens = max_tokens
+        self.validation = None if validation is None else prompt_source(validation, "validation")
+        if self.validation is not None and self.validation.size is None:
+            raise ValueError("validation: a source without end; set its size")
+        self.template_options = template_options
         self._position = Position()
         self._made_with = {"batch_size": str(batch_size)}
 
     def setup(self, stage: str) -> None:
+        module, (trait, who) = self.trainer and self.trainer.lightning_module, self.evaluated_by
+        if self.validation is not None and not getattr(module, trait, module is None):
+            raise ValueError(
+                f"validation has no effect on {type(module).__name__}, only {who}; remove it from the data"
+            )
         if self.tokenizer is not None:
             return
         self.tokenizer = load_tokenizer(self.tokenizer_spec, texts_of(self.prompts))
@@ -89,12 +109,51 @@ class SupervisedDataModule(L.LightningDataModule):
         return RolloutBatch.from_trajectories(chain.from_iterable(map(self.trajectories, positions)))
 
     @cached_property
-    def _chat_end(self) -> int | None:
+    def _chat(self) -> Chat | None:
         assert self.tokenizer is not None
-        return template_end(self.tokenizer)
+        return Chat(self.tokenizer, None, self.template_options) if self.tokenizer.chat_template else None
 
     def train_dataloader(self) -> StepLoader:
+        self._check_samples("prompts", self.prompts)
         return StepLoader(self)
+
+    def val_dataloader(self) -> EvalLoader | list[EvalLoader]:
+        """The held-out prompts, in batches as those of training; no loader without any."""
+        source = self.validation
+        if source is None:
+            return []
+        assert source.size is not None
+        self._check_samples("validation", source)
+        self._check_apart(source)
+        held_out = ValSet(source.name, "", source, self.episodes, (), 1.0, whole_text)
+        return EvalLoader(held_out, self.batch_size, self._held_out)
+
+    test_dataloader = val_dataloader
+
+    def _held_out(self, held_out: ValSet, first: int, last: int) -> list[Group]:
+        assert self.trainer is not None
+        if not self.trainer.is_global_zero:
+            return []
+        return [
+            Group(index, prompt.id, 0, self.sequences(prompt, index))
+            for index, prompt in ((index, held_out.source.deal(index)) for index in range(first, last))
+        ]
+
+    def _check_samples(self, option: str, source: PromptSource) -> None:
+        """What cannot be trained is an error before the first step, not hours later at whichever batch deals it."""
+        policy = getattr(self.trainer and self.trainer.lightning_module, "policy", None)
+        context = None if policy is None else policy.config.get_text_config()
+        longest = getattr(context, "max_position_embeddings", None)
+        too_long: list[str] = []
+        for index, prompt in enumerate(source.samples()):
+            lengths = [len(one.tokens) for one in self.sequences(prompt, index)]
+            too_long += [prompt.id] if longest is not None and max(lengths) > longest else []
+        if too_long:
+            raise ValueError(
+                f"{option}: {len(too_long)} prompts and their answers have more tokens than the model's"
+                f" max_position_embeddings of {longest} (such as {', '.join(map(repr, too_long[:3]))}); leave them out"
+                " of the data, shorten them, or use a model with a longer context"
+            )
 
     @property
     def groups_per_batch(self) -> tuple[str, int]:
@@ -123,7 +182,13 @@ class SupervisedDataModule(L.LightningDataModule):
 
     def trajectories(self, index: int) -> list[Trajectory]:
         """The training sequences of the prompt at stream position `index`."""
-        prompt = self.prompts.deal(index)
+        return self.sequences(self.prompts.deal(index), index)
+
+    episodes: ClassVar = 1
+    """Of a prompt."""
+
+    def sequences(self, prompt: Prompt, index: int) -> list[Trajectory]:
+        """The training sequences of a prompt at position `index` of its source."""
         return [self.imitation(prompt, prompt.solution or prompt.answer, group=index, episode=index)]
 
     def imitation(self, prompt: Prompt, solution: str, group: int, episode: int, reward: float = 0.0) -> Trajectory:
@@ -134,8 +199,10 @@ class SupervisedDataModule(L.LightningDataModule):
         assert self.tokenizer is not None, "batches come after setup"
         if not solution:
             raise ValueError(f"prompt '{prompt.id}' has neither solution nor answer to imitate; set answer_field")
-        told = encoded(prompt, partial(encode_prompt, self.tokenizer), self.image_processor)
-        given, made = told.tokens, encode_reply(self.tokenizer, prompt, solution, self._chat_end)
+        encode = partial(encode_prompt, self.tokenizer, template_options=self.template_options)
+        told = encoded(prompt, encode, self.image_processor)
+        said, end = self._said(prompt, told.tokens, solution), None if self._chat is None else self._chat.end
+        given, made = told.tokens, encode_reply(self.tokenizer, prompt, said, end)
         length = len(given) + len(made)
         if self.max_tokens is not None and length > self.max_tokens:
             raise ValueError(
@@ -155,6 +222,40 @@ class SupervisedDataModule(L.LightningDataModule):
             pictures=told.pictures,
         )
 
+    def _check_apart(self, held_out: PromptSource) -> None:
+        """A held-out loss on what is trained falls whatever is learnt. Pictures are not compared."""
+        trained = {(one.text, repr(one.messages)) for one in self.prompts.samples() if not one.pictures}
+        both = [one.id for one in held_out.samples() if (one.text, repr(one.messages)) in trained and not one.pictures]
+        if both:
+            rank_zero_warn(
+                f"validation: {len(both)} of {held_out.size} prompts are trained on as well (such as"
+                f" {', '.join(map(repr, both[:3]))}), so its numbers flatter the model; part the data, by size of the"
+                " one source and offset of the other if it is one file"
+            )
+
+    def _said(self, prompt: Prompt, given: Sequence[int], solution: str) -> str:
+        """What the model itself says of a solution behind these tokens. Raises ValueError as the class."""
+        assert self.tokenizer is not None
+        chat = self._chat if prompt.messages else None
+        ends = [self.tokenizer.eos_token] if chat is None else chat.turns
+        spelled = next((token for token in ends if token in solution), None)
+        if spelled is not None:
+            raise ValueError(
+                f"prompt '{prompt.id}': its answer spells '{spelled}', at which a reply is over, and which is put"
+                " behind it anyway; remove it from the answer"
+            )
+        if chat is None or not chat.opened(given):
+            return solution
+        if "</think>" not in solution:
+            raise ValueError(
+                f"prompt '{prompt.id}': the chat template begins a thought, and its answer ends none, so all of it"
+                " would be trained as one; write the thought into the answer (<think>...</think>, which may be empty),"
+                " or tell the template by data.template_options to begin none"
+            )
+        line = str(self.tokenizer.decode(list(given[-1:]))).isspace()
+        rest = solution.lstrip().removeprefix("<think>")
+        return rest.lstrip() if line else rest
+
 
 class PairsDataModule(SupervisedDataModule):
     """Pairs of answers. The chosen one is the prompt's solution: `answer_field: chosen` of any prompt source.
@@ -166,13 +267,17 @@ class PairsDataModule(SupervisedDataModule):
             the answer.
         batch_size: pairs a batch, over all ranks.
         batches_per_epoch: batches an epoch.
-        max_tokens: sequences longer than this are refused, by name; None for no limit of our own.
+        max_tokens: sequences longer than this are refused, by name; None for no limit but the model's context.
         validation: held-out pairs, a source with an end, which a reward model's accuracy and calibration are of.
+        template_options: see `SupervisedDataModule`.
 
     Raises:
         ValueError: as `SupervisedDataModule`; (at set-up, of sources that show all they have) a prompt without a second
             answer, or with twice the same.
     """
+
+    evaluated_by: ClassVar = ("evaluates_pairs", "RewardModule has a score of held-out pairs")
+    episodes: ClassVar = 2
 
     def __init__(
         self,
@@ -183,21 +288,13 @@ class PairsDataModule(SupervisedDataModule):
         batches_per_epoch: int = 100,
         max_tokens: int | None = None,
         validation: PromptSource | None = None,
+        template_options: dict[str, Any] | None = None,
     ) -> None:
-        super().__init__(prompts, tokenizer, batch_size, batches_per_epoch, max_tokens)
+        super().__init__(prompts, tokenizer, batch_size, batches_per_epoch, max_tokens, validation, template_options)
         self.rejected_field = rejected_field
-        self.validation = None if validation is None else prompt_source(validation, "validation")
-        if self.validation is not None and self.validation.size is None:
-            raise ValueError("validation: a source without end; set its size")
 
     def setup(self, stage: str) -> None:
         super().setup(stage)
-        module = self.trainer and self.trainer.lightning_module
-        if self.validation is not None and not getattr(module, "evaluates_pairs", module is None):
-            raise ValueError(
-                f"validation has no effect on {type(module).__name__}, only RewardModule has a score of held-out pairs;"
-                " remove it from the data"
-            )
         for option, source in (("prompts", self.prompts), ("validation", self.validation)):
             self._check(option, () if source is None else source.samples())
 
@@ -210,28 +307,6 @@ class PairsDataModule(SupervisedDataModule):
                 f" {', '.join(map(repr, silent[:3]))}); leave them out of the data"
             )
 
-    def val_dataloader(self) -> EvalLoader | list[EvalLoader]:
-        """The held-out pairs, in batches as those of training; no loader without any."""
-        source = self.validation
-        if source is None:
-            return []
-        assert source.size is not None
-        return EvalLoader(ValSet(source.name, "", source, 2, (), 1.0, whole_text), self.batch_size, self._held_out)
-
-    test_dataloader = val_dataloader
-
-    def _held_out(self, held_out: ValSet, first: int, last: int) -> list[Group]:
-        if not self.trainer.is_global_zero:
-            return []
-        return [
-            Group(index, prompt.id, 0, self._pair(prompt, index))
-            for index, prompt in ((index, held_out.source.deal(index)) for index in range(first, last))
-        ]
-
-    def trajectories(self, index: int) -> list[Trajectory]:
-        """The chosen and the rejected episode of the pair at stream position `index`."""
-        return self._pair(self.prompts.deal(index), index)
-
     def _rejected(self, prompt: Prompt) -> str:
         where = f"prompt '{prompt.id}'"
         if self.rejected_field not in prompt.metadata:
@@ -241,7 +316,8 @@ class PairsDataModule(SupervisedDataModule):
             )
         return reply_text(prompt.metadata[self.rejected_field], where, prompt.conversation())
 
-    def _pair(self, prompt: Prompt, index: int) -> list[Trajectory]:
+    def sequences(self, prompt: Prompt, index: int) -> list[Trajectory]:
+        """The chosen and the rejected episode of a pair at position `index` of its source."""
         answers = ((prompt.solution, 1.0), (self._rejected(prompt), 0.0))
         if answers[0][0] == answers[1][0]:
             raise ValueError(f"prompt '{prompt.id}': chosen and rejected answer are the same; remove the pair")

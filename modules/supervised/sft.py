@@ -27,6 +27,8 @@ class SFTModule(TreeModule):
     Logs: loss (nats a token), grad_norm, tokens/*; validation: `val/loss`, test: `test/loss`, over all trained tokens.
     """
 
+    evaluates_answers = True
+
     def __init__(self, model: ModelSource, **tree_options: Any) -> None:
         super().__init__(model, **tree_options)
         self.save_hyperparameters()
