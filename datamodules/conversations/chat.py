@@ -5,7 +5,7 @@ follow exactly the prompt the template would have given the policy, tokenized as
 apart, never merged across their boundary); trained tokens are those of assistant messages (but for those of weight 0),
 up to and including the token with which the template ends the last turn (`eos_token` where it has none of its own), and
 hold what was said, without another end or beginning of a turn; a template that does not show it, or shows what came
-later within it, is refused.
+later within it, is refused, and so is one that leaves out tools or a message of anybody else.
 """
 
 from __future__ import annotations
@@ -21,12 +21,14 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from app.hub import check_reachable
 from app.text import printable, reason
-from datamodules.conversations.chat_template import Chat
+from datamodules.conversations.chat_template import HIDES_TOOLS, Chat
 from datamodules.conversations.tokens import Conversation, is_reward
 from datamodules.files.data_files import RecordedDataError
 from datamodules.files.json_lines import parse_json, read_json_lines
 
 _ROLES = ("system", "user", "assistant", "tool")
+_KEYS = ("role", "content", "tool_calls", "weight", "id", "tool_call_id")
+_NOTHING: tuple[Any, ...] = (None, "", [], {})  # 0 and false say something
 THINK_TEXT = "<think>\n\n</think>\n\n"
 _EMPTY_THINK = re.compile(r"\s*(?:<think>\s*)?</think>\n*")  # its beginning may be the prompt's end
 
@@ -65,7 +67,9 @@ def load_transcripts(path: str | Path) -> list[Transcript]:
     A line holds `task_id`, `trial` (default 0), `model` (default ""), `reward`, `messages`, and, where a gateway wrote
     it, `tools`, JSON schemas in place of the system file's, and `rewarded`, false where nobody said what it was worth;
     other keys are ignored. A message has `role` (system, user, assistant, tool), `content` and, on assistant messages,
-    `tool_calls`: `[{"id", "name", "arguments"}]`, and `weight`: 0 for one that is shown and not trained (default 1).
+    `tool_calls`: `[{"id", "name", "arguments"}]`, and `weight`: 0 for one that is shown and not trained (default 1); a
+    result has the `id` of its call (or `tool_call_id`). A message's other keys, which no template would be given, are
+    refused unless they hold nothing.
     In place of messages there may be `prompt` and `completion`, texts around which no template is put, and `ended`,
     false where the model did not end it (default true).
 
@@ -93,6 +97,10 @@ def check_messages(messages: Any, source: str) -> list[dict[str, Any]]:
         where = f"messages[{k}]"
         if not isinstance(message, dict) or message.get("role") not in _ROLES:
             refuse(f"{where}.role", f"must be one of {_ROLES}")
+        unused = next((key for key, value in message.items() if key not in _KEYS and value not in _NOTHING), None)
+        if unused is not None:
+            hint = "; thoughts belong into content, as the model writes them" if message["role"] == "assistant" else ""
+            refuse(f"{where}.{printable(unused, 40)}", f"would be left out, a message has {', '.join(_KEYS)}{hint}")
         if not isinstance(message.get("content"), str):
             refuse(f"{where}.content", "must be a string (empty where there is none)")
         calls = message.get("tool_calls", [])
@@ -100,7 +108,7 @@ def check_messages(messages: Any, source: str) -> list[dict[str, Any]]:
             refuse(f"{where}.tool_calls", "must be a list, on an assistant message")
         for n, call in enumerate(calls):
             if not isinstance(call, dict) or not isinstance(call.get("name"), str):
-                refuse(f"{where}.tool_calls[{n}].name", "must be a string")
+                refuse(f"{where}.tool_calls[{n}].name", "must be a string, and not within 'function'")
             if not isinstance(call.get("arguments"), dict):
                 refuse(f"{where}.tool_calls[{n}].arguments", "must be an object")
         if "weight" in message and (message["weight"] not in (0, 1) or message["role"] != "assistant"):
@@ -180,9 +188,14 @@ class ChatEncoder:
         chat = [_for_template(message, self._chat) for message in messages]
         others = [_for_template(_changed(message), self._chat) for message in [*messages, after]]
         if self.system.text:
+            if messages[0]["role"] == "system":
+                raise RecordedDataError(
+                    f"{source}: messages[0] is a system message, and data.system is another; leave one of them out"
+                )
             chat.insert(0, {"role": "system", "content": self.system.text})
         shift = len(chat) - len(messages)
         text = self._render([*chat, after], tools, False, source, len(messages))
+        self._check_shown(chat, after, tools, text, source)
 
         tokens: list[int] = []
         starts, ends, steps = [], [], []
@@ -235,6 +248,27 @@ class ChatEncoder:
             ends=np.array(ends, np.int64),
             steps=np.array(steps, np.int64),
         )
+
+    def _check_shown(
+        self, chat: list[dict[str, Any]], after: dict[str, Any], tools: list[dict[str, Any]], text: str, source: str
+    ) -> None:
+        """Raises RecordedDataError where the template leaves out tools, or what anybody but the assistant said."""
+        if tools and self._render([*chat, after], [], False, source, len(chat)) == text:
+            raise RecordedDataError(
+                f"{source}: the chat template {HIDES_TOOLS}, and the conversation has {len(tools)}; use another"
+                " template, or describe them in the system message and leave tools out"
+            )
+        marked = [
+            one if one["role"] == "assistant" else {**one, "content": f"{one['content']}@@{k}@@"}
+            for k, one in enumerate(chat)
+        ]
+        shown = self._render([*marked, after], tools, False, source, len(chat))
+        for k, one in enumerate(chat):
+            if one["role"] != "assistant" and f"@@{k}@@" not in shown:
+                raise RecordedDataError(
+                    f"{source}: the chat template does not show the message of role {one['role']} that is number"
+                    f" {k + 1} of the conversation; use another template, or say it in a role that it shows"
+                )
 
     def _reply(self, said: str, before: str) -> list[int]:
         """Its tokens as they are generated. `before`: the character in front of it, without which tokenizers of Llama
@@ -373,6 +407,6 @@ def _for_template(message: dict[str, Any], chat: Chat) -> dict[str, Any]:
             }
             for call in message["tool_calls"]
         ]
-    if message["role"] == "tool" and "id" in message:
-        result["tool_call_id"] = message["id"]
+    if message["role"] == "tool" and (answered := message.get("id", message.get("tool_call_id"))) is not None:
+        result["tool_call_id"] = answered
     return result

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from datamodules.conversations.chat import ChatEncoder, Transcript
+from datamodules.conversations.chat import ChatEncoder, SystemPrompt, Transcript, check_messages
 from datamodules.conversations.chat_template import Chat
 from datamodules.conversations.tokens import RecordedDataError
 from tests.helpers.recorded_samples import TEMPLATE, byte_tokenizer, messages
@@ -123,3 +123,63 @@ def test_every_turn_is_trained_with_the_end_that_engines_stop_at() -> None:
 
 def test_templates_that_take_arguments_as_text_are_given_it() -> None:
     assert trained(TEXT_OF_CALLS, {}) == trained(TEMPLATE, {})
+
+
+def encoded(template: str, system: SystemPrompt | None = None, **fields: Any) -> None:
+    one = {"messages": messages(), "tools": None, **fields}
+    encoder = ChatEncoder(byte_tokenizer(template), system)
+    encoder.encode(Transcript("0", 0, "m", 1.0, one["messages"], "FILE:3", tools=one["tools"]))
+
+
+@pytest.mark.parametrize("role", ["system", "user", "tool"])
+def test_a_template_that_leaves_somebody_out_is_refused(role: str) -> None:
+    chat = [{"role": "system", "content": "Be brief."}, *messages()]
+    encoded(TEMPLATE, messages=chat)
+    number = 1 + [one["role"] for one in chat].index(role)
+    without = TEMPLATE.replace("{%- for m in messages -%}", f"{{%- for m in messages if m.role != '{role}' -%}}")
+    with pytest.raises(
+        RecordedDataError, match=rf"FILE:3: .* not show the message of role {role} that is number {number} "
+    ):
+        encoded(without, messages=chat)
+
+
+def test_a_template_that_leaves_tools_out_is_refused() -> None:
+    tools = [{"type": "function", "function": {"name": "cancel"}}]
+    encoded(TEMPLATE, tools=tools)
+    for given in ({"tools": tools}, {"system": SystemPrompt("Be brief.", tools)}):
+        with pytest.raises(
+            RecordedDataError, match=r"FILE:3: .* does not show tools to the model, .* has 1; use another"
+        ):
+            encoded(TEMPLATE.replace("and tools", "and false"), **given)
+
+
+def test_a_second_system_message_is_refused() -> None:
+    chat = [{"role": "system", "content": "Be brief."}, *messages()]
+    with pytest.raises(
+        RecordedDataError, match=r"FILE:3: messages\[0\] is a system message, and data.system is another"
+    ):
+        encoded(TEMPLATE, SystemPrompt("Be kind."), messages=chat)
+    encoded(TEMPLATE, SystemPrompt("Be kind."))
+
+
+@pytest.mark.parametrize(
+    ("k", "key", "value"),
+    [(1, "reasoning_content", "Ask."), (1, "function_call", {"name": "f"}), (1, "train", False), (2, "name", "Ann")],
+)
+def test_a_key_that_no_template_would_be_given_is_refused(k: int, key: str, value: Any) -> None:
+    chat = messages()
+    chat[k][key] = value
+    with pytest.raises(
+        RecordedDataError, match=rf"FILE:3: messages\[{k}\].{key} would be left out, a message has role"
+    ):
+        check_messages(chat, "FILE:3")
+    chat[k][key] = None
+    check_messages(chat, "FILE:3")
+
+
+def test_a_result_names_its_call_as_the_api_does() -> None:
+    template = TEMPLATE.replace("{{ m.content }}", "{{ m.content }}{{ m.tool_call_id }}")
+    chat, tokenizer = messages(), byte_tokenizer(template)
+    chat[4]["tool_call_id"] = chat[4].pop("id")
+    one = ChatEncoder(tokenizer).encode(Transcript("0", 0, "m", 1.0, chat, "FILE:3"))
+    assert '{"ok": true}c1<|end|>' in tokenizer.decode(one.tokens)
