@@ -236,6 +236,8 @@ class SupervisedDataModule(L.LightningDataModule):
     def _said(self, prompt: Prompt, given: Sequence[int], solution: str) -> str:
         """What the model itself says of a solution behind these tokens. Raises ValueError as the class."""
         assert self.tokenizer is not None
+        if self.image_processor is not None:  # a reply that samples a placeholder is thrown away
+            solution = self.image_processor.quoted(solution)
         chat = self._chat if prompt.messages else None
         ends = [self.tokenizer.eos_token] if chat is None else chat.turns
         spelled = next((token for token in ends if token in solution), None)

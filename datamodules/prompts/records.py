@@ -347,8 +347,10 @@ def reply_text(value: Any, where: str, told: Sequence[Mapping[str, Any]]) -> str
     if not (isinstance(value, list) and value and _is_messages(value)):
         raise ValueError(f"{where}: expected a reply as text or messages, got {type(value).__name__}")
     *before, last = value
-    if last["role"] != "assistant" or not (isinstance(last.get("content"), str) or last.get("tool_calls")):
+    if last["role"] != "assistant":
         raise ValueError(f"{where}: the last message is of the {last['role']:.40}, not an answer of the assistant")
+    if not (isinstance(last.get("content"), str) or last.get("tool_calls")):
+        raise ValueError(f"{where}: the answer's content is {_kind(last.get('content'))}; write it as text")
     unsaid = next((key for key in UNSAID if last.get(key)), None)
     if unsaid is not None:
         raise ValueError(

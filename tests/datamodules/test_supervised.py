@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from datamodules.prompts import ArithmeticPrompts, JsonlPrompts
+from datamodules.prompts import ArithmeticPrompts, JsonlPrompts, SquaresPrompts
 from datamodules.prompts.base import Prompt
 from datamodules.supervised import SupervisedDataModule
 from modules import PolicyModule, SFTModule
@@ -18,6 +18,7 @@ from tests.datamodules.workflows.chat_families import FAMILIES
 from tests.helpers.recorded_samples import TEMPLATE, byte_tokenizer
 from tests.helpers.tiny_policy import source as tiny
 from tests.helpers.tiny_policy import trainer as tiny_trainer
+from tests.helpers.tiny_vision import TinyVision
 
 
 def test_supervised_batches_train_the_answer_and_the_end(tmp_path: Path) -> None:
@@ -137,3 +138,12 @@ def test_held_out_answers_have_a_loss(tmp_path: Path, recwarn: pytest.WarningsRe
         tiny_trainer().validate(module, data, verbose=False)
     with pytest.raises(ValueError, match="validation has no effect on PolicyModule, only SFTModule has a loss of held"):
         tiny_trainer().fit(PolicyModule(tiny()), data)
+
+
+def test_an_answer_that_spells_a_placeholder_is_not_trained_as_one(tmp_path: Path) -> None:
+    data = SupervisedDataModule(SquaresPrompts(), TinyVision(tmp_path).path)
+    data.setup("fit")
+    assert data.image_processor is not None
+    token = str(data.tokenizer.convert_ids_to_tokens(data.image_processor.placeholder))
+    made = data.imitation(data.prompts.deal(0), f"3{token}", group=0, episode=0)
+    assert data.image_processor.placeholder not in made.tokens[made.loss_mask].tolist()

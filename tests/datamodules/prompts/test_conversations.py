@@ -76,3 +76,8 @@ def test_a_question_that_is_answered_already_is_refused(tmp_path: Path) -> None:
 def test_a_second_system_message_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"chat.jsonl:1: field 'question' begins with a system message, and JsonlProm"):
         first(tmp_path, {"question": [SYSTEM, ASKED], "answer": "2"}, system="Be kind.")
+
+
+def test_an_answer_in_parts_is_told_so(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"chat.jsonl:1: the answer's content is a list; write it as text"):
+        first(tmp_path, {"question": [ASKED], "answer": [{**SAID, "content": [{"type": "text", "text": "2"}]}]})
