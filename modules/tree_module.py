@@ -307,6 +307,8 @@ class TreeModule(EvaluatedModule):
 
     def on_train_batch_start(self, batch: StepHandle, batch_idx: int) -> None:
         self._step_start = time.perf_counter()
+        # Lightning counts one too many where the end of a run was a validation's turn and the run goes on.
+        self.trainer.fit_loop.epoch_loop._batches_that_stepped = self.trainer.global_step
 
     def training_step(self, handle: StepHandle, batch_idx: int) -> Tensor:
         """Prepares this rank's tree; the loss is a placeholder, `backward` does the work."""
