@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -111,6 +111,32 @@ def refuse_narrow(parameters: Iterable[torch.nn.Parameter], trainer: Any, exchan
             f"model.dtype: {dtype} with trainer.strategy {type(trainer.strategy).__name__}, which keeps no float32"
             " masters: set trainer.strategy to app.strategies.DTAStrategy (one process will do), or model.dtype to"
             " float32"
+        )
+
+
+def check_schedule(saved: Mapping[str, Any], given: Mapping[str, Any]) -> None:
+    """`lr_scheduler`, as YAML, of the run that a checkpoint was made by and of this one: its state, which is loaded,
+    holds the old options, and those that are others now are told.
+
+    Raises:
+        ValueError: it is another class, which the state says nothing to.
+    """
+    then, now = saved.get("lr_scheduler"), given.get("lr_scheduler")
+    if not isinstance(then, Mapping) or not isinstance(now, Mapping):
+        return
+    another = "begin a new run from the checkpoint's model (arborist export) for another schedule"
+    old, new = then.get("class_path"), now.get("class_path")
+    if old != new:
+        raise ValueError(
+            f"model.lr_scheduler: {new} cannot go on with the state of {old}, which the checkpoint has: name that one,"
+            f" set model.lr_scheduler to null for the optimizer's own rate, or {another}"
+        )
+    before, after = then.get("init_args") or {}, now.get("init_args") or {}
+    changed = [key for key in before | after if before.get(key) != after.get(key)]
+    if changed:
+        told = ", ".join(f"{key} was {before.get(key)} and is {after.get(key)}" for key in changed)
+        rank_zero_warn(
+            f"model.lr_scheduler: {told}, which has no effect: the schedule goes on as in the checkpoint; {another}"
         )
 
 

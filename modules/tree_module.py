@@ -61,6 +61,7 @@ from modules.objectives import Aggregation
 from modules.ranks import RankWork, Step, build_tree
 from modules.refusals import (
     check_own_tokens,
+    check_schedule,
     refuse_frozen,
     refuse_narrow,
     refuse_optimizer,
@@ -469,6 +470,8 @@ class TreeModule(EvaluatedModule):
                 check_plan(state, self.step_plan())
             state = state if self.trainer.is_global_zero else None
         self.batch, self._restored = None, state
+        if self._trainer is not None and self.trainer.state.fn == TrainerFn.FITTING:
+            check_schedule(checkpoint.get("hyper_parameters", {}), self.hparams)
 
 
 def objects_among(hparams: Mapping[str, Any]) -> list[str]:

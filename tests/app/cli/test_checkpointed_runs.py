@@ -106,3 +106,13 @@ def test_coefficients_are_numbers(capsys: pytest.CaptureFixture[str], coef: str)
 def test_going_on_with_something_else(capsys: pytest.CaptureFixture[str], flags: list[str], words: str) -> None:
     line = refused(capsys, "--trainer.max_steps=4", "--ckpt_path=saved/last.ckpt", *flags)
     assert words in line
+
+
+def test_a_schedule_does_not_go_on_as_one_of_another_class(capsys: pytest.CaptureFixture[str]) -> None:
+    steady = "--model.lr_scheduler=torch.optim.lr_scheduler.ConstantLR"
+    scheduled = ["--trainer.callbacks=[]", "--run_dir=scheduled"]
+    main(run("--trainer.max_steps=2", *scheduled, steady))
+    other = ["--model.lr_scheduler=torch.optim.lr_scheduler.ExponentialLR", "--model.lr_scheduler.gamma=0.5"]
+    line = refused(capsys, "--trainer.max_steps=4", *scheduled, "--ckpt_path=last", *other)
+    assert "ExponentialLR cannot go on with the state of torch.optim.lr_scheduler.ConstantLR" in line, line
+    assert "set model.lr_scheduler to null" in line
