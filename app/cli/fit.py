@@ -314,13 +314,14 @@ def _go_on_in_wandb(logger: WandbLogger, run_dir: Path) -> None:
 
 
 def _with_csv(logger: Any, run_dir: Path) -> list[Logger] | bool:
-    """The user's loggers behind a CSVLogger for `run_dir` (the first logger decides `trainer.log_dir`)."""
+    """The user's loggers behind a CSVLogger for `run_dir` (the first logger decides `trainer.log_dir`): one of theirs
+    that writes there, or this project's. One that writes elsewhere does so besides."""
     if logger is False:
         return False
     given = [] if logger is True else _as_list(logger)
-    if any(isinstance(one, CSVLogger) for one in given):
-        return given
-    return [Metrics(save_dir=str(run_dir.parent), name="", version=run_dir.name, flush_logs_every_n_steps=1), *given]
+    there = [one for one in given if isinstance(one, CSVLogger) and Path(one.log_dir).absolute() == run_dir.absolute()]
+    there = there or [Metrics(str(run_dir.parent), name="", version=run_dir.name, flush_logs_every_n_steps=1)]
+    return [*there, *(one for one in given if one not in there)]
 
 
 def _as_list(value: Any) -> list[Any]:

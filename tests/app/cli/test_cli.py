@@ -193,6 +193,23 @@ def test_other_loggers_stand_behind_metrics_csv_and_get_the_samples() -> None:
     assert {"prompt", "completion", "reward"} <= set(table["columns"]) and len(table["data"]) == 3
 
 
+def test_a_csv_logger_elsewhere_takes_nothing_out_of_the_run_directory() -> None:
+    flags = ["--trainer.logger=lightning.pytorch.loggers.CSVLogger", "--trainer.logger.save_dir=elsewhere"]
+    main(["fit", "--config", "toy.yaml", "--run_dir", "kept", *flags])
+    assert Path("kept/metrics.csv").exists() and Path("kept/config.yaml").exists()
+    (besides,) = Path("elsewhere").rglob("metrics.csv")
+    assert not (besides.parent / "config.yaml").exists()
+
+
+def test_a_csv_logger_of_the_run_directory_is_the_one_that_writes_there() -> None:
+    init_args = "{save_dir: own, name: '', version: ''}"
+    Path("own.yaml").write_text(
+        f"trainer: {{logger: {{class_path: lightning.pytorch.loggers.CSVLogger, init_args: {init_args}}}}}"
+    )
+    main(["fit", "--config", "toy.yaml", "--config", "own.yaml", "--run_dir", "own"])
+    assert len(Path("own/metrics.csv").read_text().splitlines()) > 1 and Path("own/config.yaml").exists()
+
+
 def test_a_run_that_goes_on_goes_on_in_wandb(monkeypatch: pytest.MonkeyPatch) -> None:
     import wandb
 
