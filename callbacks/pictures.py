@@ -1,8 +1,8 @@
 """Pictures of a run, drawn when it ends (or is interrupted): reward, where the time went, the prefix tree of a batch.
 
 Promises: `reward_curve.png`, `step_time.png` and `tree.png` in the run directory, drawn from `metrics.csv` and the last
-batch's tree; a picture that has no data is named in a warning, except where
-the run was interrupted. Only global rank 0 draws.
+batch's tree; a picture that has no data is named in a warning, except where the run was interrupted. `fast_dev_run`,
+for which Lightning logs nothing, draws nothing. Only global rank 0 draws.
 """
 
 from __future__ import annotations
@@ -51,6 +51,9 @@ class Pictures(Callback):
         self._directory: Path | None = None
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        self._directory = None
+        if trainer.fast_dev_run:  # which logs nothing
+            return
         if not any(isinstance(logger, CSVLogger) for logger in trainer.loggers):
             raise ValueError(
                 "trainer.callbacks: Pictures draws from metrics.csv; add lightning.pytorch.loggers.CSVLogger to"

@@ -138,6 +138,12 @@ def test_pictures_need_metrics(tmp_path: Path) -> None:
         trainer(tmp_path, Pictures(), logger=False).fit(TinyModule(), datamodule=TinyData())
 
 
+def test_a_development_run_draws_nothing(tmp_path: Path) -> None:
+    logger = CSVLogger(str(tmp_path), name="", version="run")
+    trainer(tmp_path, Pictures(), logger=logger, fast_dev_run=True).fit(TinyModule(), datamodule=TinyData())
+    assert not list(tmp_path.rglob("*.png"))
+
+
 @pytest.mark.parametrize(("given", "drawn"), [(None, [1.0, 2.0, 3.0]), ("reward", [0.5, 0.5, 0.5])])
 def test_the_reward_curve_is_of_all_that_was_played(
     given: Any, drawn: list[float], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
