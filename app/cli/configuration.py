@@ -44,6 +44,8 @@ _ACCELERATORS: dict[str, tuple[type[Accelerator], ...]] = {
 }
 _WRAPPERS = ("ddp", "fsdp", "deepspeed", "xla")
 
+_HIGHER_IS_BETTER = re.compile(r"(.*/)?(accuracy|reward|(mean|pass|best)@.*)")  # names of metrics
+
 _MOST_NODES = 200_000  # values and keys, every use of an alias counted as what it stands for
 _MOST_DEPTH = 100
 
@@ -278,12 +280,32 @@ def check_trainer(seed: Any, trainer: Mapping[str, Any]) -> None:
         raise ValueError(f"trainer.gradient_clip_val: {clip}, must be at least 0; leave it out for no clipping")
     if trainer.get("check_val_every_n_epoch") == 0:
         raise ValueError("trainer.check_val_every_n_epoch: 0, must be at least 1, or null to validate by steps alone")
+    if trainer.get("overfit_batches"):
+        raise ValueError(
+            f"trainer.overfit_batches: {trainer['overfit_batches']} would end epochs early, but the next one goes on"
+            " with other batches, so nothing is overfitted: leave it out, and give the data no more prompts than a"
+            " batch has"
+        )
+    if trainer.get("barebones"):
+        raise ValueError("trainer.barebones: every run logs and saves, which it forbids; leave it out")
+    _check_monitors(trainer.get("callbacks") or ())
     strategy = trainer.get("strategy")
     if isinstance(strategy, str) and strategy.startswith(_WRAPPERS):
         raise ValueError(
             f"trainer.strategy: {strategy} wraps the model and averages gradients, where tree training sums them: leave"
             " strategy out, or name app.strategies.DTAStrategy"
         )
+
+
+def _check_monitors(callbacks: Any) -> None:
+    """Lightning's callbacks follow a metric downwards unless told otherwise: the worst model would be kept as the best,
+    and a run that learns would be stopped."""
+    for callback in callbacks if isinstance(callbacks, list | tuple) else (callbacks,):
+        options = (callback.get("init_args") if isinstance(callback, Mapping) else None) or {}
+        monitor = str(options.get("monitor"))
+        if _HIGHER_IS_BETTER.fullmatch(monitor) and options.get("mode") == "min":
+            name = str(callback["class_path"]).rpartition(".")[2]
+            raise ValueError(f"trainer.callbacks: {name} looks for the smallest {monitor} (mode: min); set mode: max")
 
 
 def _check_numbers(key: str, value: Any) -> None:

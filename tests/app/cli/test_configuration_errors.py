@@ -40,6 +40,7 @@ def refusal(capsys: pytest.CaptureFixture[str], *args: str) -> str:
 
 
 _AGENT = "datamodules.workflows.gateway.AgentWorkflow"
+_CALLBACKS = "--trainer.callbacks+=lightning.pytorch.callbacks"
 _LR, _CONFIG = "--model.init_args.optimizer.init_args", "--model.init_args.model.config"
 
 
@@ -62,6 +63,16 @@ _LR, _CONFIG = "--model.init_args.optimizer.init_args", "--model.init_args.model
         (["--seed_everything=-1"], "seed_everything: -1, must be between 0 and"),
         (["--trainer.precision=16-mixed"], "trainer.precision: 16-mixed is not supported"),
         (["--trainer.strategy=ddp"], "trainer.strategy: ddp wraps the model and averages gradients"),
+        (["--trainer.overfit_batches=2"], "trainer.overfit_batches: 2 would end epochs early"),
+        (["--trainer.barebones=true"], "trainer.barebones: every run logs and saves, which it forbids; leave it out"),
+        (
+            [f"{_CALLBACKS}.EarlyStopping", "--trainer.callbacks.monitor=val/accuracy"],
+            "trainer.callbacks: EarlyStopping looks for the smallest val/accuracy (mode: min); set mode: max",
+        ),
+        (
+            [f"{_CALLBACKS}.ModelCheckpoint", "--trainer.callbacks.monitor=val/aime24/mean@32"],
+            "trainer.callbacks: ModelCheckpoint looks for the smallest val/aime24/mean@32 (mode: min); set mode: max",
+        ),
         (["--trainer.val_check_interval=0"], "trainer.val_check_interval: 0, must be above 0"),
         (["--trainer.gradient_clip_val=-0.5"], "trainer.gradient_clip_val: -0.5, must be at least 0; leave it out"),
         (
