@@ -48,6 +48,12 @@ _LONGEST = 500  # characters in a line of a message
 
 _MAKING = "Problem with given class_path"  # jsonargparse, around what a class raised that it was to make
 
+_NO_METRIC = "Early stopping conditioned on metric"  # Lightning's EarlyStopping, whose error is no class of its own
+_NOT_YET = (
+    "A metric of training steps is not there at the validation before the first one: set strict: false, or"
+    " without_callbacks: [ValidateEnds]"
+)
+
 # jsonargparse lists every alternative of a type; these lines tell a user nothing about the one that was meant.
 _NOISE = (
     "Does not validate against any of the Union subtypes",
@@ -164,6 +170,8 @@ def users_mistake(error: BaseException) -> BaseException | None:
     current: BaseException | None = error
     over: BaseException | None = None
     while current is not None:
+        if isinstance(current, RuntimeError) and str(current).startswith(_NO_METRIC):
+            return ValueError(f"trainer.callbacks: {current}. {_NOT_YET}")
         if _is_for_users(current) or (isinstance(current, ImportError) and str(over).startswith(_MAKING)):
             return current
         current, over = current.__cause__, current

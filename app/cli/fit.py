@@ -51,6 +51,7 @@ from app.cli.configuration import (
     restarted_by_agent,
 )
 from app.cli.default_callbacks import OPTIONAL, check_without, with_defaults
+from app.cli.early_end import why_early
 from app.cli.errors import ArboristParser, cut, is_ours, users_mistake
 from app.cli.run_directory import RunDirectory
 from app.clients import no_keys_needed
@@ -227,6 +228,10 @@ class ArboristCLI(LightningCLI):
                 " (--nproc_per_node): leave devices out, or make them equal"
             )
         return trainer
+
+    def after_fit(self) -> None:
+        if _leads() and (why := why_early(self.trainer)):
+            sys.stderr.write(f"{printable(why)}\n")
 
     def _choose_run_dir(self) -> Path:
         if not _leads():

@@ -237,6 +237,41 @@ def test_a_run_that_goes_on_goes_on_in_wandb(monkeypatch: pytest.MonkeyPatch) ->
     assert fit("fourth", "--trainer.logger.init_args.id=mine") == "mine" and not Path("fourth/wandb_id").exists()
 
 
+_IS = "--trainer.callbacks.init_args"
+_EARLY = "--trainer.callbacks+=lightning.pytorch.callbacks.EarlyStopping"
+
+
+@pytest.mark.parametrize(
+    ("flags", "why"),
+    [
+        (["--trainer.max_steps=2"], ""),
+        (["--trainer.max_steps=9"], "after step 3 of 9: trainer.max_epochs (1) comes first"),
+        (["--trainer.max_epochs=2"], ""),
+        (["--trainer.max_time=00:00:00:00"], "after step 0: trainer.max_time is over"),
+        (["--trainer.limit_train_batches=0"], "after step 0: there is nothing more to train on"),
+        (
+            [
+                "--trainer.max_epochs=5",
+                _EARLY,
+                f"{_IS}.monitor=tokens/tree",
+                f"{_IS}.stopping_threshold=1e9",
+            ],
+            "after step 3: EarlyStopping: Stopping threshold reached: tokens/tree = ",
+        ),
+    ],
+)
+def test_a_run_that_ends_early_says_why(flags: list[str], why: str, capsys: pytest.CaptureFixture[str]) -> None:
+    main(["fit", "--config", "toy.yaml", *flags])
+    told = [line for line in capsys.readouterr().err.splitlines() if line.startswith("ended early, ")]
+    assert bool(told) == bool(why) and all(why in line for line in told), told
+
+
+def test_a_metric_to_stop_by_that_is_none_is_a_mistake(capsys: pytest.CaptureFixture[str]) -> None:
+    said = _mistake(capsys, "fit", "--config", "toy.yaml", _EARLY, f"{_IS}.monitor=val/acuracy")
+    assert "trainer.callbacks: Early stopping conditioned on metric `val/acuracy` which is not available" in said
+    assert "`val/accuracy`" in said and "set strict: false" in said
+
+
 def test_help_is_there_before_anything_is_imported() -> None:
     code = "import sys; sys.argv = ['arborist', '--help']; import app.__main__ as m\n"
     code += (
