@@ -1,10 +1,11 @@
 """The command line: `python -m app fit|validate|test|predict --config X.yaml [--key value ...]`, and the verbs below.
 
-Promises: everything is configured by YAML and flags, where a flag beats YAML and both beat what a checkpoint
-remembers; every launch gets a run directory of its own (`runs/<config name>/<time>`, which is said at once, or
-`--run_dir`), told in the last line of a `fit`, but `fit --run_dir X --ckpt_path last` goes on with the run
-in X (its earlier metrics stay, as `metrics_1.csv` and so on); every run gets the callbacks of `default_callbacks.py`,
-so that every `fit` saves `last.ckpt` by time, and Ctrl-C or SIGTERM lets it finish the step, save and print the command
+Promises: everything is configured by YAML and flags, where a flag beats the YAML in front of it and both beat what a
+checkpoint remembers (but for a learning rate's schedule, of which it is told); every launch gets a run directory of its
+own (`runs/<config name>/<time>`, which is said at once, or `--run_dir`), told in the last line of a `fit`, but `fit
+--run_dir X --ckpt_path last` goes on with the run in X (its earlier metrics stay, as `metrics_1.csv` and so on); every
+run gets the callbacks of `default_callbacks.py`, so that every `fit` saves `last.ckpt` by time, one that ends early
+says why, and Ctrl-C or SIGTERM lets it finish the step, save and print the command
 that goes on (where nothing is saved, the one that starts again), or after the last step the one that scores the model
 (exit codes 130 and 143); a run that its rollouts end saves and says the same, below the error; what the user got wrong
 ends in one message that names the key and the remedy and in exit code 2, without a traceback (`ARBORIST_DEBUG=1` shows

@@ -4,15 +4,17 @@
     python -m examples.sweep.search runs/sweep --trials 24         # goes on, with what is known by then
 
 Optuna proposes, `fit` trains, and a trial whose held-out accuracy falls below the median of the earlier ones at the
-same step is asked to end (SIGINT: it saves, and can be gone on with). Every trial has a run directory of its own. After
-each one DIR/trials.md (a table, best first) and DIR/trials.png (held-out accuracy by step) are written anew. A search
-that was stopped goes on with the same command; its books are DIR/trials.log.
+same step is asked to end (SIGINT: it saves, and can be gone on with). Every trial has a run directory of its own; what
+is searched beats the file of `--more`. After each one DIR/trials.md (a table, best first) and DIR/trials.png (held-out
+accuracy by step) are written anew. A search that was stopped goes on with the same command; its books are
+DIR/trials.log. One search at a time has DIR, and all its trials begin with one warm start.
 """
 
 from __future__ import annotations
 
 import argparse
 import csv
+import json
 import os
 import shutil
 import signal
@@ -30,6 +32,8 @@ from matplotlib import pyplot
 from optuna.storages import JournalStorage
 from optuna.storages.journal import JournalFileBackend
 from optuna.trial import FrozenTrial, Trial, TrialState
+
+from app.cli.run_directory import RunDirectory, RunDirectoryError
 
 ROOT = Path(__file__).resolve().parents[2]
 POLL_S = 1.0
@@ -63,20 +67,19 @@ def held_out(run_dir: Path) -> dict[int, float]:
     file = run_dir / "metrics.csv"
     if not file.exists():
         return {}
-    with file.open() as rows:
-        return {int(row["step"]): float(row[METRIC]) for row in csv.DictReader(rows) if row.get(METRIC)}
+    whole = file.read_text().rpartition("\n")[0]  # a line without its end is being written
+    return {int(row["step"]): float(row[METRIC]) for row in csv.DictReader(whole.splitlines()) if row.get(METRIC)}
 
 
 def play(trial: Trial, given: argparse.Namespace) -> float:
     """The last held-out accuracy. Raises TrialPruned where the trial was asked to end."""
     out, name = given.out.absolute(), f"trial_{trial.number:02d}"
     flags = [part for pair in options(trial).items() for part in pair]
-    if given.more:
-        flags += ["--config", given.more.absolute()]
+    more = ["--config", given.more.absolute()] if given.more else []  # before the flags: what comes later wins
     log = out / f"{name}.log"
     process = fit(
         log,
-        *("--config", "configs/quickstart.yaml", "--model.model.path", out / "warm_start" / "model"),
+        *("--config", "configs/quickstart.yaml", *more, "--model.model.path", out / "warm_start" / "model"),
         *("--trainer.max_steps", given.steps, "--trainer.val_check_interval", given.every),
         *("--model.lr_scheduler.init_args.total_iters", given.steps, *flags, "--run_dir", out / name),
     )
@@ -116,7 +119,8 @@ def write(study: optuna.Study, out: Path) -> None:
     ]
     for one in done:
         lr, size, clip = (one.params[name] for name in ("lr", "group_size", "clip"))
-        steps = "all" if one.state == TrialState.COMPLETE else f"ended after {max(one.intermediate_values) + 1}"
+        steps = max(one.intermediate_values) + 1
+        steps = f"{steps}" if one.state == TrialState.COMPLETE else f"ended after {steps}"
         lines.append(f"| {one.number} | {lr:.2g} | {size} | {clip:.2f} | {last(one):.3f} | {steps} |")
     (out / "trials.md").write_text("\n".join([*lines, ""]))
     figure, axis = pyplot.subplots(figsize=(7, 4))
@@ -145,12 +149,26 @@ def main(argv: Sequence[str] | None = None) -> optuna.Study:
     parser.add_argument("--warm_steps", type=int, default=500, help="of the imitation that all begin with")
     parser.add_argument("--more", type=Path, metavar="YAML", help="laid over the quickstart's configuration")
     given = parser.parse_args(argv)
+    try:
+        directory = RunDirectory(given.out)
+    except RunDirectoryError as error:
+        sys.exit(f"error: {error}")
+    try:
+        return search(given)
+    finally:
+        directory.close()
+
+
+def search(given: argparse.Namespace) -> optuna.Study:
     warm = given.out.absolute() / "warm_start"
     if not (warm / "summary.json").exists():  # written last
         shutil.rmtree(warm, ignore_errors=True)  # of one that was stopped
         log = warm.with_suffix(".log")
         flags = ("--trainer.max_steps", given.warm_steps, "--run_dir", warm)
         ended(fit(log, "--config", "configs/quickstart_sft.yaml", *flags), log)
+    warmed = json.loads((warm / "summary.json").read_text())["steps"]
+    if warmed != given.warm_steps:
+        sys.exit(f"error: --warm_steps: {given.warm_steps}, but {warm} has {warmed}; name these, or another directory")
     study = optuna.create_study(
         direction="maximize",
         study_name="search",
