@@ -306,6 +306,12 @@ def _check_monitors(callbacks: Any) -> None:
         if _HIGHER_IS_BETTER.fullmatch(monitor) and options.get("mode") == "min":
             name = str(callback["class_path"]).rpartition(".")[2]
             raise ValueError(f"trainer.callbacks: {name} looks for the smallest {monitor} (mode: min); set mode: max")
+        timing = [key for key in ("every_n_train_steps", "train_time_interval") if options.get(key)]
+        if monitor.startswith("val/") and timing:
+            raise ValueError(
+                f"trainer.callbacks: {timing[0]} saves between validations too, where {monitor} is still that of"
+                " earlier weights: leave it out, to save after each validation, or leave monitor out"
+            )
 
 
 def _check_numbers(key: str, value: Any) -> None:

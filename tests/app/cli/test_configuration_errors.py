@@ -41,6 +41,7 @@ def refusal(capsys: pytest.CaptureFixture[str], *args: str) -> str:
 
 _AGENT = "datamodules.workflows.gateway.AgentWorkflow"
 _CALLBACKS = "--trainer.callbacks+=lightning.pytorch.callbacks"
+_KEPT = "--trainer.callbacks"
 _LR, _CONFIG = "--model.init_args.optimizer.init_args", "--model.init_args.model.config"
 
 
@@ -72,6 +73,10 @@ _LR, _CONFIG = "--model.init_args.optimizer.init_args", "--model.init_args.model
         (
             [f"{_CALLBACKS}.ModelCheckpoint", "--trainer.callbacks.monitor=val/aime24/mean@32"],
             "trainer.callbacks: ModelCheckpoint looks for the smallest val/aime24/mean@32 (mode: min); set mode: max",
+        ),
+        (
+            [f"{_CALLBACKS}.ModelCheckpoint", f"{_KEPT}.monitor=val/mismatch_kl", f"{_KEPT}.every_n_train_steps=1"],
+            "trainer.callbacks: every_n_train_steps saves between validations too, where val/mismatch_kl is still that",
         ),
         (["--trainer.val_check_interval=0"], "trainer.val_check_interval: 0, must be above 0"),
         (["--trainer.gradient_clip_val=-0.5"], "trainer.gradient_clip_val: -0.5, must be at least 0; leave it out"),
