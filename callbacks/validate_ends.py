@@ -44,7 +44,10 @@ class ValidateEnds(Callback):
         if getattr(pl_module, "steps_done", 0):
             rank_zero_warn("ValidateEnds: the run ends in the middle of a batch, whose weights are not validated")
         elif self._validated_at != trainer.global_step:
+            loop = trainer.fit_loop.epoch_loop
+            loop._batches_that_stepped -= 1  # loggers number it by the step before it, as one between two steps
             self._validate(trainer)
+            loop._batches_that_stepped += 1
 
     def _validate(self, trainer: Trainer) -> None:
         # What Lightning's training loop does around a validation between two steps.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import json
 import time
 from pathlib import Path
@@ -52,6 +53,8 @@ def test_validation_between_steps_is_placed_at_its_step(tmp_path: Path) -> None:
     run = tmp_path / "run"
     trainer(run, ValidateEnds(), val_check_interval=2).fit(TinyModule(), datamodule=TinyData(batches=5))
     assert read_metrics(run / "metrics.csv")["val/accuracy"] == ([0, 2, 4, 5], [0, 2, 4, 5])
+    rows = csv.DictReader((run / "metrics.csv").read_text().splitlines())
+    assert [int(row["step"]) for row in rows if row["val/accuracy"]] == [0, 1, 3, 4], "for loggers: the step before it"
 
 
 def test_last_step_is_not_validated_twice(tmp_path: Path) -> None:
