@@ -18,7 +18,8 @@ from typing import Any, ClassVar
 
 import lightning as L
 import torch
-from lightning.pytorch.utilities import rank_zero_warn
+from lightning.pytorch.utilities import rank_zero_only, rank_zero_warn
+from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
 from app import checks
@@ -145,7 +146,9 @@ class SupervisedDataModule(L.LightningDataModule):
         context = None if policy is None else policy.config.get_text_config()
         longest = getattr(context, "max_position_embeddings", None)
         too_long: list[str] = []
-        for index, prompt in enumerate(source.samples()):
+        leads = rank_zero_only.rank == 0
+        shown = {"desc": option, "unit": " prompts", "delay": 2.0, "leave": False, "disable": None if leads else True}
+        for index, prompt in enumerate(tqdm(source.samples(), total=source.size, **shown)):
             lengths = [len(one.tokens) for one in self.sequences(prompt, index)]
             too_long += [prompt.id] if longest is not None and max(lengths) > longest else []
         if too_long:

@@ -83,7 +83,9 @@ class Supervisor:
                 level = logging.WARNING if server.error else logging.INFO  # of what went wrong people were told
                 await self._give_weights()
                 began = time.monotonic()
-                _log.log(level, "%s is %s, version %d, %s", server.name, server.state, server.version, server.client.url)
+                _log.log(
+                    level, "%s is %s, version %d, %s", server.name, server.state, server.version, server.client.url
+                )
                 await self._watch()
                 self._failures = 0 if time.monotonic() - began > _STEADY_S else self._failures
                 _log.warning("%s is %s: %s", server.name, server.state, server.error)
