@@ -46,8 +46,10 @@ class ValidateEnds(Callback):
         elif self._validated_at != trainer.global_step:
             loop = trainer.fit_loop.epoch_loop
             loop._batches_that_stepped -= 1  # loggers number it by the step before it, as one between two steps
-            self._validate(trainer)
-            loop._batches_that_stepped += 1
+            try:
+                self._validate(trainer)
+            finally:  # a failed one may be saved and gone on with
+                loop._batches_that_stepped += 1
 
     def _validate(self, trainer: Trainer) -> None:
         # What Lightning's training loop does around a validation between two steps.

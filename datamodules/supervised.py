@@ -58,6 +58,8 @@ class SupervisedDataModule(L.LightningDataModule):
 
     evaluated_by: ClassVar = ("evaluates_answers", "SFTModule has a loss of held-out answers")
     """What a module that `validation` is for says of itself, and for whom it is not."""
+    episodes: ClassVar = 1
+    """Of a prompt."""
 
     def __init__(
         self,
@@ -187,9 +189,6 @@ class SupervisedDataModule(L.LightningDataModule):
         """The training sequences of the prompt at stream position `index`."""
         return self.sequences(self.prompts.deal(index), index)
 
-    episodes: ClassVar = 1
-    """Of a prompt."""
-
     def sequences(self, prompt: Prompt, index: int) -> list[Trajectory]:
         """The training sequences of a prompt at position `index` of its source."""
         return [self.imitation(prompt, prompt.solution or prompt.answer, group=index, episode=index)]
@@ -205,7 +204,7 @@ class SupervisedDataModule(L.LightningDataModule):
         encode = partial(encode_prompt, self.tokenizer, template_options=self.template_options)
         told = encoded(prompt, encode, self.image_processor)
         said, end = self._said(prompt, told.tokens, solution), None if self._chat is None else self._chat.end
-        given, made = told.tokens, encode_reply(self.tokenizer, prompt, said, end)
+        given, made = told.tokens, encode_reply(self.tokenizer, prompt, said, end, self.template_options)
         length = len(given) + len(made)
         if self.max_tokens is not None and length > self.max_tokens:
             raise ValueError(
@@ -274,7 +273,8 @@ class PairsDataModule(SupervisedDataModule):
         batches_per_epoch: batches an epoch.
         max_tokens: sequences longer than this are refused, by name; None for no limit but the model's context.
         validation: held-out pairs, a source with an end, which a reward model's accuracy and calibration are of.
-        template_options: see `SupervisedDataModule`.
+        template_options: see `SupervisedDataModule`; of a reward model those of the judge, too
+            (`datamodules.rewards.judges.RewardModel`).
 
     Raises:
         ValueError: as `SupervisedDataModule`; (at set-up, of sources that show all they have) a prompt without a second

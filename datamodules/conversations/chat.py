@@ -195,7 +195,7 @@ class ChatEncoder:
             chat.insert(0, {"role": "system", "content": self.system.text})
         shift = len(chat) - len(messages)
         text = self._render([*chat, after], tools, False, source, len(messages))
-        self._check_shown(chat, after, tools, text, source)
+        self._check_shown(chat, after, tools, source)
 
         tokens: list[int] = []
         starts, ends, steps = [], [], []
@@ -250,10 +250,10 @@ class ChatEncoder:
         )
 
     def _check_shown(
-        self, chat: list[dict[str, Any]], after: dict[str, Any], tools: list[dict[str, Any]], text: str, source: str
+        self, chat: list[dict[str, Any]], after: dict[str, Any], tools: list[dict[str, Any]], source: str
     ) -> None:
         """Raises RecordedDataError where the template leaves out tools, or what anybody but the assistant said."""
-        if tools and self._render([*chat, after], [], False, source, len(chat)) == text:
+        if tools and not self._chat.visible.tools(chat[0]["role"] == "system"):
             raise RecordedDataError(
                 f"{source}: the chat template {HIDES_TOOLS}, and the conversation has {len(tools)}; use another"
                 " template, or describe them in the system message and leave tools out"

@@ -1,8 +1,8 @@
 """A process behind a guardian, seen from the trainer: how it starts, its end of the socket, its end.
 
 Promises: it does not see the trainer's secrets, standard streams or open files, and ends with the trainer, however that
-does; `kill` and `end` leave nothing of it and of what it started, though somebody kill its guardian: all of them carry
-a mark in their environment. Waits let the event loop go on; their deadlines are the callers'.
+does; `kill` and `end` leave nothing of it and of what it started. Where somebody kills its guardian, that is found by a
+mark in the environment, unless it took that away. Waits let the event loop go on; their deadlines are the callers'.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ from datamodules.prompts.order import DealingOrder
 
 DATA_URL = "data:image/"
 """What a picture in a text begins with (RFC 2397, base64)."""
-UNSAID = ("tool_calls", "function_call", "reasoning_content", "reasoning", "thinking")
+_UNSAID = ("tool_calls", "function_call", "reasoning_content", "reasoning", "thinking")
 """What a message of the assistant may hold beside its content."""
 
 
@@ -351,7 +351,7 @@ def reply_text(value: Any, where: str, told: Sequence[Mapping[str, Any]]) -> str
         raise ValueError(f"{where}: the last message is of the {last['role']:.40}, not an answer of the assistant")
     if not (isinstance(last.get("content"), str) or last.get("tool_calls")):
         raise ValueError(f"{where}: the answer's content is {_kind(last.get('content'))}; write it as text")
-    unsaid = next((key for key in UNSAID if last.get(key)), None)
+    unsaid = next((key for key in _UNSAID if last.get(key)), None)
     if unsaid is not None:
         raise ValueError(
             f"{where}: the answer has '{unsaid}', which is not in its text and would not be trained; write it into the"

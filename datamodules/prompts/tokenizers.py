@@ -118,7 +118,13 @@ def _lacking(tokenizer: PreTrainedTokenizerBase, prompt: Prompt) -> str:
     return f"data.tokenizer has no token for {names}; add it to the alphabet behind 'char:', or leave such prompts out"
 
 
-def encode_reply(tokenizer: PreTrainedTokenizerBase, prompt: Prompt, reply: str, end: int | None) -> tuple[int, ...]:
+def encode_reply(
+    tokenizer: PreTrainedTokenizerBase,
+    prompt: Prompt,
+    reply: str,
+    end: int | None,
+    template_options: Mapping[str, Any] | None = None,
+) -> tuple[int, ...]:
     """Token ids of a reply to a prompt, with what ends it.
 
     Args:
@@ -127,6 +133,7 @@ def encode_reply(tokenizer: PreTrainedTokenizerBase, prompt: Prompt, reply: str,
         reply: may be empty.
         end: the token with which the chat template ends a reply, None where there is no such token; a text's reply is
             ended by the tokenizer's end of sequence.
+        template_options: those that the prompt was encoded with.
 
     Raises:
         ValueError: as `encode_prompt`.
@@ -134,18 +141,22 @@ def encode_reply(tokenizer: PreTrainedTokenizerBase, prompt: Prompt, reply: str,
     text = Prompt(id=f"{prompt.id} (reply)", text=reply)
     made = encode_prompt(tokenizer, text, bare=True) if reply else ()
     if made and prompt.messages:
-        made = _behind(tokenizer, prompt, reply) or made
+        made = _behind(tokenizer, prompt, reply, template_options or {}) or made
     last = end if prompt.messages and end is not None else tokenizer.eos_token_id
     return (*made, last)
 
 
-def _behind(tokenizer: PreTrainedTokenizerBase, prompt: Prompt, reply: str) -> tuple[int, ...]:
+def _behind(
+    tokenizer: PreTrainedTokenizerBase, prompt: Prompt, reply: str, options: Mapping[str, Any]
+) -> tuple[int, ...]:
     """A reply's ids as they are generated behind white space, with which many templates begin a reply: tokenizers of
     Llama 2's kind put a space before a text that stands alone. Empty where it makes no difference that can be told."""
     probe, line, end = (tokenizer.encode(text, add_special_tokens=False) for text in ("\na", "a", "\n"))
     if probe == end + line:  # most do not: nothing to render once more for
         return ()
-    rendered = str(tokenizer.apply_chat_template(list(prompt.messages), add_generation_prompt=True, tokenize=False))
+    rendered = str(
+        tokenizer.apply_chat_template(list(prompt.messages), add_generation_prompt=True, tokenize=False, **options)
+    )
     before = rendered[-1:] if rendered[-1:].isspace() else ""
     alone = tokenizer.encode(before, add_special_tokens=False) if before else []
     joined = tokenizer.encode(before + reply, add_special_tokens=False) if before else []

@@ -50,6 +50,7 @@ class RewardModel(Judge):
         dtype: of its weights; None for "float32". Not with `url`.
         num_threads: CPU threads of an operation; None for 1. Not with `url`.
         memory_mb: most memory of its process, in 10^6 bytes; None for a quarter of the machine's. Not with `url`.
+        template_options: further arguments of the chat template: those of the data that it was trained on.
         verifier: a plain reward beside the model's; see `Judge`. `drift` needs scores of its scale: set `bounded`.
 
     Raises:
@@ -71,6 +72,7 @@ class RewardModel(Judge):
         dtype: str | None = None,
         num_threads: int | None = None,
         memory_mb: float | None = None,
+        template_options: dict[str, Any] | None = None,
         verifier: Callable[[Prompt, str], float] | None = None,
     ) -> None:
         name = "RewardModel"
@@ -98,7 +100,8 @@ class RewardModel(Judge):
             raise ValueError(f"{name}.path: '{path}' holds no model: {error}") from error
         self.verifier = verifier
         self._tokenizer = load_tokenizer(path)
-        self._chat = Chat(self._tokenizer) if self._tokenizer.chat_template else None
+        self._template_options = template_options
+        self._chat = Chat(self._tokenizer, None, template_options) if self._tokenizer.chat_template else None
         self._bounded, self._turn_weight = bounded, turn_weight
         self._max_tokens = max_tokens or getattr(config.get_text_config(), "max_position_embeddings", None)
         self._deadline_s = deadline_s
@@ -120,8 +123,10 @@ class RewardModel(Judge):
     async def _verdict(self, client: LocalScores | ServerScores, prompt: Prompt, reply: Any) -> Verdict:
         if isinstance(reply, str):
             end = None if self._chat is None else self._chat.end
-            made = encode_reply(self._tokenizer, prompt, self._quoted(reply), end)
-            (score,) = await self._scores(client, prompt, [*encode_prompt(self._tokenizer, prompt), *made])
+            options = self._template_options
+            given = encode_prompt(self._tokenizer, prompt, template_options=options)
+            made = encode_reply(self._tokenizer, prompt, self._quoted(reply), end, options)
+            (score,) = await self._scores(client, prompt, [*given, *made])
             return self._made(score)
         if not isinstance(reply, list | tuple) or not reply or not all(isinstance(one, dict) for one in reply):
             raise TypeError(

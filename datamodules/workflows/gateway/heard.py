@@ -40,7 +40,7 @@ class Heard:
         messages: of the request, as recordings have them.
         replies: each as a message, and whether it is whole; texts, where there are `prompts`.
         tools: that were shown, as Chat Completions has them; None for those of the answer that this request goes on
-            with.
+            with, if it does.
         prompts: in place of messages, one a reply: what each goes on with.
         ended: of replies to `prompts`: whether the model ended them, as far as one can know.
         name: by which a later request goes on with this answer. continues: the one that this request goes on with.
@@ -117,12 +117,11 @@ def _messages(asked: dict[str, Any], answer: bytes, streamed: bool) -> Heard:
     last = {"role": "user", "content": ""}
     said = anthropic.messages_of([{"role": "assistant", "content": given["content"]}, last])[0] if is_whole else None
     hides_tools = (asked.get("tool_choice") or {}).get("type") == "none"
-    tools = anthropic.tools_of(asked.get("tools"), exactly=False)
     return Heard(
         model=str(given.get("model") or asked.get("model") or ""),
         messages=[_message(one) for one in shown],
         replies=[(_message(said), True)] if said else [],
-        tools=[] if hides_tools else None if continues and tools is None else tools or [],
+        tools=[] if hides_tools else anthropic.tools_of(asked.get("tools"), exactly=False),
         name=str(given.get("id") or ""),
         continues=continues,
     )

@@ -56,3 +56,10 @@ def test_a_reply_is_trained_in_the_tokens_that_are_generated(template: str, firs
     prompt = Prompt("p", messages=(asked,))
     trained = [*encode_prompt(made, prompt), *encode_reply(made, prompt, "Hello", None)]
     assert made.convert_ids_to_tokens(trained)[-2:] == [first, "</s>"]
+
+
+def test_a_reply_is_encoded_behind_what_the_templates_options_end_a_prompt_with() -> None:
+    made = tokenizer(f"{{% if tight %}}{BRACKETS}{{% else %}}{PLAIN_ROLES}{{% endif %}}")
+    prompt = Prompt("p", messages=({"role": "user", "content": "hi"},))
+    for options, first in (({"tight": True}, "\u2581Hello"), (None, "Hello")):
+        assert made.convert_ids_to_tokens(encode_reply(made, prompt, "Hello", None, options)) == [first, "</s>"]

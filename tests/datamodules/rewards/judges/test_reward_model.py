@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import json
+import shutil
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,6 +19,7 @@ import torch
 from transformers import AutoModelForSequenceClassification
 
 from datamodules.processes.calls import CallFailed
+from datamodules.prompts import ArithmeticPrompts
 from datamodules.prompts.base import Prompt
 from datamodules.rewards import RewardError, RewardOptions, exact_match
 from datamodules.rewards.judges import RewardModel
@@ -92,6 +94,21 @@ def test_scores_are_those_of_training_sequences_run_alone(path: str, prompt: Pro
     assert found[0].value == pytest.approx(found[3].value, abs=1e-5)
     assert len({round(one.value, 4) for one in found}) == 3
     assert pool.spent()["judge_calls"] == 4 and pool.spent()["judge_refused"] == 0
+
+
+def test_the_template_has_the_options_of_the_training_data(path: str, tmp_path: Path) -> None:
+    shutil.copytree(path, tmp_path / "model")
+    template = CHATML.replace("%}<|begin|>assistant\n", "%}<|begin|>assistant\n{{ 'Brief. ' if brief }}")
+    assert template != CHATML
+    byte_tokenizer(template).save_pretrained(tmp_path / "model")
+    made, options = str(tmp_path / "model"), {"brief": True}
+    data = PairsDataModule(ArithmeticPrompts(), made, template_options=options)
+    data.tokenizer = byte_tokenizer(template)
+    ((told,), _), ((plain,), _) = (
+        judged(InHere(made, template_options=one), ["42"], prompt=CHAT) for one in (options, None)
+    )
+    assert told.value == pytest.approx(alone(made, data.imitation(CHAT, "42", group=0, episode=0).tokens), abs=1e-5)
+    assert abs(told.value - plain.value) > 1e-3
 
 
 def test_bounded_scores_and_a_verifier(path: str) -> None:
