@@ -36,6 +36,8 @@ from datamodules.prompts.dealer import encoded
 from datamodules.prompts.records import reply_text
 from datamodules.prompts.tokenizers import encode_prompt, encode_reply, load_tokenizer, texts_of
 
+_ENDLESS = 100  # batches an epoch of a source without end, unless told
+
 
 class SupervisedDataModule(L.LightningDataModule):
     """Imitation of the solutions of a prompt source.
@@ -44,7 +46,8 @@ class SupervisedDataModule(L.LightningDataModule):
         prompts: source of prompts with solutions or answers (a `PromptSource`); its seed decides the order.
         tokenizer: "char:<alphabet>", "train:<size>" or a directory (see `datamodules.prompts.tokenizers`).
         batch_size: sequences a batch, over all ranks.
-        batches_per_epoch: batches an epoch.
+        batches_per_epoch: batches an epoch; None makes an epoch one pass over the prompts (its last batch goes on with
+            the next pass), or 100 batches of a source without end.
         max_tokens: sequences longer than this are refused, by name; None for no limit but the model's context.
         validation: held-out prompts with solutions, a source with an end, whose loss is `val/loss` of `SFTModule`.
         template_options: further arguments of the chat template, such as `{enable_thinking: false}`: those of the
@@ -66,7 +69,7 @@ class SupervisedDataModule(L.LightningDataModule):
         prompts: PromptSource,
         tokenizer: str,
         batch_size: int = 64,
-        batches_per_epoch: int = 100,
+        batches_per_epoch: int | None = None,
         max_tokens: int | None = None,
         validation: PromptSource | None = None,
         template_options: dict[str, Any] | None = None,
@@ -79,7 +82,8 @@ class SupervisedDataModule(L.LightningDataModule):
         self.tokenizer: PreTrainedTokenizerBase | None = None
         self.image_processor: ImageProcessor | None = None
         self.batch_size = batch_size
-        self.batches_per_epoch = batches_per_epoch
+        size = self.prompts.size
+        self.batches_per_epoch = batches_per_epoch or (_ENDLESS if size is None else -(-size // batch_size))
         self.max_tokens = max_tokens
         self.validation = None if validation is None else prompt_source(validation, "validation")
         if self.validation is not None and self.validation.size is None:
@@ -270,7 +274,7 @@ class PairsDataModule(SupervisedDataModule):
         rejected_field: key of the prompt's metadata with the other answer, as text or as chat messages whose last is
             the answer.
         batch_size: pairs a batch, over all ranks.
-        batches_per_epoch: batches an epoch.
+        batches_per_epoch: batches an epoch; None for one pass over the pairs, as in `SupervisedDataModule`.
         max_tokens: sequences longer than this are refused, by name; None for no limit but the model's context.
         validation: held-out pairs, a source with an end, which a reward model's accuracy and calibration are of.
         template_options: see `SupervisedDataModule`; of a reward model those of the judge, too
@@ -290,7 +294,7 @@ class PairsDataModule(SupervisedDataModule):
         tokenizer: str,
         rejected_field: str = "rejected",
         batch_size: int = 16,
-        batches_per_epoch: int = 100,
+        batches_per_epoch: int | None = None,
         max_tokens: int | None = None,
         validation: PromptSource | None = None,
         template_options: dict[str, Any] | None = None,

@@ -51,6 +51,24 @@ def test_chats_end_as_their_template_ends_them(name: str, tmp_path: Path) -> Non
         assert data.tokenizer.decode(made.tokens[made.loss_mask]) == f"2{end}"
 
 
+@pytest.mark.parametrize(("size", "batches"), [(10, 3), (8, 2), (None, 100)])
+def test_an_epoch_is_a_pass_over_the_prompts(size: int | None, batches: int) -> None:
+    data = SupervisedDataModule(ArithmeticPrompts(size=size), CHAR, batch_size=4)
+    assert data.batches_per_epoch == batches
+    assert (
+        SupervisedDataModule(ArithmeticPrompts(size=size), CHAR, batch_size=4, batches_per_epoch=7).batches_per_epoch
+        == 7
+    )
+
+
+def test_epochs_are_passes_of_training(tmp_path: Path) -> None:
+    module = Recorder()
+    trainer(tmp_path, max_epochs=2, callbacks=[]).fit(
+        module, datamodule=SupervisedDataModule(ArithmeticPrompts(size=10), CHAR, 4)
+    )
+    assert len(module.handles) == 6
+
+
 def test_supervised_refuses_by_name() -> None:
     for options, said in (({"batch_size": 0}, "batch_size: 0"), ({"prompts": 3}, "prompts: int is no PromptSource")):
         with pytest.raises(ValueError, match=said):
