@@ -10,7 +10,15 @@ from app.tree.calibrate import device_rates
 from app.tree.engine import TreeEngine
 from app.tree.heads import Likeliest, SoftTargets
 from app.tree.memory import free_bytes
-from app.tree.model.language import auto_class, kept_in_float32, language_model, own_config, parted_ties, tied_names
+from app.tree.model.language import (
+    auto_class,
+    kept_in_float32,
+    language_model,
+    moves_base,
+    own_config,
+    parted_ties,
+    tied_names,
+)
 from app.tree.model.pictures import Tower, picture_positions, picture_tokens, tower_parameters
 from app.tree.model.processors import PictureProcessor, picture_processor
 from app.tree.model.quantised import (
@@ -75,6 +83,7 @@ __all__ = [
     "inspect_tree",
     "kept_in_float32",
     "language_model",
+    "moves_base",
     "on_device",
     "own_config",
     "parted_ties",

@@ -20,7 +20,7 @@ from torch.nn import Module
 from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
-from app.tree import kept_in_float32, own_config, plain_names, quantised_layers, tied_names
+from app.tree import kept_in_float32, moves_base, own_config, plain_names, quantised_layers, tied_names
 
 Fetch = Callable[[Iterable[str]], dict[str, Tensor]]
 """Gets tensors by their names in a base model's own `state_dict()`, into memory that may be written."""
@@ -43,8 +43,8 @@ def merged_weights(policy: Module) -> dict[str, Tensor]:
         goes on), new tensors on the CPU for layers with one. Tied tensors come under each of their names.
 
     Raises:
-        ExportError: merging gives values that are not finite, or separates tied embeddings; weights in 4 bit, which
-            come in `WeightParts`.
+        ExportError: adapters that cannot be merged, or give values that are not finite, or separate tied embeddings;
+            weights in 4 bit, which come in `WeightParts`.
     """
     base = base_model(policy)
     in_bits = next(iter(quantised_layers(base)), None)
@@ -222,6 +222,8 @@ def adapter_weights(policy: Module) -> dict[str, Tensor]:
         for name, value in config.to_dict().items()
         if plain is not None and name not in told and value and value != getattr(plain, name, None)
     ]
+    if moves_base(policy) is not None:  # servers have the model as it was loaded
+        more.append("init_lora_weights")
     if plain is None or more:
         what = f"its {', '.join(more)}" if more else f"peft_type {config.peft_type}"
         raise ExportError(
@@ -252,11 +254,17 @@ def _adapted_modules(base: Module) -> dict[str, Module]:
 def _merged(path: str, module: Module) -> Module:
     own: Any = copy.deepcopy(module)  # merging writes into the base layer
     # peft's safe_merge would round what it adds to the base's dtype, and the sum once more.
-    if hasattr(own, "unload_and_optionally_merge_module"):
-        merged: Module = own.unload_and_optionally_merge_module(merge=True, safe_merge=False, adapter_names=None)
-    else:
-        own.merge(safe_merge=False)
-        merged = own.get_base_layer()
+    try:
+        if hasattr(own, "unload_and_optionally_merge_module"):
+            merged: Module = own.unload_and_optionally_merge_module(merge=True, safe_merge=False, adapter_names=None)
+        else:
+            own.merge(safe_merge=False)
+            merged = own.get_base_layer()
+    except (RuntimeError, NotImplementedError, ValueError) as error:  # as each of PEFT's methods says it
+        raise ExportError(
+            f"weight export: the adapter of '{path}' cannot be merged, and so not be sampled from: {error} Change"
+            " model.adapter, or of supervised training write the adapter alone (arborist export --adapter)"
+        ) from error
     bad = next((name for name, tensor in merged.state_dict().items() if not tensor.isfinite().all()), None)
     if bad is not None:
         raise ExportError(

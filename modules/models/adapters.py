@@ -1,7 +1,7 @@
 """Adapters (PEFT's) that are trained in place of a model's weights.
 
 Promises: a run trains one adapter, all of whose weights are in the model; an error names the key of YAML. One that says
-it was trained on another model is warned of.
+it was trained on another model is warned of, and so is one that was trained with dropout, which is off here.
 """
 
 from __future__ import annotations
@@ -64,6 +64,23 @@ def _check_base(adapter: str, config: Any, path: str) -> None:
         )
 
 
+def _rates(config: Any) -> dict[str, float]:
+    """Dropout of any kind, by the fields of PEFT's configuration: no pass over a tree has it."""
+    rates = {field.name: getattr(config, field.name) for field in fields(config) if "dropout" in field.name}
+    return {name: rate for name, rate in rates.items() if isinstance(rate, float | int) and rate > 0}
+
+
+def _refuse_drawn(config: Any, key: str) -> None:
+    """PEFT saves how the adapter began and not what was left of the model, and begins again when it loads."""
+    began = getattr(config, "init_lora_weights", None)
+    if isinstance(began, str) and began.startswith("pissa_niter"):
+        raise ValueError(
+            f"{key}: {began!r} is an approximation, drawn at random, and anew whenever the adapter is loaded, so"
+            " that it would be loaded as another model: use 'pissa', which is exact (of an adapter that is there, let"
+            " PEFT's save_pretrained convert it by path_initial_model_for_weight_conversion)"
+        )
+
+
 def adapted(model: PreTrainedModel, adapter: str | dict[str, Any], path: str, but: list[str]) -> Any:
     """`model` with adapters, which are trained, in PEFT's wrapper; new ones on no module of `but`. Raises ValueError
     naming the field."""
@@ -76,11 +93,17 @@ def adapted(model: PreTrainedModel, adapter: str | dict[str, Any], path: str, bu
         try:
             check_reachable(adapter, "adapter_config.json")
             config = peft.PeftConfig.from_pretrained(adapter)
+            _refuse_drawn(config, "init_lora_weights")
+            for name, rate in _rates(config).items():
+                rank_zero_warn(
+                    f"model.adapter: '{adapter}' says {name} {rate}; a tree runs without, so it goes on with 0"
+                )
+                setattr(config, name, 0.0)
             if torch.get_default_device().type == "meta":  # another rank has the weights
                 config.inference_mode = False  # as it is saved; else this rank would train nothing of it
                 return peft.get_peft_model(model, config)
             _check_base(adapter, config, path)
-            made = peft.PeftModel.from_pretrained(model, adapter, is_trainable=True)
+            made = peft.PeftModel.from_pretrained(model, adapter, is_trainable=True, config=config)
             # It warns of what is missing, and says nothing of what has no place; a second time it returns both.
             found = made.load_adapter(adapter, "default", is_trainable=True)
             parameters = dict(made.named_parameters(remove_duplicate=False))
@@ -114,8 +137,15 @@ def adapted(model: PreTrainedModel, adapter: str | dict[str, Any], path: str, bu
         else:
             options["exclude_modules"] = [*given, *but]
     try:
-        made = peft.get_peft_model(model, peft.get_peft_config(options | {"peft_type": kind}))
+        config = peft.get_peft_config(options | {"peft_type": kind})
     except Exception as error:  # PEFT's methods check their options in classes of their own
+        raise ValueError(f"model.adapter: {reason(error, 300)}") from error
+    for name, rate in _rates(config).items():
+        raise ValueError(f"model.adapter.{name}: {rate}, must be 0: tokens that sequences share are computed once")
+    _refuse_drawn(config, "model.adapter.init_lora_weights")
+    try:
+        made = peft.get_peft_model(model, config)
+    except Exception as error:  # what layers they take, too
         raise ValueError(f"model.adapter: {reason(error, 300)}") from error
     if Path(path).is_dir():  # so that whoever loads the adapter finds the model from anywhere
         made.peft_config["default"].base_model_name_or_path = str(Path(path).absolute())

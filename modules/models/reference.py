@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from app import checks
-from app.tree import TreeEngine, quantised_layers
+from app.tree import TreeEngine, moves_base, quantised_layers
 from modules.models.source import ModelSource, build_model
 
 _MASTERS = "masters."  # in the state dictionary, before parameter names
@@ -142,7 +142,8 @@ class WithoutAdapters:
         engine: the policy's tree engine.
 
     Raises:
-        ValueError: a policy without adapters, or whose adapters train biases of the model below them.
+        ValueError: a policy without adapters, or whose adapters train biases of the model below them, or took something
+            away from its weights when they were made.
     """
 
     def __init__(self, policy: Any, engine: Callable[[], TreeEngine]) -> None:
@@ -156,6 +157,11 @@ class WithoutAdapters:
             raise ValueError(
                 f"reference: 'base' cannot be had while model.adapter.bias is {policy.peft_config[biased[0]].bias!r},"
                 " which trains biases of the model itself: set it to 'none', or reference to 'initial'"
+            )
+        if (began := moves_base(policy)) is not None:
+            raise ValueError(
+                f"reference: 'base' cannot be had while model.adapter.init_lora_weights is {began!r}, which moves part"
+                " of the model's own weights into the adapter: leave it out, or set reference to 'initial'"
             )
         self._policy, self._engine = policy, engine
 

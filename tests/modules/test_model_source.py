@@ -231,6 +231,35 @@ def test_an_adapter_of_another_model_is_refused_or_told(tmp_path: Path) -> None:
         built("run/base")  # as the model may be named elsewhere
 
 
+def test_an_adapter_that_had_dropout_is_gone_on_with_without(tmp_path: Path) -> None:
+    build_model(ModelSource(config=CONFIG)).save_pretrained(tmp_path / "base")
+    adapter = _adapter(tmp_path / "adapter", tmp_path / "base") / "adapter_config.json"
+    adapter.write_text(adapter.read_text().replace('"lora_dropout": 0.0', '"lora_dropout": 0.05'))
+    source = ModelSource(path=str(tmp_path / "base"), adapter=str(tmp_path / "adapter"))
+    with pytest.warns(UserWarning, match=r"model.adapter: '.*adapter' says lora_dropout 0.05; .* goes on with 0"):
+        model: Any = build_model(source)
+    assert not [one for one in model.modules() if isinstance(one, torch.nn.Dropout) and one.p]
+    assert any(parameter.requires_grad for parameter in model.parameters())
+    assert model.peft_config["default"].lora_dropout == 0
+
+
+def test_an_adapter_that_would_be_drawn_again_is_refused(tmp_path: Path) -> None:
+    """Of PiSSA PEFT saves how it began, by which the model below it is made again: by chance another, or the same."""
+    build_model(ModelSource(config=CONFIG)).save_pretrained(tmp_path / "base")
+    base, adapter = str(tmp_path / "base"), tmp_path / "adapter"
+    first: Any = build_model(
+        ModelSource(path=base, adapter={"r": 2, "lora_alpha": 2, "init_lora_weights": "pissa"})
+    ).eval()
+    first.save_pretrained(adapter)
+    tokens = torch.arange(8)[None]
+    again: Any = build_model(ModelSource(path=base, adapter=str(adapter))).eval()
+    torch.testing.assert_close(again(tokens).logits, first(tokens).logits, atol=1e-5, rtol=0)
+    config = adapter / "adapter_config.json"
+    config.write_text(config.read_text().replace('"pissa"', '"pissa_niter_4"'))
+    with pytest.raises(ValueError, match=r"model.adapter: .*init_lora_weights: 'pissa_niter_4' is .* use 'pissa'"):
+        build_model(ModelSource(path=base, adapter=str(adapter)))
+
+
 def test_an_adapter_whose_layers_share_a_tensor_is_gone_on_with(tmp_path: Path) -> None:
     """VB-LoRA's vectors, which are written under the name that one layer has for them."""
     build_model(ModelSource(config=CONFIG)).save_pretrained(tmp_path / "base")
@@ -288,6 +317,9 @@ def test_a_critic_has_the_adapters_of_its_policy(tmp_path: Path) -> None:
         ({"adapter": {"peft_type": "LORRA"}}, "model.adapter.peft_type: 'LORRA' is not one of"),
         ({"adapter": {"target_modules": ["k_prj"]}}, "model.adapter: Target modules .*k_prj"),
         ({"adapter": {"r": 0}}, "model.adapter: .*r"),
+        ({"adapter": {"lora_dropout": 0.1}}, "model.adapter.lora_dropout: 0.1, must be 0"),
+        ({"adapter": {"peft_type": "LOHA", "rank_dropout": 0.5}}, "model.adapter.rank_dropout: 0.5, must be 0"),
+        ({"adapter": {"init_lora_weights": "pissa_niter_4"}}, "model.adapter.init_lora_weights: .* use 'pissa'"),
         ({"adapter": "nowhere"}, "model.adapter: 'nowhere' holds no adapter for"),
         ({"path": "{here}/adapter"}, "model.path: '.*adapter' holds an adapter alone: name it in model.adapter"),
     ],

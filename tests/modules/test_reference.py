@@ -331,5 +331,13 @@ def test_what_has_no_model_below_it_is_refused(saved: str) -> None:
     )
     with pytest.raises(ValueError, match=r"model\.adapter\.bias is 'all'.*set it to 'none'"):
         biased.configure_model()
+    moved = PolicyModule(
+        ModelSource(path=saved, adapter={"r": 2, "lora_alpha": 2, "init_lora_weights": "pissa"}),
+        optimizer=sgd,
+        regularisers=[Regulariser("kl", 0.1)],
+        reference="base",
+    )
+    with pytest.raises(ValueError, match=r"model\.adapter\.init_lora_weights is 'pissa'.*reference to 'initial'"):
+        moved.configure_model()
     with pytest.raises(ValueError, match="reference_offload has no effect on reference 'base'"):
         make(reference="base", reference_offload=True)

@@ -51,6 +51,16 @@ def parted_ties(model: PreTrainedModel) -> list[tuple[str, str]]:
     return parted
 
 
+def moves_base(model: Any) -> str | None:
+    """The option of PEFT's `model` by whose value new adapters take something away from the weights below them, which
+    then are no longer the model that was loaded; None where those stay as they are."""
+    for config in getattr(model, "peft_config", {}).values():
+        began = getattr(config, "init_lora_weights", None)
+        if isinstance(began, str) and began.lower().startswith(("pissa", "olora", "corda", "loftq", "lora_ga")):
+            return began
+    return None
+
+
 def own_config(model: PreTrainedModel) -> PretrainedConfig:
     """A copy of its configuration, from which a model with the same tensors is made: not tied where it has two."""
     config: PretrainedConfig = copy.deepcopy(model.config)

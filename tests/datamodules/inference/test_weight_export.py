@@ -22,6 +22,7 @@ from datamodules.inference.embedded.weights import copy_of
 from datamodules.inference.export import (
     ExportError,
     WeightParts,
+    adapter_weights,
     base_model,
     checkpoint_shapes,
     checkpoint_weights,
@@ -158,6 +159,24 @@ def test_a_projection_that_only_the_configuration_ties(adapters: bool, tmp_path)
     assert_loads(WeightFiles(tmp_path).write(policy, 1)[0], policy)
     engines = copy_of(policy, None, None).state_dict()
     assert all(torch.equal(engines[name], tensor) for name, tensor in merged_weights(policy).items())
+
+
+def test_adapters_that_peft_cannot_merge_are_named() -> None:
+    policy = with_lora(tiny_policy(), lora_bias=True, target_modules=["down_proj"])
+    for export in (merged_weights, assert_parts_are_the_whole):
+        with pytest.raises(ExportError, match=r"layers\.0\.mlp\.down_proj' cannot be merged.*bias.*model\.adapter"):
+            export(policy)
+
+
+@pytest.mark.parametrize("began", ["pissa", "olora", "gaussian"])
+def test_servers_are_sent_no_adapter_that_moved_the_weights_below_it(began: str) -> None:
+    """They have these as they were loaded."""
+    policy = with_lora(tiny_policy(), init_lora_weights=began)
+    if began == "gaussian":
+        assert adapter_weights(policy)
+    else:
+        with pytest.raises(ExportError, match=r"would ignore its init_lora_weights.*SGLangEngine.adapters to null"):
+            adapter_weights(policy)
 
 
 def test_adapters_that_are_not_finite_are_named() -> None:
