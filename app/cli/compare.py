@@ -4,13 +4,13 @@
     arborist compare models/base runs/grpo --prompts held_out.jsonl --samples 4 --by difficulty
     arborist compare runs/a/checkpoints/last.ckpt models/other --prompts held_out.jsonl --config my_run.yaml
 
-A and B are run directories, model directories or checkpoints. Both play every prompt with one workflow, reward,
-template and seed: those of --config, by default of A's run, or of B's where A's has no workflow. Its held-out prompts,
-or else its training prompts, say how the file's records are read (fields, template, chat, pictures). Prompts are
-compared in pairs, so that hard and easy ones cancel out. Says success, generated tokens and seconds of both, the
-difference with its 95% interval and p (McNemar's exact test where rewards are 0 or 1, else prompts drawn again, or
-Student's t of seven and fewer, and signs flipped), for each task with --by, and, where the two cannot be told apart,
-how many prompts would tell. Writes compare.json.
+A and B are run directories, model directories, PEFT's directories of an adapter (played on the model it names) or
+checkpoints. Both play every prompt with one workflow, reward, template and seed: those of --config, by default of A's
+run, or of B's where A's has no workflow. Its held-out prompts, or else its training prompts, say how the file's records
+are read (fields, template, chat, pictures). Prompts are compared in pairs, so that hard and easy ones cancel out. Says
+success, generated tokens and seconds of both, the difference with its 95% interval and p (McNemar's exact test where
+rewards are 0 or 1, else prompts drawn again, or Student's t of seven and fewer, and signs flipped), for each task with
+--by, and, where the two cannot be told apart, how many prompts would tell. Writes compare.json.
 
 Promises: nothing is trained; prompts that one side alone answered (the other's engine or reward failed) are left out
 and counted.
@@ -41,11 +41,12 @@ _FORMAT = ("question_field", "answer_field", "template", "answer_pattern", "chat
 
 @dataclass(frozen=True)
 class Side:
-    """What is compared. Attributes: given, as on the command line; model, its directory, or else checkpoint; config, of
-    the run it is from."""
+    """What is compared. Attributes: given, as on the command line; model, as `model.path` names it, with an adapter's
+    directory on it, or else checkpoint; config, of the run it is from."""
 
     given: str
-    model: Path | None = None
+    model: str | None = None
+    adapter: Path | None = None
     checkpoint: Path | None = None
     config: Path | None = None
 
@@ -61,7 +62,7 @@ class Played:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the options of `run`."""
-    parser.add_argument("a", metavar="A", type=Path, help="run directory, model directory or checkpoint")
+    parser.add_argument("a", metavar="A", type=Path, help="run, model or adapter directory, or checkpoint")
     parser.add_argument("b", metavar="B", type=Path, help="the other")
     parser.add_argument("--prompts", type=Path, required=True, help="JSONL that neither was trained on")
     parser.add_argument("--config", type=Path, help="whole configuration to play under (default: A's or B's)")
@@ -180,12 +181,14 @@ def _side(path: Path, name: str) -> Side:
     if not path.exists():
         raise FileNotFoundError(f"{name}: there is no '{path}'; correct the path")
     config = path / "config.yaml"
-    if (path / "config.json").exists():
-        above = path.absolute().parent / "config.yaml"  # `model/` of a run
-        return Side(str(path), model=path, config=above if above.exists() else None)
+    above = path.absolute().parent / "config.yaml"  # `model/` of a run
+    for directory, of in ((path, above), (path / "model", config)):
+        its = of if of.exists() else None
+        if (directory / "config.json").exists():
+            return Side(str(path), str(directory), config=its)
+        if (directory / "adapter_config.json").exists():
+            return Side(str(path), _below(directory, name), directory, config=its)
     if config.exists():
-        if (path / "model" / "config.json").exists():
-            return Side(str(path), model=path / "model", config=config)
         if (path / "checkpoints" / "last.ckpt").exists():
             return Side(str(path), checkpoint=path / "checkpoints" / "last.ckpt", config=config)
         raise ValueError(f"{name}: {path} has neither model/ nor checkpoints/last.ckpt yet; wait for a checkpoint")
@@ -197,7 +200,21 @@ def _side(path: Path, name: str) -> Side:
                 " 'arborist export --ckpt' of it"
             )
         return Side(str(path), checkpoint=path, config=own)
-    raise ValueError(f"{name}: {path} is no run directory, no model directory and no checkpoint")
+    raise ValueError(f"{name}: {path} is no run directory, no model directory, no adapter and no checkpoint")
+
+
+def _below(adapter: Path, name: str) -> str:
+    """The model that PEFT's directory says it was trained on."""
+    try:
+        base = json.loads((adapter / "adapter_config.json").read_text("utf-8")).get("base_model_name_or_path")
+    except (ValueError, AttributeError) as error:
+        raise ValueError(f"{name}: {adapter}/adapter_config.json cannot be read: {reason(error)}") from None
+    if not base:
+        raise ValueError(
+            f"{name}: {adapter} does not say on what model it was trained: name that in base_model_name_or_path of its"
+            " adapter_config.json"
+        )
+    return str(base)
 
 
 def _played_under(sides: list[Side]) -> Path:
@@ -244,7 +261,11 @@ def _settings(side: Side, config: Path, arguments: argparse.Namespace) -> dict[s
     model, data = settings["model"]["init_args"], settings["data"]["init_args"]
     own = model.get("model") or {}
     if side.model is not None:
-        model["model"] = {key: own[key] for key in ("dtype",) if own.get(key)} | {"path": str(side.model)}
+        model["model"] = {key: own[key] for key in ("dtype",) if own.get(key)} | {"path": side.model}
+        if side.adapter is not None:
+            began = own if side.config is None else _configuration(side.config)["model"]["init_args"].get("model") or {}
+            in_bits = {key: began[key] for key in ("quantization",) if began.get(key)}
+            model["model"] |= {"adapter": str(side.adapter), **in_bits}
     elif side.config is not None and side.config != config:
         model["model"] = yaml.safe_load(side.config.read_text("utf-8"))["model"]["init_args"]["model"]
     validation = data.get("validation") or {}

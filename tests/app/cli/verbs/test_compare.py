@@ -162,6 +162,27 @@ def test_both_play_under_the_run_that_can(workplace: Path, sides: tuple[str, str
     assert settings["model"]["init_args"]["model"]["path"] == f"{sides[0]}/model"
 
 
+@pytest.mark.parametrize("given", ["lora", "lora/model"])
+def test_an_adapter_is_played_on_the_model_it_names(workplace: Path, given: str) -> None:
+    """As `SavePretrained` leaves one, whose run may have no checkpoint any more."""
+    adapted: Any = build_model(ModelSource(path="run/model", adapter={"r": 2}))
+    adapted.save_pretrained("lora/model")
+    settings = yaml.safe_load(Path("run/config.yaml").read_text())
+    settings["model"]["init_args"]["model"] = {"path": "run/model", "adapter": {"r": 2}, "quantization": "nf4"}
+    Path("lora/config.yaml").write_text(yaml.safe_dump(settings))
+    fails_to_play(given, "run")
+    base = str(workplace / "run/model")
+    played_with = yaml.safe_load(Path("out/a.yaml").read_text())["model"]["init_args"]["model"]
+    assert played_with == {"path": base, "adapter": "lora/model", "quantization": "nf4"}
+
+
+def test_an_adapter_that_names_no_model(workplace: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    Path("alone").mkdir()
+    Path("alone/adapter_config.json").write_text('{"base_model_name_or_path": null}')
+    fails_to_play("alone", "run")
+    assert "A: alone does not say on what model it was trained" in capsys.readouterr().err
+
+
 def test_the_report_is_written_where_the_run_has_none(workplace: Path) -> None:
     configuration = yaml.safe_load(Path("run/config.yaml").read_text())
     assert "without_callbacks" not in settings_of(configuration | {"without_callbacks": ["Report"]})
@@ -181,7 +202,7 @@ def test_a_model_against_itself(workplace: Path, capfd: pytest.CaptureFixture[st
     ("args", "said"),
     [
         (["nowhere", "run"], "A: there is no 'nowhere'"),
-        (["run", "empty"], "B: empty is no run directory, no model directory and no checkpoint"),
+        (["run", "empty"], "B: empty is no run directory, no model directory, no adapter and no checkpoint"),
         (["run", "began"], "B: began has neither model/ nor checkpoints/last.ckpt yet"),
         (["bare", "bare"], "--config: neither A nor B is of a run"),
         (["run", "alone.ckpt"], "arborist export"),
