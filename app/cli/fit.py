@@ -30,6 +30,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import torch.distributed as dist
+import yaml
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.cli import LightningCLI
@@ -193,6 +194,9 @@ class ArboristCLI(LightningCLI):
         finally:
             for key in unsaid:
                 config[key] = None
+        # Loggers are told what Lightning calls hyper-parameters: by themselves modules would name the model's alone.
+        said = yaml.safe_load(self._parser(self.subcommand).dump(config, skip_none=False, skip_validation=True))
+        self.datamodule.save_hyperparameters({key: said[key] for key in ("data", "trainer", "seed_everything")})
 
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
         """Adds what every run needs and no configuration should have to say: run directory, metrics.csv, callbacks."""

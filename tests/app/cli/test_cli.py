@@ -201,6 +201,18 @@ def test_a_csv_logger_elsewhere_takes_nothing_out_of_the_run_directory() -> None
     assert not (besides.parent / "config.yaml").exists()
 
 
+def test_loggers_are_told_all_that_was_configured() -> None:
+    """The data's options too, by which runs differ as they do by the model's."""
+    flags = ["--trainer.logger=lightning.pytorch.loggers.CSVLogger", "--trainer.logger.save_dir=elsewhere"]
+    saving = CONFIG.replace("TinyModule", "RememberingModule")
+    Path("saving.yaml").write_text(saving)
+    main(["fit", "--config", "saving.yaml", "--model.init_args.note", "said", "--run_dir", "kept", *flags])
+    (told,) = (yaml.safe_load(path.read_text()) for path in Path("elsewhere").rglob("hparams.yaml"))
+    saved = yaml.safe_load(Path("kept/config.yaml").read_text())
+    assert told["note"] == "said" and told["data"] == saved["data"] and told["data"]["init_args"]["batches"] == 3
+    assert told["trainer"] == saved["trainer"] and told["seed_everything"] == saved["seed_everything"]
+
+
 def test_a_csv_logger_of_the_run_directory_is_the_one_that_writes_there() -> None:
     init_args = "{save_dir: own, name: '', version: ''}"
     Path("own.yaml").write_text(
