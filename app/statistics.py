@@ -21,6 +21,8 @@ RESAMPLES = 2000
 ROUNDING = 1e-6
 """Of rewards: they are sums of parts, and float32 in a batch, so that 0.1 + 0.2 and 0.3 are one reward. Relative to
 rewards above 1."""
+_LEVEL = 0.05
+"""Of tests: what is told where there is nothing, at most."""
 _MISSED = 0.025
 """Chance at which a share is taken for unseen."""
 _STUDENT95 = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571, 7: 2.447}
@@ -76,8 +78,9 @@ class Paired:
 
     @property
     def distinguishable(self) -> bool:
-        """Whether the interval leaves 0 out."""
-        return self.low > 0 or self.high < 0
+        """Whether the interval leaves 0 out and the test agrees. Of few prompts that are 0 or 1 the interval, which is
+        approximate, alone finds a difference by chance in up to one of eight comparisons; the test is exact."""
+        return (self.low > 0 or self.high < 0) and self.p <= _LEVEL
 
     def in_words(self) -> str:
         """What follows, in a sentence."""

@@ -88,6 +88,26 @@ def test_few_prompts_seldom_tell_what_is_not_there(n: int) -> None:
     assert np.mean(told) < 0.1 and np.mean(means) > 0.88
 
 
+@pytest.mark.parametrize("n", [6, 8, 10, 16])
+def test_of_few_prompts_that_are_0_or_1_chance_is_told_once_in_twenty(n: int) -> None:
+    """Over all that can happen where both are right equally often: the sum of the chances of what is told."""
+    told = []
+    for better in range(n + 1):
+        for worse in range(n + 1 - better):
+            a, b = np.zeros(n), np.zeros(n)
+            b[:better], a[better : better + worse] = 1, 1
+            if paired(a, b).distinguishable:
+                told.append((better, worse, n - better - worse))
+    assert told
+    for either in (0.2, 0.4, 0.46, 0.5):
+        share = (either, either, 1 - 2 * either)
+        chances = (
+            math.factorial(n) * math.prod(p**count / math.factorial(count) for p, count in zip(share, one, strict=True))
+            for one in told
+        )
+        assert sum(chances) <= 0.05
+
+
 def test_two_prompts_do_not_make_better() -> None:
     found = paired([0.2, 0.4], [0.3, 0.6])
     assert (found.low, found.high) == pytest.approx((0.15 - 12.706 * 0.05, 0.15 + 12.706 * 0.05))
