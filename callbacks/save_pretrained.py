@@ -24,7 +24,7 @@ from app.hub import check_reachable
 from app.interruption import end_of
 from app.text import reason
 from callbacks.base import comes_in_parts, policy_in_parts, run_dir
-from datamodules.inference.weight_files import save_model
+from datamodules.inference.weight_files import save_adapter, save_model
 
 _log = logging.getLogger(__name__)
 
@@ -71,7 +71,7 @@ class SavePretrained(Callback):
             policy, parts = policy_in_parts(policy, trainer.is_global_zero)
         if trainer.is_global_zero:
             if adapter:
-                policy.save_pretrained(target)
+                save_adapter(policy, target)
             else:
                 save_model(policy, target, None if parts is None else parts.saved())
             tokenizer = _tokenizer(trainer, pl_module)

@@ -26,7 +26,7 @@ from app.strategies.checkpoint.trainer_state import ADAPTER_FILE, CONFIGURATIONS
 from app.text import reason
 from app.tree import auto_class
 from datamodules.inference.export import WeightParts, base_model, in_dtype
-from datamodules.inference.weight_files import SHARD_BYTES, save_model
+from datamodules.inference.weight_files import SHARD_BYTES, save_adapter, save_model
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -82,7 +82,7 @@ def export(
         target = Path(made) / "model"
         like = _without_storage(saved, ckpt, adapter)
         if adapter:
-            like.save_pretrained(target, state_dict=in_dtype(like, saved.fetch(_of_adapter(like)), dtype))
+            save_adapter(like, target, state_dict=in_dtype(like, saved.fetch(_of_adapter(like)), dtype))
         else:
             base = base_model(like)
             inside = next(f"{path}." if path else "" for path, part in like.named_modules() if part is base)

@@ -14,6 +14,7 @@ import errno
 import os
 import secrets
 import time
+from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 
@@ -24,6 +25,17 @@ _LOOK_S = 0.01
 def aside_of(path: Path) -> Path:
     """Where to write it first; of this process alone."""
     return path.with_name(f"{path.name}.{secrets.token_hex(4)}.part")
+
+
+def open_as_others(paths: Iterable[Path]) -> None:
+    """Gives files the mode of any new file in their directory (the process's umask decides), so that whoever may read
+    the others (a server or colleague of another name) may read them. safetensors 0.8 keeps its files to their owner."""
+    for path in paths:
+        other = aside_of(path)
+        other.touch()
+        mode = other.stat().st_mode
+        other.unlink()
+        path.chmod(mode & 0o777)
 
 
 def publish(aside: Path, path: Path, held_s: float = _HELD_S) -> None:

@@ -36,7 +36,7 @@ from torch import Tensor
 from app.pictures import key_of
 from app.text import reason
 from datamodules.files.picture_files import PictureError, read_png, write_png
-from datamodules.files.publish import aside_of, publish
+from datamodules.files.publish import aside_of, open_as_others, publish
 from datamodules.groups import Group, pack, unpack
 
 _log = logging.getLogger(__name__)
@@ -123,6 +123,7 @@ class RolloutRecorder:
             for key, _, pixels in shown:
                 write_png(self.directory / PICTURES / f"{key}.png", pixels.numpy())
             save_file(tensors, aside, metadata=header)
+            open_as_others([aside])
             publish(aside, path)
         except (OSError, SafetensorError) as error:
             with suppress(OSError):

@@ -20,6 +20,7 @@ import shutil
 import uuid
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
@@ -28,6 +29,7 @@ from torch import Tensor
 from torch.nn import Module
 
 from app.tree import own_config
+from datamodules.files.publish import open_as_others
 from datamodules.inference.export import ExportError, adapter_weights, base_model, checkpoint_weights, num_bytes
 from datamodules.inference.served_config import put_back
 
@@ -85,7 +87,7 @@ class WeightFiles:
                 raise OSError(f"only {free:,} bytes are free")
             aside.mkdir()
             if self.adapter:
-                policy.save_pretrained(str(aside))  # type: ignore[operator]
+                save_adapter(policy, aside)
             else:
                 _save_config(policy, aside)
                 put_back(aside)
@@ -142,6 +144,12 @@ def save_model(
         _log.warning("%s holds a model that transformers reads, and SGLang would read wrongly: %s", directory, error)
 
 
+def save_adapter(policy: Any, directory: Path, **options: Any) -> None:
+    """PEFT's `save_pretrained` of the policy's adapter, with its `options`."""
+    policy.save_pretrained(str(directory), **options)
+    open_as_others(directory.glob(_TENSORS))
+
+
 def _save_config(policy: Module, directory: Path, dtype: torch.dtype | None = None) -> None:
     """What stands beside the weights of the whole model that `policy` is, as transformers writes it."""
     base = base_model(policy)
@@ -181,6 +189,7 @@ def save_parts(parts: Iterable[dict[str, Tensor]], directory: Path, shard_bytes:
     write()
     for number in range(1, len(files) + 1):
         (directory / _file(number, 0)).rename(directory / _file(number, len(files)))
+    open_as_others(directory.glob(_TENSORS))
     size = sum(sum(sizes.values()) for sizes in files)
     if len(files) > 1:
         index = {name: _file(number, len(files)) for number, sizes in enumerate(files, 1) for name in sizes}
@@ -189,6 +198,7 @@ def save_parts(parts: Iterable[dict[str, Tensor]], directory: Path, shard_bytes:
     return size
 
 
+_TENSORS = "*.safetensors"
 _WEIGHTS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?")
 
 

@@ -32,7 +32,7 @@ from datamodules.inference.export import (
 )
 from datamodules.inference.protocol import GenerationError
 from datamodules.inference.sglang.weights.forms import HostWeights
-from datamodules.inference.weight_files import WeightFiles, save_model, split
+from datamodules.inference.weight_files import WeightFiles, save_adapter, save_model, split
 from tests.app.tree.states import hybrids
 from tests.datamodules.inference.adapters import with_lora
 from tests.datamodules.inference.engine_suite import VOCABULARY, tiny_policy
@@ -166,6 +166,15 @@ def test_adapters_that_peft_cannot_merge_are_named() -> None:
     for export in (merged_weights, assert_parts_are_the_whole):
         with pytest.raises(ExportError, match=r"layers\.0\.mlp\.down_proj' cannot be merged.*bias.*model\.adapter"):
             export(policy)
+
+
+@pytest.mark.parametrize("adapter", [False, True])
+def test_servers_of_other_users_may_read_what_is_written(adapter: bool, tmp_path) -> None:
+    policy = with_lora(tiny_policy())
+    save_model(policy, tmp_path) if not adapter else save_adapter(policy, tmp_path)
+    other = tmp_path / "other"
+    other.touch()
+    assert {path.stat().st_mode for path in tmp_path.glob("*.safetensors")} == {other.stat().st_mode}
 
 
 @pytest.mark.parametrize("began", ["pissa", "olora", "gaussian"])
