@@ -38,8 +38,9 @@ from datamodules.workflows.calling import within
 
 _log = logging.getLogger(__name__)
 _NO_TRACES = "OPENAI_AGENTS_DISABLE_TRACING"
-_ELSEWHERE = {"OPENAI_API_BASE": "/v1", "ANTHROPIC_API_BASE": "", "ANTHROPIC_API_URL": ""}
-"""Where LangChain's clients and litellm look for an address first, and what they want behind it."""
+_OTHERS = {"OPENAI_API_BASE": "/v1", "OPENAI_API_BASE_URL": "/v1", "ANTHROPIC_API_BASE": "", "ANTHROPIC_API_URL": ""}
+"""Where LangChain's clients, litellm and CAMEL look for an address first, LlamaIndex for no other, and what they want
+behind it."""
 _MOST_SHOWN = 500  # characters of a service's refusal
 _MOST_ANSWER = 1 << 20  # bytes
 _AGAIN_S = 1.0  # between two looks at a service that went away
@@ -73,11 +74,9 @@ class Door:
         # With `openai-agents`, which would send the session's key, and what was said, to its maker's address for
         # traces, and be refused there; whoever has another place for traces says so in the run's environment.
         quiet = {_NO_TRACES: "1"} if _NO_TRACES not in os.environ else {}
-        # Those of the run's environment lead to a provider, or to another model on this machine.
-        others = {name: f"{self.address}{path}" for name, path in _ELSEWHERE.items() if name in os.environ}
         return {
             **quiet,
-            **others,
+            **{name: f"{self.address}{path}" for name, path in _OTHERS.items()},
             "OPENAI_BASE_URL": f"{self.address}/v1",
             "OPENAI_API_KEY": self.key,
             "ANTHROPIC_BASE_URL": self.address,  # its clients append /v1 by themselves

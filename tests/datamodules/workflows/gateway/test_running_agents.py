@@ -90,10 +90,11 @@ def test_both_providers_clients_find_the_session(monkeypatch: pytest.MonkeyPatch
         "at = {name: os.environ[name] for name in os.environ if name.startswith(('OPENAI_', 'ANTHROPIC_'))}",
         "ask('x')",
         "one = at['OPENAI_API_KEY'] == at['ANTHROPIC_API_KEY']",
-        "same = at['OPENAI_BASE_URL'] == at['ANTHROPIC_BASE_URL'] + '/v1'",
+        "v1 = at['ANTHROPIC_BASE_URL'] + '/v1'",
+        "same = v1 == at['OPENAI_BASE_URL'] == at['OPENAI_API_BASE'] == at['OPENAI_API_BASE_URL']",
         "hidden = at['OPENAI_API_KEY'] not in open('/proc/self/cmdline').read()",
         "told = at.pop('OPENAI_AGENTS_DISABLE_TRACING')",
-        "print(1.5 if one and same and hidden and len(at) == 4 else 'no', told)",
+        "print(1.5 if one and same and hidden and len(at) == 8 else 'no', told)",
     ]
     judged: list[str] = []
     run(command(*lines), ["x"], reward=lambda _, text: float(judged.append(text) is None))
@@ -104,8 +105,10 @@ def test_both_providers_clients_find_the_session(monkeypatch: pytest.MonkeyPatch
 
 
 def test_addresses_of_the_runs_environment_lead_no_client_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
-    """LangChain's clients and litellm prefer names of their own to those that the providers' packages know."""
+    """LangChain's clients, litellm and CAMEL prefer names of their own to those that the providers' packages know;
+    LlamaIndex knows no others."""
     others = {"OPENAI_API_BASE": "OPENAI_BASE_URL", "ANTHROPIC_API_BASE": "ANTHROPIC_BASE_URL"}
+    others |= {"OPENAI_API_BASE_URL": "OPENAI_BASE_URL"}
     others |= {"ANTHROPIC_API_URL": "ANTHROPIC_BASE_URL"}
     for name in others:
         monkeypatch.setenv(name, "http://127.0.0.1:9/v1")
