@@ -332,6 +332,11 @@ class Visible:
             ("results", tools), lambda: _REPLY in self._chat.text([*self._called("probe"), result], shown)
         )
 
+    def names(self) -> bool:
+        """Who a message of the user's is from (`name`)."""
+        said = {**_ASKED, "name": _REPLY}
+        return self._found(("names", False), lambda: _REPLY in self._chat.text([said], None))
+
     def _called(self, name: str) -> list[Message]:
         return _calling(name, self._chat.arguments({}))
 

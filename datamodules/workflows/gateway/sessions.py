@@ -3,8 +3,7 @@
 Promises: every reply is sampled by the episode's engine from the prompt of its own call, and recorded as it was
 sampled, once the client can have it; a call that its client gave up is neither recorded nor counted as a turn, and when
 it is repeated is one call (see `repeats.py`). Once it has ended nothing of it changes: what rewards see is what is
-trained. What goes wrong in the engine ends the session, as a fault and not as a
-bad answer.
+trained. What goes wrong in the engine ends the session, as a fault and not as a bad answer.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ from datamodules.workflows.gateway.history import Bodies, Kept
 from datamodules.workflows.gateway.protocols import fields, structured
 from datamodules.workflows.gateway.protocols.base import Asked, Sampled
 from datamodules.workflows.gateway.protocols.images import SessionImages
-from datamodules.workflows.gateway.protocols.servable import Sampling, check_sampling, check_tools
+from datamodules.workflows.gateway.protocols.servable import Sampling, check_sampling, check_tools, hides_speakers
 from datamodules.workflows.gateway.repeats import Repeats
 from datamodules.workflows.gateway.replies import Parser, Piece, Reading, as_message, on_this_loop, shown
 from datamodules.workflows.gateway.rewards import Exchange, Rewards
@@ -90,9 +89,9 @@ class Session:
         ended: set when the agent is done. repeats: which calls run, and who has their answers.
         counts: `abandoned_calls` were given up by the client, or ended with the session, while they were sampled,
             `untaken_calls` by the client once they were complete; `repeated_calls` were answered with a reply that had
-            been sampled before; of `overridden_calls` something was passed over; of `prompted_calls` the
-            model was told what it cannot be held to; `clamped_calls` asked for more tokens than `max_new_tokens`; calls
-            of tools.
+            been sampled before; of `overridden_calls` something was passed over; of `prompted_calls` the model was told
+            what it cannot be held to; `clamped_calls` asked for more tokens than `max_new_tokens`; of `nameless_calls`
+            the template does not show which of the users said what; calls of tools.
     """
 
     def __init__(
@@ -179,6 +178,8 @@ class Session:
         most = min(room, self._sampling.max_new_tokens, asked.max_tokens or room)
         if (asked.max_tokens or 0) > self._sampling.max_new_tokens:
             self.counts["clamped_calls"] += asked.n
+        if hides_speakers(self._chat, asked.messages):
+            self.counts["nameless_calls"] += asked.n
         engine = self._engine  # a seed that is the same in every episode must not make a group's samples alike
         requests = [
             GenerationRequest(

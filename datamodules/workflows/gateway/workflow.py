@@ -53,6 +53,12 @@ _BY_ITSELF = re.compile(rf"raised (?!\w*(?:{_NO_REPLY_DOES}))|exited with code [
 _OF_THE_MODEL = (
     "; where the model's replies are to blame, catch it in the agent, or score such episodes: AgentWorkflow.on_failure"
 )
+_OF_CALLS = {
+    "clamped_calls": "ask for more tokens than AgentWorkflow.max_new_tokens: {most}, which holds",
+    "nameless_calls": "hold messages of several users, whose `name` the model's chat template does not show; have the"
+    " agent write who speaks into the texts (autogen-ext's client: add_name_prefixes=True)",
+}
+"""What is told once of calls that a session counts."""
 _NOBODY = "no call reached this session: does the agent set base_url or api_key itself? It must take them from {finds}"
 
 
@@ -161,7 +167,7 @@ class AgentWorkflow:
         self._failures = 0  # that were scored
         self._host = host
         self._output: Path | None = None
-        self._told = False  # of calls that asked for more than they get
+        self._told: set[str] = set()  # of `_OF_CALLS`
         self._loop: asyncio.AbstractEventLoop | None = None
         self._opened: asyncio.Future[Gateway] | None = None
         self._serving: asyncio.Task[None] | None = None  # kept: an event loop holds its tasks weakly
@@ -244,17 +250,15 @@ class AgentWorkflow:
             gateway.dismiss(session)
             await session.end()  # a service may have calls under way, of which its answer and the reward know nothing
         _check(session)
-        if session.counts["clamped_calls"] and not self._told:
-            self._told = True
-            _log.warning(
-                "calls of the agent ask for more tokens than AgentWorkflow.max_new_tokens: %d, which holds;"
-                " clamped_calls in the samples' metadata counts them",
-                self.max_new_tokens,
-            )
+        for count, words in _OF_CALLS.items():
+            if session.counts[count] and count not in self._told:
+                self._told.add(count)
+                words = words.format(most=self.max_new_tokens)
+                _log.warning("calls of the agent %s; %s in the samples' metadata counts them", words, count)
         if not session.transcript.calls:
             raise CallFailed(
-                f"the agent asked for no reply; it must call the API by {self._agents[0].finds}"
-                + (f" ({nobody})" if not session.asked else "")
+                f"the agent asked for no reply; it must call the API by {self._agents[0].finds}, and keep no replies of"
+                " other episodes in a cache" + (f" ({nobody})" if not session.asked else "")
             )
         if session.untrained == len(session.transcript.calls):
             raise CallFailed(

@@ -95,6 +95,14 @@ def check_tools(
         )
 
 
+def hides_speakers(chat: Chat, messages: Sequence[Message]) -> bool:
+    """Whether messages of the user's are from several (`name`), and neither their texts nor the template show whose is
+    which."""
+    named = [one for one in messages if one["role"] == "user" and "name" in one]
+    unsaid = any(one["name"] not in str(one["content"]) for one in named)
+    return unsaid and len({one["name"] for one in named}) > 1 and not chat.visible.names()
+
+
 def _check_shaping(shaping: Shaping | None, engine: EpisodeEngine, untrainable: str) -> None:
     for name in () if shaping is None else shaping.names:
         problem = ""

@@ -76,6 +76,14 @@ def wordy(prompt: Prompt) -> str:
     return answer.choices[0].message.content or ""
 
 
+def panel(prompt: Prompt) -> str:
+    """Shows the model what others have said, as teams of agents do."""
+    told = "{name}: {text}" if prompt.metadata.get("told") else "{text}"
+    names = ("user", "writer")
+    said: Any = [{"role": "user", "name": one, "content": told.format(name=one, text=prompt.text)} for one in names]
+    return OpenAI().chat.completions.create(model="any", messages=said).choices[0].message.content or ""
+
+
 def streaming_shopper(prompt: Prompt) -> str:
     """The same, streamed."""
     client = OpenAI()

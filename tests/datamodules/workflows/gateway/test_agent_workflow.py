@@ -109,6 +109,20 @@ def test_calls_that_ask_for_more_than_they_get_are_counted_and_told_once(caplog:
     assert len(told) == 1
 
 
+@pytest.mark.parametrize("shown", ["", "by the template", "in the text"])
+def test_names_of_speakers_that_the_model_does_not_see_are_told(shown: str, caplog: pytest.LogCaptureFixture) -> None:
+    named = WITH_CALLS.replace("{{ m.role }}", "{{ m.role }}{{ m.name }}")
+    tokenizer = byte_tokenizer(named if shown == "by the template" else WITH_CALLS)
+    workflow = AgentWorkflow(agents.panel, max_new_tokens=20, workers=1)
+    for _ in range(2):
+        engine, task = ScriptedEngine(tokenizer, ["6"]), replace(TASK, metadata={"told": shown == "in the text"})
+        (found,) = play(workflow, engine, tokenizer, task, right)
+        assert ("writer" in tokenizer.decode(engine.seen[0].tokens)) == bool(shown)
+        assert found.metadata.get("nameless_calls", 0) == (not shown)
+    told = [one.getMessage() for one in caplog.records if "add_name_prefixes" in one.getMessage()]
+    assert len(told) == (not shown)
+
+
 def test_the_judge_of_the_documentation() -> None:
     page = (Path(__file__).parents[4] / "docs" / "agents.md").read_text()
     (code,) = re.findall(r"  ```python\n  # my_judge\.py\n(.*?)  ```", page, re.DOTALL)
