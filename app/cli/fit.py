@@ -98,6 +98,7 @@ _HARMLESS = (
     r".*Total length of `list` across ranks is zero.*",  # no validation prompts
     r".*You defined a `validation_step` but have no `val_dataloader`.*",  # supervised warm starts have none
     r"Found \d+ module\(s\) in eval mode at the start of training.*",  # the frozen reference's
+    r".*`is_gradient_checkpointing` is deprecated.*",  # PEFT asks for it as it saves
     r"Be aware that when using `ckpt_path`.*callbacks: \[\"SaveLast{.*}\"\]\.$",  # saves, and keeps nothing of it
 )
 
@@ -469,6 +470,8 @@ def _quiet() -> None:
         logging.getLogger(name).setLevel(logging.WARNING)
     for name in ("lightning.fabric.utilities.seed", "lightning.fabric.utilities.distributed"):
         logging.getLogger(name).setLevel(logging.WARNING)
+    # PEFT imports bitsandbytes where it is there, which looks for a faster kernel on a hub, whoever needs it.
+    logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
     transformers_logging.disable_progress_bar()  # a bar for every load and save of a model
     for message in _HARMLESS:
         warnings.filterwarnings("ignore", message=message)
