@@ -1,4 +1,4 @@
-"""`arborist export --ckpt DIR --out DIR`: a checkpoint's policy as a Hugging Face directory.
+"""`arborist export --ckpt DIR --out DIR`: a checkpoint's policy as a Hugging Face directory, with its run's tokenizer.
 
 Promises: what is written loads with transformers' auto class of the model, on this project's `model: {path: ...}` and
 on inference servers; adapters are merged, or written alone as PEFT has them (`--adapter`); what transformers keeps in
@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import yaml
 from torch import Tensor
 from transformers import AutoConfig, AutoTokenizer
 
@@ -27,28 +28,52 @@ from app.text import reason
 from app.tree import auto_class
 from datamodules.inference.export import WeightParts, base_model, in_dtype
 from datamodules.inference.weight_files import SHARD_BYTES, save_adapter, save_model
+from datamodules.prompts.tokenizers import load_tokenizer
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_CHARACTERS = "char:"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the options of `run`."""
-    parser.add_argument("--ckpt", type=Path, required=True, help="checkpoint directory written by DTAStrategy")
+    parser.add_argument("--ckpt", type=Path, required=True, help="run directory (its last checkpoint), or a checkpoint")
     parser.add_argument("--out", type=Path, required=True, help="directory to write; must not exist or be empty")
     parser.add_argument("--model", default="policy", help="which model of the LightningModule (default: policy)")
     parser.add_argument("--dtype", choices=_DTYPES, help="dtype of the weights (default: the checkpoint's)")
     parser.add_argument("--adapter", action="store_true", help="write the adapter alone, not merged into its model")
-    parser.add_argument("--tokenizer", help="directory or hub name of the tokenizer to put beside the weights")
+    parser.add_argument(
+        "--tokenizer", help="directory or hub name of the tokenizer beside the weights (default: its run's)"
+    )
 
 
 def run(arguments: argparse.Namespace) -> None:
     """Exports and says what was written."""
     dtype = _DTYPES[arguments.dtype] if arguments.dtype else None
-    export(arguments.ckpt, arguments.out, arguments.model, dtype, arguments.tokenizer, arguments.adapter)
+    ckpt = _last(arguments.ckpt)
+    tokenizer = arguments.tokenizer or _tokenizer_of_run(ckpt.absolute().parent.parent)
+    export(ckpt, arguments.out, arguments.model, dtype, tokenizer, arguments.adapter)
     size = sum(file.stat().st_size for file in arguments.out.iterdir())
-    print(f"{arguments.out}: {size / 2**20:.1f} MiB")
-    if arguments.tokenizer is None:
-        print("without a tokenizer (--tokenizer NAME puts one beside the weights)")
+    print(f"{arguments.out}: {size / 2**20:.1f} MiB, of {ckpt}")
+    print(f"tokenizer: {tokenizer or 'none; --tokenizer NAME puts one beside the weights'}")
+
+
+def _last(path: Path) -> Path:
+    """The last checkpoint of a run; any other path as it is."""
+    last = path / "checkpoints" / "last.ckpt"
+    if (path / "config.yaml").is_file() and not last.exists():
+        raise ValueError(f"--ckpt: {path} is a run without a checkpoint ({last}); wait for one, or name another")
+    return last if last.exists() else path
+
+
+def _tokenizer_of_run(run: Path) -> str | None:
+    """What the run's configuration says, if it is there and can be had without the run's prompts."""
+    if (run / "tokenizer").is_dir():
+        return str(run / "tokenizer")
+    try:
+        said = yaml.safe_load((run / "config.yaml").read_text("utf-8"))["data"]["init_args"]["tokenizer"]
+    except (OSError, ValueError, yaml.YAMLError, LookupError, TypeError):
+        return None
+    return said if isinstance(said, str) and (said.startswith(_CHARACTERS) or Path(said).is_dir()) else None
 
 
 def export(
@@ -65,14 +90,14 @@ def export(
 
     Raises:
         ValueError: `out` holds something, `ckpt` is no checkpoint directory or has no such model or no adapter, or its
-            weights do not fit its own configuration; or `tokenizer` names none.
+            weights do not fit its own configuration; or `tokenizer` names none ("char:<alphabet>" is one).
     """
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ValueError(f"--out: {out} already holds something; name another directory")
     try:
         saved = SavedModel(ckpt, model)
     except CheckpointError as error:
-        hint = "" if (ckpt / MANIFEST_FILE).exists() else "; name a checkpoint, such as RUN/checkpoints/last.ckpt"
+        hint = "" if (ckpt / MANIFEST_FILE).exists() else "; name a run, or RUN/checkpoints/last.ckpt"
         raise ValueError(f"--ckpt: {str(error).removeprefix('ckpt_path: ')}{hint}") from None
     except ValueError as error:
         raise ValueError(f"--model: {error}") from error
@@ -105,6 +130,8 @@ def export(
 
 def _tokenizer(name: str) -> Any:
     try:
+        if name.startswith(_CHARACTERS):
+            return load_tokenizer(name)
         check_reachable(name, "tokenizer_config.json")
         return AutoTokenizer.from_pretrained(name)
     except Exception as error:  # files that are cut or of another kind fail anywhere in transformers

@@ -10,12 +10,14 @@ from pathlib import Path
 
 import pytest
 import torch
+import yaml
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from app.cli import main
 from app.cli.export import export
 from app.strategies.pieces import load_whole
+from datamodules.prompts.tokenizers import load_tokenizer
 from tests.app.cli.verbs import export_jobs as jobs
 from tests.helpers.rank_pool import RankPool
 from tests.helpers.versions import EXACT_ROUTERS, needs_transformers
@@ -51,6 +53,30 @@ def test_a_tokenizer_that_is_none_is_named_before_anything_is_written(one_rank: 
     with pytest.raises(ValueError, match=r"--tokenizer: '.*nothing' holds no tokenizer: "):
         export(tmp_path / "step.ckpt", tmp_path / "deep" / "out", tokenizer=str(tmp_path / "nothing"))
     assert not (tmp_path / "deep").exists()
+
+
+@pytest.mark.parametrize("tokenizer", ["char:01", "directory", "missing"])
+def test_a_run_is_its_last_checkpoint_and_brings_its_tokenizer(
+    one_rank: RankPool, tmp_path: Path, capsys: pytest.CaptureFixture[str], tokenizer: str
+) -> None:
+    run, out = tmp_path / "run", tmp_path / "out"
+    (run / "checkpoints").mkdir(parents=True)
+    if tokenizer == "directory":
+        tokenizer = str(tmp_path / "tokenizer")
+        load_tokenizer("char:01").save_pretrained(tokenizer)
+    (run / "config.yaml").write_text(yaml.safe_dump({"data": {"init_args": {"tokenizer": tokenizer}}}))
+    words = ["export", "--ckpt", str(run), "--out", str(out)]
+    with pytest.raises(SystemExit):
+        main(words)
+    assert f"--ckpt: {run} is a run without a checkpoint" in capsys.readouterr().err
+    one_rank.run(jobs.save_language_model, path=run / "checkpoints" / "last.ckpt", adapters=False)
+    main(words)
+    said = capsys.readouterr().out
+    if tokenizer == "missing":
+        assert "tokenizer: none" in said and not (out / "tokenizer.json").exists()
+    else:
+        assert f"tokenizer: {tokenizer}" in said
+        assert AutoTokenizer.from_pretrained(out).encode("01") == load_tokenizer("char:01").encode("01")
 
 
 _MEASURED = """
@@ -138,7 +164,7 @@ class TestOptions:
         with pytest.raises(SystemExit):
             main(["export", "--ckpt", str(tmp_path), "--out", str(tmp_path / "out")])
         said = capsys.readouterr().err
-        assert f"error: --ckpt: {tmp_path} is no checkpoint of DTAStrategy" in said and "; name a checkpoint" in said
+        assert f"error: --ckpt: {tmp_path} is no checkpoint of DTAStrategy" in said and "; name a run, or" in said
 
 
 class TestSomebodyElsesCheckpoint:
