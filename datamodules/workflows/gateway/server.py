@@ -86,6 +86,7 @@ class Gateway:
     def _add_routes(self, router: web.UrlDispatcher) -> None:
         for protocol in PROTOCOLS:
             router.add_post(f"/r/{{session}}/v1/{protocol.path}", partial(self._reply, protocol))
+        router.add_post("/r/{session}/messages", partial(self._reply, MESSAGES))  # to the AI SDK the base URL has /v1
         router.add_post("/r/{session}/v1/messages/count_tokens", self._count)
         router.add_get("/r/{session}/v1/models", self._models)
         router.add_get("/r/{session}/v1/models/{id:.+}", self._models)
@@ -142,7 +143,7 @@ class Gateway:
         body = await self._listener.body(request)
         found = session.bodies.read(body, json_object)
         try:
-            asked = protocol.parse(session.heard(found))
+            asked = protocol.parse(protocol.whole(session.heard(found), session.transcript.calls))
             asked = session.continued(replace(asked, model=asked.model or self.model))
         except Exception as error:  # it is refused, and nothing goes on with it
             if getattr(error, "code", None) != UNTHREADED:  # which the client asks again by itself

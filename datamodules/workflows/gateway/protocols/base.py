@@ -133,6 +133,10 @@ class WireProtocol(ABC):
 
     path: str
 
+    def whole(self, body: dict[str, Any], calls: Sequence[Call]) -> dict[str, Any]:
+        """The request, with what it names only of the session's `calls` in its place."""
+        return body
+
     @abstractmethod
     def parse(self, body: dict[str, Any]) -> Asked:
         """The request in `body`, which came from JSON. Raises RequestError naming the field."""

@@ -20,7 +20,11 @@ from datamodules.workflows.gateway.transcript import Call
 _WITHOUT_EFFECT = ("metadata", "service_tier", "cache_control", "inference_geo")
 UNTHREADED = "thread_unsupported_request"
 """Code of a refusal after which the provider's package, in its runner of tools, sends whole conversations."""
-_NEUTRAL: dict[str, tuple[Any, ...]] = {"thinking": ({"type": "disabled"},)}
+_KEEPS_ALL = {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}
+_NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "thinking": ({"type": "disabled"},),
+    "context_management": ({"edits": []}, _KEEPS_ALL),  # Claude Code sends the latter
+}
 # `strict` is not shown to the model: nothing here forces arguments into their schema.
 _TOOL_FIELDS = ("type", "name", "description", "input_schema", "strict", "cache_control", "eager_input_streaming")
 _KINDS = {
@@ -210,9 +214,12 @@ def messages_of(found: Any) -> list[Message]:
     for i, one in enumerate(found):
         where = f"messages[{i}]"
         one = fields.an_object(where, one)
-        role = fields.one_of(f"{where}.role", one.get("role"), ("user", "assistant"))
+        role = fields.one_of(f"{where}.role", one.get("role"), ("user", "assistant", "system"))
         fields.nothing_left({key: value for key, value in one.items() if key not in ("role", "content")}, where)
         where, content = f"{where}.content", one.get("content")
+        if role == "system":  # behind the first message, where Claude Code tells of skills and changes
+            messages.append({"role": "system", "content": text_of(where, content)})
+            continue
         blocks = [{"type": "text", "text": content}] if isinstance(content, str) else fields.a_list(where, content)
         messages += (_said if role == "assistant" else _asked)(where, blocks)
     if messages[-1:] and messages[-1]["role"] == "assistant":

@@ -53,13 +53,18 @@ def response(asked: Asked, name: str, created: int, items: list[Item], call: Cal
     }
 
 
-def items_of(name: str, call: Call, tokens: Sequence[Sampled]) -> list[Item]:
-    """What a reply consists of: its text, then its calls."""
+def in_namespace(space: str, name: str) -> str:
+    """What the model knows a tool by."""
+    return f"{space}.{name}"
+
+
+def items_of(tools: Sequence[Item], name: str, call: Call, tokens: Sequence[Sampled]) -> list[Item]:
+    """What a reply consists of: its text, then its calls; by the names that the request's `tools` have."""
     status = "incomplete" if call.response.finish_reason == "length" else "completed"
     calls = call.message.get("tool_calls", [])
     said = call.message["content"] or ""
     items = [_message(name, said, tokens, status)] if said or not calls else []
-    return items + [_function_call(one, status) for one in calls]
+    return items + [_function_call(tools, one, status) for one in calls]
 
 
 class ResponseEvents(EventWriter):
@@ -84,7 +89,7 @@ class ResponseEvents(EventWriter):
         return self._opened() + self._of_text("response.output_text.delta", delta=piece, logprobs=_logprobs(tokens))
 
     def end(self, choice: int, call: Call) -> bytes:
-        self._items = items_of(self._name, call, self._tokens)
+        self._items = items_of(self._asked.own["tools"], self._name, call, self._tokens)
         told = []
         for k, item in enumerate(self._items):
             if item["type"] == "message":
@@ -135,15 +140,19 @@ def _message(name: str, text: str, tokens: Sequence[Sampled], status: str) -> It
     return {"id": f"msg_{name}", "type": "message", "role": "assistant", "status": status, "content": [part]}
 
 
-def _function_call(call: dict[str, Any], status: str) -> Item:
+def _function_call(tools: Sequence[Item], call: dict[str, Any], status: str) -> Item:
+    name = call["function"]["name"]
+    spaces = (tool for tool in tools if tool["type"] == "namespace")
+    names = ((space["name"], one["name"]) for space in spaces for one in space["tools"])
+    space, own = next((both for both in names if in_namespace(*both) == name), (None, name))
     return {
         "id": f"fc_{call['id']}",
         "type": "function_call",
         "call_id": call["id"],
-        "name": call["function"]["name"],
+        "name": own,
         "arguments": call["function"]["arguments"],
         "status": status,
-    }
+    } | ({"namespace": space} if space else {})
 
 
 def _logprobs(tokens: Sequence[Sampled]) -> list[dict[str, Any]]:

@@ -1,7 +1,8 @@
 """OpenAI's Responses: what a request asks for, and what it is answered.
 
 Promises: as those of Chat Completions. Items become the messages they would be there: an assistant's thoughts, text and
-calls are one message. What is stored can be gone on with (`previous_response_id`) within its session.
+calls are one message. Tools of a namespace are shown the model as `namespace.tool`, and called by their client's names.
+What is stored can be gone on with (`previous_response_id`), and its items named (`item_reference`), within its session.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from datamodules.workflows.gateway.errors import RequestError
 from datamodules.workflows.gateway.protocols import fields, images, structured
 from datamodules.workflows.gateway.protocols.base import Asked, EventWriter, Sampled, WireProtocol
 from datamodules.workflows.gateway.protocols.chat_completions import openai_error
-from datamodules.workflows.gateway.protocols.response_events import ResponseEvents, items_of, response
+from datamodules.workflows.gateway.protocols.response_events import ResponseEvents, in_namespace, items_of, response
 from datamodules.workflows.gateway.transcript import Call
 
 _WITHOUT_EFFECT = (
@@ -25,6 +26,7 @@ _WITHOUT_EFFECT = (
     "prompt_cache_key",
     "prompt_cache_retention",
     "stream_options",
+    "client_metadata",
 )
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "top_logprobs": (0,),
@@ -40,6 +42,13 @@ class Responses(WireProtocol):
     """`/v1/responses`."""
 
     path = "responses"
+
+    def whole(self, body: dict[str, Any], calls: Sequence[Call]) -> dict[str, Any]:
+        given = body.get("input")
+        if not isinstance(given, list) or not any(map(_reference, given)):
+            return body
+        said = {item["id"]: item for call in calls for item in items_of((), call.id, call, ())}
+        return {**body, "input": [said.get(_reference(item), item) for item in given]}
 
     def parse(self, body: dict[str, Any]) -> Asked:
         left = {key: value for key, value in body.items() if key not in _WITHOUT_EFFECT}
@@ -94,7 +103,7 @@ class Responses(WireProtocol):
         self, asked: Asked, name: str, calls: Sequence[Call], tokens: Sequence[Sequence[Sampled]] | None
     ) -> dict[str, Any]:
         (call,) = calls
-        items = items_of(name, call, tokens[0] if tokens else ())
+        items = items_of(asked.own["tools"], name, call, tokens[0] if tokens else ())
         return response(asked, name, int(time.time()), items, call)
 
     def events(self, asked: Asked, name: str) -> EventWriter:
@@ -105,23 +114,42 @@ class Responses(WireProtocol):
 
 
 def tools_of(found: Any, exactly: bool = True) -> list[dict[str, Any]] | None:
-    """As Chat Completions has them. `exactly`: fields that are not known are refused."""
+    """As Chat Completions has them, those of namespaces by both names. `exactly`: fields that are not known are
+    refused."""
     tools = []
     for k, tool in enumerate([] if found is None else fields.a_list("tools", found)):
         where = f"tools[{k}]"
         tool = fields.an_object(where, tool)
-        if tool.get("type") != "function":
-            raise RequestError(
-                f'{where}.type: {fields.shown(tool.get("type"))}, must be "function": others run at the provider',
-                param=f"{where}.type",
-                code="unsupported_parameter",
-            )
+        if tool.get("type") != "namespace":
+            tools.append(_tool(where, tool, exactly))
+            continue
         if exactly:
-            left = dict(tool)
-            fields.take_neutral(left, fields.TOOL_NEUTRAL, where)
-            fields.only(where, left, ("type", "name", "description", "parameters", "strict"))
-        tools.append(fields.function_tool(where, tool, tool.get("parameters"), f"{where}.parameters"))
+            fields.only(where, tool, ("type", "name", "description", "tools"))
+        space = fields.a_text(f"{where}.name", tool.get("name"))
+        told = fields.optional_text(f"{where}.description", tool.get("description"))
+        for i, inner in enumerate(fields.a_list(f"{where}.tools", tool.get("tools"))):
+            at = f"{where}.tools[{i}]"
+            named = fields.a_text(f"{at}.name", fields.an_object(at, inner).get("name"))
+            about = fields.optional_text(f"{at}.description", inner.get("description"))
+            about = "\n\n".join(one for one in (told if i == 0 else "", about) if one)  # once, in front of all of them
+            tools.append(_tool(at, {**inner, "name": in_namespace(space, named), "description": about}, exactly))
     return tools or None
+
+
+def _tool(where: str, tool: dict[str, Any], exactly: bool) -> dict[str, Any]:
+    if tool.get("type") != "function":
+        raise RequestError(
+            f'{where}.type: {fields.shown(tool.get("type"))}, must be "function" or a "namespace" of such: a provider'
+            " runs the others, or forces their calls into a grammar; have the agent not offer it (Codex: web_search ="
+            ' "disabled" in its config.toml)',
+            param=f"{where}.type",
+            code="unsupported_parameter",
+        )
+    if exactly:
+        left = dict(tool)
+        fields.take_neutral(left, fields.TOOL_NEUTRAL, where)
+        fields.only(where, left, ("type", "name", "description", "parameters", "strict"))
+    return fields.function_tool(where, tool, tool.get("parameters"), f"{where}.parameters")
 
 
 def messages_of(found: Any) -> list[Message]:
@@ -132,6 +160,12 @@ def messages_of(found: Any) -> list[Message]:
     for i, item in enumerate(fields.a_list("input", found)):
         where = f"input[{i}]"
         item = fields.an_object(where, item)
+        if _reference(item):
+            raise RequestError(
+                f"{where}.id: no answer of this session has it; send the item itself (AI SDK: providerOptions:"
+                " {openai: {store: false}})",
+                param=f"{where}.id",
+            )
         known = ("message", "function_call", "function_call_output", "reasoning")
         kind = fields.one_of(f"{where}.type", item.get("type") or "message", known)
         if kind == "function_call_output":
@@ -157,6 +191,12 @@ def messages_of(found: Any) -> list[Message]:
     if not messages:
         raise RequestError("input: must be a text or a list of at least one item", param="input")
     return messages
+
+
+def _reference(item: Any) -> str:
+    """The id of the item that is named only; "" for an item that is there."""
+    named = isinstance(item, dict) and item.get("type") == "item_reference"
+    return str(item.get("id")) if named else ""
 
 
 def _unmade(found: Any) -> dict[str, str]:
@@ -188,6 +228,8 @@ def _add(where: str, kind: str, item: dict[str, Any], message: Message) -> None:
         message["reasoning_content"] = message.get("reasoning_content", "") + thought
     else:
         name = fields.a_text(f"{where}.name", item.get("name"))
+        if item.get("namespace") is not None:
+            name = in_namespace(fields.a_text(f"{where}.namespace", item["namespace"]), name)
         arguments = fields.a_text(f"{where}.arguments", item.get("arguments"))
         call = {"type": "function", "function": {"name": name, "arguments": arguments}}
         identity = fields.a_text(f"{where}.call_id", item.get("call_id"))

@@ -155,7 +155,7 @@ def test_models_are_listed() -> None:
         ("responses", {"tools": [{"type": "web_search"}]}, "tools[0].type"),
         ("responses", {"previous_response_id": "resp_x"}, "previous_response_id"),
         ("responses", {"conversation": "c"}, "conversation"),
-        ("responses", {"input": [{"type": "item_reference", "id": "x"}]}, "input[0].type"),
+        ("responses", {"input": [{"type": "item_reference", "id": "x"}]}, "input[0].id"),
         ("responses", {"input": []}, "input"),
         ("responses", {"input": [{"role": "user", "content": "x"}, RESULT]}, "input[1].call_id"),
         ("completions", {"echo": True}, "echo"),

@@ -1,0 +1,180 @@
+"""Coding agents and JavaScript's AI SDK: requests in the shapes they send, and the programs themselves where they are
+installed. What `docs/agents.md` says of them was seen with the versions it names."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from datamodules.workflows.gateway.protocols.servable import Sampling
+from tests.datamodules.workflows.gateway.clients.door import CALL, Door, door
+
+OVERRIDE = Sampling(200, override=True)
+SCHEMA = {"type": "object", "properties": {"fruit": {"type": "string"}}}
+KEPT = {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}
+IN_NAMESPACE = '<tool_call>\n{"name": "shop.look_up", "arguments": {"fruit": "apple"}}\n</tool_call>'
+
+
+def post(there: Door, path: str, body: dict[str, Any]) -> dict[str, Any]:
+    headers = {"Authorization": f"Bearer {there.key}", "anthropic-version": "2023-06-01"}
+    answer: dict[str, Any] = httpx.post(f"{there.address}/{path}", json=body, headers=headers, timeout=20).json()
+    return answer
+
+
+def of_claude_code(messages: list[dict[str, Any]], **more: Any) -> dict[str, Any]:
+    marked = {"cache_control": {"type": "ephemeral"}}
+    return {
+        "model": "any",
+        "max_tokens": 32000,
+        "system": [{"type": "text", "text": "You are an agent.", **marked}],
+        "messages": messages,
+        "tools": [{"name": "look_up", "description": "price", "input_schema": SCHEMA}],
+        "metadata": {"user_id": "{}"},
+        "thinking": {"type": "adaptive"},
+        "context_management": KEPT,
+        "output_config": {"effort": "high"},
+        **more,
+    }
+
+
+STARTED: list[dict[str, Any]] = [
+    {
+        "role": "user",
+        "content": [
+            {"type": "text", "text": "<system-reminder>Today is a day.</system-reminder>"},
+            {"type": "text", "text": "What are two apples?", "cache_control": {"type": "ephemeral"}},
+        ],
+    },
+    {"role": "system", "content": "There are skills."},
+]
+
+
+def test_claude_code_is_one_path_with_messages_of_the_system_among_the_others() -> None:
+    with door(sampling=OVERRIDE) as there:
+        said = post(there, "v1/messages?beta=true", of_claude_code(STARTED))["content"]
+        told = [{"type": "tool_result", "tool_use_id": said[-1]["id"], "content": "3"}]
+        history = [*STARTED, {"role": "assistant", "content": said}, {"role": "user", "content": told}]
+        assert post(there, "v1/messages?beta=true", of_claude_code(history))["content"][0]["text"] == "It is 6."
+        there.check_one_path()
+        shown = there.prompts()[0]
+        assert "What are two apples?<|end|>\n<|begin|>system\nThere are skills.<|end|>" in shown
+        assert there.session.counts["overridden_calls"] == 2
+
+
+@pytest.mark.parametrize(
+    ("more", "field"),
+    [({}, "thinking"), ({"thinking": None, "context_management": {"edits": [{"type": "x"}]}}, "context_management")],
+)
+def test_what_would_change_claude_codes_replies_or_history_is_refused_by_name(more: dict[str, Any], field: str) -> None:
+    with door([]) as there:
+        problem = post(there, "v1/messages", of_claude_code(STARTED, **more))["error"]
+        assert problem["message"].startswith(f"{field}: ") and not there.engine.seen
+
+
+def of_codex(items: list[dict[str, Any]], *tools: dict[str, Any]) -> dict[str, Any]:
+    inner = {"type": "function", "name": "look_up", "description": "price", "strict": False, "parameters": SCHEMA}
+    space = {"type": "namespace", "name": "shop", "description": "All of a shop.", "tools": [inner]}
+    return {
+        "model": "any",
+        "input": items,
+        "tools": [space, *tools],
+        "tool_choice": "auto",
+        "parallel_tool_calls": True,
+        "store": False,
+        "include": ["reasoning.encrypted_content"],
+        "prompt_cache_key": "k",
+        "client_metadata": {"thread_id": "t"},
+    }
+
+
+ASKED: list[dict[str, Any]] = [
+    {"type": "message", "id": "m1", "role": "developer", "content": [{"type": "input_text", "text": "Be short."}]},
+    {"type": "message", "id": "m2", "role": "user", "content": [{"type": "input_text", "text": "Two apples?"}]},
+]
+
+
+def test_codex_calls_a_tool_of_a_namespace() -> None:
+    with door([IN_NAMESPACE, "It is 6."]) as there:
+        (called,) = post(there, "v1/responses", of_codex(ASKED))["output"]
+        assert (called["namespace"], called["name"]) == ("shop", "look_up")
+        told = {"type": "function_call_output", "id": "fco", "call_id": called["call_id"], "output": "3"}
+        post(there, "v1/responses", of_codex([*ASKED, called, told]))
+        there.check_one_path()
+        shown = there.prompts()[0]
+        assert '"name": "shop.look_up"' in shown and "All of a shop.\\n\\nprice" in shown
+
+
+@pytest.mark.parametrize("tool", [{"type": "web_search"}, {"type": "custom", "name": "apply_patch"}])
+def test_a_tool_that_only_a_provider_has_is_refused_with_the_remedy(tool: dict[str, Any]) -> None:
+    with door([]) as there:
+        problem = post(there, "v1/responses", of_codex(ASKED, tool))["error"]["message"]
+        assert problem.startswith(f'tools[1].type: "{tool["type"]}"') and 'web_search = "disabled"' in problem
+
+
+def test_items_that_the_ai_sdk_only_names_are_those_of_the_session() -> None:
+    tool = {"type": "function", "name": "look_up", "description": "price", "parameters": SCHEMA}
+    with door() as there:
+        body = {"model": "any", "input": ASKED, "tools": [tool]}
+        said = post(there, "v1/responses", body)["output"]
+        named = [{"type": "item_reference", "id": one["id"]} for one in said]
+        told = {"type": "function_call_output", "call_id": said[-1]["call_id"], "output": "3"}
+        assert [one["type"] for one in said] == ["message", "function_call"]
+        post(there, "v1/responses", {**body, "input": [*ASKED, *named, told]})
+        there.check_one_path()
+        lost = {"type": "item_reference", "id": "msg_of_another"}
+        problem = post(there, "v1/responses", {**body, "input": [*ASKED, lost]})["error"]["message"]
+        assert problem.startswith("input[2].id: no answer of this session has it; send the item itself")
+
+
+def test_the_ai_sdk_finds_messages_behind_the_address_in_the_environment() -> None:
+    with door([CALL]) as there:
+        said = post(there, "messages", of_claude_code(STARTED, thinking=None, output_config=None))
+        assert [one["type"] for one in said["content"]] == ["text", "tool_use"]
+        assert post(there, "messages", {"messages": []})["type"] == "error"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("program", ["claude", "codex"])
+def test_the_program_itself(program: str, tmp_path: Path) -> None:
+    """It lists the folder, and answers: one path."""
+    if shutil.which(program) is None:
+        package = {"claude": "@anthropic-ai/claude-code", "codex": "@openai/codex"}[program]
+        pytest.skip(f"npm install -g {package} brings {program}")
+    name, arguments = {
+        "claude": ("Bash", '{"command": "ls", "description": "list"}'),
+        "codex": ("exec_command", '{"cmd": "ls"}'),
+    }[program]
+    listed = f'<tool_call>\n{{"name": "{name}", "arguments": {arguments}}}\n</tool_call>'
+    (tmp_path / "pear.txt").write_text("x")
+    with door([listed, "There is a pear."], sampling=Sampling(4096, override=True)) as there:
+        there.engine.max_context = 1 << 20
+        environment = {
+            "PATH": os.environ["PATH"],
+            "HOME": str(tmp_path / "home"),
+            "ANTHROPIC_BASE_URL": there.address,
+            "ANTHROPIC_AUTH_TOKEN": there.key,
+            "ANTHROPIC_MODEL": "policy",
+            "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
+            "OPENAI_API_KEY": there.key,
+        }
+        (tmp_path / "home").mkdir()
+        provider = f'{{name="a", base_url="{there.v1}", env_key="OPENAI_API_KEY", wire_api="responses"}}'
+        options = ["model=policy", "model_provider=a", f"model_providers.a={provider}", 'web_search="disabled"']
+        settings = [word for option in options for word in ("-c", option)]
+        words = {
+            "claude": ["claude", "-p", "What is here?", "--tools", "Bash", "--allowedTools", "Bash"],
+            "codex": ["codex", "exec", "--skip-git-repo-check", "-s", "danger-full-access", *settings, "What is here?"],
+        }[program]
+        ran = subprocess.run(
+            words, cwd=tmp_path, env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=120
+        )
+        assert ran.returncode == 0 and "There is a pear." in ran.stdout, ran.stderr
+        asked, answered = there.engine.seen
+        before = [*asked.tokens, *there.engine.responses[0].tokens]
+        assert answered.tokens[: len(before)] == before and "pear.txt" in there.prompts()[1]
