@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -13,7 +15,7 @@ import yaml
 
 from app.cli import main
 from datamodules.prompts.base import Prompt
-from datamodules.workflows.gateway import AgentWorkflow
+from datamodules.workflows.gateway import AgentWorkflow, Budget
 from tests.datamodules.workflows.scripted_engine import WITH_CALLS, ScriptedEngine, play
 from tests.helpers import npm
 from tests.helpers.recorded_samples import byte_tokenizer
@@ -90,9 +92,39 @@ def test_a_model_that_calls_without_end_is_scored(name: str, monkeypatch: pytest
     assert "rror" in TOKENIZER.decode(engine.seen[-1].tokens)  # the model is told what was wrong
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(("program", "tool"), [("claude", "Bash"), ("codex", "exec_command")])
+@pytest.mark.parametrize(("does", "worth"), [("sed -i s/red/blue/ notes.txt", 1.0), ("rm notes.txt", 0.0)])
+def test_a_coding_agent_is_worth_what_it_left(
+    program: str, tool: str, does: str, worth: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if shutil.which(program) is None:
+        pytest.skip("npm install -g @anthropic-ai/claude-code @openai/codex brings it")
+    monkeypatch.chdir(ROOT)
+    written = json.dumps({"command": does, "description": "do"} if program == "claude" else {"cmd": does})
+    engine = ScriptedEngine(TOKENIZER, [call(tool, written), "Done."], max_context=1 << 20)
+    given = {**options("coding"), "budget": Budget(**options("coding")["budget"])}
+    words = {"python3": sys.executable, "claude": program}
+    workflow = AgentWorkflow(**{**given, "agent": [words.get(word, word) for word in given["agent"]]})
+    task = json.loads((AGENTS / "coding" / "tasks.jsonl").read_text())
+    found = play(workflow, engine, TOKENIZER, Prompt("t", task.pop("task"), metadata=task))
+    assert [one.reward for one in found] == [worth, worth]
+    before = found[0].tokens.tolist()
+    assert found[1].tokens.tolist()[: len(before)] == before
+
+
+def test_tasks_of_coding_agents_are_checked_in_the_folder(tmp_path: Path) -> None:
+    for line in (AGENTS / "coding" / "tasks.jsonl").read_text().splitlines():
+        folder = ROOT / json.loads(line)["folder"]
+        copy = shutil.copytree(folder / "files", tmp_path / folder.name)
+        assert subprocess.run([sys.executable, folder / "check.py"], cwd=copy, capture_output=True).returncode == 1
+        (copy / "notes.txt").write_text("colour: blue\nsize: 3\n")
+        assert subprocess.run([sys.executable, folder / "check.py"], cwd=copy).returncode == 0
+
+
 def test_every_example_has_what_it_needs() -> None:
     folders = sorted(path.name for path in AGENTS.iterdir() if path.is_dir() and "__" not in path.name)
-    assert folders == sorted(SAID)
+    assert folders == sorted([*SAID, "coding"])
     for name in folders:
         said = (AGENTS / name / "README.md").read_text()
         assert f"--config examples/agents/{name}/agent.yaml" in said and len(said.splitlines()) < 20
