@@ -190,6 +190,19 @@ def test_a_stream_that_fails_or_stops_is_not_recorded() -> None:
         assert caught.value.cause == "cut_off"
 
 
+def test_what_coding_agents_send_is_recorded() -> None:
+    """A tool of a namespace, as Codex has it, and a message of the system among the others, as Claude Code has it."""
+    called = {"type": "function_call", "namespace": "shop", "name": "look_up", "call_id": "c", "arguments": "{}"}
+    space = {"type": "namespace", "name": "shop", "tools": [OF_RESPONSES]}
+    answer = {**ANSWERED, "output": [called]}
+    by_codex = read("responses", encoded({"input": "a", "tools": [space]}), encoded(answer), False)
+    ((reply, _),) = by_codex.replies
+    assert [reply["tool_calls"][0]["name"]] == [one["function"]["name"] for one in by_codex.tools] == ["shop.look_up"]
+    told = {"role": "system", "content": "There are skills."}
+    by_claude = read("messages", encoded({"messages": [*USER, told]}), encoded(OF_ANTHROPIC), False)
+    assert by_claude.messages == [*USER, told]
+
+
 def test_both_ways_to_a_conversation_are_one() -> None:
     """A conversation that is sent again, and one that its provider is asked to go on with."""
     conversations = Conversations()
