@@ -312,12 +312,18 @@ class Visible:
 
     def __init__(self, chat: Chat) -> None:
         self._chat = chat
-        self._known: dict[tuple[str, bool], bool] = {}
+        self._known: dict[tuple[str, int], bool] = {}
 
     def tools(self, system: bool) -> bool:
         """Tools, in conversations that begin with a message of the system's or not."""
         said = [_SYSTEM, _ASKED] if system else [_ASKED]
         return self._found(("tools", system), lambda: self._chat.text(said, _TOOLS) != self._chat.text(said, None))
+
+    def systems(self, before: int, asked: bool) -> bool:
+        """A message of the system that has `before` others before it, and one of the user's where that has `asked`."""
+        told, asks = [*[_SYSTEM] * before, {"role": "system", "content": _REPLY}], [_ASKED]
+        said = [*told[:-1], *asks, told[-1]] if asked else [*told, *asks]
+        return self._found(("systems", 2 * before + asked), lambda: _REPLY in self._chat.text(said, None))
 
     def calls(self, tools: bool) -> bool:
         """Earlier calls, where there are tools beside them or not."""
@@ -340,7 +346,7 @@ class Visible:
     def _called(self, name: str) -> list[Message]:
         return _calling(name, self._chat.arguments({}))
 
-    def _found(self, what: tuple[str, bool], look: Callable[[], bool]) -> bool:
+    def _found(self, what: tuple[str, int], look: Callable[[], bool]) -> bool:
         if what not in self._known:
             try:
                 self._known[what] = look()

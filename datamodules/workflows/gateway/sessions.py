@@ -33,7 +33,13 @@ from datamodules.workflows.gateway.history import Bodies, Kept
 from datamodules.workflows.gateway.protocols import fields, structured
 from datamodules.workflows.gateway.protocols.base import Asked, Sampled
 from datamodules.workflows.gateway.protocols.images import SessionImages
-from datamodules.workflows.gateway.protocols.servable import Sampling, check_sampling, check_tools, hides_speakers
+from datamodules.workflows.gateway.protocols.servable import (
+    Sampling,
+    check_sampling,
+    check_systems,
+    check_tools,
+    hides_speakers,
+)
 from datamodules.workflows.gateway.repeats import Repeats
 from datamodules.workflows.gateway.replies import Parser, Piece, Reading, as_message, on_this_loop, shown
 from datamodules.workflows.gateway.rewards import Exchange, Rewards
@@ -163,6 +169,7 @@ class Session:
             plan = self._plan(asked)
             with _ends_the_run(self):
                 structured.check_shown(asked, plan.text)
+                check_systems(self._chat, asked.messages)
             tokens = await self._tokens_of(plan)
             placed = self._images.placed(tokens, pictures)
         prompt = Kept(plan.text, tokens, plan.base, plan.begins)

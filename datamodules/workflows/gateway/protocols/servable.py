@@ -103,6 +103,24 @@ def hides_speakers(chat: Chat, messages: Sequence[Message]) -> bool:
     return unsaid and len({one["name"] for one in named}) > 1 and not chat.visible.names()
 
 
+def check_systems(chat: Chat, messages: Sequence[Message]) -> None:
+    """Raises RequestError where the template leaves out messages of the system: all, or those behind the first."""
+    begin = next((k for k, one in enumerate(messages) if one.get("role") != "system"), len(messages))
+    which = ""
+    if begin and not chat.visible.systems(0, False):
+        which = "messages of the system"
+    elif begin > 1 and not chat.visible.systems(1, False):
+        which = "messages of the system behind the first one"
+    elif not chat.visible.systems(1, True) and any(one.get("role") == "system" for one in messages[begin:]):
+        which = "messages of the system behind the user's"
+    if which:
+        raise RequestError(
+            f"messages: the chat template of the model's tokenizer does not show {which} to the model; use a model"
+            " whose template does, or have the agent say it in a message of the user",
+            param="messages",
+        )
+
+
 def _check_shaping(shaping: Shaping | None, engine: EpisodeEngine, untrainable: str) -> None:
     for name in () if shaping is None else shaping.names:
         problem = ""

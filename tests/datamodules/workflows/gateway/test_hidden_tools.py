@@ -3,6 +3,7 @@ trained without what it was sent."""
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import pytest
@@ -12,6 +13,8 @@ from datamodules.conversations.chat_template import Chat
 from datamodules.prompts.base import Prompt
 from datamodules.workflows.base import EpisodeEngine, Misfit
 from datamodules.workflows.gateway import AgentWorkflow, Budget, Session
+from datamodules.workflows.gateway.errors import RequestError
+from datamodules.workflows.gateway.protocols.base import Asked
 from datamodules.workflows.gateway.protocols.servable import Sampling
 from datamodules.workflows.tool_calls import hermes_calls
 from tests.datamodules.workflows.chat_families import FAMILIES
@@ -50,6 +53,42 @@ def falls_back(prompt: Prompt) -> str:
         return agents.shopper(prompt)
     except agents.BadRequestError:
         return agents.twice(prompt)
+
+
+SAYS: list[dict[str, Any]] = [{"role": role, "content": "x"} for role in ("system", "user", "assistant")]
+
+
+@pytest.mark.parametrize(
+    ("hidden", "messages", "which"),
+    [
+        ("true", SAYS[:2], "system to"),
+        ("not loop.first and loop.previtem.role == 'system'", [SAYS[0], *SAYS[:2]], "system behind the first one to"),
+        ("not loop.first and loop.previtem.role == 'user'", [*SAYS[:2], SAYS[0]], "system behind the user's to"),
+    ],
+)
+def test_messages_of_the_system_that_the_template_leaves_out_are_refused(
+    hidden: str, messages: list[dict[str, Any]], which: str
+) -> None:
+    """Claude Code sends some behind the user's, Codex several."""
+    begin = "<|begin|>{{ m.role }}"
+    template = PLAIN.replace(begin, f"{{% if not (m.role == 'system' and {hidden}) %}}{begin}")
+    template = template.replace("{% endfor", "{% endif %}{% endfor")
+
+    async def ask(there: str, messages: list[dict[str, Any]]) -> None:
+        tokenizer = byte_tokenizer(there)
+        engine = EpisodeEngine(ScriptedEngine(tokenizer, ["6"]), tokenizer, None, name="e", seed="s")  # type: ignore[arg-type]
+        session = Session(engine, Chat(tokenizer), Sampling(9), Budget(), hermes_calls)
+        try:
+            await session.reply(Asked("m", messages))
+        finally:
+            assert bool(session.misfit) == (
+                len(session.exchanges) == 0
+            )  # which ends a run: every episode would meet it
+
+    with pytest.raises(RequestError, match=f"does not show messages of the {which} the model; use a model"):
+        asyncio.run(ask(template, messages))
+    asyncio.run(ask(template, SAYS[1:2]))
+    asyncio.run(ask(PLAIN, [SAYS[0], *SAYS, SAYS[0]]))
 
 
 @pytest.mark.parametrize("agent", [agents.shopper, agents.streaming_shopper, falls_back])
