@@ -340,8 +340,7 @@ class Visible:
 
     def names(self) -> bool:
         """Who a message of the user's is from (`name`)."""
-        said = {**_ASKED, "name": _REPLY}
-        return self._found(("names", False), lambda: _REPLY in self._chat.text([said], None))
+        return self._found(("names", 0), lambda: _REPLY in self._chat.text([{**_ASKED, "name": _REPLY}], None))
 
     def _called(self, name: str) -> list[Message]:
         return _calling(name, self._chat.arguments({}))

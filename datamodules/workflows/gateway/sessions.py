@@ -30,16 +30,9 @@ from datamodules.prompts.base import Prompt
 from datamodules.workflows.base import EpisodeEngine, to_trajectory
 from datamodules.workflows.gateway.errors import RequestError, refused
 from datamodules.workflows.gateway.history import Bodies, Kept
-from datamodules.workflows.gateway.protocols import fields, structured
+from datamodules.workflows.gateway.protocols import fields, servable, structured
 from datamodules.workflows.gateway.protocols.base import Asked, Sampled
 from datamodules.workflows.gateway.protocols.images import SessionImages
-from datamodules.workflows.gateway.protocols.servable import (
-    Sampling,
-    check_sampling,
-    check_systems,
-    check_tools,
-    hides_speakers,
-)
 from datamodules.workflows.gateway.repeats import Repeats
 from datamodules.workflows.gateway.replies import Parser, Piece, Reading, as_message, on_this_loop, shown
 from datamodules.workflows.gateway.rewards import Exchange, Rewards
@@ -104,7 +97,7 @@ class Session:
         self,
         engine: EpisodeEngine,
         chat: Chat,
-        sampling: Sampling,
+        sampling: servable.Sampling,
         budget: Budget,
         parser: Parser,
         name: str | None = None,
@@ -149,7 +142,7 @@ class Session:
         """
         temperature = self._sampling.temperature if asked.temperature is None else asked.temperature
         try:
-            check_sampling(asked, temperature, self._engine, self._sampling.untrainable)
+            servable.check_sampling(asked, temperature, self._engine, self._sampling.untrainable)
         except RequestError as error:
             self.refused = str(error)
             raise
@@ -169,7 +162,7 @@ class Session:
             plan = self._plan(asked)
             with _ends_the_run(self):
                 structured.check_shown(asked, plan.text)
-                check_systems(self._chat, asked.messages)
+                servable.check_systems(self._chat, asked.messages)
             tokens = await self._tokens_of(plan)
             placed = self._images.placed(tokens, pictures)
         prompt = Kept(plan.text, tokens, plan.base, plan.begins)
@@ -185,7 +178,7 @@ class Session:
         most = min(room, self._sampling.max_new_tokens, asked.max_tokens or room)
         if (asked.max_tokens or 0) > self._sampling.max_new_tokens:
             self.counts["clamped_calls"] += asked.n
-        if hides_speakers(self._chat, asked.messages):
+        if servable.hides_speakers(self._chat, asked.messages):
             self.counts["nameless_calls"] += asked.n
         engine = self._engine  # a seed that is the same in every episode must not make a group's samples alike
         requests = [
@@ -390,7 +383,7 @@ class Session:
                 code="context_length_exceeded",
             )
         with _ends_the_run(self):
-            check_tools(self._chat, messages, tools, self._show_tools)
+            servable.check_tools(self._chat, messages, tools, self._show_tools)
         return tools if self._show_tools else None
 
     def _spend(self, n: int) -> None:
