@@ -22,13 +22,11 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from app.hub import check_reachable
 from app.text import printable, reason
 from datamodules.conversations.chat_template import HIDES_TOOLS, Chat
+from datamodules.conversations.messages import as_recorded, check_messages, is_trained
 from datamodules.conversations.tokens import Conversation, is_reward
 from datamodules.files.data_files import RecordedDataError
 from datamodules.files.json_lines import parse_json, read_json_lines
 
-_ROLES = ("system", "user", "assistant", "tool")
-_KEYS = ("role", "content", "tool_calls", "weight", "id", "tool_call_id")
-_NOTHING: tuple[Any, ...] = (None, "", [], {})  # 0 and false say something
 THINK_TEXT = "<think>\n\n</think>\n\n"
 _EMPTY_THINK = re.compile(r"\s*(?:<think>\s*)?</think>\n*")  # its beginning may be the prompt's end
 
@@ -38,6 +36,7 @@ class Transcript:
     """One conversation as text: its fields as in the JSONL file (see `load_transcripts`); source for errors.
 
     One that has a `completion` has no messages: its text was sampled behind that of `prompt`, by no template.
+    `options` are further arguments of the template.
     """
 
     task: str
@@ -51,6 +50,7 @@ class Transcript:
     prompt: str = ""
     completion: str | None = None
     ended: bool = True
+    options: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -64,14 +64,13 @@ class SystemPrompt:
 def load_transcripts(path: str | Path) -> list[Transcript]:
     """Reads a `.jsonl` or `.jsonl.gz` file, one conversation a line.
 
-    A line holds `task_id`, `trial` (default 0), `model` (default ""), `reward`, `messages`, and, where a gateway wrote
-    it, `tools`, JSON schemas in place of the system file's, and `rewarded`, false where nobody said what it was worth;
-    other keys are ignored. A message has `role` (system, user, assistant, tool), `content` and, on assistant messages,
-    `tool_calls`: `[{"id", "name", "arguments"}]`, and `weight`: 0 for one that is shown and not trained (default 1); a
-    result has the `id` of its call (or `tool_call_id`). A message's other keys, which no template would be given, are
-    refused unless they hold nothing.
-    In place of messages there may be `prompt` and `completion`, texts around which no template is put, and `ended`,
-    false where the model did not end it (default true).
+    A line holds `messages` and, if need be, `task_id` (default: the file's name and the line's number), `trial` (0),
+    `model` (""), `reward`, `rewarded`, false where nobody said what it was worth (default: whether there is a reward),
+    `tools`, JSON schemas in place of the system file's, as a list or its JSON text, and `chat_template_kwargs`, further
+    arguments of the template; other keys are ignored, but for those that would be missed. A message is what
+    `check_messages` says, or OpenAI's form of it (`as_recorded`).
+    In place of messages there may be `prompt` and `completion`: messages of which the completion's alone are trained;
+    or texts around which no template is put, and `ended`, false where the model did not end it (default true).
 
     Raises:
         RecordedDataError: naming file, line and field.
@@ -83,39 +82,6 @@ def load_transcripts(path: str | Path) -> list[Transcript]:
             f"{path}: no conversation in it; name another file in data.path, or make this one again"
         )
     return result
-
-
-def check_messages(messages: Any, source: str) -> list[dict[str, Any]]:
-    """`messages` itself if all have the documented form; raises RecordedDataError naming the first that has not."""
-
-    def refuse(where: str, problem: str) -> None:
-        raise RecordedDataError(f"{source}: {where} {problem}; correct or remove the conversation")
-
-    if not isinstance(messages, list) or not messages:
-        refuse("messages", "must be a non-empty list")
-    for k, message in enumerate(messages):
-        where = f"messages[{k}]"
-        if not isinstance(message, dict) or message.get("role") not in _ROLES:
-            refuse(f"{where}.role", f"must be one of {_ROLES}")
-        unused = next((key for key, value in message.items() if key not in _KEYS and value not in _NOTHING), None)
-        if unused is not None:
-            hint = "; thoughts belong into content, as the model writes them" if message["role"] == "assistant" else ""
-            refuse(f"{where}.{printable(unused, 40)}", f"would be left out, a message has {', '.join(_KEYS)}{hint}")
-        if not isinstance(message.get("content"), str):
-            refuse(f"{where}.content", "must be a string (empty where there is none)")
-        calls = message.get("tool_calls", [])
-        if not isinstance(calls, list) or (calls and message["role"] != "assistant"):
-            refuse(f"{where}.tool_calls", "must be a list, on an assistant message")
-        for n, call in enumerate(calls):
-            if not isinstance(call, dict) or not isinstance(call.get("name"), str):
-                refuse(f"{where}.tool_calls[{n}].name", "must be a string, and not within 'function'")
-            if not isinstance(call.get("arguments"), dict):
-                refuse(f"{where}.tool_calls[{n}].arguments", "must be an object")
-        if "weight" in message and (message["weight"] not in (0, 1) or message["role"] != "assistant"):
-            refuse(f"{where}.weight", "must be 0 or 1, on an assistant message")
-    if not any(map(_is_trained, messages)):
-        refuse("messages", "holds no assistant message (of weight 1), so nothing to train on")
-    return messages
 
 
 def load_system(path: str | Path) -> SystemPrompt:
@@ -177,9 +143,10 @@ class ChatEncoder:
             return self._completion(transcript, transcript.completion)
         source, messages = transcript.source, transcript.messages
         tools = self.system.tools if transcript.tools is None else transcript.tools
+        shown = {**transcript.options, "tools": tools or None}
         end_of_turn = self._end
         for k, message in enumerate(messages):
-            for token in (end_of_turn, *(self._chat.turns if _is_trained(message) else ())):
+            for token in (end_of_turn, *(self._chat.turns if is_trained(message) else ())):
                 where = next((key for key, value in message.items() if _spells(value, token)), None)
                 if where is not None:
                     kind = "end-of-turn token" if token == end_of_turn else "template's token"
@@ -194,34 +161,36 @@ class ChatEncoder:
                 )
             chat.insert(0, {"role": "system", "content": self.system.text})
         shift = len(chat) - len(messages)
-        text = self._render([*chat, after], tools, False, source, len(messages))
-        self._check_shown(chat, after, tools, source)
+        text = self._render([*chat, after], shown, False, source, len(messages))
+        self._check_shown(chat, after, shown, source)
 
         tokens: list[int] = []
         starts, ends, steps = [], [], []
         done = 0
         for k, message in enumerate(messages):
-            if not _is_trained(message):
+            if not is_trained(message):
                 continue
-            prompt = self._render(chat[: k + shift], tools, True, source, k)
+            prompt = self._render(chat[: k + shift], shown, True, source, k)
             end = text.find(end_of_turn, len(prompt))
             if not text.startswith(prompt) or len(prompt) < done:
                 raise RecordedDataError(
                     f"{source}: messages[{k}]: the chat template rewrites the conversation before this turn, so its "
                     "prompt is no beginning of the whole; use one whose history does not depend on later messages"
+                    + ", or leave chat_template_kwargs out"
+                    * bool(transcript.options)
                 )
             if end < 0:
                 raise RecordedDataError(
                     f"{source}: messages[{k}]: no '{end_of_turn}' follows the rendered turn, and the chat template "
                     "ends it with no other token; set tokenizer.eos_token to what ends a turn in it"
                 )
-            shown, whole = text[len(prompt) : end], text[: end + len(end_of_turn)]
-            begin, why = _said_from(shown, prompt, message), ""
+            turn, whole = text[len(prompt) : end], text[: end + len(end_of_turn)]
+            begin, why = _said_from(turn, prompt, message), ""
             if begin is None:
                 begin, why = 0, "does not show all that was said"
-            elif shown[begin:].strip() != message["content"].strip():  # else there is no room for what came later
+            elif turn[begin:].strip() != message["content"].strip():  # else there is no room for what came later
                 another = [*chat[: k + shift + 1], *others[k + 1 :]]
-                if not self._render(another, tools, False, source, len(messages)).startswith(whole):
+                if not self._render(another, shown, False, source, len(messages)).startswith(whole):
                     why = "puts what came later into this turn"
             if why:
                 raise RecordedDataError(
@@ -250,10 +219,10 @@ class ChatEncoder:
         )
 
     def _check_shown(
-        self, chat: list[dict[str, Any]], after: dict[str, Any], tools: list[dict[str, Any]], source: str
+        self, chat: list[dict[str, Any]], after: dict[str, Any], shown: dict[str, Any], source: str
     ) -> None:
         """Raises RecordedDataError where the template leaves out tools, or what anybody but the assistant said."""
-        if tools and not self._chat.visible.tools(chat[0]["role"] == "system"):
+        if (tools := shown["tools"]) and not self._chat.visible.tools(chat[0]["role"] == "system"):
             raise RecordedDataError(
                 f"{source}: the chat template {HIDES_TOOLS}, and the conversation has {len(tools)}; use another"
                 " template, or describe them in the system message and leave tools out"
@@ -262,9 +231,9 @@ class ChatEncoder:
             one if one["role"] == "assistant" else {**one, "content": f"{one['content']}@@{k}@@"}
             for k, one in enumerate(chat)
         ]
-        shown = self._render([*marked, after], tools, False, source, len(chat))
+        text = self._render([*marked, after], shown, False, source, len(chat))
         for k, one in enumerate(chat):
-            if one["role"] != "assistant" and f"@@{k}@@" not in shown:
+            if one["role"] != "assistant" and f"@@{k}@@" not in text:
                 raise RecordedDataError(
                     f"{source}: the chat template does not show the message of role {one['role']} that is number"
                     f" {k + 1} of the conversation; use another template, or say it in a role that it shows"
@@ -303,11 +272,11 @@ class ChatEncoder:
         return tokens[1:] if behind else tokens
 
     def _render(
-        self, chat: list[dict[str, Any]], tools: list[dict[str, Any]], generation_prompt: bool, source: str, k: int
+        self, chat: list[dict[str, Any]], shown: dict[str, Any], generation_prompt: bool, source: str, k: int
     ) -> str:
         render: Callable[..., Any] = self.tokenizer.apply_chat_template
         try:
-            return render(chat, tools=tools or None, tokenize=False, add_generation_prompt=generation_prompt)
+            return render(chat, tokenize=False, add_generation_prompt=generation_prompt, **shown)
         except Exception as error:  # templates raise whatever they like
             raise RecordedDataError(
                 f"{source}: the chat template cannot render the conversation up to messages[{k}]: {reason(error)}"
@@ -315,39 +284,79 @@ class ChatEncoder:
 
 
 def _parse(data: dict[str, Any], source: str) -> Transcript:
-    for name, good in (
-        ("task_id", isinstance(data.get("task_id"), str | int)),
-        ("trial", type(data.get("trial", 0)) is int and data.get("trial", 0) >= 0),
-        ("reward", is_reward(data.get("reward"))),
+    data = {key: value for key, value in data.items() if value is not None}  # columns of tables have nulls
+    named: dict[str, Any] = {
+        "task_id": Path(source).name,
+        "trial": 0,
+        "reward": 0.0,
+        "rewarded": "reward" in data,
+        **data,
+    }
+    for name, want, good in (
+        ("task_id", "a string", isinstance(named["task_id"], str | int)),
+        ("trial", "an integer from 0 up", type(named["trial"]) is int and named["trial"] >= 0),
+        ("reward", "a finite number", is_reward(named["reward"]) and ("reward" in data or not named["rewarded"])),
+        ("rewarded", "true or false", isinstance(named["rewarded"], bool)),
+        ("ended", "true or false", isinstance(data.get("ended", True), bool)),
+        ("chat_template_kwargs", "an object", isinstance(data.get("chat_template_kwargs", {}), dict)),
     ):
         if not good:
             got = printable(repr(data[name]), 40) if name in data else "nothing"
-            want = {"task_id": "a string", "trial": "an integer from 0 up", "reward": "a finite number"}[name]
             raise RecordedDataError(f"{source}: '{name}' must be {want}, got {got}; correct or remove the line")
-    tools, is_rewarded = data.get("tools"), data.get("rewarded", True)
-    if tools is not None and not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
-        raise RecordedDataError(f"{source}: 'tools' must be a list of JSON schemas; correct or remove the line")
-    if not isinstance(is_rewarded, bool):
-        raise RecordedDataError(f"{source}: 'rewarded' must be true or false; correct or remove the line")
-    completes = "completion" in data
-    if completes:
-        for name, kind in (("prompt", str), ("completion", str), ("ended", bool)):
-            if not isinstance(data.get(name, True), kind):
-                want = "true or false" if kind is bool else "a string"
-                raise RecordedDataError(f"{source}: '{name}' must be {want}; correct or remove the line")
+    if data.get("functions"):
+        raise RecordedDataError(
+            f"{source}: 'functions', the older form of tools, would be left out; write each of them into 'tools' as"
+            ' {"type": "function", "function": ...}'
+        )
+    prompt, completion = data.get("prompt"), data.get("completion")
+    completes = isinstance(prompt, str) and isinstance(completion, str)
+    if "completion" in data and not completes and not (isinstance(prompt, list) and isinstance(completion, list)):
+        raise RecordedDataError(
+            f"{source}: 'prompt' and 'completion' must be texts, or lists of messages; correct or remove the line"
+        )
     return Transcript(
-        task=str(data["task_id"]),
-        trial=data.get("trial", 0),
+        task=str(named["task_id"]),
+        trial=named["trial"],
         model=str(data.get("model", "")),
-        reward=float(data["reward"]),
-        messages=[] if completes else check_messages(data.get("messages"), source),
+        reward=float(named["reward"]),
+        messages=[] if completes else check_messages(_messages(data, source), source),
         source=source,
-        tools=tools,
-        is_rewarded=is_rewarded,
-        prompt=data["prompt"] if completes else "",
-        completion=data["completion"] if completes else None,
+        tools=_tools(data.get("tools"), source),
+        is_rewarded=named["rewarded"],
+        prompt=str(prompt) if completes else "",
+        completion=str(completion) if completes else None,
         ended=data.get("ended", True),
+        options=data.get("chat_template_kwargs", {}),
     )
+
+
+def _messages(data: dict[str, Any], source: str) -> Any:
+    """Those of a line in the form of recordings; of a prompt and its completion those of the completion are trained."""
+    if "completion" in data:
+        told = [{**one, "weight": 0} if _is_assistant(one) else one for one in data["prompt"]]
+        messages = [*told, *data["completion"]]
+    elif "messages" not in data:
+        raise RecordedDataError(
+            f"{source}: no 'messages' in the line, which has {printable(', '.join(data) or 'nothing', 200)};"
+            " docs/agents.md (Conversations that you have) has a line of Python for other forms"
+        )
+    else:
+        messages = data["messages"]
+    return list(map(as_recorded, messages)) if isinstance(messages, list) else messages
+
+
+def _is_assistant(message: Any) -> bool:
+    return isinstance(message, dict) and message.get("role") == "assistant"
+
+
+def _tools(tools: Any, source: str) -> list[dict[str, Any]] | None:
+    try:
+        found = parse_json(tools) if isinstance(tools, str) else tools
+    except ValueError:
+        found = tools
+    if found is not None and not (isinstance(found, list) and all(isinstance(tool, dict) for tool in found)):
+        raise RecordedDataError(f"{source}: 'tools' must be a list of JSON schemas; correct or remove the line")
+    return found
 
 
 def _spells(value: Any, token: str) -> bool:
@@ -355,10 +364,6 @@ def _spells(value: Any, token: str) -> bool:
     if isinstance(value, dict):
         return any(_spells(one, token) for one in (*value, *value.values()))
     return any(_spells(one, token) for one in value) if isinstance(value, list) else token in str(value)
-
-
-def _is_trained(message: dict[str, Any]) -> bool:
-    return message["role"] == "assistant" and message.get("weight", 1) == 1
 
 
 def _said_from(shown: str, prompt: str, message: dict[str, Any]) -> int | None:
@@ -407,6 +412,8 @@ def _for_template(message: dict[str, Any], chat: Chat) -> dict[str, Any]:
             }
             for call in message["tool_calls"]
         ]
+    if "name" in message:
+        result["name"] = message["name"]
     if message["role"] == "tool" and (answered := message.get("id", message.get("tool_call_id"))) is not None:
         result["tool_call_id"] = answered
     return result

@@ -20,7 +20,8 @@ from pathlib import Path
 from typing import Any
 
 from app.text import printable, reason
-from datamodules.conversations.chat import SystemPrompt, Transcript, check_messages
+from datamodules.conversations.chat import SystemPrompt, Transcript
+from datamodules.conversations.messages import check_messages
 from datamodules.conversations.tokens import is_reward
 from datamodules.conversations.tools import read_system_template, tau2_tools, tau_tools
 from datamodules.files.data_files import RecordedDataError

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+from datamodules.conversations.messages import as_recorded
 from datamodules.files.json_lines import parse_json
 from datamodules.workflows.gateway.protocols import messages as anthropic
 from datamodules.workflows.gateway.protocols import responses
@@ -167,28 +168,13 @@ def _check_whole(path: str, asked: dict[str, Any]) -> None:
 
 def _message(one: Message) -> Message:
     """A message of Chat Completions as recordings have it; whatever it holds, or KeyError, TypeError or ValueError."""
-    content, calls = one.get("content"), one.get("tool_calls") or []
     if one.get("function_call") or one.get("audio"):
         raise ValueError("no text")
-    if isinstance(content, tuple):  # with pictures
+    kept = {key: one[key] for key in ("content", "tool_calls") if one.get(key)}
+    result = as_recorded({"role": one["role"], "content": one.get("refusal") or "", **kept})
+    if not isinstance(result["content"], str):  # pictures
         raise ValueError("no text")
-    if isinstance(content, list):
-        if any(part["type"] != "text" for part in content):
-            raise ValueError("no text")
-        content = "".join(part["text"] for part in content)
-    result = {
-        "role": "system" if one["role"] == "developer" else one["role"],
-        "content": one.get("refusal") or "" if content is None else content,
-    }
-    if calls:
-        result["tool_calls"] = [
-            {
-                "id": call.get("id") or "",
-                "name": call["function"]["name"],
-                "arguments": parse_json(call["function"]["arguments"] or "{}"),
-            }
-            for call in calls
-        ]
+    if "tool_calls" in result:
         parse_json(json.dumps([[[result]]]))  # as deep as in a line, which may be too deep to be read
     if one["role"] == "tool":
         result["id"] = one["tool_call_id"]

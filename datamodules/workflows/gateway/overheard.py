@@ -18,7 +18,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from datamodules.conversations.chat import check_messages
+from datamodules.conversations.messages import check_messages
 from datamodules.files.publish import aside_of, publish
 from datamodules.files.recording import RecordingError, versions
 from datamodules.workflows.gateway.errors import RequestError

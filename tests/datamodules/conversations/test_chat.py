@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 
-from datamodules.conversations.chat import ChatEncoder, SystemPrompt, Transcript, check_messages
+from datamodules.conversations.chat import ChatEncoder, SystemPrompt, Transcript
 from datamodules.conversations.chat_template import Chat
+from datamodules.conversations.messages import check_messages
 from datamodules.conversations.tokens import RecordedDataError
 from tests.helpers.recorded_samples import TEMPLATE, byte_tokenizer, messages
 
