@@ -25,8 +25,9 @@ from transformers import PreTrainedTokenizerBase
 from app import checks
 from app.batch import RolloutBatch, Trajectory
 from datamodules.answers import whole_text
-from datamodules.conversations.chat_template import Chat
+from datamodules.conversations.chat_template import HIDES_TOOLS, Chat
 from datamodules.conversations.image_processor import ImageProcessor
+from datamodules.conversations.messages import tools_of
 from datamodules.groups import Group
 from datamodules.pipeline import fingerprint
 from datamodules.pipeline.loaders import EvalLoader, Position, StepLoader
@@ -52,6 +53,9 @@ class SupervisedDataModule(L.LightningDataModule):
         validation: held-out prompts with solutions, a source with an end, whose loss is `val/loss` of `SFTModule`.
         template_options: further arguments of the chat template, such as `{enable_thinking: false}`: those of the
             workflow that the model is to go on with.
+
+    Of a prompt's metadata (the other fields of a record) `tools`, JSON schemas as a list or its JSON text, are shown by
+    the chat template, and `chat_template_kwargs` are further arguments of it for this prompt.
 
     Raises:
         ValueError: an argument out of range; (before the first step, and when dealt) a prompt without solution, too
@@ -205,10 +209,11 @@ class SupervisedDataModule(L.LightningDataModule):
         assert self.tokenizer is not None, "batches come after setup"
         if not solution:
             raise ValueError(f"prompt '{prompt.id}' has neither solution nor answer to imitate; set answer_field")
-        encode = partial(encode_prompt, self.tokenizer, template_options=self.template_options)
+        options = self._options(prompt)
+        encode = partial(encode_prompt, self.tokenizer, template_options=options)
         told = encoded(prompt, encode, self.image_processor)
         said, end = self._said(prompt, told.tokens, solution), None if self._chat is None else self._chat.end
-        given, made = told.tokens, encode_reply(self.tokenizer, prompt, said, end, self.template_options)
+        given, made = told.tokens, encode_reply(self.tokenizer, prompt, said, end, options)
         length = len(given) + len(made)
         if self.max_tokens is not None and length > self.max_tokens:
             raise ValueError(
@@ -227,6 +232,22 @@ class SupervisedDataModule(L.LightningDataModule):
             images=torch.tensor([*told.images, *[-1] * len(made)]) if told.pictures else None,
             pictures=told.pictures,
         )
+
+    def _options(self, prompt: Prompt) -> dict[str, Any] | None:
+        """Arguments of the chat template for a prompt: those of its record, which names them as TRL does, go first."""
+        options, own = self.template_options, prompt.metadata.get("chat_template_kwargs")
+        if not prompt.messages or self._chat is None:
+            return options
+        if isinstance(own, dict):
+            options = {**(options or {}), **own}
+        if tools := tools_of(prompt.metadata.get("tools"), f"prompt '{prompt.id}'"):
+            if not self._chat.visible.tools(prompt.messages[0]["role"] == "system"):
+                raise ValueError(
+                    f"prompt '{prompt.id}': the chat template {HIDES_TOOLS}, and its record has {len(tools)}; use"
+                    " another template, or describe them in the system message and remove the field 'tools'"
+                )
+            options = {**(options or {}), "tools": tools}
+        return options
 
     def _check_apart(self, held_out: PromptSource) -> None:
         """A held-out loss on what is trained falls whatever is learnt. Pictures are not compared."""

@@ -22,7 +22,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from app.hub import check_reachable
 from app.text import printable, reason
 from datamodules.conversations.chat_template import HIDES_TOOLS, Chat
-from datamodules.conversations.messages import as_recorded, check_messages, is_trained
+from datamodules.conversations.messages import as_recorded, check_messages, is_trained, tools_of
 from datamodules.conversations.tokens import Conversation, is_reward
 from datamodules.files.data_files import RecordedDataError
 from datamodules.files.json_lines import parse_json, read_json_lines
@@ -321,7 +321,7 @@ def _parse(data: dict[str, Any], source: str) -> Transcript:
         reward=float(named["reward"]),
         messages=[] if completes else check_messages(_messages(data, source), source),
         source=source,
-        tools=_tools(data.get("tools"), source),
+        tools=tools_of(data.get("tools"), source),
         is_rewarded=named["rewarded"],
         prompt=str(prompt) if completes else "",
         completion=str(completion) if completes else None,
@@ -347,16 +347,6 @@ def _messages(data: dict[str, Any], source: str) -> Any:
 
 def _is_assistant(message: Any) -> bool:
     return isinstance(message, dict) and message.get("role") == "assistant"
-
-
-def _tools(tools: Any, source: str) -> list[dict[str, Any]] | None:
-    try:
-        found = parse_json(tools) if isinstance(tools, str) else tools
-    except ValueError:
-        found = tools
-    if found is not None and not (isinstance(found, list) and all(isinstance(tool, dict) for tool in found)):
-        raise RecordedDataError(f"{source}: 'tools' must be a list of JSON schemas; correct or remove the line")
-    return found
 
 
 def _spells(value: Any, token: str) -> bool:

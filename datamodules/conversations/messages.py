@@ -6,6 +6,8 @@ form reads as the same message in the form of recordings.
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any
 
@@ -58,6 +60,17 @@ def check_messages(messages: Any, source: str) -> list[dict[str, Any]]:
     return messages
 
 
+def tools_of(tools: Any, source: str) -> list[dict[str, Any]] | None:
+    """The JSON schemas of a record, given as a list or its JSON text; None for none. Raises RecordedDataError."""
+    try:
+        found = parse_json(tools or "null") if isinstance(tools, str) else tools
+    except ValueError:
+        found = tools
+    if found is not None and not (isinstance(found, list) and all(isinstance(tool, dict) for tool in found)):
+        raise RecordedDataError(f"{source}: 'tools' must be a list of JSON schemas; correct or remove the line")
+    return found
+
+
 def is_trained(message: dict[str, Any]) -> bool:
     return message["role"] == "assistant" and message.get("weight", 1) == 1
 
@@ -99,3 +112,30 @@ def _flat(call: Any) -> Any:
         with suppress(ValueError):
             call = {**call, "arguments": parse_json(text or "{}")}
     return call
+
+
+def with_arguments(message: dict[str, Any], arguments: Callable[[Any], Any]) -> dict[str, Any]:
+    """Most templates take the arguments of calls as objects; clients and files have them as text.
+
+    Args:
+        message: with calls in OpenAI's form, or without any.
+        arguments: `Chat.arguments` of the template.
+    """
+    if not message.get("tool_calls"):
+        return message
+    calls = []
+    for one in message["tool_calls"]:
+        function = one.get("function")
+        if isinstance(function, Mapping) and "arguments" in function:
+            one = {**one, "function": {**function, "arguments": arguments(parsed(function["arguments"]))}}
+        calls.append(one)
+    return {**message, "content": message.get("content") or "", "tool_calls": calls}
+
+
+def parsed(arguments: Any) -> Any:
+    """The arguments of a call as an object; as they are where they are none."""
+    try:
+        found = json.loads(arguments) if isinstance(arguments, str) else arguments
+    except (ValueError, RecursionError):
+        return arguments
+    return found if isinstance(found, Mapping) else arguments

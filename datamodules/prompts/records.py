@@ -104,7 +104,7 @@ class RecordFormat:
         messages: tuple[dict[str, Any], ...] = ()
         text = ""
         if isinstance(question, list):
-            messages = tuple(dict(message) for message in question)
+            messages = tuple(_message(one) for one in question)
             if not any(str(message.get("content") or "").strip() for message in messages):
                 raise ValueError(f"{where}: the prompt is empty; remove the record")
         else:
@@ -355,10 +355,15 @@ def reply_text(value: Any, where: str, told: Sequence[Mapping[str, Any]]) -> str
     if unsaid is not None:
         raise ValueError(
             f"{where}: the answer has '{unsaid}', which is not in its text and would not be trained; write it into the"
-            " content as the model does, remove it, or train whole conversations with"
-            " datamodules.RecordedDataModule, which takes tool_calls"
+            " content as the model does, or remove it; datamodules.RecordedDataModule takes tool_calls, of whole"
+            " conversations"
         )
-    if before and not _are_told(before, told):
+    if last.get("weight") == 0:
+        raise ValueError(
+            f"{where}: the answer has weight 0, so nothing is to be trained; leave the record out, or train whole"
+            " conversations with datamodules.RecordedDataModule, which goes by weights"
+        )
+    if before and not _are_told(list(map(_message, before)), told):
         raise ValueError(
             f"{where}: the messages before the answer are not those of the prompt, and would be left out; name a field"
             " with the whole conversation in question_field, or leave all but the last message out of the answer"
@@ -416,6 +421,11 @@ def _kind(value: Any) -> str:
     if isinstance(value, list):
         return "a list" if value else "an empty list"
     return "nothing" if value is None or isinstance(value, float) else f"a {type(value).__name__}"
+
+
+def _message(one: Mapping[str, Any]) -> dict[str, Any]:
+    """`developer` is OpenAI's later name of the system, whom most templates know by that alone."""
+    return {**one, "role": "system" if one["role"] == "developer" else one["role"]}
 
 
 def _is_messages(value: Any) -> bool:

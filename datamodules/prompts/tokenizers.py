@@ -19,6 +19,8 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, train
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from app.text import has_surrogate, reason
+from datamodules.conversations.chat_template import Chat
+from datamodules.conversations.messages import with_arguments
 from datamodules.prompts.base import Prompt, PromptSource
 
 _SPECIALS = ["<pad>", "<eos>"]
@@ -79,7 +81,10 @@ def encode_prompt(
             if not tokenizer.chat_template:
                 raise ValueError("the tokenizer has no chat template for its messages; give text instead (chat: false)")
             rendered = tokenizer.apply_chat_template(
-                list(prompt.messages), add_generation_prompt=True, return_dict=True, **(template_options or {})
+                _for_template(tokenizer, prompt),
+                add_generation_prompt=True,
+                return_dict=True,
+                **(template_options or {}),
             )
             tokens = rendered["input_ids"]
         else:
@@ -98,6 +103,13 @@ def encode_prompt(
     if not tokens:
         raise ValueError(f"prompt '{prompt.id}' has no tokens; give it text or messages")
     return tuple(tokens)
+
+
+def _for_template(tokenizer: PreTrainedTokenizerBase, prompt: Prompt) -> list[dict[str, Any]]:
+    if not any(one.get("tool_calls") for one in prompt.messages):
+        return list(prompt.messages)
+    chat = Chat(tokenizer)
+    return [with_arguments(one, chat.arguments) for one in prompt.messages]
 
 
 def _lacking(tokenizer: PreTrainedTokenizerBase, prompt: Prompt) -> str:

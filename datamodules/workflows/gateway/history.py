@@ -21,6 +21,7 @@ from typing import Any
 import orjson
 
 from datamodules.conversations.chat_template import Message
+from datamodules.conversations.messages import parsed, with_arguments
 
 _MESSAGES = re.compile(rb'"messages"\s*:\s*\[')
 
@@ -333,26 +334,10 @@ def in_parts(message: Message) -> Message:
 
 
 def for_template(message: Message, arguments: Callable[[Any], Any]) -> Message:
-    """Most templates take the arguments of calls as objects; clients send them as text.
+    """The message of a client as templates know it: pictures as parts, and calls as `with_arguments` has them.
 
     Args:
         message: of a client.
         arguments: `Chat.arguments` of the template.
     """
-    message = in_parts(message)
-    if not message.get("tool_calls"):
-        return message
-    calls = []
-    for one in message["tool_calls"]:
-        function = one["function"]
-        calls.append({**one, "function": {**function, "arguments": arguments(parsed(function["arguments"]))}})
-    return {**message, "content": message.get("content") or "", "tool_calls": calls}
-
-
-def parsed(arguments: Any) -> Any:
-    """The arguments of a call as an object; as they are where they are none."""
-    try:
-        found = json.loads(arguments) if isinstance(arguments, str) else arguments
-    except (ValueError, RecursionError):
-        return arguments
-    return found if isinstance(found, Mapping) else arguments
+    return with_arguments(in_parts(message), arguments)

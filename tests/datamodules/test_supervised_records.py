@@ -1,0 +1,82 @@
+"""What a record has beside its texts (tools, earlier calls, template options, weights) is in what is trained."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from datamodules.prompts import JsonlPrompts
+from datamodules.supervised import PairsDataModule, SupervisedDataModule
+from tests.helpers.recorded_samples import TEMPLATE, byte_tokenizer
+
+TOOLS = [{"type": "function", "function": {"name": "cancel", "parameters": {"type": "object"}}}]
+ASKED = {"role": "user", "content": "Cancel #7."}
+DONE = {"role": "assistant", "content": "Done."}
+PREFIXED = TEMPLATE.replace("{{ m.content }}", "{{ prefix }}{{ m.content }}")
+
+
+def trained(
+    folder: Path, record: dict[str, Any], template: str = PREFIXED, kind: Any = SupervisedDataModule, **fields: str
+) -> list[tuple[str, str]]:
+    """The prompt and the trained text of each sequence of a record."""
+    byte_tokenizer(template).save_pretrained(folder)
+    (folder / "r.jsonl").write_text(json.dumps(record) + "\n")
+    source = JsonlPrompts(
+        str(folder / "r.jsonl"), **{"question_field": "prompt", "answer_field": "completion"} | fields
+    )
+    data = kind(source, str(folder), batch_size=1, template_options={"prefix": "-"})
+    data.setup("fit")
+    tokenizer = data.tokenizer
+    parts = ((one.tokens[~one.loss_mask], one.tokens[one.loss_mask]) for one in data.trajectories(0))
+    return [(tokenizer.decode(told), tokenizer.decode(said)) for told, said in parts]
+
+
+def rendered(chat: list[dict[str, Any]], **options: Any) -> str:
+    """By transformers alone, up to where the reply begins."""
+    return str(
+        byte_tokenizer(PREFIXED).apply_chat_template(chat, tokenize=False, add_generation_prompt=True, **options)
+    )
+
+
+@pytest.mark.parametrize("tools", [TOOLS, json.dumps(TOOLS)])
+def test_tools_and_template_options_of_a_record_are_shown(tmp_path: Path, tools: Any) -> None:
+    own = {"tools": tools, "chat_template_kwargs": {"prefix": "+"}}
+    told = rendered([ASKED], tools=TOOLS, prefix="+")
+    assert '"cancel"' in told
+    record = {"prompt": [ASKED], "completion": [DONE], **own}
+    assert trained(tmp_path, record) == [(told, "Done.<|end|>")]
+    pair = {"prompt": [ASKED], "completion": "Done.", "rejected": "No.", **own}
+    assert trained(tmp_path, pair, kind=PairsDataModule) == [(told, "Done.<|end|>"), (told, "No.<|end|>")]
+    del record["tools"], record["chat_template_kwargs"]
+    assert trained(tmp_path, record) == [(rendered([ASKED], prefix="-"), "Done.<|end|>")]
+
+
+def test_tools_that_the_template_hides_and_no_tools_are_refused(tmp_path: Path) -> None:
+    record = {"prompt": [ASKED], "completion": [DONE], "tools": TOOLS}
+    with pytest.raises(ValueError, match=r"r:1': the chat template does not show tools .* record has 1; use another"):
+        trained(tmp_path, record, PREFIXED.replace("and tools", "and false"))
+    with pytest.raises(ValueError, match=r"r:1': 'tools' must be a list of JSON schemas"):
+        trained(tmp_path, {**record, "tools": "a hammer"})
+
+
+def test_calls_before_the_answer_are_shown_as_the_template_takes_them(tmp_path: Path) -> None:
+    """OpenAI's arguments are JSON text, which most templates would write as a text within quotes."""
+    function = {"name": "cancel", "arguments": '{"order": 7}'}
+    calls = {"role": "assistant", "content": None, "tool_calls": [{"type": "function", "function": function}]}
+    result = {"role": "tool", "content": "ok"}
+    record = {"messages": [{"role": "developer", "content": "Be brief."}, ASKED, calls, result, DONE]}
+    ((told, said),) = trained(tmp_path, record, question_field="messages", answer_field="messages")
+    shown = {"type": "function", "function": {"name": "cancel", "arguments": {"order": 7}}}
+    system, called = {"role": "system", "content": "Be brief."}, {**calls, "content": "", "tool_calls": [shown]}
+    assert (told, said) == (rendered([system, ASKED, called, result], prefix="-"), "Done.<|end|>")
+
+
+def test_an_answer_of_weight_0_is_refused(tmp_path: Path) -> None:
+    record = {"prompt": [ASKED], "completion": [{**DONE, "weight": 0}]}
+    with pytest.raises(ValueError, match=r"r.jsonl:1: the answer has weight 0, .*RecordedDataModule"):
+        trained(tmp_path, record)
+    record["completion"] = [{**DONE, "weight": 1}]
+    assert trained(tmp_path, record)[0][1] == "Done.<|end|>"
