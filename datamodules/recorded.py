@@ -38,7 +38,8 @@ class RecordedDataModule(L.LightningDataModule):
     """Groups of recorded conversations, `tasks_per_batch` of them a batch. docs/agents.md has the files' formats.
 
     Args:
-        path: token arrays (`.npz`); conversations as text (`.jsonl`, `.jsonl.gz`; these need `tokenizer`); or a
+        path: token arrays (`.npz`); conversations as text (`.jsonl`, `.jsonl.gz`; these need `tokenizer`), in OpenAI's
+            form, too, which docs/agents.md ("Conversations that you have") has a script for making of others; or a
             directory of recorded batches, which `arborist gateway --record` and `RolloutDataModule(record=...)` write.
             (What a gateway records of a provider is text: join its files in one.) Of recorded batches the tokens and
             the episodes' rewards are used; their samplers' log-probabilities, versions and temperatures, and which call
@@ -54,7 +55,7 @@ class RecordedDataModule(L.LightningDataModule):
             are counted in the log.
         pairs: of each task only the conversations of largest and smallest reward, for preference optimisation
             (objective `dpo`); tasks whose rewards are all equal are left out and counted in the log.
-        unrewarded: what becomes of recorded sessions without a reward: "leave_out", or "keep" for imitation, where
+        unrewarded: what becomes of sessions and lines without a reward: "leave_out", or "keep" for imitation, where
             rewards mean nothing; None refuses them.
         tokenizer: directory of a tokenizer with a chat template, for text (with token arrays: only for "think",
             whose block is otherwise written in Qwen3's ids).
@@ -107,6 +108,11 @@ class RecordedDataModule(L.LightningDataModule):
             checks.no_effect("with pairs", {"trials": trials})
         text = path.endswith((".jsonl", ".jsonl.gz"))
         arrays = path.endswith(".npz")
+        if form := next((end for end in (".parquet", ".json", ".csv") if path.endswith(end)), None):
+            raise ValueError(
+                f"path: '{path}' is no JSONL; make it of that: datasets.load_dataset('{form[1:]}',"
+                f" data_files='{path}', split='train').to_json('mine.jsonl')"
+            )
         if text and tokenizer is None:
             raise ValueError(f"tokenizer: '{path}' holds text; give the directory of a tokenizer with a chat template")
         if not (text or arrays):

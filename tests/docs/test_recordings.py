@@ -1,8 +1,10 @@
-"""docs/agents.md, "Files of recordings": its examples are read as they stand; docs/configuration.md, "Recorded batches
-on disk": what a run wrote is read as it says."""
+"""docs/agents.md, "Files of recordings": its examples are read as they stand; "Conversations that you have": what its
+script makes of other files is trained; docs/configuration.md, "Recorded batches on disk": what a run wrote is read so.
+"""
 
 from __future__ import annotations
 
+import json
 import re
 import sys
 from pathlib import Path
@@ -12,13 +14,28 @@ import pytest
 
 from app.cli import main
 from datamodules import RecordedDataModule
+from datamodules.conversations.chat import ChatEncoder, load_transcripts
 from datamodules.files.recording import read_batch
 from datamodules.prompts.tokenizers import load_tokenizer
 from modules import ModelSource, build_model
 from tests.docs.test_readme import ROOT
+from tests.helpers.recorded_samples import byte_tokenizer
 from tests.helpers.tiny_model import TINY_WITH_ENDS
 
 SECTION = (ROOT / "docs" / "agents.md").read_text().partition("\n## Files of recordings\n")[2].partition("\n## ")[0]
+
+
+HAVE = (
+    (ROOT / "docs" / "agents.md").read_text().partition("\n## Conversations that you have\n")[2].partition("\n## ")[0]
+)
+ASKED = {"role": "user", "content": "Cancel #7."}
+CALL = {"name": "cancel", "arguments": {"order": 7}}
+NESTED = {"id": "c1", "type": "function", "function": {"name": "cancel", "arguments": '{"order": 7}'}}
+CALLS, DONE = {"role": "assistant", "content": None, "tool_calls": [NESTED]}, {"role": "assistant", "content": "Done."}
+RESULT = {"role": "tool", "tool_call_id": "c1", "name": "cancel", "content": "ok"}
+SCHEMA = {"name": "cancel", "parameters": {"type": "object"}}
+TOOLS = [{"type": "function", "function": SCHEMA}]
+SAID = ['<tool>{"name": "cancel", "arguments": {"order": 7}}</tool><|end|>', "Done.<|end|>"]
 
 
 def blocks(language: str) -> list[str]:
@@ -106,3 +123,89 @@ def test_what_a_run_has_recorded() -> None:
     assert all(arrays[name].shape[0] == 6 for name in ("rewards", "group_ids", "temperatures"))
     prompts = ~sequences[0].loss_mask
     assert (sequences[0].versions[prompts] == -1).all()
+
+
+BLOCK = {"type": "tool_use", "id": "c1", "name": "cancel", "input": {"order": 7}}
+REQUEST = {
+    "model": "m",
+    "max_tokens": 9,
+    "tools": [{"name": "cancel", "input_schema": {"type": "object"}}],
+    "messages": [
+        ASKED,
+        {"role": "assistant", "content": [BLOCK]},
+        {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "c1", "content": "ok"}]},
+    ],
+}
+ANSWERS = [
+    {"model": "m", "stop_reason": "tool_use", "content": [BLOCK]},
+    {"model": "m", "stop_reason": "end_turn", "content": [{"type": "text", "text": "Done."}]},
+]
+SHAREGPT = [("human", "Cancel #7."), ("function_call", json.dumps(CALL)), ("observation", "ok"), ("gpt", "Done.")]
+CHAT = [ASKED, CALLS, RESULT, DONE]
+NOTED = [{**one, "extra": {"cost": 1}, "timestamp": 7} for one in CHAT]
+
+
+@pytest.mark.parametrize(
+    ("name", "record", "trained"),
+    [
+        (
+            "sharegpt",
+            {"conversations": [{"from": a, "value": b} for a, b in SHAREGPT], "tools": json.dumps(TOOLS)},
+            [SAID],
+        ),
+        (
+            "functions",
+            {
+                "functions": [SCHEMA],
+                "messages": [
+                    ASKED,
+                    {"role": "assistant", "content": None, "function_call": NESTED["function"]},
+                    {"role": "function", "content": "ok"},
+                    DONE,
+                ],
+            },
+            [SAID],
+        ),
+        ("pair", {"prompt": [ASKED], "chosen": [CALLS], "rejected": [DONE], "tools": TOOLS}, [SAID[:1], SAID[1:]]),
+        (
+            "pair",
+            {
+                "input": {"messages": [ASKED], "tools": TOOLS},
+                "preferred_output": [CALLS],
+                "non_preferred_output": [DONE],
+            },
+            [SAID[:1], SAID[1:]],
+        ),
+        ("tau_bench", {"task_id": 4, "trial": 1, "reward": 1.0, "info": {}, "traj": CHAT}, [SAID]),
+        ("trajectory", {"messages": [*NOTED, {"role": "exit", "content": "", "extra": {}}], "info": {}}, [SAID]),
+        ("trajectory", {"history": NOTED, "trajectory": []}, [SAID]),
+        ("log", [[{**REQUEST, "messages": [ASKED]}, ANSWERS[0]], [REQUEST, ANSWERS[1]]], [SAID]),
+    ],
+)
+def test_other_files_are_trained_as_what_they_say(
+    name: str,
+    record: Any,
+    trained: list[list[str]],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    (script,) = re.findall(r"^```python\n(.*?)^```$", HAVE, flags=re.MULTILINE | re.DOTALL)
+    Path("theirs.jsonl").write_text(json.dumps(record))
+    Path("theirs.json").write_text(json.dumps([record]))
+    written = []
+    for file in ("theirs.jsonl", "theirs.json"):
+        monkeypatch.setattr(sys, "argv", ["convert.py", file])
+        exec(script.replace("in from_sharegpt(", f"in from_{name}("), {})
+        written.append(capsys.readouterr().out)
+    assert written[0] == written[1]
+    Path("mine.jsonl").write_text(written[0])
+    tokenizer, lines = byte_tokenizer(), load_transcripts("mine.jsonl")
+    made = [ChatEncoder(tokenizer).encode(one) for one in lines]
+    turns = [zip(one.starts, one.ends, strict=True) for one in made]
+    assert [
+        [tokenizer.decode(one.tokens[a:b]) for a, b in each] for one, each in zip(made, turns, strict=True)
+    ] == trained
+    assert len({one.task for one in lines}) == 1
+    assert all(("<|begin|>tool\nok<|end|>" in tokenizer.decode(one.tokens)) == (len(made) == 1) for one in made)
+    assert all("Cancel #7." in tokenizer.decode(one.tokens) for one in made)
+    assert name in ("tau_bench", "trajectory") or all('"parameters"' in tokenizer.decode(one.tokens) for one in made)

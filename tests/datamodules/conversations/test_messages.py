@@ -111,3 +111,9 @@ def test_texts_in_parts_and_refusals_are_what_was_said() -> None:
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
     assert as_recorded({"role": "user", "content": parts}) == {"role": "user", "content": "ab"}
     assert as_recorded({"role": "assistant", "content": None, "refusal": "No."})["content"] == "No."
+
+
+@pytest.mark.parametrize("name", ["mine.parquet", "mine.json"])
+def test_a_table_is_told_how_it_becomes_jsonl(name: str) -> None:
+    with pytest.raises(ValueError, match=rf"path: '{name}' is no JSONL; .*load_dataset\('{name[5:]}'.*to_json"):
+        RecordedDataModule(name, tokenizer="t")
