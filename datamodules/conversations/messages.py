@@ -15,7 +15,7 @@ from app.text import printable
 from datamodules.files.data_files import RecordedDataError
 from datamodules.files.json_lines import parse_json
 
-_ROLES = ("system", "user", "assistant", "tool")
+ROLES = ("system", "user", "assistant", "tool")
 _KEYS = ("role", "content", "tool_calls", "weight", "id", "tool_call_id")
 _NOTHING: tuple[Any, ...] = (None, "", [], {})  # 0 and false say something
 
@@ -36,8 +36,8 @@ def check_messages(messages: Any, source: str) -> list[dict[str, Any]]:
         refuse("messages", "must be a non-empty list")
     for k, message in enumerate(messages):
         where = f"messages[{k}]"
-        if not isinstance(message, dict) or message.get("role") not in _ROLES:
-            refuse(f"{where}.role", f"must be one of {_ROLES}")
+        if not isinstance(message, dict) or message.get("role") not in ROLES:
+            refuse(f"{where}.role", f"must be one of {ROLES}")
         keys = (*_KEYS, "name") if message["role"] == "tool" else _KEYS
         unused = next((key for key, value in message.items() if key not in keys and value not in _NOTHING), None)
         if unused is not None:

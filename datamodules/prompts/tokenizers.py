@@ -20,10 +20,11 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedToken
 
 from app.text import has_surrogate, reason
 from datamodules.conversations.chat_template import Chat
-from datamodules.conversations.messages import with_arguments
+from datamodules.conversations.messages import ROLES, with_arguments
 from datamodules.prompts.base import Prompt, PromptSource
 
 _SPECIALS = ["<pad>", "<eos>"]
+_MARK = "@@shown@@"
 _SMALLEST = 256 + len(_SPECIALS)  # every byte must have a token
 _TEMPLATE = "{% for message in messages %}{{ message['content'] }}\n{% endfor %}"
 
@@ -74,7 +75,7 @@ def encode_prompt(
 
     Raises:
         ValueError: an empty prompt, a text with options of a template, characters the tokenizer has no token for,
-            messages without a chat template.
+            messages without a chat template, or of a role that it does not show.
     """
     try:
         if prompt.messages:
@@ -106,6 +107,15 @@ def encode_prompt(
 
 
 def _for_template(tokenizer: PreTrainedTokenizerBase, prompt: Prompt) -> list[dict[str, Any]]:
+    """The messages, calls as the template takes them. Raises ValueError for a role of others' that it leaves out."""
+    for k, one in enumerate(prompt.messages):
+        if one.get("role") not in ROLES:
+            marked = [*prompt.messages[:k], {**one, "content": _MARK}, *prompt.messages[k + 1 :]]
+            if _MARK not in str(tokenizer.apply_chat_template(marked, tokenize=False)):
+                raise ValueError(
+                    f"the chat template does not show its message {k + 1}, of role {one.get('role')!r:.40}; the roles"
+                    f" that templates know are {', '.join(ROLES)}"
+                )
     if not any(one.get("tool_calls") for one in prompt.messages):
         return list(prompt.messages)
     chat = Chat(tokenizer)

@@ -80,3 +80,15 @@ def test_an_answer_of_weight_0_is_refused(tmp_path: Path) -> None:
         trained(tmp_path, record)
     record["completion"] = [{**DONE, "weight": 1}]
     assert trained(tmp_path, record)[0][1] == "Done.<|end|>"
+
+
+@pytest.mark.parametrize("kept", ["user", "human"])
+def test_a_role_that_the_template_leaves_out_is_refused(tmp_path: Path, kept: str) -> None:
+    """Of other templates' or formats'; most show the four roles that they know and nothing of any other."""
+    template = PREFIXED.replace("{%- for m in messages -%}", f"{{%- for m in messages if m.role == '{kept}' -%}}")
+    record = {"prompt": [{"role": "human", "content": "Cancel #7."}], "completion": [DONE]}
+    if kept == "human":
+        assert "Cancel #7." in trained(tmp_path, record, template)[0][0]
+        return
+    with pytest.raises(ValueError, match=r"r:1' .* does not show its message 1, of role 'human'; .* system, user"):
+        trained(tmp_path, record, template)
