@@ -173,11 +173,11 @@ class ChatEncoder:
             prompt = self._render(chat[: k + shift], shown, True, source, k)
             end = text.find(end_of_turn, len(prompt))
             if not text.startswith(prompt) or len(prompt) < done:
+                other = ", or leave chat_template_kwargs out (enable_thinking: false is workload: think)"
                 raise RecordedDataError(
                     f"{source}: messages[{k}]: the chat template rewrites the conversation before this turn, so its "
                     "prompt is no beginning of the whole; use one whose history does not depend on later messages"
-                    + ", or leave chat_template_kwargs out"
-                    * bool(transcript.options)
+                    + (other if transcript.options else "")
                 )
             if end < 0:
                 raise RecordedDataError(

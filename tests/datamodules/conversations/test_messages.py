@@ -66,6 +66,19 @@ def test_of_messages_as_prompt_and_completion_the_completion_alone_is_trained(tm
     assert "+Cancel #7." in text
 
 
+def test_an_option_that_begins_replies_otherwise_than_history_has_them_names_its_workload(tmp_path: Path) -> None:
+    """As Qwen3's: without thoughts the prompt ends with an empty one, which later turns do not show."""
+    begun = "<|begin|>assistant\n{{ '<think>\n\n</think>\n\n' if enable_thinking is false }}"
+    template = TEMPLATE.replace("<|begin|>assistant\n", begun)
+    record = {"messages": [ASKED, CHAT[4]], "chat_template_kwargs": {"enable_thinking": True}}
+    assert encoded(tmp_path / "c.jsonl", record, template)[1] == ["Done.<|end|>"]
+    record["chat_template_kwargs"] = {"enable_thinking": False}
+    with pytest.raises(
+        RecordedDataError, match=r"leave chat_template_kwargs out \(enable_thinking: false is workload: t"
+    ):
+        encoded(tmp_path / "c.jsonl", record, template)
+
+
 def test_columns_of_tables_hold_nothing_where_there_is_nothing(tmp_path: Path) -> None:
     nulls = {"tool_calls": None, "tool_call_id": None, "weight": None, "name": None}
     record = {"messages": [{**nulls, **one} for one in messages()], "tools": None, "reward": None, "task_id": None}
