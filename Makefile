@@ -18,8 +18,8 @@ SERVER_TORCH ?= torch==2.13.0
 ifeq ($(ARBORIST_SKIP_SGLANG)$(ARBORIST_SGLANG_PYTHON),)
 TESTED_SERVER := $(SERVER_STAMP)
 endif
-# Test processes.
-WORKERS ?= 2
+# Test processes: more than cores, since tests wait for servers, ranks and other processes half of their time.
+WORKERS ?= 3
 # TRL, for the tests that compare losses with it: on top of the packages of .venv, which it must not change.
 TRL_VENV  := .venv-trl
 TRL_STAMP := $(TRL_VENV)/.installed
