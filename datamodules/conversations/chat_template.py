@@ -312,18 +312,24 @@ class Visible:
 
     def __init__(self, chat: Chat) -> None:
         self._chat = chat
-        self._known: dict[tuple[str, int], bool] = {}
+        self._known: dict[tuple[Any, ...], bool] = {}
 
     def tools(self, system: bool) -> bool:
         """Tools, in conversations that begin with a message of the system's or not."""
         said = [_SYSTEM, _ASKED] if system else [_ASKED]
         return self._found(("tools", system), lambda: self._chat.text(said, _TOOLS) != self._chat.text(said, None))
 
-    def systems(self, before: int, asked: bool) -> bool:
-        """A message of the system that has `before` others before it, and one of the user's where that has `asked`."""
-        told, asks = [*[_SYSTEM] * before, {"role": "system", "content": _REPLY}], [_ASKED]
-        said = [*told[:-1], *asks, told[-1]] if asked else [*told, *asks]
-        return self._found(("systems", 2 * before + asked), lambda: _REPLY in self._chat.text(said, None))
+    def systems(self, begin: int, behind: int, asked: bool, tools: bool) -> bool:
+        """All messages of the system: so many in front, and behind one of the user's where it is `asked`."""
+        marks = [f"{_REPLY}{k}" for k in range(begin + behind)]
+        told = [{"role": "system", "content": mark} for mark in marks]
+        said = [*told[:begin], *[_ASKED] * asked, *told[begin:]]
+
+        def shown() -> bool:
+            text = self._chat.text(said, _TOOLS if tools else None)
+            return all(mark in text for mark in marks)
+
+        return self._found(("systems", begin, behind, asked, tools), shown)
 
     def calls(self, tools: bool) -> bool:
         """Earlier calls, where there are tools beside them or not."""
@@ -340,12 +346,12 @@ class Visible:
 
     def names(self) -> bool:
         """Who a message of the user's is from (`name`)."""
-        return self._found(("names", 0), lambda: _REPLY in self._chat.text([{**_ASKED, "name": _REPLY}], None))
+        return self._found(("names",), lambda: _REPLY in self._chat.text([{**_ASKED, "name": _REPLY}], None))
 
     def _called(self, name: str) -> list[Message]:
         return _calling(name, self._chat.arguments({}))
 
-    def _found(self, what: tuple[str, int], look: Callable[[], bool]) -> bool:
+    def _found(self, what: tuple[Any, ...], look: Callable[[], bool]) -> bool:
         if what not in self._known:
             try:
                 self._known[what] = look()

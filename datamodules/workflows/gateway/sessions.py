@@ -162,7 +162,7 @@ class Session:
             plan = self._plan(asked)
             with _ends_the_run(self):
                 structured.check_shown(asked, plan.text)
-                servable.check_systems(self._chat, asked.messages)
+                servable.check_systems(self._chat, asked.messages, self._show_tools and bool(asked.tools))
             tokens = await self._tokens_of(plan)
             placed = self._images.placed(tokens, pictures)
         prompt = Kept(plan.text, tokens, plan.base, plan.begins)

@@ -103,16 +103,20 @@ def hides_speakers(chat: Chat, messages: Sequence[Message]) -> bool:
     return unsaid and len({one["name"] for one in named}) > 1 and not chat.visible.names()
 
 
-def check_systems(chat: Chat, messages: Sequence[Message]) -> None:
-    """Raises RequestError where the template leaves out messages of the system: all, or those behind the first."""
-    begin = next((k for k, one in enumerate(messages) if one.get("role") != "system"), len(messages))
+def check_systems(chat: Chat, messages: Sequence[Message], tools: bool) -> None:
+    """Raises RequestError where the template leaves out messages of the system: all, all but the first or the last, or
+    those behind the user's. `tools`: whether it shows some."""
+    front = next((k for k, one in enumerate(messages) if one["role"] != "system"), len(messages))
+    told = [k for k, one in enumerate(messages) if one["role"] == "system" and str(one["content"]).strip()]
+    begin, behind = max((k + 1 for k in told if k < front), default=0), sum(k > front for k in told)
+    asked, visible = front < len(messages), chat.visible.systems
     which = ""
-    if begin and not chat.visible.systems(0, False):
-        which = "messages of the system"
-    elif begin > 1 and not chat.visible.systems(1, False):
-        which = "messages of the system behind the first one"
-    elif not chat.visible.systems(1, True) and any(one.get("role") == "system" for one in messages[begin:]):
-        which = "messages of the system behind the user's"
+    if told and not visible(min(begin, 2), min(behind, 2), asked, tools):
+        which = "several messages of the system"
+        if begin and not visible(1, 0, asked, tools):
+            which = "messages of the system" + ("" if asked else " alone")
+        elif behind and not visible(0, 1, asked, tools):
+            which = "messages of the system behind the user's"
     if which:
         raise RequestError(
             f"messages: the chat template of the model's tokenizer does not show {which} to the model; use a model"

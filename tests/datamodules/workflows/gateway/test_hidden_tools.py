@@ -56,14 +56,26 @@ def falls_back(prompt: Prompt) -> str:
 
 
 SAYS: list[dict[str, Any]] = [{"role": role, "content": "x"} for role in ("system", "user", "assistant")]
+MORE, BLANK = {"role": "system", "content": "y"}, {"role": "system", "content": " "}
+LAST = "messages | selectattr('role', 'equalto', 'system') | map(attribute='content') | list | last != m.content"
+"""As distilled DeepSeek R1 keeps it, wherever it is."""
 
 
 @pytest.mark.parametrize(
     ("hidden", "messages", "which"),
     [
-        ("true", SAYS[:2], "system to"),
-        ("not loop.first and loop.previtem.role == 'system'", [SAYS[0], *SAYS[:2]], "system behind the first one to"),
-        ("not loop.first and loop.previtem.role == 'user'", [*SAYS[:2], SAYS[0]], "system behind the user's to"),
+        ("true", SAYS[:2], "messages of the system to"),
+        ("true", [BLANK, *SAYS[1:2]], ""),
+        ("messages | length == 1", SAYS[:1], "messages of the system alone to"),
+        ("not loop.first and loop.previtem.role == 'system'", [MORE, *SAYS[:2]], "several messages of the system to"),
+        (
+            "not loop.first and loop.previtem.role == 'user'",
+            [*SAYS[:2], MORE],
+            "messages of the system behind the user's",
+        ),
+        (LAST, [MORE, *SAYS[:2]], "several messages of the system to"),
+        (LAST, [*SAYS[:2], MORE], "several messages of the system to"),
+        (LAST, [SAYS[1], MORE], ""),
     ],
 )
 def test_messages_of_the_system_that_the_template_leaves_out_are_refused(
@@ -85,10 +97,20 @@ def test_messages_of_the_system_that_the_template_leaves_out_are_refused(
                 len(session.exchanges) == 0
             )  # which ends a run: every episode would meet it
 
-    with pytest.raises(RequestError, match=f"does not show messages of the {which} the model; use a model"):
+    if which:
+        with pytest.raises(RequestError, match=f"does not show {which}"):
+            asyncio.run(ask(template, messages))
+    else:
         asyncio.run(ask(template, messages))
     asyncio.run(ask(template, SAYS[1:2]))
     asyncio.run(ask(PLAIN, [SAYS[0], *SAYS, SAYS[0]]))
+
+
+def test_a_template_may_show_messages_of_the_system_beside_tools_or_without_alone() -> None:
+    for words in ("tools", "not tools"):
+        template = PLAIN.replace("{{ m.content }}", f"{{% if {words} %}}{{{{ m.content }}}}{{% endif %}}")
+        visible = Chat(byte_tokenizer(template)).visible
+        assert [visible.systems(1, 0, True, tools) for tools in (True, False)] == [words == "tools", words != "tools"]
 
 
 @pytest.mark.parametrize("agent", [agents.shopper, agents.streaming_shopper, falls_back])
