@@ -62,7 +62,8 @@ class Responses(WireProtocol):
         fields.nothing_left(written, "text")
         offered = left.get("tool_choice") != "none"
         instructions = fields.optional_text("instructions", left.pop("instructions", None))
-        tools = tools_of(left.pop("tools", None)) if offered else None
+        tools = tools_of(left.pop("tools", None))
+        tools = tools if offered else None
         include = fields.texts("include", left.pop("include", None))
         for k, one in enumerate(include):
             fields.one_of(f"include[{k}]", one, _INCLUDED)
@@ -115,13 +116,26 @@ class Responses(WireProtocol):
 
 def tools_of(found: Any, exactly: bool = True) -> list[dict[str, Any]] | None:
     """As Chat Completions has them, those of namespaces by both names. `exactly`: fields that are not known are
-    refused."""
+    refused, and tools of different namespaces that the model would know by one name."""
     tools = []
+    spaces: dict[str, str] = {}  # by what the model knows their tools by; "" for none
+
+    def add(where: str, tool: dict[str, Any], space: str = "") -> None:
+        made = _tool(where, tool, exactly)
+        name = made["function"]["name"]
+        if spaces.setdefault(name, space) != space and exactly:
+            raise RequestError(
+                f"{where}.name: the model would know two tools as {fields.shown(name)}, and whose it calls could not be"
+                " told; rename one of them, or its namespace",
+                param=f"{where}.name",
+            )
+        tools.append(made)
+
     for k, tool in enumerate([] if found is None else fields.a_list("tools", found)):
         where = f"tools[{k}]"
         tool = fields.an_object(where, tool)
         if tool.get("type") != "namespace":
-            tools.append(_tool(where, tool, exactly))
+            add(where, tool)
             continue
         if exactly:
             fields.only(where, tool, ("type", "name", "description", "tools"))
@@ -132,7 +146,7 @@ def tools_of(found: Any, exactly: bool = True) -> list[dict[str, Any]] | None:
             named = fields.a_text(f"{at}.name", fields.an_object(at, inner).get("name"))
             about = fields.optional_text(f"{at}.description", inner.get("description"))
             about = "\n\n".join(one for one in (told if i == 0 else "", about) if one)  # once, in front of all of them
-            tools.append(_tool(at, {**inner, "name": in_namespace(space, named), "description": about}, exactly))
+            add(at, {**inner, "name": in_namespace(space, named), "description": about}, space)
     return tools or None
 
 
@@ -194,9 +208,10 @@ def messages_of(found: Any) -> list[Message]:
 
 
 def _reference(item: Any) -> str:
-    """The id of the item that is named only; "" for an item that is there."""
-    named = isinstance(item, dict) and item.get("type") == "item_reference"
-    return str(item.get("id")) if named else ""
+    """The id of the item that is named only, whose type may be left out; "" for an item that is there."""
+    kind = item.get("type") if isinstance(item, dict) else ""
+    named = kind == "item_reference" or (kind is None and "id" in item and item.keys() <= {"id", "type"})
+    return str(item["id"]) if named and item.get("id") is not None else ""
 
 
 def _unmade(found: Any) -> dict[str, str]:

@@ -117,12 +117,35 @@ def test_a_tool_that_only_a_provider_has_is_refused_with_the_remedy(tool: dict[s
         assert problem.startswith(f'tools[1].type: "{tool["type"]}"') and 'web_search = "disabled"' in problem
 
 
+@pytest.mark.parametrize(("space", "name", "plain"), [("shop", "look_up", True), ("shop.look_up", "b.c", False)])
+def test_tools_of_two_places_that_the_model_would_know_by_one_name_are_refused(
+    space: str, name: str, plain: bool
+) -> None:
+    """A call of the second would be handed to the first."""
+    inner = {"type": "function", "name": name, "parameters": SCHEMA}
+    more = [{**inner, "name": f"{space}.{name}"}] if plain else []
+    outer = {"type": "namespace", "name": space, "tools": [inner]}
+    clash = [] if plain else [outer, {**outer, "name": f"{space}.b", "tools": [{**inner, "name": "c"}]}]
+    with door([]) as there:
+        problem = post(there, "v1/responses", of_codex(ASKED, *more, *clash))["error"]
+        assert problem["param"] == ("tools[1].name" if plain else "tools[2].tools[0].name")
+        assert "rename one of them" in problem["message"] and not there.engine.seen
+
+
+def test_tools_that_no_call_may_use_are_not_shown() -> None:
+    with door(["It is 6."]) as there:
+        said = post(there, "v1/responses", {**of_codex(ASKED), "tool_choice": "none"})
+        assert said["output"][0]["content"][0]["text"] == "It is 6." and said["tool_choice"] == "none"
+        assert "look_up" not in there.prompts()[0]
+
+
 def test_items_that_the_ai_sdk_only_names_are_those_of_the_session() -> None:
     tool = {"type": "function", "name": "look_up", "description": "price", "parameters": SCHEMA}
     with door() as there:
         body = {"model": "any", "input": ASKED, "tools": [tool]}
         said = post(there, "v1/responses", body)["output"]
-        named = [{"type": "item_reference", "id": one["id"]} for one in said]
+        kinds: list[dict[str, Any]] = [{}, {"type": "item_reference"}]  # which OpenAI's API lets out
+        named = [{**kind, "id": one["id"]} for kind, one in zip(kinds, said, strict=True)]
         told = {"type": "function_call_output", "call_id": said[-1]["call_id"], "output": "3"}
         assert [one["type"] for one in said] == ["message", "function_call"]
         post(there, "v1/responses", {**body, "input": [*ASKED, *named, told]})
