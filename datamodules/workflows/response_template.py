@@ -226,9 +226,11 @@ def _trimmed(call: ToolCall) -> ToolCall:
 
 def _exact(template: dict[str, Any]) -> dict[str, Any]:
     """The template with values as they are written: some leave out white space around them, indentation say. Only a
-    line break at each edge is the family's own."""
+    line break at each edge is the family's own. And with names as tools have them: Gemma 4's end at '-' and '.'."""
     made: dict[str, Any] = copy.deepcopy(template)
     calls = made["fields"]["tool_calls"]
+    if isinstance(calls.get("open_pattern"), str):
+        calls["open_pattern"] = calls["open_pattern"].replace(r"(?P<name>\w+)", r"(?P<name>[\w.-]+)")
     if calls.get("content") == "xml-inline":
         given = calls.get("content_args", {})
         given["tag_pattern"] = _LOOSE.sub(r"\\n?\1\\n?", given.get("tag_pattern", ""))

@@ -128,6 +128,14 @@ def test_calls_are_read_as_the_familys_chat_template_writes_them(chat: str) -> N
     assert read(shown, TOOLS, end="") == WANTED
 
 
+@every_family
+@pytest.mark.parametrize("name", ["shop.look", "look-up", "mcp__a-b__c.d"])
+def test_names_are_read_to_their_end(family: str, name: str) -> None:
+    """Those of a namespace have a dot, many of MCP's servers a hyphen."""
+    tools = [{"type": "function", "function": {**TOOLS[0]["function"], "name": name}}]  # type: ignore[dict-item]
+    assert parser(family)(said(family, name), tools) == [ToolCall(name, GIVEN)]
+
+
 @pytest.mark.parametrize(("family", "why"), list(REFUSED.items()))
 def test_families_that_cannot_be_done_are_refused_by_name(family: str, why: str) -> None:
     for chat in CHATS_OF[family]:
