@@ -197,7 +197,10 @@ class ArboristCLI(LightningCLI):
                 config[key] = None
         # Loggers are told what Lightning calls hyper-parameters: by themselves modules would name the model's alone.
         said = yaml.safe_load(self._parser(self.subcommand).dump(config, skip_none=False, skip_validation=True))
-        self.datamodule.save_hyperparameters({key: said[key] for key in ("data", "trainer", "seed_everything")})
+        own = self.datamodule.hparams
+        if not own or self.datamodule._log_hyperparams:  # else it has said that loggers are to be told nothing of it
+            more = {"data", "trainer", "seed_everything"} - own.keys() - self.model.hparams.keys()  # theirs stay theirs
+            self.datamodule.save_hyperparameters({key: said[key] for key in sorted(more)})
 
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
         """Adds what every run needs and no configuration should have to say: run directory, metrics.csv, callbacks."""

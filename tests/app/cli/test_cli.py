@@ -14,6 +14,7 @@ import yaml
 from app.cli import main
 from app.cli.fit import VERBS
 from callbacks import figures
+from tests.helpers.tiny_run import TinyData, TinyModule
 
 ROOT = Path(__file__).resolve().parents[3]
 CONFIG = """
@@ -211,6 +212,41 @@ def test_loggers_are_told_all_that_was_configured() -> None:
     saved = yaml.safe_load(Path("kept/config.yaml").read_text())
     assert told["note"] == "said" and told["data"] == saved["data"] and told["data"]["init_args"]["batches"] == 3
     assert told["trainer"] == saved["trainer"] and told["seed_everything"] == saved["seed_everything"]
+
+
+class OwnModule(TinyModule):
+    """Has an option that is named as one of the run's sections."""
+
+    def __init__(self, trainer: str) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+
+
+class OwnData(TinyData):
+    """As it, and uses what it has saved."""
+
+    def __init__(self, data: str, speaks: bool) -> None:
+        super().__init__()
+        self.save_hyperparameters(logger=speaks)
+
+    def setup(self, stage: str) -> None:
+        assert self.hparams["data"] == "prices"
+
+
+@pytest.mark.parametrize("speaks", [True, False])
+def test_hyper_parameters_of_ones_own_parts_stay_as_they_saved_them(speaks: bool) -> None:
+    """And loggers are told nothing of what is saved with `logger=False`."""
+    flags = ["--trainer.logger=lightning.pytorch.loggers.CSVLogger", "--trainer.logger.save_dir=elsewhere"]
+    own = {"model": {"trainer": "mine"}, "data": {"data": "prices", "speaks": speaks}}
+    parts = {
+        part: {"class_path": f"{__name__}.Own{name}", "init_args": own[part]}
+        for part, name in (("model", "Module"), ("data", "Data"))
+    }
+    Path("own.yaml").write_text(yaml.safe_dump(yaml.safe_load(CONFIG) | parts))
+    main(["fit", "--config", "own.yaml", "--seed_everything", "3", "--run_dir", "kept", *flags])
+    (told,) = (yaml.safe_load(path.read_text()) for path in Path("elsewhere").rglob("hparams.yaml"))
+    assert told["trainer"] == "mine" and told.get("data") == ("prices" if speaks else None)
+    assert told.get("seed_everything") == (3 if speaks else None)
 
 
 def test_a_csv_logger_of_the_run_directory_is_the_one_that_writes_there() -> None:
