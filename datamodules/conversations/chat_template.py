@@ -321,15 +321,11 @@ class Visible:
 
     def systems(self, begin: int, behind: int, asked: bool, tools: bool) -> bool:
         """All messages of the system: so many in front, and behind one of the user's where it is `asked`."""
-        marks = [f"{_REPLY}{k}" for k in range(begin + behind)]
+        marks, shown = [f"{_REPLY}{k}" for k in range(begin + behind)], _TOOLS if tools else None
         told = [{"role": "system", "content": mark} for mark in marks]
         said = [*told[:begin], *[_ASKED] * asked, *told[begin:]]
-
-        def shown() -> bool:
-            text = self._chat.text(said, _TOOLS if tools else None)
-            return all(mark in text for mark in marks)
-
-        return self._found(("systems", begin, behind, asked, tools), shown)
+        look = lambda: {*marks} <= {*re.findall(rf"{_REPLY}\d", self._chat.text(said, shown))}  # noqa: E731
+        return self._found(("systems", begin, behind, asked, tools), look)
 
     def calls(self, tools: bool) -> bool:
         """Earlier calls, where there are tools beside them or not."""
@@ -339,10 +335,8 @@ class Visible:
     def results(self, tools: bool) -> bool:
         """What tools have returned, as `calls`."""
         result = {"role": "tool", "tool_call_id": "call00001", "name": "probe", "content": _REPLY}
-        shown = _TOOLS if tools else None
-        return self._found(
-            ("results", tools), lambda: _REPLY in self._chat.text([*self._called("probe"), result], shown)
-        )
+        said, shown = [*self._called("probe"), result], _TOOLS if tools else None
+        return self._found(("results", tools), lambda: _REPLY in self._chat.text(said, shown))
 
     def names(self) -> bool:
         """Who a message of the user's is from (`name`)."""
