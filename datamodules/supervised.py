@@ -25,9 +25,8 @@ from transformers import PreTrainedTokenizerBase
 from app import checks
 from app.batch import RolloutBatch, Trajectory
 from datamodules.answers import whole_text
-from datamodules.conversations.chat_template import HIDES_TOOLS, Chat
+from datamodules.conversations.chat_template import Chat
 from datamodules.conversations.image_processor import ImageProcessor
-from datamodules.conversations.messages import tools_of
 from datamodules.groups import Group
 from datamodules.pipeline import fingerprint
 from datamodules.pipeline.loaders import EvalLoader, Position, StepLoader
@@ -209,11 +208,10 @@ class SupervisedDataModule(L.LightningDataModule):
         assert self.tokenizer is not None, "batches come after setup"
         if not solution:
             raise ValueError(f"prompt '{prompt.id}' has neither solution nor answer to imitate; set answer_field")
-        options = self._options(prompt)
-        encode = partial(encode_prompt, self.tokenizer, template_options=options)
+        encode = partial(encode_prompt, self.tokenizer, template_options=self.template_options)
         told = encoded(prompt, encode, self.image_processor)
         said, end = self._said(prompt, told.tokens, solution), None if self._chat is None else self._chat.end
-        given, made = told.tokens, encode_reply(self.tokenizer, prompt, said, end, options)
+        given, made = told.tokens, encode_reply(self.tokenizer, prompt, said, end, self.template_options)
         length = len(given) + len(made)
         if self.max_tokens is not None and length > self.max_tokens:
             raise ValueError(
@@ -232,22 +230,6 @@ class SupervisedDataModule(L.LightningDataModule):
             images=torch.tensor([*told.images, *[-1] * len(made)]) if told.pictures else None,
             pictures=told.pictures,
         )
-
-    def _options(self, prompt: Prompt) -> dict[str, Any] | None:
-        """Arguments of the chat template for a prompt: those of its record, which names them as TRL does, go first."""
-        options, own = self.template_options, prompt.metadata.get("chat_template_kwargs")
-        if not prompt.messages or self._chat is None:
-            return options
-        if isinstance(own, dict):
-            options = {**(options or {}), **own}
-        if tools := tools_of(prompt.metadata.get("tools"), f"prompt '{prompt.id}'"):
-            if not self._chat.visible.tools(prompt.messages[0]["role"] == "system"):
-                raise ValueError(
-                    f"prompt '{prompt.id}': the chat template {HIDES_TOOLS}, and its record has {len(tools)}; use"
-                    " another template, or describe them in the system message and remove the field 'tools'"
-                )
-            options = {**(options or {}), "tools": tools}
-        return options
 
     def _check_apart(self, held_out: PromptSource) -> None:
         """A held-out loss on what is trained falls whatever is learnt. Pictures are not compared."""

@@ -12,6 +12,7 @@ message on a line.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,8 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, train
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from app.text import has_surrogate, reason
-from datamodules.conversations.chat_template import Chat
-from datamodules.conversations.messages import ROLES, with_arguments
+from datamodules.conversations.chat_template import HIDES_TOOLS, Chat
+from datamodules.conversations.messages import ROLES, tools_of, with_arguments
 from datamodules.prompts.base import Prompt, PromptSource
 
 _SPECIALS = ["<pad>", "<eos>"]
@@ -71,11 +72,12 @@ def encode_prompt(
         tokenizer: the model's.
         prompt: text or messages.
         bare: leaves out the special tokens (BOS) that the tokenizer puts before a text.
-        template_options: further arguments of the chat template.
+        template_options: further arguments of the chat template. Those of a prompt made of messages go first: its
+            metadata's `chat_template_kwargs`, as TRL names them, and `tools`, JSON schemas as a list or its JSON text.
 
     Raises:
         ValueError: an empty prompt, a text with options of a template, characters the tokenizer has no token for,
-            messages without a chat template, or of a role that it does not show.
+            messages without a chat template, or of a role that it does not show; tools that it does not show.
     """
     try:
         if prompt.messages:
@@ -85,7 +87,7 @@ def encode_prompt(
                 _for_template(tokenizer, prompt),
                 add_generation_prompt=True,
                 return_dict=True,
-                **(template_options or {}),
+                **_shown_with(tokenizer, prompt, template_options),
             )
             tokens = rendered["input_ids"]
         else:
@@ -118,8 +120,27 @@ def _for_template(tokenizer: PreTrainedTokenizerBase, prompt: Prompt) -> list[di
                 )
     if not any(one.get("tool_calls") for one in prompt.messages):
         return list(prompt.messages)
-    chat = Chat(tokenizer)
-    return [with_arguments(one, chat.arguments) for one in prompt.messages]
+    return [with_arguments(one, _chat(tokenizer).arguments) for one in prompt.messages]
+
+
+_chat = lru_cache(maxsize=4)(Chat)
+"""It tries templates, which would be done anew for each prompt."""
+
+
+def _shown_with(
+    tokenizer: PreTrainedTokenizerBase, prompt: Prompt, options: Mapping[str, Any] | None
+) -> dict[str, Any]:
+    """Arguments of the chat template for the prompt's messages. Raises ValueError for tools that it leaves out."""
+    own, found = prompt.metadata.get("chat_template_kwargs"), prompt.metadata.get("tools")
+    shown = {**(options or {}), **(own if isinstance(own, dict) else {})}
+    if tools := tools_of(found, "its record"):
+        if not _chat(tokenizer).visible.tools(prompt.messages[0].get("role") == "system"):
+            raise ValueError(
+                f"the chat template {HIDES_TOOLS}, and its record has {len(tools)}; use another template, or describe"
+                " them in the system message and remove the field 'tools'"
+            )
+        shown["tools"] = tools
+    return shown
 
 
 def _lacking(tokenizer: PreTrainedTokenizerBase, prompt: Prompt) -> str:
@@ -163,22 +184,22 @@ def encode_reply(
     text = Prompt(id=f"{prompt.id} (reply)", text=reply)
     made = encode_prompt(tokenizer, text, bare=True) if reply else ()
     if made and prompt.messages:
-        made = _behind(tokenizer, prompt, reply, template_options or {}) or made
+        made = _behind(tokenizer, prompt, reply, template_options) or made
     last = end if prompt.messages and end is not None else tokenizer.eos_token_id
     return (*made, last)
 
 
 def _behind(
-    tokenizer: PreTrainedTokenizerBase, prompt: Prompt, reply: str, options: Mapping[str, Any]
+    tokenizer: PreTrainedTokenizerBase, prompt: Prompt, reply: str, options: Mapping[str, Any] | None
 ) -> tuple[int, ...]:
     """A reply's ids as they are generated behind white space, with which many templates begin a reply: tokenizers of
     Llama 2's kind put a space before a text that stands alone. Empty where it makes no difference that can be told."""
     probe, line, end = (tokenizer.encode(text, add_special_tokens=False) for text in ("\na", "a", "\n"))
     if probe == end + line:  # most do not: nothing to render once more for
         return ()
-    rendered = str(
-        tokenizer.apply_chat_template(list(prompt.messages), add_generation_prompt=True, tokenize=False, **options)
-    )
+    shown = _shown_with(tokenizer, prompt, options)
+    messages = _for_template(tokenizer, prompt)
+    rendered = str(tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False, **shown))
     before = rendered[-1:] if rendered[-1:].isspace() else ""
     alone = tokenizer.encode(before, add_special_tokens=False) if before else []
     joined = tokenizer.encode(before + reply, add_special_tokens=False) if before else []

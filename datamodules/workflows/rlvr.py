@@ -20,7 +20,8 @@ from datamodules.workflows.turns import ReplyOptions
 
 
 class RLVRWorkflow:
-    """Samples one reply to the prompt and scores it with the configured reward.
+    """Samples one reply to the prompt and scores it with the configured reward. A record's `tools` and
+    `chat_template_kwargs` are in what the model is shown (see `encode_prompt`); nobody executes calls.
 
     Args:
         max_new_tokens: most tokens of a reply, at least 1.

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from datamodules.prompts import JsonlPrompts
+from datamodules.prompts import JsonlPrompts, Prompt
 from datamodules.supervised import PairsDataModule, SupervisedDataModule
+from datamodules.workflows import RLVRWorkflow
 from tests.helpers.recorded_samples import TEMPLATE, byte_tokenizer
 
 TOOLS = [{"type": "function", "function": {"name": "cancel", "parameters": {"type": "object"}}}]
@@ -56,9 +58,9 @@ def test_tools_and_template_options_of_a_record_are_shown(tmp_path: Path, tools:
 
 def test_tools_that_the_template_hides_and_no_tools_are_refused(tmp_path: Path) -> None:
     record = {"prompt": [ASKED], "completion": [DONE], "tools": TOOLS}
-    with pytest.raises(ValueError, match=r"r:1': the chat template does not show tools .* record has 1; use another"):
+    with pytest.raises(ValueError, match=r"r:1' .* template does not show tools .* record has 1; use another"):
         trained(tmp_path, record, PREFIXED.replace("and tools", "and false"))
-    with pytest.raises(ValueError, match=r"r:1': 'tools' must be a list of JSON schemas"):
+    with pytest.raises(ValueError, match=r"r:1' .*'tools' must be a list of JSON schemas"):
         trained(tmp_path, {**record, "tools": "a hammer"})
 
 
@@ -80,6 +82,17 @@ def test_an_answer_of_weight_0_is_refused(tmp_path: Path) -> None:
         trained(tmp_path, record)
     record["completion"] = [{**DONE, "weight": 1}]
     assert trained(tmp_path, record)[0][1] == "Done.<|end|>"
+
+
+def test_rollouts_begin_with_what_imitation_has_seen(tmp_path: Path) -> None:
+    told = rendered([ASKED], tools=TOOLS, prefix="+")
+    own = {"tools": TOOLS, "chat_template_kwargs": {"prefix": "+"}}
+    prompt = Prompt(id="p", messages=(ASKED,), metadata=own)
+    workflow = RLVRWorkflow(max_new_tokens=4, template_options={"prefix": "-"})
+    tokenizer = byte_tokenizer(PREFIXED)
+    workflow.prepare(tokenizer)
+    assert tokenizer.decode(workflow.encode(prompt)) == told
+    assert tokenizer.decode(workflow.encode(replace(prompt, metadata={}))) == rendered([ASKED], prefix="-")
 
 
 @pytest.mark.parametrize("kept", ["user", "human"])
