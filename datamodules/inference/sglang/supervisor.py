@@ -3,7 +3,7 @@
 A server is lost when its process ends, when a connection breaks and it does not answer, or when it is silent for
 `silence_s`: no answer to a probe, or requests running and no progress in any. It is dirty, and loaded anew, when an
 update failed on it or when it answers with weights that are not those it was given. One that another run gives its own
-is given up; one on which requests of another run are running is waited for.
+is given up; one on which requests of another run are running is waited for, and one that it left paused is continued.
 
 Promises: every wait has a deadline; a process of ours is started again at most `max_restarts` times in a row, each time
 later, and one that is lost is ended first; what goes wrong is logged once, and that it is over.
@@ -30,6 +30,7 @@ _TICK_S = 0.5  # between two looks at a server whose state does not change
 _PROBE_EVERY_S = 5.0
 _SUSPECT_ANSWER_S = 10.0  # for an answer after a connection broke
 _BACKOFF_S = (1.0, 2.0, 5.0, 10.0, 30.0)
+_LEFT_S = 60.0  # a server that another run has paused for so long, under the same weights, was left so
 _STEADY_S = 300.0  # a server that served so long starts counting its failures anew
 
 
@@ -72,6 +73,7 @@ class Supervisor:
         self._probe: asyncio.Task[dict[str, Any]] | None = None
         self._probed_at = 0.0
         self._probed_weights: Weights | None = None  # what the server held when the probe was sent
+        self._paused_by: tuple[str, float] | None = None  # another run's weights, and since when it was seen so
 
     async def run(self) -> None:
         server = self.server
@@ -156,10 +158,34 @@ class Supervisor:
         each = [one for one in loads if isinstance(one, dict)] if isinstance(loads, list) else []
         whole = server.client.whole
         if running := sum(whole(one, f"num_{what}_reqs", 0, 0) or 0 for one in each for what in ("running", "waiting")):
+            await self._continue_left(str(label))
             raise GenerationError(
                 f"{server.client.url} serves weights '{label}' of another run, which has {running} requests there:"
                 f" {ONE_RUN}"
             )
+
+    async def _continue_left(self, label: str) -> None:
+        """A run that was killed in an update leaves the server paused, where it counts the last requests for ever. One
+        that stays so is continued, whereupon those whose client is gone end; its others are aborted, lest they go on
+        with half an update."""
+        server, deadline_s = self.server, self._limits.silence_s
+        try:
+            await server.client.get("/ready", deadline_s)
+        except ServerRefused as error:
+            paused = error.status == 503
+        else:
+            paused = False
+        if not paused or self._paused_by is None or self._paused_by[0] != label:
+            self._paused_by = (label, time.monotonic()) if paused else None
+        elif time.monotonic() - self._paused_by[1] >= _LEFT_S:
+            _log.warning(
+                "%s was left paused, with weights '%s', by a run that must have ended: it is continued",
+                server.name,
+                label,
+            )
+            self._paused_by = None
+            await server.client.post("/abort_request", {"abort_all": True}, deadline_s)
+            await server.client.resume(deadline_s)
 
     async def _give_weights(self) -> None:
         server = self.server

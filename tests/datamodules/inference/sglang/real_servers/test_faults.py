@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 from datamodules.inference.export import checkpoint_weights
 from datamodules.inference.protocol import GenerationError, GenerationRequest, GenerationResponse, WeightUpdate
-from datamodules.inference.sglang import Launch, SGLangEngine
+from datamodules.inference.sglang import Launch, SGLangEngine, supervisor
 from datamodules.inference.sglang.launcher import ServerProcess
 from datamodules.inference.sglang.server import leftovers
 from datamodules.inference.weight_files import WeightFiles
@@ -328,6 +328,26 @@ class TestUnreliableNetwork:
         finally:
             other.close()
         assert not engine.health()["alive"]
+
+    def test_a_server_that_a_killed_run_left_paused_is_taken(self, make, server, monkeypatch, tmp_path) -> None:
+        """In the middle of an update: the server would count its requests, whose client is gone, for ever."""
+        monkeypatch.setattr(supervisor, "_LEFT_S", 0.5)
+        make([server.url]).close()  # its weights stay
+
+        async def killed() -> None:
+            client = server.client()
+            sampling = {"max_new_tokens": CONTEXT - 40, "ignore_eos": True}
+            body = {"input_ids": [5, 6, 7], "sampling_params": sampling, "stream": True}
+            replies = [client.generate(body) for _ in range(3)]
+            for reply in replies:
+                await anext(reply)
+            await client.pause(30.0)
+            await client.close()
+
+        asyncio.run(killed())
+        other = make([server.url])
+        requests = long_requests(2)
+        check({0: tiny_policy()}, requests, asyncio.run(generate_all(other, requests)))
 
     def test_no_server_at_all_is_an_error_in_time(self, server) -> None:
         engine = SGLangEngine(["http://127.0.0.1:9"], start_timeout_s=3.0)
