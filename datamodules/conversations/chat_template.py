@@ -305,10 +305,7 @@ class Chat:
 
 
 class Visible:
-    """Which of an agent's means are in what a template makes of conversations.
-
-    One that cannot render the question shows them: it says by itself what it cannot render.
-    """
+    """Which of an agent's means a template shows: all if it cannot render the question, which it says itself."""
 
     def __init__(self, chat: Chat) -> None:
         self._chat = chat
@@ -324,7 +321,10 @@ class Visible:
         marks, shown = [f"{_REPLY}{k}" for k in range(begin + behind)], _TOOLS if tools else None
         told = [{"role": "system", "content": mark} for mark in marks]
         said = [*told[:begin], *[_ASKED] * asked, *told[begin:]]
-        look = lambda: {*marks} <= {*re.findall(rf"{_REPLY}\d", self._chat.text(said, shown))}  # noqa: E731
+
+        def look() -> bool:
+            return {*marks} <= {*re.findall(rf"{_REPLY}\d", self._chat.text(said, shown))}
+
         return self._found(("systems", begin, behind, asked, tools), look)
 
     def calls(self, tools: bool) -> bool:

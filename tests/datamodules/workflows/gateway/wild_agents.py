@@ -298,7 +298,13 @@ def _float32(value: float) -> float:
 def _as_sampled(k: int, messages: list[Message], given: dict[str, Given], calls: dict[str, Call]) -> Message:
     """The `k`-th message; a reply with its thought in its text."""
     message = messages[k]
-    found = [name for name, one in given.items() if one.message == message and name in calls and calls[name].thought]
+    # Without a thought it may be any reply with this text: clients leave thoughts out.
+    dropped = () if "reasoning_content" in message else ("reasoning_content",)
+    found = [
+        name
+        for name, one in given.items()
+        if name in calls and {key: value for key, value in one.message.items() if key not in dropped} == message
+    ]
     if "reasoning_content" not in message:  # it is known by what it answers
         before = messages[k - 1] if k else {}
         same = [
