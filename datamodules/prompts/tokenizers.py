@@ -130,10 +130,13 @@ _chat = lru_cache(maxsize=4)(Chat)
 def _shown_with(
     tokenizer: PreTrainedTokenizerBase, prompt: Prompt, options: Mapping[str, Any] | None
 ) -> dict[str, Any]:
-    """Arguments of the chat template for the prompt's messages. Raises ValueError for tools that it leaves out."""
-    own, found = prompt.metadata.get("chat_template_kwargs"), prompt.metadata.get("tools")
-    shown = {**(options or {}), **(own if isinstance(own, dict) else {})}
-    if tools := tools_of(found, "its record"):
+    """Arguments of the chat template for the prompt's messages. Raises ValueError for tools that it leaves out
+    and options that are none."""
+    own = prompt.metadata.get("chat_template_kwargs")
+    if own is not None and not isinstance(own, dict):
+        raise ValueError("its record's 'chat_template_kwargs' must be an object; correct it, or remove the field")
+    shown = {**(options or {}), **(own or {})}
+    if tools := tools_of(prompt.metadata.get("tools"), "its record"):
         if not _chat(tokenizer).visible.tools(prompt.messages[0].get("role") == "system"):
             raise ValueError(
                 f"the chat template {HIDES_TOOLS}, and its record has {len(tools)}; use another template, or describe"

@@ -62,6 +62,9 @@ def test_tools_that_the_template_hides_and_no_tools_are_refused(tmp_path: Path) 
         trained(tmp_path, record, PREFIXED.replace("and tools", "and false"))
     with pytest.raises(ValueError, match=r"r:1' .*'tools' must be a list of JSON schemas"):
         trained(tmp_path, {**record, "tools": "a hammer"})
+    record = {"prompt": [ASKED], "completion": [DONE], "chat_template_kwargs": '{"prefix": "+"}'}
+    with pytest.raises(ValueError, match=r"r:1' .*'chat_template_kwargs' must be an object"):
+        trained(tmp_path, record)
 
 
 def test_calls_before_the_answer_are_shown_as_the_template_takes_them(tmp_path: Path) -> None:
