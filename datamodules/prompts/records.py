@@ -30,9 +30,9 @@ class RecordFormat:
         owner: class that was configured, for messages.
         question_field: field with the question: text, or a list of chat messages (`role`, `content`). Dots lead into
             nested records: "extra_info.question".
-        answer_field: field with the answer: text, a number, or a list of chat messages whose last is the answer, those
-            before it being the question's; None for data without answers. The question's own field, where that holds a
-            whole conversation: its last message is the answer, those before it are the question.
+        answer_field: field with the answer: text, a number, true or false, or a list of chat messages whose last is the
+            answer, those before it being the question's; None for data without answers. The question's own field, where
+            that holds a whole conversation: its last message is the answer, those before it are the question.
         template: text of the prompt, with the record's fields in braces (names alone; dots lead into nested records).
         answer_pattern: regular expression whose first group, found in the answer, is the reference answer.
         chat: makes the text a user message.
@@ -108,7 +108,7 @@ class RecordFormat:
             if not any(str(message.get("content") or "").strip() for message in messages):
                 raise ValueError(f"{where}: the prompt is empty; remove the record")
         else:
-            text = self._text(str(question), record, where)
+            text = self._text(_as_text(question), record, where)
             if self.chat:
                 messages, text = ({"role": "user", "content": text},), ""
         self.check_chat(isinstance(question, list))
@@ -181,14 +181,14 @@ class RecordFormat:
         )
 
     def _text(self, question: str, record: Mapping[str, Any], where: str) -> str:
-        def value(name: str) -> Any:
+        def value(name: str) -> str:
             found = _lookup(record, name)
             if found is None:
                 raise ValueError(
                     f"{where}: nothing in field '{name}' for template {self.template.text!r:.200} (the record has"  # type: ignore[union-attr]
                     f" {_names(record)}); correct the name, or remove the record"
                 )
-            return found
+            return _as_text(found)
 
         text = question if self.template is None else self.template.fill(value)
         if not text.strip():
@@ -343,7 +343,7 @@ def reply_text(value: Any, where: str, told: Sequence[Mapping[str, Any]]) -> str
             answer something else; and anything else.
     """
     if _is_text(value):
-        return str(value)
+        return _as_text(value)
     if not (isinstance(value, list) and value and _is_messages(value)):
         raise ValueError(f"{where}: expected a reply as text or messages, got {type(value).__name__}")
     *before, last = value
@@ -411,8 +411,13 @@ def _names(record: Mapping[str, Any]) -> str:
 
 
 def _is_text(value: Any) -> bool:
-    """Text, or a number that stands for it; what pandas writes for nothing (NaN) does not."""
+    """Text, or a number or boolean that stands for it; what pandas writes for nothing (NaN) does not."""
     return isinstance(value, str | int) or (isinstance(value, float) and math.isfinite(value))
+
+
+def _as_text(value: Any) -> str:
+    """A boolean as JSON spells it, since that is what the file says."""
+    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def _kind(value: Any) -> str:

@@ -103,6 +103,14 @@ def test_jsonl_fields_template_pattern_and_metadata(tmp_path: Path) -> None:
     assert chat.text == "" and chat.messages[1]["content"] == "1+1?"
 
 
+@pytest.mark.parametrize("said", [True, False])
+def test_booleans_are_spelled_as_the_file_spells_them(tmp_path: Path, said: bool) -> None:
+    path = lines(tmp_path / "boolq.jsonl", {"question": "is it?", "answer": said, "hard": said})
+    prompt = JsonlPrompts(path, template="{hard}: {question}").deal(0)
+    text = json.dumps(said)
+    assert (prompt.text, prompt.answer, prompt.solution) == (f"{text}: is it?", text, text)
+
+
 def test_a_nested_question_and_answer_are_not_in_the_metadata(tmp_path: Path) -> None:
     """Agents are shown that."""
     record = {"reward_model": {"ground_truth": "42", "style": "rule"}, "extra": {"q": "6*7?", "n": 1}, "a.b": "42"}
