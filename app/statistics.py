@@ -87,7 +87,8 @@ class Paired:
         interval = f"95% interval {self.low:+.3f} to {self.high:+.3f}"
         counts = f"{self.better:,} prompts better, {self.worse:,} worse"
         if self.distinguishable:
-            return f"{'better' if self.difference > 0 else 'worse'}; {interval}, p = {self.p:.2g}; {counts}"
+            p = f"p = {self.p:.2g}" if self.p >= 0.001 else "p < 0.001"  # flipped signs show no less than 0.0005
+            return f"{'better' if self.difference > 0 else 'worse'}; {interval}, {p}; {counts}"
         more = (
             f"; about {self.prompts_needed:,} prompts would tell a difference of this size"
             if self.prompts_needed

@@ -150,6 +150,13 @@ def test_pairs_take_away_what_prompts_differ_in() -> None:
     assert found.distinguishable and found.better == 30 and found.p < 0.01 and "better; 95%" in found.in_words()
 
 
+def test_no_smaller_chance_is_told_than_signs_can_show() -> None:
+    """p of 30 equal signs is 2 / 2**30; those drawn at random end at 1 / 2001, which is no estimate of it."""
+    found = paired([0.0] * 30, [0.5 + i / 100 for i in range(30)])
+    assert found.p == pytest.approx(1 / 2001) and "p < 0.001;" in found.in_words()
+    assert "p = 0.016;" in paired([0.0] * 40, [1.0] * 7 + [0.0] * 33).in_words()
+
+
 def test_alike_is_not_told() -> None:
     found = paired([1.0, 0.0, 1.0, 1.0], [1.0, 0.0, 1.0, 1.0])
     assert not found.distinguishable and found.p == 1.0 and found.prompts_needed is None
