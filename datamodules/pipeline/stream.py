@@ -169,7 +169,8 @@ class Stream:
     # ---- state
 
     def state_dict(self, in_training: Sequence[Group] = (), under_way: Sequence[Group] = ()) -> dict[str, Any]:
-        """Next index, unfinished indices, finished groups and counters, as primitives and tensors.
+        """Next index, unfinished indices, finished groups, counters and what is tallied since it was last asked for, as
+        primitives and tensors.
 
         Args:
             in_training: taken groups that are not yet trained on; saved as if they had not been taken.
@@ -181,6 +182,7 @@ class Stream:
                 "position": self._position,
                 "unfinished": sorted([*self._again, *self._running]),
                 "counters": self.gate.counters(),
+                "tally": self.tally.state_dict(),
             }
             if under_way:
                 state |= {"version": self.gate.version, "under_way": pack(list(under_way))}
@@ -205,6 +207,7 @@ class Stream:
             self._again = {index: (0, 0) for index in [*state.get("unfinished", []), *lost]}
             self._running = {}
             self._ready, self.taken = kept, taken
+            self.tally.load_state_dict(state.get("tally", {}))
             self.gate.open(version, queued=len(kept), counters=counters, under_way=bool(taken))
 
     def check(self) -> None:

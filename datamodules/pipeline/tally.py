@@ -7,6 +7,8 @@ sees less of.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from app.batch import UNTRAINABLE_CALLS
 from app.statistics import ROUNDING, equal
 from datamodules.filters import episode_rewards
@@ -52,6 +54,15 @@ class Tally:
         """It was dropped because the policy had moved on."""
         self._stale_episodes += len(episode_rewards(group))
         self._stale_tokens += _generated(group)
+
+    def state_dict(self) -> dict[str, float]:
+        """The sums, by name."""
+        return {name: value for name, value in vars(self).items() if name != "_solved_at"}
+
+    def load_state_dict(self, state: Mapping[str, float]) -> None:
+        """Goes on with the sums of a `state_dict`; of none, from nothing."""
+        self._clear()
+        vars(self).update(state)
 
     def take(self) -> dict[str, float]:
         """`reward` and `length` (generated tokens), means over the episodes of all finished groups; `solved` and

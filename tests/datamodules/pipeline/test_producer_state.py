@@ -56,3 +56,18 @@ def test_groups_in_training_are_saved_as_if_not_collected(build: Build) -> None:
     groups = producer.collect(2, 60.0)
     again = build(batch_size=2, state=producer.state_dict(in_training=groups))
     assert ids(again.collect(2, 60.0)) == ["p0", "p1"]
+
+
+def test_what_finished_groups_were_worth_is_told_by_the_run_that_goes_on(build: Build) -> None:
+    """Of a synchronous stream the next batch may be finished when the state is taken: nothing else would be told."""
+    engine = FakeEngine()
+    producer = build(engine, batch_size=2)
+    producer.collect(2, 60.0)
+    producer.stream.worth()
+    engine.version = 1
+    producer.publish(1)
+    wait_until(lambda: producer.gate.counters()["queued"] == 2)
+    again = build(batch_size=2, version=1, state=through_a_file(producer.state_dict()))
+    again.collect(2, 60.0)
+    worth = producer.stream.worth()
+    assert worth["reward"] > 0 and again.stream.worth() == worth and again.stream.worth() == {}
