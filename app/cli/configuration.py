@@ -286,6 +286,13 @@ def check_trainer(seed: Any, trainer: Mapping[str, Any]) -> None:
             " with other batches, so nothing is overfitted: leave it out, and give the data no more prompts than a"
             " batch has"
         )
+    for kind in ("steps", "epochs"):
+        least, most = trainer.get(f"min_{kind}"), trainer.get(f"max_{kind}")
+        if isinstance(least, int) and isinstance(most, int) and 0 <= most < least:
+            raise ValueError(
+                f"trainer.min_{kind}: {least} is more than trainer.max_{kind}: {most}, at which the run ends; raise the"
+                " latter, or leave the former out"
+            )
     if trainer.get("barebones"):
         raise ValueError("trainer.barebones: every run logs and saves, which it forbids; leave it out")
     _check_monitors(trainer.get("callbacks") or ())

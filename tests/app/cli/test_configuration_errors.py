@@ -64,6 +64,14 @@ _LR, _CONFIG = "--model.init_args.optimizer.init_args", "--model.init_args.model
         (["--seed_everything=-1"], "seed_everything: -1, must be between 0 and"),
         (["--trainer.precision=16-mixed"], "trainer.precision: 16-mixed is not supported"),
         (["--trainer.strategy=ddp"], "trainer.strategy: ddp wraps the model and averages gradients"),
+        (
+            ["--trainer.min_steps=9", "--trainer.max_steps=3"],
+            "trainer.min_steps: 9 is more than trainer.max_steps: 3, at which the run ends; raise the",
+        ),
+        (
+            ["--trainer.min_epochs=2", "--trainer.max_epochs=1"],
+            "trainer.min_epochs: 2 is more than trainer.max_epochs: 1",
+        ),
         (["--trainer.overfit_batches=2"], "trainer.overfit_batches: 2 would end epochs early"),
         (["--trainer.barebones=true"], "trainer.barebones: every run logs and saves, which it forbids; leave it out"),
         (
