@@ -6,11 +6,12 @@
 
 A and B are run directories, model directories, PEFT's directories of an adapter (played on the model it names) or
 checkpoints. Both play every prompt with one workflow, reward, template and seed: those of --config, by default of A's
-run, or of B's where A's has no workflow. Its held-out prompts, or else its training prompts, say how the file's records
-are read (fields, template, chat, pictures). Prompts are compared in pairs, so that hard and easy ones cancel out. Says
-success, generated tokens and seconds of both, the difference with its 95% interval and p (McNemar's exact test where
-rewards are 0 or 1, else prompts drawn again, or Student's t of seven and fewer, and signs flipped), for each task with
---by, and, where the two cannot be told apart, how many prompts would tell. Writes compare.json.
+run, or of B's where A's has no workflow; each with its own tokenizer, where that numbers tokens otherwise. Its held-out
+prompts, or else its training prompts, say how the file's records are read (fields, template, chat, pictures). Prompts
+are compared in pairs, so that hard and easy ones cancel out. Says success, generated tokens and seconds of both, the
+difference with its 95% interval and p (McNemar's exact test where rewards are 0 or 1, else prompts drawn again, or
+Student's t of seven and fewer, and signs flipped), for each task with --by, and, where the two cannot be told apart,
+how many prompts would tell. Writes compare.json.
 
 Promises: nothing is trained; prompts that one side alone answered (the other's engine or reward failed) are left out
 and counted.
@@ -36,6 +37,7 @@ from app.cli.errors import OtherCommandFailed
 from app.statistics import Paired, paired, prompts_to_tell
 from app.text import reason
 
+_LEARNT = "train:"
 _FORMAT = ("question_field", "answer_field", "template", "answer_pattern", "chat", "system", "image_field")
 
 
@@ -268,6 +270,7 @@ def _settings(side: Side, config: Path, arguments: argparse.Namespace) -> dict[s
             model["model"] |= {"adapter": str(side.adapter), **in_bits}
     elif side.config is not None and side.config != config:
         model["model"] = yaml.safe_load(side.config.read_text("utf-8"))["model"]["init_args"]["model"]
+    data["tokenizer"] = _tokenizer(side, config, str(data["tokenizer"]))
     validation = data.get("validation") or {}
     prompts = _format(data) or {}
     prompts |= {"path": str(arguments.prompts), "shuffle": False}
@@ -277,7 +280,39 @@ def _settings(side: Side, config: Path, arguments: argparse.Namespace) -> dict[s
         "temperature": arguments.temperature if arguments.samples > 1 else 0.0,
         "solved_at": validation.get("solved_at", 1.0),
     }
+    if not data["tokenizer"].startswith(_LEARNT):  # which learns from the training prompts: else nobody reads them
+        data["prompts"] = data["validation"]["prompts"]
     return settings
+
+
+def _tokenizer(side: Side, config: Path, given: str) -> str:
+    """The tokenizer that a side is played with: `given`, that of the configuration, with its chat template, but the
+    side's own where that gives tokens other ids, or where `given` is not here."""
+    from datamodules.prompts.tokenizers import load_tokenizer
+
+    def ids(spec: str) -> tuple[Any, ...]:
+        found = load_tokenizer(spec)
+        return found.get_vocab(), found.eos_token_id if side.checkpoint else None  # which a checkpoint is compared by
+
+    given, own = _written(config, given), None
+    beside = side.adapter or Path(side.model or "")
+    if side.model is not None and (beside / "tokenizer_config.json").is_file():
+        own = str(beside)
+    elif side.config is not None:
+        said = _configuration(side.config)["data"]["init_args"].get("tokenizer")
+        own = said and _written(side.config, said)
+    if own is None or own == given or own.startswith(_LEARNT):
+        return own or given
+    try:
+        return given if ids(own) == ids(given) else own
+    except (ValueError, FileNotFoundError):
+        return own
+
+
+def _written(config: Path, tokenizer: str) -> str:
+    """Where a run keeps what it learnt of its prompts, for that; any other tokenizer as it is."""
+    kept = config.parent / "tokenizer"
+    return str(kept) if tokenizer.startswith(_LEARNT) and kept.is_dir() else tokenizer
 
 
 def _configuration(config: Path) -> dict[str, Any]:

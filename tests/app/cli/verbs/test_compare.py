@@ -188,6 +188,48 @@ def test_the_report_is_written_where_the_run_has_none(workplace: Path) -> None:
     assert "without_callbacks" not in settings_of(configuration | {"without_callbacks": ["Report"]})
 
 
+OTHER = "char:=*-+9876543210"
+
+
+@pytest.mark.parametrize("kind", ["model", "run", "checkpoint"])
+def test_each_side_is_played_with_the_tokenizer_of_its_ids(workplace: Path, kind: str) -> None:
+    """As large, so that nothing else would tell; what is numbered alike keeps the template of the configuration."""
+    shutil.copytree("run/model", "other/model")
+    load_tokenizer(OTHER).save_pretrained("other/model")
+    if kind != "model":
+        settings = yaml.safe_load(Path("run/config.yaml").read_text())
+        settings["data"]["init_args"]["tokenizer"] = OTHER
+        Path("other/config.yaml").write_text(yaml.safe_dump(settings))
+    if kind == "checkpoint":
+        shutil.rmtree("other/model")
+        Path("other/checkpoints/last.ckpt").mkdir(parents=True)
+    load_tokenizer(TOKENIZER).save_pretrained("run/model")
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    given = "other/model" if kind == "model" else "other"
+    arguments = parser.parse_args(["run", given, "--prompts", "prompts.jsonl"])
+    found = [
+        _settings(_side(path, "A"), Path("run/config.yaml"), arguments)["data"]["init_args"]["tokenizer"]
+        for path in (Path("run"), Path(given))
+    ]
+    assert found == [TOKENIZER, OTHER if kind == "checkpoint" else "other/model"]
+
+
+def test_nobody_needs_what_the_run_was_trained_on(workplace: Path) -> None:
+    """But a tokenizer that is learnt from it and was kept nowhere."""
+    elsewhere = {"class_path": "datamodules.prompts.JsonlPrompts", "init_args": {"path": "not/here.jsonl"}}
+    settings = yaml.safe_load(Path("run/config.yaml").read_text())
+    settings["data"]["init_args"]["prompts"] = elsewhere
+    found = settings_of(settings)["data"]["init_args"]
+    assert found["prompts"] == found["validation"]["prompts"] != elsewhere
+    settings["data"]["init_args"]["tokenizer"] = "train:300"
+    Path("run/config.yaml").write_text(yaml.safe_dump(settings))
+    assert settings_of(settings)["data"]["init_args"]["prompts"] == elsewhere
+    load_tokenizer(TOKENIZER).save_pretrained("run/tokenizer")
+    found = settings_of(settings)["data"]["init_args"]
+    assert found["tokenizer"] == str(workplace / "run/tokenizer") and found["prompts"] != elsewhere
+
+
 @pytest.mark.slow
 def test_a_model_against_itself(workplace: Path, capfd: pytest.CaptureFixture[str]) -> None:
     main(["compare", "run", "run/model", "--prompts", "prompts.jsonl", "--by", "digits", "--out", "out"])
