@@ -234,7 +234,7 @@ class RolloutDataModule(L.LightningDataModule):
         """
         if self._producer is not None:
             raise RuntimeError("RolloutDataModule.load_state_dict: rollouts are running; load before start")
-        fingerprint.compare(state_dict, self._made_with)
+        fingerprint.compare(state_dict, self._made_with, self.trainer)
         self._stream = dict(state_dict)
         self._handed_out_at = state_dict.get("version")
 

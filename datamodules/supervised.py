@@ -93,7 +93,7 @@ class SupervisedDataModule(L.LightningDataModule):
             raise ValueError("validation: a source without end; set its size")
         self.template_options = template_options
         self._position = Position()
-        self._made_with = {"batch_size": str(batch_size)}
+        self._made_with = {"batch_size": str(batch_size), "template_options": str(template_options)}
 
     def setup(self, stage: str) -> None:
         module, (trait, who) = self.trainer and self.trainer.lightning_module, self.evaluated_by
@@ -189,7 +189,7 @@ class SupervisedDataModule(L.LightningDataModule):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Warns of another stream's settings. Raises ValueError where it was made with another tokenizer."""
-        fingerprint.compare(state_dict, self._made_with)
+        fingerprint.compare(state_dict, self._made_with, self.trainer)
         self._position.load_state_dict(state_dict)
 
     def trajectories(self, index: int) -> list[Trajectory]:
@@ -304,6 +304,7 @@ class PairsDataModule(SupervisedDataModule):
     ) -> None:
         super().__init__(prompts, tokenizer, batch_size, batches_per_epoch, max_tokens, validation, template_options)
         self.rejected_field = rejected_field
+        self._made_with["rejected_field"] = rejected_field
 
     def setup(self, stage: str) -> None:
         super().setup(stage)

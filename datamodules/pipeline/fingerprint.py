@@ -19,6 +19,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from transformers import PreTrainedTokenizerBase
 
@@ -78,8 +79,9 @@ def of_values(*values: object) -> str:
     return hashlib.sha256(json.dumps(values, sort_keys=True, default=str).encode()).hexdigest()[:12]
 
 
-def compare(saved: Mapping[str, Any], now: Mapping[str, str]) -> None:
-    """Compares the fingerprints in the state `saved` of a datamodule with those of this run, by key.
+def compare(saved: Mapping[str, Any], now: Mapping[str, str], trainer: Any = None) -> None:
+    """Compares the fingerprints in the state `saved` of a datamodule with those of this run, by key; of a
+    `trainer` that does not train the tokenizer's alone.
 
     Raises:
         ValueError: another tokenizer.
@@ -92,7 +94,7 @@ def compare(saved: Mapping[str, Any], now: Mapping[str, str]) -> None:
             f" ({now[_TOKENIZER]}): its policy, and its finished rollouts, know the old ids. Give the old tokenizer, or"
             " begin a new run from the weights alone (arborist export, then model.model.path)"
         )
-    if changed:
+    if changed and (trainer is None or trainer.state.fn in (None, TrainerFn.FITTING)):
         told = "; ".join(f"data.{key} was {before[key]} and is {now[key]}" for key in changed)
         rank_zero_warn(
             f"ckpt_path: the stream of training data goes on at its old position, with other settings: {told}. Rollouts"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 import time
 import warnings
@@ -11,6 +12,7 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
+from lightning.pytorch.trainer.states import TrainerFn
 from transformers import AutoTokenizer
 
 from app.batch import Trajectory
@@ -24,7 +26,7 @@ from datamodules.prompts.tokenizers import load_tokenizer, texts_of
 from datamodules.rewards import exact_match
 from datamodules.rewards.judges import JudgeModel, RubricJudge
 from datamodules.rollout import RolloutDataModule
-from datamodules.supervised import SupervisedDataModule
+from datamodules.supervised import PairsDataModule, SupervisedDataModule
 from datamodules.workflows import RLVRWorkflow, VisionRLVRWorkflow
 from datamodules.workflows.gateway import AgentWorkflow
 from tests.datamodules.fake_engine import FakeEngine
@@ -114,6 +116,29 @@ def test_other_settings_are_told_in_one_line(tmp_path: Path, changed: dict[str, 
         rollouts(tmp_path, **changed).load_state_dict(state)
     [warning] = [str(one.message) for one in caught if "ckpt_path" in str(one.message)]
     assert "\n" not in warning and "tokenizer" not in warning
+
+
+def test_a_validation_goes_on_with_no_stream(tmp_path: Path) -> None:
+    state = _state(rollouts(tmp_path))
+    other = rollouts(tmp_path, seed=7)
+    other.trainer.state.fn = TrainerFn.VALIDATING
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        other.load_state_dict(state)
+
+
+def test_how_answers_are_shown_and_which_are_rejected_is_told(tmp_path: Path) -> None:
+    def pairs(**options: Any) -> Any:
+        rejected = {"rejected": "1", "worse": "2"}
+        path = tmp_path / "pairs.jsonl"
+        path.write_text(json.dumps({"question": "1+1=", "answer": "3", **rejected}))
+        return _set_up(PairsDataModule(JsonlPrompts(str(path)), f"char:{CHARS}", **options), tmp_path)
+
+    with pytest.warns(UserWarning, match=r"data\.rejected_field was rejected and is worse\. "):
+        pairs(rejected_field="worse").load_state_dict(_state(pairs()))
+    told = r"data\.template_options was None and is {'enable_thinking': False}\. "
+    with pytest.warns(UserWarning, match=told):
+        supervised(tmp_path, template_options={"enable_thinking": False}).load_state_dict(_state(supervised(tmp_path)))
 
 
 def test_what_is_long_is_compared_whole(tmp_path: Path) -> None:
