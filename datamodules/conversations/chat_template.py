@@ -24,6 +24,7 @@ from jinja2.utils import Namespace
 from transformers import PreTrainedTokenizerBase
 from transformers.utils import chat_template_utils
 
+from datamodules.conversations.messages import with_arguments
 from datamodules.conversations.resumed_template import Renderings, ResumableTemplate
 
 Message = dict[str, Any]
@@ -96,8 +97,8 @@ class Chat:
                 )
 
     def prompt(self, messages: Sequence[Message]) -> list[int]:
-        """A whole conversation, up to where the next reply begins. Raises ValueError as `after_reply`."""
-        return self.encode(self.text(messages, self._tools))
+        """A whole conversation, its calls as `arguments`, up to the next reply. Raises ValueError as `after_reply`."""
+        return self.encode(self.text([with_arguments(one, self.arguments) for one in messages], self._tools))
 
     def after_reply(
         self, messages: Sequence[Message], last: int | None = None, ends: Collection[int] = ()
@@ -216,8 +217,7 @@ class Chat:
 
     @cached_property
     def _takes_objects(self) -> bool:
-        either: tuple[Any, Any] = ({}, "{}")
-        for arguments in either:
+        for arguments in (dict[str, Any](), "{}"):
             try:
                 self.text(_calling("probe", arguments), None, False)
             except ValueError:

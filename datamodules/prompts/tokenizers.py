@@ -11,6 +11,7 @@ message on a line.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Iterator, Mapping
 from functools import lru_cache
 from pathlib import Path
@@ -109,7 +110,15 @@ def encode_prompt(
 
 
 def _for_template(tokenizer: PreTrainedTokenizerBase, prompt: Prompt) -> list[dict[str, Any]]:
-    """The messages, calls as the template takes them. Raises ValueError for a role of others' that it leaves out."""
+    """The messages, calls as the template takes them. Raises ValueError as `_check_roles`."""
+    _check_roles(tokenizer, prompt)
+    if not any(one.get("tool_calls") for one in prompt.messages):
+        return list(prompt.messages)
+    return [with_arguments(one, _chat(tokenizer).arguments) for one in prompt.messages]
+
+
+def _check_roles(tokenizer: PreTrainedTokenizerBase, prompt: Prompt) -> None:
+    """Raises ValueError for a role of others' that the template leaves out."""
     for k, one in enumerate(prompt.messages):
         if one.get("role") not in ROLES:
             marked = [*prompt.messages[:k], {**one, "content": _MARK}, *prompt.messages[k + 1 :]]
@@ -118,17 +127,42 @@ def _for_template(tokenizer: PreTrainedTokenizerBase, prompt: Prompt) -> list[di
                     f"the chat template does not show its message {k + 1}, of role {one.get('role')!r:.40}; the roles"
                     f" that templates know are {', '.join(ROLES)}"
                 )
-    if not any(one.get("tool_calls") for one in prompt.messages):
-        return list(prompt.messages)
-    return [with_arguments(one, _chat(tokenizer).arguments) for one in prompt.messages]
 
 
 _chat = lru_cache(maxsize=4)(Chat)
 """It tries templates, which would be done anew for each prompt."""
 
 
+def chat_of(
+    tokenizer: PreTrainedTokenizerBase,
+    prompt: Prompt,
+    template_options: Mapping[str, Any] | None,
+    tools: list[dict[str, Any]] | None = None,
+) -> Chat:
+    """The chat template as it shows a prompt of messages and what follows it, in the way of `encode_prompt`.
+
+    Args:
+        tools: of the workflow, in place of those of the prompt's record; None for these.
+
+    Raises:
+        ValueError: messages, tools or options as `encode_prompt` refuses them.
+    """
+    try:
+        _check_roles(tokenizer, prompt)
+        shown = _shown_with(tokenizer, prompt, template_options, tools is None)
+    except ValueError as error:
+        raise ValueError(f"prompt '{prompt.id}': {error}") from None
+    return _chat_with(tokenizer, json.dumps([tools or shown.pop("tools", None), shown]))
+
+
+@lru_cache(maxsize=64)
+def _chat_with(tokenizer: PreTrainedTokenizerBase, written: str) -> Chat:
+    tools, options = json.loads(written)
+    return Chat(tokenizer, tools, options)
+
+
 def _shown_with(
-    tokenizer: PreTrainedTokenizerBase, prompt: Prompt, options: Mapping[str, Any] | None
+    tokenizer: PreTrainedTokenizerBase, prompt: Prompt, options: Mapping[str, Any] | None, its_tools: bool = True
 ) -> dict[str, Any]:
     """Arguments of the chat template for the prompt's messages. Raises ValueError for tools that it leaves out
     and options that are none."""
@@ -136,7 +170,7 @@ def _shown_with(
     if own is not None and not isinstance(own, dict):
         raise ValueError("its record's 'chat_template_kwargs' must be an object; correct it, or remove the field")
     shown = {**(options or {}), **(own or {})}
-    if tools := tools_of(prompt.metadata.get("tools"), "its record"):
+    if its_tools and (tools := tools_of(prompt.metadata.get("tools"), "its record")):
         if not _chat(tokenizer).visible.tools(prompt.messages[0].get("role") == "system"):
             raise ValueError(
                 f"the chat template {HIDES_TOOLS}, and its record has {len(tools)}; use another template, or describe"

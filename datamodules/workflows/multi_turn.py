@@ -17,7 +17,7 @@ from app.batch import Trajectory
 from datamodules.conversations.chat_template import Chat, Message
 from datamodules.processes.calls import DeadlinePassed
 from datamodules.prompts.base import Prompt
-from datamodules.prompts.tokenizers import encode_prompt
+from datamodules.prompts.tokenizers import chat_of, encode_prompt
 from datamodules.workflows.base import EpisodeEngine
 from datamodules.workflows.calling import Caller
 from datamodules.workflows.turns import ReplyOptions, Sequences, Turns, tokenized
@@ -33,7 +33,8 @@ class MultiTurnWorkflow:
     and one that scores less than `success` is answered with `retry_message`. A prompt of messages goes on through the
     tokenizer's chat template, a prompt of text with the feedback's text as it is. In a chat special tokens that the
     feedback spells, as the output of the reply's own code may, get a space put into them, counted per episode in
-    `quoted_feedback`. A reply that is cut off ends the episode.
+    `quoted_feedback`. A reply that is cut off ends the episode. A record's `tools` and `chat_template_kwargs` are in
+    what the model is shown, as by `RLVRWorkflow`; nobody executes calls.
 
     Args:
         max_turns: most replies, at least 2.
@@ -107,21 +108,19 @@ class MultiTurnWorkflow:
         self._success = 1.0 if success is None else success
         self._template_options = template_options
         self._tokenizer: PreTrainedTokenizerBase | None = None
-        self._chat: Chat | None = None
 
     def prepare(self, tokenizer: PreTrainedTokenizerBase) -> None:
-        """Looks up the stop tokens, and tries the chat template where there is one."""
+        """Looks up the stop tokens, once, before the first episode."""
         self._options.prepare(tokenizer)
         self._tokenizer = tokenizer
-        self._chat = Chat(tokenizer, options=self._template_options) if tokenizer.chat_template else None
 
     def encode(self, prompt: Prompt) -> tuple[int, ...]:
         """The ids an episode begins with. Raises ValueError when prompt, tokenizer and options do not fit together."""
         assert self._tokenizer is not None, "prepare comes first"
         if prompt.messages:
-            if self._chat is None:
+            if not self._tokenizer.chat_template:
                 raise ValueError(f"prompt '{prompt.id}' is a chat, and the tokenizer has no chat template for it")
-            return tuple(self._chat.prompt(prompt.messages))
+            return tuple(self._chat_of(prompt).prompt(prompt.messages))
         if self.sequences == "rendered" or self._template_options:
             raise ValueError(
                 f"{type(self).__name__}: prompt '{prompt.id}' is text, which no chat template renders; give messages"
@@ -151,8 +150,8 @@ class MultiTurnWorkflow:
                 told = None if is_last else await self._ask(engine, prompt, replies)
             if is_last or told is None:
                 break
-            if prompt.messages and self._chat is not None:
-                shown = self._chat.quoted(told)
+            if prompt.messages:
+                shown = self._chat_of(prompt).quoted(told)
                 quoted, told = quoted + (shown != told), shown
             said = turns.reply(engine.tokenizer, special=True)
             messages += [{"role": "assistant", "content": said}, {"role": "user", "content": told}]
@@ -166,7 +165,7 @@ class MultiTurnWorkflow:
 
     async def _tell(self, turns: Turns, prompt: Prompt, messages: list[Message], engine: EpisodeEngine) -> None:
         """The model's next prompt is the conversation so far and the last of the messages."""
-        tokenizer, chat = self._tokenizer, self._chat
+        tokenizer = self._tokenizer
         assert tokenizer is not None, "prepare comes first"
 
         def as_text(last: list[Message]) -> list[int]:
@@ -175,12 +174,16 @@ class MultiTurnWorkflow:
         if not prompt.messages:
             turns.extend(await tokenized(as_text, messages[-1:]))
             return
-        assert chat is not None
+        chat = self._chat_of(prompt)
         if self.sequences == "rendered":
             turns.rewrite(await tokenized(chat.prompt, messages), engine.image_processor)
         else:
             end, ends = turns.end, engine.ends.ids
             turns.extend(await tokenized(lambda last: chat.after_reply(last, end, ends), messages[-1:]))
+
+    def _chat_of(self, prompt: Prompt) -> Chat:
+        assert self._tokenizer is not None, "prepare comes first"
+        return chat_of(self._tokenizer, prompt, self._template_options)
 
     async def _ask(self, engine: EpisodeEngine, prompt: Prompt, replies: list[str]) -> str | None:
         assert self._feedback is not None

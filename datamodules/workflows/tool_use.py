@@ -19,6 +19,7 @@ from app import checks
 from app.batch import Trajectory
 from datamodules.conversations.chat_template import Chat
 from datamodules.prompts.base import Prompt
+from datamodules.prompts.tokenizers import chat_of
 from datamodules.workflows.base import EpisodeEngine
 from datamodules.workflows.calling import within
 from datamodules.workflows.response_template import ResponseTemplate, TemplateCalls
@@ -58,7 +59,8 @@ class ToolWorkflow:
         tool_deadlines_s: tool name -> seconds, for tools with a deadline of their own.
         max_calls: calls of one reply that are carried out; the model is told about those that were not.
         max_result_chars: longest result; longer ones are cut, and say so. None for no limit.
-        template_options: further arguments of the chat template, such as `{enable_thinking: false}`.
+        template_options: further arguments of the chat template, such as `{enable_thinking: false}`. A record's
+            `chat_template_kwargs` go first; its `tools` are left out, since these are the workflow's.
 
     Raises:
         ValueError: an argument out of range, tools that are none.
@@ -105,32 +107,33 @@ class ToolWorkflow:
         )
         self._runner: ToolRunner | None = None if hasattr(tools, "prepare") else self._runs(tools.tools)
         self._template_options = template_options
-        self._chat: Chat | None = None
+        self._tokenizer: PreTrainedTokenizerBase | None = None
 
     def prepare(self, tokenizer: PreTrainedTokenizerBase) -> None:
         """Prepares the tools and tries the chat template. Raises ValueError when it cannot show tools or their results,
         or writes calls in a form that is not the parser's, and what the tools' own preparation raises."""
         self._options.prepare(tokenizer)
+        self._tokenizer = tokenizer
         if hasattr(self.tools, "prepare"):
             self.tools.prepare()
             self._runner = self._runs(self.tools.tools)
         if isinstance(self._parser, ResponseTemplate):
             self._parser.prepare(tokenizer)
             self._parser = self._parser.of_tools(self.tools.tools)
-        self._chat = Chat(tokenizer, self.tools.tools if self._show_tools else None, self._template_options)
+        chat = Chat(tokenizer, self.tools.tools if self._show_tools else None, self._template_options)
         if self.sequences != "rendered":
-            self._chat.after_reply([{"role": self.tool_role, "content": "."}])
-        if not self._chat.shows(self.tool_role):
+            chat.after_reply([{"role": self.tool_role, "content": "."}])
+        if not chat.shows(self.tool_role):
             raise ValueError(
                 f"ToolWorkflow.tool_role: the tokenizer's chat template does not show messages of the role"
                 f" '{self.tool_role}' that follow a reply, so the model would never see a result; set tool_role: user"
             )
         if self._show_tools and self._parser in (hermes_calls, json_calls):
-            _check_form(self._parser, self._chat)
+            _check_form(self._parser, chat)
 
     def encode(self, prompt: Prompt) -> tuple[int, ...]:
         """The ids an episode begins with, the tools' descriptions included."""
-        return tuple(self._template().prompt(prompt.conversation()))
+        return tuple(self._chat_of(prompt).prompt(prompt.conversation()))
 
     def log_to(self, directory: Path) -> None:
         """Where tools may keep what they print."""
@@ -160,7 +163,7 @@ class ToolWorkflow:
 
     async def _play(self, engine: EpisodeEngine, prompt: Prompt, box: Toolbox) -> tuple[Turns, str, Counter[str]]:
         """The conversation, the last reply's text, and what became of the calls."""
-        chat, tokenizer = self._template(), engine.tokenizer
+        chat, tokenizer = self._chat_of(prompt), engine.tokenizer
         assert self._runner is not None, "prepare comes first"
         messages = prompt.conversation()
         turns = Turns(prompt, self._options)
@@ -202,9 +205,9 @@ class ToolWorkflow:
         except Exception as error:  # a user's own parser
             return [ToolCall(error=f"{type(error).__name__}: {error}")]
 
-    def _template(self) -> Chat:
-        assert self._chat is not None, "prepare comes first"
-        return self._chat
+    def _chat_of(self, prompt: Prompt) -> Chat:
+        assert self._tokenizer is not None, "prepare comes first"
+        return chat_of(self._tokenizer, prompt, self._template_options, self.tools.tools if self._show_tools else [])
 
 
 def _check_form(parser: Callable[[str], list[ToolCall]], chat: Chat) -> None:

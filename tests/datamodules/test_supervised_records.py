@@ -11,7 +11,9 @@ import pytest
 
 from datamodules.prompts import JsonlPrompts, Prompt
 from datamodules.supervised import PairsDataModule, SupervisedDataModule
-from datamodules.workflows import RLVRWorkflow
+from datamodules.workflows import MultiTurnWorkflow, RLVRWorkflow, ToolWorkflow, hermes_calls
+from tests.datamodules.workflows.scripted_engine import ScriptedEngine, play
+from tests.datamodules.workflows.test_tools import Sums
 from tests.helpers.recorded_samples import TEMPLATE, byte_tokenizer
 
 TOOLS = [{"type": "function", "function": {"name": "cancel", "parameters": {"type": "object"}}}]
@@ -98,6 +100,39 @@ def test_rollouts_begin_with_what_imitation_has_seen(tmp_path: Path) -> None:
     assert tokenizer.decode(workflow.encode(replace(prompt, metadata={}))) == rendered([ASKED], prefix="-")
 
 
+def test_workflows_of_several_turns_show_the_same(tmp_path: Path) -> None:
+    """To their last turn: of tools a workflow has its own."""
+    function = {"name": "cancel", "arguments": '{"order": 7}'}
+    calls = {"role": "assistant", "content": None, "tool_calls": [{"type": "function", "function": function}]}
+    shown = {"type": "function", "function": {"name": "cancel", "arguments": {"order": 7}}}
+    before = [ASKED, {**calls, "content": "", "tool_calls": [shown]}, {"role": "tool", "content": "ok"}]
+    prompt = Prompt(
+        id="p",
+        messages=(ASKED, calls, {"role": "tool", "content": "ok"}),
+        metadata={"tools": TOOLS, "chat_template_kwargs": {"prefix": "+"}},
+    )
+    tokenizer = byte_tokenizer(PREFIXED)
+    options: dict[str, Any] = {"max_new_tokens": 200, "template_options": {"prefix": "-"}}
+    call = '<tool_call>\n{"name": "add", "arguments": {"a": 2, "b": 3}}\n</tool_call>'
+    flows: list[tuple[Any, Any, str, dict[str, Any]]] = [
+        (MultiTurnWorkflow(**options), TOOLS, "No", {"role": "user", "content": "That is not right. Try again."}),
+        (
+            ToolWorkflow(Sums(), parser=lambda text: hermes_calls(text), **options),
+            Sums().tools,
+            call,
+            {"role": "tool", "name": "add", "content": "5"},
+        ),
+    ]
+    for flow, tools, reply, told in flows:
+        engine = ScriptedEngine(tokenizer, [reply, "Done."])
+        play(flow, engine, tokenizer, prompt, lambda _, reply: float(reply == "Done."))
+        chat = [*before, {"role": "assistant", "content": reply}, told]
+        for seen, messages in zip(engine.seen, (before, chat), strict=True):
+            assert tokenizer.decode(seen.tokens) == rendered(messages, tools=tools, prefix="+").replace(
+                f"+{reply}", reply
+            )  # as it was sampled
+
+
 @pytest.mark.parametrize("kept", ["user", "human"])
 def test_a_role_that_the_template_leaves_out_is_refused(tmp_path: Path, kept: str) -> None:
     """Of other templates' or formats'; most show the four roles that they know and nothing of any other."""
@@ -108,3 +143,13 @@ def test_a_role_that_the_template_leaves_out_is_refused(tmp_path: Path, kept: st
         return
     with pytest.raises(ValueError, match=r"r:1' .* does not show its message 1, of role 'human'; .* system, user"):
         trained(tmp_path, record, template)
+
+
+def test_workflows_of_several_turns_refuse_such_a_role() -> None:
+    tokenizer = byte_tokenizer(
+        PREFIXED.replace("{%- for m in messages -%}", "{%- for m in messages if m.role != 'human' -%}")
+    )
+    for flow in (MultiTurnWorkflow(), ToolWorkflow(Sums(), show_tools=False)):
+        flow.prepare(tokenizer)
+        with pytest.raises(ValueError, match=r"'p': the chat template does not show its message 1, of role 'human'"):
+            flow.encode(Prompt(id="p", messages=({"role": "human", "content": "Cancel."},)))
