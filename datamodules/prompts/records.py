@@ -19,6 +19,7 @@ from datamodules.prompts.order import DealingOrder
 
 DATA_URL = "data:image/"
 """What a picture in a text begins with (RFC 2397, base64)."""
+_OF_TEMPLATE = ("tools", "chat_template_kwargs")
 _UNSAID = ("tool_calls", "function_call", "reasoning_content", "reasoning", "thinking")
 """What a message of the assistant may hold beside its content."""
 
@@ -86,7 +87,7 @@ class RecordFormat:
 
         Args:
             record: its fields. All but question, answer and pictures land in the prompt's metadata; of a nested one its
-                record without it.
+                record without it, and `tools` and `chat_template_kwargs` beside a nested question as if of the record.
             name: id of the prompt. where: the record's place, for messages.
 
         Raises:
@@ -123,6 +124,9 @@ class RecordFormat:
         metadata: Mapping[str, Any] = record
         for path in (self.question_field, self.answer_field, self.image_field):
             metadata = metadata if path is None else _without(metadata, _steps(record, path))
+        beside = _lookup(record, ".".join(_steps(record, self.question_field)[:-1]))
+        if isinstance(beside, Mapping):  # nested messages have theirs (OpenAI's `input`)
+            metadata = {key: beside[key] for key in _OF_TEMPLATE if key in beside} | dict(metadata)
         return Prompt(
             id=name,
             text=text,

@@ -58,6 +58,22 @@ def test_tools_and_template_options_of_a_record_are_shown(tmp_path: Path, tools:
     assert trained(tmp_path, record) == [(rendered([ASKED], prefix="-"), "Done.<|end|>")]
 
 
+def test_tools_beside_nested_messages_are_shown(tmp_path: Path) -> None:
+    """OpenAI's form of preferences, as it is."""
+    record = {
+        "input": {"messages": [ASKED], "tools": TOOLS, "parallel_tool_calls": True},
+        "preferred_output": [DONE],
+        "non_preferred_output": [{**DONE, "content": "No."}],
+    }
+
+    def pairs(*args: Any, **options: Any) -> PairsDataModule:
+        return PairsDataModule(*args, rejected_field="non_preferred_output", **options)
+
+    fields = {"question_field": "input.messages", "answer_field": "preferred_output"}
+    told = rendered([ASKED], tools=TOOLS, prefix="-")
+    assert trained(tmp_path, record, kind=pairs, **fields) == [(told, "Done.<|end|>"), (told, "No.<|end|>")]
+
+
 def test_tools_that_the_template_hides_and_no_tools_are_refused(tmp_path: Path) -> None:
     record = {"prompt": [ASKED], "completion": [DONE], "tools": TOOLS}
     with pytest.raises(ValueError, match=r"r:1' .* template does not show tools .* record has 1; use another"):
