@@ -83,7 +83,7 @@ class Session:
         fault: why the engine could not answer; None while it can. exhausted: whether a call was beyond the budget.
         asked: number of the requests that reached it.
         misfit: what was refused as the model's template hides it, whatever the agent asks; "" for nothing.
-        refused: what was refused as requests of this agent's are not served; "" for nothing.
+        refused: what was refused as such requests are not served; "" for nothing, and once a later one was served.
         bodies: by which requests are read. rewards: what was posted. exchanges: what was asked and answered.
         ended: set when the agent is done. repeats: which calls run, and who has their answers.
         counts: `abandoned_calls` were given up by the client, or ended with the session, while they were sampled,
@@ -111,8 +111,7 @@ class Session:
         self.exhausted = False
         self.misfit = self.refused = ""
         self.asked = 0
-        self.bodies = Bodies()
-        self.rewards = Rewards()
+        self.bodies, self.rewards = Bodies(), Rewards()
         self.exchanges: list[Exchange] = []
         self.ended = asyncio.Event()
         self.counts: Counter[str] = Counter()
@@ -140,7 +139,8 @@ class Session:
             name: id of the first reply, of `new_name`; "" for a new one.
             same: what is equal in equal requests, b"" for a request that is equal to none.
         """
-        temperature = self._sampling.temperature if asked.temperature is None else asked.temperature
+        before, temperature = self.refused, asked.temperature
+        temperature = self._sampling.temperature if temperature is None else temperature
         try:
             servable.check_sampling(asked, temperature, self._engine, self._sampling.untrainable)
         except RequestError as error:
@@ -150,7 +150,9 @@ class Session:
         if asked.demands:
             self.counts["prompted_calls"] += asked.n
         sampling = asyncio.ensure_future(self._answers(asked, temperature, name or self.new_name(), on_text))
-        return await self._awaited(sampling, asked.n, same)
+        calls = await self._awaited(sampling, asked.n, same)
+        self.refused = "" if self.refused == before else self.refused  # the agent has gone on without that
+        return calls
 
     async def _answers(self, asked: Asked, temperature: float, name: str, on_text: OnText | None) -> Exchange:
         """The replies, which nobody has yet. Raises RequestError."""
@@ -326,8 +328,7 @@ class Session:
             placed = self._images.placed(call.prompt.tokens, call.pictures)
             request = GenerationRequest(**placed, max_new_tokens=made, temperature=call.temperature)
             one = to_trajectory(prompt, request, call.response, k)
-            one.reward = reward
-            one.metadata = dict(about)
+            one.reward, one.metadata = reward, dict(about)
             if call.id in self.rewards.calls:
                 one.metadata[CALL_REWARD] = self.rewards.calls[call.id]
             if not call.is_trained:

@@ -64,6 +64,7 @@ class Responses(WireProtocol):
         instructions = fields.optional_text("instructions", left.pop("instructions", None))
         tools = tools_of(left.pop("tools", None))
         tools = tools if offered else None
+        left["tool_choice"] = _as_known(left.get("tool_choice"), body.get("tools"))
         include = fields.texts("include", left.pop("include", None))
         for k, one in enumerate(include):
             fields.one_of(f"include[{k}]", one, _INCLUDED)
@@ -148,6 +149,16 @@ def tools_of(found: Any, exactly: bool = True) -> list[dict[str, Any]] | None:
             about = "\n\n".join(one for one in (told if i == 0 else "", about) if one)  # once, in front of all of them
             add(at, {**inner, "name": in_namespace(space, named), "description": about}, space)
     return tools or None
+
+
+def _as_known(choice: Any, tools: Any) -> Any:
+    """A `tool_choice` with the name by which the model knows its tool, where that is of one namespace alone."""
+    if not isinstance(choice, dict) or "name" not in choice:
+        return choice
+    spaces = [("", one) for one in tools or () if one["type"] == "function"]
+    spaces += [(one["name"], inner) for one in tools or () if one["type"] == "namespace" for inner in one["tools"]]
+    found = [space for space, tool in spaces if tool["name"] == choice["name"]]
+    return {**choice, "name": in_namespace(found[0], choice["name"])} if len(found) == 1 and found[0] else choice
 
 
 def _tool(where: str, tool: dict[str, Any], exactly: bool) -> dict[str, Any]:

@@ -110,6 +110,36 @@ def test_codex_calls_a_tool_of_a_namespace() -> None:
         assert '"name": "shop.look_up"' in shown and "All of a shop.\\n\\nprice" in shown
 
 
+@pytest.mark.parametrize("name", ["look_up", "shop.look_up"])
+def test_a_tool_of_a_namespace_is_forced_by_its_clients_name(name: str) -> None:
+    with door([IN_NAMESPACE], sampling=OVERRIDE) as there:
+        body = {**of_codex(ASKED), "tool_choice": {"type": "function", "name": name}}
+        (called,) = post(there, "v1/responses", body)["output"]
+        assert (called["namespace"], called["name"]) == ("shop", "look_up")
+        assert "Your reply must be a call of the tool shop.look_up." in there.prompts()[0]
+
+
+def test_a_name_of_two_namespaces_is_refused_with_both() -> None:
+    with door([], sampling=OVERRIDE) as there:
+        body = of_codex(ASKED)
+        body["tools"] += [{**body["tools"][0], "name": "bank"}]
+        body["tool_choice"] = {"type": "function", "name": "look_up"}
+        problem = post(there, "v1/responses", body)["error"]["message"]
+        assert "tool_choice.name" in problem and "shop.look_up" in problem and "bank.look_up" in problem
+
+
+def test_a_refusal_that_the_agent_goes_on_without_is_none_of_the_episode() -> None:
+    """Claude Code asks for a search of the provider's in a call of its own; `on_failure` goes by what comes of it."""
+    search = {"tools": [{"type": "web_search_20250305", "name": "web_search"}]}
+    with door(sampling=OVERRIDE) as there:
+        assert (
+            "runs at the provider" in post(there, "v1/messages", of_claude_code(STARTED, **search))["error"]["message"]
+        )
+        assert "runs at the provider" in there.session.refused
+        post(there, "v1/messages", of_claude_code(STARTED))
+        assert there.session.refused == ""
+
+
 @pytest.mark.parametrize("tool", [{"type": "web_search"}, {"type": "custom", "name": "apply_patch"}])
 def test_a_tool_that_only_a_provider_has_is_refused_with_the_remedy(tool: dict[str, Any]) -> None:
     with door([]) as there:
