@@ -140,6 +140,7 @@ class TeacherServer:
 
     def _post(self, path: str, body: dict[str, Any]) -> Any:
         ends, wait = time.monotonic() + self.deadline_s, _FIRST_WAIT_S
+        causes: dict[str, None] = {}  # different ones: the last attempt's may be the deadline alone
         headers = {"content-type": "application/json"}
         if key := os.environ.get(self.key_variable):
             headers["authorization"] = f"Bearer {key}"
@@ -155,10 +156,12 @@ class TeacherServer:
                     raise TeacherLost(f"{self.url}{path} refuses {len(body['input_ids'])} tokens: {why}") from error
             except (OSError, ValueError, http.client.HTTPException) as error:  # no connection, cut short, no JSON
                 why = str(error) or type(error).__name__
+            causes.pop(why, None)
+            causes[why] = None
             if time.monotonic() + wait >= ends:
                 raise TeacherLost(
                     f"{self.url}: the teacher gave no log-probabilities within {self.deadline_s:g} s"
-                    f" (reference.deadline_s): {why}"
+                    f" (reference.deadline_s): {'; before that '.join(list(causes)[:-4:-1])}"
                 )
             time.sleep(wait)
             wait = min(_LONGEST_WAIT_S, 2 * wait)

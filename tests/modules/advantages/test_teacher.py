@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -132,6 +133,15 @@ def test_what_is_no_answer_is_an_error(answer: Any, said: str, monkeypatch: pyte
     monkeypatch.setattr(asking, "_FIRST_WAIT_S", 600.0)  # beyond the deadline: it is not asked again
     with served(lambda body, number: answer) as (url, _), pytest.raises(TeacherLost, match=said):
         TeacherServer(url, "there", deadline_s=60.0, max_concurrent=1).scores(unheated(0))
+
+
+def test_the_last_attempt_hides_no_cause(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has what is left of the deadline, and often ends with that alone."""
+    clock = iter([0.0, 0.0, 1.0, 1.0, 60.0])
+    monkeypatch.setattr(asking, "time", SimpleNamespace(monotonic=lambda: next(clock), sleep=lambda s: None))
+    said = r"within 60 s \(reference\.deadline_s\): status 500.*; before that status 503"
+    with served(lambda body, number: 500 if number else 503) as (url, _), pytest.raises(TeacherLost, match=said):
+        TeacherServer(url, "there", deadline_s=60.0)._post("/generate", {"input_ids": [1]})
 
 
 def test_what_a_server_cannot_score_is_refused(tmp_path: Path) -> None:
