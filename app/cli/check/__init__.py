@@ -133,7 +133,13 @@ def _rolled_out(config: Path, arguments: argparse.Namespace, out: Path) -> Rollo
     batches = max(2, math.ceil(arguments.episodes / episodes))
     command += ["--trainer.limit_predict_batches", str(batches), "--data.batches_per_epoch", str(batches)]
     print(f"rolling out {batches} batches of {episodes} episodes{unfiltered}", file=sys.stderr)
-    done = subprocess.run(command)
+    try:
+        done = subprocess.run(command)
+    except KeyboardInterrupt:
+        whole = len(list((run_dir / "rollouts").glob("batch_*.safetensors")))
+        left = f"arborist check {run_dir / 'rollouts'} judges the {whole} that are there" if whole else "none is there"
+        print(f"\ninterrupted: no verdict of {batches} batches; {left}", file=sys.stderr)
+        raise
     if done.returncode:
         raise OtherCommandFailed(
             f"WHAT: rolling out {config} failed with exit code {done.returncode}; correct what its error above names"

@@ -308,6 +308,25 @@ def test_mistakes(args: tuple[str, ...], said: str, capsys: pytest.CaptureFixtur
     assert ended.value.code == 2 and said in printed and "Traceback" not in printed
 
 
+@pytest.mark.parametrize(("whole", "said"), [(False, "none is there"), (True, "/rollouts judges the 2 that are there")])
+def test_an_interrupted_one_says_what_is_left(
+    whole: bool, said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(command: list[str], **options: Any) -> subprocess.CompletedProcess[str]:
+        if command[-1] == "--print_config":
+            return subprocess.CompletedProcess(command, 0, "data: {init_args: {}}")
+        if whole:
+            record([[1, 0]] * 2, run=command[command.index("--run_dir") + 1])
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(subprocess, "run", interrupted)
+    Path("mine.yaml").write_text("")
+    with pytest.raises(SystemExit) as ended:
+        main(["check", "mine.yaml", "--out", "out"])
+    err = capsys.readouterr().err
+    assert ended.value.code == 130 and "interrupted: no verdict of " in err and said in err
+
+
 def test_a_run_that_does_not_roll_out(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     def fails(command: list[str], **options: Any) -> subprocess.CompletedProcess[str]:
         shows = command[-1] == "--print_config"
