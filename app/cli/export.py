@@ -50,11 +50,12 @@ def run(arguments: argparse.Namespace) -> None:
     """Exports and says what was written."""
     dtype = _DTYPES[arguments.dtype] if arguments.dtype else None
     ckpt = _last(arguments.ckpt)
-    tokenizer = arguments.tokenizer or _tokenizer_of_run(ckpt.absolute().parent.parent)
+    tokenizer, why = _tokenizer_of_run(ckpt.absolute().parent.parent)
+    tokenizer = arguments.tokenizer or tokenizer
     export(ckpt, arguments.out, arguments.model, dtype, tokenizer, arguments.adapter)
     size = sum(file.stat().st_size for file in arguments.out.iterdir())
     print(f"{arguments.out}: {size / 2**20:.1f} MiB, of {ckpt}")
-    print(f"tokenizer: {tokenizer or 'none; --tokenizer NAME puts one beside the weights'}")
+    print(f"tokenizer: {tokenizer or f'none{why}; --tokenizer NAME puts one beside the weights'}")
 
 
 def _last(path: Path) -> Path:
@@ -65,15 +66,23 @@ def _last(path: Path) -> Path:
     return last if last.exists() else path
 
 
-def _tokenizer_of_run(run: Path) -> str | None:
-    """What the run's configuration says, if it is there and can be had without the run's prompts."""
+def _tokenizer_of_run(run: Path) -> tuple[str | None, str]:
+    """What the run's configuration says, or the model that it began with where recorded tokens needed none, if it is
+    here and can be had without the run's prompts; and why there is none."""
     if (run / "tokenizer").is_dir():
-        return str(run / "tokenizer")
+        return str(run / "tokenizer"), ""
     try:
-        said = yaml.safe_load((run / "config.yaml").read_text("utf-8"))["data"]["init_args"]["tokenizer"]
-    except (OSError, ValueError, yaml.YAMLError, LookupError, TypeError):
-        return None
-    return said if isinstance(said, str) and (said.startswith(_CHARACTERS) or Path(said).is_dir()) else None
+        settings = yaml.safe_load((run / "config.yaml").read_text("utf-8"))
+        given = [(settings.get("data") or {}, "tokenizer"), (settings.get("model") or {}, "model")]
+        named = [(part.get("init_args") or {}).get(key) for part, key in given]
+    except (OSError, ValueError, yaml.YAMLError, AttributeError):
+        return None, ""
+    data, model = named[0], named[1].get("path") if isinstance(named[1], dict) else None
+    if isinstance(data, str) and (data.startswith(_CHARACTERS) or Path(data).is_dir()):
+        return data, ""
+    if data is None and isinstance(model, str) and (Path(model) / "tokenizer_config.json").is_file():
+        return model, ""
+    return None, f", as the run's '{data or model}' has none here" if data or model else ""
 
 
 def export(

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -55,16 +56,20 @@ def test_a_tokenizer_that_is_none_is_named_before_anything_is_written(one_rank: 
     assert not (tmp_path / "deep").exists()
 
 
-@pytest.mark.parametrize("tokenizer", ["char:01", "directory", "missing"])
+@pytest.mark.parametrize("tokenizer", ["char:01", "directory", "model directory", "missing", "model missing"])
 def test_a_run_is_its_last_checkpoint_and_brings_its_tokenizer(
     one_rank: RankPool, tmp_path: Path, capsys: pytest.CaptureFixture[str], tokenizer: str
 ) -> None:
     run, out = tmp_path / "run", tmp_path / "out"
     (run / "checkpoints").mkdir(parents=True)
+    of_model, tokenizer = tokenizer.startswith("model "), tokenizer.removeprefix("model ")
     if tokenizer == "directory":
         tokenizer = str(tmp_path / "tokenizer")
         load_tokenizer("char:01").save_pretrained(tokenizer)
-    (run / "config.yaml").write_text(yaml.safe_dump({"data": {"init_args": {"tokenizer": tokenizer}}}))
+    named: Any = {"data": {"init_args": {"tokenizer": tokenizer}}}
+    if of_model:  # recorded tokens need none
+        named = {"data": {"init_args": {}}, "model": {"init_args": {"model": {"path": tokenizer}}}}
+    (run / "config.yaml").write_text(yaml.safe_dump(named))
     words = ["export", "--ckpt", str(run), "--out", str(out)]
     with pytest.raises(SystemExit):
         main(words)
@@ -73,7 +78,10 @@ def test_a_run_is_its_last_checkpoint_and_brings_its_tokenizer(
     main(words)
     said = capsys.readouterr().out
     if tokenizer == "missing":
-        assert "tokenizer: none" in said and not (out / "tokenizer.json").exists()
+        assert (
+            "tokenizer: none, as the run's 'missing' has none here; --tokenizer" in said
+            and not (out / "tokenizer.json").exists()
+        )
     else:
         assert f"tokenizer: {tokenizer}" in said
         assert AutoTokenizer.from_pretrained(out).encode("01") == load_tokenizer("char:01").encode("01")
