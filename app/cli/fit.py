@@ -20,7 +20,6 @@ import gc
 import importlib
 import logging
 import os
-import secrets
 import shlex
 import signal
 import sys
@@ -34,7 +33,7 @@ import yaml
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.cli import LightningCLI
-from lightning.pytorch.loggers import CSVLogger, Logger, WandbLogger
+from lightning.pytorch.loggers import CSVLogger, Logger, MLFlowLogger, WandbLogger
 from lightning.pytorch.utilities import rank_zero_only
 from transformers.utils import logging as transformers_logging
 
@@ -58,6 +57,7 @@ from app.cli.errors import ArboristParser, cut, is_ours, users_mistake
 from app.cli.run_directory import RunDirectory
 from app.clients import no_keys_needed
 from app.interruption import End, Interrupted, end_of
+from app.loggers import go_on_in_mlflow, go_on_in_wandb
 from app.text import print_exception, printable, printable_output
 from callbacks.hang_dump import install
 from callbacks.report.callback import PAGE
@@ -220,7 +220,9 @@ class ArboristCLI(LightningCLI):
         if self.subcommand == "fit" and _leads():
             for logger in _as_list(given.get("logger")):
                 if isinstance(logger, WandbLogger) and logger.version is None:  # else the user names its run
-                    _go_on_in_wandb(logger, run_dir)
+                    go_on_in_wandb(logger, run_dir)
+                if isinstance(logger, MLFlowLogger):
+                    go_on_in_mlflow(logger)
         agents = os.environ.get("GROUP_WORLD_SIZE")  # of torchrun, one a node: with `--nnodes MIN:MAX` they alone know
         if agents is not None and given.get("num_nodes") in (None, 1):
             kwargs.setdefault("num_nodes", int(agents))
@@ -313,18 +315,6 @@ def _answer_the_doctor(run_dir: Path) -> None:
     directory = os.environ.get(_RUN_DIR_VARIABLE)
     if directory is not None:
         install(Path(directory), rank)
-
-
-def _go_on_in_wandb(logger: WandbLogger, run_dir: Path) -> None:
-    """A run that goes on in its directory goes on in W&B: by its id, which is kept there."""
-    kept = run_dir / "wandb_id"
-    of_agent = os.environ.get("WANDB_RUN_ID")  # W&B's own variable: a sweep's agent has chosen
-    known = kept.read_text("ascii").strip() if kept.exists() else ""
-    chosen = of_agent or known or secrets.token_hex(4)
-    run_dir.mkdir(parents=True, exist_ok=True)
-    kept.write_text(f"{chosen}\n", "ascii")
-    # What the constructor's `id` sets, which comes too early; W&B reads its environment once a process.
-    logger._id = logger._wandb_init["id"] = chosen
 
 
 def _with_csv(logger: Any, run_dir: Path) -> list[Logger] | bool:
