@@ -19,7 +19,7 @@ from typing import Any
 import torch
 import yaml
 from torch import Tensor
-from transformers import AutoConfig, AutoTokenizer
+from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
 
 from app.hub import check_reachable
 from app.strategies.checkpoint.checkpoints import MANIFEST_FILE, CheckpointError
@@ -173,10 +173,12 @@ def _without_storage(saved: SavedModel, ckpt: Path, adapter: bool) -> Any:
         for part in (config, config.get_text_config()):
             if not saved.tied and getattr(part, "tie_word_embeddings", False):
                 part.tie_word_embeddings = False  # it had two tensors, whatever its configuration says
+        scores = any("score" in name.split(".") for name in saved.tensors)  # a reward model's one output
+        kind: Any = AutoModelForSequenceClassification if scores else auto_class(config)
         largest = max(saved.tensors.values(), key=lambda tensor: tensor.numel())
         with torch.device("meta"):
             # Explicit: a configuration may name attention kernels of the hub, which are code.
-            model: Any = auto_class(config).from_config(
+            model: Any = kind.from_config(
                 config, dtype=largest.dtype, attn_implementation="eager", trust_remote_code=False
             )
             if ADAPTER_FILE in saved.files:

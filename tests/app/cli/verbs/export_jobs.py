@@ -8,7 +8,7 @@ from pathlib import Path
 import peft
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from app.strategies.checkpoint.checkpoints import pack
 from app.strategies.checkpoint.trainer_state import take_apart
@@ -22,8 +22,10 @@ def save_language_model(
     smuggled: dict[str, str] | None = None,
     fields: dict[str, object] | None = None,
     apart: bool = False,
+    scores: bool = False,
 ) -> dict[str, Tensor]:
-    """Saves a module with a tiny language model as `policy`, and the weights it computes with. `smuggled`: files added
+    """Saves a module with a tiny language model, or one that `scores`, as `policy`, and the weights it computes with.
+    `smuggled`: files added
     to its configurations, `fields` to its config.json. `apart`: its output projection is another tensor than its
     embedding, against its configuration."""
     holder = nn.Module()
@@ -39,12 +41,21 @@ def save_language_model(
         head_dim=16,
         tie_word_embeddings=True,
     )
-    holder.policy = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    if scores:
+        config.num_labels, config.pad_token_id = 1, 0
+    kind = AutoModelForSequenceClassification if scores else AutoModelForCausalLM
+    holder.policy = kind.from_config(config, dtype=torch.bfloat16)
     if apart:
         holder.policy.lm_head.weight = nn.Parameter(-holder.policy.lm_head.weight.detach())
-    holder.policy.generation_config.update(do_sample=True, temperature=0.7)
+    if not scores:
+        holder.policy.generation_config.update(do_sample=True, temperature=0.7)
     if adapters:
-        settings = peft.LoraConfig(r=4, target_modules=["q_proj", "down_proj"], init_lora_weights=False)
+        settings = peft.LoraConfig(
+            r=4,
+            target_modules=["q_proj", "down_proj"],
+            init_lora_weights=False,
+            task_type="SEQ_CLS" if scores else None,
+        )
         holder.policy = peft.get_peft_model(holder.policy, settings)
     save(holder, path, smuggled or {}, fields or {})
     merged = holder.policy.merge_and_unload() if adapters else holder.policy

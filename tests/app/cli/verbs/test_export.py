@@ -13,7 +13,7 @@ import pytest
 import torch
 import yaml
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 from app.cli import main
 from app.cli.export import export
@@ -35,6 +35,16 @@ def test_what_two_ranks_saved(two_ranks: RankPool, tmp_path: Path, adapters: boo
     assert got.keys() == expected.keys()
     assert all(torch.equal(got[name], expected[name]) for name in expected)
     assert sorted(path.name for path in out.parent.iterdir()) == ["model"]
+
+
+@pytest.mark.parametrize("adapters", [False, True])
+def test_a_reward_model(one_rank: RankPool, tmp_path: Path, adapters: bool) -> None:
+    [expected] = one_rank.run(jobs.save_language_model, path=tmp_path / "step.ckpt", adapters=adapters, scores=True)
+    export(tmp_path / "step.ckpt", tmp_path / "out")
+    model = AutoModelForSequenceClassification.from_pretrained(tmp_path / "out")
+    got = model.state_dict()
+    assert model.config.num_labels == 1 and got.keys() == expected.keys()
+    assert all(torch.equal(got[name], expected[name]) for name in expected)
 
 
 @pytest.mark.parametrize("adapters", [False, True])
