@@ -139,7 +139,7 @@ def run_soft(size: int, name: str, case: Case, soft: SoftTargets, sharded: bool)
     return {"total": total, "grads": mine(take_grads(model, head)), "likeliest": found}
 
 
-def run_cells(size: int, cells: list[tuple[str, str]], sharded: bool, self_check: bool = True) -> None:
+def run_cells(size: int, cells: list[tuple[str, str]], sharded: bool) -> None:
     """Cells of the support matrix (family, column), as they are, by an engine of which this rank is a part, and that
     has parameters whole or sharded. Of two models each in low precision."""
     group = CountedGroup(size)
@@ -148,7 +148,7 @@ def run_cells(size: int, cells: list[tuple[str, str]], sharded: bool, self_check
     def engine_over(model: Any, *arguments: Any, **options: Any) -> TreeEngine:
         if sharded and not is_sharded(model):
             shard_models(model, group, receive)
-        return TreeEngine(model, *arguments, group=group, self_check=self_check, **options)
+        return TreeEngine(model, *arguments, group=group, **options)
 
     def check(family: families.Family, model: Any, dense: Any = None) -> None:
         try:
@@ -167,6 +167,15 @@ def run_cells(size: int, cells: list[tuple[str, str]], sharded: bool, self_check
     ):
         for family, column in cells:
             families.COLUMNS[column](replace(families.SUPPORTED[family], models=2))
+
+
+def check_themselves(size: int, names: list[str]) -> list[str]:
+    """What the self-checks of these families say; "" where they pass."""
+    said, tree = [], PrefixTree.build(families.SEQUENCES)
+    for name in names:
+        report = TreeEngine(families.build(families.SUPPORTED[name]), group=CountedGroup(size)).verify(tree)
+        said.append("" if report is not None and report.passed else f"{name}: {report}")
+    return said
 
 
 def run_odd_heads(size: int) -> None:

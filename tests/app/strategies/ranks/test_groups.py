@@ -99,7 +99,13 @@ def test_every_family(pool: RankPool, size: int, sharded: bool, names: list[str]
     """Windows, sinks, soft-capping, latent attention, experts, and of those one each where, of 4 ranks, two have the
     same key-value head."""
     cells = [(name, "float32") for name in names]
-    pool.run(group_jobs.run_cells, size=size, cells=cells, sharded=sharded, self_check=not sharded)
+    pool.run(group_jobs.run_cells, size=size, cells=cells, sharded=sharded)
+
+
+@pytest.mark.slow
+def test_right_families_pass_the_self_check(four_ranks: RankPool) -> None:
+    for said in four_ranks.run(group_jobs.check_themselves, size=4, names=DEALT):
+        assert not any(said), said
 
 
 WAYS = [

@@ -8,9 +8,11 @@ small chunks with recomputation, against every sequence alone. Tests compare the
 
 from __future__ import annotations
 
+import textwrap
 from pathlib import Path
 
 import torch
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from tests.app.tree.engine import families
 from tests.app.tree.engine.pictures import families as seeing
@@ -48,7 +50,8 @@ def markdown(seen: list[str]) -> str:
     for row, family in families.SUPPORTED.items():
         cells = [families.cell(row, column) for column in columns]
         lines.append(f"| {row} | {' | '.join(cells)} | {family.note} |")
-    lines += ["", *(f"- **{name}**: {EXPLAINED[name]}." for name in columns), *seen, "", "## Refused by name", ""]
+    lines += ["", *(f"- **{name}**: {EXPLAINED[name]}." for name in columns), *others(), *seen]
+    lines += ["", "## Refused by name", ""]
     lines += ["| family | why | the error |", "|---|---|---|"]
     for row, family in families.REFUSED.items():
         lines.append(f"| {row} | {family.note} | {families.refusal(row)} |")
@@ -58,6 +61,13 @@ def markdown(seen: list[str]) -> str:
         "`max_position_embeddings`, and any argument of the attention function that is not honoured.",
     ]
     return "\n".join(lines) + "\n"
+
+
+def others() -> list[str]:
+    """The families of which one column is looked at."""
+    names = sorted({MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[kind] for kind in families.OTHERS}, key=str.lower)
+    said = f"{len(names)} more are right in float32, which is all that is looked at: " + ", ".join(names) + "."
+    return ["", "## Others", "", *textwrap.wrap(said, 120)]
 
 
 def pictures() -> list[str]:

@@ -9,7 +9,9 @@ from importlib.util import find_spec
 
 import pytest
 import torch
+import transformers
 from peft import LoraConfig, PromptTuningConfig, get_peft_model
+from transformers import CONFIG_MAPPING
 
 from app.tree import PrefixTree, TreeEngine
 from tests.app.tree import models, oracle
@@ -35,11 +37,27 @@ def test_supported_family(row: str, column: str) -> None:
     assert families.cell(row, column) == "yes"
 
 
+@pytest.mark.parametrize("row", families.SUPPORTED)
+def test_the_self_check_passes(row: str) -> None:
+    """Of which the cells are made without, since each is such a comparison."""
+    report = TreeEngine(families.build(families.SUPPORTED[row])).verify(PrefixTree.build(families.SEQUENCES))
+    assert report is not None and report.passed, str(report)
+
+
 @pytest.mark.parametrize("row", families.REFUSED)
 def test_refused_family(row: str) -> None:
     words = families.refusal(row)
     model = families.build(families.REFUSED[row])
     assert any(word in words for word in ("layer", type(model).__name__, type(model.base_model).__name__))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", families.OTHERS)
+def test_other_families(kind: str) -> None:
+    if kind not in CONFIG_MAPPING:
+        pytest.skip(f"transformers {transformers.__version__} has no {kind}")
+    family = families.other(kind)
+    families.check_float32(family)
 
 
 @pytest.mark.slow  # every cell

@@ -81,7 +81,7 @@ def test_long_sequences_use_every_kind_of_attention_part(chunk_tokens: int, live
     loss = SequenceLoss("mean_times_variance", [len(s) for s in sequences], 0, ("logprobs", "entropy"))
     _, expected = oracle.dense_backward(model, sequences, loss)
     with masked_block(256):
-        TreeEngine(model, chunk_tokens, live_tokens).backward(
+        TreeEngine(model, chunk_tokens, live_tokens, self_check=False).backward(
             PrefixTree.build(sequences), loss, want=("logprobs", "entropy")
         )
     assert oracle.relative_error(take_grads(model), expected)[0] < 1e-9

@@ -45,7 +45,7 @@ def test_bf16_gradients_are_no_further_from_the_truth_than_dense(
         sequences = conversation(seed)
         loss = SequenceLoss("plain_sum", [len(s) for s in sequences], seed, ("logprobs",))
         _, truth = oracle.dense_backward(exact, sequences, loss)
-        TreeEngine(model, chunk_tokens, live_tokens).backward(PrefixTree.build(sequences), loss)
+        TreeEngine(model, chunk_tokens, live_tokens, self_check=False).backward(PrefixTree.build(sequences), loss)
         got = take_grads(model)
         assert all(grad.dtype == torch.float32 for grad in got.values())
         ours.append(distance(got, truth))
@@ -126,7 +126,7 @@ def test_autocast_is_honoured() -> None:
     _, truth = oracle.dense_backward(copy.deepcopy(model).double(), sequences, loss)
     with torch.autocast("cpu", BF16):
         _, dense = oracle.dense_backward(model, sequences, loss)
-        TreeEngine(model, 16, 24).backward(PrefixTree.build(sequences), loss)
+        TreeEngine(model, 16, 24, self_check=False).backward(PrefixTree.build(sequences), loss)
     got = take_grads(model)
     assert all(grad.dtype == torch.float32 for grad in got.values())
     assert distance(got, truth) < 1.2 * distance(dense, truth)

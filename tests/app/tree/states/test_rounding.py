@@ -35,7 +35,7 @@ def test_as_close_to_the_truth_as_dense(name: str, dtype: torch.dtype) -> None:
             loss(oracle.dense_sequence(model, sequence), i).backward()
         dense.append(distance(take_grads(model), truth))
         for budgets in ((1000, 1000), (12, 20)):
-            TreeEngine(model, *budgets).backward(PrefixTree.build(sequences), loss)
+            TreeEngine(model, *budgets, self_check=False).backward(PrefixTree.build(sequences), loss)
             ours.append(distance(take_grads(model), truth))
     # Medians: now and then rounding sends a token to another expert, here or there.
     assert np.median(ours) < 1.5 * np.median(dense), f"ours {ours}, dense {dense}"
