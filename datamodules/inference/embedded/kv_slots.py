@@ -25,8 +25,13 @@ from app.tree import STATES_ARGUMENT
 ATTENTION = "arborist_slots"
 # Arguments that describe what `step` already says, or that change nothing in a forward without gradient.
 _IMPLIED = frozenset(
-    {"position_ids", "cache_position", "use_cache", "is_causal", "layer_idx", "output_router_logits", STATES_ARGUMENT}
+    {
+        *("position_ids", "cache_position", "use_cache", "is_causal", "layer_idx"),
+        *("output_attentions", "output_router_logits", STATES_ARGUMENT),
+    }
 )
+_SCORES = 2**24
+"""Most scores at a time where attention is written out."""
 
 
 _ANY_LENGTH = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
@@ -77,8 +82,14 @@ class PromptStep:
 
     def mask(self, window: int | None) -> Tensor | None:
         """bool [longest, longest] of what is visible, or None when plain causal attention says it."""
-        if window is None or window >= self.longest:
-            return None
+        return None if window is None or window >= self.longest else self._visible(window)
+
+    def bias(self, window: int | None) -> Tensor:
+        """float32 [1, 1, longest, longest]: 0 where visible, -inf elsewhere."""
+        hidden = ~self._visible(self.longest if window is None else window)
+        return torch.zeros(hidden.shape, device=hidden.device).masked_fill_(hidden, -torch.inf)[None, None]
+
+    def _visible(self, window: int) -> Tensor:
         at = torch.arange(self.longest, device=self.write.device)
         return (at[None, :] <= at[:, None]) & (at[None, :] > at[:, None] - window)
 
@@ -208,9 +219,12 @@ def attend(
     scaling: float | None = None,
     dropout: float = 0.0,
     sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
     **extra: object,
 ) -> tuple[Tensor, None]:
-    """The attention function transformers calls: query [1, Hq, T, D], key and value [1, Hkv, T, D] -> [1, T, Hq, D]."""
+    """The attention function transformers calls: query [1, Hq, T, D], key and value [1, Hkv, T, D] -> [1, T, Hq, D];
+    `softcap` of the scores, `s_aux` [Hq] attention sinks."""
     unknown = sorted(name for name, given in extra.items() if given is not None and name not in _IMPLIED)
     if unknown or attention_mask is not None or dropout:
         names = unknown or ["attention_mask" if attention_mask is not None else "dropout"]
@@ -222,6 +236,8 @@ def attend(
     slots.write(layer, key, value, step.write)
     if isinstance(step, PromptStep):
         q, k, v = step.unfold(query), step.unfold(key), step.unfold(value)
+        if softcap is not None or s_aux is not None:
+            return step.fold(_written_out(q, k, v, step.bias(sliding_window), scaling, softcap, s_aux)), None
         mask = step.mask(sliding_window)
         out = F.scaled_dot_product_attention(
             q, k, v, mask, is_causal=mask is None, scale=scaling, enable_gqa=q.shape[1] > k.shape[1]
@@ -229,7 +245,11 @@ def attend(
         return step.fold(out), None
     k, v = slots.read(layer, step.first, step.count, step.keys)
     q = query.view(query.shape[1], step.count, step.queries, -1).transpose(0, 1)
-    out = _masked(q, k, v, step.bias(sliding_window, query.dtype), scaling)
+    bias = step.bias(sliding_window, query.dtype)
+    if softcap is not None or s_aux is not None:
+        out = _written_out(q, k, v, bias, scaling, softcap, s_aux)
+    else:
+        out = _masked(q, k, v, bias, scaling)
     return out.transpose(1, 2).reshape(1, step.count * step.queries, query.shape[1], -1), None
 
 
@@ -244,6 +264,31 @@ def _masked(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, scaling: float | None
         return F.scaled_dot_product_attention(rows, k, v, bias, scale=scaling).reshape(*q.shape[:3], -1)
     k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
     return F.scaled_dot_product_attention(q, k, v, bias, scale=scaling)
+
+
+def _written_out(
+    q: Tensor, k: Tensor, v: Tensor, bias: Tensor, scaling: float | None, softcap: float | None, sinks: Tensor | None
+) -> Tensor:
+    """As `_masked`, with what no kernel of torch has: soft-capped scores, and sinks, which have a share of a query's
+    weights and no value. Scores are float32, a block of queries at a time."""
+    count, heads, queries, width = q.shape
+    shared, keys = k.shape[1:3]
+    scale = width**-0.5 if scaling is None else scaling
+    q = q.reshape(count, shared, heads // shared, queries, width)
+    rows = max(1, _SCORES // (count * heads * keys))
+    found = []
+    for first in range(0, queries, rows):
+        block = slice(first, first + rows)
+        scores = (q[:, :, :, block] @ k.unsqueeze(2).transpose(-1, -2)).float() * scale
+        if softcap is not None:
+            scores = softcap * torch.tanh(scores / softcap)
+        scores += bias[:, :, block].unsqueeze(1)
+        if sinks is not None:
+            own = sinks.float().view(1, shared, -1, 1, 1).expand(*scores.shape[:-1], 1)
+            scores = torch.cat([scores, own], -1)
+        weights = scores.softmax(-1)[..., :keys].to(v.dtype)
+        found.append((weights @ v.unsqueeze(2)).flatten(1, 2))
+    return torch.cat(found, 2)
 
 
 AttentionInterface.register(ATTENTION, attend)

@@ -10,7 +10,9 @@ from typing import ClassVar
 import numpy as np
 import pytest
 import torch
+import transformers
 from transformers import (
+    CONFIG_MAPPING,
     AutoModelForCausalLM,
     FalconConfig,
     Gemma2Config,
@@ -20,12 +22,12 @@ from transformers import (
     Mamba2Config,
     MambaConfig,
     MistralConfig,
-    PretrainedConfig,
     Qwen2Config,
 )
 
-from datamodules.inference.embedded import EmbeddedEngine, batcher
+from datamodules.inference.embedded import EmbeddedEngine, batcher, kv_slots
 from datamodules.inference.protocol import GenerationError, GenerationRequest, WeightUpdate
+from tests.app.tree.engine import families
 from tests.datamodules.inference.engine_suite import (
     CONTEXT,
     VOCABULARY,
@@ -128,23 +130,51 @@ def test_a_model_without_attention_is_refused_at_its_start() -> None:
 
 
 @pytest.mark.parametrize(
-    ("config", "said"),
+    "config",
     [
-        (Gemma2Config(**SHAPE, head_dim=8), "does not honour softcap of Gemma2Attention"),
-        (GptOssConfig(**SHAPE, head_dim=8, num_local_experts=2), "does not honour s_aux of GptOssAttention"),
-        (
-            FalconConfig(vocab_size=VOCABULARY, hidden_size=32, num_hidden_layers=1, num_attention_heads=4),
-            "",  # it attends by code of its own, and says what it likes
-        ),
+        Gemma2Config(**SHAPE, head_dim=8, attn_logit_softcapping=1.5, sliding_window=8),
+        GptOssConfig(**SHAPE, head_dim=8, num_local_experts=2, num_experts_per_tok=1, sliding_window=8),
     ],
-    ids=["gemma2", "gpt-oss", "falcon"],
+    ids=["gemma2", "gpt-oss"],
 )
-def test_what_attends_otherwise_is_refused_at_its_start(config: PretrainedConfig, said: str) -> None:
+@pytest.mark.parametrize("max_batch_tokens", [4096, 10])
+def test_scores_that_are_capped_and_sinks(config, max_batch_tokens, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In blocks of a few queries, too."""
+    monkeypatch.setattr(kv_slots, "_SCORES", 2000)
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("sinks"):
+                parameter.normal_(1.0)
+    requests = [GenerationRequest(prompt, 20) for prompt in prompts_of([3, 30, 30, 4])]
+    for request, response in zip(requests, answers(started(model, max_batch_tokens=max_batch_tokens), requests)):
+        assert_parity({0: model}, request, response, 1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", families.OTHERS)
+def test_what_a_tree_takes_is_served(kind: str) -> None:
+    """Families of which nothing else is looked at."""
+    if kind not in CONFIG_MAPPING:
+        pytest.skip(f"transformers {transformers.__version__} has no {kind}")
+    model = families.build(families.other(kind))
+    requests = [GenerationRequest([3, 10, 17, *range(more)], 12) for more in (0, 9, 9, 14)]
+    for request, response in zip(requests, answers(started(model, max_batch_tokens=10), requests)):
+        assert_parity({0: model}, request, response, 1e-5)
+
+
+def test_what_attends_otherwise_is_refused_at_its_start() -> None:
+    """By code of its own, which says what it likes, or with an argument that changes the result."""
+    config = FalconConfig(vocab_size=VOCABULARY, hidden_size=32, num_hidden_layers=1, num_attention_heads=4)
     model, engine = AutoModelForCausalLM.from_config(config), EmbeddedEngine()
     remedy = r"generate with SGLang servers instead \(data\.engine: SGLangEngine\)"
-    with pytest.raises(GenerationError, match=rf"{type(model).__name__} cannot run in it: .*{said}.*; {remedy}"):
+    with pytest.raises(GenerationError, match=rf"{type(model).__name__} cannot run in it: .*; {remedy}"):
         engine.start(model, 0, 0)
     assert not engine.health()["alive"]
+    with pytest.raises(NotImplementedError, match="does not honour position_bias of Linear"):
+        q = k = v = torch.zeros(1, 1, 1, 4)
+        kv_slots.attend(torch.nn.Linear(1, 1), q, k, v, None, slots=kv_slots.KVSlots(8), position_bias=v)
 
 
 class TestReproducible:
