@@ -19,6 +19,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from app.tree.attention.kernels import pick_kernel
 from app.tree.model.shape import shape_of
 from app.tree.planning.cost import ModelShape
+from app.tree.planning.layer_shapes import HeadShape
 from app.tree.planning.timing import CPU_RATES, GPU_RATES, Rates
 
 
@@ -49,22 +50,24 @@ def _measure(shape: ModelShape, device: torch.device, dtype: torch.dtype, repeat
 
     with torch.no_grad():
         many = 4096 if device.type == "cuda" else 512
-        weight = drawn(shape.intermediate, shape.hidden)
+        intermediate = max(shape.feed_forward)
+        weight = drawn(intermediate, shape.hidden)
         rows = drawn(many, shape.hidden)
         full = best(lambda: functional.linear(rows, weight))
         few = best(lambda: functional.linear(rows[:8], weight))
         each = max(full - few, 0.05 * full) / (many - 8)
-        linear = 2.0 * shape.hidden * shape.intermediate / each
-        q = drawn(1, shape.heads, many, shape.head_dim)
-        k, v = drawn(2, 1, shape.key_value_heads, 4 * many, shape.head_dim).unbind()
+        linear = 2.0 * shape.hidden * intermediate / each
+        heads = max(shape.attention, key=HeadShape.kept_values)
+        q = drawn(1, heads.heads, many, heads.head_dim)
+        k, v = drawn(2, 1, heads.key_value_heads, 4 * many, heads.head_dim).unbind()
         kernel = pick_kernel(q, None, None)
-        scale = shape.head_dim**-0.5
+        scale = heads.head_dim**-0.5
 
         def attend(queries: int, keys: int) -> float:
             return best(lambda: kernel.forward(q[:, :, :queries], k[:, :, :keys], v[:, :, :keys], False, None, scale))
 
         large, small = attend(many, 4 * many), attend(16, 16)
-        flops = 4.0 * shape.heads * shape.head_dim * (4 * many * many - 256)
+        flops = 4.0 * heads.heads * heads.head_dim * (4 * many * many - 256)
         data = torch.zeros(2**25, device=device)  # far more than caches hold
         adding = best(lambda: data.add_(1.0))
         tiny, other = torch.zeros(16, device=device), torch.zeros(16, device=device)

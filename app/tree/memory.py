@@ -118,7 +118,7 @@ def pass_memory(
     element = parameter.element_size()
     accumulated = max(4, element)
     missing = sum(_here(p) for p in model.parameters() if p.requires_grad and p.grad is None)
-    key_value = 2 * shape.attention_layers * -(-shape.key_value_heads // ranks) * shape.head_dim
+    key_value = 2 * shape.key_values(ranks)
     longest = int(tree.sequence_length.max()) if tree is not None and tree.num_sequences else 0
     tokens, dense = (tree.num_tokens, tree.num_dense_tokens) if tree is not None else (0, 0)
     heads = Heads(model, None, head_tokens or "auto", device)

@@ -254,8 +254,8 @@ def inspect_model(
             device=torch.device(device),
         ),
         plan=execution,
-        attending=shape.attention_layers,
-        cached=2 * shape.attention_layers * shape.key_value_heads * shape.head_dim,
+        attending=len(shape.attention),
+        cached=2 * shape.key_values(),
         scans=_scans(execution, shape, times),
         tower=_tower(tree, config, shape.hidden, element),
     )

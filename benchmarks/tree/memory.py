@@ -110,7 +110,7 @@ def working_set(model: PreTrainedModel, cases: Sequence[Case], chunk_tokens: int
         engine = TreeEngine(model, chunk_tokens=chunk_tokens, live_tokens=live_tokens, self_check=False)
         row = measure_engine(engine, case)
         held = row["tree_tokens"] * (8 + 2 * accumulated)
-        key_values = 2 * shape.layers * shape.key_value_heads * shape.head_dim
+        key_values = 2 * shape.key_values()
         row |= {
             "case": case.name,
             "working_set_bytes": row["peak_bytes"] - held,

@@ -25,6 +25,8 @@ from app.tree.attention.interval import IntervalBackend
 from app.tree.attention.kernels import AMPERE, FLASH_DTYPES, capability, flash_refusal, triton_lacks
 from app.tree.attention.packages import FLASH_3, HOPPER, PACKAGES, CudnnBackend
 from app.tree.attention.part_attention import PartBackend
+from app.tree.attention.widths import WidthBackend
+from app.tree.planning.layer_shapes import attention_shapes
 
 ATTENTION_NAME = "arborist_tree"
 
@@ -48,7 +50,9 @@ def choose_backend(name: str, model: PreTrainedModel) -> Backend:
     was measured (narrower heads it computes as if of 128, which flash kernels do not). `flex` for what is left of these
     two dtypes (soft-capped scores, heads that flash kernels do not take), compiled at the first step; `sdpa`, whose
     kernels start at once, for float32 and float64, for older GPUs, and where Triton, or what it needs to compile
-    (a C compiler, Python's headers), is missing. `cudnn` is never chosen: between `flash` and `triton` on an H100.
+    (a C compiler, Python's headers), is missing. Where flash kernels take the heads of some layers and not of others
+    (Gemma 4), they compute the former, and `sdpa` the latter. `cudnn` is never chosen: between `flash` and `triton` on
+    an H100.
 
     Raises:
         ValueError: a name that is not in `BACKENDS`.
@@ -66,16 +70,18 @@ def choose_backend(name: str, model: PreTrainedModel) -> Backend:
     if dtype not in FLASH_DTYPES or capability(device) < AMPERE:
         return BACKENDS["sdpa"]
     config = model.config.get_text_config()
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    widths = {layer.head_dim for layer in attention_shapes(config)}
+    taken = {width for width in widths if flash_refusal(device, dtype, width) is None}
     capped = getattr(config, "attn_logit_softcapping", None) is not None
     compiles = _triton_compiles()
-    if not capped and flash_refusal(device, dtype, head_dim) is None:
-        if FLASH_3.missing(device) is None:
-            return BACKENDS[FLASH_3.name]  # a package's 2 is what ATen has
-        measured = capability(device)[0] == HOPPER[0] and head_dim == 128
+    if taken and not capped:
+        measured = capability(device)[0] == HOPPER[0] and widths == {128}
         windowed = getattr(config, "sliding_window", None) is not None
-        return BACKENDS["triton" if measured and not windowed and compiles else "flash"]
-    return BACKENDS["flex" if compiles and head_dim >= FLEX_HEAD_DIM else "sdpa"]
+        flash = BACKENDS["triton" if measured and not windowed and compiles else "flash"]
+        if FLASH_3.missing(device) is None:
+            flash = BACKENDS[FLASH_3.name]  # a package's 2 is what ATen has
+        return flash if taken == widths else WidthBackend(flash, BACKENDS["sdpa"])
+    return BACKENDS["flex" if compiles and min(widths, default=0) >= FLEX_HEAD_DIM else "sdpa"]
 
 
 @cache

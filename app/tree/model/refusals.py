@@ -44,7 +44,6 @@ _REFUSED = {
     "mamba2": "it has no layer of attention, by whose heads and keys memory and time are counted",
     "paligemma": "every token of its prompt sees all of the prompt, so a prefix depends on what follows it",
     "mllama": "its pictures enter through layers of cross-attention, which have no place in a sequence",
-    "gemma4_text": "the widths of its heads differ from layer to layer, which the path's cache takes for one",
 }
 """Model types that cannot run over a tree, and why."""
 

@@ -9,31 +9,32 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from app.tree.planning.layer_shapes import HeadShape, attention_shapes, feed_forward_sizes
 from app.tree.planning.plan import ExecutionPlan
-from app.tree.planning.state_shape import StateShape, attending_layers, feed_forward_layers, state_shape
+from app.tree.planning.state_shape import StateShape, state_shape
 
 FUSED_NORMS_KEEP = 4
 """Hidden sizes of values that a layer keeps whose norms are one operation each: their inputs and results."""
+
+NORM_KEEPS = 2
+"""Hidden sizes of values that each norm of a layer keeps beside them where it is written out."""
 
 
 @dataclass(frozen=True)
 class ModelShape:
     """The numbers of a decoder-only configuration that costs depend on.
 
-    `attending`, `feed_forward`: layers that have keys and values, and an MLP (None: all); `states`: those that carry a
-    state; `gated`: whether an MLP has a third matrix, whose product the activation is multiplied by; `mlp_keeps`,
-    `norms_keep`: what a layer's MLP and norms keep for backward, in intermediate and hidden sizes.
+    `attention`: heads of each layer that has keys and values; `feed_forward`: intermediate sizes of those that have an
+    MLP, of all experts that a token passes; `states`: the layers that carry a state; `gated`: whether an MLP has a
+    third matrix, whose product the activation is multiplied by; `mlp_keeps`, `norms_keep`: what a layer's MLP and norms
+    keep for backward, in intermediate and hidden sizes.
     """
 
     layers: int
     hidden: int
-    intermediate: int
-    heads: int
-    key_value_heads: int
-    head_dim: int
     vocabulary: int
-    attending: int | None = None
-    feed_forward: int | None = None
+    attention: tuple[HeadShape, ...]
+    feed_forward: tuple[int, ...]
     states: StateShape | None = None
     gated: bool = True
     mlp_keeps: int = 4
@@ -43,35 +44,23 @@ class ModelShape:
     def of(cls, config: Any) -> ModelShape:
         """Reads a transformers configuration, which does not say whether MLPs are gated: they are, in most."""
         text = config.get_text_config()
-        heads = text.num_attention_heads
-        intermediate = getattr(text, "intermediate_size", None) or 4 * text.hidden_size
-        if not isinstance(intermediate, int):  # one a layer (Gemma 3n)
-            intermediate = max(intermediate)
-        active = getattr(text, "num_experts_per_tok", None)
-        if active:
-            intermediate = active * (getattr(text, "moe_intermediate_size", None) or intermediate)
         return cls(
             layers=text.num_hidden_layers,
             hidden=text.hidden_size,
-            intermediate=intermediate,
-            heads=heads,
-            key_value_heads=getattr(text, "num_key_value_heads", None) or heads,
-            head_dim=getattr(text, "head_dim", None) or text.hidden_size // heads,
             vocabulary=text.vocab_size,
-            attending=attending_layers(text),
-            feed_forward=feed_forward_layers(text),
+            attention=attention_shapes(text),
+            feed_forward=feed_forward_sizes(text),
             states=state_shape(text),
         )
 
     @property
-    def attention_layers(self) -> int:
-        """Layers that have keys and values."""
-        return self.layers if self.attending is None else self.attending
+    def query_values(self) -> int:
+        """Values of a token's queries, over all layers."""
+        return sum(layer.heads * layer.head_dim for layer in self.attention)
 
-    @property
-    def feed_forward_layers(self) -> int:
-        """Layers that have an MLP."""
-        return self.layers if self.feed_forward is None else self.feed_forward
+    def key_values(self, ranks: int = 1) -> int:
+        """Values of a token's keys, over all layers, on the one of `ranks` that has most heads of them."""
+        return sum(-(-layer.key_value_heads // ranks) * layer.head_dim for layer in self.attention)
 
     @property
     def state_values(self) -> int:
@@ -83,19 +72,13 @@ class ModelShape:
         """Multiply-adds x 2 of one forward: linear layers, attention, scans (of long pieces), output projection of
         `scored` rows."""
         scans = self.states.scan_flops(tokens) if self.states is not None else 0.0
-        return (
-            tokens * self.linear_flops()
-            + scans
-            + 2.0
-            * (2 * pairs * self.attention_layers * self.heads * self.head_dim + scored * self.hidden * self.vocabulary)
-        )
+        rest = 2 * pairs * self.query_values + scored * self.hidden * self.vocabulary
+        return tokens * self.linear_flops() + scans + 2.0 * rest
 
     def linear_flops(self) -> float:
         """FLOPs of the linear layers of one token's forward, output projection aside."""
-        attention_io = (2 * self.heads + 2 * self.key_value_heads) * self.head_dim
-        weights = self.hidden * (
-            self.attention_layers * attention_io + self.feed_forward_layers * (2 + self.gated) * self.intermediate
-        )
+        attention_io = 2 * self.query_values + 2 * self.key_values()
+        weights = self.hidden * (attention_io + (2 + self.gated) * sum(self.feed_forward))
         if self.states is not None:
             weights += self.states.linear_weights(self.hidden)
         return 2.0 * weights
@@ -104,8 +87,7 @@ class ModelShape:
         """Estimated bytes a token keeps alive for backward in a decoder without activation checkpointing.
         Against what autograd really saves (Qwen 2 and 3, Llama, Mistral, Phi-3, Granite): 0-15% too many in float32,
         7% too many to 15% too few in bf16."""
-        values = self.attention_layers * self._attention_values()
-        values += self.feed_forward_layers * self.mlp_keeps * self.intermediate
+        values = 3 * self.query_values + 4 * self.key_values() + self.mlp_keeps * sum(self.feed_forward)
         values += self.layers * self.norms_keep * self.hidden
         kept = values * bytes_per_value * self._copies(bytes_per_value)
         if self.states is not None:  # scans keep float32 whatever the layers' dtype is
@@ -121,18 +103,16 @@ class ModelShape:
 
     def largest_layer(self, bytes_per_value: int) -> int:
         """Estimated bytes a token keeps alive in the layer that keeps most."""
-        mixers = [self._attention_values() * bytes_per_value] if self.attention_layers else []
+        mixers = [layer.kept_values() * bytes_per_value for layer in self.attention]
         if self.states is not None:
             mixers.append(self.states.kept_values() * bytes_per_value + self.states.kept_scan_values() * 4)
-        rest = (self.norms_keep * self.hidden + self.mlp_keeps * self.intermediate) * bytes_per_value
+        rest = (self.norms_keep * self.hidden + self.mlp_keeps * max(self.feed_forward)) * bytes_per_value
         return int((max(mixers) + rest) * self._copies(bytes_per_value))
 
     def _copies(self, bytes_per_value: int) -> float:
         """In low precision norms that are written out also save float32 copies."""
-        return 1.15 if bytes_per_value < 4 and self.norms_keep > FUSED_NORMS_KEEP else 1.0
-
-    def _attention_values(self) -> int:
-        return 3 * self.heads * self.head_dim + 4 * self.key_value_heads * self.head_dim
+        norms = (self.norms_keep - FUSED_NORMS_KEEP) / NORM_KEEPS
+        return 1 + 0.075 * norms if bytes_per_value < 4 else 1.0
 
 
 @dataclass(frozen=True)

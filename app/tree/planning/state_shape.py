@@ -8,8 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-_STATEFUL = ("linear_attention", "conv", "mamba")
-_TOKENWISE = ("mlp", "moe")
+from app.tree.planning.layer_shapes import STATEFUL, layer_kinds
 
 _BLOCK = 64
 """Rows of a scan's block, where sequences are long."""
@@ -76,30 +75,13 @@ class StateShape:
         return self.heads * (of_rows + 3 * k * v // block)
 
 
-def layer_kinds(text: Any) -> list[str]:
-    """What a configuration calls each layer; nothing where all are alike."""
-    return list(getattr(text, "layers_block_type", None) or getattr(text, "layer_types", None) or [])
-
-
-def attending_layers(text: Any) -> int | None:
-    """Layers that a configuration says attend; None where it does not say."""
-    kinds = layer_kinds(text)
-    return sum(kind not in _STATEFUL + _TOKENWISE for kind in kinds) if kinds else None
-
-
-def feed_forward_layers(text: Any) -> int:
-    """Layers with an MLP: those of its own kind where there are any, else all."""
-    kinds = layer_kinds(text)
-    return sum(kind in _TOKENWISE for kind in kinds) or text.num_hidden_layers
-
-
 def state_shape(text: Any) -> StateShape | None:
     """Reads a transformers configuration, from what families call their sizes."""
 
     def size(*names: str) -> int:
         return next((value for name in names if isinstance(value := getattr(text, name, None), int)), 0)
 
-    layers = sum(kind in _STATEFUL or kind.startswith("hybrid") for kind in layer_kinds(text))
+    layers = sum(kind in STATEFUL or kind.startswith("hybrid") for kind in layer_kinds(text))
     if not layers:
         return None
     key_dim = size("linear_key_head_dim", "linear_head_dim")

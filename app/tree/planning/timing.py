@@ -56,9 +56,9 @@ class TimeModel:
         gradients. A level of a scan is a few small calls, as a call of attention is."""
         shape, rates = self.shape, self.rates
         token = shape.linear_flops() / rates.linear
-        pair = 4.0 * shape.attention_layers * shape.heads * shape.head_dim / rates.attention
+        pair = 4.0 * shape.query_values / rates.attention
         row = 2.0 * shape.hidden * shape.vocabulary / rates.linear
-        path = 4.0 * shape.attention_layers * shape.key_value_heads * shape.head_dim * self.element / rates.memory
+        path = 4.0 * shape.key_values() * self.element / rates.memory
         linear = 3 * work.tokens + work.tokens_again + rates.idle_rows * (3 * work.runs + work.runs_again)
         states = shape.states
         scans = 0.0
@@ -71,7 +71,7 @@ class TimeModel:
             + token * linear
             + pair * (3.5 * work.pairs + work.pairs_again)
             + shape.layers * rates.layer * (3 * work.runs + work.runs_again)
-            + shape.attention_layers * rates.call * (3 * work.parts + work.parts_again)
+            + len(shape.attention) * rates.call * (3 * work.parts + work.parts_again)
             + path * work.path
             + row * 4 * work.scored
         )

@@ -167,7 +167,7 @@ class KVSlots:
 
     @property
     def bytes(self) -> int:
-        """Bytes held over all layers: 2 * layers * capacity * heads * head_dim * itemsize after the first forward."""
+        """Bytes held after the first forward: 2 * capacity * heads * head_dim * itemsize of each layer."""
         return sum(buffer.nbytes for pair in self._layers.values() for buffer in pair)
 
     def write(self, layer: int, key: Tensor, value: Tensor, cells: Tensor) -> None:

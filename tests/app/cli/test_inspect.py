@@ -230,8 +230,8 @@ def test_other_mistakes_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[
     (tmp_path / "nothing").mkdir()
     config = tmp_path / "config.json"
     config.write_text('{"hidden_size": 8}')
-    widths, negative = tmp_path / "widths.json", tmp_path / "negative.json"
-    widths.write_text('{"model_type": "gemma4"}')
+    prefix, negative = tmp_path / "prefix.json", tmp_path / "negative.json"
+    prefix.write_text('{"model_type": "paligemma"}')
     negative.write_text(json.dumps({**CONFIG, "hidden_size": -64}))
     for path, options, words in [
         (tmp_path / "missing.npz", (), "missing.npz"),
@@ -243,7 +243,7 @@ def test_other_mistakes_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[
         (good, ("--live-tokens", "-1"), "--live-tokens: must be at least 1"),
         (good, ("--model", str(config)), "no field 'model_type'"),
         (good, ("--model", str(odd)), "no readable JSON"),
-        (good, ("--model", str(widths)), "--model: gemma4: the widths of its heads differ"),
+        (good, ("--model", str(prefix)), "--model: paligemma: every token of its prompt sees all"),
         (good, ("--model", str(negative)), "--model: qwen3 cannot be built from its configuration: "),
     ]:
         with pytest.raises(SystemExit) as ended:

@@ -7,6 +7,7 @@ import copy
 import functools
 import re
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import pytest
@@ -275,6 +276,12 @@ def test_auto_is_sdpa_on_cpus() -> None:
     assert choose_backend("auto", models.make("qwen3")) is BACKENDS["sdpa"]
 
 
+WIDTHS: dict[str, Any] = dict(
+    model_type="gemma4_text", head_dim=256, global_head_dim=512, hidden_size_per_layer_input=0
+)
+WIDTHS |= dict(layer_types=["sliding_attention", "full_attention"])
+
+
 @pytest.mark.parametrize(
     ("dtype", "options", "capability", "expected"),
     [
@@ -291,6 +298,10 @@ def test_auto_is_sdpa_on_cpus() -> None:
         (torch.bfloat16, dict(head_dim=264), (9, 0), "flex"),
         (torch.bfloat16, dict(head_dim=16, model_type="gemma2", attn_implementation="eager"), (9, 0), "flex"),
         (torch.bfloat16, dict(head_dim=8, model_type="gemma2", attn_implementation="eager"), (9, 0), "sdpa"),
+        (torch.bfloat16, WIDTHS, (9, 0), "flash and sdpa"),
+        (torch.bfloat16, WIDTHS | dict(head_dim=128, global_head_dim=256), (9, 0), "flash"),
+        (torch.bfloat16, WIDTHS | dict(head_dim=264), (9, 0), "flex"),
+        (torch.float32, WIDTHS, (9, 0), "sdpa"),
     ],
 )
 def test_auto_on_cuda(

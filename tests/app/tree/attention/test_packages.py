@@ -213,7 +213,7 @@ def test_auto_takes_flash_3_where_it_is(monkeypatch: pytest.MonkeyPatch) -> None
     """On Hopper, installed; never a package's FlashAttention-2, which is ATen's own."""
     monkeypatch.setattr("app.tree.attention.function._triton_compiles", lambda: True)
     parameter = SimpleNamespace(device=torch.device("cuda"), dtype=torch.bfloat16)
-    config = SimpleNamespace(head_dim=128, attn_logit_softcapping=None)
+    config = SimpleNamespace(head_dim=128, num_attention_heads=4, num_hidden_layers=2)
     model: Any = SimpleNamespace(
         parameters=lambda: iter([parameter]), config=SimpleNamespace(get_text_config=lambda: config)
     )

@@ -42,7 +42,7 @@ def traced(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 
 
 def test_every_case_runs_and_waits_for_the_loss_alone(traced: list[dict[str, Any]]) -> None:
-    assert len([one for one in traced if one["backend"] != "triton"]) == 21
+    assert len([one for one in traced if one["backend"] != "triton"]) == 23
     assert {(one["case"], one["backend"]): one["waits"] for one in traced if one["waits"] != [LOSS]} == {}
 
 
@@ -55,6 +55,13 @@ def test_low_precision_runs_on_flash_kernels(traced: list[dict[str, Any]]) -> No
     assert found["bf16", "cudnn"] == dense | packed | cudnn and found["window", "cudnn"] >= packed
     assert found["bf16", "flash"] == dense | packed and found["window", "flash"] >= packed
     assert not found["float64", "sdpa"] and not found["soft-capping", "sdpa"]
+
+
+def test_heads_too_wide_for_flash_kernels_are_computed_beside_the_others(traced: list[dict[str, Any]]) -> None:
+    found = {one["backend"]: set(one["operators"]) for one in traced if one["case"] == "widths"}
+    wide = {"_scaled_dot_product_efficient_attention", "_scaled_dot_product_efficient_attention_backward"}
+    assert found["auto"] >= wide | {"_flash_attention_forward", "_flash_attention_backward"}
+    assert found["sdpa"] > wide
 
 
 @pytest.mark.skipif(find_spec("triton") is None, reason="needs the package triton")

@@ -17,13 +17,14 @@ from hypothesis import strategies as st
 from app.tree import PrefixTree
 from app.tree.attention.part_attention import PartBackend
 from app.tree.planning.cost import ModelShape
+from app.tree.planning.layer_shapes import HeadShape
 from app.tree.planning.packing import Packing
 from app.tree.planning.plan import ExecutionPlan
 from app.tree.planning.planner import plan
 from app.tree.planning.timing import CPU_RATES, TimeModel
 from tests.app.tree.cases import Case, cases
 
-SHAPE = ModelShape(2, 16, 24, 4, 2, 4, 31)
+SHAPE = ModelShape(2, 16, 31, (HeadShape(4, 2, 4),) * 2, (24, 24))
 PARTS = PartBackend()
 PREDICTORS = (None, TimeModel(SHAPE, CPU_RATES, PARTS))
 shares = st.sampled_from([1.0, 0.6, 0.25])

@@ -13,6 +13,7 @@ from app.tree.attention.part_attention import PartBackend
 from app.tree.calibrate import measure_rates
 from app.tree.planning import work
 from app.tree.planning.cost import ModelShape
+from app.tree.planning.layer_shapes import HeadShape
 from app.tree.planning.layout import layout
 from app.tree.planning.packing import Packing
 from app.tree.planning.planner import plan
@@ -22,7 +23,7 @@ from tests.app.tree import models
 from tests.app.tree.cases import Case, cases
 from tests.app.tree.planning.test_plan import build
 
-SHAPE = ModelShape(2, 64, 128, 4, 2, 16, 512)
+SHAPE = ModelShape(2, 64, 512, (HeadShape(4, 2, 16),) * 2, (128, 128))
 PARTS = PartBackend()
 
 

@@ -93,11 +93,15 @@ def make(name: str, dtype: torch.dtype = torch.float32, seed: int = 0, **overrid
 
 def make_exact(name: str, seed: int = 0, **overrides: Any) -> PreTrainedModel:
     """The same weights, in float64 throughout."""
-    model = make(name, torch.float64, seed, **overrides)
+    return exact(make(name, torch.float64, seed, **overrides))
+
+
+def exact(model: PreTrainedModel) -> PreTrainedModel:
+    """A model of transformers' own class with its weights, by its own code in float64 throughout."""
     model.config._experts_implementation = "eager"  # grouped products take no float64
-    exact: PreTrainedModel = getattr(_in_float64(type(model).__module__), type(model).__name__)(model.config)
-    exact.to(torch.float64).load_state_dict(model.state_dict())
-    return exact.train()
+    made: PreTrainedModel = getattr(_in_float64(type(model).__module__), type(model).__name__)(model.config)
+    made.to(torch.float64).load_state_dict(model.state_dict())
+    return made.train()
 
 
 @cache

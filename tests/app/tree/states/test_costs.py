@@ -43,13 +43,13 @@ def test_layers_and_states_are_counted_by_what_they_are(name: str, monkeypatch: 
     engine.forward(TREE)
     shape = ModelShape.of(model.config)
     assert set(held) == {shape.state_values}
-    assert shape.attention_layers == len(engine.state_layers.attending)
+    assert len(shape.attention) == len(engine.state_layers.attending)
 
 
 def test_models_without_states_are_counted_as_before() -> None:
     model = models.make("qwen3")
     shape = ModelShape.of(model.config)
-    assert shape.attention_layers == shape.layers and shape.state_values == 0
+    assert len(shape.attention) == shape.layers and shape.state_values == 0
     assert pass_memory(model, 4, 8, TREE).states == 0
 
 

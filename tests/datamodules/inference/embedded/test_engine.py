@@ -17,6 +17,7 @@ from transformers import (
     FalconConfig,
     Gemma2Config,
     Gemma3nTextConfig,
+    Gemma4TextConfig,
     GptOssConfig,
     LlamaConfig,
     Mamba2Config,
@@ -81,6 +82,12 @@ SHAPE = {
     "max_position_embeddings": CONTEXT,
     "initializer_range": 0.15,
 }
+WIDTHS = {
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "sliding_window": 8,
+    "head_dim": 8,
+    "global_head_dim": 16,
+}
 
 
 @pytest.mark.parametrize(
@@ -100,8 +107,27 @@ SHAPE = {
             hidden_size_per_layer_input=8,
             vocab_size_per_layer_input=VOCABULARY,
         ),
+        Gemma4TextConfig(
+            **{**SHAPE, "num_hidden_layers": 4},
+            **WIDTHS,
+            num_kv_shared_layers=2,
+            use_double_wide_mlp=True,
+            hidden_size_per_layer_input=8,
+            vocab_size_per_layer_input=VOCABULARY,
+        ),
+        Gemma4TextConfig(
+            **{**SHAPE, "num_hidden_layers": 4},
+            **WIDTHS,
+            attention_k_eq_v=True,
+            num_global_key_value_heads=1,
+            hidden_size_per_layer_input=0,
+            enable_moe_block=True,
+            num_experts=4,
+            top_k_experts=2,
+            moe_intermediate_size=16,
+        ),
     ],
-    ids=["qwen2", "qwen2-sliding", "llama", "mistral-sliding", "gemma3n"],
+    ids=["qwen2", "qwen2-sliding", "llama", "mistral-sliding", "gemma3n", "gemma4-shared", "gemma4-experts"],
 )
 @pytest.mark.parametrize("max_batch_tokens", [4096, 10])
 def test_other_families(config, max_batch_tokens) -> None:

@@ -43,6 +43,8 @@ SEQUENCES = [np.array(SHARED + [i] * count) for i, count in ((3, 5), (4, 7), (5,
 WIDE = dict(head_dim=16)  # the smallest that FlexAttention compiles
 CAPPED = dict(attn_implementation="eager", head_dim=16, sliding_window=4, attn_logit_softcapping=2.0)
 SINKS = dict(attn_implementation="eager", head_dim=16, sliding_window=4, num_local_experts=4, num_experts_per_tok=2)
+WIDTHS = dict(WIDE, global_head_dim=264, layer_types=["sliding_attention", "full_attention"], sliding_window=5)
+WIDTHS |= dict(hidden_size_per_layer_input=0)
 # label, model, its options, dtype, options of `backward` and of the device, backends
 CASES: list[tuple[str, str, dict[str, Any], torch.dtype, dict[str, Any], str]] = [
     ("bf16", "qwen3", WIDE, BF16, {}, "sdpa flash flex cudnn triton"),
@@ -59,6 +61,7 @@ CASES: list[tuple[str, str, dict[str, Any], torch.dtype, dict[str, Any], str]] =
     ("older GPU", "qwen3", WIDE, F16, {"capability": (7, 5)}, "auto sdpa"),
     ("older GPU, bf16", "qwen3", WIDE, BF16, {"capability": (7, 5)}, "auto"),
     ("auto", "qwen3", WIDE, F32, {}, "auto"),
+    ("widths", "gemma4_text", WIDTHS, BF16, {}, "auto sdpa"),
 ]
 
 

@@ -1,0 +1,71 @@
+"""Layers whose heads differ in width and number (Gemma 4): exact, and counted by what each of them is."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import PreTrainedModel
+
+from app.tree import PrefixTree, TreeEngine
+from app.tree.memory import pass_memory, token_bytes
+from app.tree.model.shape import shape_of
+from tests.app.tree import models
+from tests.app.tree.cases import Case, cases
+from tests.app.tree.engine import families
+from tests.app.tree.engine.test_memory import Meter
+from tests.app.tree.engine.test_parity import EXAMPLES
+from tests.app.tree.losses import KINDS
+from tests.app.tree.parity import assert_backward, assert_forward, masked_block
+from tests.app.tree.states import hybrids
+
+ROWS = [row for row in families.SUPPORTED if row.startswith("Gemma 4")]
+WIDE: dict[str, Any] = dict(hidden_size=64, intermediate_size=192, head_dim=16, global_head_dim=32)
+
+
+@cache
+def exact(row: str) -> PreTrainedModel:
+    return hybrids.exact(families.build(families.SUPPORTED[row], torch.float64))
+
+
+@pytest.mark.parametrize("row", ROWS)
+@settings(max_examples=EXAMPLES // 6)
+@given(case=cases(), kind=st.sampled_from(sorted(KINDS)), block=st.sampled_from([1, 3, 256]), batched=st.booleans())
+def test_parity_in_float64(row: str, case: Case, kind: str, block: int, batched: bool) -> None:
+    model, head = exact(row), models.value_head(torch.float64)
+    with masked_block(block):
+        assert_forward(model, head, case, ("logprobs", "entropy", "values"), 1e-9)
+        assert_backward(model, head, case, kind, ("logprobs", "values"), 1e-9, batched)
+
+
+@pytest.mark.parametrize("row", ROWS)
+def test_each_layer_is_counted_by_its_own_sizes(row: str) -> None:
+    model = families.build(families.SUPPORTED[row])
+    shape, layers = shape_of(model), [layer.self_attn for layer in model.model.layers]
+    assert shape.query_values == sum(layer.q_proj.out_features for layer in layers)
+    keys = [getattr(layer, "k_proj", None) for layer in layers]
+    shared = sum(layer.head_dim * model.config.per_layer_config[0].num_key_value_heads for layer in layers[2:])
+    assert shape.key_values() == sum(k.out_features for k in keys if k) + shared * (None in keys)
+    assert shape.key_values(2) == shape.key_values() / 2 + (2 * 8 / 2 if layers[1].num_key_value_groups == 4 else 0)
+    experts = 2 * 8 if "experts" in row else 0
+    assert shape.feed_forward == tuple(layer.mlp.gate_proj.out_features + experts for layer in model.model.layers)
+    sequences = [np.arange(40) % 31, np.arange(30) % 31]
+    path = [pass_memory(model, 1, 1, PrefixTree.build([one])).path_cache for one in sequences]
+    assert path[0] - path[1] == 2 * shape.key_values() * (10 * (4 + 4) + 10 * 4)
+
+
+@pytest.mark.parametrize("row", [*ROWS, "Gemma 2", "Gemma 3"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_tokens_bytes_are_what_autograd_saves(row: str, dtype: torch.dtype) -> None:
+    """Within a fifth: these have four norms a layer and more, each written out."""
+    sizes = WIDE if row in ROWS else {name: size for name, size in WIDE.items() if name != "global_head_dim"}
+    model = families.build(families.SUPPORTED[row], dtype, **sizes)
+    tokens, meter = np.random.default_rng(0).integers(0, 31, 60), Meter(model)
+    with meter.measuring():
+        TreeEngine(model, 60, 60).backward(PrefixTree.build([tokens]), lambda out, i: out.logprobs.sum())
+    assert token_bytes(model) * 59 == pytest.approx(meter.peak, rel=0.2)
