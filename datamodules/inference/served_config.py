@@ -55,6 +55,10 @@ def as_on_the_hub(fields: dict[str, Any]) -> dict[str, Any]:
             "head_dim": fields["linear_head_dim"],
             "short_conv_kernel_size": fields["linear_conv_kernel_dim"],
         }
+    if kind.startswith("gemma4") and "per_layer_config" in fields:  # layers of a kind are alike
+        own = {int(layer): values for layer, values in fields["per_layer_config"].items()}.get(attending[0] - 1, {})
+        found["global_head_dim"] = own.get("head_dim", fields["head_dim"])
+        found["num_global_key_value_heads"] = own.get("num_key_value_heads", fields["num_key_value_heads"])
     if isinstance(text := fields.get("text_config"), dict):  # of a model that also sees
         found["text_config"] = text | as_on_the_hub(text)
     return found

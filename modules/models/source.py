@@ -245,13 +245,17 @@ def _make_config(fields: dict[str, Any]) -> PretrainedConfig:
         default = AutoConfig.for_model(model_type)
     except (ValueError, TypeError) as error:
         raise ValueError(f"model.config.model_type: '{model_type}' is not an architecture of transformers") from error
-    known = {*default.to_dict(), *default.attribute_map, "num_labels", "head_dim", "rope_theta", "rope_scaling"}
+    values = default.to_dict()
+    known = {*values, *default.attribute_map, "num_labels", "head_dim", "rope_theta", "rope_scaling"}
+    if model_type.startswith("gemma4"):  # which it keeps as a part of per_layer_config
+        known |= {"global_head_dim", "num_global_key_value_heads"}
     for key in options:
         if key not in known:
             close = difflib.get_close_matches(key, known, n=1)
             hint = f"; did you mean '{close[0]}'?" if close else ""
             raise ValueError(f"model.config.{key} is not an option of {model_type}{hint}")
-    options = {key: _checked(key, value, getattr(default, key, None)) for key, value in options.items()}
+    names = default.attribute_map
+    options = {key: _checked(key, value, values.get(names.get(key, key))) for key, value in options.items()}
     try:
         return AutoConfig.for_model(model_type, **({"eos_token_id": None} | options))
     except Exception as error:  # transformers' own checks raise classes of their own

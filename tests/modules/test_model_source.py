@@ -53,6 +53,18 @@ def test_several_ends_of_sequence_and_none_of_a_kind_of_layers(model_type: str, 
     assert getattr(build_model(ModelSource(config=config)).config, key) == value
 
 
+def test_heads_of_layers_without_a_window() -> None:
+    """By the names they have on the hub, of Gemma 4 alone: no other would have them as it is told."""
+    config: dict[str, Any] = {**CONFIG, "model_type": "gemma4_text", "num_hidden_layers": 2, "head_dim": 4}
+    config |= {"global_head_dim": 6, "hidden_size_per_layer_input": 0}
+    layers = build_model(ModelSource(config=config)).config.per_layer_config
+    assert [layer.head_dim for layer in layers] == [4, 6]
+    with pytest.raises(ValueError, match=r"model\.config\.head_dim: -4, must be between 1"):
+        build_model(ModelSource(config={**config, "head_dim": -4}))
+    with pytest.raises(ValueError, match=r"model\.config\.global_head_dim is not an option of qwen3"):
+        build_model(ModelSource(config={**CONFIG, "global_head_dim": 6}))
+
+
 def test_from_a_directory(tmp_path: Path) -> None:
     model = naive_model(seed=3)
     model.save_pretrained(tmp_path)

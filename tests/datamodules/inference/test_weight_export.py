@@ -33,6 +33,7 @@ from datamodules.inference.export import (
 from datamodules.inference.protocol import GenerationError
 from datamodules.inference.sglang.weights.forms import HostWeights
 from datamodules.inference.weight_files import WeightFiles, save_adapter, save_model, split
+from tests.app.tree.engine import families
 from tests.app.tree.states import hybrids
 from tests.datamodules.inference.adapters import with_lora
 from tests.datamodules.inference.engine_suite import VOCABULARY, tiny_policy
@@ -240,6 +241,24 @@ def test_a_hybrid_leaves_as_transformers_itself_saves_it(name: str, tmp_path) ->
     assert not any(info[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
     again, before = (logits(model).log_softmax(-1) for model in (loaded.eval(), policy))
     torch.testing.assert_close(again, before, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("row", [row for row in families.SUPPORTED if row.startswith("Gemma 4")])
+def test_gemma_4_leaves_with_the_names_that_its_heads_have_on_the_hub(row: str, tmp_path) -> None:
+    """Servers know the width and number of heads without a window by them, or take 512."""
+    policy = families.build(families.SUPPORTED[row])
+    assert_parts_are_the_whole(policy)
+    ours, _ = WeightFiles(tmp_path).write(policy, 1)
+    written = json.loads((ours / "config.json").read_text())
+    heads = policy.config.per_layer_config[1]
+    assert written["global_head_dim"] == heads.head_dim == 8
+    assert written["num_global_key_value_heads"] == heads.num_key_value_heads
+    loaded, info = AutoModelForCausalLM.from_pretrained(ours, output_loading_info=True)
+    assert not any(info[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    torch.testing.assert_close(logits(loaded.eval()), logits(policy), rtol=1e-6, atol=1e-6)
+    del written["per_layer_config"]  # as on the hub
+    (ours / "config.json").write_text(json.dumps(written))
+    torch.testing.assert_close(logits(AutoModelForCausalLM.from_pretrained(ours).eval()), logits(policy))
 
 
 def test_an_order_of_layers_that_servers_cannot_be_told_is_refused(tmp_path) -> None:
