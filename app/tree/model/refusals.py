@@ -55,12 +55,11 @@ def refuse_by_name(name: str, whole: PretrainedConfig) -> None:
     for kind in (whole.model_type, config.model_type):
         if kind in _REFUSED:
             raise ValueError(f"{name}: {_REFUSED[kind]}; use another model")
-    if getattr(whole, "audio_config", None) is not None:
-        text = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(config.model_type)
-        remedy = "train a text model (...ForCausalLM) with the weights of its language model"
+    if getattr(whole, "audio_config", None) is not None and getattr(whole, "vision_config", None) is None:
+        text = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(config.model_type, "...ForCausalLM")
         raise ValueError(
-            f"{name} takes sound (audio_config), and sequences of a tree are text and pictures; "
-            + (remedy if text is None else f"load its language model alone, as {text}.from_pretrained(...) does")
+            f"{name} takes sound (audio_config), and sequences of a tree are text and pictures; train a text model"
+            f" ({text}) that was given the weights of its language model"
         )
 
 

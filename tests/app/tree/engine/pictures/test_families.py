@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
+from transformers import CONFIG_MAPPING, AutoModelForImageTextToText
 
 from app.tree import SelfCheckError, TreeEngine, picture_tokens
 from app.tree.model import refusals
 from app.tree.planning.cost import TowerShape
+from tests.app.tree import models
+from tests.app.tree.engine import families as text
 from tests.app.tree.engine import support_matrix
 from tests.app.tree.engine.pictures import families, vision
 
@@ -57,6 +60,20 @@ def test_refused_family(name: str) -> None:
     assert type(vision.make(name).model).__name__ in families.refusal(name)
 
 
+@pytest.mark.parametrize("name", ["Gemma 3", "Gemma 4"])
+def test_models_whose_pictures_are_refused_train_on_text(name: str) -> None:
+    text.within(text.errors(vision.make(name).model), text.UNSCALED)
+
+
+def test_a_model_that_hears_and_sees_trains_on_text() -> None:
+    """Sound has no way into a tree."""
+    sound = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "output_proj_dims": 16}
+    config = CONFIG_MAPPING["gemma4"](**vision.REFUSED["Gemma 4"].options, audio_config=sound)
+    model = AutoModelForImageTextToText.from_config(config, dtype=torch.float64)
+    models.randomise(model, seed=0)
+    text.within(text.errors(model.float().eval()), text.UNSCALED)
+
+
 def test_a_mask_among_placeholders_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     """Gemma 3, were it not refused."""
     monkeypatch.setattr(refusals, "_sees_ahead", lambda model: False)
@@ -72,8 +89,6 @@ def test_pictures_need_what_is_missing() -> None:
     with pytest.raises(ValueError, match="TreeEngine needs image_processor="):
         TreeEngine(model.model).forward(tree)
     with pytest.raises(ValueError, match="LlamaForCausalLM takes text alone"):
-        from tests.app.tree import models
-
         TreeEngine(models.make("llama"), image_processor=model.processor).forward(tree)
 
 

@@ -245,9 +245,18 @@ REFUSED: dict[str, Family] = {
     "Gemma 4": Family(
         "gemma4",
         dict(
-            text_config={**_TEXT, "vocab_size_per_layer_input": VOCABULARY, "hidden_size_per_layer_input": 0},
+            text_config={
+                **_TEXT,
+                "vocab_size_per_layer_input": VOCABULARY,
+                "hidden_size_per_layer_input": 8,
+                "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
+                "sliding_window": 4,
+                "global_head_dim": 12,
+                "pad_token_id": 0,
+                "use_bidirectional_attention": "vision",
+            },
             vision_config=_TOWER,
-            image_token_id=IMAGE,
+            **dict(image_token_id=IMAGE, video_token_id=VIDEO, audio_token_id=BETWEEN),
         ),
         _SIGLIP,
         _squares(16, 4),
