@@ -6,10 +6,11 @@ says nothing of single ones speaks for all.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
+Read = TypeVar("Read")
 STATEFUL = ("linear_attention", "conv", "mamba")
 _TOKENWISE = ("mlp", "moe")
 
@@ -34,14 +35,6 @@ class HeadShape:
         return (3 * self.heads + 4 * self.key_value_heads) * self.head_dim
 
 
-def layer_configs(text: Any) -> Sequence[Any]:
-    """A configuration for each layer: its own where they differ (Gemma 4), which is an error to read of the whole."""
-    if getattr(text, "is_heterogeneous", False):
-        layers: Sequence[Any] = text.per_layer_config
-        return layers
-    return [text] * text.num_hidden_layers
-
-
 def layer_kinds(text: Any) -> list[str]:
     """What a configuration calls each layer; nothing where all are alike."""
     return list(getattr(text, "layers_block_type", None) or getattr(text, "layer_types", None) or [])
@@ -50,28 +43,38 @@ def layer_kinds(text: Any) -> list[str]:
 def attention_shapes(text: Any) -> tuple[HeadShape, ...]:
     """Heads of the layers that a configuration says attend; of all where it does not say."""
     kinds = layer_kinds(text) or ["attention"] * text.num_hidden_layers
-    pairs = zip(layer_configs(text), kinds, strict=False)
-    return tuple(HeadShape.of(layer) for layer, kind in pairs if kind not in STATEFUL + _TOKENWISE)
+    pairs = zip(_of_layers(text, HeadShape.of), kinds, strict=False)
+    return tuple(shape for shape, kind in pairs if kind not in STATEFUL + _TOKENWISE)
 
 
 def feed_forward_sizes(text: Any) -> tuple[int, ...]:
     """Intermediate sizes, with those of all experts that a token passes, of the layers with an MLP: those of its own
     kind where there are any, else all."""
-    kinds, layers = layer_kinds(text), layer_configs(text)
-    own = [i for i, kind in enumerate(kinds) if kind in _TOKENWISE]
-    return tuple(_feed_forward_size(layers[i], i) for i in own or range(text.num_hidden_layers))
+    own = [i for i, kind in enumerate(layer_kinds(text)) if kind in _TOKENWISE]
+    sizes = _of_layers(text, _feed_forward)
+    return tuple(sizes[i](i) for i in own or range(text.num_hidden_layers))
 
 
-def _feed_forward_size(layer: Any, index: int) -> int:
-    size = getattr(layer, "intermediate_size", None) or 4 * layer.hidden_size
-    if not isinstance(size, int):  # one a layer (Gemma 3n)
-        size = size[index]
-    if getattr(layer, "use_double_wide_mlp", False):  # of layers that attend to keys of others (Gemma 4)
-        size *= 1 + (index >= layer.num_hidden_layers - layer.num_kv_shared_layers)
-    expert = getattr(layer, "moe_intermediate_size", None)
-    active = getattr(layer, "num_experts_per_tok", None)
-    if active:
-        size = active * (expert or size)
-    if getattr(layer, "enable_moe_block", False):  # experts beside the MLP (Gemma 4)
-        size += layer.top_k_experts * expert
-    return int(size)
+def _of_layers(text: Any, read: Callable[[Any], Read]) -> list[Read]:
+    """What `read` finds in each layer's configuration: its own where layers differ (Gemma 4), since it is an error to
+    ask the whole then; else the whole, read once."""
+    if getattr(text, "is_heterogeneous", False):
+        return [read(layer) for layer in text.per_layer_config]
+    return [read(text)] * text.num_hidden_layers
+
+
+def _feed_forward(layer: Any) -> Callable[[int], int]:
+    """The intermediate size by the layer's index."""
+    sizes = getattr(layer, "intermediate_size", None) or 4 * layer.hidden_size
+    expert, active = getattr(layer, "moe_intermediate_size", None), getattr(layer, "num_experts_per_tok", None)
+    beside = layer.top_k_experts * expert if getattr(layer, "enable_moe_block", False) else 0  # the MLP (Gemma 4)
+    double = layer.num_hidden_layers  # from which on layers attend to keys of others, with MLPs twice as wide (Gemma 4)
+    if getattr(layer, "use_double_wide_mlp", False):
+        double -= layer.num_kv_shared_layers
+
+    def size(index: int) -> int:
+        own = sizes if isinstance(sizes, int) else sizes[index]  # one a layer (Gemma 3n)
+        own *= 1 + (index >= double)
+        return int(active * (expert or own) if active else own + beside)
+
+    return size

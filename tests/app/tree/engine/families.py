@@ -139,8 +139,8 @@ SUPPORTED: dict[str, Family] = {
     "Gemma 4": Family(
         "gemma4_text",
         dict(WIDER, attention_k_eq_v=True, num_global_key_value_heads=1),
-        "text models (`...ForCausalLM`) and whole ones without sound; heads of other widths and numbers in layers"
-        " without a window, whose values are made of their keys",
+        "text models (`...ForCausalLM`), and whole ones on text; other heads in layers without a window, whose values"
+        " are made of their keys",
         UNSCALED,
     ),
     "Gemma 4, shared keys": Family(
