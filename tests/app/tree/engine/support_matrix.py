@@ -66,8 +66,10 @@ def markdown(seen: list[str]) -> str:
 def others() -> list[str]:
     """The families of which one column is looked at."""
     names = sorted({MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[kind] for kind in families.OTHERS}, key=str.lower)
-    said = f"{len(names)} more are right in float32, on the tree and in the embedded engine, which is all that is looked at: "
-    said += ", ".join(names) + "."
+    said = (
+        f"{len(names)} more are right in float32, on the tree and in the embedded engine, which is all that is looked"
+    )
+    said += f" at: {', '.join(names)}."
     return ["", "## Others", "", *textwrap.wrap(said, 120)]
 
 
