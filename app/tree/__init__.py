@@ -8,7 +8,10 @@ from app.tree.attention.groups import RankGroup
 from app.tree.attention.kernels import triton_lacks
 from app.tree.calibrate import device_rates
 from app.tree.engine import TreeEngine
+from app.tree.experts.replay import routed
+from app.tree.experts.routers import Routers
 from app.tree.heads import Likeliest, SoftTargets
+from app.tree.heads.outputs import FlatOutputs, SequenceOutputs, TreeOutputs
 from app.tree.memory import free_bytes
 from app.tree.model.language import (
     auto_class,
@@ -38,7 +41,6 @@ from app.tree.model.quantised import (
 from app.tree.model.refusals import refuse_lengths, refuse_pictures, refuse_tokens
 from app.tree.model.shallow import first_layers
 from app.tree.model.vocabulary import CutVocabulary, vocabulary_modules
-from app.tree.outputs import FlatOutputs, SequenceOutputs, TreeOutputs
 from app.tree.partition import partition
 from app.tree.prefix_tree import Picture, PrefixTree
 from app.tree.report import ModelReport, TreeReport, inspect_model, inspect_tree, read_config
@@ -64,6 +66,7 @@ __all__ = [
     "PieceTree",
     "PrefixTree",
     "RankGroup",
+    "Routers",
     "SavedWeight",
     "SelfCheckError",
     "SequenceOutputs",
@@ -99,6 +102,7 @@ __all__ = [
     "refuse_lengths",
     "refuse_pictures",
     "refuse_tokens",
+    "routed",
     "scaled_by",
     "scales",
     "settle_quantised",

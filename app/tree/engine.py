@@ -12,6 +12,7 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import astuple, replace
 from typing import Any, Literal
 
@@ -24,7 +25,9 @@ from app.tree.attention import BACKENDS, choose_backend
 from app.tree.attention.groups import RankGroup
 from app.tree.calibrate import measure_rates
 from app.tree.executor import Completing, Executor
+from app.tree.experts.replay import Replay
 from app.tree.heads import Heads, Likeliest, Soft, SoftTargets, refuse_soft
+from app.tree.heads.outputs import OUTPUT_NAMES, BatchedLoss, FlatOutputs, LossFn, TreeOutputs, check_scalar, one_by_one
 from app.tree.heads.temperatures import sequence_temperatures
 from app.tree.memory import Budget, Result, runs_out, tower_graphs_fit
 from app.tree.model.checkpointing import checkpointable
@@ -36,6 +39,7 @@ from app.tree.model.quantised import settle_quantised
 from app.tree.model.refusals import (
     refuse_by_name,
     refuse_dropout,
+    refuse_group,
     refuse_lengths,
     refuse_pictures,
     refuse_tokens,
@@ -44,7 +48,6 @@ from app.tree.model.refusals import (
 )
 from app.tree.model.shallow import first_layers
 from app.tree.model.shape import shape_of
-from app.tree.outputs import OUTPUT_NAMES, BatchedLoss, FlatOutputs, LossFn, TreeOutputs, check_scalar, one_by_one
 from app.tree.planning.dense import dense_plan
 from app.tree.planning.plan import ExecutionPlan
 from app.tree.planning.planner import plan
@@ -94,6 +97,7 @@ class TreeEngine:
             tower's, which follows it, included): gradients of the model that they do not reach are complete then, the
             others as it passes them. Not where pictures go through a trained tower a second time, nor where a GPU's
             memory might run out and the pass be repeated.
+        replay: of trees with routes, which sends tokens to the experts on record; None before the first.
 
     Raises:
         ValueError: an argument out of range, or a model this engine would compute wrongly, naming the layer or setting.
@@ -131,11 +135,6 @@ class TreeEngine:
             raise ValueError(f"on_mismatch must be 'error' or 'fallback', got {on_mismatch!r}")
         if on_mismatch != "error" and not self_check:
             raise ValueError(f"on_mismatch={on_mismatch!r} has no effect without self_check; set self_check=True")
-        if on_mismatch != "error" and group is not None:
-            raise ValueError(
-                f"on_mismatch={on_mismatch!r}: ranks of a group share the rows of tree execution alone; set"
-                " on_mismatch='error', or let each rank run a part of its own"
-            )
         self.on_mismatch, self.dense = on_mismatch, False
         self._verified = set() if self_check else {False, True}  # without pictures, with pictures
         self.last_plan: ExecutionPlan | None = None
@@ -144,17 +143,14 @@ class TreeEngine:
         settle_quantised(self.model)
         self.state_layers = StateLayers.of(self.model)
         refuse_unsupported(self.model, self.state_layers.indices)
-        if group is not None and self.state_layers.mixers:
-            raise ValueError(
-                f"{type(self.model).__name__} carries states from token to token in {len(self.state_layers.mixers)}"
-                " layers, whose rows cannot be dealt over a group of ranks; let each rank run a part of its own"
-                " (group=None)"
-            )
+        if group is not None:
+            refuse_group(self.model, len(self.state_layers.mixers), on_mismatch)
         self.group = group
         self.tower = Tower(self.model, image_processor)
         self.budget = Budget(chunk_tokens, live_tokens)
         self.remember: Callable[[], Callable[[], None]] | None = None
         self.completing: Completing | None = None
+        self.replay: Replay | None = None
         self.temperature, self.elementwise = temperature, elementwise
         self.attention, self.states, self.checkpointing, self.rates = attention, states, checkpointing, rates
         self.value_head = value_head or getattr(self.model, "value_head", None) or getattr(self.model, "score", None)
@@ -375,14 +371,11 @@ class TreeEngine:
         head = None if self.value_head is None else copy.deepcopy(self.value_head).float()
         device = next(shallow.parameters()).device.type
         with torch.autocast(device, enabled=False):
+            processor, temperature = self.tower.processor, self.temperature
             found = TreeEngine(
-                shallow,
-                temperature=self.temperature,
-                value_head=head,
-                self_check=False,
-                image_processor=self.tower.processor,
+                shallow, temperature=temperature, value_head=head, self_check=False, image_processor=processor
             )
-            again = found.verify(tree, want)
+            again = found.verify(replace(tree, routes=None), want)
         if again is None or again.passed:
             return report
         return replace(again, scope=f" (through its first {depth} layers in float32)")
@@ -403,8 +396,10 @@ class TreeEngine:
 
         scans = any(kind == "scan" for _, kind in self.state_layers.expected)
         total = None if self.group is None else self.group.sum_
-        subject = Subject(self.model, self.value_head, self.temperature, self.tower, run, scans, total, entries)
-        return compare(subject, tree, frozenset(want))
+        replay = None if tree.routes is None else self.replay
+        subject = Subject(self.model, self.value_head, self.temperature, self.tower, run, scans, total, entries, replay)
+        with nullcontext() if replay is None else replay.uncounted():
+            return compare(subject, tree, frozenset(want))
 
     def fall_back(self, findings: str) -> None:
         """From now on every leaf sequence runs alone, through the model's own attention; warns why."""
@@ -465,6 +460,7 @@ class TreeEngine:
             self._pictures(execution, with_grads),
             soft,
             self.elementwise,
+            None if self.replay is None else self.replay.over(execution.tree.routes),
         )
 
     def _pictures(self, execution: ExecutionPlan, with_grads: bool) -> PicturePass | None:
@@ -492,6 +488,9 @@ class TreeEngine:
             raise ValueError(f"want: {type(self.model).__name__} has no output projection; use a ...ForCausalLM model")
         if tree.pictures:
             refuse_pictures(self.model, self.tower.processor)
+        if tree.routes is not None:
+            self.replay = self.replay or Replay(self.model)
+            self.replay.refuse(tree.routes)
         refuse_tokens(self.model, tree)
         refuse_lengths(self.model, tree)
         for module in (self.model, self.value_head):

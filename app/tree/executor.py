@@ -21,14 +21,15 @@ from app.tree.attention import tree_attention_on
 from app.tree.attention.chunk_attention import Backend, ChunkAttention
 from app.tree.attention.groups import RankGroup, RowShares
 from app.tree.attention.path_cache import KeyValue, PathCache
+from app.tree.experts.replay import ReplayPass
 from app.tree.heads import Heads, Kept, Soft
+from app.tree.heads.outputs import BatchedLoss, FlatOutputs, check_scalar
 from app.tree.heads.temperatures import token_temperatures
 from app.tree.model.checkpointing import checkpointed
 from app.tree.model.elementwise import layers_as
 from app.tree.model.pictures import PicturePass, TakenRows
 from app.tree.model.sharded import casts_are_made_anew
 from app.tree.model.vocabulary import CutVocabulary
-from app.tree.outputs import BatchedLoss, FlatOutputs, check_scalar
 from app.tree.planning.layout import Layout, layout
 from app.tree.planning.plan import ExecutionPlan
 from app.tree.prefix_tree import Ints
@@ -72,6 +73,7 @@ class _Run:
     scored: _Scored
     states: PieceStates | None  # of layers that carry one
     taken: TakenRows | None  # of pictures
+    told: tuple[Tensor, Tensor] | None  # the experts of its rows
     kept: Kept | None = None  # what the heads keep for the backward that follows
 
 
@@ -107,11 +109,12 @@ class Executor:
         pictures: PicturePass | None = None,
         soft: Soft | None = None,
         elementwise: str = "eager",
+        replay: ReplayPass | None = None,
     ) -> None:
         self.model, self.body, self.heads, self.plan, self.want = model, model.base_model, heads, plan, want
         self.backend, self.state_layers, self.with_grads, self.group = backend, state_layers, with_grads, group
         self.scans, self.pictures, self.vocabulary = scans, pictures, CutVocabulary.of(model)
-        self.elementwise = elementwise
+        self.elementwise, self.replay = elementwise, replay
         # Ranks that have a vocabulary in parts run every plan together: rows of their own, or (densely) the same ones.
         self._together = group if self.vocabulary is None else self.vocabulary.group
         tree = plan.tree
@@ -190,8 +193,10 @@ class Executor:
         attention = nullcontext() if dense else tree_attention_on(self.model)
         layers = nullcontext() if dense else layers_as(self.elementwise, self.model, set(self.state_layers.indices))
         pictures = nullcontext() if self.pictures is None else self.pictures.tower.borrowed(self.with_grads)
+        experts = nullcontext() if self.replay is None else self.replay.replayed()
+        noted = self.state_layers.noted()
         try:
-            with torch.set_grad_enabled(self.with_grads), attention, pictures, anew, layers, self.state_layers.noted():
+            with torch.set_grad_enabled(self.with_grads), attention, pictures, anew, layers, experts, noted:
                 yield
         finally:
             self.heads.release()
@@ -265,6 +270,8 @@ class Executor:
             if self._completing is not None and index == self._last:
                 behind = () if self.pictures is None else self.pictures.roots()
                 self._completing([run.hidden, *ends, *behind])
+            if self.replay is not None and run.told is not None:
+                self.replay.again(run.told)
             torch.autograd.backward([run.hidden, *ends], [grad, *end_grads])
             self._owe_to_starts(index, run)
             if self.pictures is not None:
@@ -298,6 +305,7 @@ class Executor:
         states, taken = None, None
         here = slice(None) if shares is None else shares.run
         ids = self.tokens[on_device(rows.tokens[here], self.device)].unsqueeze(0)
+        told = None if self.replay is None else self.replay.at(rows.tokens[here])
         if self.plan.dense:
             whole = {} if self.pictures is None else self.pictures.untouched(rows.tokens)
             out = self.body(input_ids=ids, use_cache=False, **whole)
@@ -319,7 +327,10 @@ class Executor:
             self._refuse_other_attention(attention.calls)
             if states is not None:
                 self.state_layers.refuse_unreached(states)
-        return _Run(rows, attention, out.last_hidden_state[0], self._scored_rows(index, rows, shares), states, taken)
+        if self.replay is not None:
+            self.replay.refuse_unreached()
+        scored = self._scored_rows(index, rows, shares)
+        return _Run(rows, attention, out.last_hidden_state[0], scored, states, taken, told)
 
     def _states(self, index: int, rows: Layout, only: Sequence[int] | None) -> PieceStates | None:
         """Of layers that carry states, those a run starts from: leaves with the values of the end it hangs below."""

@@ -24,6 +24,8 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from app.tree.experts.routes import TreeRoutes
+
 Ints = npt.NDArray[np.int64]
 Bools = npt.NDArray[np.bool_]
 
@@ -69,6 +71,7 @@ class PrefixTree:
             counted alone; the same in every sharing mode.
         scored_masks: the caller's `scored`, bool [L_i] each, or None for "all but the first token".
         pictures: distinct pictures, whose rows are numbered one after the other.
+        routes: the experts that tokens were sent to when they were sampled; None where nothing is known of them.
     """
 
     tokens: Ints
@@ -83,6 +86,7 @@ class PrefixTree:
     num_leaf_tokens: int
     scored_masks: tuple[Bools, ...] | None
     pictures: tuple[Picture, ...] = ()
+    routes: TreeRoutes | None = None
 
     @classmethod
     def build(
@@ -110,8 +114,7 @@ class PrefixTree:
         Raises:
             ValueError: naming the argument and the sequence that is wrong.
         """
-        arrays = [_as_tokens(sequence, i) for i, sequence in enumerate(sequences)]
-        count = len(arrays)
+        arrays, count = [_as_tokens(sequence, i) for i, sequence in enumerate(sequences)], len(sequences)
         if share not in SHARE_MODES:
             raise ValueError(f"share must be one of {SHARE_MODES}, got {share!r}")
         masks = None if scored is None else _as_masks(scored, arrays)
@@ -142,15 +145,16 @@ class PrefixTree:
         was built with)."""
         picks = np.asarray(indices, np.int64)
         if not len(picks):
-            return self.rebuilt([])
-        ends = np.cumsum(self.sequence_length[picks])[:-1]
-        tokens = np.split(self.tokens[self.sequence_tokens(picks)], ends)
-        return self.rebuilt(tokens, scored=np.split(self.sequence_scored(picks), ends))
+            return self.rebuilt([], picks)
+        ends, tokens = np.cumsum(self.sequence_length[picks])[:-1], self.tokens[self.sequence_tokens(picks)]
+        return self.rebuilt(np.split(tokens, ends), picks, scored=np.split(self.sequence_scored(picks), ends))
 
-    def rebuilt(self, sequences: Sequence[Ints], **options: Any) -> PrefixTree:
-        """A tree of `sequences`, parts of this one's with the ids they have in it, over the same pictures; `options`
-        of `build`."""
-        return replace(PrefixTree.build(sequences, **options), pictures=self.pictures)
+    def rebuilt(self, sequences: Sequence[Ints], picks: Sequence[int] | Ints, **options: Any) -> PrefixTree:
+        """A tree of `sequences`, which are `picks` of this one's with the ids they have in it, over the same pictures
+        and with the same routes; `options` of `build`."""
+        tree = PrefixTree.build(sequences, **options)
+        routes = self.routes and self.routes.moved(self.sequence_tokens(picks), tree)
+        return replace(tree, pictures=self.pictures, routes=routes)
 
     @property
     def num_sequences(self) -> int:
@@ -342,10 +346,7 @@ def _as_masks(scored: Sequence[Any], arrays: list[npt.NDArray[Any]]) -> tuple[Bo
 
 
 def _with_pictures(
-    arrays: list[npt.NDArray[Any]],
-    masks: tuple[Bools, ...] | None,
-    images: Sequence[Any],
-    pictures: Sequence[Picture],
+    arrays: list[npt.NDArray[Any]], masks: tuple[Bools, ...] | None, images: Sequence[Any], pictures: Sequence[Picture]
 ) -> tuple[list[npt.NDArray[Any]], tuple[Bools, ...]]:
     """Tokens whose placeholders have the ids of the rows they stand for, and masks that score none of them."""
     if len(images) != len(arrays):
@@ -372,9 +373,8 @@ def _with_pictures(
             position = int(here[mask[here].argmax()])
             raise ValueError(f"scored[{i}]: position {position} is a picture's placeholder, which has no probability")
         rows = _rows(column[here], starts, f"images[{i}]", here)
-        array = array.astype(np.int64)
-        array[here] = FIRST_ROW + rows
-        out.append(array)
+        out.append(array.astype(np.int64))
+        out[-1][here] = FIRST_ROW + rows
         scored.append(mask)
     return out, tuple(scored)
 

@@ -28,11 +28,12 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
+from app.tree.experts.replay import Replay
+from app.tree.heads.outputs import BatchedLoss, FlatOutputs
 from app.tree.model.picture_check import Entries, Sample, by_token, differences, entering, picture_sample
 from app.tree.model.pictures import Tower
 from app.tree.model.projections import READS
 from app.tree.model.quantised import elements
-from app.tree.outputs import BatchedLoss, FlatOutputs
 from app.tree.prefix_tree import Bools, Ints, PrefixTree
 
 Budgets = tuple[int, int]
@@ -131,6 +132,7 @@ class Subject:
         total: where ranks run a tree together, makes what each has of a gradient their sum, in place.
         tower: what the model makes pictures' features with.
         entries: what enters the language model for each sequence of a tree, by token; of this rank's share of it.
+        replay: of batches with recorded experts: some are made up for the sample, and all ways to run it replay them.
     """
 
     model: PreTrainedModel
@@ -141,6 +143,7 @@ class Subject:
     scans: bool = False
     total: Callable[[Tensor], None] | None = None
     entries: Callable[[PrefixTree], list[Entries]] | None = None
+    replay: Replay | None = None
 
     @property
     def modules(self) -> list[nn.Module]:
@@ -212,9 +215,11 @@ def _around(fork: int, length: int) -> Bools:
 
 
 def _attempt(subject: Subject, sampled: Sample, want: frozenset[str]) -> CheckReport:
-    small, ids = sampled.tree(), np.unique(np.concatenate(sampled.sequences))
+    built = sampled.tree()
+    small = built if subject.replay is None else subject.replay.invented(built)
+    ids = np.unique(np.concatenate(sampled.sequences))
     over_tree = (max(1, small.num_tokens // 4), max(1, small.num_tokens // 2))
-    own_logprobs, own_entries = _models_own(subject, sampled, "logprobs" in want)
+    own_logprobs, own_entries = _models_own(subject, sampled, small, "logprobs" in want)
     chosen = {name: _chosen(p, ids, subject) for name, p in subject.parameters.items()}
     runs: list[tuple[Tensor, dict[str, Tensor]]] = []
     device = next(subject.model.parameters()).device
@@ -321,7 +326,7 @@ def _run(subject: Subject, tree: PrefixTree, want: frozenset[str], budgets: Budg
 
 
 @torch.no_grad()
-def _models_own(subject: Subject, sampled: Sample, logprobs: bool) -> tuple[Tensor, list[Entries]]:
+def _models_own(subject: Subject, sampled: Sample, tree: PrefixTree, logprobs: bool) -> tuple[Tensor, list[Entries]]:
     """Log-probabilities by the model's own forward, float64 [sum of L_i] on the CPU, entry 0 of a sequence 0.0 (all,
     unless `logprobs`: reward models have none); and what enters its language model, where there are pictures."""
     device = next(subject.model.parameters()).device
@@ -333,7 +338,8 @@ def _models_own(subject: Subject, sampled: Sample, logprobs: bool) -> tuple[Tens
             continue
         with subject.tower.borrowed(with_grads=False), entering(subject.model) as calls:
             given = subject.tower.untouched(pictures, is_row)
-            logits = subject.model(input_ids=ids[None], use_cache=False, **given).logits
+            with nullcontext() if subject.replay is None else subject.replay.alone(tree, i):
+                logits = subject.model(input_ids=ids[None], use_cache=False, **given).logits
         chosen = torch.zeros(len(ids) - 1, dtype=torch.float64)
         if logprobs:
             logp = (logits[0, :-1].double() / subject.temperature).log_softmax(-1)

@@ -91,6 +91,20 @@ def refuse_pictures(model: PreTrainedModel, processor: Any | None) -> None:
         )
 
 
+def refuse_group(model: PreTrainedModel, mixers: int, on_mismatch: str) -> None:
+    """What ranks cannot run together; `mixers`: layers that carry states."""
+    if on_mismatch != "error":
+        raise ValueError(
+            f"on_mismatch={on_mismatch!r}: ranks of a group share the rows of tree execution alone; set"
+            " on_mismatch='error', or let each rank run a part of its own"
+        )
+    if mixers:
+        raise ValueError(
+            f"{type(model).__name__} carries states from token to token in {mixers} layers, whose rows cannot be dealt"
+            " over a group of ranks; let each rank run a part of its own (group=None)"
+        )
+
+
 def refuse_tokens(model: PreTrainedModel, tree: PrefixTree) -> None:
     """Ids beyond the vocabulary; and placeholders that belong to no picture, such as one that was sampled: beside
     pictures a model takes every one for a row of theirs."""

@@ -17,7 +17,7 @@ def dense_plan(tree: PrefixTree) -> ExecutionPlan:
     sequences = [tree.tokens[tree.sequence_tokens([i])] for i in range(tree.num_sequences)]
     # Sequences that share no token in `tree` have reasons (another temperature, say), and keep apart.
     roots = np.searchsorted(np.flatnonzero(tree.segment_parent < 0), tree.sequence_segment, side="right")
-    leaves = tree.rebuilt(sequences, scored=tree.scored_masks, keys=roots, share="leaf")
+    leaves = tree.rebuilt(sequences, range(len(sequences)), scored=tree.scored_masks, keys=roots, share="leaf")
     spans = zip(leaves.segment_offset.tolist(), leaves.segment_length.tolist(), strict=True)
     chunks = tuple(Chunk((Piece(start, start + length, -1),), -1, -1, 0, length) for start, length in spans)
     steps = tuple(step for k in range(len(chunks)) for step in (Step("forward", k), Step("backward", k)))

@@ -14,7 +14,7 @@ from app.strategies import DTAStrategy
 from app.strategies.ranks.collectives import Communicator, Started
 from app.strategies.zero1 import ShardedOptimizer
 from app.tree import PrefixTree, TreeEngine
-from app.tree.outputs import FlatOutputs
+from app.tree.heads.outputs import FlatOutputs
 from modules import ActorCriticModule, PolicyModule, build_model
 from tests.app.strategies.ranks.late import late_group
 from tests.helpers.tiny_policy import CONFIG, Batches, make_batch, parameters, source, trainer

@@ -22,7 +22,7 @@ from transformers import PreTrainedModel
 from app.strategies.ranks.collectives import Communicator
 from app.strategies.ranks.groups import GroupRanks
 from app.strategies.shards import is_sharded, shard_models
-from app.tree import Likeliest, PrefixTree, SoftTargets, TreeEngine, memory
+from app.tree import Likeliest, PrefixTree, SoftTargets, TreeEngine, memory, routed
 from benchmarks.common.memory import peak_bytes
 from tests.app.tree import models, oracle
 from tests.app.tree.cases import Case
@@ -121,6 +121,17 @@ def run_pass(
         "given": given,
         "collectives": list(group.seen),
     }
+
+
+def run_routed(size: int, case: Case, rows: np.ndarray, table: np.ndarray, sharded: bool) -> dict[str, Any]:
+    """One rank's backward over recorded experts."""
+    group, model = CountedGroup(size), families.build(families.SUPPORTED["Qwen3-MoE"])
+    if sharded:
+        shard_models(model, group, receive)
+    engine = TreeEngine(model, case.chunk_tokens, case.live_tokens, group=group, self_check=False)
+    loss = SequenceLoss("clipped_ratio", case.lengths, case.seed, ("logprobs",))
+    total = engine.backward(routed(build(case), rows, table), loss)
+    return {"total": total, "grads": mine(take_grads(model))}
 
 
 def run_soft(size: int, name: str, case: Case, soft: SoftTargets, sharded: bool) -> dict[str, Any]:

@@ -9,7 +9,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from app.tree import Likeliest, SoftTargets, TreeEngine
+from app.tree import Likeliest, SoftTargets, TreeEngine, routed
 from tests.app.strategies.ranks import group_jobs
 from tests.app.tree import models, oracle
 from tests.app.tree.cases import VOCABULARY, Case, cases
@@ -133,6 +133,25 @@ def test_a_quick_look(two_ranks: RankPool, name: str, sharded: bool) -> None:
     case = Case(sequences, None, None, "tree", chunk_tokens=1, live_tokens=3, seed=0)
     seen = check(two_ranks, 2, name, torch.float64, 1e-9, case, "clipped_ratio", sharded)
     assert any("the parameters of 'layers.1'" in what for what in seen) == sharded
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_recorded_experts(two_ranks: RankPool, sharded: bool) -> None:
+    """Two ranks, each with a share of a run's rows, replay what one process does, which an oracle vouches for."""
+    stem = [3, 10, 17, 24, 3]
+    case = Case([np.array([*stem, *more]) for more in ([1, 2, 3], [4], [])], None, None, "tree", 3, 6, seed=0)
+    random = np.random.default_rng(0)
+    table = random.random((sum(case.lengths), 2, 4)).argsort(-1)[..., :2].astype(np.uint8)
+    rows = np.where(random.random(len(table)) < 0.2, -1, np.arange(len(table)))
+    found = two_ranks.run(group_jobs.run_routed, size=2, case=case, rows=rows, table=table, sharded=sharded)
+    model = families.build(families.SUPPORTED["Qwen3-MoE"])
+    engine = TreeEngine(model, 3, 6, self_check=False)
+    loss = SequenceLoss("clipped_ratio", case.lengths, case.seed, ("logprobs",))
+    total = engine.backward(routed(build(case), rows, table), loss)
+    expected = {key: grad for key, grad in take_grads(model).items() if grad is not None}
+    error, where = oracle.relative_error(group_jobs.summed(found, "grads"), expected)
+    assert error <= 2e-6, where
+    assert [rank["total"] for rank in found] == [pytest.approx(total, rel=1e-5)] * 2
 
 
 @pytest.mark.parametrize(("name", "sharded"), [("starcoder2", False), ("phi", True)])
