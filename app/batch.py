@@ -3,7 +3,8 @@ handles on batches that loaders yield.
 
 Promises: a `RolloutBatch` that exists is valid (checked once, at construction, by an error that names the
 field and the sequence); its tensors are never cast or moved behind its back (Lightning's device and
-precision conversions see an opaque object). Imports of the project what lies below it: `app.fields`, `app.pictures`.
+precision conversions see an opaque object). Imports of the project what lies below it: `app.fields`, `app.pictures`,
+`app.routes`.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ from torch import Tensor
 
 from app.fields import BatchError as BatchError
 from app.fields import as_number, as_tensor
-from app.pictures import Picture, fault, merged, used
+from app.pictures import Picture, batch_fault, checked, merged, used
+from app.routes import BatchRoutes, Routes
 
 _TOKEN_DTYPES = {
     "tokens": torch.int64,
@@ -73,6 +75,7 @@ class Trajectory:
         images: int32 [L], -1 or an index into `pictures` for each token; None without pictures. A picture's tokens are
             all there, untrained, with text between it and the next (`app/pictures.py`).
         pictures: what they show, each once.
+        routes: the experts that the engine sent tokens to; None where it did not say.
 
     Per-token fields may be given as lists or arrays.
 
@@ -94,6 +97,7 @@ class Trajectory:
     metadata: dict[str, Any] = field(default_factory=dict)
     images: Tensor | None = None
     pictures: tuple[Picture, ...] = ()
+    routes: Routes | None = None
 
     def __post_init__(self) -> None:
         name = self.name
@@ -110,20 +114,11 @@ class Trajectory:
             got = getattr(self, key).numel()
             if got != length:
                 raise BatchError(f"Trajectory.{key} of {name} has {got} entries but tokens has {length}: align them")
-        self._check_pictures(name, length)
-
-    def _check_pictures(self, name: str, length: int) -> None:
         self.pictures = tuple(self.pictures)
-        if self.images is None and not self.pictures:
-            return
-        images = as_tensor([] if self.images is None else self.images, torch.int64, f"Trajectory.images of {name}")
-        if images.numel() != length:
-            raise BatchError(f"Trajectory.images of {name} has {images.numel()} entries but tokens has {length}")
-        found = fault(images, self.pictures, torch.tensor([0, length]), self.loss_mask)
-        if found is not None:
-            at = "" if found[0] is None else f" at position {found[0]}"
-            raise BatchError(f"Trajectory.images of {name}{at}: {found[1]}")
-        self.images = images.to(torch.int32) if self.pictures else None
+        self.images = checked(self.images, self.pictures, self.loss_mask, f"Trajectory.images of {name}")
+        if self.routes is not None and self.routes.index.numel() != length:
+            got = self.routes.index.numel()
+            raise BatchError(f"Trajectory.routes of {name} has {got} entries but tokens has {length}: align them")
 
     @property
     def name(self) -> str:
@@ -151,6 +146,7 @@ class RolloutBatch:
         rewards, temperatures: float32 [N]; group_ids, episode_ids, turn_indices: int64 [N].
         prompt_ids, finish_reasons: N strings. metadata: N dicts.
         images: int32 [T], -1 or an index into `pictures` (distinct by key), as in `Trajectory`; None without pictures.
+        routes: the experts that tokens were sent to when they were sampled; None where nothing is known of any.
         columns: named float32 [T] tensors added on the way, 0 on tokens that are not trained. Those of this project:
 
             name          what                                       written by (rank 0)   read by
@@ -197,6 +193,7 @@ class RolloutBatch:
         columns: dict[str, Tensor] | None = None,
         images: Tensor | None = None,
         pictures: Sequence[Picture] = (),
+        routes: BatchRoutes | None = None,
     ) -> None:
         self.tokens = tokens
         self.loss_mask = loss_mask
@@ -211,7 +208,7 @@ class RolloutBatch:
         self.prompt_ids = list(prompt_ids)
         self.finish_reasons = list(finish_reasons)
         self.metadata = list(metadata) if metadata is not None else [{} for _ in self.prompt_ids]
-        self.images, self.pictures = images, tuple(pictures)
+        self.images, self.pictures, self.routes = images, tuple(pictures), routes
         self.columns: dict[str, Tensor] = {}
         self._validate()
         for name, value in (columns or {}).items():
@@ -244,6 +241,7 @@ class RolloutBatch:
             metadata=[t.metadata for t in items],
             images=images,
             pictures=pictures,
+            routes=BatchRoutes.merged((t.routes, t.tokens.numel()) for t in items),
         )
 
     @property
@@ -275,7 +273,7 @@ class RolloutBatch:
         return ranges(self.cu_seqlens, indices)
 
     def select(self, indices: Sequence[int] | Tensor) -> RolloutBatch:
-        """A new batch of the sequences `indices`, in that order (columns included, and of the pictures theirs)."""
+        """A new batch of the sequences `indices`, in that order (columns included; of pictures and routes theirs)."""
         chosen = torch.as_tensor(indices, dtype=torch.int64)
         flat = self.flat_index(chosen)
         picks = chosen.tolist()
@@ -290,6 +288,7 @@ class RolloutBatch:
             columns={name: value[flat] for name, value in self.columns.items()},
             images=images,
             pictures=pictures,
+            routes=None if self.routes is None else self.routes.pointing(self.routes.index[flat]),
         )
 
     def without(self, *names: Literal["columns", "metadata"]) -> RolloutBatch:
@@ -329,6 +328,8 @@ class RolloutBatch:
         named = {name: getattr(self, name) for name in (*_TOKEN_DTYPES, *_SEQUENCE_DTYPES, "cu_seqlens")}
         if self.images is not None:
             named["images"] = self.images
+        if self.routes is not None:
+            named |= {"routes": self.routes.index, "route_table": self.routes.table}
         named.update({f"columns.{name}": value for name, value in self.columns.items()})
         return named
 
@@ -345,9 +346,9 @@ class RolloutBatch:
         prefix = "columns."
         columns = {name[len(prefix) :]: value for name, value in tensors.items() if name.startswith(prefix)}
         fields: dict[str, Any] = {name: value for name, value in tensors.items() if not name.startswith(prefix)}
-        images = fields.pop("images", None)
+        routes = BatchRoutes(fields.pop("routes"), fields.pop("route_table")) if "routes" in fields else None
         texts: dict[str, Any] = {"prompt_ids": prompt_ids, "finish_reasons": finish_reasons, "metadata": metadata}
-        return cls(**fields, **texts, columns=columns, images=images, pictures=pictures)
+        return cls(**fields, **texts, columns=columns, pictures=pictures, routes=routes)
 
     def check_vocabulary(self, vocab_size: int) -> None:
         """Raises BatchError, naming sequence and position, when a token id is outside `[0, vocab_size)`."""
@@ -363,20 +364,6 @@ class RolloutBatch:
         sequence = int(torch.searchsorted(self.cu_seqlens, flat_position, right=True)) - 1
         position = flat_position - int(self.cu_seqlens[sequence])
         return f"position {position} of sequence {sequence} (prompt '{self.prompt_ids[sequence]}')"
-
-    def _validate_pictures(self) -> None:
-        images = self.images
-        if images is None and not self.pictures:
-            return
-        if images is None or images.shape != self.tokens.shape or images.dtype != torch.int32:
-            got = None if images is None else f"{images.dtype} of shape {tuple(images.shape)}"
-            raise BatchError(
-                f"RolloutBatch.images: expected torch.int32 of shape {tuple(self.tokens.shape)}, got {got}"
-            )
-        found = fault(images, self.pictures, self.cu_seqlens, self.loss_mask)
-        if found is not None:
-            at = "" if found[0] is None else f" at {self._where(found[0])}"
-            raise BatchError(f"RolloutBatch.images{at}: {found[1]}")
 
     def _validate(self) -> None:
         count = len(self.prompt_ids)
@@ -401,7 +388,10 @@ class RolloutBatch:
             )
         if int(bounds[0]) != 0 or int(bounds[-1]) != total or bool((bounds.diff() < 1).any()):
             raise BatchError(f"RolloutBatch.cu_seqlens: must rise strictly from 0 to {total} (no empty sequence)")
-        self._validate_pictures()
+        shown = batch_fault(self.images, self.pictures, self.cu_seqlens, self.loss_mask)
+        wrong = {"images": shown, "routes": None if self.routes is None else self.routes.fault(total)}
+        for name, (at, why) in ((name, found) for name, found in wrong.items() if found is not None):
+            raise BatchError(f"RolloutBatch.{name}{'' if at is None else f' at {self._where(at)}'}: {why}")
         logprobs, mask = self.behavior_logprobs, self.loss_mask
         checks = (
             ("tokens", self.tokens < 0, "token ids are never negative"),

@@ -21,7 +21,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from app.fields import BatchError
+from app.fields import BatchError, as_tensor
 
 KEY_BYTES = 16
 Pixels = npt.NDArray[np.uint8]
@@ -109,6 +109,36 @@ def fault(
     if len(touching):
         return int(at[touching[0] + 1]), "a picture follows another at once: put a text token between them"
     return None
+
+
+def batch_fault(
+    images: Tensor | None, pictures: Sequence[Picture], bounds: Tensor, trained: Tensor
+) -> tuple[int | None, str] | None:
+    """The same of a batch, whose column (None: no picture) has to be int32 [T]."""
+    if images is None and not pictures:
+        return None
+    if images is None or images.shape != trained.shape or images.dtype != torch.int32:
+        got = None if images is None else f"{images.dtype} of shape {tuple(images.shape)}"
+        return None, f"expected torch.int32 of shape {tuple(trained.shape)}, got {got}"
+    return fault(images, pictures, bounds, trained)
+
+
+def checked(images: Tensor | None, pictures: Sequence[Picture], trained: Tensor, name: str) -> Tensor | None:
+    """The column (int32 [L], None without pictures) of one sequence whose tokens are `trained` or not: bool [L].
+
+    Raises:
+        BatchError: another length, or a `fault`.
+    """
+    if images is None and not pictures:
+        return None
+    column, length = as_tensor([] if images is None else images, torch.int64, name), len(trained)
+    if column.numel() != length:
+        raise BatchError(f"{name} has {column.numel()} entries but tokens has {length}")
+    found = fault(column, pictures, torch.tensor([0, length]), trained)
+    if found is not None:
+        at = "" if found[0] is None else f" at position {found[0]}"
+        raise BatchError(f"{name}{at}: {found[1]}")
+    return column.to(torch.int32) if pictures else None
 
 
 def _running_count(values: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:

@@ -145,6 +145,7 @@ def _trajectories(batch: RolloutBatch) -> list[Trajectory]:
     }
     images = [None] * len(batch) if batch.images is None else batch.split(batch.images)
     shown = [used(own, batch.pictures) for own in images]
+    routes = [None] * len(batch) if batch.routes is None else batch.routes.split(batch.cu_seqlens.tolist())
     return [
         Trajectory(
             **{name: values[i].clone() for name, values in fields.items()},
@@ -158,6 +159,7 @@ def _trajectories(batch: RolloutBatch) -> list[Trajectory]:
             metadata=batch.metadata[i],
             images=shown[i][0],
             pictures=shown[i][1],
+            routes=routes[i],
         )
         for i in range(len(batch))
     ]

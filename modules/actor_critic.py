@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from typing import Any, Literal
 
 from torch import Tensor, nn
@@ -235,7 +236,7 @@ class ActorCriticModule(PolicyModule):
                     param.grad.zero_()
         if not shared:
             total = self.engine_over(self.critic.trunk, self.critic.value_head).backward(
-                step.tree,
+                replace(step.tree, routes=None),
                 lambda out, indices: self._value_loss(out, step.gather(indices)),
                 want=("values",),
                 batched=True,

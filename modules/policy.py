@@ -42,7 +42,7 @@ from modules.refusals import (
 )
 from modules.regularisers import k3
 from modules.step import TreeStep
-from modules.tree_module import TOKEN_COUNTS, TreeModule, objects_among
+from modules.tree_module import CHANGED_ROUTES, TOKEN_COUNTS, TreeModule, objects_among
 
 _COLUMNS = ("proximal", "reference", "advantages")  # of a batch that losses read
 _LOGPROBS = {"policy": "proximal", "reference": "reference"}  # log-probabilities by engine, as columns of the batch
@@ -172,7 +172,7 @@ class PolicyModule(TreeModule):
         own = [*(["approx_kl"] if self._has_old else []), *(["teacher_mass"] if self._likely else [])]
         self._token_metrics = ("entropy", *own, *self.algorithm.metrics)
         self.want = (*self.want, *(["soft"] if self._likely else []))
-        means = ("reward", *self._token_metrics, "staleness", "mismatch_kl", *self.algorithm.penalties)
+        means = ("reward", *self._token_metrics, "staleness", "mismatch_kl", CHANGED_ROUTES, *self.algorithm.penalties)
         self.train_metrics = NamedMetrics(means, ("loss", *TOKEN_COUNTS), ("staleness_max", "logprob_diff_max"))
         self.eval_metrics = EvaluationMetrics()
         self._compared: set[str] = set()  # sets of held-out prompts, in this validation

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import numpy as np
@@ -22,11 +22,13 @@ from torch import Tensor
 
 from app.batch import BatchError, EvalHandle, RolloutBatch, StepHandle, ranges
 from app.exchange import Parts, Ranks, Said
-from app.tree import Likeliest, PrefixTree, SelfCheckError, TreeEngine, partition
+from app.tree import Likeliest, PrefixTree, SelfCheckError, TreeEngine, partition, routed
 
 Passes = Mapping[str, Sequence[str]]
 """Forward passes: the outputs that are wanted, by the name of the engine, as `{"policy": ["logprobs", "values"]}`; the
 names of `likeliest_columns` come last."""
+POLICY = "policy"
+"""The engine of the policy among `Passes`, which alone replays the experts that a batch has on record."""
 TEACHERS_VIEW = "teachers_view"
 """Column with a number for each prompt of a teacher, on the trained tokens of the sequences that have it."""
 H = TypeVar("H", StepHandle, EvalHandle)
@@ -132,10 +134,11 @@ class RankWork:
         part = _pick(batch, share, {}) if isinstance(batch, RolloutBatch) else batch.select(share)
         tree, rows = build_tree(part, self._share), []
         for name, want in passes.items():
+            own = tree if name == POLICY else replace(tree, routes=None)  # another model's experts are not these
             outputs = [one for one in want if not one.startswith("likely_")]
             likeliest = Likeliest((len(want) - len(outputs)) // 2) if len(outputs) < len(want) else None
             with self._engine_for(name) as engine:
-                out = engine.forward(tree, want=outputs, temperatures=part.temperatures, soft=likeliest)
+                out = engine.forward(own, want=outputs, temperatures=part.temperatures, soft=likeliest)
             columns = [out.flat(output) for output in outputs]
             if likeliest is not None:
                 ids, logprobs = likeliest.found()
@@ -217,7 +220,7 @@ def build_tree(batch: RolloutBatch, share: str, indices: Sequence[int] | None = 
     if TEACHERS_VIEW in batch.columns:
         views = torch.stack([column.max() for column in batch.split(batch.columns[TEACHERS_VIEW])])[list(picks)]
         keys = torch.stack([keys.to(views), views]).unique(dim=1, return_inverse=True)[1]
-    return PrefixTree.build(
+    tree = PrefixTree.build(
         [sequences[i] for i in picks],
         scored=[scored[i] for i in picks],
         keys=keys.numpy(),
@@ -225,6 +228,21 @@ def build_tree(batch: RolloutBatch, share: str, indices: Sequence[int] | None = 
         images=images and [images[i] for i in picks],
         pictures=batch.pictures,
     )
+    if batch.routes is None:
+        return tree
+    return routed(tree, batch.routes.index[batch.flat_index(list(picks))].numpy(), batch.routes.table.numpy())
+
+
+def settle_routes(batch: RolloutBatch) -> None:
+    """Every token of a batch points to the experts that all sequences which share it are given, whichever of them a
+    step or a rank has: those of the first that has any, as a tree of all decides. In place, and the same when done
+    again."""
+    if batch.routes is None:
+        return
+    tree = build_tree(batch, "tree")
+    assert tree.routes is not None
+    rows = tree.routes.rows[tree.sequence_tokens(range(len(batch)))]
+    batch.routes = batch.routes.pointing(torch.from_numpy(rows).to(torch.int32))
 
 
 def split_minibatches(

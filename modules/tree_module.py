@@ -58,7 +58,7 @@ from modules.evaluation import EvaluatedModule
 from modules.metrics import NamedMetrics, log_alone, remembered
 from modules.models import ModelSource, build_model, image_processor_of
 from modules.objectives import Aggregation
-from modules.ranks import RankWork, Step, build_tree
+from modules.ranks import RankWork, Step, build_tree, settle_routes
 from modules.refusals import (
     check_own_tokens,
     check_schedule,
@@ -76,6 +76,7 @@ _log = logging.getLogger(__name__)
 TreeTrainingMode = Literal["disabled", "sparse", "dta"]
 TokenBudget = int | Literal["auto"]
 SelfCheck = Literal["error", "fallback", "skip"]
+CHANGED_ROUTES = "routing/changed"
 TOKEN_COUNTS = ("tokens/dense", "tokens/leaf", "tokens/tree")
 
 
@@ -170,7 +171,7 @@ class TreeModule(EvaluatedModule):
         self.step_seconds: dict[str, float] = {}
         self.last_tree: PrefixTree | None = None
         self.batch: RolloutBatch | None = None
-        self.train_metrics = NamedMetrics(sums=("loss", *TOKEN_COUNTS))
+        self.train_metrics = NamedMetrics((CHANGED_ROUTES,), ("loss", *TOKEN_COUNTS))
         self._restored: State | None = None  # of the batch under way, until it is offered again
         self._handle: StepHandle | None = None
         self._step: TreeStep | None = None
@@ -359,7 +360,9 @@ class TreeModule(EvaluatedModule):
         """Rank 0: the batch of a handle as it is trained. Raises BatchError as `check_batch`."""
         assert self.policy is not None
         arranged = None if handle.batch is None else self.arrange(handle.batch)
-        return check_batch(arranged, repr(handle), self.policy.config, self.policy_version)
+        batch = check_batch(arranged, repr(handle), self.policy.config, self.policy_version)
+        settle_routes(batch)
+        return batch
 
     def tree_pass(self, step: TreeStep) -> None:
         """Accumulates this rank's gradients of one optimizer step."""
@@ -382,6 +385,9 @@ class TreeModule(EvaluatedModule):
                 self._check(self._step)
             step = self._step
             self.tree_pass(step)
+        if self.engine.replay is not None:
+            replayed, other = self.engine.replay.take_counts().tolist()
+            self.train_metrics.update(means={CHANGED_ROUTES: (other, replayed)})
         tree = self.last_tree
         if tree is not None:  # rank 0 counts for all
             counts = (tree.num_dense_tokens, tree.num_leaf_tokens, tree.num_tokens)

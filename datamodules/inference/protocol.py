@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from app.pictures import Picture
+    from app.routes import Routes
     from datamodules.inference.export import WeightParts
 
 
@@ -95,6 +96,8 @@ class GenerationRequest:
             its fields that change something in an attribute `shapings`.
         images: for each token the index of its picture in `pictures`, or -1; None without pictures.
         pictures: distinct ones that the prompt shows, whole. For engines that have a method `use_images`.
+        experts_from: asks which experts tokens were sent to, from this one of the prompt on; None does not. For engines
+            whose `record_experts` is true.
     """
 
     tokens: list[int]
@@ -109,6 +112,7 @@ class GenerationRequest:
     shaping: Shaping | None = None
     images: list[int] | None = None
     pictures: tuple[Picture, ...] = ()
+    experts_from: int | None = None
 
     def stops(self) -> TextStops | None:
         """A new search for the stop texts, to be given each token in turn; None for a request without any."""
@@ -169,6 +173,8 @@ class GenerationRequest:
                 raise GenerationError(
                     f"{name}.shaping.logit_bias: id {token} is outside the vocabulary of {vocab_size}"
                 )
+        if self.experts_from is not None and not 0 <= self.experts_from <= len(self.tokens):
+            raise GenerationError(f"{name}.experts_from: {self.experts_from}, must be 0 to the prompt's length")
         if "" in self.stop_texts:
             raise GenerationError(f"{name}.stop_texts: an empty text ends every reply; leave it out")
         if self.stop_texts and self.decode is None:
@@ -186,12 +192,19 @@ class GenerationResponse:
         versions: policy version whose weights generated each token, never decreasing.
         finish_reason: "stop" (a stop token or text), "length" (max_new_tokens reached) or "abort" (ended early by the
             engine; the tokens so far are returned).
+        experts: where `experts_from` asked, uint8 or int16 [n, layers, k] on the CPU: the experts of each layer that
+            has any, first to last, that tokens of prompt and reply were sent to, from that one on; not of the last,
+            which no forward has seen. Each token's are those of the forward that drew its successor, or of a later
+            one where weights changed in mid-request (SGLang reads a request anew then).
+        routes: the same for all tokens of prompt and reply. Episodes' engines fill it in.
     """
 
     tokens: list[int]
     logprobs: list[float]
     versions: list[int]
     finish_reason: str
+    experts: Tensor | None = None
+    routes: Routes | None = None
 
 
 @dataclass
@@ -237,8 +250,9 @@ class InferenceEngine(Protocol):
 
     One that honours fields of `GenerationRequest.shaping` names them in an attribute `shapings`; one without it is sent
     no request that has any. One that shows pictures has a method `use_images(processor)`, called before `start` with
-    the model's `ImageProcessor`. One that knows for how long it stood still, in pauses and updates, has a number
-    `still_s` of seconds, those of what is under way included, by which deadlines of episodes go.
+    the model's `ImageProcessor`. One that can say which experts it chose has an option `record_experts`, and answers
+    requests with `experts_from` where that is true. One that knows for how long it stood still, in pauses and updates,
+    has a number `still_s` of seconds, those of what is under way included, by which deadlines of episodes go.
     """
 
     @property

@@ -35,6 +35,7 @@ from datamodules.inference.protocol import (
 from datamodules.pending import Pending
 from datamodules.prompts.base import Prompt
 from datamodules.rewards.options import Judgement
+from datamodules.workflows.episode_routes import EpisodeRoutes
 from datamodules.workflows.turn_ends import TurnEnds
 
 
@@ -116,6 +117,8 @@ class EpisodeEngine:
         self._pending = pending or Pending()
         self._turn = 0
         self.judgement: Judgement | None = None  # the last one asked for
+        self._records: bool = getattr(engine, "record_experts", False)
+        self._routes = EpisodeRoutes()
 
     @property
     def version(self) -> int:
@@ -187,8 +190,11 @@ class EpisodeEngine:
         request.stop_token_ids = tuple(dict.fromkeys([*request.stop_token_ids, *placeholders]))
         if self._before is not None:
             await self._before()
+        known = self._routes.begin(request) if self._records else None
         with self._pending.waiting("reply", request.request_id):
             response = await self._engine.generate(request)
+        if known is not None and response.finish_reason != "abort":
+            self._routes.end(request, response, known)
         if response.finish_reason == "abort":
             raise GenerationError(
                 f"request '{request.request_id}' was ended by the engine after {len(response.tokens)} tokens"
@@ -255,4 +261,5 @@ def to_trajectory(
         temperature=request.temperature or 1.0,  # greedy replies carry log-probabilities at temperature 1
         images=None if request.images is None else torch.tensor([*request.images, *[-1] * made]),
         pictures=request.pictures,
+        routes=response.routes,
     )

@@ -241,6 +241,7 @@ class Turns:
         return Trajectory(
             images=images,
             pictures=pictures,
+            routes=turns[-1].response.routes,
             tokens=torch.tensor(self.tokens[:length]),
             loss_mask=mask,
             behavior_logprobs=logprobs,

@@ -3,7 +3,7 @@
 Promises: unpacking, of all sequences or some, gives every tensor back bit for bit, and takes memory and time for those
 alone. Shared prefixes travel once (depth-first order: a sequence is a number of tokens of its predecessor and what
 follows them); masks, versions and what is equal over a turn travel as runs, log-probabilities only where there are any,
-each distinct picture once (its bytes are not copied when sequences are taken).
+each distinct picture once (its bytes are not copied when sequences are taken), and so rows of experts.
 On recorded agent episodes that is below a fiftieth of the flat tensors.
 """
 
@@ -21,11 +21,12 @@ from torch import Tensor
 
 from app.batch import BatchError, RolloutBatch
 from app.pictures import Picture, used
+from app.routes import BatchRoutes
 from app.tree import PrefixTree
 
 _ALIGNMENT = 8  # bytes; the widest element is int64, and a byte view must start at a multiple of its element size
 _OF_SEQUENCES = ("rewards", "temperatures", "group_ids", "episode_ids", "turn_indices")
-_PICTURE = "picture"
+_PICTURE, _ROUTES, _ROWS = "picture", "routes", "route_table"
 Array = npt.NDArray[Any]
 
 
@@ -44,12 +45,17 @@ def pack(batch: RolloutBatch) -> tuple[bytes, Tensor]:
             payload.add("lengths", _narrow(np.diff(values)))
         elif name in _OF_SEQUENCES:
             payload.add(name, values)
+        elif name == _ROUTES:
+            _pack_flat(payload, name, _steps(values, batch.cu_seqlens.numpy()))
+        elif name == _ROWS:
+            payload.add(name, values.reshape(-1))
         else:
             _pack_flat(payload, name, values)
     for picture in batch.pictures:
         payload.add(_PICTURE, picture.pixels.reshape(-1))
     header = {
         "arrays": payload.entries,
+        "rows": None if batch.routes is None else batch.routes.table.shape,
         "pictures": [(one.key.hex(), one.pixels.shape, one.tokens) for one in batch.pictures],
         "prompt_ids": batch.prompt_ids,
         "finish_reasons": batch.finish_reasons,
@@ -75,6 +81,8 @@ class PackedBatch:
             Picture(bytes.fromhex(key), next(pixels).reshape(shape), tokens)
             for key, shape, tokens in self._fields.pop("pictures")
         ]
+        shape = self._fields.pop("rows")
+        self._rows = None if shape is None else torch.from_numpy(self._arrays.pop(_ROWS).reshape(shape))
         self._bounds = np.concatenate([[0], np.cumsum(self._arrays.pop("lengths").astype(np.int64))])
 
     def __len__(self) -> int:
@@ -90,7 +98,13 @@ class PackedBatch:
             else:
                 tensors[name] = _take_flat(self._arrays, name, self._bounds, own)
         fields = {name: [values[i] for i in own] for name, values in self._fields.items()}
+        if _ROUTES in tensors:
+            tensors[_ROUTES] = _from_steps(tensors[_ROUTES], tensors["cu_seqlens"])
         named = {name: torch.from_numpy(array) for name, array in tensors.items()}
+        if self._rows is not None:
+            index = named.pop(_ROUTES)
+            routes = BatchRoutes(index, self._rows).pointing(index)
+            named |= {} if routes is None else {_ROUTES: routes.index, _ROWS: routes.table}
         images, pictures = used(named.pop("images", None), self._pictures)
         if images is not None:
             named["images"] = images
@@ -188,6 +202,20 @@ def _pack_flat(payload: _Payload, name: str, values: Array) -> None:
     else:
         payload.add(f"{name}:edges", _narrow(edges))
         payload.add(f"{name}:found", values[bits != 0])
+
+
+def _steps(values: Array, bounds: Array) -> Array:
+    """Differences of neighbours, of a sequence's first from 0: rows that follow one another become runs of 1."""
+    before = np.concatenate([values[:1] * 0, values[:-1]])
+    before[bounds[:-1]] = 0
+    return values - before
+
+
+def _from_steps(steps: Array, bounds: Array) -> Array:
+    """The inverse."""
+    sums = np.cumsum(steps, dtype=np.int64)
+    before = np.concatenate([[0], sums])[bounds[:-1]]
+    return (sums - np.repeat(before, np.diff(bounds))).astype(steps.dtype)
 
 
 def _take_flat(arrays: Mapping[str, Array], name: str, bounds: Array, own: Array) -> Array:

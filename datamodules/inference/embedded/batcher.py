@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -24,7 +25,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from app.tree import STATES_ARGUMENT, PieceStates, Tower
+from app.tree import STATES_ARGUMENT, PieceStates, Routers, Tower
 from datamodules.inference.embedded.images import PromptImages, featured, placed, placed_next
 from datamodules.inference.embedded.kv_slots import CachedStep, KVSlots, PromptStep, any_length
 from datamodules.inference.embedded.sampling import sample, shaped, uniforms
@@ -41,11 +42,13 @@ class Sequence:
     __slots__ = (
         "cancelled",
         "computed",
+        "experts",
         "failure",
         "finish_reason",
         "images",
         "key",
         "logprobs",
+        "recorded",
         "request",
         "share",
         "stops",
@@ -64,6 +67,8 @@ class Sequence:
         self.stops = request.stops()
         self.cancelled = False
         self.computed = 0
+        self.experts: list[Tensor] = []  # [n, layers, k] of each forward, of the first `recorded` tokens
+        self.recorded = 0
         self.images = PromptImages(request)
         self.share = self.identity()
 
@@ -91,12 +96,22 @@ class Sequence:
         except GenerationError as error:
             self.failure, self.finish_reason = error, "abort"
 
+    def record(self, start: int, experts: Tensor) -> None:
+        """The experts [n, layers, k] of its tokens from `start` on, of which those that are known stay: a token is read
+        again after an update of the weights, and was answered before it."""
+        known = self.recorded - start
+        if known < len(experts):
+            self.experts.append(experts[known:])
+            self.recorded = start + len(experts)
+
     def response(self) -> GenerationResponse:
+        wanted = self.request.experts_from
         return GenerationResponse(
             tokens=self.tokens[len(self.request.tokens) :],
             logprobs=self.logprobs,
             versions=self.versions,
             finish_reason=self.finish_reason,
+            experts=torch.cat(self.experts)[wanted:] if self.experts and wanted is not None else None,
         )
 
 
@@ -110,6 +125,7 @@ class Batcher:
         max_batch_tokens: most prompt tokens, padding included, in one forward; longer prompts go in chunks.
         max_concurrent: most requests running at a time.
         static: decode steps as `StaticDecoder` has them.
+        routers: the model's, whose choices are recorded; None records none.
     """
 
     def __init__(
@@ -120,8 +136,10 @@ class Batcher:
         max_concurrent: int,
         image_processor: Any | None = None,
         static: bool = False,
+        routers: Routers | None = None,
     ) -> None:
         self.model = model
+        self.routers = routers
         self.tower = None if image_processor is None else Tower(model, image_processor)
         self.device = model.device
         self.slots = KVSlots(kv_cache_tokens)
@@ -282,6 +300,8 @@ class Batcher:
             self.states.copy_rows([row] * len(others), others)
         for member in group:
             self.running[member].computed = length
+            if self.routers is not None and member != row:
+                self.running[member].record(0, torch.cat(self.running[row].experts)[:length])
         return group
 
     def _decode(self) -> Tensor:
@@ -316,7 +336,13 @@ class Batcher:
         states = self.states.begin(rows, starts, lengths)
         kept = 0 if keep is None else keep.to(self.device)
         given = torch.tensor([tokens], device=self.device)
-        logits = self._run(step, given, positions, states, logits_to_keep=kept, **pictures)
+        chosen: list[Tensor] = []  # [T, k] of each layer
+        with nullcontext() if self.routers is None else self.routers.seen_by(chosen):
+            logits = self._run(step, given, positions, states, logits_to_keep=kept, **pictures)
+        if self.routers is not None:
+            experts = torch.stack(chosen, 1).to("cpu", self.routers.dtype)
+            for row, start, own in zip(rows, starts, experts.split(lengths)):
+                self.running[row].record(start, own)
         if states is not None:
             self.states.end(states, rows)
         return logits

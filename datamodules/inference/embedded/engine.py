@@ -28,6 +28,7 @@ from transformers import PreTrainedModel
 
 from app import checks
 from app.text import reason
+from app.tree import Routers
 from datamodules.conversations.image_processor import ImageProcessor
 from datamodules.inference.clock import PausedClock
 from datamodules.inference.embedded.batcher import Batcher, Sequence
@@ -71,6 +72,13 @@ def _try(model: PreTrainedModel, processor: Any) -> None:
         ) from error
 
 
+def _routers(model: PreTrainedModel) -> Routers:
+    try:
+        return Routers.of(model)
+    except ValueError as error:
+        raise GenerationError(f"EmbeddedEngine.record_experts: {error}") from error
+
+
 class EmbeddedEngine:
     """An `InferenceEngine` in this process (see the protocol for its methods). A policy with adapters is merged.
 
@@ -94,6 +102,8 @@ class EmbeddedEngine:
             and replayed, which spares the host a thousand launches a token; the first replays of each are compared with
             steps as they are. None: on CUDA devices, where the model allows it (else the reason is logged); true is an
             error where it does not. On a CPU, true runs the same padded steps uncaptured, for tests.
+        record_experts: whether replies carry the experts that their tokens were sent to, which the trainer then sends
+            them to as well (docs/algorithms.md). For models of experts; steps are decoded without CUDA graphs.
     """
 
     update_methods = ("memory", "disk")
@@ -110,6 +120,7 @@ class EmbeddedEngine:
         device: str | None = None,
         num_threads: int | None = None,
         cuda_graphs: bool | None = None,
+        record_experts: bool = False,
     ) -> None:
         positive = {
             "kv_cache_tokens": kv_cache_tokens,
@@ -132,7 +143,12 @@ class EmbeddedEngine:
         self.dtype = dtype
         self.device = device
         self.num_threads = num_threads
-        self.cuda_graphs = cuda_graphs
+        if record_experts and cuda_graphs:
+            raise ValueError(
+                "EmbeddedEngine.cuda_graphs: true, but what is captured cannot say which experts it chose; leave it, or"
+                " record_experts, out"
+            )
+        self.cuda_graphs, self.record_experts = False if record_experts else cuda_graphs, record_experts
         self._condition = threading.Condition()  # guards every attribute below
         self._staged: dict[asyncio.AbstractEventLoop, list[_Job]] = {}
         self._jobs: dict[Sequence, _Job] = {}
@@ -167,7 +183,9 @@ class EmbeddedEngine:
         blind = unseeing(own, processor)
         _try(own, processor)
         static = own.device.type == "cuda" if self.cuda_graphs is None else self.cuda_graphs
-        batcher = Batcher(own, self.kv_cache_tokens, self.max_batch_tokens, self.max_concurrent, processor, static)
+        routers = _routers(own) if self.record_experts else None
+        sizes = self.kv_cache_tokens, self.max_batch_tokens, self.max_concurrent
+        batcher = Batcher(own, *sizes, processor, static, routers)
         if static and batcher.dynamic:
             if self.cuda_graphs:
                 raise GenerationError(
@@ -239,6 +257,8 @@ class EmbeddedEngine:
 
     async def generate(self, request: GenerationRequest) -> GenerationResponse:
         request.validate(self.vocab_size, self.max_context)
+        if request.experts_from is not None and not self.record_experts:
+            raise GenerationError("request.experts_from: the engine records no experts; set its record_experts")
         if request.pictures and self._image_processor is None:
             raise GenerationError("request.pictures: the engine was started without the model's image processor")
         if request.pictures and self._blind:
