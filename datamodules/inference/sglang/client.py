@@ -25,7 +25,8 @@ from datamodules.inference.protocol import GenerationError
 
 _REASON_CHARACTERS = 600
 _ANSWER_BYTES = 16 << 20  # /server_info has some ten thousand
-_REPORT_BYTES = 64 << 20  # a report that repeats 100,000 tokens has about five million
+# A report that repeats 100,000 tokens has about five million, and 400 million of the experts that 94 layers chose.
+_REPORT_BYTES = 512 << 20
 
 
 class ServerError(GenerationError):

@@ -27,6 +27,7 @@ import shutil
 import tempfile
 from collections.abc import Coroutine, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -44,6 +45,7 @@ from datamodules.inference.protocol import (
     ServerEngine,
     WeightUpdate,
 )
+from datamodules.inference.sglang.experts import FLAG, ExpertLayout
 from datamodules.inference.sglang.fleet import Fleet
 from datamodules.inference.sglang.launcher import API_KEY_VARIABLE, server_python
 from datamodules.inference.sglang.loop_thread import LoopThread
@@ -82,6 +84,9 @@ class SGLangEngine(ServerEngine):
         adapters: most versions of a LoRA that a server holds at once, `max_staleness` + 2 at least for a reply not to
             wait for room; null sends merged weights. Servers given by address need `--enable-lora` with the rank, the
             modules and `--max-loaded-loras` of this run, and the model below the adapter.
+        record_experts: whether replies carry the experts that their tokens were sent to, which the trainer then sends
+            them to as well (docs/algorithms.md). For models of experts; servers given by address need
+            `--enable-return-routed-experts`.
 
     Raises:
         ValueError: an argument out of range; both or neither of urls and launch.
@@ -104,6 +109,7 @@ class SGLangEngine(ServerEngine):
         start_timeout_s: float = 600.0,
         silence_s: float = 60.0,
         adapters: int | None = None,
+        record_experts: bool = False,
     ) -> None:
         if bool(urls) == bool(launch):
             raise ValueError("SGLangEngine: give either urls (running servers) or launch (servers to start)")
@@ -132,13 +138,14 @@ class SGLangEngine(ServerEngine):
         self.start_timeout_s = start_timeout_s
         self.silence_s = silence_s
         checks.at_least(2, {"SGLangEngine.adapters": adapters})
-        self.adapters = adapters
+        self.adapters, self.record_experts = adapters, record_experts
         if adapters is not None:
             self.update_methods = ("adapter",)
         self.senders = self._senders = SharedSending()
         self._thread: LoopThread | None = None
         self._fleet: Fleet | None = None
         self._match: ModelMatch | None = None
+        self._layout: ExpertLayout | None = None
         self._max_context = 0
         self._pending: set[Pending] = set()
         self._scratch = ""
@@ -161,7 +168,9 @@ class SGLangEngine(ServerEngine):
             raise GenerationError("SGLangEngine.start: it already runs; close() it first")
         if self._shows_pictures and self.launch is None:
             refuse_trained_tower(model)
-        self._match, self._max_context = ModelMatch(model, adapter=bool(self.adapters)), 0
+        self._layout = ExpertLayout.of(model) if self.record_experts else None
+        self._match = ModelMatch(model, adapter=bool(self.adapters), records=self.record_experts)
+        self._max_context = 0
         key = os.environ.get(self.api_key_env) or None
         weights: Weights | None = None
         if self.launch is None:
@@ -176,6 +185,8 @@ class SGLangEngine(ServerEngine):
                 options = self.launch.options(
                     str(path), self._match.positions, weights.label, seed, self.max_concurrent
                 )
+                if self.record_experts:
+                    options = [replace(one, arguments=(FLAG, *one.arguments)) for one in options]
                 if self.adapters:
                     options = [with_adapters(one, model, self.adapters) for one in options]
                 logs = Path(self.launch.log_dir or Path(self._scratch) / "logs")
@@ -278,13 +289,15 @@ class SGLangEngine(ServerEngine):
                 "request.pictures: servers started by SGLangEngine.launch show none; start them with"
                 " --enable-multimodal on the model's directory, and name them in SGLangEngine.urls"
             )
+        if request.experts_from is not None and self._layout is None:
+            raise GenerationError("request.experts_from: servers record no experts; set SGLangEngine.record_experts")
         thread = self._thread
         if thread is None:
             raise GenerationError(_NOT_RUNNING)
         return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(self._serve(request), thread.loop))
 
     async def _serve(self, request: GenerationRequest) -> GenerationResponse:
-        pending = Pending(request, self.vocab_size, self._clock.now())
+        pending = Pending(request, self.vocab_size, self._clock.now(), self._layout)
         self._pending.add(pending)
         try:
             return await complete(self._running_fleet(), pending, self.report_tokens, _MOST_ATTEMPTS)

@@ -18,6 +18,7 @@ from app.tree import tower_parameters
 from datamodules.inference.export import adapter_weights, base_model, checkpoint_shapes
 from datamodules.inference.protocol import GenerationError, WeightUpdate
 from datamodules.inference.sglang.client import shown
+from datamodules.inference.sglang.experts import FLAG
 from datamodules.inference.sglang.server_state import Server, WrongModel
 from datamodules.inference.sglang.weights.forms import from_a_run
 
@@ -29,14 +30,15 @@ _HALF = ("auto", "half", "float16", "bfloat16")
 
 class ModelMatch:
     """The trainer's model, as far as servers and updates (with `adapter`, of its adapter alone) must fit it; keeps no
-    reference to it.
+    reference to it. `records`: servers have to say which experts they choose.
 
     Attributes:
         vocab_size: rows of its embedding.
         positions: most tokens it can attend to.
     """
 
-    def __init__(self, model: PreTrainedModel, adapter: bool = False) -> None:
+    def __init__(self, model: PreTrainedModel, adapter: bool = False, records: bool = False) -> None:
+        self._records = records
         base = base_model(model)
         self.vocab_size: int = base.get_input_embeddings().num_embeddings
         self.positions: int = base.config.get_text_config().max_position_embeddings
@@ -74,6 +76,11 @@ class ModelMatch:
             raise WrongModel(
                 f"{server.client.url} serves a {shown(theirs)} ({shown(model.get('model_path'))}), the trainer's model"
                 f" is a {self.architecture}; start the server with the model that is trained"
+            )
+        if self._records and info.get("enable_return_routed_experts") is not True:
+            raise WrongModel(
+                f"{server.client.url} does not say which experts it chooses, and SGLangEngine.record_experts is true;"
+                f" start it with {FLAG}"
             )
         dtype = info.get("dtype")
         if dtype in _HALF and not self._rounded:

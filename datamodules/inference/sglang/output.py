@@ -21,6 +21,7 @@ from app.pictures import Picture
 from app.text import printable
 from datamodules.inference.protocol import GenerationError, GenerationRequest, GenerationResponse
 from datamodules.inference.reply_text import TextStops
+from datamodules.inference.sglang.experts import ExpertLayout
 
 _WORDS = 200  # characters kept of a server's own words
 _HIGHEST_LOGPROB, _LOWEST_LOGPROB = 1e-3, -1e3  # rounding above 0; nothing that unlikely was ever drawn
@@ -41,14 +42,17 @@ class Output:
     Args:
         request: what is to be generated.
         vocab_size: ids below it may come.
+        layout: of experts, for a request that asks for them.
 
     Attributes:
         last: the last report.
         stopped: the tokens end with a stop text. stop_seen: those of the attempt hold one, certain or not.
     """
 
-    def __init__(self, request: GenerationRequest, vocab_size: int) -> None:
+    def __init__(self, request: GenerationRequest, vocab_size: int, layout: ExpertLayout | None = None) -> None:
         self.request = request
+        self._layout = layout if request.experts_from is not None else None
+        self._experts = ""  # as the last report of an attempt has them
         self.last: Report | None = None
         self._vocab_size = vocab_size
         self.tokens: list[int] = []
@@ -148,7 +152,8 @@ class Output:
             self._end = before + end
         if report.ended:
             self._certain = self._apply_spans(report.spans, known)
-        elif self._end is None or self._certain < self._end:
+            self._experts = report.experts
+        elif self._end is None or self._certain < self._end or self._layout is not None:
             self._tell()
             return False
         self.keep()
@@ -180,7 +185,17 @@ class Output:
         self.request.tell(self._attempt[0][new], self._attempt[1][new])
 
     def response(self) -> GenerationResponse:
-        return GenerationResponse(self.tokens, self.logprobs, self.versions, self.finish_reason)
+        """Raises GenerationError: experts that were asked for are missing, or make no sense."""
+        experts = None
+        if self._layout is not None and self.request.experts_from is not None:
+            if not self._experts:
+                raise self._wrong("it does not say which experts it chose (routed_experts), or its last report is lost")
+            count = len(self.request.tokens) + len(self.tokens) - 1 - self.request.experts_from
+            try:
+                experts = self._layout.read(self._experts, count)
+            except ValueError as error:
+                raise self._wrong(str(error)) from error
+        return GenerationResponse(self.tokens, self.logprobs, self.versions, self.finish_reason, experts)
 
     def _check_prompt(self, report: Report) -> None:
         """A server makes tokens of pictures by itself: they must be the trainer's."""
@@ -233,6 +248,7 @@ class Report:
         spans: (label of weights, first token, end) of all tokens of the attempt; in its last report only.
         prompt_tokens, cached_tokens: of the prompt, and those of them that need not be computed.
         prompt: ids of the prompt as the server read it; None where it does not say.
+        experts: as `ExpertLayout.read` takes them; "" where it does not say.
     """
 
     tokens: list[int]
@@ -246,6 +262,7 @@ class Report:
     prompt_tokens: int
     cached_tokens: int
     prompt: list[int] | None = None
+    experts: str = ""
 
     @classmethod
     def of(cls, said: Any, vocab_size: int) -> Report:
@@ -287,6 +304,7 @@ class Report:
             prompt_tokens=_count(meta.get("prompt_tokens") or 0, "prompt_tokens"),
             cached_tokens=_count(meta.get("cached_tokens") or 0, "cached_tokens"),
             prompt=None if (given := report.get("prompt_token_ids")) is None else _ids(given, "prompt_token_ids"),
+            experts=_encoded(meta.get("routed_experts")),
         )
 
 
@@ -322,6 +340,12 @@ def _count(value: Any, name: str) -> int:
     if type(value) is not int or value < 0:  # True is no number
         raise ValueError(f"{name} is {_kind(value)}, where a whole number of at least 0 belongs")
     return value
+
+
+def _encoded(value: Any) -> str:
+    if value is not None and not isinstance(value, str):
+        raise ValueError(f"routed_experts is {_kind(value)}, where text belongs")
+    return value or ""
 
 
 def _text(value: Any, name: str) -> str:

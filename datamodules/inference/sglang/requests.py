@@ -21,6 +21,7 @@ from PIL import Image
 from app.pictures import Picture
 from datamodules.inference.protocol import GenerationError, GenerationRequest, GenerationResponse, Shaping
 from datamodules.inference.sglang.client import ServerLost, ServerRefused
+from datamodules.inference.sglang.experts import ExpertLayout
 from datamodules.inference.sglang.fleet import Fleet
 from datamodules.inference.sglang.output import ForeignWeights, Output
 from datamodules.inference.sglang.server_state import Flight
@@ -35,8 +36,10 @@ _OVERLOADED = (429, 502, 503, 504)  # or ending
 class Pending:
     """A request being served; `expire` ends it with a message."""
 
-    def __init__(self, request: GenerationRequest, vocab_size: int, began: float) -> None:
-        self.output = Output(request, vocab_size)
+    def __init__(
+        self, request: GenerationRequest, vocab_size: int, began: float, layout: ExpertLayout | None = None
+    ) -> None:
+        self.output = Output(request, vocab_size, layout)
         self.began = began
         self.task: asyncio.Task[Any] | None = asyncio.current_task()
         self.flight: Flight | None = None
@@ -197,7 +200,11 @@ def request_body(output: Output, name: str, report_tokens: int, incremental: boo
     if request.seed is not None:
         sampling["sampling_seed"] = request.seed % (1 << 31)
     tokens, pictures = output.collapsed()
-    shown = {"image_data": [encoded_png(one) for one in pictures], "return_prompt_token_ids": True} if pictures else {}
+    shown: dict[str, Any] = {}
+    if pictures:
+        shown = {"image_data": [encoded_png(one) for one in pictures], "return_prompt_token_ids": True}
+    if request.experts_from is not None:
+        shown |= {"return_routed_experts": True, "routed_experts_start_len": request.experts_from}
     return {
         "rid": name,
         "input_ids": tokens,

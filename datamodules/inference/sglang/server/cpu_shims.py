@@ -8,7 +8,7 @@ is installed are left alone.
 Triton's kernels, which short convolutions ask for on every device, are interpreted.
 
 sglang's own processes are forks here: spawned, each imports everything again, which is two thirds of a start. Memory
-that its adapters want pinned, for copies to a GPU, is ordinary memory.
+that its adapters, and its record of chosen experts, want pinned for copies to a GPU is ordinary memory.
 """
 
 from __future__ import annotations
@@ -52,6 +52,7 @@ def install() -> None:
     for name in ("tensor", "zeros"):
         setattr(torch, name, _unpinned(getattr(torch, name)))
     torch.Tensor.pin_memory = _itself  # type: ignore[assignment, method-assign]
+    torch.cuda.cudart = _Registers
     _complete_torchvision()
     _mend_interpreter()
     if "sgl_kernel" not in sys.modules and importlib.util.find_spec("sgl_kernel") is None:
@@ -78,6 +79,16 @@ def _unpinned(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
 
 def _itself(tensor: torch.Tensor, *args: Any) -> torch.Tensor:
     return tensor
+
+
+class _Registers:
+    """In place of CUDA's runtime, which pins memory that is there already: its functions succeed, and do nothing."""
+
+    @staticmethod
+    def cudaHostRegister(*args: Any) -> int:
+        return 0
+
+    cudaHostUnregister = cudaHostRegister
 
 
 def _mend_interpreter() -> None:

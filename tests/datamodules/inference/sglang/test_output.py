@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import base64
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from datamodules.inference.protocol import GenerationError, GenerationRequest
+from datamodules.inference.sglang.experts import ExpertLayout
 from datamodules.inference.sglang.output import ForeignWeights, Output
 from datamodules.inference.sglang.requests import request_body
 
@@ -257,3 +261,58 @@ def test_requests_are_plain_sampling() -> None:
     assert sampling["stream_interval"] == 40  # at most 16 reports that repeat everything
     assert "logprob_start_len" not in body  # asking for the prompt's would switch its prefix cache off
     assert request_body(Output(GenerationRequest([1], 5), 100), "n", 32, True)["sampling_params"]["ignore_eos"]
+
+
+LAYOUT = ExpertLayout(layers=(0, 2), total=3, chosen=2, experts=8, dtype=torch.uint8)
+
+
+def encoded(array: np.ndarray) -> str:
+    return base64.b64encode(array.astype(np.int32).tobytes()).decode()
+
+
+def with_experts(array: Any, cuts: list[int], **request: Any) -> Output:
+    """An output of twelve tokens behind two, whose last report has this array."""
+    output = Output(GenerationRequest([1, 2], 12, experts_from=1, **request), 100, LAYOUT)
+    output.begin(3)
+    said = reports(list(range(20, 32)), cuts, [3] * len(cuts), [(3, 0, 12)], True)
+    said[-1]["meta_info"]["routed_experts"] = array
+    assert [output.add(one, KNOWN, True) for one in said] == [False] * (len(cuts) - 1) + [True]
+    return output
+
+
+def test_experts_are_read_of_the_last_report() -> None:
+    chosen = np.random.default_rng(0).integers(0, 8, (12, 3, 2))  # of tokens 1 to 12 of 14
+    response = with_experts(encoded(chosen), [5, 12]).response()
+    assert response.experts is not None and response.experts.dtype == torch.uint8
+    assert np.array_equal(response.experts.numpy(), chosen[:, [0, 2]])
+
+
+def test_a_reply_that_a_text_ends_waits_for_the_report_that_has_them() -> None:
+    chosen = np.random.default_rng(0).integers(0, 8, (12, 3, 2))
+    output = with_experts(encoded(chosen), [5, 12], stop_texts=("22",), decode=lambda ids: " ".join(map(str, ids)))
+    response = output.response()
+    assert response.tokens == [20, 21, 22] and response.experts is not None
+    assert np.array_equal(response.experts.numpy(), chosen[:4, [0, 2]][: 2 + 3 - 1 - 1])
+
+
+@pytest.mark.parametrize(
+    ("array", "message"),
+    [
+        (None, "does not say which experts"),
+        ([1, 2], "is a list, where text belongs"),
+        ("=?", "no base64"),
+        (encoded(np.zeros((11, 3, 2))), "66 numbers, where 12 tokens of 3 layers have 2 experts each"),
+        (encoded(np.zeros(73)), "73 numbers"),
+        (encoded(np.full((12, 3, 2), 8)), "experts 8 to 8, where a layer has 8"),
+        (encoded(np.full((12, 3, 2), -1)), "experts -1 to -1"),
+    ],
+)
+def test_experts_that_make_no_sense_are_refused(array: Any, message: str) -> None:
+    with pytest.raises(GenerationError, match=message):
+        with_experts(array, [12]).response()
+
+
+def test_experts_are_asked_for() -> None:
+    body = request_body(Output(GenerationRequest([1, 2], 3, experts_from=1), 100, LAYOUT), "name", 8, True)
+    assert (body["return_routed_experts"], body["routed_experts_start_len"]) == (True, 1)
+    assert "return_routed_experts" not in request_body(Output(GenerationRequest([1, 2], 3), 100), "name", 8, True)
