@@ -100,7 +100,8 @@ class BatchRoutes:
             if id(routes.table) not in places:
                 places[id(routes.table)] = whole.add(routes.table.rows())
             columns.append(torch.where(routes.index >= 0, routes.index + places[id(routes.table)], -1).to(torch.int32))
-        return cls(torch.cat(columns), whole.rows()).pointing(torch.cat(columns)) if places else None
+        index = torch.cat(columns)
+        return cls(index, whole.rows()).pointing(index) if places else None
 
     def split(self, bounds: Sequence[int]) -> list[Routes]:
         """Of each of the sequences, which begin and end at `bounds` [N + 1]."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import inspect
 import logging
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -18,6 +19,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from app import checks
 from app.batch import RolloutBatch
+from app.tree import Routers
 from datamodules.conversations.image_processor import ImageProcessor
 from datamodules.files.recording import RolloutRecorder, versions
 from datamodules.filters import GroupFilter
@@ -366,6 +368,7 @@ class RolloutDataModule(L.LightningDataModule):
             self.engine.use_images(self.image_processor)
         in_parts = () if parts is None else (parts,)
         self.engine.start(model, version, self._seed, *in_parts)
+        _note_experts(self.engine, model)
         if self.tokenizer.eos_token_id >= self.engine.vocab_size:
             raise ValueError(
                 f"tokenizer: its end of sequence is token {self.tokenizer.eos_token_id}, outside the model's vocabulary"
@@ -480,3 +483,18 @@ def _checked_engine(value: Any) -> InferenceEngine:
         raise ValueError(f"engine: {type(value).__name__} is no InferenceEngine, it lacks {', '.join(missing)}")
     engine: InferenceEngine = value
     return engine
+
+
+def _note_experts(engine: InferenceEngine, model: PreTrainedModel) -> None:
+    """Says of a model of experts what the engine could record."""
+    if getattr(engine, "record_experts", None) is not False:
+        return
+    with suppress(ValueError):  # there are none, or they cannot be replayed
+        layers, chosen = Routers.of(model).shape
+        _log.warning(
+            "the model sends a token to %d experts in each of %d layers, by rounding now and then to others in the"
+            " trainer than in the sampler (mismatch_kl); with record_experts: true of data.engine the trainer goes by"
+            " the sampler's",
+            chosen,
+            layers,
+        )

@@ -38,7 +38,7 @@ class EpisodeRoutes:
     def end(self, request: GenerationRequest, response: GenerationResponse, known: Ints) -> None:
         """Fills in the response's `routes`. Raises GenerationError: the engine told of no token, or of too many."""
         experts, total = response.experts, len(request.tokens) + len(response.tokens)
-        most = total - len(known)
+        most = total - 1 - len(known)
         if experts is None or len(experts) > most:
             told = "no experts" if experts is None else f"experts of {len(experts)} tokens"
             raise GenerationError(

@@ -43,13 +43,17 @@ def run(path: Path, module: PolicyModule, data: Any, callbacks: list[Any]) -> di
     return read_metrics(path / "metrics.csv")
 
 
-def test_what_is_sampled_is_what_is_trained_whatever_the_dtype(tmp_path: Path) -> None:
+def test_what_is_sampled_is_what_is_trained_whatever_the_dtype(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     found = {}
     for dtype, records in (("float32", True), ("bfloat16", True), ("bfloat16", False)):
         engine = EmbeddedEngine(kv_cache_tokens=2048, num_threads=1, dtype=dtype, record_experts=records)
         made = {"reward": length, "max_staleness": 0, "batches_per_epoch": 2, "record": "rollouts"}
         path, module = tmp_path / f"{dtype}_{records}", policy()
+        caplog.clear()
         metrics = run(path, module, rollouts(engine=engine, **made), [WeightSync()])
+        assert ("4 experts in each of 3 layers" in caplog.text) == (not records)
         found[dtype, records] = metrics
         held = to_batch(read_batch(path / "rollouts", 0))
         assert (held.routes is not None) == ("routing/changed" in metrics) == records

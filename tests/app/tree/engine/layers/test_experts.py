@@ -25,6 +25,8 @@ from tests.app.tree.cases import Case, cases
 from tests.app.tree.engine.families import EXPERTS, LATENT, SEQUENCES, SUPPORTED, distance, with_lora
 from tests.app.tree.engine.layers.forced import FAMILIES, forced, model_of, own_choice, random_table
 from tests.app.tree.engine.layers.test_checkpointing import CheckpointingEngine
+from tests.app.tree.engine.pictures import families as pictured
+from tests.app.tree.engine.pictures import vision
 from tests.app.tree.losses import KINDS, SequenceLoss
 from tests.app.tree.parity import assert_unchanged, snapshot, take_grads
 from tests.app.tree.states import hybrids
@@ -141,6 +143,30 @@ def test_with_lora() -> None:
     adapted = with_lora(SUPPORTED["Qwen3-MoE"], model)
     plain = copy.deepcopy(adapted)
     check(adapted, plain)
+
+
+def test_with_pictures() -> None:
+    """Whose tokens have experts as others have; two pictures under equal placeholders are two prefixes."""
+    model = vision.make("Qwen3-VL-MoE")
+    sequences = model.sequences(pictured.TEXTS)
+    loss, lengths = pictured.loss_of(sequences), sequences.lengths
+    table = random_table(model.model, sum(lengths))
+    tree = routed(pictured.build(sequences), np.arange(sum(lengths)), table)
+    assert tree.routes is not None
+    named, expected = oracle.parameters(model.model), dict[str, torch.Tensor]()
+    engine, wanted = TreeEngine(model.model, *pictured.PLAN, image_processor=model.processor), []
+    for i, (tokens, scored) in enumerate(zip(sequences.tokens, sequences.scored(), strict=True)):
+        rows = tree.routes.rows[tree.sequence_tokens([i])]
+        with forced(model.model, "Mixtral", torch.from_numpy(table[rows]), torch.ones(len(rows), dtype=torch.bool)):
+            out = oracle.dense_sequence(model.model, tokens, scored, inputs=sequences.arguments(i))
+        wanted.append(out.logprobs.detach())
+        for name, grad in zip(named, torch.autograd.grad(loss(out, i), list(named.values()), allow_unused=True)):
+            expected[name] = expected.get(name, torch.zeros(())) + (0 if grad is None else grad)
+    for got, want in zip(engine.forward(tree).logprobs, wanted, strict=True):
+        assert (got - want).abs().max() < 2e-5
+    engine.backward(tree, loss)
+    error, where = oracle.relative_error(take_grads(model.model), expected)
+    assert error < vision.FAMILIES["Qwen3-VL-MoE"].tolerances[1], where
 
 
 def test_under_autocast() -> None:

@@ -19,9 +19,14 @@ from tests.app.tree.engine.layers.forced import own_choice
 from tests.datamodules.inference import engine_suite
 from tests.datamodules.inference.embedded.test_experts import alike, whole
 from tests.datamodules.inference.engine_suite import CONTEXT, VOCABULARY, prompts_of, tiny_policy
-from tests.datamodules.inference.sglang.real_servers.servers import START_S, options
+from tests.datamodules.inference.sglang.real_servers.servers import START_S, options, skip_unless_wanted
 
 pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(autouse=True)
+def _wanted() -> None:
+    skip_unless_wanted()
 
 
 def policy_of(seed: int = 0) -> PreTrainedModel:
