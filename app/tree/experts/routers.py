@@ -173,6 +173,6 @@ def _sizes(module: nn.Module) -> tuple[int, int]:
 
 
 def _calls_topk(kind: type[nn.Module]) -> bool:
-    """Whether a method of a module's type has a call of that name."""
+    """Whether a method of a module's type, of its own file, has a call of that name: models inherit one of search."""
     methods = (inspect.unwrap(method) for _, method in inspect.getmembers(kind, inspect.isfunction))
-    return any("topk" in one.__code__.co_names for one in methods if one.__module__ != nn.Module.__module__)
+    return any("topk" in one.__code__.co_names for one in methods if one.__module__ == kind.__module__)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from app.tree import PrefixTree, TreeEngine
+from app.tree import PrefixTree, TreeEngine, routed
 from app.tree.states.scans import TORCH, ByWave
 from tests.app.tree import models
 from tests.app.tree.states import hybrids
@@ -64,6 +64,21 @@ def test_a_pass_over_states_asks_for_the_loss_alone(name: str, scans: Any, monke
         with Questions() as questions:
             run(model, budgets)
         assert questions.asked == ["aten._local_scalar_dense.default"]
+
+
+def test_a_pass_over_recorded_experts_asks_for_the_loss_alone() -> None:
+    """Experts in grouped products, which ask nothing of their own."""
+    experts = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=8, experts_implementation="grouped_mm")
+    model, tree = models.make("qwen3_moe", **experts), PrefixTree.build(SEQUENCES, scored=SCORED)
+    rows = np.arange(tree.num_dense_tokens) % 9 - 1
+    for budgets in BUDGETS:
+        asked = []
+        for one in (tree, routed(tree, rows, np.tile(np.array([1, 3], np.uint8), (8, 2, 1)))):
+            engine = TreeEngine(model, *budgets, self_check=False)
+            with Questions() as questions:
+                engine.backward(one, lambda out, _: out.logprobs.square().sum(), batched=True)
+            asked.append(questions.asked)
+        assert asked[1] == asked[0]
 
 
 def test_questions_are_noticed() -> None:

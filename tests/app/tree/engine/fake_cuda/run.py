@@ -30,7 +30,7 @@ from torch import Tensor, nn  # noqa: E402
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode  # noqa: E402
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 
-from app.tree import PrefixTree, TreeEngine  # noqa: E402
+from app.tree import PrefixTree, TreeEngine, routed  # noqa: E402
 from app.tree.attention import kernels, packages  # noqa: E402
 from app.tree.planning.timing import GPU_RATES  # noqa: E402
 from tests.app.tree import models  # noqa: E402
@@ -45,6 +45,7 @@ CAPPED = dict(attn_implementation="eager", head_dim=16, sliding_window=4, attn_l
 SINKS = dict(attn_implementation="eager", head_dim=16, sliding_window=4, num_local_experts=4, num_experts_per_tok=2)
 WIDTHS = dict(WIDE, global_head_dim=264, layer_types=["sliding_attention", "full_attention"], sliding_window=5)
 WIDTHS |= dict(hidden_size_per_layer_input=0)
+MIXED = dict(WIDE, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=8)
 # label, model, its options, dtype, options of `backward` and of the device, backends
 CASES: list[tuple[str, str, dict[str, Any], torch.dtype, dict[str, Any], str]] = [
     ("bf16", "qwen3", WIDE, BF16, {}, "sdpa flash flex cudnn triton"),
@@ -58,6 +59,8 @@ CASES: list[tuple[str, str, dict[str, Any], torch.dtype, dict[str, Any], str]] =
     ("window", "mistral", {"head_dim": 16, "sliding_window": 5}, BF16, {}, "sdpa flash cudnn triton"),
     ("soft-capping", "gemma2", CAPPED, BF16, {}, "sdpa flex triton"),
     ("sinks", "gpt_oss", SINKS, BF16, {}, "triton"),
+    ("recorded experts", "qwen3_moe", MIXED, BF16, {"routed": True}, "sdpa flash"),
+    ("recorded experts, again", "qwen3_moe", MIXED, BF16, {"routed": True, "checkpointing": True}, "flash"),
     ("older GPU", "qwen3", WIDE, F16, {"capability": (7, 5)}, "auto sdpa"),
     ("older GPU, bf16", "qwen3", WIDE, BF16, {"capability": (7, 5)}, "auto"),
     ("auto", "qwen3", WIDE, F32, {}, "auto"),
@@ -131,6 +134,7 @@ def run(label: str, name: str, options: dict[str, Any], dtype: torch.dtype, how:
         moved(model, dtype)
         if how.pop("checkpointing", False):
             models.checkpoint(model)
+        is_routed = how.pop("routed", False)
         precision = torch.autocast("cuda", BF16) if how.pop("autocast", False) else nullcontext()
         assert not how
         engine = TreeEngine(
@@ -138,6 +142,8 @@ def run(label: str, name: str, options: dict[str, Any], dtype: torch.dtype, how:
         )
         keys = None if temperatures is None else [int(2 * t) for t in temperatures]
         tree = PrefixTree.build(SEQUENCES, keys=keys)
+        if is_routed:
+            tree = routed(tree, np.arange(sum(map(len, SEQUENCES))) % 9 - 1, np.zeros((8, 2, 2), np.uint8))
 
         def loss(out: Any, _: Tensor) -> Tensor:
             return torch.stack([getattr(out, one).sum() for one in want]).sum()

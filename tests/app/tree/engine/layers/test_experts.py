@@ -283,6 +283,54 @@ def test_groups_of_losses_and_two_passes_replay() -> None:
     assert error < 2e-6, where
 
 
+OTHERS: dict[str, dict[str, Any]] = {
+    "qwen2_moe": {},
+    "olmoe": {},
+    "glm4_moe": {},
+    "dots1": {},
+    "ernie4_5_moe": {},
+    "minimax_m2": {},
+    "granitemoe": {},
+    "hunyuan_v1_moe": dict(head_dim=8),
+    "gemma4_text": dict(
+        enable_moe_block=True,
+        top_k_experts=2,
+        head_dim=8,
+        global_head_dim=8,
+        hidden_size_per_layer_input=0,
+        vocab_size_per_layer_input=31,
+        layer_types=["full_attention"] * 2,
+    ),
+}
+"""Families beyond the support matrix."""
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_routers_of_other_families_are_found_and_told(name: str) -> None:
+    model, tokens = models.make(name, **{**EXPERTS, **OTHERS[name]}).eval(), torch.arange(1, 13)[None]
+    found = Routers.of(model)
+    random, answered = np.random.default_rng(0), list[torch.Tensor]()
+    table = [torch.from_numpy(random.random((12, 4)).argsort(1)[:, :2].copy()) for _ in found.all]
+    handles = [
+        one.module.register_forward_hook(lambda module, args, out: answered.append(out[-1])) for one in found.all
+    ]
+    chosen: list[torch.Tensor] = []
+    with torch.no_grad():
+        plain = model(input_ids=tokens, use_cache=False).logits
+        with found.seen_by(chosen):
+            seen = model(input_ids=tokens, use_cache=False).logits
+        with found.chosen_by(lambda place, own: chosen[place].clone()):
+            again = model(input_ids=tokens, use_cache=False).logits
+        answered.clear()
+        with found.chosen_by(lambda place, own: table[place]):
+            other = model(input_ids=tokens, use_cache=False).logits
+    for handle in handles:
+        handle.remove()
+    assert torch.equal(seen, plain) and torch.equal(again, plain)
+    assert all(map(torch.equal, answered, table)) and len(answered) == len(table)
+    assert bool(other.isfinite().all()) and not torch.equal(other, plain)
+
+
 def test_refusals() -> None:
     tree = PrefixTree.build(SEQUENCES)
     rows, few = np.arange(sum(LENGTHS)), np.zeros((sum(LENGTHS), 2, 2), np.uint8)
