@@ -3,13 +3,18 @@ zero that is not trained); groups that stay whole keep the limit of a rank's tok
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from app.exchange import OneProcess
-from modules.ranks import RankWork, own_values, trained_values
-from tests.helpers.tiny_policy import make_batch
+from app.tree import TreeEngine
+from modules.ranks import RankWork, build_tree, own_values, settle_routes, trained_values
+from tests.helpers.tiny_policy import make_batch, source
+from tests.modules.ranks.training_jobs import EXPERTS, with_experts
 
 SHARES = {
     "all": [[0, 3], [1], [2, 4, 5]],
@@ -79,3 +84,19 @@ def test_whole_groups_keep_the_limit_of_tokens() -> None:
     assert sorted(shares[0] + shares[1]) == list(range(len(batch)))
     assert all(int(batch.lengths()[share].sum()) <= 195 for share in shares)
     assert not {*batch.group_ids[shares[0]].tolist()} & {*batch.group_ids[shares[1]].tolist()}
+
+
+def test_the_policy_alone_replays_experts_on_record() -> None:
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**source(**EXPERTS).config)).eval()  # type: ignore[arg-type]
+    engine, plain = TreeEngine(model, self_check=False), make_batch()
+    batch = with_experts(make_batch(), 0)
+    work = RankWork(OneProcess(), "tree", lambda name: nullcontext(engine))
+    settle_routes(batch)
+    passes = {"policy": ["logprobs"], "reference": ["logprobs"]}
+    own = engine.forward(build_tree(plain, "tree")).flat("logprobs") * plain.loss_mask
+    found = {name: one["logprobs"] for name, one in work.outputs(batch, passes).items()}
+    torch.testing.assert_close(found["reference"], own)
+    replayed = engine.forward(build_tree(batch, "tree")).flat("logprobs") * batch.loss_mask
+    torch.testing.assert_close(found["policy"], replayed)
+    assert float((replayed - own).abs().max()) > 0.01

@@ -6,12 +6,14 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import numpy as np
 import torch
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor
 
 from app.batch import RolloutBatch
+from app.routes import BatchRoutes
 from app.strategies import DTAStrategy
 from modules import ActorCriticModule, PolicyModule, Regulariser, RewardModule, SFTModule, ranks, step
 from tests.helpers.tiny_policy import Batches, Metrics, make_batch, make_twins, parameters, sgd, source, trainer
@@ -23,7 +25,10 @@ Result = tuple[dict[str, Tensor], list[dict[str, float]], dict[str, float]]
 
 def data(kind: str) -> list[RolloutBatch]:
     """Ordinary batches, three ("groups") or two ("two"), one of a single group, so that some steps have one sequence
-    ("one"), pairs of episodes ("pairs"), or equal sequences whose teachers see different prompts ("twins")."""
+    ("one"), pairs of episodes ("pairs"), equal sequences whose teachers see different prompts ("twins"), or experts on
+    record, of which sequences that share a token say different things ("experts")."""
+    if kind == "experts":
+        return [with_experts(make_batch(k, version=max(0, k - 1)), k) for k in range(2)]
     if kind == "pairs":
         return [make_batch(k, groups=4, episodes=2, version=max(0, k - 1)) for k in range(2)]
     if kind == "twins":
@@ -31,6 +36,20 @@ def data(kind: str) -> list[RolloutBatch]:
     if kind == "one":
         return [make_batch(0, groups=1, episodes=2)]
     return [make_batch(k, version=max(0, k - 1)) for k in range(3 if kind == "groups" else 2)]
+
+
+EXPERTS: dict[str, Any] = dict(
+    model_type="qwen3_moe", num_experts=8, num_experts_per_tok=2, moe_intermediate_size=8, initializer_range=0.2
+)
+
+
+def with_experts(batch: RolloutBatch, seed: int) -> RolloutBatch:
+    random, layers = np.random.default_rng(seed), source().config["num_hidden_layers"]  # type: ignore[index]
+    table = random.random((batch.num_tokens, layers, 8)).argsort(-1)[..., :2].astype(np.uint8)
+    index = np.where(random.random(batch.num_tokens) < 0.2, -1, random.permutation(batch.num_tokens))
+    routes = BatchRoutes(torch.from_numpy(index.astype(np.int32)), torch.from_numpy(table))
+    batch.routes = routes.pointing(routes.index)
+    return batch
 
 
 def train(
