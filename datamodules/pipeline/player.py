@@ -178,6 +178,13 @@ class EpisodePlayer:
                 one.metadata = {**foreign.metadata(one.metadata), **judged}
             except ValueError as error:
                 raise EpisodeError(f"{workflow}.run returned a trajectory whose {error}") from None
+            sampled = bool((one.loss_mask & (one.versions >= 0)).any())
+            if getattr(self.engine, "record_experts", False) and sampled and one.routes is None:
+                raise EpisodeError(
+                    f"{workflow}.run returned a trajectory without the experts that the engine has recorded for it:"
+                    " give it routes=response.routes, as to_trajectory does, or set record_experts of data.engine to"
+                    " false"
+                )
         check_credit(result)
         return result
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import random
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ import torch
 
 from app.batch import RolloutBatch, Trajectory
 from datamodules.inference.protocol import GenerationError, GenerationRequest, GenerationResponse
+from datamodules.pipeline.player import EpisodeError
 from datamodules.prompts.base import Prompt
 from datamodules.workflows import MultiTurnWorkflow, RLVRWorkflow
 from datamodules.workflows.base import EpisodeEngine
@@ -86,3 +88,13 @@ def test_an_engine_that_does_not_say_what_it_records_fails_its_episode() -> None
     engine.missing = True
     with pytest.raises(GenerationError, match="the engine told no experts, where 8 were asked for"):
         play(RLVRWorkflow(max_new_tokens=4), engine, CHARACTERS, SUM, right)
+
+
+def test_a_workflow_that_drops_them_fails_its_episode() -> None:
+    class Forgetful(RLVRWorkflow):
+        async def run(self, engine: EpisodeEngine, prompt: Prompt) -> list[Trajectory]:
+            return [replace(one, routes=None) for one in await super().run(engine, prompt)]
+
+    engine = RecordingEngine(CHARACTERS, ["42"])
+    with pytest.raises(EpisodeError, match=r"Forgetful.run returned a trajectory without the experts.*routes=response"):
+        play(Forgetful(max_new_tokens=4), engine, CHARACTERS, SUM, right)
