@@ -4,7 +4,8 @@ A server answers with one array, base64 of int32 [tokens, layers, k], in the las
 from the one that was asked for to the one before the last, those it had cached included, and of all layers of the
 model, with zeros for those without experts (SGLang 0.5.21, `--enable-return-routed-experts`).
 
-Promises: an array of another size, or with experts that the model has not, is an error and never training data.
+Promises: an array of another size, or with experts that the model has not, or that a token cannot have been sent to, is
+an error and never training data.
 """
 
 from __future__ import annotations
@@ -64,4 +65,6 @@ class ExpertLayout:
             raise ValueError(
                 f"routed_experts has experts {rows.min()} to {rows.max()}, where a layer has {self.experts}"
             )
+        if bool((np.diff(np.sort(rows), axis=-1) == 0).any()):  # what it never noted is zeros
+            raise ValueError("routed_experts has a token that was sent to one expert twice, so it is no record")
         return torch.from_numpy(np.ascontiguousarray(rows)).to(self.dtype)

@@ -82,6 +82,12 @@ class ModelMatch:
                 f"{server.client.url} does not say which experts it chooses, and SGLangEngine.record_experts is true;"
                 f" start it with {FLAG}"
             )
+        if self._records and info.get("enable_hierarchical_cache") is True:
+            raise WrongModel(
+                f"{server.client.url} keeps keys and values in the host's memory (--enable-hierarchical-cache), and of"
+                " those that it takes back it says which experts other tokens were sent to; start it without, or set"
+                " SGLangEngine.record_experts to false"
+            )
         dtype = info.get("dtype")
         if dtype in _HALF and not self._rounded:
             self._rounded = True

@@ -12,14 +12,13 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3MoeConfig
 
 from datamodules.inference.protocol import GenerationError, GenerationRequest, GenerationResponse, WeightUpdate
 from datamodules.inference.sglang import Launch, SGLangEngine
-from datamodules.inference.sglang.launcher import ServerProcess
 from datamodules.inference.weight_files import WeightFiles
 from datamodules.workflows.episode_routes import EpisodeRoutes
 from tests.app.tree.engine.layers.forced import own_choice
 from tests.datamodules.inference import engine_suite
 from tests.datamodules.inference.embedded.test_experts import alike, whole
 from tests.datamodules.inference.engine_suite import CONTEXT, VOCABULARY, prompts_of, tiny_policy
-from tests.datamodules.inference.sglang.real_servers.servers import START_S, options, skip_unless_wanted
+from tests.datamodules.inference.sglang.real_servers.servers import START_S, skip_unless_wanted
 
 pytestmark = pytest.mark.slow
 
@@ -96,19 +95,6 @@ def test_a_server_of_ours_says_what_it_chose(tmp_path: Path) -> None:
         engine.close()
 
 
-def test_servers_without_the_flag_and_models_without_experts_are_refused(tmp_path: Path) -> None:
+def test_models_without_experts_are_refused() -> None:
     with pytest.raises(GenerationError, match=r"SGLangEngine.record_experts: Qwen3ForCausalLM has no router"):
         SGLangEngine(urls=["http://127.0.0.1:1"], record_experts=True).start(tiny_policy(), 0, 0)
-    path, _ = WeightFiles(tmp_path / "first").write(policy_of(), 0)
-    served = options(str(path), kv_cache_tokens=4096, max_running_requests=8)
-    server = ServerProcess(served, tmp_path / "server.log")
-    try:
-        asyncio.run(server.ready(START_S))
-        engine = SGLangEngine(urls=[server.client().url], record_experts=True)
-        with pytest.raises(GenerationError, match=r"does not say which experts.*--enable-return-routed-experts"):
-            try:
-                engine.start(policy_of(), version=0, seed=0)
-            finally:
-                engine.close()
-    finally:
-        server.stop(0.0)

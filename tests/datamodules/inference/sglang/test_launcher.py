@@ -12,6 +12,7 @@ import subprocess
 import sys
 import threading
 import time
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -405,6 +406,29 @@ def checked(hostile: HostileServer, match: ModelMatch) -> str:
         return server.below
 
     return asyncio.run(check())
+
+
+@pytest.mark.parametrize(
+    ("serving", "message"),
+    [
+        ({}, r"does not say which experts it chooses.*--enable-return-routed-experts"),
+        (
+            {"enable_return_routed_experts": True, "enable_hierarchical_cache": True},
+            "experts other tokens were sent to",
+        ),
+        ({"enable_return_routed_experts": True, "enable_hierarchical_cache": False}, ""),
+    ],
+)
+def test_servers_that_cannot_say_which_experts_they_chose(serving: dict[str, bool], message: str) -> None:
+    def act(path: str, body: bytes) -> Answer | None:
+        model = {**MODEL_INFO, "architectures": ["Qwen3ForCausalLM"]}
+        return {"/model_info": said(model), "/server_info": said({**SERVER_INFO, **serving})}.get(path)
+
+    with HostileServer() as hostile:
+        hostile.act = act
+        checked(hostile, ModelMatch(tiny_policy()))
+        with pytest.raises(WrongModel, match=message) if message else nullcontext():
+            checked(hostile, ModelMatch(tiny_policy(), records=True))
 
 
 def test_half_precision_is_said_once_where_the_trained_model_is_in_float32(caplog: pytest.LogCaptureFixture) -> None:

@@ -281,14 +281,14 @@ def with_experts(array: Any, cuts: list[int], **request: Any) -> Output:
 
 
 def test_experts_are_read_of_the_last_report() -> None:
-    chosen = np.random.default_rng(0).integers(0, 8, (12, 3, 2))  # of tokens 1 to 12 of 14
+    chosen = np.random.default_rng(0).random((12, 3, 8)).argsort(-1)[..., :2]  # of tokens 1 to 12 of 14
     response = with_experts(encoded(chosen), [5, 12]).response()
     assert response.experts is not None and response.experts.dtype == torch.uint8
     assert np.array_equal(response.experts.numpy(), chosen[:, [0, 2]])
 
 
 def test_a_reply_that_a_text_ends_waits_for_the_report_that_has_them() -> None:
-    chosen = np.random.default_rng(0).integers(0, 8, (12, 3, 2))
+    chosen = np.random.default_rng(0).random((12, 3, 8)).argsort(-1)[..., :2]
     output = with_experts(encoded(chosen), [5, 12], stop_texts=("22",), decode=lambda ids: " ".join(map(str, ids)))
     response = output.response()
     assert response.tokens == [20, 21, 22] and response.experts is not None
@@ -305,6 +305,7 @@ def test_a_reply_that_a_text_ends_waits_for_the_report_that_has_them() -> None:
         (encoded(np.zeros(73)), "73 numbers"),
         (encoded(np.full((12, 3, 2), 8)), "experts 8 to 8, where a layer has 8"),
         (encoded(np.full((12, 3, 2), -1)), "experts -1 to -1"),
+        (encoded(np.zeros((12, 3, 2))), "sent to one expert twice"),
     ],
 )
 def test_experts_that_make_no_sense_are_refused(array: Any, message: str) -> None:
