@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3MoeConfig
+from transformers import AutoModelForCausalLM, Glm4MoeConfig, PreTrainedModel
 
 from datamodules.inference.protocol import GenerationError, GenerationRequest, GenerationResponse, WeightUpdate
 from datamodules.inference.sglang import Launch, SGLangEngine
@@ -29,20 +29,23 @@ def _wanted() -> None:
 
 
 def policy_of(seed: int = 0) -> PreTrainedModel:
-    config = Qwen3MoeConfig(
+    config = Glm4MoeConfig(
         vocab_size=VOCABULARY,
         hidden_size=64,
         intermediate_size=64,
         moe_intermediate_size=32,
-        num_experts=16,
+        n_routed_experts=16,
         num_experts_per_tok=4,
+        n_shared_experts=1,
+        n_group=1,
+        topk_group=1,
         num_hidden_layers=3,
+        first_k_dense_replace=1,  # of which there is no record
         num_attention_heads=2,
         num_key_value_heads=1,
         head_dim=32,
         max_position_embeddings=CONTEXT,
         initializer_range=0.2,
-        norm_topk_prob=True,
         eos_token_id=None,
         bos_token_id=None,
         pad_token_id=None,
@@ -61,7 +64,7 @@ def said(engine: SGLangEngine, policy: PreTrainedModel, requests: list[Generatio
     for request, response in zip(requests, generate_all(engine, requests), strict=True):
         tokens, start = whole(request, response), request.experts_from
         assert response.experts is not None and response.experts.dtype == torch.uint8
-        assert response.experts.shape == (len(tokens) - 1 - (start or 0), 3, 4)
+        assert response.experts.shape == (len(tokens) - 1 - (start or 0), 2, 4)
         assert alike(response.experts, own_choice(policy, [tokens])[start:-1])
 
 
