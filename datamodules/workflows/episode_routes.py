@@ -1,7 +1,7 @@
 """The experts of one episode's tokens, which its sequences share.
 
 Promises: what an earlier request of the episode has told of the beginning of a prompt is not asked for again, nor held
-twice; a token keeps what was first said of it. A prompt with pictures is known by nothing but itself.
+twice; a token keeps what was first said of it. Prompts with other pictures begin otherwise from the first of these on.
 """
 
 from __future__ import annotations
@@ -22,12 +22,13 @@ class EpisodeRoutes:
     def __init__(self) -> None:
         self._table = RouteTable()
         self._known: list[tuple[Ints, Ints]] = []  # tokens of prompts with their replies, and the row of each, or -1
+        self._pictures: dict[bytes, int] = {}  # by their keys
 
     def begin(self, request: GenerationRequest) -> Ints:
         """Makes the request ask for the experts of tokens that are not known; the rows of those that are."""
         best = np.zeros(0, np.int64)
-        prompt = np.array(request.tokens, np.int64)
-        for tokens, rows in () if request.pictures else self._known:
+        prompt = self._named(request)
+        for tokens, rows in self._known:
             size = min(len(tokens), len(prompt))
             same = np.append(tokens[:size] == prompt[:size], False) & np.append(rows[:size] >= 0, False)
             if (common := int(same.argmin())) > len(best):
@@ -48,7 +49,14 @@ class EpisodeRoutes:
         rows[: len(known)] = known
         rows[len(known) : len(known) + len(experts)] = self._table.add(experts) + np.arange(len(experts))
         response.routes, response.experts = Routes(torch.from_numpy(rows).to(torch.int32), self._table), None
-        if not request.pictures:
-            tokens = np.array([*request.tokens, *response.tokens], np.int64)
-            beyond = [one for one in self._known if not np.array_equal(one[0], tokens[: len(one[0])])]
-            self._known = [*beyond, (tokens, rows)]
+        tokens = np.append(self._named(request), np.array(response.tokens, np.int64))
+        beyond = [one for one in self._known if not np.array_equal(one[0], tokens[: len(one[0])])]
+        self._known = [*beyond, (tokens, rows)]
+
+    def _named(self, request: GenerationRequest) -> Ints:
+        """The tokens of a prompt; those of pictures as numbers below 0, one a picture."""
+        tokens = np.array(request.tokens, np.int64)
+        for k, picture in enumerate(request.pictures):
+            number = self._pictures.setdefault(picture.key, len(self._pictures))
+            tokens[np.array(request.images) == k] = -1 - number
+        return tokens

@@ -13,17 +13,20 @@ import pytest
 import torch
 
 from app.batch import RolloutBatch, Trajectory
+from app.pictures import Picture
 from datamodules.inference.protocol import GenerationError, GenerationRequest, GenerationResponse
 from datamodules.pipeline.player import EpisodeError
 from datamodules.prompts.base import Prompt
 from datamodules.workflows import MultiTurnWorkflow, RLVRWorkflow
 from datamodules.workflows.base import EpisodeEngine
+from datamodules.workflows.episode_routes import EpisodeRoutes
 from datamodules.workflows.gateway import Budget, Session
 from datamodules.workflows.gateway.protocols.servable import Sampling
 from datamodules.workflows.tool_calls import hermes_calls
 from tests.datamodules.workflows.gateway.test_sessions import CHAT, TOKENIZER, converse, reply
 from tests.datamodules.workflows.scripted_engine import ScriptedEngine, play
 from tests.datamodules.workflows.test_multi_turn import CHARACTERS, SUM, right
+from tests.helpers.pictured import picture
 
 
 def expert(tokens: list[int]) -> list[int]:
@@ -81,6 +84,24 @@ def test_workflows(sequences: Any) -> None:
     check(play(workflow, engine, CHARACTERS, SUM, right), engine)
     engine = RecordingEngine(CHARACTERS, ["42"])
     check(play(RLVRWorkflow(max_new_tokens=4), engine, CHARACTERS, SUM, right), engine)
+
+
+def test_prompts_with_pictures() -> None:
+    """What follows another picture under the same ids is another prompt."""
+    routes, one, other = EpisodeRoutes(), picture(0, tokens=2), picture(1, tokens=2)
+
+    def ask(tokens: list[int], images: list[int], *pictures: Picture) -> int:
+        request = GenerationRequest(tokens, 2, images=images if pictures else None, pictures=pictures)
+        known = routes.begin(request)
+        rows = torch.zeros(len(tokens) + 1 - len(known), 2, 2, dtype=torch.uint8)
+        routes.end(request, GenerationResponse([7, 7], [0.0] * 2, [0] * 2, "stop", rows), known)
+        return len(known)
+
+    assert ask([1, 9, 9, 2], [-1, 0, 0, -1], one) == 0
+    assert ask([1, 9, 9, 2, 7, 7, 9, 9, 3], [-1, 0, 0, -1, -1, -1, 1, 1, -1], one, other) == 5
+    assert ask([1, 9, 9, 2], [-1, 0, 0, -1], other) == 1
+    assert ask([1, 9, 9, 2], [-1, 0, 0, -1], one) == 4
+    assert ask([1, 9, 9, 2], [-1] * 4) == 1
 
 
 def test_an_engine_that_does_not_say_what_it_records_fails_its_episode() -> None:
