@@ -19,7 +19,7 @@ from typing import Any, NoReturn
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.cli import LightningArgumentParser
 
-from app.cli.run_directory import RunDirectoryError, disk_trouble
+from app.cli.runs.run_directory import RunDirectoryError, disk_trouble
 from app.text import printable
 
 _PROJECT = Path(__file__).resolve().parents[2]

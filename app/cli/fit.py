@@ -38,7 +38,6 @@ from lightning.pytorch.utilities import rank_zero_only
 from transformers.utils import logging as transformers_logging
 
 from app import interruption
-from app.cli import run_directory
 from app.cli.configuration import (
     LAST,
     check_checkpoint,
@@ -51,13 +50,14 @@ from app.cli.configuration import (
     last_checkpoints,
     restarted_by_agent,
 )
-from app.cli.default_callbacks import OPTIONAL, check_without, with_defaults
-from app.cli.early_end import why_early
 from app.cli.errors import ArboristParser, cut, is_ours, users_mistake
-from app.cli.run_directory import RunDirectory
+from app.cli.runs import run_directory
+from app.cli.runs.default_callbacks import OPTIONAL, check_without, with_defaults
+from app.cli.runs.early_end import why_early
+from app.cli.runs.loggers import go_on_in_mlflow, go_on_in_wandb
+from app.cli.runs.run_directory import RunDirectory
 from app.clients import no_keys_needed
 from app.interruption import End, Interrupted, end_of
-from app.loggers import go_on_in_mlflow, go_on_in_wandb
 from app.text import print_exception, printable, printable_output
 from callbacks.hang_dump import install
 from callbacks.report.callback import PAGE

@@ -33,7 +33,7 @@ from optuna.storages import JournalStorage
 from optuna.storages.journal import JournalFileBackend
 from optuna.trial import FrozenTrial, Trial, TrialState
 
-from app.cli.run_directory import RunDirectory, RunDirectoryError
+from app.cli.runs.run_directory import RunDirectory, RunDirectoryError
 
 ROOT = Path(__file__).resolve().parents[2]
 POLL_S = 1.0

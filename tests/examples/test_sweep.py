@@ -8,7 +8,7 @@ import optuna
 import pytest
 from optuna.trial import TrialState
 
-from app.cli.run_directory import RunDirectory
+from app.cli.runs.run_directory import RunDirectory
 from examples.sweep import search
 
 TOY = """

@@ -14,7 +14,7 @@ from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import RichProgressBar
 
 from app.cli import main
-from app.cli.default_callbacks import OPTIONAL, with_defaults
+from app.cli.runs.default_callbacks import OPTIONAL, with_defaults
 from callbacks import Interruption, Progress, RewardLogger, SaveLast, Summary, Throughput, WeightSync
 from modules import ModelSource, PolicyModule
 from tests.fuzz.test_configurations import ROLLED_OUT, base

@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 
 from app.cli import main
-from app.cli.run_directory import LOCK_FILE, RunDirectory, RunDirectoryError
+from app.cli.runs.run_directory import LOCK_FILE, RunDirectory, RunDirectoryError
 from tests.app.cli.test_cli import CONFIG
 
-_HOLD = "from pathlib import Path; from app.cli.run_directory import RunDirectory; held = RunDirectory(Path('here'));"
+_HOLD = "from pathlib import Path; from app.cli.runs.run_directory import RunDirectory; held = RunDirectory(Path('here'));"
 
 
 @pytest.fixture(autouse=True)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from app.loggers import go_on_in_mlflow
+from app.cli.runs.loggers import go_on_in_mlflow
 
 
 class Store:
