@@ -1,4 +1,4 @@
-"""The benchmark of recorded experts at toy size: records bring the trainer nearer to the sampler, whatever the router."""
+"""The benchmark of recorded experts at toy size: records bring the trainer nearer to the sampler, by any router."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ pytestmark = pytest.mark.slow
 
 
 def test_records_bring_the_trainer_nearer(tmp_path: Path) -> None:
-    options = "--seeds 1 --requests 4 --layers 3 --repeats 1".split()
+    options = ["--seeds", "1", "--requests", "4", "--layers", "3", "--repeats", "1"]
     experts.main([*options, "--out", str(tmp_path)])
     result = json.loads((tmp_path / "experts.json").read_text())
     assert [row["family"] for row in result["rows"]] == [name for name in experts.FAMILIES for _ in experts.TRAINERS]
