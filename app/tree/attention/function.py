@@ -130,7 +130,7 @@ def tree_attention(
         raise ValueError(f"{where}: received attention_mask; tree attention takes none")
     if dropout:
         raise ValueError(f"{where}: attention dropout {dropout}; set attention_dropout to 0 or call model.eval()")
-    if is_causal is False:
+    if not (getattr(module, "is_causal", True) if is_causal is None else is_causal):  # as transformers' own read it
         raise ValueError(f"{where}: is_causal=False; only causal attention is supported")
     if sliding_window is not None and sliding_window < 1:
         raise ValueError(f"{where}: sliding_window={sliding_window}; set it to at least 1, or to None for no window")

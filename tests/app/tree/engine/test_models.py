@@ -70,6 +70,13 @@ def test_the_support_matrix_is_current() -> None:
     assert found == fresh, "run python -m tests.app.tree.engine.support_matrix"
 
 
+def test_attention_that_sees_ahead_is_refused() -> None:
+    """Told by the layers alone; the self-check would tell of it in numbers."""
+    model = models.make("gemma3_text", head_dim=8, use_bidirectional_attention=True)
+    with pytest.raises(ValueError, match=r"layer 0 \(Gemma3Attention\): is_causal=False"):
+        TreeEngine(model, self_check=False).forward(PrefixTree.build(families.SEQUENCES))
+
+
 def test_a_wrong_family_is_not_called_supported(monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards every cell: an engine whose branches see each other fails all columns."""
     from app.tree.planning import layout
