@@ -188,9 +188,9 @@ class Output:
         """Raises GenerationError: experts that were asked for are missing, or make no sense."""
         experts = None
         if self._layout is not None and self.request.experts_from is not None:
-            if not self._experts:
-                raise self._wrong("it does not say which experts it chose (routed_experts), or its last report is lost")
             count = len(self.request.tokens) + len(self.tokens) - 1 - self.request.experts_from
+            if count and not self._experts:  # of no token (one that follows a known prompt) it says nothing
+                raise self._wrong("it does not say which experts it chose (routed_experts), or its last report is lost")
             try:
                 experts = self._layout.read(self._experts, count)
             except ValueError as error:

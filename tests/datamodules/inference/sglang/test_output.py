@@ -287,6 +287,17 @@ def test_experts_are_read_of_the_last_report() -> None:
     assert np.array_equal(response.experts.numpy(), chosen[:, [0, 2]])
 
 
+@pytest.mark.parametrize("said", ["", None])
+def test_a_reply_of_one_token_to_a_prompt_that_is_known_has_none(said: str | None) -> None:
+    output = Output(GenerationRequest([1, 2], 1, experts_from=2), 100, LAYOUT)
+    output.begin(3)
+    (one,) = reports([20], [1], [3], [(3, 0, 1)], True)
+    one["meta_info"]["routed_experts"] = said
+    assert output.add(one, KNOWN, True)
+    response = output.response()
+    assert response.tokens == [20] and response.experts is not None and response.experts.shape == (0, 2, 2)
+
+
 def test_a_reply_that_a_text_ends_waits_for_the_report_that_has_them() -> None:
     chosen = np.random.default_rng(0).random((12, 3, 8)).argsort(-1)[..., :2]
     output = with_experts(encoded(chosen), [5, 12], stop_texts=("22",), decode=lambda ids: " ".join(map(str, ids)))
