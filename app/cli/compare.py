@@ -271,6 +271,8 @@ def _settings(side: Side, config: Path, arguments: argparse.Namespace) -> dict[s
     elif side.config is not None and side.config != config:
         model["model"] = yaml.safe_load(side.config.read_text("utf-8"))["model"]["init_args"]["model"]
     data["tokenizer"] = _tokenizer(side, config, str(data["tokenizer"]))
+    if isinstance(data.get("engine"), dict):  # records are for training, and the other side's model may have no experts
+        (data["engine"].get("init_args") or {}).pop("record_experts", None)
     validation = data.get("validation") or {}
     prompts = _format(data) or {}
     prompts |= {"path": str(arguments.prompts), "shuffle": False}

@@ -188,6 +188,15 @@ def test_the_report_is_written_where_the_run_has_none(workplace: Path) -> None:
     assert "without_callbacks" not in settings_of(configuration | {"without_callbacks": ["Report"]})
 
 
+def test_a_model_without_experts_plays_against_one_whose_run_records_them(workplace: Path) -> None:
+    """The dense one's engine would be refused."""
+    settings = yaml.safe_load(Path("run/config.yaml").read_text())
+    settings["data"]["init_args"]["engine"]["init_args"]["record_experts"] = True
+    Path("run/config.yaml").write_text(yaml.safe_dump(settings))
+    main(["compare", "run", "run/model", "--prompts", "prompts.jsonl", "--out", "out"])
+    assert json.loads(Path("out/compare.json").read_text())
+
+
 OTHER = "char:=*-+9876543210"
 
 
