@@ -30,14 +30,16 @@ class ReplayDataModule(L.LightningDataModule):
 
     Args:
         path: the directory the batches were recorded in. Environment variables are expanded.
+        replay_experts: whether tokens go to the experts on record (docs/algorithms.md), where there are any. False: to
+            those of the router, as for another model than the one that sampled.
 
     Raises (in `setup` and while training):
         DataFileError: no such directory; RecordingError: no batches in it, a broken one, or none for a policy version.
     """
 
-    def __init__(self, path: str) -> None:
+    def __init__(self, path: str, replay_experts: bool = True) -> None:
         super().__init__()
-        self.path = path
+        self.path, self.replay_experts = path, replay_experts
         self._versions: list[int] = []
 
     def setup(self, stage: str | None = None) -> None:
@@ -76,6 +78,8 @@ class _ReplayLoader:
             )
         for version in range(module.policy_version, last + 1):
             batch = to_batch(read_batch(self._data.directory, version)) if trainer.is_global_zero else None
+            if batch is not None and not self._data.replay_experts:
+                batch.routes = None
             for index in range(module.steps_done, count):
                 if version == last and index == count - 1:
                     _log.info("the recording ends with this batch, of version %d", last)

@@ -71,12 +71,13 @@ class Replay:
         if routes.table.shape[1:] != (layers, chosen):
             raise ValueError(
                 f"routes: recorded are {routes.table.shape[2]} experts in each of {routes.table.shape[1]} layers, and"
-                f" {type(self.model).__name__} chooses {chosen} in {layers}; they are another model's"
+                f" {type(self.model).__name__} chooses {chosen} in {layers}; they are another model's; {REMEDY}"
             )
         if not 0 <= int(routes.table.min()) <= int(routes.table.max()) < self.routers.experts:
             raise ValueError(
                 f"routes: recorded are experts {routes.table.min()} to {routes.table.max()}, and"
-                f" {type(self.model).__name__} has {self.routers.experts} in a layer; they are another model's"
+                f" {type(self.model).__name__} has {self.routers.experts} in a layer; they are another model's;"
+                f" {REMEDY}"
             )
 
     def over(self, routes: TreeRoutes | None) -> ReplayPass | None:

@@ -26,7 +26,7 @@ from transformers import PreTrainedModel
 Choose = Callable[[int, Tensor], Tensor]
 """`choose(place, own) -> experts`: int64 [n, k] both, of the router at `place` among the model's; `own` as it is leaves
 the router's own choice."""
-REMEDY = "leave the engine's record_experts off for this model"
+REMEDY = "leave the engine's record_experts, or replay_experts of recorded rollouts, off for this model"
 
 
 @dataclass(frozen=True)

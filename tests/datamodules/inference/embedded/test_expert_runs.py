@@ -23,15 +23,14 @@ from tests.helpers.tiny_model import TINY_WITH_ENDS
 EXPERTS = dict(TINY_WITH_ENDS, model_type="qwen3_moe", num_experts=16, num_experts_per_tok=4, moe_intermediate_size=16)
 
 
-def policy(**options: Any) -> PolicyModule:
+def policy(**config: Any) -> PolicyModule:
     return PolicyModule(
-        ModelSource(config=dict(EXPERTS, num_hidden_layers=3, initializer_range=0.3)),
+        ModelSource(config=dict(EXPERTS, num_hidden_layers=3, initializer_range=0.3) | config),
         optimizer=lambda params: torch.optim.AdamW(params, lr=1e-2),
         chunk_tokens=16,
         live_tokens=32,
         self_check="error",
         minibatches=2,
-        **options,
     )
 
 
@@ -67,6 +66,22 @@ def test_what_is_sampled_is_what_is_trained_whatever_the_dtype(
     assert max(found["float32", True]["logprob_diff_max"][1]) < 1e-4
     assert found["float32", True]["routing/changed"][1][0] == 0
     assert 0 < found["bfloat16", True]["routing/changed"][1][0] < 0.2
+
+
+def test_rollouts_of_a_model_of_experts_train_one_that_has_none(tmp_path: Path) -> None:
+    engine = EmbeddedEngine(kv_cache_tokens=2048, num_threads=1, record_experts=True)
+    made = {"reward": length, "max_staleness": 0, "batches_per_epoch": 1, "record": "rollouts"}
+    run(tmp_path, policy(), rollouts(engine=engine, **made), [WeightSync()])
+    dense = PolicyModule(ModelSource(config=TINY_WITH_ENDS), self_check="error")
+    with pytest.raises(ValueError, match=r"Qwen3ForCausalLM has no router.*replay_experts of recorded rollouts, off"):
+        run(tmp_path / "refused", dense, ReplayDataModule(f"{tmp_path}/rollouts"), [])
+    wider = policy(num_experts_per_tok=2)
+    with pytest.raises(ValueError, match=r"recorded are 4 experts.*chooses 2 in 3.*replay_experts"):
+        run(tmp_path / "wider", wider, ReplayDataModule(f"{tmp_path}/rollouts"), [])
+    data = ReplayDataModule(f"{tmp_path}/rollouts", replay_experts=False)
+    for name, module in (("dense", dense), ("wider_again", wider)):
+        metrics = run(tmp_path / name, module, data, [])
+        assert metrics["grad_norm"][1][0] > 0 and "routing/changed" not in metrics
 
 
 def test_models_without_experts_are_refused(tmp_path: Path) -> None:
