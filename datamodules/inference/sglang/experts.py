@@ -66,5 +66,8 @@ class ExpertLayout:
                 f"routed_experts has experts {rows.min()} to {rows.max()}, where a layer has {self.experts}"
             )
         if bool((np.diff(np.sort(rows), axis=-1) == 0).any()):  # what it never noted is zeros
-            raise ValueError("routed_experts has a token that was sent to one expert twice, so it is no record")
+            raise ValueError(
+                "routed_experts has a token that was sent to one expert twice, so it is no record; start the server"
+                " with --moe-runner-backend triton, or set SGLangEngine.record_experts to false"
+            )
         return torch.from_numpy(np.ascontiguousarray(rows)).to(self.dtype)

@@ -25,6 +25,9 @@ from datamodules.inference.sglang.weights.forms import from_a_run
 _log = logging.getLogger(__name__)
 _ASK_S = 30.0
 # SGLang's "auto" is never float32: a model that is saved in that is served in float16 (Gemma in bfloat16).
+_UNRECORDED = ("triton_kernel", "flashinfer_trtllm")
+"""Of experts, what SGLang computes without the choice that it would note: zeros are what it says then, the one expert
+of a layer that chooses one."""
 _HALF = ("auto", "half", "float16", "bfloat16")
 
 
@@ -87,6 +90,13 @@ class ModelMatch:
                 f"{server.client.url} keeps keys and values in the host's memory (--enable-hierarchical-cache), and of"
                 " those that it takes back it says which experts other tokens were sent to; start it without, or set"
                 " SGLangEngine.record_experts to false"
+            )
+        if self._records and (backend := info.get("moe_runner_backend")) in _UNRECORDED:
+            raise WrongModel(
+                f"{server.client.url} has its experts chosen inside of a kernel (--moe-runner-backend {backend}, which"
+                " it may have settled on by itself), and notes nothing of it: start it with --moe-runner-backend triton"
+                " (SGLangEngine.launch.arguments of servers that the run starts), or set SGLangEngine.record_experts to"
+                " false"
             )
         dtype = info.get("dtype")
         if dtype in _HALF and not self._rounded:

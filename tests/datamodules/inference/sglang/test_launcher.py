@@ -417,9 +417,14 @@ def checked(hostile: HostileServer, match: ModelMatch) -> str:
             "experts other tokens were sent to",
         ),
         ({"enable_return_routed_experts": True, "enable_hierarchical_cache": False}, ""),
+        (
+            {"enable_return_routed_experts": True, "moe_runner_backend": "triton_kernel"},
+            "start it with --moe-runner-backend triton .*SGLangEngine.launch.arguments",
+        ),
+        ({"enable_return_routed_experts": True, "moe_runner_backend": "triton"}, ""),
     ],
 )
-def test_servers_that_cannot_say_which_experts_they_chose(serving: dict[str, bool], message: str) -> None:
+def test_servers_that_cannot_say_which_experts_they_chose(serving: dict[str, bool | str], message: str) -> None:
     def act(path: str, body: bytes) -> Answer | None:
         model = {**MODEL_INFO, "architectures": ["Qwen3ForCausalLM"]}
         return {"/model_info": said(model), "/server_info": said({**SERVER_INFO, **serving})}.get(path)
