@@ -46,7 +46,6 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import PreTrainedModel
 
 from app.tree.memory import auto_budgets
-from app.tree.planning.cost import ModelShape
 from benchmarks.common.failures import described, noted
 from benchmarks.common.measure import compare, environment, measure, profile, seconds, spread, table
 from benchmarks.common.memory import fitting, of_predicted
@@ -388,7 +387,7 @@ def measure_size(
     with noted(report["failed"], report["model"]):
         model = qwen3(**shape, vocabulary=vocabulary, dtype=torch.bfloat16, device=device)
         report["parameters"] = sum(p.numel() for p in model.parameters())
-        report["shape"] = vars(ModelShape.of(model.config))
+        report["shape"] = shape | {"vocabulary": vocabulary}
     for k, work in enumerate(works if "shape" in report else ()):
         now = time.perf_counter()
         if now >= deadline:
