@@ -245,8 +245,8 @@ def _make_config(fields: dict[str, Any]) -> PretrainedConfig:
         default = AutoConfig.for_model(model_type)
     except (ValueError, TypeError) as error:
         raise ValueError(f"model.config.model_type: '{model_type}' is not an architecture of transformers") from error
-    values = default.to_dict()
-    known = {*values, *default.attribute_map, "num_labels", "head_dim", "rope_theta", "rope_scaling"}
+    values = {**default.to_dict(), "num_labels": default.num_labels}  # which is told where it is not 2
+    known = {*values, *default.attribute_map, "head_dim", "rope_theta", "rope_scaling"}
     if model_type.startswith("gemma4"):  # which it keeps as a part of per_layer_config
         known |= {"global_head_dim", "num_global_key_value_heads"}
     for key in options:

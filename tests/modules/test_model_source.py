@@ -346,3 +346,10 @@ def test_mistakes_of_adapters(
     fields["path"] = fields["path"].format(here=tmp_path) if "path" in fields else None
     with pytest.raises(ValueError, match=message):
         build_model(ModelSource(**fields))
+
+
+@pytest.mark.parametrize("key", ["num_labels", "hidden_size"])
+def test_a_count_is_no_yes_or_no(key: str) -> None:
+    """Nor where a saved configuration leaves it out, as it does labels."""
+    with pytest.raises(ValueError, match=rf"model\.config\.{key}: True, must be "):
+        build_model(ModelSource(config={"model_type": "qwen3", key: True}))
