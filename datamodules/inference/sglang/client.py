@@ -25,8 +25,8 @@ from datamodules.inference.protocol import GenerationError
 
 _REASON_CHARACTERS = 600
 _ANSWER_BYTES = 16 << 20  # /server_info has some ten thousand
-# A report that repeats 100,000 tokens has about five million, and 400 million of the experts that 94 layers chose.
-_REPORT_BYTES = 512 << 20
+_REPORT_BYTES = 64 << 20  # one that repeats 100,000 tokens has about five million
+_REPORT_WITH_EXPERTS = 512 << 20  # and 400 million of those that 94 layers chose
 
 
 class ServerError(GenerationError):
@@ -160,7 +160,8 @@ class ServerClient:
                 if response.status != 200:
                     content = await self._content(response, "/generate")
                     raise self._refusal("/generate", response.status, content)
-                async for line in _lines(response):
+                experts = body.get("return_routed_experts")
+                async for line in _lines(response, _REPORT_WITH_EXPERTS if experts else _REPORT_BYTES):
                     if not line.startswith(b"data: "):
                         continue
                     if line.strip() == b"data: [DONE]":
@@ -233,8 +234,8 @@ class ServerClient:
         return ServerRefused(f"{self.url}{path}: HTTP {status}: {printable(text, _REASON_CHARACTERS)}", status)
 
 
-async def _lines(response: aiohttp.ClientResponse) -> AsyncGenerator[bytes, None]:
-    """The lines of a stream as they come. Raises ValueError for one that does not end."""
+async def _lines(response: aiohttp.ClientResponse, most: int) -> AsyncGenerator[bytes, None]:
+    """The lines of a stream as they come. Raises ValueError for one of more than `most` bytes, which may not end."""
     rest = bytearray()
     async for piece in response.content.iter_any():  # lines may be longer than any line buffer
         seen = len(rest)
@@ -244,8 +245,8 @@ async def _lines(response: aiohttp.ClientResponse) -> AsyncGenerator[bytes, None
             yield bytes(rest[begin:end])
             begin = end + 1
         del rest[:begin]
-        if len(rest) > _REPORT_BYTES:
-            raise ValueError(f"a report of more than {_REPORT_BYTES >> 20} MiB")
+        if len(rest) > most:
+            raise ValueError(f"a report of more than {most >> 20} MiB")
 
 
 def _parsed(content: bytes | bytearray) -> Any:
