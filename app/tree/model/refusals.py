@@ -43,6 +43,7 @@ _REFUSED = {
     "minimax": "its lightning attention is computed in line, not by a function that a tree can give a state to",
     "mamba2": "it has no layer of attention, by whose heads and keys memory and time are counted",
     "paligemma": "every token of its prompt sees all of the prompt, so a prefix depends on what follows it",
+    "modernbert-decoder": "a part of it stands between its layers and its output projection, which a tree leaves out",
     "mllama": "its pictures enter through layers of cross-attention, which have no place in a sequence",
 }
 """Model types that cannot run over a tree, and why."""

@@ -26,7 +26,7 @@ ATTENTION = "arborist_slots"
 # Arguments that describe what `step` already says, or that change nothing in a forward without gradient.
 _IMPLIED = frozenset(
     {
-        *("position_ids", "cache_position", "use_cache", "is_causal", "layer_idx"),
+        *("position_ids", "cache_position", "use_cache", "layer_idx"),
         *("output_attentions", "output_router_logits", STATES_ARGUMENT),
     }
 )
@@ -221,11 +221,14 @@ def attend(
     sliding_window: int | None = None,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
+    is_causal: bool | None = None,
     **extra: object,
 ) -> tuple[Tensor, None]:
     """The attention function transformers calls: query [1, Hq, T, D], key and value [1, Hkv, T, D] -> [1, T, Hq, D];
     `softcap` of the scores, `s_aux` [Hq] attention sinks."""
     unknown = sorted(name for name, given in extra.items() if given is not None and name not in _IMPLIED)
+    if not (getattr(module, "is_causal", True) if is_causal is None else is_causal):  # as transformers' own read it
+        unknown.append("is_causal=False")
     if unknown or attention_mask is not None or dropout:
         names = unknown or ["attention_mask" if attention_mask is not None else "dropout"]
         raise NotImplementedError(
@@ -273,21 +276,23 @@ def _written_out(
     weights and no value. Scores are float32, a block of queries at a time."""
     count, heads, queries, width = q.shape
     shared, keys = k.shape[1:3]
+    groups = heads // shared
     scale = width**-0.5 if scaling is None else scaling
-    q = q.reshape(count, shared, heads // shared, queries, width)
     rows = max(1, _SCORES // (count * heads * keys))
     found = []
     for first in range(0, queries, rows):
-        block = slice(first, first + rows)
-        scores = (q[:, :, :, block] @ k.unsqueeze(2).transpose(-1, -2)).float() * scale
+        block = slice(first, min(first + rows, queries))
+        # Query heads of a key head stand as rows: broadcast, each would have a copy of the keys.
+        own = q[:, :, block].reshape(count, shared, -1, width)
+        scores = (own @ k.transpose(-1, -2)).float().view(count, shared, groups, -1, keys) * scale
         if softcap is not None:
             scores = softcap * torch.tanh(scores / softcap)
         scores += bias[:, :, block].unsqueeze(1)
         if sinks is not None:
-            own = sinks.float().view(1, shared, -1, 1, 1).expand(*scores.shape[:-1], 1)
-            scores = torch.cat([scores, own], -1)
-        weights = scores.softmax(-1)[..., :keys].to(v.dtype)
-        found.append((weights @ v.unsqueeze(2)).flatten(1, 2))
+            sink = sinks.float().view(1, shared, groups, 1, 1).expand(*scores.shape[:-1], 1)
+            scores = torch.cat([scores, sink], -1)
+        weights = scores.softmax(-1)[..., :keys].to(v.dtype).flatten(2, 3)
+        found.append((weights @ v).view(count, heads, -1, v.shape[-1]))
     return torch.cat(found, 2)
 
 

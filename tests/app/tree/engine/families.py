@@ -294,6 +294,11 @@ REFUSED: dict[str, Family] = {
         dict(EXPERTS, layer_types=["linear_attention", "full_attention"], head_dim=8),
         "states in line",
     ),
+    "ModernBERT": Family(
+        "modernbert-decoder",
+        dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id", "cls_token_id", "sep_token_id"), 0),
+        "a head of several layers",
+    ),
     "DiffLlama": Family("diffllama", {}, "two attentions a layer"),
     "Doge": Family("doge", {}, "masks of its own"),
     "StableLM": Family("stablelm", {}, "attention outside transformers' interface"),

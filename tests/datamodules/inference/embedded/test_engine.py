@@ -17,6 +17,7 @@ from transformers import (
     FalconConfig,
     Gemma2Config,
     Gemma3nTextConfig,
+    Gemma3TextConfig,
     Gemma4TextConfig,
     GptOssConfig,
     LlamaConfig,
@@ -201,6 +202,9 @@ def test_what_attends_otherwise_is_refused_at_its_start() -> None:
     with pytest.raises(NotImplementedError, match="does not honour position_bias of Linear"):
         q = k = v = torch.zeros(1, 1, 1, 4)
         kv_slots.attend(torch.nn.Linear(1, 1), q, k, v, None, slots=kv_slots.KVSlots(8), position_bias=v)
+    ahead = Gemma3TextConfig(**SHAPE, head_dim=8, use_bidirectional_attention=True)
+    with pytest.raises(GenerationError, match="does not honour is_causal=False of Gemma3Attention"):
+        engine.start(AutoModelForCausalLM.from_config(ahead), 0, 0)
 
 
 class TestReproducible:
