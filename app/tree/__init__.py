@@ -5,6 +5,7 @@ Needs torch and transformers only; knows no RL and no Lightning. See `PrefixTree
 """
 
 from app.tree.attention.groups import RankGroup
+from app.tree.attention.indexers import Indexers, index_parameters, run_indexer
 from app.tree.attention.kernels import triton_lacks
 from app.tree.calibrate import device_rates
 from app.tree.engine import TreeEngine
@@ -58,6 +59,7 @@ __all__ = [
     "STATES_ARGUMENT",
     "CutVocabulary",
     "FlatOutputs",
+    "Indexers",
     "Likeliest",
     "ModelReport",
     "Picture",
@@ -82,6 +84,7 @@ __all__ = [
     "elements",
     "first_layers",
     "free_bytes",
+    "index_parameters",
     "inspect_model",
     "inspect_tree",
     "kept_in_float32",
@@ -103,6 +106,7 @@ __all__ = [
     "refuse_pictures",
     "refuse_tokens",
     "routed",
+    "run_indexer",
     "scaled_by",
     "scales",
     "settle_quantised",

@@ -23,6 +23,7 @@ from transformers import PreTrainedModel
 
 from app.tree.attention import BACKENDS, choose_backend
 from app.tree.attention.groups import RankGroup
+from app.tree.attention.indexers import Indexers
 from app.tree.calibrate import measure_rates
 from app.tree.executor import Completing, Executor
 from app.tree.experts.replay import Replay
@@ -141,10 +142,10 @@ class TreeEngine:
         self.model = transformers_model(model)
         refuse_by_name(type(self.model).__name__, self.model.config)
         settle_quantised(self.model)
-        self.state_layers = StateLayers.of(self.model)
-        refuse_unsupported(self.model, self.state_layers.indices)
+        self.state_layers, self.indexers = StateLayers.of(self.model), Indexers.of(self.model)
+        refuse_unsupported(self.model, self.state_layers.indices, self.indexers.types)
         if group is not None:
-            refuse_group(self.model, len(self.state_layers.mixers), on_mismatch)
+            refuse_group(self.model, len(self.state_layers.mixers), len(self.indexers), on_mismatch)
         self.group = group
         self.tower = Tower(self.model, image_processor)
         self.budget = Budget(chunk_tokens, live_tokens)
@@ -454,6 +455,7 @@ class TreeEngine:
             per_sequence,
             backend,
             self.state_layers,
+            self.indexers,
             with_grads,
             None if execution.dense else self.group,
             scans,

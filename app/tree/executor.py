@@ -20,6 +20,7 @@ from transformers import PreTrainedModel
 from app.tree.attention import tree_attention_on
 from app.tree.attention.chunk_attention import Backend, ChunkAttention
 from app.tree.attention.groups import RankGroup, RowShares
+from app.tree.attention.indexers import Indexers
 from app.tree.attention.path_cache import KeyValue, PathCache
 from app.tree.experts.replay import ReplayPass
 from app.tree.heads import Heads, Kept, Soft
@@ -83,6 +84,7 @@ class _Open:
 
     pieces: dict[int, int]  # piece -> first row in the run that provided keys
     keys_values: dict[int, KeyValue]  # until the last piece is in the path cache
+    index_keys: dict[int, tuple[Tensor, ...]]  # as well
     ends: States  # of the pieces that others hang below
     end_grads: States = field(default_factory=dict)  # what these owe them, in float32 or float64
     run: _Run | None = None  # with the graph
@@ -103,6 +105,7 @@ class Executor:
         per_sequence: np.ndarray[Any, np.dtype[np.float64]] | None,
         backend: Backend,
         state_layers: StateLayers,
+        indexers: Indexers,
         with_grads: bool,
         group: RankGroup | None = None,
         scans: Scans = TORCH,
@@ -137,7 +140,8 @@ class Executor:
         self.total = torch.zeros((), dtype=self.dtype, device=self.device)
         self.loss_fn: BatchedLoss | None = None
         self._completing: Completing | None = None
-        self.cache = PathCache(plan.longest_path, with_grads)
+        self.cache, self.indexers = PathCache(plan.longest_path, with_grads), indexers
+        self.index_cache = PathCache(plan.longest_path, with_grads=False)
         self.open: dict[int, _Open] = {}
         self._hung: list[dict[int, int]] = [{} for _ in plan.chunks]  # pieces that others hang below -> their order
         for below in plan.chunks if state_layers.mixers else ():
@@ -195,8 +199,9 @@ class Executor:
         pictures = nullcontext() if self.pictures is None else self.pictures.tower.borrowed(self.with_grads)
         experts = nullcontext() if self.replay is None else self.replay.replayed()
         noted = self.state_layers.noted()
+        chosen = nullcontext() if dense else self.indexers.chosen_over_trees()
         try:
-            with torch.set_grad_enabled(self.with_grads), attention, pictures, anew, layers, experts, noted:
+            with torch.set_grad_enabled(self.with_grads), attention, pictures, anew, layers, experts, noted, chosen:
                 yield
         finally:
             self.heads.release()
@@ -230,12 +235,14 @@ class Executor:
         state = self.open[index]
         start, stop = self._depths(index, piece)
         first = state.pieces[piece]
-        for layer, (keys, values) in state.keys_values.items():
-            rows = slice(first, first + stop - start)
-            self.cache.push(layer, start, keys[:, :, rows], values[:, :, rows])
+        rows = slice(first, first + stop - start)
+        for cache, held in ((self.cache, state.keys_values), (self.index_cache, state.index_keys)):
+            for layer, tensors in held.items():
+                cache.push(layer, start, *(x[:, :, rows] for x in tensors))
         state.pushed += 1
         if state.pushed == len(self.plan.chunks[index].anchors):
             state.keys_values.clear()  # of anchors that ran without gradient: as large as the path cache itself
+            state.index_keys.clear()
 
     def _pop(self, index: int, piece: int) -> None:
         """A piece leaves the path: all below it ran backward, so what they owe its keys and values is complete."""
@@ -314,6 +321,7 @@ class Executor:
             if self.pictures is not None:
                 positions = self.pictures.position_ids(rows.tokens[here], positions)
                 given, taken = self.pictures.take(rows.tokens, shares)
+            given |= self.indexers.begin(attention, self.index_cache, self.device)
             states = self._states(index, rows, only)
             carried = {} if states is None else {STATES_ARGUMENT: states}
             looking_up: AbstractContextManager[None] = nullcontext()
@@ -324,7 +332,7 @@ class Executor:
                 out = self.body(
                     input_ids=ids, position_ids=positions, use_cache=False, tree_chunk=attention, **carried, **given
                 )
-            self._refuse_other_attention(attention.calls)
+            attention.refuse_other_calls(self.state_layers.attending, type(self.body).__name__)
             if states is not None:
                 self.state_layers.refuse_unreached(states)
         if self.replay is not None:
@@ -347,22 +355,6 @@ class Executor:
         places = {piece: place for place, piece in enumerate(pieces)}
         wanted = [places[piece] for piece in self._hung[index]]
         return PieceStates(PieceTree(lengths, rows.piece_parents), starts, wanted, self.scans)
-
-    def _refuse_other_attention(self, calls: list[int]) -> None:
-        """Every layer but those that carry states instead has to have attended over the tree, once."""
-        if len(calls) == len(self.state_layers.attending) and set(calls) == self.state_layers.attending:
-            return
-        repeated = sorted({layer for layer in calls if calls.count(layer) > 1})
-        if repeated:
-            raise ValueError(
-                f"layers {repeated} of {type(self.body).__name__} attend more than once a forward; tree training"
-                " supports one attention a layer"
-            )
-        missing = sorted(self.state_layers.attending - set(calls))
-        raise ValueError(
-            f"layers {missing} of {type(self.body).__name__} did not attend through transformers' attention"
-            " interface; tree training cannot compute them"
-        )
 
     def _scored_rows(self, index: int, rows: Layout, shares: RowShares | None, without: Sequence[int] = ()) -> _Scored:
         """Rows of a run whose hidden states predict scored tokens, and these tokens, but for those of some pieces."""
@@ -395,7 +387,7 @@ class Executor:
         pieces = range(len(self.plan.chunks[index].pieces)) if only is None else only
         first_rows = dict(zip(pieces, run.layout.piece_rows, strict=True))
         ends = run.states.ends if run.states is not None else {}
-        self.open[index] = _Open(first_rows, run.attention.keys_values, ends)
+        self.open[index] = _Open(first_rows, run.attention.keys_values, run.attention.index_keys, ends)
 
     def _score(self, index: int, run: _Run, known: Sequence[int] = ()) -> None:
         """Values of the scored tokens that a run's rows predict, but for those that the rows of some pieces do."""

@@ -24,6 +24,7 @@ from app.text import reason
 from app.tree import (
     QUANTIZATIONS,
     auto_class,
+    index_parameters,
     parted_ties,
     picture_processor,
     quantised_layers,
@@ -152,12 +153,12 @@ def _built(source: ModelSource, scores: bool) -> PreTrainedModel:
     tower = tower_parameters(model)
     if source.train_tower and not tower:
         raise ValueError(f"model.train_tower has no effect: a {config.model_type} sees no pictures; remove it")
-    for parameter in () if source.train_tower else tower:
+    untrained = [*index_parameters(model), *(() if source.train_tower else tower)]
+    for parameter in untrained:
         parameter.requires_grad_(False)
     if source.adapter is not None:
         assert source.path is not None
-        frozen = [] if source.train_tower else _owners(model, tower)
-        model = adapted(model, source.adapter, source.path, frozen)
+        model = adapted(model, source.adapter, source.path, _owners(model, untrained))
         for name, other in parted_ties(inner_model(model)):
             rank_zero_warn(
                 f"model.adapter: '{name}' and '{other}' are tied and will differ, so that merging is refused: write the"

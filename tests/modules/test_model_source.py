@@ -18,6 +18,7 @@ from modules.actor_critic import Critic
 from modules.models import ReferencePolicy, inner_model
 from modules.refusals import check_own_tokens
 from tests.app.test_hub import hub
+from tests.app.tree.engine import families
 from tests.helpers.tiny_policy import CONFIG, naive_model, parameters, source
 from tests.helpers.tiny_vision import TinyVision
 
@@ -199,6 +200,19 @@ def test_new_adapters_are_on_no_tower_unless_it_is_trained(tmp_path: Path, exclu
         assert any("language_model" in name and "q_proj" in name for name in trained)
         assert any("k_proj" in name for name in trained) is not bool(excluded)
         assert any("visual" in name for name in trained) is train_tower
+
+
+def test_indexers_are_trained_by_nothing(tmp_path: Path) -> None:
+    """No loss reaches them: weight decay would shrink them, and adapters in them would do nothing."""
+    indexed = {name: value for name, value in families.INDEXED.items() if name != "num_experts"}
+    config = {**CONFIG, **indexed, "model_type": "deepseek_v32"}
+    model = build_model(ModelSource(config=config))
+    for name, parameter in model.named_parameters():
+        assert parameter.requires_grad is (".indexer." not in name)
+    model.save_pretrained(tmp_path)
+    adapted = build_model(ModelSource(path=str(tmp_path), adapter={"r": 2}))
+    trained = [name for name, parameter in adapted.named_parameters() if parameter.requires_grad]
+    assert any("kv_b_proj" in name for name in trained) and not any("indexer" in name for name in trained)
 
 
 def test_an_adapter_that_is_gone_on_with_is_trained_on_ranks_without_weights_too(tmp_path: Path) -> None:

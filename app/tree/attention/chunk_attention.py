@@ -70,6 +70,9 @@ class ChunkAttention:
         returned_grads: gradients of keys and values from chunks below: (first row, by layer) for each piece.
         calls: layers that have called the attention function, in order.
         kept: whatever a backend prepares once a chunk, by its own keys.
+        index_keys: of layers with an indexer, ([1, 1, n, D],) by layer, as `keys_values`.
+        index_cache: those of the path; None in models without.
+        stand_in: for a mask, which layers with an indexer hand on; None in models without.
     """
 
     layout: Layout
@@ -83,6 +86,9 @@ class ChunkAttention:
     returned_grads: list[tuple[int, dict[int, KeyValue]]] = field(default_factory=list)
     calls: list[int] = field(default_factory=list)
     kept: dict[Any, Any] = field(default_factory=dict)
+    index_keys: dict[int, tuple[Tensor, ...]] = field(default_factory=dict)
+    index_cache: PathCache | None = None
+    stand_in: Tensor | None = None
 
     def parts(self, window: int | None, cut_squares: bool = True) -> list[Part]:
         """Attention parts of layers with this window; see `layer_parts`."""
@@ -102,6 +108,23 @@ class ChunkAttention:
             self.kept[key] = torch.zeros_like(hidden, dtype=like.dtype).masked_fill(hidden, float("-inf"))
         additive: Tensor = self.kept[key]
         return additive
+
+    def refuse_other_calls(self, attending: frozenset[int], name: str) -> None:
+        """Raises ValueError unless each layer of `attending` (all but those that carry states instead) has attended
+        over the tree, once, and no other. `name`: of the model."""
+        if len(self.calls) == len(attending) and set(self.calls) == attending:
+            return
+        repeated = sorted({layer for layer in self.calls if self.calls.count(layer) > 1})
+        if repeated:
+            raise ValueError(
+                f"layers {repeated} of {name} attend more than once a forward; tree training supports one attention a"
+                " layer"
+            )
+        missing = sorted(attending - set(self.calls))
+        raise ValueError(
+            f"layers {missing} of {name} did not attend through transformers' attention interface; tree training"
+            " cannot compute them"
+        )
 
     def add_returned(self, layer: int, grad_k: Tensor, grad_v: Tensor) -> None:
         """Adds to [1, Hk, n, d] gradients of the chunk's own keys and values what chunks below sent back."""

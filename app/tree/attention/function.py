@@ -25,6 +25,7 @@ from app.tree.attention.interval import IntervalBackend
 from app.tree.attention.kernels import AMPERE, FLASH_DTYPES, capability, flash_refusal, triton_lacks
 from app.tree.attention.packages import FLASH_3, HOPPER, PACKAGES, CudnnBackend
 from app.tree.attention.part_attention import PartBackend
+from app.tree.attention.selected import attend_selected
 from app.tree.attention.widths import WidthBackend
 from app.tree.planning.layer_shapes import attention_shapes
 
@@ -107,11 +108,13 @@ def tree_attention(
     softcap: float | None = None,
     s_aux: Tensor | None = None,
     is_causal: bool | None = None,
+    indices: Tensor | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
     """transformers' attention function: query [1, Hq, n, d], key and value [1, Hk, n, d] -> [1, n, Hq, d].
 
-    `sliding_window`: tokens a query sees, itself included; `softcap`: of the scores; `s_aux` [Hq]: attention sinks.
+    `sliding_window`: tokens a query sees, itself included; `softcap`: of the scores; `s_aux` [Hq]: attention sinks;
+    `indices`: what an indexer of this pass chose.
 
     Raises:
         ValueError: an argument that would change the result and is not supported (dropout, a mask, non-causal
@@ -126,7 +129,7 @@ def tree_attention(
             f"{where}: does not hand keyword arguments of the forward on to its attention, by which tree attention"
             " learns of the tree; use another model (outside of TreeEngine calls another attn_implementation)"
         )
-    if attention_mask is not None:
+    if attention_mask is not (None if indices is None else tree_chunk.stand_in):
         raise ValueError(f"{where}: received attention_mask; tree attention takes none")
     if dropout:
         raise ValueError(f"{where}: attention dropout {dropout}; set attention_dropout to 0 or call model.eval()")
@@ -160,6 +163,10 @@ def tree_attention(
             raise ValueError(f"{where}: {unequal}")
         query, key, value = shares.to_heads(query, key, value)
         s_aux = shares.heads_of(s_aux)
+    if indices is not None and (tree_chunk.stand_in is None or sliding_window is not None or softcap is not None):
+        raise ValueError(
+            f"{where}: chooses tokens (indices) beside a window or soft-capping, or by no indexer known here"
+        )
     refusal = tree_chunk.backend.refusal(query, call)
     if refusal is not None:
         raise ValueError(f"{where}: attention='{tree_chunk.backend.name}' {refusal}")
@@ -168,7 +175,10 @@ def tree_attention(
     if tree_chunk.store:
         tree_chunk.keys_values[layer] = (key.detach(), value.detach())
     with torch.autocast(device, enabled=False):
-        out = tree_chunk.backend.attend(query, key, value, s_aux, tree_chunk, call)
+        if indices is None or indices.shape[-1] == tree_chunk.path_tokens + query.shape[2]:  # all were chosen
+            out = tree_chunk.backend.attend(query, key, value, s_aux, tree_chunk, call)
+        else:
+            out = attend_selected(query, key, value, s_aux, indices, tree_chunk, call)
     out = out[..., : out.shape[-1] - narrow]
     # As transformers' own functions return it: some layers ask for a view. No copy where kernels have this layout.
     return (out if shares is None else shares.to_rows(out)).transpose(1, 2).contiguous(), None

@@ -24,6 +24,7 @@ from torch import Tensor
 from app.tree.attention.chunk_attention import ChunkAttention, LayerCall
 from app.tree.attention.flex import interval_blocks, window_blocks
 from app.tree.attention.kernels import AMPERE, capability
+from app.tree.attention.sinks import grad_of_sinks
 from app.tree.planning.layout import Part
 from app.tree.prefix_tree import Bools, Ints
 from app.tree.transfer import on_device
@@ -100,10 +101,7 @@ class _IntervalAttention(torch.autograd.Function):
             grad, q, k, v, *path, out, lse, *_how(q, chunk, call)
         )
         chunk.add_returned(call.layer, grad_k, grad_v)
-        grad_sinks = None
-        if sinks is not None:
-            share = torch.exp(sinks.to(lse.dtype)[:, None] - lse)  # of the sink in every row's softmax
-            grad_sinks = -(share * (grad.to(lse.dtype) * out).sum(-1)).sum((0, 2)).to(sinks.dtype)
+        grad_sinks = None if sinks is None else grad_of_sinks(sinks, lse, grad, out)
         return grad_q, grad_k.to(k.dtype), grad_v.to(v.dtype), grad_sinks, None, None
 
 

@@ -16,6 +16,7 @@ from torch import Tensor
 from app.tree.attention.chunk_attention import ChunkAttention, LayerCall
 from app.tree.attention.kernels import Kernel, pick_kernel
 from app.tree.attention.path_cache import KeyValue
+from app.tree.attention.sinks import grad_of_sinks, with_sinks
 from app.tree.planning.layout import MASKED_BLOCK, Part
 
 
@@ -82,9 +83,7 @@ class _PartAttention(torch.autograd.Function):
             out = out.to(dtype)
             _merge(out, lse, part, part_out, part_lse)
         assert out is not None, "a chunk has at least one token"
-        if sinks is not None:
-            without, lse = lse, torch.logaddexp(lse, sinks.to(dtype)[:, None])
-            out = out * torch.exp(without - lse).unsqueeze(-1)
+        out, lse = with_sinks(out, lse, sinks)
         out = out.to(q.dtype)
         ctx.save_for_backward(q, k, v, sinks, out, lse)
         ctx.chunk, ctx.call, ctx.backend, ctx.saved = chunk, call, backend, saved
@@ -125,10 +124,7 @@ class _PartAttention(torch.autograd.Function):
         grad_q, grad_k, grad_v = sums
         assert grad_q is not None and grad_k is not None and grad_v is not None, "every row sees itself"
         chunk.add_returned(call.layer, grad_k, grad_v)
-        grad_sinks = None
-        if sinks is not None:
-            share = torch.exp(sinks.to(lse.dtype)[:, None] - lse)  # of the sink in every row's softmax
-            grad_sinks = -(share * (grad * out).sum(-1)).sum((0, 2)).to(sinks.dtype)
+        grad_sinks = None if sinks is None else grad_of_sinks(sinks, lse, grad, out)
         return grad_q.to(q.dtype), grad_k.to(k.dtype), grad_v.to(v.dtype), grad_sinks, None, None, None
 
 

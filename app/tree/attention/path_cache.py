@@ -1,9 +1,10 @@
-"""Keys and values of the live path, per layer, and the gradients that reach them.
+"""Keys and values of the live path (or whatever else layers read of it), per layer, and the gradients that reach them.
 
 Promises: sized for one plan's longest path, never for a configured maximum (on CUDA devices up to a multiple of 2,048
 tokens, so that the allocator gives pass after pass the same blocks again); a token on the path is written once and read
 in place; gradients are held in the accumulation dtype.
-Depth d of the path is row d of every buffer: keys and values [1, Hk, capacity, d], one pair a layer.
+Depth d of the path is row d of every buffer: keys and values [1, Hk, capacity, d], one pair a layer; of indexers,
+which have no gradients, keys alone.
 """
 
 from __future__ import annotations
@@ -22,17 +23,18 @@ class PathCache:
     def __init__(self, capacity: int, with_grads: bool) -> None:
         self.capacity = capacity
         self.with_grads = with_grads
-        self._values: dict[int, KeyValue] = {}
+        self._values: dict[int, tuple[Tensor, ...]] = {}
         self._grads: dict[int, KeyValue] = {}
 
-    def push(self, layer: int, start: int, keys: Tensor, values: Tensor) -> None:
-        """Writes keys and values [1, Hk, n, d] at depths [start, start + n)."""
+    def push(self, layer: int, start: int, *rows: Tensor) -> None:
+        """Writes rows [1, Hk, n, d], keys and values, at depths [start, start + n)."""
         if layer not in self._values:
-            self._values[layer] = (self._buffer(keys, keys.dtype), self._buffer(values, values.dtype))
+            self._values[layer] = tuple(self._buffer(new, new.dtype) for new in rows)
             if self.with_grads:
+                keys, values = rows
                 dtype = torch.promote_types(torch.float32, keys.dtype)
                 self._grads[layer] = (self._buffer(keys, dtype).zero_(), self._buffer(values, dtype).zero_())
-        for buffer, new in zip(self._values[layer], (keys, values), strict=True):
+        for buffer, new in zip(self._values[layer], rows, strict=True):
             buffer[:, :, start : start + new.shape[2]].copy_(new)
 
     def pop(self, start: int, stop: int) -> dict[int, KeyValue]:
@@ -45,10 +47,9 @@ class PathCache:
                 view.zero_()
         return popped
 
-    def read(self, layer: int, length: int) -> KeyValue:
+    def read(self, layer: int, length: int) -> tuple[Tensor, ...]:
         """Views of keys and values at depths [0, length)."""
-        keys, values = self._values[layer]
-        return keys[:, :, :length], values[:, :, :length]
+        return tuple(buffer[:, :, :length] for buffer in self._values[layer])
 
     def grads(self, layer: int, length: int) -> KeyValue:
         """Views of the gradients of depths [0, length), in the accumulation dtype, to be added to."""

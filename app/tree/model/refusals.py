@@ -92,8 +92,8 @@ def refuse_pictures(model: PreTrainedModel, processor: Any | None) -> None:
         )
 
 
-def refuse_group(model: PreTrainedModel, mixers: int, on_mismatch: str) -> None:
-    """What ranks cannot run together; `mixers`: layers that carry states."""
+def refuse_group(model: PreTrainedModel, mixers: int, indexers: int, on_mismatch: str) -> None:
+    """What ranks cannot run together; `mixers`: layers that carry states; `indexers`: those that choose tokens."""
     if on_mismatch != "error":
         raise ValueError(
             f"on_mismatch={on_mismatch!r}: ranks of a group share the rows of tree execution alone; set"
@@ -103,6 +103,11 @@ def refuse_group(model: PreTrainedModel, mixers: int, on_mismatch: str) -> None:
         raise ValueError(
             f"{type(model).__name__} carries states from token to token in {mixers} layers, whose rows cannot be dealt"
             " over a group of ranks; let each rank run a part of its own (group=None)"
+        )
+    if indexers:
+        raise ValueError(
+            f"{type(model).__name__} chooses the tokens it attends to in {indexers} layers, by keys of all rows, which"
+            " cannot be dealt over a group of ranks; let each rank run a part of its own (group=None)"
         )
 
 
@@ -168,11 +173,12 @@ def _sees_ahead(model: PreTrainedModel) -> bool:
     return bool("token_type_ids" in accepted or told)
 
 
-def refuse_unsupported(model: PreTrainedModel, stateful: Collection[int]) -> None:
-    """Layers whose state cannot be carried over a tree; `stateful`: those whose state can."""
+def refuse_unsupported(model: PreTrainedModel, stateful: Collection[int], types: Collection[str]) -> None:
+    """Layers whose state cannot be carried over a tree; `stateful`: those whose state can; `types`: of layers that can
+    be run in this model, beside those of all."""
     config = model.config.get_text_config()
     kinds = getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None) or []
-    known = {"full_attention", "sliding_attention", "attention", "mlp", "moe"}
+    known = {"full_attention", "sliding_attention", "attention", "mlp", "moe", *types}
     strange = [(i, kind) for i, kind in enumerate(kinds) if kind not in known and i not in stateful]
     if strange:
         raise ValueError(

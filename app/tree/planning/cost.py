@@ -77,8 +77,8 @@ class ModelShape:
 
     def linear_flops(self) -> float:
         """FLOPs of the linear layers of one token's forward, output projection aside."""
-        attention_io = 2 * self.query_values + 2 * self.key_values()
-        weights = self.hidden * (attention_io + (2 + self.gated) * sum(self.feed_forward))
+        weights = sum(layer.weights(self.hidden) for layer in self.attention)
+        weights += self.hidden * (2 + self.gated) * sum(self.feed_forward)
         if self.states is not None:
             weights += self.states.linear_weights(self.hidden)
         return 2.0 * weights
@@ -87,7 +87,7 @@ class ModelShape:
         """Estimated bytes a token keeps alive for backward in a decoder without activation checkpointing.
         Against what autograd really saves (Qwen 2 and 3, Llama, Mistral, Phi-3, Granite): 0-15% too many in float32,
         7% too many to 15% too few in bf16."""
-        values = 3 * self.query_values + 4 * self.key_values() + self.mlp_keeps * sum(self.feed_forward)
+        values = sum(layer.kept_values() for layer in self.attention) + self.mlp_keeps * sum(self.feed_forward)
         values += self.layers * self.norms_keep * self.hidden
         kept = values * bytes_per_value * self._copies(bytes_per_value)
         if self.states is not None:  # scans keep float32 whatever the layers' dtype is

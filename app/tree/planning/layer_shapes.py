@@ -17,21 +17,45 @@ _TOKENWISE = ("mlp", "moe")
 
 @dataclass(frozen=True)
 class HeadShape:
-    """Heads of one layer's attention: of queries, of keys and values, and how wide they are."""
+    """Heads of one layer's attention: of queries, of keys and values, and how wide they are; of latent attention also
+    the elements of its matrices and the values that a token keeps for backward, which heads do not say."""
 
     heads: int
     key_value_heads: int
     head_dim: int
+    latent_weights: int | None = None
+    latent_keeps: int | None = None
 
     @classmethod
     def of(cls, layer: Any) -> HeadShape:
         """Reads a layer's configuration."""
         heads = layer.num_attention_heads
+        if getattr(layer, "kv_lora_rank", None) and getattr(layer, "qk_nope_head_dim", None):
+            return cls._latent(layer, heads)
         width = getattr(layer, "head_dim", None) or layer.hidden_size // heads
         return cls(heads, getattr(layer, "num_key_value_heads", None) or heads, width)
 
+    @classmethod
+    def _latent(cls, layer: Any, heads: int) -> HeadShape:
+        """Of latent attention, whose `head_dim` is of the rotated part: every head has keys and values of its own, made
+        of one latent; values, which are narrower, are attended to as wide as keys."""
+        rotated, keys, rank = layer.qk_rope_head_dim, layer.kv_lora_rank, getattr(layer, "q_lora_rank", None)
+        width, values = layer.qk_nope_head_dim + rotated, heads * layer.v_head_dim
+        weights = heads * width * layer.hidden_size if rank is None else rank * (layer.hidden_size + heads * width)
+        weights += layer.hidden_size * (keys + rotated + values) + keys * (heads * layer.qk_nope_head_dim + values)
+        # Queries, keys, values and what they attend to, all padded; the input of the output projection; both norms'.
+        return cls(heads, heads, width, weights, 4 * heads * width + values + 3 * (keys + (rank or 0)))
+
+    def weights(self, hidden: int) -> int:
+        """Elements of the layer's matrices."""
+        if self.latent_weights is not None:
+            return self.latent_weights
+        return 2 * hidden * (self.heads + self.key_value_heads) * self.head_dim
+
     def kept_values(self) -> int:
         """Values that a token keeps for backward."""
+        if self.latent_keeps is not None:
+            return self.latent_keeps
         return (3 * self.heads + 4 * self.key_value_heads) * self.head_dim
 
 
@@ -72,9 +96,15 @@ def _feed_forward(layer: Any) -> Callable[[int], int]:
     if getattr(layer, "use_double_wide_mlp", False):
         double -= layer.num_kv_shared_layers
 
+    kinds, dense = getattr(layer, "mlp_layer_types", None), getattr(layer, "first_k_dense_replace", None) or 0
+    shared = (getattr(layer, "n_shared_experts", None) or 0) * (expert or 0)
+    shared += getattr(layer, "shared_expert_intermediate_size", None) or 0
+
     def size(index: int) -> int:
         own = sizes if isinstance(sizes, int) else sizes[index]  # one a layer (Gemma 3n)
         own *= 1 + (index >= double)
-        return int(active * (expert or own) if active else own + beside)
+        if not active or index < dense or (kinds and kinds[index] == "dense"):
+            return int(own + beside)
+        return int(active * (expert or own) + shared)
 
     return size

@@ -27,6 +27,7 @@ from transformers import PreTrainedModel
 
 from app.tree import STATES_ARGUMENT, PieceStates, Routers, Tower
 from datamodules.inference.embedded.images import PromptImages, featured, placed, placed_next
+from datamodules.inference.embedded.index_slots import IndexSlots
 from datamodules.inference.embedded.kv_slots import CachedStep, KVSlots, PromptStep, any_length
 from datamodules.inference.embedded.sampling import sample, shaped, uniforms
 from datamodules.inference.embedded.state_slots import StateSlots
@@ -144,6 +145,7 @@ class Batcher:
         self.device = model.device
         self.slots = KVSlots(kv_cache_tokens)
         self.states = StateSlots(model)
+        self.indexed = IndexSlots(model, self.slots)
         self.max_batch_tokens = max_batch_tokens
         self.max_concurrent = max_concurrent
         self.waiting: deque[Sequence] = deque()
@@ -360,13 +362,14 @@ class Batcher:
     ) -> Tensor:
         """Logits of packed tokens [1, T] at positions [1, T], or [3, 1, T] in a model that counts pictures."""
         self.slots.step = step
-        with self.states.layers.noted(), any_length(self.device):
+        with self.states.layers.noted(), any_length(self.device), self.indexed.chosen(tokens) as masks:
             output = self.model(
                 input_ids=tokens,
                 position_ids=positions,
                 use_cache=False,
                 slots=self.slots,
                 **more,
+                **masks,
                 **({} if states is None else {STATES_ARGUMENT: states}),
             )
         layers = len(self.states.layers.attending)

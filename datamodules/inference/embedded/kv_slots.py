@@ -80,18 +80,23 @@ class PromptStep:
         rows = output.transpose(1, 2).reshape(-1, output.shape[1], output.shape[3])
         return (rows[self.unpad] if self.ragged else rows).unsqueeze(0)
 
-    def mask(self, window: int | None) -> Tensor | None:
-        """bool [longest, longest] of what is visible, or None when plain causal attention says it."""
-        return None if window is None or window >= self.longest else self._visible(window)
+    def mask(self, window: int | None, chosen: Tensor | None = None) -> Tensor | None:
+        """bool [1 or count, 1, longest, longest] of what is visible, and among `chosen` where there is one; None when
+        plain causal attention says it."""
+        if chosen is not None:
+            return self.visible(window) & chosen
+        return None if window is None or window >= self.longest else self.visible(window)
 
-    def bias(self, window: int | None) -> Tensor:
-        """float32 [1, 1, longest, longest]: 0 where visible, -inf elsewhere."""
-        hidden = ~self._visible(self.longest if window is None else window)
-        return torch.zeros(hidden.shape, device=hidden.device).masked_fill_(hidden, -torch.inf)[None, None]
-
-    def _visible(self, window: int) -> Tensor:
+    def visible(self, window: int | None) -> Tensor:
+        """bool [1, 1, longest, longest]."""
         at = torch.arange(self.longest, device=self.write.device)
-        return (at[None, :] <= at[:, None]) & (at[None, :] > at[:, None] - window)
+        window = self.longest if window is None else window
+        return ((at[None, :] <= at[:, None]) & (at[None, :] > at[:, None] - window))[None, None]
+
+    def seen(self, queries: slice) -> Tensor:
+        """bool [1, queries, queries.stop]: the keys that such queries of a prompt see."""
+        at = torch.arange(queries.stop, device=self.write.device)
+        return (at[None, :] <= at[queries, None])[None]
 
 
 class CachedStep:
@@ -119,8 +124,17 @@ class CachedStep:
             visible = at <= position
             if window is not None:
                 visible &= at > position - window
-            self._masks[window, dtype] = torch.zeros_like(visible, dtype=dtype).masked_fill_(~visible, -torch.inf)
+            self._masks[window, dtype] = _bias(visible, dtype)
         return self._masks[window, dtype]
+
+    def unfold(self, packed: Tensor) -> Tensor:
+        """[1, H, T, D] -> [count, H, queries, D]."""
+        return packed.view(packed.shape[1], self.count, self.queries, -1).transpose(0, 1)
+
+    def seen(self, queries: slice) -> Tensor:
+        """bool [count, queries, keys]: the keys that such queries of each row see."""
+        at = torch.arange(self.keys, device=self.write.device)
+        return at <= self.positions.view(self.count, self.queries, 1)[:, queries]
 
 
 class StaticStep(CachedStep):
@@ -141,6 +155,8 @@ class KVSlots:
         capacity: tokens of a layer's buffer.
         width: tokens of a row; `capacity // width` rows.
         step: what the forward pass in progress computes; to be set before each.
+        stand_in: for its mask, in models whose layers choose what they attend to (`index_slots`, which keeps its keys
+            here as well: in layers below 0).
     """
 
     def __init__(self, capacity: int) -> None:
@@ -148,7 +164,8 @@ class KVSlots:
         self.width = 1
         self._step: PromptStep | CachedStep | None = None
         self._written: set[int] = set()
-        self._layers: dict[int, tuple[Tensor, Tensor]] = {}
+        self._layers: dict[int, tuple[Tensor, ...]] = {}
+        self.stand_in: Tensor | None = None
 
     @property
     def step(self) -> PromptStep | CachedStep:
@@ -163,30 +180,25 @@ class KVSlots:
     @property
     def layers_written(self) -> int:
         """Layers that stored their keys and values since `step` was set."""
-        return len(self._written)
+        return sum(layer >= 0 for layer in self._written)
 
     @property
     def bytes(self) -> int:
         """Bytes held after the first forward: 2 * capacity * heads * head_dim * itemsize of each layer."""
         return sum(buffer.nbytes for pair in self._layers.values() for buffer in pair)
 
-    def write(self, layer: int, key: Tensor, value: Tensor, cells: Tensor) -> None:
-        """Stores key and value [1, H, T, D] in the grid cells int64 [T]."""
+    def write(self, layer: int, cells: Tensor, *rows: Tensor) -> None:
+        """Stores rows [1, H, T, D], keys and values, in the grid cells int64 [T]."""
         if layer not in self._layers:  # head counts and sizes are the layer's own business
-            shapes = ((self.capacity, x.shape[1], x.shape[3]) for x in (key, value))
             # Zeros: a masked cell has weight 0, but 0 x NaN of unwritten memory would still be NaN.
-            keys, values = (torch.zeros(shape, dtype=key.dtype, device=key.device) for shape in shapes)
-            self._layers[layer] = keys, values
+            self._layers[layer] = tuple(x.new_zeros(self.capacity, x.shape[1], x.shape[3]) for x in rows)
         self._written.add(layer)
-        for buffer, new in zip(self._layers[layer], (key, value)):
+        for buffer, new in zip(self._layers[layer], rows, strict=True):
             buffer.index_copy_(0, cells, new[0].transpose(0, 1))
 
-    def read(self, layer: int, first: int, count: int, keys: int) -> tuple[Tensor, Tensor]:
+    def read(self, layer: int, first: int, count: int, keys: int) -> tuple[Tensor, ...]:
         """Views [count, H, keys, D] of keys and values; nothing is copied."""
-        keys_grid, values_grid = (
-            grid[first : first + count, :keys].transpose(1, 2) for grid in self._grids(layer, self.width)
-        )
-        return keys_grid, values_grid
+        return tuple(grid[first : first + count, :keys].transpose(1, 2) for grid in self._grids(layer, self.width))
 
     def copy_rows(self, sources: list[int], targets: list[int], length: int) -> None:
         """Copies the first `length` tokens of rows `sources` to rows `targets`, in all layers."""
@@ -202,10 +214,9 @@ class KVSlots:
                 after[:rows, :length] = before[:rows, :length].clone()
         self.width = width
 
-    def _grids(self, layer: int, width: int) -> tuple[Tensor, Tensor]:
+    def _grids(self, layer: int, width: int) -> list[Tensor]:
         rows = self.capacity // width
-        keys, values = (buffer[: rows * width].view(rows, width, *buffer.shape[1:]) for buffer in self._layers[layer])
-        return keys, values
+        return [buffer[: rows * width].view(rows, width, *buffer.shape[1:]) for buffer in self._layers[layer]]
 
 
 def attend(
@@ -222,38 +233,60 @@ def attend(
     softcap: float | None = None,
     s_aux: Tensor | None = None,
     is_causal: bool | None = None,
+    indices: Tensor | None = None,
     **extra: object,
 ) -> tuple[Tensor, None]:
     """The attention function transformers calls: query [1, Hq, T, D], key and value [1, Hkv, T, D] -> [1, T, Hq, D];
-    `softcap` of the scores, `s_aux` [Hq] attention sinks."""
+    `softcap` of the scores, `s_aux` [Hq] attention sinks, `indices` what an indexer chose (`index_slots`)."""
     unknown = sorted(name for name, given in extra.items() if given is not None and name not in _IMPLIED)
     if not (getattr(module, "is_causal", True) if is_causal is None else is_causal):  # as transformers' own read it
         unknown.append("is_causal=False")
-    if unknown or attention_mask is not None or dropout:
-        names = unknown or ["attention_mask" if attention_mask is not None else "dropout"]
+    if attention_mask is not (None if indices is None else slots.stand_in):
+        unknown.append("attention_mask")
+    if indices is not None and (sliding_window is not None or slots.stand_in is None):
+        unknown.append("indices")
+    if unknown or dropout:
+        names = unknown or ["dropout"]
         raise NotImplementedError(
             f"the embedded engine's attention does not honour {', '.join(names)} of {type(module).__name__}"
         )
     step = slots.step
     layer = cast(int, module.layer_idx)
-    slots.write(layer, key, value, step.write)
+    slots.write(layer, step.write, key, value)
     if isinstance(step, PromptStep):
+        chosen = _chosen(indices, step.longest)
         q, k, v = step.unfold(query), step.unfold(key), step.unfold(value)
+        mask = step.mask(sliding_window, chosen)
         if softcap is not None or s_aux is not None:
-            return step.fold(_written_out(q, k, v, step.bias(sliding_window), scaling, softcap, s_aux)), None
-        mask = step.mask(sliding_window)
+            bias = _bias(step.visible(None) if mask is None else mask, torch.float32)
+            return step.fold(_written_out(q, k, v, bias, scaling, softcap, s_aux)), None
         out = F.scaled_dot_product_attention(
             q, k, v, mask, is_causal=mask is None, scale=scaling, enable_gqa=q.shape[1] > k.shape[1]
         )
         return step.fold(out), None
     k, v = slots.read(layer, step.first, step.count, step.keys)
-    q = query.view(query.shape[1], step.count, step.queries, -1).transpose(0, 1)
-    bias = step.bias(sliding_window, query.dtype)
+    q, bias, chosen = step.unfold(query), step.bias(sliding_window, query.dtype), _chosen(indices, step.keys)
+    if chosen is not None:
+        bias = bias + _bias(chosen, bias.dtype)
     if softcap is not None or s_aux is not None:
         out = _written_out(q, k, v, bias, scaling, softcap, s_aux)
     else:
         out = _masked(q, k, v, bias, scaling)
     return out.transpose(1, 2).reshape(1, step.count * step.queries, query.shape[1], -1), None
+
+
+def _chosen(indices: Tensor | None, keys: int) -> Tensor | None:
+    """bool [n, 1, Q, keys] of the positions in int32 [n, Q, k], -1 for none; None where all are chosen."""
+    if indices is None or indices.shape[-1] == keys:
+        return None
+    at = torch.where(indices < 0, keys, indices).long()  # a column of its own for none
+    chosen = torch.zeros(*indices.shape[:2], keys + 1, dtype=torch.bool, device=indices.device)
+    return chosen.scatter_(-1, at, True)[..., :keys].unsqueeze(1)
+
+
+def _bias(visible: Tensor, dtype: torch.dtype) -> Tensor:
+    """0 where visible, -inf elsewhere."""
+    return torch.zeros_like(visible, dtype=dtype).masked_fill_(~visible, -torch.inf)
 
 
 def _masked(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, scaling: float | None) -> Tensor:

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import Module
 from transformers import AutoConfig, PreTrainedModel
 
-from app.tree import StateLayers, auto_class, free_bytes, own_config
+from app.tree import Indexers, StateLayers, auto_class, free_bytes, own_config
 from datamodules.inference.embedded.kv_slots import ATTENTION
 from datamodules.inference.export import WeightParts, base_model, merged_weights
 from datamodules.inference.protocol import GenerationError
@@ -41,8 +41,8 @@ def copy_of(policy: Module, dtype: str | None, device: str | None, parts: Weight
             f"EmbeddedEngine.start: {type(model).__name__} has no layer of attention, by whose keys room is"
             " counted, and which tree training asks for, too; use another model"
         )
-    stateful = layers.indices
-    foreign = sorted({kind for k, kind in enumerate(kinds) if kind not in _KNOWN and k not in stateful})
+    stateful, known = layers.indices, _KNOWN | Indexers.of(model).types
+    foreign = sorted({kind for k, kind in enumerate(kinds) if kind not in known and k not in stateful})
     if config.is_encoder_decoder or foreign:
         what = f"layers of type {', '.join(foreign)}" if foreign else "an encoder"
         raise GenerationError(

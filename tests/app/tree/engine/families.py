@@ -71,6 +71,10 @@ LATENT: dict[str, Any] = dict(
     topk_group=1,
 )
 
+INDEXED: dict[str, Any] = {**EXPERTS, **LATENT, "head_dim": 4}
+INDEXED |= {"index_topk": 5, "index_n_heads": 16, "index_head_dim": 8}
+"""Scores of fewer heads are equal now and then, all zero, and of equals any is chosen."""
+
 
 @dataclass(frozen=True)
 class Family:
@@ -177,6 +181,12 @@ SUPPORTED: dict[str, Family] = {
     ),
     "Cohere": Family("cohere", dict(logit_scale=0.5)),
     "DeepSeek-V3": Family("deepseek_v3", {**EXPERTS, **LATENT}, "latent attention, values narrower than keys"),
+    "DeepSeek-V3.2": Family("deepseek_v32", INDEXED, "attends to the tokens an indexer chose, which is not trained"),
+    "GLM-5": Family(
+        "glm_moe_dsa",
+        dict(INDEXED, num_hidden_layers=3, indexer_types=["full", "shared", "full"]),
+        "as DeepSeek-V3.2; layers that share the choice of others",
+    ),
     "GPT-NeoX": Family("gpt_neox"),
     "StarCoder2": Family("starcoder2", dict(sliding_window=4)),
     "Phi": Family("phi"),
@@ -215,7 +225,7 @@ _PLAIN = """afmoe apertus apertus1p5_text arcee aria_text beam bitnet cohere2 co
 exaone_moe flex_olmo gemma glm glm4_moe glm4_moe_lite gpt2 gpt_bigcode granitemoe granitemoeshared hy_v3 hyperclovax
 jais2 jetmoe kolibri1 laguna mellum minimax_m2 ministral3 nanochat olmo olmo3 olmoe opt persimmon
 phimoe qwen2_moe seed_oss solar_open"""
-_SIZED = "hunyuan_v1_dense hunyuan_v1_moe minimax_m3_vl_text ministral"
+_SIZED = "hunyuan_v1_dense hunyuan_v1_moe ministral"
 _LATENT = "axk1 deepseek_v2 youtu"
 _EAGER = "flint granite_swa granitemoe_swa mimo_v2_flash vaultgemma"
 OTHERS: dict[str, dict[str, Any]] = {
@@ -223,11 +233,14 @@ OTHERS: dict[str, dict[str, Any]] = {
     **{kind: {"head_dim": 8} for kind in _SIZED.split()},
     **{kind: {**EXPERTS, **LATENT} for kind in _LATENT.split()},
     **{kind: {"attn_implementation": "eager"} for kind in _EAGER.split()},
+    "axk2": INDEXED,
     "codegen": {"rotary_dim": 4},
     "cwm": {"bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0},
     "dots1": EXPERTS,
+    "dots3_note_text": {**INDEXED, "layer_types": ["indexed_attention", "sliding_attention"], "sliding_window": 4},
     "gptj": {"rotary_dim": 4},
     "helium": {"head_dim": 4},
+    "hy_v4": {**INDEXED, "attn_implementation": "eager"},
     "lfm2_moe": {**EXPERTS, "num_hidden_layers": 3, "layer_types": ["conv", "full_attention", "conv"]},
     "longcat_flash": {
         **EXPERTS,
@@ -288,6 +301,11 @@ REFUSED: dict[str, Family] = {
             indexer_compress_ratio=4,
         ),
         "states in line",
+    ),
+    "MiniMax-M3": Family(
+        "minimax_m3_vl_text",
+        dict(EXPERTS, head_dim=8, layer_types=["full_attention", "minimax_m3_sparse"], index_n_heads=2),
+        "blocks of tokens chosen by their positions",
     ),
     "MiniMax": Family(
         "minimax",

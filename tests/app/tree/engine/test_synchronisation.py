@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from app.tree import PrefixTree, TreeEngine, routed
 from app.tree.states.scans import TORCH, ByWave
 from tests.app.tree import models
+from tests.app.tree.engine import families
 from tests.app.tree.states import hybrids
 
 STEM = [3, 10, 17, 24, 3, 0, 9, 9]
@@ -79,6 +80,15 @@ def test_a_pass_over_recorded_experts_asks_for_the_loss_alone() -> None:
                 engine.backward(one, lambda out, _: out.logprobs.square().sum(), batched=True)
             asked.append(questions.asked)
         assert asked[1] == asked[0]
+
+
+def test_a_pass_over_chosen_tokens_asks_for_the_loss_alone() -> None:
+    options = {**families.INDEXED, "first_k_dense_replace": 2}  # experts that are run one by one ask which there are
+    model = models.make("deepseek_v32", **options)
+    for budgets in BUDGETS:
+        with Questions() as questions:
+            run(model, budgets)
+        assert questions.asked == ["aten._local_scalar_dense.default"]
 
 
 def test_questions_are_noticed() -> None:

@@ -39,6 +39,8 @@ FAMILIES: dict[str, Weigh] = {
     "Mixtral": _softmax_normed,
     "GPT-OSS": _softmax_normed,
     "DeepSeek-V3": _sigmoid,
+    "DeepSeek-V3.2": _sigmoid,
+    "GLM-5": _sigmoid,
     "Qwen3.5-MoE": _softmax_normed,
     "Qwen3-Next": _softmax_normed,
     "Nemotron-H": _sigmoid,

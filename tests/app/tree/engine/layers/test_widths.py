@@ -1,4 +1,5 @@
-"""Layers whose heads differ in width and number (Gemma 4): exact, and counted by what each of them is."""
+"""Layers whose heads differ in width and number (Gemma 4), or from what their configuration calls them (latent
+attention): exact, and counted by what each of them is."""
 
 from __future__ import annotations
 
@@ -69,3 +70,35 @@ def test_a_tokens_bytes_are_what_autograd_saves(row: str, dtype: torch.dtype) ->
     with meter.measuring():
         TreeEngine(model, 60, 60).backward(PrefixTree.build([tokens]), lambda out, i: out.logprobs.sum())
     assert token_bytes(model) * 59 == pytest.approx(meter.peak, rel=0.2)
+
+
+LATENT = {
+    **dict(hidden_size=64, intermediate_size=192, moe_intermediate_size=48, num_attention_heads=4),
+    **dict(q_lora_rank=24, kv_lora_rank=20, qk_nope_head_dim=16, qk_rope_head_dim=8, v_head_dim=12, head_dim=8),
+}
+LATENT_TYPES = {
+    "deepseek_v3": {**families.EXPERTS, **families.LATENT},
+    "deepseek_v32": {**families.INDEXED, "index_topk": 64},
+    "glm4_moe_lite": {**families.EXPERTS, **families.LATENT},
+    "youtu": families.LATENT,
+}
+
+
+@pytest.mark.parametrize("kind", LATENT_TYPES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_latent_attention_is_counted_by_the_heads_it_computes_with(kind: str, dtype: torch.dtype) -> None:
+    """As above; elements of matrices exactly, and keys of the path, which are those of every head."""
+    model = models.make(kind, dtype, **{**LATENT_TYPES[kind], **LATENT}).eval()
+    tokens, meter = np.random.default_rng(0).integers(0, 31, 60), Meter(model)
+    with meter.measuring():
+        TreeEngine(model, 60, 60, self_check=False).backward(
+            PrefixTree.build([tokens]), lambda out, i: out.logprobs.sum()
+        )
+    assert token_bytes(model) * 59 == pytest.approx(meter.peak, rel=0.1)
+    shape = shape_of(model)
+    for counted, layer in zip(shape.attention, model.model.layers, strict=True):
+        linear = {name: m for name, m in layer.self_attn.named_modules() if isinstance(m, torch.nn.Linear)}
+        assert counted.weights(64) == sum(m.weight.numel() for n, m in linear.items() if "indexer" not in n)
+        assert (counted.heads, counted.key_value_heads, counted.head_dim) == (4, 4, 24)
+    experts = kind != "youtu"
+    assert shape.feed_forward == (192, (2 + 1) * 48 if experts else 192)  # the first layer has none

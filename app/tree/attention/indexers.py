@@ -1,0 +1,217 @@
+"""Layers that attend to the few tokens an indexer chose (DeepSeek sparse attention: DeepSeek-V3.2, GLM-5 and others).
+
+An indexer is a small module inside such a layer: it scores every earlier token by keys of its own, and each query
+attends to the `index_topk` best alone, in this layer and in those that share its choice. It has no gradient: what it
+chooses is no function to differentiate.
+
+Promises: scores and choice are the module's own code, over [path | chunk] instead of a sequence, a block of queries at
+a time, so that scores [queries, heads, keys] stay within `_SCORE_BYTES`; keys of the path are kept, never computed
+again. Of scores that are equal, or differ by rounding, others may be chosen than in a dense run, as between any two
+batches.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Protocol, cast
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from app.tree.attention.chunk_attention import ChunkAttention
+from app.tree.attention.path_cache import PathCache
+from app.tree.transfer import on_device
+
+KIND = "indexed_attention"
+"""What configurations call such layers."""
+_CACHES = ("cache", "past_key_values")  # the argument, and its name before transformers 5.24
+_SCORE_BYTES = 64 * 2**20
+
+
+Choose = Callable[[int, Any, dict[str, Any]], Tensor]
+"""Of a layer, its indexer's own forward, and the arguments of a call by name."""
+
+
+@dataclass(frozen=True, eq=False)
+class Indexers:
+    """The indexers of one model.
+
+    Attributes:
+        layers: by layer, the attention module that has one, and its indexer.
+        kinds: what the model calls its layers, for which it wants masks.
+    """
+
+    layers: dict[int, tuple[nn.Module, nn.Module]]
+    kinds: tuple[str, ...]
+
+    @classmethod
+    def of(cls, model: PreTrainedModel) -> Indexers:
+        """Finds them by what they are made of."""
+        found = {
+            cast(int, child.layer_idx): (module, child)
+            for module in model.modules()
+            for child in module.children()
+            if _chooses(child)
+        }
+        return cls(found, tuple(getattr(model.config.get_text_config(), "layer_types", None) or ()))
+
+    def __len__(self) -> int:
+        return len(self.layers)
+
+    @property
+    def types(self) -> frozenset[str]:
+        """Types of layers that can be run since their indexers are known."""
+        return frozenset({KIND} if self.layers else ())
+
+    def begin(self, chunk: ChunkAttention, cache: PathCache, device: torch.device) -> dict[str, Any]:
+        """Arguments of a forward over `chunk`, whose path has index keys in `cache`."""
+        if not self.layers:
+            return {}
+        chunk.index_cache = cache
+        chunk.stand_in, masks = self.masks(len(chunk.layout.tokens), device)
+        return masks
+
+    def masks(self, rows: int, device: torch.device) -> tuple[Tensor, dict[str, Any]]:
+        """Arguments of a forward of so many rows: no mask but, for layers that hand one on to their indexer and to the
+        attention function, a stand-in bool [1, 1, rows, 1] that says nothing and takes no memory; and this."""
+        stand_in = torch.ones((), dtype=torch.bool, device=device).expand(1, 1, rows, 1)
+        return stand_in, {"attention_mask": {**dict.fromkeys(self.kinds), KIND: stand_in}}
+
+    @contextmanager
+    def run_by(self, choose: Choose) -> Iterator[None]:
+        """Inside, `choose` is called in the place of an indexer's forward."""
+        with ExitStack() as stack:
+            for layer, (_, indexer) in self.layers.items():
+                stack.callback(indexer.__dict__.pop, "forward")
+                indexer.forward = partial(_called, choose, layer, indexer.forward)
+            yield
+
+    @contextmanager
+    def chosen_over_trees(self) -> Iterator[None]:
+        """Inside, indexers choose among the tokens of a chunk and its path."""
+        running: dict[int, ChunkAttention] = {}
+
+        def note(module: Any, args: Any, kwargs: Any) -> None:
+            running[module.layer_idx] = kwargs["tree_chunk"]
+
+        def choose(layer: int, forward: Any, arguments: dict[str, Any]) -> Tensor:
+            return _choose(layer, forward, running[layer], arguments)
+
+        with ExitStack() as stack:
+            for attention, _ in self.layers.values():
+                stack.callback(attention.register_forward_pre_hook(note, with_kwargs=True).remove)
+            stack.enter_context(self.run_by(choose))
+            yield
+
+
+def index_parameters(model: PreTrainedModel) -> list[nn.Parameter]:
+    """Of all indexers, which no loss of a model's outputs reaches: an optimizer that had them would shrink them by its
+    weight decay alone."""
+    return [p for _, indexer in Indexers.of(model).layers.values() for p in indexer.parameters()]
+
+
+def _chooses(module: nn.Module) -> bool:
+    """Whether a module is an indexer that scores token by token. Others keep more than a key a token (GLM-5.3's pools,
+    which reads layers of the cache)."""
+    code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
+    if code is None or not isinstance(getattr(module, "layer_idx", None), int):
+        return False
+    read = set(code.co_names)
+    return "update_indexer" in read and "layers" not in read and isinstance(getattr(module, "index_topk", None), int)
+
+
+class IndexKeys(Protocol):
+    """In the place of a model's cache."""
+
+    def update_indexer(self, keys: Tensor, layer: int) -> Tensor:
+        """Keys [B, n, D] of the next rows -> those of all tokens so far, [B, keys, D]."""
+        ...
+
+
+def run_indexer(
+    forward: Any,
+    arguments: Mapping[str, Any],
+    rows: int,
+    total: int,
+    keys: IndexKeys,
+    visible: Callable[[slice], Tensor],
+) -> Tensor:
+    """Runs an indexer's own `forward`, a block of rows at a time.
+
+    Args:
+        arguments: by name, tensors [B, rows, ...].
+        total: most keys that there will be.
+        keys: of all rows.
+        visible: bool [B or 1, rows of the block, keys so far] of a block of rows.
+
+    Returns:
+        int32 [B, rows, min(index_topk, total)]: positions of keys, -1 where there were fewer; a row may not see all.
+    """
+    module, hidden = forward.__self__, arguments["hidden_states"]
+    most, parameters = min(module.index_topk, total), inspect.signature(forward).parameters
+    cache = next(name for name in _CACHES if name in parameters)
+    found = torch.full((len(hidden), rows, most), -1, dtype=torch.int32, device=hidden.device)
+    size = max(1, _SCORE_BYTES // (4 * module.n_heads * total * len(hidden)))
+    for start in range(0, rows, size):
+        block = slice(start, min(start + size, rows))
+        given = {name: _rows(value, block, rows) for name, value in arguments.items()}
+        picks = forward(**{**given, "attention_mask": visible(block), cache: keys})
+        found[:, block, : picks.shape[-1]] = picks
+    return found
+
+
+def _called(choose: Choose, layer: int, forward: Any, *args: Any, **kwargs: Any) -> Tensor:
+    return choose(layer, forward, dict(inspect.signature(forward).bind(*args, **kwargs).arguments))
+
+
+def _rows(value: Any, block: slice, rows: int) -> Any:
+    """A block of rows of an argument that has all of them."""
+    if isinstance(value, tuple):
+        return tuple(_rows(one, block, rows) for one in value)
+    return value[:, block] if isinstance(value, Tensor) and value.dim() > 1 and value.shape[1] == rows else value
+
+
+class _ChunkKeys:
+    """Those of a path, and behind them a chunk's."""
+
+    def __init__(self, cache: PathCache, path: int, rows: int) -> None:
+        self.cache, self.path, self.rows, self.filled = cache, path, rows, path
+        self.all: Tensor | None = None
+
+    def update_indexer(self, keys: Tensor, layer: int) -> Tensor:
+        if self.all is None:
+            self.all = keys.new_empty(1, self.path + self.rows, keys.shape[2])
+            if self.path:
+                self.all[:, : self.path] = self.cache.read(layer, self.path)[0][0]
+        stop = self.filled + keys.shape[1]
+        self.all[:, self.filled : stop] = keys
+        self.filled = stop
+        return self.all[:, :stop]
+
+
+def _choose(layer: int, forward: Any, chunk: ChunkAttention, arguments: dict[str, Any]) -> Tensor:
+    """As `run_indexer`, of the rows of a chunk, positions in [path | chunk]."""
+    rows, path = len(chunk.layout.tokens), chunk.path_tokens
+    keys, device = _ChunkKeys(cast(PathCache, chunk.index_cache), path, rows), arguments["hidden_states"].device
+    found = run_indexer(forward, arguments, rows, path + rows, keys, lambda block: visible(chunk, block, device)[None])
+    if chunk.store:
+        assert keys.all is not None
+        chunk.index_keys[layer] = (keys.all[:, path:].unsqueeze(0),)
+    return found
+
+
+def visible(chunk: ChunkAttention, rows: slice, device: torch.device) -> Tensor:
+    """bool [rows, path + rows.stop]: which tokens of the path and of the chunk, up to the last that any can, these rows
+    see. `rows`: bounds within the chunk."""
+    if "ends" not in chunk.kept:
+        chunk.kept["ends"] = on_device(np.ascontiguousarray(chunk.layout.ends), device)
+    query = torch.arange(rows.start, rows.stop, device=device)[:, None]
+    key = torch.arange(rows.stop, device=device)[None, :]
+    own = (key <= query) & (query < chunk.kept["ends"][None, : rows.stop])
+    return nn.functional.pad(own, (chunk.path_tokens, 0), value=True)

@@ -1,0 +1,88 @@
+"""Index keys of the running requests, for models whose layers attend to what an indexer chose.
+
+They lie beside the key-value grid, as a layer of its own, and move with it. Promises: indexers run by their own code,
+each request's tokens choosing among that request's alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from app.tree import Indexers, run_indexer
+from datamodules.inference.embedded.kv_slots import CachedStep, KVSlots, PromptStep
+
+
+class IndexSlots:
+    """Index keys in the grid of `slots`; nothing for models that have none."""
+
+    def __init__(self, model: PreTrainedModel, slots: KVSlots) -> None:
+        self.indexers, self.slots = Indexers.of(model), slots
+
+    @contextmanager
+    def chosen(self, tokens: Tensor) -> Iterator[dict[str, Any]]:
+        """Inside, indexers choose for the slots' step of packed `tokens` [1, T]; gives arguments of its forward."""
+        if not self.indexers:
+            yield {}
+            return
+        self.slots.stand_in, masks = self.indexers.masks(tokens.shape[1], tokens.device)
+        with self.indexers.run_by(self._choose):
+            yield masks
+
+    def _choose(self, layer: int, forward: Any, arguments: dict[str, Any]) -> Tensor:
+        """int32 [requests, queries, k]: positions in each request's row of the grid."""
+        step = self.slots.step
+        given = {name: _unfolded(value, step) for name, value in arguments.items()}
+        keys: _PromptKeys | _CachedKeys
+        if isinstance(step, PromptStep):
+            keys = _PromptKeys()
+            found = run_indexer(forward, given, step.longest, step.longest, keys, step.seen)
+            rows = step.fold(keys.all.unsqueeze(1)).transpose(1, 2)
+            self.slots.write(_place(layer), step.write, rows)
+            return found
+        keys = _CachedKeys(self.slots, step)
+        return run_indexer(forward, given, step.queries, step.keys, keys, step.seen)
+
+
+def _place(layer: int) -> int:
+    """Where its keys are in the grid: below the layers that attend."""
+    return -1 - layer
+
+
+def _unfolded(value: Any, step: PromptStep | CachedStep) -> Any:
+    """An argument of packed tokens [1, T, ...], a request a row."""
+    if isinstance(value, tuple):
+        return tuple(_unfolded(one, step) for one in value)
+    if not isinstance(value, Tensor) or value.dim() < 2 or value.shape[1] != len(step.write):
+        return value
+    rows = step.unfold(value.reshape(1, 1, len(step.write), -1))  # [requests, 1, queries, D]
+    return rows.reshape(rows.shape[0], rows.shape[2], *value.shape[2:])
+
+
+class _PromptKeys:
+    """Of prompts of which nothing is in the grid yet."""
+
+    all: Tensor
+
+    def update_indexer(self, keys: Tensor, layer: int) -> Tensor:
+        self.all = torch.cat([self.all, keys], 1) if hasattr(self, "all") else keys
+        return self.all
+
+
+class _CachedKeys:
+    """Of next tokens, which go into the grid behind those that are there."""
+
+    def __init__(self, slots: KVSlots, step: CachedStep) -> None:
+        self.slots, self.step, self.filled = slots, step, 0
+
+    def update_indexer(self, keys: Tensor, layer: int) -> Tensor:
+        step, stop = self.step, self.filled + keys.shape[1]
+        cells = step.write.view(step.count, step.queries)[:, self.filled : stop].reshape(-1)
+        self.slots.write(_place(layer), cells, keys.reshape(1, 1, len(cells), -1))
+        self.filled = stop
+        return self.slots.read(_place(layer), step.first, step.count, step.keys)[0][:, 0]

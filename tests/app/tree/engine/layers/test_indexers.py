@@ -1,0 +1,139 @@
+"""Layers that attend to what an indexer chose (`app.tree.attention.indexers`): exact, and not attending to all."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any, cast
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import CONFIG_MAPPING, PreTrainedModel
+
+from app.tree import PrefixTree, TreeEngine
+from app.tree.attention import indexers, kernels, selected
+from tests.app.tree import models, oracle
+from tests.app.tree.cases import Case, cases
+from tests.app.tree.engine import families
+from tests.app.tree.engine.test_parity import EXAMPLES
+from tests.app.tree.losses import KINDS, SequenceLoss
+from tests.app.tree.parity import assert_backward, assert_forward, assert_unchanged, snapshot, take_grads
+from tests.app.tree.states import hybrids
+
+TYPES: dict[str, dict[str, Any]] = {
+    "deepseek_v32": {},
+    "glm_moe_dsa": dict(num_hidden_layers=3, indexer_types=["full", "shared", "full"]),
+    "hy_v4": {"attn_implementation": "eager"},
+    "dots3_note_text": dict(layer_types=["indexed_attention", "sliding_attention"], sliding_window=4),
+}
+"""The plain form; layers that share the choice of others; sinks; layers with a window between."""
+KINDS_OF_MODELS = [
+    pytest.param(kind, marks=[] if kind in ("deepseek_v32", "glm_moe_dsa") else pytest.mark.slow) for kind in TYPES
+]
+
+
+@cache
+def exact(kind: str, **options: Any) -> PreTrainedModel:
+    """In float64 but for scores and their choice, which are the module's own float32 on both sides."""
+    if kind not in CONFIG_MAPPING:
+        pytest.skip(f"the installed transformers has no {kind}")
+    chosen = {**families.INDEXED, **TYPES[kind], **options}
+    return hybrids.exact(models.make(kind, torch.float64, **chosen)).eval()
+
+
+@pytest.mark.parametrize("kind", KINDS_OF_MODELS)
+@settings(max_examples=EXAMPLES // 6)
+@given(case=cases(), loss=st.sampled_from(sorted(KINDS)), batched=st.booleans(), block=st.sampled_from([1, 300, 10**6]))
+def test_parity_in_float64(kind: str, case: Case, loss: str, batched: bool, block: int) -> None:
+    model, head = exact(kind), models.value_head(torch.float64)
+    with pytest.MonkeyPatch.context() as patch:  # blocks of one query, of several, and of all
+        patch.setattr(indexers, "_SCORE_BYTES", block)
+        patch.setattr(selected, "_MASK_BYTES", block)
+        assert_forward(model, head, case, ("logprobs", "entropy", "values"), 1e-9)
+        assert_backward(model, head, case, loss, ("logprobs", "values"), 1e-9, batched)
+
+
+def gradients(model: PreTrainedModel, sequences: list[Any], *budgets: int, **engine: Any) -> dict[str, Any]:
+    loss = SequenceLoss("mean_times_variance", [len(s) for s in sequences], 0, ("logprobs",))
+    TreeEngine(model, *budgets, self_check=False, **engine).backward(PrefixTree.build(sequences), loss)
+    return take_grads(model)
+
+
+def expected(model: PreTrainedModel, sequences: list[Any]) -> dict[str, Any]:
+    loss = SequenceLoss("mean_times_variance", [len(s) for s in sequences], 0, ("logprobs",))
+    return oracle.dense_backward(model, sequences, loss)[1]
+
+
+def forest() -> list[Any]:
+    random = np.random.default_rng(0)
+    stem = random.integers(0, 31, 200)
+    cuts = ((200, 120), (200, 10), (200, 60), (90, 80), (90, 3), (30, 6))
+    return [np.concatenate([stem[:cut], random.integers(0, 31, n)]) for cut, n in cuts]
+
+
+@pytest.mark.parametrize("kind", KINDS_OF_MODELS)
+def test_long_sequences_of_which_few_tokens_are_chosen(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(indexers, "_SCORE_BYTES", 2**18)
+    monkeypatch.setattr(selected, "_MASK_BYTES", 2**16)
+    model = exact(kind, max_position_embeddings=512, index_topk=24)
+    truth = expected(model, forest())
+    for budgets in ((1000, 2000), (100, 200), (40, 60)):
+        assert oracle.relative_error(gradients(model, forest(), *budgets), truth)[0] < 1e-9
+
+
+def test_on_devices_without_a_kernel_for_masks(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = exact("hy_v4", max_position_embeddings=512, index_topk=24)
+    truth = expected(model, forest())
+    monkeypatch.setattr(selected, "pick_kernel", lambda q, mask: kernels.Math())
+    assert oracle.relative_error(gradients(model, forest(), 100, 200), truth)[0] < 1e-9
+
+
+def test_what_was_not_chosen_is_not_attended_to() -> None:
+    """Guards the others: were indexers passed over, the engine would differ from the model by this."""
+    few, all_ = (exact("deepseek_v32", index_topk=topk) for topk in (5, 64))
+    all_.load_state_dict(few.state_dict())
+    tree = PrefixTree.build(families.SEQUENCES)
+    out = [TreeEngine(model, 4, 8, self_check=False).forward(tree).flat("logprobs") for model in (few, all_)]
+    assert float((out[0] - out[1]).abs().max()) > 0.1
+
+
+def test_indexers_have_no_gradient_and_are_left_as_they_were() -> None:
+    model = exact("deepseek_v32")
+    before, own = snapshot(model), [set(vars(module)) for module in model.modules()]
+    found = gradients(model, families.SEQUENCES, 4, 8)
+    assert {name for name, grad in found.items() if grad is None} >= {n for n in found if ".indexer." in n} != set()
+    assert_unchanged(model, before)
+    assert [set(vars(module)) for module in model.modules()] == own
+
+
+def test_keys_of_the_path_are_computed_once() -> None:
+    """Of every tree token its index keys, and again where a chunk runs again: never those of the path."""
+    model = exact("deepseek_v32")
+    tree, rows = PrefixTree.build(families.SEQUENCES), []
+    handle = model.model.layers[0].self_attn.indexer.wk.register_forward_hook(lambda *a: rows.append(a[1][0].shape[1]))
+    engine = TreeEngine(model, 4, 100, self_check=False)
+    engine.forward(tree)
+    handle.remove()
+    assert sum(rows) == sum(chunk.tokens for chunk in engine.last_plan.chunks) and len(engine.last_plan.chunks) > 1
+
+
+def test_choices_that_nobody_here_made_are_refused() -> None:
+    choosing = exact("deepseek_v32")
+    plain, tree = models.make("llama"), PrefixTree.build(families.SEQUENCES)
+    picks = torch.zeros(1, 3, 2, dtype=torch.int32)
+    for model, argument, words in (
+        (choosing, {"sliding_window": 4}, r"chooses tokens \(indices\) beside a window"),
+        (plain, {"indices": picks}, r"by no indexer known here"),
+    ):
+        layer = model.model.layers[0].self_attn
+        hook = layer.register_forward_pre_hook(lambda m, a, k, more=argument: (a, {**k, **more}), with_kwargs=True)
+        with pytest.raises(ValueError, match=f"layer 0 .*{words}"):
+            TreeEngine(model, self_check=False).forward(tree)
+        hook.remove()
+
+
+def test_a_group_of_ranks_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"chooses the tokens it attends to in 2 layers.*group=None"):
+        TreeEngine(exact("deepseek_v32"), group=cast(Any, object()))
