@@ -94,6 +94,13 @@ class RowShares:
         padded: Tensor = torch.nn.functional.pad(rows, (0, 0, 0, missing)) if missing else rows
         return padded
 
+    def everyones(self, rows: Tensor) -> Tensor:
+        """Collective: [1, rows run here, D] of this rank's rows -> [1, all rows, D], without gradient."""
+        count, width, size = self.own.stop - self.own.start, rows.shape[2], self.group.size
+        counts = [b - a for a, b in zip(self.bounds, self.bounds[1:])]
+        received = self.group.exchange([rows[0, :count].reshape(-1)] * size, [n * width for n in counts])
+        return torch.cat(received).view(1, -1, width)
+
     def heads_of(self, per_head: Tensor | None) -> Tensor | None:
         """This rank's part of [H]."""
         return None if per_head is None else per_head.chunk(self.group.size)[self.group.rank]

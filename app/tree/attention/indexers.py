@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from app.tree.attention.chunk_attention import ChunkAttention
+from app.tree.attention.groups import RowShares
 from app.tree.attention.path_cache import PathCache
 from app.tree.transfer import on_device
 
@@ -178,7 +179,7 @@ def _rows(value: Any, block: slice, rows: int) -> Any:
 
 
 class _ChunkKeys:
-    """Those of a path, and behind them a chunk's."""
+    """Those of a path, and behind them a chunk's, of which each block of rows brings its own."""
 
     def __init__(self, cache: PathCache, path: int, rows: int) -> None:
         self.cache, self.path, self.rows, self.filled = cache, path, rows, path
@@ -195,9 +196,31 @@ class _ChunkKeys:
         return self.all[:, :stop]
 
 
+class _OwnKeys:
+    """Takes those of this rank's rows, and gives one for all: while keys are made, nothing is chosen."""
+
+    own: Tensor
+
+    def update_indexer(self, keys: Tensor, layer: int) -> Tensor:
+        self.own = torch.cat([self.own, keys], 1) if hasattr(self, "own") else keys
+        return keys[:, :1]
+
+
+@dataclass(frozen=True)
+class _KnownKeys:
+    """Those of all rows, before any of them chooses."""
+
+    all: Tensor
+
+    def update_indexer(self, keys: Tensor, layer: int) -> Tensor:
+        return self.all
+
+
 def _choose(layer: int, forward: Any, chunk: ChunkAttention, arguments: dict[str, Any]) -> Tensor:
     """As `run_indexer`, of the rows of a chunk, positions in [path | chunk]."""
-    rows, path = len(chunk.layout.tokens), chunk.path_tokens
+    rows, path, shares = len(chunk.layout.tokens), chunk.path_tokens, chunk.shares
+    if shares is not None:
+        return _choose_together(layer, forward, chunk, shares, arguments)
     keys, device = _ChunkKeys(cast(PathCache, chunk.index_cache), path, rows), arguments["hidden_states"].device
     found = run_indexer(forward, arguments, rows, path + rows, keys, lambda block: visible(chunk, block, device)[None])
     if chunk.store:
@@ -206,12 +229,33 @@ def _choose(layer: int, forward: Any, chunk: ChunkAttention, arguments: dict[str
     return found
 
 
-def visible(chunk: ChunkAttention, rows: slice, device: torch.device) -> Tensor:
-    """bool [rows, path + rows.stop]: which tokens of the path and of the chunk, up to the last that any can, these rows
-    see. `rows`: bounds within the chunk."""
+def _choose_together(
+    layer: int, forward: Any, chunk: ChunkAttention, shares: RowShares, arguments: dict[str, Any]
+) -> Tensor:
+    """As `_choose`, by ranks that have a share of the rows each, and tell each other keys and choices of all."""
+    rows, path, run = len(chunk.layout.tokens), chunk.path_tokens, shares.run
+    device, here = arguments["hidden_states"].device, run.stop - run.start
+    mine = _OwnKeys()
+    run_indexer(forward, arguments, here, 1, mine, lambda block: torch.ones(1, 1, 1, dtype=torch.bool, device=device))
+    keys = shares.everyones(mine.own)
+    if chunk.store:
+        chunk.index_keys[layer] = (keys.unsqueeze(0),)
+    if path:
+        keys = torch.cat([cast(PathCache, chunk.index_cache).read(layer, path)[0][0], keys], 1)
+
+    def seen(block: slice) -> Tensor:
+        return visible(chunk, slice(run.start + block.start, run.start + block.stop), device, rows)[None]
+
+    return shares.everyones(run_indexer(forward, arguments, here, path + rows, _KnownKeys(keys), seen))
+
+
+def visible(chunk: ChunkAttention, rows: slice, device: torch.device, keys: int | None = None) -> Tensor:
+    """bool [rows, path + keys]: which tokens of the path and of the chunk these rows see. `rows`: bounds within the
+    chunk; `keys`: of the chunk, default up to the last row's own, beyond which none of these rows sees any."""
+    keys = rows.stop if keys is None else keys
     if "ends" not in chunk.kept:
         chunk.kept["ends"] = on_device(np.ascontiguousarray(chunk.layout.ends), device)
     query = torch.arange(rows.start, rows.stop, device=device)[:, None]
-    key = torch.arange(rows.stop, device=device)[None, :]
-    own = (key <= query) & (query < chunk.kept["ends"][None, : rows.stop])
+    key = torch.arange(keys, device=device)[None, :]
+    own = (key <= query) & (query < chunk.kept["ends"][None, :keys])
     return nn.functional.pad(own, (chunk.path_tokens, 0), value=True)

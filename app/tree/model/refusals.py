@@ -92,8 +92,8 @@ def refuse_pictures(model: PreTrainedModel, processor: Any | None) -> None:
         )
 
 
-def refuse_group(model: PreTrainedModel, mixers: int, indexers: int, on_mismatch: str) -> None:
-    """What ranks cannot run together; `mixers`: layers that carry states; `indexers`: those that choose tokens."""
+def refuse_group(model: PreTrainedModel, mixers: int, on_mismatch: str) -> None:
+    """What ranks cannot run together; `mixers`: layers that carry states."""
     if on_mismatch != "error":
         raise ValueError(
             f"on_mismatch={on_mismatch!r}: ranks of a group share the rows of tree execution alone; set"
@@ -103,11 +103,6 @@ def refuse_group(model: PreTrainedModel, mixers: int, indexers: int, on_mismatch
         raise ValueError(
             f"{type(model).__name__} carries states from token to token in {mixers} layers, whose rows cannot be dealt"
             " over a group of ranks; let each rank run a part of its own (group=None)"
-        )
-    if indexers:
-        raise ValueError(
-            f"{type(model).__name__} chooses the tokens it attends to in {indexers} layers, by keys of all rows, which"
-            " cannot be dealt over a group of ranks; let each rank run a part of its own (group=None)"
         )
 
 

@@ -80,6 +80,8 @@ def take_sums(group: CountedGroup, model: nn.Module, head: nn.Module | None = No
         if isinstance(mine, DTensor):
             grads[name] = mine.full_tensor()
             continue
+        if isinstance(parameter, DTensor):
+            continue  # an indexer's, on no rank
         if mine is None:
             mine = grads[name] = torch.zeros_like(parameter, dtype=torch.promote_types(torch.float32, parameter.dtype))
         group.sum_(mine)

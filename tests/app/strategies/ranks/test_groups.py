@@ -85,7 +85,7 @@ def test_float64(pool: RankPool, size: int, name: str, sharded: bool, case: Case
 
 
 ATTENTION = [name for name, family in families.SUPPORTED.items() if family.type not in hybrids.OPTIONS]
-DEALT = ["Mistral, sliding window", "Phi-3", "Gemma 2", "GPT-OSS", "DeepSeek-V3"]
+DEALT = ["Mistral, sliding window", "Phi-3", "Gemma 2", "GPT-OSS", "DeepSeek-V3", "GLM-5"]
 IN_SHARDS = [name for name in ATTENTION if not name.endswith("sliding window")]  # a window has no parameters
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import cache
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import pytest
@@ -132,8 +132,3 @@ def test_choices_that_nobody_here_made_are_refused() -> None:
         with pytest.raises(ValueError, match=f"layer 0 .*{words}"):
             TreeEngine(model, self_check=False).forward(tree)
         hook.remove()
-
-
-def test_a_group_of_ranks_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"chooses the tokens it attends to in 2 layers.*group=None"):
-        TreeEngine(exact("deepseek_v32"), group=cast(Any, object()))
