@@ -11,7 +11,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-_KEYS = ("OPENAI_API_KEY", "ANTHROPIC_API_KEY")
+_KEYS = ("OPENAI_API_KEY", "ANTHROPIC_API_KEY", "GEMINI_API_KEY")
 _NO_KEY = "no-key-was-there-at-the-import"  # a provider quotes its ends where such a client asks after all
 
 

@@ -86,6 +86,26 @@ BODIES: dict[str, dict[str, Any]] = {
         "stop_sequences": ["!"],
         "stream": True,
     },
+    "/v1beta/models/any:streamGenerateContent": {
+        "systemInstruction": {"parts": [{"text": "s"}]},
+        "contents": [
+            {"role": "user", "parts": [{"text": "x"}]},
+            {
+                "role": "model",
+                "parts": [
+                    {"text": "hm", "thought": True},
+                    {
+                        "functionCall": {"id": "c", "name": "look_up", "args": {"fruit": "pear"}},
+                        "thoughtSignature": "s",
+                    },
+                ],
+            },
+            {"role": "user", "parts": [{"functionResponse": {"name": "look_up", "response": {"output": "5"}}}]},
+        ],
+        "tools": [{"functionDeclarations": [{"name": "look_up", "parameters": {"type": "OBJECT", "required": ["a"]}}]}],
+        "toolConfig": {"functionCallingConfig": {"mode": "AUTO"}},
+        "generationConfig": {"maxOutputTokens": 9, "stopSequences": ["!"], "seed": 1, "candidateCount": 2},
+    },
     "/v1/completions": {"model": "any", "prompt": [1, 2, 3], "max_tokens": 4, "n": 1, "stop": "!", "logprobs": 0},
 }
 COUNTED = {key: BODIES["/v1/messages"][key] for key in ("model", "system", "messages", "tools")}
@@ -221,6 +241,8 @@ class Target:
         told = json.loads(body)
         if path.startswith("/v1/messages"):
             assert told["type"] == "error" and told["error"]["type"].endswith(("_error", "_too_large"))
+        elif path.startswith("/v1beta"):
+            assert told["error"]["code"] == status and told["error"].keys() == {"code", "message", "status"}
         else:
             assert {"message", "type", "param", "code"} == told["error"].keys()
         assert told["error"]["message"] and len(body) < 2000

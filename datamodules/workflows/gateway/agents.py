@@ -81,6 +81,8 @@ class Door:
             "OPENAI_API_KEY": self.key,
             "ANTHROPIC_BASE_URL": self.address,  # its clients append /v1 by themselves
             "ANTHROPIC_API_KEY": self.key,
+            "GOOGLE_GEMINI_BASE_URL": self.address,  # and /v1beta
+            "GEMINI_API_KEY": self.key,
         }
 
 

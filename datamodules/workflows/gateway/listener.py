@@ -20,12 +20,15 @@ from datamodules.workflows.gateway.errors import RequestError
 from datamodules.workflows.gateway.protocols.base import WireProtocol
 from datamodules.workflows.gateway.protocols.chat_completions import ChatCompletions
 from datamodules.workflows.gateway.protocols.completions import Completions
+from datamodules.workflows.gateway.protocols.generate_content import GenerateContent
 from datamodules.workflows.gateway.protocols.messages import Messages
 from datamodules.workflows.gateway.protocols.responses import Responses
 
 _log = logging.getLogger(__name__)
 MESSAGES = Messages()
 PROTOCOLS: tuple[WireProtocol, ...] = (ChatCompletions(), MESSAGES, Responses(), Completions())
+GOOGLE = (GenerateContent(), GenerateContent(stream=True))
+"""Their paths are behind `/v1/models/<model>:` and `/v1beta/models/<model>:`."""
 LEFT = (asyncio.CancelledError, OSError, TimeoutError)
 """How a client that goes away, or does not read, shows."""
 _DEEPEST = 64  # nesting of a request's JSON; tools' schemas need some
@@ -198,6 +201,9 @@ async def _in_the_protocols_words(
 
 def spoken(request: web.Request) -> WireProtocol:
     """The protocol of the path, or, where that belongs to none alone, of the client."""
+    _, _, method = request.path.rpartition(":")
+    if "x-goog-api-key" in request.headers or method in ("countTokens", *(one.path for one in GOOGLE)):
+        return GOOGLE[0]
     _, _, path = request.path.partition("/v1/")
     theirs = path.startswith(MESSAGES.path) or "anthropic-version" in request.headers
     default = MESSAGES if theirs else PROTOCOLS[0]

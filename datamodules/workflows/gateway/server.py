@@ -22,7 +22,16 @@ from aiohttp import web
 from datamodules.inference.reply_text import ReplyText
 from datamodules.workflows.gateway.errors import RequestError
 from datamodules.workflows.gateway.history import Shelf
-from datamodules.workflows.gateway.listener import LEFT, MESSAGES, PROTOCOLS, Listener, hang_up, json_object, spoken
+from datamodules.workflows.gateway.listener import (
+    GOOGLE,
+    LEFT,
+    MESSAGES,
+    PROTOCOLS,
+    Listener,
+    hang_up,
+    json_object,
+    spoken,
+)
 from datamodules.workflows.gateway.protocols import models
 from datamodules.workflows.gateway.protocols.base import Asked, Sampled, WireProtocol
 from datamodules.workflows.gateway.protocols.messages import UNTHREADED
@@ -88,12 +97,16 @@ class Gateway:
             router.add_post(f"/r/{{session}}/v1/{protocol.path}", partial(self._reply, protocol))
         router.add_post("/r/{session}/messages", partial(self._reply, MESSAGES))  # to the AI SDK the base URL has /v1
         router.add_post("/r/{session}/v1/messages/count_tokens", self._count)
+        for version in ("v1", "v1beta"):
+            for one in GOOGLE:
+                router.add_post(f"/r/{{session}}/{version}/models/{{id:.+}}:{one.path}", partial(self._reply, one))
+            router.add_post(f"/r/{{session}}/{version}/models/{{id:.+}}:countTokens", self._count)
         router.add_get("/r/{session}/v1/models", self._models)
         router.add_get("/r/{session}/v1/models/{id:.+}", self._models)
         router.add_get("/r/{session}/held", self._held)
         router.add_post("/r/{session}/reward", self._reward)
         router.add_post("/r/{session}/end", self._end)
-        router.add_route("*", "/r/{session}/v1/{path:.+}", self._not_served)
+        router.add_route("*", "/r/{session}/{version:v1(?:beta)?}/{path:.+}", self._not_served)
 
     def admit(self, session: Session) -> str:
         """Lets a session be spoken in; gives its address, to which protocols append `/v1/...`."""
@@ -109,7 +122,9 @@ class Gateway:
         """The session of the path, if the request may speak in it; unknown ones and wrong keys are told alike."""
         name = request.match_info["session"]
         kind, _, key = request.headers.get("Authorization", "").partition(" ")
-        key = key.strip() if kind.lower() == "bearer" else request.headers.get("x-api-key", "")
+        if kind.lower() != "bearer":
+            key = request.headers.get("x-api-key", "") or request.headers.get("x-goog-api-key", "")
+        key = key.strip()
         session = self._sessions.get(name)
         if session is None and self._opens is not None and (session := self._opens(name, key)) is not None:
             self.admit(session)
@@ -135,15 +150,16 @@ class Gateway:
 
     async def _count(self, request: web.Request) -> web.StreamResponse:
         session = self._session(request)
-        asked = session.continued(MESSAGES.counted(json_object(await self._listener.body(request))))
-        return web.json_response({"input_tokens": await session.count(asked.messages, asked.tools)})
+        theirs, key = (MESSAGES, "input_tokens") if spoken(request) is MESSAGES else (GOOGLE[0], "totalTokens")
+        asked = session.continued(theirs.counted(json_object(await self._listener.body(request))))
+        return web.json_response({key: await session.count(asked.messages, asked.tools)})
 
     async def _reply(self, protocol: WireProtocol, request: web.Request) -> web.StreamResponse:
         session = self._session(request)
         body = await self._listener.body(request)
         found = session.bodies.read(body, json_object)
         try:
-            asked = protocol.parse(protocol.whole(session.heard(found), session.transcript.calls))
+            asked = protocol.parse(session.heard(protocol.whole(found, session.transcript.calls)))
             asked = session.continued(replace(asked, model=asked.model or self.model))
         except Exception as error:  # it is refused, and nothing goes on with it
             if getattr(error, "code", None) != UNTHREADED:  # which the client asks again by itself
@@ -215,7 +231,7 @@ class Gateway:
             said.put_nowait(None)
         try:
             begun = False
-            while (news := await self._news(said, request, response)) is not None:
+            while (news := await self._news(said, request, response, protocol.alive)) is not None:
                 if not response.prepared:  # what is refused before has a status
                     await self._listener.in_time(response.prepare(request))
                 if not begun:
@@ -243,24 +259,27 @@ class Gateway:
             hang_up(request, error)
         return response
 
-    async def _news(self, said: asyncio.Queue[News], request: web.Request, response: web.StreamResponse) -> News:
+    async def _news(
+        self, said: asyncio.Queue[News], request: web.Request, response: web.StreamResponse, alive: bytes
+    ) -> News:
         """What is said next; until then the client hears that its call is alive."""
         while True:
             try:
                 async with asyncio.timeout(self._quiet_s):
                     return await said.get()
             except TimeoutError:
-                await self._still(request, response, b": the call is alive\n\n")
+                await self._still(request, response, alive)
 
     async def _not_served(self, request: web.Request) -> web.StreamResponse:
         self._session(request).asked += 1
-        path = request.match_info["path"][:100]
+        path = f"/{request.match_info['version']}/{request.match_info['path'][:100]}"
         served = [f"/v1/{protocol.path}" for protocol in PROTOCOLS]
-        method = "GET" if path == "models" else "POST"
-        if f"/v1/{path}" in (*served, "/v1/models", "/v1/messages/count_tokens"):
-            raise RequestError(f"/v1/{path}: does not take {request.method}; {method} it", status=405)
+        method = "GET" if path == "/v1/models" else "POST"
+        if path in (*served, "/v1/models", "/v1/messages/count_tokens"):
+            raise RequestError(f"{path}: does not take {request.method}; {method} it", status=405)
+        served += [f"/v1beta/models/{self.model}:{protocol.path}" for protocol in GOOGLE]
         raise RequestError(
-            f"/v1/{path}: not served; the model that is trained answers {', '.join(served)}: give the client that asks"
+            f"{path}: not served; the model that is trained answers {', '.join(served)}: give the client that asks"
             " for anything else (embeddings, moderation, audio) a base_url and api_key of its provider",
             status=404,
         )

@@ -129,9 +129,11 @@ class WireProtocol(ABC):
 
     Attributes:
         path: behind `/v1/`.
+        alive: what says in a stream that its call is, and is no event.
     """
 
     path: str
+    alive: bytes = b": the call is alive\n\n"
 
     def whole(self, body: dict[str, Any], calls: Sequence[Call]) -> dict[str, Any]:
         """The request, with what it names only of the session's `calls` in its place."""

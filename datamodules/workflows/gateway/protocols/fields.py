@@ -25,11 +25,16 @@ _MOST_SHOWN = 100  # characters
 _OF_SAMPLING = ("temperature", *SHAPINGS)
 _OF_MANNER = ("reasoning", "reasoning_effort", "thinking", "verbosity")  # how a provider's model is to think and write
 _OF_MANNER_WITHIN = {"text": "verbosity", "output_config": "effort"}
+_OF_THINKING = [f"generationConfig.thinkingConfig.{name}" for name in ("thinkingBudget", "thinkingLevel")]
+_WITHIN = {
+    **{key: (name,) for key, name in _OF_MANNER_WITHIN.items()},
+    "generationConfig": ("temperature", "topP", "topK", "presencePenalty", "frequencyPenalty", "thinkingConfig"),
+}
 _TEMPLATE = "set AgentWorkflow.template_options, which are the chat template's for all calls of a run"
 _REMEDIES = {
     "chat_template_kwargs": f"leave it out, and {_TEMPLATE}",
     **dict.fromkeys(
-        (*_OF_MANNER, *(f"{key}.{name}" for key, name in _OF_MANNER_WITHIN.items())),
+        (*_OF_MANNER, *_OF_THINKING, *(f"{key}.{name}" for key, name in _OF_MANNER_WITHIN.items())),
         f"leave it out, or have override_sampling pass it over; for what the chat template knows of it {_TEMPLATE}",
     ),
 }
@@ -114,9 +119,9 @@ def without_sampling(body: Mapping[str, Any]) -> dict[str, Any]:
     """A request of any protocol without what it says of how replies are sampled, and of how the model is to think and
     to write; a seed stays, it changes no odds."""
     left = {key: value for key, value in body.items() if key not in (*_OF_SAMPLING, *_OF_MANNER)}
-    for key, name in _OF_MANNER_WITHIN.items():
+    for key, names in _WITHIN.items():
         if isinstance(left.get(key), dict):
-            left[key] = {one: value for one, value in left[key].items() if one != name}
+            left[key] = {one: value for one, value in left[key].items() if one not in names}
     return left
 
 

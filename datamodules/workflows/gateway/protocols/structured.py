@@ -96,6 +96,25 @@ def anthropic_calls(choice: dict[str, Any], tools: Tools) -> tuple[Demand, ...]:
     return tuple(found)
 
 
+def google_calls(config: dict[str, Any], tools: Tools) -> tuple[Demand, ...]:
+    """The same of the Gemini API's `functionCallingConfig`. Raises RequestError."""
+    param = "toolConfig.functionCallingConfig"
+    # Of "VALIDATED" only schemas are forced, of which `strict` of a tool is passed over in other protocols, too.
+    kinds = ("MODE_UNSPECIFIED", "AUTO", "VALIDATED", "ANY", "NONE")
+    kind = fields.one_of(f"{param}.mode", config.get("mode") or "AUTO", kinds)
+    fields.only(param, config, ("mode", "allowedFunctionNames"))
+    names = fields.texts(f"{param}.allowedFunctionNames", config.get("allowedFunctionNames"))
+    if kind == "NONE" or (kind != "ANY" and not names):
+        return ()
+    if kind != "ANY" or len(names) > 1:
+        raise RequestError(
+            f"{param}.allowedFunctionNames: cannot be honoured; offer the tools that may be called, and no others",
+            param=f"{param}.allowedFunctionNames",
+            code="unsupported_parameter",
+        )
+    return (_call(param, config, names[0] if names else None, tools),)
+
+
 def told(asked: Asked, override: bool) -> Asked:
     """The request with its demands told in the system's message, which is the first one. Raises RequestError.
 

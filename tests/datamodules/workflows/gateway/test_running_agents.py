@@ -84,12 +84,14 @@ def test_a_command_gets_the_task_and_answers_with_its_last_line() -> None:
     assert TASK.text in TOKENIZER.decode(engine.seen[0].tokens)
 
 
-def test_both_providers_clients_find_the_session(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_providers_clients_find_the_session(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("OPENAI_AGENTS_DISABLE_TRACING", raising=False)
     lines = [
-        "at = {name: os.environ[name] for name in os.environ if name.startswith(('OPENAI_', 'ANTHROPIC_'))}",
+        "begins = ('OPENAI_', 'ANTHROPIC_', 'GEMINI_', 'GOOGLE_')",
+        "at = {name: os.environ[name] for name in os.environ if name.startswith(begins)}",
         "ask('x')",
-        "one = at['OPENAI_API_KEY'] == at['ANTHROPIC_API_KEY']",
+        "one = at['OPENAI_API_KEY'] == at['ANTHROPIC_API_KEY'] == at.pop('GEMINI_API_KEY')",
+        "one = one and at['ANTHROPIC_BASE_URL'] == at.pop('GOOGLE_GEMINI_BASE_URL')",
         "v1 = at['ANTHROPIC_BASE_URL'] + '/v1'",
         "same = v1 == at['OPENAI_BASE_URL'] == at['OPENAI_API_BASE'] == at['OPENAI_API_BASE_URL']",
         "hidden = at['OPENAI_API_KEY'] not in open('/proc/self/cmdline').read()",
