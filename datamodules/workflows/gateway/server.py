@@ -276,6 +276,8 @@ class Gateway:
         served = [f"/v1/{protocol.path}" for protocol in PROTOCOLS]
         method = "GET" if path == "/v1/models" else "POST"
         if path in (*served, "/v1/models", "/v1/messages/count_tokens"):
+            if request.headers.get("Upgrade", "").lower() == "websocket":  # Codex asks again and again but for 426
+                raise RequestError(f"{path}: WebSockets are not served; {method} it", status=426)
             raise RequestError(f"{path}: does not take {request.method}; {method} it", status=405)
         served += [f"/v1beta/models/{self.model}:{protocol.path}" for protocol in GOOGLE]
         raise RequestError(

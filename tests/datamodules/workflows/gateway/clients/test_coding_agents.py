@@ -185,6 +185,17 @@ def test_items_that_the_ai_sdk_only_names_are_those_of_the_session() -> None:
         assert problem.startswith("input[2].id: no answer of this session has it; send the item itself")
 
 
+def test_codex_is_told_by_its_status_that_there_are_no_websockets() -> None:
+    """At 426 it posts at once; at others it tries six times before, at OpenAI's provider as it is."""
+    with door() as there:
+        headers = {"Authorization": f"Bearer {there.key}", "Connection": "Upgrade", "Upgrade": "websocket"}
+        answer = httpx.get(f"{there.v1}/responses", headers=headers, timeout=20)
+        assert answer.status_code == 426
+        assert answer.json()["error"]["message"] == "/v1/responses: WebSockets are not served; POST it"
+        headers = {"Authorization": f"Bearer {there.key}"}
+        assert httpx.get(f"{there.v1}/responses", headers=headers, timeout=20).status_code == 405
+
+
 def test_the_ai_sdk_finds_messages_behind_the_address_in_the_environment() -> None:
     with door([CALL]) as there:
         said = post(there, "messages", of_claude_code(STARTED, thinking=None, output_config=None))
