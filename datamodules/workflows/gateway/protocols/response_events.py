@@ -16,6 +16,14 @@ from datamodules.workflows.gateway.protocols.base import Asked, EventWriter, Sam
 from datamodules.workflows.gateway.transcript import Call
 
 Item = dict[str, Any]
+TEXT = "input"
+"""The argument by which the model knows what a tool takes that takes a text."""
+
+# Of calls, the events that say what is given to the tool, and the item's key of it.
+_GIVEN = {
+    "function_call": ("function_call_arguments", "arguments"),
+    "custom_tool_call": ("custom_tool_call_input", "input"),
+}
 
 
 def response(asked: Asked, name: str, created: int, items: list[Item], call: Call | None) -> dict[str, Any]:
@@ -99,13 +107,13 @@ class ResponseEvents(EventWriter):
                 told.append(self._of_text("response.output_text.done", **done))
                 told.append(self._of_text("response.content_part.done", part=part))
             else:
-                begun = {**item, "arguments": "", "status": "in_progress"}
+                kind, key = _GIVEN[item["type"]]
+                begun = {**item, key: "", "status": "in_progress"}
                 told.append(self._event("response.output_item.added", output_index=k, item=begun))
                 at = {"item_id": item["id"], "output_index": k}
-                arguments = item["arguments"]
-                told.append(self._event("response.function_call_arguments.delta", **at, delta=arguments))
-                done = {"name": item["name"], "arguments": arguments}
-                told.append(self._event("response.function_call_arguments.done", **at, **done))
+                told.append(self._event(f"response.{kind}.delta", **at, delta=item[key]))
+                done = {key: item[key]} | ({"name": item["name"]} if key == "arguments" else {})
+                told.append(self._event(f"response.{kind}.done", **at, **done))
             told.append(self._event("response.output_item.done", output_index=k, item=item))
         return b"".join(told)
 
@@ -141,18 +149,20 @@ def _message(name: str, text: str, tokens: Sequence[Sampled], status: str) -> It
 
 
 def _function_call(tools: Sequence[Item], call: dict[str, Any], status: str) -> Item:
-    name = call["function"]["name"]
-    spaces = (tool for tool in tools if tool["type"] == "namespace")
-    names = ((space["name"], one["name"]) for space in spaces for one in space["tools"])
-    space, own = next((both for both in names if in_namespace(*both) == name), (None, name))
-    return {
-        "id": f"fc_{call['id']}",
-        "type": "function_call",
-        "call_id": call["id"],
-        "name": own,
-        "arguments": call["function"]["arguments"],
-        "status": status,
-    } | ({"namespace": space} if space else {})
+    name, arguments = call["function"]["name"], call["function"]["arguments"]
+    known = [(None, one, one["name"]) for one in tools if one["type"] != "namespace"]
+    spaces = [tool for tool in tools if tool["type"] == "namespace"]
+    known += [(one["name"], tool, in_namespace(one["name"], tool["name"])) for one in spaces for tool in one["tools"]]
+    called: Item = {"type": "function", "name": name}
+    space, tool = next(((space, tool) for space, tool, by in known if by == name), (None, called))
+    about = {"call_id": call["id"], "name": tool["name"], "status": status} | ({"namespace": space} if space else {})
+    if tool["type"] == "custom":
+        given = json.loads(arguments)
+        is_text = given.keys() == {TEXT} and isinstance(given[TEXT], str)
+        # Arguments of another shape are the client's to refuse.
+        text = given[TEXT] if is_text else arguments
+        return {"id": f"ctc_{call['id']}", "type": "custom_tool_call", "input": text, **about}
+    return {"id": f"fc_{call['id']}", "type": "function_call", "arguments": arguments, **about}
 
 
 def _logprobs(tokens: Sequence[Sampled]) -> list[dict[str, Any]]:

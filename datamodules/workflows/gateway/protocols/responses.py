@@ -1,22 +1,30 @@
 """OpenAI's Responses: what a request asks for, and what it is answered.
 
 Promises: as those of Chat Completions. Items become the messages they would be there: an assistant's thoughts, text and
-calls are one message. Tools of a namespace are shown the model as `namespace.tool`, and called by their client's names.
+calls are one message. Tools of a namespace are shown the model as `namespace.tool`, and called by their client's names;
+tools that take a text (`custom`) as functions of one argument, `input`, and what a grammar would force it into is told.
 What is stored can be gone on with (`previous_response_id`), and its items named (`item_reference`), within its session.
 """
 
 from __future__ import annotations
 
+import json
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from datamodules.conversations.chat_template import Message
 from datamodules.workflows.gateway.errors import RequestError
 from datamodules.workflows.gateway.protocols import fields, images, structured
-from datamodules.workflows.gateway.protocols.base import Asked, EventWriter, Sampled, WireProtocol
+from datamodules.workflows.gateway.protocols.base import Asked, Demand, EventWriter, Sampled, WireProtocol
 from datamodules.workflows.gateway.protocols.chat_completions import openai_error
-from datamodules.workflows.gateway.protocols.response_events import ResponseEvents, in_namespace, items_of, response
+from datamodules.workflows.gateway.protocols.response_events import (
+    TEXT,
+    ResponseEvents,
+    in_namespace,
+    items_of,
+    response,
+)
 from datamodules.workflows.gateway.transcript import Call
 
 _WITHOUT_EFFECT = (
@@ -36,6 +44,9 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
 }
 _INCLUDED = ("reasoning.encrypted_content", "message.output_text.logprobs")
 _PREFIX = "resp_"
+_TAKES_TEXT = {"type": "object", "properties": {TEXT: {"type": "string"}}, "required": [TEXT]}
+_CALLS = ("function_call", "custom_tool_call")
+_RESULTS = tuple(f"{kind}_output" for kind in _CALLS)
 
 
 class Responses(WireProtocol):
@@ -80,7 +91,11 @@ class Responses(WireProtocol):
             model=fields.optional_text("model", left.pop("model", None)),
             messages=messages,
             tools=tools,
-            demands=(*structured.reply_format("text.format", form, tools), *structured.openai_calls(left, tools)),
+            demands=(
+                *structured.reply_format("text.format", form, tools),
+                *structured.openai_calls(left, tools),
+                *_grammars(body["tools"] if tools else ()),
+            ),
             max_tokens=fields.number("max_output_tokens", left.pop("max_output_tokens", None), int, 1),
             temperature=fields.number("temperature", left.pop("temperature", None), float, 0),
             logprobs="message.output_text.logprobs" in include,
@@ -155,18 +170,22 @@ def _as_known(choice: Any, tools: Any) -> Any:
     """A `tool_choice` with the name by which the model knows its tool, where that is of one namespace alone."""
     if not isinstance(choice, dict) or "name" not in choice:
         return choice
-    spaces = [("", one) for one in tools or () if one["type"] == "function"]
+    spaces = [("", one) for one in tools or () if one["type"] != "namespace"]
     spaces += [(one["name"], inner) for one in tools or () if one["type"] == "namespace" for inner in one["tools"]]
     found = [space for space, tool in spaces if tool["name"] == choice["name"]]
     return {**choice, "name": in_namespace(found[0], choice["name"])} if len(found) == 1 and found[0] else choice
 
 
 def _tool(where: str, tool: dict[str, Any], exactly: bool) -> dict[str, Any]:
+    if tool.get("type") == "custom":
+        if exactly:
+            fields.only(where, tool, ("type", "name", "description", "format"))
+        return fields.function_tool(where, tool, _TAKES_TEXT, where)
     if tool.get("type") != "function":
         raise RequestError(
-            f'{where}.type: {fields.shown(tool.get("type"))}, must be "function" or a "namespace" of such: a provider'
-            " runs the others, or forces their calls into a grammar; have the agent not offer it (Codex: web_search ="
-            ' "disabled" in its config.toml)',
+            f'{where}.type: {fields.shown(tool.get("type"))}, must be "function", "custom", or a "namespace" of such: a'
+            ' provider runs the others; have the agent not offer it (Codex: web_search = "disabled" in its'
+            " config.toml)",
             param=f"{where}.type",
             code="unsupported_parameter",
         )
@@ -175,6 +194,27 @@ def _tool(where: str, tool: dict[str, Any], exactly: bool) -> dict[str, Any]:
         fields.take_neutral(left, fields.TOOL_NEUTRAL, where)
         fields.only(where, left, ("type", "name", "description", "parameters", "strict"))
     return fields.function_tool(where, tool, tool.get("parameters"), f"{where}.parameters")
+
+
+def _grammars(tools: Sequence[dict[str, Any]]) -> Iterator[Demand]:
+    """Of tools that take a text of a grammar. Raises RequestError."""
+    for k, tool in enumerate(tools):
+        inner = tool["tools"] if tool["type"] == "namespace" else [tool]
+        for i, one in enumerate(inner):
+            where = f"tools[{k}].tools[{i}].format" if tool["type"] == "namespace" else f"tools[{k}].format"
+            form = fields.an_object(where, one.get("format") or {"type": "text"}) if one["type"] == "custom" else {}
+            if not form or fields.one_of(f"{where}.type", form.get("type"), ("text", "grammar")) == "text":
+                continue
+            fields.only(where, form, ("type", "syntax", "definition"))
+            syntax = fields.one_of(f"{where}.syntax", form.get("syntax"), ("lark", "regex"))
+            name = in_namespace(tool["name"], one["name"]) if tool["type"] == "namespace" else one["name"]
+            definition = fields.a_text(f"{where}.definition", form.get("definition"))
+            yield Demand(
+                where,
+                "a grammar cannot be honoured; nothing forces the input of a tool into it: have override_sampling tell"
+                " the model of it, or the agent not offer the tool",
+                f"The {TEXT} of the tool {name} must follow this grammar ({syntax}):\n{definition}",
+            )
 
 
 def messages_of(found: Any) -> list[Message]:
@@ -191,9 +231,9 @@ def messages_of(found: Any) -> list[Message]:
                 " {openai: {store: false}})",
                 param=f"{where}.id",
             )
-        known = ("message", "function_call", "function_call_output", "reasoning")
+        known = ("message", *_CALLS, *_RESULTS, "reasoning")
         kind = fields.one_of(f"{where}.type", item.get("type") or "message", known)
-        if kind == "function_call_output":
+        if kind in _RESULTS:
             identity = fields.a_text(f"{where}.call_id", item.get("call_id"))
             content = _content(f"{where}.output", item.get("output"))
             messages.append({"role": "tool", "tool_call_id": identity, "content": content})
@@ -230,9 +270,9 @@ def _unmade(found: Any) -> dict[str, str]:
     made: set[str] = set()
     results: dict[str, str] = {}
     for i, item in enumerate([] if isinstance(found, str) else found):
-        if item.get("type") == "function_call":
+        if item.get("type") in _CALLS:
             made.add(item["call_id"])
-        elif item.get("type") == "function_call_output" and item["call_id"] not in made:
+        elif item.get("type") in _RESULTS and item["call_id"] not in made:
             results[item["call_id"]] = f"input[{i}].call_id"
     return results
 
@@ -256,7 +296,10 @@ def _add(where: str, kind: str, item: dict[str, Any], message: Message) -> None:
         name = fields.a_text(f"{where}.name", item.get("name"))
         if item.get("namespace") is not None:
             name = in_namespace(fields.a_text(f"{where}.namespace", item["namespace"]), name)
-        arguments = fields.a_text(f"{where}.arguments", item.get("arguments"))
+        if kind == "function_call":
+            arguments = fields.a_text(f"{where}.arguments", item.get("arguments"))
+        else:
+            arguments = json.dumps({TEXT: fields.a_text(f"{where}.input", item.get("input"))}, ensure_ascii=False)
         call = {"type": "function", "function": {"name": name, "arguments": arguments}}
         identity = fields.a_text(f"{where}.call_id", item.get("call_id"))
         message.setdefault("tool_calls", []).append({"id": identity, **call})

@@ -69,7 +69,7 @@ def openai_calls(left: dict[str, Any], tools: Tools) -> tuple[Demand, ...]:
     found = []
     if choice not in (None, "auto", "none"):
         name = None
-        if isinstance(choice, dict) and choice.get("type") == "function":
+        if isinstance(choice, dict) and choice.get("type") in ("function", "custom"):
             function = choice.get("function", choice)
             name = fields.a_text("tool_choice.name", fields.an_object("tool_choice.function", function).get("name"))
         elif choice != "required":

@@ -203,6 +203,16 @@ def test_what_coding_agents_send_is_recorded() -> None:
     assert by_claude.messages == [*USER, told]
 
 
+def test_a_call_that_gives_a_text_is_recorded_as_the_gateway_shows_it() -> None:
+    called = {"type": "custom_tool_call", "call_id": "c", "name": "apply_patch", "input": 'a "b"'}
+    tool = {"type": "custom", "name": "apply_patch", "format": {"type": "grammar", "syntax": "lark", "definition": "x"}}
+    answer = {**ANSWERED, "output": [called]}
+    heard = read("responses", encoded({"input": "a", "tools": [tool]}), encoded(answer), False)
+    ((reply, _),) = heard.replies
+    assert reply["tool_calls"] == [{"id": "c", "name": "apply_patch", "arguments": {"input": 'a "b"'}}]
+    assert heard.tools is not None and heard.tools[0]["function"]["parameters"]["required"] == ["input"]
+
+
 def test_both_ways_to_a_conversation_are_one() -> None:
     """A conversation that is sent again, and one that its provider is asked to go on with."""
     conversations = Conversations()

@@ -3,6 +3,7 @@ installed. What `docs/agents.md` says of them was seen with the versions it name
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import subprocess
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import openai
 import pytest
 
 from datamodules.workflows.gateway.protocols.servable import Sampling
@@ -140,7 +142,7 @@ def test_a_refusal_that_the_agent_goes_on_without_is_none_of_the_episode() -> No
         assert there.session.refused == ""
 
 
-@pytest.mark.parametrize("tool", [{"type": "web_search"}, {"type": "custom", "name": "apply_patch"}])
+@pytest.mark.parametrize("tool", [{"type": "web_search"}, {"type": "image_generation"}])
 def test_a_tool_that_only_a_provider_has_is_refused_with_the_remedy(tool: dict[str, Any]) -> None:
     with door([]) as there:
         problem = post(there, "v1/responses", of_codex(ASKED, tool))["error"]["message"]
@@ -160,6 +162,59 @@ def test_tools_of_two_places_that_the_model_would_know_by_one_name_are_refused(
         problem = post(there, "v1/responses", of_codex(ASKED, *more, *clash))["error"]
         assert problem["param"] == ("tools[1].name" if plain else "tools[2].tools[0].name")
         assert "rename one of them" in problem["message"] and not there.engine.seen
+
+
+PATCH = '*** Begin Patch\n+"é"\n*** End Patch'
+GRAMMAR = {"type": "grammar", "syntax": "lark", "definition": 'start: "*** Begin Patch"'}
+
+
+def of_text(given: dict[str, str]) -> str:
+    called = json.dumps({"name": "apply_patch", "arguments": given}, ensure_ascii=False)
+    return f"I edit.\n<tool_call>\n{called}\n</tool_call>"
+
+
+@pytest.mark.parametrize("form", [{}, {"format": {"type": "text"}}, {"format": GRAMMAR}])
+@pytest.mark.parametrize("streamed", [False, True])
+def test_a_tool_that_takes_a_text_is_one_of_an_argument_to_the_model(form: dict[str, Any], streamed: bool) -> None:
+    tool: Any = {"type": "custom", "name": "apply_patch", "description": "edits", **form}
+    with door(
+        [of_text({"input": PATCH}), "It is 6."], sampling=OVERRIDE if "format" in form else Sampling(200)
+    ) as there:
+        client = openai.OpenAI(base_url=there.v1, api_key=there.key, max_retries=0)
+        asked: list[Any] = [{"role": "user", "content": "Edit."}]
+        if streamed:
+            *_, last = events = list(client.responses.create(model="any", input=asked, tools=[tool], stream=True))
+            deltas = [one.delta for one in events if one.type == "response.custom_tool_call_input.delta"]
+            assert last.type == "response.completed" and "".join(deltas) == PATCH
+            said = last.response.output
+        else:
+            said = client.responses.create(model="any", input=asked, tools=[tool]).output
+        text, called = said
+        assert called.type == "custom_tool_call" and (called.name, called.input) == ("apply_patch", PATCH)
+        told = {"type": "custom_tool_call_output", "call_id": called.call_id, "output": "3"}
+        client.responses.create(
+            model="any", input=[*asked, text.model_dump(), called.model_dump(exclude_none=True), told], tools=[tool]
+        )
+        before = [*there.engine.seen[0].tokens, *there.engine.responses[0].tokens]
+        assert there.engine.seen[1].tokens[: len(before)] == before and not there.session.transcript.drift
+        shown = there.prompts()[0]
+        assert '"parameters": {"type": "object", "properties": {"input": {"type": "string"}}' in shown
+        words = 'The input of the tool apply_patch must follow this grammar (lark):\nstart: "*** Begin Patch"'
+        assert (words in shown) == (form == {"format": GRAMMAR})
+
+
+def test_a_grammar_is_refused_unless_the_model_is_told_and_other_arguments_are_the_clients_to_refuse() -> None:
+    tool = {"type": "custom", "name": "apply_patch", "format": GRAMMAR}
+    with door([]) as there:
+        problem = post(there, "v1/responses", of_codex(ASKED, tool))["error"]
+        assert problem["param"] == "tools[1].format" and "override_sampling" in problem["message"]
+        odd = {**tool, "format": {**GRAMMAR, "syntax": "ebnf"}}
+        assert post(there, "v1/responses", of_codex(ASKED, odd))["error"]["param"] == "tools[1].format.syntax"
+    space = {"type": "namespace", "name": "files", "tools": [tool]}
+    with door([of_text({"patch": "x"}).replace("apply_patch", "files.apply_patch")], sampling=OVERRIDE) as there:
+        *_, called = post(there, "v1/responses", of_codex(ASKED, space))["output"]
+        assert (called["namespace"], called["name"], called["input"]) == ("files", "apply_patch", '{"patch": "x"}')
+        assert "The input of the tool files.apply_patch must" in there.prompts()[0]
 
 
 def test_tools_that_no_call_may_use_are_not_shown() -> None:
