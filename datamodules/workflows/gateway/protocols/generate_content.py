@@ -282,7 +282,8 @@ def messages_of(found: Any) -> list[Message]:
     if isinstance(found, str) or not isinstance(found, list) or not found:
         raise RequestError("contents: must be a list of at least one content", param="contents")
     messages: list[Message] = []
-    waiting: list[dict[str, Any]] = []  # calls of the last reply that have no result yet
+    made: dict[str, dict[str, Any]] = {}  # calls, by their ids
+    waiting: list[dict[str, Any]] = []  # those of the last reply that have no result yet
     for i, one in enumerate(found):
         where = f"contents[{i}]"
         one = _object(where, one)
@@ -292,8 +293,9 @@ def messages_of(found: Any) -> list[Message]:
         if role == "model":
             messages.append(_said(f"{where}.parts", parts, i))
             waiting = list(messages[-1].get("tool_calls", ()))
+            made |= {one["id"]: one for one in waiting}
         else:
-            messages += _asked(f"{where}.parts", parts, waiting)
+            messages += _asked(f"{where}.parts", parts, made, waiting)
     if messages[-1]["role"] == "assistant":
         raise RequestError(
             "contents: the last one must be the user's; a reply that was begun cannot be gone on with", param="contents"
@@ -323,9 +325,11 @@ def _said(where: str, parts: list[Any], place: int) -> Message:
     return message
 
 
-def _asked(where: str, parts: list[Any], waiting: list[dict[str, Any]]) -> list[Message]:
-    """A message of the user; the results of tools in it, which are taken from those `waiting`, are messages of their
-    own."""
+def _asked(
+    where: str, parts: list[Any], made: dict[str, dict[str, Any]], waiting: list[dict[str, Any]]
+) -> list[Message]:
+    """A message of the user; the results of tools in it are messages of their own, of the calls `made` before it. They
+    wait no longer."""
     messages: list[Message] = []
     for k, part in enumerate(parts):
         at = f"{where}[{k}]"
@@ -339,17 +343,17 @@ def _asked(where: str, parts: list[Any], waiting: list[dict[str, Any]]) -> list[
         result = _object(at, part["functionResponse"])
         fields.only(at, result, ("id", "name", "response", "parts"))
         name, identity = (fields.optional_text(f"{at}.{key}", result.get(key)) for key in ("name", "id"))
-        call = next(
-            (one for one in waiting if (identity or name) == (one["id"] if identity else one["function"]["name"])), None
-        )
+        by_name = next((one for one in waiting if one["function"]["name"] == name), None)
+        call = made.get(identity) if identity else by_name
         if call is None:
             key = "id" if identity else "name"
             raise RequestError(
-                f"{at}.{key}: {fields.shown(identity or name)}, the reply before it made no such call, or it has a"
-                " result already; send the call first",
+                f"{at}.{key}: {fields.shown(identity or name)}, nothing before it made such a call that waits for its"
+                " result; send the call first",
                 param=f"{at}.{key}",
             )
-        waiting.remove(call)
+        if call in waiting:
+            waiting.remove(call)
         shown = [
             _shown(f"{at}.parts[{i}]", _object(f"{at}.parts[{i}]", one))
             for i, one in enumerate(fields.a_list(f"{at}.parts", result.get("parts") or []))

@@ -251,6 +251,24 @@ def test_codex_is_told_by_its_status_that_there_are_no_websockets() -> None:
         assert httpx.get(f"{there.v1}/responses", headers=headers, timeout=20).status_code == 405
 
 
+def test_copilot_goes_on_with_a_conversation_of_an_earlier_process() -> None:
+    """It reads its messages from disk then, with a note of its own in each result."""
+    tool = {"type": "function", "function": {"name": "look_up", "description": "price", "parameters": SCHEMA}}
+    with door(sampling=OVERRIDE) as there:
+        asked = [{"role": "user", "content": "What are two apples?"}]
+        body = {"model": "any", "tools": [tool], "temperature": 0, "top_p": 0.95, "frequency_penalty": 0}
+        said = post(there, "v1/chat/completions", {**body, "messages": asked})["choices"][0]["message"]
+        note = {"kind": "tool", "name": "look_up", "summary": "list"}
+        told = {
+            "role": "tool",
+            "tool_call_id": said["tool_calls"][0]["id"],
+            "content": "3",
+            "__copilotMessageSource": note,
+        }
+        post(there, "v1/chat/completions", {**body, "messages": [*asked, said, told]})
+        there.check_one_path()
+
+
 def test_the_ai_sdk_finds_messages_behind_the_address_in_the_environment() -> None:
     with door([CALL]) as there:
         said = post(there, "messages", of_claude_code(STARTED, thinking=None, output_config=None))

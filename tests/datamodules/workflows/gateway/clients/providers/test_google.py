@@ -89,7 +89,7 @@ def asked(there: Door, body: dict[str, Any], streamed: bool, version: str) -> Pa
 
 @pytest.mark.parametrize("keys", [("id", "name"), ("name",)])
 def test_results_find_their_calls_by_id_or_else_by_name_in_order(keys: tuple[str, ...]) -> None:
-    with door([BOTH, "8."]) as there:
+    with door([BOTH, "8.", "8."]) as there:
         said = post(there, asking())["candidates"][0]["content"]
         calls = [part["functionCall"] for part in said["parts"][1:]]
         if "id" not in keys:
@@ -102,7 +102,11 @@ def test_results_find_their_calls_by_id_or_else_by_name_in_order(keys: tuple[str
         assert "<tool>\n3\n</tool><tool>\n5\n</tool>" in there.prompts()[1] and not there.session.transcript.drift
         before = [*there.engine.seen[0].tokens, *there.engine.responses[0].tokens]
         assert there.engine.seen[1].tokens[: len(before)] == before
-        told["parts"] += told["parts"][:1]
+        told["parts"] += results(calls, keys)["parts"][:1]
+        if "id" in keys:  # Gemini CLI sends each twice where it resumes a conversation
+            post(there, asking(ASKED, said, told))
+            assert "<tool>\n3\n</tool><tool>\n5\n</tool><tool>\n3\n</tool>" in there.prompts()[2]
+            told["parts"][2]["functionResponse"]["id"] = "of_no_call"
         problem = post(there, asking(ASKED, said, told), status=400)["error"]
         assert (
             problem["message"].startswith("contents[2].parts[2].functionResponse.")
