@@ -36,8 +36,9 @@ _ROLES = ("system", "developer", "user", "assistant", "tool")
 _SHOW_PICTURES = ("user", "tool")
 _SPEAKERS = ("system", "user", "assistant")
 _MESSAGES_FIELDS = ("role", "content", "name", "tool_call_id", "reasoning_content", "tool_calls")
-# What a client sends back as it got it, and notes of its own (Copilot's, once it goes on with a conversation).
-_MESSAGES_WITHOUT_EFFECT = ("annotations", "provider_specific_fields", "__copilotMessageSource")
+# What a client sends back as it got it, marks of what is worth caching (SWE-agent's), and notes of its own (Copilot's,
+# once it goes on with a conversation).
+_MESSAGES_WITHOUT_EFFECT = ("annotations", "provider_specific_fields", "cache_control", "__copilotMessageSource")
 _MOST_CHOICES = 128
 _MOST_STOPS = 4
 

@@ -251,6 +251,20 @@ def test_codex_is_told_by_its_status_that_there_are_no_websockets() -> None:
         assert httpx.get(f"{there.v1}/responses", headers=headers, timeout=20).status_code == 405
 
 
+def test_swe_agent_marks_its_last_messages_for_a_cache() -> None:
+    tool = {"type": "function", "function": {"name": "look_up", "description": "price", "parameters": SCHEMA}}
+    marked = {"cache_control": {"type": "ephemeral"}}
+    with door() as there:
+        parts = [{"type": "text", "text": "What are two apples?", **marked}]
+        asked = [{"role": "user", "content": parts, **marked}]
+        body = {"model": "any", "tools": [tool], "temperature": 1.0}
+        said = post(there, "v1/chat/completions", {**body, "messages": asked})["choices"][0]["message"]
+        told = {"role": "tool", "tool_call_id": said["tool_calls"][0]["id"], "name": "look_up"}
+        told["content"] = [{"type": "text", "text": "3", **marked}]
+        post(there, "v1/chat/completions", {**body, "messages": [*asked, said, {**told, **marked}]})
+        there.check_one_path()
+
+
 def test_copilot_goes_on_with_a_conversation_of_an_earlier_process() -> None:
     """It reads its messages from disk then, with a note of its own in each result."""
     tool = {"type": "function", "function": {"name": "look_up", "description": "price", "parameters": SCHEMA}}
