@@ -255,6 +255,8 @@ class AgentWorkflow:
                 self._told.add(count)
                 words = words.format(most=self.max_new_tokens)
                 _log.warning("calls of the agent %s; %s in the samples' metadata counts them", words, count)
+        if not session.transcript.calls and session.refused:  # programs swallow that, and end with code 0
+            raise CallFailed(f"no call of the agent was answered; the last was refused: {session.refused}")
         if not session.transcript.calls:
             raise CallFailed(
                 f"the agent asked for no reply; it must call the API by {self._agents[0].finds}, and keep no replies of"

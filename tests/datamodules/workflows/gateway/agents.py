@@ -9,6 +9,7 @@ import threading
 import time
 import urllib.error
 import urllib.request
+from contextlib import suppress
 from typing import Any
 
 import openai
@@ -185,6 +186,15 @@ def two_arguments(prompt: Prompt, more: str) -> str:
 
 def silent(prompt: Prompt) -> str:
     return "nothing asked"
+
+
+def unmoved(prompt: Prompt) -> str:
+    """As OpenHands' program: whatever is refused, it ends well."""
+    with suppress(BadRequestError):
+        OpenAI().chat.completions.create(
+            model="any", messages=[{"role": "user", "content": prompt.text}], reasoning_effort="high"
+        )
+    return "done"
 
 
 def refused(prompt: Prompt) -> str:

@@ -166,6 +166,7 @@ def test_what_would_change_the_samples_is_refused_by_name() -> None:
     [
         (agents.broken, "no such fruit"),
         (agents.silent, "the agent asked for no reply"),
+        (agents.unmoved, "no call of the agent was answered; the last was refused: reasoning_effort: not supported"),
         (agents.killed, "exited with code -9; it printed, at the end, 'so far so good'"),
     ],
 )
