@@ -11,8 +11,8 @@ import pytest
 
 from datamodules.inference.protocol import GenerationRequest
 from datamodules.workflows.gateway.protocols.servable import Sampling
-from tests.datamodules.workflows.gateway.clients.door import CALL, PRICES, QUESTION, Door, door
-from tests.datamodules.workflows.gateway.clients.test_thoughts import KEEPS, THINKS, session_of
+from tests.datamodules.workflows.gateway.clients.door import CALL, PRICES, QUESTION, TOKENIZER, Door, door
+from tests.datamodules.workflows.gateway.clients.test_thoughts import APART, KEEPS, THINKS, session_of
 
 Parts = list[dict[str, Any]]
 
@@ -114,7 +114,15 @@ def test_results_find_their_calls_by_id_or_else_by_name_in_order(keys: tuple[str
         )
 
 
-def test_a_thought_that_clients_do_not_see_is_shown_again_and_one_that_they_send_is_heard() -> None:
+def test_a_thought_that_clients_send_is_one_to_the_template() -> None:
+    session, engine = session_of(["Four."], APART)
+    said = {"role": "model", "parts": [{"text": "Hm.", "thought": True}, {"text": "Three."}]}
+    with door(session=session) as there:
+        post(there, {"contents": [ASKED, said, ASKED]})
+    assert "<think>\nHm.\n</think>\n\nThree.<|end|>" in TOKENIZER.decode(engine.seen[0].tokens)
+
+
+def test_a_thought_that_clients_do_not_see_is_shown_again() -> None:
     session, engine = session_of([THINKS + "Three.", "Four."], KEEPS)
     with door(session=session) as there:
         said = post(there, {"contents": [ASKED], "generationConfig": {"thinkingConfig": {"includeThoughts": True}}})
@@ -140,7 +148,7 @@ def test_names_are_read_in_both_forms_and_system_and_limits_hold() -> None:
     with door(["It is 6."]) as there:
         body = {
             "system_instruction": {"parts": [{"text": "Be short."}]},
-            "contents": [{"parts": [{"text": QUESTION}]}],
+            "contents": [{"parts": [{"text": QUESTION, "inline_data": None}]}],
             "tools": [{"function_declarations": [{"name": "look_up", "parameters_json_schema": {"type": "object"}}]}],
             "generation_config": {"max_output_tokens": 4, "stop_sequences": ["!"], "candidate_count": 1, "seed": 1},
             "safetySettings": [{"category": "HARM_CATEGORY_HARASSMENT", "threshold": "OFF"}],
