@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import anthropic
+import httpx
 import numpy as np
 import openai
 import pytest
@@ -110,7 +111,29 @@ def of_anthropic(there: Door) -> list[int]:
     return [first.usage.input_tokens, second.usage.input_tokens]
 
 
-@pytest.mark.parametrize("converse", [of_openai, of_responses, of_anthropic])
+def of_google(there: Door) -> list[int]:
+    """As google-genai sends them: in a message of the user, and in a result."""
+
+    def ask(*contents: Any, method: str = "generateContent") -> Any:
+        path = f"{there.address}/v1beta/models/m:{method}"
+        headers = {"x-goog-api-key": there.key}
+        return httpx.post(path, json={"contents": contents}, headers=headers, timeout=20).json()
+
+    def data(pixels: np.ndarray) -> Any:
+        return {"inlineData": {"mimeType": "image/png", "data": base64_of(pixels)}}
+
+    asked = {"role": "user", "parts": [{"text": "look <|image_pad|>"}, data(A)]}
+    first = ask(asked)
+    counts = [first["usageMetadata"]["promptTokenCount"]]
+    assert ask(asked, method="countTokens") == {"totalTokens": counts[0]}
+    call = {"functionCall": {"id": "1", "name": "look", "args": {}}}
+    result = {"id": "1", "name": "look", "response": {"output": "?"}, "parts": [data(B)]}
+    said = {"role": "model", "parts": [*first["candidates"][0]["content"]["parts"], call]}
+    second = ask(asked, said, {"role": "user", "parts": [{"functionResponse": result}]})
+    return [*counts, second["usageMetadata"]["promptTokenCount"]]
+
+
+@pytest.mark.parametrize("converse", [of_openai, of_responses, of_anthropic, of_google])
 def test_what_clients_show_is_what_the_model_sees(
     vision: TinyVision, engine: EmbeddedEngine, converse: Callable[[Door], list[int]]
 ) -> None:
