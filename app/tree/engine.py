@@ -389,7 +389,7 @@ class TreeEngine:
             self._executor(small, want, execution=execution).run(loss_fn)
 
         def entries(small: PrefixTree) -> list[Entries]:
-            execution = self._plan(small, max(1, small.num_tokens // 4), small.num_tokens)
+            execution = self._plan(small, max(self.tower.least_chunk(small), small.num_tokens // 4), small.num_tokens)
             executor = self._executor(small, want, with_grads=False, execution=execution)
             with entering(self.model) as calls:
                 executor.run()
@@ -426,10 +426,11 @@ class TreeEngine:
             self.rates = measure_rates(self.model) if parameter.device.type == "cuda" else CPU_RATES
             if self.group is not None:  # one plan for all: by what the first of them measured
                 self.rates = Rates(*self.group.gather(astuple(self.rates))[0])
-        backend = choose_backend(self.attention, self.model)
+        uncut = self.tower.uncut(tree)
+        backend = choose_backend(self.attention, self.model, uncut is not None)
         share = shape.checkpoint_share() if self.checkpointing and checkpointable(self.model) else 1.0
         times = TimeModel(shape, self.rates, backend, parameter.element_size())
-        return plan(tree, chunk_tokens, live_tokens, times, share)
+        return plan(tree, chunk_tokens, live_tokens, times, share, uncut=uncut)
 
     def _executor(
         self,
@@ -443,7 +444,7 @@ class TreeEngine:
         self._validate(tree, want)
         refuse_soft(want, soft, self.heads.vocabulary is not None)
         per_sequence = None if temperatures is None else sequence_temperatures(tree, temperatures)
-        backend = choose_backend(self.attention, self.model)
+        backend = choose_backend(self.attention, self.model, self.tower.uncut(tree) is not None)
         self.last_plan = execution = execution or self.plan(tree)
         scans = TORCH if execution.dense else self._scans()
         return Executor(

@@ -308,7 +308,8 @@ class Executor:
         rows = layout(chunk, only, self.backend.masked_block)
         depths = self.plan.tree.token_depth[rows.tokens]
         shares = None if self.group is None else RowShares.of(self.group, len(rows.tokens))
-        attention = ChunkAttention(rows, self.cache, chunk.path_tokens, depths, self.backend, store, shares)
+        ahead = None if self.pictures is None else self.pictures.ahead(rows.tokens)
+        attention = ChunkAttention(rows, self.cache, chunk.path_tokens, depths, self.backend, store, shares, ahead)
         states, taken = None, None
         here = slice(None) if shares is None else shares.run
         ids = self.tokens[on_device(rows.tokens[here], self.device)].unsqueeze(0)

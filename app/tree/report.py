@@ -20,6 +20,7 @@ from app.tree.attention import BACKENDS
 from app.tree.memory import DEVICE_CHUNK, PassMemory, pass_memory
 from app.tree.model.checkpointing import checkpointable
 from app.tree.model.language import auto_class
+from app.tree.model.pictures import Tower
 from app.tree.model.refusals import refuse_by_name
 from app.tree.model.shape import shape_of
 from app.tree.planning.cost import ModelShape, TowerShape, plan_flops
@@ -225,7 +226,7 @@ def inspect_model(
         times = TimeModel(shape, rates or CPU_RATES, BACKENDS["sdpa"], element)
     chunk, live = chunk_tokens or DEVICE_CHUNK[device], live_tokens or tree.num_tokens
     share = shape.checkpoint_share() if checkpointable(model) else 1.0
-    execution = plan(tree, chunk, live, times, share)
+    execution = plan(tree, chunk, live, times, share, uncut=Tower(model, None).uncut(tree))
     assert execution.seconds is not None, "there is a predictor"
     every = np.arange(tree.num_sequences)
     scored = np.add.reduceat(tree.sequence_scored(every), np.cumsum(tree.sequence_length) - tree.sequence_length)

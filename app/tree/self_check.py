@@ -218,7 +218,8 @@ def _attempt(subject: Subject, sampled: Sample, want: frozenset[str]) -> CheckRe
     built = sampled.tree()
     small = built if subject.replay is None else subject.replay.invented(built)
     ids = np.unique(np.concatenate(sampled.sequences))
-    over_tree = (max(1, small.num_tokens // 4), max(1, small.num_tokens // 2))
+    least = subject.tower.least_chunk(small)
+    over_tree = (max(least, small.num_tokens // 4), max(least, small.num_tokens // 2))
     own_logprobs, own_entries = _models_own(subject, sampled, small, "logprobs" in want)
     chosen = {name: _chosen(p, ids, subject) for name, p in subject.parameters.items()}
     runs: list[tuple[Tensor, dict[str, Tensor]]] = []
@@ -346,7 +347,7 @@ def _models_own(subject: Subject, sampled: Sample, tree: PrefixTree, logprobs: b
             chosen = logp.gather(-1, ids[1:, None]).squeeze(-1)
         columns.append(torch.cat([chosen.new_zeros(1), chosen]).cpu())
         if pictures:
-            entries.append(by_token(calls[0], is_row))
+            entries.append(by_token(calls[0], is_row, subject.tower.sight))
     return torch.cat(columns), entries
 
 

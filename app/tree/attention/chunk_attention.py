@@ -17,6 +17,7 @@ from torch import Tensor
 from app.tree.attention.groups import RowShares
 from app.tree.attention.path_cache import KeyValue, PathCache
 from app.tree.planning.layout import Layout, Part
+from app.tree.planning.uncut import Ahead
 from app.tree.planning.windows import layer_parts
 from app.tree.planning.work import Calls
 from app.tree.prefix_tree import Bools, Ints
@@ -67,6 +68,7 @@ class ChunkAttention:
         backend: what computes attention.
         store: whether `keys_values` is filled by the run: detached, by layer.
         shares: which rows each rank of a group runs; None: this process runs all.
+        ahead: what rows see of those after them, in which layers; None: nothing in any.
         returned_grads: gradients of keys and values from chunks below: (first row, by layer) for each piece.
         calls: layers that have called the attention function, in order.
         kept: whatever a backend prepares once a chunk, by its own keys.
@@ -82,6 +84,7 @@ class ChunkAttention:
     backend: Backend
     store: bool
     shares: RowShares | None = None
+    ahead: Ahead | None = None
     keys_values: dict[int, KeyValue] = field(default_factory=dict)
     returned_grads: list[tuple[int, dict[int, KeyValue]]] = field(default_factory=list)
     calls: list[int] = field(default_factory=list)
@@ -97,6 +100,10 @@ class ChunkAttention:
             self.kept[key] = layer_parts(self.layout, self.depths, self.path_tokens, window, cut_squares)
         parts: list[Part] = self.kept[key]
         return parts
+
+    def parts_ahead(self, layer: int) -> tuple[Part, ...]:
+        """Parts of a layer's rows with keys after them. No window hides these."""
+        return self.ahead.parts if self.ahead is not None and layer in self.ahead.layers else ()
 
     def additive(self, mask: Bools | None, like: Tensor) -> Tensor | None:
         """The mask of a part as 0 and -inf, in the dtype and on the device of `like`."""

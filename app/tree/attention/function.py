@@ -43,7 +43,7 @@ _HARMLESS = frozenset(
 """Arguments models pass along that do not change what a layer attends to."""
 
 
-def choose_backend(name: str, model: PreTrainedModel) -> Backend:
+def choose_backend(name: str, model: PreTrainedModel, ahead: bool = False) -> Backend:
     """The backend called `name`, or for "auto" the fastest for the model's device, dtype (autocast counts) and heads.
 
     On CPUs that is `sdpa`. On CUDA devices `flash` for bf16 and float16 from compute capability 8.0 on; on Hopper
@@ -53,11 +53,18 @@ def choose_backend(name: str, model: PreTrainedModel) -> Backend:
     kernels start at once, for float32 and float64, for older GPUs, and where Triton, or what it needs to compile
     (a C compiler, Python's headers), is missing. Where flash kernels take the heads of some layers and not of others
     (Gemma 4), they compute the former, and `sdpa` the latter. `cudnn` is never chosen: between `flash` and `triton` on
-    an H100.
+    an H100. Where tokens see some `ahead` of them (placeholders of a picture), `sdpa`.
 
     Raises:
-        ValueError: a name that is not in `BACKENDS`.
+        ValueError: a name that is not in `BACKENDS`, or of one that computes no such tokens.
     """
+    if ahead:
+        if name not in ("auto", "sdpa"):
+            raise ValueError(
+                f"attention={name!r} lets tokens see those before them alone, and in {type(model).__name__}"
+                " placeholders of a picture see each other; use attention='sdpa' (or 'auto')"
+            )
+        return BACKENDS["sdpa"]
     if name != "auto":
         if name not in BACKENDS:
             raise ValueError(f"attention must be 'auto' or one of {sorted(BACKENDS)}, got {name!r}")

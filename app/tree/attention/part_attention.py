@@ -37,7 +37,7 @@ class PartBackend:
 
     def parts(self, chunk: ChunkAttention, call: LayerCall) -> list[Part]:
         """The dense calls of this layer, in order."""
-        return chunk.parts(call.window)
+        return [*chunk.parts(call.window), *chunk.parts_ahead(call.layer)]
 
     def kernel(self, q: Tensor, mask: Tensor | None, part: Part, chunk: ChunkAttention, call: LayerCall) -> Kernel:
         """What computes `part`."""

@@ -22,6 +22,7 @@ from transformers import PreTrainedModel
 
 from app.tree.attention.groups import RankGroup, RowShares
 from app.tree.model.language import language_model
+from app.tree.model.sight import Sight
 from app.tree.planning.layout import layout
 from app.tree.planning.plan import ExecutionPlan
 from app.tree.prefix_tree import Bools, Ints, Picture, PrefixTree
@@ -151,14 +152,13 @@ def entering(model: PreTrainedModel) -> Iterator[list[dict[str, Any]]]:
         handle.remove()
 
 
-def by_token(call: dict[str, Any], is_row: Bools) -> Entries:
+def by_token(call: dict[str, Any], is_row: Bools, sight: Sight) -> Entries:
     """What entered, a row a token: [n, ...]; what is given for rows of pictures alone is 0 elsewhere. Of masks only
-    whether there are any."""
+    whether they let tokens see anything else than `sight` says."""
     out: Entries = {}
     for name, value in call.items():
         if name == "attention_mask":
-            masks = list(value.values()) if isinstance(value, dict) else [value]
-            out[name] = any(mask is not None for mask in masks)
+            out[name] = sight.differs(value, is_row)
         elif isinstance(value, list | tuple):
             where = torch.from_numpy(is_row)
             for k, part in enumerate(value):
@@ -183,7 +183,7 @@ def entries_over(
     for chunk, call in zip(chunks, calls, strict=True):
         tokens = layout(plan.chunks[chunk], None, masked_block).tokens
         order.append(tokens if group is None else tokens[RowShares.of(group, len(tokens)).run])
-        parts.append(by_token(call, tree.picture_rows[order[-1]] >= 0))
+        parts.append(by_token(call, tree.picture_rows[order[-1]] >= 0, Sight()))
     whole: Entries = {"ran": torch.zeros(tree.num_tokens, dtype=torch.bool)}
     for part, tokens in zip(parts, order):
         for name, value in {**part, "ran": torch.ones(len(tokens), dtype=torch.bool)}.items():

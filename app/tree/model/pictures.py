@@ -17,6 +17,7 @@ from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -28,6 +29,8 @@ from app.tree.attention.groups import RankGroup, RowShares
 from app.tree.model.language import language_model
 from app.tree.model.picture_shares import Route, picture_of
 from app.tree.model.positions import PicturePositions, counts_pictures
+from app.tree.model.sight import KIND_ARGUMENTS, Sight, sight_of
+from app.tree.planning.uncut import Ahead, Uncut
 from app.tree.prefix_tree import Bools, Ints, Picture, PrefixTree
 from app.tree.transfer import on_device
 
@@ -83,6 +86,20 @@ class Tower:
         self._kept_of: Any = None
         self.form: _Form | None = None
 
+    @cached_property
+    def sight(self) -> Sight:
+        """What placeholders see. Raises ValueError where that is refused."""
+        return sight_of(self.model)
+
+    def uncut(self, tree: PrefixTree) -> Uncut | None:
+        """Runs of placeholders that see each other; None where nothing does, as in text."""
+        return Uncut.of(tree) if tree.pictures and self.sight.layers else None
+
+    def least_chunk(self, tree: PrefixTree) -> int:
+        """Tokens that a chunk has to have room for."""
+        uncut = self.uncut(tree)
+        return 1 if uncut is None else max(1, uncut.longest)
+
     @property
     def trained(self) -> bool:
         return any(p.requires_grad for p in self._parameters)
@@ -104,7 +121,7 @@ class Tower:
             return {}
         accepted = inspect.signature(self.body.forward).parameters
         kinds = on_device(is_row.astype(np.int64), self._parameters[0].device).unsqueeze(0)
-        named = {name: kinds for name in ("mm_token_type_ids", "token_type_ids") if name in accepted}
+        named = {name: kinds for name in KIND_ARGUMENTS if name in accepted}
         return self.inputs(pictures, accepted) | named
 
     def features(self, pictures: Sequence[Picture]) -> list[list[Tensor]]:
@@ -205,6 +222,7 @@ class PicturePass:
         group: RankGroup | None = None,
     ) -> None:
         self.tower, self.tree, self.graphs, self.group = tower, tree, graphs, group
+        self._uncut = tower.uncut(tree)
         self._owner = np.zeros(len(tree.pictures), np.int64)
         for rank, pictures in enumerate(owned):
             self._owner[list(pictures)] = rank
@@ -225,6 +243,10 @@ class PicturePass:
         if self.positions is None:
             return depths
         return self.positions[:, on_device(tokens, depths.device)].unsqueeze(1)
+
+    def ahead(self, tokens: Ints) -> Ahead | None:
+        """What rows of a run over these tree tokens see of those after them."""
+        return None if self._uncut is None else Ahead(self.tower.sight.layers, self._uncut.parts(tokens))
 
     def untouched(self, tokens: Ints) -> dict[str, Any]:
         """What the model itself takes for one whole sequence of tree tokens."""
@@ -340,6 +362,12 @@ def picture_tokens(config: Any, processor: Any, pixels: Any) -> int:
     grid = found.get("image_grid_thw")
     if grid is not None:
         return int(grid.prod()) // vision.spatial_merge_size**2
+    per_tile = getattr(config, "mm_tokens_per_image", None)
+    if per_tile is not None:
+        return int(found["pixel_values"].shape[:-3].numel() * per_tile)
+    places = found.get("image_position_ids")  # of patches, below 0 where there is none
+    if places is not None:
+        return int((places >= 0).all(-1).sum()) // vision.pooling_kernel_size**2
     values = found["pixel_values"]
     height, width = found["image_sizes"][0] if "image_sizes" in found else values.shape[-2:]
     tiles, patch = values.shape[:-3].numel(), vision.patch_size

@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
+from app.tree.planning.uncut import refuse_adjacent
 from app.tree.prefix_tree import Ints, Picture, PrefixTree
 
 
@@ -48,7 +49,7 @@ class PicturePositions:
         Raises:
             ValueError: two pictures without a token of text between them, which the model would take for one.
         """
-        _refuse_adjacent(tree)
+        refuse_adjacent(tree)
         offsets, advance = self._columns(tree)
         before = np.cumsum(advance) - advance  # in the tree's order; what precedes a segment is its parent's, so:
         first, total = tree.segment_offset, np.append(before, advance.sum())
@@ -75,17 +76,6 @@ class PicturePositions:
 def counts_pictures(model: PreTrainedModel) -> bool:
     """Whether the model counts time, height and width of pictures, and not tokens."""
     return hasattr(model.base_model, "get_rope_index")
-
-
-def _refuse_adjacent(tree: PrefixTree) -> None:
-    rows, parents = tree.picture_rows, tree.token_parent
-    first = np.isin(rows, tree.picture_starts[:-1]) & (parents >= 0) & (rows[parents] >= 0)
-    if first.any():
-        picture = int(np.searchsorted(tree.picture_starts, rows[int(first.argmax())]))
-        raise ValueError(
-            f"pictures[{picture}] follows another without a token between them, and the model would count both as one;"
-            " put the tokens around pictures that the model's chat template does"
-        )
 
 
 def _ask(model: PreTrainedModel, height: int, width: int) -> tuple[Ints, int]:

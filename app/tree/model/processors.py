@@ -21,7 +21,14 @@ import numpy as np
 import numpy.typing as npt
 import transformers
 from PIL import Image
-from transformers import PROCESSOR_MAPPING, AutoConfig, AutoImageProcessor, AutoTokenizer, PretrainedConfig
+from transformers import (
+    PROCESSOR_MAPPING,
+    AutoConfig,
+    AutoImageProcessor,
+    AutoTokenizer,
+    PretrainedConfig,
+    ProcessorMixin,
+)
 
 _FILES = ("preprocessor_config.json", "processor_config.json")
 _MORE_FILES = ("video_preprocessor_config.json", "chat_template.json")
@@ -72,7 +79,7 @@ class PictureProcessor:
         self._lock = threading.Lock()  # tokenizers are not to be used by two threads at once
         self._kept = lru_cache(_KNOWN_SIZES)(self._measured)
         try:
-            self._processor = _without_video(PROCESSOR_MAPPING[type(config)], directory, images)
+            self._processor = _of_pictures(PROCESSOR_MAPPING[type(config)], directory, images)
             self._placeholder = self._processor.tokenizer.convert_tokens_to_ids(self._processor.image_token)
             if self._placeholder != config.image_token_id:
                 raise ValueError(
@@ -147,19 +154,26 @@ class PictureProcessor:
         return [int(one) for one in found[0]]
 
 
-def _without_video(kind: Any, directory: Path, images: Any) -> Any:
-    """A processor of the type `kind` over an image processor of the PIL backend. Those of videos have no such."""
+class _Parts(ProcessorMixin):
+    """Takes parts that are not there for none."""
 
-    class OfPictures(kind):
+    def __init__(self, *parts: Any, **named: Any) -> None:
+        super().__init__(*parts, **{name: part for name, part in named.items() if part is not None})
+
+
+def _of_pictures(kind: Any, directory: Path, images: Any) -> Any:
+    """A processor of the type `kind` over an image processor of the PIL backend, without those of videos, which have no
+    such, and of sound."""
+    parts = {"image_processor": images, "tokenizer": AutoTokenizer.from_pretrained(directory)}
+
+    class OfPictures(kind, _Parts):
         @classmethod
         def get_attributes(cls) -> list[str]:
-            return [name for name in super().get_attributes() if "video" not in name]
+            return [name for name in super().get_attributes() if name in parts]
 
     OfPictures.__name__ = kind.__name__
     options, _ = OfPictures.get_processor_dict(directory)
-    parts = {"image_processor": images, "tokenizer": AutoTokenizer.from_pretrained(directory)}
-    options = {name: value for name, value in options.items() if name not in parts}
-    return OfPictures.from_args_and_dict(list(parts.values()), {"video_processor": None, **options})
+    return OfPictures.from_args_and_dict([], options, **dict.fromkeys(kind.get_attributes()) | parts)
 
 
 def _in_one_line(error: BaseException) -> str:

@@ -17,6 +17,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from app.tree.model.pictures import tower_parameters
+from app.tree.model.sight import sight_of
 from app.tree.prefix_tree import PrefixTree
 
 
@@ -75,11 +76,7 @@ def refuse_pictures(model: PreTrainedModel, processor: Any | None) -> None:
             f"pictures: {name} takes no features of pictures that were made before (mm_encoder_outputs), as models of"
             f" transformers 5.18 and newer do (this is {transformers.__version__}); use a newer one, or another model"
         )
-    if _sees_ahead(model):
-        raise ValueError(
-            f"pictures: placeholders of one picture see each other in {name} (bidirectional attention), and tree"
-            " training sees ancestors alone; use a model with causal attention, or batches without pictures"
-        )
+    sight_of(model)
     if processor is None:
         raise ValueError(
             "pictures: TreeEngine needs image_processor=picture_processor(directory), or whatever else makes arguments"
@@ -159,13 +156,6 @@ def _find_token(tree: PrefixTree, token: int) -> tuple[int, int, int]:
         if len(found):
             return i, int(found[0]), int(tree.tokens[token])
     raise AssertionError("every tree token belongs to a sequence")
-
-
-def _sees_ahead(model: PreTrainedModel) -> bool:
-    """Whether placeholders of a picture see each other: said by the configuration, or by masks made of token types."""
-    accepted = inspect.signature(model.base_model.forward).parameters
-    told = getattr(model.config.get_text_config(), "use_bidirectional_attention", None)
-    return bool("token_type_ids" in accepted or told)
 
 
 def refuse_unsupported(model: PreTrainedModel, stateful: Collection[int], types: Collection[str]) -> None:

@@ -137,6 +137,9 @@ class TowerShape:
         if not (hidden and layers and getattr(vision, "patch_size", None)):
             return None
         side = getattr(vision, "spatial_merge_size", None) or getattr(config, "spatial_merge_size", None) or 1
+        side *= getattr(vision, "pooling_kernel_size", 1)
+        if getattr(config, "mm_tokens_per_image", None):
+            side = vision.image_size // vision.patch_size / config.mm_tokens_per_image**0.5
         side *= getattr(config, "scale_factor", 1) / getattr(config, "downsample_ratio", 1.0)
         return cls(
             layers=layers,

@@ -1,7 +1,8 @@
 """Packs the tree's tokens into chunks, bottom up: pure data, no cost, no graphs.
 
 Promises: every token that has to run is in exactly one chunk; a chunk holds at most the budget; its pieces hang
-together or below one token; parents come before children; no recursion, and linear time but for sorting.
+together or below one token, and cut no run of `uncut` tokens; parents come before children; no recursion, and linear
+time but for sorting.
 
 At every segment the groups still open below it are packed into bins of one chunk each (best fit, largest first). Full
 bins are closed; one bin may stay open, and is joined with as much of the segment's lower end as fits. What is left of
@@ -15,6 +16,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from app.tree.planning.plan import Chunk, Piece
+from app.tree.planning.uncut import Uncut
 from app.tree.prefix_tree import PrefixTree
 
 Order = Literal["heaviest", "longest"]
@@ -45,16 +47,17 @@ class Packing:
         return ", ".join(words + ["even"] * self.even)
 
 
-def pack(tree: PrefixTree, packing: Packing) -> list[Chunk]:
-    """The chunks of `tree`, parents before children; anchors and graphs are not decided yet."""
-    return _Packer(tree, packing).chunks()
+def pack(tree: PrefixTree, packing: Packing, uncut: Uncut | None = None) -> list[Chunk]:
+    """The chunks of `tree`, parents before children; anchors and graphs are not decided yet. `uncut`: runs, none longer
+    than the budget, that stay whole."""
+    return _Packer(tree, packing, uncut).chunks()
 
 
 class _Packer:
     """Piece ids are its own until `_build` renumbers them."""
 
-    def __init__(self, tree: PrefixTree, packing: Packing) -> None:
-        self.tree, self.packing, self.budget = tree, packing, packing.budget
+    def __init__(self, tree: PrefixTree, packing: Packing, uncut: Uncut | None) -> None:
+        self.tree, self.packing, self.budget, self.uncut = tree, packing, packing.budget, uncut
         self.start: list[int] = []  # tree tokens of each piece
         self.stop: list[int] = []
         self.joined: list[list[int]] = []  # pieces below it in the same chunk
@@ -97,15 +100,24 @@ class _Packer:
             emptiest = min(range(len(bins)), key=lambda b: bins[b][1])
             if bins[emptiest][1] < self.budget:
                 kept, held = bins.pop(emptiest)
-        low = max(start, stop - self._first(stop - start, self.budget - held))
+        low = self._low(start, stop, self.budget - held)
+        if low == stop:  # a run that has no room beside what is below
+            bins.append((kept, held))
+            kept, held = _NONE, 0
+            low = self._low(start, stop, self.budget)
         piece = self._piece(low, stop, kept, held)
         self.closed.extend((bin_, piece) for bin_, _ in bins)
         while low > start:
-            stop, low = low, max(start, low - self._first(low - start, self.budget))
+            stop, low = low, self._low(start, low, self.budget)
             above = self._piece(low, stop, _NONE, 0)
             self.closed.append(([piece], above))
             piece = above
         return piece
+
+    def _low(self, start: int, stop: int, room: int) -> int:
+        """Where the piece begins that ends at `stop`, in a segment from `start` on and a chunk with `room`."""
+        low = max(start, stop - self._first(stop - start, room))
+        return low if self.uncut is None else self.uncut.around(low, stop, room)
 
     def _first(self, tokens: int, room: int) -> int:
         """How many of a segment's last `tokens` go into a chunk with `room`."""

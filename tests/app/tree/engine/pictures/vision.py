@@ -11,10 +11,12 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import pytest
 import torch
 import transformers
 from torch import Tensor
-from transformers import CONFIG_MAPPING, AutoModelForImageTextToText, PreTrainedModel
+from transformers import CONFIG_MAPPING, AutoModelForImageTextToText, Gemma3ForConditionalGeneration, PreTrainedModel
+from transformers.masking_utils import create_masks_for_generate
 
 from tests.app.tree import models, oracle
 from tests.app.tree.losses import SequenceLoss
@@ -99,6 +101,35 @@ def _squares(side: int, rows: int) -> dict[str, tuple[int, int, int]]:
     return dict.fromkeys("ABCD", (side, side, rows))
 
 
+def _gemma4(**text: Any) -> dict[str, Any]:
+    """Windows narrower than a picture; layers without one have wider heads."""
+    return dict(
+        text_config={
+            **_TEXT,
+            "layer_types": ["sliding_attention", "full_attention"] * 3,
+            "num_hidden_layers": 6,
+            "sliding_window": 4,
+            "global_head_dim": 12,
+            "pad_token_id": 0,
+            "hidden_size_per_layer_input": 0,
+            **text,
+        },
+        vision_config=dict(
+            **_TOWER,
+            num_key_value_heads=2,
+            head_dim=8,
+            patch_size=4,
+            pooling_kernel_size=2,
+            position_embedding_size=32,
+        ),
+        **dict(image_token_id=IMAGE, video_token_id=VIDEO, audio_token_id=VOCABULARY + 1),
+    )
+
+
+_GEMMA4 = (
+    "Gemma4ImageProcessorPil",
+    dict(patch_size=4, max_soft_tokens=70, pooling_kernel_size=2, do_resize=False),  # it would fill all 70 tokens
+)
 FAMILIES: dict[str, Family] = {
     "Qwen3-VL": Family(
         "qwen3_vl",
@@ -222,45 +253,48 @@ FAMILIES: dict[str, Family] = {
         note="3-D positions; gated delta rule between layers of attention",
     ),
 }
+FAMILIES["Gemma 4, shared keys"] = Family(
+    "gemma4",
+    _gemma4(
+        num_kv_shared_layers=2,
+        use_double_wide_mlp=True,
+        hidden_size_per_layer_input=8,
+        vocab_size_per_layer_input=VOCABULARY,
+    ),
+    _GEMMA4,
+    _GRIDS,
+    (2e-5, 2e-5),
+    note="as E2B and E4B: the last layers attend to keys of others; inputs of each layer's own",
+)
+FAMILIES["Gemma 4, large"] = Family(
+    "gemma4",
+    _gemma4(use_bidirectional_attention="vision"),
+    _GEMMA4,
+    _GRIDS,
+    (2e-5, 2e-5),
+    note="as 31B: in layers with a window, placeholders of a picture see each other; with `sdpa` alone",
+)
+FAMILIES["Gemma 3"] = Family(
+    "gemma3",
+    dict(
+        text_config={
+            **_TEXT,
+            "layer_types": ["sliding_attention", "full_attention"] * 2,
+            "sliding_window": 3,
+            "num_hidden_layers": 4,
+        },
+        vision_config=dict(**_TOWER, image_size=16, patch_size=4),
+        mm_tokens_per_image=4,
+        image_token_id=IMAGE,
+        boi_token_id=START,
+        eoi_token_id=END,
+    ),
+    ("Gemma3ImageProcessorPil", dict(size={"height": 16, "width": 16})),
+    _squares(16, 4),
+    note="placeholders of a picture see each other; with `sdpa` alone",
+)
 _SIGLIP = ("SiglipImageProcessorPil", dict(size={"height": 16, "width": 16}))
 REFUSED: dict[str, Family] = {
-    "Gemma 3": Family(
-        "gemma3",
-        dict(
-            text_config={
-                **_TEXT,
-                "layer_types": ["sliding_attention", "full_attention"] * 2,
-                "sliding_window": 8,
-                "num_hidden_layers": 4,
-            },
-            vision_config=dict(**_TOWER, image_size=16, patch_size=4),
-            mm_tokens_per_image=4,
-            image_token_id=IMAGE,
-            boi_token_id=START,
-            eoi_token_id=END,
-        ),
-        ("Gemma3ImageProcessorPil", dict(size={"height": 16, "width": 16})),
-        _squares(16, 4),
-    ),
-    "Gemma 4": Family(
-        "gemma4",
-        dict(
-            text_config={
-                **_TEXT,
-                "vocab_size_per_layer_input": VOCABULARY,
-                "hidden_size_per_layer_input": 8,
-                "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
-                "sliding_window": 4,
-                "global_head_dim": 12,
-                "pad_token_id": 0,
-                "use_bidirectional_attention": "vision",
-            },
-            vision_config=_TOWER,
-            **dict(image_token_id=IMAGE, video_token_id=VIDEO, audio_token_id=BETWEEN),
-        ),
-        _SIGLIP,
-        _squares(16, 4),
-    ),
     "PaliGemma": Family(
         "paligemma",
         dict(
@@ -301,6 +335,16 @@ REFUSED: dict[str, Family] = {
         _squares(16, 4),
     ),
 }
+
+
+def all_pictures_see_each_other(patch: pytest.MonkeyPatch) -> None:
+    """From now on Gemma 3 says what Molmo 2 does."""
+
+    def masks(config: Any, embeds: Tensor, mask: Any, cache: Any, positions: Any, token_type_ids: Tensor) -> Any:
+        together = torch.where(token_type_ids == 1, 0, -1)
+        return create_masks_for_generate(config, embeds, mask, cache, positions, block_sequence_ids=together)
+
+    patch.setattr(Gemma3ForConditionalGeneration, "create_masks_for_generate", staticmethod(masks))
 
 
 @dataclass(frozen=True, eq=False)
