@@ -67,6 +67,13 @@ def shard_models(module: Module, group: GroupRanks, receive: Callable[[Tensor, s
                 " marks as such (GradientCheckpointingLayer), so there is nothing to gather one at a time; set"
                 " shard_parameters=False, or use another model"
             )
+        text = model.config.get_text_config()
+        if text is not model.config and getattr(text, "hidden_size_per_layer_input", None):
+            raise MisconfigurationException(
+                f"DTAStrategy(shard_parameters=True): {type(model).__name__} ('{name}') has inputs of each layer's own"
+                " (hidden_size_per_layer_input), which it looks up outside of its language model, where shards are not"
+                " gathered; set shard_parameters=False, or train its language model alone (a ...ForCausalLM)"
+            )
     rounded: list[tuple[Module, dict[str, torch.dtype]]] = []
     filled: dict[int, tuple[Tensor, Tensor]] = {}
     apart = {layer for _, model in models for layer in _layers(model)}

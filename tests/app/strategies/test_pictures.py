@@ -9,9 +9,11 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from transformers import AutoModelForImageTextToText
 
 from app.strategies.pieces import load_whole
+from app.strategies.shards import shard_models
 from app.tree import TreeEngine
 from examples.vision.make_model import write
 from tests.app.strategies import picture_jobs as jobs
@@ -138,8 +140,10 @@ def test_a_picture_goes_through_one_tower_of_a_group(two_ranks: RankPool, sharde
 @pytest.mark.slow
 @pytest.mark.parametrize("sharded", [False, True])
 def test_families_and_ways_to_train(two_ranks: RankPool, sharded: bool) -> None:
-    """Every family, and of one all ways; a state that goes from token to token is refused in groups."""
-    seen = [(name, "float32") for name in vision.FAMILIES if name != "Qwen3.5"]
+    """Every family, and of one all ways; a state that goes from token to token is refused in groups, inputs of each
+    layer's own in shards."""
+    refused = ("Qwen3.5", *(["Gemma 4, shared keys"] if sharded else []))
+    seen = [(name, "float32") for name in vision.FAMILIES if name not in refused]
     ways = [("Qwen3-VL", column) for column in ("bf16", "autocast", "checkpointing", "LoRA", "frozen tower")]
     for cells in (seen, ways):  # two jobs, each with a deadline of its own
         two_ranks.run(jobs.run_cells, size=2, cells=cells, sharded=sharded)
@@ -161,6 +165,13 @@ def test_states_beside_pictures_are_refused() -> None:
     model = vision.make("Qwen3.5")
     with pytest.raises(ValueError, match=r"Qwen3_5ForConditionalGeneration carries states .*\(group=None\)"):
         TreeEngine(model.model, image_processor=model.processor, group=Two())
+
+
+def test_inputs_of_each_layers_own_are_refused_in_shards() -> None:
+    model: Any = vision.make("Gemma 4, shared keys").model
+    nobody: Any = None
+    with pytest.raises(MisconfigurationException, match=r"Gemma4ForCond.* set shard_parameters=False, or"):
+        shard_models(model, nobody, nobody)
 
 
 def test_a_tower_in_shards_is_refused(two_ranks: RankPool) -> None:
