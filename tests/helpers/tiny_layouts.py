@@ -31,12 +31,16 @@ _PLACEHOLDERS = {
     "Mistral3": "[IMG]",
     "SmolVLM": "<image>",
     "Idefics3": "<image>",
+    "Gemma 4, shared keys": "<|image|>",
+    "Gemma 4, large": "<|image|>",
 }
 # Of the image processor and of processor_config.json, as checkpoints of the family have them: what differs from
 # `vision.FAMILIES`, where no processor of text and pictures has a say.
 _IMAGES: dict[str, dict[str, Any]] = {
     "InternVL": {"max_patches": 4},  # tiles are the processor's own default
     "Mistral3": {"patch_size": {"height": 4, "width": 4}},
+    "Gemma 4, shared keys": {"do_resize": True},  # pictures fill the tokens that there are for one
+    "Gemma 4, large": {"do_resize": True},
 }
 _PROCESSORS: dict[str, dict[str, Any]] = {
     "LLaVA": {"patch_size": 4, "num_additional_image_tokens": 1, "vision_feature_select_strategy": "default"},
@@ -44,8 +48,15 @@ _PROCESSORS: dict[str, dict[str, Any]] = {
     "Mistral3": {"patch_size": 4, "spatial_merge_size": 2},
     "SmolVLM": {"image_seq_len": 4},
     "Idefics3": {"image_seq_len": 4},
+    "Gemma 4, shared keys": {"image_seq_length": 70},
+    "Gemma 4, large": {"image_seq_length": 70},
 }
-_KINDS = {"Mistral3": "PixtralProcessor"}
+_KINDS = {
+    "LLaVA": "LlavaProcessor",
+    "Mistral3": "PixtralProcessor",
+    "Gemma 4, shared keys": "Gemma4Processor",
+    "Gemma 4, large": "Gemma4Processor",
+}
 NAMES = list(_PLACEHOLDERS)
 _ENDS = ("<|endoftext|>", "<|im_end|>")
 _SPECIAL = (
@@ -59,6 +70,17 @@ _NAMED = {
     "context_image_token": "<IMG_CONTEXT>",
     "video_token": "<video>",
 }
+_GEMMA4 = {
+    "image_token": "<|image|>",
+    "boi_token": "<|image>",
+    "eoi_token": "<image|>",
+    "audio_token": "<|audio|>",
+    "boa_token": "<|audio>",
+    "eoa_token": "<audio|>",
+}
+_SHARP = {"Gemma 4, shared keys": 20.0, "Gemma 4, large": 20.0}
+"""How many times as large as they begin weights are, lest errors hide: 3, but where norms follow every layer."""
+_TEXT = ("input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids")
 _TEMPLATE = """{% for message in messages %}{% if message.content is string %}{{ message.content }}{% else %}
 {%- for part in message.content %}{% if part.type == 'image' %}PLACEHOLDER{% else %}
 {{- part.text }}{% endif %}{% endfor %}{% endif %}{% if message.role == 'assistant' %}<|im_end|>{% endif %}
@@ -67,23 +89,24 @@ _TEMPLATE = """{% for message in messages %}{% if message.content is string %}{{
 
 def kind_of(name: str) -> Any:
     """The family's own processor class."""
-    return getattr(transformers, _KINDS.get(name, f"{name.replace('LLaVA', 'Llava')}Processor"))
+    return getattr(transformers, _KINDS.get(name, f"{name}Processor"))
 
 
-def write(directory: Path, name: str, sharp: float = 3.0) -> None:
-    """A model's directory; weights at random, `sharp` times as large as they begin, lest errors hide."""
+def write(directory: Path, name: str, sharp: float | None = None) -> None:
+    """A model's directory; weights at random, `sharp` times as large as they begin."""
     skip_without(SEES)
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    made = Tokenizer(models.BPE({token: number for number, token in enumerate([*alphabet, *_ENDS, *_SPECIAL])}, []))
+    special = [*_ENDS, *_SPECIAL, *(_GEMMA4.values() if "Gemma 4" in name else ())]
+    made = Tokenizer(models.BPE({token: number for number, token in enumerate([*alphabet, *special])}, []))
     made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     made.decoder = decoders.ByteLevel()
-    made.add_special_tokens([*_ENDS, *_SPECIAL])
+    made.add_special_tokens(special)
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=made,
         pad_token=_ENDS[0],
         eos_token=_ENDS[1],
         chat_template=_TEMPLATE.replace("PLACEHOLDER", _PLACEHOLDERS[name]),
-        extra_special_tokens=_NAMED,
+        extra_special_tokens=_GEMMA4 if "Gemma 4" in name else _NAMED,
     )
     tokenizer.save_pretrained(directory)
     family = vision.FAMILIES[name]
@@ -95,16 +118,19 @@ def write(directory: Path, name: str, sharp: float = 3.0) -> None:
         "eos_token_id": tokenizer.eos_token_id,
         "pad_token_id": tokenizer.pad_token_id,
     }
+    if "Gemma 4" in name:
+        options["text_config"]["vocab_size_per_layer_input"] = len(tokenizer)
+        options |= {"audio_token_id": len(tokenizer), "video_token_id": len(tokenizer) + 1}  # which nobody samples
     torch.manual_seed(0)
     model = AutoModelForImageTextToText.from_config(CONFIG_MAPPING[family.type](**options))
     with torch.no_grad():
         for parameter_name, parameter in model.named_parameters():
             if "norm" not in parameter_name:
-                parameter.mul_(sharp)
+                parameter.mul_(sharp or _SHARP.get(name, 3.0))
     model.save_pretrained(directory)
     kind, of_images = family.processor
     getattr(transformers, kind)(**(of_images | _IMAGES.get(name, {}))).save_pretrained(directory)
-    own = {"processor_class": _KINDS.get(name, f"{name.replace('LLaVA', 'Llava')}Processor"), **_PROCESSORS[name]}
+    own = {"processor_class": _KINDS.get(name, f"{name}Processor"), **_PROCESSORS[name]}
     (directory / "processor_config.json").write_text(json.dumps(own))
 
 
@@ -130,14 +156,13 @@ class TinyLayouts:
         if self._own is None:
 
             class Own(kind_of(self.name)):  # type: ignore[misc]
-                @classmethod
-                def get_attributes(cls) -> list[str]:
-                    return ["image_processor", "tokenizer"]
+                def check_argument_for_proper_class(self, name: str, given: Any) -> Any:
+                    return None if given is None else super().check_argument_for_proper_class(name, given)
 
             images = transformers.AutoImageProcessor.from_pretrained(self.path, backend="pil")
-            more = {"video_processor": None} if self.name in ("InternVL", "SmolVLM") else {}
-            tokenizer = AutoTokenizer.from_pretrained(self.path)
-            self._own = Own(image_processor=images, tokenizer=tokenizer, **more, **_PROCESSORS[self.name])
+            parts = {"image_processor": images, "tokenizer": AutoTokenizer.from_pretrained(self.path)}
+            named = dict.fromkeys(Own.get_attributes()) | parts
+            self._own = Own(**named, **_PROCESSORS[self.name])
         return self._own
 
     def inputs(self, parts: Sequence[str | np.ndarray]) -> dict[str, Tensor]:
@@ -149,16 +174,20 @@ class TinyLayouts:
             return dict(self.own().tokenizer(text, return_tensors="pt"))
         return dict(self.own()(text=text, images=pictures, return_tensors="pt", add_special_tokens=False))
 
+    def pixels(self, parts: Sequence[str | np.ndarray]) -> dict[str, Tensor]:
+        """What it makes of a message beside ids."""
+        return {name: value for name, value in self.inputs(parts).items() if name not in _TEXT}
+
     def logprobs(self, parts: Sequence[str | np.ndarray], reply: Sequence[int]) -> Tensor:
         """[R], with graph: of each token of a reply to the message, by the untouched model."""
-        given = self.inputs(parts)
-        tokens = [*given["input_ids"][0].tolist(), *reply]
-        return self.scored(tokens, {name: x for name, x in given.items() if "pixel" in name or "sizes" in name})[
-            -len(reply) :
-        ]
+        tokens = [*self.inputs(parts)["input_ids"][0].tolist(), *reply]
+        return self.scored(tokens, self.pixels(parts))[-len(reply) :]
 
     def scored(self, tokens: Sequence[int], pixels: dict[str, Tensor]) -> Tensor:
         """[L - 1], with graph: of each token given those before it."""
         ids = torch.tensor([list(tokens)])
-        logits = self.model(input_ids=ids, use_cache=False, **pixels).logits[0, :-1]
+        kinds = (
+            {"mm_token_type_ids": (ids == self.model.config.image_token_id).long()} if "Gemma 4" in self.name else {}
+        )
+        logits = self.model(input_ids=ids, use_cache=False, **pixels, **kinds).logits[0, :-1]
         return logits.log_softmax(-1).gather(1, ids[0, 1:, None])[:, 0]

@@ -26,7 +26,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from app.tree import STATES_ARGUMENT, PieceStates, Routers, Tower
-from datamodules.inference.embedded.images import PromptImages, featured, placed, placed_next
+from datamodules.inference.embedded.images import PromptImages, featured, placed, placed_next, runs_of
 from datamodules.inference.embedded.index_slots import IndexSlots
 from datamodules.inference.embedded.kv_slots import CachedStep, KVSlots, PromptStep, any_length
 from datamodules.inference.embedded.sampling import sample, shaped, uniforms
@@ -127,6 +127,7 @@ class Batcher:
         max_concurrent: most requests running at a time.
         static: decode steps as `StaticDecoder` has them.
         routers: the model's, whose choices are recorded; None records none.
+        ahead: layers in which placeholders of a picture, of which no forward has a part, see each other.
     """
 
     def __init__(
@@ -138,12 +139,13 @@ class Batcher:
         image_processor: Any | None = None,
         static: bool = False,
         routers: Routers | None = None,
+        ahead: frozenset[int] = frozenset(),
     ) -> None:
         self.model = model
         self.routers = routers
         self.tower = None if image_processor is None else Tower(model, image_processor)
         self.device = model.device
-        self.slots = KVSlots(kv_cache_tokens)
+        self.slots = KVSlots(kv_cache_tokens, ahead)
         self.states = StateSlots(model)
         self.indexed = IndexSlots(model, self.slots)
         self.max_batch_tokens = max_batch_tokens
@@ -284,6 +286,7 @@ class Batcher:
         """The next `max_batch_tokens` tokens of one long prompt."""
         sequence = self.running[row]
         end = min(sequence.computed + self.max_batch_tokens, len(sequence.tokens))
+        end = sequence.images.uncut(end) if self.slots.ahead else end
         tokens = sequence.tokens[sequence.computed : end]
         step = CachedStep(row, [sequence.computed], len(tokens), self.slots.width, self.device)
         begin = [sequence.computed]
@@ -335,6 +338,8 @@ class Batcher:
             spans = self._spans(rows, starts)
             positions = placed(self.tower, spans, lengths, positions)
             pictures = featured(self.tower, spans, lengths)
+            if pictures and self.slots.ahead and keep is not None:  # a next token is alone
+                step.show(runs_of(spans, lengths))
         states = self.states.begin(rows, starts, lengths)
         kept = 0 if keep is None else keep.to(self.device)
         given = torch.tensor([tokens], device=self.device)

@@ -28,11 +28,11 @@ from transformers import PreTrainedModel
 
 from app import checks
 from app.text import reason
-from app.tree import Routers
+from app.tree import Routers, Tower
 from datamodules.conversations.image_processor import ImageProcessor
 from datamodules.inference.clock import PausedClock
 from datamodules.inference.embedded.batcher import Batcher, Sequence
-from datamodules.inference.embedded.images import unseeing
+from datamodules.inference.embedded.images import PromptImages, unseeing
 from datamodules.inference.embedded.sampling import request_key
 from datamodules.inference.embedded.weights import copy_of, fill, matched, read
 from datamodules.inference.export import WeightParts
@@ -185,7 +185,8 @@ class EmbeddedEngine:
         static = own.device.type == "cuda" if self.cuda_graphs is None else self.cuda_graphs
         routers = _routers(own) if self.record_experts else None
         sizes = self.kv_cache_tokens, self.max_batch_tokens, self.max_concurrent
-        batcher = Batcher(own, *sizes, processor, static, routers)
+        ahead = frozenset[int]() if processor is None or blind else Tower(own, processor).sight.layers
+        batcher = Batcher(own, *sizes, processor, static, routers, ahead)
         if static and batcher.dynamic:
             if self.cuda_graphs:
                 raise GenerationError(
@@ -263,6 +264,13 @@ class EmbeddedEngine:
             raise GenerationError("request.pictures: the engine was started without the model's image processor")
         if request.pictures and self._blind:
             raise GenerationError(f"request.pictures: {self._blind}")
+        if request.pictures and self._running_batcher().slots.ahead:
+            longest = PromptImages(request).longest
+            if longest > self.max_batch_tokens:
+                raise GenerationError(
+                    f"request.pictures: a picture has {longest} placeholders next to each other that see each other,"
+                    f" and a forward has room for max_batch_tokens={self.max_batch_tokens} tokens; set it to {longest}"
+                )
         job = self._enqueue(request, asyncio.get_running_loop())
         ends = self._clock.now() + self.request_timeout_s
         try:

@@ -44,6 +44,18 @@ class PromptImages:
         keys = [None if k < 0 else self.pictures[k].key for k in self.owner.tolist()]
         return (*(token if key is None else key for token, key in zip(tokens, keys)), *tokens[len(keys) :])
 
+    def uncut(self, end: int) -> int:
+        """The last place up to `end` that is not among placeholders next to each other."""
+        while 0 < end < len(self.owner) and self.owner[end - 1] >= 0 and self.owner[end] >= 0:
+            end -= 1
+        return end
+
+    @property
+    def longest(self) -> int:
+        """Most placeholders next to each other."""
+        runs = runs_of([(self, 0)], [len(self.owner)])[0]
+        return int(np.bincount(runs[runs >= 0], minlength=1).max())
+
     def positions(self, model: PreTrainedModel, start: int, count: int) -> np.ndarray:
         """int64 [3, count]: of the tokens of the request from `start` on, in a model that counts pictures."""
         if not self.pictures:
@@ -57,19 +69,30 @@ class PromptImages:
         return np.concatenate([known, np.broadcast_to(after, (3, len(after)))], axis=1)
 
 
+Spans = Sequence[tuple[PromptImages, int]]
+"""The requests of a forward, and the first token of each that it computes."""
+
+
+def runs_of(spans: Spans, lengths: Sequence[int]) -> list[np.ndarray]:
+    """int64 [n] of each request of a forward: placeholders next to each other by numbers from 0 on, -1 for others."""
+    found = []
+    for (images, start), n in zip(spans, lengths):
+        here = np.zeros(n, bool)
+        known = images.owner[start : start + n] >= 0
+        here[: len(known)] = known
+        found.append(np.where(here, np.cumsum(np.diff(here, prepend=False) & here) - 1, -1))
+    return found
+
+
 def unseeing(model: PreTrainedModel, processor: Any | None) -> str:
-    """Why the model can be shown no pictures here, where features are made once and every token sees those before it
-    alone; "" where it can."""
+    """Why the model can be shown no pictures here, where features are made once and tokens see those before them, and
+    placeholders those of their picture; "" where it can."""
     if processor is not None:
         try:
             refuse_pictures(model, processor)
         except ValueError as error:
             return str(error)
     return ""
-
-
-Spans = Sequence[tuple[PromptImages, int]]
-"""The requests of a forward, and the first token of each that it computes."""
 
 
 def placed(tower: Tower, spans: Spans, lengths: Sequence[int], counted: Tensor) -> Tensor:

@@ -6,14 +6,18 @@ through the attention interface (`ATTENTION` is a registered name): tokens of ma
 sequence [1, T], the linear layers never see padding, and only the attention unfolds requests.
 
 Promises: any decoder that calls transformers' attention interface works; an argument of that interface which would
-change the result and is not honoured here raises.
+change the result and is not honoured here raises. Placeholders of a picture that see each other do so in the layers in
+which they do, where a step has all of them.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import cast
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -50,7 +54,10 @@ class PromptStep:
         lengths: tokens of each prompt; T = their sum.
         positions: int64 [T], position of each packed token in its request.
         write: int64 [T], grid cell of each packed token.
+        runs: int64 [count, longest], see `show`; None: no token sees any after it.
     """
+
+    runs: Tensor | None = None
 
     def __init__(self, rows: list[int], lengths: list[int], width: int, device: torch.device) -> None:
         self.longest = max(lengths)
@@ -80,18 +87,27 @@ class PromptStep:
         rows = output.transpose(1, 2).reshape(-1, output.shape[1], output.shape[3])
         return (rows[self.unpad] if self.ragged else rows).unsqueeze(0)
 
-    def mask(self, window: int | None, chosen: Tensor | None = None) -> Tensor | None:
-        """bool [1 or count, 1, longest, longest] of what is visible, and among `chosen` where there is one; None when
-        plain causal attention says it."""
-        if chosen is not None:
-            return self.visible(window) & chosen
-        return None if window is None or window >= self.longest else self.visible(window)
+    def show(self, runs: Sequence[npt.NDArray[np.int64]]) -> None:
+        """Of each prompt int64 [length]: tokens of equal numbers from 0 on see each other, in layers where they do."""
+        padded = [np.pad(own, (0, self.longest - len(own)), constant_values=-1) for own in runs]
+        self.runs = torch.from_numpy(np.stack(padded)).to(self.write.device)
 
-    def visible(self, window: int | None) -> Tensor:
-        """bool [1, 1, longest, longest]."""
+    def mask(self, window: int | None, ahead: bool = False, chosen: Tensor | None = None) -> Tensor | None:
+        """bool [count or 1, 1, longest, longest] of what is visible, among `chosen` where there is one; None when plain
+        causal attention says it. `ahead`: in a layer in which `runs` see each other."""
+        plain = chosen is None and not (ahead and self.runs is not None)
+        if plain and (window is None or window >= self.longest):
+            return None
+        visible = self.visible(window, ahead)
+        return visible if chosen is None else visible & chosen
+
+    def visible(self, window: int | None, ahead: bool = False) -> Tensor:
+        """bool [count or 1, 1, longest, longest]."""
         at = torch.arange(self.longest, device=self.write.device)
-        window = self.longest if window is None else window
-        return ((at[None, :] <= at[:, None]) & (at[None, :] > at[:, None] - window))[None, None]
+        seen = (at[None, :] <= at[:, None])[None, None]
+        if ahead and self.runs is not None:
+            seen = seen | _together(self.runs, self.runs)
+        return seen if window is None else seen & (at[None, :] > at[:, None] - window)
 
     def seen(self, queries: slice) -> Tensor:
         """bool [1, queries, queries.stop]: the keys that such queries of a prompt see."""
@@ -105,7 +121,10 @@ class CachedStep:
     Attributes:
         positions, write: int64 [T], T = count * queries, as in `PromptStep`.
         keys: tokens of each row that are read; beyond a row's own position they are masked.
+        runs: int64 [1, queries], as in `PromptStep`.
     """
+
+    runs: Tensor | None = None
 
     def __init__(self, first: int, starts: list[int], queries: int, width: int, device: torch.device) -> None:
         self.first, self.count, self.queries = first, len(starts), queries
@@ -114,18 +133,27 @@ class CachedStep:
         rows = torch.arange(first, first + self.count)[:, None]
         self.write = (rows * width + positions).view(-1).to(device)
         self.positions = positions.view(-1).to(device)
-        self._masks: dict[tuple[int | None, torch.dtype], Tensor] = {}
+        self._masks: dict[tuple[int | None, torch.dtype, bool], Tensor] = {}
 
-    def bias(self, window: int | None, dtype: torch.dtype) -> Tensor:
-        """[count, 1, queries, keys] of `dtype`: 0 where visible, -inf elsewhere; made once a step and window."""
-        if (window, dtype) not in self._masks:
+    def show(self, runs: Sequence[npt.NDArray[np.int64]]) -> None:
+        """As `PromptStep.show`, of the next tokens of one request; those before them are in none of their runs."""
+        (own,) = runs
+        self.runs = torch.from_numpy(own)[None].to(self.write.device)
+
+    def bias(self, window: int | None, dtype: torch.dtype, ahead: bool = False) -> Tensor:
+        """[count, 1, queries, keys] of `dtype`: 0 where visible, -inf elsewhere; made once a step and kind of layer."""
+        key = (window, dtype, ahead and self.runs is not None)
+        if key not in self._masks:
             at = torch.arange(self.keys, device=self.write.device)
             position = self.positions.view(self.count, 1, self.queries, 1)
             visible = at <= position
+            if ahead and self.runs is not None:
+                before = self.runs.new_full((1, self.keys - self.queries), -1)
+                visible = visible | _together(self.runs, torch.cat([before, self.runs], 1))
             if window is not None:
                 visible &= at > position - window
-            self._masks[window, dtype] = _bias(visible, dtype)
-        return self._masks[window, dtype]
+            self._masks[key] = _bias(visible, dtype)
+        return self._masks[key]
 
     def unfold(self, packed: Tensor) -> Tensor:
         """[1, H, T, D] -> [count, H, queries, D]."""
@@ -148,6 +176,11 @@ class StaticStep(CachedStep):
         self._masks = {}
 
 
+def _together(queries: Tensor, keys: Tensor) -> Tensor:
+    """bool [n, 1, Q, K]: which tokens of runs [n, Q] and [n, K] are in the same."""
+    return ((queries[:, :, None] == keys[:, None, :]) & (queries[:, :, None] >= 0))[:, None]
+
+
 class KVSlots:
     """The grid of every layer.
 
@@ -157,10 +190,11 @@ class KVSlots:
         step: what the forward pass in progress computes; to be set before each.
         stand_in: for its mask, in models whose layers choose what they attend to (`index_slots`, which keeps its keys
             here as well: in layers below 0).
+        ahead: layers in which placeholders of a picture see each other.
     """
 
-    def __init__(self, capacity: int) -> None:
-        self.capacity = capacity
+    def __init__(self, capacity: int, ahead: frozenset[int] = frozenset()) -> None:
+        self.capacity, self.ahead = capacity, ahead
         self.width = 1
         self._step: PromptStep | CachedStep | None = None
         self._written: set[int] = set()
@@ -252,20 +286,21 @@ def attend(
         )
     step = slots.step
     layer = cast(int, module.layer_idx)
+    ahead = layer in slots.ahead
     slots.write(layer, step.write, key, value)
     if isinstance(step, PromptStep):
         chosen = _chosen(indices, step.longest)
         q, k, v = step.unfold(query), step.unfold(key), step.unfold(value)
-        mask = step.mask(sliding_window, chosen)
+        mask = step.mask(sliding_window, ahead, chosen)
         if softcap is not None or s_aux is not None:
-            bias = _bias(step.visible(None) if mask is None else mask, torch.float32)
+            bias = _bias(step.visible(None, ahead) if mask is None else mask, torch.float32)
             return step.fold(_written_out(q, k, v, bias, scaling, softcap, s_aux)), None
         out = F.scaled_dot_product_attention(
             q, k, v, mask, is_causal=mask is None, scale=scaling, enable_gqa=q.shape[1] > k.shape[1]
         )
         return step.fold(out), None
     k, v = slots.read(layer, step.first, step.count, step.keys)
-    q, bias, chosen = step.unfold(query), step.bias(sliding_window, query.dtype), _chosen(indices, step.keys)
+    q, bias, chosen = step.unfold(query), step.bias(sliding_window, query.dtype, ahead), _chosen(indices, step.keys)
     if chosen is not None:
         bias = bias + _bias(chosen, bias.dtype)
     if softcap is not None or s_aux is not None:

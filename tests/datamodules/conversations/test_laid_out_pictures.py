@@ -23,7 +23,7 @@ from tests.helpers.tiny_layouts import TinyLayouts
 from tests.helpers.tiny_vision import noise
 
 
-@pytest.fixture(scope="module", params=["LLaVA", "Idefics3", "InternVL"])
+@pytest.fixture(scope="module", params=["LLaVA", "Idefics3", "InternVL", "Gemma 4, shared keys"])
 def tiny(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> TinyLayouts:
     return TinyLayouts(tmp_path_factory.mktemp("tiny"), request.param)
 

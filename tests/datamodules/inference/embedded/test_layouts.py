@@ -84,14 +84,21 @@ def sampled(tiny: TinyLayouts, **options: int) -> list[tuple[int, GenerationRequ
     async def together() -> list[GenerationResponse]:
         return list(await asyncio.gather(*(made.generate(one) for _, one in asked)))
 
-    replies = asyncio.run(together())
-    made.close()
+    try:
+        replies = asyncio.run(together())
+    finally:
+        made.close()
     return [(number, one, reply) for (number, one), reply in zip(asked, replies)]
 
 
 @pytest.mark.parametrize("options", [{}, {"max_batch_tokens": 5}, {"cuda_graphs": True}], ids=str)
 def test_sampled_log_probabilities_are_the_untouched_models(tiny: TinyLayouts, options: dict[str, int]) -> None:
-    """Chunks of 5 tokens begin and end inside of tiles."""
+    """Chunks of 5 tokens begin and end inside of tiles; not where placeholders see each other, of which 70 may be next
+    to each other."""
+    if tiny.name == "Gemma 4, large" and "max_batch_tokens" in options:
+        with pytest.raises(GenerationError, match=r"has 64 placeholders next to .* max_batch_tokens=5 .*set it to 64"):
+            sampled(tiny, **options)
+        options = {"max_batch_tokens": 70}
     for number, _, reply in sampled(tiny, **options):
         with torch.no_grad():
             expected = tiny.logprobs(MESSAGES[number], reply.tokens)
@@ -125,7 +132,8 @@ def test_a_step_on_the_tree_has_the_gradient_of_the_untouched_model(tiny: TinyLa
         (tiny.logprobs(MESSAGES[number], reply.tokens) * weights[k, : len(reply.tokens)]).sum().backward()
     expected = {name: grad for name, grad in take_grads(tiny.model).items() if grad is not None}
     assert sum(float(grad.abs().max()) > 0 for name, grad in expected.items() if "vision" in name) > 10
-    engine = TreeEngine(tiny.model, 40, 90, image_processor=picture_processor(tiny.path))
+    least = 64 if tiny.name == "Gemma 4, large" else 40  # a picture that no chunk cuts
+    engine = TreeEngine(tiny.model, least, 90, image_processor=picture_processor(tiny.path))
 
     def loss(out: SequenceOutputs, k: int) -> torch.Tensor:
         assert out.logprobs is not None
@@ -158,11 +166,8 @@ def test_a_conversation_is_shown_pictures_later_and_recorded_as_it_was(tiny: Tin
     asyncio.run(converse())
     made.close()
     (one,) = turns.trajectories("whole", 1.0, {})
-    pixels = {
-        name: x for name, x in tiny.inputs([WIDE, " ", A, " ", WIDE]).items() if "pixel" in name or "size" in name
-    }
     with torch.no_grad():
-        expected = tiny.scored(one.tokens.tolist(), pixels)[one.loss_mask[1:]]
+        expected = tiny.scored(one.tokens.tolist(), tiny.pixels([WIDE, " ", A, " ", WIDE]))[one.loss_mask[1:]]
     assert (one.behavior_logprobs[one.loss_mask] - expected).abs().max() < 1e-5
     assert one.tokens[~one.loss_mask].tolist() == [
         token for message in (first, second) for token in tiny.inputs(message)["input_ids"][0].tolist()
@@ -190,17 +195,16 @@ def test_a_processor_that_needs_what_is_missing_is_refused_where_a_picture_is_sh
         tiny.prompt([A, "?"])
 
 
-def test_a_model_whose_placeholders_see_each_other_is_shown_no_pictures(tmp_path: Path) -> None:
+def test_a_model_whose_pictures_see_each_other_is_shown_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its prompts could be laid out, and replies would be of another model, in silence."""
     tiny = TinyLayouts(tmp_path, "LLaVA")
+    vision.all_pictures_see_each_other(monkeypatch)
     made = EmbeddedEngine(kv_cache_tokens=512, num_threads=1)
     made.use_images(tiny.images)
     made.start(vision.make("Gemma 3").model, version=0, seed=1)
     prompt = tiny.prompt([A])
     shown = GenerationRequest([0] * len(prompt.tokens), 2, images=list(prompt.images), pictures=prompt.pictures)
-    with pytest.raises(
-        GenerationError, match=r"request.pictures: .*placeholders of one picture see each other in Gemma3"
-    ):
+    with pytest.raises(GenerationError, match=r"request.pictures: .*placeholders see tokens after them in Gemma3"):
         asyncio.run(made.generate(shown))
     assert asyncio.run(made.generate(GenerationRequest([1, 2], 2))).tokens
     made.close()
