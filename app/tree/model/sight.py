@@ -44,10 +44,11 @@ class Sight:
 
         Args:
             masks: [1, 1, n, n], bool or added to scores, or None where all see what precedes them; by the type of layer
-                or one for all. Others, of kernels of their own, are not looked into, and differ.
+                or one for all. What else kernels have for masks is not looked into.
             is_row: bool [n], which tokens are placeholders.
         """
-        return any(not _is(mask, is_row, kind in self.kinds, self.window) for kind, mask in _by_kind(masks))
+        read = [(kind, mask) for kind, mask in _by_kind(masks) if mask is None or isinstance(mask, torch.Tensor)]
+        return any(not _is(mask, is_row, kind in self.kinds, self.window) for kind, mask in read)
 
 
 def sight_of(model: PreTrainedModel) -> Sight:
@@ -93,11 +94,11 @@ def seen(is_row: Bools, together: bool, window: int | None) -> Bools:
     return shown if window is None else shown & (place[:, None] - place[None, :] < window)
 
 
-def _is(mask: Any, is_row: Bools, together: bool, window: int | None) -> bool:
+def _is(mask: torch.Tensor | None, is_row: Bools, together: bool, window: int | None) -> bool:
     """Whether a mask is that of a layer, with the window or without."""
     if mask is None:
         return not together
-    if not isinstance(mask, torch.Tensor) or mask.shape[-2:] != (len(is_row), len(is_row)):
+    if mask.shape[-2:] != (len(is_row), len(is_row)):
         return False
     found = (mask if mask.dtype == torch.bool else mask == 0)[0, 0].cpu().numpy()
     return any(np.array_equal(found, seen(is_row, together, one)) for one in {None, window})

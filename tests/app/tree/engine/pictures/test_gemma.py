@@ -105,6 +105,17 @@ def test_layers_in_which_placeholders_see_each_other() -> None:
     assert np.array_equal(masks["full_attention"][0, 0].numpy(), seen(is_row, True, None))
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_the_self_check_reads_masks_that_are_added_to_scores(name: str) -> None:
+    model = vision.make(name)
+    model.model.config.get_text_config()._attn_implementation = "eager"
+    report = TreeEngine(model.model, image_processor=model.processor).verify(build(model.sequences(TEXTS)))
+    assert report is not None and report.passed, str(report)
+    is_row = np.array([False, True, True])
+    assert not Sight().differs({"full_attention": object()}, is_row)  # of a kernel of its own
+    assert Sight().differs({"full_attention": torch.ones(1, 1, 3, 3, dtype=torch.bool)}, is_row)
+
+
 def test_placeholders_that_see_other_pictures_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a prefix is would depend on what follows it."""
     vision.all_pictures_see_each_other(monkeypatch)
