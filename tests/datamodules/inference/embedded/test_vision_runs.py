@@ -31,9 +31,9 @@ from tests.helpers.pictured import pictured_batch
 from tests.helpers.versions import SEES, skip_without
 
 
-@pytest.fixture(scope="module", params=["Qwen3-VL", "Idefics3", "Gemma 4, shared keys"])
+@pytest.fixture(scope="module", params=["Qwen3-VL", "Idefics3", "Gemma 4, shared keys", "Gemma 4, large"])
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> str:
-    """With pictures of a grid, in tiles, and as many patches at their places."""
+    """With pictures of a grid, in tiles, and as many patches at their places; one that sees itself."""
     skip_without(SEES)
     directory = tmp_path_factory.mktemp("model")
     if request.param == "Qwen3-VL":
