@@ -426,8 +426,7 @@ class TreeEngine:
             self.rates = measure_rates(self.model) if parameter.device.type == "cuda" else CPU_RATES
             if self.group is not None:  # one plan for all: by what the first of them measured
                 self.rates = Rates(*self.group.gather(astuple(self.rates))[0])
-        uncut = self.tower.uncut(tree)
-        backend = choose_backend(self.attention, self.model, uncut is not None)
+        backend = choose_backend(self.attention, self.model, (uncut := self.tower.uncut(tree)) is not None)
         share = shape.checkpoint_share() if self.checkpointing and checkpointable(self.model) else 1.0
         times = TimeModel(shape, self.rates, backend, parameter.element_size())
         return plan(tree, chunk_tokens, live_tokens, times, share, uncut=uncut)
