@@ -357,7 +357,7 @@ def main(argv: list[str] | None = None) -> None:
                 check_config_files(args)
                 _run_trainer(argv, fits=args[:1] == ["fit"])
     except KeyboardInterrupt:
-        raise SystemExit(128 + signal.SIGINT) from None
+        sys.exit(128 + signal.SIGINT)
     except Exception as error:
         mistake = users_mistake(error)
         if debug or mistake is None:
@@ -366,7 +366,7 @@ def main(argv: list[str] | None = None) -> None:
         sys.stderr.write(f"error: {said}\n(ARBORIST_DEBUG=1 shows where it was raised)\n")
         if end_of(error) is not None:
             sys.stderr.write("".join(f"{printable(note)}\n" for note in getattr(error, "__notes__", ())))
-        raise SystemExit(2) from None
+        sys.exit(2)  # by the function, of which W&B has made its own: it calls a run finished that ends otherwise
 
 
 def _run_trainer(argv: list[str] | None, fits: bool) -> None:
@@ -402,7 +402,7 @@ def _say_goodbye(signum: int, end: End | None, fits: bool) -> NoReturn:
         go_on = _how_to_go_on(end, fits)
         sys.stderr.write(f"\n{signal.Signals(signum).name}: {told}\n{go_on}" + ("\n" if go_on else ""))
     # The process that launched this rank takes any other code for a failure, and ends the others.
-    raise SystemExit(0 if end is not None and _is_launched() else 128 + signum) from None
+    sys.exit(0 if end is not None and _is_launched() else 128 + signum)
 
 
 def _is_launched() -> bool:

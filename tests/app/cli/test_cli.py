@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -283,6 +284,25 @@ def test_a_run_that_goes_on_goes_on_in_wandb(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.delenv("WANDB_RUN_ID")
     assert fit("third", *on) == "ofasweep"
     assert fit("fourth", "--trainer.logger.init_args.id=mine") == "mine" and not Path("fourth/wandb_id").exists()
+
+
+def test_wandb_learns_that_a_run_has_failed() -> None:
+    """By the exit code, which is that of the process; 0 would be a run that finished."""
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    logger = ["--trainer.logger=lightning.pytorch.loggers.WandbLogger", "--trainer.logger.init_args.offline=true"]
+    command = [sys.executable, "-m", "app", "fit", "--config", "toy.yaml", *logger, _EARLY, f"{_IS}.monitor=misspelt"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "WANDB_SILENT": "true"}
+    assert subprocess.run(command, env=environment, capture_output=True, timeout=300).returncode == 2
+    (file,) = Path("wandb").glob("offline-run-*/*.wandb")
+    data = file.read_bytes()
+    at, last = 7, b""  # behind the file's head; a record has one of 7 bytes: a sum, its length, whether it goes on
+    while at + 7 <= len(data):
+        length = int.from_bytes(data[at + 4 : at + 6], "little")
+        last = data[at + 7 : at + 7 + length]
+        at += 7 + length
+        at += 32768 - at % 32768 if at % 32768 > 32768 - 7 else 0  # no head crosses a block's end
+    assert Record.FromString(last).exit.exit_code == 2
 
 
 _IS = "--trainer.callbacks.init_args"
