@@ -116,6 +116,27 @@ class ArboristParser(LightningArgumentParser):
         raise SystemExit(2)
 
 
+class Making:
+    """Makes what a configuration names, and knows the error of what could not be made: where an option's type has
+    alternatives jsonargparse keeps its text alone, in a list of what none of them can do with the value."""
+
+    def __init__(self) -> None:
+        self._failed: Exception | None = None
+
+    def __call__(self, class_type: Any, *args: Any, **kwargs: Any) -> Any:
+        """jsonargparse's instantiator: of no other effect."""
+        try:
+            return class_type(*args, **kwargs)
+        except Exception as error:
+            self._failed = error
+            raise
+
+    def cause(self, error: Exception) -> Exception | None:
+        """The error that `error`, which jsonargparse raised, quotes; None where it is another."""
+        told = "".join(str(error).split())  # it indents what it quotes
+        return self._failed if self._failed is not None and "".join(str(self._failed).split()) in told else None
+
+
 def explain(message: str, known: Iterable[str]) -> str:
     """`message` of jsonargparse without its noise, and with the options that are accepted where one was not.
 

@@ -50,7 +50,7 @@ from app.cli.configuration import (
     last_checkpoints,
     restarted_by_agent,
 )
-from app.cli.errors import ArboristParser, cut, is_ours, users_mistake
+from app.cli.errors import ArboristParser, Making, cut, is_ours, users_mistake
 from app.cli.runs import run_directory
 from app.cli.runs.default_callbacks import OPTIONAL, check_without, with_defaults
 from app.cli.runs.early_end import why_early
@@ -187,11 +187,16 @@ class ArboristCLI(LightningCLI):
         """With `seed_everything` as the seed of the draws where a part names none of its own. What is saved names none
         either: the next run from it takes that of its own `seed_everything`."""
         config = self.config[self.subcommand]
+        self.parser.add_instantiator(making := Making(), object)
         unsaid = [key for key in ("data.init_args.seed", "model.init_args.seed") if config.get(key, 0) is None]
         try:
             for key in unsaid:
                 config[key] = config["seed_everything"]
             super().instantiate_classes()
+        except ValueError as error:
+            if users_mistake(error) is None and (cause := making.cause(error)) not in (None, error):
+                raise error from cause
+            raise
         finally:
             for key in unsaid:
                 config[key] = None

@@ -315,6 +315,24 @@ def test_what_is_refused_comes_with_a_remedy(args: list[str], words: str, capsys
     assert words in refusal(capsys, *args)
 
 
+_STRATEGY = "--trainer.strategy=app.strategies.DTAStrategy"
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        ([_STRATEGY, "--trainer.strategy.max_skipped_steps=0"], "error: DTAStrategy(max_skipped_steps=0): at least 1"),
+        ([_STRATEGY, "--trainer.strategy.shard_parameters=true"], "error: DTAStrategy(shard_parameters=True) has no"),
+        (["--data.reward=datamodules.rewards.WeightedSum", "--data.reward.rewards={}"], "error: WeightedSum.rewards: "),
+    ],
+)
+def test_what_a_class_refuses_is_told_where_a_type_has_alternatives(
+    args: list[str], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """jsonargparse raises an error of its own there, which has the text of each alternative's."""
+    assert words in refusal(capsys, "--config", "rollouts.yaml", *args)
+
+
 def test_aliases_that_multiply_are_refused_at_once(capsys: pytest.CaptureFixture[str]) -> None:
     lines = ["a0: &a0 [x, x, x, x, x, x, x, x, x, x]"]
     lines += [f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 10)}]" for n in range(1, 12)]
