@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import lightning as L
+from lightning.pytorch.trainer.states import TrainerFn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from app import checks
@@ -33,6 +34,7 @@ from datamodules.pipeline.limits import MOST_EPISODES, Limits
 from datamodules.pipeline.loaders import EvalLoader, PredictLoader, StepLoader
 from datamodules.pipeline.player import EpisodePlayer
 from datamodules.pipeline.producer import Producer
+from datamodules.pipeline.stream import to_play_again
 from datamodules.pipeline.validation import Validation, ValSet, with_answers
 from datamodules.pipeline.watchdog import Stall, Watchdog
 from datamodules.prompts.base import Prompt, PromptSource, prompt_source
@@ -216,7 +218,7 @@ class RolloutDataModule(L.LightningDataModule):
     test_dataloader = val_dataloader
 
     def predict_dataloader(self) -> PredictLoader:
-        """Training prompts, rolled out and not trained on: `batches_per_epoch` batches."""
+        """Training prompts, rolled out by these weights and not trained on: `batches_per_epoch` batches."""
         return PredictLoader(self.batches_per_epoch, self.collect, self.discard_batch)
 
     def state_dict(self) -> dict[str, Any]:
@@ -237,8 +239,9 @@ class RolloutDataModule(L.LightningDataModule):
         if self._producer is not None:
             raise RuntimeError("RolloutDataModule.load_state_dict: rollouts are running; load before start")
         fingerprint.compare(state_dict, self._made_with, self.trainer)
-        self._stream = dict(state_dict)
-        self._handed_out_at = state_dict.get("version")
+        predicts = self.trainer is not None and self.trainer.state.fn == TrainerFn.PREDICTING
+        self._stream = to_play_again(state_dict) if predicts else dict(state_dict)
+        self._handed_out_at = self._stream.get("version")
 
     def teardown(self, stage: str) -> None:
         """Ends producer, engine and reward workers. A later `start` goes on with the stream."""
@@ -366,8 +369,7 @@ class RolloutDataModule(L.LightningDataModule):
             self._pool.start(self._logs and self._logs / "reward_workers")
         if self.image_processor is not None and hasattr(self.engine, "use_images"):
             self.engine.use_images(self.image_processor)
-        in_parts = () if parts is None else (parts,)
-        self.engine.start(model, version, self._seed, *in_parts)
+        self.engine.start(model, version, self._seed, *(() if parts is None else (parts,)))
         _note_experts(self.engine, model)
         if self.tokenizer.eos_token_id >= self.engine.vocab_size:
             raise ValueError(
@@ -443,9 +445,7 @@ class RolloutDataModule(L.LightningDataModule):
     def _trainer(self) -> L.Trainer:
         """The trainer this datamodule was given to. Raises RuntimeError without one."""
         if self.trainer is None:
-            raise RuntimeError(
-                "RolloutDataModule: no trainer; pass it to trainer.fit or trainer.validate as datamodule"
-            )
+            raise RuntimeError("RolloutDataModule: no trainer; hand it to trainer.fit or trainer.validate")
         return self.trainer
 
 

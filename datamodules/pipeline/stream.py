@@ -251,3 +251,15 @@ class Stream:
                 self.tally.stale(group)
             names = ", ".join(f"'{group.prompt_id}' (version {group.admitted_at})" for group in stale[:5])
             _log.info("%d groups dropped as stale at version %d: %s", len(stale), self.gate.version, names)
+
+
+def to_play_again(state: dict[str, Any]) -> dict[str, Any]:
+    """`state` of a stream with its finished groups among those to be played: what older weights sampled is of use to
+    training alone."""
+    groups = [group for key in ("ready", "under_way") for group in unpack(state.get(key, {}))]
+    counters = dict(state.get("counters", {}))
+    if groups:
+        counters["accepted"] -= len(groups)
+    unfinished = sorted([*state.get("unfinished", []), *(group.index for group in groups)])
+    kept = {key: value for key, value in state.items() if key not in ("ready", "under_way", "version")}
+    return {**kept, "unfinished": unfinished, "counters": counters}

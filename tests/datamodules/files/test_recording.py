@@ -392,6 +392,21 @@ def test_rolling_out_only_trains_nothing_and_can_be_trained_on(tmp_path: Path, i
     assert trained.policy_version == 4 and not same(parameters(trained), parameters(module))
 
 
+def test_rolling_out_a_checkpoint_has_samples_of_its_weights_alone(tmp_path: Path, initial: Path) -> None:
+    """Those of older weights that its run still had to train on are played again."""
+    trained = policy(initial, minibatches=2, epochs=1)
+    checkpoint = ModelCheckpoint(tmp_path / "ckpt", every_n_train_steps=1, save_top_k=-1, filename="{step}")
+    callbacks = {"callbacks": [WeightSync(), checkpoint], "enable_checkpointing": True, "max_epochs": 1}
+    trainer(tmp_path, **callbacks).fit(trained, datamodule=rollouts(max_staleness=1, batches_per_epoch=2))
+    for step, version in ((2, 1), (3, 1)):  # between two batches, and within one
+        data = rollouts(max_staleness=1, batches_per_epoch=2, record=f"from_{step}")
+        loaded = {"ckpt_path": tmp_path / "ckpt" / f"step={step}.ckpt", "weights_only": True}
+        trainer(tmp_path).predict(policy(initial, minibatches=2, epochs=1), datamodule=data, **loaded)
+        batches = [read_batch(tmp_path / f"from_{step}", at) for at in versions(tmp_path / f"from_{step}")]
+        played = [one for batch in batches for group in batch for one in group.trajectories]
+        assert len(batches) == 2 and {int(at) for one in played for at in one.versions[one.loss_mask]} == {version}
+
+
 def test_replay_refuses_by_name(tmp_path: Path, initial: Path) -> None:
     with pytest.raises(FileNotFoundError, match=r"data\.path: there is no directory '.*nowhere'"):
         trainer(tmp_path, callbacks=[]).fit(policy(initial), datamodule=ReplayDataModule(str(tmp_path / "nowhere")))
