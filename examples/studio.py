@@ -77,6 +77,11 @@ def main(given: Sequence[str]) -> None:
     options = parser.parse_args(given[:end])
     if options.studio.count("/") != 2:
         parser.error(f"--studio: '{options.studio}' is not OWNER/TEAMSPACE/STUDIO")
+    if not options.run_dir.startswith("/"):
+        parser.error(
+            f"--run_dir: '{options.run_dir}' would be in each machine's own copy of the Studio, and end with it; name a"
+            " folder from / on that all machines share"
+        )
     for name in ("machines", "train_gpus"):
         if getattr(options, name) < 1:
             parser.error(f"--{name}: {getattr(options, name)} is not 1 or more")

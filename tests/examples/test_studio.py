@@ -54,7 +54,10 @@ def test_machines_meet_where_the_platform_says(capsys: pytest.CaptureFixture[str
     assert of_fit({"command": together})[4] == "/shared/the sums"
 
 
-@pytest.mark.parametrize("wrong", [["--studio", "arborist"], ["--machines", "0"], ["--train_gpus", "0"]])
+@pytest.mark.parametrize(
+    "wrong",
+    [["--studio", "arborist"], ["--machines", "0"], ["--train_gpus", "0"], ["--run_dir", "runs/a"]],
+)
 def test_errors_name_the_option(wrong: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         studio.main([*GIVEN, *wrong])
