@@ -69,5 +69,7 @@ def resolve(path: str, key: str, kind: Literal["file", "directory"] = "file") ->
         ) from None
     if not found:
         written = "" if expanded == path else f" (written '{path}')"
+        if kind == "file" and Path(expanded).is_dir():
+            raise DataFileError(f"{key}: '{printable(expanded)}'{written} is a folder; name one file in it{make}")
         raise DataFileError(f"{key}: there is no {kind} '{printable(expanded)}'{written}; correct the path{make}")
     return Path(expanded)

@@ -25,7 +25,8 @@ class JsonlPrompts(FilePrompts):
     """Questions and answers of a JSONL file.
 
     Args:
-        path: the file; may contain `${ARBORIST_DATA}` or any other environment variable.
+        path: the file; may contain `${ARBORIST_DATA}` or any other environment variable. (`cat` joins several into one,
+            `MixedPrompts` deals from several in proportions.)
         record_options: see `RecordPrompts`: question_field, answer_field, template, answer_pattern, chat, system,
             shuffle, seed, offset, size, image_field (paths of pictures begin at the file's folder).
 

@@ -7,6 +7,7 @@ without gaps, and starts over on its own.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from dataclasses import replace
 from math import gcd
@@ -17,6 +18,7 @@ from datamodules.prompts.base import Prompt, PromptSource
 SOURCE = "source"
 """Key of a prompt's metadata with the name of the mixed source it is from."""
 
+_log = logging.getLogger(__name__)
 _MOST = 1000  # prompts in which the proportions come round
 
 
@@ -41,6 +43,7 @@ class MixedPrompts(PromptSource):
         if stray:
             raise ValueError(f"MixedPrompts.weights: '{stray[0]}' is none of the sources {list(sources)}")
         self.sources = sources
+        self._told = False
         shares = [(weights or {}).get(name, 1.0) for name in sources]
         weighed = {f"MixedPrompts.weights.{name}": share for name, share in zip(sources, shares)}
         checks.positive(weighed, "; leave the source out instead")
@@ -75,6 +78,13 @@ class MixedPrompts(PromptSource):
                 yield self._named(name, prompt)
 
     def _named(self, name: str, prompt: Prompt) -> Prompt:
+        if not self._told and prompt.metadata.get(SOURCE, name) != name:
+            self._told = True
+            _log.warning(
+                "MixedPrompts: metadata['%s'] is the name of a prompt's source ('%s'), and takes the place of what %s"
+                " holds in a field of that name (%.100r); rename the field if the reward is to see it",
+                *(SOURCE, name, prompt.id, prompt.metadata[SOURCE]),
+            )
         return replace(prompt, id=f"{name}/{prompt.id}", metadata={**prompt.metadata, SOURCE: name})
 
 

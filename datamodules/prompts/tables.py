@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import os
 import re
+from bisect import bisect_right
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -86,25 +88,29 @@ class DatasetPrompts(RecordPrompts):
 
 
 class _ParquetRows:
-    """Rows of Parquet files that have the same columns."""
+    """Rows of Parquet files, one after the other, each row with the columns of its own file: as one table they would
+    have those of the first, and what only others hold would be gone."""
 
     def __init__(self, files: list[Path]) -> None:
         needs("pyarrow", "datasets", "DatasetPrompts")
         import pyarrow.parquet as parquet
 
-        try:
-            self._table = parquet.read_table([str(file) for file in files], memory_map=True)
-        except Exception as error:
-            raise ValueError(
-                f"DatasetPrompts.path: {files[0]} cannot be read as Parquet: {reason(error, 500)}"
-            ) from error
+        self._tables = []
+        for file in files:
+            try:
+                self._tables.append(parquet.read_table(str(file), memory_map=True))
+            except Exception as error:
+                why = reason(error, 500)
+                raise ValueError(f"DatasetPrompts.path: {file} cannot be read as Parquet: {why}") from error
+        self._ends = list(accumulate(table.num_rows for table in self._tables))
 
     def __len__(self) -> int:
-        rows: int = self._table.num_rows
-        return rows
+        return self._ends[-1]
 
     def __getitem__(self, row: int) -> dict[str, Any]:
-        record: dict[str, Any] = self._table.slice(row, 1).to_pylist()[0]
+        which = bisect_right(self._ends, row)
+        table = self._tables[which]
+        record: dict[str, Any] = table.slice(row - self._ends[which] + table.num_rows, 1).to_pylist()[0]
         return record
 
 
@@ -116,6 +122,12 @@ def _parquet_files(path: str, split: str | None) -> list[Path]:
         return [resolve(path, "DatasetPrompts.path")]
     folder = Path(os.path.expanduser(os.path.expandvars(path)))
     files = sorted(folder.glob("*.parquet")) if folder.is_dir() else []
+    beside = [one for pattern in ("*/**/*.parquet", "*.jsonl*", "*.csv") for one in sorted(folder.glob(pattern))]
+    if files and beside and split is None:
+        raise ValueError(
+            f"DatasetPrompts.path: '{path}' holds Parquet files and {beside[0].relative_to(folder)}, which would be"
+            " left out; name a folder that holds what is meant alone, or one file"
+        )
     splits: dict[str, list[Path]] = {}
     for file in files:
         splits.setdefault(_split_of(file.stem), []).append(file)
@@ -140,6 +152,11 @@ def _load(path: str, name: str | None, split: str | None, revision: str | None) 
 
     folder = Path(os.path.expanduser(os.path.expandvars(path)))
     is_path = path.startswith(("/", ".", "~")) or "$" in path or folder.is_dir()
+    if folder.is_file():
+        raise ValueError(
+            f"DatasetPrompts.path: {path} is no .parquet file; datamodules.prompts.JsonlPrompts reads JSONL, and of"
+            " anything else make one of the two"
+        )
     where = str(resolve(path, "DatasetPrompts.path", "directory")) if is_path else path
     saved = is_path and any((folder / file).is_file() for file in ("state.json", "dataset_dict.json"))
     if saved and (name is not None or revision is not None):

@@ -151,3 +151,13 @@ def test_yaml_nests_sources() -> None:
     source = parser.instantiate_classes(parser.parse_object({"prompts": chosen})).prompts
     assert Counter(source.deal(i).metadata["source"] for i in range(40)) == {"easy": 10, "grows": 30}
     assert source.deal(10_000).metadata["source"] in ("easy", "grows")
+
+
+def test_a_field_that_the_name_of_the_source_displaces_is_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "web.jsonl").write_text('{"question": "1+1", "answer": "2", "source": "a page"}\n')
+    source = MixedPrompts({"web": JsonlPrompts(str(tmp_path / "web.jsonl")), "sums": ArithmeticPrompts()})
+    dealt = [source.deal(index) for index in range(6)]
+    assert {prompt.metadata["source"] for prompt in dealt} == {"web", "sums"}
+    assert caplog.text.count("takes the place of what") == 1 and "('a page')" in caplog.text

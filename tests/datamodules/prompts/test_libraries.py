@@ -152,6 +152,30 @@ def test_parts_of_one_whole_need_no_split(tmp_path: Path, names: tuple[str, str]
     assert DatasetPrompts(str(tmp_path), **FIELDS).size == 6
 
 
+def test_every_file_of_a_folder_keeps_its_own_columns(tmp_path: Path) -> None:
+    """One table of them all would have the columns, and the fields within columns, of the first file alone."""
+    said = {"role": "user", "content": "1 + 1"}
+    parquet(tmp_path / "train-0.parquet", [{"question": [said], "answer": "2"}])
+    parquet(tmp_path / "train-1.parquet", [{"question": [{**said, "name": "Ann"}], "answer": 2, "level": 3}])
+    first, second = (DatasetPrompts(str(tmp_path), shuffle=False).deal(k) for k in (0, 1))
+    assert (first.answer, first.metadata, first.messages) == ("2", {}, (said,))
+    assert (second.answer, second.metadata, second.messages) == ("2", {"level": 3}, ({**said, "name": "Ann"},))
+
+
+@pytest.mark.parametrize("other", ["more/part-1.parquet", "part-1.jsonl", "part-1.jsonl.gz", "part-1.csv"])
+def test_what_a_folder_holds_besides_is_not_left_out_in_silence(other: str, tmp_path: Path) -> None:
+    parquet(tmp_path / "part-0.parquet")
+    (tmp_path / other).parent.mkdir(exist_ok=True)
+    (tmp_path / other).write_bytes(b"")
+    with pytest.raises(ValueError, match=f"holds Parquet files and {other}, which would be left out"):
+        DatasetPrompts(str(tmp_path))
+    named = DatasetPrompts(str(tmp_path / "part-0.parquet"), **FIELDS)
+    assert named.size == len(ROWS)
+    with pytest.raises(ValueError, match=r"part-1\.csv is no \.parquet file"):
+        (tmp_path / "part-1.csv").write_bytes(b"")
+        DatasetPrompts(str(tmp_path / "part-1.csv"))
+
+
 def test_data_sets_that_are_not_there_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("datasets")
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)  # the variable was read long ago

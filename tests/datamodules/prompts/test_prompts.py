@@ -137,6 +137,8 @@ def test_jsonl_reads_gzip(tmp_path: Path) -> None:
     with gzip.open(tmp_path / "a.jsonl.gz", "wt") as file:
         file.write('{"question": "q", "answer": "a"}\n\n')
     assert JsonlPrompts(str(tmp_path / "a.jsonl.gz")).size == 1
+    with pytest.raises(FileNotFoundError, match="is a folder; name one file in it"):
+        JsonlPrompts(str(tmp_path))
     (tmp_path / "a.parquet").write_bytes(b"PAR1")
     with pytest.raises(ValueError, match=r"a\.parquet is no JSONL; datamodules\.prompts\.DatasetPrompts reads it"):
         JsonlPrompts(str(tmp_path / "a.parquet"))
