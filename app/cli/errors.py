@@ -229,7 +229,7 @@ def _renamed(message: str) -> list[str]:
     part = re.search(r'Parser key "(\w+)"', message)
     prefix = f"{part.group(1)}." if part else ""
     for class_path, option in _refused(message):
-        names = getattr(_imported(class_path), "renamed_options", {})
+        names = getattr(imported(class_path), "renamed_options", {})
         first, dot, rest = option.partition(".")
         if first in names:
             pairs = {name: names[name] for name in names if f"'{name}':" in message}  # all of the same file
@@ -260,7 +260,8 @@ def _missing(message: str) -> str:
     return cut(f"{key}: module '{module}' has no attribute '{name}'; {hint}")
 
 
-def _imported(class_path: str) -> Any:
+def imported(class_path: str) -> Any:
+    """The class or function of that name; None where there is none."""
     module, _, name = class_path.rpartition(".")
     try:
         return getattr(importlib.import_module(module), name)
@@ -299,11 +300,11 @@ def _class_hint(class_path: str, option: str) -> str:
     """What the class, or the record of options that `option` leads into, accepts."""
     owner = class_path.rpartition(".")[2]
     try:
-        options = options_of(_imported(class_path))
+        options = options_of(imported(class_path))
     except (NameError, TypeError, ValueError):
         return ""
     accepted, (first, _, rest) = list(options), option.partition(".")
-    elsewhere = getattr(_imported(class_path), "called_elsewhere", {}).get(option)
+    elsewhere = getattr(imported(class_path), "called_elsewhere", {}).get(option)
     if rest and first in options and is_dataclass(record := options[first].default):
         owner, option, accepted = first, rest, [field.name for field in fields(record)]
     meant = f"Did you mean '{elsewhere}'?" if elsewhere else _closest(option, accepted)

@@ -51,6 +51,7 @@ from app.cli.configuration import (
     restarted_by_agent,
 )
 from app.cli.errors import ArboristParser, Making, cut, is_ours, users_mistake
+from app.cli.overlays import kept_options
 from app.cli.runs import run_directory
 from app.cli.runs.default_callbacks import OPTIONAL, check_without, with_defaults
 from app.cli.runs.early_end import why_early
@@ -171,6 +172,9 @@ class ArboristCLI(LightningCLI):
         check_without(config["without_callbacks"] or ())
         directories = _checkpoint_directories(config["trainer"])
         check_checkpoint(config.get("ckpt_path"), config.get("run_dir"), directories, subcommand)
+        if _leads():
+            for line in kept_options([Path(str(file)) for file in config.get("config") or ()], config):
+                sys.stderr.write(f"{printable(line)}\n")
 
     def before_instantiate_classes(self) -> None:
         self._asked_run_dir = self._get(self.config, "run_dir")

@@ -16,6 +16,7 @@ from app.cli import main
 
 CONFIGS = Path(__file__).parents[3] / "configs"
 QUICKSTART = CONFIGS / "quickstart.yaml"
+QUICKSTART_ENGINE = yaml.safe_load(QUICKSTART.read_text())["data"]["init_args"]["engine"]
 OVERLAYS = ("quickstart_sglang.yaml", "record.yaml", "replay.yaml")
 FILES = [path for path in sorted(CONFIGS.rglob("*.yaml")) if path.parent.name not in ("cluster", "sweeps")]
 
@@ -96,6 +97,27 @@ def test_records_of_options_merge_key_by_key(capsys: pytest.CaptureFixture[str],
     assert got["stall"] == {"after_s": 60.0, "action": "warn", "max_requeues": None}
     assert got["reward_options"]["cache"] == 7 and got["reward_options"]["deadline_s"] == 15.0
     assert parsed(capsys, *files, "--data.validation.prompts=null")["validation"]["prompts"] is None
+
+
+def test_options_that_a_class_has_of_the_one_it_replaces_are_told(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """The quickstart's held-out set has 256 prompts, and so has one that a file of one's own names in its place."""
+    (tmp_path / "data.jsonl").write_text('{"question": "1+1=", "answer": "2"}\n' * 300)
+    own = {"class_path": "datamodules.prompts.JsonlPrompts", "init_args": {"path": str(tmp_path / "data.jsonl")}}
+    whole = {**own, "init_args": {**own["init_args"], "size": 300, "seed": 0}}
+    said = []
+    for name, held_out in (("short", own), ("whole", whole)):
+        data = {"prompts": own, "validation": {"prompts": held_out}, "engine": QUICKSTART_ENGINE}
+        (tmp_path / f"{name}.yaml").write_text(yaml.safe_dump({"data": {"init_args": data}}))
+        files = ["--config", str(QUICKSTART), "--config", str(tmp_path / f"{name}.yaml")]
+        with pytest.raises(SystemExit):
+            main(["fit", *files, "--run_dir", str(tmp_path / name)])  # the quickstart names no model
+        said.append(capsys.readouterr().err)
+    prompts = "datamodules.prompts.JsonlPrompts takes over"
+    assert f"data.validation.prompts: {prompts} size: 256, seed: 3 from datamodules.prompts.Arith" in said[0]
+    assert "data.validation.prompts: " not in said[1]
+    assert all(f"data.prompts: {prompts} seed: 2 from" in one and one.count("takes over") < 3 for one in said)
 
 
 def test_a_plain_class_is_a_workflow(capsys: pytest.CaptureFixture[str]) -> None:
