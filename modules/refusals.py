@@ -6,9 +6,10 @@ Promises: every error is a ValueError that names the key and the remedy.
 
 from __future__ import annotations
 
+import json
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -138,6 +139,40 @@ def check_schedule(saved: Mapping[str, Any], given: Mapping[str, Any]) -> None:
         rank_zero_warn(
             f"model.lr_scheduler: {told}, which has no effect: the schedule goes on as in the checkpoint; {another}"
         )
+
+
+# Options of which a step's numbers are the same, up to rounding; and those that are told as their states are loaded.
+_OF_NO_CONSEQUENCE = {"path", "reference_offload", "tree_training_mode", "chunk_tokens", "live_tokens", "attention"}
+_OF_NO_CONSEQUENCE |= {"states", "elementwise", "self_check", "optimizer", "lr_scheduler"}
+_OF_TRAINER = ("precision", "gradient_clip_val", "gradient_clip_algorithm")
+
+
+def tell_changes(saved: Mapping[str, Any], model: Mapping[str, Any], data: Mapping[str, Any]) -> None:
+    """What this run computes otherwise than the one that the checkpoint `saved` was made by: options of the model, and
+    of the trainer, which the command line has data remember. (The data's own are told with its stream.)
+
+    Args:
+        model, data: hyper-parameters of this run's.
+    """
+    trainers = [remembered.get("trainer") or {} for remembered in (saved.get("datamodule_hyper_parameters", {}), data)]
+    then, now = ({name: one[name] for name in _OF_TRAINER if name in one} for one in trainers)
+    told = [*_changes("model", saved.get("hyper_parameters", {}), model), *_changes("trainer", then, now)]
+    if told:
+        rank_zero_warn(f"ckpt_path: the run goes on with other settings: {'; '.join(told)}")
+
+
+def _changes(key: str, then: Any, now: Any) -> Iterator[str]:
+    if isinstance(then, Mapping) and isinstance(now, Mapping):
+        for name in now:
+            if name in then and name not in _OF_NO_CONSEQUENCE and not str(name).startswith("_"):
+                yield from _changes(f"{key}.{name}", then[name], now[name])
+    elif _in_words(then) != _in_words(now):
+        yield f"{key} was {then} and is {now}"
+
+
+def _in_words(value: Any) -> str:
+    """Equal for a list and a tuple, and for objects, which modules made in Python may hold."""
+    return json.dumps(value, default=lambda _: "an object")
 
 
 def refuse_optimizer(make_optimizer: Callable[..., Any], make_lr_scheduler: Callable[..., Any] | None) -> None:

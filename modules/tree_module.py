@@ -68,6 +68,7 @@ from modules.refusals import (
     refuse_options,
     refuse_quantised,
     refuse_trainer,
+    tell_changes,
 )
 from modules.step import State, TreeStep, check_batch, check_plan, state_of, take_up, token_loss_weights
 
@@ -478,6 +479,7 @@ class TreeModule(EvaluatedModule):
         self.batch, self._restored = None, state
         if self._trainer is not None and self.trainer.state.fn == TrainerFn.FITTING:
             check_schedule(checkpoint.get("hyper_parameters", {}), self.hparams)
+            tell_changes(checkpoint, self.hparams, getattr(self.trainer.datamodule, "hparams", {}))
 
 
 def objects_among(hparams: Mapping[str, Any]) -> list[str]:

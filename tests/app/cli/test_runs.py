@@ -158,13 +158,17 @@ def test_going_on_with_other_settings_is_told_in_an_ordinary_line(
 ) -> None:
     common = ["--model.model.path", str(warm), "--ckpt_path", str(synchronous / "checkpoints" / "last.ckpt")]
     flags = [*common, *SYNCHRONOUS, "--trainer.max_steps", "7", "--data.workflow.temperature", "0.9"]
-    flags += ["--model.lr_scheduler.init_args.total_iters", "7"]
+    flags += ["--model.lr_scheduler.init_args.total_iters", "7", "--model.objective", "gspo", "--model.chunk_tokens=99"]
+    flags += ["--model.objective_options={clip_low: 0.1}", "--trainer.precision", "bf16-mixed"]
     done = arborist("fit", "--config", "configs/quickstart.yaml", "--run_dir", str(tmp_path / "more"), *flags)
     assert done.returncode == 0, done.stderr
     (line,) = (one for one in done.stderr.splitlines() if "ckpt_path: the stream of training data" in one)
     assert line.startswith("warning: ckpt_path: ") and "data.workflow.temperature was 1.0 and is 0.9." in line
     (line,) = (one for one in done.stderr.splitlines() if "lr_scheduler" in one)
     assert line.startswith("warning: model.lr_scheduler: total_iters was 500 and is 7, which has no effect")
+    (line,) = (one for one in done.stderr.splitlines() if "the run goes on with other settings" in one)
+    told = "model.objective was ppo_clip and is gspo; model.objective_options was None and is {'clip_low': 0.1}"
+    assert line.endswith(f"settings: {told}; trainer.precision was None and is bf16-mixed")
     assert "UserWarning" not in done.stderr and "rank_zero_warn" not in done.stderr
 
 
