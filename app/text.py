@@ -7,7 +7,9 @@ colours or reverses a line; ordinary text comes back as it is. Imports nothing o
 from __future__ import annotations
 
 import logging
+import os
 import re
+import select
 import sys
 import traceback
 from collections.abc import Iterator
@@ -58,6 +60,23 @@ class _PrintableRecord(logging.LogRecord):
 def print_exception(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
     """`sys.excepthook` for errors that quote text from elsewhere: what Python prints, `printable`."""
     sys.stderr.write(printable("".join(traceback.format_exception(kind, error, trace))))
+
+
+def nobody_reads() -> bool:
+    """Whether whoever read the standard output has gone, as `head` does that has its lines. Then nothing of it is
+    written any more, at the interpreter's end neither."""
+    try:
+        output = sys.stdout.fileno()
+        events = select.poll()
+        events.register(output, 0)
+        gone = any(event & select.POLLERR for _, event in events.poll(0))
+    except (AttributeError, OSError, ValueError):  # no file
+        return False
+    if gone:
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, output)
+        os.close(nowhere)
+    return gone
 
 
 @contextmanager

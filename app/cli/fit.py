@@ -59,7 +59,7 @@ from app.cli.runs.loggers import go_on_in_mlflow, go_on_in_wandb
 from app.cli.runs.run_directory import RunDirectory
 from app.clients import no_keys_needed
 from app.interruption import End, Interrupted, end_of
-from app.text import print_exception, printable, printable_output
+from app.text import nobody_reads, print_exception, printable, printable_output
 from callbacks.hang_dump import install
 from callbacks.report.callback import PAGE
 
@@ -368,6 +368,8 @@ def main(argv: list[str] | None = None) -> None:
     except KeyboardInterrupt:
         sys.exit(128 + signal.SIGINT)
     except Exception as error:
+        if isinstance(error, BrokenPipeError) and nobody_reads():
+            sys.exit(128 + signal.SIGPIPE)
         mistake = users_mistake(error)
         if debug or mistake is None:
             raise

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -303,6 +304,15 @@ def test_wandb_learns_that_a_run_has_failed() -> None:
         at += 7 + length
         at += 32768 - at % 32768 if at % 32768 > 32768 - 7 else 0  # no head crosses a block's end
     assert Record.FromString(last).exit.exit_code == 2
+
+
+def test_output_that_nobody_reads_any_more_ends_a_verb_quietly() -> None:
+    reads, writes = os.pipe()
+    os.close(reads)  # as `head` does
+    command, environment = [sys.executable, "-m", "app", "doctor"], {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, env=environment, stdout=writes, stderr=subprocess.PIPE, timeout=300)
+    os.close(writes)
+    assert done.returncode == 128 + signal.SIGPIPE and not done.stderr, done.stderr
 
 
 _IS = "--trainer.callbacks.init_args"
