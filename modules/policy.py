@@ -101,10 +101,11 @@ class PolicyModule(TreeModule):
     datamodule's filter, so no learning curve with one; `rollouts/reward` is), loss, entropy, what objective, correction
     and regularisers report, approx_kl (`old` against the policy, by k3), grad_norm, lr, staleness and staleness_max
     (versions between sampling and training, of tokens that have one), tokens/*, tokens/s (dense tokens of all ranks by
-    rank 0's wall seconds of the step, whichever passes it ran); with a correction correction_weight and correction_ess,
-    the effective share of the samples; at index 0, where the batch has not moved the weights yet, penalty/* (an
-    episode), and on tokens that the current version sampled only: mismatch_kl (by k3) and logprob_diff_max (sampler
-    against trainer; left out when there are none, as in asynchronous runs once rollouts are ahead).
+    rank 0's wall seconds of the step, its wait for the batch included, whichever passes it ran); with a correction
+    correction_weight and correction_ess, the effective share of the samples; at index 0, where the batch has not moved
+    the weights yet, penalty/* (an episode), and on tokens that the current version sampled only: mismatch_kl (by k3)
+    and logprob_diff_max (sampler against trainer; left out when there are none, as in asynchronous runs once rollouts
+    are ahead).
     Validation and test: `val/accuracy`, `test/accuracy`, the mean reward over episodes; `val/mismatch_kl` and
     `val/logprob_diff_max`, the same comparison on a sample of their episodes; `val/pass@k` and so on, behind a set's
     name `val/<set>/` where sets have names: see `modules.evaluation`.

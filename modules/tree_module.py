@@ -113,7 +113,8 @@ class TreeModule(EvaluatedModule):
         steps_per_batch: optimizer steps a rollout batch takes; datamodules yield it so many times.
         policy_version: how many rollout batches the policy has been trained on.
         steps_done: optimizer steps of the batch under way, below `steps_per_batch`; 0 between batches.
-        step_seconds: wall seconds of the last training step by part: "prepare" and "tree", to which callbacks add.
+        step_seconds: wall seconds of the last training step by part: "prepare" and "tree", to which callbacks add
+            ("wait", for the batch, comes before the step begins, and counts in tokens/s).
         last_tree: the prefix tree of the last training step's sequences, those of all ranks together, whatever the
             mode; on rank 0, None elsewhere.
         batch: the rollout batch being trained on; on rank 0, None elsewhere.
@@ -441,7 +442,8 @@ class TreeModule(EvaluatedModule):
             values["grad_norm"] = self._grad_norm
         if self._rate is not None:
             values["lr"] = self._rate
-        values["tokens/s"] = values["tokens/dense"] / (time.perf_counter() - self._step_start)
+        seconds = time.perf_counter() - self._step_start + self.step_seconds.get("wait", 0.0)
+        values["tokens/s"] = values["tokens/dense"] / seconds
         tensors = {name: torch.as_tensor(value, dtype=torch.float32) for name, value in values.items()}
         self._logged = log_alone(self, "on_train_batch_end", tensors, self._logged, ("reward",), batch_size=1)
         self._step = None

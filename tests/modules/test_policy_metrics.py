@@ -9,6 +9,7 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
+from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from torch import nn
 
@@ -23,6 +24,7 @@ from modules.metrics import NamedMetrics, TokenSums, remembered
 from tests.helpers.tiny_policy import (
     VOCABULARY,
     Batches,
+    Metrics,
     fit,
     make_batch,
     naive_model,
@@ -72,6 +74,20 @@ def test_metrics_of_a_step() -> None:
     assert set(step) == {*expected, "grad_norm", "lr", "tokens/s"}
     assert {name: step[name] for name in expected} == pytest.approx(expected, rel=1e-4, abs=1e-6)
     assert step["tokens/s"] > 0 and step["grad_norm"] > 0
+
+
+class Waited(Callback):
+    """Says, as Throughput does, that a batch was long in coming."""
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        pl_module.step_seconds["wait"] = 1e6
+
+
+def test_tokens_a_second_count_the_wait_for_the_batch() -> None:
+    metrics = Metrics()
+    trainer(metrics, Waited()).fit(PolicyModule(source(), optimizer=sgd), Batches([make_batch()]))
+    [step] = metrics.steps
+    assert 0 < step["tokens/s"] <= step["tokens/dense"] / 1e6
 
 
 def test_a_step_logs_the_norm_of_its_gradient_before_clipping() -> None:
