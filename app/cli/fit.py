@@ -413,7 +413,10 @@ def _say_goodbye(signum: int, end: End | None, fits: bool) -> NoReturn:
         go_on = _how_to_go_on(end, fits)
         sys.stderr.write(f"\n{signal.Signals(signum).name}: {told}\n{go_on}" + ("\n" if go_on else ""))
     # The process that launched this rank takes any other code for a failure, and ends the others.
-    sys.exit(0 if end is not None and _is_launched() else 128 + signum)
+    code = 0 if end is not None and _is_launched() else 128 + signum
+    if "WANDB_SWEEP_ID" in os.environ:  # its agent ends runs early, which are no failures: W&B is not told
+        raise SystemExit(code) from None
+    sys.exit(code)
 
 
 def _is_launched() -> bool:
