@@ -278,7 +278,6 @@ class ServerProcess:
                 self.start()
             try:
                 await self._healthy(deadline_s)
-                self._files = leftovers.shared_memory(self._process.pid) if self._process is not None else set()
                 return
             except ServerDidNotStart as error:
                 await asyncio.to_thread(self.stop, 0.0)
@@ -291,11 +290,13 @@ class ServerProcess:
                 raise
 
     async def _healthy(self, deadline_s: float) -> None:
-        assert self._process is not None
+        process = self._process
+        assert process is not None
         client, ends = self.client(), time.monotonic() + deadline_s
         try:
             while not await client.alive(max(0.5, min(5.0, ends - time.monotonic()))):
-                code = self._process.poll()
+                self._files |= leftovers.shared_memory(process.pid)  # one that ends now leaves them
+                code = process.poll()
                 if code is not None:
                     raise ServerDidNotStart(f"the SGLang server ended with code {code} while starting; {self.tail()}")
                 if time.monotonic() > ends:
@@ -303,6 +304,7 @@ class ServerProcess:
                         f"the SGLang server at {self.url} was not healthy within {deadline_s:g} s; {self.tail()}"
                     )
                 await asyncio.sleep(_HEALTH_POLL_S)
+            self._files |= leftovers.shared_memory(process.pid)
         finally:
             await client.close()
 

@@ -105,6 +105,17 @@ def test_stop_ends_the_whole_group_and_can_be_repeated(interpreter, tmp_path: Pa
     assert leftovers.members(group) == []
 
 
+def test_one_that_kills_itself_as_it_starts_leaves_nothing_in_shared_memory(interpreter, tmp_path: Path) -> None:
+    """As SGLang does whose warm-up fails: then no process is left that has its files open."""
+    file = Path(f"/dev/shm/sglang_test_start_{os.getpid()}")
+    interpreter(f"exec 9>{file}; sleep 3; kill -9 $$")
+    with pytest.raises(ServerDidNotStart, match="ended with code -9"):
+        asyncio.run(a_process(tmp_path).ready(60))
+    left = file.exists()
+    leftovers.remove({file})
+    assert not left
+
+
 def test_shared_memory_of_a_group_is_found_and_nobody_elses() -> None:
     name = f"/dev/shm/sglang_test_{os.getpid()}"
     code = f"import sys; f = open('{name}', 'w'); g = open('{name}_other', 'w'); print(flush=True); sys.stdin.read()"
