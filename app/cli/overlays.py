@@ -1,7 +1,7 @@
 """What a class has of another one's options, where a later `--config` names it in the other's place.
 
 Promise: a line for each such class, with every option that the parser lets it keep, and the file it is from: a held-out
-set of 256 prompts that the quickstart asks for would be one of 256 of a user's own data without a word.
+set of 256 prompts that the quickstart asks for would be one of 256 of a user's own data without a word. (But a seed.)
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def _kept(before: Any, now: Any, config: Any, key: str) -> list[str]:
     if old and new and imported(old) is not imported(new):
         given, used = (part.get("init_args") or {} for part in (now, config))
         kept = [name for name in before.get("init_args") or {} if name not in given and name in used]
-        kept = [name for name in kept if used[name] != _default(new, name)]
+        kept = [name for name in kept if name != "seed" and used[name] != _default(new, name)]
         if kept:
             named = ", ".join(f"{name}: {_shown(used[name])}" for name in kept)
             lines.append(f"{key}: {new} takes over {named} from {old} of an earlier file")

@@ -105,7 +105,7 @@ def test_options_that_a_class_has_of_the_one_it_replaces_are_told(
     """The quickstart's held-out set has 256 prompts, and so has one that a file of one's own names in its place."""
     (tmp_path / "data.jsonl").write_text('{"question": "1+1=", "answer": "2"}\n' * 300)
     own = {"class_path": "datamodules.prompts.JsonlPrompts", "init_args": {"path": str(tmp_path / "data.jsonl")}}
-    whole = {**own, "init_args": {**own["init_args"], "size": 300, "seed": 0}}
+    whole = {**own, "init_args": {**own["init_args"], "size": 300}}
     said = []
     for name, held_out in (("short", own), ("whole", whole)):
         data = {"prompts": own, "validation": {"prompts": held_out}, "engine": QUICKSTART_ENGINE}
@@ -115,9 +115,8 @@ def test_options_that_a_class_has_of_the_one_it_replaces_are_told(
             main(["fit", *files, "--run_dir", str(tmp_path / name)])  # the quickstart names no model
         said.append(capsys.readouterr().err)
     prompts = "datamodules.prompts.JsonlPrompts takes over"
-    assert f"data.validation.prompts: {prompts} size: 256, seed: 3 from datamodules.prompts.Arith" in said[0]
-    assert "data.validation.prompts: " not in said[1]
-    assert all(f"data.prompts: {prompts} seed: 2 from" in one and one.count("takes over") < 3 for one in said)
+    assert f"data.validation.prompts: {prompts} size: 256 from datamodules.prompts.Arith" in said[0]
+    assert [one.count("takes over") for one in said] == [1, 0]  # a seed, which any does for, is not told
 
 
 def test_a_plain_class_is_a_workflow(capsys: pytest.CaptureFixture[str]) -> None:
