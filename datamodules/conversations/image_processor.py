@@ -42,6 +42,7 @@ class ImageProcessor:
     Attributes:
         processor: as above.
         placeholder: the token that stands for a row of a picture's features.
+        place: the token that stands for a whole picture in text as it is rendered.
         placeholders: all tokens that the model takes for something else than text.
         laid_out: whether pictures are laid out by the family's own processor, which resizes them itself.
         fingerprint: of what it makes of pixels.
@@ -62,8 +63,10 @@ class ImageProcessor:
         self.processor, self.config = processor, config
         self.laid_out = isinstance(processor, PictureProcessor)
         self.placeholder: int = found[0]
+        self.place: int = processor.place if self.laid_out else self.placeholder
         self.placeholders = tuple(one for one in found if one is not None and one < len(tokenizer))
-        self._spelled = [str(tokenizer.convert_ids_to_tokens(one)) for one in self.placeholders]
+        spelled = dict.fromkeys((*self.placeholders, self.place))
+        self._spelled = [str(tokenizer.convert_ids_to_tokens(one)) for one in spelled]
         self.fingerprint = hashlib.blake2b(processor.to_json_string().encode(), digest_size=16).digest()
         self._kept = lru_cache(_KNOWN_SIZES)(self._measured)
 
@@ -164,28 +167,34 @@ class ImageProcessor:
         Raises PictureError: another number of placeholders than of pictures, one that stands for something else, or two
         pictures without a token between them.
         """
-        if not {*self.placeholders}.difference([self.placeholder]).isdisjoint(tokens):
+        if not {*self.placeholders}.difference([self.place]).isdisjoint(tokens):
             raise PictureError(f"{where}: spells a placeholder of something else than a picture; leave it out")
-        count = sum(token == self.placeholder for token in tokens)
+        count = sum(token == self.place for token in tokens)
         if count != len(pictures):
             raise PictureError(
                 f"{where}: {len(pictures)} pictures, but its tokens have {count} places for one; a message shows one by"
                 " a part {'type': 'image'}, through a chat template that knows such parts"
             )
         places = {picture.key: at for at, picture in enumerate(distinct(pictures))}
-        ids, images, coming = list[int](), list[int](), iter(pictures)
-        for token in tokens:
-            if token != self.placeholder:
-                ids.append(token)
-                images.append(-1)
-                continue
-            picture = next(coming)
-            shown = self.layout(picture, where)
-            if images and images[-1] >= 0 and shown[0] == self.placeholder:
+        ids, images = list[int](), list[int]()
+        parts = self._parts(tokens, [self.layout(picture, where) for picture in pictures], where)
+        for k, part in enumerate(parts):  # text, picture, text and so on
+            if k % 2 and images and images[-1] >= 0 and part[0] == self.placeholder:
                 raise PictureError(f"{where}: a picture follows another at once; put text between them")
-            ids += shown
-            images += [places[picture.key] if one == self.placeholder else -1 for one in shown]
+            ids += part
+            images += [places[pictures[k // 2].key] if k % 2 and one == self.placeholder else -1 for one in part]
         return tuple(ids), tuple(images)
+
+    def _parts(self, tokens: Sequence[int], layouts: Sequence[tuple[int, ...]], where: str) -> Sequence[Sequence[int]]:
+        if self.laid_out:
+            try:
+                parts: Sequence[Sequence[int]] = self.processor.laid_out(tokens, layouts)
+            except ValueError as error:
+                raise PictureError(f"{where}: {error}; begin what is beside it with a token of the template") from None
+            return parts
+        cuts = [k for k, token in enumerate(tokens) if token == self.place]
+        texts = [tokens[a + 1 : b] for a, b in zip([-1, *cuts], [*cuts, len(tokens)], strict=True)]
+        return [part for pair in zip(texts, [*layouts, ()], strict=True) for part in pair]
 
 
 def distinct(pictures: Sequence[Picture]) -> tuple[Picture, ...]:

@@ -33,7 +33,10 @@ _PLACEHOLDERS = {
     "Idefics3": "<image>",
     "Gemma 4, shared keys": "<|image|>",
     "Gemma 4, large": "<|image|>",
+    "Gemma 3": "<start_of_image>",
 }
+_ROWS = {"Gemma 3": "<image_soft_token>"}
+"""Of a picture's features, where it is not the placeholder in text."""
 # Of the image processor and of processor_config.json, as checkpoints of the family have them: what differs from
 # `vision.FAMILIES`, where no processor of text and pictures has a say.
 _IMAGES: dict[str, dict[str, Any]] = {
@@ -50,12 +53,14 @@ _PROCESSORS: dict[str, dict[str, Any]] = {
     "Idefics3": {"image_seq_len": 4},
     "Gemma 4, shared keys": {"image_seq_length": 70},
     "Gemma 4, large": {"image_seq_length": 70},
+    "Gemma 3": {"image_seq_length": 4},
 }
 _KINDS = {
     "LLaVA": "LlavaProcessor",
     "Mistral3": "PixtralProcessor",
     "Gemma 4, shared keys": "Gemma4Processor",
     "Gemma 4, large": "Gemma4Processor",
+    "Gemma 3": "Gemma3Processor",
 }
 NAMES = list(_PLACEHOLDERS)
 _ENDS = ("<|endoftext|>", "<|im_end|>")
@@ -78,7 +83,15 @@ _GEMMA4 = {
     "boa_token": "<|audio>",
     "eoa_token": "<audio|>",
 }
-_SHARP = {"Gemma 4, shared keys": 20.0, "Gemma 4, large": 20.0}
+_GEMMA3 = {
+    "image_token": "<image_soft_token>",
+    "boi_token": "<start_of_image>",
+    "eoi_token": "<end_of_image>",
+}
+_LINES = ["\n" * count for count in range(2, 6)]
+"""Its line breaks are one token, ordinary ones, which a picture's own are part of."""
+_EXTRA = {"Gemma 4, shared keys": _GEMMA4, "Gemma 4, large": _GEMMA4, "Gemma 3": _GEMMA3}
+_SHARP = {"Gemma 4, shared keys": 20.0, "Gemma 4, large": 20.0, "Gemma 3": 8.0}
 """How many times as large as they begin weights are, lest errors hide: 3, but where norms follow every layer."""
 _TEXT = ("input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids")
 _TEMPLATE = """{% for message in messages %}{% if message.content is string %}{{ message.content }}{% else %}
@@ -96,22 +109,24 @@ def write(directory: Path, name: str, sharp: float | None = None) -> None:
     """A model's directory; weights at random, `sharp` times as large as they begin."""
     skip_without(SEES)
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    special = [*_ENDS, *_SPECIAL, *(_GEMMA4.values() if "Gemma 4" in name else ())]
-    made = Tokenizer(models.BPE({token: number for number, token in enumerate([*alphabet, *special])}, []))
+    special = [*_ENDS, *_SPECIAL, *(_EXTRA[name].values() if name in _EXTRA else ())]
+    lines = _LINES if name == "Gemma 3" else []
+    made = Tokenizer(models.BPE({token: number for number, token in enumerate([*alphabet, *special, *lines])}, []))
     made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     made.decoder = decoders.ByteLevel()
     made.add_special_tokens(special)
+    made.add_tokens(lines)
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=made,
         pad_token=_ENDS[0],
         eos_token=_ENDS[1],
         chat_template=_TEMPLATE.replace("PLACEHOLDER", _PLACEHOLDERS[name]),
-        extra_special_tokens=_GEMMA4 if "Gemma 4" in name else _NAMED,
+        extra_special_tokens=_EXTRA.get(name, _NAMED),
     )
     tokenizer.save_pretrained(directory)
     family = vision.FAMILIES[name]
     options: dict[str, Any] = deepcopy(family.options)
-    options["image_token_id"] = tokenizer.convert_tokens_to_ids(_PLACEHOLDERS[name])
+    options["image_token_id"] = tokenizer.convert_tokens_to_ids(_ROWS.get(name, _PLACEHOLDERS[name]))
     options["text_config"] |= {
         "vocab_size": len(tokenizer),
         "max_position_embeddings": 1024,
@@ -125,7 +140,9 @@ def write(directory: Path, name: str, sharp: float | None = None) -> None:
     model = AutoModelForImageTextToText.from_config(CONFIG_MAPPING[family.type](**options))
     with torch.no_grad():
         for parameter_name, parameter in model.named_parameters():
-            if "norm" not in parameter_name:
+            if parameter_name.endswith("mm_input_projection_weight"):  # which begins as zero
+                parameter.normal_()
+            elif "norm" not in parameter_name:
                 parameter.mul_(sharp or _SHARP.get(name, 3.0))
     model.save_pretrained(directory)
     kind, of_images = family.processor
@@ -186,8 +203,7 @@ class TinyLayouts:
     def scored(self, tokens: Sequence[int], pixels: dict[str, Tensor]) -> Tensor:
         """[L - 1], with graph: of each token given those before it."""
         ids = torch.tensor([list(tokens)])
-        kinds = (
-            {"mm_token_type_ids": (ids == self.model.config.image_token_id).long()} if "Gemma 4" in self.name else {}
-        )
+        named = {"Gemma 4": "mm_token_type_ids", "Gemma 3": "token_type_ids"}.get(self.name.partition(",")[0])
+        kinds = {named: (ids == self.model.config.image_token_id).long()} if named else {}
         logits = self.model(input_ids=ids, use_cache=False, **pixels, **kinds).logits[0, :-1]
         return logits.log_softmax(-1).gather(1, ids[0, 1:, None])[:, 0]

@@ -3,8 +3,9 @@
 Promises: families whose processor gives grids have transformers' image processor, of the PIL backend, which knows all
 there is to know; of the others transformers' processor of text and pictures is asked, with its own options, for both
 the pixels and the ids (tokens of rows, columns, tiles and borders, as the model was trained to see them), so that they
-fit together. No family is known by name. Ids that depend on more than a picture's size are refused, and a processor
-that cannot be had is an error where the first picture is shown, not before.
+fit together; where it writes text around a picture (Gemma 3's line breaks), the text beside is made tokens of anew. No
+family is known by name. Ids that depend on more than a picture's size and the text beside it are refused, and a
+processor that cannot be had is an error where the first picture is shown, not before.
 """
 
 from __future__ import annotations
@@ -69,22 +70,29 @@ class PictureProcessor:
         directory: of the model, its tokenizer and its processor.
         config: the model's.
         images: its image processor.
+
+    Attributes:
+        place: the token that stands for a picture in text that is not laid out yet; in most families that of a row.
     """
 
     def __init__(self, directory: Path, config: PretrainedConfig, images: Any) -> None:
         self.directory, self._config, self._images = directory, config, images
+        self._placeholder = self.place = int(config.image_token_id)
         self._processor: Any = None
         self._missing = ""  # why there is none
+        self._special: set[int] = set()  # tokens that text on both sides of them is apart for
         self._borders: set[tuple[int, int]] = set()  # first and last ids of layouts that text around them leaves alone
         self._lock = threading.Lock()  # tokenizers are not to be used by two threads at once
         self._kept = lru_cache(_KNOWN_SIZES)(self._measured)
         try:
             self._processor = _of_pictures(PROCESSOR_MAPPING[type(config)], directory, images)
-            self._placeholder = self._processor.tokenizer.convert_tokens_to_ids(self._processor.image_token)
-            if self._placeholder != config.image_token_id:
+            tokenizer = self._processor.tokenizer
+            self.place = tokenizer.convert_tokens_to_ids(self._processor.image_token)
+            self._special = {token for token, one in tokenizer.added_tokens_decoder.items() if one.special}
+            if self._placeholder not in getattr(self._processor, "image_token_ids", [self.place]):
                 raise ValueError(
-                    f"its placeholder '{self._processor.image_token}' is token {self._placeholder}, the model's is"
-                    f" {config.image_token_id}"
+                    f"its placeholder '{self._processor.image_token}' is token {self.place}, the model's is"
+                    f" {self._placeholder}"
                 )
         except Exception as error:  # whatever is missing, from a library to a file
             self._missing = _in_one_line(error)
@@ -105,6 +113,57 @@ class PictureProcessor:
             ValueError: no processor, or one that makes something else of such a picture.
         """
         return self._kept(height, width)
+
+    def laid_out(self, tokens: Sequence[int], layouts: Sequence[tuple[int, ...]]) -> list[list[int]]:
+        """Ids of a sequence with one `place` a picture, and what each is laid out as: text, picture, text and so on.
+
+        Raises:
+            ValueError: text beside a picture that is not made of the tokens that its words are.
+        """
+        parts: list[list[int]] = [[]]
+        for token in tokens:
+            if token == self.place:
+                parts.append([])
+            else:
+                parts[-1].append(token)
+        cut = [self._bordered(layout) for layout in layouts]
+        shown: list[list[int]] = []
+        for k, text in enumerate(parts):
+            before, after = cut[k - 1][2] if k else [], cut[k][0] if k < len(cut) else []
+            shown += [self._between(before, text, after) if before or after else text]
+            shown += [cut[k][1]] if k < len(cut) else []
+        return shown
+
+    def _bordered(self, layout: tuple[int, ...]) -> tuple[list[int], list[int], list[int]]:
+        """Ordinary text before a picture's own ids, these, and such text after them."""
+        own = [k for k, token in enumerate(layout) if token in self._special]
+        first, last = own[0], own[-1] + 1
+        return list(layout[:first]), list(layout[first:last]), list(layout[last:])
+
+    def _between(self, before: list[int], text: list[int], after: list[int]) -> list[int]:
+        """Text between the borders of two pictures; up to the next special token it is one text with them."""
+        special = [k for k, token in enumerate(text) if token in self._special]
+        if not special:
+            return self._anew(before, text, after)
+        head, tail = text[: special[0]], text[special[-1] + 1 :]
+        middle = text[special[0] : special[-1] + 1]
+        return [
+            *(self._anew(before, head, []) if before else head),
+            *middle,
+            *(self._anew([], tail, after) if after else tail),
+        ]
+
+    def _anew(self, *parts: list[int]) -> list[int]:
+        """The tokens of a text that is made of these."""
+        texts = [self._processor.tokenizer.decode(part, clean_up_tokenization_spaces=False) for part in parts]
+        for part, text in zip(parts, texts):
+            if self._tokens(text) != part:
+                raise ValueError(f"the text {text!r:.100} beside a picture is made of other tokens than its words are")
+        return self._tokens("".join(texts))
+
+    def _tokens(self, text: str) -> list[int]:
+        with self._lock:
+            return list(self._processor.tokenizer(text, add_special_tokens=False)["input_ids"])
 
     def to_json_string(self) -> str:
         """All that what it makes of pixels depends on."""
@@ -134,9 +193,8 @@ class PictureProcessor:
             if found and (borders := (found[0], found[-1])) not in self._borders:
                 text = f"a{token}\nb{token}c"
                 whole = self._ids(text, [picture, picture])
-                plain = processor.tokenizer(text, add_special_tokens=False)["input_ids"]
-                apart = [[one] if one != self._placeholder else found for one in plain]
-                if whole != [one for part in apart for one in part]:
+                parts = self.laid_out(self._tokens(text), [tuple(found)] * 2)
+                if whole != [one for part in parts for one in part]:
                     raise ValueError("its ids are others beside text than alone")
                 self._borders.add(borders)
         except Exception as error:  # options that are missing or contradict each other fail anywhere in transformers

@@ -23,7 +23,7 @@ from tests.helpers.tiny_layouts import TinyLayouts
 from tests.helpers.tiny_vision import noise
 
 
-@pytest.fixture(scope="module", params=["LLaVA", "Idefics3", "InternVL", "Gemma 4, shared keys"])
+@pytest.fixture(scope="module", params=["LLaVA", "Idefics3", "InternVL", "Gemma 4, shared keys", "Gemma 3"])
 def tiny(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> TinyLayouts:
     return TinyLayouts(tmp_path_factory.mktemp("tiny"), request.param)
 
@@ -126,3 +126,31 @@ def test_a_layout_that_depends_on_the_text_around_it_is_refused(
     monkeypatch.setattr(PictureProcessor, "_ids", lambda self, text, *given: ids(self, text.replace("c", "d"), *given))
     with pytest.raises(ValueError, match="its ids are others beside text than alone"):
         images.processor.layout(16, 24)
+
+
+@pytest.fixture(scope="module")
+def gemma(tmp_path_factory: pytest.TempPathFactory) -> TinyLayouts:
+    return TinyLayouts(tmp_path_factory.mktemp("gemma"), "Gemma 3")
+
+
+@pytest.mark.parametrize("text", ["\n", "\n\nand ", " and\n", "\n\n", ""])
+def test_text_beside_a_picture_is_one_text_with_the_line_breaks_around_it(gemma: TinyLayouts, text: str) -> None:
+    """Which Gemma 3's processor writes: two are one token, five another."""
+    message: list[str | np.ndarray] = [f"a{text}", noise(1), text, noise(2), f"{text}b"]
+    assert list(gemma.prompt(message).tokens) == gemma.inputs(message)["input_ids"][0].tolist()
+
+
+def test_tokens_before_a_token_of_the_template_stay_as_they_are(gemma: TinyLayouts) -> None:
+    """A reply's, say, which were sampled; but what is beside a picture has to be what its words are."""
+    line, end = (gemma.tokenizer(one)["input_ids"] for one in ("\n", "<|im_end|>"))
+    picture = gemma.images.picture(noise(1), "here")
+    apart, _ = gemma.images.expanded([*line, *line, *end, gemma.images.place], [picture], "here")
+    assert list(apart[:3]) == [*line, *line, *end]
+    with pytest.raises(
+        PictureError, match=r"here: the text '\\n\\n' beside a picture is made of other tokens than its"
+    ):
+        gemma.images.expanded([*end, *line, *line, gemma.images.place], [picture], "here")
+
+
+def test_text_that_spells_the_place_of_a_picture_is_quoted(gemma: TinyLayouts) -> None:
+    assert gemma.images.quoted("<start_of_image> <image_soft_token>") == "< start_of_image> < image_soft_token>"

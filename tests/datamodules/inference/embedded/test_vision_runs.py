@@ -31,7 +31,7 @@ from tests.helpers.pictured import pictured_batch
 from tests.helpers.versions import SEES, skip_without
 
 
-@pytest.fixture(scope="module", params=["Qwen3-VL", "Idefics3", "Gemma 4, shared keys", "Gemma 4, large"])
+@pytest.fixture(scope="module", params=["Qwen3-VL", "Idefics3", "Gemma 4, shared keys", "Gemma 4, large", "Gemma 3"])
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> str:
     """With pictures of a grid, in tiles, and as many patches at their places; one that sees itself."""
     skip_without(SEES)
