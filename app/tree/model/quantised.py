@@ -82,6 +82,12 @@ def settle_quantised(model: nn.Module, kind: str | None = None) -> None:
             raise ValueError(f"'{name}' is in 4 bit as {stored}; load it as {kind or 'nf4'}, stored as torch.uint8")
         if layer is head:
             raise ValueError(f"the output projection '{name}' is in 4 bit; keep it as it is (llm_int8_skip_modules)")
+        if name.endswith("indexer.weights_proj"):  # which casts what it is given to the dtype of its weight
+            raise ValueError(
+                f"'{name}' is in 4 bit, and {type(model).__name__} would round hidden states to the integers its codes"
+                " are stored as; use the model without quantization, or keep it and the output projection as they are"
+                " (llm_int8_skip_modules)"
+            )
         if getattr(layer, "source_cls", None) is Conv1D:
             raise ValueError(f"'{name}' was transformers' Conv1D, transposed in 4 bit; use a model of linear layers")
         if getattr(weight.quant_state, "packing_format_for_cpu", False):

@@ -12,6 +12,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import CONFIG_MAPPING
 
 from app.tree import PrefixTree, SelfCheckError, TreeEngine, elements, quantised_layers, scales, settle_quantised
 from app.tree.memory import pass_memory
@@ -214,6 +215,12 @@ def test_what_would_compute_otherwise_is_refused(tmp_path: Path) -> None:
         settle_quantised(load("qwen", load_in_4bit=True), "nf4")
     with pytest.raises(ValueError, match="was transformers' Conv1D"):
         settle_quantised(load("gpt2", **four))
+    indexed = families.other("hy_v4")
+    if indexed.type in CONFIG_MAPPING:
+        families.build(indexed).save_pretrained(tmp_path / "indexed")
+        refused(load("indexed", **four), r"indexer\.weights_proj' is in 4 bit, and HYV4ForCausalLM would round")
+        kept = load("indexed", **four, llm_int8_skip_modules=["lm_head", "weights_proj"])
+        assert TreeEngine(kept).indexers and any("indexer.wk" in name for name in quantised_layers(kept))
     packed = load("qwen", **four, bnb_4bit_use_double_quant=True).eval()
     with torch.no_grad():
         packed(torch.arange(9)[None])
