@@ -159,6 +159,12 @@ def _built(source: ModelSource, scores: bool) -> PreTrainedModel:
     if source.adapter is not None:
         assert source.path is not None
         model = adapted(model, source.adapter, source.path, _owners(model, untrained))
+        try:
+            added = index_parameters(inner_model(model))  # by an adapter that has some, or whose kind excludes nothing
+        except ValueError as error:
+            raise ValueError(f"model.adapter: {error}") from error
+        for parameter in added:
+            parameter.requires_grad_(False)
         for name, other in parted_ties(inner_model(model)):
             rank_zero_warn(
                 f"model.adapter: '{name}' and '{other}' are tied and will differ, so that merging is refused: write the"

@@ -10,6 +10,7 @@ from typing import Any
 import huggingface_hub.constants
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 
 from app.tree import TreeEngine
 from datamodules.prompts.tokenizers import load_tokenizer
@@ -213,6 +214,21 @@ def test_indexers_are_trained_by_nothing(tmp_path: Path) -> None:
     adapted = build_model(ModelSource(path=str(tmp_path), adapter={"r": 2}))
     trained = [name for name, parameter in adapted.named_parameters() if parameter.requires_grad]
     assert any("kv_b_proj" in name for name in trained) and not any("indexer" in name for name in trained)
+    for copied in ("indexer", "wk"):
+        saving = ModelSource(path=str(tmp_path), adapter={"r": 2, "modules_to_save": [copied]})
+        with pytest.raises(ValueError, match=r"model\.adapter: modules_to_save names an indexer or a part of one"):
+            build_model(saving)
+
+
+def test_an_adapter_that_has_weights_in_indexers_trains_the_others(tmp_path: Path) -> None:
+    indexed = {name: value for name, value in families.INDEXED.items() if name != "num_experts"}
+    model = build_model(ModelSource(config={**CONFIG, **indexed, "model_type": "deepseek_v32"}))
+    model.save_pretrained(tmp_path / "base")
+    get_peft_model(model, LoraConfig(target_modules=["wk", "kv_b_proj"])).save_pretrained(tmp_path / "adapter")
+    adapted = build_model(ModelSource(path=str(tmp_path / "base"), adapter=str(tmp_path / "adapter")))
+    trained = {name: parameter.requires_grad for name, parameter in adapted.named_parameters() if "lora" in name}
+    assert {name for name, is_trained in trained.items() if not is_trained} == {n for n in trained if "indexer" in n}
+    assert any("indexer" in name for name in trained) and any(trained.values())
 
 
 def test_an_adapter_that_is_gone_on_with_is_trained_on_ranks_without_weights_too(tmp_path: Path) -> None:

@@ -53,13 +53,17 @@ class Indexers:
 
     @classmethod
     def of(cls, model: PreTrainedModel) -> Indexers:
-        """Finds them by what they are made of."""
-        found = {
-            cast(int, child.layer_idx): (module, child)
-            for module in model.modules()
-            for child in module.children()
-            if _chooses(child)
-        }
+        """Finds them by what they are made of.
+
+        Raises:
+            ValueError: an adapter (PEFT's `modules_to_save`) trains a copy of one, or of a part of it.
+        """
+        found = dict[int, tuple[nn.Module, nn.Module]]()
+        for name, module in model.named_modules():
+            for child in module.children():
+                if _chooses(child):
+                    _refuse_copies(name, child)
+                    found[cast(int, child.layer_idx)] = module, child
         return cls(found, tuple(getattr(model.config.get_text_config(), "layer_types", None) or ()))
 
     def __len__(self) -> int:
@@ -89,8 +93,8 @@ class Indexers:
         """Inside, `choose` is called in the place of an indexer's forward."""
         with ExitStack() as stack:
             for layer, (_, indexer) in self.layers.items():
-                stack.callback(indexer.__dict__.pop, "forward")
-                indexer.forward = partial(_called, choose, layer, indexer.forward)
+                own = type(indexer).forward.__get__(indexer)  # an engine may run inside of another's pass
+                stack.enter_context(_forward_of(indexer, partial(_called, choose, layer, own)))
             yield
 
     @contextmanager
@@ -99,6 +103,12 @@ class Indexers:
         running: dict[int, ChunkAttention] = {}
 
         def note(module: Any, args: Any, kwargs: Any) -> None:
+            if "tree_chunk" not in kwargs:
+                raise ValueError(
+                    f"layer {module.layer_idx} ({type(module).__name__}): runs without the tree inside of a"
+                    " TreeEngine's pass, as when a loss calls the model itself; ask an engine for its outputs, or the"
+                    " model before the pass"
+                )
             running[module.layer_idx] = kwargs["tree_chunk"]
 
         def choose(layer: int, forward: Any, arguments: dict[str, Any]) -> Tensor:
@@ -115,6 +125,27 @@ def index_parameters(model: PreTrainedModel) -> list[nn.Parameter]:
     """Of all indexers, which no loss of a model's outputs reaches: an optimizer that had them would shrink them by its
     weight decay alone."""
     return [p for _, indexer in Indexers.of(model).layers.values() for p in indexer.parameters()]
+
+
+@contextmanager
+def _forward_of(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
+    """Inside, a module is called by this forward."""
+    before = module.__dict__.get("forward")
+    module.forward = forward
+    try:
+        yield
+    finally:
+        del module.forward
+        if before is not None:
+            module.forward = before
+
+
+def _refuse_copies(parent: str, indexer: nn.Module) -> None:
+    names = [*parent.split("."), *(part for name, _ in indexer.named_modules() for part in name.split("."))]
+    if "modules_to_save" in names:
+        raise ValueError(
+            "modules_to_save names an indexer or a part of one, which chooses tokens and has no gradient; leave it out"
+        )
 
 
 def _chooses(module: nn.Module) -> bool:

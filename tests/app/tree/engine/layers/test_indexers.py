@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from functools import cache
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from peft import LoraConfig, get_peft_model
 from transformers import CONFIG_MAPPING, PreTrainedModel
 
 from app.tree import PrefixTree, TreeEngine
@@ -117,6 +119,39 @@ def test_keys_of_the_path_are_computed_once() -> None:
     engine.forward(tree)
     handle.remove()
     assert sum(rows) == sum(chunk.tokens for chunk in engine.last_plan.chunks) and len(engine.last_plan.chunks) > 1
+
+
+def test_a_pass_inside_of_another() -> None:
+    """Losses may ask an engine for numbers of the same model, such as without its adapters."""
+    model, sequences = exact("deepseek_v32"), families.SEQUENCES
+    truth, inner = expected(model, sequences), TreeEngine(model, 3, 6, self_check=False)
+    loss = SequenceLoss("mean_times_variance", [len(s) for s in sequences], 0, ("logprobs",))
+
+    def asking(out: Any, i: int) -> torch.Tensor:
+        inner.forward(PrefixTree.build(sequences[:2]))
+        return loss(out, i)
+
+    TreeEngine(model, 4, 8, self_check=False).backward(PrefixTree.build(sequences), asking)
+    assert oracle.relative_error(take_grads(model), truth)[0] < 1e-9
+    assert not any("forward" in vars(module) for module in model.modules())
+
+
+def test_calls_past_the_engine_are_refused_by_name() -> None:
+    model = exact("deepseek_v32")
+
+    def past(out: Any, i: int) -> torch.Tensor:
+        return model(torch.tensor([[1, 2, 3]])).logits.sum()
+
+    with pytest.raises(ValueError, match=r"layer 0 \(.*\): runs without the tree inside of a TreeEngine's pass"):
+        TreeEngine(model, self_check=False).backward(PrefixTree.build(families.SEQUENCES), past)
+
+
+@pytest.mark.parametrize("copied", ["indexer", "wk"])
+def test_copies_of_indexers_that_an_adapter_would_train_are_refused(copied: str) -> None:
+    config = LoraConfig(target_modules=["q_b_proj"], modules_to_save=[copied])
+    adapted = get_peft_model(copy.deepcopy(exact("deepseek_v32")), config)
+    with pytest.raises(ValueError, match="modules_to_save names an indexer or a part of one"):
+        TreeEngine(adapted)
 
 
 def test_choices_that_nobody_here_made_are_refused() -> None:
