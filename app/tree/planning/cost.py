@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from app.tree.planning.layer_shapes import HeadShape, attention_shapes, feed_forward_sizes
+from app.tree.planning.layer_shapes import HeadShape, attention_shapes, feed_forwards
 from app.tree.planning.plan import ExecutionPlan
 from app.tree.planning.state_shape import StateShape, state_shape
 
@@ -19,6 +19,10 @@ FUSED_NORMS_KEEP = 4
 NORM_KEEPS = 2
 """Hidden sizes of values that each norm of a layer keeps beside them where it is written out."""
 
+EXPERT_KEEPS = 2
+"""Those that each expert a token is sent to keeps beside its intermediate values: what goes in and what comes out of
+it; one more where experts run one by one (`experts_implementation="eager"`)."""
+
 
 @dataclass(frozen=True)
 class ModelShape:
@@ -27,7 +31,8 @@ class ModelShape:
     `attention`: heads of each layer that has keys and values; `feed_forward`: intermediate sizes of those that have an
     MLP, of all experts that a token passes; `states`: the layers that carry a state; `gated`: whether an MLP has a
     third matrix, whose product the activation is multiplied by; `mlp_keeps`, `norms_keep`: what a layer's MLP and norms
-    keep for backward, in intermediate and hidden sizes.
+    keep for backward, in intermediate and hidden sizes; `routed`: experts that a token is sent to in each of
+    `feed_forward`, and `experts_keep`, what each of them keeps, in hidden sizes.
     """
 
     layers: int
@@ -39,18 +44,23 @@ class ModelShape:
     gated: bool = True
     mlp_keeps: int = 4
     norms_keep: int = 8
+    routed: tuple[int, ...] = (0,)
+    experts_keep: int = EXPERT_KEEPS
 
     @classmethod
     def of(cls, config: Any) -> ModelShape:
         """Reads a transformers configuration, which does not say whether MLPs are gated: they are, in most."""
         text = config.get_text_config()
+        sizes, routed = feed_forwards(text)
         return cls(
             layers=text.num_hidden_layers,
             hidden=text.hidden_size,
             vocabulary=text.vocab_size,
             attention=attention_shapes(text),
-            feed_forward=feed_forward_sizes(text),
+            feed_forward=sizes,
             states=state_shape(text),
+            routed=routed,
+            experts_keep=EXPERT_KEEPS + (getattr(text, "_experts_implementation", None) == "eager"),
         )
 
     @property
@@ -88,7 +98,7 @@ class ModelShape:
         Against what autograd really saves (Qwen 2 and 3, Llama, Mistral, Phi-3, Granite): 0-15% too many in float32,
         7% too many to 15% too few in bf16."""
         values = sum(layer.kept_values() for layer in self.attention) + self.mlp_keeps * sum(self.feed_forward)
-        values += self.layers * self.norms_keep * self.hidden
+        values += (self.layers * self.norms_keep + self.experts_keep * sum(self.routed)) * self.hidden
         kept = values * bytes_per_value * self._copies(bytes_per_value)
         if self.states is not None:  # scans keep float32 whatever the layers' dtype is
             states = self.states
@@ -106,7 +116,8 @@ class ModelShape:
         mixers = [layer.kept_values() * bytes_per_value for layer in self.attention]
         if self.states is not None:
             mixers.append(self.states.kept_values() * bytes_per_value + self.states.kept_scan_values() * 4)
-        rest = (self.norms_keep * self.hidden + self.mlp_keeps * max(self.feed_forward)) * bytes_per_value
+        kept = self.norms_keep + self.experts_keep * max(self.routed)
+        rest = (kept * self.hidden + self.mlp_keeps * max(self.feed_forward)) * bytes_per_value
         return int((max(mixers) + rest) * self._copies(bytes_per_value))
 
     def _copies(self, bytes_per_value: int) -> float:

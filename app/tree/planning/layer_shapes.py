@@ -71,12 +71,13 @@ def attention_shapes(text: Any) -> tuple[HeadShape, ...]:
     return tuple(shape for shape, kind in pairs if kind not in STATEFUL + _TOKENWISE)
 
 
-def feed_forward_sizes(text: Any) -> tuple[int, ...]:
-    """Intermediate sizes, with those of all experts that a token passes, of the layers with an MLP: those of its own
-    kind where there are any, else all."""
+def feed_forwards(text: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Of the layers with an MLP (those of its own kind where there are any, else all): intermediate sizes, with those
+    of all experts that a token passes, and how many of these it is sent to by a router."""
     own = [i for i, kind in enumerate(layer_kinds(text)) if kind in _TOKENWISE]
-    sizes = _of_layers(text, _feed_forward)
-    return tuple(sizes[i](i) for i in own or range(text.num_hidden_layers))
+    parts = _of_layers(text, _feed_forward)
+    sizes, routed = zip(*(parts[i](i) for i in own or range(text.num_hidden_layers)), strict=True)
+    return tuple(sizes), tuple(routed)
 
 
 def _of_layers(text: Any, read: Callable[[Any], Read]) -> list[Read]:
@@ -87,11 +88,11 @@ def _of_layers(text: Any, read: Callable[[Any], Read]) -> list[Read]:
     return [read(text)] * text.num_hidden_layers
 
 
-def _feed_forward(layer: Any) -> Callable[[int], int]:
-    """The intermediate size by the layer's index."""
+def _feed_forward(layer: Any) -> Callable[[int], tuple[int, int]]:
+    """The intermediate size, and the experts that are chosen for a token, by the layer's index."""
     sizes = getattr(layer, "intermediate_size", None) or 4 * layer.hidden_size
     expert, active = getattr(layer, "moe_intermediate_size", None), getattr(layer, "num_experts_per_tok", None)
-    beside = layer.top_k_experts * expert if getattr(layer, "enable_moe_block", False) else 0  # the MLP (Gemma 4)
+    chosen = layer.top_k_experts if getattr(layer, "enable_moe_block", False) else 0  # beside the MLP (Gemma 4)
     double = layer.num_hidden_layers  # from which on layers attend to keys of others, with MLPs twice as wide (Gemma 4)
     if getattr(layer, "use_double_wide_mlp", False):
         double -= layer.num_kv_shared_layers
@@ -100,11 +101,11 @@ def _feed_forward(layer: Any) -> Callable[[int], int]:
     shared = (getattr(layer, "n_shared_experts", None) or 0) * (expert or 0)
     shared += getattr(layer, "shared_expert_intermediate_size", None) or 0
 
-    def size(index: int) -> int:
+    def part(index: int) -> tuple[int, int]:
         own = sizes if isinstance(sizes, int) else sizes[index]  # one a layer (Gemma 3n)
         own *= 1 + (index >= double)
         if not active or index < dense or (kinds and kinds[index] == "dense"):
-            return int(own + beside)
-        return int(active * (expert or own) + shared)
+            return int(own + chosen * (expert or 0)), chosen
+        return int(active * (expert or own) + shared), int(active)
 
-    return size
+    return part

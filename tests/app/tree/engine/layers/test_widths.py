@@ -1,5 +1,5 @@
 """Layers whose heads differ in width and number (Gemma 4), or from what their configuration calls them (latent
-attention): exact, and counted by what each of them is."""
+attention), and experts: exact, and counted by what each of them is."""
 
 from __future__ import annotations
 
@@ -102,3 +102,25 @@ def test_latent_attention_is_counted_by_the_heads_it_computes_with(kind: str, dt
         assert (counted.heads, counted.key_value_heads, counted.head_dim) == (4, 4, 24)
     experts = kind != "youtu"
     assert shape.feed_forward == (192, (2 + 1) * 48 if experts else 192)  # the first layer has none
+
+
+MIXTURES: dict[str, dict[str, int]] = {
+    "qwen3_moe": dict(num_experts=8, moe_intermediate_size=48),
+    "glm4_moe": dict(n_routed_experts=8, moe_intermediate_size=48, n_shared_experts=1, first_k_dense_replace=1),
+    "mixtral": dict(num_local_experts=8),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("experts", ["eager", "grouped_mm"])
+@pytest.mark.parametrize("kind", MIXTURES)
+def test_experts_keep_what_goes_in_and_what_comes_out(kind: str, experts: str, dtype: torch.dtype) -> None:
+    """Each that a token is sent to: with many of them, and narrow, more than what is between."""
+    options = dict(num_experts_per_tok=4, hidden_size=64, intermediate_size=48, head_dim=16)
+    model = models.make(kind, dtype, **options, **MIXTURES[kind], experts_implementation=experts).eval()
+    tokens, meter = np.random.default_rng(0).integers(0, 31, 60), Meter(model)
+    with meter.measuring():
+        TreeEngine(model, 60, 60, self_check=False).backward(
+            PrefixTree.build([tokens]), lambda out, i: out.logprobs.sum()
+        )
+    assert token_bytes(model) * 59 == pytest.approx(meter.peak, rel=0.15)
