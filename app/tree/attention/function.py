@@ -172,7 +172,8 @@ def tree_attention(
         s_aux = shares.heads_of(s_aux)
     if indices is not None and (tree_chunk.stand_in is None or sliding_window is not None or softcap is not None):
         raise ValueError(
-            f"{where}: chooses tokens (indices) beside a window or soft-capping, or by no indexer known here"
+            f"{where}: chooses tokens (indices) beside a window or soft-capping, or by no indexer known here; use"
+            " another model"
         )
     refusal = tree_chunk.backend.refusal(query, call)
     if refusal is not None:

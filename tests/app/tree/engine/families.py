@@ -71,8 +71,7 @@ LATENT: dict[str, Any] = dict(
     topk_group=1,
 )
 
-INDEXED: dict[str, Any] = {**EXPERTS, **LATENT, "head_dim": 4}
-INDEXED |= {"index_topk": 5, "index_n_heads": 16, "index_head_dim": 8}
+INDEXED: dict[str, Any] = dict(EXPERTS, **LATENT, head_dim=4, index_topk=5, index_n_heads=16, index_head_dim=8)
 """Scores of fewer heads are equal now and then, all zero, and of equals any is chosen."""
 
 
