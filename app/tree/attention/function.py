@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
 from importlib.util import find_spec
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -25,7 +25,7 @@ from app.tree.attention.interval import IntervalBackend
 from app.tree.attention.kernels import AMPERE, FLASH_DTYPES, capability, flash_refusal, triton_lacks
 from app.tree.attention.packages import FLASH_3, HOPPER, PACKAGES, CudnnBackend
 from app.tree.attention.part_attention import PartBackend
-from app.tree.attention.selected import attend_selected
+from app.tree.attention.selected import SelectedBackend
 from app.tree.attention.widths import WidthBackend
 from app.tree.planning.layer_shapes import attention_shapes
 
@@ -183,10 +183,9 @@ def tree_attention(
     if tree_chunk.store:
         tree_chunk.keys_values[layer] = (key.detach(), value.detach())
     with torch.autocast(device, enabled=False):
-        if indices is None or indices.shape[-1] == tree_chunk.path_tokens + query.shape[2]:  # all were chosen
-            out = tree_chunk.backend.attend(query, key, value, s_aux, tree_chunk, call)
-        else:
-            out = attend_selected(query, key, value, s_aux, indices, tree_chunk, call)
+        everything = indices is None or indices.shape[-1] == tree_chunk.path_tokens + query.shape[2]
+        backend = tree_chunk.backend if everything else SelectedBackend(cast(Tensor, indices))
+        out = backend.attend(query, key, value, s_aux, tree_chunk, call)
     out = out[..., : out.shape[-1] - narrow]
     # As transformers' own functions return it: some layers ask for a view. No copy where kernels have this layout.
     return (out if shares is None else shares.to_rows(out)).transpose(1, 2).contiguous(), None

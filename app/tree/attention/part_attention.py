@@ -7,7 +7,7 @@ parts add up to the exact ones; sums over parts are in the accumulation dtype.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -35,9 +35,13 @@ class PartBackend:
     def estimated_calls(self, pieces: int, tokens: int) -> int:
         return min(2 * pieces, 1 + tokens // MASKED_BLOCK)
 
-    def parts(self, chunk: ChunkAttention, call: LayerCall) -> list[Part]:
+    def parts(self, chunk: ChunkAttention, call: LayerCall) -> Iterable[Part]:
         """The dense calls of this layer, in order."""
         return [*chunk.parts(call.window), *chunk.parts_ahead(call.layer)]
+
+    def mask(self, q: Tensor, part: Part, chunk: ChunkAttention) -> Tensor | None:
+        """That of `part`, additive in q's dtype."""
+        return chunk.additive(part.mask, q)
 
     def kernel(self, q: Tensor, mask: Tensor | None, part: Part, chunk: ChunkAttention, call: LayerCall) -> Kernel:
         """What computes `part`."""
@@ -70,7 +74,7 @@ class _PartAttention(torch.autograd.Function):
         for part in backend.parts(chunk, call):
             keys, values = _keys_values(chunk, part, call.layer, k, v)
             queries = _rows(q, part.q_start, part.q_stop)
-            mask = chunk.additive(part.mask, q)
+            mask = backend.mask(q, part, chunk)
             kernel = backend.kernel(q, mask, part, chunk, call)
             part_out, part_lse, extra = kernel.forward(queries, keys, values, part.causal, mask, call.scale)
             saved.append(extra)
@@ -102,7 +106,7 @@ class _PartAttention(torch.autograd.Function):
         for part, extra in zip(backend.parts(chunk, call), ctx.saved, strict=True):
             rows = (part.q_start, part.q_stop)
             keys, values = _keys_values(chunk, part, call.layer, k, v)
-            mask = chunk.additive(part.mask, q)
+            mask = backend.mask(q, part, chunk)
             part_q, part_k, part_v = backend.kernel(q, mask, part, chunk, call).backward(
                 _rows(grad, *rows).contiguous(),
                 _rows(q, *rows),
