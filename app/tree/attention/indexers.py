@@ -253,7 +253,7 @@ def _choose(layer: int, forward: Any, chunk: ChunkAttention, arguments: dict[str
     if shares is not None:
         return _choose_together(layer, forward, chunk, shares, arguments)
     keys, device = _ChunkKeys(cast(PathCache, chunk.index_cache), path, rows), arguments["hidden_states"].device
-    found = run_indexer(forward, arguments, rows, path + rows, keys, lambda block: visible(chunk, block, device)[None])
+    found = run_indexer(forward, arguments, rows, path + rows, keys, lambda block: _visible(chunk, block, device)[None])
     if chunk.store:
         assert keys.all is not None
         chunk.index_keys[layer] = (keys.all[:, path:].unsqueeze(0),)
@@ -275,18 +275,22 @@ def _choose_together(
         keys = torch.cat([cast(PathCache, chunk.index_cache).read(layer, path)[0][0], keys], 1)
 
     def seen(block: slice) -> Tensor:
-        return visible(chunk, slice(run.start + block.start, run.start + block.stop), device, rows)[None]
+        return _visible(chunk, slice(run.start + block.start, run.start + block.stop), device, rows)[None]
 
     return shares.everyones(run_indexer(forward, arguments, here, path + rows, _KnownKeys(keys), seen))
 
 
-def visible(chunk: ChunkAttention, rows: slice, device: torch.device, keys: int | None = None) -> Tensor:
-    """bool [rows, path + keys]: which tokens of the path and of the chunk these rows see. `rows`: bounds within the
-    chunk; `keys`: of the chunk, default up to the last row's own, beyond which none of these rows sees any."""
+def _visible(chunk: ChunkAttention, rows: slice, device: torch.device, keys: int | None = None) -> Tensor:
+    """bool [rows, path + keys]: as `visible_rows`, behind the path, of which every row sees all."""
+    return nn.functional.pad(visible_rows(chunk, rows, device, keys), (chunk.path_tokens, 0), value=True)
+
+
+def visible_rows(chunk: ChunkAttention, rows: slice, device: torch.device, keys: int | None = None) -> Tensor:
+    """bool [rows, keys]: which rows of the chunk these rows see. `rows`: bounds within the chunk; `keys`: how many of
+    its first, default up to the last of `rows`, beyond which none of these sees any."""
     keys = rows.stop if keys is None else keys
     if "ends" not in chunk.kept:
         chunk.kept["ends"] = on_device(np.ascontiguousarray(chunk.layout.ends), device)
     query = torch.arange(rows.start, rows.stop, device=device)[:, None]
     key = torch.arange(keys, device=device)[None, :]
-    own = (key <= query) & (query < chunk.kept["ends"][None, :keys])
-    return nn.functional.pad(own, (chunk.path_tokens, 0), value=True)
+    return (key <= query) & (query < chunk.kept["ends"][None, :keys])

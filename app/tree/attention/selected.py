@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from app.tree.attention.chunk_attention import ChunkAttention, LayerCall
-from app.tree.attention.indexers import visible
+from app.tree.attention.indexers import visible_rows
 from app.tree.attention.kernels import Kernel, pick_kernel
 from app.tree.attention.part_attention import PartBackend
 from app.tree.planning.layout import Part
@@ -49,7 +49,7 @@ class SelectedBackend(PartBackend):
         at = torch.where((at < 0) | (at >= width), width, at)  # a column of its own for the others
         chosen = torch.zeros(len(at), width + 1, dtype=torch.bool, device=q.device).scatter_(1, at, True)[:, :width]
         if not part.path:
-            chosen &= visible(chunk, rows, q.device)[:, chunk.path_tokens :]
+            chosen &= visible_rows(chunk, rows, q.device)
         return torch.zeros_like(chosen, dtype=q.dtype).masked_fill_(~chosen, float("-inf"))
 
     def kernel(self, q: Tensor, mask: Tensor | None, part: Part, chunk: ChunkAttention, call: LayerCall) -> Kernel:
