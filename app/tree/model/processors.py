@@ -135,8 +135,9 @@ class PictureProcessor:
         return shown
 
     def _bordered(self, layout: tuple[int, ...]) -> tuple[list[int], list[int], list[int]]:
-        """Ordinary text before a picture's own ids, these, and such text after them."""
-        own = [k for k, token in enumerate(layout) if token in self._special]
+        """Ordinary text before a picture's own ids, these, and such text after them. A placeholder need not be marked
+        as special."""
+        own = [k for k, token in enumerate(layout) if token in self._special or token == self._placeholder]
         first, last = own[0], own[-1] + 1
         return list(layout[:first]), list(layout[first:last]), list(layout[last:])
 
@@ -155,7 +156,8 @@ class PictureProcessor:
 
     def _anew(self, *parts: list[int]) -> list[int]:
         """The tokens of a text that is made of these."""
-        texts = [self._processor.tokenizer.decode(part, clean_up_tokenization_spaces=False) for part in parts]
+        with self._lock:
+            texts = [self._processor.tokenizer.decode(part, clean_up_tokenization_spaces=False) for part in parts]
         for part, text in zip(parts, texts):
             if self._tokens(text) != part:
                 raise ValueError(f"the text {text!r:.100} beside a picture is made of other tokens than its words are")
@@ -190,7 +192,7 @@ class PictureProcessor:
         token = processor.image_token
         try:
             found = self._ids(token, [picture])
-            if found and (borders := (found[0], found[-1])) not in self._borders:
+            if self._placeholder in found and (borders := (found[0], found[-1])) not in self._borders:
                 text = f"a{token}\nb{token}c"
                 whole = self._ids(text, [picture, picture])
                 parts = self.laid_out(self._tokens(text), [tuple(found)] * 2)

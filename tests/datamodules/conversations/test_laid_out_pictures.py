@@ -154,3 +154,11 @@ def test_tokens_before_a_token_of_the_template_stay_as_they_are(gemma: TinyLayou
 
 def test_text_that_spells_the_place_of_a_picture_is_quoted(gemma: TinyLayouts) -> None:
     assert gemma.images.quoted("<start_of_image> <image_soft_token>") == "< start_of_image> < image_soft_token>"
+
+
+def test_a_placeholder_need_not_be_marked_as_special(llava: TinyLayouts, tmp_path: Path) -> None:
+    images = damaged(llava, tmp_path)
+    images.processor._special.clear()
+    picture = images.picture(noise(1), "here")
+    ids, shown = images.expanded([*llava.tokenizer("a")["input_ids"], images.place], [picture], "here")
+    assert ids[1:] == (images.placeholder,) * picture.tokens and shown == (-1, *[0] * picture.tokens)
