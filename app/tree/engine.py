@@ -426,10 +426,10 @@ class TreeEngine:
             self.rates = measure_rates(self.model) if parameter.device.type == "cuda" else CPU_RATES
             if self.group is not None:  # one plan for all: by what the first of them measured
                 self.rates = Rates(*self.group.gather(astuple(self.rates))[0])
-        backend = choose_backend(self.attention, self.model, (uncut := self.tower.uncut(tree)) is not None)
+        backend = choose_backend(self.attention, self.model, self.tower.sees_ahead(tree))
         share = shape.checkpoint_share() if self.checkpointing and checkpointable(self.model) else 1.0
         times = TimeModel(shape, self.rates, backend, parameter.element_size())
-        return plan(tree, chunk_tokens, live_tokens, times, share, uncut=uncut)
+        return plan(tree, chunk_tokens, live_tokens, times, share, uncut=self.tower.uncut(tree))
 
     def _executor(
         self,
@@ -443,7 +443,7 @@ class TreeEngine:
         self._validate(tree, want)
         refuse_soft(want, soft, self.heads.vocabulary is not None)
         per_sequence = None if temperatures is None else sequence_temperatures(tree, temperatures)
-        backend = choose_backend(self.attention, self.model, self.tower.uncut(tree) is not None)
+        backend = choose_backend(self.attention, self.model, self.tower.sees_ahead(tree))
         self.last_plan = execution = execution or self.plan(tree)
         scans = TORCH if execution.dense else self._scans()
         return Executor(

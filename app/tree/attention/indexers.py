@@ -15,8 +15,8 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, field
+from functools import cache, partial
 from typing import Any, Protocol, cast
 
 import numpy as np
@@ -186,20 +186,27 @@ def run_indexer(
         int32 [B, rows, min(index_topk, total)]: positions of keys, -1 where there were fewer; a row may not see all.
     """
     module, hidden = forward.__self__, arguments["hidden_states"]
-    most, parameters = min(module.index_topk, total), inspect.signature(forward).parameters
-    cache = next(name for name in _CACHES if name in parameters)
+    most, parameters = min(module.index_topk, total), _signature(forward.__func__).parameters
+    name_of_cache = next(name for name in _CACHES if name in parameters)
     found = torch.full((len(hidden), rows, most), -1, dtype=torch.int32, device=hidden.device)
     size = max(1, _SCORE_BYTES // (4 * module.n_heads * total * len(hidden)))
     for start in range(0, rows, size):
         block = slice(start, min(start + size, rows))
         given = {name: _rows(value, block, rows) for name, value in arguments.items()}
-        picks = forward(**{**given, "attention_mask": visible(block), cache: keys})
+        picks = forward(**{**given, "attention_mask": visible(block), name_of_cache: keys})
         found[:, block, : picks.shape[-1]] = picks
     return found
 
 
 def _called(choose: Choose, layer: int, forward: Any, *args: Any, **kwargs: Any) -> Tensor:
-    return choose(layer, forward, dict(inspect.signature(forward).bind(*args, **kwargs).arguments))
+    (_, _), *given = _signature(forward.__func__).bind(forward.__self__, *args, **kwargs).arguments.items()
+    return choose(layer, forward, dict(given))
+
+
+@cache
+def _signature(function: Any) -> inspect.Signature:
+    """Read once: it takes longer than what an indexer does for a decoded token."""
+    return inspect.signature(function)
 
 
 def _rows(value: Any, block: slice, rows: int) -> Any:
@@ -227,13 +234,14 @@ class _ChunkKeys:
         return self.all[:, :stop]
 
 
+@dataclass(frozen=True)
 class _OwnKeys:
-    """Takes those of this rank's rows, and gives one for all: while keys are made, nothing is chosen."""
+    """Takes those of this rank's rows and gives one for all: while keys are made, nothing is chosen."""
 
-    own: Tensor
+    blocks: list[Tensor] = field(default_factory=list)
 
     def update_indexer(self, keys: Tensor, layer: int) -> Tensor:
-        self.own = torch.cat([self.own, keys], 1) if hasattr(self, "own") else keys
+        self.blocks.append(keys)
         return keys[:, :1]
 
 
@@ -268,7 +276,7 @@ def _choose_together(
     device, here = arguments["hidden_states"].device, run.stop - run.start
     mine = _OwnKeys()
     run_indexer(forward, arguments, here, 1, mine, lambda block: torch.ones(1, 1, 1, dtype=torch.bool, device=device))
-    keys = shares.everyones(mine.own)
+    keys = shares.everyones(torch.cat(mine.blocks, 1))
     if chunk.store:
         chunk.index_keys[layer] = (keys.unsqueeze(0),)
     if path:

@@ -91,9 +91,13 @@ class Tower:
         """What placeholders see. Raises ValueError where that is refused."""
         return sight_of(self.model)
 
+    def sees_ahead(self, tree: PrefixTree) -> bool:
+        """Whether placeholders of the tree's pictures see each other."""
+        return bool(tree.pictures and self.sight.layers)
+
     def uncut(self, tree: PrefixTree) -> Uncut | None:
         """Runs of placeholders that see each other; None where nothing does, as in text."""
-        return Uncut.of(tree) if tree.pictures and self.sight.layers else None
+        return Uncut.of(tree) if self.sees_ahead(tree) else None
 
     def least_chunk(self, tree: PrefixTree) -> int:
         """Tokens that a chunk has to have room for."""

@@ -42,8 +42,8 @@ class IndexSlots:
         if isinstance(step, PromptStep):
             keys = _PromptKeys()
             found = run_indexer(forward, given, step.longest, step.longest, keys, step.seen)
-            rows = step.fold(keys.all.unsqueeze(1)).transpose(1, 2)
-            self.slots.write(_place(layer), step.write, rows)
+            assert keys.all is not None, "an indexer asks for its keys"
+            self.slots.write(_place(layer), step.write, step.fold(keys.all.unsqueeze(1)).transpose(1, 2))
             return found
         keys = _CachedKeys(self.slots, step)
         return run_indexer(forward, given, step.queries, step.keys, keys, step.seen)
@@ -67,10 +67,11 @@ def _unfolded(value: Any, step: PromptStep | CachedStep) -> Any:
 class _PromptKeys:
     """Of prompts of which nothing is in the grid yet."""
 
-    all: Tensor
+    def __init__(self) -> None:
+        self.all: Tensor | None = None
 
     def update_indexer(self, keys: Tensor, layer: int) -> Tensor:
-        self.all = torch.cat([self.all, keys], 1) if hasattr(self, "all") else keys
+        self.all = keys if self.all is None else torch.cat([self.all, keys], 1)
         return self.all
 
 

@@ -126,27 +126,6 @@ def test_one_that_kills_itself_as_it_starts_leaves_nothing_in_shared_memory(
     assert not left
 
 
-def test_shared_memory_of_a_group_is_found_and_nobody_elses() -> None:
-    name = f"/dev/shm/sglang_test_{os.getpid()}"
-    code = f"import sys; f = open('{name}', 'w'); g = open('{name}_other', 'w'); print(flush=True); sys.stdin.read()"
-    child = subprocess.Popen(
-        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True
-    )
-    try:
-        assert child.stdout is not None
-        child.stdout.readline()
-        found = leftovers.shared_memory(child.pid)
-        assert found == {Path(name), Path(f"{name}_other")}
-        assert Path(name) not in leftovers.shared_memory(os.getpgrp())
-        leftovers.kill(child.pid)
-        assert child.wait(10) == -9
-        leftovers.remove(found)
-        assert not Path(name).exists()
-    finally:
-        child.kill()
-        leftovers.remove({Path(name), Path(f"{name}_other")})
-
-
 def test_the_key_is_in_the_environment_only(interpreter, tmp_path: Path) -> None:
     interpreter('echo "key: $ARBORIST_SGLANG_API_KEY"; echo "arguments: $*"; echo "rank: $RANK"; sleep 600')
     process = a_process(tmp_path, key="k3y")
