@@ -23,6 +23,7 @@ STATES_ARGUMENT = "piece_states"
 _IMPLIED = frozenset(
     {
         "position_ids",
+        "position_embeddings",
         "cache_position",
         "use_cache",
         "output_attentions",

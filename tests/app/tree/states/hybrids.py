@@ -78,6 +78,23 @@ OPTIONS: dict[str, dict[str, Any]] = {
         num_experts_per_token=2,
         moe_intermediate_size=8,
     ),
+    "bailing_hybrid": dict(
+        num_hidden_layers=3,
+        layer_types=["linear_attention", "full_attention", "linear_attention"],
+        num_key_value_heads=4,
+        head_dim=6,
+        q_lora_rank=8,
+        kv_lora_rank=8,
+        qk_nope_head_dim=4,
+        qk_rope_head_dim=4,
+        v_head_dim=4,
+        first_k_dense_replace=1,
+        n_group=2,
+        topk_group=1,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=8,
+    ),
 }
 _FILE = re.compile(r"transformers\.models\.\w+\.modeling_\w+(?<!_float64)")  # of a family, and no copy
 QUICK = [

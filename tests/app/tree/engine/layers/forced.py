@@ -46,6 +46,7 @@ FAMILIES: dict[str, Weigh] = {
     "Nemotron-H": _sigmoid,
     "Granite 4": _softmax_normed,
     "Kimi Linear": _sigmoid,
+    "Ling 3": _sigmoid,
 }
 """All families of the support matrix with experts."""
 
