@@ -5,7 +5,7 @@ Needs torch and transformers only; knows no RL and no Lightning. See `PrefixTree
 """
 
 from app.tree.attention.groups import RankGroup
-from app.tree.attention.indexers import Indexers, index_parameters, run_indexer
+from app.tree.attention.indexers import Indexers, chosen_in, index_parameters, pools, run_indexer
 from app.tree.attention.kernels import triton_lacks
 from app.tree.calibrate import device_rates
 from app.tree.engine import TreeEngine
@@ -80,6 +80,7 @@ __all__ = [
     "TreeReport",
     "auto_class",
     "cast_quantised",
+    "chosen_in",
     "device_rates",
     "elements",
     "first_layers",
@@ -98,6 +99,7 @@ __all__ = [
     "picture_processor",
     "picture_tokens",
     "plain_names",
+    "pools",
     "quantised_bytes",
     "quantised_layers",
     "quantised_loading",

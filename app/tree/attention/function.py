@@ -21,6 +21,7 @@ from transformers import AttentionInterface, PreTrainedModel
 from app.tree.attention.chunk_attention import Backend, ChunkAttention, LayerCall
 from app.tree.attention.flash import FlashBackend
 from app.tree.attention.flex import FLEX_HEAD_DIM, FlexBackend
+from app.tree.attention.indexers import chosen_in
 from app.tree.attention.interval import IntervalBackend
 from app.tree.attention.kernels import AMPERE, FLASH_DTYPES, capability, flash_refusal, triton_lacks
 from app.tree.attention.packages import FLASH_3, HOPPER, PACKAGES, CudnnBackend
@@ -136,6 +137,7 @@ def tree_attention(
             f"{where}: does not hand keyword arguments of the forward on to its attention, by which tree attention"
             " learns of the tree; use another model (outside of TreeEngine calls another attn_implementation)"
         )
+    attention_mask, indices = chosen_in(attention_mask, indices, tree_chunk.stand_in)
     if attention_mask is not (None if indices is None else tree_chunk.stand_in):
         raise ValueError(f"{where}: received attention_mask; tree attention takes none")
     if dropout:

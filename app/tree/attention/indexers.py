@@ -1,13 +1,13 @@
 """Layers that attend to the few tokens an indexer chose (DeepSeek sparse attention: DeepSeek-V3.2, GLM-5 and others).
 
-An indexer is a small module inside such a layer: it scores every earlier token by keys of its own, and each query
-attends to the `index_topk` best alone, in this layer and in those that share its choice. It has no gradient: what it
-chooses is no function to differentiate.
+An indexer is a small module inside such a layer: it scores every earlier token by keys of its own, or pools of tokens
+in a row (GLM-5.3), and each query attends to the `index_topk` best alone, in this layer and in those that share its
+choice. It has no gradient: what it chooses is no function to differentiate.
 
 Promises: scores and choice are the module's own code, over [path | chunk] instead of a sequence, a block of queries at
-a time, so that scores [queries, heads, keys] stay within `_SCORE_BYTES`; keys of the path are kept, never computed
-again. Of scores that are equal, or differ by rounding, others may be chosen than in a dense run, as between any two
-batches.
+a time, so that scores [queries, heads, keys] stay within `_SCORE_BYTES`; pools are those of each token's own sequence,
+branch by branch; keys of the path are kept, never computed again. Of scores that are equal, or differ by rounding,
+others may be chosen than in a dense run, as between any two batches.
 """
 
 from __future__ import annotations
@@ -27,11 +27,13 @@ from transformers import PreTrainedModel
 from app.tree.attention.chunk_attention import ChunkAttention
 from app.tree.attention.groups import RowShares
 from app.tree.attention.path_cache import PathCache
+from app.tree.prefix_tree import Ints
 from app.tree.transfer import on_device
 
 KIND = "indexed_attention"
 """What configurations call such layers."""
 _CACHES = ("cache", "past_key_values")  # the argument, and its name before transformers 5.24
+_MASKS = "build_attention_mask_from_topk"  # of layers that make a mask of the choice, instead of handing it on
 _SCORE_BYTES = 64 * 2**20
 
 
@@ -46,10 +48,12 @@ class Indexers:
     Attributes:
         layers: by layer, the attention module that has one, and its indexer.
         kinds: what the model calls its layers, for which it wants masks.
+        masking: attention modules that make a mask of a choice, theirs or another's.
     """
 
     layers: dict[int, tuple[nn.Module, nn.Module]]
     kinds: tuple[str, ...]
+    masking: tuple[nn.Module, ...] = ()
 
     @classmethod
     def of(cls, model: PreTrainedModel) -> Indexers:
@@ -64,7 +68,8 @@ class Indexers:
                 if _chooses(child):
                     _refuse_copies(name, child)
                     found[cast(int, child.layer_idx)] = module, child
-        return cls(found, tuple(getattr(model.config.get_text_config(), "layer_types", None) or ()))
+        masking = tuple(module for module in model.modules() if hasattr(module, _MASKS)) if found else ()
+        return cls(found, tuple(getattr(model.config.get_text_config(), "layer_types", None) or ()), masking)
 
     def __len__(self) -> int:
         return len(self.layers)
@@ -94,7 +99,9 @@ class Indexers:
         with ExitStack() as stack:
             for layer, (_, indexer) in self.layers.items():
                 own = type(indexer).forward.__get__(indexer)  # an engine may run inside of another's pass
-                stack.enter_context(_forward_of(indexer, partial(_called, choose, layer, own)))
+                stack.enter_context(_instead(indexer, "forward", partial(_called, choose, layer, own)))
+            for module in self.masking:
+                stack.enter_context(_instead(module, _MASKS, _unmasked))
             yield
 
     @contextmanager
@@ -127,17 +134,30 @@ def index_parameters(model: PreTrainedModel) -> list[nn.Parameter]:
     return [p for _, indexer in Indexers.of(model).layers.values() for p in indexer.parameters()]
 
 
+def chosen_in(mask: Tensor | None, indices: Tensor | None, stand_in: Tensor | None) -> tuple[Tensor | None, ...]:
+    """What an attention function was given for a mask and for a choice -> both, where a layer of `Indexers.masking` has
+    given the choice for a mask."""
+    if stand_in is not None and indices is None and mask is not None and mask.dtype == torch.int32:
+        return stand_in, mask
+    return mask, indices
+
+
+def _unmasked(topk_indices: Tensor, **_: Any) -> Tensor:
+    """int32 [1, n, k] -> the same, for `chosen_in` to find."""
+    return topk_indices
+
+
 @contextmanager
-def _forward_of(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
-    """Inside, a module is called by this forward."""
-    before = module.__dict__.get("forward")
-    module.forward = forward
+def _instead(module: nn.Module, name: str, function: Callable[..., Any]) -> Iterator[None]:
+    """Inside, a module's method is this function."""
+    before = module.__dict__.get(name)
+    setattr(module, name, function)
     try:
         yield
     finally:
-        del module.forward
+        delattr(module, name)
         if before is not None:
-            module.forward = before
+            setattr(module, name, before)
 
 
 def _refuse_copies(parent: str, indexer: nn.Module) -> None:
@@ -149,13 +169,19 @@ def _refuse_copies(parent: str, indexer: nn.Module) -> None:
 
 
 def _chooses(module: nn.Module) -> bool:
-    """Whether a module is an indexer that scores token by token. Others keep more than a key a token (GLM-5.3's pools,
-    which reads layers of the cache)."""
+    """Whether a module is an indexer that scores tokens, or pools of them: others may keep more than a row a token."""
     code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
     if code is None or not isinstance(getattr(module, "layer_idx", None), int):
         return False
-    read = set(code.co_names)
-    return "update_indexer" in read and "layers" not in read and isinstance(getattr(module, "index_topk", None), int)
+    known = "layers" not in code.co_names or pools(module)
+    return known and "update_indexer" in code.co_names and isinstance(getattr(module, "index_topk", None), int)
+
+
+def pools(indexer: nn.Module) -> bool:
+    """Whether an indexer scores pools of `index_kpool` tokens in a row, counted from a sequence's first (GLM-5.3): it
+    takes no mask of what each query sees, but sequences, whose lengths it asks the cache for. The tokens behind a
+    query's last pool are chosen as well."""
+    return isinstance(getattr(indexer, "index_kpool", None), int)
 
 
 class IndexKeys(Protocol):
@@ -180,22 +206,55 @@ def run_indexer(
         arguments: by name, tensors [B, rows, ...].
         total: most keys that there will be.
         keys: of all rows.
-        visible: bool [B or 1, rows of the block, keys so far] of a block of rows.
+        visible: bool [B or 1, rows of the block, keys so far] of a block of rows; not asked of one that pools, whose
+            rows are the last of the keys so far, and see all before them.
 
     Returns:
-        int32 [B, rows, min(index_topk, total)]: positions of keys, -1 where there were fewer; a row may not see all.
+        int32 [B, rows, k]: positions of keys, -1 where there were fewer; a row may not see all. k is `total` where
+        every row chose all that it sees, and only there.
     """
     module, hidden = forward.__self__, arguments["hidden_states"]
-    most, parameters = min(module.index_topk, total), _signature(forward.__func__).parameters
+    most, parameters = _most(module, total), _signature(forward.__func__).parameters
     name_of_cache = next(name for name in _CACHES if name in parameters)
     found = torch.full((len(hidden), rows, most), -1, dtype=torch.int32, device=hidden.device)
     size = max(1, _SCORE_BYTES // (4 * module.n_heads * total * len(hidden)))
+    cache = _WithLengths(keys) if pools(module) else keys
+    everything = pools(module) and most == total
     for start in range(0, rows, size):
         block = slice(start, min(start + size, rows))
         given = {name: _rows(value, block, rows) for name, value in arguments.items()}
-        picks = forward(**{**given, "attention_mask": visible(block), name_of_cache: keys})
-        found[:, block, : picks.shape[-1]] = picks
+        mask = hidden.new_ones(hidden[:, block].shape[:2], dtype=torch.bool) if pools(module) else visible(block)
+        picks = forward(**{**given, "attention_mask": mask, name_of_cache: cache})
+        if not everything:
+            found[:, block, : picks.shape[-1]] = picks
+    if everything:  # which pools say in more columns than there are tokens
+        found[:] = torch.arange(total, dtype=torch.int32, device=hidden.device)
     return found
+
+
+def _most(indexer: Any, total: int) -> int:
+    """Columns for what an indexer chooses among so many tokens: `total` where it chooses all that there are."""
+    if total <= indexer.index_topk or not pools(indexer):
+        return min(indexer.index_topk, total)
+    most: int = indexer.index_topk + indexer.index_kpool - 1
+    return most + (most == total)  # with one for none: not all of so many are chosen
+
+
+class _WithLengths:
+    """Keys of an indexer that asks the layers of its cache for lengths."""
+
+    def __init__(self, all: IndexKeys) -> None:
+        self.all, self.layers = all, self
+
+    def __getitem__(self, layer: int) -> _WithLengths:
+        return self
+
+    def update_indexer(self, keys: Tensor, layer: int) -> Tensor:
+        self.keys = self.all.update_indexer(keys, layer)
+        return self.keys
+
+    def get_seq_length(self) -> int:
+        return self.keys.shape[1]
 
 
 def _called(choose: Choose, layer: int, forward: Any, *args: Any, **kwargs: Any) -> Tensor:
@@ -258,6 +317,8 @@ class _KnownKeys:
 def _choose(layer: int, forward: Any, chunk: ChunkAttention, arguments: dict[str, Any]) -> Tensor:
     """As `run_indexer`, of the rows of a chunk, positions in [path | chunk]."""
     rows, path, shares = len(chunk.layout.tokens), chunk.path_tokens, chunk.shares
+    if pools(forward.__self__):
+        return _choose_by_lines(layer, forward, chunk, arguments)
     if shares is not None:
         return _choose_together(layer, forward, chunk, shares, arguments)
     keys, device = _ChunkKeys(cast(PathCache, chunk.index_cache), path, rows), arguments["hidden_states"].device
@@ -266,6 +327,64 @@ def _choose(layer: int, forward: Any, chunk: ChunkAttention, arguments: dict[str
         assert keys.all is not None
         chunk.index_keys[layer] = (keys.all[:, path:].unsqueeze(0),)
     return found
+
+
+class _LineKeys:
+    """Those of the tokens before a run of rows, on the path and in the chunk, and behind them the run's."""
+
+    def __init__(self, cache: PathCache, path: int, rows: int) -> None:
+        self.cache, self.path, self.rows = cache, path, rows
+        self.chunk: Tensor | None = None
+
+    def begin(self, above: Tensor, start: int) -> None:
+        self.above, self.first, self.filled = above, start, start
+
+    def update_indexer(self, keys: Tensor, layer: int) -> Tensor:
+        if self.chunk is None:
+            self.chunk = keys.new_empty(1, self.rows, keys.shape[2])
+        stop = self.filled + keys.shape[1]
+        self.chunk[:, self.filled : stop] = keys
+        self.filled = stop
+        on_path = [self.cache.read(layer, self.path)[0][0]] if self.path else []
+        return torch.cat([*on_path, self.chunk[:, self.above], self.chunk[:, self.first : stop]], 1)
+
+
+def _choose_by_lines(layer: int, forward: Any, chunk: ChunkAttention, arguments: dict[str, Any]) -> Tensor:
+    """As `_choose`, by an indexer that takes sequences: once for each run of rows without a branch, behind the tokens
+    before it."""
+    if chunk.shares is not None:
+        raise ValueError(
+            f"layer {layer} ({type(forward.__self__).__name__}) chooses among pools of tokens in a row, which ranks of"
+            " a group cannot do together; let each rank run a part of its own (group=None)"
+        )
+    rows, path, device = len(chunk.layout.tokens), chunk.path_tokens, arguments["hidden_states"].device
+    found = torch.full((1, rows, _most(forward.__self__, path + rows)), -1, dtype=torch.int32, device=device)
+    keys = _LineKeys(cast(PathCache, chunk.index_cache), path, rows)
+    place = torch.arange(path + rows, dtype=torch.int32, device=device)
+    for above, start, stop in _lines(chunk.layout.ends):
+        before = on_device(above, device)
+        keys.begin(before, start)
+        line = torch.cat([place[:path], place[path:][before], place[path + start : path + stop]])
+        given = {name: _rows(value, slice(start, stop), rows) for name, value in arguments.items()}
+        picks = run_indexer(forward, given, stop - start, len(line), keys, _not_asked)
+        found[:, start:stop, : picks.shape[-1]] = torch.where(picks < 0, picks, line[picks.clamp_min(0).long()])
+    if chunk.store:
+        assert keys.chunk is not None
+        chunk.index_keys[layer] = (keys.chunk.unsqueeze(0),)
+    return found
+
+
+def _not_asked(block: slice) -> Tensor:
+    raise AssertionError("an indexer that pools asks for no mask")
+
+
+def _lines(ends: Ints) -> Iterator[tuple[Ints, int, int]]:
+    """Runs of rows each of which is the child of the one before: the rows above, the first, and the one behind the
+    last. `ends`: of each row, in depth-first order, the row behind its last descendant."""
+    start = 0
+    for stop in (np.flatnonzero(ends == np.arange(1, len(ends) + 1)) + 1).tolist():
+        yield np.flatnonzero(ends[:start] > start), start, stop
+        start = stop
 
 
 def _choose_together(

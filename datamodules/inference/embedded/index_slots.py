@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from app.tree import Indexers, run_indexer
+from app.tree import Indexers, pools, run_indexer
 from datamodules.inference.embedded.kv_slots import CachedStep, KVSlots, PromptStep
 
 
@@ -45,8 +45,12 @@ class IndexSlots:
             assert keys.all is not None, "an indexer asks for its keys"
             self.slots.write(_place(layer), step.write, step.fold(keys.all.unsqueeze(1)).transpose(1, 2))
             return found
-        keys = _CachedKeys(self.slots, step)
-        return run_indexer(forward, given, step.queries, step.keys, keys, step.seen)
+        if not pools(forward.__self__):
+            keys = _CachedKeys(self.slots, step)
+            return run_indexer(forward, given, step.queries, step.keys, keys, step.seen)
+        keys = _RightAligned(self.slots, step)
+        found = run_indexer(forward, given, step.queries, step.keys, keys, step.seen)
+        return torch.where(found < 0, found, found - keys.shift[:, None, None]).to(found.dtype)
 
 
 def _place(layer: int) -> int:
@@ -87,3 +91,21 @@ class _CachedKeys:
         self.slots.write(_place(layer), cells, keys.reshape(1, 1, len(cells), -1))
         self.filled = stop
         return self.slots.read(_place(layer), step.first, step.count, step.keys)[0][:, 0]
+
+
+class _RightAligned(_CachedKeys):
+    """The same for indexers that pool, which take sequences: those of all requests end with the next tokens, and what
+    is before a sequence's first says so (0) where a row says that it is a token, in its last place."""
+
+    def __init__(self, slots: KVSlots, step: CachedStep) -> None:
+        super().__init__(slots, step)
+        last = step.positions.view(step.count, step.queries)[:, -1]
+        self.shift = step.keys - 1 - last
+
+    def update_indexer(self, keys: Tensor, layer: int) -> Tensor:
+        everything = super().update_indexer(keys, layer)
+        length = self.step.keys - self.step.queries + self.filled
+        at = torch.arange(length, device=keys.device) - self.shift[:, None]
+        aligned = everything.gather(1, at.clamp_min(0).unsqueeze(2).expand(-1, -1, keys.shape[2]))
+        aligned[..., -1] *= at >= 0
+        return aligned

@@ -24,7 +24,7 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import AttentionInterface
 
-from app.tree import STATES_ARGUMENT
+from app.tree import STATES_ARGUMENT, chosen_in
 
 ATTENTION = "arborist_slots"
 # Arguments that describe what `step` already says, or that change nothing in a forward without gradient.
@@ -275,6 +275,7 @@ def attend(
     unknown = sorted(name for name, given in extra.items() if given is not None and name not in _IMPLIED)
     if not (getattr(module, "is_causal", True) if is_causal is None else is_causal):  # as transformers' own read it
         unknown.append("is_causal=False")
+    attention_mask, indices = chosen_in(attention_mask, indices, slots.stand_in)
     if attention_mask is not (None if indices is None else slots.stand_in):
         unknown.append("attention_mask")
     if indices is not None and (sliding_window is not None or slots.stand_in is None):

@@ -14,8 +14,9 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedModel
+from transformers import CONFIG_MAPPING, PreTrainedModel
 
+from app.tree import auto_class
 from tests.app.tree.cases import VOCABULARY
 from tests.helpers.versions import skip_without
 
@@ -46,7 +47,7 @@ _VARIANTS: dict[str, dict[str, Any]] = {
 }
 
 
-SINCE = {"lfm2": "5.22", "lfm3": "5.23", "qwen4_exp_text": "5.18"}
+SINCE = {"lfm2": "5.22", "lfm3": "5.23", "qwen4_exp_text": "5.18", "glm5_next": "5.24", "bailing_hybrid": "5.24"}
 SINCE |= dict.fromkeys(("deepseek_v32", "glm_moe_dsa", "hy_v4", "axk2"), "5.18")
 """Types that transformers has, or has in a form over which a tree runs, from a release on that may not be installed."""
 
@@ -58,7 +59,7 @@ def make(name: str, dtype: torch.dtype = torch.float32, seed: int = 0, **overrid
     options = {**_COMMON, **_VARIANTS.get(name, {}), **overrides}
     attention = options.pop("attn_implementation", "sdpa")
     config = CONFIG_MAPPING[options.pop("model_type", name)](**options)
-    model = AutoModelForCausalLM.from_config(config, attn_implementation=attention, dtype=torch.float64)
+    model = auto_class(config).from_config(config, attn_implementation=attention, dtype=torch.float64)
     randomise(model, seed)
     return model.to(dtype).train()
 

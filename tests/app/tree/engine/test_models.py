@@ -34,7 +34,7 @@ NEEDS = {"modname": "bitsandbytes", "reason": "4 bit need bitsandbytes: pip inst
 def test_supported_family(row: str, column: str) -> None:
     if column == QUANTISED:
         pytest.importorskip(**NEEDS)
-    assert families.cell(row, column) == "yes"
+    assert families.cell(row, column) == ("refused" if column in families.SUPPORTED[row].refused else "yes")
 
 
 @pytest.mark.parametrize("row", families.SUPPORTED)

@@ -180,7 +180,7 @@ def test_scores_that_are_capped_and_sinks(config, max_batch_tokens, monkeypatch:
         assert_parity({0: model}, request, response, 1e-5)
 
 
-@pytest.mark.parametrize("row", ["DeepSeek-V3.2", "GLM-5"])
+@pytest.mark.parametrize("row", ["DeepSeek-V3.2", "GLM-5", "GLM-5.3"])
 @pytest.mark.parametrize("max_batch_tokens", [4096, 10])
 @pytest.mark.parametrize("block", [1, 2**20])
 def test_tokens_that_an_indexer_chose(row: str, max_batch_tokens: int, block: int, monkeypatch) -> None:

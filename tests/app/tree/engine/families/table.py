@@ -46,11 +46,22 @@ INDEXED: dict[str, Any] = dict(EXPERTS, **LATENT, head_dim=4, index_topk=5, inde
 """Scores of fewer heads are equal now and then, all zero, and of equals any is chosen."""
 
 
+POOLED: dict[str, Any] = {
+    **INDEXED,
+    **dict(index_topk=4, index_kpool=2, qk_rope_head_dim=0, linear_num_heads=2, linear_head_dim=6, hc_mult=2),
+    **dict(num_hidden_layers=4, mlp_layer_types=["dense", "sparse", "sparse", "dense"]),
+    "layer_types": ["linear_attention", "indexed_attention", "indexed_attention", "linear_attention"],
+    "indexer_types": ["full", "full", "shared", "full"],
+    "vision_config": dict(depth=1, hidden_size=16, num_heads=2, out_hidden_size=32, intermediate_size=16, patch_size=4),
+}
+"""Layers that scan around two that choose, the second by the first's choice."""
+
+
 @dataclass(frozen=True)
 class Family:
     """`type`: transformers' model type; `options`: of its configuration; `note`: for readers of the matrix;
     `tolerances`: in float32; `models`: seeds in low precision; `adapted`: modules that
-    LoRA is put on (PEFT refuses the output projections of Mamba layers)."""
+    LoRA is put on (PEFT refuses the output projections of Mamba layers); `refused`: columns that are."""
 
     type: str
     options: dict[str, Any] = field(default_factory=dict)
@@ -58,6 +69,7 @@ class Family:
     tolerances: tuple[float, float] = (FORWARD, BACKWARD)
     models: int = 4
     adapted: str | tuple[str, ...] = "all-linear"
+    refused: tuple[str, ...] = ()
 
 
 GATED_DELTA = "gated delta rule between layers of attention; text models (`...ForCausalLM`)"
@@ -156,6 +168,15 @@ SUPPORTED: dict[str, Family] = {
         "glm_moe_dsa",
         dict(INDEXED, num_hidden_layers=3, indexer_types=["full", "shared", "full"]),
         "as DeepSeek-V3.2; layers that share the choice of others",
+    ),
+    "GLM-5.3": Family(
+        "glm5_next",
+        POOLED,
+        "as GLM-5.3-Flash, on text: chooses pools of tokens in a row; delta rule with a decay a channel; 4 bit would"
+        " round what its indexer is given",
+        DELTA_RULE,
+        12,
+        refused=("4 bit",),
     ),
     "GPT-NeoX": Family("gpt_neox"),
     "StarCoder2": Family("starcoder2", dict(sliding_window=4)),

@@ -41,6 +41,7 @@ FAMILIES: dict[str, Weigh] = {
     "DeepSeek-V3": _sigmoid,
     "DeepSeek-V3.2": _sigmoid,
     "GLM-5": _sigmoid,
+    "GLM-5.3": _sigmoid,
     "Qwen3.5-MoE": _softmax_normed,
     "Qwen3-Next": _softmax_normed,
     "Nemotron-H": _sigmoid,

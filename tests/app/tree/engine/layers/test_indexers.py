@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from functools import cache
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -29,11 +30,11 @@ TYPES: dict[str, dict[str, Any]] = {
     "glm_moe_dsa": dict(num_hidden_layers=3, indexer_types=["full", "shared", "full"]),
     "hy_v4": {"attn_implementation": "eager"},
     "dots3_note_text": dict(layer_types=["indexed_attention", "sliding_attention"], sliding_window=4),
+    "glm5_next": families.POOLED,
 }
-"""The plain form; layers that share the choice of others; sinks; layers with a window between."""
-KINDS_OF_MODELS = [
-    pytest.param(kind, marks=[] if kind in ("deepseek_v32", "glm_moe_dsa") else pytest.mark.slow) for kind in TYPES
-]
+"""The plain form; layers that share the choice of others; sinks; layers with a window between; pools."""
+QUICK = ("deepseek_v32", "glm_moe_dsa", "glm5_next")
+KINDS_OF_MODELS = [pytest.param(kind, marks=[] if kind in QUICK else pytest.mark.slow) for kind in TYPES]
 
 
 @cache
@@ -144,6 +145,13 @@ def test_calls_past_the_engine_are_refused_by_name() -> None:
 
     with pytest.raises(ValueError, match=r"layer 0 \(.*\): runs without the tree inside of a TreeEngine's pass"):
         TreeEngine(model, self_check=False).backward(PrefixTree.build(families.SEQUENCES), past)
+
+
+def test_pools_are_refused_in_groups_of_ranks() -> None:
+    indexer = exact("glm5_next").model.language_model.layers[1].self_attn.indexer
+    chunk = SimpleNamespace(layout=SimpleNamespace(tokens=[0]), path_tokens=0, shares=object())
+    with pytest.raises(ValueError, match=r"layer 1 \(.*Indexer\) chooses among pools of tokens in a row.*group=None"):
+        indexers._choose(1, indexer.forward, chunk, {})  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("copied", ["indexer", "wk"])
