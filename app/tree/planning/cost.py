@@ -32,7 +32,8 @@ class ModelShape:
     MLP, of all experts that a token passes; `states`: the layers that carry a state; `gated`: whether an MLP has a
     third matrix, whose product the activation is multiplied by; `mlp_keeps`, `norms_keep`: what a layer's MLP and norms
     keep for backward, in intermediate and hidden sizes; `routed`: experts that a token is sent to in each of
-    `feed_forward`, and `experts_keep`, what each of them keeps, in hidden sizes.
+    `feed_forward`, and `experts_keep`, what each of them keeps, in hidden sizes; `streams`: residuals of a token
+    (hyper-connections), and `mixings`, in how many rounds the weights by which they are mixed are made.
     """
 
     layers: int
@@ -46,6 +47,8 @@ class ModelShape:
     norms_keep: int = 8
     routed: tuple[int, ...] = (0,)
     experts_keep: int = EXPERT_KEEPS
+    streams: int = 1
+    mixings: int = 0
 
     @classmethod
     def of(cls, config: Any) -> ModelShape:
@@ -61,6 +64,8 @@ class ModelShape:
             states=state_shape(text),
             routed=routed,
             experts_keep=EXPERT_KEEPS + (getattr(text, "_experts_implementation", None) == "eager"),
+            streams=getattr(text, "hc_mult", None) or 1,
+            mixings=getattr(text, "hc_sinkhorn_iters", None) or 0,
         )
 
     @property
@@ -103,13 +108,14 @@ class ModelShape:
         if self.states is not None:  # scans keep float32 whatever the layers' dtype is
             states = self.states
             kept += states.layers * (states.kept_values() * bytes_per_value + states.kept_scan_values() * 4)
-        return int(kept)
+        return int(kept) + self.layers * self._streams_keep(bytes_per_value)
 
     def checkpoint_share(self) -> float:
         """Part of a token's activations that is alive when its layers are checkpointed: each layer's input, and one
         layer at a time in full."""
         whole = self.activation_bytes(4) / 4
-        return min(1.0, ((self.layers + 2) * self.hidden + self.largest_layer(4) / 4) / whole)
+        inputs = (self.layers * self.streams + 2) * self.hidden
+        return min(1.0, (inputs + self.largest_layer(4) / 4) / whole)
 
     def largest_layer(self, bytes_per_value: int) -> int:
         """Estimated bytes a token keeps alive in the layer that keeps most."""
@@ -118,7 +124,16 @@ class ModelShape:
             mixers.append(self.states.kept_values() * bytes_per_value + self.states.kept_scan_values() * 4)
         kept = self.norms_keep + self.experts_keep * max(self.routed)
         rest = (kept * self.hidden + self.mlp_keeps * max(self.feed_forward)) * bytes_per_value
-        return int((max(mixers) + rest) * self._copies(bytes_per_value))
+        return int((max(mixers) + rest) * self._copies(bytes_per_value)) + self._streams_keep(bytes_per_value)
+
+    def _streams_keep(self, bytes_per_value: int) -> int:
+        """Bytes that the two hyper-connections of a layer keep, which compute in float32: the streams, with copies
+        where they are bf16; where they are mixed, also their norm's result and what each round divides."""
+        if self.streams == 1:
+            return 0
+        copies = bytes_per_value + 6 * (bytes_per_value < 4) + 4 * (self.mixings > 0)
+        rounds = 2 * 4 * self.mixings * self.streams * (self.streams + 1)
+        return 2 * (self.streams * self.hidden * copies + rounds)
 
     def _copies(self, bytes_per_value: int) -> float:
         """In low precision norms that are written out also save float32 copies."""
