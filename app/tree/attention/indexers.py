@@ -367,6 +367,7 @@ def _choose_by_lines(layer: int, forward: Any, chunk: ChunkAttention, arguments:
         line = torch.cat([place[:path], place[path:][before], place[path + start : path + stop]])
         given = {name: _rows(value, slice(start, stop), rows) for name, value in arguments.items()}
         picks = run_indexer(forward, given, stop - start, len(line), keys, _not_asked)
+        picks = picks[..., : found.shape[-1]]  # but a column of none
         found[:, start:stop, : picks.shape[-1]] = torch.where(picks < 0, picks, line[picks.clamp_min(0).long()])
     if chunk.store:
         assert keys.chunk is not None

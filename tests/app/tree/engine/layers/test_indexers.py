@@ -147,6 +147,19 @@ def test_calls_past_the_engine_are_refused_by_name() -> None:
         TreeEngine(model, self_check=False).backward(PrefixTree.build(families.SEQUENCES), past)
 
 
+@pytest.mark.parametrize("short", range(1, 7))
+def test_lines_of_every_length_around_what_is_chosen(short: int) -> None:
+    """Of pools, whose choice has other columns where it is of all, or of just as many as there are."""
+    model = exact("glm5_next")
+    for long in range(short, 9):
+        sequences = [np.arange(long) + 2, np.arange(short) + 12, np.r_[2, np.arange(short) + 20]]
+        tree, want = PrefixTree.build(sequences), oracle.dense_forward(model, sequences)
+        for budgets in ((100, 100), (3, 100)):
+            got = TreeEngine(model, *budgets, self_check=False).forward(tree).logprobs
+            for ours, theirs in zip(got, want, strict=True):
+                torch.testing.assert_close(ours, theirs.logprobs.detach(), rtol=0, atol=1e-9)
+
+
 def test_pools_are_refused_in_groups_of_ranks() -> None:
     indexer = exact("glm5_next").model.language_model.layers[1].self_attn.indexer
     chunk = SimpleNamespace(layout=SimpleNamespace(tokens=[0]), path_tokens=0, shares=object())
