@@ -1,4 +1,4 @@
-"""Inference engines that roll out episodes: `EmbeddedEngine` (in this process); `InferenceEngine` is their protocol,
+"""Inference engines that roll out episodes: `EmbeddedEngine` (in this process); `InferenceEngine` is their base,
 `ServerEngine` what those with servers add."""
 
 from datamodules.inference.embedded import EmbeddedEngine

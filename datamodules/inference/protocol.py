@@ -244,9 +244,9 @@ class WeightUpdate:
             raise ValueError(f"WeightUpdate.deadline_s: {self.deadline_s}, must be above 0 and finite")
 
 
-@runtime_checkable
-class InferenceEngine(Protocol):
-    """Generates from a copy of the policy and takes new weights while doing so. Safe to call from any thread.
+class InferenceEngine(ABC):
+    """Generates from a copy of the policy and takes new weights while doing so. Safe to call from any thread. Any class
+    with its methods counts as one, without inheriting from this.
 
     One that honours fields of `GenerationRequest.shaping` names them in an attribute `shapings`; one without it is sent
     no request that has any. One that shows pictures has a method `use_images(processor)`, called before `start` with
@@ -256,22 +256,27 @@ class InferenceEngine(Protocol):
     """
 
     @property
+    @abstractmethod
     def version(self) -> int:
         """Policy version of the weights that generate the next token."""
 
     @property
+    @abstractmethod
     def vocab_size(self) -> int:
         """Ids below it may be sent. GenerationError before `start`."""
 
     @property
+    @abstractmethod
     def max_context(self) -> int:
         """Most tokens, prompt and output together, of one request. GenerationError before `start`."""
 
     @property
+    @abstractmethod
     def update_methods(self) -> tuple[str, ...]:
         """Ways it takes new weights, the preferred one first: of "memory", "distributed", "disk", "tensor" and
         "adapter"."""
 
+    @abstractmethod
     def start(self, model: PreTrainedModel, version: int, seed: int, parts: WeightParts | None = None) -> None:
         """Called once, on global rank 0, before the first request; the trainer's `model` is left untouched.
 
@@ -284,6 +289,7 @@ class InferenceEngine(Protocol):
         Raises GenerationError when the engine already runs or cannot serve this model.
         """
 
+    @abstractmethod
     async def generate(self, request: GenerationRequest) -> GenerationResponse:
         """Samples one completion; callable from any event loop, many at a time.
 
@@ -293,12 +299,15 @@ class InferenceEngine(Protocol):
         Raises GenerationError: invalid request (names the field), engine not running or failed, deadline passed.
         """
 
+    @abstractmethod
     def pause(self) -> None:
         """Returns when no forward pass runs and none will start; requests wait, they do not fail."""
 
+    @abstractmethod
     def resume(self) -> None:
         """Continues after `pause`; without one it does nothing."""
 
+    @abstractmethod
     def update_weights(self, update: WeightUpdate) -> float:
         """Pauses, loads, flushes all cached keys and values, continues (stays paused if it was paused).
 
@@ -306,11 +315,19 @@ class InferenceEngine(Protocol):
         serving, when names or shapes do not fit, or when the version does not rise.
         """
 
+    @abstractmethod
     def health(self) -> dict[str, Any]:
         """Plain values: at least `alive`, `paused`, `version`, `running`, `waiting`, and `error` ("" if none)."""
 
+    @abstractmethod
     def close(self) -> None:
         """Fails whatever is pending with GenerationError, ends threads or connections, frees memory; idempotent."""
+
+    @classmethod
+    def __subclasshook__(cls, other: type) -> bool:
+        # By their names: for a Protocol, jsonargparse asks for our annotations too, and reads them anew for each value.
+        methods = (name for name, value in vars(cls).items() if name[0] != "_" and callable(value))
+        return cls is InferenceEngine and all(callable(getattr(other, name, None)) for name in methods)
 
 
 @dataclass(frozen=True)

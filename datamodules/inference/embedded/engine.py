@@ -41,6 +41,7 @@ from datamodules.inference.protocol import (
     GenerationError,
     GenerationRequest,
     GenerationResponse,
+    InferenceEngine,
     WeightUpdate,
 )
 
@@ -79,8 +80,8 @@ def _routers(model: PreTrainedModel) -> Routers:
         raise GenerationError(f"EmbeddedEngine.record_experts: {error}") from error
 
 
-class EmbeddedEngine:
-    """An `InferenceEngine` in this process (see the protocol for its methods). A policy with adapters is merged.
+class EmbeddedEngine(InferenceEngine):
+    """An `InferenceEngine` in this process (see there for its methods). A policy with adapters is merged.
 
     It holds a whole copy of the model on its device, beside what the trainer holds there; where that is more than is
     free, it is refused. New weights of a policy in shards come a layer at a time, while nothing is generated.

@@ -42,6 +42,7 @@ from datamodules.inference.protocol import (
     GenerationError,
     GenerationRequest,
     GenerationResponse,
+    InferenceEngine,
     ServerEngine,
     WeightUpdate,
 )
@@ -66,7 +67,7 @@ _MOST_ATTEMPTS = 4
 _NOT_RUNNING = "the SGLang engine is not running: start() it first"
 
 
-class SGLangEngine(ServerEngine):
+class SGLangEngine(InferenceEngine, ServerEngine):
     """An `InferenceEngine` and `ServerEngine` on SGLang servers (see there for its methods).
 
     Args:

@@ -31,6 +31,30 @@ class PlainWorkflow:
         return []
 
 
+class PlainEngine:
+    """A user's engine: inherits nothing, annotates nothing of its methods."""
+
+    update_methods = ("memory",)
+    version, vocab_size, max_context = -1, 9, 9
+
+    def __init__(self, url: str = "here") -> None:
+        self.url = url
+
+    def start(self, model, version, seed, parts=None):  # type: ignore[no-untyped-def]
+        pass
+
+    async def generate(self, request):  # type: ignore[no-untyped-def]
+        pass
+
+    def pause(self):  # type: ignore[no-untyped-def]
+        pass
+
+    def update_weights(self, update):  # type: ignore[no-untyped-def]
+        pass
+
+    resume = health = close = pause
+
+
 def printed(capsys: pytest.CaptureFixture[str], *flags: str) -> str:
     with pytest.raises(SystemExit) as end:
         main(["fit", *flags, "--print_config"])
@@ -119,10 +143,16 @@ def test_options_that_a_class_has_of_the_one_it_replaces_are_told(
     assert [one.count("takes over") for one in said] == [1, 0]  # a seed, which any does for, is not told
 
 
-def test_a_plain_class_is_a_workflow(capsys: pytest.CaptureFixture[str]) -> None:
-    name = f"{__name__}.{PlainWorkflow.__name__}"
-    got = parsed(capsys, "--data.workflow", name, "--data.workflow.max_new_tokens", "9")["workflow"]
-    assert got == {"class_path": name, "init_args": {"max_new_tokens": 9}}
+@pytest.mark.parametrize(
+    ("part", "plain", "option", "value"),
+    [("workflow", PlainWorkflow, "max_new_tokens", 9), ("engine", PlainEngine, "url", "there")],
+)
+def test_a_plain_class_is_one_by_its_methods(
+    part: str, plain: type, option: str, value: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    name = f"{__name__}.{plain.__name__}"
+    got = parsed(capsys, f"--data.{part}", name, f"--data.{part}.{option}", str(value))[part]
+    assert got == {"class_path": name, "init_args": {option: value}}
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
