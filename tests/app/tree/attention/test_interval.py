@@ -35,10 +35,11 @@ TOLERANCE = {F64: 1e-12, F32: 2e-6, BF16: 4e-2, F16: 5e-3}
 precision rounds probabilities, as flash kernels do, and the result."""
 FEW = settings(max_examples=max(1, settings.default.max_examples // 6))  # the interpreter takes seconds for each
 SMALL = interval.Blocks(*(interval.Shape(*sizes, 4, 2) for sizes in ((32, 16), (16, 32), (16, 16))), columns=True)
+BOTH = pytest.mark.usefixtures("small_blocks")
 pytestmark = pytest.mark.usefixtures("interpreted")
 
 
-@pytest.fixture(autouse=True, params=[True, False], ids=["columns", "rows"])
+@pytest.fixture(params=[True, False], ids=["columns", "rows"])
 def small_blocks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Several blocks for a few dozen tokens; gradients of keys summed as columns, and as rows."""
     monkeypatch.setattr(interval, "blocks_of", lambda q, window: SMALL._replace(columns=request.param))
@@ -105,6 +106,7 @@ def check_chunk(
     assert out.dtype == dtype and all(x.dtype == wide for x in returned if path)
 
 
+@BOTH
 @FEW
 @given(
     case=cases(),
@@ -125,6 +127,7 @@ def test_a_chunk_of_a_random_tree(
     check_chunk(tree, chunks[which % len(chunks)], heads, dtype, call, sink)
 
 
+@BOTH
 @pytest.mark.parametrize("window", [pytest.param(None, marks=pytest.mark.slow), 30])
 def test_blocks_of_other_branches_are_left_out(window: int | None) -> None:
     """Four branches of two blocks each over a path of three."""
@@ -140,6 +143,7 @@ def test_blocks_of_other_branches_are_left_out(window: int | None) -> None:
     assert (len(found) == 10) == (window is not None)
 
 
+@BOTH
 @pytest.mark.parametrize("window", [None, 60])
 def test_blocks_that_all_see_are_computed_without_a_mask(window: int | None) -> None:
     """A long branch beside a short one: of the chunk, and of the path, whole blocks and others."""
@@ -156,6 +160,7 @@ def test_blocks_that_all_see_are_computed_without_a_mask(window: int | None) -> 
     assert (len(found) == 10) == (window is not None)
 
 
+@BOTH
 @pytest.mark.parametrize("name", ["gpt_oss", *(pytest.param(n, marks=pytest.mark.slow) for n in ("gemma2", "qwen2"))])
 def test_in_the_engine(name: str) -> None:
     """Every family's windows, soft-capping and sinks, over chunks that are far shorter than the tree is deep."""
@@ -169,6 +174,7 @@ def test_in_the_engine(name: str) -> None:
     assert error <= 1e-9, f"{error:.1e} in {where}"
 
 
+@BOTH
 def test_layers_may_run_again_in_backward() -> None:
     """Gradients of the path are added once."""
     model = models.make("starcoder2", F64, num_attention_heads=2, num_key_value_heads=1)

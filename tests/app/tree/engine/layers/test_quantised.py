@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import CONFIG_MAPPING
@@ -39,7 +39,7 @@ def shared() -> tuple[Any, nn.Module]:
     return adapted(), models.value_head(torch.float32)
 
 
-@settings(max_examples=25, derandomize=True, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=settings.default.max_examples // 3)  # half a second each
 @given(case=cases())
 def test_random_trees(shared: tuple[Any, nn.Module], case: Case) -> None:
     model, head = shared
