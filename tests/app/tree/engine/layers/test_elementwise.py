@@ -55,36 +55,27 @@ def test_parity_and_no_compilation_for_a_new_length(monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.timeout(900)
 def test_weights_of_norms_whose_gradients_are_wider_are_compiled_with_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch.compile breaks its graph at a parameter whose gradient has another dtype: bf16, summed in float32."""
-    monkeypatch.setattr(projections, "DEVICES", ("cpu",))
-    monkeypatch.setattr(projections, "add_product", lambda total, left, right: total.add_(left.t() @ right))
-    model = models.make("qwen3", torch.bfloat16)
-    before, found = snapshot(model), []
-    for how in ("eager", "compile"):
-        for _ in range(2):  # from the second pass on there are gradients as the forward begins
-            TreeEngine(model, 6, 9, self_check=False, elementwise=how).backward(PrefixTree.build(SEQUENCES), LOSS)
-        assert {p.grad.dtype for p in model.parameters() if p.grad is not None} == {torch.float32}
-        found.append(take_grads(model))
-    assert counters["stats"]["unique_graphs"] and not any("its gradient" in why for why in counters["graph_break"])
-    assert all(torch.equal(found[0][name], found[1][name]) for name in found[0])
-    assert_unchanged(model, dict(before))
-    assert not any({"forward", "weight"} & module.__dict__.keys() for module in model.modules())
-
-
-@pytest.mark.timeout(900)
-def test_gradients_of_norms_are_complete_as_early_as_without(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Layer by layer, not after all of them: sums over ranks begin when a bucket's last gradient is there."""
+    """torch.compile breaks its graph at a parameter whose gradient has another dtype: bf16, summed in float32. These
+    are complete layer by layer, not after all of them: sums over ranks begin when a bucket's last gradient is there."""
     monkeypatch.setattr(projections, "DEVICES", ("cpu",))
     monkeypatch.setattr(projections, "add_product", lambda total, left, right: total.add_(left.t() @ right))
     model, order = models.make("qwen3", torch.bfloat16), list[str]()
     for name, parameter in model.named_parameters():
         if name.endswith((".post_attention_layernorm.weight", "embed_tokens.weight")):
             parameter.register_post_accumulate_grad_hook(lambda _, name=name: order.append(name.split(".")[-3]))
+    before, found = snapshot(model), []
     for how in ("eager", "compile"):
-        TreeEngine(model, 100, 100, self_check=False, elementwise=how).backward(PrefixTree.build(SEQUENCES), LOSS)
-    assert order == ["1", "0", "model"] * 2
+        for _ in range(2):  # from the second pass on there are gradients as the forward begins
+            TreeEngine(model, 100, 100, self_check=False, elementwise=how).backward(PrefixTree.build(SEQUENCES), LOSS)
+        assert {p.grad.dtype for p in model.parameters() if p.grad is not None} == {torch.float32}
+        found.append(take_grads(model))
+    assert order == ["1", "0", "model"] * 4
+    assert counters["stats"]["unique_graphs"] and not any("its gradient" in why for why in counters["graph_break"])
+    assert all(torch.equal(found[0][name], found[1][name]) for name in found[0])
     with torch.inference_mode():  # as Lightning validates; it knows no order of autograd
         TreeEngine(model, 100, 100, elementwise="compile").forward(PrefixTree.build(SEQUENCES))
+    assert_unchanged(model, dict(before))
+    assert not any({"forward", "weight"} & module.__dict__.keys() for module in model.modules())
 
 
 def test_names() -> None:
