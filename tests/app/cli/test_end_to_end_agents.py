@@ -46,10 +46,10 @@ def fit(config: str, model: dict[str, Any], *flags: str) -> tuple[dict[str, list
 def fit_bytes(
     data: dict[str, Any], model: dict[str, Any] = MODEL
 ) -> tuple[dict[str, list[float]], list[dict[str, Any]]]:
-    """`fit` of a byte-level chat model: 2 prompts a step, 3 samples of each, synchronous."""
+    """`fit` of a byte-level chat model: 2 prompts a step, 3 samples of each or as `data` says, synchronous."""
     byte_tokenizer(CHATML).save_pretrained("bytes")
-    more = {"tokenizer": "bytes", "validation": {"prompts": None}, "batch_size": 2, "group_size": 3, "max_staleness": 0}
-    Path("data.yaml").write_text(yaml.safe_dump({"data": {"init_args": data | more}}))
+    more = {"tokenizer": "bytes", "validation": {"prompts": None}, "batch_size": 2, "max_staleness": 0}
+    Path("data.yaml").write_text(yaml.safe_dump({"data": {"init_args": {"group_size": 3} | data | more}}))
     flags = [flag for flag in WITHOUT_VALIDATION if "callbacks" not in flag]
     model = {**model, "vocab_size": 260, "max_position_embeddings": 2048}
     return fit(str(CONFIGS / "quickstart.yaml"), model, "--config=data.yaml", *flags)
@@ -150,10 +150,11 @@ def test_an_agent_of_the_openai_package(model: dict[str, Any]) -> None:
             },
         },
         "reward": None,
+        "group_size": 2,  # each episode is a process that imports the package
     }
     logged, samples = fit_bytes(data, model)
     assert_trained(logged)  # what the trainer computes for these ids is what the sampler did
-    assert len(samples) == 24 and all(one["metadata"]["turns"] == 2 for one in samples)
+    assert len(samples) == 16 and all(one["metadata"]["turns"] == 2 for one in samples)
     assert logged["tokens/tree"][0] < logged["tokens/leaf"][0] < logged["tokens/dense"][0]
 
 
@@ -174,7 +175,7 @@ def test_the_configuration_for_an_agent_of_ones_own(monkeypatch: pytest.MonkeyPa
     assert len(config.read_text().splitlines()) < 40
     small = [
         "--data.batch_size=2",
-        "--data.group_size=3",
+        "--data.group_size=2",
         "--data.workflow.workers=2",
         "--data.workflow.max_new_tokens=8",
     ]

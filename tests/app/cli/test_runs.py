@@ -1,4 +1,4 @@
-"""Whole runs through the command line, in processes of their own: the quickstart's configurations at a few steps."""
+"""Whole runs through the command line, most in processes of their own: the quickstart's configurations, a few steps."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from app.cli import main
 from callbacks.report.charts import held_out_curve
 from callbacks.report.runs import read_run
 from datamodules.pipeline.gate import unaccounted
@@ -116,13 +117,15 @@ def test_a_recording_trains_to_the_same_numbers_without_rolling_out(warm: Path, 
     assert len(list((tmp_path / "only" / "rollouts").iterdir())) == 2
 
 
-def test_seed_everything_is_the_seed_of_the_draws_that_name_none(warm: Path, tmp_path: Path) -> None:
-    """A model that is given has no other draws: runs with other seeds would be one run."""
+def test_seed_everything_is_the_seed_of_the_draws_that_name_none(
+    warm: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A model that is given has no other draws: runs with other seeds would be one run. In this process."""
+    monkeypatch.setattr(sys, "argv", ["arborist"])
 
     def replies(name: str, config: Path, *seeds: str) -> list[str]:
         flags = ["--trainer.limit_predict_batches", "1", "--data.batch_size", "4", *seeds]
-        done = arborist("predict", "--config", str(config), "--run_dir", str(tmp_path / name), *flags)
-        assert done.returncode == 0, done.stdout + done.stderr
+        main(["predict", "--config", str(config), "--run_dir", str(tmp_path / name), *flags])
         return [json.loads(one)["completion"] for one in (tmp_path / name / "samples.jsonl").read_text().splitlines()]
 
     (tmp_path / "one.yaml").write_text(
