@@ -106,6 +106,13 @@ class ArboristParser(LightningArgumentParser):
         kwargs.setdefault("prog", "arborist")
         super().__init__(*args, allow_abbrev=False, **kwargs)
 
+    def dump(self, *args: Any, **options: Any) -> str:
+        """Parsing has checked it, and doing so anew takes longer than all else. `--print_config` asks to."""
+        return str(super().dump(*args, **{"skip_validation": True} | options))
+
+    def save(self, *args: Any, **options: Any) -> None:
+        super().save(*args, **{"skip_validation": True} | options)
+
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
         if not self.exit_on_error:
             super().error(message, ex)

@@ -205,7 +205,7 @@ class ArboristCLI(LightningCLI):
             for key in unsaid:
                 config[key] = None
         # Loggers are told what Lightning calls hyper-parameters: by themselves modules would name the model's alone.
-        said = yaml.safe_load(self._parser(self.subcommand).dump(config, skip_none=False, skip_validation=True))
+        said = yaml.safe_load(self._parser(self.subcommand).dump(config, skip_none=False))
         own = self.datamodule.hparams
         if not own or self.datamodule._log_hyperparams:  # else it has said that loggers are to be told nothing of it
             more = {"data", "trainer", "seed_everything"} - own.keys() - self.model.hparams.keys()  # theirs stay theirs
