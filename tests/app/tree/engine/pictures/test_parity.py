@@ -40,11 +40,22 @@ TEXTS: list[list[vision.Part]] = [
     ["C", 23, 24],
     [1, 2, "A", 12],
 ]
+Dense = tuple[float, dict[str, torch.Tensor], list[torch.Tensor]]
+"""A loss, its gradients by name, and the log-probabilities of each sequence."""
 PLANS = [(10_000, 10_000), (40, 10_000), (40, 60), (17, 34), (7, 14), (1, 1)]
 
 
 def build(sequences: vision.Sequences) -> PrefixTree:
     return PrefixTree.build(sequences.tokens, images=sequences.images, pictures=sequences.pictures)
+
+
+def loss_of(sequences: vision.Sequences) -> SequenceLoss:
+    return SequenceLoss("tanh_of_sums", sequences.lengths, 0, ("logprobs",))
+
+
+def densely(model: vision.Vision, texts: list[list[vision.Part]]) -> Dense:
+    sequences = model.sequences(texts)
+    return *sequences.dense_backward(loss_of(sequences)), sequences.dense_logprobs()
 
 
 def compare(
@@ -53,16 +64,18 @@ def compare(
     plan: tuple[int, int],
     tolerance: float,
     tower_tolerance: float | None = None,
+    dense: Dense | None = None,
     **engine: object,
 ) -> TreeEngine:
+    """`dense`: the truth, where it is there already."""
     sequences = model.sequences(texts)
-    loss = SequenceLoss("tanh_of_sums", sequences.lengths, 0, ("logprobs",))
-    total, expected = sequences.dense_backward(loss)
+    loss = loss_of(sequences)
+    total, expected, logprobs = dense or densely(model, texts)
     engine = {"self_check": False, **engine}
     over = TreeEngine(model.model, *plan, image_processor=model.processor, **engine)  # type: ignore[arg-type]
     tree = build(sequences)
     out = over.forward(tree)
-    for got, want in zip(out.logprobs, sequences.dense_logprobs()):
+    for got, want in zip(out.logprobs, logprobs, strict=True):
         assert (got - want).abs().max() <= tolerance * max(1.0, float(want.abs().max()))
     assert over.backward(tree, loss) == pytest.approx(total, rel=1e-5)
     got_grads = take_grads(model.model)
