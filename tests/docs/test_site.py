@@ -47,6 +47,12 @@ def pages() -> Any:
     return module
 
 
+@pytest.fixture(scope="module")
+def functions_page(pages: Any) -> str:
+    """Half a second each time it is made."""
+    return str(pages.functions_page())
+
+
 def test_it_builds_and_every_link_leads_somewhere(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path / "site")]
     environment = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
@@ -74,9 +80,9 @@ def test_options_are_those_of_the_classes(pages: Any) -> None:
 
 
 @pytest.mark.parametrize("key", TABLES)
-def test_every_function_that_an_option_names_is_explained(pages: Any, key: str) -> None:
+def test_every_function_that_an_option_names_is_explained(pages: Any, functions_page: str, key: str) -> None:
     table, inputs = TABLES[key]
-    found, text = pages.functions(key), pages.functions_page()
+    found, text = pages.functions(key), functions_page
     assert list(found) == list(table)
     for name, function in table.items():
         (section,) = re.findall(rf"^### {name}\n(.*?)(?=^##)", text, flags=re.MULTILINE | re.DOTALL)
@@ -105,9 +111,9 @@ def test_help_and_overview_name_every_function(key: str) -> None:
     assert "docs/algorithms.md" in _argument(PolicyModule, "advantage")
 
 
-def test_default_aggregations_are_told(pages: Any) -> None:
+def test_default_aggregations_are_told(functions_page: str) -> None:
     text = _argument(PolicyModule, "aggregation")
-    assert all(f'"{name}"' in text and f'"{name}"' in pages.functions_page() for name in AGGREGATIONS)
+    assert all(f'"{name}"' in text and f'"{name}"' in functions_page for name in AGGREGATIONS)
     rows = re.findall(r"^\| `(\w+)` \| 1 / .* \| (.*) \|$", (ROOT / "docs/algorithms.md").read_text(), re.MULTILINE)
     assert [name for name, _ in rows] == list(AGGREGATIONS)
     others = {name: traits_of(one).aggregation for name, one in OBJECTIVES.items()}
