@@ -19,6 +19,8 @@ from datamodules.inference.protocol import GenerationError, GenerationRequest
 from datamodules.pending import Pending
 from datamodules.pipeline.player import EpisodePlayer, Pause
 from datamodules.processes.calls import CallFailed
+from datamodules.processes.environment import InEnvironment
+from datamodules.processes.worker import NotAnAnswer
 from datamodules.prompts.base import Prompt
 from datamodules.rewards import Judgement
 from datamodules.workflows.gateway import AgentWorkflow, Budget
@@ -210,14 +212,23 @@ def test_what_failures_score_is_checked() -> None:
 
 
 @pytest.mark.parametrize("agent", [agents.structured, agents.structured_later])
-@pytest.mark.parametrize(
-    ("kind", "called"), [("dict", "Answer"), ("list", "list"), ("bool", "bool"), ("object", "Prompt")]
-)
-def test_an_answer_that_is_neither_text_nor_a_number_is_refused(
-    agent: Callable[..., Any], kind: str, called: str
-) -> None:
-    with pytest.raises(CallFailed, match=f"the agent returned a value of type {called}; it must return text or a num"):
-        run(agent, ["6"], task=replace(TASK, id=kind))
+def test_an_answer_that_is_neither_text_nor_a_number_is_refused(agent: Callable[..., Any]) -> None:
+    with pytest.raises(CallFailed, match="the agent returned a value of type Answer; it must return text or a number"):
+        run(agent, ["6"], task=replace(TASK, id="dict"))
+
+
+@pytest.mark.parametrize("value", [{"text": "6"}, ["6"], True, TASK], ids=lambda value: type(value).__name__)
+def test_which_answers_are_none(value: Any) -> None:
+    """In this process, which starts none for each."""
+
+    async def later(task: Prompt) -> Any:
+        return value
+
+    said = f"returned a value of type {type(value).__name__}; it must return text or a number"
+    with pytest.raises(NotAnAnswer, match=said):
+        InEnvironment(lambda task: value)({}, TASK)
+    with pytest.raises(NotAnAnswer, match=said):
+        asyncio.run(InEnvironment(later)({}, TASK))
 
 
 @pytest.mark.parametrize(("kind", "judged"), [("number", "6"), ("none", "the reply")])
