@@ -137,7 +137,9 @@ def test_seed_everything_is_the_seed_of_the_draws_that_name_none(
     assert replies("again", saved, "--seed_everything", "2", "--data.seed", "1") == one, "one that is named stays"
 
 
-def test_a_checkpoint_scores_the_same_and_goes_on(synchronous: Path, warm: Path, tmp_path: Path) -> None:
+def test_a_checkpoint_scores_the_same_and_goes_on(
+    synchronous: Path, warm: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     checkpoint = synchronous / "checkpoints" / "last.ckpt"
     common = ["--model.model.path", str(warm), "--ckpt_path", str(checkpoint), *SYNCHRONOUS]
     done = arborist("validate", "--config", "configs/quickstart.yaml", "--run_dir", str(tmp_path / "val"), *common)
@@ -149,9 +151,10 @@ def test_a_checkpoint_scores_the_same_and_goes_on(synchronous: Path, warm: Path,
     on = f"goes on from step 6 of {checkpoint}\npolicy: "
     resumed = fit("quickstart.yaml", tmp_path / "more", *common, "--trainer.max_steps", "8", says=on)
     assert [int(row["step"]) for row in resumed if row["reward"]] == [6, 7], "numbered as if nothing had been between"
-    straight = fit(
-        "quickstart.yaml", tmp_path / "all", "--model.model.path", str(warm), "--trainer.max_steps", "8", *SYNCHRONOUS
-    )
+    monkeypatch.setattr(sys, "argv", ["arborist"])
+    flags = ["--model.model.path", str(warm), "--trainer.max_steps", "8", *SYNCHRONOUS]
+    main(["fit", "--config", str(ROOT / "configs/quickstart.yaml"), "--run_dir", str(tmp_path / "all"), *flags])
+    straight = metrics(tmp_path / "all")
     assert column(resumed, "reward") == column(straight, "reward")[-2:], "the same stream goes on"
     assert column(resumed, "loss") == pytest.approx(column(straight, "loss")[-2:], abs=1e-6)
 
