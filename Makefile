@@ -18,9 +18,9 @@ SERVER_TORCH ?= torch==2.13.0
 ifeq ($(ARBORIST_SKIP_SGLANG)$(ARBORIST_SGLANG_PYTHON),)
 TESTED_SERVER := $(SERVER_STAMP)
 endif
-# Test processes: two a core, since tests wait for servers, ranks and other processes half of their time. Each takes
-# more than 1 GB, and some seconds to collect the tests.
-WORKERS ?= $(shell n=$$(getconf _NPROCESSORS_ONLN); echo $$((n < 8 ? 2 * n : 16)))
+# Test processes: two more than cores, since tests wait for servers, ranks and other processes half of their time. Each
+# takes more than 1 GB, and some seconds to collect the tests.
+WORKERS ?= $(shell n=$$(getconf _NPROCESSORS_ONLN); echo $$((n < 14 ? n + 2 : 16)))
 # TRL, for the tests that compare losses with it: on top of the packages of .venv, which it must not change.
 TRL_VENV  := .venv-trl
 TRL_STAMP := $(TRL_VENV)/.installed
