@@ -19,5 +19,6 @@ def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, clip: float 
     free = 0.5 * (values - returns) ** 2
     if clip is None:
         return free, torch.zeros_like(free, dtype=torch.bool)
-    bounded = 0.5 * (old_values + (values - old_values).clamp(-clip, clip) - returns) ** 2
+    # Not V_old + the clipped difference, which differs from V by rounding where nothing is clipped.
+    bounded = 0.5 * (values.clamp(old_values - clip, old_values + clip) - returns) ** 2
     return torch.maximum(free, bounded), bounded > free

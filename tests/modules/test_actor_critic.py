@@ -178,6 +178,14 @@ def test_value_loss_and_explained_variance() -> None:
     assert explained_variance(old, old * 0 + 1) is None
 
 
+def test_a_value_that_moved_less_than_the_clip_is_never_counted_as_clipped() -> None:
+    """Rounding included: near 0, where critics begin, V_old + (V - V_old) is not V for one in twenty."""
+    torch.manual_seed(0)
+    old, values, returns = (scale * torch.randn(10_000) for scale in (0.01, 0.03, 0.02))
+    losses, clipped = value_loss(values, old, returns, clip=0.5)
+    assert not bool(clipped.any()) and torch.equal(losses, value_loss(values, old, returns)[0])
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
