@@ -81,6 +81,14 @@ def _refuse_drawn(config: Any, key: str) -> None:
         )
 
 
+def _wide(made: Any) -> Any:
+    """With adapters of float64 where the model is, as PEFT has them, also on ranks where no weight has storage."""
+    if made.dtype == torch.float64:
+        for param in made.parameters():
+            param.data = param.data.double()
+    return made
+
+
 def adapted(model: PreTrainedModel, adapter: str | dict[str, Any], path: str, but: list[str]) -> Any:
     """`model` with adapters, which are trained, in PEFT's wrapper; new ones on no module of `but`. Raises ValueError
     naming the field."""
@@ -101,7 +109,7 @@ def adapted(model: PreTrainedModel, adapter: str | dict[str, Any], path: str, bu
                 setattr(config, name, 0.0)
             if torch.get_default_device().type == "meta":  # another rank has the weights
                 config.inference_mode = False  # as it is saved; else this rank would train nothing of it
-                return peft.get_peft_model(model, config)
+                return _wide(peft.get_peft_model(model, config))
             _check_base(adapter, config, path)
             made = peft.PeftModel.from_pretrained(model, adapter, is_trainable=True, config=config)
             # It warns of what is missing, and says nothing of what has no place; a second time it returns both.
@@ -144,7 +152,7 @@ def adapted(model: PreTrainedModel, adapter: str | dict[str, Any], path: str, bu
         raise ValueError(f"model.adapter.{name}: {rate}, must be 0: tokens that sequences share are computed once")
     _refuse_drawn(config, "model.adapter.init_lora_weights")
     try:
-        made = peft.get_peft_model(model, config)
+        made = _wide(peft.get_peft_model(model, config))
     except Exception as error:  # what layers they take, too
         raise ValueError(f"model.adapter: {reason(error, 300)}") from error
     if Path(path).is_dir():  # so that whoever loads the adapter finds the model from anywhere

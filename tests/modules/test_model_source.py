@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import warnings
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -231,19 +232,20 @@ def test_an_adapter_that_has_weights_in_indexers_trains_the_others(tmp_path: Pat
     assert any("indexer" in name for name in trained) and any(trained.values())
 
 
-def test_an_adapter_that_is_gone_on_with_is_trained_on_ranks_without_weights_too(tmp_path: Path) -> None:
-    """PEFT saves that it is for inference; ranks of a sharded run make it without storage."""
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float64"])
+def test_an_adapter_is_the_same_on_ranks_without_weights(tmp_path: Path, dtype: str) -> None:
+    """Ranks of a sharded run make it without storage; PEFT saves that it is for inference."""
     build_model(ModelSource(config=CONFIG)).save_pretrained(tmp_path / "base")
-    began = ModelSource(path=str(tmp_path / "base"), adapter={"r": 2})
-    build_model(began).save_pretrained(tmp_path / "adapter")
-    source = ModelSource(path=str(tmp_path / "base"), adapter=str(tmp_path / "adapter"))
+    new = ModelSource(path=str(tmp_path / "base"), dtype=dtype, adapter={"r": 2})
+    build_model(new).save_pretrained(tmp_path / "adapter")
 
-    def trained(model: Any) -> dict[str, torch.Size]:
-        return {name: p.shape for name, p in model.named_parameters() if p.requires_grad}
+    def trained(model: Any) -> dict[str, tuple[torch.Size, torch.dtype]]:
+        return {name: (p.shape, p.dtype) for name, p in model.named_parameters() if p.requires_grad}
 
-    whole = trained(build_model(source))
-    with torch.device("meta"):
-        assert trained(build_model(source)) == whole and whole
+    for named in (new, replace(new, adapter=str(tmp_path / "adapter"))):
+        whole = trained(build_model(named))
+        with torch.device("meta"):
+            assert trained(build_model(named)) == whole and whole
 
 
 def _adapter(directory: Path, base: Path) -> Path:
