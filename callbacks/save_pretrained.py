@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import WeightAveraging
 from lightning.pytorch.loggers import WandbLogger
 from lightning.pytorch.utilities import rank_zero_warn
 from transformers import AutoTokenizer
@@ -38,7 +39,8 @@ class SavePretrained(Callback):
         artifact: the name under which W&B keeps the directory too, as an artifact of type "model"; None: it does not.
 
     Raises:
-        ValueError: (as `fit` begins) `artifact` without a WandbLogger among the trainer's loggers.
+        ValueError: (as `fit` begins) `artifact` without a WandbLogger among the trainer's loggers; a callback behind
+            it that averages weights as training ends.
     """
 
     def __init__(self, dirpath: str = "model", merge: bool = False, artifact: str | None = None) -> None:
@@ -49,9 +51,15 @@ class SavePretrained(Callback):
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         self._saved = False
-        if stage != "fit" or self.artifact is None:
+        if stage != "fit":
             return
-        if not any(isinstance(one, WandbLogger) for one in trainer.loggers):
+        later = trainer.callbacks[trainer.callbacks.index(self) :]
+        if averages := next((type(one).__name__ for one in later if isinstance(one, WeightAveraging)), None):
+            raise ValueError(
+                f"trainer.callbacks: SavePretrained stands before {averages}, whose average is there when training has"
+                " ended, and would save the last step's weights; name it behind"
+            )
+        if self.artifact is not None and not any(isinstance(one, WandbLogger) for one in trainer.loggers):
             raise ValueError(
                 f"SavePretrained.artifact: {self.artifact} is for Weights & Biases; add"
                 " lightning.pytorch.loggers.WandbLogger to trainer.logger, or leave artifact out"

@@ -40,6 +40,7 @@ from typing import Any, Literal
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.utilities import rank_zero_warn
 
 from app import checks, interruption
@@ -82,8 +83,8 @@ class WeightSync(Callback):
 
     Raises:
         ValueError: an option out of range or without effect; (at set-up) the datamodule has no inference engine to
-            keep in step, or one that does not take weights that way; (when training starts) validation would fall into
-            the middle of a batch.
+            keep in step, or one that does not take weights that way, or a callback of Lightning's averages weights;
+            (when training starts) validation would fall into the middle of a batch.
         ExportError: the weights cannot be exported, for example for want of disk space.
         GenerationError: the engine did not take them.
         RuntimeError: the engine already serves a newer version than the policy's.
@@ -130,6 +131,13 @@ class WeightSync(Callback):
             raise ValueError(
                 f"trainer.callbacks: WeightSync needs a model with policy and policy_version, not"
                 f" {type(pl_module).__name__}; use modules.PolicyModule as model, or remove WeightSync"
+            )
+        averaging = [one for one in trainer.callbacks if isinstance(one, WeightAveraging | StochasticWeightAveraging)]
+        if averaging and stage == "fit":
+            raise ValueError(
+                f"trainer.callbacks: {type(averaging[0]).__name__} saves an average of weights, which no engine samples"
+                " with, so that validation would score other weights than are saved with its score; remove it, and"
+                " average checkpoints afterwards"
             )
         offered: tuple[str, ...] = data.engine.update_methods
         self._way = offered[0] if self.method == "auto" else self.method

@@ -149,7 +149,9 @@ class TreeModule(EvaluatedModule):
         refuse_frozen("model", model)
         refuse_optimizer(optimizer, lr_scheduler)
         self.model_source = model
-        self.make_optimizer, self.make_lr_scheduler = optimizer, lr_scheduler
+        # As functions, which copies of the module share: the command line's hold its parser, and with it the run.
+        self.make_optimizer = lambda params: optimizer(params)
+        self.make_lr_scheduler = None if lr_scheduler is None else lambda made: lr_scheduler(made)
         self.share_mode = "leaf" if tree_training_mode == "disabled" else "tree"
         # The planner caps chunks at live_tokens, so without a limit of their own they are as large as that.
         self._engine_options: dict[str, Any] = {

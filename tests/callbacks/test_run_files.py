@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
+from lightning.pytorch.callbacks import EMAWeightAveraging
 from lightning.pytorch.loggers import CSVLogger, WandbLogger
 from PIL import Image
 from transformers import AutoModelForCausalLM, Qwen3Config
@@ -185,6 +186,18 @@ def test_export_loads_in_transformers_with_the_trained_weights(tmp_path: Path) -
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "hf").state_dict()
     assert torch.equal(loaded["lm_head.weight"], before - 1)
     assert all(torch.equal(loaded[name], value) for name, value in module.policy.state_dict().items())
+
+
+def test_an_export_in_front_of_the_average_of_weights_is_refused(tmp_path: Path) -> None:
+    average = EMAWeightAveraging(decay=0.5)
+    with pytest.raises(ValueError, match=r"SavePretrained stands before EMAWeightAveraging.* name it behind"):
+        trainer(tmp_path, SavePretrained(), average).fit(LanguageModelModule(), datamodule=TinyData(validate=False))
+    module = LanguageModelModule()
+    run = trainer(tmp_path / "run", average, SavePretrained("hf"), max_steps=2)
+    begun = module.policy.lm_head.weight.detach().clone()
+    run.fit(module, datamodule=TinyData(validate=False))
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "hf").state_dict()
+    torch.testing.assert_close(loaded["lm_head.weight"], begun - 1.5)  # of begun - 1 and begun - 2
 
 
 def test_an_export_is_kept_in_wandb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from lightning.pytorch import Callback
+from lightning.pytorch.callbacks import EMAWeightAveraging, StochasticWeightAveraging
 
 from callbacks import Throughput, ValidateEnds, WeightSync
 from callbacks.pictures import read_metrics
@@ -62,6 +64,13 @@ def test_engine_that_runs_already_gets_newer_weights_and_refuses_older(tmp_path:
 def test_datamodule_without_engine_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"trainer.callbacks: WeightSync .* NoEngine .*remove WeightSync"):
         trainer(tmp_path, WeightSync()).fit(TinyModule(), datamodule=NoEngine())
+
+
+@pytest.mark.parametrize("average", [EMAWeightAveraging(), StochasticWeightAveraging(swa_lrs=0.1, swa_epoch_start=1)])
+def test_an_average_that_no_engine_samples_with_is_refused(tmp_path: Path, average: Callback) -> None:
+    name = type(average).__name__
+    with pytest.raises(ValueError, match=rf"trainer.callbacks: {name} .*which no engine samples with"):
+        trainer(tmp_path, WeightSync(), average).fit(TinyModule(), datamodule=TinyData())
 
 
 def test_times_are_logged_each_step_and_add_up(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from lightning.pytorch.callbacks import EMAWeightAveraging, LambdaCallback
 
 from app.batch import RolloutBatch
 from modules import SFTModule
@@ -36,6 +37,15 @@ def test_three_steps_equal_a_naive_dense_loop(mode: str) -> None:
     got, expected = parameters(module.policy), parameters(model)
     for name in expected:
         torch.testing.assert_close(got[name], expected[name], atol=1e-6, rtol=0)
+
+
+def test_weights_are_averaged_by_lightning() -> None:
+    seen: list[dict[str, torch.Tensor]] = []
+    each = LambdaCallback(on_train_batch_end=lambda trainer, module, *_: seen.append(parameters(module)))
+    module, data = SFTModule(source(), optimizer=sgd), [make_batch(k, recorded=False) for k in range(2)]
+    trainer(each, EMAWeightAveraging(decay=0.25)).fit(module, Batches(data, held_out=[data[0]]))
+    for name, value in parameters(module).items():
+        torch.testing.assert_close(value, 0.25 * seen[0][name] + 0.75 * seen[1][name])
 
 
 def test_learns_and_validates(capsys: pytest.CaptureFixture[str]) -> None:

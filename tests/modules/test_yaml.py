@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import threading
 from typing import Any
 
 import jsonargparse
@@ -12,8 +14,10 @@ from modules import ActorCriticModule, PolicyModule, SFTModule, TreeModule
 from tests.helpers.tiny_policy import CONFIG
 
 
-def configure(class_path: str, **init_args: Any) -> TreeModule:
+def configure(class_path: str, making: Any = None, **init_args: Any) -> TreeModule:
     parser = jsonargparse.ArgumentParser(exit_on_error=False)
+    if making is not None:
+        parser.add_instantiator(making, object)
     parser.add_subclass_arguments(TreeModule, "model")
     config = parser.parse_object({"model": {"class_path": class_path, "init_args": init_args}})
     parser.dump(config)  # what config.yaml of a run is written from
@@ -54,6 +58,25 @@ def test_a_policy_with_everything() -> None:
     assert algorithm.correction.options == {"level": "sequence"} and algorithm.proximal == "interpolated"
     assert module.aggregation() == ("sequence_mean", None)  # GSPO's own
     assert module.reference.model.config.hidden_size == 16
+
+
+class Making:
+    def __call__(self, class_type: type, *args: Any, **kwargs: Any) -> Any:
+        return class_type(*args, **kwargs)
+
+
+def test_a_module_is_copied_without_what_made_it() -> None:
+    """As Lightning's `WeightAveraging` does. What makes the objects of a command line holds the run."""
+    optimizer = {"class_path": "torch.optim.SGD", "init_args": {"lr": 0.5}}
+    scheduler = {"class_path": "torch.optim.lr_scheduler.StepLR", "init_args": {"step_size": 3}}
+    options = {"model": {"config": CONFIG}, "optimizer": optimizer, "lr_scheduler": scheduler}
+    module = configure("modules.SFTModule", making := Making(), **options)
+    making.run = threading.Lock()  # type: ignore[attr-defined]
+    module.configure_model()
+    copied = copy.deepcopy(module)
+    assert all(map(torch.equal, copied.parameters(), module.parameters()))
+    made = copied.configure_optimizers()
+    assert made["optimizer"].defaults["lr"] == 0.5 and made["lr_scheduler"]["scheduler"].step_size == 3
 
 
 @pytest.mark.parametrize("advantage", ["grpo", "modules.advantages.grpo"])
