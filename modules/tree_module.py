@@ -482,6 +482,11 @@ class TreeModule(EvaluatedModule):
             state = state if self.trainer.is_global_zero else None
         self.batch, self._restored = None, state
         if self._trainer is not None and self.trainer.state.fn == TrainerFn.FITTING:
+            if "optimizer_states" not in checkpoint:
+                raise ValueError(
+                    "ckpt_path: the checkpoint holds weights alone (save_weights_only), and no optimizer to go on with:"
+                    " name another, or begin a run with what `arborist export` makes of it as model.path"
+                )
             check_schedule(checkpoint.get("hyper_parameters", {}), self.hparams)
             tell_changes(checkpoint, self.hparams, getattr(self.trainer.datamodule, "hparams", {}))
 

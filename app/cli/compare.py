@@ -34,6 +34,7 @@ from typing import Any
 import yaml
 
 from app.cli.errors import OtherCommandFailed
+from app.cli.runs.run_directory import run_of
 from app.statistics import Paired, paired, prompts_to_tell
 from app.text import reason
 
@@ -195,7 +196,7 @@ def _side(path: Path, name: str) -> Side:
             return Side(str(path), checkpoint=path / "checkpoints" / "last.ckpt", config=config)
         raise ValueError(f"{name}: {path} has neither model/ nor checkpoints/last.ckpt yet; wait for a checkpoint")
     if path.suffix == ".ckpt":
-        own = path.absolute().parent.parent / "config.yaml"
+        own = run_of(path) / "config.yaml"
         if not own.exists():
             raise ValueError(
                 f"{name}: {path} lies in no run's checkpoints/, whose config.yaml says what model it is of; give"

@@ -21,6 +21,7 @@ import yaml
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
 
+from app.cli.runs.run_directory import run_of
 from app.hub import check_reachable
 from app.strategies.checkpoint.checkpoints import MANIFEST_FILE, CheckpointError
 from app.strategies.checkpoint.trainer_state import ADAPTER_FILE, CONFIGURATIONS, GENERATION_FILE, SavedModel
@@ -50,7 +51,7 @@ def run(arguments: argparse.Namespace) -> None:
     """Exports and says what was written."""
     dtype = _DTYPES[arguments.dtype] if arguments.dtype else None
     ckpt = _last(arguments.ckpt)
-    tokenizer, why = _tokenizer_of_run(ckpt.absolute().parent.parent)
+    tokenizer, why = _tokenizer_of_run(run_of(ckpt))
     tokenizer = arguments.tokenizer or tokenizer
     export(ckpt, arguments.out, arguments.model, dtype, tokenizer, arguments.adapter)
     size = sum(file.stat().st_size for file in arguments.out.iterdir())

@@ -251,6 +251,16 @@ def test_checkpoint_keeps_version_and_reference(tmp_path: Any) -> None:
     assert_same(second.reference, whole_run.reference, atol=0)
 
 
+def test_a_checkpoint_of_weights_alone_is_no_run_to_go_on_with(tmp_path: Any) -> None:
+    run = trainer(strategy=DTAStrategy())
+    run.fit(PolicyModule(source(), optimizer=sgd), Batches([make_batch()]))
+    run.save_checkpoint(tmp_path / "alone.ckpt", weights_only=True)
+    with pytest.raises(ValueError, match=r"ckpt_path: the checkpoint holds weights alone .*arborist export"):
+        trainer(strategy=DTAStrategy(), max_epochs=2).fit(
+            PolicyModule(source(), optimizer=sgd), Batches([make_batch()]), ckpt_path=tmp_path / "alone.ckpt"
+        )
+
+
 def test_an_optimizer_may_find_its_own_learning_rate() -> None:
     module = PolicyModule(source(), optimizer=Adafactor)  # lr=None
     fit(module, [make_batch()])

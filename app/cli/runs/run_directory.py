@@ -124,6 +124,13 @@ def name_of(directory: Path) -> str:
     return directory.parent.name if directory.parent.parent.name == "runs" else directory.name
 
 
+def run_of(checkpoint: Path) -> Path:
+    """The run directory that a checkpoint is in: two above it, or further where its file name makes folders
+    (`{val/accuracy:.3f}` does)."""
+    above = checkpoint.absolute().parent.parent
+    return next((one for one in (above, *above.parents[:2]) if (one / "config.yaml").is_file()), above)
+
+
 def fresh(name: str) -> RunDirectory:
     """runs/<name>/<time>; two launches in one second get different ones. Raises as `RunDirectory`."""
     time = datetime.now().strftime("%Y-%m-%d_%H-%M-%S")

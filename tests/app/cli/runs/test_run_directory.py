@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from app.cli import main
-from app.cli.runs.run_directory import LOCK_FILE, RunDirectory, RunDirectoryError
+from app.cli.runs.run_directory import LOCK_FILE, RunDirectory, RunDirectoryError, run_of
 from tests.app.cli.test_cli import CONFIG
 
 _HOLD = "from pathlib import Path; from app.cli.runs.run_directory import RunDirectory; held = RunDirectory(Path('here'));"
@@ -122,6 +122,15 @@ def test_a_launcher_that_restarts_may_ask_for_the_last_checkpoint_at_once(
     monkeypatch.setattr("app.cli.configuration.restarted_by_agent", lambda: True)
     main(["fit", "--config", "toy.yaml", "--run_dir", "here", "--ckpt_path", "last"])
     assert "no checkpoint in here/checkpoints yet; starting from the beginning" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("named", ["last.ckpt", "best-val/accuracy=0.5.ckpt", "val/aime/accuracy=0.5.ckpt"])
+def test_a_checkpoint_is_of_the_run_it_is_in(tmp_path: Path, named: str) -> None:
+    """Where a metric's name in its file name makes folders, too."""
+    (tmp_path / "config.yaml").touch()
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "config.yaml").touch()
+    assert run_of(tmp_path / "run" / "checkpoints" / named) == tmp_path / "run"
 
 
 def test_a_full_disk_is_named_with_the_file(capsys: pytest.CaptureFixture[str]) -> None:
