@@ -13,6 +13,7 @@ import yaml
 
 from app.cli import main
 from tests.docs.test_readme import ROOT, SMALL, save_model
+from tests.helpers.tiny_policy import make_batch
 
 PAGE = (ROOT / "docs" / "extending.md").read_text()
 
@@ -42,5 +43,9 @@ def test_its_parts_train(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
     assert len(rows) == 2 and [float(row["lr"]) for row in rows] == pytest.approx([0.0005, 0.001])
     best = re.search(r"step 1: the best reward so far, (\S+)", "".join(capsys.readouterr()))
     assert best is not None and float(best[1]) == pytest.approx(float(rows[0]["reward"]), abs=1e-3)
+    batch = make_batch()
+    batch.finish_reasons[1] = "length"
+    first, cut, last = batch.split(sys.modules["my_parts"].of_whole_replies(batch))[:3]
+    assert float(cut.abs().max()) == 0 and min(float(one.abs().min()) for one in (first, last)) > 0
     for row in rows:  # its statistics are logged by name
         assert float(row["reward/digits"]) >= 0 and float(row["moved"]) >= 0 and float(row["certainty"]) >= 0
