@@ -367,8 +367,17 @@ class Algorithm:
                     f"objective: {self.objective.name} has no gradient, so it would train nothing: make it of logprobs,"
                     " none of it detached"
                 )
-            for _, choice in self.loss_costs + self.reward_costs:
-                _shaped(choice({**vars(inputs), "turns": torch.tensor([0, 0])}), inputs.mask, choice)
+            _check_untrained("objective", self.objective, losses, inputs)
+            for regulariser, choice in self.loss_costs + self.reward_costs:
+                cost = _shaped(choice({**vars(inputs), "turns": torch.tensor([0, 0])}), inputs.mask, choice)
+                if regulariser.where == "loss":  # in the reward it is masked
+                    _check_untrained("regularisers", choice, cost, inputs)
+            written = [name for name, one in vars(inputs).items() if isinstance(one, Tensor) and one._version]
+            if written:
+                raise ValueError(
+                    f"objective, correction or regularisers: one writes into its {written[0]}, which other functions"
+                    " and later steps read: return new tensors (no +=, no method that ends in _)"
+                )
         if self.advantage is not None and self._is_ours(self.advantage):
             self._try_advantage()
         return tuple(stats)
@@ -416,6 +425,22 @@ def _shaped(value: Any, like: Tensor, choice: Choice) -> Tensor:
         got = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
         raise ValueError(f"{choice.name}: expected tensors of shape {tuple(like.shape)}, one a token, got {got}")
     return value
+
+
+def _check_untrained(key: str, choice: Choice, values: Tensor, inputs: LossInputs) -> None:
+    """Raises ValueError where tokens that are not trained would make the loss of all nan: a weight of 0 makes
+    nothing of what is not finite."""
+    sources = [one for one in (inputs.logprobs, inputs.entropy, inputs.soft) if one is not None]
+    weighed = (values * inputs.mask).sum()
+    found = torch.autograd.grad(weighed, sources, retain_graph=True, allow_unused=True) if values.requires_grad else ()
+    for one in (values.detach(), *(gradient for gradient in found if gradient is not None)):
+        finite = torch.isfinite(one)
+        if bool(finite[inputs.mask].all()) and not bool(finite.all()):
+            raise ValueError(
+                f"{key}: {choice.name} is not finite on tokens that are not trained, whose logprobs, entropy and"
+                " advantages may be 0, so that the whole loss would be nan: ask for mask, and put numbers there by"
+                " torch.where(mask, x, 1.0) in front of what fails at 0"
+            )
 
 
 def _finite(values: Tensor, mask: Tensor, what: str = "advantage", remedy: str = _EQUAL_REWARDS) -> Tensor:

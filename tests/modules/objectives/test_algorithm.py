@@ -38,6 +38,19 @@ def detached(logprobs: Tensor, advantages: Tensor) -> Tensor:
     return -logprobs.detach() * advantages
 
 
+def undefined_at_0(logprobs: Tensor, advantages: Tensor) -> Tensor:
+    return -advantages.abs().log() * logprobs
+
+
+def steep_at_0(entropy: Tensor) -> Tensor:
+    return -entropy.abs().sqrt()
+
+
+def in_place(logprobs: Tensor, advantages: Tensor) -> Tensor:
+    advantages *= 2
+    return -logprobs * advantages
+
+
 def asks_for_more(logprobs: Tensor, gradient_of_the_moon: Tensor) -> Tensor:
     return logprobs * gradient_of_the_moon
 
@@ -200,6 +213,15 @@ def test_a_regulariser_may_be_what_the_anchor_is_for() -> None:
             "objective_options: own_objective: missing a required argument: 'power'",
         ),
         ({"objective": f"{HERE}.detached"}, "objective: detached has no gradient, .*: make it of logprobs"),
+        (
+            {"objective": f"{HERE}.undefined_at_0"},
+            "objective: undefined_at_0 is not finite on tokens that are not trained",
+        ),
+        (
+            {"regularisers": [Regulariser(f"{HERE}.steep_at_0", 0.1)]},
+            "regularisers: steep_at_0 is not finite on tokens that are not trained",
+        ),
+        ({"objective": f"{HERE}.in_place"}, "one writes into its advantages, which other functions and later steps"),
         ({"objective": f"{HERE}.asks_for_more"}, "missing a required argument: 'gradient_of_the_moon'.*logprobs"),
         ({"objective": f"{HERE}.too_short"}, r"too_short: expected tensors of shape \(4,\), one a token, got .*\(3,\)"),
         ({"objective": "sft", "advantage": "rloo"}, "advantage has no effect with objective=sft"),
