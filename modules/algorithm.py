@@ -239,12 +239,20 @@ class Algorithm:
             values: float32 [T] of the critic, if there is one.
 
         Raises:
-            BatchError: the estimator returned another shape, or numbers that are not finite.
+            BatchError: the estimator returned another shape, or numbers that are not finite, or wrote into the batch.
         """
         assert self.advantage is not None, "asked for by the objective"
         if "token_rewards" not in self.advantage.needs and bool(token_rewards.any()):
             batch = with_rewards(batch, token_rewards)
+        given = {"token_rewards": token_rewards, **({} if values is None else {"values": values})}
+        read = {f"batch.{name}": tensor for name, tensor in batch.tensors().items()} | given
+        before = {name: tensor._version for name, tensor in read.items()}
         credit = self.advantage({"batch": batch, "values": values, "token_rewards": token_rewards})
+        if written := next((name for name, tensor in read.items() if tensor._version != before[name]), None):
+            raise BatchError(
+                f"advantage: {self.advantage.name} writes into {written}, which metrics and later steps read: make new"
+                " tensors (no -=, no method that ends in _)"
+            )
         if isinstance(credit, Estimate):
             parts = (_finite(credit.advantages, batch.loss_mask), _finite(credit.returns, credit.value_mask, "returns"))
             return Estimate(*parts, credit.value_mask)

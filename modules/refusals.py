@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from lightning.pytorch.callbacks import GradientAccumulationScheduler
+from lightning.pytorch.callbacks import GradientAccumulationScheduler, LearningRateFinder
 from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.utilities import rank_zero_warn
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
@@ -62,6 +62,11 @@ def refuse_trainer(trainer: Any, stage: str, exchange: Ranks) -> None:
         raise ValueError(
             "trainer.callbacks: GradientAccumulationScheduler would add up losses that are already divided by the count"
             " of a whole optimizer step; remove it and raise the data's batch_size instead"
+        )
+    if stage == "fit" and any(isinstance(one, LearningRateFinder) for one in trainer.callbacks):
+        raise ValueError(
+            "trainer.callbacks: LearningRateFinder sets a rate of the module's own, which there is none of: remove it,"
+            " and give the optimizer its lr (examples/sweep searches one)"
         )
     if trainer.precision == "bf16-true" and alone:
         raise ValueError(
@@ -115,14 +120,19 @@ def refuse_narrow(parameters: Iterable[torch.nn.Parameter], trainer: Any, exchan
         )
 
 
-def check_schedule(saved: Mapping[str, Any], given: Mapping[str, Any]) -> None:
-    """`lr_scheduler`, as YAML, of the run that a checkpoint was made by and of this one: its state, which is loaded,
-    holds the old options, and those that are others now are told.
+def check_states(checkpoint: Mapping[str, Any], given: Mapping[str, Any]) -> None:
+    """Whether a run can go on with a checkpoint's optimizer and schedule. `lr_scheduler`, as YAML, of the run that made
+    it and of this one: its state, which is loaded, holds the old options, and those that are others now are told.
 
     Raises:
-        ValueError: it is another class, which the state says nothing to.
+        ValueError: there is no optimizer's state; the schedule is of another class, which the state says nothing to.
     """
-    then, now = saved.get("lr_scheduler"), given.get("lr_scheduler")
+    if "optimizer_states" not in checkpoint:
+        raise ValueError(
+            "ckpt_path: the checkpoint holds weights alone (save_weights_only), and no optimizer to go on with: name"
+            " another, or begin a run with what `arborist export` makes of it as model.path"
+        )
+    then, now = checkpoint.get("hyper_parameters", {}).get("lr_scheduler"), given.get("lr_scheduler")
     if not isinstance(then, Mapping) or not isinstance(now, Mapping):
         return
     another = "begin a new run from the checkpoint's model (arborist export) for another schedule"

@@ -61,7 +61,7 @@ from modules.objectives import Aggregation
 from modules.ranks import RankWork, Step, build_tree, settle_routes
 from modules.refusals import (
     check_own_tokens,
-    check_schedule,
+    check_states,
     refuse_frozen,
     refuse_narrow,
     refuse_optimizer,
@@ -482,12 +482,7 @@ class TreeModule(EvaluatedModule):
             state = state if self.trainer.is_global_zero else None
         self.batch, self._restored = None, state
         if self._trainer is not None and self.trainer.state.fn == TrainerFn.FITTING:
-            if "optimizer_states" not in checkpoint:
-                raise ValueError(
-                    "ckpt_path: the checkpoint holds weights alone (save_weights_only), and no optimizer to go on with:"
-                    " name another, or begin a run with what `arborist export` makes of it as model.path"
-                )
-            check_schedule(checkpoint.get("hyper_parameters", {}), self.hparams)
+            check_states(checkpoint, self.hparams)
             tell_changes(checkpoint, self.hparams, getattr(self.trainer.datamodule, "hparams", {}))
 
 

@@ -10,7 +10,7 @@ import lightning as L
 import pytest
 import torch
 from lightning.pytorch import Callback
-from lightning.pytorch.callbacks import GradientAccumulationScheduler
+from lightning.pytorch.callbacks import GradientAccumulationScheduler, LearningRateFinder
 from torch import nn
 
 from app.batch import BatchError, EvalHandle, RolloutBatch, StepHandle
@@ -323,6 +323,11 @@ def test_a_schedule_that_accumulates_batches_is_refused() -> None:
     with pytest.raises(ValueError, match=r"trainer\.callbacks: GradientAccumulationScheduler.*raise the data's batch"):
         later.fit(module, Batches([make_batch()]))
     assert module.policy_version == 0
+
+
+def test_a_search_for_a_learning_rate_of_the_modules_own_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"trainer\.callbacks: LearningRateFinder .*remove it"):
+        trainer(LearningRateFinder()).fit(PolicyModule(source(), optimizer=sgd), Batches([make_batch()]))
 
 
 def test_schedulers_that_follow_a_metric_are_refused() -> None:
