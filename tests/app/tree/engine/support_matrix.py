@@ -2,7 +2,7 @@
 
     python -m tests.app.tree.engine.support_matrix
 
-Every cell is what the checks of `tests/app/tree/engine/families.py` find when this runs: tiny models of each family, in
+Every cell is what the checks of `tests/app/tree/engine/families` find when this runs: tiny models of each family, in
 small chunks with recomputation, against every sequence alone. Tests compare the file with a fresh one.
 """
 
