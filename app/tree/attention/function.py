@@ -39,7 +39,10 @@ BACKENDS: dict[str, Backend] = {
 """Attention backends by name."""
 
 _HARMLESS = frozenset(
-    {"position_ids", "use_cache", "output_attentions", "output_hidden_states", "cache_position", "piece_states"}
+    {
+        *("position_ids", "use_cache", "output_attentions", "output_hidden_states", "output_router_logits"),
+        *("cache_position", "piece_states"),
+    }
 )
 """Arguments models pass along that do not change what a layer attends to."""
 
@@ -155,7 +158,10 @@ def tree_attention(
         )
     unknown = {name for name, given in others.items() if given is not None and name not in _HARMLESS}
     if unknown:
-        raise ValueError(f"{where}: unsupported attention arguments {sorted(unknown)}; they would be ignored silently")
+        raise ValueError(
+            f"{where}: unsupported attention arguments {sorted(unknown)}; they would be ignored silently;"
+            " use another model"
+        )
     narrow = query.shape[-1] - value.shape[-1]
     if narrow < 0:
         raise ValueError(f"{where}: values are wider than keys ({value.shape[-1]} > {query.shape[-1]}); not supported")

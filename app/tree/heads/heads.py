@@ -81,8 +81,10 @@ class Heads:
         self._columns = config.vocab_size if self.vocabulary is None else self.vocabulary.count
         scaling, times = getattr(config, "logits_scaling", None), config.model_type == "hyperclovax"
         self._divide = None if times else scaling  # Granite
-        own = scaling if times else getattr(config, "lm_head_multiplier", None)  # HyperCLOVAX, Falcon-H1
-        self._multiply = getattr(config, "logit_scale", own)  # Cohere
+        own = [scaling if times else None, getattr(config, "lm_head_multiplier", None)]  # HyperCLOVAX, Falcon-H1
+        own.append(getattr(config, "output_multiplier", None))  # Muse
+        own.append(getattr(model, "logit_scale", None))  # Cohere; not Aya Vision, whose configuration says it as well
+        self._multiply = next((value for value in own if value is not None), None)
         self._softcap = getattr(config, "final_logit_softcapping", None)  # Gemma 2
         if head_tokens != "auto" and (isinstance(head_tokens, str) or head_tokens < 1):
             raise ValueError(f"head_tokens must be 'auto' or an integer of at least 1, got {head_tokens!r}")

@@ -141,6 +141,10 @@ class ModelShape:
         return 1 + 0.075 * norms if bytes_per_value < 4 else 1.0
 
 
+_MERGED = ("spatial_merge_size", "merge_size", "merge_kernel_size", "downsample_factor")
+"""Names by which configurations say how many patches a side a row of features is made of."""
+
+
 @dataclass(frozen=True)
 class TowerShape:
     """The numbers of a vision configuration that costs depend on; `per_row`: patches that make a row of features, and
@@ -162,7 +166,8 @@ class TowerShape:
         layers = getattr(vision, "depth", None) or getattr(vision, "num_hidden_layers", None)
         if not (hidden and layers and getattr(vision, "patch_size", None)):
             return None
-        side = getattr(vision, "spatial_merge_size", None) or getattr(config, "spatial_merge_size", None) or 1
+        named = [getattr(part, name, None) for part in (vision, config) for name in _MERGED]
+        side = next((one[0] if isinstance(one, list | tuple) else one for one in named if one), 1)
         side *= getattr(vision, "pooling_kernel_size", 1)
         if getattr(config, "mm_tokens_per_image", None):
             side = vision.image_size // vision.patch_size / config.mm_tokens_per_image**0.5

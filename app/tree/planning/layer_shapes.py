@@ -92,6 +92,8 @@ def _feed_forward(layer: Any) -> Callable[[int], tuple[int, int]]:
     """The intermediate size, and the experts that are chosen for a token, by the layer's index."""
     sizes = getattr(layer, "intermediate_size", None) or 4 * layer.hidden_size
     expert, active = getattr(layer, "moe_intermediate_size", None), getattr(layer, "num_experts_per_tok", None)
+    if isinstance(expert, list | tuple):  # experts of text and of pictures (Ernie 4.5)
+        expert = max(expert)
     chosen = layer.top_k_experts if getattr(layer, "enable_moe_block", False) else 0  # beside the MLP (Gemma 4)
     double = layer.num_hidden_layers  # from which on layers attend to keys of others, with MLPs twice as wide (Gemma 4)
     if getattr(layer, "use_double_wide_mlp", False):
