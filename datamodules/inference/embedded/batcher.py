@@ -15,6 +15,7 @@ and without flash-attn each token attends, masked, to the keys of all requests: 
 
 from __future__ import annotations
 
+import inspect
 from collections import deque
 from collections.abc import Iterable
 from contextlib import nullcontext
@@ -145,6 +146,7 @@ class Batcher:
         self.routers = routers
         self.tower = None if image_processor is None else Tower(model, image_processor)
         self.device = model.device
+        self._keeps = "logits_to_keep" in inspect.signature(model.forward).parameters
         self.slots = KVSlots(kv_cache_tokens, ahead)
         self.states = StateSlots(model)
         self.indexed = IndexSlots(model, self.slots)
@@ -341,11 +343,10 @@ class Batcher:
             if pictures and self.slots.ahead and keep is not None:  # a next token is alone
                 step.show(runs_of(spans, lengths))
         states = self.states.begin(rows, starts, lengths)
-        kept = 0 if keep is None else keep.to(self.device)
         given = torch.tensor([tokens], device=self.device)
         chosen: list[Tensor] = []  # [T, k] of each layer
         with nullcontext() if self.routers is None else self.routers.seen_by(chosen):
-            logits = self._run(step, given, positions, states, logits_to_keep=kept, **pictures)
+            logits = self._run(step, given, positions, states, keep, **pictures)
         if self.routers is not None:
             experts = torch.stack(chosen, 1).to("cpu", self.routers.dtype)
             for row, start, own in zip(rows, starts, experts.split(lengths)):
@@ -363,10 +364,20 @@ class Batcher:
         return placed_next(self.tower, self._spans(range(len(starts)), starts), [1] * len(starts))
 
     def _run(
-        self, step: PromptStep | CachedStep, tokens: Tensor, positions: Tensor, states: PieceStates | None, **more: Any
+        self,
+        step: PromptStep | CachedStep,
+        tokens: Tensor,
+        positions: Tensor,
+        states: PieceStates | None,
+        keep: Tensor | None = None,
+        **more: Any,
     ) -> Tensor:
-        """Logits of packed tokens [1, T] at positions [1, T], or [3, 1, T] in a model that counts pictures."""
+        """Logits [n, V] of the packed tokens [1, T] at `keep` (int64 [n], all when None), which have positions [1, T],
+        or [3, 1, T] in a model that counts pictures."""
         self.slots.step = step
+        kept = None if keep is None else keep.to(self.device)
+        if self._keeps:
+            more["logits_to_keep"] = 0 if kept is None else kept
         with self.states.layers.noted(), any_length(self.device), self.indexed.chosen(tokens) as masks:
             output = self.model(
                 input_ids=tokens,
@@ -384,7 +395,7 @@ class Batcher:
                 " attention interface: the embedded engine cannot serve it, use an SGLang server"
             )
         logits: Tensor = output.logits[0]
-        return logits
+        return logits if kept is None or self._keeps else logits[kept]
 
     # ------------------------------------------------------------------------------------------------ results
 

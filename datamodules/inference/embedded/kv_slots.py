@@ -32,6 +32,7 @@ _IMPLIED = frozenset(
     {
         *("position_ids", "cache_position", "use_cache", "layer_idx"),
         *("output_attentions", "output_router_logits", STATES_ARGUMENT),
+        "logits_to_keep",  # of the head, which some hand on to their layers
     }
 )
 _SCORES = 2**24
