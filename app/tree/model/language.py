@@ -13,7 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PretrainedConfig, PreTrainedModel
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+)
 
 
 def language_model(model: PreTrainedModel) -> nn.Module:
@@ -24,9 +27,10 @@ def language_model(model: PreTrainedModel) -> nn.Module:
 
 def auto_class(config: PretrainedConfig) -> Any:
     """transformers' auto class for models that write: `AutoModelForCausalLM`, or `AutoModelForImageTextToText` for
-    those that it does not know."""
+    those that it does not know, and for those that see by the class that the configuration is of (Qwen3.5 has two)."""
     sees = getattr(config, "vision_config", None) is not None
-    if sees and type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+    whole = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.get(config.model_type)
+    if sees and (type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING or whole in (config.architectures or ())):
         return AutoModelForImageTextToText
     return AutoModelForCausalLM
 
@@ -64,6 +68,7 @@ def moves_base(model: Any) -> str | None:
 def own_config(model: PreTrainedModel) -> PretrainedConfig:
     """A copy of its configuration, from which a model with the same tensors is made: not tied where it has two."""
     config: PretrainedConfig = copy.deepcopy(model.config)
+    config.architectures = [type(model).__name__]
     if not tied_names(model):
         for part in (config, config.get_text_config()):
             if getattr(part, "tie_word_embeddings", False):
