@@ -16,7 +16,7 @@ import inspect
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import MISSING, dataclass, fields
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -126,6 +126,8 @@ class Tower:
         accepted = inspect.signature(self.body.forward).parameters
         kinds = on_device(is_row.astype(np.int64), self._parameters[0].device).unsqueeze(0)
         named = {name: kinds for name in KIND_ARGUMENTS if name in accepted}
+        if not named and self.positions is not None:
+            named = {"attention_mask": torch.ones_like(kinds)}  # without it they count no pictures
         return self.inputs(pictures, accepted) | named
 
     def features(self, pictures: Sequence[Picture]) -> list[list[Tensor]]:
@@ -167,7 +169,12 @@ class Tower:
         self.runs += len(pictures)
         inputs = self.inputs(pictures, inspect.signature(self.body.get_image_features).parameters)
         out = self.body.get_image_features(**inputs, return_dict=True)
-        pooled = out.pooler_output
+        pooled = getattr(out, "pooler_output", None)
+        if pooled is None:
+            raise ValueError(
+                f"pictures: get_image_features of {type(self.model).__name__} gives no rows that stand in a sequence"
+                " (pooler_output); use another model, or text alone"
+            )
         tables = [_rows(pooled), *(_rows(x) for x in getattr(out, "deepstack_features", None) or ())]
         widths = [table.shape[1] for table in tables]
         self.form = _Form(type(out), isinstance(pooled, list | tuple), widths, tables[0].dtype)
@@ -186,7 +193,8 @@ class Tower:
         assert self.form is not None, "rows come from a run"
         held = [[x] if self.form.listed else x.unsqueeze(0) for x in tables]
         more = {"deepstack_features": held[1:]} if len(held) > 1 else {}
-        return {"mm_encoder_outputs": {"image": self.form.output(pooler_output=held[0], **more)}}
+        needed = {field.name: None for field in fields(self.form.output) if field.default is MISSING}
+        return {"mm_encoder_outputs": {"image": self.form.output(**(needed | {"pooler_output": held[0]} | more))}}
 
     @contextmanager
     def borrowed(self, with_grads: bool) -> Iterator[None]:
@@ -359,13 +367,15 @@ def picture_tokens(config: Any, processor: Any, pixels: Any) -> int:
     """How many placeholders a picture takes in a model of this transformers configuration.
 
     Args:
-        processor: the model's image processor.
+        processor: the model's image processor, or what `picture_processor` gives.
         pixels: uint8 [H, W, 3].
     """
+    if hasattr(processor, "layout"):
+        return int(processor.layout(*pixels.shape[:2]).count(config.image_token_id))
     found, vision = processor([pixels], return_tensors="pt"), config.vision_config
     grid = found.get("image_grid_thw")
     if grid is not None:
-        return int(grid.prod()) // vision.spatial_merge_size**2
+        return int(grid.prod()) // processor.merge_size**2
     per_tile = getattr(config, "mm_tokens_per_image", None)
     if per_tile is not None:
         return int(found["pixel_values"].shape[:-3].numel() * per_tile)

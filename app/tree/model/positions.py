@@ -26,22 +26,25 @@ class PicturePositions:
     """How one model counts pictures, by their shapes; raises ValueError where it counts in a way unknown here."""
 
     def __init__(self, model: PreTrainedModel) -> None:
-        self._model, self._known = model, dict[tuple[int, int], tuple[Ints, int]]()
+        self._model, self._known = model, dict[tuple[int, int, int], tuple[Ints, int]]()
 
     def of(self, picture: Picture) -> tuple[Ints, int]:
         """Offsets int64 [3, tokens] of its rows, and how far the counts advance over it."""
         vision = self._model.config.vision_config
         unit = vision.patch_size * vision.spatial_merge_size
         height, width = (side // unit for side in picture.pixels.shape[:2])
-        if height * width != picture.tokens or picture.pixels.shape[:2] != (height * unit, width * unit):
-            raise ValueError(
-                f"picture {picture.key.hex()}: {picture.tokens} tokens for pixels of shape {picture.pixels.shape}, and"
-                f" {type(self._model).__name__} makes one of each {unit} x {unit} pixels; resize it as its image"
-                " processor does"
-            )
-        if (height, width) not in self._known:
-            self._known[height, width] = _ask(self._model, height, width)
-        return self._known[height, width]
+        shape = height, width, picture.tokens
+        if shape not in self._known:
+            whole = picture.pixels.shape[:2] == (height * unit, width * unit)
+            found = _ask(self._model, *shape) if whole else None
+            if found is None:
+                raise ValueError(
+                    f"picture {picture.key.hex()}: {picture.tokens} tokens for pixels of shape {picture.pixels.shape},"
+                    f" and {type(self._model).__name__} makes one of each {unit} x {unit} pixels; resize it as its"
+                    " image processor does"
+                )
+            self._known[shape] = found
+        return self._known[shape]
 
     def of_tree(self, tree: PrefixTree) -> Ints:
         """int64 [3, T] of every tree token.
@@ -78,19 +81,43 @@ def counts_pictures(model: PreTrainedModel) -> bool:
     return hasattr(model.base_model, "get_rope_index")
 
 
-def _ask(model: PreTrainedModel, height: int, width: int) -> tuple[Ints, int]:
-    """The model's own positions of text, one picture of height x width features, and text."""
+def refuse_counts(model: PreTrainedModel) -> None:
+    """Raises ValueError where a model counts pictures by something else than their grids."""
+    counted = inspect.signature(model.base_model.get_rope_index).parameters if counts_pictures(model) else {}
+    if counted and "image_grid_thw" not in counted:
+        raise ValueError(_uncounted(model))
+
+
+def _uncounted(model: PreTrainedModel) -> str:
+    return (
+        f"pictures: {type(model).__name__} counts the positions of a picture (get_rope_index) by more than its size and"
+        " where it begins, and a tree adds such counts up along each path; use another model, or text alone"
+    )
+
+
+def _ask(model: PreTrainedModel, height: int, width: int, tokens: int) -> tuple[Ints, int] | None:
+    """The model's own positions of one picture of height x width features, which some give a token a row beside; None
+    where it makes another number of them.
+
+    Raises:
+        ValueError: a picture is counted by more than its size and what it is counted from.
+    """
     body: Any = model.base_model
-    merge, size = model.config.vision_config.spatial_merge_size, height * width
-    kinds = torch.tensor([[0, *[1] * size, 0]])
+    merge = model.config.vision_config.spatial_merge_size
+    kinds = torch.tensor([[0, *[1] * tokens, 0, 0, *[1] * tokens, 0]])
     ids = torch.where(kinds == 1, model.config.image_token_id, 0)
-    grid = torch.tensor([[1, height * merge, width * merge]])
-    known = {"input_ids": ids, "mm_token_type_ids": kinds, "image_grid_thw": grid}
+    before = getattr(model.config, "vision_start_token_id", None)
+    ids[0, [0, tokens + 2]] = 0 if before is None else before  # some find pictures by it, not by kinds
+    grid = torch.tensor([[1, height * merge, width * merge]] * 2)
+    known = {"input_ids": ids, "mm_token_type_ids": kinds, "image_grid_thw": grid, "attention_mask": ids >= 0}
     accepted = inspect.signature(body.get_rope_index).parameters
-    if missing := sorted(known.keys() - accepted):
-        raise ValueError(f"{type(body).__name__}.get_rope_index takes no {missing}; pictures need transformers 5.18")
-    positions = body.get_rope_index(**known)[0].reshape(3, -1).numpy().astype(np.int64)
-    last = positions[:, -1]
-    if (positions[:, 0] != 0).any() or (last != last[0]).any():
-        raise ValueError(f"{type(body).__name__}.get_rope_index does not count text alike in all three directions")
-    return positions[:, 1:-1] - 1, int(last[0]) - 1
+    try:
+        positions = body.get_rope_index(**{name: value for name, value in known.items() if name in accepted})[0]
+    except (RuntimeError, ValueError):  # whatever it says of a number that is not its own
+        return None
+    found = positions.reshape(len(positions), -1).numpy().astype(np.int64)
+    first, second = found[:, : tokens + 2], found[:, tokens + 2 :]
+    last = first[:, -1]
+    if len(found) != 3 or (first[:, 0] != 0).any() or (last != last[0]).any() or (second != first + last[0] + 1).any():
+        raise ValueError(_uncounted(model))
+    return first[:, 1:-1] - 1, int(last[0]) - 1

@@ -16,8 +16,10 @@ from torch.distributed.tensor import DTensor
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from app.tree.model.language import language_model
 from app.tree.model.pictures import tower_parameters
-from app.tree.model.sight import sight_of
+from app.tree.model.positions import refuse_counts
+from app.tree.model.sight import KIND_ARGUMENTS, sight_of
 from app.tree.prefix_tree import PrefixTree
 
 
@@ -48,6 +50,13 @@ _REFUSED = {
     "mllama": "its pictures enter through layers of cross-attention, which have no place in a sequence",
 }
 """Model types that cannot run over a tree, and why."""
+_UNSEEN = {
+    "gemma4_unified": "its forward lets placeholders of a picture see each other in every layer, and its generate() in"
+    " those with a window alone, so that replies would be of another model than the one that is trained",
+    "ovis2": "it puts features in the place of the tokens around a picture as well (visual_indicator_token_ids), and a"
+    " tree gives those of its rows alone",
+}
+"""Model types that cannot be shown pictures, and why."""
 
 
 def refuse_by_name(name: str, whole: PretrainedConfig) -> None:
@@ -76,6 +85,20 @@ def refuse_pictures(model: PreTrainedModel, processor: Any | None) -> None:
             f"pictures: {name} takes no features of pictures that were made before (mm_encoder_outputs), as models of"
             f" transformers 5.18 and newer do (this is {transformers.__version__}); use a newer one, or another model"
         )
+    if getattr(model.config, "image_token_id", None) is None:
+        raise ValueError(
+            f"pictures: the configuration of {name} names no image_token_id, the placeholder of their rows; set it to"
+            " the tokenizer's, or use another model"
+        )
+    if model.config.model_type in _UNSEEN:
+        raise ValueError(f"pictures: {name}: {_UNSEEN[model.config.model_type]}; use another model, or text alone")
+    strange = [one for one in accepted if one.endswith("token_type_ids") and one not in KIND_ARGUMENTS]
+    if strange:
+        raise ValueError(
+            f"pictures: {name} sends tokens of pictures another way than text by {strange[0]}, which a tree does not"
+            " give; use another model, or text alone"
+        )
+    refuse_counts(model)
     sight_of(model)
     if processor is None:
         raise ValueError(
@@ -170,7 +193,9 @@ def refuse_unsupported(model: PreTrainedModel, stateful: Collection[int], types:
             f"{type(model).__name__}: layer {strange[0][0]} is '{strange[0][1]}'; tree training needs layers with"
             " attention, or with a state that it can carry from piece to piece"
         )
-    if not stateful and not getattr(model, "_supports_attention_backend", False):
+    if not stateful and not any(
+        getattr(part, "_supports_attention_backend", False) for part in (model, language_model(model))
+    ):
         raise ValueError(
             f"{type(model).__name__} does not attend through transformers' attention interface, which tree training"
             " hooks into; use a model that does (Llama, Qwen, Mistral, ...)"

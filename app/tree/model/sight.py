@@ -7,6 +7,7 @@ say in which layers the placeholders of a picture see each other; whatever else 
 from __future__ import annotations
 
 import copy
+import dis
 import inspect
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -44,7 +45,8 @@ class Sight:
 
         Args:
             masks: [1, 1, n, n], bool or added to scores, or None where all see what precedes them; by the type of layer
-                or one for all. What else kernels have for masks is not looked into.
+                or one for all; or [1, n], the tokens that others see. What else kernels have for masks is not looked
+                into.
             is_row: bool [n], which tokens are placeholders.
         """
         read = [(kind, mask) for kind, mask in _by_kind(masks) if mask is None or isinstance(mask, torch.Tensor)]
@@ -62,7 +64,7 @@ def sight_of(model: PreTrainedModel) -> Sight:
     window, told = (getattr(own_text, name, None) for name in ("sliding_window", "use_bidirectional_attention"))
     named = [] if own is None else [name for name in KIND_ARGUMENTS if name in inspect.signature(own).parameters]
     if not named:
-        if told or "token_type_ids" in inspect.signature(model.base_model.forward).parameters:
+        if told or _reads(model.base_model.forward, "token_type_ids"):
             raise ValueError(_refusal(model))
         return Sight(window=window)
     config = copy.deepcopy(model.config)
@@ -96,12 +98,18 @@ def seen(is_row: Bools, together: bool, window: int | None) -> Bools:
 
 def _is(mask: torch.Tensor | None, is_row: Bools, together: bool, window: int | None) -> bool:
     """Whether a mask is that of a layer, with the window or without."""
-    if mask is None:
+    if mask is None or (mask.dim() == 2 and bool(mask.all())):
         return not together
     if mask.shape[-2:] != (len(is_row), len(is_row)):
         return False
     found = (mask if mask.dtype == torch.bool else mask == 0)[0, 0].cpu().numpy()
     return any(np.array_equal(found, seen(is_row, together, one)) for one in {None, window})
+
+
+def _reads(function: Any, name: str) -> bool:
+    """Whether a function does anything with an argument: Gemma 3n takes one and leaves it."""
+    loads = (one.argval for one in dis.get_instructions(inspect.unwrap(function)) if one.opname.startswith("LOAD"))
+    return any(name in (value if isinstance(value, tuple) else (value,)) for value in loads)
 
 
 def _by_kind(masks: Any) -> Iterator[tuple[str | None, Any]]:

@@ -422,6 +422,8 @@ class Sequences:
             if name in accepted
         }
         kinds = torch.from_numpy((self.images[i] >= 0).astype(np.int64))[None]
+        if "mm_token_type_ids" not in accepted and hasattr(vision.model.base_model, "get_rope_index"):
+            out["attention_mask"] = torch.ones_like(kinds)  # without it they count no pictures
         return out | {name: kinds for name in ("mm_token_type_ids", "token_type_ids") if name in accepted}
 
     def dense_logprobs(self) -> list[Tensor]:
