@@ -89,7 +89,8 @@ class PictureProcessor:
             tokenizer = self._processor.tokenizer
             self.place = tokenizer.convert_tokens_to_ids(self._processor.image_token)
             self._special = {token for token, one in tokenizer.added_tokens_decoder.items() if one.special}
-            if self._placeholder not in getattr(self._processor, "image_token_ids", [self.place]):
+            named = [one for one in getattr(self._processor, "image_token_ids", ()) if one is not None]
+            if self._placeholder not in (named or [self.place]):  # Janus has no id of its own
                 raise ValueError(
                     f"its placeholder '{self._processor.image_token}' is token {self.place}, the model's is"
                     f" {self._placeholder}"
@@ -218,7 +219,8 @@ class _Parts(ProcessorMixin):
     """Takes parts that are not there for none."""
 
     def __init__(self, *parts: Any, **named: Any) -> None:
-        super().__init__(*parts, **{name: part for name, part in named.items() if part is not None})
+        kept = [part for part in parts if part is not None]  # which are told apart by their places
+        super().__init__(*kept, **{name: part for name, part in named.items() if part is not None})
 
 
 def _of_pictures(kind: Any, directory: Path, images: Any) -> Any:
