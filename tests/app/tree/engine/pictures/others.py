@@ -294,7 +294,10 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "ernie4_5_vl_moe": (
         dict(
             text_config=dict(
-                hidden_size=32, moe_intermediate_size=[8, 8], rope_parameters={**_MROPE, "mrope_section": [1, 1, 2]}
+                hidden_size=32,
+                moe_k=2,
+                moe_intermediate_size=[8, 8],
+                rope_parameters={**_MROPE, "mrope_section": [1, 1, 2]},
             )
         ),
         "moe_mm_token_type_ids",
@@ -323,7 +326,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 }
 """Types that take pictures in a way that a tree does not give: options, and what the error names."""
 TOLERANCES = {
-    **dict.fromkeys(("minicpmv4_6", "qwen3_5_moe"), text.DELTA_RULE),
+    **dict.fromkeys(("minicpmv4_6", "minicpmv4_7", "qwen3_5_moe"), text.DELTA_RULE),
     **dict.fromkeys(("muse_glimmer", "muse_spark"), text.UNSCALED),  # scores are scaled up
 }
 """Of log-probabilities and gradients in float32, where they are not those of most."""

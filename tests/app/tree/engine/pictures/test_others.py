@@ -16,6 +16,7 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoModelForImage
 
 from app.pictures import Picture
 from app.tree import TreeEngine, auto_class, picture_positions, picture_tokens, refuse_pictures
+from app.tree.planning.cost import TowerShape
 from datamodules.inference import EmbeddedEngine
 from datamodules.inference.protocol import GenerationRequest, GenerationResponse
 from tests.app.tree import oracle
@@ -84,6 +85,20 @@ def test_types_that_cannot_be_right_are_refused(kind: str) -> None:
         ValueError, match=rf"pictures: .*{type(model).__name__}.*{others.REFUSED[kind][1]}.*use another"
     ):
         refuse_pictures(model, object())
+
+
+@pytest.mark.parametrize("kind", others.REFUSED)
+def test_types_that_are_refused_pictures_train_on_text(kind: str) -> None:
+    if kind not in CONFIG_MAPPING:
+        pytest.skip(f"transformers {transformers.__version__} has no {kind}")
+    model = others.model_of(kind, others.REFUSED[kind][0])
+    text.within(text.errors(model), others.TOLERANCES.get(kind, (text.FORWARD, text.FORWARD)))
+
+
+@pytest.mark.parametrize("kind", ["kimi_k25", "muse_glimmer", "aya_vision"])
+def test_patches_of_a_row_by_the_names_that_configurations_have(kind: str) -> None:
+    shape = TowerShape.of(made(kind).model.config)
+    assert shape is not None and shape.patches(6) == 24
 
 
 def test_kinds_of_tokens_that_a_forward_leaves_alone_are_no_mask(monkeypatch: pytest.MonkeyPatch) -> None:
