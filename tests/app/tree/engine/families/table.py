@@ -172,7 +172,7 @@ SUPPORTED: dict[str, Family] = {
     "GLM-5.3": Family(
         "glm5_next",
         POOLED,
-        "as GLM-5.3-Flash, on text: chooses pools of tokens in a row; delta rule with a decay a channel; 4 bit would"
+        "as GLM-5.3-Flash: chooses pools of tokens in a row; delta rule with a decay a channel; 4 bit would"
         " round what its indexer is given",
         DELTA_RULE,
         12,

@@ -153,6 +153,13 @@ OTHERS: dict[str, tuple[dict[str, Any], tuple[str, dict[str, Any]]]] = {
     "exaone4_5": (dict(vision_config={**_SEEN, "num_key_value_heads": 2}), _GRIDS),
     "glm46v": (dict(text_config=_HALF, vision_config=dict(out_hidden_size=16, image_size=32)), _GLM),
     "glm4v_moe": (dict(text_config=_HALF, vision_config=dict(out_hidden_size=16, image_size=32)), _GLM),
+    "glm5_next": (
+        dict(
+            text_config={key: value for key, value in text.POOLED.items() if key != "vision_config"},
+            vision_config=dict(out_hidden_size=16, image_size=32, projection_intermediate_size=24),
+        ),
+        ("Glm5NextImageProcessorPil", _GRID),
+    ),
     "glm_ocr": (
         dict(
             text_config=dict(head_dim=8, rope_parameters=_MROPE),
@@ -326,7 +333,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 }
 """Types that take pictures in a way that a tree does not give: options, and what the error names."""
 TOLERANCES = {
-    **dict.fromkeys(("minicpmv4_6", "minicpmv4_7", "qwen3_5_moe"), text.DELTA_RULE),
+    **dict.fromkeys(("glm5_next", "minicpmv4_6", "minicpmv4_7", "qwen3_5_moe"), text.DELTA_RULE),
     **dict.fromkeys(("muse_glimmer", "muse_spark"), text.UNSCALED),  # scores are scaled up
 }
 """Of log-probabilities and gradients in float32, where they are not those of most."""
