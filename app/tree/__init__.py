@@ -5,8 +5,18 @@ Needs torch and transformers only; knows no RL and no Lightning. See `PrefixTree
 """
 
 from app.tree.attention.groups import RankGroup
-from app.tree.attention.indexers import Indexers, chosen_in, index_parameters, pools, run_indexer
+from app.tree.attention.indexers import (
+    Indexers,
+    IndexKeys,
+    chooses_blocks,
+    chosen_in,
+    index_parameters,
+    pools,
+    run_block_indexer,
+    run_indexer,
+)
 from app.tree.attention.kernels import triton_lacks
+from app.tree.attention.selected import among
 from app.tree.calibrate import device_rates
 from app.tree.engine import TreeEngine
 from app.tree.experts.replay import routed
@@ -59,6 +69,7 @@ __all__ = [
     "STATES_ARGUMENT",
     "CutVocabulary",
     "FlatOutputs",
+    "IndexKeys",
     "Indexers",
     "Likeliest",
     "ModelReport",
@@ -78,8 +89,10 @@ __all__ = [
     "TreeEngine",
     "TreeOutputs",
     "TreeReport",
+    "among",
     "auto_class",
     "cast_quantised",
+    "chooses_blocks",
     "chosen_in",
     "device_rates",
     "elements",
@@ -108,6 +121,7 @@ __all__ = [
     "refuse_pictures",
     "refuse_tokens",
     "routed",
+    "run_block_indexer",
     "run_indexer",
     "scaled_by",
     "scales",

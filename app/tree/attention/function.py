@@ -26,7 +26,7 @@ from app.tree.attention.interval import IntervalBackend
 from app.tree.attention.kernels import AMPERE, FLASH_DTYPES, capability, flash_refusal, triton_lacks
 from app.tree.attention.packages import FLASH_3, HOPPER, PACKAGES, CudnnBackend
 from app.tree.attention.part_attention import PartBackend
-from app.tree.attention.selected import SelectedBackend
+from app.tree.attention.selected import BlocksBackend, SelectedBackend
 from app.tree.attention.widths import WidthBackend
 from app.tree.planning.layer_shapes import attention_shapes
 
@@ -120,12 +120,13 @@ def tree_attention(
     s_aux: Tensor | None = None,
     is_causal: bool | None = None,
     indices: Tensor | None = None,
+    block_indices: Tensor | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
     """transformers' attention function: query [1, Hq, n, d], key and value [1, Hk, n, d] -> [1, n, Hq, d].
 
     `sliding_window`: tokens a query sees, itself included; `softcap`: of the scores; `s_aux` [Hq]: attention sinks;
-    `indices`: what an indexer of this pass chose.
+    `indices`: what an indexer of this pass chose; `block_indices`: the same of one that chooses blocks.
 
     Raises:
         ValueError: an argument that would change the result and is not supported (dropout, a mask, non-causal
@@ -178,7 +179,8 @@ def tree_attention(
             raise ValueError(f"{where}: {unequal}")
         query, key, value = shares.to_heads(query, key, value)
         s_aux = shares.heads_of(s_aux)
-    if indices is not None and (tree_chunk.stand_in is None or sliding_window is not None or softcap is not None):
+    chosen = indices is not None or block_indices is not None
+    if chosen and (tree_chunk.stand_in is None or sliding_window is not None or softcap is not None):
         raise ValueError(
             f"{where}: chooses tokens (indices) beside a window or soft-capping, or by no indexer known here; use"
             " another model"
@@ -191,8 +193,13 @@ def tree_attention(
     if tree_chunk.store:
         tree_chunk.keys_values[layer] = (key.detach(), value.detach())
     with torch.autocast(device, enabled=False):
-        everything = indices is None or indices.shape[-1] == tree_chunk.path_tokens + query.shape[2]
-        backend = tree_chunk.backend if everything else SelectedBackend(cast(Tensor, indices))
+        backend = tree_chunk.backend
+        if indices is not None and indices.shape[-1] != tree_chunk.path_tokens + query.shape[2]:
+            backend = SelectedBackend(indices)
+        if block_indices is not None:
+            size = cast(int, cast(nn.Module, module.indexer).block_size)
+            if block_indices.shape[-1] * size <= int(tree_chunk.depths.max()):
+                backend = BlocksBackend(block_indices, size, query.shape[1])
         out = backend.attend(query, key, value, s_aux, tree_chunk, call)
     out = out[..., : out.shape[-1] - narrow]
     # As transformers' own functions return it: some layers ask for a view. No copy where kernels have this layout.

@@ -1,13 +1,13 @@
 """Layers that attend to the few tokens an indexer chose (DeepSeek sparse attention: DeepSeek-V3.2, GLM-5 and others).
 
-An indexer is a small module inside such a layer: it scores every earlier token by keys of its own, or pools of tokens
-in a row (GLM-5.3), and each query attends to the `index_topk` best alone, in this layer and in those that share its
-choice. It has no gradient: what it chooses is no function to differentiate.
+An indexer is a small module inside such a layer: it scores every earlier token by keys of its own, or pools or blocks
+of tokens in a row (GLM-5.3, MiniMax-M3), and each query attends to the best alone, in this layer and in those that
+share its choice. It has no gradient: what it chooses is no function to differentiate.
 
 Promises: scores and choice are the module's own code, over [path | chunk] instead of a sequence, a block of queries at
-a time, so that scores [queries, heads, keys] stay within `_SCORE_BYTES`; pools are those of each token's own sequence,
-branch by branch; keys of the path are kept, never computed again. Of scores that are equal, or differ by rounding,
-others may be chosen than in a dense run, as between any two batches.
+a time, so that scores [queries, heads, keys] stay within `_SCORE_BYTES`; pools and blocks are those of each token's own
+sequence, branch by branch; keys of the path are kept, never computed again. Of scores that are equal, or differ by
+rounding, others may be chosen than in a dense run, as between any two batches.
 """
 
 from __future__ import annotations
@@ -77,7 +77,8 @@ class Indexers:
     @property
     def types(self) -> frozenset[str]:
         """Types of layers that can be run since their indexers are known."""
-        return frozenset({KIND} if self.layers else ())
+        own = {self.kinds[layer] for layer in self.layers if layer < len(self.kinds)}
+        return frozenset({KIND} | own if self.layers else ())
 
     def begin(self, chunk: ChunkAttention, cache: PathCache, device: torch.device) -> dict[str, Any]:
         """Arguments of a forward over `chunk`, whose path has index keys in `cache`."""
@@ -173,8 +174,15 @@ def _chooses(module: nn.Module) -> bool:
     code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
     if code is None or not isinstance(getattr(module, "layer_idx", None), int):
         return False
+    if "update_index" in code.co_names:
+        return chooses_blocks(module)
     known = "layers" not in code.co_names or pools(module)
     return known and "update_indexer" in code.co_names and isinstance(getattr(module, "index_topk", None), int)
+
+
+def chooses_blocks(indexer: nn.Module) -> bool:
+    """Whether an indexer chooses blocks of `block_size` positions, for each of its heads others (MiniMax-M3)."""
+    return all(isinstance(getattr(indexer, name, None), int) for name in ("block_size", "topk_blocks", "num_heads"))
 
 
 def pools(indexer: nn.Module) -> bool:
@@ -182,6 +190,22 @@ def pools(indexer: nn.Module) -> bool:
     takes no mask of what each query sees, but sequences, whose lengths it asks the cache for. The tokens behind a
     query's last pool are chosen as well."""
     return isinstance(getattr(indexer, "index_kpool", None), int)
+
+
+def run_block_indexer(forward: Any, arguments: Mapping[str, Any], rows: int, total: int, keys: IndexKeys) -> Tensor:
+    """As `run_indexer`, of one that chooses blocks: int32 [B, H, rows, k], their numbers in the row's own sequence,
+    whose keys lie in its order; `position_ids` int64 [B, rows] is among the arguments. All are chosen where k blocks
+    hold `total`."""
+    module, hidden = forward.__self__, arguments["hidden_states"]
+    most = min(module.topk_blocks, -(-total // module.block_size))
+    found = torch.full((len(hidden), module.num_heads, rows, most), -1, dtype=torch.int32, device=hidden.device)
+    size = max(1, _SCORE_BYTES // (4 * module.num_heads * total * len(hidden)))
+    for start in range(0, rows, size):
+        block = slice(start, min(start + size, rows))
+        given = {name: _rows(value, block, rows) for name, value in arguments.items()}
+        picks = forward(**{**given, _cache_of(forward): _WithLengths(keys)})
+        found[:, :, block, : picks.shape[-1]] = picks
+    return found
 
 
 class IndexKeys(Protocol):
@@ -214,8 +238,7 @@ def run_indexer(
         every row chose all that it sees, and only there.
     """
     module, hidden = forward.__self__, arguments["hidden_states"]
-    most, parameters = _most(module, total), _signature(forward.__func__).parameters
-    name_of_cache = next(name for name in _CACHES if name in parameters)
+    most = _most(module, total)
     found = torch.full((len(hidden), rows, most), -1, dtype=torch.int32, device=hidden.device)
     size = max(1, _SCORE_BYTES // (4 * module.n_heads * total * len(hidden)))
     cache = _WithLengths(keys) if pools(module) else keys
@@ -224,7 +247,7 @@ def run_indexer(
         block = slice(start, min(start + size, rows))
         given = {name: _rows(value, block, rows) for name, value in arguments.items()}
         mask = hidden.new_ones(hidden[:, block].shape[:2], dtype=torch.bool) if pools(module) else visible(block)
-        picks = forward(**{**given, "attention_mask": mask, name_of_cache: cache})
+        picks = forward(**{**given, "attention_mask": mask, _cache_of(forward): cache})
         if not everything:
             found[:, block, : picks.shape[-1]] = picks
     if everything:  # which pools say in more columns than there are tokens
@@ -247,11 +270,16 @@ class _WithLengths:
         self.all, self.layers = all, self
 
     def __getitem__(self, layer: int) -> _WithLengths:
+        self.layer = layer
         return self
 
     def update_indexer(self, keys: Tensor, layer: int) -> Tensor:
         self.keys = self.all.update_indexer(keys, layer)
         return self.keys
+
+    def update_index(self, keys: Tensor) -> Tensor:
+        """Keys [B, 1, n, D] -> [B, 1, keys, D]."""
+        return self.all.update_indexer(keys[:, 0], self.layer).unsqueeze(1)
 
     def get_seq_length(self) -> int:
         return self.keys.shape[1]
@@ -260,6 +288,12 @@ class _WithLengths:
 def _called(choose: Choose, layer: int, forward: Any, *args: Any, **kwargs: Any) -> Tensor:
     (_, _), *given = _signature(forward.__func__).bind(forward.__self__, *args, **kwargs).arguments.items()
     return choose(layer, forward, dict(given))
+
+
+def _cache_of(forward: Any) -> str:
+    """What the argument for a cache is called."""
+    parameters = _signature(forward.__func__).parameters
+    return next(name for name in _CACHES if name in parameters)
 
 
 @cache
@@ -317,7 +351,7 @@ class _KnownKeys:
 def _choose(layer: int, forward: Any, chunk: ChunkAttention, arguments: dict[str, Any]) -> Tensor:
     """As `run_indexer`, of the rows of a chunk, positions in [path | chunk]."""
     rows, path, shares = len(chunk.layout.tokens), chunk.path_tokens, chunk.shares
-    if pools(forward.__self__):
+    if pools(forward.__self__) or chooses_blocks(forward.__self__):
         return _choose_by_lines(layer, forward, chunk, arguments)
     if shares is not None:
         return _choose_together(layer, forward, chunk, shares, arguments)
@@ -354,25 +388,31 @@ def _choose_by_lines(layer: int, forward: Any, chunk: ChunkAttention, arguments:
     before it."""
     if chunk.shares is not None:
         raise ValueError(
-            f"layer {layer} ({type(forward.__self__).__name__}) chooses among pools of tokens in a row, which ranks of"
-            " a group cannot do together; let each rank run a part of its own (group=None)"
+            f"layer {layer} ({type(forward.__self__).__name__}) chooses among tokens in a row, which ranks of a group"
+            " cannot do together; let each rank run a part of its own (group=None)"
         )
     rows, path, device = len(chunk.layout.tokens), chunk.path_tokens, arguments["hidden_states"].device
-    found = torch.full((1, rows, _most(forward.__self__, path + rows)), -1, dtype=torch.int32, device=device)
     keys = _LineKeys(cast(PathCache, chunk.index_cache), path, rows)
     place = torch.arange(path + rows, dtype=torch.int32, device=device)
+    found = list[Tensor]()
     for above, start, stop in _lines(chunk.layout.ends):
         before = on_device(above, device)
         keys.begin(before, start)
-        line = torch.cat([place[:path], place[path:][before], place[path + start : path + stop]])
         given = {name: _rows(value, slice(start, stop), rows) for name, value in arguments.items()}
-        picks = run_indexer(forward, given, stop - start, len(line), keys, _not_asked)
-        picks = picks[..., : found.shape[-1]]  # but a column of none
-        found[:, start:stop, : picks.shape[-1]] = torch.where(picks < 0, picks, line[picks.clamp_min(0).long()])
+        line = torch.cat([place[:path], place[path:][before], place[path + start : path + stop]])
+        if chooses_blocks(forward.__self__):
+            found.append(run_block_indexer(forward, given, stop - start, len(line), keys))
+        else:
+            picks = run_indexer(forward, given, stop - start, len(line), keys, _not_asked)
+            found.append(torch.where(picks < 0, picks, line[picks.clamp_min(0).long()]))
     if chunk.store:
         assert keys.chunk is not None
         chunk.index_keys[layer] = (keys.chunk.unsqueeze(0),)
-    return found
+    if chooses_blocks(forward.__self__):
+        most = max(part.shape[-1] for part in found)
+    else:
+        most = _most(forward.__self__, path + rows)  # a line may have a column more, of none
+    return torch.cat([nn.functional.pad(part, (0, most - part.shape[-1]), value=-1) for part in found], -2)
 
 
 def _not_asked(block: slice) -> Tensor:

@@ -24,7 +24,8 @@ _aten = torch.ops.aten
 
 
 class Kernel(Protocol):
-    """One dense attention call; `mask`: additive [n, m] in q's dtype or None; `saved` goes from forward to backward."""
+    """One dense attention call; `mask`: additive [n, m] or [1, Hq, n, m] in q's dtype or None; `saved` goes from
+    forward to backward."""
 
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, causal: bool, mask: Tensor | None, scale: float
@@ -178,7 +179,10 @@ class Math:
         if causal:
             hidden = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1 + rows.start)
             scores.masked_fill_(hidden, float("-inf"))
-        return (scores if mask is None else scores.add_(mask[rows].to(dtype))), slope
+        if mask is not None:
+            own = mask[..., rows, :].to(dtype)
+            scores.add_(own if own.dim() == 2 else own.unflatten(1, groups))
+        return scores, slope
 
 
 def pick_kernel(q: Tensor, mask: Tensor | None, softcap: float | None = None) -> Kernel:

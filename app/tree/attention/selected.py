@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -19,6 +20,7 @@ from app.tree.attention.indexers import visible_rows
 from app.tree.attention.kernels import Kernel, pick_kernel
 from app.tree.attention.part_attention import PartBackend
 from app.tree.planning.layout import Part
+from app.tree.transfer import on_device
 
 _MASK_BYTES = 64 * 2**20
 _NOTHING = -1e30
@@ -29,13 +31,16 @@ another is no number."""
 class SelectedBackend(PartBackend):
     """Attention by parts to `picks`: int32 [1, n, m], positions in [path | chunk], -1 for none."""
 
+    heads = 1
+    """Of a mask."""
+
     def __init__(self, picks: Tensor) -> None:
         self.picks = picks
 
     def parts(self, chunk: ChunkAttention, call: LayerCall) -> Iterator[Part]:
         """Blocks of queries over the path, and over the chunk up to the last of them."""
-        path, count = chunk.path_tokens, self.picks.shape[1]
-        size = max(1, _MASK_BYTES // (8 * max(path, count)))  # at most 8 bytes an element
+        path, count = chunk.path_tokens, len(chunk.layout.tokens)
+        size = max(1, _MASK_BYTES // (8 * self.heads * max(path, count)))  # at most 8 bytes an element
         for start in range(0, count, size):
             stop = min(start + size, count)
             if path:
@@ -56,6 +61,35 @@ class SelectedBackend(PartBackend):
         return _Chosen(pick_kernel(q, mask))
 
 
+class BlocksBackend(SelectedBackend):
+    """Attention by parts to `picks`: int32 [1, H, n, k], numbers of blocks of `size` positions in each query's own
+    sequence, for each of the H heads of keys; -1 for none. `heads`: of queries."""
+
+    def __init__(self, picks: Tensor, size: int, heads: int) -> None:
+        super().__init__(picks)
+        self.size, self.heads = size, heads
+
+    def mask(self, q: Tensor, part: Part, chunk: ChunkAttention) -> Tensor:
+        """As of any backend, [1, heads, n, m]."""
+        rows, count = slice(part.q_start, part.q_stop), int(chunk.depths.max()) // self.size + 1
+        if "depths" not in chunk.kept:
+            chunk.kept["depths"] = on_device(np.ascontiguousarray(chunk.depths), q.device)
+        depths = torch.arange(part.k_stop, device=q.device) if part.path else chunk.kept["depths"]
+        chosen = among(self.picks[0, :, rows], depths[part.k_start : part.k_stop] // self.size, count)
+        if not part.path:
+            chosen &= visible_rows(chunk, rows, q.device)
+        whole = chosen.repeat_interleave(self.heads // len(chosen), 0).unsqueeze(0)
+        return torch.zeros_like(whole, dtype=q.dtype).masked_fill_(~whole, float("-inf"))
+
+
+def among(picks: Tensor, blocks: Tensor, count: int) -> Tensor:
+    """Whether each of `blocks` int64 [m], all below `count`, is among `picks` int32 [..., k], -1 for none: bool
+    [..., m]."""
+    at = torch.where(picks < 0, count, picks).long()  # a column of its own for none
+    kept = torch.zeros(*picks.shape[:-1], count + 1, dtype=torch.bool, device=picks.device)
+    return kept.scatter_(-1, at, True).index_select(-1, blocks)
+
+
 class _Chosen:
     """`kernel` for queries some of which see none of the keys. Its backward needs nothing of the kind: by the merged
     log-sum-exp their probabilities are 0."""
@@ -69,4 +103,4 @@ class _Chosen:
         out, lse, saved = self.kernel.forward(q, k, v, causal, mask, scale)
         assert mask is not None
         none = mask.isneginf().all(-1)
-        return out.masked_fill(none[:, None], 0.0), lse.masked_fill(none, _NOTHING), saved
+        return out.masked_fill(none.unsqueeze(-1), 0.0), lse.masked_fill(none, _NOTHING), saved

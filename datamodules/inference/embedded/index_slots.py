@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from app.tree import Indexers, pools, run_indexer
+from app.tree import Indexers, IndexKeys, chooses_blocks, pools, run_block_indexer, run_indexer
 from datamodules.inference.embedded.kv_slots import CachedStep, KVSlots, PromptStep
 
 
@@ -35,22 +35,29 @@ class IndexSlots:
             yield masks
 
     def _choose(self, layer: int, forward: Any, arguments: dict[str, Any]) -> Tensor:
-        """int32 [requests, queries, k]: positions in each request's row of the grid."""
+        """int32 [requests, queries, k]: positions in each request's row of the grid; or, of an indexer that chooses
+        blocks, [requests, heads, queries, k]."""
         step = self.slots.step
         given = {name: _unfolded(value, step) for name, value in arguments.items()}
-        keys: _PromptKeys | _CachedKeys
         if isinstance(step, PromptStep):
-            keys = _PromptKeys()
-            found = run_indexer(forward, given, step.longest, step.longest, keys, step.seen)
-            assert keys.all is not None, "an indexer asks for its keys"
-            self.slots.write(_place(layer), step.write, step.fold(keys.all.unsqueeze(1)).transpose(1, 2))
+            made = _PromptKeys()
+            found = _run(forward, given, step, step.longest, step.longest, made)
+            assert made.all is not None, "an indexer asks for its keys"
+            self.slots.write(_place(layer), step.write, step.fold(made.all.unsqueeze(1)).transpose(1, 2))
             return found
         if not pools(forward.__self__):
-            keys = _CachedKeys(self.slots, step)
-            return run_indexer(forward, given, step.queries, step.keys, keys, step.seen)
+            return _run(forward, given, step, step.queries, step.keys, _CachedKeys(self.slots, step))
         keys = _RightAligned(self.slots, step)
-        found = run_indexer(forward, given, step.queries, step.keys, keys, step.seen)
+        found = _run(forward, given, step, step.queries, step.keys, keys)
         return torch.where(found < 0, found, found - keys.shift[:, None, None]).to(found.dtype)
+
+
+def _run(
+    forward: Any, given: dict[str, Any], step: PromptStep | CachedStep, queries: int, total: int, keys: IndexKeys
+) -> Tensor:
+    if chooses_blocks(forward.__self__):
+        return run_block_indexer(forward, given, queries, total, keys)
+    return run_indexer(forward, given, queries, total, keys, step.seen)
 
 
 def _place(layer: int) -> int:

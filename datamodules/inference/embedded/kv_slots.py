@@ -24,7 +24,7 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import AttentionInterface
 
-from app.tree import STATES_ARGUMENT, chosen_in
+from app.tree import STATES_ARGUMENT, among, chosen_in
 
 ATTENTION = "arborist_slots"
 # Arguments that describe what `step` already says, or that change nothing in a forward without gradient.
@@ -269,17 +269,19 @@ def attend(
     s_aux: Tensor | None = None,
     is_causal: bool | None = None,
     indices: Tensor | None = None,
+    block_indices: Tensor | None = None,
     **extra: object,
 ) -> tuple[Tensor, None]:
     """The attention function transformers calls: query [1, Hq, T, D], key and value [1, Hkv, T, D] -> [1, T, Hq, D];
-    `softcap` of the scores, `s_aux` [Hq] attention sinks, `indices` what an indexer chose (`index_slots`)."""
+    `softcap` of the scores, `s_aux` [Hq] attention sinks, `indices` what an indexer chose (`index_slots`),
+    `block_indices` the same of one that chooses blocks."""
     unknown = sorted(name for name, given in extra.items() if given is not None and name not in _IMPLIED)
     if not (getattr(module, "is_causal", True) if is_causal is None else is_causal):  # as transformers' own read it
         unknown.append("is_causal=False")
     attention_mask, indices = chosen_in(attention_mask, indices, slots.stand_in)
     if attention_mask is not (None if indices is None else slots.stand_in):
         unknown.append("attention_mask")
-    if indices is not None and (sliding_window is not None or slots.stand_in is None):
+    if (indices is not None or block_indices is not None) and (sliding_window is not None or slots.stand_in is None):
         unknown.append("indices")
     if unknown or dropout:
         names = unknown or ["dropout"]
@@ -290,8 +292,13 @@ def attend(
     layer = cast(int, module.layer_idx)
     ahead = layer in slots.ahead
     slots.write(layer, step.write, key, value)
+    keys = step.longest if isinstance(step, PromptStep) else step.keys
+    if block_indices is None:
+        chosen = _chosen(indices, keys)
+    else:
+        chosen = _in_blocks(block_indices, cast(int, cast(torch.nn.Module, module.indexer).block_size), keys)
+        chosen = None if chosen is None else chosen.repeat_interleave(query.shape[1] // chosen.shape[1], 1)
     if isinstance(step, PromptStep):
-        chosen = _chosen(indices, step.longest)
         q, k, v = step.unfold(query), step.unfold(key), step.unfold(value)
         mask = step.mask(sliding_window, ahead, chosen)
         if softcap is not None or s_aux is not None:
@@ -302,7 +309,7 @@ def attend(
         )
         return step.fold(out), None
     k, v = slots.read(layer, step.first, step.count, step.keys)
-    q, bias, chosen = step.unfold(query), step.bias(sliding_window, query.dtype, ahead), _chosen(indices, step.keys)
+    q, bias = step.unfold(query), step.bias(sliding_window, query.dtype, ahead)
     if chosen is not None:
         bias = bias + _bias(chosen, bias.dtype)
     if softcap is not None or s_aux is not None:
@@ -321,6 +328,13 @@ def _chosen(indices: Tensor | None, keys: int) -> Tensor | None:
     return chosen.scatter_(-1, at, True)[..., :keys].unsqueeze(1)
 
 
+def _in_blocks(indices: Tensor, size: int, keys: int) -> Tensor | None:
+    """bool [n, H, Q, keys] of the positions in blocks int32 [n, H, Q, k] of `size`; None where all are chosen."""
+    if indices.shape[-1] * size >= keys:
+        return None
+    return among(indices, torch.arange(keys, device=indices.device) // size, -(-keys // size))
+
+
 def _bias(visible: Tensor, dtype: torch.dtype) -> Tensor:
     """0 where visible, -inf elsewhere."""
     return torch.zeros_like(visible, dtype=dtype).masked_fill_(~visible, -torch.inf)
@@ -334,6 +348,8 @@ def _masked(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, scaling: float | None
     # No fused CUDA kernel takes a mask and shared key heads. One query: its heads stand as rows of queries instead.
     if q.shape[2] == 1:
         rows = q.reshape(q.shape[0], k.shape[1], groups, -1)
+        if bias.shape[1] > 1:  # a query head's own
+            bias = bias.view(*rows.shape[:3], -1)
         return F.scaled_dot_product_attention(rows, k, v, bias, scale=scaling).reshape(*q.shape[:3], -1)
     k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
     return F.scaled_dot_product_attention(q, k, v, bias, scale=scaling)

@@ -180,7 +180,7 @@ def test_scores_that_are_capped_and_sinks(config, max_batch_tokens, monkeypatch:
         assert_parity({0: model}, request, response, 1e-5)
 
 
-@pytest.mark.parametrize("row", ["DeepSeek-V3.2", "GLM-5", "GLM-5.3"])
+@pytest.mark.parametrize("row", ["DeepSeek-V3.2", "GLM-5", "GLM-5.3", "MiniMax-M3"])
 @pytest.mark.parametrize("max_batch_tokens", [4096, 10])
 @pytest.mark.parametrize("block", [1, 2**20])
 def test_tokens_that_an_indexer_chose(row: str, max_batch_tokens: int, block: int, monkeypatch) -> None:
@@ -192,7 +192,7 @@ def test_tokens_that_an_indexer_chose(row: str, max_batch_tokens: int, block: in
     found = answers(started(model, max_batch_tokens=max_batch_tokens), requests)
     for request, response in zip(requests, found):
         assert_parity({0: model}, request, response, 1e-5)
-    all_ = families.build(families.SUPPORTED[row], index_topk=64)
+    all_ = families.build(families.SUPPORTED[row], **{"index_topk_blocks" if row == "MiniMax-M3" else "index_topk": 64})
     other = answers(started(all_, max_batch_tokens=max_batch_tokens), requests)
     assert [response.tokens for response in found[1:3]] != [response.tokens for response in other[1:3]]
 

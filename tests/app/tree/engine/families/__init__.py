@@ -31,6 +31,7 @@ from app.tree import (
 from tests.app.tree import models, oracle
 from tests.app.tree.engine.families.table import (
     BACKWARD,
+    BLOCKS,
     DELTA_RULE,
     EXPERTS,
     FORWARD,
@@ -47,7 +48,7 @@ from tests.app.tree.engine.families.table import (
 from tests.app.tree.losses import SequenceLoss
 from tests.app.tree.parity import take_grads
 
-__all__ = ["DELTA_RULE", "EXPERTS", "INDEXED", "LATENT", "OTHERS", "POOLED", "UNSCALED", "other"]
+__all__ = ["BLOCKS", "DELTA_RULE", "EXPERTS", "INDEXED", "LATENT", "OTHERS", "POOLED", "UNSCALED", "other"]
 """Of the tables, what nothing here reads."""
 
 STEM = [3, 10, 17, 24, 3, 0, 9, 9, 4, 5, 6, 7]

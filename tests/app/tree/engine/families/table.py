@@ -57,6 +57,22 @@ POOLED: dict[str, Any] = {
 """Layers that scan around two that choose, the second by the first's choice."""
 
 
+BLOCKS: dict[str, Any] = dict(
+    EXPERTS,
+    num_hidden_layers=3,
+    layer_types=["full_attention", "minimax_m3_sparse", "minimax_m3_sparse"],
+    mlp_layer_types=["dense", "sparse", "dense"],
+    head_dim=8,
+    rotary_dim=8,
+    index_n_heads=2,
+    index_head_dim=8,
+    index_block_size=2,
+    index_topk_blocks=2,
+    dense_intermediate_size=24,
+    shared_intermediate_size=8,
+)
+
+
 @dataclass(frozen=True)
 class Family:
     """`type`: transformers' model type; `options`: of its configuration; `note`: for readers of the matrix;
@@ -177,6 +193,16 @@ SUPPORTED: dict[str, Family] = {
         DELTA_RULE,
         12,
         refused=("4 bit",),
+    ),
+    "MiniMax-M3": Family(
+        "minimax_m3_vl_text",
+        {
+            **BLOCKS,
+            "num_hidden_layers": 2,
+            "layer_types": ["full_attention", "minimax_m3_sparse"],
+            "mlp_layer_types": ["dense", "sparse"],
+        },
+        "attends to blocks of positions an indexer chose, each head of keys to others",
     ),
     "GPT-NeoX": Family("gpt_neox"),
     "StarCoder2": Family("starcoder2", dict(sliding_window=4)),
@@ -300,11 +326,6 @@ REFUSED: dict[str, Family] = {
             indexer_compress_ratio=4,
         ),
         "states in line",
-    ),
-    "MiniMax-M3": Family(
-        "minimax_m3_vl_text",
-        dict(EXPERTS, head_dim=8, layer_types=["full_attention", "minimax_m3_sparse"], index_n_heads=2),
-        "blocks of tokens chosen by their positions",
     ),
     "MiniMax": Family(
         "minimax",

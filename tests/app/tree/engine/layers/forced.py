@@ -34,6 +34,11 @@ def _sigmoid(router: Any, logits: Tensor, experts: Tensor) -> Tensor:
     return scores * router.routed_scaling_factor
 
 
+def _sigmoid_normed(router: Any, logits: Tensor, experts: Tensor) -> Tensor:
+    scores = logits.sigmoid().gather(1, experts)
+    return scores / scores.sum(-1, keepdim=True)
+
+
 FAMILIES: dict[str, Weigh] = {
     "Qwen3-MoE": _softmax,
     "Mixtral": _softmax_normed,
@@ -42,6 +47,7 @@ FAMILIES: dict[str, Weigh] = {
     "DeepSeek-V3.2": _sigmoid,
     "GLM-5": _sigmoid,
     "GLM-5.3": _sigmoid,
+    "MiniMax-M3": _sigmoid_normed,
     "Qwen3.5-MoE": _softmax_normed,
     "Qwen3-Next": _softmax_normed,
     "Nemotron-H": _sigmoid,

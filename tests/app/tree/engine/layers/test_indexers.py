@@ -31,9 +31,10 @@ TYPES: dict[str, dict[str, Any]] = {
     "hy_v4": {"attn_implementation": "eager"},
     "dots3_note_text": dict(layer_types=["indexed_attention", "sliding_attention"], sliding_window=4),
     "glm5_next": families.POOLED,
+    "minimax_m3_vl_text": families.BLOCKS,
 }
-"""The plain form; layers that share the choice of others; sinks; layers with a window between; pools."""
-QUICK = ("deepseek_v32", "glm_moe_dsa", "glm5_next")
+"""The plain form; layers that share the choice of others; sinks; layers with a window between; pools; blocks."""
+QUICK = ("deepseek_v32", "glm_moe_dsa", "glm5_next", "minimax_m3_vl_text")
 KINDS_OF_MODELS = [pytest.param(kind, marks=[] if kind in QUICK else pytest.mark.slow) for kind in TYPES]
 
 
@@ -80,7 +81,8 @@ def forest() -> list[Any]:
 def test_long_sequences_of_which_few_tokens_are_chosen(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(indexers, "_SCORE_BYTES", 2**18)
     monkeypatch.setattr(selected, "_MASK_BYTES", 2**16)
-    model = exact(kind, max_position_embeddings=512, index_topk=24)
+    few = {"index_topk": 24} if kind != "minimax_m3_vl_text" else {"index_topk_blocks": 4, "index_block_size": 6}
+    model = exact(kind, max_position_embeddings=512, **few)
     truth = expected(model, forest())
     for budgets in ((1000, 2000), (100, 200), (40, 60)):
         assert oracle.relative_error(gradients(model, forest(), *budgets), truth)[0] < 1e-9
@@ -147,10 +149,11 @@ def test_calls_past_the_engine_are_refused_by_name() -> None:
         TreeEngine(model, self_check=False).backward(PrefixTree.build(families.SEQUENCES), past)
 
 
+@pytest.mark.parametrize("kind", ["glm5_next", "minimax_m3_vl_text"])
 @pytest.mark.parametrize("short", range(1, 7))
-def test_lines_of_every_length_around_what_is_chosen(short: int) -> None:
-    """Of pools, whose choice has other columns where it is of all, or of just as many as there are."""
-    model = exact("glm5_next")
+def test_lines_of_every_length_around_what_is_chosen(short: int, kind: str) -> None:
+    """Whose choices have other columns where they are of all, or of just as many as there are."""
+    model = exact(kind)
     for long in range(short, 9):
         sequences = [np.arange(long) + 2, np.arange(short) + 12, np.r_[2, np.arange(short) + 20]]
         tree, want = PrefixTree.build(sequences), oracle.dense_forward(model, sequences)
@@ -160,10 +163,11 @@ def test_lines_of_every_length_around_what_is_chosen(short: int) -> None:
                 torch.testing.assert_close(ours, theirs.logprobs.detach(), rtol=0, atol=1e-9)
 
 
-def test_pools_are_refused_in_groups_of_ranks() -> None:
-    indexer = exact("glm5_next").model.language_model.layers[1].self_attn.indexer
+@pytest.mark.parametrize("kind", ["glm5_next", "minimax_m3_vl_text"])
+def test_tokens_in_a_row_are_refused_in_groups_of_ranks(kind: str) -> None:
+    _, indexer = indexers.Indexers.of(exact(kind)).layers[1]
     chunk = SimpleNamespace(layout=SimpleNamespace(tokens=[0]), path_tokens=0, shares=object())
-    with pytest.raises(ValueError, match=r"layer 1 \(.*Indexer\) chooses among pools of tokens in a row.*group=None"):
+    with pytest.raises(ValueError, match=r"layer 1 \(.*Indexer\) chooses among tokens in a row.*group=None"):
         indexers._choose(1, indexer.forward, chunk, {})  # type: ignore[arg-type]
 
 

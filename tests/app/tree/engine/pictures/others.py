@@ -223,6 +223,7 @@ OTHERS: dict[str, tuple[dict[str, Any], tuple[str, dict[str, Any]]]] = {
         dict(image_grid_pinpoints=_PINS),
         ("LlavaOnevisionImageProcessorPil", dict(size=_SIDE, image_grid_pinpoints=_PINS)),
     ),
+    "minimax_m3_vl": (dict(text_config=text.BLOCKS, projector_hidden_size=24), _GRIDS),
     "minicpmv4_6": (
         dict(
             text_config=_DELTA,
