@@ -326,8 +326,10 @@ class InferenceEngine(ABC):
     @classmethod
     def __subclasshook__(cls, other: type) -> bool:
         # By their names: for a Protocol, jsonargparse asks for our annotations too, and reads them anew for each value.
+        if cls is not InferenceEngine:  # an engine's own class, which is asked for its subclasses
+            return NotImplemented
         methods = (name for name, value in vars(cls).items() if name[0] != "_" and callable(value))
-        return cls is InferenceEngine and all(callable(getattr(other, name, None)) for name in methods)
+        return all(callable(getattr(other, name, None)) for name in methods)
 
 
 @dataclass(frozen=True)

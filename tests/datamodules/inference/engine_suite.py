@@ -109,7 +109,7 @@ class EngineSuite:
         return WeightUpdate(version=version, state_dict=model.state_dict())
 
     def test_is_an_engine(self, engine: InferenceEngine) -> None:
-        assert isinstance(engine, InferenceEngine)
+        assert isinstance(engine, InferenceEngine) and issubclass(type("Own", (type(engine),), {}), type(engine))
         assert (engine.version, engine.vocab_size, engine.max_context) == (0, VOCABULARY, CONTEXT)
         health = engine.health()
         assert health["alive"] and not health["paused"] and health["error"] == ""
