@@ -11,6 +11,7 @@ import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -246,12 +247,14 @@ class Algorithm:
             batch = with_rewards(batch, token_rewards)
         given = {"token_rewards": token_rewards, **({} if values is None else {"values": values})}
         read = {f"batch.{name}": tensor for name, tensor in batch.tensors().items()} | given
-        before = {name: tensor._version for name, tensor in read.items()}
+        # Copies, since no counter knows of what is written by way of numpy; routes, the largest, are no estimator's.
+        before = {name: tensor.clone() for name, tensor in read.items() if name != "batch.route_table"}
         credit = self.advantage({"batch": batch, "values": values, "token_rewards": token_rewards})
-        if written := next((name for name, tensor in read.items() if tensor._version != before[name]), None):
+        same = partial(torch.allclose, rtol=0, atol=0, equal_nan=True)
+        if written := next((name for name, tensor in before.items() if not same(read[name], tensor)), None):
             raise BatchError(
                 f"advantage: {self.advantage.name} writes into {written}, which metrics and later steps read: make new"
-                " tensors (no -=, no method that ends in _)"
+                " tensors (no -=, no method that ends in _; of what numpy() gives a copy)"
             )
         if isinstance(credit, Estimate):
             parts = (_finite(credit.advantages, batch.loss_mask), _finite(credit.returns, credit.value_mask, "returns"))

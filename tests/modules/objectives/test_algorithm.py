@@ -74,6 +74,12 @@ def centred_in_place(batch: RolloutBatch) -> Tensor:
     return rewards.repeat_interleave(batch.lengths())
 
 
+def centred_by_numpy(batch: RolloutBatch) -> Tensor:
+    rewards = batch.rewards.numpy()
+    rewards -= rewards.mean()
+    return torch.from_numpy(rewards).repeat_interleave(batch.lengths())
+
+
 HERE = "tests.modules.objectives.test_algorithm"
 
 
@@ -81,11 +87,12 @@ def loss_inputs(inputs: dict[str, Tensor]) -> LossInputs:
     return LossInputs(**{name: value for name, value in inputs.items() if name != "turns"})  # for costs in the reward
 
 
-def test_an_advantage_that_writes_into_the_batch_is_refused() -> None:
+@pytest.mark.parametrize("advantage", [centred_in_place, centred_by_numpy])
+def test_an_advantage_that_writes_into_the_batch_is_refused(advantage: Callable[..., Any]) -> None:
     """The mean reward would be logged as 0."""
     batch = make_batch()
-    with pytest.raises(BatchError, match=r"advantage: centred_in_place writes into batch.rewards, which metrics"):
-        Algorithm(advantage=centred_in_place).credit(batch, torch.zeros(batch.num_tokens))
+    with pytest.raises(BatchError, match=rf"advantage: {advantage.__name__} writes into batch.rewards, which metrics"):
+        Algorithm(advantage=advantage).credit(batch, torch.zeros(batch.num_tokens))
 
 
 def test_a_function_of_ones_own_by_import_path() -> None:
