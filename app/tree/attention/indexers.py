@@ -188,7 +188,7 @@ def chooses_blocks(indexer: nn.Module) -> bool:
 def pools(indexer: nn.Module) -> bool:
     """Whether an indexer scores pools of `index_kpool` tokens in a row, counted from a sequence's first (GLM-5.3): it
     takes no mask of what each query sees, but sequences, whose lengths it asks the cache for. The tokens behind a
-    query's last pool are chosen as well."""
+    query's last pool are chosen as well, but where `index_kpool_always_select_tail` is False."""
     return isinstance(getattr(indexer, "index_kpool", None), int)
 
 
@@ -257,9 +257,12 @@ def run_indexer(
 
 def _most(indexer: Any, total: int) -> int:
     """Columns for what an indexer chooses among so many tokens: `total` where it chooses all that there are."""
-    if total <= indexer.index_topk or not pools(indexer):
+    if not pools(indexer):
         return min(indexer.index_topk, total)
-    most: int = indexer.index_topk + indexer.index_kpool - 1
+    tail = indexer.index_kpool - 1 if indexer.index_kpool_always_select_tail else 0  # most behind the last pool
+    if total <= indexer.index_topk and tail == indexer.index_kpool - 1:
+        return total
+    most: int = indexer.index_topk + tail
     return most + (most == total)  # with one for none: not all of so many are chosen
 
 

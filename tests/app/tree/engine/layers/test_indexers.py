@@ -149,11 +149,15 @@ def test_calls_past_the_engine_are_refused_by_name() -> None:
         TreeEngine(model, self_check=False).backward(PrefixTree.build(families.SEQUENCES), past)
 
 
-@pytest.mark.parametrize("kind", ["glm5_next", "minimax_m3_vl_text"])
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [("glm5_next", {}), ("glm5_next", {"index_kpool_always_select_tail": False}), ("minimax_m3_vl_text", {})],
+)
 @pytest.mark.parametrize("short", range(1, 7))
-def test_lines_of_every_length_around_what_is_chosen(short: int, kind: str) -> None:
-    """Whose choices have other columns where they are of all, or of just as many as there are."""
-    model = exact(kind)
+def test_lines_of_every_length_around_what_is_chosen(short: int, kind: str, options: dict[str, Any]) -> None:
+    """Whose choices have other columns where they are of all, or of just as many as there are; without the tokens
+    behind the last pool they are never of all."""
+    model = exact(kind, **options)
     for long in range(short, 9):
         sequences = [np.arange(long) + 2, np.arange(short) + 12, np.r_[2, np.arange(short) + 20]]
         tree, want = PrefixTree.build(sequences), oracle.dense_forward(model, sequences)
