@@ -18,9 +18,12 @@ SERVER_TORCH ?= torch==2.13.0
 ifeq ($(ARBORIST_SKIP_SGLANG)$(ARBORIST_SGLANG_PYTHON),)
 TESTED_SERVER := $(SERVER_STAMP)
 endif
-# Test processes: two more than cores, since tests wait for servers, ranks and other processes half of their time. Each
-# takes more than 1 GB, and some seconds to collect the tests.
-WORKERS ?= $(shell n=$$(getconf _NPROCESSORS_ONLN); echo $$((n < 14 ? n + 2 : 16)))
+# Test processes: two more than cores, since tests wait for servers, ranks and other processes half of their time; as many
+# as memory holds. $(1): GiB that one takes with the ranks and servers that it keeps.
+WORKERS ?=
+workers = $(or $(WORKERS),$(shell $(PYTHON) -c 'import os; \
+	memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") >> 30; \
+	print(max(1, min(os.cpu_count() + 2, memory // $(1), 16)))'))
 # TRL, for the tests that compare losses with it: on top of the packages of .venv, which it must not change.
 TRL_VENV  := .venv-trl
 TRL_STAMP := $(TRL_VENV)/.installed
@@ -88,19 +91,19 @@ endif
 
 # One thread: the models are tiny, and the tests that start processes would otherwise fight over the cores. Files stay
 # whole: the tests of some share servers; tests/conftest.py says in which order they come.
-PYTEST_FILES := --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder
+pytest_files = --numprocesses $(call workers,$(1)) --dist loadfile --no-loadscope-reorder
 test test-all test-bounds: export OMP_NUM_THREADS := 1
 # Else every process that a test starts compiles the whole project anew, where a machine has this set.
 test test-all test-bounds: export PYTHONDONTWRITEBYTECODE :=
 test-all: export HYPOTHESIS_PROFILE ?= ci
 test: lint $(TESTED_SERVER)
-	$(PY) -m pytest $(PYTEST_FILES) -m "not slow"
+	$(PY) -m pytest $(call pytest_files,5) -m "not slow"
 
 test-all: lint $(TESTED_SERVER)
-	$(PY) -m pytest $(PYTEST_FILES)
+	$(PY) -m pytest $(call pytest_files,7)
 
 test-bounds: $(BOUNDS_STAMP) $(TESTED_SERVER)
-	$(BOUNDS_VENV)/bin/python -m pytest $(PYTEST_FILES) -m "not slow"
+	$(BOUNDS_VENV)/bin/python -m pytest $(call pytest_files,5) -m "not slow"
 
 docs: $(STAMP)
 	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs build --strict --quiet
