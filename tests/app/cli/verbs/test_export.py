@@ -20,6 +20,7 @@ from app.cli.export import export
 from app.strategies.pieces import load_whole
 from datamodules.prompts.tokenizers import load_tokenizer
 from tests.app.cli.verbs import export_jobs as jobs
+from tests.app.tree.engine.pictures import vision
 from tests.helpers.rank_pool import RankPool
 from tests.helpers.versions import EXACT_ROUTERS, needs_transformers
 
@@ -95,6 +96,32 @@ def test_a_run_is_its_last_checkpoint_and_brings_its_tokenizer(
     else:
         assert f"tokenizer: {tokenizer}" in said
         assert AutoTokenizer.from_pretrained(out).encode("01") == load_tokenizer("char:01").encode("01")
+
+
+@pytest.mark.parametrize("broken", [False, True])
+def test_the_image_processor_of_the_run_comes_along(
+    one_rank: RankPool, tmp_path: Path, capsys: pytest.CaptureFixture[str], broken: bool
+) -> None:
+    """Without it nobody could show the model a picture."""
+    run, model = tmp_path / "run", tmp_path / "model"
+    seeing = vision.make("Qwen3.5")
+    seeing.model.config.save_pretrained(model)
+    seeing.processor.save_pretrained(model)
+    if broken:
+        (model / "preprocessor_config.json").write_text("{")
+    named = {"data": {"init_args": {"tokenizer": "char:01"}}, "model": {"init_args": {"model": {"path": str(model)}}}}
+    one_rank.run(jobs.save_language_model, path=run / "checkpoints" / "last.ckpt", adapters=False)
+    (run / "config.yaml").write_text(yaml.safe_dump(named))
+    words = ["export", "--ckpt", str(run), "--out", str(tmp_path / "out")]
+    if broken:
+        with pytest.raises(SystemExit):
+            main(words)
+        assert f"the image processor in {model} cannot be read" in capsys.readouterr().err
+        return
+    main(words)
+    assert f"image processor: {model}" in capsys.readouterr().out
+    written, own = (json.loads((place / "preprocessor_config.json").read_text()) for place in (tmp_path / "out", model))
+    assert written == own
 
 
 _MEASURED = """
