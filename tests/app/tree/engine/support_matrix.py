@@ -22,8 +22,9 @@ from tests.app.tree.engine.pictures import vision
 DOCUMENT = Path(__file__).parents[4] / "docs" / "support_matrix.md"
 EXPLAINED = {
     "float32": f"log-probabilities to {families.FORWARD:.0e} and gradients to {families.BACKWARD:.0e} of the largest"
-    f" (both {families.DELTA_RULE[0]:.0e} with a delta rule, {families.UNSCALED[0]:.0e} where scores have no scale), or"
-    " what the dense model's own rounding explains: no further from the truth than 1.5 times the dense model",
+    f" (both {families.DELTA_RULE[0]:.0e} with a delta rule, {families.UNSCALED[0]:.0e} where scores have no scale;"
+    f" gradients of MiniMax-M3 {families.FORWARD:.0e}), or what the dense model's own rounding explains: no further"
+    " from the truth than 1.5 times the dense model",
     "bf16": "bf16 parameters: gradients in float32, no further from the truth than "
     f"{families.LOW_PRECISION:g} times what the dense bf16 model is on the same small batch, at the median of a few"
     " models",
