@@ -247,8 +247,10 @@ class Algorithm:
             batch = with_rewards(batch, token_rewards)
         given = {"token_rewards": token_rewards, **({} if values is None else {"values": values})}
         read = {f"batch.{name}": tensor for name, tensor in batch.tensors().items()} | given
-        # Copies, since no counter knows of what is written by way of numpy; routes, the largest, are no estimator's.
-        before = {name: tensor.clone() for name, tensor in read.items() if name != "batch.route_table"}
+        # Of code that is not ours. Copies, since no counter knows of what is written by way of numpy; routes, the
+        # largest, are no estimator's.
+        kept = () if self._is_ours(self.advantage) else read.keys() - {"batch.route_table"}
+        before = {name: read[name].clone() for name in kept}
         credit = self.advantage({"batch": batch, "values": values, "token_rewards": token_rewards})
         same = partial(torch.allclose, rtol=0, atol=0, equal_nan=True)
         if written := next((name for name, tensor in before.items() if not same(read[name], tensor)), None):

@@ -54,13 +54,13 @@ def run(arguments: argparse.Namespace) -> None:
     ckpt = _last(arguments.ckpt)
     tokenizer, why = _tokenizer_of_run(run_of(ckpt))
     tokenizer = arguments.tokenizer or tokenizer
-    images = _directory_of_images(run_of(ckpt), tokenizer)
+    place, images = _images_of_run(run_of(ckpt), tokenizer)
     export(ckpt, arguments.out, arguments.model, dtype, tokenizer, arguments.adapter, images=images)
     size = sum(file.stat().st_size for file in arguments.out.iterdir())
     print(f"{arguments.out}: {size / 2**20:.1f} MiB, of {ckpt}")
     print(f"tokenizer: {tokenizer or f'none{why}; --tokenizer NAME puts one beside the weights'}")
     if images is not None:
-        print(f"image processor: {images}")
+        print(f"image processor: {place}")
 
 
 def _last(path: Path) -> Path:
@@ -90,25 +90,25 @@ def _tokenizer_of_run(run: Path) -> tuple[str | None, str]:
     return None, f", as the run's '{data or model}' has none here" if data or model else ""
 
 
-def _directory_of_images(run: Path, tokenizer: str | None) -> str | None:
-    """Where the processor of its pictures is: with the tokenizer, or with the model that the run began with."""
+def _images_of_run(run: Path, tokenizer: str | None) -> tuple[str, Any | None]:
+    """The processor of its pictures, and where it is: with the tokenizer, or with the model that the run began with."""
     try:
         settings = yaml.safe_load((run / "config.yaml").read_text("utf-8"))
         model = settings["model"]["init_args"]["model"]["path"]
     except (OSError, ValueError, yaml.YAMLError, LookupError, TypeError):
         model = None
-    places = [place for place in (tokenizer, model) if isinstance(place, str) and Path(place).is_dir()]
-    return next((place for place in places if _image_processor(place) is not None), None)
-
-
-def _image_processor(directory: str) -> Any | None:
-    try:
-        return picture_processor(directory)
-    except Exception as error:  # as of tokenizers
-        raise ValueError(
-            f"the image processor in {directory} cannot be read: {reason(error)}; mend its"
-            " preprocessor_config.json, or move it away to export without"
-        ) from error
+    for place in (tokenizer, model):
+        if isinstance(place, str) and Path(place).is_dir():
+            try:
+                images = picture_processor(place)
+            except Exception as error:  # as of tokenizers
+                raise ValueError(
+                    f"the image processor in {place} cannot be read: {reason(error)}; mend its"
+                    " preprocessor_config.json, or move it away to export without"
+                ) from error
+            if images is not None:
+                return place, images
+    return "", None
 
 
 def export(
@@ -119,11 +119,11 @@ def export(
     tokenizer: str | None = None,
     adapter: bool = False,
     shard_bytes: int = SHARD_BYTES,
-    images: str | None = None,
+    images: Any | None = None,
 ) -> None:
     """Writes `model` of the checkpoint `ckpt` to `out`, in `dtype` (None: as in the checkpoint); an
-    adapter merged, or, with `adapter`, alone; at most `shard_bytes` of tensors in one file; with the image processor in
-    the directory `images`, where there is one.
+    adapter merged, or, with `adapter`, alone; at most `shard_bytes` of tensors in one file; `images`: the image
+    processor that goes with it, as `picture_processor` gives it.
 
     Raises:
         ValueError: `out` holds something, `ckpt` is no checkpoint directory or has no such model or no adapter, or its
@@ -139,7 +139,6 @@ def export(
     except ValueError as error:
         raise ValueError(f"--model: {error}") from error
     text = None if tokenizer is None else _tokenizer(tokenizer)
-    pictures = None if images is None else _image_processor(images)
     out.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=out.parent, prefix=f".{out.name}-") as made:
         target = Path(made) / "model"
@@ -161,8 +160,8 @@ def export(
             (target / GENERATION_FILE).write_text(saved.files[GENERATION_FILE])
         if text is not None:
             text.save_pretrained(target)
-        if pictures is not None:
-            pictures.save_pretrained(target)
+        if images is not None:
+            images.save_pretrained(target)
         if out.exists():
             out.rmdir()
         shutil.move(target, out)

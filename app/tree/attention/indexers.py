@@ -170,7 +170,8 @@ def _refuse_copies(parent: str, indexer: nn.Module) -> None:
 
 
 def _chooses(module: nn.Module) -> bool:
-    """Whether a module is an indexer that scores tokens, or pools of them: others may keep more than a row a token."""
+    """Whether a module is an indexer that scores tokens, or pools or blocks of them: others may keep more than a row a
+    token."""
     code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
     if code is None or not isinstance(getattr(module, "layer_idx", None), int):
         return False
@@ -199,9 +200,7 @@ def run_block_indexer(forward: Any, arguments: Mapping[str, Any], rows: int, tot
     module, hidden = forward.__self__, arguments["hidden_states"]
     most = min(module.topk_blocks, -(-total // module.block_size))
     found = torch.full((len(hidden), module.num_heads, rows, most), -1, dtype=torch.int32, device=hidden.device)
-    size = max(1, _SCORE_BYTES // (4 * module.num_heads * total * len(hidden)))
-    for start in range(0, rows, size):
-        block = slice(start, min(start + size, rows))
+    for block in _query_blocks(rows, module.num_heads * total * len(hidden)):
         given = {name: _rows(value, block, rows) for name, value in arguments.items()}
         picks = forward(**{**given, _cache_of(forward): _WithLengths(keys)})
         found[:, :, block, : picks.shape[-1]] = picks
@@ -240,11 +239,10 @@ def run_indexer(
     module, hidden = forward.__self__, arguments["hidden_states"]
     most = _most(module, total)
     found = torch.full((len(hidden), rows, most), -1, dtype=torch.int32, device=hidden.device)
-    size = max(1, _SCORE_BYTES // (4 * module.n_heads * total * len(hidden)))
     cache = _WithLengths(keys) if pools(module) else keys
     everything = pools(module) and most == total
-    for start in range(0, rows, size):
-        block = slice(start, min(start + size, rows))
+    scored = -(-total // module.index_kpool) if pools(module) else total  # which each block makes of all keys anew
+    for block in _query_blocks(rows, module.n_heads * scored * len(hidden)):
         given = {name: _rows(value, block, rows) for name, value in arguments.items()}
         mask = hidden.new_ones(hidden[:, block].shape[:2], dtype=torch.bool) if pools(module) else visible(block)
         picks = forward(**{**given, "attention_mask": mask, _cache_of(forward): cache})
@@ -253,6 +251,13 @@ def run_indexer(
     if everything:  # which pools say in more columns than there are tokens
         found[:] = torch.arange(total, dtype=torch.int32, device=hidden.device)
     return found
+
+
+def _query_blocks(rows: int, scores: int) -> Iterator[slice]:
+    """Of so many rows, each of which has `scores` in float32."""
+    size = max(1, _SCORE_BYTES // (4 * scores))
+    for start in range(0, rows, size):
+        yield slice(start, min(start + size, rows))
 
 
 def _most(indexer: Any, total: int) -> int:
@@ -367,23 +372,30 @@ def _choose(layer: int, forward: Any, chunk: ChunkAttention, arguments: dict[str
 
 
 class _LineKeys:
-    """Those of the tokens before a run of rows, on the path and in the chunk, and behind them the run's."""
+    """Those of the tokens before a run of rows, on the path and in the chunk, and behind them the run's; the path's are
+    put in front once for all runs."""
 
     def __init__(self, cache: PathCache, path: int, rows: int) -> None:
         self.cache, self.path, self.rows = cache, path, rows
         self.chunk: Tensor | None = None
 
     def begin(self, above: Tensor, start: int) -> None:
-        self.above, self.first, self.filled = above, start, start
+        self.filled, self.before = start, self.path + len(above) - start  # a row's place in the line, less its own
+        if len(above):
+            assert self.chunk is not None, "rows above come first"
+            self.line[:, self.path : self.path + len(above)] = self.chunk[:, above]
 
     def update_indexer(self, keys: Tensor, layer: int) -> Tensor:
         if self.chunk is None:
             self.chunk = keys.new_empty(1, self.rows, keys.shape[2])
+            self.line = keys.new_empty(1, self.path + self.rows, keys.shape[2])
+            if self.path:
+                self.line[:, : self.path] = self.cache.read(layer, self.path)[0][0]
         stop = self.filled + keys.shape[1]
         self.chunk[:, self.filled : stop] = keys
+        self.line[:, self.before + self.filled : self.before + stop] = keys
         self.filled = stop
-        on_path = [self.cache.read(layer, self.path)[0][0]] if self.path else []
-        return torch.cat([*on_path, self.chunk[:, self.above], self.chunk[:, self.first : stop]], 1)
+        return self.line[:, : self.before + stop]
 
 
 def _choose_by_lines(layer: int, forward: Any, chunk: ChunkAttention, arguments: dict[str, Any]) -> Tensor:

@@ -281,8 +281,9 @@ def attend(
     attention_mask, indices = chosen_in(attention_mask, indices, slots.stand_in)
     if attention_mask is not (None if indices is None else slots.stand_in):
         unknown.append("attention_mask")
-    if (indices is not None or block_indices is not None) and (sliding_window is not None or slots.stand_in is None):
-        unknown.append("indices")
+    if sliding_window is not None or slots.stand_in is None:
+        choices = {"indices": indices, "block_indices": block_indices}
+        unknown += [name for name, given in choices.items() if given is not None]
     if unknown or dropout:
         names = unknown or ["dropout"]
         raise NotImplementedError(

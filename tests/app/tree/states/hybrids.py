@@ -34,6 +34,15 @@ EXPERTS: dict[str, Any] = dict(
     num_experts=4, num_experts_per_tok=2, moe_intermediate_size=8, shared_expert_intermediate_size=8
 )
 MAMBA: dict[str, Any] = dict(mamba_n_heads=4, mamba_d_head=8, mamba_d_state=6, mamba_n_groups=1, mamba_chunk_size=16)
+_LATENT: dict[str, Any] = dict(
+    num_hidden_layers=3,
+    layer_types=["linear_attention", "full_attention", "linear_attention"],
+    num_key_value_heads=4,
+    kv_lora_rank=8,
+    qk_nope_head_dim=4,
+    qk_rope_head_dim=4,
+    v_head_dim=4,
+)
 OPTIONS: dict[str, dict[str, Any]] = {
     "qwen3_5_text": dict(DELTA, tie_word_embeddings=False),
     "qwen3_5_moe_text": dict(DELTA, **EXPERTS),
@@ -65,29 +74,12 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "falcon_h1": dict(MAMBA, mamba_d_ssm=32, head_dim=8, lm_head_multiplier=0.5),
     "bamba": dict(MAMBA, num_hidden_layers=3, attn_layer_indices=[1]),
     "kimi_linear": dict(
-        num_hidden_layers=3,
-        layer_types=["linear_attention", "full_attention", "linear_attention"],
-        num_key_value_heads=4,
-        linear_num_heads=2,
-        linear_head_dim=6,
-        kv_lora_rank=8,
-        qk_nope_head_dim=4,
-        qk_rope_head_dim=4,
-        v_head_dim=4,
-        num_experts=4,
-        num_experts_per_token=2,
-        moe_intermediate_size=8,
+        _LATENT, linear_num_heads=2, linear_head_dim=6, num_experts=4, num_experts_per_token=2, moe_intermediate_size=8
     ),
     "bailing_hybrid": dict(
-        num_hidden_layers=3,
-        layer_types=["linear_attention", "full_attention", "linear_attention"],
-        num_key_value_heads=4,
+        _LATENT,
         head_dim=6,
         q_lora_rank=8,
-        kv_lora_rank=8,
-        qk_nope_head_dim=4,
-        qk_rope_head_dim=4,
-        v_head_dim=4,
         first_k_dense_replace=1,
         n_group=2,
         topk_group=1,
