@@ -107,6 +107,13 @@ def pytest_runtestloop() -> None:
     atexit.register(gc.unfreeze)  # Triton's would be reported as leaks
 
 
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Why a test was run once more (`--reruns`): else nobody would ever see what failed at first."""
+    for report in terminalreporter.stats.get("rerun", ()):
+        terminalreporter.section(f"at first, {report.nodeid}")
+        terminalreporter.line(report.longreprtext)
+
+
 @pytest.fixture(scope="session")
 def one_rank() -> Iterator[RankPool]:
     """Pools of ranks live as long as the session: starting processes costs more than most tests."""
