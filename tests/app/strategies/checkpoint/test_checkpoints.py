@@ -124,7 +124,7 @@ def test_what_others_still_write_stays(step: float, tmp_path: Path, monkeypatch:
     """Also after the machine's clock was set, which moves the seconds at which processes began."""
     ours = directories.this_process()
     assert ours == _process(os.getpid())
-    gone, reborn = ours.replace(f"-{os.getpid()}-", f"-{2**22 + 1}-"), _process(os.getpid(), -1000)
+    gone, reborn = ours.replace(f"-{os.getpid()}-", f"-{2**22 + 1}-"), _process(os.getpid(), 1000)
     elsewhere = "0123abcd-1-1"
     child = subprocess.Popen(["sleep", "60"])
     try:
