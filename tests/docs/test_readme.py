@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import wandb
 import yaml
 
 from app.cli import main
@@ -75,8 +76,7 @@ def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]
     monkeypatch.setenv("WANDB_SILENT", "true")
     shutil.copytree(ROOT / "configs", tmp_path / "configs")
     yield tmp_path
-    if "wandb" in sys.modules:
-        sys.modules["wandb"].finish()  # or the next test's logger would go on with this run
+    wandb.finish()  # or the next test's logger would go on with this run
 
 
 def steps(run: Path) -> int:
