@@ -4,10 +4,10 @@ Needs torch and transformers only; knows no RL and no Lightning. See `PrefixTree
 `inspect_tree`, `inspect_model` for what a tree would save, without running it. Others import nothing below this face.
 """
 
+from app.tree.attention.group_indexer import Groups, IndexKeys, chooses_groups, run_group_indexer
 from app.tree.attention.groups import RankGroup
 from app.tree.attention.indexers import (
     Indexers,
-    IndexKeys,
     chooses_blocks,
     chosen_in,
     index_parameters,
@@ -69,6 +69,7 @@ __all__ = [
     "STATES_ARGUMENT",
     "CutVocabulary",
     "FlatOutputs",
+    "Groups",
     "IndexKeys",
     "Indexers",
     "Likeliest",
@@ -93,6 +94,7 @@ __all__ = [
     "auto_class",
     "cast_quantised",
     "chooses_blocks",
+    "chooses_groups",
     "chosen_in",
     "device_rates",
     "elements",
@@ -122,6 +124,7 @@ __all__ = [
     "refuse_tokens",
     "routed",
     "run_block_indexer",
+    "run_group_indexer",
     "run_indexer",
     "scaled_by",
     "scales",

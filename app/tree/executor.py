@@ -350,7 +350,8 @@ class Executor:
         if chunk.parent >= 0:
             place = self._hung[chunk.parent][chunk.parent_piece]
             for key, end in self.open[chunk.parent].ends.items():
-                starts[key] = end[place : place + 1].detach().requires_grad_(torch.is_grad_enabled())
+                start = end[place : place + 1].detach()
+                starts[key] = start.requires_grad_(torch.is_grad_enabled() and start.is_floating_point())
         pieces = list(range(len(chunk.pieces)) if only is None else only)
         lengths = [chunk.pieces[piece].tokens for piece in pieces]
         places = {piece: place for place, piece in enumerate(pieces)}

@@ -1,13 +1,13 @@
 """Layers that attend to the few tokens an indexer chose (DeepSeek sparse attention: DeepSeek-V3.2, GLM-5 and others).
 
-An indexer is a small module inside such a layer: it scores every earlier token by keys of its own, or pools or blocks
-of tokens in a row (GLM-5.3, MiniMax-M3), and each query attends to the best alone, in this layer and in those that
-share its choice. It has no gradient: what it chooses is no function to differentiate.
+An indexer is a small module inside such a layer: it scores every earlier token by keys of its own, or pools, blocks
+or groups of tokens in a row (GLM-5.3, MiniMax-M3, Qwen 4), and each query attends to the best alone, in this layer and
+in those that share its choice. It has no gradient: what it chooses is no function to differentiate.
 
-Promises: scores and choice are the module's own code, over [path | chunk] instead of a sequence, a block of queries at
-a time, so that scores [queries, heads, keys] stay within `_SCORE_BYTES`; pools and blocks are those of each token's own
-sequence, branch by branch; keys of the path are kept, never computed again. Of scores that are equal, or differ by
-rounding, others may be chosen than in a dense run, as between any two batches.
+Promises: scores and choice are the module's own code (but for `group_indexer`'s), over [path | chunk] instead of a
+sequence, a block of queries at a time, so that scores [queries, heads, keys] stay within bounds; pools and blocks are
+those of each token's own sequence, branch by branch; keys of the path are kept, never computed again. Of scores that
+are equal, or differ by rounding, others may be chosen than in a dense run, as between any two batches.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import cache, partial
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -25,16 +25,17 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from app.tree.attention.chunk_attention import ChunkAttention
+from app.tree.attention.group_indexer import Groups, IndexKeys, chooses_groups, query_blocks, run_group_indexer
 from app.tree.attention.groups import RowShares
 from app.tree.attention.path_cache import PathCache
 from app.tree.prefix_tree import Ints
+from app.tree.states.lookback import instead
 from app.tree.transfer import on_device
 
 KIND = "indexed_attention"
 """What configurations call such layers."""
 _CACHES = ("cache", "past_key_values")  # the argument, and its name before transformers 5.24
 _MASKS = "build_attention_mask_from_topk"  # of layers that make a mask of the choice, instead of handing it on
-_SCORE_BYTES = 64 * 2**20
 
 
 Choose = Callable[[int, Any, dict[str, Any]], Tensor]
@@ -91,7 +92,9 @@ class Indexers:
     def masks(self, rows: int, device: torch.device) -> tuple[Tensor, dict[str, Any]]:
         """Arguments of a forward of so many rows: no mask but, for layers that hand one on to their indexer and to the
         attention function, a stand-in bool [1, 1, rows, 1] that says nothing and takes no memory; and this."""
-        stand_in = torch.ones((), dtype=torch.bool, device=device).expand(1, 1, rows, 1)
+        stand_in: Tensor = torch.ones((), dtype=torch.bool, device=device).expand(1, 1, rows, 1)
+        if any(chooses_groups(indexer) for _, indexer in self.layers.values()):
+            stand_in = stand_in.as_subclass(_GivesWay)
         return stand_in, {"attention_mask": {**dict.fromkeys(self.kinds), KIND: stand_in}}
 
     @contextmanager
@@ -100,9 +103,9 @@ class Indexers:
         with ExitStack() as stack:
             for layer, (_, indexer) in self.layers.items():
                 own = type(indexer).forward.__get__(indexer)  # an engine may run inside of another's pass
-                stack.enter_context(_instead(indexer, "forward", partial(_called, choose, layer, own)))
+                stack.enter_context(instead(indexer, "forward", partial(_called, choose, layer, own)))
             for module in self.masking:
-                stack.enter_context(_instead(module, _MASKS, _unmasked))
+                stack.enter_context(instead(module, _MASKS, _unmasked))
             yield
 
     @contextmanager
@@ -135,6 +138,13 @@ def index_parameters(model: PreTrainedModel) -> list[nn.Parameter]:
     return [p for _, indexer in Indexers.of(model).layers.values() for p in indexer.parameters()]
 
 
+class _GivesWay(Tensor):
+    """A mask that says nothing: combined with a choice, which stands for one, it is the choice, for `chosen_in`."""
+
+    def __and__(self, other: Any) -> Any:
+        return other
+
+
 def chosen_in(mask: Tensor | None, indices: Tensor | None, stand_in: Tensor | None) -> tuple[Tensor | None, ...]:
     """What an attention function was given for a mask and for a choice -> both, where a layer of `Indexers.masking` has
     given the choice for a mask."""
@@ -146,19 +156,6 @@ def chosen_in(mask: Tensor | None, indices: Tensor | None, stand_in: Tensor | No
 def _unmasked(topk_indices: Tensor, **_: Any) -> Tensor:
     """int32 [1, n, k] -> the same, for `chosen_in` to find."""
     return topk_indices
-
-
-@contextmanager
-def _instead(module: nn.Module, name: str, function: Callable[..., Any]) -> Iterator[None]:
-    """Inside, a module's method is this function."""
-    before = module.__dict__.get(name)
-    setattr(module, name, function)
-    try:
-        yield
-    finally:
-        delattr(module, name)
-        if before is not None:
-            setattr(module, name, before)
 
 
 def _refuse_copies(parent: str, indexer: nn.Module) -> None:
@@ -177,6 +174,8 @@ def _chooses(module: nn.Module) -> bool:
         return False
     if "update_index" in code.co_names:
         return chooses_blocks(module)
+    if chooses_groups(module):
+        return "update_indexer" in code.co_names
     known = "layers" not in code.co_names or pools(module)
     return known and "update_indexer" in code.co_names and isinstance(getattr(module, "index_topk", None), int)
 
@@ -200,19 +199,11 @@ def run_block_indexer(forward: Any, arguments: Mapping[str, Any], rows: int, tot
     module, hidden = forward.__self__, arguments["hidden_states"]
     most = min(module.topk_blocks, -(-total // module.block_size))
     found = torch.full((len(hidden), module.num_heads, rows, most), -1, dtype=torch.int32, device=hidden.device)
-    for block in _query_blocks(rows, module.num_heads * total * len(hidden)):
+    for block in query_blocks(rows, module.num_heads * total * len(hidden)):
         given = {name: _rows(value, block, rows) for name, value in arguments.items()}
         picks = forward(**{**given, _cache_of(forward): _WithLengths(keys)})
         found[:, :, block, : picks.shape[-1]] = picks
     return found
-
-
-class IndexKeys(Protocol):
-    """In the place of a model's cache."""
-
-    def update_indexer(self, keys: Tensor, layer: int) -> Tensor:
-        """Keys [B, n, D] of the next rows -> those of all tokens so far, [B, keys, D]."""
-        ...
 
 
 def run_indexer(
@@ -242,7 +233,7 @@ def run_indexer(
     cache = _WithLengths(keys) if pools(module) else keys
     everything = pools(module) and most == total
     scored = -(-total // module.index_kpool) if pools(module) else total  # which each block makes of all keys anew
-    for block in _query_blocks(rows, module.n_heads * scored * len(hidden)):
+    for block in query_blocks(rows, module.n_heads * scored * len(hidden)):
         given = {name: _rows(value, block, rows) for name, value in arguments.items()}
         mask = hidden.new_ones(hidden[:, block].shape[:2], dtype=torch.bool) if pools(module) else visible(block)
         picks = forward(**{**given, "attention_mask": mask, _cache_of(forward): cache})
@@ -251,13 +242,6 @@ def run_indexer(
     if everything:  # which pools say in more columns than there are tokens
         found[:] = torch.arange(total, dtype=torch.int32, device=hidden.device)
     return found
-
-
-def _query_blocks(rows: int, scores: int) -> Iterator[slice]:
-    """Of so many rows, each of which has `scores` in float32."""
-    size = max(1, _SCORE_BYTES // (4 * scores))
-    for start in range(0, rows, size):
-        yield slice(start, min(start + size, rows))
 
 
 def _most(indexer: Any, total: int) -> int:
@@ -361,10 +345,18 @@ def _choose(layer: int, forward: Any, chunk: ChunkAttention, arguments: dict[str
     rows, path, shares = len(chunk.layout.tokens), chunk.path_tokens, chunk.shares
     if pools(forward.__self__) or chooses_blocks(forward.__self__):
         return _choose_by_lines(layer, forward, chunk, arguments)
+    grouped = chooses_groups(forward.__self__)
     if shares is not None:
+        if grouped:
+            raise ValueError(_not_together(layer, forward))
         return _choose_together(layer, forward, chunk, shares, arguments)
     keys, device = _ChunkKeys(cast(PathCache, chunk.index_cache), path, rows), arguments["hidden_states"].device
-    found = run_indexer(forward, arguments, rows, path + rows, keys, lambda block: _visible(chunk, block, device)[None])
+    if grouped:
+        groups = _groups(chunk, forward.__self__.compress_ratio, device)
+        found = run_group_indexer(forward.__self__, arguments, groups, path + rows, keys)
+    else:
+        see = partial(_visible, chunk, device=device)
+        found = run_indexer(forward, arguments, rows, path + rows, keys, lambda block: see(block)[None])
     if chunk.store:
         assert keys.all is not None
         chunk.index_keys[layer] = (keys.all[:, path:].unsqueeze(0),)
@@ -402,10 +394,7 @@ def _choose_by_lines(layer: int, forward: Any, chunk: ChunkAttention, arguments:
     """As `_choose`, by an indexer that takes sequences: once for each run of rows without a branch, behind the tokens
     before it."""
     if chunk.shares is not None:
-        raise ValueError(
-            f"layer {layer} ({type(forward.__self__).__name__}) chooses among tokens in a row, which ranks of a group"
-            " cannot do together; let each rank run a part of its own (group=None)"
-        )
+        raise ValueError(_not_together(layer, forward))
     rows, path, device = len(chunk.layout.tokens), chunk.path_tokens, arguments["hidden_states"].device
     keys = _LineKeys(cast(PathCache, chunk.index_cache), path, rows)
     place = torch.arange(path + rows, dtype=torch.int32, device=device)
@@ -428,6 +417,22 @@ def _choose_by_lines(layer: int, forward: Any, chunk: ChunkAttention, arguments:
     else:
         most = _most(forward.__self__, path + rows)  # a line may have a column more, of none
     return torch.cat([nn.functional.pad(part, (0, most - part.shape[-1]), value=-1) for part in found], -2)
+
+
+def _groups(chunk: ChunkAttention, size: int, device: torch.device) -> Groups:
+    """Made for the first layer that asks."""
+    key = ("groups", size)
+    if key not in chunk.kept:
+        chunk.kept[key] = Groups.of_tree(chunk.layout.ends, chunk.path_tokens, size, device)
+    found: Groups = chunk.kept[key]
+    return found
+
+
+def _not_together(layer: int, forward: Any) -> str:
+    return (
+        f"layer {layer} ({type(forward.__self__).__name__}) chooses among tokens in a row, which ranks of a group"
+        " cannot do together; let each rank run a part of its own (group=None)"
+    )
 
 
 def _not_asked(block: slice) -> Tensor:

@@ -42,7 +42,6 @@ def transformers_model(model: Any) -> PreTrainedModel:
 
 _REFUSED = {
     "zamba2": "its attention layers share one block, which has no layer of its own to keep keys and values for",
-    "qwen4_exp_text": "it keeps the last token ids and a dilated convolution's tail beside its states, in line",
     "minimax": "its lightning attention is computed in line, not by a function that a tree can give a state to",
     "mamba2": "it has no layer of attention, by whose heads and keys memory and time are counted",
     "paligemma": "every token of its prompt sees all of the prompt, so a prefix depends on what follows it",

@@ -33,7 +33,9 @@ class ModelShape:
     third matrix, whose product the activation is multiplied by; `mlp_keeps`, `norms_keep`: what a layer's MLP and norms
     keep for backward, in intermediate and hidden sizes; `routed`: experts that a token is sent to in each of
     `feed_forward`, and `experts_keep`, what each of them keeps, in hidden sizes; `streams`: residuals of a token
-    (hyper-connections), and `mixings`, in how many rounds the weights by which they are mixed are made.
+    (hyper-connections), and `mixings`, in how many rounds the weights by which they are mixed are made, or
+    `mixing_rank`, the rank of gates that mix them instead; `fed`: layers that add embeddings of `fed_width` values to
+    the streams.
     """
 
     layers: int
@@ -49,6 +51,9 @@ class ModelShape:
     experts_keep: int = EXPERT_KEEPS
     streams: int = 1
     mixings: int = 0
+    mixing_rank: int = 0
+    fed: int = 0
+    fed_width: int = 0
 
     @classmethod
     def of(cls, config: Any) -> ModelShape:
@@ -64,8 +69,11 @@ class ModelShape:
             states=state_shape(text),
             routed=routed,
             experts_keep=EXPERT_KEEPS + (getattr(text, "_experts_implementation", None) == "eager"),
-            streams=getattr(text, "hc_mult", None) or 1,
+            streams=getattr(text, "hc_mult", None) or getattr(text, "hc_count", None) or 1,
             mixings=getattr(text, "hc_sinkhorn_iters", None) or 0,
+            mixing_rank=getattr(text, "hc_lowrank", None) or 0,
+            fed=len(getattr(text, "ple_layer_ids", None) or ()),
+            fed_width=getattr(text, "ple_embed_dim", None) or 0,
         )
 
     @property
@@ -96,7 +104,10 @@ class ModelShape:
         weights += self.hidden * (2 + self.gated) * sum(self.feed_forward)
         if self.states is not None:
             weights += self.states.linear_weights(self.hidden)
-        return 2.0 * weights
+        wide = self.streams * self.hidden
+        if self.mixing_rank:
+            weights += 2 * self.layers * wide * (2 * self.mixing_rank + self.streams)
+        return 2.0 * (weights + self.fed * self.fed_width * (wide + self.hidden))
 
     def activation_bytes(self, bytes_per_value: int) -> int:
         """Estimated bytes a token keeps alive for backward in a decoder without activation checkpointing.
@@ -108,7 +119,8 @@ class ModelShape:
         if self.states is not None:  # scans keep float32 whatever the layers' dtype is
             states = self.states
             kept += states.layers * (states.kept_values() * bytes_per_value + states.kept_scan_values() * 4)
-        return int(kept) + self.layers * self._streams_keep(bytes_per_value)
+        streams = self.layers * self._streams_keep(bytes_per_value) + self.fed * self._fed_keep(bytes_per_value)
+        return int(kept) + streams
 
     def checkpoint_share(self) -> float:
         """Part of a token's activations that is alive when its layers are checkpointed: each layer's input, and one
@@ -124,16 +136,24 @@ class ModelShape:
             mixers.append(self.states.kept_values() * bytes_per_value + self.states.kept_scan_values() * 4)
         kept = self.norms_keep + self.experts_keep * max(self.routed)
         rest = (kept * self.hidden + self.mlp_keeps * max(self.feed_forward)) * bytes_per_value
-        return int((max(mixers) + rest) * self._copies(bytes_per_value)) + self._streams_keep(bytes_per_value)
+        streams = self._streams_keep(bytes_per_value) + (self._fed_keep(bytes_per_value) if self.fed else 0)
+        return int((max(mixers) + rest) * self._copies(bytes_per_value)) + streams
 
     def _streams_keep(self, bytes_per_value: int) -> int:
         """Bytes that the two hyper-connections of a layer keep, which compute in float32: the streams, with copies
-        where they are bf16; where they are mixed, also their norm's result and what each round divides."""
+        where they are bf16; where they are mixed, also their norm's result and what each round divides, or the norm's
+        steps and gates."""
         if self.streams == 1:
             return 0
         copies = bytes_per_value + 6 * (bytes_per_value < 4) + 4 * (self.mixings > 0)
+        if self.mixing_rank:
+            copies += 14 if bytes_per_value >= 4 else 6
         rounds = 2 * 4 * self.mixings * self.streams * (self.streams + 1)
         return 2 * (self.streams * self.hidden * copies + rounds)
+
+    def _fed_keep(self, bytes_per_value: int) -> int:
+        """Bytes that a layer keeps of embeddings that it adds to the streams: norms of three, a gate, a convolution."""
+        return 8 * self.streams * self.hidden * bytes_per_value
 
     def _copies(self, bytes_per_value: int) -> float:
         """In low precision norms that are written out also save float32 copies."""

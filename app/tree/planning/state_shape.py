@@ -24,6 +24,7 @@ class StateShape:
         gates: values a token that the layer projects beside the convolution's channels, or multiplies its output with.
         heads, key_dim, value_dim: of the scan; 0 heads: a convolution alone.
         erases: whether a token takes back what the state held (a delta rule).
+        lookback: values of the last tokens that other parts of the model keep.
     """
 
     layers: int
@@ -34,11 +35,13 @@ class StateShape:
     key_dim: int = 0
     value_dim: int = 0
     erases: bool = False
+    lookback: int = 0
 
     @property
     def values(self) -> int:
         """Values of all layers' states after a token: scans' states and convolutions' tails."""
-        return self.layers * (self.heads * self.key_dim * self.value_dim + self.reach * self.channels)
+        scans = self.layers * self.heads * self.key_dim * self.value_dim
+        return scans + self.layers * self.reach * self.channels + self.lookback
 
     @property
     def inner(self) -> int:
@@ -91,8 +94,10 @@ def state_shape(text: Any) -> StateShape | None:
             size("linear_num_value_heads", "linear_num_heads"),
             size("linear_value_head_dim", "linear_head_dim"),
         )
-        reach = size("linear_conv_kernel_dim") - 1
-        return StateShape(layers, 2 * keys + heads * width, reach, heads * width, heads, key_dim, width, True)
+        reach, grams = size("linear_conv_kernel_dim") - 1, size("ngram_size")
+        tails = (size("ple_conv_kernel_size") - 1) * grams * size("hc_count") * text.hidden_size + grams - 1
+        lookback = len(getattr(text, "ple_layer_ids", None) or ()) * tails
+        return StateShape(layers, 2 * keys + heads * width, reach, heads * width, heads, key_dim, width, True, lookback)
     heads, width = size("mamba_n_heads", "mamba_num_heads"), size("mamba_d_head", "mamba_head_dim")
     if heads:
         state, groups = size("mamba_d_state", "ssm_state_size"), size("mamba_n_groups", "n_groups")

@@ -8,7 +8,7 @@ around each function of its modeling file, which does nothing outside forwards w
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -26,6 +26,7 @@ from app.tree.states.functions import (
     over_pieces,
     unknown,
 )
+from app.tree.states.lookback import Lookback, lookbacks_of, run_over_pieces, takes_more
 from app.tree.states.piece_states import PieceStates, StateKey
 
 _MARK = "_runs_over_pieces"
@@ -38,11 +39,13 @@ class StateLayers:
     Attributes:
         mixers: by name in the model, the modules that carry states.
         expected: layers and kinds that every forward has to call a function for, with its name.
+        lookbacks: parts that look back by themselves.
         attending: layers that have to attend; one may do both.
         functions: names of the functions that `expected` are, as in `FUNCTIONS`.
     """
 
     mixers: dict[str, nn.Module]
+    lookbacks: list[Lookback]
     expected: dict[StateKey, str]
     attending: frozenset[int]
     functions: frozenset[str]
@@ -55,12 +58,14 @@ class StateLayers:
             ValueError: a layer with a convolution over time that calls none of the known functions, that has no way to
                 hand them a state, or whose convolution has an adapter, which such layers read past.
         """
+        lookbacks = lookbacks_of(model)
+        alone = {one.module for one in lookbacks}
         mixers = {
             name: module
             for name, module in model.named_modules()
-            if isinstance(getattr(module, "layer_idx", None), int) and _convolves(name, module)
+            if isinstance(getattr(module, "layer_idx", None), int) and module not in alone and _convolves(name, module)
         }
-        expected: dict[StateKey, str] = {}
+        expected = {one.key: f"{one.method} of {type(one.module).__name__}" for one in lookbacks}
         functions: set[str] = set()
         for name, module in mixers.items():
             where = f"'{name}' ({type(module).__name__})"
@@ -76,7 +81,7 @@ class StateLayers:
                     f"layer {module.layer_idx}, {where} has a convolution over time, and calls none of"
                     f" {sorted(FUNCTIONS)}, through which tree training carries states; use a model that does"
                 )
-            if not _takes_more(module):
+            if not takes_more(module):
                 raise ValueError(
                     f"layer {module.layer_idx}, {where}: its forward takes nothing for the functions that carry its"
                     " state, as later ones do (LFM2's from transformers 5.22 on, and this is"
@@ -92,7 +97,7 @@ class StateLayers:
                     _wrap(scope, function, SHORTCUTS[function])
                 elif carries_state(scope[function]):
                     _wrap(scope, function, unknown)
-        return cls(mixers, expected, _attending(model, mixers), frozenset(functions))
+        return cls(mixers, lookbacks, expected, _attending(model, mixers, alone), frozenset(functions))
 
     @property
     def indices(self) -> frozenset[int]:
@@ -110,7 +115,8 @@ class StateLayers:
         """Inside, a forward with states knows which layer is running."""
         handles = [mixer.register_forward_pre_hook(_note, with_kwargs=True) for mixer in self.mixers.values()]
         try:
-            yield
+            with run_over_pieces(self.lookbacks):
+                yield
         finally:
             for handle in handles:
                 handle.remove()
@@ -124,12 +130,6 @@ class StateLayers:
                 " training cannot carry the layer's state; load the model with transformers' own layers"
                 " (use_kernels=False) and uncompiled"
             )
-
-
-def _takes_more(module: nn.Module) -> bool:
-    """Whether the forward of a module takes arguments by any name, among them the states."""
-    given = inspect.signature(type(module).forward).parameters.values()
-    return any(one.kind is inspect.Parameter.VAR_KEYWORD for one in given)
 
 
 def _functions_read(kind: type[nn.Module]) -> dict[str, dict[str, Any]]:
@@ -149,7 +149,7 @@ def _wrap(scope: dict[str, Any], name: str, instead: Any) -> None:
         scope[name] = wrapped
 
 
-def _attending(model: PreTrainedModel, mixers: dict[str, nn.Module]) -> frozenset[int]:
+def _attending(model: PreTrainedModel, mixers: dict[str, nn.Module], alone: Set[nn.Module]) -> frozenset[int]:
     """Layers that do more than carry a state or work on single tokens."""
     config = model.config.get_text_config()
     kinds = getattr(config, "layers_block_type", None) or getattr(config, "layer_types", None) or []
@@ -158,7 +158,7 @@ def _attending(model: PreTrainedModel, mixers: dict[str, nn.Module]) -> frozense
     for name, module in model.named_modules():
         layer = getattr(module, "layer_idx", None)
         around = any(mixer == name or mixer.startswith(f"{name}.") for mixer in mixers)
-        if layer in stateful and not around:
+        if layer in stateful and not around and module not in alone:
             stateful.discard(layer)  # it attends as well
     return frozenset(set(range(config.num_hidden_layers)) - tokenwise - stateful)
 

@@ -18,7 +18,8 @@ from app.tree.states.scans import TORCH, Scans
 from app.tree.transfer import on_device
 
 StateKey = tuple[int, str]
-"""Layer and kind of a state: "convolution" [K - 1, channels] in the layer's dtype, "scan" [heads, ...] in float32."""
+"""Layer and kind of a state: "convolution" and "lookback" [K - 1, channels] in the layer's dtype, "tokens" int64
+[K - 1], "scan" [heads, ...] in float32."""
 
 States = dict[StateKey, Tensor]
 
@@ -50,17 +51,24 @@ class PieceStates:
     ) -> Tensor:
         """The layer's own causal convolution of x [1, C, n] with weight [C, K], each piece behind the K - 1 tokens
         before it."""
-        reach = weight.shape[-1] - 1
+
+        def run(rows: Tensor) -> Tensor:
+            return original(rows.T[None], weight, bias, activation=activation)[0].T
+
+        return self.lookback((self.layer, "convolution"), run, x[0].T, weight.shape[-1] - 1).T[None]
+
+    def lookback(self, key: StateKey, run: Callable[[Tensor], Tensor], x: Tensor, reach: int) -> Tensor:
+        """What `run` makes of a row [C] and of the `reach` rows before it, for each of x [n, C] (or of numbers [n]):
+        each piece behind the rows before it, zeros where there are none."""
         rows = self.tree.convolution(reach)
         gather = self._rows("gather", reach, rows.gather, x.device)
         select = self._rows("select", reach, rows.select, x.device)
-        starts = self._start("convolution", (reach, x.shape[1]), x)
-        extended = torch.cat([starts.flatten(0, 1).to(x.dtype), x[0].T])
+        starts = self._start(key, (reach, *x.shape[1:]), x)
+        extended = torch.cat([starts.flatten(0, 1).to(x.dtype), x])
         if len(self.wanted):
             tails = self._rows(("tails", self.wanted.tobytes()), reach, rows.tails[self.wanted], x.device)
-            self._end("convolution", extended[tails])
-        out = original(extended[gather].T[None], weight, bias, activation=activation)
-        return out[0].T[select].T[None]
+            self._end(key, extended[tails])
+        return run(extended[gather])[select]
 
     def delta_rule(
         self, query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, unit_length: bool
@@ -82,23 +90,23 @@ class PieceStates:
     def _scan_starts(self, heads: int, key_dim: int, value: Tensor) -> Tensor:
         """[starts, heads, key_dim, value dim], in float32, or float64 where the input is."""
         dtype = torch.promote_types(torch.float32, value.dtype)
-        return self._start("scan", (heads, key_dim, value.shape[3]), value).to(dtype)
+        return self._start((self.layer, "scan"), (heads, key_dim, value.shape[3]), value).to(dtype)
 
     def _scanned(self, out: Tensor, ends: Tensor) -> Tensor:
         if len(self.wanted):
-            self._end("scan", ends)
+            self._end((self.layer, "scan"), ends)
         return out[None]
 
-    def _start(self, kind: str, shape: tuple[int, ...], like: Tensor) -> Tensor:
+    def _start(self, key: StateKey, shape: tuple[int, ...], like: Tensor) -> Tensor:
         """[starts, *shape]; notes that the layer's function was called."""
-        self.called.add((self.layer, kind))
-        given = self.starts.get((self.layer, kind))
+        self.called.add(key)
+        given = self.starts.get(key)
         return like.new_zeros(self.tree.starts, *shape) if given is None else given
 
-    def _end(self, kind: str, states: Tensor) -> None:
+    def _end(self, key: StateKey, states: Tensor) -> None:
         """Keeps the wanted end states of the first forward: a checkpointed layer runs again in backward (and has to
         compute them again, for checkpointing compares), and by then those of the first are roots of it."""
-        self.ends.setdefault((self.layer, kind), states)
+        self.ends.setdefault(key, states)
 
     def _rows(self, name: object, reach: int, rows: Ints, device: torch.device) -> Tensor:
         """What all layers share, made for the first that asks."""

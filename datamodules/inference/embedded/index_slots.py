@@ -14,7 +14,17 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from app.tree import Indexers, IndexKeys, chooses_blocks, pools, run_block_indexer, run_indexer
+from app.tree import (
+    Groups,
+    Indexers,
+    IndexKeys,
+    chooses_blocks,
+    chooses_groups,
+    pools,
+    run_block_indexer,
+    run_group_indexer,
+    run_indexer,
+)
 from datamodules.inference.embedded.kv_slots import CachedStep, KVSlots, PromptStep
 
 
@@ -55,6 +65,11 @@ class IndexSlots:
 def _run(
     forward: Any, given: dict[str, Any], step: PromptStep | CachedStep, queries: int, total: int, keys: IndexKeys
 ) -> Tensor:
+    if chooses_groups(forward.__self__):
+        places = torch.arange(queries)[None] if isinstance(step, PromptStep) else step.positions.view(-1, queries)
+        places = places.to(step.write.device)
+        groups = Groups.of_sequences(places, total, forward.__self__.compress_ratio)
+        return run_group_indexer(forward.__self__, given, groups, total, keys)
     if chooses_blocks(forward.__self__):
         return run_block_indexer(forward, given, queries, total, keys)
     return run_indexer(forward, given, queries, total, keys, step.seen)

@@ -128,33 +128,6 @@ def test_a_model_without_output_projection(model) -> None:
     refused(model.model, "output projection|ForCausalLM")
 
 
-QWEN4 = dict(
-    layer_types=["linear_attention", "indexed_attention"],
-    linear_num_key_heads=2,
-    linear_num_value_heads=2,
-    linear_key_head_dim=8,
-    linear_value_head_dim=8,
-    head_dim=8,
-    num_experts=2,
-    num_experts_per_tok=1,
-    moe_intermediate_size=8,
-    shared_expert_intermediate_size=8,
-    hc_count=2,
-    hc_lowrank=4,
-    ple_layer_ids=[1],
-    heads_per_ngram=2,
-    ngram_vocab_size_base=50,
-    make_ngram_vocab_size_divisible_by=2,
-    split_ngram_parts=2,
-    indexer_n_heads=2,
-    indexer_kv_heads=1,
-    indexer_head_dim=8,
-    indexer_budget=4,
-    indexer_compress_ratio=2,
-    eos_token_id=1,
-)
-
-
 @pytest.mark.parametrize(
     ("name", "options", "message"),
     [
@@ -167,7 +140,6 @@ QWEN4 = dict(
             dict(layers_block_type=["linear_attention", "hybrid"], n_mamba_heads=4, mamba_d_state=4),
             "Zamba2ForCausalLM: its attention layers share one block",
         ),
-        ("qwen4_exp_text", QWEN4, "Qwen4ExpForCausalLM: it keeps the last token ids"),
         ("rwkv", dict(attn_implementation="eager", attention_hidden_size=16), "[Rr]wkv"),
     ],
 )

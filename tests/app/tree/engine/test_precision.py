@@ -28,7 +28,8 @@ def conversation(seed: int) -> list[np.ndarray]:
 
 def distance(got: dict[str, torch.Tensor | None], truth: dict[str, torch.Tensor]) -> float:
     """Norm of the error of all parameters together, relative to the norm of the truth."""
-    error = sum(float((got[n].double() - t).square().sum()) for n, t in truth.items())
+    zero = torch.zeros(())  # of what has no gradient
+    error = sum(float(((zero if got[n] is None else got[n]).double() - t).square().sum()) for n, t in truth.items())
     return (error / sum(float(t.square().sum()) for t in truth.values())) ** 0.5
 
 

@@ -84,22 +84,34 @@ WIDE: dict[str, dict[str, Any]] = {
     "qwen3_5_text": dict(DELTA, layer_types=[*LINEAR, "full_attention"]),
     "bamba": dict(MAMBA, attn_layer_indices=[3]),
     "lfm2": dict(full_attn_idxs=[3], block_auto_adjust_ff_dim=False),
+    "qwen4_exp_text": dict(
+        {**hybrids.OPTIONS["qwen4_exp_text"], **DELTA},
+        layer_types=[*LINEAR, "indexed_attention"],
+        ple_layer_ids=[1],
+        moe_intermediate_size=32,
+        shared_expert_intermediate_size=32,
+        hc_count=4,
+        hc_lowrank=16,
+        indexer_head_dim=16,
+        indexer_budget=64,
+    ),
 }
 """Wide enough for layers to dominate; three layers that carry a state, then attention."""
 
 
 def wide(name: str) -> Any:
-    return models.make(
-        name, hidden_size=64, intermediate_size=192, head_dim=16, num_hidden_layers=4, max_position_embeddings=256,
-        **WIDE[name],
-    )  # fmt: skip
+    sizes = dict(hidden_size=64, intermediate_size=192, head_dim=16, num_hidden_layers=4, max_position_embeddings=256)
+    return models.make(name, **{**WIDE[name], **sizes})
 
 
 @pytest.mark.parametrize("name", WIDE)
 def test_linear_flops_are_those_of_each_layers_own_weights(name: str) -> None:
-    """Two a weight; gates of a few values a head are left out."""
+    """Two a weight; gates of a few values a head are left out, and what an indexer scores by."""
     model = wide(name)
     weights = sum(m.weight.numel() for m in model.model.layers.modules() if isinstance(m, nn.Linear))
+    if name == "qwen4_exp_text":
+        experts = [m for m in model.modules() if type(m).__name__.endswith("Experts")]
+        weights += sum(p.numel() for m in experts for p in m.parameters()) * 2 // 4  # two of four for each token
     assert shape_of(model).linear_flops() == pytest.approx(2 * weights, rel=0.08)
 
 

@@ -27,7 +27,7 @@ from transformers import (
     Qwen2Config,
 )
 
-from app.tree.attention import indexers
+from app.tree.attention import group_indexer
 from datamodules.inference.embedded import EmbeddedEngine, batcher, kv_slots
 from datamodules.inference.protocol import GenerationError, GenerationRequest, WeightUpdate
 from tests.app.tree.engine import families
@@ -180,19 +180,23 @@ def test_scores_that_are_capped_and_sinks(config, max_batch_tokens, monkeypatch:
         assert_parity({0: model}, request, response, 1e-5)
 
 
-@pytest.mark.parametrize("row", ["DeepSeek-V3.2", "GLM-5", "GLM-5.3", "MiniMax-M3"])
+CHOOSING = {row: {"index_topk": 64} for row in ("DeepSeek-V3.2", "GLM-5", "GLM-5.3")}
+CHOOSING |= {"MiniMax-M3": {"index_topk_blocks": 64}, "Qwen 4 (experimental)": {"indexer_budget": 64}}
+
+
+@pytest.mark.parametrize("row", CHOOSING)
 @pytest.mark.parametrize("max_batch_tokens", [4096, 10])
 @pytest.mark.parametrize("block", [1, 2**20])
 def test_tokens_that_an_indexer_chose(row: str, max_batch_tokens: int, block: int, monkeypatch) -> None:
     """Prompts shorter and longer than what is chosen, at once and in parts; and that it is chosen: no more is seen."""
-    monkeypatch.setattr(indexers, "_SCORE_BYTES", block)
+    monkeypatch.setattr(group_indexer, "_SCORE_BYTES", block)
     model = families.build(families.SUPPORTED[row])
     prompts = ([token % 31 for token in prompt] for prompt in prompts_of([3, 30, 30, 4]))
     requests = [GenerationRequest(prompt, 20) for prompt in prompts]
     found = answers(started(model, max_batch_tokens=max_batch_tokens), requests)
     for request, response in zip(requests, found):
         assert_parity({0: model}, request, response, 1e-5)
-    all_ = families.build(families.SUPPORTED[row], **{"index_topk_blocks" if row == "MiniMax-M3" else "index_topk": 64})
+    all_ = families.build(families.SUPPORTED[row], **CHOOSING[row])
     other = answers(started(all_, max_batch_tokens=max_batch_tokens), requests)
     assert [response.tokens for response in found[1:3]] != [response.tokens for response in other[1:3]]
 

@@ -116,7 +116,16 @@ def played(batcher: Batcher, vocabulary: int, update: Callable[[], None] | None 
 
 
 EXPERTS = {"Qwen3-MoE", "Mixtral", "DeepSeek-V3", "GPT-OSS", "Qwen3.5-MoE", "Qwen3-Next", "Nemotron-H", "Granite 4"}
-EXPERTS |= {"Kimi Linear", "Ling 3", "Gemma 4, experts", "DeepSeek-V3.2", "GLM-5", "GLM-5.3", "MiniMax-M3"}
+EXPERTS |= {
+    "Kimi Linear",
+    "Ling 3",
+    "Gemma 4, experts",
+    "DeepSeek-V3.2",
+    "GLM-5",
+    "GLM-5.3",
+    "MiniMax-M3",
+    "Qwen 4 (experimental)",
+}
 FLOAT64 = [row for row in families.SUPPORTED if row not in EXPERTS]
 DELTA_RULES = {"Qwen3.5", "OLMo-Hybrid"}
 """Layers that compute in float32 whatever the model is in."""

@@ -50,6 +50,7 @@ FAMILIES: dict[str, Weigh] = {
     "MiniMax-M3": _sigmoid_normed,
     "Qwen3.5-MoE": _softmax_normed,
     "Qwen3-Next": _softmax_normed,
+    "Qwen 4 (experimental)": _softmax_normed,
     "Nemotron-H": _sigmoid,
     "Granite 4": _softmax_normed,
     "Kimi Linear": _sigmoid,

@@ -16,7 +16,7 @@ from peft import LoraConfig, get_peft_model
 from transformers import CONFIG_MAPPING, PreTrainedModel
 
 from app.tree import PrefixTree, TreeEngine
-from app.tree.attention import indexers, kernels, selected
+from app.tree.attention import group_indexer, indexers, kernels, selected
 from tests.app.tree import models, oracle
 from tests.app.tree.cases import Case, cases
 from tests.app.tree.engine import families
@@ -32,9 +32,15 @@ TYPES: dict[str, dict[str, Any]] = {
     "dots3_note_text": dict(layer_types=["indexed_attention", "sliding_attention"], sliding_window=4),
     "glm5_next": families.POOLED,
     "minimax_m3_vl_text": families.BLOCKS,
+    "qwen4_exp_text": hybrids.OPTIONS["qwen4_exp_text"],
 }
-"""The plain form; layers that share the choice of others; sinks; layers with a window between; pools; blocks."""
-QUICK = ("deepseek_v32", "glm_moe_dsa", "glm5_next", "minimax_m3_vl_text")
+"""The plain form; layers that share the choice of others; sinks; layers with a window between; pools; blocks; groups
+of what is seen."""
+QUICK = ("deepseek_v32", "glm_moe_dsa", "glm5_next", "minimax_m3_vl_text", "qwen4_exp_text")
+FEW: dict[str, dict[str, Any]] = {
+    "minimax_m3_vl_text": {"index_topk_blocks": 4, "index_block_size": 6},
+    "qwen4_exp_text": {"indexer_budget": 24, "indexer_compress_ratio": 4},
+}
 KINDS_OF_MODELS = [pytest.param(kind, marks=[] if kind in QUICK else pytest.mark.slow) for kind in TYPES]
 
 
@@ -43,7 +49,7 @@ def exact(kind: str, **options: Any) -> PreTrainedModel:
     """In float64 but for scores and their choice, which are the module's own float32 on both sides."""
     if kind not in CONFIG_MAPPING:
         pytest.skip(f"the installed transformers has no {kind}")
-    chosen = {**families.INDEXED, **TYPES[kind], **options}
+    chosen = {**(families.INDEXED if kind not in hybrids.OPTIONS else {}), **TYPES[kind], **options}
     return hybrids.exact(models.make(kind, torch.float64, **chosen)).eval()
 
 
@@ -53,7 +59,7 @@ def exact(kind: str, **options: Any) -> PreTrainedModel:
 def test_parity_in_float64(kind: str, case: Case, loss: str, batched: bool, block: int) -> None:
     model, head = exact(kind), models.value_head(torch.float64)
     with pytest.MonkeyPatch.context() as patch:  # blocks of one query, of several, and of all
-        patch.setattr(indexers, "_SCORE_BYTES", block)
+        patch.setattr(group_indexer, "_SCORE_BYTES", block)
         patch.setattr(selected, "_MASK_BYTES", block)
         assert_forward(model, head, case, ("logprobs", "entropy", "values"), 1e-9)
         assert_backward(model, head, case, loss, ("logprobs", "values"), 1e-9, batched)
@@ -79,10 +85,9 @@ def forest() -> list[Any]:
 
 @pytest.mark.parametrize("kind", KINDS_OF_MODELS)
 def test_long_sequences_of_which_few_tokens_are_chosen(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(indexers, "_SCORE_BYTES", 2**18)
+    monkeypatch.setattr(group_indexer, "_SCORE_BYTES", 2**18)
     monkeypatch.setattr(selected, "_MASK_BYTES", 2**16)
-    few = {"index_topk": 24} if kind != "minimax_m3_vl_text" else {"index_topk_blocks": 4, "index_block_size": 6}
-    model = exact(kind, max_position_embeddings=512, **few)
+    model = exact(kind, max_position_embeddings=512, **FEW.get(kind, {"index_topk": 24}))
     truth = expected(model, forest())
     for budgets in ((1000, 2000), (100, 200), (40, 60)):
         assert oracle.relative_error(gradients(model, forest(), *budgets), truth)[0] < 1e-9
@@ -151,7 +156,12 @@ def test_calls_past_the_engine_are_refused_by_name() -> None:
 
 @pytest.mark.parametrize(
     ("kind", "options"),
-    [("glm5_next", {}), ("glm5_next", {"index_kpool_always_select_tail": False}), ("minimax_m3_vl_text", {})],
+    [
+        ("glm5_next", {}),
+        ("glm5_next", {"index_kpool_always_select_tail": False}),
+        ("minimax_m3_vl_text", {}),
+        ("qwen4_exp_text", {}),
+    ],
 )
 @pytest.mark.parametrize("short", range(1, 7))
 def test_lines_of_every_length_around_what_is_chosen(short: int, kind: str, options: dict[str, Any]) -> None:
@@ -167,7 +177,7 @@ def test_lines_of_every_length_around_what_is_chosen(short: int, kind: str, opti
                 torch.testing.assert_close(ours, theirs.logprobs.detach(), rtol=0, atol=1e-9)
 
 
-@pytest.mark.parametrize("kind", ["glm5_next", "minimax_m3_vl_text"])
+@pytest.mark.parametrize("kind", ["glm5_next", "minimax_m3_vl_text", "qwen4_exp_text"])
 def test_tokens_in_a_row_are_refused_in_groups_of_ranks(kind: str) -> None:
     _, indexer = indexers.Indexers.of(exact(kind)).layers[1]
     chunk = SimpleNamespace(layout=SimpleNamespace(tokens=[0]), path_tokens=0, shares=object())

@@ -19,6 +19,7 @@ from app.tree import refuse_pictures
 from tests.app.tree import models
 from tests.app.tree.engine import families as text
 from tests.app.tree.engine.pictures.vision import END, IMAGE, START, VIDEO, VOCABULARY, Pixels, Vision
+from tests.app.tree.states import hybrids
 
 _TEXT: dict[str, Any] = dict(
     vocab_size=VOCABULARY,
@@ -273,6 +274,13 @@ OTHERS: dict[str, tuple[dict[str, Any], tuple[str, dict[str, Any]]]] = {
         dict(text_config=_DELTA, vision_config=dict(out_hidden_size=16, num_position_embeddings=16)),
         _GRIDS,
     ),
+    "qwen4_exp": (
+        dict(
+            text_config={**hybrids.OPTIONS["qwen4_exp_text"], "rope_parameters": _MROPE, "eos_token_id": END},
+            vision_config=dict(out_hidden_size=16, num_position_embeddings=16),
+        ),
+        _GRIDS,
+    ),
     "qwen3_omni_moe_thinker": (
         dict(
             audio_config={**_SOUND, "downsample_hidden_size": 8},
@@ -334,7 +342,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 }
 """Types that take pictures in a way that a tree does not give: options, and what the error names."""
 TOLERANCES = {
-    **dict.fromkeys(("glm5_next", "minicpmv4_6", "minicpmv4_7", "qwen3_5_moe"), text.DELTA_RULE),
+    **dict.fromkeys(("glm5_next", "minicpmv4_6", "minicpmv4_7", "qwen3_5_moe", "qwen4_exp"), text.DELTA_RULE),
     **dict.fromkeys(("muse_glimmer", "muse_spark"), text.UNSCALED),  # scores are scaled up
 }
 """Of log-probabilities and gradients in float32, where they are not those of most."""
