@@ -145,7 +145,7 @@ class TreeEngine:
         self.state_layers, self.indexers = StateLayers.of(self.model), Indexers.of(self.model)
         refuse_unsupported(self.model, self.state_layers.indices, self.indexers.types)
         if group is not None:
-            refuse_group(self.model, len(self.state_layers.mixers), on_mismatch)
+            refuse_group(self.model, [*self.state_layers.alone, *self.indexers.alone], on_mismatch)
         self.group = group
         self.tower = Tower(self.model, image_processor)
         self.budget = Budget(chunk_tokens, live_tokens)

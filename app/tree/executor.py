@@ -323,7 +323,7 @@ class Executor:
                 positions = self.pictures.position_ids(rows.tokens[here], positions)
                 given, taken = self.pictures.take(rows.tokens, shares)
             given |= self.indexers.begin(attention, self.index_cache, self.device)
-            states = self._states(index, rows, only)
+            states = self._states(index, rows, only, shares)
             carried = {} if states is None else {STATES_ARGUMENT: states}
             looking_up: AbstractContextManager[None] = nullcontext()
             if self.vocabulary is not None and shares is not None:
@@ -341,7 +341,9 @@ class Executor:
         scored = self._scored_rows(index, rows, shares)
         return _Run(rows, attention, out.last_hidden_state[0], scored, states, taken, told)
 
-    def _states(self, index: int, rows: Layout, only: Sequence[int] | None) -> PieceStates | None:
+    def _states(
+        self, index: int, rows: Layout, only: Sequence[int] | None, shares: RowShares | None
+    ) -> PieceStates | None:
         """Of layers that carry states, those a run starts from: leaves with the values of the end it hangs below."""
         if not self.state_layers.mixers:
             return None
@@ -356,7 +358,7 @@ class Executor:
         lengths = [chunk.pieces[piece].tokens for piece in pieces]
         places = {piece: place for place, piece in enumerate(pieces)}
         wanted = [places[piece] for piece in self._hung[index]]
-        return PieceStates(PieceTree(lengths, rows.piece_parents), starts, wanted, self.scans)
+        return PieceStates(PieceTree(lengths, rows.piece_parents), starts, wanted, self.scans, shares)
 
     def _scored_rows(self, index: int, rows: Layout, shares: RowShares | None, without: Sequence[int] = ()) -> _Scored:
         """Rows of a run whose hidden states predict scored tokens, and these tokens, but for those of some pieces."""

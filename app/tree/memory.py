@@ -142,7 +142,7 @@ def pass_memory(
             + longest * element
             + min(chunk_tokens, tokens) * accumulated
         ),
-        states=2 * 4 * shape.state_values * held,
+        states=2 * 4 * -(-shape.state_values // ranks) * held,
         outputs=tokens * (8 + 3 * accumulated) + dense * (8 + 3 * accumulated),
         head_block=heads.block_bytes(min(rows, max(1, scored), -(-chunk_tokens // ranks))),
         backward=largest * max(layer, scan) // ranks,

@@ -54,6 +54,10 @@ class RowShares:
         return cls(group, tuple(rows * rank // group.size for rank in range(group.size + 1)))
 
     @property
+    def size(self) -> int:
+        return self.group.size
+
+    @property
     def own(self) -> slice:
         """This rank's rows."""
         return slice(self.bounds[self.group.rank], self.bounds[self.group.rank + 1])

@@ -76,6 +76,11 @@ class Indexers:
         return len(self.layers)
 
     @property
+    def alone(self) -> list[nn.Module]:
+        """Those that choose among tokens in a row: one process has to run them over all rows."""
+        return [one for _, one in self.layers.values() if pools(one) or chooses_blocks(one) or chooses_groups(one)]
+
+    @property
     def types(self) -> frozenset[str]:
         """Types of layers that can be run since their indexers are known."""
         own = {self.kinds[layer] for layer in self.layers if layer < len(self.kinds)}
@@ -347,8 +352,6 @@ def _choose(layer: int, forward: Any, chunk: ChunkAttention, arguments: dict[str
         return _choose_by_lines(layer, forward, chunk, arguments)
     grouped = chooses_groups(forward.__self__)
     if shares is not None:
-        if grouped:
-            raise ValueError(_not_together(layer, forward))
         return _choose_together(layer, forward, chunk, shares, arguments)
     keys, device = _ChunkKeys(cast(PathCache, chunk.index_cache), path, rows), arguments["hidden_states"].device
     if grouped:
@@ -393,8 +396,6 @@ class _LineKeys:
 def _choose_by_lines(layer: int, forward: Any, chunk: ChunkAttention, arguments: dict[str, Any]) -> Tensor:
     """As `_choose`, by an indexer that takes sequences: once for each run of rows without a branch, behind the tokens
     before it."""
-    if chunk.shares is not None:
-        raise ValueError(_not_together(layer, forward))
     rows, path, device = len(chunk.layout.tokens), chunk.path_tokens, arguments["hidden_states"].device
     keys = _LineKeys(cast(PathCache, chunk.index_cache), path, rows)
     place = torch.arange(path + rows, dtype=torch.int32, device=device)
@@ -426,13 +427,6 @@ def _groups(chunk: ChunkAttention, size: int, device: torch.device) -> Groups:
         chunk.kept[key] = Groups.of_tree(chunk.layout.ends, chunk.path_tokens, size, device)
     found: Groups = chunk.kept[key]
     return found
-
-
-def _not_together(layer: int, forward: Any) -> str:
-    return (
-        f"layer {layer} ({type(forward.__self__).__name__}) chooses among tokens in a row, which ranks of a group"
-        " cannot do together; let each rank run a part of its own (group=None)"
-    )
 
 
 def _not_asked(block: slice) -> Tensor:

@@ -6,7 +6,7 @@ Promises: nothing is run; an error says which layer, setting or input is meant, 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from typing import Any
 
 import numpy as np
@@ -111,17 +111,17 @@ def refuse_pictures(model: PreTrainedModel, processor: Any | None) -> None:
         )
 
 
-def refuse_group(model: PreTrainedModel, mixers: int, on_mismatch: str) -> None:
-    """What ranks cannot run together; `mixers`: layers that carry states."""
+def refuse_group(model: PreTrainedModel, alone: Iterable[nn.Module], on_mismatch: str) -> None:
+    """What ranks cannot run together; `alone`: parts that look along sequences, of which each rank has some rows."""
     if on_mismatch != "error":
         raise ValueError(
             f"on_mismatch={on_mismatch!r}: ranks of a group share the rows of tree execution alone; set"
             " on_mismatch='error', or let each rank run a part of its own"
         )
-    if mixers:
+    for part in alone:
         raise ValueError(
-            f"{type(model).__name__} carries states from token to token in {mixers} layers, whose rows cannot be dealt"
-            " over a group of ranks; let each rank run a part of its own (group=None)"
+            f"{type(model).__name__}: layer {part.layer_idx} ({type(part).__name__}) looks at tokens in a row, which"
+            " ranks of a group cannot do together; let each rank run a part of its own (group=None)"
         )
 
 

@@ -100,6 +100,11 @@ class StateLayers:
         return cls(mixers, lookbacks, expected, _attending(model, mixers, alone), frozenset(functions))
 
     @property
+    def alone(self) -> list[nn.Module]:
+        """Parts that one process has to run over all rows."""
+        return [one.module for one in self.lookbacks]
+
+    @property
     def indices(self) -> frozenset[int]:
         """Layers that carry a state."""
         return frozenset(layer for layer, _ in self.expected)

@@ -2,15 +2,18 @@
 
 Promises: a piece continues its parent's state, whichever forward that ran in, and gradients reach it through autograd;
 end states are kept only of pieces that were asked for; each function of a layer runs on the rows of this forward alone.
+Ranks that run a forward together have a share of the rows each; a function runs, exactly, over all rows of a rank's own
+channels or heads, whose states it keeps.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Protocol, cast
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from app.tree.prefix_tree import Ints
 from app.tree.states.piece_tree import PieceTree
@@ -24,6 +27,19 @@ StateKey = tuple[int, str]
 States = dict[StateKey, Tensor]
 
 
+class HeadShares(Protocol):
+    """How ranks deal rows and heads: `app.tree.attention.groups.RowShares`."""
+
+    @property
+    def size(self) -> int: ...
+
+    def to_heads(self, *rows: Tensor) -> tuple[Tensor, ...]: ...
+
+    def to_rows(self, heads: Tensor) -> Tensor: ...
+
+    def heads_of(self, per_head: Tensor | None) -> Tensor | None: ...
+
+
 class PieceStates:
     """The run of one forward.
 
@@ -32,6 +48,7 @@ class PieceStates:
         starts: by layer and kind, [starts, ...]; where there is none, roots start from zeros.
         wanted: pieces whose end states are kept.
         scans: what computes scans.
+        shares: of the ranks that run the forward together; None: this process runs all of it.
 
     Attributes:
         layer, owner: index and name of the layer that is running.
@@ -39,23 +56,38 @@ class PieceStates:
         ends: by layer and kind, [wanted, ...], with the forward's graph.
     """
 
-    def __init__(self, tree: PieceTree, starts: States, wanted: Sequence[int], scans: Scans = TORCH) -> None:
+    def __init__(
+        self,
+        tree: PieceTree,
+        starts: States,
+        wanted: Sequence[int],
+        scans: Scans = TORCH,
+        shares: HeadShares | None = None,
+    ) -> None:
         self.tree, self.starts, self.wanted = tree, starts, np.asarray(wanted, np.int64)
         self.layer, self.owner = -1, ""
         self.called: set[StateKey] = set()
         self.ends: States = {}
-        self.scans = scans
+        self.scans, self.shares = scans, shares
 
     def convolution(
         self, original: Callable[..., Tensor], x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None
     ) -> Tensor:
         """The layer's own causal convolution of x [1, C, n] with weight [C, K], each piece behind the K - 1 tokens
         before it."""
+        channels, shares = x.shape[1], self.shares
+        if shares is not None:
+            missing = -channels % shares.size
+            weight, x = nn.functional.pad(weight, (0, 0, 0, missing)), nn.functional.pad(x, (0, 0, 0, missing))
+            bias = None if bias is None else shares.heads_of(nn.functional.pad(bias, (0, missing)))
+            (x,), weight = shares.to_heads(x.unsqueeze(3)), cast(Tensor, shares.heads_of(weight))
+            x = x.squeeze(3)
 
         def run(rows: Tensor) -> Tensor:
             return original(rows.T[None], weight, bias, activation=activation)[0].T
 
-        return self.lookback((self.layer, "convolution"), run, x[0].T, weight.shape[-1] - 1).T[None]
+        out = self.lookback((self.layer, "convolution"), run, x[0].T, weight.shape[-1] - 1).T[None]
+        return out if shares is None else shares.to_rows(out.unsqueeze(3)).squeeze(3)[:, :channels]
 
     def lookback(self, key: StateKey, run: Callable[[Tensor], Tensor], x: Tensor, reach: int) -> Tensor:
         """What `run` makes of a row [C] and of the `reach` rows before it, for each of x [n, C] (or of numbers [n]):
@@ -75,27 +107,52 @@ class PieceStates:
     ) -> Tensor:
         """Gated delta rule: query and key [1, n, Hk, dk], value [1, n, H, dv], g [1, n, H] or [1, n, H, dk], beta
         [1, n, H] -> [1, n, H, dv] in the query's dtype. `unit_length`: queries and keys get length 1 first."""
-        starts = self._scan_starts(value.shape[2], key.shape[3], value)
-        inputs = (query[0], key[0], value[0], g[0], beta[0])
-        out, ends = self.scans.delta_rule(*inputs, unit_length, starts, self.tree, self.wanted)
+        query, key, value, g, beta = self._to_heads(key.shape[2], query, key, value, g, beta)
+        starts = self._scan_starts(value.shape[1], key.shape[2], value)
+        out, ends = self.scans.delta_rule(query, key, value, g, beta, unit_length, starts, self.tree, self.wanted)
         return self._scanned(out, ends).to(query.dtype)
 
     def state_space(self, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor) -> Tensor:
         """Mamba-2: x [1, n, H, P], step sizes dt [1, n, H], A [H], B and C [1, n, groups, N] -> [1, n, H, P], in
         float32 or float64."""
-        starts = self._scan_starts(x.shape[2], B.shape[3], x)
-        out, ends = self.scans.state_space(x[0], dt[0], A, B[0], C[0], starts, self.tree, self.wanted)
+        x, dt, B, C = self._to_heads(B.shape[2], x, dt, B, C)
+        if self.shares is not None:
+            A = cast(Tensor, self.shares.heads_of(A))
+        starts = self._scan_starts(x.shape[1], B.shape[2], x)
+        out, ends = self.scans.state_space(x, dt, A, B, C, starts, self.tree, self.wanted)
         return self._scanned(out, ends)
+
+    def _to_heads(self, keys: int, *rows: Tensor) -> tuple[Tensor, ...]:
+        """[1, n, heads, ...] of the rows run here -> [n, heads, ...], all rows of this rank's heads. `keys`: how many
+        heads those have that values share."""
+        if self.shares is None:
+            return tuple(x[0] for x in rows)
+        size, heads = self.shares.size, max(x.shape[2] for x in rows)
+        if heads % size or (keys % size and size % keys):
+            raise ValueError(
+                f"layer {self.layer} ({self.owner}): a scan of {heads} heads of values and {keys} of keys cannot be"
+                f" dealt over a group of {size} ranks: choose a group size that divides {heads} and either divides"
+                f" {keys} or is a multiple of it"
+            )
+        as_heads = [(x if x.dim() == 4 else x.unsqueeze(3)).transpose(1, 2) for x in rows]
+        found: dict[int, Tensor] = {}
+        for dtype in dict.fromkeys(x.dtype for x in rows):  # one exchange of each: decays are float32 beside bfloat16
+            places = [place for place, x in enumerate(rows) if x.dtype == dtype]
+            found |= zip(places, self.shares.to_heads(*(as_heads[place] for place in places)), strict=True)
+        of_heads = (found[place][0].transpose(0, 1) for place in range(len(rows)))
+        return tuple(y if x.dim() == 4 else y.squeeze(2) for x, y in zip(rows, of_heads, strict=True))
 
     def _scan_starts(self, heads: int, key_dim: int, value: Tensor) -> Tensor:
         """[starts, heads, key_dim, value dim], in float32, or float64 where the input is."""
         dtype = torch.promote_types(torch.float32, value.dtype)
-        return self._start((self.layer, "scan"), (heads, key_dim, value.shape[3]), value).to(dtype)
+        return self._start((self.layer, "scan"), (heads, key_dim, value.shape[2]), value).to(dtype)
 
     def _scanned(self, out: Tensor, ends: Tensor) -> Tensor:
         if len(self.wanted):
             self._end((self.layer, "scan"), ends)
-        return out[None]
+        if self.shares is None:
+            return out[None]
+        return self.shares.to_rows(out.transpose(0, 1)[None]).transpose(1, 2).contiguous()  # layers ask for views
 
     def _start(self, key: StateKey, shape: tuple[int, ...], like: Tensor) -> Tensor:
         """[starts, *shape]; notes that the layer's function was called."""

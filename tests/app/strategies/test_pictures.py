@@ -14,7 +14,6 @@ from transformers import AutoModelForImageTextToText
 
 from app.strategies.pieces import load_whole
 from app.strategies.shards import shard_models
-from app.tree import TreeEngine
 from examples.vision.make_model import write
 from tests.app.strategies import picture_jobs as jobs
 from tests.app.strategies.picture_jobs import Layout
@@ -140,9 +139,8 @@ def test_a_picture_goes_through_one_tower_of_a_group(two_ranks: RankPool, sharde
 @pytest.mark.slow
 @pytest.mark.parametrize("sharded", [False, True])
 def test_families_and_ways_to_train(two_ranks: RankPool, sharded: bool) -> None:
-    """Every family, and of one all ways; a state that goes from token to token is refused in groups, inputs of each
-    layer's own in shards."""
-    refused = ("Qwen3.5", *(["Gemma 4, shared keys"] if sharded else []))
+    """Every family, and of one all ways; inputs of each layer's own are refused in shards."""
+    refused = ["Gemma 4, shared keys"] if sharded else []
     seen = [(name, "float32") for name in vision.FAMILIES if name not in refused]
     ways = [("Qwen3-VL", column) for column in ("bf16", "autocast", "checkpointing", "LoRA", "frozen tower")]
     for cells in (seen, ways):  # two jobs, each with a deadline of its own
@@ -156,15 +154,6 @@ def test_the_self_check_looks_at_every_share(two_ranks: RankPool, sharded: bool)
         assert right == ""
         told = "'inputs_embeds' differs from the model's own" if rank else "what another rank of the group was given"
         assert told in wrong and "gives the model its pictures otherwise than the model itself does" in wrong
-
-
-def test_states_beside_pictures_are_refused() -> None:
-    class Two:
-        rank, size = 0, 2
-
-    model = vision.make("Qwen3.5")
-    with pytest.raises(ValueError, match=r"Qwen3_5ForConditionalGeneration carries states .*\(group=None\)"):
-        TreeEngine(model.model, image_processor=model.processor, group=Two())
 
 
 def test_inputs_of_each_layers_own_are_refused_in_shards() -> None:

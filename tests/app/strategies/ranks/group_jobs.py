@@ -29,6 +29,7 @@ from tests.app.tree.cases import Case
 from tests.app.tree.engine import families
 from tests.app.tree.losses import SequenceLoss
 from tests.app.tree.parity import as_tensor, build, masked_block, take_grads
+from tests.app.tree.states import hybrids
 
 TIMEOUT = timedelta(seconds=60)
 
@@ -57,8 +58,14 @@ def receive(tensor: Tensor, name: str) -> None:
     """Every rank built the same model."""
 
 
+def whole(name: str, dtype: torch.dtype) -> tuple[PreTrainedModel, nn.Linear]:
+    """A model that its tests leave as they found it, and a value head; hybrids in float64 throughout."""
+    return hybrids.shared_exact(name) if name in hybrids.OPTIONS else models.shared(name, dtype)
+
+
 def sharded_over(group: CountedGroup, name: str, dtype: torch.dtype) -> tuple[PreTrainedModel, nn.Linear]:
-    model, head = models.make(name, dtype), models.value_head(dtype)
+    model = hybrids.make_exact(name) if name in hybrids.OPTIONS else models.make(name, dtype)
+    head = models.value_head(dtype)
     shard_models(model, group, receive)
     return model, head
 
@@ -102,7 +109,7 @@ def run_pass(
     """One rank's forward, backward and coupled backward over a case, in groups of `size`; parameters `sharded` or whole
     on every rank."""
     group = CountedGroup(size)
-    model, head = sharded_over(group, name, dtype) if sharded else models.shared(name, dtype)
+    model, head = sharded_over(group, name, dtype) if sharded else whole(name, dtype)
     tree, temperatures = build(case), as_tensor(case.temperatures)
     loss = SequenceLoss(kind, case.lengths, case.seed, want)
     budgets = {"chunk_tokens": case.chunk_tokens, "live_tokens": case.live_tokens}

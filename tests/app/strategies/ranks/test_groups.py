@@ -29,6 +29,11 @@ few = settings(
 )
 
 
+SCANS = ("qwen3_5_text", "kimi_linear", "nemotron_h", "lfm2")
+"""Delta rules, with a decay a channel too, a state space, and convolutions alone. Of 4 ranks two have the same head of
+keys."""
+
+
 def check(
     pool: RankPool,
     size: int,
@@ -42,7 +47,7 @@ def check(
     """Returns which collectives there were."""
     options = {"size": size, "name": name, "dtype": dtype, "sharded": sharded}
     found = pool.run(group_jobs.run_pass, case=case, kind=kind, want=WANT, block=3, **options)
-    model, head = models.shared(name, dtype)
+    model, head = group_jobs.whole(name, dtype)
     dense = oracle.dense_forward(model, case.sequences, case.scored, case.temperatures, head)
     loss = SequenceLoss(kind, case.lengths, case.seed, WANT)
     total, expected = oracle.dense_backward(model, case.sequences, loss, case.scored, case.temperatures, head)
@@ -70,7 +75,8 @@ def check(
 @pytest.mark.parametrize(
     ("pool", "size", "name", "sharded"),
     [
-        *[(2, 2, name, sharded) for name in ("starcoder2", "phi") for sharded in (False, True)],
+        *[(2, 2, name, sharded) for name in ("starcoder2", "phi", *SCANS) for sharded in (False, True)],
+        *[(4, 4, name, True) for name in SCANS if name != "kimi_linear"],  # which has two heads
         (4, 2, "starcoder2", True),
         (4, 2, "phi", False),
         (4, 4, "starcoder2", False),
@@ -84,9 +90,19 @@ def test_float64(pool: RankPool, size: int, name: str, sharded: bool, case: Case
     check(pool, size, name, torch.float64, 1e-9, case, kind, sharded)
 
 
-REFUSED = {*hybrids.OPTIONS, "glm5_next", "minimax_m3_vl_text"}
+REFUSED = {"qwen4_exp_text", "glm5_next", "minimax_m3_vl_text"}
 ATTENTION = [name for name, family in families.SUPPORTED.items() if family.type not in REFUSED]
-DEALT = ["Mistral, sliding window", "Phi-3", "Gemma 2", "GPT-OSS", "DeepSeek-V3", "GLM-5"]
+DEALT = [
+    "Mistral, sliding window",
+    "Phi-3",
+    "Gemma 2",
+    "GPT-OSS",
+    "DeepSeek-V3",
+    "GLM-5",
+    "Qwen3.5",
+    "Granite 4",
+    "LFM2",
+]
 IN_SHARDS = [name for name in ATTENTION if not name.endswith("sliding window")]  # a window has no parameters
 
 
@@ -112,8 +128,10 @@ def test_right_families_pass_the_self_check(four_ranks: RankPool) -> None:
 WAYS = [
     ("Gemma 2", ["bf16", "LoRA", "tied and untied"], ["autocast", "checkpointing"]),
     ("DeepSeek-V3", ["autocast", "checkpointing"], ["bf16", "LoRA", "tied and untied"]),
+    ("Qwen3.5", ["bf16", "LoRA"], ["autocast", "checkpointing", "tied and untied"]),
 ]
-"""With soft-capping and windows, with latent attention and experts: what is trained whole, and what in shards."""
+"""With soft-capping and windows, with latent attention and experts, with scans: what is trained whole, and what in
+shards."""
 
 
 @pytest.mark.slow
@@ -125,7 +143,10 @@ def test_every_way_to_train(two_ranks: RankPool, sharded: bool) -> None:
     two_ranks.run(group_jobs.run_cells, size=2, cells=cells, sharded=sharded)
 
 
-@pytest.mark.parametrize(("name", "sharded"), [("starcoder2", False), ("starcoder2", True), ("phi", True)])
+@pytest.mark.parametrize(
+    ("name", "sharded"),
+    [("starcoder2", False), ("starcoder2", True), ("phi", True), ("qwen3_5_text", True), ("nemotron_h", False)],
+)
 def test_a_quick_look(two_ranks: RankPool, name: str, sharded: bool) -> None:
     """For `make test`: a prefix of another sequence, a sequence twice, chunks of fewer rows than ranks. StarCoder 2 has
     one matrix for both ends, Phi two, and a bias."""
@@ -243,7 +264,7 @@ def test_what_groups_cannot_run() -> None:
     class Two:
         rank, size = 0, 2
 
-    with pytest.raises(ValueError, match=r"Qwen3_5ForCausalLM carries states .*\(group=None\)"):
-        TreeEngine(hybrids.make("qwen3_5_text"), group=Two())
+    with pytest.raises(ValueError, match=r"layer 0 \(Qwen4ExpTextPLELayer\) looks at tokens in a row.*\(group=None\)"):
+        TreeEngine(hybrids.make("qwen4_exp_text"), group=Two())
     with pytest.raises(ValueError, match=r"on_mismatch='fallback'.*set on_mismatch='error'"):
         TreeEngine(models.make("phi"), on_mismatch="fallback", group=Two())

@@ -16,7 +16,7 @@ from peft import LoraConfig, get_peft_model
 from transformers import CONFIG_MAPPING, PreTrainedModel
 
 from app.tree import PrefixTree, TreeEngine
-from app.tree.attention import group_indexer, indexers, kernels, selected
+from app.tree.attention import group_indexer, kernels, selected
 from tests.app.tree import models, oracle
 from tests.app.tree.cases import Case, cases
 from tests.app.tree.engine import families
@@ -179,10 +179,9 @@ def test_lines_of_every_length_around_what_is_chosen(short: int, kind: str, opti
 
 @pytest.mark.parametrize("kind", ["glm5_next", "minimax_m3_vl_text", "qwen4_exp_text"])
 def test_tokens_in_a_row_are_refused_in_groups_of_ranks(kind: str) -> None:
-    _, indexer = indexers.Indexers.of(exact(kind)).layers[1]
-    chunk = SimpleNamespace(layout=SimpleNamespace(tokens=[0]), path_tokens=0, shares=object())
-    with pytest.raises(ValueError, match=r"layer 1 \(.*Indexer\) chooses among tokens in a row.*group=None"):
-        indexers._choose(1, indexer.forward, chunk, {})  # type: ignore[arg-type]
+    group = SimpleNamespace(rank=0, size=2)
+    with pytest.raises(ValueError, match=r"layer \d \(.*\) looks at tokens in a row.*group=None"):
+        TreeEngine(exact(kind), group=group)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("copied", ["indexer", "wk"])
