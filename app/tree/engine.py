@@ -357,7 +357,7 @@ class TreeEngine:
     def verify(self, tree: PrefixTree, want: Sequence[str] = ("logprobs",)) -> CheckReport | None:
         """Compares tree with dense execution on a small part of `tree`, and changes nothing. None when there is nothing
         to compare: no sequences, or no trainable parameter. In low precision, where rounding would hide a gradient that
-        a state lost, the first layers of a model that carries states are compared in float32 as well."""
+        a state lost, the first layers of a model that carries states are compared in float32 as well, but in shards."""
         # What later losses will use too: heads are compared with the model's own by their log-probabilities.
         want = [name for name in want if name != "soft"]
         if self.heads.projection is not None and "logprobs" not in want:
@@ -372,10 +372,8 @@ class TreeEngine:
         head = None if self.value_head is None else copy.deepcopy(self.value_head).float()
         device = next(shallow.parameters()).device.type
         with torch.autocast(device, enabled=False):
-            processor, temperature = self.tower.processor, self.temperature
-            found = TreeEngine(
-                shallow, temperature=temperature, value_head=head, self_check=False, image_processor=processor
-            )
+            options: dict[str, Any] = dict(temperature=self.temperature, image_processor=self.tower.processor)
+            found = TreeEngine(shallow, value_head=head, self_check=False, group=self.group, **options)
             again = found.verify(replace(tree, routes=None), want)
         if again is None or again.passed:
             return report

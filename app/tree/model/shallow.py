@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
@@ -18,8 +19,11 @@ from app.tree.model.language import language_model
 
 
 def first_layers(model: PreTrainedModel, depth: int) -> PreTrainedModel | None:
-    """The model with its first `depth` layers alone, adapters included; None where they are not one list of layers."""
+    """The model with its first `depth` layers alone, adapters included; None where they are not one list of layers, or
+    their parameters are in shards, of which this process has no whole ones."""
     text = language_model(model)
+    if any(isinstance(parameter, DTensor) for parameter in text.parameters()):
+        return None
     stacks = {id(module) for module in text.modules() if _is_stack(module)}
     holder = next((name for name, module in model.named_modules() if id(module) in stacks), None)
     if holder is None:

@@ -23,6 +23,7 @@ from app.strategies.ranks.collectives import Communicator
 from app.strategies.ranks.groups import GroupRanks
 from app.strategies.shards import is_sharded, shard_models
 from app.tree import Likeliest, PrefixTree, SoftTargets, TreeEngine, memory, routed
+from app.tree.executor import Executor
 from benchmarks.common.memory import peak_bytes
 from tests.app.tree import models, oracle
 from tests.app.tree.cases import Case
@@ -195,6 +196,20 @@ def check_themselves(size: int, names: list[str]) -> list[str]:
     for name in names:
         report = TreeEngine(families.build(families.SUPPORTED[name]), group=CountedGroup(size)).verify(tree)
         said.append("" if report is not None and report.passed else f"{name}: {report}")
+    return said
+
+
+def check_states(size: int, sharded: bool) -> list[str]:
+    """What the self-check of a model that carries states says in bfloat16: of the right engine, and of one that drops
+    the gradient of what chunks start from."""
+    said, tree = [], PrefixTree.build(families.SEQUENCES)
+    for owe in (Executor._owe_to_starts, lambda *unused: None):
+        group, model = CountedGroup(size), hybrids.make("qwen3_5_text", torch.bfloat16)
+        if sharded:
+            shard_models(model, group, receive)
+        with patch.object(Executor, "_owe_to_starts", owe):
+            report = TreeEngine(model, group=group).verify(tree)
+        said.append("" if report is not None and report.passed else str(report))
     return said
 
 

@@ -125,6 +125,14 @@ def test_right_families_pass_the_self_check(four_ranks: RankPool) -> None:
         assert not any(said), said
 
 
+@pytest.mark.parametrize("sharded", [False, True])
+def test_a_lost_state_is_found_by_the_self_check(two_ranks: RankPool, sharded: bool) -> None:
+    """In bfloat16 through the first layers in float32, of which there are none in shards."""
+    for right, wrong in two_ranks.run(group_jobs.check_states, size=2, sharded=sharded):
+        assert right == ""
+        assert "through its first 2 layers in float32" in wrong or sharded, wrong
+
+
 WAYS = [
     ("Gemma 2", ["bf16", "LoRA", "tied and untied"], ["autocast", "checkpointing"]),
     ("DeepSeek-V3", ["autocast", "checkpointing"], ["bf16", "LoRA", "tied and untied"]),

@@ -15,7 +15,7 @@ from app.tree import SelfCheckError, TreeEngine
 from app.tree.executor import Executor
 from app.tree.model.shallow import first_layers
 from app.tree.states.block_scan import BlockIndex
-from app.tree.states.piece_states import PieceStates
+from app.tree.states.piece_states import PieceStates, StateKey
 from tests.app.tree import oracle
 from tests.app.tree.engine.test_self_check import DTYPES, TREE, size
 from tests.app.tree.parity import assert_unchanged, snapshot
@@ -32,8 +32,8 @@ def forgotten(kind: str) -> Callable[[Patch], None]:
     def break_it(patch: Patch) -> None:
         start = PieceStates._start
 
-        def zeros(self: PieceStates, of: str, *rest):
-            return start(self, of, *rest) * (of != kind)
+        def zeros(self: PieceStates, of: StateKey, *rest):
+            return start(self, of, *rest) * (of[1] != kind)
 
         patch.setattr(PieceStates, "_start", zeros)
 
@@ -104,6 +104,20 @@ def test_a_lost_tail_is_refused_without_a_scan(
     MUTATIONS[mutation](monkeypatch)
     with pytest.raises(SelfCheckError, match="Lfm2ForCausalLM"):
         train(hybrids.make("lfm2", dtype))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    "mutation",
+    [forgotten("lookback"), forgotten("tokens"), dropped("lookback")],
+    ids=["lookback forgotten", "tokens forgotten", "gradient of the lookback dropped"],
+)
+def test_lost_tokens_that_a_part_looks_back_to_are_refused(
+    mutation: Callable[[Patch], None], dtype: torch.dtype, size: None, monkeypatch: Patch
+) -> None:
+    mutation(monkeypatch)
+    with pytest.raises(SelfCheckError, match="Qwen4ExpForCausalLM"):
+        train(hybrids.make("qwen4_exp_text", dtype))
 
 
 def test_autocast_is_no_hiding_place(size: None, monkeypatch: Patch) -> None:
