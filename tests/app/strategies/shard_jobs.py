@@ -51,6 +51,10 @@ SHARING = {
     "layer_types": ["sliding_attention", "full_attention"] * 2,
 }
 SHARING |= {"sliding_window": 4, "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 17, "laurel_rank": 4}
+SCANS = {
+    **dict(layer_types=["linear_attention", "full_attention"], linear_num_key_heads=2, linear_num_value_heads=4),
+    **dict(linear_key_head_dim=8, linear_value_head_dim=8),
+}
 KINDS: dict[str, dict[str, Any]] = {
     "grpo": {},
     "gspo": {"objective": "gspo"},
@@ -61,6 +65,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "experts": {"model": source(**HEADS, **EXPERTS, model_type="qwen3_moe")},
     "float32 router": {"model": source(**HEADS, **ROUTED, model_type="glm4_moe"), "optimizer": sgd},
     "keys of other layers": {"model": source(**HEADS, **SHARING, model_type="gemma3n_text")},
+    "states": {"model": source(**HEADS, **SCANS, model_type="qwen3_5_text"), "optimizer": sgd},
     "untied": {"model": source(**HEADS, tie_word_embeddings=False)},
     "small chunks": {"chunk_tokens": 8, "live_tokens": 16},
 }

@@ -54,8 +54,8 @@ def test_five_steps_are_those_of_one_process(
 @pytest.mark.parametrize("kind", [kind for kind in jobs.KINDS if kind not in ("grpo", "float32 router")])
 def test_everything_that_is_trained(pools: dict[int, RankPool], kind: str) -> None:
     """Policy, critic and reference, after three steps in float64, are those of one process (experts, whose products
-    know no float64, in float32; Gemma's norms round, too)."""
-    other = {"experts": ("32-true", 2e-4), "keys of other layers": ("64-true", 1e-5)}
+    know no float64, in float32; Gemma's norms round, too, and the decays of delta rules)."""
+    other = {"experts": ("32-true", 2e-4), "keys of other layers": ("64-true", 1e-5), "states": ("64-true", 1e-5)}
     precision, tolerance = other.get(kind, ("64-true", 1e-6))
     options = {"steps": 3, "precision": precision, "kind": kind}
     [expected] = pools[1].run(jobs.fit, START, layout=ALONE, **options)
