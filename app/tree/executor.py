@@ -26,7 +26,7 @@ from app.tree.experts.replay import ReplayPass
 from app.tree.heads import Heads, Kept, Soft
 from app.tree.heads.outputs import BatchedLoss, FlatOutputs, check_scalar
 from app.tree.heads.temperatures import token_temperatures
-from app.tree.model.checkpointing import checkpointed
+from app.tree.model.checkpointing import checkpointed, refuse_reentrant
 from app.tree.model.elementwise import layers_as
 from app.tree.model.pictures import PicturePass, TakenRows
 from app.tree.model.sharded import casts_are_made_anew
@@ -144,7 +144,7 @@ class Executor:
         self.index_cache = PathCache(plan.longest_path, with_grads=False)
         self.open: dict[int, _Open] = {}
         self._hung: list[dict[int, int]] = [{} for _ in plan.chunks]  # pieces that others hang below -> their order
-        for below in plan.chunks if state_layers.mixers else ():
+        for below in plan.chunks if state_layers.expected else ():
             if below.parent >= 0:
                 hung = self._hung[below.parent]
                 hung.setdefault(below.parent_piece, len(hung))
@@ -192,6 +192,8 @@ class Executor:
     def _pass(self) -> Iterator[None]:
         """The model attends over the tree inside; scratch memory goes back afterwards."""
         if self.with_grads:
+            if self.state_layers.expected:
+                refuse_reentrant(self.model)
             _accumulate_in_float32(self.model, self.heads.value_head)
         dense, anew = self.plan.dense, casts_are_made_anew(self.model)
         attention = nullcontext() if dense else tree_attention_on(self.model)
@@ -345,7 +347,7 @@ class Executor:
         self, index: int, rows: Layout, only: Sequence[int] | None, shares: RowShares | None
     ) -> PieceStates | None:
         """Of layers that carry states, those a run starts from: leaves with the values of the end it hangs below."""
-        if not self.state_layers.mixers:
+        if not self.state_layers.expected:
             return None
         chunk = self.plan.chunks[index]
         starts: States = {}

@@ -46,6 +46,18 @@ def checkpoints_itself(model: PreTrainedModel) -> bool:
     return any(layer.gradient_checkpointing and layer.training for layer in _layers(model))
 
 
+def refuse_reentrant(model: PreTrainedModel) -> None:
+    """Raises ValueError where the user's own setting runs layers without a graph first: what one gives beside its
+    output, as the states that branches continue, would have no gradient."""
+    for layer in _layers(model):
+        options = getattr(getattr(layer, "_gradient_checkpointing_func", None), "keywords", {})
+        if layer.gradient_checkpointing and layer.training and options.get("use_reentrant"):
+            raise ValueError(
+                f"{type(model).__name__} checkpoints its layers with use_reentrant=True, in which states that branches"
+                " continue have no gradient; set use_reentrant=False, or leave checkpointing to TreeEngine"
+            )
+
+
 @contextmanager
 def checkpointed(model: PreTrainedModel, on: bool) -> Iterator[None]:
     """Forwards of `model` inside are checkpointed layer by layer when `on`; their backward may come later."""

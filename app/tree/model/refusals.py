@@ -192,8 +192,10 @@ def refuse_unsupported(model: PreTrainedModel, stateful: Collection[int], types:
             f"{type(model).__name__}: layer {strange[0][0]} is '{strange[0][1]}'; tree training needs layers with"
             " attention, or with a state that it can carry from piece to piece"
         )
-    if not stateful and not any(
-        getattr(part, "_supports_attention_backend", False) for part in (model, language_model(model))
+    if (
+        not stateful
+        and not types
+        and not any(getattr(part, "_supports_attention_backend", False) for part in (model, language_model(model)))
     ):
         raise ValueError(
             f"{type(model).__name__} does not attend through transformers' attention interface, which tree training"

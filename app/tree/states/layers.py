@@ -163,7 +163,7 @@ def _attending(model: PreTrainedModel, mixers: dict[str, nn.Module], alone: Set[
     for name, module in model.named_modules():
         layer = getattr(module, "layer_idx", None)
         around = any(mixer == name or mixer.startswith(f"{name}.") for mixer in mixers)
-        if layer in stateful and not around and module not in alone:
+        if layer in stateful and not around and alone.isdisjoint(module.modules()):
             stateful.discard(layer)  # it attends as well
     return frozenset(set(range(config.num_hidden_layers)) - tokenwise - stateful)
 

@@ -10,11 +10,12 @@ Promises: found by what they are made of; outside of forwards with states they a
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor, nn
@@ -30,14 +31,14 @@ class Lookback:
 
     Attributes:
         module, method: what looks back; its first argument has a row a token, [1, n, ...], the second is the cache.
-        above: the module around it that is given the states.
+        above: modules around it that may be given the states.
         layer: whose it is. kind: of its state, the last `reach` rows.
         nothing: what stands before a sequence's first row.
     """
 
     module: Any
     method: str
-    above: nn.Module
+    above: tuple[nn.Module, ...]
     layer: int
     kind: str
     reach: int
@@ -47,7 +48,7 @@ class Lookback:
     def key(self) -> StateKey:
         return self.layer, self.kind
 
-    def run(self, running: dict[nn.Module, PieceStates], rows: Tensor, cache: Any = None) -> Tensor:
+    def run(self, running: Mapping[nn.Module, PieceStates], rows: Tensor, cache: Any = None) -> Tensor:
         """[1, n, ...] -> [1, n, ...], in the place of the method; `running`: states of those modules that have any."""
         own = getattr(type(self.module), self.method).__get__(self.module)
         states = running.get(self.module)
@@ -73,7 +74,7 @@ def lookbacks_of(model: nn.Module) -> list[Lookback]:
         looks_back = _looks_back(module)
         if looks_back is not None:
             around = (parts[name.rsplit(".", n)[0]] for n in range(1, name.count(".") + 1))
-            above = next(part for part in around if takes_more(part))
+            above = tuple(part for part in around if takes_more(part))
             found.append(Lookback(module, looks_back[0], above, cast(int, module.layer_idx), *looks_back[1:]))
     return found
 
@@ -83,7 +84,7 @@ def run_over_pieces(lookbacks: Sequence[Lookback]) -> Iterator[None]:
     """Inside, they run over the pieces of a forward with states."""
     # Nobody hands them the states, and hooks of a checkpointed layer do not run again: the token ids that it hands
     # them are those of its forward, each time.
-    known, running = WeakTensorKeyDictionary(), dict[nn.Module, PieceStates]()
+    known, running = WeakTensorKeyDictionary(), WeakValueDictionary[nn.Module, PieceStates]()
 
     def note_layer(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         states = kwargs.get(STATES_ARGUMENT)
@@ -95,7 +96,7 @@ def run_over_pieces(lookbacks: Sequence[Lookback]) -> Iterator[None]:
         running.update((module, known[ids]) for ids in _numbers(args, kwargs) if ids in known)
 
     with ExitStack() as stack:
-        for above in dict.fromkeys(one.above for one in lookbacks):
+        for above in dict.fromkeys(part for one in lookbacks for part in one.above):
             stack.callback(above.register_forward_pre_hook(note_layer, with_kwargs=True).remove)
         for one in lookbacks:
             stack.callback(one.module.register_forward_pre_hook(note_part, with_kwargs=True).remove)
@@ -129,13 +130,13 @@ def takes_more(module: nn.Module) -> bool:
 
 
 def _looks_back(module: Any) -> tuple[str, str, int, int] | None:
-    """Method, kind, reach and what is before the first row."""
+    """Method, kind, reach and what is before the first row; of the module itself, not of a wrapper around it."""
     layer, reach = getattr(module, "layer_idx", None), getattr(module, "short_conv_state_len", None)
     if not isinstance(layer, int):
         return None
-    if hasattr(module, "_short_conv") and isinstance(reach, int):
+    if hasattr(type(module), "_short_conv") and isinstance(reach, int):
         return "_short_conv", "lookback", reach, 0
     reach = getattr(module, "context_len", None)
-    if hasattr(module, "_shift_right_ignore_eos") and isinstance(reach, int):
+    if hasattr(type(module), "_shift_right_ignore_eos") and isinstance(reach, int):
         return "forward", "tokens", reach, int(module.eos_token_id)
     return None

@@ -110,7 +110,7 @@ class PieceStates:
         query, key, value, g, beta = self._to_heads(key.shape[2], query, key, value, g, beta)
         starts = self._scan_starts(value.shape[1], key.shape[2], value)
         out, ends = self.scans.delta_rule(query, key, value, g, beta, unit_length, starts, self.tree, self.wanted)
-        return self._scanned(out, ends).to(query.dtype)
+        return self._scanned(out.to(query.dtype), ends)
 
     def state_space(self, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor) -> Tensor:
         """Mamba-2: x [1, n, H, P], step sizes dt [1, n, H], A [H], B and C [1, n, groups, N] -> [1, n, H, P], in
@@ -132,7 +132,7 @@ class PieceStates:
             raise ValueError(
                 f"layer {self.layer} ({self.owner}): a scan of {heads} heads of values and {keys} of keys cannot be"
                 f" dealt over a group of {size} ranks: choose a group size that divides {heads} and either divides"
-                f" {keys} or is a multiple of it"
+                f" {keys} or is a multiple of it, or let each rank run a part of its own (group=None)"
             )
         as_heads = [(x if x.dim() == 4 else x.unsqueeze(3)).transpose(1, 2) for x in rows]
         found: dict[int, Tensor] = {}

@@ -66,8 +66,8 @@ def _run(
     forward: Any, given: dict[str, Any], step: PromptStep | CachedStep, queries: int, total: int, keys: IndexKeys
 ) -> Tensor:
     if chooses_groups(forward.__self__):
-        places = torch.arange(queries)[None] if isinstance(step, PromptStep) else step.positions.view(-1, queries)
-        places = places.to(step.write.device)
+        in_order = torch.arange(queries, device=step.write.device)[None]
+        places = in_order if isinstance(step, PromptStep) else step.positions.view(-1, queries)
         groups = Groups.of_sequences(places, total, forward.__self__.compress_ratio)
         return run_group_indexer(forward.__self__, given, groups, total, keys)
     if chooses_blocks(forward.__self__):

@@ -39,7 +39,7 @@ class StateSlots:
 
     def begin(self, rows: list[int], computed: list[int], lengths: list[int]) -> PieceStates | None:
         """States for a forward of `lengths` next tokens of each of `rows`, of which so many are computed."""
-        if not self.layers.mixers:
+        if not self.layers.expected:
             return None
         starts = {}
         for key, buffer in self._rows.items():
@@ -59,7 +59,7 @@ class StateSlots:
     def begin_static(self, positions: Tensor) -> PieceStates | None:
         """As `begin`, of one next token for each of the first rows, at positions int64 [rows] that stay on the device;
         `reserve` has made room."""
-        if not self.layers.mixers:
+        if not self.layers.expected:
             return None
         count = len(positions)
         first = positions == 0

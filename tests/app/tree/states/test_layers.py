@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from inspect import Parameter, Signature, signature
 
 import pytest
@@ -10,7 +11,9 @@ from peft import LoraConfig, get_peft_model
 from transformers.models.lfm2 import modeling_lfm2
 
 from app.tree import PrefixTree, TreeEngine
+from app.tree.executor import Executor
 from app.tree.states.functions import FUNCTIONS
+from app.tree.states.piece_states import PieceStates
 from tests.app.tree import models, oracle
 from tests.app.tree.states import hybrids
 
@@ -105,3 +108,40 @@ def test_adapters_on_convolutions_are_refused() -> None:
     model = get_peft_model(hybrids.make("lfm2"), LoraConfig(r=16, target_modules=["conv.conv", "in_proj"]))
     with pytest.raises(ValueError, match=r"layers\.0\.conv\.conv' has an adapter .*target_modules"):
         TreeEngine(model)
+
+
+@pytest.mark.parametrize("name", ["qwen3_5_text", "qwen4_exp_text"])
+def test_layers_that_run_without_a_graph_first_are_refused(name: str) -> None:
+    """States that they hand on would have no gradient."""
+    model = hybrids.make(name)
+    models.checkpoint(model, use_reentrant=True)
+    with pytest.raises(ValueError, match=r"checkpoints its layers with use_reentrant=True.*set use_reentrant=False"):
+        run(model)
+
+
+@pytest.mark.parametrize("saved", ["ple", "ple_embedding"])
+def test_a_part_that_looks_back_within_a_wrapper(saved: str) -> None:
+    config = LoraConfig(r=2, target_modules=["q_proj", "out_proj"], modules_to_save=[saved])
+    engine = TreeEngine(get_peft_model(hybrids.make("qwen4_exp_text"), config), 3, 5)
+    report = engine.verify(PrefixTree.build(SEQUENCES))
+    assert report is not None and report.passed, str(report)
+
+
+def test_states_go_with_their_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing holds those of a chunk that has run backward."""
+    made: list[weakref.ref[PieceStates]] = []
+    init, backward = PieceStates.__init__, Executor._backward
+
+    def noted(self: PieceStates, *args, **kwargs) -> None:
+        made.append(weakref.ref(self))
+        init(self, *args, **kwargs)
+
+    def checked(self: Executor, index: int) -> None:
+        backward(self, index)
+        kept = [chunk.run.states for chunk in self.open.values() if chunk.run is not None]
+        assert all(any(one() is state for state in kept) for one in made if one() is not None)
+
+    monkeypatch.setattr(PieceStates, "__init__", noted)
+    monkeypatch.setattr(Executor, "_backward", checked)
+    run(hybrids.make("qwen4_exp_text"))
+    assert len(made) > 2

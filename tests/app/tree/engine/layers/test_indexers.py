@@ -177,6 +177,12 @@ def test_lines_of_every_length_around_what_is_chosen(short: int, kind: str, opti
                 torch.testing.assert_close(ours, theirs.logprobs.detach(), rtol=0, atol=1e-9)
 
 
+def test_a_model_of_such_layers_alone() -> None:
+    model = hybrids.make_exact("qwen4_exp_text", layer_types=["indexed_attention"] * 3, ple_layer_ids=[]).eval()
+    truth = expected(model, families.SEQUENCES)
+    assert oracle.relative_error(gradients(model, families.SEQUENCES, 3, 6), truth)[0] < 1e-9
+
+
 @pytest.mark.parametrize("kind", ["glm5_next", "minimax_m3_vl_text", "qwen4_exp_text"])
 def test_tokens_in_a_row_are_refused_in_groups_of_ranks(kind: str) -> None:
     group = SimpleNamespace(rank=0, size=2)
