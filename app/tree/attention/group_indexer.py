@@ -115,17 +115,19 @@ def run_group_indexer(module: Any, arguments: Mapping[str, Any], groups: Groups,
     projected = module.index_qk_proj(hidden).view(count, rows, -1, module.index_head_dim)
     raw, angles = projected[:, :, -1], tuple(angle.expand(count, -1, -1) for angle in angles)
     parts = (raw, *angles)  # the angles of keys are asked for as well: they lie beside them
-    all_ = keys.update_indexer(torch.cat(parts, -1), module.layer_idx)
+    known = keys.update_indexer(torch.cat(parts, -1), module.layer_idx)
     if total <= most_chosen(module):
         return torch.arange(total, dtype=torch.int32, device=hidden.device).expand(count, rows, -1)
-    raw, *of_keys = (x.to(y.dtype) for x, y in zip(all_.split([y.shape[-1] for y in parts], -1), parts, strict=True))
+    raw, *of_keys = (x.to(y.dtype) for x, y in zip(known.split([y.shape[-1] for y in parts], -1), parts, strict=True))
     rotated = sys.modules[type(module).__module__].apply_rotary_pos_emb
     query = rotated(module.q_layernorm(projected[:, :, :-1]), cos=angles[0], sin=angles[1], unsqueeze_dim=2)
     exact = torch.promote_types(torch.float32, raw.dtype)
     pooled = module.k_layernorm(raw[:, groups.members].to(exact).mean(2).to(raw.dtype))
     cos, sin = (angle[:, groups.members[:, 0]] for angle in of_keys)
     pooled = rotated(pooled.unsqueeze(2), cos=cos, sin=sin, unsqueeze_dim=2).squeeze(2).to(exact)
-    first, best = groups.members[:, -1], min(module.block_topk, len(groups.members))
+    first, size = groups.members[:, -1], module.compress_ratio
+    best = min(module.block_topk, len(groups.members))
+    missing = (module.block_topk - best) * size  # columns, where there are too few groups
     found = list[Tensor]()
     for block in query_blocks(rows, count * query.shape[2] * len(first)):
         scores = torch.einsum("bnhd,bgd->bnhg", query[:, block].to(exact), pooled).relu_().sum(2)
@@ -134,14 +136,7 @@ def run_group_indexer(module: Any, arguments: Mapping[str, Any], groups: Groups,
         scores.masked_fill_((own < first) | (own >= groups.behind), float("-inf"))
         values, at = scores.topk(best, -1)
         chosen = groups.members[at].masked_fill_(values.isneginf().unsqueeze(-1), -1)
-        found.append(nn.functional.pad(chosen.flatten(2), (0, _missing(module, best)), value=-1).int())
-    size = module.compress_ratio
+        found.append(nn.functional.pad(chosen.flatten(2), (0, missing), value=-1).int())
     more = torch.arange(size - 1, device=hidden.device) < ((groups.depths + 1) % size).unsqueeze(-1)
     tail = groups.queries[..., : size - 1].masked_fill(~more, -1).int().expand(count, -1, -1)
     return torch.cat([torch.cat(found, 1), tail], -1)
-
-
-def _missing(module: Any, best: int) -> int:
-    """Columns of groups that there are too few of."""
-    missing: int = (module.block_topk - best) * module.compress_ratio
-    return missing

@@ -358,8 +358,8 @@ def _choose(layer: int, forward: Any, chunk: ChunkAttention, arguments: dict[str
         groups = _groups(chunk, forward.__self__.compress_ratio, device)
         found = run_group_indexer(forward.__self__, arguments, groups, path + rows, keys)
     else:
-        see = partial(_visible, chunk, device=device)
-        found = run_indexer(forward, arguments, rows, path + rows, keys, lambda block: see(block)[None])
+        seen = lambda block: _visible(chunk, block, device)[None]  # noqa: E731
+        found = run_indexer(forward, arguments, rows, path + rows, keys, seen)
     if chunk.store:
         assert keys.all is not None
         chunk.index_keys[layer] = (keys.all[:, path:].unsqueeze(0),)
