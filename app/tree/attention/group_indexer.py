@@ -51,20 +51,16 @@ class Groups:
     depths: Tensor
 
     @classmethod
-    def of_tree(cls, ends: Ints, path: int, size: int, device: torch.device) -> Groups:
-        """Of rows behind a path of so many tokens: [path | rows], rows in depth-first order. `ends`: of each row, the
-        row behind its last descendant."""
+    def of_tree(cls, depths: Ints, ends: Ints, path: int, size: int, device: torch.device) -> Groups:
+        """Of rows behind a path of so many tokens: [path | rows], rows in depth-first order. Of each row int64 [n]:
+        `depths`, how many tokens are before it, and `ends`, the row behind its last descendant."""
         count = path + len(ends)
-        before, depths = np.arange(count) - 1, np.arange(count)
-        stack = list[int]()
-        for row, end in enumerate(ends.tolist()):
-            while stack and ends[stack[-1]] <= row:
-                stack.pop()
-            before[path + row] = path + stack[-1] if stack else path - 1
-            depths[path + row] = path + len(stack)
-            if end > row + 1:
-                stack.append(row)
-        chain = [np.arange(count)]
+        depths, at = np.concatenate([np.arange(path), depths]), np.arange(count)
+        # A token's parent is the last one before it that is less deep by one.
+        by_depth = np.sort(depths * count + at)
+        before = by_depth[np.searchsorted(by_depth, (depths - 1) * count + at) - 1] % count
+        before[depths == 0] = -1
+        chain = [at]
         for _ in range(size - 1):
             chain.append(np.where(chain[-1] >= 0, before[chain[-1]], -1))
         tokens = np.stack(chain, 1)

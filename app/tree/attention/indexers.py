@@ -350,15 +350,17 @@ def _choose(layer: int, forward: Any, chunk: ChunkAttention, arguments: dict[str
     rows, path, shares = len(chunk.layout.tokens), chunk.path_tokens, chunk.shares
     if pools(forward.__self__) or chooses_blocks(forward.__self__):
         return _choose_by_lines(layer, forward, chunk, arguments)
-    grouped = chooses_groups(forward.__self__)
     if shares is not None:
         return _choose_together(layer, forward, chunk, shares, arguments)
     keys, device = _ChunkKeys(cast(PathCache, chunk.index_cache), path, rows), arguments["hidden_states"].device
-    if grouped:
+
+    def seen(block: slice) -> Tensor:
+        return _visible(chunk, block, device)[None]
+
+    if chooses_groups(forward.__self__):
         groups = _groups(chunk, forward.__self__.compress_ratio, device)
         found = run_group_indexer(forward.__self__, arguments, groups, path + rows, keys)
     else:
-        seen = lambda block: _visible(chunk, block, device)[None]  # noqa: E731
         found = run_indexer(forward, arguments, rows, path + rows, keys, seen)
     if chunk.store:
         assert keys.all is not None
@@ -424,7 +426,7 @@ def _groups(chunk: ChunkAttention, size: int, device: torch.device) -> Groups:
     """Made for the first layer that asks."""
     key = ("groups", size)
     if key not in chunk.kept:
-        chunk.kept[key] = Groups.of_tree(chunk.layout.ends, chunk.path_tokens, size, device)
+        chunk.kept[key] = Groups.of_tree(chunk.depths, chunk.layout.ends, chunk.path_tokens, size, device)
     found: Groups = chunk.kept[key]
     return found
 

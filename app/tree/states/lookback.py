@@ -61,10 +61,11 @@ class Lookback:
             )
 
         def behind(found: Tensor) -> Tensor:
-            return cast(Tensor, own((found + self.nothing)[None], None)[0])
+            return cast(Tensor, own((found + self.nothing if self.nothing else found)[None], None)[0])
 
         # States are rows less `nothing`: zeros are none, as of all states.
-        return states.lookback(self.key, behind, rows[0] - self.nothing, self.reach)[None]
+        less = rows[0] - self.nothing if self.nothing else rows[0]
+        return states.lookback(self.key, behind, less, self.reach)[None]
 
 
 def lookbacks_of(model: nn.Module) -> list[Lookback]:

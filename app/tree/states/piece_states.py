@@ -78,9 +78,11 @@ class PieceStates:
         channels, shares = x.shape[1], self.shares
         if shares is not None:
             missing = -channels % shares.size
-            weight, x = nn.functional.pad(weight, (0, 0, 0, missing)), nn.functional.pad(x, (0, 0, 0, missing))
-            bias = None if bias is None else shares.heads_of(nn.functional.pad(bias, (0, missing)))
-            (x,), weight = shares.to_heads(x.unsqueeze(3)), cast(Tensor, shares.heads_of(weight))
+            if missing:
+                weight, x = (nn.functional.pad(one, (0, 0, 0, missing)) for one in (weight, x))
+                bias = None if bias is None else nn.functional.pad(bias, (0, missing))
+            weight, bias = cast(Tensor, shares.heads_of(weight)), shares.heads_of(bias)
+            (x,) = shares.to_heads(x.unsqueeze(3))
             x = x.squeeze(3)
 
         def run(rows: Tensor) -> Tensor:

@@ -213,6 +213,13 @@ def check_states(size: int, sharded: bool) -> list[str]:
     return said
 
 
+def check_odd_channels(size: int) -> tuple[int, str]:
+    """Channels of a convolution that are no multiple of the ranks, and what the self-check says."""
+    model = hybrids.make("granitemoehybrid", mamba_d_state=5)
+    report = TreeEngine(model, group=CountedGroup(size)).verify(PrefixTree.build(families.SEQUENCES))
+    return model.model.layers[0].mamba.conv1d.out_channels, "" if report is not None and report.passed else str(report)
+
+
 def run_odd_heads(size: int) -> None:
     model = models.make("qwen3", num_attention_heads=3, num_key_value_heads=1)
     TreeEngine(model, group=CountedGroup(size)).forward(PrefixTree.build(families.SEQUENCES))

@@ -133,6 +133,12 @@ def test_a_lost_state_is_found_by_the_self_check(two_ranks: RankPool, sharded: b
         assert "through its first 2 layers in float32" in wrong or sharded, wrong
 
 
+@pytest.mark.slow
+def test_channels_that_ranks_do_not_divide(four_ranks: RankPool) -> None:
+    for channels, said in four_ranks.run(group_jobs.check_odd_channels, size=4):
+        assert channels % 4 and not said
+
+
 WAYS = [
     ("Gemma 2", ["bf16", "LoRA", "tied and untied"], ["autocast", "checkpointing"]),
     ("DeepSeek-V3", ["autocast", "checkpointing"], ["bf16", "LoRA", "tied and untied"]),
