@@ -4,9 +4,9 @@ Needs torch and transformers only; knows no RL and no Lightning. See `PrefixTree
 `inspect_tree`, `inspect_model` for what a tree would save, without running it. Others import nothing below this face.
 """
 
-from app.tree.attention.group_indexer import Groups, IndexKeys, chooses_groups, run_group_indexer
-from app.tree.attention.groups import RankGroup
-from app.tree.attention.indexers import (
+from app.tree.attention.chosen.compressed import choose_entries
+from app.tree.attention.chosen.group_indexer import Groups, IndexKeys, chooses_groups, run_group_indexer
+from app.tree.attention.chosen.indexers import (
     Indexers,
     chooses_blocks,
     chosen_in,
@@ -15,8 +15,9 @@ from app.tree.attention.indexers import (
     run_block_indexer,
     run_indexer,
 )
+from app.tree.attention.chosen.selected import among
+from app.tree.attention.groups import RankGroup
 from app.tree.attention.kernels import triton_lacks
-from app.tree.attention.selected import among
 from app.tree.calibrate import device_rates
 from app.tree.engine import TreeEngine
 from app.tree.experts.replay import routed
@@ -56,9 +57,11 @@ from app.tree.partition import partition
 from app.tree.prefix_tree import Picture, PrefixTree
 from app.tree.report import ModelReport, TreeReport, inspect_model, inspect_tree, read_config
 from app.tree.self_check import SelfCheckError
+from app.tree.states.compressors import Compressor
 from app.tree.states.functions import STATES_ARGUMENT
 from app.tree.states.kernels import PACKAGES as SCAN_PACKAGES
 from app.tree.states.layers import StateLayers
+from app.tree.states.lookback import instead
 from app.tree.states.piece_states import PieceStates
 from app.tree.states.piece_tree import PieceTree
 from app.tree.transfer import on_device
@@ -67,6 +70,7 @@ __all__ = [
     "QUANTIZATIONS",
     "SCAN_PACKAGES",
     "STATES_ARGUMENT",
+    "Compressor",
     "CutVocabulary",
     "FlatOutputs",
     "Groups",
@@ -93,6 +97,7 @@ __all__ = [
     "among",
     "auto_class",
     "cast_quantised",
+    "choose_entries",
     "chooses_blocks",
     "chooses_groups",
     "chosen_in",
@@ -103,6 +108,7 @@ __all__ = [
     "index_parameters",
     "inspect_model",
     "inspect_tree",
+    "instead",
     "kept_in_float32",
     "language_model",
     "moves_base",

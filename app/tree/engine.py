@@ -22,8 +22,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from app.tree.attention import BACKENDS, choose_backend
+from app.tree.attention.chosen.indexers import Indexers
 from app.tree.attention.groups import RankGroup
-from app.tree.attention.indexers import Indexers
 from app.tree.calibrate import measure_rates
 from app.tree.executor import Completing, Executor
 from app.tree.experts.replay import Replay

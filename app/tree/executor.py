@@ -18,9 +18,10 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from app.tree.attention import tree_attention_on
+from app.tree.attention.chosen.compressed import CompressedAttention
+from app.tree.attention.chosen.indexers import Indexers
 from app.tree.attention.chunk_attention import Backend, ChunkAttention
 from app.tree.attention.groups import RankGroup, RowShares
-from app.tree.attention.indexers import Indexers
 from app.tree.attention.path_cache import KeyValue, PathCache
 from app.tree.experts.replay import ReplayPass
 from app.tree.heads import Heads, Kept, Soft
@@ -140,8 +141,12 @@ class Executor:
         self.total = torch.zeros((), dtype=self.dtype, device=self.device)
         self.loss_fn: BatchedLoss | None = None
         self._completing: Completing | None = None
-        self.cache, self.indexers = PathCache(plan.longest_path, with_grads), indexers
-        self.index_cache = PathCache(plan.longest_path, with_grads=False)
+        self.indexers = indexers
+        self.compressed = CompressedAttention(
+            state_layers.compressors, model.config.get_text_config().num_hidden_layers
+        )
+        self.cache = PathCache(plan.longest_path, with_grads, self.compressed.rates)
+        self.index_cache = PathCache(plan.longest_path, False, self.compressed.rates)
         self.open: dict[int, _Open] = {}
         self._hung: list[dict[int, int]] = [{} for _ in plan.chunks]  # pieces that others hang below -> their order
         for below in plan.chunks if state_layers.expected else ():
@@ -202,8 +207,19 @@ class Executor:
         experts = nullcontext() if self.replay is None else self.replay.replayed()
         noted = self.state_layers.noted()
         chosen = nullcontext() if dense else self.indexers.chosen_over_trees()
+        entries = nullcontext() if dense else self.compressed.over_trees(self.index_cache)
         try:
-            with torch.set_grad_enabled(self.with_grads), attention, pictures, anew, layers, experts, noted, chosen:
+            with (
+                torch.set_grad_enabled(self.with_grads),
+                attention,
+                pictures,
+                anew,
+                layers,
+                experts,
+                noted,
+                chosen,
+                entries,
+            ):
                 yield
         finally:
             self.heads.release()

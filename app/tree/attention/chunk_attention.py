@@ -75,6 +75,7 @@ class ChunkAttention:
         index_keys: of layers with an indexer, ([1, 1, n, D],) by layer, as `keys_values`.
         index_cache: those of the path; None in models without.
         stand_in: for a mask, which layers with an indexer hand on; None in models without.
+        backends: of layers whose keys are more than the rows', what computes their attention instead.
     """
 
     layout: Layout
@@ -92,6 +93,7 @@ class ChunkAttention:
     index_keys: dict[int, tuple[Tensor, ...]] = field(default_factory=dict)
     index_cache: PathCache | None = None
     stand_in: Tensor | None = None
+    backends: dict[int, Backend] = field(default_factory=dict)
 
     def parts(self, window: int | None, cut_squares: bool = True) -> list[Part]:
         """Attention parts of layers with this window; see `layer_parts`."""

@@ -18,15 +18,15 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
 
+from app.tree.attention.chosen.indexers import chosen_in
+from app.tree.attention.chosen.selected import BlocksBackend, SelectedBackend
 from app.tree.attention.chunk_attention import Backend, ChunkAttention, LayerCall
 from app.tree.attention.flash import FlashBackend
 from app.tree.attention.flex import FLEX_HEAD_DIM, FlexBackend
-from app.tree.attention.indexers import chosen_in
 from app.tree.attention.interval import IntervalBackend
 from app.tree.attention.kernels import AMPERE, FLASH_DTYPES, capability, flash_refusal, triton_lacks
 from app.tree.attention.packages import FLASH_3, HOPPER, PACKAGES, CudnnBackend
 from app.tree.attention.part_attention import PartBackend
-from app.tree.attention.selected import BlocksBackend, SelectedBackend
 from app.tree.attention.widths import WidthBackend
 from app.tree.planning.layer_shapes import attention_shapes
 
@@ -185,15 +185,15 @@ def tree_attention(
             f"{where}: chooses tokens (indices) beside a window or soft-capping, or by no indexer known here; use"
             " another model"
         )
-    refusal = tree_chunk.backend.refusal(query, call)
+    backend = tree_chunk.backends.get(layer, tree_chunk.backend)
+    refusal = backend.refusal(query, call)
     if refusal is not None:
-        raise ValueError(f"{where}: attention='{tree_chunk.backend.name}' {refusal}")
+        raise ValueError(f"{where}: attention='{backend.name}' {refusal}")
     if narrow:  # kernels take values as wide as keys (latent attention has narrower ones); zeros change nothing
         value = nn.functional.pad(value, (0, narrow))
     if tree_chunk.store:
         tree_chunk.keys_values[layer] = (key.detach(), value.detach())
     with torch.autocast(device, enabled=False):
-        backend = tree_chunk.backend
         if indices is not None and indices.shape[-1] != tree_chunk.path_tokens + query.shape[2]:
             backend = SelectedBackend(indices)
         if block_indices is not None:

@@ -47,6 +47,14 @@ class PartBackend:
         """What computes `part`."""
         return pick_kernel(q, mask, call.softcap)
 
+    def place_of(self, part: Part, call: LayerCall) -> int:
+        """Where a part's keys are in the path cache."""
+        return call.layer
+
+    def add_returned(self, chunk: ChunkAttention, call: LayerCall, grad_k: Tensor, grad_v: Tensor) -> None:
+        """Adds to gradients of the chunk's keys and values what chunks below sent back."""
+        chunk.add_returned(call.layer, grad_k, grad_v)
+
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, chunk: ChunkAttention, call: LayerCall
     ) -> Tensor:
@@ -72,7 +80,7 @@ class _PartAttention(torch.autograd.Function):
         out: Tensor | None = None
         lse = torch.empty(0)
         for part in backend.parts(chunk, call):
-            keys, values = _keys_values(chunk, part, call.layer, k, v)
+            keys, values = _keys_values(chunk, part, backend.place_of(part, call), k, v)
             queries = _rows(q, part.q_start, part.q_stop)
             mask = backend.mask(q, part, chunk)
             kernel = backend.kernel(q, mask, part, chunk, call)
@@ -105,7 +113,7 @@ class _PartAttention(torch.autograd.Function):
         sums: list[Tensor | None] = [None, None, None]  # of q, k, v
         for part, extra in zip(backend.parts(chunk, call), ctx.saved, strict=True):
             rows = (part.q_start, part.q_stop)
-            keys, values = _keys_values(chunk, part, call.layer, k, v)
+            keys, values = _keys_values(chunk, part, backend.place_of(part, call), k, v)
             mask = backend.mask(q, part, chunk)
             part_q, part_k, part_v = backend.kernel(q, mask, part, chunk, call).backward(
                 _rows(grad, *rows).contiguous(),
@@ -121,13 +129,13 @@ class _PartAttention(torch.autograd.Function):
             )
             sums[0] = _add(sums[0], part_q, q, *rows)
             if part.path:
-                chunk.cache.add_grads(call.layer, part_k, part_v, part.k_start)
+                chunk.cache.add_grads(backend.place_of(part, call), part_k, part_v, part.k_start)
             else:
                 sums[1] = _add(sums[1], part_k, k, part.k_start, part.k_stop)
                 sums[2] = _add(sums[2], part_v, v, part.k_start, part.k_stop)
         grad_q, grad_k, grad_v = sums
         assert grad_q is not None and grad_k is not None and grad_v is not None, "every row sees itself"
-        chunk.add_returned(call.layer, grad_k, grad_v)
+        backend.add_returned(chunk, call, grad_k, grad_v)
         grad_sinks = None if sinks is None else grad_of_sinks(sinks, lse, grad, out)
         return grad_q.to(q.dtype), grad_k.to(k.dtype), grad_v.to(v.dtype), grad_sinks, None, None, None
 
@@ -137,10 +145,10 @@ def _rows(x: Tensor, start: int, stop: int) -> Tensor:
     return x if stop - start == x.shape[2] else x[:, :, start:stop]
 
 
-def _keys_values(chunk: ChunkAttention, part: Part, layer: int, k: Tensor, v: Tensor) -> KeyValue:
+def _keys_values(chunk: ChunkAttention, part: Part, place: int, k: Tensor, v: Tensor) -> KeyValue:
     if not part.path:
         return _rows(k, part.k_start, part.k_stop), _rows(v, part.k_start, part.k_stop)
-    keys, values = chunk.cache.read(layer, part.k_stop)
+    keys, values = chunk.cache.read(place, part.k_stop)
     return keys[:, :, part.k_start :], values[:, :, part.k_start :]
 
 

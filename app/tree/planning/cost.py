@@ -77,19 +77,22 @@ class ModelShape:
         )
 
     @property
-    def query_values(self) -> int:
-        """Values of a token's queries, over all layers."""
-        return sum(layer.heads * layer.head_dim for layer in self.attention)
+    def query_values(self) -> float:
+        """Values of a token's queries, over all layers, by how many tokens each key they meet is made of."""
+        return sum(layer.heads * layer.head_dim / layer.rate for layer in self.attention)
 
     def key_values(self, ranks: int = 1) -> int:
         """Values of a token's keys, over all layers, on the one of `ranks` that has most heads of them."""
-        return sum(-(-layer.key_value_heads // ranks) * layer.head_dim for layer in self.attention)
+        kept = (-(-layer.key_value_heads // ranks) * layer.head_dim for layer in self.attention)
+        made = (layer.head_dim // layer.rate for layer in self.attention if layer.rate > 1)
+        return sum(kept) + sum(made)
 
     @property
     def state_values(self) -> int:
         """Values of all layers' states after a token, counted in float32, which a piece that others hang below keeps
         once."""
-        return self.states.values if self.states is not None else 0
+        own = sum(layer.state_values for layer in self.attention)
+        return own + (self.states.values if self.states is not None else 0)
 
     def forward_flops(self, tokens: int, pairs: int, scored: int) -> float:
         """Multiply-adds x 2 of one forward: linear layers, attention, scans (of long pieces), output projection of

@@ -13,18 +13,22 @@ from typing import Any, TypeVar
 Read = TypeVar("Read")
 STATEFUL = ("linear_attention", "conv", "mamba")
 _TOKENWISE = ("mlp", "moe")
+_CHOSEN = "compressed_sparse_attention"  # its keys are made of windows that overlap, and an indexer has such as well
 
 
 @dataclass(frozen=True)
 class HeadShape:
     """Heads of one layer's attention: of queries, of keys and values, and how wide they are; of latent attention also
-    the elements of its matrices and the values that a token keeps for backward, which heads do not say."""
+    the elements of its matrices and the values that a token keeps for backward, which heads do not say; `rate`: how
+    many tokens a key beyond the window is made of, and `state_values`: of those that it is made of in another piece."""
 
     heads: int
     key_value_heads: int
     head_dim: int
     latent_weights: int | None = None
     latent_keeps: int | None = None
+    rate: int = 1
+    state_values: int = 0
 
     @classmethod
     def of(cls, layer: Any) -> HeadShape:
@@ -45,6 +49,23 @@ class HeadShape:
         weights += layer.hidden_size * (keys + rotated + values) + keys * (heads * layer.qk_nope_head_dim + values)
         # Queries, keys, values and what they attend to, all padded; the input of the output projection; both norms'.
         return cls(heads, heads, width, weights, 4 * heads * width + values + 3 * (keys + (rank or 0)))
+
+    @classmethod
+    def compressed(cls, text: Any, kind: str) -> HeadShape:
+        """Of a layer of this kind, whose one head of keys is that of values too, made of tokens in a window and of many
+        tokens each beyond it; queries and outputs pass low ranks."""
+        heads, width, hidden, rank = text.num_attention_heads, text.head_dim, text.hidden_size, text.q_lora_rank
+        rate, out = text.compress_rates.get(kind, 1), text.o_groups * text.o_lora_rank
+        weights = hidden * (rank + width + out) + heads * width * (rank + text.o_lora_rank)
+        keeps = heads * 6 * width + 3 * rank + 6 * width + out
+        if rate == 1:
+            return cls(heads, 1, width, weights, keeps)
+        if kind != _CHOSEN:
+            return cls(heads, 1, width, weights + 2 * hidden * width, keeps + 8 * width, rate, (rate - 1) * 2 * width)
+        scored = text.index_n_heads * text.index_head_dim
+        weights += 4 * hidden * (width + text.index_head_dim) + rank * scored + hidden * text.index_n_heads
+        tail = (2 * rate - 1) * 4 * (width + text.index_head_dim)
+        return cls(heads, 1, width, weights, keeps + 16 * width, rate, tail)
 
     def weights(self, hidden: int) -> int:
         """Elements of the layer's matrices."""
@@ -67,6 +88,8 @@ def layer_kinds(text: Any) -> list[str]:
 def attention_shapes(text: Any) -> tuple[HeadShape, ...]:
     """Heads of the layers that a configuration says attend; of all where it does not say."""
     kinds = layer_kinds(text) or ["attention"] * text.num_hidden_layers
+    if getattr(text, "compress_rates", None):
+        return tuple(HeadShape.compressed(text, kind) for kind in kinds)
     pairs = zip(_of_layers(text, HeadShape.of), kinds, strict=False)
     return tuple(shape for shape, kind in pairs if kind not in STATEFUL + _TOKENWISE)
 

@@ -17,6 +17,7 @@ import transformers
 from torch import nn
 from transformers import PreTrainedModel
 
+from app.tree.states.compressors import Compressor, compressors_of
 from app.tree.states.functions import (
     FUNCTIONS,
     REFUSED,
@@ -40,12 +41,14 @@ class StateLayers:
         mixers: by name in the model, the modules that carry states.
         expected: layers and kinds that every forward has to call a function for, with its name.
         lookbacks: parts that look back by themselves.
+        compressors: parts that make keys of several tokens.
         attending: layers that have to attend; one may do both.
         functions: names of the functions that `expected` are, as in `FUNCTIONS`.
     """
 
     mixers: dict[str, nn.Module]
     lookbacks: list[Lookback]
+    compressors: list[Compressor]
     expected: dict[StateKey, str]
     attending: frozenset[int]
     functions: frozenset[str]
@@ -58,7 +61,7 @@ class StateLayers:
             ValueError: a layer with a convolution over time that calls none of the known functions, that has no way to
                 hand them a state, or whose convolution has an adapter, which such layers read past.
         """
-        lookbacks = lookbacks_of(model)
+        lookbacks, compressors = lookbacks_of(model), compressors_of(model)
         alone = {one.module for one in lookbacks}
         mixers = {
             name: module
@@ -66,6 +69,7 @@ class StateLayers:
             if isinstance(getattr(module, "layer_idx", None), int) and module not in alone and _convolves(name, module)
         }
         expected = {one.key: f"{one.method} of {type(one.module).__name__}" for one in lookbacks}
+        expected |= {key: f"forward of {type(one.module).__name__}" for one in compressors for key in one.keys}
         functions: set[str] = set()
         for name, module in mixers.items():
             where = f"'{name}' ({type(module).__name__})"
@@ -97,7 +101,7 @@ class StateLayers:
                     _wrap(scope, function, SHORTCUTS[function])
                 elif carries_state(scope[function]):
                     _wrap(scope, function, unknown)
-        return cls(mixers, lookbacks, expected, _attending(model, mixers, alone), frozenset(functions))
+        return cls(mixers, lookbacks, compressors, expected, _attending(model, mixers, alone), frozenset(functions))
 
     @property
     def alone(self) -> list[nn.Module]:

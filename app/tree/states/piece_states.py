@@ -94,15 +94,14 @@ class PieceStates:
     def lookback(self, key: StateKey, run: Callable[[Tensor], Tensor], x: Tensor, reach: int) -> Tensor:
         """What `run` makes of a row [C] and of the `reach` rows before it, for each of x [n, C] (or of numbers [n]):
         each piece behind the rows before it, zeros where there are none."""
-        rows = self.tree.convolution(reach)
-        gather = self._rows("gather", reach, rows.gather, x.device)
-        select = self._rows("select", reach, rows.select, x.device)
-        starts = self._start(key, (reach, *x.shape[1:]), x)
-        extended = torch.cat([starts.flatten(0, 1).to(x.dtype), x])
-        if len(self.wanted):
-            tails = self._rows(("tails", self.wanted.tobytes()), reach, rows.tails[self.wanted], x.device)
-            self._end(key, extended[tails])
+        extended, gather, select = self._extended(key, x, reach)
         return run(extended[gather])[select]
+
+    def behind(self, key: StateKey, x: Tensor, reach: int, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """Of some `rows` int64 [m] of x [n, C], each with the `reach` rows before it, zeros where there are none: rows
+        [r, C], and int64 [m, reach + 1], where among them these are, in order."""
+        extended, gather, select = self._extended(key, x, reach)
+        return extended, gather[select[rows].unsqueeze(1) + torch.arange(-reach, 1, device=x.device)]
 
     def delta_rule(
         self, query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, unit_length: bool
@@ -155,6 +154,18 @@ class PieceStates:
         if self.shares is None:
             return out[None]
         return self.shares.to_rows(out.transpose(0, 1)[None]).transpose(1, 2).contiguous()  # layers ask for views
+
+    def _extended(self, key: StateKey, x: Tensor, reach: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Rows [starts | x], and `gather` and `select` of `ConvolutionRows`; keeps the ends."""
+        rows = self.tree.convolution(reach)
+        gather = self._rows("gather", reach, rows.gather, x.device)
+        select = self._rows("select", reach, rows.select, x.device)
+        starts = self._start(key, (reach, *x.shape[1:]), x)
+        extended = torch.cat([starts.flatten(0, 1).to(x.dtype), x])
+        if len(self.wanted):
+            tails = self._rows(("tails", self.wanted.tobytes()), reach, rows.tails[self.wanted], x.device)
+            self._end(key, extended[tails])
+        return extended, gather, select
 
     def _start(self, key: StateKey, shape: tuple[int, ...], like: Tensor) -> Tensor:
         """[starts, *shape]; notes that the layer's function was called."""

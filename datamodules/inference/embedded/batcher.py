@@ -27,6 +27,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from app.tree import STATES_ARGUMENT, PieceStates, Routers, Tower
+from datamodules.inference.embedded.entry_slots import EntrySlots
 from datamodules.inference.embedded.images import PromptImages, featured, placed, placed_next, runs_of
 from datamodules.inference.embedded.index_slots import IndexSlots
 from datamodules.inference.embedded.kv_slots import CachedStep, KVSlots, PromptStep, any_length
@@ -150,6 +151,7 @@ class Batcher:
         self.slots = KVSlots(kv_cache_tokens, ahead)
         self.states = StateSlots(model)
         self.indexed = IndexSlots(model, self.slots)
+        self.entries = EntrySlots(self.states.layers.compressors, self.slots)
         self.max_batch_tokens = max_batch_tokens
         self.max_concurrent = max_concurrent
         self.waiting: deque[Sequence] = deque()
@@ -378,7 +380,8 @@ class Batcher:
         kept = None if keep is None else keep.to(self.device)
         if self._keeps:
             more["logits_to_keep"] = 0 if kept is None else kept
-        with self.states.layers.noted(), any_length(self.device), self.indexed.chosen(tokens) as masks:
+        entries = self.entries.made()
+        with self.states.layers.noted(), any_length(self.device), entries, self.indexed.chosen(tokens) as masks:
             output = self.model(
                 input_ids=tokens,
                 position_ids=positions,

@@ -55,6 +55,7 @@ class PromptStep:
         lengths: tokens of each prompt; T = their sum.
         positions: int64 [T], position of each packed token in its request.
         write: int64 [T], grid cell of each packed token.
+        depths: the positions, in memory of the host.
         runs: int64 [count, longest], see `show`; None: no token sees any after it.
     """
 
@@ -67,7 +68,7 @@ class PromptStep:
         ends = length.cumsum(0)
         total = int(ends[-1])
         starts = (ends - length).repeat_interleave(length)
-        positions = torch.arange(total) - starts
+        self.depths = positions = torch.arange(total) - starts
         self.positions = positions.to(device)
         self.write = (torch.tensor(rows).repeat_interleave(length) * width + positions).to(device)
         self.ragged = min(lengths) != self.longest
@@ -76,6 +77,10 @@ class PromptStep:
             self.unpad = (owner * self.longest + positions).to(device)
             pad = torch.zeros(self.count * self.longest, dtype=torch.int64, device=device)
             self.pad = pad.index_copy_(0, self.unpad, torch.arange(total, device=device))
+
+    def completing(self, rate: int) -> Tensor:
+        """int64 [E]: packed tokens that are the last of `rate` in a row of their request, counted from its first."""
+        return _completing(self.depths, rate).to(self.write.device)
 
     def unfold(self, packed: Tensor) -> Tensor:
         """[1, H, T, D] -> [count, H, longest, D]; the padding repeats some token, no valid query sees it."""
@@ -120,7 +125,7 @@ class CachedStep:
     """`queries` next tokens for each of the rows `first .. first + count - 1`, attending to the grid.
 
     Attributes:
-        positions, write: int64 [T], T = count * queries, as in `PromptStep`.
+        positions, write, depths: int64 [T], T = count * queries, as in `PromptStep`.
         keys: tokens of each row that are read; beyond a row's own position they are masked.
         runs: int64 [1, queries], as in `PromptStep`.
     """
@@ -133,7 +138,8 @@ class CachedStep:
         positions = torch.tensor(starts)[:, None] + torch.arange(queries)
         rows = torch.arange(first, first + self.count)[:, None]
         self.write = (rows * width + positions).view(-1).to(device)
-        self.positions = positions.view(-1).to(device)
+        self.depths = positions.view(-1)
+        self.positions = self.depths.to(device)
         self._masks: dict[tuple[int | None, torch.dtype, bool], Tensor] = {}
 
     def show(self, runs: Sequence[npt.NDArray[np.int64]]) -> None:
@@ -156,6 +162,10 @@ class CachedStep:
             self._masks[key] = _bias(visible, dtype)
         return self._masks[key]
 
+    def completing(self, rate: int) -> Tensor:
+        """As of `PromptStep`."""
+        return _completing(self.depths, rate).to(self.write.device)
+
     def unfold(self, packed: Tensor) -> Tensor:
         """[1, H, T, D] -> [count, H, queries, D]."""
         return packed.view(packed.shape[1], self.count, self.queries, -1).transpose(0, 1)
@@ -176,6 +186,14 @@ class StaticStep(CachedStep):
         self.positions = positions
         self._masks = {}
 
+    def completing(self, rate: int) -> Tensor:
+        """All tokens: which of them do, only the device knows."""
+        return torch.arange(self.count, device=self.positions.device)
+
+
+def _completing(depths: Tensor, rate: int) -> Tensor:
+    return ((depths + 1) % rate == 0).nonzero()[:, 0]
+
 
 def _together(queries: Tensor, keys: Tensor) -> Tensor:
     """bool [n, 1, Q, K]: which tokens of runs [n, Q] and [n, K] are in the same."""
@@ -192,6 +210,8 @@ class KVSlots:
         stand_in: for its mask, in models whose layers choose what they attend to (`index_slots`, which keeps its keys
             here as well: in layers below 0).
         ahead: layers in which placeholders of a picture see each other.
+        entries: by layer, keys beside the tokens' own that queries of the step attend to (`entry_slots`), [n, 1, E, D],
+            which are values too, and bool [n, 1, Q, E], which of them each query sees.
     """
 
     def __init__(self, capacity: int, ahead: frozenset[int] = frozenset()) -> None:
@@ -201,6 +221,7 @@ class KVSlots:
         self._written: set[int] = set()
         self._layers: dict[int, tuple[Tensor, ...]] = {}
         self.stand_in: Tensor | None = None
+        self.entries: dict[int, tuple[Tensor, Tensor]] = {}
 
     @property
     def step(self) -> PromptStep | CachedStep:
@@ -304,6 +325,7 @@ def attend(
         mask = step.mask(sliding_window, ahead, chosen)
         if softcap is not None or s_aux is not None:
             bias = _bias(step.visible(None, ahead) if mask is None else mask, torch.float32)
+            k, v, bias = _beside(slots, layer, k, v, bias)
             return step.fold(_written_out(q, k, v, bias, scaling, softcap, s_aux)), None
         out = F.scaled_dot_product_attention(
             q, k, v, mask, is_causal=mask is None, scale=scaling, enable_gqa=q.shape[1] > k.shape[1]
@@ -313,11 +335,21 @@ def attend(
     q, bias = step.unfold(query), step.bias(sliding_window, query.dtype, ahead)
     if chosen is not None:
         bias = bias + _bias(chosen, bias.dtype)
+    k, v, bias = _beside(slots, layer, k, v, bias)
     if softcap is not None or s_aux is not None:
         out = _written_out(q, k, v, bias, scaling, softcap, s_aux)
     else:
         out = _masked(q, k, v, bias, scaling)
     return out.transpose(1, 2).reshape(1, step.count * step.queries, query.shape[1], -1), None
+
+
+def _beside(slots: KVSlots, layer: int, k: Tensor, v: Tensor, bias: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Keys, values and what is visible of them, with the entries that a layer attends to as well."""
+    if layer not in slots.entries:
+        return k, v, bias
+    entries, seen = slots.entries.pop(layer)
+    bias = torch.cat([bias.expand(len(seen), -1, -1, -1), _bias(seen, bias.dtype)], -1)
+    return torch.cat([k, entries], 2), torch.cat([v, entries], 2), bias
 
 
 def _chosen(indices: Tensor | None, keys: int) -> Tensor | None:

@@ -29,9 +29,9 @@ few = settings(
 )
 
 
-SCANS = ("qwen3_5_text", "kimi_linear", "nemotron_h", "lfm2")
-"""Delta rules, with a decay a channel too, a state space, and convolutions alone. Of 4 ranks two have the same head of
-keys."""
+SCANS = ("qwen3_5_text", "kimi_linear", "nemotron_h", "lfm2", "deepseek_v4")
+"""Delta rules, with a decay a channel too, a state space, convolutions alone, and keys made of many tokens. Of 4 ranks
+two have the same head of keys, or all."""
 
 
 def check(

@@ -110,6 +110,28 @@ OPTIONS: dict[str, dict[str, Any]] = {
         num_experts_per_tok=2,
         moe_intermediate_size=8,
     ),
+    "deepseek_v4": dict(
+        num_hidden_layers=3,
+        layer_types=["sliding_attention", "heavily_compressed_attention", "compressed_sparse_attention"],
+        mlp_layer_types=["hash_moe", "moe", "moe"],
+        compress_rates={"heavily_compressed_attention": 3, "compressed_sparse_attention": 2},
+        sliding_window=3,
+        num_key_value_heads=1,
+        head_dim=8,
+        partial_rotary_factor=0.5,
+        q_lora_rank=8,
+        o_groups=2,
+        o_lora_rank=4,
+        index_n_heads=16,
+        index_head_dim=8,
+        index_topk=2,
+        hc_mult=2,
+        hc_sinkhorn_iters=3,
+        n_routed_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=8,
+        attn_implementation="eager",
+    ),
 }
 _FILE = re.compile(r"transformers\.models\.\w+\.modeling_\w+(?<!_float64)")  # of a family, and no copy
 QUICK = [

@@ -78,6 +78,7 @@ def test_ends_that_are_kept_at_once_are_counted(monkeypatch: pytest.MonkeyPatch)
 
 
 LINEAR = ["linear_attention"] * 3
+WINDOW, ALL, CHOSEN = "sliding_attention", "heavily_compressed_attention", "compressed_sparse_attention"
 DELTA = dict(linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=32, linear_value_head_dim=32)
 MAMBA = dict(mamba_n_heads=4, mamba_d_head=32, mamba_d_state=16, mamba_n_groups=1)
 WIDE: dict[str, dict[str, Any]] = {
@@ -95,6 +96,18 @@ WIDE: dict[str, dict[str, Any]] = {
         indexer_head_dim=16,
         indexer_budget=64,
     ),
+    "deepseek_v4": dict(
+        {**hybrids.OPTIONS["deepseek_v4"], "layer_types": [WINDOW, ALL, CHOSEN, CHOSEN]},
+        mlp_layer_types=["hash_moe", "moe", "moe", "moe"],
+        compress_rates={ALL: 16, CHOSEN: 4},
+        sliding_window=32,
+        moe_intermediate_size=32,
+        q_lora_rank=32,
+        o_lora_rank=16,
+        index_n_heads=4,
+        hc_mult=4,
+        hc_sinkhorn_iters=20,
+    ),
 }
 """Wide enough for layers to dominate; three layers that carry a state, then attention."""
 
@@ -109,7 +122,7 @@ def test_linear_flops_are_those_of_each_layers_own_weights(name: str) -> None:
     """Two a weight; gates of a few values a head are left out, and what an indexer scores by."""
     model = wide(name)
     weights = sum(m.weight.numel() for m in model.model.layers.modules() if isinstance(m, nn.Linear))
-    if name == "qwen4_exp_text":
+    if name in ("qwen4_exp_text", "deepseek_v4"):
         experts = [m for m in model.modules() if type(m).__name__.endswith("Experts")]
         weights += sum(p.numel() for m in experts for p in m.parameters()) * 2 // 4  # two of four for each token
     assert shape_of(model).linear_flops() == pytest.approx(2 * weights, rel=0.08)

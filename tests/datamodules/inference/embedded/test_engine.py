@@ -27,7 +27,7 @@ from transformers import (
     Qwen2Config,
 )
 
-from app.tree.attention import group_indexer
+from app.tree.attention.chosen import group_indexer
 from datamodules.inference.embedded import EmbeddedEngine, batcher, kv_slots
 from datamodules.inference.protocol import GenerationError, GenerationRequest, WeightUpdate
 from tests.app.tree.engine import families
@@ -180,7 +180,7 @@ def test_scores_that_are_capped_and_sinks(config, max_batch_tokens, monkeypatch:
         assert_parity({0: model}, request, response, 1e-5)
 
 
-CHOOSING = {row: {"index_topk": 64} for row in ("DeepSeek-V3.2", "GLM-5", "GLM-5.3")}
+CHOOSING = {row: {"index_topk": 64} for row in ("DeepSeek-V3.2", "GLM-5", "GLM-5.3", "DeepSeek-V4")}
 CHOOSING |= {"MiniMax-M3": {"index_topk_blocks": 64}, "Qwen 4 (experimental)": {"indexer_budget": 64}}
 
 

@@ -121,6 +121,7 @@ EXPERTS |= {
     "Ling 3",
     "Gemma 4, experts",
     "DeepSeek-V3.2",
+    "DeepSeek-V4",
     "GLM-5",
     "GLM-5.3",
     "MiniMax-M3",

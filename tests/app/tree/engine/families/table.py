@@ -205,6 +205,12 @@ SUPPORTED: dict[str, Family] = {
         "attends to blocks of positions an indexer chose, each head of keys to others",
         (FORWARD, FORWARD),  # in float64 it is exact; in float32 it is also off where every layer attends to all
     ),
+    "DeepSeek-V4": Family(
+        "deepseek_v4",
+        hybrids.OPTIONS["deepseek_v4"],
+        "attends to a window, and beyond it to keys made of many tokens each, all or those an indexer chose",
+        adapted=("q_a_proj", "q_b_proj", "kv_proj", "gate_proj", "o_b_proj", "up_proj", "down_proj"),
+    ),
     "GPT-NeoX": Family("gpt_neox"),
     "StarCoder2": Family("starcoder2", dict(sliding_window=4)),
     "Phi": Family("phi"),

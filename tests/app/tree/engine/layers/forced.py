@@ -39,12 +39,18 @@ def _sigmoid_normed(router: Any, logits: Tensor, experts: Tensor) -> Tensor:
     return scores / scores.sum(-1, keepdim=True)
 
 
+def _sqrt_softplus(router: Any, logits: Tensor, experts: Tensor) -> Tensor:
+    scores = nn.functional.softplus(logits).sqrt().gather(1, experts)
+    return scores / (scores.sum(-1, keepdim=True) + 1e-20) * router.routed_scaling_factor
+
+
 FAMILIES: dict[str, Weigh] = {
     "Qwen3-MoE": _softmax,
     "Mixtral": _softmax_normed,
     "GPT-OSS": _softmax_normed,
     "DeepSeek-V3": _sigmoid,
     "DeepSeek-V3.2": _sigmoid,
+    "DeepSeek-V4": _sqrt_softplus,
     "GLM-5": _sigmoid,
     "GLM-5.3": _sigmoid,
     "MiniMax-M3": _sigmoid_normed,

@@ -1,4 +1,4 @@
-"""Layers that attend to what an indexer chose (`app.tree.attention.indexers`): exact, and not attending to all."""
+"""Layers that attend to what an indexer chose (`app.tree.attention.chosen.indexers`): exact, not attending to all."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from peft import LoraConfig, get_peft_model
 from transformers import CONFIG_MAPPING, PreTrainedModel
 
 from app.tree import PrefixTree, TreeEngine
-from app.tree.attention import group_indexer, kernels, selected
+from app.tree.attention import kernels
+from app.tree.attention.chosen import group_indexer, selected
 from tests.app.tree import models, oracle
 from tests.app.tree.cases import Case, cases
 from tests.app.tree.engine import families

@@ -15,8 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from app.tree.attention.chosen.indexers import visible_rows
 from app.tree.attention.chunk_attention import ChunkAttention, LayerCall
-from app.tree.attention.indexers import visible_rows
 from app.tree.attention.kernels import Kernel, pick_kernel
 from app.tree.attention.part_attention import PartBackend
 from app.tree.planning.layout import Part
@@ -40,9 +40,7 @@ class SelectedBackend(PartBackend):
     def parts(self, chunk: ChunkAttention, call: LayerCall) -> Iterator[Part]:
         """Blocks of queries over the path, and over the chunk up to the last of them."""
         path, count = chunk.path_tokens, len(chunk.layout.tokens)
-        size = max(1, _MASK_BYTES // (8 * self.heads * max(path, count)))  # at most 8 bytes an element
-        for start in range(0, count, size):
-            stop = min(start + size, count)
+        for start, stop in mask_blocks(count, self.heads * max(path, count)):
             if path:
                 yield Part(start, stop, 0, path, path=True)
             yield Part(start, stop, 0, stop)
@@ -58,7 +56,7 @@ class SelectedBackend(PartBackend):
         return torch.zeros_like(chosen, dtype=q.dtype).masked_fill_(~chosen, float("-inf"))
 
     def kernel(self, q: Tensor, mask: Tensor | None, part: Part, chunk: ChunkAttention, call: LayerCall) -> Kernel:
-        return _Chosen(pick_kernel(q, mask))
+        return ChosenKernel(pick_kernel(q, mask))
 
 
 class BlocksBackend(SelectedBackend):
@@ -82,6 +80,13 @@ class BlocksBackend(SelectedBackend):
         return torch.zeros_like(whole, dtype=q.dtype).masked_fill_(~whole, float("-inf"))
 
 
+def mask_blocks(rows: int, width: int) -> Iterator[tuple[int, int]]:
+    """[start, stop) of blocks of so many rows, each of which has a mask of `width`."""
+    size = max(1, _MASK_BYTES // (8 * max(1, width)))  # at most 8 bytes an element
+    for start in range(0, rows, size):
+        yield start, min(start + size, rows)
+
+
 def among(picks: Tensor, blocks: Tensor, count: int) -> Tensor:
     """Whether each of `blocks` int64 [m], all below `count`, is among `picks` int32 [..., k], -1 for none: bool
     [..., m]."""
@@ -90,7 +95,7 @@ def among(picks: Tensor, blocks: Tensor, count: int) -> Tensor:
     return kept.scatter_(-1, at, True).index_select(-1, blocks)
 
 
-class _Chosen:
+class ChosenKernel:
     """`kernel` for queries some of which see none of the keys. Its backward needs nothing of the kind: by the merged
     log-sum-exp their probabilities are 0."""
 

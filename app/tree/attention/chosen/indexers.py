@@ -24,11 +24,12 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from app.tree.attention.chosen.group_indexer import Groups, IndexKeys, chooses_groups, query_blocks, run_group_indexer
 from app.tree.attention.chunk_attention import ChunkAttention
-from app.tree.attention.group_indexer import Groups, IndexKeys, chooses_groups, query_blocks, run_group_indexer
 from app.tree.attention.groups import RowShares
 from app.tree.attention.path_cache import PathCache
 from app.tree.prefix_tree import Ints
+from app.tree.states.compressors import compressors_of
 from app.tree.states.lookback import instead
 from app.tree.transfer import on_device
 
@@ -140,7 +141,9 @@ class Indexers:
 def index_parameters(model: PreTrainedModel) -> list[nn.Parameter]:
     """Of all indexers, which no loss of a model's outputs reaches: an optimizer that had them would shrink them by its
     weight decay alone."""
-    return [p for _, indexer in Indexers.of(model).layers.values() for p in indexer.parameters()]
+    indexers = [indexer for _, indexer in Indexers.of(model).layers.values()]
+    indexers += [one.indexer for one in compressors_of(model) if one.indexer is not None]
+    return [p for indexer in indexers for p in indexer.parameters()]
 
 
 class _GivesWay(Tensor):

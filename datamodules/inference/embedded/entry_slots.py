@@ -1,0 +1,83 @@
+"""Keys made of many tokens each, of the running requests, for models that attend to such (DeepSeek-V4).
+
+They lie beside the key-value grid, in layers of their own, and move with it; each is in the cell of the token that
+completes it. Promises: made by the model's own code, over each request's tokens alone; a decoded token that completes
+none leaves something that nobody reads, so that steps have the same shapes whatever their positions.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from app.tree import STATES_ARGUMENT, Compressor, among, choose_entries, instead
+from datamodules.inference.embedded.kv_slots import CachedStep, KVSlots
+
+
+class EntrySlots:
+    """Entries in the grid of `slots`; nothing for models that have none."""
+
+    def __init__(self, compressors: Sequence[Compressor], slots: KVSlots) -> None:
+        self.compressors, self.slots = compressors, slots
+
+    @contextmanager
+    def made(self) -> Iterator[None]:
+        """Inside, entries are made of, and chosen for, the tokens of the slots' step."""
+        states: dict[int, Any] = {}
+
+        def note(layer: int, module: Any, args: Any, kwargs: dict[str, Any]) -> None:
+            states[layer] = kwargs[STATES_ARGUMENT]
+
+        with ExitStack() as stack:
+            for one in self.compressors:
+                hook = one.attention.register_forward_pre_hook(partial(note, one.layer), with_kwargs=True)
+                stack.callback(hook.remove)
+                stack.enter_context(instead(one.module, "forward", partial(self._run, one, states)))
+            yield
+        self.slots.entries.clear()
+
+    def _run(self, one: Compressor, states: dict[int, Any], *args: Any, **kwargs: Any) -> tuple[Tensor, None]:
+        """In the place of a compressor's forward: no entries, and no bias; the slots know what is attended to."""
+        given = inspect.signature(type(one.module).forward).bind(one.module, *args, **kwargs).arguments
+        hidden, step = given["hidden_states"], self.slots.step
+        ends = step.completing(one.rate)
+        depths = step.positions[ends]
+        made = one.entries(states[one.layer], hidden, ends, depths)
+        entries = self._known(-1 - 2 * one.layer, made, ends, one.rate)
+        queries = self._by_request(step.positions[None, :, None])[..., 0]  # [requests, n]
+        last = torch.arange(1, entries.shape[1] + 1, device=hidden.device) * one.rate - 1
+        seen = last <= queries[..., None]
+        if one.indexer is not None:
+            own = one.index_entries(states[one.layer], hidden, ends, depths)
+            known = self._known(-2 - 2 * one.layer, own, ends, one.rate)
+            rows, residual = self._by_request(hidden), self._by_request(given["q_residual"])
+            picks = choose_entries(one.indexer, rows, residual, queries, known, partial(_rows, seen))
+            if picks is not None:
+                seen = among(picks, torch.arange(known.shape[1], device=hidden.device), known.shape[1])
+        self.slots.entries[one.layer] = entries.unsqueeze(1), seen.unsqueeze(1)
+        return made[:, None, :0], None
+
+    def _known(self, place: int, made: Tensor, ends: Tensor, rate: int) -> Tensor:
+        """Keeps entries [1, E, D] that packed tokens int64 [E] complete; all there are, [requests, entries, D]."""
+        step = self.slots.step
+        self.slots.write(place, step.write[ends], made.unsqueeze(1))
+        if isinstance(step, CachedStep):
+            grid = self.slots.read(place, step.first, step.count, step.keys)[0]
+        else:
+            packed = made.new_zeros(1, len(step.write), made.shape[2]).index_copy_(1, ends, made)
+            grid = step.unfold(packed.unsqueeze(1))
+        return grid[:, 0, rate - 1 :: rate]
+
+    def _by_request(self, packed: Tensor) -> Tensor:
+        """[1, T, D] -> [requests, n, D]."""
+        return self.slots.step.unfold(packed.unsqueeze(1))[:, 0]
+
+
+def _rows(seen: Tensor, block: slice) -> Tensor:
+    return seen[:, block]

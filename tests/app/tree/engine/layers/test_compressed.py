@@ -1,0 +1,168 @@
+"""Layers that attend to keys made of many tokens (`app.tree.attention.chosen.compressed`): exact, in any chunks."""
+
+from __future__ import annotations
+
+import copy
+from functools import cache
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from peft import LoraConfig, get_peft_model
+from transformers import PreTrainedModel
+
+from app.tree import PrefixTree, TreeEngine, index_parameters
+from app.tree.attention.chosen import group_indexer, selected
+from app.tree.attention.path_cache import PathCache
+from tests.app.tree import models, oracle
+from tests.app.tree.cases import Case, cases
+from tests.app.tree.engine import families
+from tests.app.tree.engine.test_parity import EXAMPLES
+from tests.app.tree.losses import KINDS, SequenceLoss
+from tests.app.tree.parity import assert_backward, assert_forward, assert_unchanged, snapshot, take_grads
+from tests.app.tree.states import hybrids
+
+WINDOW, ALL, CHOSEN = "sliding_attention", "heavily_compressed_attention", "compressed_sparse_attention"
+
+
+@cache
+def exact(kind: str = "", rates: tuple[int, int] = (3, 2), topk: int = 2, window: int = 3) -> PreTrainedModel:
+    """In float64 throughout; the table of experts by token is filled, as a checkpoint's is. `kind`: of one layer alone;
+    `rates`: tokens an entry where all are attended to, and where some are chosen."""
+    chosen = {**hybrids.OPTIONS["deepseek_v4"], "compress_rates": dict(zip((ALL, CHOSEN), rates, strict=True))}
+    chosen |= dict(index_topk=topk, sliding_window=window, max_position_embeddings=512)
+    if kind:
+        chosen |= dict(num_hidden_layers=1, layer_types=[kind], mlp_layer_types=["moe"])
+    model = models.make("deepseek_v4", torch.float64, **chosen)
+    generator = torch.Generator().manual_seed(0)
+    for name, table in model.named_buffers():
+        if name.endswith("tid2eid"):
+            table.copy_(torch.rand(len(table), 4, generator=generator).argsort(-1)[:, : table.shape[1]])
+    return hybrids.exact(model).eval()
+
+
+def gradients(model: PreTrainedModel, sequences: list[Any], *budgets: int, **engine: Any) -> dict[str, Any]:
+    loss = SequenceLoss("mean_times_variance", [len(s) for s in sequences], 0, ("logprobs",))
+    TreeEngine(model, *budgets, self_check=False, **engine).backward(PrefixTree.build(sequences), loss)
+    return take_grads(model)
+
+
+def expected(model: PreTrainedModel, sequences: list[Any]) -> dict[str, Any]:
+    loss = SequenceLoss("mean_times_variance", [len(s) for s in sequences], 0, ("logprobs",))
+    return oracle.dense_backward(model, sequences, loss)[1]
+
+
+@pytest.mark.parametrize("kind", ["", ALL, CHOSEN])
+@settings(max_examples=EXAMPLES // 6)
+@given(case=cases(), loss=st.sampled_from(sorted(KINDS)), batched=st.booleans(), block=st.sampled_from([1, 300, 10**6]))
+def test_parity_in_float64(kind: str, case: Case, loss: str, batched: bool, block: int) -> None:
+    model, head = exact(kind), models.value_head(torch.float64)
+    with pytest.MonkeyPatch.context() as patch:  # blocks of one query, of several, and of all
+        patch.setattr(group_indexer, "_SCORE_BYTES", block)
+        patch.setattr(selected, "_MASK_BYTES", block)
+        assert_forward(model, head, case, ("logprobs", "entropy", "values"), 1e-9)
+        assert_backward(model, head, case, loss, ("logprobs", "values"), 1e-9, batched)
+
+
+def forest() -> list[Any]:
+    random = np.random.default_rng(0)
+    stem = random.integers(0, 31, 200)
+    cuts = ((200, 120), (200, 10), (200, 60), (90, 80), (90, 3), (30, 6))
+    return [np.concatenate([stem[:cut], random.integers(0, 31, n)]) for cut, n in cuts]
+
+
+@pytest.mark.parametrize("rates", [(3, 2), (128, 4), (7, 16)])
+def test_long_sequences_in_chunks_of_any_size(rates: tuple[int, int]) -> None:
+    """Windows end in other chunks than they begin in, some in one that is further down than the next."""
+    model = exact(rates=rates, topk=12, window=20)
+    truth = expected(model, forest())
+    for budgets in ((1000, 2000), (100, 200), (40, 60), (5, 9)):
+        assert oracle.relative_error(gradients(model, forest(), *budgets), truth)[0] < 1e-9
+
+
+@pytest.mark.parametrize("short", range(1, 7))
+def test_lines_of_every_length_around_an_entry(short: int) -> None:
+    """The first entry is made of half as many tokens as the others, and rows before it see none."""
+    model = exact()
+    for long in range(short, 9):
+        sequences = [np.arange(long) + 2, np.arange(short) + 12, np.r_[2, np.arange(short) + 20]]
+        tree, want = PrefixTree.build(sequences), oracle.dense_forward(model, sequences)
+        for budgets in ((100, 100), (3, 100)):
+            got = TreeEngine(model, *budgets, self_check=False).forward(tree).logprobs
+            for ours, theirs in zip(got, want, strict=True):
+                torch.testing.assert_close(ours, theirs.logprobs.detach(), rtol=0, atol=1e-9)
+
+
+@pytest.mark.parametrize("kind", [ALL, CHOSEN])
+def test_what_lies_beyond_the_window_is_attended_to_by_entries_alone(kind: str) -> None:
+    """Guards the others: without entries, or with others chosen, outputs differ by this."""
+    tree = PrefixTree.build(families.SEQUENCES)
+    plain = exact(WINDOW)
+    with_entries = exact(kind)
+    plain.load_state_dict(with_entries.state_dict(), strict=False)
+    out = [TreeEngine(model, 4, 8, self_check=False).forward(tree).flat("logprobs") for model in (plain, with_entries)]
+    assert float((out[0] - out[1]).abs().max()) > 0.1
+
+
+def test_indexers_have_no_gradient_and_the_model_is_left_as_it_was() -> None:
+    model = exact()
+    before, own = snapshot(model), [set(vars(module)) for module in model.modules()]
+    found = gradients(model, families.SEQUENCES, 4, 8)
+    choosing = {name for name in found if ".indexer." in name}
+    assert {name for name, grad in found.items() if grad is None} == choosing != set()
+    by_name = dict(model.named_parameters())
+    assert {id(p) for p in index_parameters(model)} == {id(by_name[name]) for name in choosing}
+    assert_unchanged(model, before)
+    assert [set(vars(module)) for module in model.modules()] == own
+
+
+def test_the_path_holds_a_row_for_so_many_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    held, push = {}, PathCache.push
+
+    def spy(self: PathCache, layer: int, start: int, *rows: torch.Tensor) -> None:
+        push(self, layer, start, *rows)
+        held[layer, self.with_grads] = [buffer.shape[2] for buffer in self._values[layer]]
+
+    monkeypatch.setattr(PathCache, "push", spy)
+    sequences = [np.arange(20) % 30, np.r_[np.arange(18) % 30, 29, 28]]
+    gradients(exact(), sequences, 6, 6)
+    longest = held[0, True][0]
+    assert held == {
+        **{(layer, True): [longest] * 2 for layer in range(3)},
+        **{(4, True): [longest // 3] * 2, (5, True): [longest // 2] * 2, (8, False): [longest // 2]},
+    }
+
+
+def test_a_pass_inside_of_another() -> None:
+    model, sequences = exact(), families.SEQUENCES
+    truth, inner = expected(model, sequences), TreeEngine(model, 3, 6, self_check=False)
+    loss = SequenceLoss("mean_times_variance", [len(s) for s in sequences], 0, ("logprobs",))
+
+    def asking(out: Any, i: int) -> torch.Tensor:
+        inner.forward(PrefixTree.build(sequences[:2]))
+        return loss(out, i)
+
+    TreeEngine(model, 4, 8, self_check=False).backward(PrefixTree.build(sequences), asking)
+    assert oracle.relative_error(take_grads(model), truth)[0] < 1e-9
+    assert not any("forward" in vars(module) for module in model.modules())
+
+
+def test_calls_past_the_engine_are_refused_by_name() -> None:
+    model = exact()
+
+    def past(out: Any, i: int) -> torch.Tensor:
+        return model(torch.tensor([[1, 2, 3]])).logits.sum()
+
+    with pytest.raises(ValueError, match=r"layer \d \(.*\): (runs without the tree|does not hand)"):
+        TreeEngine(model, self_check=False).backward(PrefixTree.build(families.SEQUENCES), past)
+
+
+@pytest.mark.parametrize("copied", ["indexer", "compressor", "gate_proj"])
+def test_copies_that_an_adapter_would_train_are_refused(copied: str) -> None:
+    config = LoraConfig(target_modules=["q_b_proj"], modules_to_save=[copied])
+    adapted = get_peft_model(copy.deepcopy(exact()), config)
+    with pytest.raises(ValueError, match=r"modules_to_save names .* leave it out"):
+        TreeEngine(adapted)
