@@ -26,8 +26,8 @@ from app.tree.transfer import on_device
 BLOCK = 128
 """Queries and keys of one block of the mask."""
 
-FLEX_HEAD_DIM = 16
-"""Smallest heads that the compiled kernel takes."""
+FLEX_HEAD_DIM, FLEX_MOST_HEAD_DIM = 16, 256
+"""Smallest heads that the compiled kernel takes, and largest that fit its blocks."""
 
 _GRAPHS = 64
 """Most graphs FlexAttention may be compiled to: own and path calls, windows or none, with and without gradient, one

@@ -22,7 +22,7 @@ from app.tree.attention.chosen.indexers import chosen_in
 from app.tree.attention.chosen.selected import BlocksBackend, SelectedBackend
 from app.tree.attention.chunk_attention import Backend, ChunkAttention, LayerCall
 from app.tree.attention.flash import FlashBackend
-from app.tree.attention.flex import FLEX_HEAD_DIM, FlexBackend
+from app.tree.attention.flex import FLEX_HEAD_DIM, FLEX_MOST_HEAD_DIM, FlexBackend
 from app.tree.attention.interval import IntervalBackend
 from app.tree.attention.kernels import AMPERE, FLASH_DTYPES, capability, flash_refusal, triton_lacks
 from app.tree.attention.packages import FLASH_3, HOPPER, PACKAGES, CudnnBackend
@@ -55,7 +55,7 @@ def choose_backend(name: str, model: PreTrainedModel, ahead: bool = False) -> Ba
     was measured (narrower heads it computes as if of 128, which flash kernels do not). `flex` for what is left of these
     two dtypes (soft-capped scores, heads that flash kernels do not take), compiled at the first step; `sdpa`, whose
     kernels start at once, for float32 and float64, for older GPUs, and where Triton, or what it needs to compile
-    (a C compiler, Python's headers), is missing. Where flash kernels take the heads of some layers and not of others
+    (a C compiler, Python's headers), is missing, or heads are too wide for it. Where flash kernels take the heads of some layers and not of others
     (Gemma 4), they compute the former, and `sdpa` the latter. `cudnn` is never chosen: between `flash` and `triton` on
     an H100. Where tokens see some `ahead` of them (placeholders of a picture), `sdpa`.
 
@@ -93,7 +93,8 @@ def choose_backend(name: str, model: PreTrainedModel, ahead: bool = False) -> Ba
         if FLASH_3.missing(device) is None:
             flash = BACKENDS[FLASH_3.name]  # a package's 2 is what ATen has
         return flash if taken == widths else WidthBackend(flash, BACKENDS["sdpa"])
-    return BACKENDS["flex" if compiles and min(widths, default=0) >= FLEX_HEAD_DIM else "sdpa"]
+    narrow, wide = min(widths, default=0), max(widths, default=0)
+    return BACKENDS["flex" if compiles and narrow >= FLEX_HEAD_DIM and wide <= FLEX_MOST_HEAD_DIM else "sdpa"]
 
 
 @cache

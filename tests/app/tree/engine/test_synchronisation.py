@@ -91,6 +91,14 @@ def test_a_pass_over_chosen_tokens_asks_for_the_loss_alone() -> None:
         assert questions.asked == ["aten._local_scalar_dense.default"]
 
 
+def test_a_pass_over_keys_of_many_tokens_asks_for_the_loss_alone() -> None:
+    model = hybrids.make("deepseek_v4", experts_implementation="grouped_mm")
+    for budgets in BUDGETS:
+        with Questions() as questions:
+            run(model, budgets)
+        assert questions.asked == ["aten._local_scalar_dense.default"]
+
+
 def test_questions_are_noticed() -> None:
     with Questions() as questions:
         x = torch.arange(3.0)

@@ -36,6 +36,7 @@ from app.tree.planning.timing import GPU_RATES  # noqa: E402
 from tests.app.tree import models  # noqa: E402
 from tests.app.tree.cases import VOCABULARY  # noqa: E402
 from tests.app.tree.engine import families  # noqa: E402
+from tests.app.tree.states import hybrids  # noqa: E402
 
 BF16, F16, F32, F64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 ENGINE = str(Path(kernels.__file__).parents[1])  # the folder app/tree; the tests' own has the same name
@@ -47,6 +48,7 @@ SINKS = dict(attn_implementation="eager", head_dim=16, sliding_window=4, num_loc
 WIDTHS = dict(WIDE, global_head_dim=264, layer_types=["sliding_attention", "full_attention"], sliding_window=5)
 WIDTHS |= dict(hidden_size_per_layer_input=0)
 CHOSEN = {**families.INDEXED, "first_k_dense_replace": 2}  # without experts, of which each asks the device
+COMPRESSED = {**hybrids.OPTIONS["deepseek_v4"], "head_dim": 512, "index_head_dim": 64, "partial_rotary_factor": 0.125}
 MIXED = dict(WIDE, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=8)
 # label, model, its options, dtype, options of `backward` and of the device, backends
 CASES: list[tuple[str, str, dict[str, Any], torch.dtype, dict[str, Any], str]] = [
@@ -69,6 +71,8 @@ CASES: list[tuple[str, str, dict[str, Any], torch.dtype, dict[str, Any], str]] =
     ("widths", "gemma4_text", WIDTHS, BF16, {}, "auto sdpa"),
     ("chosen tokens", "deepseek_v32", CHOSEN, BF16, {}, "auto sdpa"),
     ("chosen tokens, again", "deepseek_v32", CHOSEN, F32, {"checkpointing": True}, "sdpa"),
+    ("compressed", "deepseek_v4", COMPRESSED, BF16, {}, "auto sdpa"),
+    ("compressed, again", "deepseek_v4", COMPRESSED, BF16, {"checkpointing": True}, "sdpa"),
 ]
 
 
