@@ -4,7 +4,7 @@ Needs torch and transformers only; knows no RL and no Lightning. See `PrefixTree
 `inspect_tree`, `inspect_model` for what a tree would save, without running it. Others import nothing below this face.
 """
 
-from app.tree.attention.chosen.compressed import choose_entries
+from app.tree.attention.chosen.compressed import choose_entries, entry_places
 from app.tree.attention.chosen.group_indexer import Groups, IndexKeys, chooses_groups, run_group_indexer
 from app.tree.attention.chosen.indexers import (
     Indexers,
@@ -103,6 +103,7 @@ __all__ = [
     "chosen_in",
     "device_rates",
     "elements",
+    "entry_places",
     "first_layers",
     "free_bytes",
     "index_parameters",

@@ -8,7 +8,7 @@ reaches chunks above before they run backward. Nothing is synchronised with the 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -141,10 +141,7 @@ class Executor:
         self.total = torch.zeros((), dtype=self.dtype, device=self.device)
         self.loss_fn: BatchedLoss | None = None
         self._completing: Completing | None = None
-        self.indexers = indexers
-        self.compressed = CompressedAttention(
-            state_layers.compressors, model.config.get_text_config().num_hidden_layers
-        )
+        self.indexers, self.compressed = indexers, CompressedAttention(state_layers.compressors)
         self.cache = PathCache(plan.longest_path, with_grads, self.compressed.rates)
         self.index_cache = PathCache(plan.longest_path, False, self.compressed.rates)
         self.open: dict[int, _Open] = {}
@@ -200,29 +197,21 @@ class Executor:
             if self.state_layers.expected:
                 refuse_reentrant(self.model)
             _accumulate_in_float32(self.model, self.heads.value_head)
-        dense, anew = self.plan.dense, casts_are_made_anew(self.model)
-        attention = nullcontext() if dense else tree_attention_on(self.model)
-        layers = nullcontext() if dense else layers_as(self.elementwise, self.model, set(self.state_layers.indices))
-        pictures = nullcontext() if self.pictures is None else self.pictures.tower.borrowed(self.with_grads)
-        experts = nullcontext() if self.replay is None else self.replay.replayed()
-        noted = self.state_layers.noted()
-        chosen = nullcontext() if dense else self.indexers.chosen_over_trees()
-        entries = nullcontext() if dense else self.compressed.over_trees(self.index_cache)
-        try:
-            with (
-                torch.set_grad_enabled(self.with_grads),
-                attention,
-                pictures,
-                anew,
-                layers,
-                experts,
-                noted,
-                chosen,
-                entries,
-            ):
-                yield
-        finally:
-            self.heads.release()
+        with ExitStack() as stack:
+            stack.callback(self.heads.release)
+            stack.enter_context(torch.set_grad_enabled(self.with_grads))
+            stack.enter_context(casts_are_made_anew(self.model))
+            stack.enter_context(self.state_layers.noted())
+            if not self.plan.dense:
+                stack.enter_context(tree_attention_on(self.model))
+                stack.enter_context(layers_as(self.elementwise, self.model, set(self.state_layers.indices)))
+                stack.enter_context(self.indexers.chosen_over_trees())
+                stack.enter_context(self.compressed.over_trees(self.index_cache))
+            if self.pictures is not None:
+                stack.enter_context(self.pictures.tower.borrowed(self.with_grads))
+            if self.replay is not None:
+                stack.enter_context(self.replay.replayed())
+            yield
 
     def _anchor(self, index: int) -> None:
         """Keys and values for the chunks below, of a chunk whose graph has no room beside theirs."""

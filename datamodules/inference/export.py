@@ -194,7 +194,16 @@ def _as_saved(plain: PreTrainedModel, weights: dict[str, Tensor]) -> dict[str, T
     reverted = revert_weight_conversion(plain, weights)
     if plain.config.model_type == "kimi_linear":  # read under one name, layers with and without experts leave under it
         return {re.sub(r"\.block_sparse_moe\.(\w+_proj\.)", r".mlp.\1", name): t for name, t in reverted.items()}
+    if plain.config.model_type == "deepseek_v4":
+        return {_as_deepseek_has_it(name): tensor for name, tensor in reverted.items()}
     return reverted
+
+
+def _as_deepseek_has_it(name: str) -> str:
+    """A name of DeepSeek-V4 on the hub, of what transformers makes of it on the way back: it keeps its own prefix and
+    the parts of its last mixing, and has two norms under one name."""
+    name = name.removeprefix("model.").replace("embed_tokens.", "embed.").replace("hc_head.hc_", "hc_head_")
+    return name.replace(".attn.norm.", ".attn.kv_norm.")
 
 
 _OF_PLAIN_LORA = {"peft_type", "r", "lora_alpha", "target_modules", "lora_dropout", "init_lora_weights"}

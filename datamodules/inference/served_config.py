@@ -55,6 +55,19 @@ def as_on_the_hub(fields: dict[str, Any]) -> dict[str, Any]:
             "head_dim": fields["linear_head_dim"],
             "short_conv_kernel_size": fields["linear_conv_kernel_dim"],
         }
+    if kind == "deepseek_v4":
+        hashed = [layer == "hash_moe" for layer in fields["mlp_layer_types"]]
+        if hashed != sorted(hashed, reverse=True):
+            raise ExportError(
+                "weight export: a layer whose tokens choose experts by their ids follows one with a router"
+                f" (mlp_layer_types), and servers know a {kind} model by how many come first; choose such an order, or"
+                " the embedded engine"
+            )
+        found["num_hash_layers"] = sum(hashed)
+        found["compress_ratios"] = [fields["compress_rates"].get(layer, 0) for layer in layers]
+        beyond = fields["rope_parameters"]["compress"]
+        if beyond["rope_type"] != "default":
+            found["rope_scaling"] = {"type": beyond["rope_type"], **beyond}
     if kind.startswith("gemma4") and "per_layer_config" in fields:  # layers of a kind are alike
         own = {int(layer): values for layer, values in fields["per_layer_config"].items()}.get(attending[0] - 1, {})
         found["global_head_dim"] = own.get("head_dim", fields["head_dim"])

@@ -54,10 +54,10 @@ def choose_backend(name: str, model: PreTrainedModel, ahead: bool = False) -> Ba
     `flash3` where that package is installed, else `triton` for heads of 128 in models without windows, with which it
     was measured (narrower heads it computes as if of 128, which flash kernels do not). `flex` for what is left of these
     two dtypes (soft-capped scores, heads that flash kernels do not take), compiled at the first step; `sdpa`, whose
-    kernels start at once, for float32 and float64, for older GPUs, and where Triton, or what it needs to compile
-    (a C compiler, Python's headers), is missing, or heads are too wide for it. Where flash kernels take the heads of some layers and not of others
-    (Gemma 4), they compute the former, and `sdpa` the latter. `cudnn` is never chosen: between `flash` and `triton` on
-    an H100. Where tokens see some `ahead` of them (placeholders of a picture), `sdpa`.
+    kernels start at once, for float32 and float64, for older GPUs, and where Triton, or what it needs to compile (a C
+    compiler, Python's headers), is missing, or heads are too wide for it. Where flash kernels take the heads of some
+    layers and not of others (Gemma 4), they compute the former, and `sdpa` the latter. `cudnn` is never chosen: between
+    `flash` and `triton` on an H100. Where tokens see some `ahead` of them (placeholders of a picture), `sdpa`.
 
     Raises:
         ValueError: a name that is not in `BACKENDS`, or of one that computes no such tokens.

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from app.tree import STATES_ARGUMENT, Compressor, among, choose_entries, instead
+from app.tree import STATES_ARGUMENT, Compressor, among, choose_entries, entry_places, instead
 from datamodules.inference.embedded.kv_slots import CachedStep, KVSlots
 
 
@@ -49,13 +49,14 @@ class EntrySlots:
         ends = step.completing(one.rate)
         depths = step.positions[ends]
         made = one.entries(states[one.layer], hidden, ends, depths)
-        entries = self._known(-1 - 2 * one.layer, made, ends, one.rate)
+        place, index_place = entry_places(one.layer)
+        entries = self._known(place, made, ends, one.rate)
         queries = self._by_request(step.positions[None, :, None])[..., 0]  # [requests, n]
         last = torch.arange(1, entries.shape[1] + 1, device=hidden.device) * one.rate - 1
         seen = last <= queries[..., None]
         if one.indexer is not None:
             own = one.index_entries(states[one.layer], hidden, ends, depths)
-            known = self._known(-2 - 2 * one.layer, own, ends, one.rate)
+            known = self._known(index_place, own, ends, one.rate)
             rows, residual = self._by_request(hidden), self._by_request(given["q_residual"])
             picks = choose_entries(one.indexer, rows, residual, queries, known, partial(_rows, seen))
             if picks is not None:

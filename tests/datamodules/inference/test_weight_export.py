@@ -215,10 +215,15 @@ def test_experts_leave_under_the_names_of_a_checkpoint(tmp_path) -> None:
     assert_parts_are_the_whole(adapted)
 
 
+DEEPSEEK_V4 = {"model.embed_tokens.weight": "embed.weight"}
+DEEPSEEK_V4 |= {f"model.hc_head.hc_{part}": f"hc_head_{part}" for part in ("fn", "base", "scale")}
+"""Names that transformers does not give back as the hub has them."""
+
+
 @pytest.mark.parametrize("name", hybrids.OPTIONS)
 def test_a_hybrid_leaves_as_transformers_itself_saves_it(name: str, tmp_path) -> None:
     """The same names, shapes and values in the files, and the same model when they are read again; but for a layer of
-    Kimi Linear without experts, whose name on the hub transformers loses."""
+    Kimi Linear without experts and some parts of DeepSeek-V4, whose names on the hub transformers loses."""
     policy = hybrids.make(name).eval()
     assert_parts_are_the_whole(policy)
     policy.save_pretrained(tmp_path / "reference")
@@ -234,6 +239,11 @@ def test_a_hybrid_leaves_as_transformers_itself_saves_it(name: str, tmp_path) ->
         kept = ".layers.0.block_sparse_moe."
         expected = {key.replace(kept, ".layers.0.mlp."): tensor for key, tensor in expected.items()}
         assert sum(".mlp." in key for key in expected) == 3
+    if name == "deepseek_v4":
+        expected = {DEEPSEEK_V4.get(key, key.removeprefix("model.")): tensor for key, tensor in expected.items()}
+        kept = re.compile(r"(layers\.\d+\.attn)\.norm\.")
+        expected = {kept.sub(r"\1.kv_norm.", key): tensor for key, tensor in expected.items()}
+        assert sum(".kv_norm." in key for key in expected) == 3 and "norm.weight" in expected
     assert written.keys() == saved.keys() == expected.keys()
     assert all(torch.equal(written[name], tensor) for name, tensor in expected.items())
     loaded, info = AutoModelForCausalLM.from_pretrained(ours, output_loading_info=True)

@@ -138,21 +138,21 @@ def visible_entries(
     return (rows <= query) & (query < ends)
 
 
-def entry_places(layer: int, layers: int) -> tuple[int, int]:
-    """Where a layer's entries are in a cache, and its indexer's: beside the layers."""
-    return layer + layers, layer + 2 * layers
+def entry_places(layer: int) -> tuple[int, int]:
+    """Where a layer's entries are in a cache, and its indexer's: below the layers."""
+    return -1 - 2 * layer, -2 - 2 * layer
 
 
 class CompressedAttention:
     """The compressors of one model, over trees."""
 
-    def __init__(self, compressors: Sequence[Compressor], layers: int) -> None:
-        self.compressors, self.layers = compressors, layers
+    def __init__(self, compressors: Sequence[Compressor]) -> None:
+        self.compressors = compressors
 
     @cached_property
     def rates(self) -> dict[int, int]:
         """Of the places in caches that hold entries, how many tokens there are for one."""
-        return {place: one.rate for one in self.compressors for place in entry_places(one.layer, self.layers)}
+        return {place: one.rate for one in self.compressors for place in entry_places(one.layer)}
 
     @contextmanager
     def over_trees(self, index_cache: PathCache) -> Iterator[None]:
@@ -191,7 +191,7 @@ class CompressedAttention:
         entries = ChunkEntries.of(chunk, one.rate)
         ends, depths = self._device_rows(chunk, entries, hidden.device)
         made, count = one.entries(states, hidden, ends, depths).unsqueeze(1), len(chunk.layout.tokens)
-        place, index_place = entry_places(one.layer, self.layers)
+        place, index_place = entry_places(one.layer)
         picks = None
         if one.indexer is not None:
             own = one.index_entries(states, hidden, ends, depths)

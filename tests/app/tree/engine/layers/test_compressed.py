@@ -132,7 +132,7 @@ def test_the_path_holds_a_row_for_so_many_tokens(monkeypatch: pytest.MonkeyPatch
     longest = held[0, True][0]
     assert held == {
         **{(layer, True): [longest] * 2 for layer in range(3)},
-        **{(4, True): [longest // 3] * 2, (5, True): [longest // 2] * 2, (8, False): [longest // 2]},
+        **{(-3, True): [longest // 3] * 2, (-5, True): [longest // 2] * 2, (-6, False): [longest // 2]},
     }
 
 
