@@ -2,7 +2,7 @@
 
 They see the environment torchrun would give them, so a real Lightning Trainer works in them too. Every job has a
 deadline; after a death or a missed deadline all ranks are killed (the others may hang in a collective) and the next job
-starts fresh ones. Ranks are forks of one process that has imported what they need: an import takes seconds a rank.
+starts fresh ones. Ranks are forks of one process that has imported `IMPORTED`: an import takes seconds a rank.
 A job leaves no group behind, and ranks that wait for one have none: gloo has threads for each that wake a hundred
 times a second, which took most of both cores once a few hundred jobs had left theirs.
 """
@@ -23,7 +23,10 @@ from pathlib import Path
 from typing import Any
 
 DEADLINE = 240.0  # seconds a job may take, where many others run
-IMPORTED = ["torch", "torch.distributed.tensor", "transformers", "lightning.pytorch"]
+IMPORTED = [
+    *("torch", "torch.distributed.tensor", "torch.utils.flop_counter", "transformers", "peft", "lightning.pytorch"),
+    *("app.cli", "modules", "tests.app.tree.parity", "tests.app.tree.states.hybrids"),  # two seconds a rank
+]
 
 
 class RankError(AssertionError):

@@ -106,7 +106,7 @@ def test_a_lost_tail_is_refused_without_a_scan(
         train(hybrids.make("lfm2", dtype))
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@in_every_way
 @pytest.mark.parametrize(
     "mutation",
     [forgotten("lookback"), forgotten("tokens"), dropped("lookback")],

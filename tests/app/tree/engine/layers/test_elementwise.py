@@ -29,6 +29,20 @@ def anew(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     elementwise._compiled.cache_clear()
 
 
+@pytest.fixture
+def wider_sums(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Weight gradients of bf16 models are summed in float32, as on a GPU."""
+    monkeypatch.setattr(projections, "DEVICES", ("cpu",))
+    monkeypatch.setattr(projections, "add_product", lambda total, left, right: total.add_(left.t() @ right))
+
+
+def breaks() -> set[str]:
+    """Why graphs ended, but for functions that are not to be compiled; one that ends before it began is counted with
+    what cannot be traced."""
+    found = {*counters["graph_break"], *counters["unimplemented"]}
+    return {why for why in found if "torch.compiler.disable" not in why}
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_parity_and_no_compilation_for_a_new_length(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -54,28 +68,40 @@ def test_parity_and_no_compilation_for_a_new_length(monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.timeout(900)
-def test_weights_of_norms_whose_gradients_are_wider_are_compiled_with_them(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("wider_sums")
+def test_weights_of_norms_whose_gradients_are_wider_are_compiled_with_them() -> None:
     """torch.compile breaks its graph at a parameter whose gradient has another dtype: bf16, summed in float32. These
     are complete layer by layer, not after all of them: sums over ranks begin when a bucket's last gradient is there."""
-    monkeypatch.setattr(projections, "DEVICES", ("cpu",))
-    monkeypatch.setattr(projections, "add_product", lambda total, left, right: total.add_(left.t() @ right))
     model, order = models.make("qwen3", torch.bfloat16), list[str]()
     for name, parameter in model.named_parameters():
         if name.endswith((".post_attention_layernorm.weight", "embed_tokens.weight")):
             parameter.register_post_accumulate_grad_hook(lambda _, name=name: order.append(name.split(".")[-3]))
     before, found = snapshot(model), []
     for how in ("eager", "compile"):
-        for _ in range(2):  # from the second pass on there are gradients as the forward begins
-            TreeEngine(model, 100, 100, self_check=False, elementwise=how).backward(PrefixTree.build(SEQUENCES), LOSS)
+        for one in ("eager", how):  # there are gradients as it is compiled: what was compiled before is not traced anew
+            TreeEngine(model, 100, 100, self_check=False, elementwise=one).backward(PrefixTree.build(SEQUENCES), LOSS)
         assert {p.grad.dtype for p in model.parameters() if p.grad is not None} == {torch.float32}
         found.append(take_grads(model))
     assert order == ["1", "0", "model"] * 4
-    assert counters["stats"]["unique_graphs"] and not any("its gradient" in why for why in counters["graph_break"])
+    assert counters["stats"]["unique_graphs"] and not breaks()
     assert all(torch.equal(found[0][name], found[1][name]) for name in found[0])
     with torch.inference_mode():  # as Lightning validates; it knows no order of autograd
         TreeEngine(model, 100, 100, elementwise="compile").forward(PrefixTree.build(SEQUENCES))
     assert_unchanged(model, dict(before))
     assert not any({"forward", "weight"} & module.__dict__.keys() for module in model.modules())
+
+
+@pytest.mark.usefixtures("wider_sums")
+def test_breaks_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards the other: norms alone, compiled without the copies."""
+    monkeypatch.setattr(elementwise, "_copies", lambda parts: iter(()))
+    parts = elementwise._parts
+    monkeypatch.setattr(elementwise, "_parts", lambda *given: (p for p in parts(*given) if "Norm" in type(p).__name__))
+    model = models.make("qwen3", torch.bfloat16)
+    for how in ("eager", "compile"):
+        TreeEngine(model, 100, 100, self_check=False, elementwise=how).backward(PrefixTree.build(SEQUENCES), LOSS)
+    (why,) = breaks()
+    assert "its gradient" in why
 
 
 def test_names() -> None:
