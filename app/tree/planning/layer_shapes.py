@@ -37,6 +37,8 @@ class HeadShape:
         if getattr(layer, "kv_lora_rank", None) and getattr(layer, "qk_nope_head_dim", None):
             return cls._latent(layer, heads)
         width = getattr(layer, "head_dim", None) or layer.hidden_size // heads
+        if getattr(layer, "cca_time0", None):
+            return cls._convolved(layer, heads, width)
         return cls(heads, getattr(layer, "num_key_value_heads", None) or heads, width)
 
     @classmethod
@@ -49,6 +51,16 @@ class HeadShape:
         weights += layer.hidden_size * (keys + rotated + values) + keys * (heads * layer.qk_nope_head_dim + values)
         # Queries, keys, values and what they attend to, all padded; the input of the output projection; both norms'.
         return cls(heads, heads, width, weights, 4 * heads * width + values + 3 * (keys + (rank or 0)))
+
+    @classmethod
+    def _convolved(cls, layer: Any, heads: int, width: int) -> HeadShape:
+        """Of queries and keys that are projected and convolved twice, a channel and then a head at a time."""
+        keys, reach = layer.num_key_value_heads, layer.cca_time0 + layer.cca_time1 - 2
+        channels = (heads + keys) * width
+        weights = 2 * layer.hidden_size * channels + channels * (layer.cca_time0 + width * layer.cca_time1)
+        return cls(
+            heads, keys, width, weights, 3 * heads * width + 9 * channels // 2, state_values=reach * layer.hidden_size
+        )
 
     @classmethod
     def compressed(cls, text: Any, kind: str) -> HeadShape:

@@ -85,7 +85,7 @@ def state_shape(text: Any) -> StateShape | None:
         return next((value for name in names if isinstance(value := getattr(text, name, None), int)), 0)
 
     layers = sum(kind in STATEFUL or kind.startswith("hybrid") for kind in layer_kinds(text))
-    if not layers:
+    if not layers or getattr(text, "cca_time0", None):  # which project and convolve at once, and attend
         return None
     key_dim = size("linear_key_head_dim", "linear_head_dim")
     keys = size("linear_num_key_heads", "linear_num_heads") * key_dim

@@ -110,6 +110,16 @@ OPTIONS: dict[str, dict[str, Any]] = {
         num_experts_per_tok=2,
         moe_intermediate_size=8,
     ),
+    "zaya": dict(
+        num_hidden_layers=3,
+        layer_types=["hybrid", "hybrid_sliding", "hybrid"],
+        sliding_window=4,
+        head_dim=8,
+        num_experts=4,
+        num_experts_per_tok=1,
+        moe_intermediate_size=8,
+        router_hidden_size=8,
+    ),
     "deepseek_v4": dict(
         num_hidden_layers=3,
         layer_types=["sliding_attention", "heavily_compressed_attention", "compressed_sparse_attention"],

@@ -96,6 +96,7 @@ WIDE: dict[str, dict[str, Any]] = {
         indexer_head_dim=16,
         indexer_budget=64,
     ),
+    "zaya": dict(hybrids.OPTIONS["zaya"], layer_types=["hybrid"] * 4, moe_intermediate_size=96, router_hidden_size=16),
     "deepseek_v4": dict(
         {**hybrids.OPTIONS["deepseek_v4"], "layer_types": [WINDOW, ALL, CHOSEN, CHOSEN]},
         mlp_layer_types=["hash_moe", "moe", "moe", "moe"],
@@ -122,9 +123,12 @@ def test_linear_flops_are_those_of_each_layers_own_weights(name: str) -> None:
     """Two a weight; gates of a few values a head are left out, and what an indexer scores by."""
     model = wide(name)
     weights = sum(m.weight.numel() for m in model.model.layers.modules() if isinstance(m, nn.Linear))
-    if name in ("qwen4_exp_text", "deepseek_v4"):
+    if name in ("qwen4_exp_text", "deepseek_v4", "zaya"):
         experts = [m for m in model.modules() if type(m).__name__.endswith("Experts")]
-        weights += sum(p.numel() for m in experts for p in m.parameters()) * 2 // 4  # two of four for each token
+        chosen = model.config.num_experts_per_tok  # of four, for each token
+        weights += sum(p.numel() for m in experts for p in m.parameters()) * chosen // 4
+    if name == "zaya":
+        weights += sum(m.weight.numel() for m in model.modules() if isinstance(m, nn.Conv1d))
     assert shape_of(model).linear_flops() == pytest.approx(2 * weights, rel=0.08)
 
 

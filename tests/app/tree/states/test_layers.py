@@ -30,10 +30,10 @@ def test_transformers_still_has_what_is_hooked(name: str) -> None:
     layers = TreeEngine(hybrids.make(name)).state_layers
     kinds = {"convolution"} if name.startswith("lfm") else {"convolution", "scan"}
     kinds |= {"lookback", "tokens"} if name == "qwen4_exp_text" else set()
-    kinds = {"entries", "index"} if name == "deepseek_v4" else kinds
+    kinds = {"deepseek_v4": {"entries", "index"}, "zaya": {"lookback"}}.get(name, kinds)
     assert {kind for _, kind in layers.expected} == kinds
-    if name == "deepseek_v4":
-        assert layers.indices == {1, 2} and layers.attending == {0, 1, 2}
+    if name in ("deepseek_v4", "zaya"):
+        assert layers.indices == ({1, 2} if name == "deepseek_v4" else {0, 1, 2}) and layers.attending == {0, 1, 2}
         return
     both = name == "falcon_h1"
     assert layers.indices == ({0, 1} if both else {0, 2}) and layers.attending == ({0, 1} if both else {1})
@@ -108,6 +108,11 @@ def test_a_scan_nobody_knows_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:LoRA adapter added to ConvNd")
+def test_projections_with_a_bias_that_are_convolved_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"qkv_proj' \(ZayaCCAProjection\) convolves projections with a bias"):
+        TreeEngine(hybrids.make("zaya", attention_bias=True))
+
+
 def test_adapters_on_convolutions_are_refused() -> None:
     model = get_peft_model(hybrids.make("lfm2"), LoraConfig(r=16, target_modules=["conv.conv", "in_proj"]))
     with pytest.raises(ValueError, match=r"layers\.0\.conv\.conv' has an adapter .*target_modules"):

@@ -126,6 +126,7 @@ EXPERTS |= {
     "GLM-5.3",
     "MiniMax-M3",
     "Qwen 4 (experimental)",
+    "ZAYA",
 }
 FLOAT64 = [row for row in families.SUPPORTED if row not in EXPERTS]
 DELTA_RULES = {"Qwen3.5", "OLMo-Hybrid"}

@@ -251,6 +251,11 @@ SUPPORTED: dict[str, Family] = {
         DELTA_RULE,
         12,
     ),
+    "ZAYA": Family(
+        "zaya",
+        hybrids.OPTIONS["zaya"],
+        "convolves queries and keys, half of each value is the last token's; recorded experts are refused",
+    ),
     "Ling 3": Family(
         "bailing_hybrid",
         hybrids.OPTIONS["bailing_hybrid"],
