@@ -3,13 +3,17 @@
 Promises: `--help` answers at once, before the seconds that Lightning and transformers take to be imported, which are a
 fifth fewer while nothing looks for garbage; on GPUs torch's allocator maps memory in expandable segments, unless the
 environment says how: lengths change from step to step, and fixed blocks of all sizes would be free and of no use. A
-Python that is not the project's is told so in a line.
+Python that is not the project's is told so in a line. Output that nobody reads any more (`| head`) ends a command
+quietly.
 """
 
 import atexit
 import gc
 import os
+import signal
 import sys
+
+from app.text import nobody_reads
 
 HELP = """\
 usage: arborist COMMAND [OPTIONS]        arborist COMMAND --help says more
@@ -37,6 +41,23 @@ Asynchronous RL post-training of language-model agents on Lightning.
 
 def main() -> None:
     """As `app.cli.main`, and Ctrl-C ends without a traceback while the imports still run (seconds)."""
+    end: SystemExit | None = None
+    try:
+        try:
+            _command()
+        except SystemExit as asked:
+            end = asked
+        sys.stdout.flush()  # not at the interpreter's end, which says what it cannot write
+    except BrokenPipeError:
+        if not nobody_reads():
+            raise
+        if end is None or not end.code:  # a failure stays one
+            end = SystemExit(128 + signal.SIGPIPE)
+    if end is not None:
+        raise end from None
+
+
+def _command() -> None:
     if sys.argv[1:] in ([], ["-h"], ["--help"]):
         print(HELP, end="", file=sys.stdout if sys.argv[1:] else sys.stderr)
         sys.exit(0 if sys.argv[1:] else 2)

@@ -36,6 +36,20 @@ class Choice:
         return self.function(**{name: inputs[name] for name in self.needs}, **self.options)
 
 
+class Shared:
+    """A function that copies of what holds it share: the command line's hold its parser, and with it the run. It is
+    pickled if the function is."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self._function = function
+
+    def __call__(self, *args: Any) -> Any:
+        return self._function(*args)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Shared:
+        return self
+
+
 def choose(
     key: str,
     given: str | Callable[..., Any],

@@ -1,9 +1,9 @@
 """Sample transcripts with their rewards, so that a human sees what the reward rewards.
 
 Promises: `samples.jsonl` in the run directory, one JSON object a line, complete lines at any time; the same samples
-go to every logger that takes tables (W&B) or text (TensorBoard); no text that a model, a tool or a data file made can
-stop it (lone surrogates are written as escapes). Only global rank 0 writes; nothing is re-tokenized for training, text
-is decoded for reading only.
+go to every logger that takes tables (W&B) or text (TensorBoard), at the step of the metrics beside them; no text that a
+model, a tool or a data file made can stop it (lone surrogates are written as escapes). Only global rank 0 writes;
+nothing is re-tokenized for training, text is decoded for reading only.
 """
 
 from __future__ import annotations
@@ -164,10 +164,11 @@ def _to_loggers(trainer: Trainer, key: str, rows: list[dict[str, Any]]) -> None:
         [row[name] if isinstance(row[name], int | float) else well_formed(str(row[name])) for name in columns]
         for row in rows
     ]
+    step = trainer.fit_loop.epoch_loop._batches_that_stepped  # by which Lightning logs the numbers beside them
     for logger in trainer.loggers:
         experiment: Any = logger.experiment
         if hasattr(logger, "log_table"):
-            logger.log_table(key, columns=columns, data=table, step=trainer.global_step)
+            logger.log_table(key, columns=columns, data=table, step=step)
         elif hasattr(experiment, "add_text"):
             text = "\n\n".join(f"**{row['reward']:g}** {row['prompt']}`{row['completion']}`" for row in rows)
-            experiment.add_text(key, well_formed(text), trainer.global_step)
+            experiment.add_text(key, well_formed(text), step)

@@ -81,7 +81,7 @@ class RolloutDataModule(L.LightningDataModule):
         stall: when rollouts count as stalled, and what the watchdog does then.
         record: directory that every batch is written to, for `ReplayDataModule`; relative to the run directory. A run
             that goes on from a checkpoint sets those after it aside, see `RolloutRecorder.begin`.
-        seed: of all sampling; None for that of `seed_everything` (in a script of your own: 0).
+        seed: of all sampling, but not of what a batch is of (see `max_staleness`); None for `seed_everything`'s, or 0.
 
     Raises:
         ValueError: an argument out of range or without effect.

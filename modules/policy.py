@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import replace
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -37,7 +38,9 @@ from modules.refusals import (
     check_reference,
     check_same_tokens,
     check_sharded_reference,
+    not_finite_in_step,
     note_aggregation,
+    refuse_not_finite,
     refuse_quantised,
 )
 from modules.regularisers import k3
@@ -166,6 +169,7 @@ class PolicyModule(TreeModule):
         self.minibatches, self.epochs, self.seed = minibatches, epochs, seed or 0
         self.steps_per_batch = minibatches * epochs
         self.reference: ReferencePolicy | WithoutAdapters | None = None
+        self.why_not_finite = partial(not_finite_in_step, algorithm=self.algorithm)  # `DTAStrategy` asks
         self._penalties: dict[str, float] = {}
         self._sums = TokenSums((), self.device)
         self._peak = torch.zeros(())
@@ -228,6 +232,9 @@ class PolicyModule(TreeModule):
             for name, column in outputs.items():
                 batch.add_column(_LOGPROBS[engine] if name == "logprobs" else name, column)
         self._teach(batch, passes)
+        for name in (_LOGPROBS["reference"], "values", *(("proximal",) if self.algorithm.reward_costs else ())):
+            if name in batch.columns:  # what is computed from them would be called not finite instead
+                refuse_not_finite(name, batch.columns[name], batch)
         self._credit(batch)
 
     def _teach(self, batch: RolloutBatch, passes: Mapping[str, tuple[str, ...]]) -> None:

@@ -1,7 +1,8 @@
 """What modules refuse before any training: options out of range or without effect, and settings of the Trainer that
 they cannot honour. What an algorithm cannot be composed of is refused in `algorithm.py`.
 
-Promises: every error is a ValueError that names the key and the remedy.
+Promises: every error is a ValueError that names the key and the remedy. Beside them, what a step says whose numbers are
+not finite.
 """
 
 from __future__ import annotations
@@ -17,9 +18,11 @@ import torch
 from lightning.pytorch.callbacks import GradientAccumulationScheduler, LearningRateFinder
 from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.utilities import rank_zero_warn
+from torch import Tensor
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from app import checks
+from app.batch import BatchError, RolloutBatch
 from app.exchange import OneProcess, Ranks
 from app.hub import check_reachable
 from app.text import reason
@@ -254,6 +257,53 @@ def note_aggregation(algorithm: Algorithm, given: str | None, mode: str) -> None
             f"advantage=dr_grpo is half of Dr.GRPO: aggregation is {mode}, the paper's is constant (with"
             " aggregation_constant, the longest answer in tokens); naming an aggregation silences this line"
         )
+
+
+_WEIGHTS = (
+    "weights that are not finite, or that overflow in the dtype they run in: name weights that are whole (path), or set"
+    " dtype to float32"
+)
+_PASSES = {  # columns: what they are, and the option of the model that they are of
+    "reference": ("the reference's log-probability", "model.reference"),
+    "proximal": ("the policy's log-probability", "model.model"),
+    "values": ("the critic's value", "model.critic (model.model where it is shared)"),
+}
+
+
+def refuse_not_finite(name: str, column: Tensor, batch: RolloutBatch) -> None:
+    """Of a column [T] that a forward pass made. Raises BatchError where a trained token's value is not finite."""
+    bad = batch.loss_mask & ~torch.isfinite(column)
+    if bool(bad.any()):
+        at = int(bad.nonzero()[0])
+        i = int(torch.searchsorted(batch.cu_seqlens, at, right=True)) - 1
+        what, key = _PASSES[name]
+        raise BatchError(
+            f"{key}: {what} is {float(column[at])} for token {at - int(batch.cu_seqlens[i])} of sequence {i} (prompt"
+            f" '{batch.prompt_ids[i]}'; {int(bad.sum())} trained tokens in all): {_WEIGHTS}"
+        )
+
+
+def not_finite_in_step(values: Mapping[str, float], algorithm: Algorithm) -> str:
+    """What made a step's gradient not finite, in the order in which it is computed: a sentence, or "".
+
+    Args:
+        values: the step's metrics, over all ranks.
+    """
+
+    def odd(*names: str) -> bool:
+        return any(not math.isfinite(values.get(name, 0.0)) for name in names)
+
+    why = ""
+    if odd("entropy"):
+        why = f"model.model: the policy's log-probabilities of trained tokens are not finite: {_WEIGHTS}"
+    elif bad := next((cost.name for _, cost in algorithm.loss_costs if odd(cost.name)), None):
+        why = f"regularisers.{bad} is not finite on trained tokens whose log-probabilities are: correct the function"
+    elif odd("loss", *algorithm.objective_metrics):
+        why = (
+            f"objective={algorithm.objective.name} is not finite on trained tokens whose log-probabilities are: correct"
+            " the function, or bound ratios and advantages"
+        )
+    return f" {why}." if why else ""
 
 
 def check_likeliest(count: int, vocab_size: int) -> None:

@@ -53,6 +53,7 @@ from transformers import PreTrainedModel
 
 from app.batch import BatchError, EvalHandle, RolloutBatch, StepHandle
 from app.exchange import ranks_of
+from app.functions import Shared
 from app.tree import FlatOutputs, PrefixTree, RankGroup, TreeEngine
 from modules.evaluation import EvaluatedModule
 from modules.metrics import NamedMetrics, log_alone, remembered
@@ -149,9 +150,8 @@ class TreeModule(EvaluatedModule):
         refuse_frozen("model", model)
         refuse_optimizer(optimizer, lr_scheduler)
         self.model_source = model
-        # As functions, which copies of the module share: the command line's hold its parser, and with it the run.
-        self.make_optimizer = lambda params: optimizer(params)
-        self.make_lr_scheduler = None if lr_scheduler is None else lambda made: lr_scheduler(made)
+        self.make_optimizer = Shared(optimizer)
+        self.make_lr_scheduler = None if lr_scheduler is None else Shared(lr_scheduler)
         self.share_mode = "leaf" if tree_training_mode == "disabled" else "tree"
         # The planner caps chunks at live_tokens, so without a limit of their own they are as large as that.
         self._engine_options: dict[str, Any] = {

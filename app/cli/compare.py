@@ -29,6 +29,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from datetime import datetime
 from pathlib import Path
+from signal import SIGPIPE
 from typing import Any
 
 import yaml
@@ -239,7 +240,10 @@ def _play(side: Side, name: str, config: Path, arguments: argparse.Namespace, ou
     if side.checkpoint is not None:
         command += ["--ckpt_path", str(side.checkpoint)]
     print(f"{name.upper()}: {side.given} plays {arguments.prompts}", file=sys.stderr)
-    if code := subprocess.run([*command, *arguments.more]).returncode:
+    code = subprocess.run([*command, *arguments.more]).returncode
+    if code == 128 + SIGPIPE:  # this command's output is the other's
+        raise BrokenPipeError
+    if code:
         raise OtherCommandFailed(
             f"{name.upper()}: {side.given} could not play ({file}), exit code {code}; correct what its error above"
             " names"

@@ -1,9 +1,10 @@
 """What happens when training diverges: how many steps may be without effect, and which checkpoints are kept.
 
 Promises: a gradient that is not finite costs its step; too many in a row end the run with the metrics that showed it
-first. While the newest step had no effect, or a parameter is not finite, no checkpoint is written and none is deleted:
-the last good one stays, whatever it is called, and costs at most what was trained since. No collectives: all ranks know
-what is decided from, and decide alike.
+first, and with what made them so, as far as module and parameters tell. Where no step worked before, that is not called
+a divergence. While the newest step had no effect, or a parameter is not finite, no checkpoint is written and none is
+deleted: the last good one stays, whatever it is called, and costs at most what was trained since. No collectives: all
+ranks know what is decided from, and decide alike.
 """
 
 from __future__ import annotations
@@ -17,6 +18,10 @@ from typing import Any
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 _ABSURD = 1e12  # metrics beyond it are told beside those that are not finite: no reward or norm of use is so large
+_FROM_THE_START = (  # no step has moved a weight, so no learning rate did this
+    "Mend the weights that the run begins with, the dtype they run in, or what is named here, and begin again"
+)
+_LATER = "with a lower learning rate, trainer.gradient_clip_val, or rewards and coefficients within bounds"
 _TOLD = 6  # metrics of each kind in the message
 
 
@@ -42,22 +47,28 @@ class Divergence:
         self.limit = limit
         self.skipped = self.in_a_row = 0
         self._since = 0
+        self._worked = False
         self._shown: str | None = None
         self.last_good = last_good
         self.held_back = self._doubtful = False
         self._to_remove: list[Path] = []
 
-    def begin_step(self, metrics: Callable[[], Mapping[str, Any]]) -> None:
-        """Before a step: `metrics` are those of the last one."""
+    def begin_step(self, metrics: Callable[[], Mapping[str, Any]], module: Any = None) -> None:
+        """Before a step: `metrics` are those of the last one, which was `module`'s. It may say what made them so, by
+        `why_not_finite(values)`."""
         if self.in_a_row and self._shown is None:
-            self._shown = describe(metrics())
+            values = {name: float(value) for name, value in metrics().items()}
+            why = getattr(module, "why_not_finite", lambda values: "")(values)
+            self._shown = describe(values) + why
+            if why:
+                rank_zero_warn(f"step {self._since}:{why}")
 
     def worked(self) -> None:
         """The step's gradient is finite."""
-        self.in_a_row, self._shown = 0, None
+        self.in_a_row, self._shown, self._worked = 0, None, True
 
-    def failed(self, step: int, grad_norm: float, learning_rate: float) -> None:
-        """The gradient of step `step` is not finite.
+    def failed(self, step: int, grad_norm: float, learning_rate: float, bad_parameter: str | None = None) -> None:
+        """The gradient of step `step` is not finite. `bad_parameter`: what is wrong with one, if anything is.
 
         Raises:
             Diverged: as so many in a row before it.
@@ -67,16 +78,19 @@ class Divergence:
         if self.in_a_row == 1:
             self._since = step
         if self.in_a_row >= self.limit:
-            again = "Begin again" if self.last_good is None else f"Go on from {self.last_good}"
+            what, remedy = "no step could be trained", _FROM_THE_START
+            if self._worked:
+                again = "Begin again" if self.last_good is None else f"Go on from {self.last_good}"
+                what, remedy = "training has diverged", f"{again} {_LATER}"
             raise Diverged(
-                f"training has diverged: the gradients of {self.in_a_row} steps in a row (from step {self._since} on;"
+                f"{what}: the gradients of {self.in_a_row} steps in a row (from step {self._since} on;"
                 f" max_skipped_steps={self.limit}) were not finite, so nothing was trained. grad_norm={grad_norm},"
-                f" learning rate={learning_rate:g}.{self._shown or ''} {again} with a lower learning rate,"
-                " trainer.gradient_clip_val, or rewards and coefficients within bounds"
+                f" learning rate={learning_rate:g}.{f' The {bad_parameter}.' if bad_parameter else ''}"
+                f"{self._shown or ''} {remedy}"
             )
         rank_zero_warn(
             f"gradient norm is {grad_norm}: optimizer step skipped on all ranks ({self.skipped} so far,"
-            f" {self.in_a_row} in a row of {self.limit})"
+            f" {self.in_a_row} in a row of {self.limit}){f'; {bad_parameter}' if bad_parameter else ''}"
         )
 
     def holds_back(self, path: Path, bad_parameter: str | None, forced: bool = False) -> bool:

@@ -331,7 +331,7 @@ class DTAStrategy(DDPStrategy):
         self.exchange.reset()
         assert self.lightning_module is not None
         trainer = self.lightning_module.trainer
-        self._divergence.begin_step(lambda: trainer.callback_metrics)
+        self._divergence.begin_step(lambda: trainer.callback_metrics, self.lightning_module)
 
     def block_backward_sync(self) -> NoReturn:
         """Lightning enters this only to accumulate batches (a scheduler callback can ask for it after set-up)."""
@@ -352,7 +352,7 @@ class DTAStrategy(DDPStrategy):
         else:
             rate = max(group["lr"] for group in self._sharded.optimizer.param_groups)
             step = self.lightning_module.trainer.global_step + 1
-            self._divergence.failed(step, self._sharded.grad_norm, float(rate))
+            self._divergence.failed(step, self._sharded.grad_norm, float(rate), self._sharded.bad_parameter())
         self._reduce_seconds = time.perf_counter() - start
 
     def optimizer_step(

@@ -170,7 +170,8 @@ class TreeEngine:
         if self.dense:
             return dense_plan(tree)
         ranks = 1 if self.group is None else self.group.size
-        chunk, live = self.budget.tokens(self.model, tree, self.heads.head_tokens, ranks)
+        room = self.heads.head_tokens, ranks, self.tower.least_chunk(tree)
+        chunk, live = self.budget.tokens(self.model, tree, *room)
         if self.group is not None:  # by the memory of the one that has least
             chunk, live = (int(min(values)) for values in zip(*self.group.gather((chunk, live))))
         return self._plan(tree, chunk, live)

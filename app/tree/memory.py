@@ -267,10 +267,14 @@ class Budget:
         self._passes = 0
         self._most: int | None = None
         self._planned = 0
+        self._together = 1  # tokens that the last plan could not part
         self._fitted = 0  # live tokens of the largest pass that did
 
-    def tokens(self, model: PreTrainedModel, tree: PrefixTree, head_tokens: int, ranks: int = 1) -> tuple[int, int]:
-        """(chunk_tokens, live_tokens) of a pass over `tree`; errors of `auto_budgets`."""
+    def tokens(
+        self, model: PreTrainedModel, tree: PrefixTree, head_tokens: int, ranks: int = 1, together: int = 1
+    ) -> tuple[int, int]:
+        """(chunk_tokens, live_tokens) of a pass over `tree`, of which `together` tokens have to run in one chunk.
+        Raises as `auto_budgets`."""
         free = None
         if isinstance(self.live_tokens, str):
             parameters = [p for p in model.parameters() if p.grad is not None]
@@ -279,7 +283,8 @@ class Budget:
                 self._room = free_bytes(next(model.parameters()).device) + gradients
             free = self._room - gradients
         chunk, live = auto_budgets(model, self.chunk_tokens, self.live_tokens, tree, head_tokens, ranks, free)
-        self._planned = live if self._most is None else min(live, self._most)
+        self._planned = live if self._most is None else min(live, max(self._most, together))
+        self._together = together
         return chunk, self._planned
 
     def has_fitted(self, used: int | None) -> bool:
@@ -294,8 +299,8 @@ class Budget:
         remember: Callable[[], Callable[[], None]] | None,
         used: Callable[[], int | None] = lambda: None,
     ) -> Result:
-        """`run()`, a backward pass planned anew at each call; once more with half the live tokens when a GPU's memory
-        runs out.
+        """`run()`, a backward pass planned anew at each call; once more with half the live tokens, or as many as have
+        to run in one chunk, when a GPU's memory runs out.
 
         Args:
             modules: whose gradients it adds to.
@@ -320,10 +325,11 @@ class Budget:
                 half, needed = self._planned // 2, used()
                 if needed is not None and needed <= half:  # the same plan would fit into half of the budget
                     half = needed // 2
-                if before is None or half < _LEAST or not before.restore():
+                half = max(half, self._together)
+                if before is None or half < _LEAST or half >= self._planned or not before.restore():
                     error.add_note(
                         f"A tree pass of {self._planned} live tokens ran out of memory and was not repeated with fewer:"
-                        f" {_why(together, half)}. Set live_tokens (or chunk_tokens) to less"
+                        f" {self._why(together, half)}"
                     )
                     raise
                 found = str(error).splitlines()[0]
@@ -339,6 +345,22 @@ class Budget:
                 stacklevel=3,
             )
             self._most = half
+
+    def _why(self, together: bool, half: int) -> str:
+        """No pass with `half` live tokens, and the remedy. `together`: ranks run the same plan."""
+        remedy = "Set live_tokens (or chunk_tokens) to less"
+        if together:
+            return f"ranks of a group run one plan together. {remedy}"
+        if half >= self._planned:
+            return (
+                f"a picture has {self._together} placeholders next to each other that see each other, which have to run"
+                " in one chunk. Show smaller pictures, or use a device with more memory"
+            )
+        if half < _LEAST:
+            return f"{half} are too few. {remedy}"
+        return (
+            f"gradients of earlier passes are in the same tensors, or some were on their way to other ranks. {remedy}"
+        )
 
 
 class _GradientsBefore:
@@ -363,14 +385,6 @@ class _GradientsBefore:
         for grad in self._there:
             grad.zero_()
         return True
-
-
-def _why(together: bool, half: int) -> str:
-    if together:
-        return "ranks of a group run one plan together"
-    if half < _LEAST:
-        return f"{half} are too few"
-    return "gradients of earlier passes are in the same tensors, or some were on their way to other ranks"
 
 
 def runs_out(module: nn.Module) -> bool:

@@ -1,8 +1,9 @@
 """JSON from files: values one by one (`parse_json`), and files with one object a line (`read_json_lines`).
 
 Promises: what cannot be read is refused by file, line and reason, whatever is wrong with the bytes: cut, damaged or
-fake gzip, nesting of more than 40 levels, half characters. What expands without end is refused too: a line longer than
-256 MiB, more than a million blank lines, more than 1 GiB that is over 200 times the file.
+fake gzip, nesting of more than 40 levels, half characters, a key that an object of a line has twice. What expands
+without end is refused too: a line longer than 256 MiB, more than a million blank lines, more than 1 GiB that is over
+200 times the file.
 """
 
 from __future__ import annotations
@@ -25,11 +26,16 @@ _DEEPEST = 40  # `foreign.metadata` takes 50 levels, and workflows may put recor
 _SURROGATE_ESCAPE = re.compile(r"\\u[dD][89a-fA-F]")
 
 
-def parse_json(text: str | bytes) -> Any:
-    """The value that `text` (bytes: UTF-8) holds. Raises ValueError, with the reason, when it holds none."""
+def parse_json(text: str | bytes, unique: bool = False) -> Any:
+    """The value that `text` (bytes: UTF-8) holds. Raises ValueError, with the reason, when it holds none.
+
+    Args:
+        unique: a key that stands twice in one object is refused, of which the last would count. Not for what a model
+            wrote.
+    """
     try:
         written = text if isinstance(text, str) else text.decode()
-        value = json.loads(written)
+        value = _WITHOUT_TWINS.decode(written) if unique else json.loads(written)
     except UnicodeDecodeError as error:
         raise ValueError(f"not UTF-8: {error.reason} at byte {error.start}") from None
     except RecursionError:
@@ -38,6 +44,18 @@ def parse_json(text: str | bytes) -> Any:
     if half or written.count("[") + written.count("{") > _DEEPEST:
         _check(value)
     return value
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        keys = [key for key, _ in pairs]
+        twice = next(key for place, key in enumerate(keys) if key in keys[:place])
+        raise ValueError(f"the key {twice!r} stands twice in one object")
+    return found
+
+
+_WITHOUT_TWINS = json.JSONDecoder(object_pairs_hook=_unique)  # made once: as long as a short line takes
 
 
 def read_json_lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
@@ -70,7 +88,7 @@ def read_json_lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
 
 def _object(line: bytes, where: str) -> dict[str, Any]:
     try:
-        value = parse_json(line.strip())
+        value = parse_json(line.strip(), unique=True)
     except ValueError as error:
         raise RecordedDataError(f"{where}: not valid JSON ({reason(error)}); correct or remove the line") from None
     if not isinstance(value, dict):

@@ -267,7 +267,7 @@ def _size(log: Path | None) -> int:
 
 
 def _copy(log: Path | None, begin: int, to: Path | None) -> None:
-    """What has been written to `log` behind `begin`; all of it where it began anew meanwhile."""
+    """What has been written to `log` behind `begin`; all of it where it is shorter by now."""
     if log is None or to is None:
         return
     with suppress(OSError), log.open("rb") as file:  # a full disk, say, costs this only

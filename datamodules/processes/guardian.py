@@ -6,7 +6,8 @@ Promises: it runs nothing foreign and waits nowhere, so that it acts whatever th
 ends the worker when the trainer says so (closes CONTROL) or is gone, and when the worker and its children together hold
 more than MEMORY_BYTES. What the worker started ends with the worker, in a session of its own or not: orphans become the
 guardian's children (Linux). If the guardian itself is killed, the kernel kills the worker. Before it ends it writes
-one line of JSON to CONTROL: `{"code": ...}` of a worker that ended by itself, or `{"memory": bytes}`.
+one line of JSON to CONTROL: `{"code": ...}` of a worker that ended by itself, or `{"memory": bytes}`. A log that grows
+too long loses its beginning, never its end or its order, whoever writes meanwhile.
 
 Standard library alone, and little of it: each worker has one.
 """
@@ -21,6 +22,7 @@ import pickle
 import select
 import signal
 import socket
+import stat
 import struct
 import sys
 import time
@@ -32,6 +34,8 @@ LENGTH = struct.Struct("!Q")  # before each message to the worker
 _TICK_S = 0.1  # how often memory, log and trainer are looked at
 _SWEEP_S = 5.0
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
+_COLLAPSE_RANGE = 0x08  # of fallocate(2)
+_LEFT_OUT = b"(what was written before is left out)\n"
 
 
 def main(channel: int, control: int, trainer: int, memory_bytes: int, log_bytes: int) -> None:
@@ -42,7 +46,7 @@ def main(channel: int, control: int, trainer: int, memory_bytes: int, log_bytes:
         control: descriptor of the guardian's end of its own.
         trainer: process id of the parent.
         memory_bytes: most memory of the worker with all it started.
-        log_bytes: size at which standard output, where it is a file, begins anew.
+        log_bytes: size at which standard output, where it is a file, loses its beginning.
     """
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # sent to whole groups; the trainer decides
         signal.signal(number, ignore)  # not SIG_IGN, which the worker's own children would inherit
@@ -110,7 +114,7 @@ def _watch(worker: int, control: int, trainer: int, memory_bytes: int, log_bytes
             return {}
         if (used := _memory(memory_bytes)) > memory_bytes:
             return {"memory": used}
-        _bound_log(log_bytes)
+        _bound_log(1, log_bytes)
         ready, _, _ = select.select([control, woken], [], [], _TICK_S)
         if control in ready:
             return {}
@@ -190,13 +194,42 @@ def _proportional(pid: int) -> int:
         return resident(pid)
 
 
-def _bound_log(log_bytes: int) -> None:
+def _bound_log(log: int, log_bytes: int) -> None:
+    """Takes the beginning away from the file of descriptor `log`, to which others append meanwhile."""
     with suppress(OSError):  # no file, or a full disk
-        size = os.fstat(1).st_size
-        if size > log_bytes:
-            kept = os.pread(1, log_bytes, size - log_bytes // 2)  # and what has come since
-            os.ftruncate(1, 0)
-            os.write(1, b"(what was written before is left out)\n" + kept)
+        found = os.fstat(log)
+        if found.st_size <= log_bytes or not stat.S_ISREG(found.st_mode):
+            return
+        file = os.open(f"/dev/fd/{log}", os.O_RDWR)  # what appends writes at the end only
+        try:
+            begin = found.st_size - log_bytes // 2
+            if _collapse(log, begin - begin % found.st_blksize):
+                os.pwrite(file, _LEFT_OUT, 0)
+            else:
+                _move_to_front(file, begin)
+        finally:
+            os.close(file)
+
+
+def _collapse(log: int, count: int) -> bool:
+    """Takes `count` bytes, whole blocks, off the file's beginning, in one step between two writes of others. False
+    where system or file system cannot (ext4 and XFS can)."""
+    if sys.platform != "linux":
+        return False
+    collapse = ctypes.CDLL(None).fallocate
+    return bool(collapse(log, _COLLAPSE_RANGE, ctypes.c_int64(0), ctypes.c_int64(count)) == 0)
+
+
+def _move_to_front(file: int, begin: int) -> None:
+    """The same by copying what stands behind `begin`: what others write between the last two calls is lost."""
+    end = os.pwrite(file, _LEFT_OUT, 0)
+    for _ in range(64):  # what has come since, but no race with one that writes without end
+        more = os.pread(file, 1 << 20, begin)
+        if not more:
+            break
+        begin += len(more)
+        end += os.pwrite(file, more, end)
+    os.ftruncate(file, end)
 
 
 def ignore(number: int, frame: object) -> None:

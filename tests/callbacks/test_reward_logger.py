@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import lightning as L
+from lightning.pytorch.loggers import CSVLogger
 
 from app.batch import CALL_REWARD
 from callbacks import RewardLogger
@@ -28,6 +29,37 @@ def test_parts_of_earlier_batches_are_not_shown_again(tmp_path: Path) -> None:
     run = trainer(RewardLogger(), Shown(), default_root_dir=tmp_path)
     run.fit(PolicyModule(source(), optimizer=sgd, epochs=2), Batches([first, second]))
     assert shown == [{"reward/form", "reward/failed", "reward/unreadable"}, set(), set(), set()]
+
+
+class Tables(CSVLogger):
+    """Takes tables, as W&B's does; knows the step of everything."""
+
+    def __init__(self, directory: Path) -> None:
+        super().__init__(str(directory))
+        self.steps: list[tuple[str, int | None]] = []
+
+    def log_metrics(self, metrics: Any, step: int | None = None) -> None:
+        self.steps += [(name, step) for name in metrics if name in ("loss", "val/accuracy")]
+
+    def log_table(
+        self, key: str, columns: Any = None, data: Any = None, dataframe: Any = None, step: Any = None
+    ) -> None:
+        self.steps.append((key, step))
+
+
+def test_tables_have_the_step_of_the_numbers_beside_them(tmp_path: Path) -> None:
+    """A run that goes on included. They were a step late."""
+    logger, more = Tables(tmp_path / "a"), Tables(tmp_path / "b")
+    options: dict[str, Any] = {"val_check_interval": 2, "check_val_every_n_epoch": None, "default_root_dir": tmp_path}
+    data = Batches([make_batch(0), make_batch(1)], held_out=[make_batch(2)])
+    run = trainer(RewardLogger(every_n_batches=1), logger=logger, **options)
+    run.fit(PolicyModule(source(), optimizer=sgd), data)
+    run.save_checkpoint(tmp_path / "last.ckpt")
+    trained = [("samples/train", 0), ("loss", 0), ("samples/train", 1), ("loss", 1)]
+    assert logger.steps == [*trained, ("samples/held-out", 1), ("val/accuracy", 1)]
+    run = trainer(RewardLogger(every_n_batches=1), logger=more, max_epochs=2, **options)
+    run.fit(PolicyModule(source(), optimizer=sgd), data, ckpt_path=tmp_path / "last.ckpt", weights_only=True)
+    assert more.steps == [(name, step + 2) for name, step in logger.steps if step is not None]
 
 
 def test_episodes_that_no_reward_read_are_told_as_a_share() -> None:

@@ -15,6 +15,7 @@ from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast
 
 from app.strategies import DTAStrategy
+from app.strategies.pieces import CheckpointMismatch
 from modules import ActorCriticModule, ModelSource, PolicyModule, Refresh, Regulariser
 from modules.models import ReferencePolicy, build_model
 from modules.refusals import check_own_tokens, check_same_tokens
@@ -74,6 +75,37 @@ def test_a_checkpoint_has_what_was_refreshed(tmp_path: Any) -> None:
     trainer(max_epochs=2).fit(second, Batches(data[2:]), ckpt_path=tmp_path / "half.ckpt", weights_only=True)
     assert_same(second.reference.model, parameters(whole.reference.model))
     assert_same(second.policy, parameters(whole.policy), atol=1e-7)
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "message"),
+    [
+        (
+            {},
+            {"reference": "other"},
+            r"of another reference: 'reference\.model\.\S+' .*the reference that wrote",
+        ),
+        ({"reference": "other"}, {}, r"of another reference: .*\(model\.reference\)"),
+        ({"model": source(hidden_size=24)}, {}, r"of another model: 'policy\.\S+' has shape .*\(model\.model\)"),
+        ({"model": source(num_hidden_layers=3)}, {}, r"of another model: 'policy\.\S+' is .*\(model\.model\)"),
+    ],
+)
+def test_a_checkpoint_of_another_reference_is_refused_by_that_name(
+    tmp_path: Path, before: dict[str, Any], now: dict[str, Any], message: str
+) -> None:
+    """Where the policy differs too, as with the copy of another model, that is what is named."""
+    build_model(source(num_hidden_layers=3)).save_pretrained(tmp_path / "other")
+    other = {"reference": ModelSource(str(tmp_path / "other"))}
+    options: dict[str, Any] = {"model": source(), "optimizer": sgd, "reference": "initial"}
+    options["regularisers"] = [Regulariser("kl", 0.1)]
+    runs = [PolicyModule(**{**options, **run, **(other if "reference" in run else {})}) for run in (before, now)]
+    first = trainer(strategy=DTAStrategy())
+    first.fit(runs[0], Batches([make_batch()]))
+    first.save_checkpoint(tmp_path / "last.ckpt")
+    with pytest.raises(CheckpointMismatch, match=message):
+        trainer(max_epochs=2, strategy=DTAStrategy()).fit(
+            runs[1], Batches([make_batch()]), ckpt_path=tmp_path / "last.ckpt", weights_only=True
+        )
 
 
 TEACHES: dict[str, Any] = {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 import threading
 from typing import Any
 
@@ -10,7 +11,7 @@ import jsonargparse
 import pytest
 import torch
 
-from modules import ActorCriticModule, PolicyModule, SFTModule, TreeModule
+from modules import ActorCriticModule, ModelSource, PolicyModule, SFTModule, TreeModule
 from tests.helpers.tiny_policy import CONFIG
 
 
@@ -77,6 +78,16 @@ def test_a_module_is_copied_without_what_made_it() -> None:
     assert all(map(torch.equal, copied.parameters(), module.parameters()))
     made = copied.configure_optimizers()
     assert made["optimizer"].defaults["lr"] == 0.5 and made["lr_scheduler"]["scheduler"].step_size == 3
+
+
+@pytest.mark.parametrize("make", [PolicyModule, ActorCriticModule, SFTModule])
+def test_a_module_is_pickled_with_its_default_optimizer(make: Any) -> None:
+    """As launchers that spawn processes do."""
+    module = make(ModelSource(config=CONFIG))
+    module.configure_model()
+    read = pickle.loads(pickle.dumps(module))
+    assert all(map(torch.equal, read.parameters(), module.parameters()))
+    assert isinstance(read.configure_optimizers(), torch.optim.AdamW)
 
 
 @pytest.mark.parametrize("advantage", ["grpo", "modules.advantages.grpo"])

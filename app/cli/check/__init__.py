@@ -28,6 +28,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from datetime import datetime
 from pathlib import Path
+from signal import SIGPIPE
 from typing import Any, get_args
 
 import yaml
@@ -99,7 +100,6 @@ def run(arguments: argparse.Namespace) -> None:
     lines += ["", f"verdict: {verdict}"]
     for reason in sorted(reasons, key=lambda one: get_args(Level).index(one.level)):
         lines.append(f"  {reason.level:<7} {reason.finding}: {reason.remedy}")
-    print("\n".join(lines))
     found = {"verdict": verdict, "reasons": [asdict(one) for one in reasons], **figures}
     (out / "check.json").write_text(json.dumps(found, indent=1) + "\n")
     written = [str(out / "check.json")]
@@ -111,7 +111,8 @@ def run(arguments: argparse.Namespace) -> None:
             "# Laid over the run that was checked: --config\n" + yaml.safe_dump(overlay)
         )
         written.append(str(out / "recommended.yaml"))
-    print(f"\nwritten: {', '.join(written)}")
+    lines += ["", f"written: {', '.join(written)}"]
+    print("\n".join(lines))  # last: nobody may read to the end
 
 
 # ---- what was rolled out
@@ -140,6 +141,8 @@ def _rolled_out(config: Path, arguments: argparse.Namespace, out: Path) -> Rollo
         left = f"arborist check {run_dir / 'rollouts'} judges the {whole} that are there" if whole else "none is there"
         print(f"\ninterrupted: no verdict of {batches} batches; {left}", file=sys.stderr)
         raise
+    if done.returncode == 128 + SIGPIPE:  # this command's output is the other's
+        raise BrokenPipeError
     if done.returncode:
         raise OtherCommandFailed(
             f"WHAT: rolling out {config} failed with exit code {done.returncode}; correct what its error above names"

@@ -17,6 +17,8 @@ from app.strategies.checkpoint.trainer_state import mismatch, put_together
 from app.strategies.pieces import CheckpointMismatch
 from app.strategies.ranks.collectives import Communicator
 
+_OPTIONS = {"reference": "model.reference", "critic": "model.critic"}  # of children that are no part of model.model
+
 
 def read(path: Path, ranks: Communicator, read_file: Callable[[], Any], weights: bool) -> dict[str, Any]:
     """Collective: a checkpoint directory, or what `read_file` makes of a file of another strategy. The ranks share the
@@ -60,9 +62,11 @@ def load_weights(
         if load is not None:
             load()
     except RuntimeError as failure:
-        found = mismatch(checkpoint, module) or " ".join(str(failure).split())[:500]
+        name, found = mismatch(checkpoint, module, own=_OPTIONS) or ("", " ".join(str(failure).split())[:500])
+        child = name.partition(".")[0]
+        what, option = (child, _OPTIONS[child]) if child in _OPTIONS else ("model", "model.model")
         error = CheckpointMismatch(
-            f"ckpt_path: the checkpoint is of another model: {found}. Resume with the model that wrote it (model.model)"
+            f"ckpt_path: the checkpoint is of another {what}: {found}. Resume with the {what} that wrote it ({option})"
         )
         error.__cause__ = failure
     ranks.raise_together(error, "loading the weights of ckpt_path")

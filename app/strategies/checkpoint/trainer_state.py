@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import tempfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -89,21 +89,27 @@ def put_together(path: Path, checked: bool = False, weights: bool = True) -> dic
     return contents
 
 
-def mismatch(checkpoint: Mapping[str, Any], module: Module) -> str:
-    """Of a checkpoint (as `put_together` returns it) whose weights are not of `module`: the first parameter that shows
-    it, and by which options the models differ; one line, "" where nothing is found."""
-    own, saved = module.state_dict(), checkpoint["state_dict"]
-    found = ""
-    for name in (name for name in own if name in saved):
-        here, there = (tuple(getattr(values[name], "shape", ())) for values in (own, saved))
+def mismatch(checkpoint: Mapping[str, Any], module: Module, own: Collection[str] = ()) -> tuple[str, str] | None:
+    """Of a checkpoint (as `put_together` returns it) whose weights are not of `module`: the name of the first parameter
+    that shows it, and a line that says so and by which options the models differ. None where nothing is found. `own`:
+    children that an option of their own makes, which are looked at last."""
+    mine, saved = module.state_dict(), checkpoint["state_dict"]
+    found = name = ""
+
+    def later(name: str) -> bool:
+        return name.partition(".")[0] in own
+
+    for name in sorted((name for name in mine if name in saved), key=later):
+        here, there = (tuple(getattr(values[name], "shape", ())) for values in (mine, saved))
         if here != there:
             found = f"'{name}' has shape {there} in the checkpoint and {here} in this run"
             break
     else:
-        missing, unknown = sorted(own.keys() - saved.keys()), sorted(saved.keys() - own.keys())
-        if missing or unknown:
-            name, where = (missing[0], "in this run only") if missing else (unknown[0], "in the checkpoint only")
-            found = f"'{name}' is {where} (and {len(missing) + len(unknown) - 1} more are on one side only)"
+        only = mine.keys() ^ saved.keys()
+        if only:
+            name = min(only, key=lambda name: (later(name), name in saved, name))
+            where = "in the checkpoint only" if name in saved else "in this run only"
+            found = f"'{name}' is {where} (and {len(only) - 1} more are on one side only)"
     options = []
     for child, files in checkpoint.get(_MODELS, {}).items():
         model = getattr(module, child, None)
@@ -111,7 +117,7 @@ def mismatch(checkpoint: Mapping[str, Any], module: Module) -> str:
             here, there = (json.loads(text[CONFIG_FILE]) for text in (_configuration(model), files))
             keys = [key for key in there if key in here and here[key] != there[key] and key not in _UNTOLD]
             options += [f"{child}'s {key} is {there[key]!r:.80} there and {here[key]!r:.80} here" for key in keys[:3]]
-    return "; ".join([found, *options]) if found else ""
+    return (name, "; ".join([found, *options])) if found else None
 
 
 class SavedModel:

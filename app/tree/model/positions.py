@@ -100,7 +100,7 @@ def _ask(model: PreTrainedModel, height: int, width: int, tokens: int) -> tuple[
     where it makes another number of them.
 
     Raises:
-        ValueError: a picture is counted by more than its size and what it is counted from.
+        ValueError: a picture is counted by more than its size and what it is counted from, or not at all.
     """
     body: Any = model.base_model
     merge = model.config.vision_config.spatial_merge_size
@@ -115,6 +115,12 @@ def _ask(model: PreTrainedModel, height: int, width: int, tokens: int) -> tuple[
         positions = body.get_rope_index(**{name: value for name, value in known.items() if name in accepted})[0]
     except (RuntimeError, ValueError):  # whatever it says of a number that is not its own
         return None
+    except Exception as error:  # of whoever wrote the model
+        raise ValueError(
+            f"pictures: {type(model).__name__} could not count the positions (get_rope_index) of a picture of {height}"
+            f" x {width} features and {tokens} tokens: {error!r:.200}; use another model, or"
+            " text alone"
+        ) from error
     found = positions.reshape(len(positions), -1).numpy().astype(np.int64)
     first, second = found[:, : tokens + 2], found[:, tokens + 2 :]
     last = first[:, -1]

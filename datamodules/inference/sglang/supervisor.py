@@ -30,6 +30,7 @@ _TICK_S = 0.5  # between two looks at a server whose state does not change
 _PROBE_EVERY_S = 5.0
 _SUSPECT_ANSWER_S = 10.0  # for an answer after a connection broke
 _BACKOFF_S = (1.0, 2.0, 5.0, 10.0, 30.0)
+_QUESTIONS = 8  # of a server that is not ours, at least so many within the time it has to come up
 _LEFT_S = 60.0  # a server that another run has paused for so long, under the same weights, was left so
 _STEADY_S = 300.0  # a server that served so long starts counting its failures anew
 
@@ -123,7 +124,8 @@ class Supervisor:
                 _log.error("%s is %s", server.name, server.error)
                 return self._changed(server)
             server.restarts += 1
-        await asyncio.sleep(_BACKOFF_S[min(self._failures, len(_BACKOFF_S)) - 1])
+        pause_s = _BACKOFF_S[min(self._failures, len(_BACKOFF_S)) - 1]
+        await asyncio.sleep(pause_s if server.process is not None else min(pause_s, self._limits.start_s / _QUESTIONS))
 
     async def _bring_up(self) -> None:
         """Returns when it answers and is known to serve this run's model."""
@@ -139,8 +141,12 @@ class Supervisor:
                 server.holds = weights
         else:
             await server.reconnect(server.client)
-        # A short question first: what does not answer it would cost an update's deadline.
-        answer = await server.client.get("/model_info", min(limits.silence_s, limits.update_s))
+        # A short question first: what does not answer it would cost an update's deadline. Of one that may still be
+        # coming up several have to fit into the start: what took the connection may never answer it.
+        patience_s = min(limits.silence_s, limits.update_s)
+        if server.process is None:
+            patience_s = min(patience_s, limits.start_s / _QUESTIONS)
+        answer = await server.client.get("/model_info", patience_s)
         server.enter("joining", server.error)
         await self._check(server)
         if server.process is None:

@@ -1,8 +1,8 @@
 """Judges where `RewardPool` stands for plain rewards: asked by the episodes, on the rollouts' event loop.
 
-Promises: a judge that refuses is a failed reward, handled as `reward_options.on_failure` says and never 0 by itself; a
-budget that is spent is never scored over; replies that are compared are those of one group, each once, and all of them
-get their rewards at once or none does.
+Promises: a judge that refuses, or one of a user's own that raises whatever it may, is a failed reward, handled as
+`reward_options.on_failure` says and never 0 by itself; a budget that is spent is never scored over; replies that are
+compared are those of one group, each once, and all of them get their rewards at once or none does.
 """
 
 from __future__ import annotations
@@ -146,7 +146,7 @@ class JudgePool:
     def _failed(self, prompt: Prompt, error: BaseException) -> Judgement:
         if isinstance(error, RewardError):  # of the verifier, whose own options said drop
             raise error
-        if not isinstance(error, JudgeError | TypeError | ValueError):
+        if not isinstance(error, Exception):
             raise error
         self.failures += 1
         why = str(error) if isinstance(error, JudgeError) else f"failed: {described(error)}"

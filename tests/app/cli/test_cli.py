@@ -306,13 +306,30 @@ def test_wandb_learns_that_a_run_has_failed() -> None:
     assert Record.FromString(last).exit.exit_code == 2
 
 
-def test_output_that_nobody_reads_any_more_ends_a_verb_quietly() -> None:
+@pytest.mark.parametrize(
+    ("args", "unbuffered"),  # argparse says nothing of help that it could not print
+    [(["doctor"], False), (["doctor"], True), (["--help"], False), (["--help"], True), (["check", "--help"], False)],
+)
+def test_output_that_nobody_reads_any_more_ends_a_command_quietly(args: list[str], unbuffered: bool) -> None:
+    done = _unread(args, {"PYTHONUNBUFFERED": "1"} if unbuffered else {})
+    assert done.returncode == 128 + signal.SIGPIPE and not done.stderr, done.stderr
+
+
+def test_what_fails_says_so_though_nobody_reads_the_rest() -> None:
+    done = _unread(["inspect", "nowhere.npz"], {})
+    assert done.returncode == 2 and b"nowhere.npz" in done.stderr and b"Broken" not in done.stderr, done.stderr
+
+
+def _unread(args: list[str], variables: dict[str, str]) -> subprocess.CompletedProcess[bytes]:
     reads, writes = os.pipe()
     os.close(reads)  # as `head` does
-    command, environment = [sys.executable, "-m", "app", "doctor"], {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, env=environment, stdout=writes, stderr=subprocess.PIPE, timeout=300)
-    os.close(writes)
-    assert done.returncode == 128 + signal.SIGPIPE and not done.stderr, done.stderr
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    environment |= {"PYTHONPATH": str(ROOT), **variables}
+    command = [sys.executable, "-m", "app", *args]
+    try:
+        return subprocess.run(command, env=environment, stdout=writes, stderr=subprocess.PIPE, timeout=300)
+    finally:
+        os.close(writes)
 
 
 _IS = "--trainer.callbacks.init_args"

@@ -120,11 +120,12 @@ def test_a_recording_trains_to_the_same_numbers_without_rolling_out(warm: Path, 
 def test_seed_everything_is_the_seed_of_the_draws_that_name_none(
     warm: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A model that is given has no other draws: runs with other seeds would be one run. In this process."""
+    """A model that is given has no other draws: runs with other seeds would be one run. In this process, and
+    synchronous: else those groups make the batch that are finished first, whatever their draws are."""
     monkeypatch.setattr(sys, "argv", ["arborist"])
 
     def replies(name: str, config: Path, *seeds: str) -> list[str]:
-        flags = ["--trainer.limit_predict_batches", "1", "--data.batch_size", "4", *seeds]
+        flags = ["--trainer.limit_predict_batches", "1", "--data.batch_size", "4", "--data.max_staleness", "0", *seeds]
         main(["predict", "--config", str(config), "--run_dir", str(tmp_path / name), *flags])
         return [json.loads(one)["completion"] for one in (tmp_path / name / "samples.jsonl").read_text().splitlines()]
 

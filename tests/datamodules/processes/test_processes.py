@@ -174,6 +174,32 @@ def test_what_is_printed_is_bounded(tmp_path: Path) -> None:
     assert call(WorkerProcess(shell, PLENTY, log=Path("/proc/no/such.log")), "true") == ("ok", 0, "")
 
 
+@pytest.mark.parametrize("can_collapse", [True, False])
+def test_a_log_is_cut_while_others_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, can_collapse: bool) -> None:
+    """What is kept is what was written last, in its order. Only what copies may lose a line."""
+    if not can_collapse:
+        monkeypatch.setattr(guardian, "_collapse", lambda log, count: False)
+    path, cuts, most = tmp_path / "0.log", 0, 100_000
+    with path.open("a+b", buffering=0) as log:
+        writer = subprocess.Popen([sys.executable, "-uc", "for k in range(200000): print(k)"], stdout=log)
+        while writer.poll() is None:
+            cuts += os.fstat(log.fileno()).st_size > most
+            guardian._bound_log(log.fileno(), most)
+            assert not path.stat().st_size or b"\0" not in path.read_bytes()
+        first, _, *lines = path.read_bytes().decode().splitlines()
+    numbers = [int(line) for line in lines]
+    assert writer.returncode == 0 and cuts > 1 and first == "(what was written before is left out)"
+    assert numbers == sorted(numbers)
+    if can_collapse and _collapses(tmp_path / "1.log"):
+        assert numbers == list(range(numbers[0], 200_000))
+
+
+def _collapses(path: Path) -> bool:
+    path.write_bytes(bytes(1 << 20))
+    with path.open("r+b") as file:
+        return guardian._collapse(file.fileno(), 1 << 16)
+
+
 def test_large_answers_are_refused_where_they_are_made() -> None:
     repeat = pickle.dumps(str.upper)
     status, said, _ = call(WorkerProcess(repeat, PLENTY), "x" * (2 * MOST_ANSWER_BYTES))

@@ -156,6 +156,11 @@ def test_jsonl_reads_gzip(tmp_path: Path) -> None:
         ('{"question": "q", "answer": "no mark", "hint": "h"}', "answer_pattern"),
         ('{"question": "q", "answer": "#### 1"}', "template"),
         ("\xff\xfe", "not valid JSON"),
+        (
+            '{"question": "q", "answer": "#### 1", "hint": "h", "answer": "#### 2"}',
+            "the key 'answer' stands twice",
+        ),
+        ('{"question": "q", "answer": "#### 1", "hint": {"a": [{"b": 1, "b": 1}]}}', "the key 'b' stands twice in one"),
     ],
 )
 def test_a_broken_line_is_named_by_file_and_number(tmp_path: Path, line: str, said: str) -> None:

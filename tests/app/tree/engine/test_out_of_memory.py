@@ -14,7 +14,10 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from app.tree import PrefixTree, TreeEngine, memory
+from app.tree.planning.uncut import Uncut
 from tests.app.tree import models
+from tests.app.tree.engine.pictures import vision
+from tests.app.tree.engine.pictures.test_parity import TEXTS, build
 from tests.app.tree.engine.test_memory import Meter, star
 
 TREE = PrefixTree.build(star(12))
@@ -195,3 +198,20 @@ def test_a_small_pass_that_runs_out_does_not_bound_those_that_have_fitted(model:
         engine.backward(TREE, loss)
     assert engine.last_plan.live_tokens < fitted
     assert engine.plan(TREE).live_tokens == fitted
+
+
+def test_half_is_never_less_than_what_has_to_run_in_one_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Placeholders that see each other: the smaller plan was refused, in place of the memory that ran out."""
+    monkeypatch.setattr(memory, "runs_out", lambda module: True)
+    monkeypatch.setattr(memory, "_LEAST", 2)
+    made = vision.make("Gemma 3")
+    tree = build(made.sequences(TEXTS))
+    most = Uncut.of(tree).longest
+    engine = TreeEngine(made.model, 2 * most, most + 2, image_processor=made.processor)
+    never = Device(made.model, 0)
+    smaller = pytest.warns(UserWarning, match=f"repeated with {most},")
+    with never.measuring(), smaller, pytest.raises(torch.OutOfMemoryError) as raised:
+        engine.backward(tree, loss)
+    assert f"a picture has {most} placeholders" in raised.value.__notes__[0] and never.failures == 2
+    engine.backward(tree, loss)
+    assert engine.plan(tree).live_tokens == most

@@ -19,7 +19,7 @@ from datamodules.inference.sglang.server_state import Server, Target
 from datamodules.inference.sglang.supervisor import Limits, Supervisor
 from datamodules.inference.sglang.weights.forms import AdapterWeights, DiskWeights
 from datamodules.inference.sglang.weights.server_weights import SyncFailed
-from tests.fuzz.hostile_server import Answer, HostileServer, said
+from tests.fuzz.hostile_server import Answer, HostileServer, http, said
 
 LIMITS = Limits(silence_s=60, update_s=60, start_s=60, max_restarts=0)
 
@@ -85,6 +85,29 @@ def test_a_start_that_waits_for_servers_says_so_once(caplog: pytest.LogCaptureFi
     asyncio.run(run())
     (said_of_it,) = [message for message in caplog.messages if "waiting" in message]
     assert "up to 2.5 s" in said_of_it and "start_timeout_s" in said_of_it and "SGLangEngine.urls" in said_of_it
+
+
+@pytest.mark.parametrize(
+    "at_first",
+    [Answer([], closes=False), Answer([http(b"", "503 Service Unavailable")])],
+    ids=["says nothing", "is not ready"],
+)
+def test_a_server_that_comes_up_is_found_in_a_short_start(at_first: Answer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was asked again after `silence_s`, or half a minute, however short the start was to be."""
+    monkeypatch.setattr("datamodules.inference.sglang.supervisor._BACKOFF_S", (60.0,))
+
+    async def run(hostile: HostileServer) -> None:
+        hostile.act = lambda path, body: at_first if len(hostile.asked) == 1 else None
+        servers = given_servers([hostile.url], None, 4)
+        fleet = Fleet(servers, PrefixRouter(256), _no_check, replace(LIMITS, start_s=30.0))
+        try:
+            await fleet.start(None)
+            assert servers[0].state == "ready"
+        finally:
+            await fleet.close()
+
+    with HostileServer() as hostile:
+        asyncio.run(run(hostile))
 
 
 class TestInTurns:

@@ -7,16 +7,18 @@ import re
 import socket
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 
+from datamodules.prompts.base import Prompt
 from datamodules.rewards import RewardError, RewardOptions
-from datamodules.rewards.judges import Budget, Judge
+from datamodules.rewards.judges import Budget, Judge, RubricJudge
 from datamodules.rewards.judges import client as asking
+from datamodules.rewards.judges.base import Verdict
 from datamodules.rewards.judges.pool import JudgePool
-from tests.datamodules.rewards.judges.judging import judged, points, rubric
+from tests.datamodules.rewards.judges.judging import CRITERIA, judged, model, points, rubric
 from tests.helpers.judge_server import Asked, JudgeServer, Said
 from tests.helpers.ports import free_port
 
@@ -213,6 +215,22 @@ def test_a_pause_beyond_the_deadline_is_not_waited_for() -> None:
     assert "status 429: " in str(found[0]) and "later" in str(found[0])
     assert "asked for a pause of" in str(found[1]) and len(server.asked) == 1
     assert pool.spent()["judge_refused"] == 2
+
+
+class LooksForWhatIsNotThere(RubricJudge):
+    async def verdicts(self, client: Any, prompt: Prompt, replies: Sequence[Any]) -> list[Verdict]:
+        return [{}["weights"]] if "41" in replies else await super().verdicts(client, prompt, replies)
+
+
+def test_whatever_a_judge_of_ones_own_raises_costs_its_reply_alone() -> None:
+    """A KeyError passed `on_failure`, as errors of other types do not."""
+    with JudgeServer(lambda asked, number: points(10, 10)) as server:
+        judge = LooksForWhatIsNotThere(model(server.url), CRITERIA)
+        (fine, scored), pool = judged(judge, ["42", "41"], RewardOptions(on_failure=-1.0))
+        (_, dropped), _ = judged(judge, ["42", "41"])
+    assert fine.value == 1.0 and scored.value == -1.0 and pool.failures == 1
+    said = "reward of prompt 'task-7': the judge failed: KeyError: 'weights'"
+    assert scored.failed == said and isinstance(dropped, RewardError) and str(dropped) == said
 
 
 def test_no_more_at_a_time_than_asked_for() -> None:

@@ -140,3 +140,12 @@ def test_ranks_whose_parts_have_no_pictures_wait_for_those_that_have(monkeypatch
     engine = TreeEngine(model.model, self_check=False, image_processor=model.processor)
     with pytest.raises(SelfCheckError, match="position_ids"):
         ranks.verify_together(engine, pictured, ("logprobs",), False, unchecked)
+
+
+def test_a_model_that_cannot_count_a_picture_says_of_which(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever it raises: some take the next of what they were not given."""
+    model = vision.make("Qwen3-VL", torch.float32)
+    monkeypatch.setattr(model.model.model, "get_rope_index", lambda image_grid_thw: next(iter([])))
+    engine = TreeEngine(model.model, image_processor=model.processor, self_check=False)
+    with pytest.raises(ValueError, match=r"could not count .* of a picture of \d+ x \d+ features .*: StopIteration"):
+        engine.backward(build(model.sequences(ONE_PICTURE)), lambda out, i: out.logprobs.sum())
