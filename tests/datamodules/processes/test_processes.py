@@ -181,7 +181,8 @@ def test_a_log_is_cut_while_others_write(tmp_path: Path, monkeypatch: pytest.Mon
         monkeypatch.setattr(guardian, "_collapse", lambda log, count: False)
     path, cuts, most = tmp_path / "0.log", 0, 100_000
     with path.open("a+b", buffering=0) as log:
-        writer = subprocess.Popen([sys.executable, "-uc", "for k in range(200000): print(k)"], stdout=log)
+        lines_one_by_one = "import os\nfor k in range(200000): os.write(1, b'%d\\n' % k)"
+        writer = subprocess.Popen([sys.executable, "-c", lines_one_by_one], stdout=log)
         while writer.poll() is None:
             cuts += os.fstat(log.fileno()).st_size > most
             guardian._bound_log(log.fileno(), most)
