@@ -57,11 +57,10 @@ from app.tree.partition import partition
 from app.tree.prefix_tree import Picture, PrefixTree
 from app.tree.report import ModelReport, TreeReport, inspect_model, inspect_tree, read_config
 from app.tree.self_check import SelfCheckError
-from app.tree.states.compressors import Compressor
+from app.tree.states.compressors import Compressor, CompressorCall, made_by
 from app.tree.states.functions import STATES_ARGUMENT
 from app.tree.states.kernels import PACKAGES as SCAN_PACKAGES
 from app.tree.states.layers import StateLayers
-from app.tree.states.lookback import instead
 from app.tree.states.piece_states import PieceStates
 from app.tree.states.piece_tree import PieceTree
 from app.tree.transfer import on_device
@@ -71,6 +70,7 @@ __all__ = [
     "SCAN_PACKAGES",
     "STATES_ARGUMENT",
     "Compressor",
+    "CompressorCall",
     "CutVocabulary",
     "FlatOutputs",
     "Groups",
@@ -109,9 +109,9 @@ __all__ = [
     "index_parameters",
     "inspect_model",
     "inspect_tree",
-    "instead",
     "kept_in_float32",
     "language_model",
+    "made_by",
     "moves_base",
     "on_device",
     "own_config",

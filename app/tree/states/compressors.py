@@ -10,13 +10,18 @@ forward, reaches it by the states of `PieceStates`.
 
 from __future__ import annotations
 
+import inspect
 import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any, cast
+from functools import cache, partial
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
 
+from app.tree.states.lookback import instead
 from app.tree.states.piece_states import PieceStates, StateKey
 
 _PARTS = ("kv_proj", "gate_proj", "position_bias", "kv_norm", "rotary_emb")
@@ -74,6 +79,47 @@ def compressors_of(model: nn.Module) -> list[Compressor]:
                 indexer = getattr(module, "indexer", None)
                 found.append(Compressor(attention, module, indexer, cast(int, layer)))
     return found
+
+
+class CompressorCall(NamedTuple):
+    """One forward of a compressor.
+
+    Attributes:
+        around: arguments of the attention module's forward, by name.
+        hidden: [1, n, H]. residual: the low rank that queries are made of, [1, n, R]. positions: int64 [1, n].
+    """
+
+    around: dict[str, Any]
+    hidden: Tensor
+    residual: Tensor
+    positions: Tensor
+
+
+@contextmanager
+def made_by(compressors: Sequence[Compressor], make: Callable[[Compressor, CompressorCall], Tensor]) -> Iterator[None]:
+    """Inside, `make` is called in the place of compressors' forwards. Their attention modules get none of the entries
+    [1, E, D] that it makes: it tells whoever computes attention."""
+    around = dict[int, dict[str, Any]]()
+
+    def note(layer: int, module: Any, args: Any, kwargs: dict[str, Any]) -> None:
+        around[layer] = kwargs
+
+    def run(one: Compressor, *args: Any, **kwargs: Any) -> tuple[Tensor, None]:
+        given = _signature(type(one.module).forward).bind(one.module, *args, **kwargs).arguments
+        named = (given[name] for name in ("hidden_states", "q_residual", "position_ids"))
+        return make(one, CompressorCall(around[one.layer], *named))[:, None, :0], None
+
+    with ExitStack() as stack:
+        for one in compressors:
+            hook = one.attention.register_forward_pre_hook(partial(note, one.layer), with_kwargs=True)
+            stack.callback(hook.remove)
+            stack.enter_context(instead(one.module, "forward", partial(run, one)))
+        yield
+
+
+@cache
+def _signature(function: Any) -> inspect.Signature:
+    return inspect.signature(function)
 
 
 def entry_scores(indexer: Any, hidden: Tensor, residual: Tensor, positions: Tensor, entries: Tensor) -> Tensor:

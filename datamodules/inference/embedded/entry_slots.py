@@ -7,16 +7,13 @@ none leaves something that nobody reads, so that steps have the same shapes what
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from functools import partial
-from typing import Any
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
 
-from app.tree import STATES_ARGUMENT, Compressor, among, choose_entries, entry_places, instead
+from app.tree import STATES_ARGUMENT, Compressor, CompressorCall, among, choose_entries, entry_places, made_by
 from datamodules.inference.embedded.kv_slots import CachedStep, KVSlots
 
 
@@ -29,40 +26,30 @@ class EntrySlots:
     @contextmanager
     def made(self) -> Iterator[None]:
         """Inside, entries are made of, and chosen for, the tokens of the slots' step."""
-        states: dict[int, Any] = {}
-
-        def note(layer: int, module: Any, args: Any, kwargs: dict[str, Any]) -> None:
-            states[layer] = kwargs[STATES_ARGUMENT]
-
-        with ExitStack() as stack:
-            for one in self.compressors:
-                hook = one.attention.register_forward_pre_hook(partial(note, one.layer), with_kwargs=True)
-                stack.callback(hook.remove)
-                stack.enter_context(instead(one.module, "forward", partial(self._run, one, states)))
+        with made_by(self.compressors, self._make):
             yield
         self.slots.entries.clear()
 
-    def _run(self, one: Compressor, states: dict[int, Any], *args: Any, **kwargs: Any) -> tuple[Tensor, None]:
-        """In the place of a compressor's forward: no entries, and no bias; the slots know what is attended to."""
-        given = inspect.signature(type(one.module).forward).bind(one.module, *args, **kwargs).arguments
-        hidden, step = given["hidden_states"], self.slots.step
+    def _make(self, one: Compressor, call: CompressorCall) -> Tensor:
+        """The entries that the step's tokens complete; the slots know what is attended to."""
+        states, step, device = call.around[STATES_ARGUMENT], self.slots.step, call.hidden.device
         ends = step.completing(one.rate)
         depths = step.positions[ends]
-        made = one.entries(states[one.layer], hidden, ends, depths)
+        made = one.entries(states, call.hidden, ends, depths)
         place, index_place = entry_places(one.layer)
         entries = self._known(place, made, ends, one.rate)
         queries = self._by_request(step.positions[None, :, None])[..., 0]  # [requests, n]
-        last = torch.arange(1, entries.shape[1] + 1, device=hidden.device) * one.rate - 1
+        last = torch.arange(1, entries.shape[1] + 1, device=device) * one.rate - 1
         seen = last <= queries[..., None]
         if one.indexer is not None:
-            own = one.index_entries(states[one.layer], hidden, ends, depths)
+            own = one.index_entries(states, call.hidden, ends, depths)
             known = self._known(index_place, own, ends, one.rate)
-            rows, residual = self._by_request(hidden), self._by_request(given["q_residual"])
-            picks = choose_entries(one.indexer, rows, residual, queries, known, partial(_rows, seen))
+            rows, residual = self._by_request(call.hidden), self._by_request(call.residual)
+            picks = choose_entries(one.indexer, rows, residual, queries, known, lambda block: seen[:, block])
             if picks is not None:
-                seen = among(picks, torch.arange(known.shape[1], device=hidden.device), known.shape[1])
+                seen = among(picks, torch.arange(known.shape[1], device=device), known.shape[1])
         self.slots.entries[one.layer] = entries.unsqueeze(1), seen.unsqueeze(1)
-        return made[:, None, :0], None
+        return made
 
     def _known(self, place: int, made: Tensor, ends: Tensor, rate: int) -> Tensor:
         """Keeps entries [1, E, D] that packed tokens int64 [E] complete; all there are, [requests, entries, D]."""
@@ -78,7 +65,3 @@ class EntrySlots:
     def _by_request(self, packed: Tensor) -> Tensor:
         """[1, T, D] -> [requests, n, D]."""
         return self.slots.step.unfold(packed.unsqueeze(1))[:, 0]
-
-
-def _rows(seen: Tensor, block: slice) -> Tensor:
-    return seen[:, block]

@@ -10,11 +10,10 @@ at a time.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import partial
 from typing import Any, cast
 
 import numpy as np
@@ -29,9 +28,8 @@ from app.tree.attention.part_attention import PartBackend
 from app.tree.attention.path_cache import PathCache
 from app.tree.planning.layout import Part
 from app.tree.prefix_tree import Ints
-from app.tree.states.compressors import Compressor, entry_scores
+from app.tree.states.compressors import Compressor, CompressorCall, entry_scores, made_by
 from app.tree.states.functions import STATES_ARGUMENT
-from app.tree.states.lookback import instead
 from app.tree.transfer import on_device
 
 
@@ -144,77 +142,58 @@ def entry_places(layer: int) -> tuple[int, int]:
 
 
 class CompressedAttention:
-    """The compressors of one model, over trees."""
+    """The compressors of one model, over trees.
+
+    Attributes:
+        rates: of the places in caches that hold entries, how many tokens there are for one.
+    """
 
     def __init__(self, compressors: Sequence[Compressor]) -> None:
         self.compressors = compressors
+        self.rates = {place: one.rate for one in compressors for place in entry_places(one.layer)}
 
-    @cached_property
-    def rates(self) -> dict[int, int]:
-        """Of the places in caches that hold entries, how many tokens there are for one."""
-        return {place: one.rate for one in self.compressors for place in entry_places(one.layer)}
-
-    @contextmanager
-    def over_trees(self, index_cache: PathCache) -> Iterator[None]:
+    def over_trees(self, index_cache: PathCache) -> AbstractContextManager[None]:
         """Inside, entries are made of, and chosen for, the rows of a chunk and its path. `index_cache`: for entries of
         indexers on the path."""
-        running: dict[int, dict[str, Any]] = {}
+        return made_by(self.compressors, partial(_make, index_cache))
 
-        def note(layer: int, module: Any, args: Any, kwargs: dict[str, Any]) -> None:
-            if "tree_chunk" not in kwargs:
-                raise ValueError(
-                    f"layer {layer} ({type(module).__name__}): runs without the tree inside of a TreeEngine's pass, as"
-                    " when a loss calls the model itself; ask an engine for its outputs, or the model before the pass"
-                )
-            running[layer] = kwargs
 
-        with ExitStack() as stack:
-            for one in self.compressors:
-                hook = one.attention.register_forward_pre_hook(partial(note, one.layer), with_kwargs=True)
-                stack.callback(hook.remove)
-                stack.enter_context(instead(one.module, "forward", partial(self._run, one, index_cache, running)))
-            yield
-
-    def _run(
-        self,
-        one: Compressor,
-        index_cache: PathCache,
-        running: dict[int, dict[str, Any]],
-        *args: Any,
-        **kwargs: Any,
-    ) -> tuple[Tensor, None]:
-        """In the place of a compressor's forward: no entries, [1, 1, 0, D], and no bias. What the chunk's are, and how
-        they are attended to, is said to the chunk."""
-        given = inspect.signature(type(one.module).forward).bind(one.module, *args, **kwargs).arguments
-        hidden, residual, positions = (given[name] for name in ("hidden_states", "q_residual", "position_ids"))
-        chunk, states = running[one.layer]["tree_chunk"], running[one.layer][STATES_ARGUMENT]
-        entries = ChunkEntries.of(chunk, one.rate)
-        ends, depths = self._device_rows(chunk, entries, hidden.device)
-        made, count = one.entries(states, hidden, ends, depths).unsqueeze(1), len(chunk.layout.tokens)
-        place, index_place = entry_places(one.layer)
-        picks = None
-        if one.indexer is not None:
-            own = one.index_entries(states, hidden, ends, depths)
-            if chunk.store:
-                chunk.index_keys[index_place] = (_in_rows(own.unsqueeze(1), ends, count),)
-            before = index_cache.read(index_place, entries.path)[0][0] if entries.path else None
-            picks = _choose(one.indexer, hidden, residual, positions, own, chunk, entries, before)
+def _make(index_cache: PathCache, one: Compressor, call: CompressorCall) -> Tensor:
+    """The entries that a chunk's rows complete; how they are attended to is said to the chunk."""
+    if "tree_chunk" not in call.around:
+        raise ValueError(
+            f"layer {one.layer} ({type(one.attention).__name__}): runs without the tree inside of a TreeEngine's pass,"
+            " as when a loss calls the model itself; ask an engine for its outputs, or the model before the pass"
+        )
+    chunk, states = call.around["tree_chunk"], call.around[STATES_ARGUMENT]
+    entries, count = ChunkEntries.of(chunk, one.rate), len(chunk.layout.tokens)
+    ends, depths = _on_device(chunk, entries, call.hidden.device)
+    made, picks = one.entries(states, call.hidden, ends, depths), None
+    place, index_place = entry_places(one.layer)
+    if one.indexer is not None:
+        own = one.index_entries(states, call.hidden, ends, depths)
         if chunk.store:
-            kept = _in_rows(made.detach(), ends, count)
-            chunk.keys_values[place] = kept, kept
-        chunk.backends[one.layer] = EntriesBackend(entries, place, made, picks)
-        return made[:, :, :0], None
+            chunk.index_keys[index_place] = (_in_rows(own, ends, count),)
+        before = index_cache.read(index_place, entries.path)[0][0] if entries.path else None
+        picks = _choose(one.indexer, call, own, chunk, entries, before)
+    if chunk.store:
+        kept = _in_rows(made.detach(), ends, count)
+        chunk.keys_values[place] = kept, kept
+    chunk.backends[one.layer] = EntriesBackend(entries, place, made.unsqueeze(1), picks)
+    return made
 
-    def _device_rows(self, chunk: ChunkAttention, entries: ChunkEntries, device: torch.device) -> tuple[Tensor, Tensor]:
-        key = ("entry rows", entries.rate)
-        if key not in chunk.kept:
-            chunk.kept[key] = on_device(entries.rows, device), on_device(entries.depths, device)
-        return cast(tuple[Tensor, Tensor], chunk.kept[key])
+
+def _on_device(chunk: ChunkAttention, entries: ChunkEntries, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Rows that complete an entry, and their depths; made for the first layer that asks."""
+    key = ("entry rows", entries.rate)
+    if key not in chunk.kept:
+        chunk.kept[key] = on_device(entries.rows, device), on_device(entries.depths, device)
+    return cast(tuple[Tensor, Tensor], chunk.kept[key])
 
 
 def _in_rows(entries: Tensor, rows: Tensor, count: int) -> Tensor:
-    """[1, 1, E, D] -> [1, 1, n, D], each in the row that completes it."""
-    return entries.new_zeros(*entries.shape[:2], count, entries.shape[3]).index_copy_(2, rows, entries)
+    """[1, E, D] -> [1, 1, n, D], each in the row that completes it."""
+    return entries.new_zeros(1, count, entries.shape[2]).index_copy_(1, rows, entries).unsqueeze(1)
 
 
 @torch.no_grad()
@@ -247,9 +226,7 @@ def choose_entries(
 
 def _choose(
     indexer: Any,
-    hidden: Tensor,
-    residual: Tensor,
-    positions: Tensor,
+    call: CompressorCall,
     own: Tensor,
     chunk: ChunkAttention,
     entries: ChunkEntries,
@@ -262,8 +239,8 @@ def _choose(
 
     def visible(block: slice) -> Tensor:
         rows = first + block.start, first + block.stop
-        seen = visible_entries(chunk, entries, *rows, own.shape[1], hidden.device)
+        seen = visible_entries(chunk, entries, *rows, own.shape[1], call.hidden.device)
         return torch.nn.functional.pad(seen, (entries.path, 0), value=True)[None]
 
-    picks = choose_entries(indexer, hidden, residual, positions, known, visible)
+    picks = choose_entries(indexer, call.hidden, call.residual, call.positions, known, visible)
     return picks if picks is None or shares is None else shares.everyones(picks)
