@@ -115,9 +115,9 @@ class StateLayers:
 
     @property
     def first_of_each(self) -> int:
-        """How many layers from the first on hold one of each kind; 0 without states."""
-        kinds = [self.indices, self.attending] if self.attending else [self.indices]
-        return 1 + max(min(kind) for kind in kinds) if self.indices else 0
+        """How many layers from the first on hold one of each kind of state, and one that attends; 0 without states."""
+        first = {kind: layer for layer, kind in sorted(self.expected, reverse=True)}
+        return 1 + max([*first.values(), min(self.attending, default=0)]) if first else 0
 
     @contextmanager
     def noted(self) -> Iterator[None]:

@@ -12,6 +12,8 @@ import pytest
 import torch
 
 from app.tree import SelfCheckError, TreeEngine
+from app.tree.attention.chosen.compressed import EntriesBackend
+from app.tree.attention.part_attention import PartBackend
 from app.tree.executor import Executor
 from app.tree.model.shallow import first_layers
 from app.tree.states.block_scan import BlockIndex
@@ -118,6 +120,30 @@ def test_lost_tokens_that_a_part_looks_back_to_are_refused(
     mutation(monkeypatch)
     with pytest.raises(SelfCheckError, match="Qwen4ExpForCausalLM"):
         train(hybrids.make("qwen4_exp_text", dtype))
+
+
+def unreturned(patch: Patch) -> None:
+    """What chunks below owe the entries of a chunk is lost."""
+    patch.setattr(EntriesBackend, "add_returned", PartBackend.add_returned)
+
+
+@in_every_way
+@pytest.mark.parametrize(
+    ("name", "mutation"),
+    [
+        ("deepseek_v4", forgotten("entries")),
+        ("deepseek_v4", dropped("entries")),
+        ("deepseek_v4", unreturned),
+        ("zaya", forgotten("lookback")),
+        ("zaya", dropped("lookback")),
+    ],
+)
+def test_lost_tokens_that_keys_are_made_of_are_refused(
+    name: str, mutation: Callable[[Patch], None], dtype: torch.dtype, size: None, monkeypatch: Patch
+) -> None:
+    mutation(monkeypatch)
+    with pytest.raises(SelfCheckError, match=r"ForCausalLM: .* differ by more than rounding"):
+        train(hybrids.make(name, dtype))
 
 
 def test_autocast_is_no_hiding_place(size: None, monkeypatch: Patch) -> None:
