@@ -129,6 +129,7 @@ def pass_memory(
     largest = min(chunk_tokens, max(tokens, _LEAST)) if not chunks else max(chunk.tokens for chunk in chunks)
     cut, width = CutVocabulary.of(model), shape.hidden
     held = 1 + longest // chunk_tokens if chunks is None else most_ends(chunks)
+    dealt = shape.state_values - shape.undealt_values
     return PassMemory(
         parameters=sum(_here(p) * p.element_size() for p in model.parameters())
         + sum(x.nbytes for _, x in scales(model)),
@@ -142,7 +143,7 @@ def pass_memory(
             + longest * element
             + min(chunk_tokens, tokens) * accumulated
         ),
-        states=2 * 4 * -(-shape.state_values // ranks) * held,
+        states=2 * 4 * (shape.undealt_values + -(-dealt // ranks)) * held,
         outputs=tokens * (8 + 3 * accumulated) + dense * (8 + 3 * accumulated),
         head_block=heads.block_bytes(min(rows, max(1, scored), -(-chunk_tokens // ranks))),
         backward=largest * max(layer, scan) // ranks,

@@ -91,8 +91,12 @@ class ModelShape:
     def state_values(self) -> int:
         """Values of all layers' states after a token, counted in float32, which a piece that others hang below keeps
         once."""
-        own = sum(layer.state_values for layer in self.attention)
-        return own + (self.states.values if self.states is not None else 0)
+        return self.undealt_values + (self.states.values if self.states is not None else 0)
+
+    @property
+    def undealt_values(self) -> int:
+        """Those of them that every rank of a group keeps whole."""
+        return sum(layer.state_values for layer in self.attention)
 
     def forward_flops(self, tokens: int, pairs: int, scored: int) -> float:
         """Multiply-adds x 2 of one forward: linear layers, attention, scans (of long pieces), output projection of

@@ -59,6 +59,12 @@ def test_states_of_a_path_are_memory() -> None:
     assert pass_memory(model, 4, 8, TREE).states == 2 * 4 * ModelShape.of(model.config).state_values * 2
 
 
+def test_what_keys_are_made_of_is_on_every_rank_of_a_group() -> None:
+    for name, share in (("qwen3_5_text", 2), ("deepseek_v4", 1)):
+        alone, together = (pass_memory(hybrids.make(name), 4, 8, TREE, ranks=ranks).states for ranks in (1, 2))
+        assert alone == share * together > 0
+
+
 def test_ends_that_are_kept_at_once_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of all chunks that are open, in plans of one token a chunk and of a few."""
     model, kept = hybrids.make("qwen3_5_text"), []
