@@ -55,7 +55,7 @@ def expected(model: PreTrainedModel, sequences: list[Any]) -> dict[str, Any]:
     return oracle.dense_backward(model, sequences, loss)[1]
 
 
-@pytest.mark.parametrize("kind", ["", ALL, CHOSEN])
+@pytest.mark.parametrize("kind", ["", *(pytest.param(kind, marks=pytest.mark.slow) for kind in (ALL, CHOSEN))])
 @settings(max_examples=EXAMPLES // 6)
 @given(case=cases(), loss=st.sampled_from(sorted(KINDS)), batched=st.booleans(), block=st.sampled_from([1, 300, 10**6]))
 def test_parity_in_float64(kind: str, case: Case, loss: str, batched: bool, block: int) -> None:
@@ -83,7 +83,7 @@ def test_long_sequences_in_chunks_of_any_size(rates: tuple[int, int]) -> None:
         assert oracle.relative_error(gradients(model, forest(), *budgets), truth)[0] < 1e-9
 
 
-@pytest.mark.parametrize("short", range(1, 7))
+@pytest.mark.parametrize("short", [2, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 3, 4, 5, 6))])
 def test_lines_of_every_length_around_an_entry(short: int) -> None:
     """The first entry is made of half as many tokens as the others, and rows before it see none."""
     model = exact()
