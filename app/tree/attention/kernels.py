@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 import shutil
 import sysconfig
+import warnings
 from collections.abc import Iterator
 from functools import cache
 from importlib.util import find_spec
@@ -78,16 +79,19 @@ class CudaFlash:
 
 
 class CudaEfficient:
-    """ATen's memory-efficient CUDA attention: float32 on any GPU, float16 on those before Ampere; no mask here.
+    """ATen's memory-efficient CUDA attention: float32 on any GPU, float16 on those before Ampere, and on all what has a
+    mask or heads too wide for flash kernels.
 
     It knows no grouped heads: the query heads of a key-value head become heads of a batch entry, over which keys and
     values are expanded without a copy, and their gradients come back a query head each and are summed. Its log-sum-exp
-    has rows up to a multiple of 32; those it adds, it reads as +inf (a probability of 0).
+    has rows up to a multiple of 32; those it adds, it reads as +inf (a probability of 0). Rows of a mask begin at
+    multiples of 16 bytes, and nothing in it is -inf, from which a row that sees none of its first keys would have no
+    number: a query that sees no key at all gets some mean of the values, and a log-sum-exp that says nothing.
     """
 
     def forward(self, q, k, v, causal, mask, scale):  # type: ignore[no-untyped-def]
         out, lse, seed, offset = _aten._scaled_dot_product_efficient_attention(
-            *_by_key_head(q, k, v), None, True, 0.0, causal, scale=scale
+            *_by_key_head(q, k, v), _bias(q, k, mask), True, 0.0, causal, scale=scale
         )
         return out.reshape(q.shape), lse[:, :, : q.shape[2]].reshape(q.shape[:3]), (seed, offset)
 
@@ -96,8 +100,9 @@ class CudaEfficient:
         grad, out, lse = (x.reshape(queries.shape[: x.dim()]) for x in (grad, out, lse))
         rows = _EFFICIENT_ROWS * -(-lse.shape[2] // _EFFICIENT_ROWS)
         lse = torch.nn.functional.pad(lse, (0, rows - lse.shape[2]), value=float("inf"))
+        bias, wanted = _bias(q, k, mask), (True, True, True, False)
         grad_q, grad_k, grad_v, _ = _aten._scaled_dot_product_efficient_attention_backward(
-            grad, queries, keys, values, None, out, lse, *saved, 0.0, (True, True, True, False), causal, scale=scale
+            grad, queries, keys, values, bias, out, lse, *saved, 0.0, wanted, causal, scale=scale
         )
         return grad_q.reshape(q.shape), grad_k.sum(1).unsqueeze(0), grad_v.sum(1).unsqueeze(0)
 
@@ -108,6 +113,16 @@ def _by_key_head(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tenso
     queries = q.reshape(heads, groups, *q.shape[2:])
     keys, values = (x[0].unsqueeze(1).expand(heads, groups, *x.shape[2:]) for x in (k, v))
     return queries, keys, values
+
+
+def _bias(q: Tensor, k: Tensor, mask: Tensor | None) -> Tensor | None:
+    """A mask as this kernel takes it: [Hk, Hq / Hk, n, m], expanded over heads without a copy."""
+    if mask is None:
+        return None
+    heads, groups, (n, m) = k.shape[1], q.shape[1] // k.shape[1], mask.shape[-2:]
+    lowest = max(-1e30, torch.finfo(mask.dtype).min / 2)  # of float16 the half: it is scaled before it is an exponent
+    finite = torch.nn.functional.pad(mask.clamp_min(lowest), (0, -m % 16))[..., :m]
+    return finite.expand(heads, groups, n, m) if mask.dim() == 2 else finite.reshape(heads, groups, n, m)
 
 
 class Math:
@@ -193,9 +208,46 @@ def pick_kernel(q: Tensor, mask: Tensor | None, softcap: float | None = None) ->
         return _CPU_FLASH
     if q.device.type == "cuda" and mask is None and flash_refusal(q.device, q.dtype, q.shape[-1]) is None:
         return _CUDA_FLASH
-    if q.device.type == "cuda" and mask is None and _fits_efficient(q):
+    fits = q.device.type == "cuda" and _fits_efficient(q)
+    if fits and (mask is None or takes_masks(q.device, q.dtype, q.shape[-1])):
         return _CUDA_EFFICIENT
     return _MATH
+
+
+@cache
+def takes_masks(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
+    """Whether the memory-efficient kernel computes attention under a mask as plain torch does, forward and backward:
+    tried once, for releases of torch gave such rows no number, silently. Warns where it does not."""
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(1, 4, 77, head_dim), (1, 2, 203, head_dim), (1, 2, 203, head_dim), (1, 4, 77, head_dim)]
+    with torch.no_grad(), torch.autocast(device.type, enabled=False):
+        q, k, v, grad = (torch.randn(shape, generator=generator).to(device, dtype) for shape in shapes)
+        hidden = torch.rand(77, 203, generator=generator) < 0.5
+        hidden[:40, :140] = True  # rows that see none of their first keys
+        hidden[:, -1] = False
+        mask = torch.zeros(77, 203).masked_fill_(hidden, float("-inf")).to(device, dtype)
+        try:
+            found, expected = (_whole(kernel, q, k, v, grad, mask) for kernel in (_CUDA_EFFICIENT, _MATH))
+        except RuntimeError as error:
+            why = f"it fails: {error}"
+        else:
+            off = [float((a - b).abs().max() / b.abs().max()) for a, b in zip(found, expected, strict=True)]
+            if all(one < (0.02 if dtype in FLASH_DTYPES else 0.005) for one in off):
+                return True
+            why = f"outputs and gradients are off by {', '.join(f'{one:.2g}' for one in off)} of the largest"
+    warnings.warn(
+        f"torch's memory-efficient attention under a mask, in {dtype} with heads of {head_dim}, is not used: {why};"
+        " plain torch computes it, which is slower",
+        stacklevel=2,
+    )
+    return False
+
+
+def _whole(kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, grad: Tensor, mask: Tensor) -> list[Tensor]:
+    """Output, log-sum-exp and gradients of one call, in float32."""
+    out, lse, saved = kernel.forward(q, k, v, False, mask, 0.3)
+    grads = kernel.backward(grad, q, k, v, out, lse, saved, False, mask, 0.3)
+    return [x.float() for x in (out, lse, *grads)]
 
 
 def flash_refusal(device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:

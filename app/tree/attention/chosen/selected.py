@@ -2,8 +2,7 @@
 
 Promises: exact, forward and backward, for any choice, also of a path or of a chunk of which a query sees nothing; keys
 and values of the path are read in place; parts are blocks of queries under a mask of at most `_MASK_BYTES` that exists
-for that block alone. Its work is that of dense attention, whatever was chosen, and on GPUs, where no kernel takes such
-a mask, that of plain torch.
+for that block alone. Its work is that of dense attention, whatever was chosen.
 """
 
 from __future__ import annotations

@@ -295,12 +295,12 @@ WIDTHS |= dict(layer_types=["sliding_attention", "full_attention"])
         (torch.float64, {}, (9, 0), "sdpa"),
         (torch.bfloat16, {}, (7, 5), "sdpa"),  # flash kernels die there
         (torch.float16, {}, (7, 0), "sdpa"),
-        (torch.bfloat16, dict(head_dim=264), (9, 0), "flex"),
+        (torch.bfloat16, dict(head_dim=264), (9, 0), "sdpa"),
         (torch.bfloat16, dict(head_dim=16, model_type="gemma2", attn_implementation="eager"), (9, 0), "flex"),
         (torch.bfloat16, dict(head_dim=8, model_type="gemma2", attn_implementation="eager"), (9, 0), "sdpa"),
         (torch.bfloat16, WIDTHS, (9, 0), "flash and sdpa"),
         (torch.bfloat16, WIDTHS | dict(head_dim=128, global_head_dim=256), (9, 0), "flash"),
-        (torch.bfloat16, WIDTHS | dict(head_dim=264), (9, 0), "flex"),
+        (torch.bfloat16, WIDTHS | dict(head_dim=264), (9, 0), "sdpa"),
         (torch.float32, WIDTHS, (9, 0), "sdpa"),
     ],
 )

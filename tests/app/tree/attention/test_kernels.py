@@ -101,13 +101,23 @@ def test_one_query_and_one_key(kernel: Kernel) -> None:
 
 class Efficient:
     """What torch documents of its memory-efficient kernel, in plain operators: no grouped heads, a log-sum-exp with
-    rows to a multiple of 32, which backward wants again, +inf where there is no query."""
+    rows to a multiple of 32, which backward wants again, +inf where there is no query, a bias of the query's dtype, its
+    rows at multiples of 16 bytes; -inf in it is no number in some releases."""
+
+    @staticmethod
+    def scores(q, k, bias, scale):
+        if bias is None:
+            return q @ k.transpose(-1, -2) * scale
+        assert bias.shape == (*q.shape[:3], k.shape[2]) and bias.dtype == q.dtype and bias.stride(-1) == 1
+        assert bias.stride(-2) * bias.element_size() % 16 == 0 and not bias.isinf().any()
+        return q @ k.transpose(-1, -2) * scale + bias
 
     @staticmethod
     def _scaled_dot_product_efficient_attention(q, k, v, bias, compute_lse, dropout, causal, *, scale):
-        assert q.shape[:2] == k.shape[:2] == v.shape[:2] and bias is None and compute_lse and not dropout
+        assert q.shape[:2] == k.shape[:2] == v.shape[:2] and compute_lse and not dropout
         visible = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool)
-        scores = (q @ k.transpose(-1, -2) * scale).masked_fill(~(visible.tril() if causal else visible), float("-inf"))
+        scores = Efficient.scores(q, k, bias, scale)
+        scores = scores.masked_fill(~(visible.tril() if causal else visible), float("-inf"))
         lse = scores.logsumexp(-1)
         padded = torch.full((*lse.shape[:2], -(-lse.shape[2] // 32) * 32), float("inf"), dtype=lse.dtype)
         padded[:, :, : lse.shape[2]] = lse
@@ -120,7 +130,7 @@ class Efficient:
         assert grad.shape == out.shape == q.shape and q.shape[:2] == k.shape[:2] and not dropout
         assert (int(seed), int(offset), tuple(wanted)) == (1, 2, (True, True, True, False))
         assert lse.shape[2] % 32 == 0 and (lse[:, :, q.shape[2] :] == float("inf")).all()
-        probs = (q @ k.transpose(-1, -2) * scale - lse[:, :, : q.shape[2], None]).exp()
+        probs = (Efficient.scores(q, k, bias, scale) - lse[:, :, : q.shape[2], None]).exp()
         probs = probs.tril() if causal else probs
         scores = probs * (grad @ v.transpose(-1, -2) - (grad * out).sum(-1, keepdim=True)) * scale
         return scores @ k, scores.transpose(-1, -2) @ q, probs.transpose(-1, -2) @ grad, None
@@ -140,6 +150,70 @@ def test_memory_efficient_kernel_without_grouped_heads(heads: tuple[int, int], m
         got = CudaEfficient().backward(grad, q, k, v, *merged, saved, causal, None, SCALE)
         want = Math().backward(grad, q, k, v, *merged, None, causal, None, SCALE)
         assert all(a.shape == b.shape and (a - b).abs().max() < 1e-12 for a, b in zip(got, want, strict=True))
+
+
+def half_hidden(n: int, m: int, dtype: torch.dtype, heads: int | None = None) -> Tensor:
+    """Some rows see none of the first keys, and every row one at least; `heads`: a mask for each."""
+    shape = (n, m) if heads is None else (1, heads, n, m)
+    visible = torch.rand(shape, generator=torch.Generator().manual_seed(3)) < 0.5
+    visible[..., : n // 2, : m // 2] = False
+    visible[..., -1] = True
+    return additive(visible, dtype)
+
+
+@pytest.mark.parametrize("heads", HEADS)
+@pytest.mark.parametrize("each", [False, True])
+def test_memory_efficient_kernel_under_a_mask(
+    heads: tuple[int, int], each: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kernels, "_aten", Efficient)
+    for n, m in ((37, 50), (5, 64), (64, 3)):
+        q, k, v, grad = inputs(heads, n, m, torch.float64)
+        mask, grad = half_hidden(n, m, torch.float64, heads[0] if each else None), grad.contiguous()
+        out, lse, saved = CudaEfficient().forward(q, k, v, False, mask, SCALE)
+        expected, expected_lse, _ = Math().forward(q, k, v, False, mask, SCALE)
+        assert (out - expected).abs().max() < 1e-12 and (lse - expected_lse).abs().max() < 1e-12
+        merged = (out * 0.7, lse + 0.3)
+        got = CudaEfficient().backward(grad, q, k, v, *merged, saved, False, mask, SCALE)
+        want = Math().backward(grad, q, k, v, *merged, None, False, mask, SCALE)
+        assert all((a - b).abs().max() < 1e-12 for a, b in zip(got, want, strict=True))
+
+
+class Broken(Math):
+    """As some releases are: no number where the first keys are hidden."""
+
+    def forward(self, q, k, v, causal, mask, scale):
+        out, lse, saved = super().forward(q, k, v, causal, mask, scale)
+        return out.masked_fill(mask[:, :1].isneginf(), float("nan")), lse, saved
+
+
+class Refusing(Math):
+    def forward(self, q, k, v, causal, mask, scale):
+        raise RuntimeError("attn_bias is not correctly aligned")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_a_kernel_is_tried_before_it_is_given_masks(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    for kernel, words in ((Broken(), "off by nan"), (Refusing(), "fails: attn_bias"), (CpuFlash(), None)):
+        monkeypatch.setattr(kernels, "_CUDA_EFFICIENT", kernel)
+        kernels.takes_masks.cache_clear()
+        state = torch.get_rng_state()
+        if words is None:
+            assert kernels.takes_masks(torch.device("cpu"), dtype, 16)
+        else:
+            with pytest.warns(UserWarning, match=words):
+                assert not kernels.takes_masks(torch.device("cpu"), dtype, 16)
+        assert torch.equal(torch.get_rng_state(), state)
+    kernels.takes_masks.cache_clear()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("width", [64, 128, 512])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_masks_on_a_gpu(dtype: torch.dtype, width: int, recwarn: pytest.WarningsRecorder) -> None:
+    """Or what stands in the warning: plain torch computes them then."""
+    assert kernels.takes_masks(torch.device("cuda"), dtype, width), [str(one.message) for one in recwarn]
 
 
 def test_scores_held_at_once_are_bounded() -> None:

@@ -18,6 +18,8 @@ import torch
 from torch.utils.cpp_extension import include_paths, library_paths
 
 HERE = Path(__file__).parent / "fake_cuda"
+EFFICIENT = {"_scaled_dot_product_efficient_attention", "_scaled_dot_product_efficient_attention_backward"}
+"""With masks too: whether the kernel is right under one is asked on a device that has values."""
 LOSS = "engine.py backward"  # the value of the loss, at the very end
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]  # FlexAttention compiles for half a minute
 
@@ -50,7 +52,7 @@ def test_low_precision_runs_on_flash_kernels(traced: list[dict[str, Any]]) -> No
     dense = {"_scaled_dot_product_flash_attention", "_scaled_dot_product_flash_attention_backward"}
     packed = {"_flash_attention_forward", "_flash_attention_backward"}
     found = {(one["case"], one["backend"]): set(one["operators"]) for one in traced}
-    assert found["bf16", "sdpa"] == dense and found["autocast", "sdpa"] == dense
+    assert found["bf16", "sdpa"] == dense | EFFICIENT and found["autocast", "sdpa"] == dense | EFFICIENT
     cudnn = {f"_scaled_dot_product_cudnn_attention{suffix}" for suffix in ("", "_backward")}
     assert found["bf16", "cudnn"] == dense | packed | cudnn and found["window", "cudnn"] >= packed
     assert found["bf16", "flash"] == dense | packed and found["window", "flash"] >= packed
@@ -59,9 +61,14 @@ def test_low_precision_runs_on_flash_kernels(traced: list[dict[str, Any]]) -> No
 
 def test_heads_too_wide_for_flash_kernels_are_computed_beside_the_others(traced: list[dict[str, Any]]) -> None:
     found = {one["backend"]: set(one["operators"]) for one in traced if one["case"] == "widths"}
-    wide = {"_scaled_dot_product_efficient_attention", "_scaled_dot_product_efficient_attention_backward"}
-    assert found["auto"] >= wide | {"_flash_attention_forward", "_flash_attention_backward"}
-    assert found["sdpa"] > wide
+    assert found["auto"] >= EFFICIENT | {"_flash_attention_forward", "_flash_attention_backward"}
+    assert found["sdpa"] > EFFICIENT
+
+
+def test_what_was_chosen_runs_on_the_kernel_that_takes_masks(traced: list[dict[str, Any]]) -> None:
+    cases = {"chosen tokens", "chosen tokens, again", "compressed", "compressed, again"}
+    found = {one["case"]: set(one["operators"]) for one in traced if one["case"] in cases}
+    assert found == dict.fromkeys(cases, EFFICIENT)
 
 
 @pytest.mark.skipif(find_spec("triton") is None, reason="needs the package triton")
@@ -78,10 +85,9 @@ def test_one_kernel_over_path_and_chunk(traced: list[dict[str, Any]]) -> None:
 
 def test_float32_and_older_gpus_have_a_kernel_that_starts_at_once(traced: list[dict[str, Any]]) -> None:
     """The memory-efficient one; bf16, which GPUs before Ampere do not compute, by plain operators."""
-    efficient = {"_scaled_dot_product_efficient_attention", "_scaled_dot_product_efficient_attention_backward"}
     found = {(one["case"], one["backend"]): set(one["operators"]) for one in traced}
-    assert found["float32", "sdpa"] == found["auto", "auto"] == efficient
-    assert found["older GPU", "auto"] == found["older GPU", "sdpa"] == efficient
+    assert found["float32", "sdpa"] == found["auto", "auto"] == EFFICIENT
+    assert found["older GPU", "auto"] == found["older GPU", "sdpa"] == EFFICIENT
     assert not found["older GPU, bf16", "auto"]
 
 
