@@ -228,6 +228,8 @@ def takes_masks(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool
         mask = torch.zeros(77, 203).masked_fill_(hidden, float("-inf")).to(device, dtype)
         try:
             found, expected = (_whole(kernel, q, k, v, grad, mask) for kernel in (_CUDA_EFFICIENT, _MATH))
+        except torch.OutOfMemoryError:
+            raise  # of the pass around it, which is repeated
         except RuntimeError as error:
             why = f"it fails: {error}"
         else:
