@@ -75,7 +75,8 @@ class ChunkAttention:
         index_keys: of layers with an indexer, ([1, 1, n, D],) by layer, as `keys_values`.
         index_cache: those of the path; None in models without.
         stand_in: for a mask, which layers with an indexer hand on; None in models without.
-        backends: of layers whose keys are more than the rows', what computes their attention instead.
+        backends: of layers whose keys are more than the rows', what computes their attention instead; empty again once
+            they have attended.
     """
 
     layout: Layout

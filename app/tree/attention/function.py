@@ -186,7 +186,8 @@ def tree_attention(
             f"{where}: chooses tokens (indices) beside a window or soft-capping, or by no indexer known here; use"
             " another model"
         )
-    backend = tree_chunk.backends.get(layer, tree_chunk.backend)
+    # Taken out: what it holds has a graph, which holds the chunk, and the two would keep each other for good.
+    backend = tree_chunk.backends.pop(layer, tree_chunk.backend)
     refusal = backend.refusal(query, call)
     if refusal is not None:
         raise ValueError(f"{where}: attention='{backend.name}' {refusal}")

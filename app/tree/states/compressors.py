@@ -158,7 +158,8 @@ def _pooled(module: Any, states: PieceStates, key: StateKey, hidden: Tensor, end
     pooled = module.kv_norm((values * weights).sum(1))[None]
     first = (depths - rate + 1)[None]
     cos, sin = module.rotary_emb(pooled, position_ids=first, layer_type=module.rope_layer_type)
-    return _rotated(module, pooled.unsqueeze(1), cos, sin).squeeze(1)
+    # Of the projections' dtype, as keys are: on some devices autocast adds up in float32.
+    return _rotated(module, pooled.unsqueeze(1), cos, sin).squeeze(1).to(projected.dtype)
 
 
 def _rotated(module: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

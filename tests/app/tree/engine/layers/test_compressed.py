@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import gc
+import weakref
 from functools import cache
 from typing import Any
 
@@ -16,6 +18,7 @@ from transformers import PreTrainedModel
 
 from app.tree import PrefixTree, TreeEngine, index_parameters
 from app.tree.attention.chosen import group_indexer, selected
+from app.tree.attention.chunk_attention import ChunkAttention
 from app.tree.attention.path_cache import PathCache
 from tests.app.tree import models, oracle
 from tests.app.tree.cases import Case, cases
@@ -143,6 +146,36 @@ def test_the_path_holds_a_row_for_so_many_tokens(monkeypatch: pytest.MonkeyPatch
         **{(layer, True): [longest] * 2 for layer in range(3)},
         **{(-3, True): [longest // 3] * 2, (-5, True): [longest // 2] * 2, (-6, False): [longest // 2]},
     }
+
+
+def test_entries_that_autocast_leaves_in_float32_are_kept_as_keys_are() -> None:
+    """As on a CUDA device, whose autocast adds up in float32."""
+    model, found = hybrids.make("deepseek_v4"), []
+    for summed in (False, True):
+        for layer in model.model.layers:
+            if summed and layer.self_attn.compressor is not None:
+                layer.self_attn.compressor.kv_norm.register_forward_hook(lambda module, args, out: out.float())
+        with torch.autocast("cpu", torch.bfloat16):
+            grads = gradients(model, families.SEQUENCES, 4, 8)
+        found.append({name: grad for name, grad in grads.items() if grad is not None})
+    assert oracle.relative_error(found[1], found[0])[0] < 0.1
+
+
+@pytest.mark.parametrize("checkpointed", [False, True])
+def test_chunks_are_gone_after_a_pass(monkeypatch: pytest.MonkeyPatch, checkpointed: bool) -> None:
+    """Entries have a graph, and nodes of it hold the chunk, which Python cannot see: a ring would stay for good."""
+    model, chunks, init = copy.deepcopy(exact()), list[weakref.ref[ChunkAttention]](), ChunkAttention.__init__
+
+    def spy(self: ChunkAttention, *args: Any, **kwargs: Any) -> None:
+        init(self, *args, **kwargs)
+        chunks.append(weakref.ref(self))
+
+    monkeypatch.setattr(ChunkAttention, "__init__", spy)
+    if checkpointed:
+        model.train().gradient_checkpointing_enable({"use_reentrant": False})
+    gradients(model, families.SEQUENCES, 4, 8)
+    gc.collect()
+    assert len(chunks) > 1 and not any(chunk() for chunk in chunks)
 
 
 def test_a_pass_inside_of_another() -> None:
