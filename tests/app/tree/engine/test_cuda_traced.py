@@ -44,7 +44,7 @@ def traced(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 
 
 def test_every_case_runs_and_waits_for_the_loss_alone(traced: list[dict[str, Any]]) -> None:
-    assert len([one for one in traced if one["backend"] != "triton"]) == 32
+    assert len([one for one in traced if one["backend"] != "triton"]) == 33
     assert {(one["case"], one["backend"]): one["waits"] for one in traced if one["waits"] != [LOSS]} == {}
 
 
@@ -66,7 +66,7 @@ def test_heads_too_wide_for_flash_kernels_are_computed_beside_the_others(traced:
 
 
 def test_what_was_chosen_runs_on_the_kernel_that_takes_masks(traced: list[dict[str, Any]]) -> None:
-    cases = {"chosen tokens", "chosen tokens, again", "compressed", "compressed, again"}
+    cases = {"chosen tokens", "chosen tokens, again", "compressed", "compressed, again", "compressed, autocast"}
     found = {one["case"]: set(one["operators"]) for one in traced if one["case"] in cases}
     assert found == dict.fromkeys(cases, EFFICIENT)
 

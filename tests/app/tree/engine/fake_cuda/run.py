@@ -49,6 +49,7 @@ WIDTHS = dict(WIDE, global_head_dim=264, layer_types=["sliding_attention", "full
 WIDTHS |= dict(hidden_size_per_layer_input=0)
 CHOSEN = {**families.INDEXED, "first_k_dense_replace": 2}  # without experts, of which each asks the device
 COMPRESSED = {**hybrids.OPTIONS["deepseek_v4"], "head_dim": 512, "index_head_dim": 64, "partial_rotary_factor": 0.125}
+BATCHED = dict(experts_implementation="batched_mm")  # grouped products take no float32 there
 MIXED = dict(WIDE, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=8)
 # label, model, its options, dtype, options of `backward` and of the device, backends
 CASES: list[tuple[str, str, dict[str, Any], torch.dtype, dict[str, Any], str]] = [
@@ -73,6 +74,7 @@ CASES: list[tuple[str, str, dict[str, Any], torch.dtype, dict[str, Any], str]] =
     ("chosen tokens, again", "deepseek_v32", CHOSEN, F32, {"checkpointing": True}, "sdpa"),
     ("compressed", "deepseek_v4", COMPRESSED, BF16, {}, "auto sdpa"),
     ("compressed, again", "deepseek_v4", COMPRESSED, BF16, {"checkpointing": True}, "sdpa"),
+    ("compressed, autocast", "deepseek_v4", {**COMPRESSED, **BATCHED}, F32, {"autocast": True}, "sdpa"),
 ]
 
 
