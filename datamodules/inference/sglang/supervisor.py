@@ -30,7 +30,7 @@ _TICK_S = 0.5  # between two looks at a server whose state does not change
 _PROBE_EVERY_S = 5.0
 _SUSPECT_ANSWER_S = 10.0  # for an answer after a connection broke
 _BACKOFF_S = (1.0, 2.0, 5.0, 10.0, 30.0)
-_QUESTIONS = 8  # of a server that is not ours, at least so many within the time it has to come up
+_QUESTIONS = 8  # of a server that is not ours: the first has such a part of the time it has to come up
 _LEFT_S = 60.0  # a server that another run has paused for so long, under the same weights, was left so
 _STEADY_S = 300.0  # a server that served so long starts counting its failures anew
 
@@ -142,10 +142,11 @@ class Supervisor:
         else:
             await server.reconnect(server.client)
         # A short question first: what does not answer it would cost an update's deadline. Of one that may still be
-        # coming up several have to fit into the start: what took the connection may never answer it.
+        # coming up several have to fit into the start, since what took the connection may never answer it; each has
+        # twice the time of the one before, since a server may be busy.
         patience_s = min(limits.silence_s, limits.update_s)
         if server.process is None:
-            patience_s = min(patience_s, limits.start_s / _QUESTIONS)
+            patience_s = min(patience_s, limits.start_s / _QUESTIONS * 2 ** min(self._failures, 16))
         answer = await server.client.get("/model_info", patience_s)
         server.enter("joining", server.error)
         await self._check(server)

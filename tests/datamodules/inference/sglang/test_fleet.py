@@ -19,7 +19,7 @@ from datamodules.inference.sglang.server_state import Server, Target
 from datamodules.inference.sglang.supervisor import Limits, Supervisor
 from datamodules.inference.sglang.weights.forms import AdapterWeights, DiskWeights
 from datamodules.inference.sglang.weights.server_weights import SyncFailed
-from tests.fuzz.hostile_server import Answer, HostileServer, http, said
+from tests.fuzz.hostile_server import MODEL_INFO, Answer, HostileServer, http, said
 
 LIMITS = Limits(silence_s=60, update_s=60, start_s=60, max_restarts=0)
 
@@ -103,6 +103,23 @@ def test_a_server_that_comes_up_is_found_in_a_short_start(at_first: Answer, monk
         try:
             await fleet.start(None)
             assert servers[0].state == "ready"
+        finally:
+            await fleet.close()
+
+    with HostileServer() as hostile:
+        asyncio.run(run(hostile))
+
+
+def test_a_busy_server_is_given_longer_to_answer_each_time_it_is_asked() -> None:
+    async def run(hostile: HostileServer) -> None:
+        ordinary = http(json.dumps({**MODEL_INFO, "weight_version": "0"}).encode())
+        slowly = Answer([ordinary[:20], ordinary[20:]], pause_s=0.8)
+        hostile.act = lambda path, body: slowly if path == "/model_info" else None
+        servers = given_servers([hostile.url], None, 4)
+        fleet = Fleet(servers, PrefixRouter(256), _no_check, replace(LIMITS, start_s=4.0))  # 0.5 s at first
+        try:
+            await fleet.start(None)
+            assert servers[0].state == "ready" and hostile.asked.count("/model_info") >= 2
         finally:
             await fleet.close()
 
