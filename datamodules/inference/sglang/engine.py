@@ -80,7 +80,7 @@ class SGLangEngine(InferenceEngine, ServerEngine):
         request_timeout_s: seconds a request may take, its wait for a place at a server included, time spent paused not.
         control_timeout_s: seconds a server may take to pause or to continue.
         update_timeout_s: seconds a server that joins may take for its weights (updates bring their own deadline).
-        start_timeout_s: seconds servers may take to come up; those given by address are asked 8 times in it, or more.
+        start_timeout_s: seconds servers may take to come up; those given by address are asked several times in it.
         silence_s: seconds without an answer, or without progress in any running request, until a server is lost.
         adapters: most versions of a LoRA that a server holds at once, `max_staleness` + 2 at least for a reply not to
             wait for room; null sends merged weights. Servers given by address need `--enable-lora` with the rank, the

@@ -14,14 +14,14 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from app.tree.attention.chosen.group_indexer import query_blocks
-from app.tree.attention.chosen.selected import ChosenKernel, mask_blocks
+from app.tree.attention.chosen.selected import ChosenKernel, mask_blocks, picked
 from app.tree.attention.chunk_attention import ChunkAttention, LayerCall
 from app.tree.attention.kernels import Kernel
 from app.tree.attention.part_attention import PartBackend
@@ -80,8 +80,7 @@ class EntriesBackend(PartBackend):
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, chunk: ChunkAttention, call: LayerCall
     ) -> Tensor:
-        made = self.made.to(k.dtype)
-        return super().attend(q, torch.cat([k, made], 2), torch.cat([v, made], 2), sinks, chunk, call)
+        return super().attend(q, torch.cat([k, self.made], 2), torch.cat([v, self.made], 2), sinks, chunk, call)
 
     def parts(self, chunk: ChunkAttention, call: LayerCall) -> Iterator[Part]:
         yield from chunk.parts(call.window)
@@ -104,9 +103,8 @@ class EntriesBackend(PartBackend):
         width = part.k_stop - part.k_start
         seen = None if part.path else visible_entries(chunk, self.entries, part.q_start, part.q_stop, width, q.device)
         if self.picks is not None:
-            at = self.picks[0, part.q_start : part.q_stop].long() - (0 if part.path else self.entries.path)
-            at = torch.where((at < 0) | (at >= width), width, at)  # a column of its own for the others
-            chosen = torch.zeros(len(at), width + 1, dtype=torch.bool, device=q.device).scatter_(1, at, True)[:, :width]
+            first = 0 if part.path else self.entries.path
+            chosen = picked(self.picks[0, part.q_start : part.q_stop], first, width)
             seen = chosen if seen is None else seen & chosen
         assert seen is not None
         return torch.zeros_like(seen, dtype=q.dtype).masked_fill_(~seen, float("-inf"))
@@ -128,10 +126,7 @@ def visible_entries(
     chunk: ChunkAttention, entries: ChunkEntries, start: int, stop: int, count: int, device: torch.device
 ) -> Tensor:
     """bool [stop - start, count]: which of the chunk's first entries rows [start, stop) see."""
-    key = ("entries", entries.rate, device)
-    if key not in chunk.kept:
-        chunk.kept[key] = [on_device(x, device) for x in (entries.rows, chunk.layout.ends[entries.rows])]
-    rows, ends = (x[None, :count] for x in chunk.kept[key])
+    rows, _, ends = (x[None, :count] for x in _on_device(chunk, entries, device))
     query = torch.arange(start, stop, device=device)[:, None]
     return (rows <= query) & (query < ends)
 
@@ -167,7 +162,7 @@ def _make(index_cache: PathCache, one: Compressor, call: CompressorCall) -> Tens
         )
     chunk, states = call.around["tree_chunk"], call.around[STATES_ARGUMENT]
     entries, count = ChunkEntries.of(chunk, one.rate), len(chunk.layout.tokens)
-    ends, depths = _on_device(chunk, entries, call.hidden.device)
+    ends, depths, _ = _on_device(chunk, entries, call.hidden.device)
     made, picks = one.entries(states, call.hidden, ends, depths), None
     place, index_place = entry_places(one.layer)
     if one.indexer is not None:
@@ -183,12 +178,15 @@ def _make(index_cache: PathCache, one: Compressor, call: CompressorCall) -> Tens
     return made
 
 
-def _on_device(chunk: ChunkAttention, entries: ChunkEntries, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Rows that complete an entry, and their depths; made for the first layer that asks."""
-    key = ("entry rows", entries.rate)
+def _on_device(chunk: ChunkAttention, entries: ChunkEntries, device: torch.device) -> list[Tensor]:
+    """Rows that complete an entry, their depths, and the rows behind their last descendants, int64 [E] each; made for
+    the first layer that asks."""
+    key = ("entries", entries.rate, device)
     if key not in chunk.kept:
-        chunk.kept[key] = on_device(entries.rows, device), on_device(entries.depths, device)
-    return cast(tuple[Tensor, Tensor], chunk.kept[key])
+        known = entries.rows, entries.depths, chunk.layout.ends[entries.rows]
+        chunk.kept[key] = [on_device(x, device) for x in known]
+    found: list[Tensor] = chunk.kept[key]
+    return found
 
 
 def _in_rows(entries: Tensor, rows: Tensor, count: int) -> Tensor:

@@ -47,9 +47,7 @@ class SelectedBackend(PartBackend):
     def mask(self, q: Tensor, part: Part, chunk: ChunkAttention) -> Tensor:
         rows, width = slice(part.q_start, part.q_stop), part.k_stop - part.k_start
         first = part.k_start if part.path else chunk.path_tokens + part.k_start
-        at = self.picks[0, rows].long() - first
-        at = torch.where((at < 0) | (at >= width), width, at)  # a column of its own for the others
-        chosen = torch.zeros(len(at), width + 1, dtype=torch.bool, device=q.device).scatter_(1, at, True)[:, :width]
+        chosen = picked(self.picks[0, rows], first, width)
         if not part.path:
             chosen &= visible_rows(chunk, rows, q.device)
         return torch.zeros_like(chosen, dtype=q.dtype).masked_fill_(~chosen, float("-inf"))
@@ -77,6 +75,13 @@ class BlocksBackend(SelectedBackend):
             chosen &= visible_rows(chunk, rows, q.device)
         whole = chosen.repeat_interleave(self.heads // len(chosen), 0).unsqueeze(0)
         return torch.zeros_like(whole, dtype=q.dtype).masked_fill_(~whole, float("-inf"))
+
+
+def picked(picks: Tensor, first: int, width: int) -> Tensor:
+    """bool [n, width]: which of the keys from `first` on are among `picks` int32 [n, k]."""
+    at = picks.long() - first
+    at = torch.where((at < 0) | (at >= width), width, at)  # a column of its own for the others
+    return torch.zeros(len(at), width + 1, dtype=torch.bool, device=at.device).scatter_(1, at, True)[:, :width]
 
 
 def mask_blocks(rows: int, width: int) -> Iterator[tuple[int, int]]:

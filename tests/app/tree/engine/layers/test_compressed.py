@@ -23,6 +23,7 @@ from app.tree.attention.path_cache import PathCache
 from tests.app.tree import models, oracle
 from tests.app.tree.cases import Case, cases
 from tests.app.tree.engine import families
+from tests.app.tree.engine.layers.test_indexers import expected, forest, gradients
 from tests.app.tree.engine.test_parity import EXAMPLES
 from tests.app.tree.losses import KINDS, SequenceLoss
 from tests.app.tree.parity import assert_backward, assert_forward, assert_unchanged, snapshot, take_grads
@@ -47,17 +48,6 @@ def exact(kind: str = "", rates: tuple[int, int] = (3, 2), topk: int = 2, window
     return hybrids.exact(model).eval()
 
 
-def gradients(model: PreTrainedModel, sequences: list[Any], *budgets: int, **engine: Any) -> dict[str, Any]:
-    loss = SequenceLoss("mean_times_variance", [len(s) for s in sequences], 0, ("logprobs",))
-    TreeEngine(model, *budgets, self_check=False, **engine).backward(PrefixTree.build(sequences), loss)
-    return take_grads(model)
-
-
-def expected(model: PreTrainedModel, sequences: list[Any]) -> dict[str, Any]:
-    loss = SequenceLoss("mean_times_variance", [len(s) for s in sequences], 0, ("logprobs",))
-    return oracle.dense_backward(model, sequences, loss)[1]
-
-
 @pytest.mark.parametrize("kind", ["", *(pytest.param(kind, marks=pytest.mark.slow) for kind in (ALL, CHOSEN))])
 @settings(max_examples=EXAMPLES // 6)
 @given(case=cases(), loss=st.sampled_from(sorted(KINDS)), batched=st.booleans(), block=st.sampled_from([1, 300, 10**6]))
@@ -68,13 +58,6 @@ def test_parity_in_float64(kind: str, case: Case, loss: str, batched: bool, bloc
         patch.setattr(selected, "_MASK_BYTES", block)
         assert_forward(model, head, case, ("logprobs", "entropy", "values"), 1e-9)
         assert_backward(model, head, case, loss, ("logprobs", "values"), 1e-9, batched)
-
-
-def forest() -> list[Any]:
-    random = np.random.default_rng(0)
-    stem = random.integers(0, 31, 200)
-    cuts = ((200, 120), (200, 10), (200, 60), (90, 80), (90, 3), (30, 6))
-    return [np.concatenate([stem[:cut], random.integers(0, 31, n)]) for cut, n in cuts]
 
 
 ANY = ((1000, 2000), (100, 200), (40, 60), (5, 9))
