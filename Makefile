@@ -127,13 +127,14 @@ lint: $(STAMP)
 	$(VENV)/bin/lint-imports
 
 # torch goes first, so that TORCH alone decides its build: pip's own choice on Linux may be gigabytes of CUDA packages.
+# An environment without pip is one whose making was interrupted: it is made again in its place.
 $(STAMP): pyproject.toml
 	@if [ -z "$(PYTHON)" ]; then \
 		echo "Arborist needs Python 3.11 or newer and found none: install it or say make PYTHON=/path/to/python3.12" >&2; exit 1; fi
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
 		echo "Arborist needs Python 3.11 or newer; $(PYTHON) is $$($(PYTHON) --version 2>&1)" >&2; exit 1; }
 	@echo "Setting up $(VENV) with $$($(PYTHON) --version) (a few minutes the first time)"
-	@test -x $(PY) || $(PYTHON) -m venv $(VENV) || { \
+	@$(PY) -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv $(VENV) || { \
 		echo "$(PYTHON) cannot make virtual environments: install its venv package (Debian: apt install python3-venv)" >&2; exit 1; }
 	$(PIP) install $(TORCH)
 	$(PIP) install -e '.[dev]'
@@ -141,7 +142,7 @@ $(STAMP): pyproject.toml
 
 $(SERVER_STAMP): $(SERVER_FILES)/requirements.txt $(SERVER_FILES)/wheels.txt
 	@echo "Setting up $(SERVER_VENV), about 3 GB (a few minutes, once)"
-	@test -x $(SERVER_VENV)/bin/python || $(PYTHON) -m venv $(SERVER_VENV)
+	@$(SERVER_PIP) --version >/dev/null 2>&1 || $(PYTHON) -m venv $(SERVER_VENV)
 	$(SERVER_PIP) install $(SERVER_TORCH)
 	$(SERVER_PIP) install -r $(SERVER_FILES)/requirements.txt
 	$(SERVER_PIP) install --no-deps -r $(SERVER_FILES)/wheels.txt
@@ -149,14 +150,14 @@ $(SERVER_STAMP): $(SERVER_FILES)/requirements.txt $(SERVER_FILES)/wheels.txt
 
 $(BOUNDS_STAMP): pyproject.toml
 	@echo "Setting up $(BOUNDS_VENV) with $(BOUNDS) (gigabytes of CUDA packages, unless BOUNDS_TORCH says otherwise)"
-	@test -x $(BOUNDS_VENV)/bin/python || $(PYTHON) -m venv $(BOUNDS_VENV)
+	@$(BOUNDS_VENV)/bin/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv $(BOUNDS_VENV)
 	$(BOUNDS_VENV)/bin/python -m pip --disable-pip-version-check -q install $(BOUNDS_TORCH)
 	$(BOUNDS_VENV)/bin/python -m pip --disable-pip-version-check -q install -e '.[dev]' $(filter-out torch==%,$(BOUNDS))
 	@touch $(BOUNDS_STAMP)
 
 # A path file lets it see the packages of .venv, so that only what TRL needs beyond them is installed.
 $(TRL_STAMP): $(STAMP)
-	test -x $(TRL_VENV)/bin/python || $(PY) -m venv $(TRL_VENV)
+	$(TRL_VENV)/bin/python -m pip --version >/dev/null 2>&1 || $(PY) -m venv $(TRL_VENV)
 	$(PY) -c 'import sysconfig; print(sysconfig.get_path("purelib"))' \
 		> $$($(TRL_VENV)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/parent.pth
 	$(TRL_VENV)/bin/python -m pip --disable-pip-version-check -q install 'trl==1.16.0'

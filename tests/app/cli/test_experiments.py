@@ -20,6 +20,7 @@ from modules import ModelSource, build_model
 from tests.app.cli.test_end_to_end import CONFIGS, MODEL, workplace  # noqa: F401 - an autouse fixture
 from tests.helpers.doubles import conversations
 from tests.helpers.judge_server import JudgeServer
+from tests.helpers.quick import some
 from tests.helpers.recorded_samples import byte_tokenizer, line, write_jsonl
 from tests.helpers.tiny_vision import noise, png
 
@@ -230,9 +231,7 @@ def test_prompts_are_validated_in_the_form_they_are_trained_in(path: Path) -> No
 
 
 @pytest.mark.parametrize(
-    "path",
-    [pytest.param(one, marks=[] if one.stem in QUICK else pytest.mark.slow) for one in EXPERIMENTS],
-    ids=lambda path: path.stem,
+    "path", some(EXPERIMENTS, [one for one in EXPERIMENTS if one.stem in QUICK]), ids=lambda path: path.stem
 )
 def test_an_experiment(
     path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

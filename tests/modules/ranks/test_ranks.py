@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from modules import PolicyModule, Refresh, Regulariser
+from tests.helpers.quick import some
 from tests.helpers.rank_pool import RankError, RankPool
 from tests.helpers.tiny_policy import fit, make_batch, parameters, sgd, source
 from tests.modules.ranks import training_jobs as jobs
@@ -94,9 +95,7 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[] if name == "grpo" else pytest.mark.slow) for name in ALGORITHMS]
-)
+@pytest.mark.parametrize("name", some(ALGORITHMS, ["grpo"]))
 def test_execution_modes_on_one_and_two_processes_give_the_same_parameters(name: str, two_ranks: RankPool) -> None:
     """Eight SGD steps: two batches, 2 minibatches x 2 epochs of each. On two processes in all modes with GRPO."""
     options = {**STEPS, **ALGORITHMS[name]}

@@ -14,12 +14,12 @@ from functools import cache
 from types import ModuleType
 from typing import Any
 
-import pytest
 import torch
 from torch import nn
 from transformers import PreTrainedModel
 
 from tests.app.tree import models
+from tests.helpers.quick import some
 
 DELTA: dict[str, Any] = dict(
     layer_types=["linear_attention", "full_attention", "linear_attention"],
@@ -144,9 +144,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     ),
 }
 _FILE = re.compile(r"transformers\.models\.\w+\.modeling_\w+(?<!_float64)")  # of a family, and no copy
-QUICK = [
-    pytest.param(name, marks=[] if name in ("qwen3_5_text", "nemotron_h") else pytest.mark.slow) for name in OPTIONS
-]
+QUICK = some(OPTIONS, ("qwen3_5_text", "nemotron_h"))
 """A delta rule and a state space; what is tested of the other families is slow."""
 
 

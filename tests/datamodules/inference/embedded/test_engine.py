@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 import threading
+from itertools import product
 from typing import ClassVar
 
 import numpy as np
@@ -41,6 +42,7 @@ from tests.datamodules.inference.engine_suite import (
     tiny_policy,
     wait_until_generating,
 )
+from tests.helpers.quick import some
 
 
 def started(policy=None, seed=3, **settings) -> EmbeddedEngine:
@@ -185,8 +187,7 @@ CHOOSING |= {"MiniMax-M3": {"index_topk_blocks": 64}, "Qwen 4 (experimental)": {
 
 
 @pytest.mark.parametrize("row", CHOOSING)
-@pytest.mark.parametrize("max_batch_tokens", [4096, 10])
-@pytest.mark.parametrize("block", [1, 2**20])
+@pytest.mark.parametrize(("max_batch_tokens", "block"), some(product((4096, 10), (1, 2**20)), [(4096, 2**20), (10, 1)]))
 def test_tokens_that_an_indexer_chose(row: str, max_batch_tokens: int, block: int, monkeypatch) -> None:
     """Prompts shorter and longer than what is chosen, at once and in parts; and that it is chosen: no more is seen."""
     monkeypatch.setattr(group_indexer, "_SCORE_BYTES", block)

@@ -34,6 +34,7 @@ from tests.datamodules.inference.engine_suite import (
     tiny_policy,
     wait_until_generating,
 )
+from tests.helpers.quick import some
 
 
 def started(policy: PreTrainedModel, **settings) -> EmbeddedEngine:
@@ -133,7 +134,7 @@ DELTA_RULES = {"Qwen3.5", "OLMo-Hybrid"}
 """Layers that compute in float32 whatever the model is in."""
 
 
-@pytest.mark.parametrize("row", FLOAT64)
+@pytest.mark.parametrize("row", some(FLOAT64, [row for row in families.KINDS if row in FLOAT64]))
 def test_every_step_is_the_one_it_replaces(row: str) -> None:
     """In float64 to 1e-9: windows, latent attention, states, rows without a request and rows that move."""
     batcher = batcher_of(families.build(families.SUPPORTED[row], torch.float64))
@@ -253,11 +254,11 @@ def recorded(function: Callable[[], None]) -> Callable[[], None]:
     return recording.replay
 
 
-@pytest.mark.parametrize("row", families.SUPPORTED)
+@pytest.mark.parametrize("row", some(families.SUPPORTED, (*families.KINDS, "GLM-5.3")))
 def test_a_recording_of_a_step_answers_all_requests_of_its_size(row: str) -> None:
-    """In float32: the same tokens, log-probabilities to 1e-5. What runs again is operators alone, on the tensors they
-    had: what the host decided in the forward is decided for every later step. Weights change on the way, where they
-    are."""
+    """In float32: the same tokens, log-probabilities to 1e-5, which are those of the weights of their versions. What
+    runs again is operators alone, on the tensors they had: what the host decided in the forward is decided for every
+    later step. Weights change on the way, where they are."""
     family = families.SUPPORTED[row]
     replies = []
     for static in (False, True):
@@ -273,10 +274,12 @@ def test_a_recording_of_a_step_answers_all_requests_of_its_size(row: str) -> Non
         replies.append(played(batcher, SMALL, update))
     waits = "as they are: the forward of Glm5NextForConditionalGeneration waits for the device (aten.index)"
     assert batcher.decoding.endswith(" CUDA graphs") or (row, batcher.decoding) == ("GLM-5.3", waits), batcher.decoding
-    tolerance = max(1e-5, family.tolerances[0])
+    tolerance, truth = max(1e-5, family.tolerances[0]), {k: families.build(family, seed=k) for k in (0, 1)}
     for one, other in zip(*replies, strict=True):
         assert one.tokens == other.tokens and one.versions == other.versions
         assert torch.allclose(torch.tensor(one.logprobs), torch.tensor(other.logprobs), atol=tolerance, rtol=0)
+        said = other.tokens[len(other.request.tokens) :]
+        assert_parity(truth, other.request, GenerationResponse(said, other.logprobs, other.versions, ""), 1e-4)
     assert {version for one in replies[1] for version in one.versions} == {0, 1}
 
 

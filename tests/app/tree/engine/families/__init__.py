@@ -58,6 +58,8 @@ _APART = 2.5
 """Where the dense model is 1 from the truth and the engine may be 1.5, on the other side."""
 LOW_PRECISION = 1.5
 """bf16 gradients: error against the float64 truth over that of the dense bf16 model, on one small batch."""
+KINDS = ("Qwen3", "Gemma 4, shared keys", "GPT-OSS", "DeepSeek-V3", "DeepSeek-V4", "Qwen3.5", "Nemotron-H", "ZAYA")
+"""A row for each way in which layers are unlike the first's: what is tested of the others is slow."""
 
 
 def build(family: Family, dtype: torch.dtype = torch.float32, seed: int = 0, **options: Any) -> PreTrainedModel:

@@ -25,6 +25,7 @@ from tests.app.tree.engine.test_parity import EXAMPLES
 from tests.app.tree.losses import KINDS, SequenceLoss
 from tests.app.tree.parity import assert_backward, assert_forward, assert_unchanged, snapshot, take_grads
 from tests.app.tree.states import hybrids
+from tests.helpers.quick import some
 
 TYPES: dict[str, dict[str, Any]] = {
     "deepseek_v32": {},
@@ -42,7 +43,7 @@ FEW: dict[str, dict[str, Any]] = {
     "minimax_m3_vl_text": {"index_topk_blocks": 4, "index_block_size": 6},
     "qwen4_exp_text": {"indexer_budget": 24, "indexer_compress_ratio": 4},
 }
-KINDS_OF_MODELS = [pytest.param(kind, marks=[] if kind in QUICK else pytest.mark.slow) for kind in TYPES]
+KINDS_OF_MODELS = some(TYPES, QUICK)
 
 
 @cache
@@ -164,7 +165,7 @@ def test_calls_past_the_engine_are_refused_by_name() -> None:
         ("qwen4_exp_text", {}),
     ],
 )
-@pytest.mark.parametrize("short", range(1, 7))
+@pytest.mark.parametrize("short", some(range(1, 7), (1, 4)))
 def test_lines_of_every_length_around_what_is_chosen(short: int, kind: str, options: dict[str, Any]) -> None:
     """Whose choices have other columns where they are of all, or of just as many as there are; without the tokens
     behind the last pool they are never of all."""

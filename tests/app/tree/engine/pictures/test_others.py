@@ -22,11 +22,12 @@ from datamodules.inference.protocol import GenerationRequest, GenerationResponse
 from tests.app.tree import oracle
 from tests.app.tree.engine import families as text
 from tests.app.tree.engine.pictures import families, others, vision
+from tests.helpers.quick import some
 from tests.helpers.tiny_layouts import TinyLayouts
 
 QUICK = ("aya_vision", "janus", "kimi_k25", "llava_onevision", "qwen3_omni_moe_thinker")
 """One for each way in which they are unlike the families."""
-KINDS = [pytest.param(kind, marks=[] if kind in QUICK else pytest.mark.slow) for kind in others.OTHERS]
+KINDS = some(others.OTHERS, QUICK)
 TEXTS: list[list[vision.Part]] = [[1, 2, "A", 5, 6, 7], [1, 2, "B", 5, 6, 7], ["B", 4], [1, "A", 6, "D", 9], [1, 2, 5]]
 
 
