@@ -9,6 +9,7 @@ import pytest
 from benchmarks import startup
 
 
+@pytest.mark.slow
 def test_a_command_without_progress_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match="ended with code 2 and no progress"):
         startup.measured(["fit", "--config", "nowhere.yaml"], startup.PROGRESS, tmp_path / "run", 60.0)

@@ -285,6 +285,7 @@ def on_call(method: Any, when: Callable[[], bool]) -> Any:
     return lambda *args, **given: broken() if when() else method(*args, **given)
 
 
+@pytest.mark.slow
 def test_backends_of_low_precision_are_not_asked_for_float32(monkeypatch: pytest.MonkeyPatch) -> None:
     """A CPU in the place of a GPU, whose flash kernels compute what `sdpa` does: theirs is the rule of dtypes. Of the
     tree a part will do: bf16 is slow on a CPU, and the suite at toy size takes all of it."""

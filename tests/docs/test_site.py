@@ -53,6 +53,7 @@ def functions_page(pages: Any) -> str:
     return str(pages.functions_page())
 
 
+@pytest.mark.slow
 def test_it_builds_and_every_link_leads_somewhere(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path / "site")]
     environment = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}

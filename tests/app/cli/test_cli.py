@@ -16,6 +16,7 @@ import yaml
 from app.cli import main
 from app.cli.fit import VERBS
 from callbacks import figures
+from tests.helpers.quick import some
 from tests.helpers.tiny_run import TinyData, TinyModule
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -287,6 +288,7 @@ def test_a_run_that_goes_on_goes_on_in_wandb(monkeypatch: pytest.MonkeyPatch) ->
     assert fit("fourth", "--trainer.logger.init_args.id=mine") == "mine" and not Path("fourth/wandb_id").exists()
 
 
+@pytest.mark.slow
 def test_wandb_learns_that_a_run_has_failed() -> None:
     """By the exit code, which is that of the process; 0 would be a run that finished."""
     from wandb.proto.wandb_internal_pb2 import Record
@@ -308,7 +310,16 @@ def test_wandb_learns_that_a_run_has_failed() -> None:
 
 @pytest.mark.parametrize(
     ("args", "unbuffered"),  # argparse says nothing of help that it could not print
-    [(["doctor"], False), (["doctor"], True), (["--help"], False), (["--help"], True), (["check", "--help"], False)],
+    some(
+        [
+            (["doctor"], False),
+            (["doctor"], True),
+            (["--help"], False),
+            (["--help"], True),
+            (["check", "--help"], False),
+        ],
+        [(["--help"], False)],
+    ),
 )
 def test_output_that_nobody_reads_any_more_ends_a_command_quietly(args: list[str], unbuffered: bool) -> None:
     done = _unread(args, {"PYTHONUNBUFFERED": "1"} if unbuffered else {})

@@ -117,6 +117,7 @@ def test_a_recording_trains_to_the_same_numbers_without_rolling_out(warm: Path, 
     assert len(list((tmp_path / "only" / "rollouts").iterdir())) == 2
 
 
+@pytest.mark.slow
 def test_seed_everything_is_the_seed_of_the_draws_that_name_none(
     warm: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -138,6 +139,7 @@ def test_seed_everything_is_the_seed_of_the_draws_that_name_none(
     assert replies("again", saved, "--seed_everything", "2", "--data.seed", "1") == one, "one that is named stays"
 
 
+@pytest.mark.slow
 def test_a_checkpoint_scores_the_same_and_goes_on(
     synchronous: Path, warm: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -160,6 +162,7 @@ def test_a_checkpoint_scores_the_same_and_goes_on(
     assert column(resumed, "loss") == pytest.approx(column(straight, "loss")[-2:], abs=1e-6)
 
 
+@pytest.mark.slow
 def test_going_on_with_other_settings_is_told_in_an_ordinary_line(
     synchronous: Path, warm: Path, tmp_path: Path
 ) -> None:

@@ -70,6 +70,7 @@ def of_ways() -> dict[str, Played]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SAID)
 def test_agent_and_workflow_play_the_same(name: str, of_ways: dict[str, Played]) -> None:
     replies, reward, shown = SAID[name]

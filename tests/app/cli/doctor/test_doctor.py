@@ -266,6 +266,7 @@ def test_nobody_asked_leaves_no_file(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_a_forced_end_leaves_no_empty_file(tmp_path: Path) -> None:
     """As a second Ctrl-C makes of a call that cannot be interrupted: nothing of `atexit` runs."""
     told = "from pathlib import Path; from app.interruption import force_end; from callbacks.hang_dump import install;"

@@ -154,6 +154,7 @@ def test_sglang_servers_generate_with_the_models_weights(
         torch.testing.assert_close(one.behavior_logprobs[one.loss_mask], expected, atol=1e-4, rtol=0)
 
 
+@pytest.mark.slow
 def test_in_front_of_a_provider_agents_send_its_key(tmp_path: Path) -> None:
     record = tmp_path / "recorded"
     with door(["x", "y", "z"]) as there:

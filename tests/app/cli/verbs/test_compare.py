@@ -188,6 +188,7 @@ def test_the_report_is_written_where_the_run_has_none(workplace: Path) -> None:
     assert "without_callbacks" not in settings_of(configuration | {"without_callbacks": ["Report"]})
 
 
+@pytest.mark.slow
 def test_a_model_without_experts_plays_against_one_whose_run_records_them(workplace: Path) -> None:
     """The dense one's engine would be refused."""
     settings = yaml.safe_load(Path("run/config.yaml").read_text())

@@ -141,6 +141,7 @@ print(read("VmHWM:") - before)
 
 
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="reads memory as Linux gives it")
+@pytest.mark.slow
 def test_a_model_larger_than_memory(one_rank: RankPool, tmp_path: Path) -> None:
     """It takes less than half of the model's bytes, in files of 16 MiB."""
     path, out = tmp_path / "step.ckpt", tmp_path / "out"

@@ -161,6 +161,7 @@ sys.stdin.read()
 """
 
 
+@pytest.mark.slow
 def test_what_a_container_of_the_same_host_name_writes_stays(tmp_path: Path) -> None:
     """Its writer lives, under a number that is another process's here."""
     apart = ["unshare", "-Urpf", "--mount-proc"]

@@ -76,6 +76,7 @@ def test_a_dead_rank_ends_a_rank_that_computes(pair: RankPool, tmp_path: Path) -
     assert "lost_in_thought) when it died" in said
 
 
+@pytest.mark.slow
 def test_a_rank_in_a_container_of_the_same_host_name_is_left_alone() -> None:
     if subprocess.run([*jobs.APART, "true"], capture_output=True).returncode != 0:
         pytest.skip("this system makes no namespaces for its users")

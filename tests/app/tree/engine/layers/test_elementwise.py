@@ -69,6 +69,7 @@ def test_parity_and_no_compilation_for_a_new_length(monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.timeout(900)
 @pytest.mark.usefixtures("wider_sums")
+@pytest.mark.slow
 def test_weights_of_norms_whose_gradients_are_wider_are_compiled_with_them() -> None:
     """torch.compile breaks its graph at a parameter whose gradient has another dtype: bf16, summed in float32. These
     are complete layer by layer, not after all of them: sums over ranks begin when a bucket's last gradient is there."""
