@@ -130,7 +130,7 @@ class StalenessGate:
             self._take("queued", count)
 
     def truncate(self, count: int) -> None:
-        """Counts episodes that ended at their token limit."""
+        """Counts episodes that ended at their token limit, of groups that are filtered out too."""
         with self._lock:
             self._counts["truncated"] += count
 

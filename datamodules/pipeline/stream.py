@@ -95,10 +95,9 @@ class Stream:
                 return []
             self._ready.append(group)
             self.gate.finish()
-            self.gate.truncate(len({one.episode_id for one in group.trajectories if one.finish_reason == "length"}))
             surplus = list(self._running.values()) if self.gate.is_full() else []
             self.requeue(surplus)
-            self.tally.finished(group)
+            self._ended(group)
             self.changed.notify_all()
             return surplus
 
@@ -114,7 +113,7 @@ class Stream:
         with self.changed:
             dropped = self._drop(pending, "filtered")
             if dropped:
-                self.tally.finished(group)
+                self._ended(group)
             return dropped
 
     def skip(self, pending: Pending) -> bool:
@@ -225,6 +224,12 @@ class Stream:
                 )
 
     # ---- inside
+
+    def _ended(self, group: Group) -> None:
+        """Counts what its episodes were, whether it is kept or filtered out: a filter leaves out just those that a run
+        is to hear of."""
+        self.gate.truncate(len({one.episode_id for one in group.trajectories if one.finish_reason == "length"}))
+        self.tally.finished(group)
 
     def _end(self, pending: Pending) -> bool:
         if self._running.get(pending.index) is not pending:

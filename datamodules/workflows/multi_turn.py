@@ -14,6 +14,7 @@ from transformers import PreTrainedTokenizerBase
 
 from app import checks
 from app.batch import Trajectory
+from app.statistics import ROUNDING
 from datamodules.conversations.chat_template import Chat, Message
 from datamodules.processes.calls import DeadlinePassed
 from datamodules.prompts.base import Prompt
@@ -105,7 +106,8 @@ class MultiTurnWorkflow:
             )
         self._feedback_deadline_s = feedback_deadline_s or 30.0
         self._retry_message = "That is not right. Try again." if retry_message is None else retry_message
-        self._success = 1.0 if success is None else success
+        # Rewards are sums of parts: 0.7 + 0.2 + 0.1 falls short of 1.0.
+        self._success = (1.0 if success is None else success) - ROUNDING
         self._template_options = template_options
         self._tokenizer: PreTrainedTokenizerBase | None = None
 

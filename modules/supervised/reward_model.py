@@ -24,9 +24,10 @@ from torchmetrics.functional.classification import binary_calibration_error
 from transformers import PretrainedConfig
 
 from app import checks
-from app.batch import BatchError, EvalHandle, RolloutBatch
+from app.batch import CALL_REWARD, BatchError, EvalHandle, RolloutBatch
 from app.tree import FlatOutputs
-from modules.episodes import differ, episodes
+from modules.algorithm import with_rewards
+from modules.episodes import call_rewards, differ, episodes
 from modules.metrics import NamedMetrics
 from modules.models import ModelSource, build_model
 from modules.step import TreeStep
@@ -40,8 +41,8 @@ class RewardModule(TreeModule):
     """Learns a score whose differences say which of two episodes of a prompt is better.
 
     The loss of a group is the mean over its pairs of -log sigmoid(s_better - s_worse - margin (r_better - r_worse)), r
-    being the recorded rewards (Ouyang et al. 2022, eq. 1; the margin: Touvron et al. 2023, eq. 2), that of a batch the
-    mean over groups. A pair of `PairsDataModule` is such a group, with rewards 1 and 0.
+    being what the episodes earned, with rewards of single calls (Ouyang et al. 2022, eq. 1; the margin: Touvron et al.
+    2023, eq. 2), that of a batch the mean over groups. A pair of `PairsDataModule` is such a group, of rewards 1, 0.
 
     Args:
         model: a language model or a reward model to start from, whose `score` head is kept, or a configuration.
@@ -245,7 +246,9 @@ def _check_room(batch: RolloutBatch, config: PretrainedConfig) -> None:
 
 def with_scores(batch: RolloutBatch) -> RolloutBatch:
     """The last sequence of each episode, with one more token behind its end, the only one that is "trained": the value
-    there is what the model says at the end. Raises BatchError for an episode with two rewards."""
+    there is what the model says at the end; its reward has those of all the episode's calls. Raises BatchError for an
+    episode with two rewards."""
+    batch = with_rewards(batch, call_rewards(batch))
     of_sequence = episodes(batch)[2]
     order = batch.turn_indices.argsort(stable=True)
     place = torch.empty_like(order).index_copy(0, order, torch.arange(len(order)))
@@ -274,7 +277,7 @@ def with_scores(batch: RolloutBatch) -> RolloutBatch:
         temperatures=torch.ones(count),
         prompt_ids=part.prompt_ids,
         finish_reasons=part.finish_reasons,
-        metadata=part.metadata,
+        metadata=[{key: value for key, value in one.items() if key != CALL_REWARD} for one in part.metadata],
         images=images,
         pictures=part.pictures,
     )

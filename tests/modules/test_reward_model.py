@@ -12,7 +12,7 @@ from torch import Tensor
 from torchmetrics.classification import BinaryCalibrationError
 from transformers import AutoModelForSequenceClassification
 
-from app.batch import BatchError, RolloutBatch
+from app.batch import CALL_REWARD, BatchError, RolloutBatch
 from app.tree import FlatOutputs, PrefixTree, TreeEngine
 from callbacks import SavePretrained
 from modules import ModelSource, RewardModule, build_model
@@ -136,6 +136,19 @@ def test_an_episode_is_scored_at_the_end_of_its_last_turn() -> None:
         same = batch.episode_ids == scored.episode_ids[i]
         longest = max((s for s, one in zip(batch.sequences(), same) if one), key=len)
         assert tokens[:-1].tolist() == longest.tolist() and bool(scored.split(scored.loss_mask)[i][-1])
+
+
+def test_rewards_of_single_calls_decide_which_episode_is_better() -> None:
+    """Of the last episode of each group the second of three turns, which is no sequence of its own here."""
+    batch = recorded(0)
+    for i in (batch.turn_indices == 1).nonzero().flatten().tolist():
+        batch.metadata[i][CALL_REWARD] = -5.0
+    scored = with_scores(batch)
+    assert scored.rewards.tolist() == [0.0, 1.0, -3.0, 0.0, 2.0, -3.0, 1.0, 1.0, -5.0]
+    torch.testing.assert_close(with_scores(scored).rewards, scored.rewards)  # each counts once
+    told = recorded(0).with_rewards(scored.rewards[batch.episode_ids])
+    losses = [fit(RewardModule(clean(), optimizer=sgd), [one])[0]["loss"] for one in (batch, told, recorded(0))]
+    assert losses[0] == losses[1] != losses[2]
 
 
 def test_what_is_saved_scores_as_what_was_trained(tmp_path: Path) -> None:

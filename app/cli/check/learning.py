@@ -66,7 +66,7 @@ def signal(rollouts: Rollouts, solved_at: float) -> Part:
     figures |= {"different": share, "different_interval": [low, high]}
     data = rollouts.settings.get("data", {}).get("init_args") or {}
     is_filtering = "NoSignal" in str(data.get("filter"))
-    partial = max(every) < solved_at
+    partial = max(every) < solved_at - ROUNDING
     flat = [solved for each, solved in zip(rewards, shares) if equal(each)]
     is_solved = sum(solved == 1 for solved in flat) > len(flat) / 2
     reasons = [*_of_signal(n, share, (low, high), first, any_, k, partial, is_solved, is_filtering), *reasons]

@@ -56,8 +56,8 @@ class OpenEnvWorkflow(Workflow):
         reset_fields: fields of the prompt's metadata that `reset` is given, such as a seed: what makes the samples of a
             group play the same task.
         rewards: "sum" of the steps' rewards; the "last" one that was given, for environments that say how far one has
-            come; or "steps", each at the last token of its own reply (`app.batch.CALL_REWARD`), and 0 for the episode:
-            needs sequences of turns, and a filter that does not look at the episode's reward.
+            come; or "steps", each at the last token of its own reply (`app.batch.CALL_REWARD`), and 0 for the episode
+            beside them: needs sequences of turns.
         tell_failures: whether the model is told of a step at which the environment raised; otherwise that costs the
             group.
         sessions: that the server gives at a time (its max_concurrent_envs); other episodes wait. Validation has as many

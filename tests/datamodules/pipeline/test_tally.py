@@ -64,6 +64,20 @@ def test_filtered_groups_count() -> None:
     assert found["length"] == 2.0 and found["solved"] == 1.0  # digits and the end of sequence; rewards of 2 to 11
 
 
+def test_episodes_that_are_cut_off_count_though_their_group_is_filtered_out() -> None:
+    """What a filter drops is often what was cut off, whose rewards are all 0."""
+    stream = Stream(StalenessGate(2, 0, 100), 2)
+    stream.restore(0, {})
+    for move, reasons in ((stream.finish, ("stop", "length")), (stream.filter, ("length", "length"))):
+        pending, one = stream.admit(), group(1.0, 0.0, turns=2)
+        assert pending is not None
+        for turn in one.trajectories:
+            turn.finish_reason = reasons[turn.episode_id]
+        move(pending, one)
+    counters = stream.gate.counters()
+    assert (counters["accepted"], counters["dropped_filtered"], counters["truncated"]) == (1, 1, 3)
+
+
 def test_the_books_balance_whatever_a_tally_finds() -> None:
     """A fault of it ends the run, whose last checkpoint must miss no prompt."""
     stream = Stream(StalenessGate(2, 0, 100), 1)

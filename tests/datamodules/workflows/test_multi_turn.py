@@ -61,6 +61,12 @@ def test_the_last_reply_counts_and_turns_are_discounted() -> None:
     assert whole.reward == 0.5
 
 
+def test_a_right_reply_whose_parts_fall_short_by_rounding_is_not_called_wrong() -> None:
+    workflow = MultiTurnWorkflow(max_new_tokens=4, retry_message="?")
+    (whole,) = play(workflow, ScriptedEngine(CHARACTERS, ["42"]), CHARACTERS, SUM, lambda *_: 0.7 + 0.2 + 0.1)
+    assert whole.reward < 1.0 and whole.metadata["turns"] == 1
+
+
 @pytest.mark.parametrize(("prompt", "sequences"), [(ASKED, "whole"), (ASKED, "rendered"), (SUM, "whole")])
 def test_long_feedback_is_tokenized_while_other_episodes_go_on(
     prompt: Prompt, sequences: Any, monkeypatch: pytest.MonkeyPatch

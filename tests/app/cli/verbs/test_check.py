@@ -103,6 +103,11 @@ def test_figures_by_hand(capsys: pytest.CaptureFixture[str]) -> None:
         ([[1.0] * 4] * 40, "no-go", "harder prompts"),
         ([[1, 0, 0, 0]] * 12 + [[0.0] * 4] * 28, "go, slowly at first", "data.filter trains on the others alone"),
         ([[1, 0, 0, 0]] * 12 + [[0.0] * 4] * 28, "go, slowly at first", "30% of the prompts are solved in one of 4"),
+        (
+            [[0.9999999, 0, 0, 0]] * 12 + [[0.0] * 4] * 28,
+            "go, slowly at first",
+            "30% of the prompts are solved in one of 4",
+        ),  # 1 but for rounding
         ([[1, 1, 1, 0]] * 12 + [[1.0] * 4] * 28, "change something first", "data.filter trains on the others alone"),
         ([[0.2, 0.3, 0.4, 0.1]] * 20, "go", ""),
     ],
