@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -142,7 +143,7 @@ class Executor:
         self.loss_fn: BatchedLoss | None = None
         self._completing: Completing | None = None
         self.indexers, self.compressed = indexers, CompressedAttention(state_layers.compressors)
-        self.cache = PathCache(plan.longest_path, with_grads, self.compressed.rates)
+        self.cache = PathCache(plan.longest_path, with_grads, self.compressed.rates, cache(plan.path_rows))
         self.index_cache = PathCache(plan.longest_path, False, self.compressed.rates)
         self.open: dict[int, _Open] = {}
         self._hung: list[dict[int, int]] = [{} for _ in plan.chunks]  # pieces that others hang below -> their order
@@ -240,12 +241,10 @@ class Executor:
     def _push(self, index: int, piece: int) -> None:
         """Keys and values of a piece go onto the live path, for the chunks below it."""
         state = self.open[index]
-        start, stop = self._depths(index, piece)
         first = state.pieces[piece]
-        rows = slice(first, first + stop - start)
-        for cache, held in ((self.cache, state.keys_values), (self.index_cache, state.index_keys)):
-            for layer, tensors in held.items():
-                cache.push(layer, start, *(x[:, :, rows] for x in tensors))
+        rows = slice(first, first + self.plan.chunks[index].pieces[piece].tokens)
+        self.cache.push(state.keys_values, rows)
+        self.index_cache.push(state.index_keys, rows)
         state.pushed += 1
         if state.pushed == len(self.plan.chunks[index].anchors):
             state.keys_values.clear()  # of anchors that ran without gradient: as large as the path cache itself
@@ -253,7 +252,8 @@ class Executor:
 
     def _pop(self, index: int, piece: int) -> None:
         """A piece leaves the path: all below it ran backward, so what they owe its keys and values is complete."""
-        self.open[index].returned[piece] = self.cache.pop(*self._depths(index, piece))
+        self.open[index].returned[piece] = self.cache.pop()
+        self.index_cache.pop()
 
     def _backward(self, index: int) -> None:
         """The chunk's own gradients, and through the path cache those of the chunks above."""
@@ -261,10 +261,12 @@ class Executor:
         run = state.run
         if run is None:
             return  # a forward pass
-        first = run.layout.piece_rows
+        first, pieces = run.layout.piece_rows, self.plan.chunks[index].pieces
         # Chunks below read keys and values from the cache, past autograd: what came back through it is added to their
         # gradients by each layer's own attention, inside the one backward of this graph.
-        run.attention.returned_grads = [(first[piece], by_layer) for piece, by_layer in state.returned.items()]
+        run.attention.returned_grads = [
+            (first[piece] + pieces[piece].tokens, by_layer) for piece, by_layer in state.returned.items()
+        ]
         # Logits have no graph: the heads give the hidden states' gradient, in blocks. Rows that predict nothing scored
         # get zero here, and their share through the attention of the rows that see them.
         grad = torch.zeros_like(run.hidden, dtype=self.dtype)
@@ -452,12 +454,6 @@ class Executor:
                     self.grads[name] = self._per_token()
                 # A token shared by sequences receives the sum: this is where shared prefixes earn their gradient.
                 self.grads[name].index_add_(0, gather, leaf.grad * scored)
-
-    def _depths(self, index: int, piece: int) -> tuple[int, int]:
-        """Depths [start, stop) of a piece."""
-        tokens = self.plan.chunks[index].pieces[piece]
-        start = int(self.plan.tree.token_depth[tokens.start])
-        return start, start + tokens.tokens
 
     def _gather_index(self, sequences: list[int]) -> tuple[Tensor, Tensor, Tensor]:
         """Tree token and scored flag (1.0 or 0.0) of every position of `sequences`, and their bounds."""

@@ -14,6 +14,7 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TypeVar
 
+import numpy as np
 import psutil
 import torch
 import torch.distributed as dist
@@ -31,7 +32,7 @@ from app.tree.model.quantised import elements, quantised_layers, scales
 from app.tree.model.shape import shape_of
 from app.tree.model.vocabulary import CutVocabulary, vocabulary_modules
 from app.tree.planning.cost import ModelShape, TowerShape
-from app.tree.planning.plan import Chunk, most_ends
+from app.tree.planning.plan import Chunk, most_ends, most_waiting, path_rows
 from app.tree.prefix_tree import Picture, PrefixTree
 
 DEVICE_CHUNK = {"cpu": 2048, "cuda": 32768}
@@ -64,8 +65,8 @@ class PassMemory:
             largest unit's twice, as the next is on its way while one runs, and its gradients with what is sent of them;
             where the vocabulary is, hidden states and gradients of the rows of all ranks, once as sent and once as they
             come, and the gradient of what one chunk looks up.
-        path_cache: keys and values of the longest path, once in place and once in the chunks they come from, with their
-            gradients, and the gradients on their way to a chunk.
+        path_cache: keys and values of the longest path, of layers with a window those in sight, with their gradients;
+            those of anchors on their way to it, and gradients on theirs to a chunk.
         states: of layers that carry one, at the ends of the chunks of the longest path, with their gradients.
         outputs: tokens, outputs and their gradients, of the tree and of all sequences.
         head_block: logits, softmax and gradient of one block of rows, as this projection is computed on this device.
@@ -118,7 +119,6 @@ def pass_memory(
     element = parameter.element_size()
     accumulated = max(4, element)
     missing = sum(_here(p) for p in model.parameters() if p.requires_grad and p.grad is None)
-    key_value = 2 * shape.key_values(ranks)
     longest = int(tree.sequence_length.max()) if tree is not None and tree.num_sequences else 0
     tokens, dense = (tree.num_tokens, tree.num_dense_tokens) if tree is not None else (0, 0)
     heads = Heads(model, None, head_tokens or "auto", device)
@@ -129,6 +129,16 @@ def pass_memory(
     largest = min(chunk_tokens, max(tokens, _LEAST)) if not chunks else max(chunk.tokens for chunk in chunks)
     cut, width = CutVocabulary.of(model), shape.hidden
     held = 1 + longest // chunk_tokens if chunks is None else most_ends(chunks)
+    where, on_path = device or parameter.device, 0  # values of the path's keys, and of the values beside them
+    for window, values in shape.keys_seen(ranks).items():
+        kept, most = longest, longest if window is None else max(1, window - 1)
+        if chunks is not None:
+            kept = path_rows(chunks, most)
+        elif window is not None and tree is not None:
+            kept = min(longest, _rows_in_sight(tree, most) + held * most)
+        on_path += 2 * values * path_cache.rows(kept, where)
+    key_value = 2 * shape.key_values(ranks)
+    waiting = min(longest, chunk_tokens) if chunks is None else most_waiting(chunks)
     dealt = shape.state_values - shape.undealt_values
     return PassMemory(
         parameters=sum(_here(p) * p.element_size() for p in model.parameters())
@@ -137,12 +147,8 @@ def pass_memory(
         gathered=_largest_unit(model) * 2 * (element + accumulated)
         + max((elements(layer.weight) for layer in quantised_layers(model).values()), default=0) * element
         + (0 if cut is None else 4 * min(largest, scored) * width * element + cut.count * width * accumulated),
-        path_cache=key_value
-        * (
-            path_cache.rows(longest, device or parameter.device) * (element + accumulated)
-            + longest * element
-            + min(chunk_tokens, tokens) * accumulated
-        ),
+        path_cache=on_path * (element + accumulated)
+        + key_value * (waiting * element + min(chunk_tokens, tokens) * accumulated),
         states=2 * 4 * (shape.undealt_values + -(-dealt // ranks)) * held,
         outputs=tokens * (8 + 3 * accumulated) + dense * (8 + 3 * accumulated),
         head_block=heads.block_bytes(min(rows, max(1, scored), -(-chunk_tokens // ranks))),
@@ -150,6 +156,15 @@ def pass_memory(
         live_activations=live_tokens * token_bytes(model) // ranks,
         pictures=_picture_bytes(model, tree, ranks) if tree is not None and tree.pictures else 0,
     )
+
+
+def _rows_in_sight(tree: PrefixTree, most: int) -> int:
+    """The longest way down, in tokens, of each segment at most so many."""
+    rows, above = np.minimum(tree.segment_length, most), tree.segment_parent
+    while (above >= 0).any():  # each pass doubles the length of the ways that are added up
+        rows = rows + np.where(above >= 0, rows[above], 0)
+        above = np.where(above >= 0, above[above], -1)
+    return int(rows.max(initial=0))
 
 
 def tower_graphs_fit(model: PreTrainedModel, pictures: Sequence[Picture]) -> bool:

@@ -56,14 +56,14 @@ def _compared(head: int, window: int | None, device: torch.device) -> dict[str, 
         path = chunk.path_tokens
         cache = PathCache(path, with_grads=True)
         if path:
-            cache.push(0, 0, k[:, :, :path], v[:, :, :path])
+            cache.push({0: (k, v)}, slice(0, path))
         used = BACKENDS[backend]
         placed = layout(chunk, None, used.masked_block or 0)
         attention = ChunkAttention(placed, cache, path, tree.token_depth[placed.tokens], used, False)
         own = [x.clone().requires_grad_() for x in (q, k[:, :, path:], v[:, :, path:])]
         out = used.attend(own[0], own[1], own[2], None, attention, LayerCall(0, head**-0.5, window))
         out.backward(grad)
-        of_path = list(cache.grads(0, path)) if path else []
+        of_path = list(cache.grads(0, 0, path)) if path else []
         return [x.detach().double().cpu() for x in (out, *(x.grad for x in own), *of_path) if x is not None]
 
     truth = run("sdpa", torch.float64, torch.device("cpu"))

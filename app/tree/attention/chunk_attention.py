@@ -69,7 +69,8 @@ class ChunkAttention:
         store: whether `keys_values` is filled by the run: detached, by layer.
         shares: which rows each rank of a group runs; None: this process runs all.
         ahead: what rows see of those after them, in which layers; None: nothing in any.
-        returned_grads: gradients of keys and values from chunks below: (first row, by layer) for each piece.
+        returned_grads: gradients of keys and values from chunks below: (the row behind its last, by layer) for each
+            piece, of its last rows.
         calls: layers that have called the attention function, in order.
         kept: whatever a backend prepares once a chunk, by its own keys.
         index_keys: of layers with an indexer, ([1, 1, n, D],) by layer, as `keys_values`.
@@ -138,6 +139,6 @@ class ChunkAttention:
 
     def add_returned(self, layer: int, grad_k: Tensor, grad_v: Tensor) -> None:
         """Adds to [1, Hk, n, d] gradients of the chunk's own keys and values what chunks below sent back."""
-        for first, by_layer in self.returned_grads:
+        for stop, by_layer in self.returned_grads:
             for grad, below in zip((grad_k, grad_v), by_layer[layer], strict=True):
-                grad[:, :, first : first + below.shape[2]] += below
+                grad[:, :, stop - below.shape[2] : stop] += below

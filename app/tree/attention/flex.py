@@ -64,7 +64,7 @@ class FlexBackend:
         score_mod = _softcapped(call.softcap) if call.softcap is not None else None
         out, lse = _flex(q, k, v, score_mod, _own_mask(chunk, call.window, q.device), call.scale)
         if chunk.path_tokens:
-            mask = _path_mask(chunk, call.window, q.device)
+            mask = _path_mask(chunk, call, q.device)
             path_k, path_v = _Path.apply(q, k, v, chunk, call.layer)
             out, lse = _Merge.apply(out, lse, *_flex(q, path_k, path_v, score_mod, mask, call.scale))
         if sinks is not None:
@@ -136,20 +136,22 @@ def _own_mask(chunk: ChunkAttention, window: int | None, device: torch.device) -
     return mask
 
 
-def _path_mask(chunk: ChunkAttention, window: int | None, device: torch.device) -> BlockMask | None:
-    """The chunk over its path, all of which every row sees unless a window ends before."""
-    depths = chunk.depths
-    if window is None or int(depths.max()) < window:
+def _path_mask(chunk: ChunkAttention, call: LayerCall, device: torch.device) -> BlockMask | None:
+    """The chunk over what is in sight of its path, all of which every row sees unless a window ends before."""
+    window = call.window
+    if window is None or int(chunk.depths.max()) < window:
         return None
     key = ("path mask", window)
     if key not in chunk.kept:
+        first = chunk.cache.begins(call.layer)
+        depths, keys = chunk.depths - first, chunk.path_tokens - first
         lowest = on_device(depths - (window - 1), device)
 
         def visible(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
             return key >= lowest[query]
 
-        some, only = window_blocks(depths, chunk.path_tokens, window)
-        chunk.kept[key] = _block_mask(some, only, visible, (len(depths), chunk.path_tokens), device)
+        some, only = window_blocks(depths, keys, window)
+        chunk.kept[key] = _block_mask(some, only, visible, (len(depths), keys), device)
     mask: BlockMask = chunk.kept[key]
     return mask
 
@@ -240,14 +242,15 @@ class _Path(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, chunk: ChunkAttention, layer: int) -> tuple[Tensor, Tensor]:
         ctx.chunk, ctx.layer = chunk, layer
-        keys, values = chunk.cache.read(layer, chunk.path_tokens)
+        ctx.first = chunk.cache.begins(layer)
+        keys, values = chunk.cache.read(layer, ctx.first, chunk.path_tokens)
         # `.data` leaves the buffer's version counter behind: rows of this path stay as they are until this chunk's
         # backward, but rows below it are written meanwhile, and the counter knows only the buffer as a whole.
         return keys.data, values.data
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        ctx.chunk.cache.add_grads(ctx.layer, *grads)
+        ctx.chunk.cache.add_grads(ctx.layer, *grads, ctx.first)
         return None, None, None, None, None
 
 

@@ -195,6 +195,7 @@ def tree_attention(
         value = nn.functional.pad(value, (0, narrow))
     if tree_chunk.store:
         tree_chunk.keys_values[layer] = (key.detach(), value.detach())
+        tree_chunk.cache.limit(layer, sliding_window)
     with torch.autocast(device, enabled=False):
         if indices is not None and indices.shape[-1] != tree_chunk.path_tokens + query.shape[2]:
             backend = SelectedBackend(indices)

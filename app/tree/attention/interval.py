@@ -80,7 +80,7 @@ class _IntervalAttention(torch.autograd.Function):
     def forward(
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, chunk: ChunkAttention, call: LayerCall
     ) -> Tensor:
-        path = chunk.cache.read(call.layer, chunk.path_tokens) if chunk.path_tokens else (None, None)
+        path = chunk.cache.read(call.layer, *seen) if (seen := _path(chunk, call)) else (None, None)
         out, lse = _operators().interval_attention(q, k, v, *path, sinks, *_how(q, chunk, call))
         ctx.save_for_backward(q, k, v, sinks, out, lse)
         ctx.chunk, ctx.call = chunk, call
@@ -92,17 +92,19 @@ class _IntervalAttention(torch.autograd.Function):
         q, k, v, sinks, out, lse = ctx.saved_tensors
         chunk, call, grad = ctx.chunk, ctx.call, _rows_of_heads(grads[0])
         path: tuple[Any, ...] = (None, None, None, None)
-        if chunk.path_tokens:
-            path = (
-                *chunk.cache.read(call.layer, chunk.path_tokens),
-                *chunk.cache.grads(call.layer, chunk.path_tokens),
-            )
+        if seen := _path(chunk, call):
+            path = (*chunk.cache.read(call.layer, *seen), *chunk.cache.grads(call.layer, *seen))
         grad_q, grad_k, grad_v = _operators().interval_attention_backward(
             grad, q, k, v, *path, out, lse, *_how(q, chunk, call)
         )
         chunk.add_returned(call.layer, grad_k, grad_v)
         grad_sinks = None if sinks is None else grad_of_sinks(sinks, lse, grad, out)
         return grad_q, grad_k.to(k.dtype), grad_v.to(v.dtype), grad_sinks, None, None
+
+
+def _path(chunk: ChunkAttention, call: LayerCall) -> tuple[int, int] | None:
+    """The depths of the path that are in a layer's sight; None where there is no path."""
+    return (chunk.cache.begins(call.layer), chunk.path_tokens) if chunk.path_tokens else None
 
 
 def _how(q: Tensor, chunk: ChunkAttention, call: LayerCall) -> tuple[Any, ...]:
@@ -113,7 +115,8 @@ def _how(q: Tensor, chunk: ChunkAttention, call: LayerCall) -> tuple[Any, ...]:
     blocks = blocks_of(q, window)
     key = ("intervals", window, blocks)
     if key not in chunk.kept:
-        found = intervals(chunk.layout.ends, chunk.depths, chunk.path_tokens, window, blocks)
+        first, stop = _path(chunk, call) or (0, 0)  # depths are counted from the first one in sight
+        found = intervals(chunk.layout.ends, chunk.depths - first, stop - first, window, blocks)
         chunk.kept[key] = [on_device(x, q.device) for x in found]
     return chunk.kept[key], blocks.flat(), call.scale, window or 0, call.softcap or 0.0
 

@@ -148,8 +148,8 @@ def _rows(x: Tensor, start: int, stop: int) -> Tensor:
 def _keys_values(chunk: ChunkAttention, part: Part, place: int, k: Tensor, v: Tensor) -> KeyValue:
     if not part.path:
         return _rows(k, part.k_start, part.k_stop), _rows(v, part.k_start, part.k_stop)
-    keys, values = chunk.cache.read(place, part.k_stop)
-    return keys[:, :, part.k_start :], values[:, :, part.k_start :]
+    keys, values = chunk.cache.read(place, part.k_start, part.k_stop)
+    return keys, values
 
 
 def _merge(out: Tensor, lse: Tensor, part: Part, part_out: Tensor, part_lse: Tensor) -> None:

@@ -83,9 +83,17 @@ class ModelShape:
 
     def key_values(self, ranks: int = 1) -> int:
         """Values of a token's keys, over all layers, on the one of `ranks` that has most heads of them."""
-        kept = (-(-layer.key_value_heads // ranks) * layer.head_dim for layer in self.attention)
-        made = (layer.head_dim // layer.rate for layer in self.attention if layer.rate > 1)
-        return sum(kept) + sum(made)
+        return sum(self.keys_seen(ranks).values())
+
+    def keys_seen(self, ranks: int = 1) -> dict[int | None, int]:
+        """The same by the window of the layers that they are of; None: of those without, and of keys made of many
+        tokens."""
+        found: dict[int | None, int] = {None: 0}
+        for layer in self.attention:
+            own = -(-layer.key_value_heads // ranks) * layer.head_dim
+            found[layer.window] = found.get(layer.window, 0) + own
+            found[None] += layer.head_dim // layer.rate if layer.rate > 1 else 0
+        return found
 
     @property
     def state_values(self) -> int:

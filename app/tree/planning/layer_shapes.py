@@ -7,7 +7,7 @@ says nothing of single ones speaks for all.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 Read = TypeVar("Read")
@@ -20,7 +20,8 @@ _CHOSEN = "compressed_sparse_attention"  # its keys are made of windows that ove
 class HeadShape:
     """Heads of one layer's attention: of queries, of keys and values, and how wide they are; of latent attention also
     the elements of its matrices and the values that a token keeps for backward, which heads do not say; `rate`: how
-    many tokens a key beyond the window is made of, and `state_values`: of those that it is made of in another piece."""
+    many tokens a key beyond the window is made of, and `state_values`: of those that it is made of in another piece;
+    `window`: how many tokens each sees, itself included; None: all."""
 
     heads: int
     key_value_heads: int
@@ -29,6 +30,7 @@ class HeadShape:
     latent_keeps: int | None = None
     rate: int = 1
     state_values: int = 0
+    window: int | None = None
 
     @classmethod
     def of(cls, layer: Any) -> HeadShape:
@@ -101,9 +103,14 @@ def attention_shapes(text: Any) -> tuple[HeadShape, ...]:
     """Heads of the layers that a configuration says attend; of all where it does not say."""
     kinds = layer_kinds(text) or ["attention"] * text.num_hidden_layers
     if getattr(text, "compress_rates", None):
-        return tuple(HeadShape.compressed(text, kind) for kind in kinds)
+        return tuple(replace(HeadShape.compressed(text, kind), window=text.sliding_window) for kind in kinds)
     pairs = zip(_of_layers(text, HeadShape.of), kinds, strict=False)
-    return tuple(shape for shape, kind in pairs if kind not in STATEFUL + _TOKENWISE)
+    window, alike = getattr(text, "sliding_window", None), not layer_kinds(text)
+    return tuple(
+        replace(shape, window=window if alike or kind == "sliding_attention" else None)
+        for shape, kind in pairs
+        if kind not in STATEFUL + _TOKENWISE
+    )
 
 
 def feed_forwards(text: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:

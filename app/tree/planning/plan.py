@@ -131,6 +131,10 @@ class ExecutionPlan:
         """Tokens the path cache has to hold."""
         return max((c.path_tokens for c in self.chunks), default=0)
 
+    def path_rows(self, most: int) -> int:
+        """Rows of the path cache where of each piece its last `most` tokens alone are kept."""
+        return path_rows(self.chunks, most)
+
     @cached_property
     def token_chunk(self) -> Ints:
         """int64 [T]: chunk of every tree token, -1 for those that never run."""
@@ -218,14 +222,43 @@ def _switch(chunk: Chunk, index: int, pushed: list[int], target: int) -> Iterato
         yield Step("push", index, piece)
 
 
+def path_rows(chunks: Sequence[Chunk], most: int) -> int:
+    """The longest path below which a chunk hangs, in tokens, of each piece at most so many."""
+    above: list[int] = []
+    for chunk in chunks:  # parents come first
+        rows, piece = (above[chunk.parent] if chunk.parent >= 0 else 0), chunk.parent_piece
+        while chunk.parent >= 0 and piece >= 0:
+            one = chunks[chunk.parent].pieces[piece]
+            rows, piece = rows + min(most, one.tokens), one.parent
+        above.append(rows)
+    return max(above, default=0)
+
+
+def most_waiting(chunks: Sequence[Chunk]) -> int:
+    """Most tokens whose keys and values are kept for the path beside it, on one way from the first chunk down: those of
+    anchors that ran without a graph, until the last of them is on the path."""
+    held: list[int] = []  # of chunks with more to put there
+    most = 0
+    for chunk, hung in zip(chunks, _hung(chunks), strict=True):  # parents come first
+        above, own = held[chunk.parent] if chunk.parent >= 0 else 0, 0 if chunk.keep else chunk.anchor_tokens
+        most = max(most, above + own)
+        held.append(above + (own if len(hung) > 1 else 0))
+    return most
+
+
 def most_ends(chunks: Sequence[Chunk]) -> int:
     """Most ends of pieces, that other chunks hang below, on one way from the first chunk down: what layers that carry a
     state keep of each until all below has run."""
-    hung: list[set[int]] = [set() for _ in chunks]
+    held: list[int] = []
+    for chunk, hung in zip(chunks, _hung(chunks), strict=True):  # parents come first
+        held.append(len(hung) + (held[chunk.parent] if chunk.parent >= 0 else 0))
+    return max(held, default=0)
+
+
+def _hung(chunks: Sequence[Chunk]) -> list[set[int]]:
+    """The pieces of each chunk that other chunks hang below."""
+    found: list[set[int]] = [set() for _ in chunks]
     for chunk in chunks:
         if chunk.parent >= 0:
-            hung[chunk.parent].add(chunk.parent_piece)
-    held: list[int] = []
-    for index, chunk in enumerate(chunks):  # parents come first
-        held.append(len(hung[index]) + (held[chunk.parent] if chunk.parent >= 0 else 0))
-    return max(held, default=0)
+            found[chunk.parent].add(chunk.parent_piece)
+    return found

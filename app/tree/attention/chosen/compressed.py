@@ -116,10 +116,10 @@ class EntriesBackend(PartBackend):
     def add_returned(self, chunk: ChunkAttention, call: LayerCall, grad_k: Tensor, grad_v: Tensor) -> None:
         super().add_returned(chunk, call, grad_k, grad_v)
         count = len(chunk.layout.tokens)
-        for first, by_place in chunk.returned_grads:
-            start = count + int(self.entries.before[first])
+        for stop, by_place in chunk.returned_grads:
+            end = count + int(self.entries.before[stop])
             for grad, below in zip((grad_k, grad_v), by_place[self.place], strict=True):
-                grad[:, :, start : start + below.shape[2]] += below
+                grad[:, :, end - below.shape[2] : end] += below
 
 
 def visible_entries(
@@ -169,7 +169,7 @@ def _make(index_cache: PathCache, one: Compressor, call: CompressorCall) -> Tens
         own = one.index_entries(states, call.hidden, ends, depths)
         if chunk.store:
             chunk.index_keys[index_place] = (_in_rows(own, ends, count),)
-        before = index_cache.read(index_place, entries.path)[0][0] if entries.path else None
+        before = index_cache.read(index_place, 0, entries.path)[0][0] if entries.path else None
         picks = _choose(one.indexer, call, own, chunk, entries, before)
     if chunk.store:
         kept = _in_rows(made.detach(), ends, count)

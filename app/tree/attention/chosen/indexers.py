@@ -320,7 +320,7 @@ class _ChunkKeys:
         if self.all is None:
             self.all = keys.new_empty(1, self.path + self.rows, keys.shape[2])
             if self.path:
-                self.all[:, : self.path] = self.cache.read(layer, self.path)[0][0]
+                self.all[:, : self.path] = self.cache.read(layer, 0, self.path)[0][0]
         stop = self.filled + keys.shape[1]
         self.all[:, self.filled : stop] = keys
         self.filled = stop
@@ -390,7 +390,7 @@ class _LineKeys:
             self.chunk = keys.new_empty(1, self.rows, keys.shape[2])
             self.line = keys.new_empty(1, self.path + self.rows, keys.shape[2])
             if self.path:
-                self.line[:, : self.path] = self.cache.read(layer, self.path)[0][0]
+                self.line[:, : self.path] = self.cache.read(layer, 0, self.path)[0][0]
         stop = self.filled + keys.shape[1]
         self.chunk[:, self.filled : stop] = keys
         self.line[:, self.before + self.filled : self.before + stop] = keys
@@ -459,7 +459,7 @@ def _choose_together(
     if chunk.store:
         chunk.index_keys[layer] = (keys.unsqueeze(0),)
     if path:
-        keys = torch.cat([cast(PathCache, chunk.index_cache).read(layer, path)[0][0], keys], 1)
+        keys = torch.cat([cast(PathCache, chunk.index_cache).read(layer, 0, path)[0][0], keys], 1)
 
     def seen(block: slice) -> Tensor:
         return _visible(chunk, slice(run.start + block.start, run.start + block.stop), device, rows)[None]

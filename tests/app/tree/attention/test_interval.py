@@ -89,8 +89,8 @@ def check_chunk(
 
     cache = PathCache(path + 3, with_grads=True)
     if path:
-        cache.push(0, 0, k[:, :, :path], v[:, :, :path])
-        for buffer in cache.grads(0, path):
+        cache.push({0: (k, v)}, slice(0, path))
+        for buffer in cache.grads(0, 0, path):
             buffer.fill_(2.0)
     running = ChunkAttention(rows, cache, path, depths, BACKENDS["triton"], store=False)
     own = [x.clone().requires_grad_() for x in (q, k[:, :, path:], v[:, :, path:])]
@@ -98,7 +98,7 @@ def check_chunk(
     assert BACKENDS["triton"].refusal(own[0], call) is None
     out = BACKENDS["triton"].attend(*own, leaf, running, call)
     out.backward(grad)
-    returned = [x - 2.0 for x in cache.grads(0, path)] if path else [x[:, :, :0] for x in own[1:]]
+    returned = [x - 2.0 for x in cache.grads(0, 0, path)] if path else [x[:, :, :0] for x in own[1:]]
     got = [own[0].grad, *(torch.cat([a, b.grad], 2) for a, b in zip(returned, own[1:], strict=True))]
     for found, wanted in zip([out, *got, *([] if leaf is None else [leaf.grad])], [expected, *(x.grad for x in truth)]):
         assert wanted is not None

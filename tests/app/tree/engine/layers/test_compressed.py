@@ -115,18 +115,22 @@ def test_indexers_have_no_gradient_and_the_model_is_left_as_it_was() -> None:
 
 
 def test_the_path_holds_a_row_for_so_many_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
-    held, push = {}, PathCache.push
+    """And, of those in the window, the last of each piece that a token behind it can see."""
+    held, push, model = {}, PathCache.push, exact()
+    window, caches = model.config.sliding_window, list[PathCache]()
 
-    def spy(self: PathCache, layer: int, start: int, *rows: torch.Tensor) -> None:
-        push(self, layer, start, *rows)
-        held[layer, self.with_grads] = [buffer.shape[2] for buffer in self._values[layer]]
+    def spy(self: PathCache, *pushed: Any) -> None:
+        push(self, *pushed)
+        caches.append(self)
+        held.update({(place, self.with_grads): [x.shape[2] for x in kept] for place, kept in self._values.items()})
 
     monkeypatch.setattr(PathCache, "push", spy)
     sequences = [np.arange(20) % 30, np.r_[np.arange(18) % 30, 29, 28]]
-    gradients(exact(), sequences, 6, 6)
-    longest = held[0, True][0]
+    gradients(model, sequences, 6, 6)
+    longest, rows_of = caches[0].capacity, caches[0].rows_of
+    assert rows_of is not None and rows_of(window - 1) < longest // 2 and rows_of(longest) == longest
     assert held == {
-        **{(layer, True): [longest] * 2 for layer in range(3)},
+        **{(layer, True): [rows_of(window - 1)] * 2 for layer in range(3)},
         **{(-3, True): [longest // 3] * 2, (-5, True): [longest // 2] * 2, (-6, False): [longest // 2]},
     }
 
