@@ -81,11 +81,16 @@ def test_recorded_conversations() -> None:
         (["runs/a", "--tokenizer", "x"], "--tokenizer: has no effect on run directories"),
         (["runs/empty"], "nothing was logged"),
         (["runs"], "runs: no recorded batches (batch_*.safetensors) in it; name another directory"),
+        (
+            ["runs/mine.yaml"],
+            "path: 'runs/mine.yaml' is neither conversations (.jsonl, .jsonl.gz, .npz) nor a directory",
+        ),
     ],
 )
 def test_mistakes(args: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
     made_run(Path("runs/a"), 0.5)
     made_run(Path("runs/empty"), 0.5).joinpath("metrics.csv").write_text("")
+    Path("runs/mine.yaml").write_text("")
     with pytest.raises(SystemExit) as ended:
         main(["look", *args])
     printed = capsys.readouterr().err
