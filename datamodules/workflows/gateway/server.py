@@ -124,7 +124,8 @@ class Gateway:
         name = request.match_info["session"]
         kind, _, key = request.headers.get("Authorization", "").partition(" ")
         if kind.lower() != "bearer":
-            key = request.headers.get("x-api-key", "") or request.headers.get("x-goog-api-key", "")
+            given = (request.headers.get(name, "") for name in ("x-api-key", "x-goog-api-key"))
+            key = next(filter(None, given), "") or request.query.get("key", "")  # as Google's API takes it, too
         key = key.strip()
         session = self._sessions.get(name)
         if session is None and self._opens is not None and (session := self._opens(name, key)) is not None:
