@@ -348,6 +348,7 @@ _EARLY = "--trainer.callbacks+=lightning.pytorch.callbacks.EarlyStopping"
     ("flags", "why"),
     [
         (["--trainer.max_steps=2"], ""),
+        (["--trainer.max_steps=0"], ""),
         (["--trainer.max_steps=9"], "after step 3 of 9: trainer.max_epochs (1) comes first"),
         (["--trainer.max_epochs=2"], ""),
         (["--trainer.max_time=00:00:00:00"], "after step 0: trainer.max_time is over"),
