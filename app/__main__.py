@@ -4,7 +4,7 @@ Promises: `--help` answers at once, before the seconds that Lightning and transf
 fifth fewer while nothing looks for garbage; on GPUs torch's allocator maps memory in expandable segments, unless the
 environment says how: lengths change from step to step, and fixed blocks of all sizes would be free and of no use. A
 Python that is not the project's is told so in a line. Output that nobody reads any more (`| head`) ends a command
-quietly.
+quietly; one that is closed (`>&-`) ends none.
 """
 
 import atexit
@@ -41,6 +41,7 @@ Asynchronous RL post-training of language-model agents on Lightning.
 
 def main() -> None:
     """As `app.cli.main`, and Ctrl-C ends without a traceback while the imports still run (seconds)."""
+    _open_what_is_closed()
     end: SystemExit | None = None
     try:
         try:
@@ -55,6 +56,18 @@ def main() -> None:
             end = SystemExit(128 + signal.SIGPIPE)
     if end is not None:
         raise end from None
+
+
+def _open_what_is_closed() -> None:
+    """Of the standard streams, which Python has as None then. The next file that is opened would get the number of one,
+    and what processes print that this one starts."""
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        if getattr(sys, name) is None:
+            nowhere = os.open(os.devnull, os.O_RDWR)
+            if nowhere != number:
+                os.dup2(nowhere, number)
+                os.close(nowhere)
+            setattr(sys, name, open(number, "r" if number == 0 else "w"))  # noqa: SIM115
 
 
 def _command() -> None:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any, ClassVar, Literal, TypeVar
 
 import lightning as L
@@ -116,6 +117,11 @@ class RecordedDataModule(L.LightningDataModule):
         if text and tokenizer is None:
             raise ValueError(f"tokenizer: '{path}' holds text; give the directory of a tokenizer with a chat template")
         if not (text or arrays):
+            if Path(path).is_file():
+                raise ValueError(
+                    f"path: '{path}' is neither conversations (.jsonl, .jsonl.gz, .npz) nor a directory of recorded"
+                    " batches; name one of these"
+                )
             checks.no_effect(f"on the recorded batches of '{path}'", {"tokenizer": tokenizer, "system": system})
             if workload != "turns":
                 raise ValueError(f"workload: {workload}, but '{path}' holds sequences already; leave it at turns")

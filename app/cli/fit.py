@@ -310,7 +310,8 @@ def _leads() -> bool:
 def _checkpoint_directories(trainer: Mapping[str, Any]) -> list[Path]:
     """Where the configuration's own callbacks, and its root directory, have checkpoints."""
     callbacks = [one for one in _as_list(trainer.get("callbacks")) if isinstance(one, Mapping)]
-    configured = [one.get("init_args") or {} for one in callbacks]
+    models = ".SavePretrained"  # which has a dirpath too
+    configured = [one.get("init_args") or {} for one in callbacks if not str(one.get("class_path")).endswith(models)]
     found = [Path(str(options["dirpath"])) for options in configured if options.get("dirpath")]
     root = trainer.get("default_root_dir")
     return [*found, *([Path(str(root)) / "checkpoints"] if root else [])]

@@ -108,13 +108,17 @@ def run(args: argparse.Namespace) -> None:
 
     Raises:
         CannotStart: an option that cannot be; the port is taken.
-        RecordingError: a session could not be written at the end.
+        RecordingError: nobody can write to `--record`; a session could not be written at the end.
     """
+    from datamodules.files.recording import check_directory
+
     if (args.model is None) == (args.upstream is None):
         given = "neither is" if args.model is None else "both are"
         raise CannotStart(f"--model, --upstream: {given} given; name a model's directory or a provider's URL")
     if not 0 <= args.port <= _LARGEST_PORT:
         raise CannotStart(f"--port: {args.port}, must be between 0 (any that is free) and {_LARGEST_PORT}")
+    if args.record:
+        check_directory("--record", Path(args.record))
     if args.upstream is not None:
         _check_upstream(args)
         asyncio.run(_pass_on(args))

@@ -41,11 +41,14 @@ def run(arguments: argparse.Namespace) -> None:
     from callbacks.report.page import write_page
     from callbacks.report.recorded import read_recorded
     from callbacks.report.runs import is_run, read_run
+    from datamodules.files.recording import versions
 
     paths: list[Path] = arguments.paths
     for path in paths:
         if not path.exists():
             raise FileNotFoundError(f"PATH: there is no '{path}'; correct the path")
+        if (path / "config.yaml").is_file() and not is_run(path) and not versions(path):  # a run that has just begun
+            raise ValueError(f"{path}: nothing was logged or recorded yet; try again later")
     live = [is_run(path) for path in paths]
     if all(live):
         for name in ("tokenizer", "system"):

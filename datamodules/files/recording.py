@@ -56,6 +56,20 @@ class AlreadyRecorded(RecordingError):
     """There is a batch of that version already."""
 
 
+def check_directory(key: str, directory: Path) -> None:
+    """Before there is anything to lose. Raises RecordingError: nobody can write there, or make it.
+
+    Args:
+        key: of the option that names it.
+        directory: need not be there; nothing is made.
+    """
+    there = next(one for one in (directory, *directory.absolute().parents) if os.path.lexists(one))
+    if not there.is_dir():
+        raise RecordingError(f"{key}: {there} is no directory; name another")
+    if not os.access(there, os.W_OK | os.X_OK):
+        raise RecordingError(f"{key}: {there} cannot be written to; name another directory, or change its permissions")
+
+
 class RolloutRecorder:
     """Writes batches into a directory, which is made when the first one comes.
 
@@ -75,8 +89,10 @@ class RolloutRecorder:
                 set aside here.
 
         Raises:
-            RecordingError: a new run, where the directory holds batches from `version` on; or they cannot be moved.
+            RecordingError: a new run, where the directory holds batches from `version` on; or they cannot be moved, or
+                none be written.
         """
+        check_directory("record", self.directory)
         later = [known for known in versions(self.directory) if known >= version]
         if not later:
             return

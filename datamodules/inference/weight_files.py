@@ -134,6 +134,7 @@ def save_model(
 
     Raises:
         ExportError: the policy cannot be exported.
+        OSError: the disk refuses a file, which it names.
     """
     directory.mkdir(parents=True, exist_ok=True)
     _save_config(policy, directory, dtype)
@@ -164,7 +165,7 @@ def _save_config(policy: Module, directory: Path, dtype: torch.dtype | None = No
 def save_parts(parts: Iterable[dict[str, Tensor]], directory: Path, shard_bytes: int = SHARD_BYTES) -> int:
     """Writes tensors as they come, a file whenever `shard_bytes` are together (a larger tensor has a file of its own),
     so that no more than these, twice, and one part are in memory. Parts are emptied, weights that stood there removed.
-    Returns the bytes of all."""
+    Returns the bytes of all. Raises OSError: the disk refuses one."""
     for old in directory.iterdir():
         if _WEIGHTS.fullmatch(old.name):
             old.unlink()
@@ -175,7 +176,14 @@ def save_parts(parts: Iterable[dict[str, Tensor]], directory: Path, shard_bytes:
 
     def write() -> None:
         files.append({name: tensor.nbytes for name, tensor in held.items()})
-        save_file(held, directory / _file(len(files), 0), metadata={"format": "pt", WRITTEN: written})
+        file = directory / _file(len(files), 0)
+        try:
+            save_file(held, file, metadata={"format": "pt", WRITTEN: written})
+        except SafetensorError as error:  # which does not say of what kind it is, nor where
+            if (number := _OF_SYSTEM.search(str(error))) is None:
+                raise
+            code = int(number[1])
+            raise OSError(code, os.strerror(code), str(file)) from error
         held.clear()
 
     for part in parts:
@@ -198,6 +206,7 @@ def save_parts(parts: Iterable[dict[str, Tensor]], directory: Path, shard_bytes:
     return size
 
 
+_OF_SYSTEM = re.compile(r"\(os error (\d+)\)")
 _TENSORS = "*.safetensors"
 _WEIGHTS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?")
 

@@ -16,7 +16,7 @@ _SIGNAL = " Signaling Trainer to stop."  # Lightning's
 def why_early(trainer: Trainer) -> str:
     """Of a trainer whose `fit` came back without an error."""
     epochs, limit = trainer.max_epochs, trainer.max_steps
-    if trainer.fast_dev_run or 0 < limit <= trainer.global_step:
+    if trainer.fast_dev_run or 0 <= limit <= trainer.global_step:
         return ""
     if trainer.should_stop:
         why = " ".join(filter(None, map(_why, trainer.callbacks))) or "a callback asked for it"

@@ -16,6 +16,7 @@ import os
 import pkgutil
 import re
 import shlex
+import shutil
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -115,6 +116,9 @@ class Agent(ABC):
         if isinstance(answer, bool) or not isinstance(answer, int | float) or not math.isfinite(answer):
             return None
         return float(answer)
+
+    def check(self) -> None:  # noqa: B027
+        """Before a run. Raises ValueError: no episode could start it on this machine."""
 
     @abstractmethod
     def log_to(self, directory: Path) -> None:
@@ -241,6 +245,17 @@ class CommandAgent(_ProcessAgent):
     def __init__(self, words: Sequence[str], calls: Calls) -> None:
         super().__init__(calls)
         self._words = list(words)
+
+    def check(self) -> None:
+        program = self._words[0]
+        if _FIELD.search(program) or shutil.which(program) is not None:
+            return
+        if Path(program).is_file():
+            raise ValueError(
+                f"{program!r} is a file that cannot be started; put what runs it in front (python {program}), or"
+                " chmod +x it and name it by its path (./)"
+            )
+        raise ValueError(f"there is no program {program!r}; correct its name, or give its path")
 
     async def run(self, door: Door, task: Prompt, seconds: float | None, output: Path | None) -> Any:
         words = [_filled(word, task) for word in self._words]

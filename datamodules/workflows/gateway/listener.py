@@ -135,7 +135,7 @@ class Listener:
             await sending
 
     async def body(self, request: web.Request) -> bytes:
-        """The request's. Raises RequestError: compressed, or too late."""
+        """The request's. Raises RequestError: compressed, too long, or too late."""
         if request.headers.get("Content-Encoding", "identity") != "identity":
             raise RequestError("Content-Encoding: not supported; send requests uncompressed", status=415)
         try:
@@ -143,6 +143,9 @@ class Listener:
                 return await request.read()
         except TimeoutError as error:
             raise RequestError(f"the request did not arrive within {self._transfer_s:g} s", status=408) from error
+        except web.HTTPRequestEntityTooLarge as error:
+            most = f"{self._most_bytes / 2**20:g} MiB"
+            raise RequestError(f"the request has more than {most}; send a shorter conversation", status=413) from error
 
 
 def hang_up(request: web.Request, error: BaseException) -> None:

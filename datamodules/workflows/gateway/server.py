@@ -13,7 +13,8 @@ import hashlib
 import json
 import secrets
 from collections import defaultdict
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 
@@ -106,7 +107,7 @@ class Gateway:
         router.add_get("/r/{session}/held", self._held)
         router.add_post("/r/{session}/reward", self._reward)
         router.add_post("/r/{session}/end", self._end)
-        router.add_route("*", "/r/{session}/{version:v1(?:beta)?}/{path:.+}", self._not_served)
+        router.add_route("*", "/r/{session}{path:(?:/.*)?}", self._not_served)
 
     def admit(self, session: Session) -> str:
         """Lets a session be spoken in; gives its address, to which protocols append `/v1/...`."""
@@ -123,7 +124,8 @@ class Gateway:
         name = request.match_info["session"]
         kind, _, key = request.headers.get("Authorization", "").partition(" ")
         if kind.lower() != "bearer":
-            key = request.headers.get("x-api-key", "") or request.headers.get("x-goog-api-key", "")
+            given = (request.headers.get(name, "") for name in ("x-api-key", "x-goog-api-key"))
+            key = next(filter(None, given), "") or request.query.get("key", "")  # as Google's API takes it, too
         key = key.strip()
         session = self._sessions.get(name)
         if session is None and self._opens is not None and (session := self._opens(name, key)) is not None:
@@ -133,32 +135,45 @@ class Gateway:
             raise RequestError("no session of this address and key", status=401, code="invalid_api_key")
         return session
 
+    @contextmanager
+    def _asked(self, request: web.Request) -> Iterator[Session]:
+        """The session of what asks for no reply; that it was refused may be why none is asked for."""
+        session = self._session(request)
+        session.asked += 1
+        try:
+            yield session
+        except RequestError as error:
+            if not session.transcript.calls:
+                session.refused = str(error)
+            raise
+
     async def _models(self, request: web.Request) -> web.StreamResponse:
-        self._session(request)
         name = request.match_info.get("id")
-        if name not in (None, self.model):
-            raise RequestError(
-                f"the only model listed is '{self.model}'; replies may be asked for under any name",
-                status=404,
-                param="model",
-                code="model_not_found",
-            )
+        with self._asked(request):
+            if name not in (None, self.model):
+                raise RequestError(
+                    f"the only model listed is '{self.model}'; replies may be asked for under any name",
+                    status=404,
+                    param="model",
+                    code="model_not_found",
+                )
         anthropic = spoken(request) is MESSAGES
         listed = models.anthropic_models if anthropic else models.openai_models
         one = models.anthropic_model if anthropic else models.openai_model
         return web.json_response((listed if name is None else one)(self.model))
 
     async def _count(self, request: web.Request) -> web.StreamResponse:
-        session = self._session(request)
         theirs, key = (MESSAGES, "input_tokens") if spoken(request) is MESSAGES else (GOOGLE[0], "totalTokens")
-        asked = session.continued(theirs.counted(json_object(await self._listener.body(request))))
-        return web.json_response({key: await session.count(asked.messages, asked.tools)})
+        with self._asked(request) as session:
+            asked = session.continued(theirs.counted(json_object(await self._listener.body(request))))
+            return web.json_response({key: await session.count(asked.messages, asked.tools)})
 
     async def _reply(self, protocol: WireProtocol, request: web.Request) -> web.StreamResponse:
         session = self._session(request)
-        body = await self._listener.body(request)
-        found = session.bodies.read(body, json_object)
+        session.asked += 1
         try:
+            body = await self._listener.body(request)
+            found = session.bodies.read(body, json_object)
             asked = protocol.parse(session.heard(protocol.whole(found, session.transcript.calls)))
             asked = session.continued(replace(asked, model=asked.model or self.model))
         except Exception as error:  # it is refused, and nothing goes on with it
@@ -271,20 +286,29 @@ class Gateway:
                 await self._still(request, response, alive)
 
     async def _not_served(self, request: web.Request) -> web.StreamResponse:
-        self._session(request).asked += 1
-        path = f"/{request.match_info['version']}/{request.match_info['path'][:100]}"
+        path = request.match_info["path"][:100]
         served = [f"/v1/{protocol.path}" for protocol in PROTOCOLS]
-        method = "GET" if path == "/v1/models" else "POST"
-        if path in (*served, "/v1/models", "/v1/messages/count_tokens"):
-            if request.headers.get("Upgrade", "").lower() == "websocket":  # Codex asks again and again but for 426
-                raise RequestError(f"{path}: WebSockets are not served; {method} it", status=426)
-            raise RequestError(f"{path}: does not take {request.method}; {method} it", status=405)
-        served += [f"/v1beta/models/{self.model}:{protocol.path}" for protocol in GOOGLE]
-        raise RequestError(
-            f"{path}: not served; the model that is trained answers {', '.join(served)}: give the client that asks"
-            " for anything else (embeddings, moderation, audio) a base_url and api_key of its provider",
-            status=404,
-        )
+        posted = (*served, "/v1/messages/count_tokens", "/reward", "/end")
+        with self._asked(request) as session:
+            if path in (*posted, "/v1/models", "/held"):
+                method = "POST" if path in posted else "GET"
+                if request.headers.get("Upgrade", "").lower() == "websocket":  # Codex asks again and again but for 426
+                    raise RequestError(f"{path}: WebSockets are not served; {method} it", status=426)
+                raise RequestError(f"{path}: does not take {request.method}; {method} it", status=405)
+            plain = "/" + "/".join(filter(None, path.split("/")))
+            if meant := next((one for one in posted if plain.endswith(one) or one == f"/v1{plain}"), ""):
+                address = f"{request.scheme}://{request.host[:200]}/r/{session.id}"
+                raise RequestError(
+                    f"{path}: not served, {address}{meant} is: the base URL is {address}/v1 (OPENAI_BASE_URL), or"
+                    " without /v1 for packages that append it themselves (ANTHROPIC_BASE_URL)",
+                    status=404,
+                )
+            served += [f"/v1beta/models/{self.model}:{protocol.path}" for protocol in GOOGLE]
+            raise RequestError(
+                f"{path}: not served; the model that is trained answers {', '.join(served)}: give the client that asks"
+                " for anything else (embeddings, moderation, audio) a base_url and api_key of its provider",
+                status=404,
+            )
 
     async def _held(self, request: web.Request) -> web.StreamResponse:
         return web.json_response({"held_s": self._session(request).held_s})

@@ -83,7 +83,8 @@ class Session:
         fault: why the engine could not answer; None while it can. exhausted: whether a call was beyond the budget.
         asked: number of the requests that reached it.
         misfit: what was refused as the model's template hides it, whatever the agent asks; "" for nothing.
-        refused: what was refused as such requests are not served; "" for nothing, and once a later one was served.
+        refused: what was refused as such requests are not served, or not heard; "" for nothing, and once a later one
+            was served.
         bodies: by which requests are read. rewards: what was posted. exchanges: what was asked and answered.
         ended: set when the agent is done. repeats: which calls run, and who has their answers.
         counts: `abandoned_calls` were given up by the client, or ended with the session, while they were sampled,
@@ -217,7 +218,6 @@ class Session:
 
     def heard(self, body: dict[str, Any]) -> dict[str, Any]:
         """A request as this session takes it, whatever its protocol."""
-        self.asked += 1
         if not self._sampling.override:
             return body
         left = fields.without_sampling(body)

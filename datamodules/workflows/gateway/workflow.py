@@ -173,7 +173,8 @@ class AgentWorkflow:
         self._serving: asyncio.Task[None] | None = None  # kept: an event loop holds its tasks weakly
 
     def prepare(self, tokenizer: PreTrainedTokenizerBase) -> None:
-        """Tries the chat template and the host, and joins the executor. Raises ValueError: one of them does not do."""
+        """Tries the chat template, the host and a command, and joins the executor. Raises ValueError: one of them does
+        not do."""
         self._chat = Chat(tokenizer, options=self._template_options)
         if isinstance(self._parser, ResponseTemplate):
             self._parser.prepare(tokenizer)
@@ -183,6 +184,11 @@ class AgentWorkflow:
             raise ValueError(f"{type(self).__name__}.host: {error}; give the one at which agents reach it") from error
         if self._executor is not None:
             self._executor.open(self._host)
+            return  # whose machines have programs of their own
+        try:
+            self._agents[0].check()
+        except ValueError as error:
+            raise ValueError(f"{type(self).__name__}.agent: {error}") from error
 
     def encode(self, prompt: Prompt) -> tuple[int, ...]:
         """The task as a user's message; what the agent sends is its own."""

@@ -326,6 +326,14 @@ def test_output_that_nobody_reads_any_more_ends_a_command_quietly(args: list[str
     assert done.returncode == 128 + signal.SIGPIPE and not done.stderr, done.stderr
 
 
+@pytest.mark.parametrize(("args", "code"), [("--help", 0), ("inspect nowhere.npz", 2)])
+def test_a_command_without_standard_streams_ends_as_any_other(args: str, code: int) -> None:
+    """As supervisors start some; it ended with code 1, a whole run too."""
+    command = f"{sys.executable} -m app {args} <&- >&- 2>&-"
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    assert subprocess.run(["sh", "-c", command], env=environment, timeout=300).returncode == code
+
+
 def test_what_fails_says_so_though_nobody_reads_the_rest() -> None:
     done = _unread(["inspect", "nowhere.npz"], {})
     assert done.returncode == 2 and b"nowhere.npz" in done.stderr and b"Broken" not in done.stderr, done.stderr
@@ -351,6 +359,7 @@ _EARLY = "--trainer.callbacks+=lightning.pytorch.callbacks.EarlyStopping"
     ("flags", "why"),
     [
         (["--trainer.max_steps=2"], ""),
+        (["--trainer.max_steps=0"], ""),
         (["--trainer.max_steps=9"], "after step 3 of 9: trainer.max_epochs (1) comes first"),
         (["--trainer.max_epochs=2"], ""),
         (["--trainer.max_time=00:00:00:00"], "after step 0: trainer.max_time is over"),

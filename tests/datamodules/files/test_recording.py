@@ -254,6 +254,8 @@ def test_a_recording_is_never_overwritten_and_a_full_disk_is_said(tmp_path: Path
     blocked.write_text("in the way")
     with pytest.raises(RecordingError, match=r"the batch of version 0 could not be written to .*file"):
         RolloutRecorder(blocked / "deeper").write(0, some_groups())
+    with pytest.raises(RecordingError, match=r"^record: .*file is no directory; name another"):
+        RolloutRecorder(blocked / "deeper").begin(0, goes_on=False)  # before anything is rolled out
 
 
 # ---- training

@@ -9,6 +9,8 @@ import resource
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +19,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
+from app.cli.runs.run_directory import disk_trouble
 from app.strategies.shards import without_storage
 from datamodules.inference.embedded.weights import copy_of
 from datamodules.inference.export import (
@@ -381,14 +384,27 @@ class TestDiskFull:
         """A limit on file sizes makes the kernel refuse bytes in the middle of a file, as a quota does."""
         files = WeightFiles(tmp_path)
         files.write(tiny_policy(seed=1), 1)
-        limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-        handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, limits[1]))
-        try:
+        with files_of_at_most(50_000):
             self.assert_refused(files, "(File too large|os error 27)")
-        finally:
-            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-            signal.signal(signal.SIGXFSZ, handler)
+
+    def test_of_a_model_beside_a_run(self, tmp_path) -> None:
+        """The command line tells it in a line, as it tells what a disk says of any other file."""
+        with files_of_at_most(50_000), pytest.raises(OSError) as caught:
+            save_model(tiny_policy(), tmp_path)
+        assert caught.value.filename == str(tmp_path / "model-00001-of-00000.safetensors")
+        assert str(disk_trouble(caught.value)).endswith("File too large; raise the limit on file sizes (ulimit -f)")
+
+
+@contextmanager
+def files_of_at_most(size: int) -> Iterator[None]:
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        signal.signal(signal.SIGXFSZ, handler)
 
 
 _WRITER = """

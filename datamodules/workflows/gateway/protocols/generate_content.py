@@ -279,7 +279,8 @@ def _schema(found: dict[str, Any], keys: tuple[str, str]) -> tuple[str, Any]:
 
 
 def messages_of(found: Any) -> list[Message]:
-    if isinstance(found, str) or not isinstance(found, list) or not found:
+    found = _some(found)
+    if not isinstance(found, list) or not found:
         raise RequestError("contents: must be a list of at least one content", param="contents")
     messages: list[Message] = []
     made: dict[str, dict[str, Any]] = {}  # calls, by their ids
@@ -289,7 +290,7 @@ def messages_of(found: Any) -> list[Message]:
         one = _object(where, one)
         fields.only(where, one, ("role", "parts"))
         role = fields.one_of(f"{where}.role", one.get("role") or "user", ("user", "model", "function"))
-        parts = fields.a_list(f"{where}.parts", one.get("parts"))
+        parts = fields.a_list(f"{where}.parts", _some(one.get("parts")))
         if role == "model":
             messages.append(_said(f"{where}.parts", parts, i))
             waiting = list(messages[-1].get("tool_calls", ()))
@@ -301,6 +302,11 @@ def messages_of(found: Any) -> list[Message]:
             "contents: the last one must be the user's; a reply that was begun cannot be gone on with", param="contents"
         )
     return messages
+
+
+def _some(found: Any) -> Any:
+    """A list of one where that stands alone, as the provider takes it and shows it to those who write JSON."""
+    return [found] if isinstance(found, dict) else found
 
 
 def _said(where: str, parts: list[Any], place: int) -> Message:
@@ -397,7 +403,7 @@ def _system(where: str, content: Any) -> str:
     content = _object(where, content)
     fields.only(where, content, ("role", "parts"))
     said = []
-    for k, part in enumerate(fields.a_list(f"{where}.parts", content.get("parts"))):
+    for k, part in enumerate(fields.a_list(f"{where}.parts", _some(content.get("parts")))):
         part = _object(f"{where}.parts[{k}]", part)
         _kind(f"{where}.parts[{k}]", part, ("text",))
         said.append(fields.a_text(f"{where}.parts[{k}].text", part["text"]))

@@ -16,7 +16,7 @@ import torch
 from app.cli import gateway, main
 from datamodules.conversations.sequence_files import load_sequences
 from datamodules.conversations.tokens import RecordedDataError
-from datamodules.files.recording import read_batch, versions
+from datamodules.files.recording import RecordingError, read_batch, versions
 from datamodules.inference.sglang.launcher import ServerProcess
 from datamodules.recorded import RecordedDataModule
 from modules.models import ModelSource, build_model
@@ -207,13 +207,15 @@ def test_without_a_key_one_is_drawn_and_silence_ends_a_session(model: Path, tmp_
         (["--upstream", "http://x/v1", "--port", "99999"], KEY, "--port: 99999, must be between 0 .* and 65535"),
         (["--model", "x", "--port=-1"], KEY, "--port: -1, must be between 0"),
         (["--model", "nowhere"], "short", "ARBORIST_GATEWAY_KEY: must be at least 8"),
+        (["--model", "nowhere", "--record", __file__], KEY, rf"--record: {__file__} is no directory; name another"),
+        (["--upstream", "http://x/v1", "--record", f"{__file__}/x"], KEY, rf"--record: {__file__} is no directory"),
     ],
 )
 def test_what_cannot_be_served(options: list[str], key: str, says: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(gateway.KEY_VARIABLE, key)
     parser = argparse.ArgumentParser()
     gateway.add_arguments(parser)
-    with pytest.raises(gateway.CannotStart, match=says):
+    with pytest.raises((gateway.CannotStart, RecordingError), match=says):
         gateway.run(parser.parse_args(options))
 
 

@@ -103,6 +103,7 @@ def test_run_directories_that_cannot_be(path: str, words: str, capsys: pytest.Ca
     ("args", "words"),
     [
         (["--ckpt_path", "last"], "last needs the run it goes on with; name it with --run_dir"),
+        (["--ckpt_path", "last", "--trainer.callbacks=callbacks.SavePretrained"], "last needs the run it goes on with;"),
         (["--ckpt_path", "last", "--run_dir", "hree"], "no checkpoint in hree/checkpoints; is run_dir mistyped?"),
         (["--ckpt_path", "best"], "ckpt_path: best means nothing to a new process"),
         (["--ckpt_path", "nope.ckpt"], "ckpt_path: 'nope.ckpt' does not exist"),

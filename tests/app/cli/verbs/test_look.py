@@ -80,12 +80,20 @@ def test_recorded_conversations() -> None:
         (["nowhere"], "PATH: there is no 'nowhere'"),
         (["runs/a", "--tokenizer", "x"], "--tokenizer: has no effect on run directories"),
         (["runs/empty"], "nothing was logged"),
+        (["runs/begun"], "runs/begun: nothing was logged or recorded yet; try again later"),
         (["runs"], "runs: no recorded batches (batch_*.safetensors) in it; name another directory"),
+        (
+            ["runs/mine.yaml"],
+            "path: 'runs/mine.yaml' is neither conversations (.jsonl, .jsonl.gz, .npz) nor a directory",
+        ),
     ],
 )
 def test_mistakes(args: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
     made_run(Path("runs/a"), 0.5)
     made_run(Path("runs/empty"), 0.5).joinpath("metrics.csv").write_text("")
+    Path("runs/mine.yaml").write_text("")
+    Path("runs/begun").mkdir()
+    Path("runs/begun/config.yaml").write_text("")
     with pytest.raises(SystemExit) as ended:
         main(["look", *args])
     printed = capsys.readouterr().err

@@ -225,9 +225,17 @@ def test_a_host_that_is_another_machines_is_named_before_the_run(host: str) -> N
         workflow.prepare(TOKENIZER)
 
 
-def test_a_program_that_is_not_there() -> None:
-    with pytest.raises(CallFailed, match="no-such-program"):
-        run("no-such-program {text}", ["x"])
+def test_a_program_that_cannot_be_started_is_named_before_the_run(tmp_path: Path) -> None:
+    script = tmp_path / "agent.py"
+    script.write_text("print(1)")
+    for command, says in (
+        ("no-such-program {text}", "there is no program 'no-such-program'; correct"),
+        ([str(script), "{text}"], f"'{script}' is a file that cannot be started; put what runs it in front .python "),
+    ):
+        with pytest.raises(ValueError, match=rf"AgentWorkflow\.agent: {says}"):
+            AgentWorkflow(command).prepare(TOKENIZER)
+    with pytest.raises(CallFailed, match=str(TASK.metadata["city"])):  # which only the task names
+        run(["{city}"], ["x"])
 
 
 Handler = Callable[[dict[str, Any]], Awaitable[web.Response]]

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gzip
 from typing import Any
 
+import httpx
 import pytest
 from openai import APIStatusError, AuthenticationError, BadRequestError, NotFoundError, OpenAI
 
@@ -32,6 +34,41 @@ def test_a_path_that_is_asked_otherwise_is_told_how(method: str, path: str, othe
         with pytest.raises(APIStatusError, match=f"/v1/{path}: does not take {method}; {other} it") as caught:
             getattr(client, method.lower())(f"/{path}", cast_to=object)
         assert caught.value.status_code == 405
+
+
+@pytest.mark.parametrize(
+    ("path", "meant"),
+    [
+        ("/chat/completions", "/v1/chat/completions"),
+        ("/v1/v1/messages", "/v1/messages"),
+        ("/v1/chat/completions/", "/v1/chat/completions"),
+        ("/v1/reward", "/reward"),
+    ],
+)
+def test_a_base_url_that_is_nearly_right_is_told_the_right_one(path: str, meant: str) -> None:
+    with door([]) as there:
+        client = OpenAI(base_url=there.address, api_key=there.key, max_retries=0)
+        with pytest.raises(NotFoundError) as caught:
+            client.post(path, cast_to=object, body={})
+        told = f"{path}: not served, {there.address}{meant} is: the base URL is {there.v1} (OPENAI_BASE_URL), or"
+        assert told in str(caught.value) and there.session.asked == 1 and told in there.session.refused
+
+
+@pytest.mark.parametrize(
+    ("body", "encoding", "status", "says"),
+    [
+        (gzip.compress(b"{}"), "gzip", 415, "Content-Encoding: not supported; send requests uncompressed"),
+        (b"{'model': 'any'}", "identity", 400, "the request is no JSON: "),
+        (b'{"messages": "' + b"x" * (8 << 20) + b'"}', "identity", 413, "has more than 8 MiB; send a shorter conv"),
+    ],
+)
+def test_what_cannot_be_heard_is_why_there_is_no_reply(body: bytes, encoding: str, status: int, says: str) -> None:
+    """An agent that swallows it is not said to have asked nobody."""
+    with door([]) as there:
+        headers = {"Authorization": f"Bearer {there.key}", "Content-Encoding": encoding}
+        answer = httpx.post(f"{there.v1}/chat/completions", content=body, headers=headers)
+        assert answer.status_code == status and says in answer.json()["error"]["message"]
+        assert there.session.asked == 1 and says in there.session.refused
 
 
 @pytest.mark.parametrize(

@@ -54,6 +54,17 @@ def results(calls: Parts, keys: tuple[str, ...] = ("id", "name")) -> dict[str, A
     return {"role": "user", "parts": told}
 
 
+def test_what_is_written_by_hand() -> None:
+    """As the provider's own examples of curl are: the key in the address, and lists of one without brackets."""
+    with door(["It is 6."]) as there:
+        path = f"{there.address}/v1beta/models/any:generateContent"
+        told = {"system_instruction": {"parts": {"text": "You are a shop."}}, "contents": {"parts": {"text": QUESTION}}}
+        assert httpx.post(path, json=told, params={"key": "no"}).status_code == 401
+        answer = httpx.post(path, json=told, params={"key": there.key}).json()
+        assert answer["candidates"][0]["content"]["parts"] == [{"text": "It is 6."}]
+        assert "You are a shop." in there.prompts()[0] and QUESTION in there.prompts()[0]
+
+
 @pytest.mark.parametrize("streamed", [False, True])
 @pytest.mark.parametrize("version", ["v1", "v1beta"])
 def test_a_conversation_with_a_tool_is_one_path(version: str, streamed: bool) -> None:
