@@ -138,7 +138,7 @@ def pass_memory(
             kept = min(longest, _rows_in_sight(tree, most) + held * most)
         on_path += 2 * values * path_cache.rows(kept, where)
     key_value = 2 * shape.key_values(ranks)
-    waiting = min(longest, chunk_tokens) if chunks is None else most_waiting(chunks)
+    waiting = min(tokens, held * chunk_tokens) if chunks is None else most_waiting(chunks)
     dealt = shape.state_values - shape.undealt_values
     return PassMemory(
         parameters=sum(_here(p) * p.element_size() for p in model.parameters())

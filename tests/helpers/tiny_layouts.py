@@ -22,8 +22,8 @@ from datamodules.prompts import Prompt
 from datamodules.prompts.dealer import encoded
 from datamodules.prompts.tokenizers import encode_prompt
 from tests.app.tree.engine.pictures import vision
+from tests.helpers.selection import SEES, skip_without
 from tests.helpers.tiny_vision import unencoded
-from tests.helpers.versions import SEES, skip_without
 
 _PLACEHOLDERS = {
     "LLaVA": "<image>",

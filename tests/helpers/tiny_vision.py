@@ -18,7 +18,7 @@ from datamodules.prompts import Prompt
 from datamodules.prompts.dealer import encoded
 from datamodules.prompts.tokenizers import encode_prompt
 from examples.vision.make_model import write
-from tests.helpers.versions import SEES, skip_without
+from tests.helpers.selection import SEES, skip_without
 
 
 class TinyVision:

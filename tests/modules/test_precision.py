@@ -17,8 +17,8 @@ from app.batch import StepHandle
 from app.strategies import DTAStrategy
 from app.strategies.precision import keep_default_dtype
 from modules import ActorCriticModule, ModelSource, PolicyModule, Regulariser, build_model
+from tests.helpers.selection import EXACT_ROUTERS, needs_transformers
 from tests.helpers.tiny_policy import Batches, fit, make_batch, parameters, sgd, source, trainer
-from tests.helpers.versions import EXACT_ROUTERS, needs_transformers
 
 
 @pytest.mark.parametrize("precision", ["bf16-true", "bf16-mixed", "64-true"])

@@ -60,7 +60,7 @@ class PathCache:
         several tokens is in the row of the last."""
         start, stop = self._length, self._length + rows.stop - rows.start
         self._pieces.append(stop - start)
-        self._moved(stop)
+        self._moved(stop, stop - start, 1)
         for layer, tensors in held.items():
             rate = self.rates.get(layer, 1)
             if layer not in self._values:
@@ -83,8 +83,7 @@ class PathCache:
             popped[layer] = (views[0].clone(), views[1].clone())
             for view in views:
                 view.zero_()
-        self._pieces.pop()
-        self._moved(start)
+        self._moved(start, self._pieces.pop(), -1)
         return popped
 
     def begins(self, layer: int) -> int:
@@ -105,9 +104,11 @@ class PathCache:
         for view, grad in zip(self.grads(layer, start, start + keys.shape[2]), (keys, values), strict=True):
             view += grad
 
-    def _moved(self, length: int) -> None:
+    def _moved(self, length: int, tokens: int, more: int) -> None:
+        """The path is so long now, by a piece of so many tokens more or less."""
         self._length = length
-        self._missing.clear()
+        for most in self._missing:
+            self._missing[most] += more * max(0, tokens - most)
 
     def _first(self, layer: int, start: int, stop: int) -> int:
         """The first depth of the piece [start, stop) that has a row."""

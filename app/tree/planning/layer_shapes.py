@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 Read = TypeVar("Read")
 STATEFUL = ("linear_attention", "conv", "mamba")
 _TOKENWISE = ("mlp", "moe")
+_WINDOWED = ("sliding_attention", "hybrid_sliding")
 _CHOSEN = "compressed_sparse_attention"  # its keys are made of windows that overlap, and an indexer has such as well
 
 
@@ -107,7 +108,7 @@ def attention_shapes(text: Any) -> tuple[HeadShape, ...]:
     pairs = zip(_of_layers(text, HeadShape.of), kinds, strict=False)
     window, alike = getattr(text, "sliding_window", None), not layer_kinds(text)
     return tuple(
-        replace(shape, window=window if alike or kind == "sliding_attention" else None)
+        replace(shape, window=window if alike or kind in _WINDOWED else None)
         for shape, kind in pairs
         if kind not in STATEFUL + _TOKENWISE
     )

@@ -16,7 +16,7 @@ import yaml
 from app.cli import main
 from app.cli.fit import VERBS
 from callbacks import figures
-from tests.helpers.quick import some
+from tests.helpers.selection import some
 from tests.helpers.tiny_run import TinyData, TinyModule
 
 ROOT = Path(__file__).resolve().parents[3]

@@ -20,8 +20,8 @@ from modules import ModelSource, build_model
 from tests.app.cli.test_end_to_end import CONFIGS, MODEL, workplace  # noqa: F401 - an autouse fixture
 from tests.helpers.doubles import conversations
 from tests.helpers.judge_server import JudgeServer
-from tests.helpers.quick import some
 from tests.helpers.recorded_samples import byte_tokenizer, line, write_jsonl
+from tests.helpers.selection import some
 from tests.helpers.tiny_vision import noise, png
 
 EXPERIMENTS = sorted((CONFIGS / "experiments").glob("*.yaml"))

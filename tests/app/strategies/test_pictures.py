@@ -23,7 +23,7 @@ from tests.app.tree.engine.pictures import vision
 from tests.app.tree.engine.pictures.test_parity import FROZEN, TEXTS, WORDS
 from tests.app.tree.losses import SequenceLoss
 from tests.helpers.rank_pool import RankPool
-from tests.helpers.versions import SEES, needs_transformers
+from tests.helpers.selection import SEES, needs_transformers
 
 pytestmark = needs_transformers(SEES)
 

@@ -17,8 +17,8 @@ from tests.app.strategies import shard_jobs as jobs
 from tests.app.strategies.shard_jobs import Layout
 from tests.app.tree import models
 from tests.helpers.rank_pool import RankError, RankPool
+from tests.helpers.selection import EXACT_ROUTERS, needs_transformers
 from tests.helpers.tiny_policy import source
-from tests.helpers.versions import EXACT_ROUTERS, needs_transformers
 
 START = 170.0
 ALONE: Layout = (1, 1, False)

@@ -18,7 +18,7 @@ from transformers import CONFIG_MAPPING, PreTrainedModel
 
 from app.tree import auto_class
 from tests.app.tree.cases import VOCABULARY
-from tests.helpers.versions import skip_without
+from tests.helpers.selection import skip_without
 
 HIDDEN = 16
 FLOAT64_CLEAN = ("starcoder2", "phi")

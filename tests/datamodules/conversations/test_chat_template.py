@@ -19,7 +19,7 @@ from datamodules.prompts.tokenizers import load_tokenizer
 from datamodules.workflows.gateway.transcript import Transcript
 from tests.datamodules.workflows.scripted_engine import CHATML, WITH_CALLS
 from tests.helpers.recorded_samples import TEMPLATE, byte_tokenizer
-from tests.helpers.versions import needs_transformers
+from tests.helpers.selection import needs_transformers
 
 TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
 OPENING = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "2+3, 4+5?"}]

@@ -22,8 +22,8 @@ from datamodules.prompts import Prompt
 from datamodules.prompts.dealer import encoded
 from datamodules.prompts.tokenizers import encode_prompt
 from examples.vision.make_model import write
+from tests.helpers.selection import SEES, lack
 from tests.helpers.tiny_vision import TinyVision, noise, unencoded
-from tests.helpers.versions import SEES, lack
 
 
 @pytest.fixture(scope="module")

@@ -15,7 +15,7 @@ from datamodules.conversations.chat_template import Chat, Message
 from datamodules.conversations.resumed_template import Renderings
 from tests.datamodules.conversations.test_chat_template import MESSAGES, NAMES, TOOLS, WORDS
 from tests.helpers.recorded_samples import byte_tokenizer
-from tests.helpers.versions import skip_without
+from tests.helpers.selection import skip_without
 
 EXAMPLES = settings.default.max_examples // 3  # of each template: their loops are alike
 OTHER_TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object", "maxItems": True}}}]

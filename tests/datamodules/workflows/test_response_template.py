@@ -24,7 +24,7 @@ from datamodules.workflows.tool_calls import begin_of_calls
 from tests.datamodules.workflows.scripted_engine import WITH_CALLS, ScriptedEngine, play
 from tests.datamodules.workflows.toolboxes import Sums
 from tests.helpers.recorded_samples import byte_tokenizer
-from tests.helpers.versions import needs_transformers
+from tests.helpers.selection import needs_transformers
 
 trl = pytest.importorskip("trl.chat_template_utils", reason="pip install -e '.[dev]' brings it")
 

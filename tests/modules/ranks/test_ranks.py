@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from modules import PolicyModule, Refresh, Regulariser
-from tests.helpers.quick import some
 from tests.helpers.rank_pool import RankError, RankPool
+from tests.helpers.selection import some
 from tests.helpers.tiny_policy import fit, make_batch, parameters, sgd, source
 from tests.modules.ranks import training_jobs as jobs
 

@@ -22,7 +22,7 @@ from datamodules.prompts.tokenizers import load_tokenizer
 from tests.app.cli.verbs import export_jobs as jobs
 from tests.app.tree.engine.pictures import vision
 from tests.helpers.rank_pool import RankPool
-from tests.helpers.versions import EXACT_ROUTERS, needs_transformers
+from tests.helpers.selection import EXACT_ROUTERS, needs_transformers
 
 
 @pytest.mark.parametrize("adapters", [False, True])

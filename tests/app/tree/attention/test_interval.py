@@ -29,7 +29,7 @@ from tests.app.tree.attention.test_backends import ALTERNATING, SEQUENCES
 from tests.app.tree.cases import Case, cases
 from tests.app.tree.losses import SequenceLoss
 from tests.app.tree.parity import take_grads
-from tests.helpers.quick import some
+from tests.helpers.selection import some
 
 F64, F32, BF16, F16 = torch.float64, torch.float32, torch.bfloat16, torch.float16
 TOLERANCE = {F64: 1e-12, F32: 2e-6, BF16: 4e-2, F16: 5e-3}

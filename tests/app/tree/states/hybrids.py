@@ -19,7 +19,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from tests.app.tree import models
-from tests.helpers.quick import some
+from tests.helpers.selection import some
 
 DELTA: dict[str, Any] = dict(
     layer_types=["linear_attention", "full_attention", "linear_attention"],

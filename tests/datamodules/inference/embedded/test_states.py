@@ -13,7 +13,7 @@ from datamodules.inference.embedded import EmbeddedEngine
 from datamodules.inference.protocol import GenerationRequest, WeightUpdate
 from tests.app.tree.models import SINCE
 from tests.datamodules.inference.engine_suite import CONTEXT, VOCABULARY, EngineSuite, generate_all, prompts_of
-from tests.helpers.versions import skip_without
+from tests.helpers.selection import skip_without
 
 SHAPE = dict(
     vocab_size=VOCABULARY,

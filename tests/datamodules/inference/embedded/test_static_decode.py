@@ -34,7 +34,7 @@ from tests.datamodules.inference.engine_suite import (
     tiny_policy,
     wait_until_generating,
 )
-from tests.helpers.quick import some
+from tests.helpers.selection import some
 
 
 def started(policy: PreTrainedModel, **settings) -> EmbeddedEngine:

@@ -28,7 +28,7 @@ from tests.datamodules.rewards.reward_functions import length
 from tests.datamodules.test_rollout import rollouts, tiny_model, trainer
 from tests.helpers import tiny_layouts
 from tests.helpers.pictured import pictured_batch
-from tests.helpers.versions import SEES, skip_without
+from tests.helpers.selection import SEES, skip_without
 
 
 @pytest.fixture(scope="module", params=["Qwen3-VL", "Idefics3", "Gemma 4, shared keys", "Gemma 4, large", "Gemma 3"])

@@ -23,7 +23,7 @@ from datamodules.workflows.adapters.minigrid_prompts import GridWorld, MiniGridP
 from datamodules.workflows.adapters.minigrid_workflow import MiniGridWorkflow
 from examples.vision.make_model import write
 from tests.datamodules.workflows.scripted_engine import ScriptedEngine
-from tests.helpers.versions import SEES, skip_without
+from tests.helpers.selection import SEES, skip_without
 
 SMALL: dict[str, Any] = {"view": 5, "tile": 7, "task": "{mission}"}
 ROOMS = ("MiniGrid-Empty-Random-5x5-v0", "BabyAI-GoToLocalS5N2-v0")

@@ -22,8 +22,8 @@ from tests.datamodules.workflows.gateway import agents
 from tests.datamodules.workflows.gateway.test_agent_workflow import CALL, TASK, check_as_sampled, right
 from tests.datamodules.workflows.gateway.test_server import bearer, on_a_loop, serving
 from tests.datamodules.workflows.scripted_engine import CHATML, WITH_CALLS, ScriptedEngine, play
-from tests.helpers.quick import some
 from tests.helpers.recorded_samples import byte_tokenizer
+from tests.helpers.selection import some
 
 PLAIN = """{%- for m in messages -%}<|begin|>{{ m.role }}
 {{ m.content }}<|end|>

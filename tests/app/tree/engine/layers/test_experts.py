@@ -30,7 +30,7 @@ from tests.app.tree.engine.pictures import vision
 from tests.app.tree.losses import KINDS, SequenceLoss
 from tests.app.tree.parity import assert_unchanged, snapshot, take_grads
 from tests.app.tree.states import hybrids
-from tests.helpers.quick import some
+from tests.helpers.selection import some
 
 F64 = torch.float64
 QUICK = ("Qwen3-MoE", "DeepSeek-V3", "GPT-OSS", "Nemotron-H")

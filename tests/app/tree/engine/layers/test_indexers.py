@@ -25,7 +25,7 @@ from tests.app.tree.engine.test_parity import EXAMPLES
 from tests.app.tree.losses import KINDS, SequenceLoss
 from tests.app.tree.parity import assert_backward, assert_forward, assert_unchanged, snapshot, take_grads
 from tests.app.tree.states import hybrids
-from tests.helpers.quick import some
+from tests.helpers.selection import some
 
 TYPES: dict[str, dict[str, Any]] = {
     "deepseek_v32": {},

@@ -57,7 +57,7 @@ def test_each_layer_is_counted_by_its_own_sizes(row: str) -> None:
     assert shape.feed_forward == tuple(layer.mlp.gate_proj.out_features + experts for layer in model.model.layers)
     sequences = [np.arange(40) % 31, np.arange(30) % 31]
     path = [pass_memory(model, 1, 1, PrefixTree.build([one])).path_cache for one in sequences]
-    assert path[0] - path[1] == 2 * shape.key_values() * 10 * (4 + 4)  # pieces of one token: all are in sight
+    assert path[0] - path[1] == 2 * shape.key_values() * (10 * (4 + 4) + 10 * 4)
 
 
 @pytest.mark.parametrize("row", [*ROWS, "Gemma 2", "Gemma 3"])

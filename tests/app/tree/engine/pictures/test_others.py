@@ -22,7 +22,7 @@ from datamodules.inference.protocol import GenerationRequest, GenerationResponse
 from tests.app.tree import oracle
 from tests.app.tree.engine import families as text
 from tests.app.tree.engine.pictures import families, others, vision
-from tests.helpers.quick import some
+from tests.helpers.selection import some
 from tests.helpers.tiny_layouts import TinyLayouts
 
 QUICK = ("aya_vision", "janus", "kimi_k25", "llava_onevision", "qwen3_omni_moe_thinker")

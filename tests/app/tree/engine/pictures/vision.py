@@ -20,7 +20,7 @@ from transformers.masking_utils import create_masks_for_generate
 
 from tests.app.tree import models, oracle
 from tests.app.tree.losses import SequenceLoss
-from tests.helpers.versions import SEES, skip_without
+from tests.helpers.selection import SEES, skip_without
 
 BETWEEN, VIDEO, IMAGE, START, END, VOCABULARY = 35, 36, 37, 38, 39, 40
 Part = int | str

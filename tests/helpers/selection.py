@@ -1,10 +1,14 @@
-"""What tests need of the installed packages beyond the lowest versions that pyproject.toml declares.
+"""Which tests run: those that the installed packages can, beyond the lowest versions that pyproject.toml declares; and
+of many cases some of each kind in `make test`, all in `make test-all`.
 
 Promises: only what is older than the version that is named skips, with a reason that says so; where the version is
 installed, what it is said to bring has to be there.
 """
 
 from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from typing import Any
 
 import pytest
 import transformers
@@ -32,3 +36,12 @@ def skip_without(since: str) -> None:
     """Ends the test that asks, skipped, with an older transformers."""
     if said := lack(since):
         pytest.skip(said)
+
+
+def some(values: Iterable[Any], quick: Collection[Any]) -> list[Any]:
+    """Parameters of a test (of several arguments: tuples), those that are not among `quick` marked slow."""
+    values = list(values)
+    strange = [one for one in quick if one not in values]
+    assert not strange, f"{strange} are no cases of this test: nothing of them would run"
+    marks = {True: [], False: pytest.mark.slow}
+    return [pytest.param(*(one if isinstance(one, tuple) else (one,)), marks=marks[one in quick]) for one in values]
