@@ -18,6 +18,7 @@ from tests.app.tree import models, oracle
 from tests.app.tree.engine import families, support_matrix
 from tests.app.tree.losses import SequenceLoss
 from tests.app.tree.parity import take_grads
+from tests.helpers.selection import some
 
 CELLS = [  # quick: every family in float32, and every column of one family
     pytest.param(row, column, marks=[] if column == "float32" or row == "Qwen3" else pytest.mark.slow)
@@ -37,7 +38,7 @@ def test_supported_family(row: str, column: str) -> None:
     assert families.cell(row, column) == ("refused" if column in families.SUPPORTED[row].refused else "yes")
 
 
-@pytest.mark.parametrize("row", families.SUPPORTED)
+@pytest.mark.parametrize("row", some(families.SUPPORTED, families.KINDS))
 def test_the_self_check_passes(row: str) -> None:
     """Of which the cells are made without, since each is such a comparison."""
     report = TreeEngine(families.build(families.SUPPORTED[row])).verify(PrefixTree.build(families.SEQUENCES))

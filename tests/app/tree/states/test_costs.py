@@ -24,6 +24,7 @@ from benchmarks.common.memory import peak_bytes
 from benchmarks.common.systems import attach_gradients
 from tests.app.tree import models
 from tests.app.tree.states import hybrids
+from tests.helpers.selection import some
 
 TREE = PrefixTree.build([[1, 2, 3, 4, 5], [1, 2, 6], [1, 2, 3, 4, 7, 8, 9]])
 
@@ -139,11 +140,10 @@ def test_linear_flops_are_those_of_each_layers_own_weights(name: str) -> None:
 
 
 BUDGETS = [(4000, 4000), (512, 4000), (512, 512), (256, 300)]
-PEAKS = [  # quick: every model once, and every plan of one model
-    pytest.param(name, *budgets, marks=[] if budgets == (512, 512) or name == "qwen3_5_text" else pytest.mark.slow)
-    for name in WIDE
-    for budgets in BUDGETS
-]
+PEAKS = some(
+    [(name, *budgets) for name in WIDE for budgets in BUDGETS],
+    [(name, 512, 512) for name in ("qwen3_5_text", "bamba", "deepseek_v4")] + [("qwen3_5_text", 256, 300)],
+)
 
 
 @pytest.mark.parametrize(("name", "chunk_tokens", "live_tokens"), PEAKS)

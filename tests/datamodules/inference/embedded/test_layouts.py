@@ -27,6 +27,7 @@ from datamodules.workflows.turns import ReplyOptions
 from tests.app.tree import oracle
 from tests.app.tree.engine.pictures import vision
 from tests.app.tree.parity import take_grads
+from tests.helpers.selection import some
 from tests.helpers.tiny_layouts import NAMES, TinyLayouts
 from tests.helpers.tiny_vision import noise
 
@@ -91,7 +92,7 @@ def sampled(tiny: TinyLayouts, **options: int) -> list[tuple[int, GenerationRequ
     return [(number, one, reply) for (number, one), reply in zip(asked, replies)]
 
 
-@pytest.mark.parametrize("options", [{}, {"max_batch_tokens": 5}, {"cuda_graphs": True}], ids=str)
+@pytest.mark.parametrize("options", some([{}, {"max_batch_tokens": 5}, {"cuda_graphs": True}], [{}]), ids=str)
 def test_sampled_log_probabilities_are_the_untouched_models(tiny: TinyLayouts, options: dict[str, int]) -> None:
     """Chunks of 5 tokens begin and end inside of tiles; not where placeholders see each other, of which 70 may be next
     to each other."""

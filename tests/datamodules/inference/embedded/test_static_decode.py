@@ -54,6 +54,7 @@ class TestStatic(EngineSuite):
         engine.close()
 
 
+@pytest.mark.slow
 class TestStaticSqueezed(EngineSuite):
     """The same where sizes end at what the grid holds, which is laid out anew."""
 
