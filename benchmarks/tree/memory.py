@@ -6,32 +6,47 @@
 Writes tree_memory.json, .md and .png. *Curve*: one batch at falling `live_tokens`, beside dense with and without
 checkpointing (on the batch's longest sequence, which is what its peak comes from), path-at-a-time and sparse.
 *Working set*: batches of growing size at the same budgets, two pairs of them; also without the path cache, which
-follows the longest path and not the batch. Bytes are of tensors above model and gradients, counted in the allocator
+follows the longest path and not the batch. *Windows*: the curve's batch, all layers but one with windows of several
+sizes, beside what is estimated. Bytes are of tensors above model and gradients, counted in the allocator
 (benchmarks.common.memory): exact, so one run each.
 """
 
 from __future__ import annotations
 
 import argparse
+import copy
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from app.tree import TreeEngine
+from app.tree.memory import pass_memory
 from app.tree.planning.cost import ModelShape
+from app.tree.planning.plan import path_rows
 from benchmarks.common.measure import environment
 from benchmarks.common.memory import peak_bytes
 from benchmarks.common.models import build_model, describe
 from benchmarks.common.records import write_json
-from benchmarks.common.systems import PathEngine, Settings, SparseEngine, make_systems, weighted_loss, zero_gradients
+from benchmarks.common.systems import (
+    PathEngine,
+    Settings,
+    SparseEngine,
+    attach_gradients,
+    make_systems,
+    weighted_loss,
+    zero_gradients,
+)
 from benchmarks.common.workloads import WORKLOADS, Case, add_run, conversations, make_case, parse_size, parser_of
 
 FRACTIONS = (1.0, 0.75, 0.5, 0.3, 0.15)
 """`live_tokens` of the curve, as parts of the longest path; full retention comes first."""
+
+WINDOWS = (1024, 512, 128)
+"""Of Gemma 3 and others, and of GPT-OSS."""
 
 TARGET_FRACTION, TARGET = 0.3, 0.4
 """At this part of the longest path, at most this part of dense's peak."""
@@ -121,6 +136,30 @@ def working_set(model: PreTrainedModel, cases: Sequence[Case], chunk_tokens: int
     return {"chunk_tokens": chunk_tokens, "live_tokens": live_tokens, "rows": rows}
 
 
+def windowed(
+    model: PreTrainedModel, case: Case, live_tokens: int, head_tokens: int, windows: Sequence[int]
+) -> dict[str, Any]:
+    """Peak memory of one batch where all layers of such a model but the last have a window, and what is estimated;
+    chunks are as large as the live tokens."""
+    rows = []
+    for window in (None, *windows):
+        config = copy.deepcopy(model.config)
+        kind = "full_attention" if window is None else "sliding_attention"
+        config.layer_types = [kind] * (config.num_hidden_layers - 1) + ["full_attention"]
+        config.sliding_window = window
+        one = AutoModelForCausalLM.from_config(config, dtype=model.dtype)
+        attach_gradients(one)
+        tree = case.tree()
+        engine = TreeEngine(one, live_tokens, live_tokens, head_tokens=head_tokens, self_check=False)
+        execution = engine.plan(tree)
+        row = measure_engine(engine, case)
+        estimate = pass_memory(one, live_tokens, row["peak_live_tokens"], tree, head_tokens, execution.chunks)
+        kept = path_rows(execution.chunks, row["longest_path"] if window is None else window - 1)
+        rows.append({**row, "window": window, "rows": kept, "estimate": estimate.total, "path": estimate.path_cache})
+        _progress("no window" if window is None else f"windows of {window}", row)
+    return {"live_tokens": live_tokens, "head_tokens": head_tokens, "rows": rows}
+
+
 def markdown(report: dict[str, Any]) -> str:
     env, found = report["environment"], report["curve"]
     model = ", ".join(f"{key} {value}" for key, value in report["model"].items())
@@ -172,6 +211,23 @@ def markdown(report: dict[str, Any]) -> str:
                 f"| {row['peak_bytes'] / 2**20:,.1f} | {net[0] / 2**20:,.1f} | {net[0] / net[1]:.3f} "
                 f"| {bare[0] / 2**20:,.1f} | {bare[0] / bare[1]:.3f} |"
             )
+    found = report["windows"]
+    lines += [
+        "",
+        f"## Windows in all layers but one ({report['curve']['case']}, chunk_tokens and live_tokens "
+        f"{found['live_tokens']:,}, head_tokens {found['head_tokens']:,})",
+        "",
+        "A layer with a window keeps of each piece of the path what a token behind it can see.",
+        "",
+        "| window | rows of the path there | of the longest path | path cache, estimated (MiB) | peak (MiB) "
+        "| estimated |",
+        "|---|---|---|---|---|---|",
+    ]
+    for row in found["rows"]:
+        lines.append(
+            f"| {row['window'] or 'none'} | {row['rows']:,} | {row['longest_path']:,} | {row['path'] / 2**20:,.1f} "
+            f"| {row['peak_bytes'] / 2**20:,.1f} | {row['estimate'] / 2**20:,.1f} |"
+        )
     return "\n".join(lines) + "\n"
 
 
@@ -236,9 +292,9 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
         if getattr(args, name) < 1:
             parser.error(f"--{name} must be at least 1, got {getattr(args, name)}")
     torch.set_num_threads(args.threads)
-    fractions, chunk, budgets = FRACTIONS, args.chunk, args.budgets
+    fractions, chunk, budgets, windows = FRACTIONS, args.chunk, args.budgets, WINDOWS
     if args.toy:
-        fractions, chunk, budgets = FRACTIONS[-2:], 32, [(32, 64)]
+        fractions, chunk, budgets, windows = FRACTIONS[-2:], 32, [(32, 64)], (8,)
     source, recorded = conversations(args.data, args.toy)
     model = build_model(toy=args.toy)
     vocabulary = model.config.vocab_size
@@ -250,6 +306,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
         "target": {"fraction": TARGET_FRACTION, "of_dense": TARGET},
         "curve": curve(model, cases[0], chunk, args.head, fractions),
         "working_sets": [working_set(model, cases[1:], *pair) for pair in budgets],
+        "windows": windowed(model, cases[0], 4 * chunk, args.head, windows),
     }
     if args.out:
         folder = Path(args.out)

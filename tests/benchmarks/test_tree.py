@@ -170,6 +170,8 @@ def test_memory_falls_with_the_budget_and_does_not_follow_the_batch(tmp_path: Pa
     small, large = report["working_sets"][0]["rows"]
     assert large["tree_tokens"] > 2 * small["tree_tokens"]
     assert large["working_set_bytes"] < 1.1 * small["working_set_bytes"]
+    full, narrow = report["windows"]["rows"]
+    assert full["rows"] == full["longest_path"] > narrow["rows"] and narrow["path"] < 0.9 * full["path"]
     assert (tmp_path / "tree_memory.png").exists() and "| turns 3x2 |" in (tmp_path / "tree_memory.md").read_text()
 
 
