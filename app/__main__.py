@@ -67,6 +67,7 @@ def _open_what_is_closed() -> None:
             if nowhere != number:
                 os.dup2(nowhere, number)
                 os.close(nowhere)
+            os.set_inheritable(number, True)  # by the processes that this one starts
             setattr(sys, name, open(number, "r" if number == 0 else "w"))  # noqa: SIM115
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -34,7 +34,7 @@ from app.tree.model.pictures import PicturePass, TakenRows
 from app.tree.model.sharded import casts_are_made_anew
 from app.tree.model.vocabulary import CutVocabulary
 from app.tree.planning.layout import Layout, layout
-from app.tree.planning.plan import ExecutionPlan
+from app.tree.planning.plan import ExecutionPlan, path_rows
 from app.tree.prefix_tree import Ints
 from app.tree.states.functions import STATES_ARGUMENT
 from app.tree.states.layers import StateLayers
@@ -143,7 +143,8 @@ class Executor:
         self.loss_fn: BatchedLoss | None = None
         self._completing: Completing | None = None
         self.indexers, self.compressed = indexers, CompressedAttention(state_layers.compressors)
-        self.cache = PathCache(plan.longest_path, with_grads, self.compressed.rates, cache(plan.path_rows))
+        rows_of = cache(partial(path_rows, plan.chunks))
+        self.cache = PathCache(plan.longest_path, with_grads, self.compressed.rates, rows_of)
         self.index_cache = PathCache(plan.longest_path, False, self.compressed.rates)
         self.open: dict[int, _Open] = {}
         self._hung: list[dict[int, int]] = [{} for _ in plan.chunks]  # pieces that others hang below -> their order

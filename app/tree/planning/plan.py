@@ -131,10 +131,6 @@ class ExecutionPlan:
         """Tokens the path cache has to hold."""
         return max((c.path_tokens for c in self.chunks), default=0)
 
-    def path_rows(self, most: int) -> int:
-        """Rows of the path cache where of each piece its last `most` tokens alone are kept."""
-        return path_rows(self.chunks, most)
-
     @cached_property
     def token_chunk(self) -> Ints:
         """int64 [T]: chunk of every tree token, -1 for those that never run."""

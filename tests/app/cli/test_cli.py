@@ -334,6 +334,15 @@ def test_a_command_without_standard_streams_ends_as_any_other(args: str, code: i
     assert subprocess.run(["sh", "-c", command], env=environment, timeout=300).returncode == code
 
 
+def test_processes_that_such_a_command_starts_have_their_streams() -> None:
+    child = "import os, sys; os.write(2, b'none' if sys.stdout is None else b'one')"
+    parent = "import subprocess, sys; import app.__main__ as m; m._open_what_is_closed(); "
+    parent += f"subprocess.run([sys.executable, '-c', {child!r}])"
+    words = ["sh", "-c", '"$0" -c "$1" >&-', sys.executable, parent]
+    done = subprocess.run(words, env={**os.environ, "PYTHONPATH": str(ROOT)}, stderr=subprocess.PIPE, timeout=300)
+    assert done.returncode == 0 and done.stderr == b"one"
+
+
 def test_what_fails_says_so_though_nobody_reads_the_rest() -> None:
     done = _unread(["inspect", "nowhere.npz"], {})
     assert done.returncode == 2 and b"nowhere.npz" in done.stderr and b"Broken" not in done.stderr, done.stderr

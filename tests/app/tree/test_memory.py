@@ -12,10 +12,9 @@ from app.tree.memory import DEVICE_CHUNK, auto_budgets, pass_memory, token_bytes
 from app.tree.model.shape import shape_of
 from app.tree.planning.cost import ModelShape
 from app.tree.planning.plan import path_rows
-from benchmarks.common.memory import peak_bytes
 from benchmarks.common.systems import attach_gradients
 from tests.app.tree import models
-from tests.app.tree.engine.test_memory import Meter
+from tests.app.tree.engine.test_memory import Meter, peak_and_estimate
 from tests.app.tree.states import hybrids
 
 TREE = PrefixTree.build([np.arange(60) % 31, np.append(np.arange(40) % 31, [3, 3])])
@@ -146,15 +145,11 @@ def test_a_windowed_layers_path_is_what_is_in_sight(chunk_tokens: int, live_toke
     random = np.random.default_rng(0)
     stem = random.integers(0, 31, 1500)
     sequences = [np.concatenate([stem[:cut], random.integers(0, 31, 60)]) for cut in (1500, 1500, 1200, 700)]
-    tree, engine = PrefixTree.build(sequences), TreeEngine(model, chunk_tokens, live_tokens, head_tokens=64)
-    engine.backward(PrefixTree.build(sequences[:1]), lambda out, i: out.logprobs.sum())  # the self-check is once
-    execution = engine.plan(tree)
-    budgets = execution.chunk_tokens, execution.peak_live_tokens
-    estimate = pass_memory(model, *budgets, tree, 64, execution.chunks)
-    peak = peak_bytes(lambda: engine.backward(tree, lambda out, i: out.logprobs.sum()), torch.device("cpu"))
+    peak, estimate, execution = peak_and_estimate(model, sequences, chunk_tokens, live_tokens)
     assert peak == pytest.approx(estimate.total, rel=0.12), estimate
     pieces = path_rows(execution.chunks, 31)
     assert execution.longest_path == path_rows(execution.chunks, 1500) and pieces <= execution.longest_path // 3
     model.config.layer_types = [FULL] * 6
-    more = pass_memory(model, *budgets, tree, 64, execution.chunks).path_cache - estimate.path_cache
+    budgets = execution.chunk_tokens, execution.peak_live_tokens
+    more = pass_memory(model, *budgets, execution.tree, 64, execution.chunks).path_cache - estimate.path_cache
     assert more == 5 * 2 * 4 * 32 * (4 + 4) * (execution.longest_path - pieces)

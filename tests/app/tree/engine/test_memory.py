@@ -5,12 +5,16 @@ from __future__ import annotations
 import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from app.tree import PrefixTree, TreeEngine
+from app.tree.memory import PassMemory, pass_memory
+from app.tree.planning.plan import ExecutionPlan
+from benchmarks.common import memory
 from tests.app.tree import models
 
 
@@ -55,6 +59,19 @@ def star(branches: int) -> list[np.ndarray]:
     random = np.random.default_rng(0)
     stem = random.integers(0, 31, 16)
     return [np.concatenate([stem, [i % 31], [i // 31], random.integers(0, 31, 10)]) for i in range(branches)]
+
+
+def peak_and_estimate(
+    model: Any, sequences: list[np.ndarray], chunk_tokens: int, live_tokens: int
+) -> tuple[int, PassMemory, ExecutionPlan]:
+    """Bytes in the allocator above model and gradients, what was estimated of the plan, and the plan."""
+    tree, engine = PrefixTree.build(sequences), TreeEngine(model, chunk_tokens, live_tokens, head_tokens=64)
+    engine.backward(PrefixTree.build(sequences[:2]), lambda out, i: out.logprobs.sum())  # the self-check is once
+    execution = engine.plan(tree)
+    budgets = execution.chunk_tokens, execution.peak_live_tokens
+    estimate = pass_memory(model, *budgets, tree, 64, execution.chunks)
+    peak = memory.peak_bytes(lambda: engine.backward(tree, lambda out, i: out.logprobs.sum()), torch.device("cpu"))
+    return peak, estimate, execution
 
 
 def peak_bytes(sequences: list[np.ndarray], chunk_tokens: int, live_tokens: int) -> int:

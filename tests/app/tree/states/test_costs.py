@@ -6,7 +6,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from torch import nn
 
 from app.tree import PrefixTree, TreeEngine
@@ -20,9 +19,9 @@ from app.tree.planning.plan import most_ends
 from app.tree.planning.planner import plan
 from app.tree.planning.timing import CPU_RATES, TimeModel
 from app.tree.planning.work import count_work
-from benchmarks.common.memory import peak_bytes
 from benchmarks.common.systems import attach_gradients
 from tests.app.tree import models
+from tests.app.tree.engine.test_memory import peak_and_estimate
 from tests.app.tree.states import hybrids
 from tests.helpers.selection import some
 
@@ -154,12 +153,7 @@ def test_peak_memory_is_what_was_estimated(name: str, chunk_tokens: int, live_to
     random = np.random.default_rng(0)
     stem = random.integers(0, 31, 64)
     branches = [np.concatenate([stem, [i % 31, i // 31], random.integers(0, 31, 14)]) for i in range(100)]
-    tree, engine = PrefixTree.build(branches), TreeEngine(model, chunk_tokens, live_tokens, head_tokens=64)
-    engine.backward(PrefixTree.build(branches[:2]), lambda out, i: out.logprobs.sum())  # the self-check is once
-    execution = engine.plan(tree)
-    budgets = execution.chunk_tokens, execution.peak_live_tokens
-    estimate = pass_memory(model, *budgets, tree, 64, execution.chunks)
-    peak = peak_bytes(lambda: engine.backward(tree, lambda out, i: out.logprobs.sum()), torch.device("cpu"))
+    peak, estimate, _ = peak_and_estimate(model, branches, chunk_tokens, live_tokens)
     assert peak == pytest.approx(estimate.total, rel=0.15), estimate
 
 
