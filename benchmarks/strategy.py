@@ -3,12 +3,12 @@
     python -m benchmarks.strategy [--ranks 2] [--parameters 8] [--repeats 5] [--out DIR]      # exchange of gradients
     python -m benchmarks.strategy --balance 2x2 [--ranks 2] [--groups 1] [--toy] [--data FILE]   # CPU seconds a rank
 
-Exchange: the same layers under DTAStrategy's sharded optimizer (bfloat16 and float32), DistributedDataParallel with
-float32 gradients, and the same with ZeroRedundancyOptimizer; all in one gloo process group, taking turns. Bytes, a
-parameter and rank, are counted on a loopback device of their own (a network namespace, where the system permits one;
-else left out); medians. Balance: every rank runs its part of recorded airline turns through the tree engine, alone or
-in groups of ranks that run one plan together, with chunks that give each rank as many rows as one alone has; before
-that rank 0 runs the whole, while the others wait.
+Exchange: the same layers under DTAStrategy's sharded optimizer (bfloat16 and float32, and with Muon, whose matrices are
+one rank's each), DistributedDataParallel with float32 gradients, and the same with ZeroRedundancyOptimizer; all in one
+gloo process group, taking turns. Bytes, a parameter and rank, are counted on a loopback device of their own (a network
+namespace, where the system permits one; else left out); medians. Balance: every rank runs its part of recorded airline
+turns through the tree engine, alone or in groups of ranks that run one plan together, with chunks that give each rank
+as many rows as one alone has; before that rank 0 runs the whole, while the others wait.
 """
 
 from __future__ import annotations
@@ -31,7 +31,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
 
+from app.strategies.muon import Muon
 from app.strategies.ranks.collectives import Communicator
 from app.strategies.ranks.groups import GroupRanks
 from app.strategies.zero1 import ShardedOptimizer
@@ -112,6 +114,7 @@ def _exchange(arguments: argparse.Namespace) -> dict[str, Any]:
     systems = {
         "DTAStrategy, bfloat16": _ours(layers, torch.bfloat16),
         "DTAStrategy, float32": _ours(layers, torch.float32),
+        "DTAStrategy, float32, Muon": _ours(layers, torch.float32, Muon),
         "DDP, float32 gradients": _ddp(layers, zero=False),
         "DDP + ZeroRedundancyOptimizer": _ddp(layers, zero=True),
     }
@@ -149,9 +152,9 @@ def _layers(count: int, dtype: torch.dtype) -> nn.Module:
     return nn.Sequential(*(nn.Linear(_WIDTH, _WIDTH, bias=False) for _ in range(count))).to(dtype)
 
 
-def _ours(layers: int, dtype: torch.dtype) -> Step:
+def _ours(layers: int, dtype: torch.dtype, make: Callable[..., Optimizer] = torch.optim.AdamW) -> Step:
     module = _layers(layers, dtype)
-    optimizer = torch.optim.AdamW(module.parameters())
+    optimizer = make(module.named_parameters())
     sharded = ShardedOptimizer(optimizer, module, Communicator(dist.group.WORLD, torch.device("cpu")))
 
     def step() -> None:

@@ -36,7 +36,7 @@ class Opening(Callback):
         self._said = False
         if trainer.ckpt_path is not None:
             pl_module.print(f"goes on from step {trainer.global_step} of {trainer.ckpt_path}")
-        for line in models(pl_module):
+        for line in (*models(pl_module), *optimizers(trainer)):
             pl_module.print(line)
 
     def on_train_batch_end(
@@ -93,6 +93,13 @@ def _elements(parameters: Iterable[Tensor]) -> int:
 
 def _million(count: int) -> str:
     return f"{count / 1e9:.3g} G" if count >= 1e9 else f"{count / 1e6:.3g} M" if count >= 1e6 else f"{count:,}"
+
+
+def optimizers(trainer: Trainer) -> Iterator[str]:
+    """What those say that step some parameters otherwise than others."""
+    for optimizer in trainer.optimizers:
+        if described := getattr(optimizer, "described", ""):
+            yield f"optimizer: {described}"
 
 
 # ---- how the first batch was run

@@ -47,8 +47,14 @@ def refuse_options(tree_training_mode: str, chunk_tokens: Any, self_check: str) 
         )
 
 
-def refuse_trainer(trainer: Any, stage: str, exchange: Ranks) -> None:
-    """Settings of the Trainer. `exchange`: the ranks, as its strategy has them work."""
+def refuse_trainer(trainer: Any, stage: str, exchange: Ranks, self_check: str) -> None:
+    """Settings of the Trainer, and an option of the module that does not go with them. `exchange`: the ranks, as its
+    strategy has them work."""
+    if exchange.group is not None and self_check == "fallback":
+        raise ValueError(
+            "self_check='fallback' has ranks run every sequence alone, which those of a group cannot share: set"
+            " model.self_check to 'error', or DTAStrategy(group_size=1)"
+        )
     alone = isinstance(exchange, OneProcess)
     if alone and (trainer.world_size > 1 or isinstance(trainer.strategy, ParallelStrategy)):
         raise ValueError(

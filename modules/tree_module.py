@@ -275,7 +275,12 @@ class TreeModule(EvaluatedModule):
         return self.engine_over(self.policy, self.value_head())
 
     def configure_optimizers(self) -> Any:
-        optimizer = self.make_optimizer(self.parameter_groups())
+        names = {id(param): name for name, param in self.named_parameters()}  # by which some optimizers go
+        named = lambda params: [(names.get(id(one), "(not the module's)"), one) for one in params]  # noqa: E731
+        groups = self.parameter_groups()
+        apart = all(isinstance(one, dict) for one in groups)
+        groups = [{**one, "params": named(one["params"])} for one in groups] if apart else named(groups)
+        optimizer = self.make_optimizer(groups)
         if self.make_lr_scheduler is None:
             return optimizer
         scheduler = self.make_lr_scheduler(optimizer)
@@ -285,14 +290,9 @@ class TreeModule(EvaluatedModule):
 
     def setup(self, stage: str) -> None:
         exchange = ranks_of(self.trainer)
-        refuse_trainer(self.trainer, stage, exchange)
+        refuse_trainer(self.trainer, stage, exchange, self.self_check)
         refuse_quantised(self.trainer, "model", self.model_source)
         check_own_tokens(getattr(getattr(self.trainer, "datamodule", None), "tokenizer", None), self.model_source)
-        if exchange.group is not None and self.self_check == "fallback":
-            raise ValueError(
-                "self_check='fallback' has ranks run every sequence alone, which those of a group cannot share: set"
-                " model.self_check to 'error', or DTAStrategy(group_size=1)"
-            )
         self._group = exchange.group
         self.ranks = RankWork(exchange, self.share_mode, self.engine_for)
         for metrics in self.modules():  # left alone, torchmetrics talks where gradients travel

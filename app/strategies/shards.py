@@ -30,7 +30,7 @@ from torch.nn import Module, Parameter
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from app.strategies.buckets import accumulation_dtype
+from app.strategies.buckets import accumulation_dtype, extremes
 from app.strategies.pieces import Piece
 from app.strategies.ranks.groups import GroupRanks
 from app.tree import CutVocabulary, language_model, own_config, vocabulary_modules
@@ -326,6 +326,7 @@ class Shard:
 
     Attributes (S = elements here, maybe none):
         master: [S], a view of the parameter's own memory, in the accumulation dtype.
+        stepped: what the optimizer is given: the master.
         dtype: what layers compute in.
         master_is_parameter: whether these are the same.
     """
@@ -335,6 +336,7 @@ class Shard:
         self.names, self.params, self._group = [name], [param], group
         local, first = part_of(param.data)
         self.master = local.view(-1)
+        self.stepped = [self.master]
         self.dtype = computes_in(param)
         self.master_is_parameter = self.dtype == self.master.dtype
         row = param.numel() // max(1, param.shape[0])
@@ -342,6 +344,7 @@ class Shard:
         self._address = self.master.data_ptr()
 
     label = property(lambda self: self.names[0])
+    owner = None  # each rank of the group has its part
 
     @property
     def counted(self) -> bool:
@@ -377,11 +380,15 @@ class Shard:
 
     def extremes(self) -> Tensor:
         """[2]: least and largest element here."""
-        return torch.stack(self.master.aminmax()) if self.master.numel() else self.master.new_zeros(2)
+        return extremes(self.master)
 
     def beyond(self, bound: float) -> Iterator[tuple[str, Tensor]]:
         """Name, and whether elements here are not below `bound` in size."""
         yield self.names[0], ~self.master.abs().lt(bound).all()
+
+    def views(self, shard: Tensor) -> list[Tensor]:
+        """`shard` [S] as the optimizer steps it."""
+        return [shard]
 
     def cut(self, full: Sequence[Tensor]) -> Tensor:
         """This rank's part [S] of the whole tensor `full[0]`."""

@@ -10,6 +10,10 @@ shards. LR schedulers, `LearningRateMonitor` and whatever else holds the optimiz
     optimizer.step()       the stock optimizer, on this rank's shards
     gather_parameters()    one all-gather a bucket, in the parameters' dtype
 
+An optimizer that looks at whole parameters (torch's Muon and Adafactor; one that says of which it does,
+`looks_at_whole(param)`, as `muon.py` does) steps whole ones, which are dealt to ranks: their buckets are reduced to
+one rank each, and broadcast from there.
+
 Weights written in place from outside (a hook that loads a state dict, weight averaging) are taken over into the
 masters, before each step and into each checkpoint. Every rank has to write them alike, for each takes over its part.
 
@@ -31,22 +35,23 @@ from torch.distributed.tensor import DTensor
 from torch.nn import Module, Parameter
 from torch.optim import Adagrad, Optimizer
 
-from app.strategies.buckets import Bucket, build_buckets
+from app.strategies.buckets import Bucket, build_buckets, build_owned
 from app.strategies.ranks.collectives import Communicator
 from app.strategies.ranks.groups import GroupRanks
 from app.strategies.shards import Shard, split
 from app.strategies.sums import GradientSums, in_turns
 
 _ABSURD = 1e12  # parameters beyond it have diverged, although they are numbers: no gradient of theirs will be one
-_NOT_ELEMENTWISE = ("LBFGS", "Muon", "Adafactor", "SparseAdam")
+_WHOLE = ("Muon", "Adafactor")  # of torch.optim: they look at whole parameters
+_REFUSED = ("LBFGS", "SparseAdam")
 
 
 class ShardedOptimizer:
     """Shards `optimizer` over `ranks`, in place.
 
     Args:
-        optimizer: a fresh (never stepped) element-wise torch optimizer over parameters of `module`; of those that make
-            state before their first step, Adagrad alone.
+        optimizer: a fresh (never stepped) torch optimizer over parameters of `module`, element-wise or one that looks
+            at whole parameters (above); of those that make state before their first step, Adagrad alone.
         module: gives parameters their names.
         ranks: who shares the work.
         bucket_elements: most elements of a bucket (a larger parameter has one of its own).
@@ -63,8 +68,8 @@ class ShardedOptimizer:
         sums: the sums of gradients over ranks, but for those of parameters that are cut up.
 
     Raises:
-        ValueError: an optimizer that is not element-wise or already has state, no trainable parameter, parameters that
-            overlap in memory without being the same object.
+        ValueError: an optimizer that looks at more than a parameter, or at whole ones that are cut up, or already has
+            state; no trainable parameter, parameters that overlap in memory without being the same object.
         RuntimeError: ranks disagree about names, shapes or dtypes.
     """
 
@@ -104,10 +109,14 @@ class ShardedOptimizer:
             "build the same model and optimizer on every rank",
         )
         self.buckets_by_group: list[list[Bucket | Shard]] = []
+        loads = [0] * ranks.size
         for options, params in zip(optimizer.param_groups, self.groups):
-            shards, whole = split([(self._name(p), p) for p in params if p.requires_grad], group)
-            self.buckets_by_group.append([*build_buckets(whole, ranks, bucket_elements, offload), *shards])
-            options["params"] = [bucket.master for bucket in self.buckets_by_group[-1]]
+            shards, held = split([(self._name(p), p) for p in params if p.requires_grad], group)
+            whole = [pair for pair in held if self._looks_at_whole(pair[1])]
+            flat = [pair for pair in held if not self._looks_at_whole(pair[1])]
+            owned = build_owned(whole, loads, ranks, bucket_elements, offload)
+            self.buckets_by_group.append([*build_buckets(flat, ranks, bucket_elements, offload), *owned, *shards])
+            options["params"] = [tensor for bucket in self.buckets_by_group[-1] for tensor in bucket.stepped]
             options.pop("param_names", None)
         if type(optimizer) is Adagrad:  # which has made its state already, of whole parameters
             again = Adagrad([{**group} for group in optimizer.param_groups], **optimizer.defaults)
@@ -131,7 +140,7 @@ class ShardedOptimizer:
         self.sums.reset()
         for bucket in self.buckets:
             bucket.zero_gradients()
-            bucket.master.grad = None
+        self._forget_gradients()
         self._reduced = False
 
     @torch.no_grad()
@@ -159,7 +168,8 @@ class ShardedOptimizer:
         self.finite = math.isfinite(self.grad_norm)
         if self.finite:
             for bucket, shard in zip(self.buckets, shards):
-                bucket.master.grad = shard.to(bucket.master.device)
+                for tensor, grad in zip(bucket.stepped, bucket.views(shard.to(bucket.master.device))):
+                    tensor.grad = grad
         self._reduced = True
         return self.finite
 
@@ -178,9 +188,9 @@ class ShardedOptimizer:
         all ranks)."""
         scale = max_norm / (self.grad_norm + 1e-6)
         if self.finite and scale < 1.0:
-            for bucket in self.buckets:
-                if bucket.master.grad is not None:  # a module may leave a group out of a step
-                    bucket.master.grad.mul_(scale)
+            for tensor in (tensor for bucket in self.buckets for tensor in bucket.stepped):
+                if tensor.grad is not None:  # a module may leave a group out of a step
+                    tensor.grad.mul_(scale)
 
     @torch.no_grad()
     def gather_parameters(self) -> None:
@@ -203,22 +213,38 @@ class ShardedOptimizer:
 
     def release_gradients(self) -> None:
         """Frees gradient memory after the last step; the state can still be saved."""
+        self._forget_gradients()
         for bucket in self.buckets:
-            bucket.master.grad = None
             bucket.release_gradients()
+
+    def _forget_gradients(self) -> None:
+        for tensor in (tensor for bucket in self.buckets for tensor in bucket.stepped):
+            tensor.grad = None
+
+    def _looks_at_whole(self, param: Parameter) -> bool:
+        asked = getattr(self.optimizer, "looks_at_whole", None)
+        return asked(param) if asked is not None else type(self.optimizer).__name__ in _WHOLE
 
     def _check_optimizer(self) -> None:
         kind = type(self.optimizer)
-        if kind.__name__ in _NOT_ELEMENTWISE:
+        if kind.__name__ in _REFUSED:
             raise ValueError(
-                f"optimizer {kind.__name__} does not update element by element, so its state cannot be cut into flat"
-                " shards; use an element-wise one with DTAStrategy (AdamW, Adam, SGD, ...) or trainer.strategy=auto"
-                " on one device"
+                f"optimizer {kind.__name__} looks at more than a parameter at a time, or at gradients that are not"
+                " dense, so its state cannot be shared out; use another with DTAStrategy (AdamW, Muon, ...), or"
+                " trainer.strategy=auto on one device"
             )
-        if not kind.__module__.startswith("torch.optim"):
+        for param in (p for params in self.groups for p in params if isinstance(p.data, DTensor)):
+            if param.requires_grad and self._looks_at_whole(param):
+                raise ValueError(
+                    f"optimizer {kind.__name__} looks at whole parameters, and '{self._name(param)}' is cut up: leave"
+                    " out DTAStrategy(shard_parameters=True), or use an element-wise one (AdamW, ...)"
+                )
+        asks = hasattr(self.optimizer, "looks_at_whole")
+        if not asks and not kind.__module__.startswith("torch.optim"):
             rank_zero_warn(
                 f"optimizer {kind.__module__}.{kind.__name__} is sharded as if it updated element by element; if it"
-                " looks at whole parameters (matrix norms, per-parameter trust ratios), results are wrong"
+                " looks at whole parameters (matrix norms, per-parameter trust ratios), results are wrong, unless a"
+                " subclass of it says so: `def looks_at_whole(self, param): return True`"
             )
         began = [key for state in self.optimizer.state.values() for key in state]
         if kind is Adagrad:

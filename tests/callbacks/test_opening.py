@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from app.strategies import DTAStrategy
+from app.strategies.muon import Muon
 from callbacks import Opening
 from callbacks.opening import models
 from modules import ActorCriticModule, ModelSource, PolicyModule, TreeModule
@@ -23,7 +24,7 @@ def opening(module: TreeModule, capsys: pytest.CaptureFixture[str], **options: A
     batches = [make_batch(k) for k in range(2)]
     capsys.readouterr()
     trainer(Opening(), **options).fit(module, Batches(batches))
-    kinds = ("policy: ", "critic: ", "tree engine: ", "first batch: ", "memory of a rank: ")
+    kinds = ("policy: ", "critic: ", "optimizer: ", "tree engine: ", "first batch: ", "memory of a rank: ")
     return [line for line in "".join(capsys.readouterr()).splitlines() if line.startswith(kinds)]
 
 
@@ -55,6 +56,15 @@ def test_all_parameters_of_a_policy(capsys: pytest.CaptureFixture[str]) -> None:
     assert mib(memory, "gradients") == pytest.approx(4 * size / 2**20, rel=0.05)
     assert mib(memory, "optimizer") >= 0.95 * 8 * size / 2**20  # two moments, and masters where they are apart
     assert re.search(r"the process held at most [\d.]+ (MiB|GiB) so far$", memory)
+
+
+@pytest.mark.parametrize("strategy", ["auto", "dta"])
+def test_an_optimizer_that_steps_matrices_otherwise(capsys: pytest.CaptureFixture[str], strategy: str) -> None:
+    module = PolicyModule(source(), optimizer=lambda params: Muon(params, lr=1e-3))
+    said = opening(module, capsys, strategy=strategy)[1]
+    matrices = [one for name, one in module.policy.named_parameters() if "proj" in name]
+    size = sum(one.numel() for one in matrices)
+    assert said.startswith(f"optimizer: Muon steps {len(matrices)} tensors of matrices with {size:,} elements, AdamW")
 
 
 def test_a_platform_that_does_not_say_what_was_held(

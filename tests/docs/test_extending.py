@@ -41,6 +41,7 @@ def test_its_parts_train(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
     with (tmp_path / "run" / "metrics.csv").open() as file:
         rows = [row for row in csv.DictReader(file) if row["reward"]]
     assert len(rows) == 2 and [float(row["lr"]) for row in rows] == pytest.approx([0.0005, 0.001])
+    assert used["model"]["init_args"]["optimizer"]["class_path"] == "my_parts.SignOfMean"
     best = re.search(r"step 1: the best reward so far, (\S+)", "".join(capsys.readouterr()))
     assert best is not None and float(best[1]) == pytest.approx(float(rows[0]["reward"]), abs=1e-3)
     batch = make_batch()

@@ -2,8 +2,9 @@
 ranks.
 
 Two forms are read. *Sharded*: a description of primitives (the optimizer's class, parameter groups, scalars such as
-`step`, which state each parameter has), by parameter names, and beside it one flat tensor
-`optimizer/<key>/<parameter>` a parameter and key, of which each rank writes and reads its own part. *Whole*: what a
+`step`, which state each parameter has), by parameter names, and beside it one tensor `optimizer/<key>/<parameter>` a
+parameter and key: flat where it has a value for each element, of which each rank writes and reads its own part; of
+state of other shapes, which only parameters that are stepped whole have, all by their owner. *Whole*: what a
 plain torch optimizer saves, for runs that began under another strategy. Masters are the key `master`, where parameters
 are bfloat16.
 
@@ -35,30 +36,39 @@ Read = Callable[[dict[str, Piece]], None]
 
 @torch.no_grad()
 def save_sharded(sharded: ShardedOptimizer) -> tuple[dict[str, Any], dict[str, Piece]]:
-    """The description (equal on all ranks, primitives and scalar tensors) and this rank's pieces by name (views)."""
+    """Collective: the description (equal on all ranks, primitives and scalar tensors) and this rank's pieces by name
+    (views)."""
     scalars: dict[str, dict[str, Any]] = {}
     tensors: dict[str, list[str]] = {}
+    shapes: dict[str, dict[str, list[int]]] = {}
     pieces: dict[str, Piece] = {}
     sharded.adopt_written()
-    for bucket in sharded.buckets:
-        keyed = dict(sharded.optimizer.state.get(bucket.master, {}))
-        if not bucket.master_is_parameter:
-            keyed[_MASTER] = bucket.master
-        for key, value in keyed.items():
+    for bucket in (bucket for bucket in sharded.buckets if bucket.owner is None):
+        for key, value in _keyed(sharded, bucket)[0].items():
             if _is_sharded(key, value, bucket):
                 for name, piece in zip(bucket.names, bucket.pieces(value)):
                     pieces[_file_name(key, name)] = piece
                     tensors.setdefault(name, []).append(key)
             else:
                 for name in bucket.names:  # clones: optimizers count steps in place
-                    scalars.setdefault(name, {})[key] = value.cpu().clone() if isinstance(value, Tensor) else value
+                    scalars.setdefault(name, {})[key] = _scalar(value)
+    owned = _owned(sharded)
+    for name, shape, keyed in owned:
+        for key, value in keyed.items():
+            if not isinstance(value, Tensor) or value.dim() == 0:
+                scalars.setdefault(name, {})[key] = _scalar(value)
+                continue
+            tensors.setdefault(name, []).append(key)
+            if value.shape != shape:
+                shapes.setdefault(name, {})[key] = list(value.shape)
+            pieces[_file_name(key, name)] = _whole_piece(value, shape)
     groups = [
         {**{key: value for key, value in group.items() if key != "params"}, "params": sharded.names_of(params)}
         for group, params in zip(sharded.optimizer.param_groups, sharded.groups)
     ]
     kind = _kind(sharded.optimizer)
     description = {"optimizer": kind, "configured": sharded.configured, "param_groups": groups}
-    return {**description, "scalars": scalars, "tensors": tensors}, pieces
+    return {**description, "scalars": scalars, "tensors": tensors, "shapes": shapes}, pieces
 
 
 @torch.no_grad()
@@ -71,18 +81,30 @@ def load_sharded(sharded: ShardedOptimizer, description: Mapping[str, Any], read
     saved = description["param_groups"]
     _check_kind(sharded, description.get("optimizer"), saved)
     _check_groups(sharded, [group["params"] for group in saved])
-    states: list[dict[str, Any]] = []
+    shapes = description.get("shapes", {})  # of older versions: no parameter was stepped whole
+    states: list[list[dict[str, Any]]] = []
     wanted: dict[str, Piece] = {}
     for bucket in sharded.buckets:
-        state: dict[str, Any] = {}
-        for key in _common_keys(bucket, [description["tensors"].get(name, ()) for name in bucket.names]):
+        keys = [description["tensors"].get(name, ()) for name in bucket.names]
+        per_param = [description["scalars"].get(name, {}) for name in bucket.names]
+        if bucket.owner is not None:
+            states.append([])
+            for name, tensor, own, scalars in zip(bucket.names, bucket.stepped, keys, per_param):
+                state = dict(scalars)
+                for key in own:
+                    shape = shapes.get(name, {}).get(key, tensor.shape)
+                    state[key] = torch.zeros(shape, dtype=tensor.dtype)
+                    wanted[_file_name(key, name)] = _whole_piece(state[key], tensor.shape)
+                states[-1].append(state)
+            continue
+        state = {}
+        for key in _common_keys(bucket, keys):
             state[key] = torch.zeros_like(bucket.master, device="cpu")
             named = zip(bucket.names, bucket.pieces(state[key]))
             wanted.update({_file_name(key, name): piece for name, piece in named})
-        per_param = [description["scalars"].get(name, {}) for name in bucket.names]
         for key in _common_keys(bucket, per_param):
             state[key] = _common_scalar(bucket, key, [entry[key] for entry in per_param])
-        states.append(state)
+        states.append([state])
     read(wanted)
     _adopt(sharded, saved, states)
     ended = _end_schedules(sharded)
@@ -107,9 +129,12 @@ def load_whole(sharded: ShardedOptimizer, full: Mapping[str, Any]) -> None:
         for own, group in zip(mine, saved)
         for name, index in zip(own, group["params"])
     }
-    states = []
+    states: list[list[dict[str, Any]]] = []
     for bucket in sharded.buckets:
         per_param = [entries[name] for name in bucket.names]
+        if bucket.owner is not None:
+            states.append([dict(entry) for entry, _ in zip(per_param, bucket.stepped)])
+            continue
         state: dict[str, Any] = {}
         for key in _common_keys(bucket, per_param):
             values = [entry[key] for entry in per_param]
@@ -122,28 +147,32 @@ def load_whole(sharded: ShardedOptimizer, full: Mapping[str, Any]) -> None:
             like_params = (isinstance(v, Tensor) and v.shape == p.shape for v, p in zip(values, bucket.params))
             whole = key not in _SCALARS and all(like_params)
             state[key] = bucket.cut(values) if whole else _common_scalar(bucket, key, values)
-        states.append(state)
+        states.append([state])
     _adopt(sharded, saved, states)
     _end_schedules(sharded)
 
 
-def _adopt(sharded: ShardedOptimizer, saved: list[dict[str, Any]], states: list[dict[str, Any]]) -> None:
-    """Hands the buckets' states to the optimizer; parameters are set from the masters."""
-    masters = [state.pop(_MASTER, None) for state in states]
-    counter = iter(range(len(states)))
+def _adopt(sharded: ShardedOptimizer, saved: list[dict[str, Any]], states: list[list[dict[str, Any]]]) -> None:
+    """Hands the states, one for each tensor that a bucket has stepped, to the optimizer; parameters are set from the
+    masters."""
+    masters = [[state.pop(_MASTER, None) for state in of_bucket] for of_bucket in states]
+    everything = [state for of_bucket in states for state in of_bucket]
+    counter = iter(range(len(everything)))
     groups = [
         {
             **{key: value for key, value in group.items() if key not in ("params", "param_names")},
-            "params": [next(counter) for _ in buckets],
+            "params": [next(counter) for bucket in buckets for _ in bucket.stepped],
         }
         for group, buckets in zip(saved, sharded.buckets_by_group)
     ]
-    filled = {i: state for i, state in enumerate(states) if state}
+    filled = {i: state for i, state in enumerate(everything) if state}
     sharded.optimizer.load_state_dict({"state": filled, "param_groups": groups})
-    for bucket, master in zip(sharded.buckets, masters):
-        if master is not None:
-            bucket.master.copy_(master)
-        elif not bucket.master_is_parameter and filled and bucket.master.dtype != bucket.dtype:
+    for bucket, found in zip(sharded.buckets, masters):
+        for tensor, master in zip(bucket.stepped, found):
+            if master is not None:
+                tensor.copy_(master)
+        lacking = any(master is None for master in found) and not bucket.master_is_parameter
+        if lacking and filled and bucket.master.dtype != bucket.dtype:
             rank_zero_warn(
                 f"the checkpoint has no float32 masters for {bucket.label} (it was trained in another precision):"
                 f" masters start from the {bucket.dtype} weights"
@@ -221,6 +250,51 @@ def _check_groups(sharded: ShardedOptimizer, saved: list[list[Any]]) -> None:
                 f"parameter group {number} of the checkpoint's optimizer has {len(names)} parameters, this one"
                 f" {len(mine)}; they differ in {odd}: resume with the model and configure_optimizers that wrote it"
             )
+
+
+def _keyed(sharded: ShardedOptimizer, bucket: Bucket | Shard) -> list[dict[str, Any]]:
+    """The state of each tensor that is stepped, and its master where that is no parameter."""
+    found = []
+    for tensor in bucket.stepped:
+        found.append(dict(sharded.optimizer.state.get(tensor, {})))
+        if not bucket.master_is_parameter:
+            found[-1][_MASTER] = tensor
+    return found
+
+
+def _owned(sharded: ShardedOptimizer) -> list[tuple[str, torch.Size, dict[str, Any]]]:
+    """Collective: name, shape and state of every parameter that some rank owns; tensors of others' without storage."""
+    buckets = [bucket for bucket in sharded.buckets if bucket.owner is not None]
+    if not buckets:
+        return []
+    mine = {name: keyed for bucket in buckets for name, keyed in zip(bucket.names, _keyed(sharded, bucket))}
+    told = {
+        name: {k: v.to("meta") if isinstance(v, Tensor) and v.dim() else _scalar(v) for k, v in keyed.items()}
+        for name, keyed in mine.items()
+    }
+    every = {
+        name: keyed
+        for one in sharded.ranks.gather_objects(told, "state of whole parameters")
+        for name, keyed in one.items()
+    }
+    return [
+        (name, param.shape, mine.get(name, every[name]))
+        for bucket in buckets
+        for name, param in zip(bucket.names, bucket.params)
+    ]
+
+
+def _whole_piece(value: Tensor, shape: torch.Size) -> Piece:
+    """All of a piece of state, flat where it is of the parameter's `shape`; nothing of one on the meta device."""
+    whole = value.reshape(-1) if value.shape == shape else value
+    size = tuple(whole.shape)
+    if whole.is_meta:
+        whole = torch.empty((0,) * whole.dim(), dtype=whole.dtype)
+    return Piece(whole, (0,) * len(size), size)
+
+
+def _scalar(value: Any) -> Any:
+    return value.cpu().clone() if isinstance(value, Tensor) else value
 
 
 def _common_keys(bucket: Bucket | Shard, per_param: list[Any]) -> list[str]:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -106,9 +107,18 @@ class Communicator:
 
     # Gradients and weights
 
-    def start_sum_(self, flat: Tensor, what: str) -> Started:
+    def start_sum_(self, flat: Tensor, what: str, owner: int | None = None) -> Started:
         """Begins to sum `flat` [n * size] over ranks, in place; then this rank's slice [n] is the only part that is
-        meaningful. Under gloo takes another `flat` of memory until it is waited for, and adds in rank order."""
+        meaningful. Under gloo takes another `flat` of memory until it is waited for, and adds in rank order.
+        `owner`: this rank has all of it [n], of any length, and the others nothing; under gloo it takes `size` of
+        it meanwhile."""
+        if owner is not None and self._exchanges:  # gloo's reduction moves more
+            every = flat.new_empty(self.size, flat.numel()) if self.rank == owner else None
+            total = partial(torch.sum, every, dim=0, out=flat) if every is not None else None
+            there = {"gather_list": list(every) if every is not None else None, "group_dst": owner}
+            return self._start(f"gathering of {what}", dist.gather, flat, finish=total, **there)
+        if owner is not None:
+            return self._start(f"reduction of {what}", dist.reduce, flat, group_dst=owner)
         if self._exchanges and self.size > 1:
             parts = torch.empty_like(flat)
             mine = self.slice_of(flat)
@@ -120,11 +130,11 @@ class Communicator:
         """Fills `flat` [n * size], in place, with every rank's own slice of it."""
         self._start(f"all-gather of {what}", all_gather_flat, flat, self.slice_of(flat)).wait()
 
-    def broadcast_weights_(self, tensor: Tensor, what: str) -> None:
-        """Overwrites `tensor` with rank 0's, in place."""
+    def broadcast_weights_(self, tensor: Tensor, what: str, source: int = 0) -> None:
+        """Overwrites `tensor` with the one of rank `source`, in place."""
         if self.size > 1:
             there = tensor.detach().to(self.device).contiguous()
-            self._start(f"broadcast of {what}", dist.broadcast, there, group_src=0).wait()
+            self._start(f"broadcast of {what}", dist.broadcast, there, group_src=source).wait()
             if there.data_ptr() != tensor.data_ptr():
                 tensor.detach().copy_(there)
 
@@ -199,6 +209,14 @@ class Communicator:
                 dist.broadcast_object_list(box, group=self.control, group_src=source)
         return box[0]
 
+    def gather_objects(self, obj: Any, what: str) -> list[Any]:
+        """What every rank passed, in rank order (it is pickled)."""
+        everyone: list[Any] = [obj] * self.size
+        with self.control_traffic(what):
+            if self.size > 1:
+                dist.all_gather_object(everyone, obj, group=self.control)
+        return everyone
+
     def broadcast_bytes(self, message: Tensor | None, what: str) -> Tensor:
         """Rank 0 passes uint8 on the CPU, of any size, the others None; every rank gets it (rank 0 the same object)."""
         size = torch.tensor([len(message) if message is not None else 0])
@@ -237,9 +255,7 @@ class Communicator:
         passed the same text."""
         if self.size == 1:
             return
-        texts: list[str] = [""] * self.size
-        with self.control_traffic(f"comparison of {what}"):
-            dist.all_gather_object(texts, description, group=self.control)
+        texts = self.gather_objects(description, f"comparison of {what}")
         different = [rank for rank, text in enumerate(texts) if text != texts[0]]
         if different:
             expected, got = texts[0].splitlines(), texts[different[0]].splitlines()
@@ -256,10 +272,8 @@ class Communicator:
         failed = torch.tensor([int(error is not None)])
         if not self.sum(failed).any():
             return
-        texts: list[str] = [""] * self.size
-        if self.size > 1:
-            with self.control_traffic(f"exchange of errors ({what})"):
-                dist.all_gather_object(texts, f"{type(error).__name__}: {error}" if error else "", group=self.control)
+        told = f"{type(error).__name__}: {error}" if error else ""
+        texts = self.gather_objects(told, f"exchange of errors ({what})")
         if error is not None:
             raise error
         rank = next(rank for rank, text in enumerate(texts) if text)

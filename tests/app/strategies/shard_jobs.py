@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch import Tensor
 
 from app.batch import RolloutBatch
 from app.strategies import DTAStrategy
+from app.strategies.muon import Muon
 from app.strategies.pieces import load_whole
 from callbacks import SavePretrained, WeightSync
 from callbacks.base import policy_in_parts
@@ -26,13 +28,18 @@ from modules.models import Refresh, inner_model
 from tests.datamodules.inference.engine_suite import assert_parity
 from tests.helpers.tiny_policy import Batches, Metrics, make_batch, parameters, sgd, source, trainer
 
+RATE = 0.02
 HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2}
 Layout = tuple[int, int, bool]
 """Ranks, ranks of a group, whether parameters are sharded."""
 
 
 def adamw(params: Any) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(params, lr=0.02, weight_decay=0.1)
+    return torch.optim.AdamW(params, lr=RATE, weight_decay=0.1)
+
+
+def muon(params: Any) -> torch.optim.Optimizer:
+    return Muon(params, lr=RATE, weight_decay=0.1)
 
 
 def adapted(base: Path | None) -> ModelSource:
@@ -80,12 +87,13 @@ def fit(
     precision: str = "32-true",
     base: Path | None = None,
     kind: str = "grpo",
+    optimizer: Callable[[Any], torch.optim.Optimizer] = adamw,
 ) -> dict[str, Any]:
     """`steps` optimizer steps with clipping and a schedule, from the beginning or from the checkpoint `start`; the last
     one's is written to `directory`. Of an adapter on the model in `base`, where that is given."""
     torch.manual_seed(0)
     ranks, size, sharded = layout
-    chosen = {"model": adapted(base), "optimizer": adamw, **KINDS[kind]}
+    chosen = {"model": adapted(base), "optimizer": optimizer, **KINDS[kind]}
     made = ActorCriticModule if "critic" in chosen else PolicyModule
     module = made(
         **chosen,

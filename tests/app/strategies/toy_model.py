@@ -14,6 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from app.strategies.muon import Muon
+
 SAMPLES = 8
 LEARNING_RATE = 0.05
 
@@ -72,9 +74,24 @@ def adagrad(model: nn.Module) -> Optimizer:
     return torch.optim.Adagrad(two_groups(model), lr=LEARNING_RATE, lr_decay=0.1, initial_accumulator_value=0.01)
 
 
+def muon(model: nn.Module) -> Optimizer:
+    """Two matrices whole, the rest (the tied embedding among it) flat."""
+    return Muon(model.named_parameters(), lr=LEARNING_RATE, weight_decay=0.1)
+
+
+def adafactor(model: nn.Module) -> Optimizer:
+    """All whole, with state of rows and of columns."""
+    return torch.optim.Adafactor(two_groups(model), lr=LEARNING_RATE)
+
+
 def adadelta_named(model: nn.Module) -> Optimizer:
     """Named parameters, which put `param_names` into the groups."""
     return torch.optim.Adadelta(model.named_parameters(), lr=1.0)
+
+
+def one_cycle_of_rates(optimizer: Optimizer) -> Any:
+    """Of optimizers without betas or momentum of that kind, too."""
+    return torch.optim.lr_scheduler.OneCycleLR(optimizer, LEARNING_RATE, total_steps=20, cycle_momentum=False)
 
 
 def one_cycle(optimizer: Optimizer) -> Any:

@@ -102,9 +102,10 @@ def whole_state(sharded: ShardedOptimizer) -> dict[str, Any]:
             parts = [part[f"optimizer/{key}/{name}"] for part in everyone]
             whole = torch.full(parts[0].size, float("nan"))
             for part in parts:
-                if part.local.numel():
-                    whole[part.offsets[0] : part.offsets[0] + part.local.numel()] = part.local
-            state.setdefault(names.index(name), {})[key] = whole.view(shapes[name])
+                ends = zip(part.offsets, part.local.shape)
+                whole[tuple(slice(start, start + length) for start, length in ends)] = part.local
+            shape = description["shapes"].get(name, {}).get(key, shapes[name])
+            state.setdefault(names.index(name), {})[key] = whole.view(shape)
     for name, scalars in description["scalars"].items():
         state.setdefault(names.index(name), {}).update(scalars)
     groups = [

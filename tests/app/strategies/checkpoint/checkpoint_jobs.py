@@ -5,6 +5,7 @@ from __future__ import annotations
 import resource
 import signal
 import threading
+from collections.abc import Callable
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -12,7 +13,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from app.strategies.checkpoint.checkpoints import CheckpointWriter, pack, unpack
 from app.strategies.checkpoint.optimizer_state import load_sharded, save_sharded
@@ -23,6 +25,7 @@ from tests.app.strategies import toy_model as toy
 from tests.app.strategies.zero1_jobs import communicator
 
 SECONDS = 60.0
+Make = Callable[[nn.Module], Optimizer]
 
 
 def writer() -> CheckpointWriter:
@@ -52,13 +55,13 @@ def rows(tensor: Tensor, ranks: Communicator) -> dict[str, Piece]:
     return {"model/weight": Piece.rows(tensor, ranks.rank, ranks.size)}
 
 
-def _model(dtype: torch.dtype) -> tuple[toy.Toy, ShardedOptimizer]:
+def _model(dtype: torch.dtype, make_optimizer: Make) -> tuple[toy.Toy, ShardedOptimizer]:
     model = toy.Toy(dtype=dtype)
-    return model, ShardedOptimizer(toy.adamw(model), model, communicator(), 60)
+    return model, ShardedOptimizer(make_optimizer(model), model, communicator(), 60)
 
 
-def train_and_save(path: Path, dtype: torch.dtype, steps: int) -> dict[str, Tensor]:
-    model, sharded = _model(dtype)
+def train_and_save(path: Path, dtype: torch.dtype, steps: int, make_optimizer: Make = toy.adamw) -> dict[str, Tensor]:
+    model, sharded = _model(dtype, make_optimizer)
     _steps(model, sharded, range(steps))
     description, pieces = save_sharded(sharded)
     saving = writer()
@@ -69,8 +72,10 @@ def train_and_save(path: Path, dtype: torch.dtype, steps: int) -> dict[str, Tens
     return toy.values(model)
 
 
-def load_and_train(path: Path, dtype: torch.dtype, first: int, steps: int) -> dict[str, Tensor]:
-    model, sharded = _model(dtype)
+def load_and_train(
+    path: Path, dtype: torch.dtype, first: int, steps: int, make_optimizer: Make = toy.adamw
+) -> dict[str, Tensor]:
+    model, sharded = _model(dtype, make_optimizer)
     contents = unpack(path)
     model.load_state_dict(contents["weights"], strict=False)
     load_sharded(sharded, contents["optimizer"], lambda pieces: load_pieces(pieces, path))
