@@ -191,8 +191,7 @@ class Bucket:
         return [shard[start:stop].view(param.shape) for (start, stop), param in mine]
 
     def cut(self, full: Sequence[Tensor]) -> Tensor:
-        """This rank's shard [S], accumulation dtype, of one full tensor a parameter (in the bucket's order), where
-        nobody owns the bucket."""
+        """This rank's shard [S], accumulation dtype, of one full tensor a parameter (in the bucket's order)."""
         shard = torch.zeros_like(self.master)
         for tensor, span in zip(full, self.spans):
             low, high, offset = self._mine(span)
@@ -200,8 +199,8 @@ class Bucket:
         return shard
 
     def pieces(self, shard: Tensor) -> list[Piece]:
-        """What this rank's shard [S] holds of each parameter (in the bucket's order), parameters laid out flat, where
-        nobody owns the bucket; views, some of them empty."""
+        """What this rank's shard [S] holds of each parameter (in the bucket's order), parameters laid out flat; views,
+        some of them empty."""
         pieces = []
         for span in self.spans:
             low, high, offset = self._mine(span)
@@ -210,7 +209,7 @@ class Bucket:
 
     def _mine(self, span: tuple[int, int]) -> tuple[int, int, int]:
         """The part [low, high) of a parameter's span in this rank's shard (low = high: none), and the shard's start."""
-        offset = self.ranks.rank * self.master.numel()
+        offset = self.ranks.rank * self.master.numel() if self.owner is None else 0
         low, high = (min(max(bound, offset), offset + self.master.numel()) for bound in span)
         return low, high, offset
 
@@ -237,17 +236,23 @@ def build_buckets(
 def build_owned(
     named: Sequence[tuple[str, Parameter]], loads: list[int], ranks: Communicator, max_elements: int, offload: bool
 ) -> list[Bucket]:
-    """Packs parameters as `build_buckets`, some buckets a rank, and deals these to owners: the largest first, to
-    whoever has least. Neighbours stay together, since they are complete together. `loads` [ranks]: elements of each,
-    added to; the same on all ranks, as the owners then are."""
+    """Packs parameters as `build_buckets`, some buckets a rank, and deals these to owners. Neighbours stay together,
+    since they are complete together. `loads` [ranks]: elements of each, added to; the same on all ranks, as the owners
+    then are."""
     total = sum(param.numel() for _, param in named)
     packed = _packed(named, min(max_elements, -(-total // (_DEALT * ranks.size))))
-    sizes = [sum(param.numel() for _, param in items) for items in packed]
-    owners = [0] * len(packed)
-    for number in sorted(range(len(packed)), key=lambda k: -sizes[k]):
+    owners = deal([sum(param.numel() for _, param in items) for items in packed], loads)
+    return [Bucket(items, ranks, offload, owner) for items, owner in zip(packed, owners)]
+
+
+def deal(sizes: Sequence[int], loads: list[int]) -> list[int]:
+    """An owner for each of `sizes`, the largest first to whoever has least. `loads`: what each has already, added
+    to."""
+    owners = [0] * len(sizes)
+    for number in sorted(range(len(sizes)), key=lambda k: -sizes[k]):
         owners[number] = loads.index(min(loads))
         loads[owners[number]] += sizes[number]
-    return [Bucket(items, ranks, offload, owner) for items, owner in zip(packed, owners)]
+    return owners
 
 
 def _packed(named: Sequence[tuple[str, Parameter]], max_elements: int) -> list[list[tuple[str, Parameter]]]:

@@ -5,6 +5,7 @@ Promises: every layer of every transformers model is a unit, gathered for its fo
 each; gradients are summed over the group as each backward leaves a unit, and accumulate as shards in float32 (float64
 for such parameters); several groups add their shards up once a step, when all backwards are done, so that no collective
 inside a pass leaves the group. A rank's part of a parameter is a run of its rows: in checkpoints a box like any other.
+What an optimizer looks at whole is put together for its step, on one rank of each group.
 
 Embeddings and output projections are cut by rows too, and never gathered: a pass needs them in every chunk, and sends
 hidden states instead (`app.tree.CutVocabulary`). Adapters stay whole on every rank, and so do vocabularies they are put
@@ -30,7 +31,7 @@ from torch.nn import Module, Parameter
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from app.strategies.buckets import accumulation_dtype, extremes
+from app.strategies.buckets import accumulation_dtype, deal, extremes
 from app.strategies.pieces import Piece
 from app.strategies.ranks.groups import GroupRanks
 from app.tree import CutVocabulary, language_model, own_config, vocabulary_modules
@@ -344,7 +345,7 @@ class Shard:
         self._address = self.master.data_ptr()
 
     label = property(lambda self: self.names[0])
-    owner = None  # each rank of the group has its part
+    owner: int | None = None  # each rank of the group steps its part
 
     @property
     def counted(self) -> bool:
@@ -400,15 +401,74 @@ class Shard:
         return [Piece(shard, (self._start,), (self._whole,))]
 
 
+class WholeShard(Shard):
+    """This rank's part of a parameter that the optimizer steps whole, on one rank of each group.
+
+    Args:
+        owner: that rank's place in the group; the others' parts and gradients go there before a step, and come back.
+        name, param, group: as of `Shard`.
+
+    Attributes:
+        stepped: the whole parameter, in its shape, from `sum_gradients` to `gather_parameters`; nothing on the others.
+    """
+
+    _together = False  # whether `stepped` has the parameter now
+
+    def __init__(self, name: str, param: Parameter, group: GroupRanks, owner: int) -> None:
+        super().__init__(name, param, group)
+        self.owner, self._place, self._shape = owner, owner, param.shape
+        self._most = -(-param.shape[0] // group.size) * (param.numel() // max(1, param.shape[0]))  # of a rank
+        self.stepped = [self.master.new_zeros(param.shape)] if owner == group.rank else []
+
+    def sum_gradients(self) -> Tensor:
+        """Collective: the sum over all groups, of the whole parameter and flat; nothing on ranks that do not own it."""
+        own = super().sum_gradients()
+        for whole in self.stepped:
+            whole.view(-1).copy_(self._gather(self.master))
+        if not self.stepped:
+            self._gather(self.master)
+        self._together = True
+        return self._gather(own)
+
+    def gather_parameters(self) -> None:
+        """Collective: every rank's part becomes what was stepped; nothing where no gradients were summed before."""
+        if not self._together:
+            return
+        self._together = False
+        part = self.master.new_empty(self._most)
+        every = None
+        for whole in self.stepped:
+            every = self.master.new_zeros(self._group.size, self._most)
+            every.view(-1)[: whole.numel()].copy_(whole.view(-1))
+        self._group.scatter_from(self._place, part, every, self.names[0])
+        self.master.copy_(part[: self.master.numel()])
+
+    def views(self, shard: Tensor) -> list[Tensor]:
+        return [shard.view(self._shape) for _ in self.stepped]
+
+    def _gather(self, own: Tensor) -> Tensor:
+        part = own.new_zeros(self._most)
+        part[: own.numel()].copy_(own)
+        every = self._group.gather_to(self._place, part, self.names[0])
+        return own.new_empty(0) if every is None else every.view(-1)[: self._whole]
+
+
 def split(
-    named: Iterable[tuple[str, Parameter]], group: GroupRanks | None
+    named: Iterable[tuple[str, Parameter]],
+    group: GroupRanks | None,
+    looks_at_whole: Callable[[Parameter], bool],
+    loads: list[int],
 ) -> tuple[list[Shard], list[tuple[str, Parameter]]]:
-    """Parameters that are cut up, as shards, and those that every rank holds."""
-    shards, whole = [], []
-    for name, param in named:
-        if isinstance(param.data, DTensor):
-            assert group is not None, "shard_models cut it"
-            shards.append(Shard(name, param, group))
-        else:
-            whole.append((name, param))
-    return shards, whole
+    """Parameters that are cut up, as shards, and those that every rank holds. `looks_at_whole`: of which the optimizer
+    does; these are dealt to the ranks of a group. `loads`: elements of each, added to."""
+    named = list(named)
+    cut = [pair for pair in named if isinstance(pair[1].data, DTensor)]
+    held = [pair for pair in named if not isinstance(pair[1].data, DTensor)]
+    whole = [param for _, param in cut if looks_at_whole(param)]
+    owners = iter(deal([param.numel() for param in whole], loads))
+    shards: list[Shard] = []
+    for name, param in cut:
+        assert group is not None, "shard_models cut it"
+        own = WholeShard(name, param, group, next(owners)) if looks_at_whole(param) else Shard(name, param, group)
+        shards.append(own)
+    return shards, held

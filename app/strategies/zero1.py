@@ -12,7 +12,7 @@ shards. LR schedulers, `LearningRateMonitor` and whatever else holds the optimiz
 
 An optimizer that looks at whole parameters (torch's Muon and Adafactor; one that says of which it does,
 `looks_at_whole(param)`, as `muon.py` does) steps whole ones, which are dealt to ranks: their buckets are reduced to
-one rank each, and broadcast from there.
+one rank each, and broadcast from there. Those that groups of ranks have cut up are put together in each.
 
 Weights written in place from outside (a hook that loads a state dict, weight averaging) are taken over into the
 masters, before each step and into each checkpoint. Every rank has to write them alike, for each takes over its part.
@@ -68,8 +68,8 @@ class ShardedOptimizer:
         sums: the sums of gradients over ranks, but for those of parameters that are cut up.
 
     Raises:
-        ValueError: an optimizer that looks at more than a parameter, or at whole ones that are cut up, or already has
-            state; no trainable parameter, parameters that overlap in memory without being the same object.
+        ValueError: an optimizer that looks at more than a parameter, or already has state; no trainable parameter,
+            parameters that overlap in memory without being the same object.
         RuntimeError: ranks disagree about names, shapes or dtypes.
     """
 
@@ -109,9 +109,10 @@ class ShardedOptimizer:
             "build the same model and optimizer on every rank",
         )
         self.buckets_by_group: list[list[Bucket | Shard]] = []
-        loads = [0] * ranks.size
+        loads, of_group = [0] * ranks.size, [0] * (group.size if group is not None else 1)
         for options, params in zip(optimizer.param_groups, self.groups):
-            shards, held = split([(self._name(p), p) for p in params if p.requires_grad], group)
+            named = [(self._name(p), p) for p in params if p.requires_grad]
+            shards, held = split(named, group, self._looks_at_whole, of_group)
             whole = [pair for pair in held if self._looks_at_whole(pair[1])]
             flat = [pair for pair in held if not self._looks_at_whole(pair[1])]
             owned = build_owned(whole, loads, ranks, bucket_elements, offload)
@@ -233,12 +234,6 @@ class ShardedOptimizer:
                 " dense, so its state cannot be shared out; use another with DTAStrategy (AdamW, Muon, ...), or"
                 " trainer.strategy=auto on one device"
             )
-        for param in (p for params in self.groups for p in params if isinstance(p.data, DTensor)):
-            if param.requires_grad and self._looks_at_whole(param):
-                raise ValueError(
-                    f"optimizer {kind.__name__} looks at whole parameters, and '{self._name(param)}' is cut up: leave"
-                    " out DTAStrategy(shard_parameters=True), or use an element-wise one (AdamW, ...)"
-                )
         asks = hasattr(self.optimizer, "looks_at_whole")
         if not asks and not kind.__module__.startswith("torch.optim"):
             rank_zero_warn(

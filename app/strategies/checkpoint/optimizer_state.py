@@ -43,8 +43,13 @@ def save_sharded(sharded: ShardedOptimizer) -> tuple[dict[str, Any], dict[str, P
     shapes: dict[str, dict[str, list[int]]] = {}
     pieces: dict[str, Piece] = {}
     sharded.adopt_written()
-    for bucket in (bucket for bucket in sharded.buckets if bucket.owner is None):
-        for key, value in _keyed(sharded, bucket)[0].items():
+    for bucket in sharded.buckets:
+        if not bucket.master_is_parameter:
+            for name, piece in zip(bucket.names, bucket.pieces(bucket.master)):
+                pieces[_file_name(_MASTER, name)] = piece
+                tensors.setdefault(name, []).append(_MASTER)
+        keyed = sharded.optimizer.state.get(bucket.master, {}) if bucket.owner is None else {}
+        for key, value in keyed.items():
             if _is_sharded(key, value, bucket):
                 for name, piece in zip(bucket.names, bucket.pieces(value)):
                     pieces[_file_name(key, name)] = piece
@@ -52,8 +57,7 @@ def save_sharded(sharded: ShardedOptimizer) -> tuple[dict[str, Any], dict[str, P
             else:
                 for name in bucket.names:  # clones: optimizers count steps in place
                     scalars.setdefault(name, {})[key] = _scalar(value)
-    owned = _owned(sharded)
-    for name, shape, keyed in owned:
+    for name, shape, keyed in _owned(sharded):
         for key, value in keyed.items():
             if not isinstance(value, Tensor) or value.dim() == 0:
                 scalars.setdefault(name, {})[key] = _scalar(value)
@@ -83,30 +87,30 @@ def load_sharded(sharded: ShardedOptimizer, description: Mapping[str, Any], read
     _check_groups(sharded, [group["params"] for group in saved])
     shapes = description.get("shapes", {})  # of older versions: no parameter was stepped whole
     states: list[list[dict[str, Any]]] = []
+    masters: list[Tensor | None] = []
     wanted: dict[str, Piece] = {}
     for bucket in sharded.buckets:
-        keys = [description["tensors"].get(name, ()) for name in bucket.names]
-        per_param = [description["scalars"].get(name, {}) for name in bucket.names]
-        if bucket.owner is not None:
-            states.append([])
-            for name, tensor, own, scalars in zip(bucket.names, bucket.stepped, keys, per_param):
-                state = dict(scalars)
-                for key in own:
-                    shape = shapes.get(name, {}).get(key, tensor.shape)
-                    state[key] = torch.zeros(shape, dtype=tensor.dtype)
-                    wanted[_file_name(key, name)] = _whole_piece(state[key], tensor.shape)
-                states[-1].append(state)
-            continue
-        state = {}
-        for key in _common_keys(bucket, keys):
-            state[key] = torch.zeros_like(bucket.master, device="cpu")
-            named = zip(bucket.names, bucket.pieces(state[key]))
+        per_param = [description["tensors"].get(name, ()) for name in bucket.names]
+        scalars = [description["scalars"].get(name, {}) for name in bucket.names]
+        flat: dict[str, Tensor] = {}
+        for key in _common_keys(bucket, per_param) if bucket.owner is None else {_MASTER}.intersection(*per_param):
+            flat[key] = torch.zeros_like(bucket.master, device="cpu")
+            named = zip(bucket.names, bucket.pieces(flat[key]))
             wanted.update({_file_name(key, name): piece for name, piece in named})
-        for key in _common_keys(bucket, per_param):
-            state[key] = _common_scalar(bucket, key, [entry[key] for entry in per_param])
-        states.append([state])
+        masters.append(flat.pop(_MASTER, None))
+        if bucket.owner is None:
+            same = {key: [entry[key] for entry in scalars] for key in _common_keys(bucket, scalars)}
+            states.append([{**flat, **{key: _common_scalar(bucket, key, values) for key, values in same.items()}}])
+            continue
+        states.append([])
+        for name, tensor, saved_keys, own in zip(bucket.names, bucket.stepped, per_param, scalars):
+            state = dict(own)
+            for key in (key for key in saved_keys if key != _MASTER):
+                state[key] = torch.zeros(shapes.get(name, {}).get(key, tensor.shape), dtype=tensor.dtype)
+                wanted[_file_name(key, name)] = _whole_piece(state[key], tensor.shape)
+            states[-1].append(state)
     read(wanted)
-    _adopt(sharded, saved, states)
+    _adopt(sharded, saved, states, masters)
     ended = _end_schedules(sharded)
     if "configured" in description:
         _keep_changes(sharded, description["configured"], ended)
@@ -130,10 +134,14 @@ def load_whole(sharded: ShardedOptimizer, full: Mapping[str, Any]) -> None:
         for name, index in zip(own, group["params"])
     }
     states: list[list[dict[str, Any]]] = []
+    masters: list[Tensor | None] = []
     for bucket in sharded.buckets:
         per_param = [entries[name] for name in bucket.names]
+        found = [entry[_MASTER] for entry in per_param if _MASTER in entry]
+        masters.append(bucket.cut(found) if len(found) == len(per_param) else None)
         if bucket.owner is not None:
-            states.append([dict(entry) for entry, _ in zip(per_param, bucket.stepped)])
+            own = [{key: value for key, value in entry.items() if key != _MASTER} for entry in per_param]
+            states.append(own[: len(bucket.stepped)])  # all or none
             continue
         state: dict[str, Any] = {}
         for key in _common_keys(bucket, per_param):
@@ -147,15 +155,20 @@ def load_whole(sharded: ShardedOptimizer, full: Mapping[str, Any]) -> None:
             like_params = (isinstance(v, Tensor) and v.shape == p.shape for v, p in zip(values, bucket.params))
             whole = key not in _SCALARS and all(like_params)
             state[key] = bucket.cut(values) if whole else _common_scalar(bucket, key, values)
+        state.pop(_MASTER, None)
         states.append([state])
-    _adopt(sharded, saved, states)
+    _adopt(sharded, saved, states, masters)
     _end_schedules(sharded)
 
 
-def _adopt(sharded: ShardedOptimizer, saved: list[dict[str, Any]], states: list[list[dict[str, Any]]]) -> None:
-    """Hands the states, one for each tensor that a bucket has stepped, to the optimizer; parameters are set from the
-    masters."""
-    masters = [[state.pop(_MASTER, None) for state in of_bucket] for of_bucket in states]
+def _adopt(
+    sharded: ShardedOptimizer,
+    saved: list[dict[str, Any]],
+    states: list[list[dict[str, Any]]],
+    masters: list[Tensor | None],
+) -> None:
+    """Hands the states, of each bucket one for each tensor that is stepped, to the optimizer; parameters are set from
+    the masters, one a bucket where the checkpoint has it."""
     everything = [state for of_bucket in states for state in of_bucket]
     counter = iter(range(len(everything)))
     groups = [
@@ -167,12 +180,10 @@ def _adopt(sharded: ShardedOptimizer, saved: list[dict[str, Any]], states: list[
     ]
     filled = {i: state for i, state in enumerate(everything) if state}
     sharded.optimizer.load_state_dict({"state": filled, "param_groups": groups})
-    for bucket, found in zip(sharded.buckets, masters):
-        for tensor, master in zip(bucket.stepped, found):
-            if master is not None:
-                tensor.copy_(master)
-        lacking = any(master is None for master in found) and not bucket.master_is_parameter
-        if lacking and filled and bucket.master.dtype != bucket.dtype:
+    for bucket, master in zip(sharded.buckets, masters):
+        if master is not None:
+            bucket.master.copy_(master)
+        elif not bucket.master_is_parameter and filled and bucket.master.dtype != bucket.dtype:
             rank_zero_warn(
                 f"the checkpoint has no float32 masters for {bucket.label} (it was trained in another precision):"
                 f" masters start from the {bucket.dtype} weights"
@@ -252,36 +263,21 @@ def _check_groups(sharded: ShardedOptimizer, saved: list[list[Any]]) -> None:
             )
 
 
-def _keyed(sharded: ShardedOptimizer, bucket: Bucket | Shard) -> list[dict[str, Any]]:
-    """The state of each tensor that is stepped, and its master where that is no parameter."""
-    found = []
-    for tensor in bucket.stepped:
-        found.append(dict(sharded.optimizer.state.get(tensor, {})))
-        if not bucket.master_is_parameter:
-            found[-1][_MASTER] = tensor
-    return found
-
-
 def _owned(sharded: ShardedOptimizer) -> list[tuple[str, torch.Size, dict[str, Any]]]:
     """Collective: name, shape and state of every parameter that some rank owns; tensors of others' without storage."""
     buckets = [bucket for bucket in sharded.buckets if bucket.owner is not None]
     if not buckets:
         return []
-    mine = {name: keyed for bucket in buckets for name, keyed in zip(bucket.names, _keyed(sharded, bucket))}
+    pairs = [pair for bucket in buckets for pair in zip(bucket.names, bucket.stepped)]
+    mine = {name: sharded.optimizer.state.get(tensor, {}) for name, tensor in pairs}
     told = {
         name: {k: v.to("meta") if isinstance(v, Tensor) and v.dim() else _scalar(v) for k, v in keyed.items()}
         for name, keyed in mine.items()
     }
-    every = {
-        name: keyed
-        for one in sharded.ranks.gather_objects(told, "state of whole parameters")
-        for name, keyed in one.items()
-    }
-    return [
-        (name, param.shape, mine.get(name, every[name]))
-        for bucket in buckets
-        for name, param in zip(bucket.names, bucket.params)
-    ]
+    everyone = sharded.ranks.gather_objects(told, "state of whole parameters")
+    every = {name: keyed for one in everyone for name, keyed in one.items()}
+    named = [pair for bucket in buckets for pair in zip(bucket.names, bucket.params)]
+    return [(name, param.shape, mine.get(name, every[name])) for name, param in named]
 
 
 def _whole_piece(value: Tensor, shape: torch.Size) -> Piece:

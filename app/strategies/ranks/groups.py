@@ -71,6 +71,18 @@ class GroupRanks:
         """Collective: `own` [n] becomes this rank's part of the sum of all ranks' `whole` [n * size]."""
         return self._run(f"sum of {what}", reduce_scatter_flat, own, whole, async_op=async_op)
 
+    def gather_to(self, owner: int, own: Tensor, what: str) -> Tensor | None:
+        """Collective: at the place `owner` [size, n], what each rank has as `own` [n]; None at the others."""
+        every = own.new_empty(self.size, *own.shape) if self.rank == owner else None
+        parts = None if every is None else list(every)
+        self._run(f"gather of {what}", dist.gather, own, parts, group_dst=owner)
+        return every
+
+    def scatter_from(self, owner: int, own: Tensor, every: Tensor | None, what: str) -> None:
+        """Collective: `own` [n] becomes this rank's row of `every` [size, n], which the place `owner` has."""
+        parts = None if every is None else list(every)
+        self._run(f"scattering of {what}", dist.scatter, own, parts, group_src=owner)
+
     def sum_(self, tensor: Tensor) -> None:
         there = tensor.to(self._ranks.device)
         self._run("sum of outputs", dist.all_reduce, there)

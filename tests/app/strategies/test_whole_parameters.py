@@ -18,7 +18,7 @@ from tests.app.strategies import toy_model as toy
 from tests.app.strategies import zero1_jobs as jobs
 from tests.app.strategies.checkpoint import checkpoint_jobs
 from tests.app.tree.engine import families
-from tests.helpers.rank_pool import RankError, RankPool
+from tests.helpers.rank_pool import RankPool
 from tests.helpers.selection import some
 
 START = 170.0  # seconds: ranks import everything
@@ -28,6 +28,12 @@ CLOSE = 1e-2 * toy.LEARNING_RATE  # sums over ranks round otherwise, and bfloat1
 def _largest_difference(got: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> float:
     assert got.keys() == expected.keys()
     return max(float((got[name].double() - expected[name].double()).abs().max()) for name in expected)
+
+
+def _mean_difference(got: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> float:
+    assert got.keys() == expected.keys()
+    every = torch.cat([(got[name].double() - expected[name].double()).flatten() for name in expected])
+    return float(every.square().mean().sqrt())
 
 
 @pytest.mark.parametrize("make_optimizer", [toy.muon, toy.adafactor])
@@ -123,14 +129,41 @@ def test_a_fit_goes_on_on_any_number_of_ranks(
     [expected] = one_rank.run(shard_jobs.fit, START, layout=(1, 1, False), steps=4, **options)
     for got in two_ranks.run(shard_jobs.fit, START, layout=(2, 1, False), steps=3, directory=tmp_path, **options):
         assert got["grad_norm"] == pytest.approx(expected["grad_norm"][:3], rel=1e-6)
-    for pool, layout in ((one_rank, (1, 1, False)), (two_ranks, (2, 2, False))):
+    for pool, layout in ((one_rank, (1, 1, False)), (two_ranks, (2, 2, False)), (two_ranks, (2, 2, True))):
         for got in pool.run(shard_jobs.fit, START, layout=layout, steps=4, start=tmp_path / "step=3.ckpt", **options):
             assert _largest_difference(got["parameters"], expected["parameters"]) < 0.02 * shard_jobs.RATE
 
 
-def test_parameters_in_shards_are_refused(two_ranks: RankPool) -> None:
-    with pytest.raises(RankError, match=r"Muon looks at whole parameters, and 'policy\.\S+' is cut up: leave out"):
-        two_ranks.run(shard_jobs.fit, START, layout=(2, 2, True), steps=1, optimizer=shard_jobs.muon)
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", [(2, 2, True), (4, 2, True), (4, 4, True)])
+@pytest.mark.parametrize("kind", ["untied", "experts"])
+def test_parameters_in_shards_are_put_together(
+    one_rank: RankPool, two_ranks: RankPool, four_ranks: RankPool, tmp_path: Path, layout: shard_jobs.Layout, kind: str
+) -> None:
+    """For the step, once a group; the checkpoint goes on in another layout."""
+    pools = {1: one_rank, 2: two_ranks, 4: four_ranks}
+    precision = "64-true" if kind == "untied" else "32-true"  # products of experts know no float64
+    options: dict[str, Any] = {"optimizer": shard_jobs.muon, "kind": kind, "precision": precision}
+    [expected] = one_rank.run(shard_jobs.fit, START, layout=(1, 1, False), steps=4, **options)
+    close = 0.02 * shard_jobs.RATE  # root mean square; of an update it is 0.2 of the rate
+    for got in pools[layout[0]].run(shard_jobs.fit, START, layout=layout, steps=4, **options):
+        assert _mean_difference(got["parameters"], expected["parameters"]) < close
+    pools[layout[0]].run(shard_jobs.fit, START, layout=layout, steps=3, directory=tmp_path, **options)
+    for other in ((1, 1, False), (2, 2, True), (4, 2, True)):
+        start = tmp_path / "step=3.ckpt"
+        for got in pools[other[0]].run(shard_jobs.fit, START, layout=other, steps=4, start=start, **options):
+            assert _mean_difference(got["parameters"], expected["parameters"]) < close
+
+
+@pytest.mark.slow
+def test_masters_of_shards_that_are_put_together(two_ranks: RankPool, tmp_path: Path) -> None:
+    """bfloat16: a checkpoint goes on to the bit, by masters that ranks hold in parts."""
+    options: dict[str, Any] = {"optimizer": shard_jobs.muon, "precision": "bf16-true", "layout": (2, 2, True)}
+    whole = two_ranks.run(shard_jobs.fit, START, steps=4, **options)
+    two_ranks.run(shard_jobs.fit, START, steps=3, directory=tmp_path, **options)
+    rest = two_ranks.run(shard_jobs.fit, START, steps=4, start=tmp_path / "step=3.ckpt", **options)
+    for got, expected in zip(rest, whole):
+        assert _largest_difference(got["parameters"], expected["parameters"]) == 0.0
 
 
 class TestMuon:
