@@ -6,7 +6,7 @@ In processes of their own, by turns: `arborist --help`, `arborist fit --help`, a
 from a configuration; GRPO with an embedded engine and a validation before the first step, from a model that is made
 here), up to the first line that shows progress, on a terminal as a user has one. Wall seconds and CPU seconds, of one
 thread each, medians with the least and the most. Files are in the cache of the operating system: the first repeat is
-left out. Writes startup.json and startup.md into --out.
+left out, unless --left_out says otherwise. Writes startup.json and startup.md into --out.
 """
 
 from __future__ import annotations
@@ -115,6 +115,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--left_out", type=int, default=1, help="repeats before these, which are not counted")
     parser.add_argument("--deadline_s", type=float, default=120.0, help="seconds one command may take")
     parser.add_argument("--hardware", default="a CPU", help="what the report says the machine is")
     given = parser.parse_args(argv)
@@ -124,10 +125,10 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
         warm = ["fit", "--config", "configs/quickstart_sft.yaml", "--trainer.max_steps", "1", "--run_dir"]
         subprocess.run([sys.executable, "-m", "app", *warm, str(folder / "warm")], cwd=ROOT, check=True,
                        capture_output=True, timeout=given.deadline_s)  # fmt: skip
-        for repeat in range(given.repeats + 1):
+        for repeat in range(given.left_out + given.repeats):
             for number, (case, (arguments, until)) in enumerate(cases(folder).items()):
                 wall, cpu = measured(arguments, until, folder / f"{repeat}_{number}", given.deadline_s)
-                if repeat:
+                if repeat >= given.left_out:
                     row = rows.setdefault(case, {"wall": [], "cpu": []})
                     row["wall"].append(wall)
                     row["cpu"].append(cpu)

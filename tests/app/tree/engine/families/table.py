@@ -52,7 +52,10 @@ POOLED: dict[str, Any] = {
     **dict(num_hidden_layers=4, mlp_layer_types=["dense", "sparse", "sparse", "dense"]),
     "layer_types": ["linear_attention", "indexed_attention", "indexed_attention", "linear_attention"],
     "indexer_types": ["full", "full", "shared", "full"],
-    "vision_config": dict(depth=1, hidden_size=16, num_heads=2, out_hidden_size=32, intermediate_size=16, patch_size=4),
+    "vision_config": {
+        **dict(depth=1, hidden_size=16, num_heads=2, out_hidden_size=32, intermediate_size=16, patch_size=4),
+        "projection_intermediate_size": 16,  # else a million parameters through which no text goes
+    },
 }
 """Layers that scan around two that choose, the second by the first's choice."""
 
@@ -264,23 +267,34 @@ SUPPORTED: dict[str, Family] = {
         12,
     ),
 }
-_PLAIN = """afmoe apertus apertus1p5_text arcee aria_text beam bitnet cohere2 cohere2_moe ctrl ernie4_5 ernie4_5_moe
-exaone4 exaone_moe flex_olmo gemma glm glm4_moe glm4_moe_lite gpt2 gpt_bigcode granitemoe
-granitemoeshared hy_v3 hyperclovax jais2 jetmoe kolibri1 laguna mellum minimax_m2 ministral3 nanochat
-olmo olmo3 olmoe opt persimmon phimoe qwen2_moe seed_oss solar_open"""
+_PLAIN = """apertus apertus1p5_text arcee aria_text beam bitnet cohere2 cohere2_moe ctrl ernie4_5 exaone4 flex_olmo
+gemma glm gpt2 gpt_bigcode granitemoe granitemoeshared hyperclovax jais2 jetmoe ministral3 nanochat olmo olmo3 olmoe
+opt persimmon phimoe seed_oss"""
+_ROUTED = "afmoe ernie4_5_moe exaone_moe glm4_moe hy_v3 kolibri1 laguna mellum minimax_m2 qwen2_moe solar_open"
+"""Whose configurations have so many experts, and so wide, that a model of two layers would have millions of
+parameters."""
 _SIZED = "hunyuan_v1_dense hunyuan_v1_moe ministral"
-_LATENT = "axk1 deepseek_v2 minicpm3 youtu"
-_EAGER = "flint granite_swa granitemoe_swa mimo_v2_flash vaultgemma"
+_LATENT = "axk1 deepseek_v2 glm4_moe_lite minicpm3 youtu"
+_EAGER = "flint granite_swa granitemoe_swa vaultgemma"
 OTHERS: dict[str, dict[str, Any]] = {
     **{kind: {} for kind in _PLAIN.split()},
     **{kind: {"head_dim": 8} for kind in _SIZED.split()},
+    **{
+        kind: {**EXPERTS, "moe_num_experts": 4, "moe_k": 2, "shared_expert_intermediate_size": 8}
+        for kind in _ROUTED.split()
+    },
     **{kind: {**EXPERTS, **LATENT} for kind in _LATENT.split()},
     **{kind: {"attn_implementation": "eager"} for kind in _EAGER.split()},
     "axk2": INDEXED,
     "codegen": {"rotary_dim": 4},
     "cwm": {"bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0},
     "dots1": EXPERTS,
-    "dots3_note_text": {**INDEXED, "layer_types": ["indexed_attention", "sliding_attention"], "sliding_window": 4},
+    "dots3_note_text": {
+        **INDEXED,
+        **dict(layer_types=["indexed_attention", "sliding_attention"], sliding_window=4),
+        **dict(swa_num_attention_heads=2, swa_num_key_value_heads=2, swa_q_lora_rank=6, swa_kv_lora_rank=6),
+        **dict(swa_head_dim=10, swa_qk_nope_head_dim=6, swa_v_head_dim=6, shared_experts_intermediate_size=8),
+    },
     "gemma4_unified_text": {"head_dim": 8, "global_head_dim": 8},
     "gptj": {"rotary_dim": 4},
     "helium": {"head_dim": 4},
@@ -296,6 +310,7 @@ OTHERS: dict[str, dict[str, Any]] = {
         "expert_ffn_hidden_size": 8,
         "moe_topk": 2,
     },
+    "mimo_v2_flash": {**EXPERTS, "attn_implementation": "eager"},
 }
 """Types beside those of `SUPPORTED` that are right as they are, and options of their configurations."""
 REFUSED: dict[str, Family] = {

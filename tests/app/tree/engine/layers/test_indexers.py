@@ -31,7 +31,7 @@ TYPES: dict[str, dict[str, Any]] = {
     "deepseek_v32": {},
     "glm_moe_dsa": dict(num_hidden_layers=3, indexer_types=["full", "shared", "full"]),
     "hy_v4": {"attn_implementation": "eager"},
-    "dots3_note_text": dict(layer_types=["indexed_attention", "sliding_attention"], sliding_window=4),
+    "dots3_note_text": families.OTHERS["dots3_note_text"],
     "glm5_next": families.POOLED,
     "minimax_m3_vl_text": families.BLOCKS,
     "qwen4_exp_text": hybrids.OPTIONS["qwen4_exp_text"],
