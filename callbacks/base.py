@@ -1,19 +1,24 @@
-"""What callbacks share: where a run writes, and every optimizer step's metrics.
+"""What callbacks share: where a run writes, lines of JSON there, and every optimizer step's metrics.
 
-Promises: `run_dir` is the same directory on every rank; `on_step_metrics` runs once a step, after the module logged
-that step. (A callback's own `on_train_batch_end` runs before the module's: what it can read there is the step before.)
+Promises: `run_dir` is the same directory on every rank; a file of `append_lines` has complete lines whenever it is
+written to, also after a launch that was killed, or had no more room, in the middle of one; `on_step_metrics` runs once
+a step, after the module logged that step. (A callback's own `on_train_batch_end` runs before the module's: what it can
+read there is the step before.)
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from app.strategies.shards import gathers, is_sharded, take_buffers, without_storage
 from app.tree import quantised_layers, whole_weights
 from datamodules.inference.export import WeightParts, base_model, weight_parts
+
+_BLOCK = 1 << 16  # bytes that are read at a time
 
 
 def run_dir(trainer: Trainer) -> Path:
@@ -22,6 +27,37 @@ def run_dir(trainer: Trainer) -> Path:
     A collective: call it on all ranks or on none (Lightning broadcasts rank 0's answer).
     """
     return Path(trainer.log_dir or trainer.default_root_dir)
+
+
+def append_lines(path: Path, lines: Iterable[str]) -> None:
+    """Adds `lines`, given without their line feeds, to `path`, which is made if need be; lone surrogates as escapes.
+    Half a line at its end goes first: behind it the first of them could not be read either.
+
+    Raises:
+        OSError: of the disk; names the file.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        with path.open("a+b") as file:
+            _end_a_line(file)
+            file.write("".join(f"{line}\n" for line in lines).encode("utf-8", "backslashreplace"))
+    except OSError as error:
+        error.filename = error.filename or str(path)  # that of a write has none
+        raise
+
+
+def _end_a_line(file: BinaryIO) -> None:
+    """Leaves `file` at the end of its last whole line, and ends it there."""
+    end = size = file.seek(0, 2)
+    while end > 0:
+        begin = max(0, end - _BLOCK)
+        file.seek(begin)
+        if (feed := file.read(end - begin).rfind(b"\n")) >= 0:
+            end = begin + feed + 1
+            break
+        end = begin
+    if end < size:
+        file.truncate(end)
 
 
 def comes_in_parts(policy: Any) -> bool:

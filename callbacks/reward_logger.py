@@ -18,7 +18,7 @@ from torch import Tensor
 
 from app.batch import RolloutBatch
 from app.text import well_formed
-from callbacks.base import run_dir
+from callbacks.base import append_lines, run_dir
 from modules.episodes import call_rewards, earned
 from modules.metrics import forget
 
@@ -105,9 +105,7 @@ class RewardLogger(Callback):
         rows = [_describe(batch, i, float(by_sequence[i]), tokenizer) for i in _spread(by_sequence, self.samples)]
         rows = [{"step": trainer.global_step, "set": name, **row} for row in rows]
         assert self._path is not None
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        with self._path.open("a", encoding="utf-8", errors="backslashreplace") as file:  # \ud83d: as JSON writes it
-            file.writelines(json.dumps(row, ensure_ascii=False, default=str) + "\n" for row in rows)
+        append_lines(self._path, (json.dumps(row, ensure_ascii=False, default=str) for row in rows))
         _to_loggers(trainer, f"samples/{name}", rows)
 
 

@@ -7,9 +7,10 @@ thread without a lock, also while the thread that plays is stuck.
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+
+from datamodules.processes.awake import awake
 
 Where = Callable[[str], str]
 """The server that a request waits at, by request id; "" where the engine does not know."""
@@ -18,15 +19,15 @@ _SHOWN = 5
 
 
 class LastArrival:
-    """When something last arrived: a reply, a reward, the end of an episode. `now` is a `time.monotonic` time."""
+    """When something last arrived: a reply, a reward, the end of an episode. `now` is a time of `awake`."""
 
     __slots__ = ("last",)
 
     def __init__(self) -> None:
-        self.last = time.monotonic()
+        self.last = awake()
 
     def note(self) -> None:
-        self.last = time.monotonic()
+        self.last = awake()
 
 
 class Wait:
@@ -37,7 +38,7 @@ class Wait:
     def __init__(self, what: str, name: str) -> None:
         self.what = what
         self.name = name
-        self.since = time.monotonic()
+        self.since = awake()
 
 
 class Pending:
@@ -84,7 +85,7 @@ class Pending:
         self.samples = samples
         self.attempt = attempt
         self.stalls = stalls
-        self.began = time.monotonic()
+        self.began = awake()
         self.done = 0
         self.waits: dict[int, Wait] = {}
 
@@ -115,7 +116,7 @@ def describe(pending: Iterable[Pending], where: Where | None = None) -> str:
     oldest = sorted(pending, key=lambda one: one.began)
     if not oldest:
         return "nothing is being played"
-    now = time.monotonic()
+    now = awake()
     shown = ", ".join(
         f"'{one.prompt_id}' ({now - one.began:.1f} s, {one.done} of {one.samples} done{_waits(one, now, where)})"
         for one in oldest[:_SHOWN]
@@ -125,7 +126,7 @@ def describe(pending: Iterable[Pending], where: Where | None = None) -> str:
 
 def table(pending: Iterable[Pending], where: Where | None = None) -> str:
     """All of it: a line a prompt, oldest first, and below it one for every wait of its episodes."""
-    now = time.monotonic()
+    now = awake()
     lines = []
     for one in sorted(pending, key=lambda one: one.began):
         again = f", attempt {one.attempt + 1}" if one.attempt else ""

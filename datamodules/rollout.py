@@ -195,7 +195,7 @@ class RolloutDataModule(L.LightningDataModule):
             self.image_processor = ImageProcessor.beside(self.tokenizer_spec, self.tokenizer)
             if self.tokenizer_spec.startswith("train:") and trainer.is_global_zero and directory:
                 self.tokenizer.save_pretrained(Path(directory) / "tokenizer")
-            self._made_with |= fingerprint.of_tokenizer(self.tokenizer)
+            self._made_with |= fingerprint.of_tokenizer(self.tokenizer) | fingerprint.of_held_out(self.val_sets)
             self._made_with["prompts"] = fingerprint.of_prompts(self.prompts)
         if stage == "fit" and trainer.accumulate_grad_batches != 1:
             raise ValueError(

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -129,13 +130,16 @@ def refuse_narrow(parameters: Iterable[torch.nn.Parameter], trainer: Any, exchan
         )
 
 
-def check_states(checkpoint: Mapping[str, Any], given: Mapping[str, Any]) -> None:
-    """Whether a run can go on with a checkpoint's optimizer and schedule. `lr_scheduler`, as YAML, of the run that made
-    it and of this one: its state, which is loaded, holds the old options, and those that are others now are told.
+def check_states(checkpoint: Mapping[str, Any], given: Mapping[str, Any], kind: type) -> None:
+    """Whether a run can go on with a checkpoint's steps, optimizer and schedule. `lr_scheduler`, as YAML, of the run
+    that made it and of this one: its state, which is loaded, holds the old options, and those that are others now are
+    told. `kind`: this run's module.
 
     Raises:
-        ValueError: there is no optimizer's state; the schedule is of another class, which the state says nothing to.
+        ValueError: there is no optimizer's state; it is that of another kind of training; the schedule is of another
+            class, which the state says nothing to.
     """
+    _check_kind(checkpoint.get("hyper_parameters", {}), kind)
     if "optimizer_states" not in checkpoint:
         raise ValueError(
             "ckpt_path: the checkpoint holds weights alone (save_weights_only), and no optimizer to go on with: name"
@@ -158,6 +162,21 @@ def check_states(checkpoint: Mapping[str, Any], given: Mapping[str, Any]) -> Non
         rank_zero_warn(
             f"model.lr_scheduler: {told}, which has no effect: the schedule goes on as in the checkpoint; {another}"
         )
+
+
+def _check_kind(saved: Mapping[str, Any], kind: type) -> None:
+    """Of the module that wrote the checkpoint the command line keeps the class path, and what it names counts where it
+    is loaded: a checkpoint imports nothing. A class derived from the other goes on with its training."""
+    path = str(saved.get("_class_path") or "")
+    module, _, name = path.rpartition(".")
+    before = getattr(sys.modules.get(module), name, None)
+    if not isinstance(before, type) or issubclass(kind, before) or issubclass(before, kind):
+        return
+    raise ValueError(
+        f"ckpt_path: the checkpoint is of {path}, and this run trains {kind.__name__}, which would go on with its step,"
+        " optimizer and schedule: leave ckpt_path out and begin from its weights (model.path: the directory that"
+        f" SavePretrained or `arborist export` makes of them), or set model to {path}"
+    )
 
 
 # Options of which a step's numbers are the same, up to rounding; and those that are told as their states are loaded.

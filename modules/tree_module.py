@@ -482,7 +482,7 @@ class TreeModule(EvaluatedModule):
             state = state if self.trainer.is_global_zero else None
         self.batch, self._restored = None, state
         if self._trainer is not None and self.trainer.state.fn == TrainerFn.FITTING:
-            check_states(checkpoint, self.hparams)
+            check_states(checkpoint, self.hparams, type(self))
             tell_changes(checkpoint, self.hparams, getattr(self.trainer.datamodule, "hparams", {}))
 
 

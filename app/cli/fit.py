@@ -53,6 +53,7 @@ from app.cli.configuration import (
 from app.cli.errors import ArboristParser, Making, cut, is_ours, users_mistake
 from app.cli.overlays import kept_options
 from app.cli.runs import run_directory
+from app.cli.runs.continued import SavedConfig
 from app.cli.runs.default_callbacks import OPTIONAL, check_without, with_defaults
 from app.cli.runs.early_end import why_early
 from app.cli.runs.loggers import go_on_in_mlflow, go_on_in_wandb
@@ -122,7 +123,7 @@ class ArboristCLI(LightningCLI):
             LightningDataModule,
             subclass_mode_model=True,
             subclass_mode_data=True,
-            save_config_kwargs={"overwrite": True},  # the run directory is fresh; ranks and `validate` share it
+            save_config_callback=SavedConfig,
             trainer_defaults=dict(_TRAINER_DEFAULTS),
             seed_everything_default=0,
             auto_configure_optimizers=False,

@@ -16,7 +16,7 @@ from typing import Any
 from lightning.pytorch import LightningModule, Trainer
 
 from app import checks
-from callbacks.base import StepMetrics, run_dir
+from callbacks.base import StepMetrics, append_lines, run_dir
 from callbacks.coach.facts import Advice, Facts, best_checkpoint
 from callbacks.coach.history import History
 from callbacks.coach.rules import advise, at_once
@@ -102,6 +102,4 @@ class Coach(StepMetrics):
     def _write(self, step: int, advice: list[Advice], over: list[str]) -> None:
         assert self._path is not None
         line = {"step": step, "advice": [asdict(one) for one in advice], "over": over}
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        with self._path.open("a") as file:
-            file.write(json.dumps(line) + "\n")
+        append_lines(self._path, [json.dumps(line)])

@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 
 from app.batch import RolloutBatch
 from app.interruption import end_of
-from callbacks.base import run_dir
+from callbacks.base import append_lines, run_dir
 from callbacks.report.moments import batch_moment, transcript
 from callbacks.report.runs import is_run
 from modules.episodes import call_rewards, earned, episode_prompts
@@ -126,6 +126,4 @@ class Report(Callback):
 
     def _append(self, row: dict[str, Any]) -> None:
         assert self._directory is not None
-        self._directory.mkdir(parents=True, exist_ok=True)
-        with (self._directory / FILE).open("a", encoding="ascii") as file:
-            file.write(json.dumps(row) + "\n")
+        append_lines(self._directory / FILE, [json.dumps(row)])

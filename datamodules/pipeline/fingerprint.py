@@ -1,8 +1,9 @@
 """What a stream of training data is made of, in a few words of its state, compared by a run that goes on.
 
 Promises: another tokenizer is refused, since a checkpoint's policy and finished rollouts know the old one's ids; other
-differences are told in one warning that names the keys. What cannot be told from a few words (the hundredth prompt, the
-middle of a file, the inside of a function) is not noticed. What states of older versions do not say is not compared.
+differences are told in one warning that names the keys, those of held-out prompts in another. What cannot be told from
+a few words (the hundredth prompt, the middle of a file, the inside of a function) is not noticed. What states of older
+versions do not say is not compared.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import json
 import re
 import sys
 import sysconfig
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -23,12 +24,14 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from transformers import PreTrainedTokenizerBase
 
+from datamodules.pipeline.validation import ValSet
 from datamodules.processes.limits import looks_secret
 from datamodules.prompts.base import PromptSource
 
 KEY = "made_with"
 """Key of the fingerprints in a datamodule's state."""
 _TOKENIZER = "tokenizer"
+_HELD_OUT = "validation, set "
 _RULES = ("model", "normalizer", "pre_tokenizer", "post_processor")  # padding and truncation change with every call
 _PROMPTS = 16  # that are looked at
 _FILE_BYTES = 1 << 20  # at the beginning of a file
@@ -55,6 +58,11 @@ def of_prompts(source: PromptSource) -> str:
     """Name, size, and a hash of the first prompts."""
     first = [[p.id, p.text, list(p.messages), p.answer] for p in source.first(_PROMPTS)]
     return f"{source.name}, {'no end' if source.size is None else f'{source.size} prompts'}, {of_values(first)}"
+
+
+def of_held_out(sets: Iterable[ValSet]) -> dict[str, str]:
+    """As `of_prompts`, by set."""
+    return {f"{_HELD_OUT}{one.name}": of_prompts(one.source) for one in sets}
 
 
 def of_file(path: Path) -> str:
@@ -94,11 +102,23 @@ def compare(saved: Mapping[str, Any], now: Mapping[str, str], trainer: Any = Non
             f" ({now[_TOKENIZER]}): its policy, and its finished rollouts, know the old ids. Give the old tokenizer, or"
             " begin a new run from the weights alone (arborist export, then model.model.path)"
         )
-    if changed and (trainer is None or trainer.state.fn in (None, TrainerFn.FITTING)):
-        told = "; ".join(f"data.{key} was {before[key]} and is {now[key]}" for key in changed)
+    if trainer is not None and trainer.state.fn not in (None, TrainerFn.FITTING):
+        return
+
+    def told(held_out: bool) -> str:
+        keys = [key for key in changed if key.startswith(_HELD_OUT) == held_out]
+        return "; ".join(f"data.{key} was {before[key]} and is {now[key]}" for key in keys)
+
+    if others := told(held_out=True):
         rank_zero_warn(
-            f"ckpt_path: the stream of training data goes on at its old position, with other settings: {told}. Rollouts"
-            " finished before are trained on, groups of another size played again; begin a new run for a new stream"
+            f"ckpt_path: the run goes on with other held-out prompts: {others}. val/* before and after this step, and"
+            " checkpoints that are ranked by them, cannot be compared; give the old prompts, or begin a new run"
+        )
+    if others := told(held_out=False):
+        rank_zero_warn(
+            f"ckpt_path: the stream of training data goes on at its old position, with other settings: {others}."
+            " Rollouts finished before are trained on, groups of another size played again; begin a new run for a new"
+            " stream"
         )
 
 

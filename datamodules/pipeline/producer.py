@@ -14,7 +14,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
-import time
 from collections.abc import Sequence
 from concurrent.futures import CancelledError, wait
 from contextlib import suppress
@@ -32,6 +31,7 @@ from datamodules.pipeline.player import EpisodePlayer, Pause, evaluate
 from datamodules.pipeline.stream import Stream
 from datamodules.pipeline.threads import DaemonThreads
 from datamodules.processes import foreign
+from datamodules.processes.awake import awake
 from datamodules.processes.calls import DeadlinePassed
 from datamodules.prompts.base import Prompt
 from datamodules.prompts.dealer import PromptDealer
@@ -113,7 +113,7 @@ class Producer:
             TimeoutError: they are not there after `deadline_s` seconds; says what is pending, and for how long.
             RuntimeError: the producer failed.
         """
-        ends = time.monotonic() + deadline_s
+        ends = awake() + deadline_s
         with self._changed:
             self._admitting = True
             self._wake()
@@ -126,7 +126,7 @@ class Producer:
                     if taken is not None:
                         return taken
                     self._wake()  # stale groups may have left places
-                    left = ends - time.monotonic()
+                    left = ends - awake()
                     if left <= 0:
                         raise TimeoutError(
                             f"{self.stream.ready} of {count} groups are ready after {deadline_s:g} s"
@@ -153,14 +153,14 @@ class Producer:
         assert self.loop is not None
         version = self.player.engine.version
         future = asyncio.run_coroutine_threadsafe(self._evaluate(prompts, samples, temperature), self.loop)
-        ends = time.monotonic() + deadline_s
-        while not wait((future,), min(_INTERRUPT_POLL_S, max(0.0, ends - time.monotonic()))).done:
+        ends = awake() + deadline_s
+        while not wait((future,), min(_INTERRUPT_POLL_S, max(0.0, ends - awake()))).done:
             with self._changed:
                 self._raise_if_failed()
             if interruption.pending() is not None:
                 future.cancel()
                 return []
-            if time.monotonic() >= ends:
+            if awake() >= ends:
                 pending = self.describe()
                 future.cancel()
                 raise TimeoutError(

@@ -14,7 +14,6 @@ from __future__ import annotations
 import logging
 import sys
 import threading
-import time
 import traceback
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol, get_args
@@ -23,6 +22,7 @@ from app import checks
 from datamodules.inference.protocol import ServerEngine
 from datamodules.pending import Pending, servers
 from datamodules.pipeline.limits import Limits
+from datamodules.processes.awake import awake
 
 _log = logging.getLogger(__name__)
 _CLOSE_S = 5.0
@@ -124,7 +124,7 @@ class Watchdog:
             self._thread.join(_CLOSE_S)
 
     def look(self, now: float) -> None:
-        """One look; `now` is a `time.monotonic` time."""
+        """One look; `now` is a time of `awake`."""
         watched, after = self._watched, self._after_s
         if self._trainers_turn() or not (watched.pending() or watched.trainer_waits):
             self._owed_since = None
@@ -153,7 +153,7 @@ class Watchdog:
     def _run(self) -> None:
         while not self._closing.wait(max(0.01, min(1.0, self._after_s / 10))):
             try:
-                self.look(time.monotonic())
+                self.look(awake())
             except Exception:  # its own fault must not end the run, nor the watch
                 _log.exception("the rollout watchdog failed to look; it will look again")
 

@@ -1,7 +1,7 @@
 """Deadlines by a clock that may stand still: time in which nobody could have gone on is not counted.
 
-Promises: what is late is cancelled, and raises TimeoutError as by `asyncio.timeout`; while time stands still nothing is
-late. Standard library alone.
+Promises: what is late is cancelled, and raises TimeoutError as by `asyncio.timeout`; while time stands still, and for
+the seconds in which this process was stopped (`stopped_s`), nothing is late. Standard library alone.
 """
 
 from __future__ import annotations
@@ -10,6 +10,8 @@ import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+
+from datamodules.processes.awake import stopped_s
 
 _LOOK_S = 0.1  # how often time that stands still is looked at
 
@@ -35,7 +37,8 @@ class Held:
 async def deadline(
     seconds: float | None, held: Callable[[], float] | None = None, look_s: float = _LOOK_S
 ) -> AsyncIterator[asyncio.Timeout]:
-    """`async with deadline(30.0, held) as limit:` as `asyncio.timeout`, but for the seconds by which `held()` grows.
+    """`async with deadline(30.0, held) as limit:` as `asyncio.timeout`, but for the seconds by which `held()` grows
+    and those in which this process was stopped.
 
     Args:
         seconds: None for no deadline.
@@ -45,17 +48,21 @@ async def deadline(
     Raises:
         TimeoutError: what is inside was not over in time; `limit.expired()` tells it from one that was raised there.
     """
-    async with asyncio.timeout(seconds if held is None else None) as limit:
-        if seconds is None or held is None:
+    async with asyncio.timeout(None) as limit:
+        if seconds is None:
             yield limit
             return
-        loop, before = asyncio.get_running_loop(), held()
+
+        def uncounted() -> float:
+            return stopped_s() + (0.0 if held is None else held())
+
+        loop, before = asyncio.get_running_loop(), uncounted()
         ends = loop.time() + seconds
         due: asyncio.TimerHandle | None = None
 
         def look() -> None:
             nonlocal due  # the timer that calls this next
-            left = ends + held() - before - loop.time()
+            left = ends + uncounted() - before - loop.time()
             if left > 0:
                 due = loop.call_later(max(left, look_s), look)
             else:

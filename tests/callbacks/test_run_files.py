@@ -16,7 +16,19 @@ from PIL import Image
 from transformers import AutoModelForCausalLM, Qwen3Config
 
 from app.batch import StepHandle
-from callbacks import Pictures, RewardLogger, SavePretrained, Summary, Throughput, ValidateEnds, WeightSync, figures
+from callbacks import (
+    Coach,
+    Pictures,
+    Report,
+    RewardLogger,
+    SavePretrained,
+    Summary,
+    Throughput,
+    ValidateEnds,
+    WeightSync,
+    figures,
+)
+from callbacks.base import append_lines
 from callbacks.pictures import read_metrics
 from modules import ModelSource
 from tests.helpers.recorded_samples import byte_tokenizer
@@ -242,3 +254,35 @@ def test_export_brings_the_tokenizer_of_the_model_it_began_with(
         fit.fit(module, datamodule=TinyData(validate=False))
         saved = (tmp_path / began / "run" / "hf" / "tokenizer.json").exists()
         assert saved is not says and ("no tokenizer beside the weights" in caplog.text) is says
+
+
+HALF = '{"step": 1, "set": "train", "prompt": "half'
+
+
+@pytest.mark.parametrize("before", ["", '{"step": 1}\n', f'{{"step": 1, "text": "{"long " * 50_000}"}}\n'])
+def test_what_a_kill_left_of_a_line_does_not_spoil_the_next(tmp_path: Path, before: str) -> None:
+    file = tmp_path / "made" / "rows.jsonl"
+    append_lines(file, [])
+    file.write_text(before + HALF * 4_000)
+    append_lines(file, ['{"step": 2}', '{"step": 3, "text": "\ud83d"}'])
+    assert file.read_text() == before + '{"step": 2}\n{"step": 3, "text": "\\ud83d"}\n'
+
+
+def test_files_of_lines_are_readable_after_a_kill(tmp_path: Path) -> None:
+    names = ("samples.jsonl", "report.jsonl", "coach.jsonl")
+    for name in names:
+        (tmp_path / name).write_text(HALF)
+    trainer(tmp_path, ValidateEnds(), RewardLogger(1, 2), Report()).fit(TinyModule(), datamodule=TinyData(batches=2))
+    coach = Coach()
+    coach._path = tmp_path / "coach.jsonl"
+    coach._write(2, [], ["flat"])
+    for name in names:
+        rows = [json.loads(line) for line in (tmp_path / name).read_text().splitlines()]
+        assert rows and all("step" in row for row in rows), name
+
+
+def test_a_disk_that_is_full_is_told_with_the_file(tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").symlink_to("/dev/full")
+    with pytest.raises(OSError, match="No space left") as caught:
+        append_lines(tmp_path / "rows.jsonl", ["{}"])
+    assert caught.value.filename == str(tmp_path / "rows.jsonl")

@@ -4,7 +4,8 @@ Promises: a rank that dies, or fails by an error of its own, ends the run on eve
 `GRACE` seconds, whatever the others are waiting in, and is named there with its last known place; a collective that
 waits for half of the run's timeout is reported once, with the ranks that have not entered it, even when it was only
 enqueued on a device and the rank went on. A rank that is only
-slow is left alone: what counts is whether its process answers.
+slow is left alone: what counts is whether its process answers. One that was stopped itself takes nobody for dead on
+waking.
 
 Every rank publishes a beat (what it does, and where) to a small store of its own on rank 0; rank 0 reads all beats, the
 others read rank 0's verdict, so that a thousand ranks cost a thousand reads an interval. The store asks nobody who
@@ -223,15 +224,22 @@ class RankWatch:
     # The thread
 
     def _run(self) -> None:
+        began = time.monotonic()
         while not self._closed.wait(self._interval):
+            if (now := time.monotonic()) - began > self._interval + _PATIENCE:
+                # This process was stopped (Ctrl-Z, a scheduler that suspends the job): that it heard nobody says
+                # nothing of the others.
+                with self._lock:
+                    self._seen = {rank: (beat, now) for rank, (beat, _) in self._seen.items()}
             try:
                 verdict = self._look()
             except Exception as error:  # whatever it was: without a watch nobody would ever be missed
                 self._tell(f"its watch of the other ranks goes on after {type(error).__name__}: {error}")
-                continue
+                verdict = None
             if verdict is not None and not self._closed.is_set() and self._beat.failed is None:
                 self._end(verdict)
                 return
+            began = time.monotonic()
 
     def _look(self) -> str | None:
         """One beat; why the run has to end, or None."""

@@ -9,7 +9,6 @@ Promises: plain bookkeeping, used from one event loop; requests on a server that
 from __future__ import annotations
 
 import asyncio
-import time
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -19,6 +18,7 @@ from datamodules.inference.sglang.launcher import ServerProcess
 from datamodules.inference.sglang.weights.forms import AdapterWeights, Weights, from_a_run
 from datamodules.inference.sglang.weights.senders import Senders
 from datamodules.inference.sglang.weights.server_weights import ServerWeights
+from datamodules.processes.awake import awake
 
 State = Literal["starting", "joining", "ready", "serving", "updating", "suspect", "dirty", "lost", "gone"]
 ONE_RUN = "a server belongs to one run at a time; name others in SGLangEngine.urls"
@@ -62,7 +62,7 @@ class Flight:
         self.server = server
         self.adapter = server.holds if isinstance(server.holds, AdapterWeights) else None
         self.request_id = request_id
-        self.began = time.monotonic()
+        self.began = awake()
         self.task: asyncio.Task[Any] | None = None
         self.taken_away = ""
 
@@ -103,7 +103,7 @@ class Server:
         self.client = client
         self.weights = ServerWeights(client)
         self.changed = asyncio.Event()
-        self.answered = self.progressed = self.since = time.monotonic()
+        self.answered = self.progressed = self.since = awake()
 
     async def reconnect(self, client: ServerClient) -> None:
         """Its process listens elsewhere now."""
@@ -159,7 +159,7 @@ class Server:
     def enter(self, state: State, error: str = "") -> None:
         """Changes the state; requests leave a server that is not up any more."""
         self.state, self.error = state, error
-        self.since = time.monotonic()
+        self.since = awake()
         self.alive()
         if state not in UP:
             for flight in list(self.flights):
@@ -188,19 +188,19 @@ class Server:
 
     def alive(self) -> None:
         """It gave a sign of life, or has had no chance to."""
-        self.answered = self.progressed = time.monotonic()
+        self.answered = self.progressed = awake()
 
     def open(self, request_id: str) -> Flight:
         """Gives the request a place."""
         if not self.flights:
-            self.progressed = time.monotonic()
+            self.progressed = awake()
         flight = Flight(self, request_id)
         self.flights.add(flight)
         return flight
 
     def silent_s(self) -> float:
         """Seconds without an answer, or, while it runs requests, without progress in any of them."""
-        now = time.monotonic()
+        now = awake()
         return max(now - self.answered, now - self.progressed if self.flights else 0.0)
 
     def report(self) -> dict[str, Any]:
@@ -210,7 +210,7 @@ class Server:
             "state": self.state,
             "version": self.version,
             "running": len(self.flights),
-            "seconds": round(time.monotonic() - self.since, 1),
+            "seconds": round(awake() - self.since, 1),
             "silent_s": round(self.silent_s(), 1),
             "restarts": self.restarts,
             "error": self.error,

@@ -24,6 +24,7 @@ from datamodules.inference.sglang.client import ServerRefused
 from datamodules.inference.sglang.loop_thread import cancel_all
 from datamodules.inference.sglang.server_state import ONE_RUN, UP, Server, Target, WrongModel
 from datamodules.inference.sglang.weights.forms import DiskWeights, Weights, from_a_run
+from datamodules.processes.awake import awake
 
 _log = logging.getLogger(__name__)
 _TICK_S = 0.5  # between two looks at a server whose state does not change
@@ -210,7 +211,7 @@ class Supervisor:
 
     async def _watch(self) -> None:
         """Returns when the server is not up any more."""
-        self._probed_at = time.monotonic()
+        self._probed_at = awake()
         try:
             while self.server.state in UP:
                 await self._tick()
@@ -251,8 +252,8 @@ class Supervisor:
         """Asks it for its weights now and then, one question at a time; no answer counts as silence."""
         server = self.server
         if self._probe is None:
-            if time.monotonic() - self._probed_at > _PROBE_EVERY_S:
-                self._probed_at, self._probed_weights = time.monotonic(), server.holds
+            if awake() - self._probed_at > _PROBE_EVERY_S:
+                self._probed_at, self._probed_weights = awake(), server.holds
                 self._probe = asyncio.create_task(server.client.get(server.question, self._limits.silence_s))
             return
         if not self._probe.done():
@@ -260,14 +261,14 @@ class Supervisor:
         probe, self._probe = self._probe, None
         if probe.exception() is not None:
             return
-        server.answered = time.monotonic()
+        server.answered = awake()
         if server.state == "serving" and server.holds is self._probed_weights:
             server.look_at(probe.result())
 
     def _check_silence(self) -> None:
         server, most = self.server, self._limits.silence_s
         if self._target.paused or server.state == "updating":  # nothing moves, as asked; updates have a deadline
-            server.progressed = time.monotonic()
+            server.progressed = awake()
         if server.state in UP and server.silent_s() > most:
             server.enter(
                 "lost",

@@ -101,6 +101,7 @@ def test_coefficients_are_numbers(capsys: pytest.CaptureFixture[str], coef: str)
         ([f"{KEY}.num_hidden_layers=2"], "is in this run only (and 10 more are on one side only); policy's num_hidden"),
         (["--model.optimizer=torch.optim.SGD"], "holds the state of torch.optim.adamw.AdamW, this run's optimizer is"),
         (["--trainer.max_steps=1"], "trainer.max_steps=1: the checkpoint"),
+        (["--model=modules.SFTModule"], "the checkpoint is of modules.PolicyModule, and this run trains SFTModule"),
     ],
 )
 def test_going_on_with_something_else(capsys: pytest.CaptureFixture[str], flags: list[str], words: str) -> None:

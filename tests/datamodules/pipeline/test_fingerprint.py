@@ -21,6 +21,7 @@ from datamodules.files.recording import RolloutRecorder
 from datamodules.filters import NoSignal
 from datamodules.groups import Group
 from datamodules.pipeline import fingerprint
+from datamodules.pipeline.validation import Validation
 from datamodules.prompts import ArithmeticPrompts, JsonlPrompts
 from datamodules.prompts.tokenizers import load_tokenizer, texts_of
 from datamodules.rewards import exact_match
@@ -116,6 +117,23 @@ def test_other_settings_are_told_in_one_line(tmp_path: Path, changed: dict[str, 
         rollouts(tmp_path, **changed).load_state_dict(state)
     [warning] = [str(one.message) for one in caught if "ckpt_path" in str(one.message)]
     assert "\n" not in warning and "tokenizer" not in warning
+
+
+def test_other_held_out_prompts_are_told_with_what_they_spoil(tmp_path: Path) -> None:
+    def held_out(seed: int) -> RolloutDataModule:
+        prompts = ArithmeticPrompts(size=8, seed=seed, split="validation")
+        return rollouts(tmp_path, validation=Validation(prompts=prompts))
+
+    state = _state(held_out(3))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        held_out(3).load_state_dict(state)
+        rollouts(tmp_path).load_state_dict(state)  # without any, or with more than before, nothing is compared
+        held_out(3).load_state_dict(_state(rollouts(tmp_path)))
+    told = r"other held-out prompts: data\.validation, set arithmetic was arithmetic, 8 prompts, \w+ and is .*val/\*"
+    with pytest.warns(UserWarning, match=told) as caught:
+        held_out(4).load_state_dict(state)
+    assert len([one for one in caught if "ckpt_path" in str(one.message)]) == 1, "the stream is the same"
 
 
 def test_a_validation_goes_on_with_no_stream(tmp_path: Path) -> None:

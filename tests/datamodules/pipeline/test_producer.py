@@ -376,7 +376,7 @@ def test_prompts_too_long_cost_their_group_or_are_passed_over(build: Build, capl
 
 def test_a_wait_that_is_too_long_says_what_is_pending(build: Build, monkeypatch: pytest.MonkeyPatch) -> None:
     producer = build(FakeEngine(only({1}, hang)))
-    monkeypatch.setattr(producer_module, "time", Clock(lambda: producer.stream.ready == 1))
+    monkeypatch.setattr(producer_module, "awake", Clock(lambda: producer.stream.ready == 1).monotonic)
     with pytest.raises(
         TimeoutError,
         match=r"1 of 2 groups are ready after 60 s \(limits.collect_deadline_s\); 1 being played, the oldest: 'p1'"

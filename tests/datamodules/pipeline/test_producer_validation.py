@@ -58,9 +58,9 @@ class Held:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.moved_s = 0.0
-        monkeypatch.setattr(clock_module, "time", self)
+        monkeypatch.setattr(clock_module, "awake", self.awake)
 
-    def monotonic(self) -> float:
+    def awake(self) -> float:
         return time.monotonic() + self.moved_s
 
     async def play(self, workflow: Flow, samples: int) -> list[list[Trajectory]]:
@@ -168,7 +168,7 @@ def test_validation_that_takes_too_long_says_what_is_pending(build: Build, monke
     producer = build(engine)
     prompts = [Prompt(id=f"v{i}", tokens=(3, 15)) for i in range(3)]
     with monkeypatch.context() as patch:
-        patch.setattr(producer_module, "time", Clock(is_left))
+        patch.setattr(producer_module, "awake", Clock(is_left).monotonic)
         patch.setattr(producer_module, "_INTERRUPT_POLL_S", 0.02)
         with pytest.raises(TimeoutError, match=r"not finished after 60 s .*1 being played, the oldest: 'v1'"):
             producer.evaluate(prompts, 1, 0.0, 60.0)

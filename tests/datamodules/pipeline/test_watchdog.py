@@ -286,13 +286,13 @@ def test_waits_for_a_reward_and_during_validation_are_in_the_table(
     hanging = Numbered({0: "hang", 1: "hang"})
     pool = RewardPool(misbehave, RewardOptions(deadline_s=60.0))
     producer = build(source=hanging, workflow=RLVRWorkflow(max_new_tokens=4), pool=pool, max_staleness=1)
-    monkeypatch.setattr(producer_module, "time", waits(12))  # of three samples of four prompts
+    monkeypatch.setattr(producer_module, "awake", waits(12).monotonic)  # of three samples of four prompts
     with pytest.raises(
         TimeoutError, match=r"'p0' \(\d+\.\d s, 0 of 3 done, waits \d+\.\d s for reward 'p0#0' and 2 more"
     ):
         producer.collect(2, 60.0)
     prompt = Prompt(id="v", tokens=(3,), metadata={"reward": "hang"})
-    monkeypatch.setattr(producer_module, "time", waits(1))
+    monkeypatch.setattr(producer_module, "awake", waits(1).monotonic)
     monkeypatch.setattr(producer_module, "_INTERRUPT_POLL_S", 0.02)
     with pytest.raises(
         TimeoutError, match=r"'v' \(\d+\.\d s, 0 of 1 done, waits .* 'validation/v#0'\); training: 4 being"

@@ -38,7 +38,7 @@ def names(
 
 
 ALWAYS = ["HangDump", "Progress"]
-FIT = [*ALWAYS, "Interruption", "SaveLast"]
+FIT = [*ALWAYS, "Interruption", "KeepBest", "SaveLast"]
 
 
 def test_what_a_run_needs_it_gets() -> None:
@@ -69,7 +69,7 @@ def test_one_that_is_named_is_the_only_one_of_its_kind() -> None:
     assert names(*given, data=rolls_out()) == [
         "WeightSync",  # before Throughput, which reports its time
         *("Throughput", "Mine", "RichProgressBar", "SaveLast"),
-        *("Opening", "Summary", "Coach", "Report", "HangDump", "Interruption"),
+        *("Opening", "Summary", "Coach", "Report", "HangDump", "Interruption", "KeepBest"),
     ]
     assert names(Summary(), WeightSync("disk"), data=rolls_out())[:3] == ["Summary", "WeightSync", "Opening"]
     assert Interruption.__name__ not in names(Progress(), data=rolls_out(), subcommand="test")

@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -14,6 +15,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
+from app.strategies.ranks import watch as watch_module
 from app.strategies.ranks.watch import Beat
 from tests.app.strategies.ranks import watch_jobs as jobs
 from tests.helpers.rank_pool import RankError, RankPool
@@ -96,6 +98,37 @@ def test_a_process_number_counts_on_its_own_machine_alone() -> None:
     assert not watch._is_gone(replace(dead, machine="another"))
     assert not watch._is_gone(replace(dead, pid=os.getpid()))
     assert watch._is_gone(replace(dead, host="renamed"))
+
+
+def test_a_rank_that_was_stopped_takes_nobody_for_dead(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As by a scheduler that suspends the job on all its machines; then the others have as long as ever."""
+    watch, passed_s = jobs.two_watches()[0], 0.0
+    other = Beat(1, "elsewhere", 1, machine="another")
+
+    class Clock:
+        def monotonic(self) -> float:
+            return 1000.0 + passed_s
+
+    class Stopped(threading.Event):
+        def wait(self, timeout: float | None = None) -> bool:
+            nonlocal passed_s
+            passed_s += 600.0
+            return self.is_set()
+
+    monkeypatch.setattr(watch_module, "time", Clock())
+    watch._seen[1], watch._closed = (other, 1000.0), Stopped()
+    gone: list[bool] = []
+
+    def look() -> None:
+        nonlocal passed_s
+        gone.append(watch._is_gone(other))
+        passed_s += 2 * watch._death_timeout
+        gone.append(watch._is_gone(other))
+        watch._closed.set()
+
+    monkeypatch.setattr(watch, "_look", look)
+    watch._run()
+    assert gone == [False, True]
 
 
 def test_what_a_stranger_writes_is_reported_and_ignored(capfd: pytest.CaptureFixture[str]) -> None:
