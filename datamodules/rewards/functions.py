@@ -50,10 +50,12 @@ def math_verify(prompt: Prompt, completion: str) -> float:
 
     Its answer is a last line "#### ..." (GSM8K's mark), whole: "(1, 2)", "1/2" and "1 or 2" are no 2. Else it is what
     the library takes for one: boxed, announced ("the answer is ..."), or the last expression, where "(1, 2)" is no 2
-    either. "1,000", "1000.0" and "$\\boxed{1000}$" are equal; so are "1 1/2", "3/2" and "1.5"; so are "23 + 75" and
-    "98": where the question is an expression itself, repeating it is right, and a model learns to. An answer that the
-    library cannot read or compare within 3 s of processor time (a tower of powers, say) is wrong and counted
-    (`note_unreadable`). That limit is a signal: it needs the main thread, where the pool runs its rewards.
+    either. Of several boxes the last counts, or those in a row with it: "\\boxed{1} and \\boxed{2}" are two answers,
+    what was boxed on the way is none. "1,000", "1000.0" and "$\\boxed{1000}$" are equal; so are "1 1/2", "3/2" and
+    "1.5"; so are "23 + 75" and "98": where the question is an expression itself, repeating it is right, and a model
+    learns to. An answer that the library cannot read or compare within 3 s of processor time (a tower of powers, say)
+    is wrong and counted (`note_unreadable`). That limit is a signal: it needs the main thread, where the pool runs its
+    rewards.
 
     Raises:
         ValueError: the prompt's answer is no mathematical expression, or cannot be compared with itself.
@@ -289,6 +291,9 @@ _TUPLE = re.compile(
     rf"(?<![\w$\\])[(\[]\s*+[-+]?{_ONE_NUMBER.pattern}+(?:\s*+[,;]\s*+[-+]?{_ONE_NUMBER.pattern}+)++\s*+[)\]]"
     r"(?=[^\d$\\}]*\Z)"
 )
+_BOX = re.compile(r"\\boxed\{")
+_BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
+_LISTED = re.compile(r"(?:[\s$,;&]|\\[()\[\]]|\b(?:and|or)\b|\b[A-Za-z]\s*=)*")
 _BETWEEN = re.compile(
     r"[\s$)\]}%]*(?:[,;:\u2013]|\b(?:and|or|to|of|out of)\b)[-+\s$(\[{.]*(?:[A-Za-z]\s*=[-+\s$(\[{.]*)?", re.IGNORECASE
 )
@@ -306,7 +311,7 @@ def readings(completion: str, reference: str = "0") -> list[str]:
     completion = _plain_fractions(completion)
     # Without this, "She answered 5 calls a day.\n#### 40" is read as an announced 5.
     if (marked := _MARKED.search(completion)) is None:
-        return [_TUPLE.sub(r"$\g<0>$", completion)]  # in text the library reads the last number of it
+        return [_TUPLE.sub(r"$\g<0>$", _last_boxes(completion))]  # in text the library reads the last number of it
     mark = marked[1]
     words = _WORD.search(mark)
     if _LATEX.search(mark) or ("(" in mark and not words) or _is_several(mark):
@@ -314,6 +319,28 @@ def readings(completion: str, reference: str = "0") -> list[str]:
     if _NUMBER.fullmatch(reference):
         return [mark]
     return [_mathematical(mark), *([mark] if words else [])]
+
+
+def _last_boxes(text: str) -> str:
+    """`text` without the boxes before its last, and those in a row with it: outside of "$" the library would read all
+    boxes of a text, a first try and its correction, as one set."""
+    at = [found.start() for found in _BOX.finditer(text)]
+    first = len(at) - 1
+    while first > 0 and _in_a_row(text[at[first - 1] : at[first]]):
+        first -= 1
+    return text if first <= 0 else _BOX.sub("{", text[: at[first]]) + text[at[first] :]
+
+
+def _in_a_row(text: str) -> bool:
+    """Whether nothing but a list's signs stands between a box, with which `text` begins, and the next, where it ends:
+    so of one inside of another too."""
+    depth = 0
+    for brace in _BRACE.finditer(text):
+        depth += {"{": 1, "}": -1}.get(brace[0], 0)
+        if depth == 0 and brace[0] == "}":
+            between = text[brace.end() :]
+            return len(between) < 60 and _LISTED.fullmatch(between) is not None
+    return True
 
 
 def _plain_fractions(text: str) -> str:

@@ -174,6 +174,29 @@ def test_math_verify(answer: str, completion: str, reward: float) -> None:
     assert math_verify(Prompt(id="p", answer=answer), completion) == reward
 
 
+@pytest.mark.parametrize(
+    "said",
+    [
+        "I think \\boxed{\\frac{1}{2}}. Wait, that is wrong. So \\boxed{42}.",
+        "<think>Maybe \\boxed{\\frac{1}{2}}.</think> It is \\boxed{42}",
+        "First \\boxed{\\frac{1}{2}}, then \\boxed{42}",
+        "$\\boxed{\\frac{1}{2}}$ at first. No: $\\boxed{42}$.",
+    ],
+)
+def test_of_several_boxes_the_last_is_the_answer(said: str) -> None:
+    assert math_verify(Prompt(id="p", answer="42"), said) == 1.0
+    assert math_verify(Prompt(id="p", answer="1/2"), said) == 0.0
+    assert math_answer(said) == "42"
+
+
+@pytest.mark.parametrize("between", [" and ", ", ", " or x = ", "$, $", "\n"])
+def test_boxes_in_a_row_are_one_answer(between: str) -> None:
+    said = f"Not \\boxed{{3}}, so x = \\boxed{{1}}{between}\\boxed{{2}}"
+    assert math_verify(Prompt(id="p", answer="1, 2"), said) == 1.0
+    assert [math_verify(Prompt(id="p", answer=one), said) for one in "123"] == [0.0] * 3
+    assert math_verify(Prompt(id="p", answer="2"), "\\boxed{\\boxed{2}}") == 1.0
+
+
 AS_MATHEMATICS = [
     "\\boxed{%s}",
     "$%s$",
