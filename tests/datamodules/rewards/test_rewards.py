@@ -240,6 +240,34 @@ def test_a_reference_repeated_is_right_in_every_form(reference: str, wrong: list
     assert [form % one for form in forms for one in wrong if math_verify(prompt, form % one) != 0.0] == []
 
 
+@pytest.mark.parametrize(
+    ("answer", "said", "wrong"),
+    [
+        ("-3", "\u22123", "3"),
+        ("2", "5 \u2212 3", "3"),
+        ("2\\sqrt{3}", "2\u221a3", "2"),
+        ("2\\pi", "2\u03c0", "2"),
+        ("9", "3\u00b2", "3"),
+        ("5/2", "2\u00bd", "2"),
+        ("1/2", "\u00bd", "2"),
+        ("12", "3 \u00d7 4", "3"),
+        ("3", "6\u00f72", "6"),
+        ("1000", "1\u202f000", "0"),
+        ("1000", "1\\,000", "0"),
+        ("32348", "32,\\!348", "348"),
+        ("60", "60~\\text{cm}", "0"),
+        ("12", "\\$12", "2"),
+    ],
+)
+def test_signs_that_chat_models_write_are_read(answer: str, said: str, wrong: str) -> None:
+    for form in ("#### %s", "\\boxed{%s}"):
+        found = [math_verify(Prompt(id="p", answer=one), form % said) for one in (answer, wrong)]
+        assert found == [1.0, 0.0], form
+    assert math_verify(Prompt(id="p", answer=said), f"\\boxed{{{answer}}}") == 1.0
+    assert math_verify(Prompt(id="p", answer="12"), "#### 12 m\u00b2") == 1.0
+    assert math_verify(Prompt(id="p", answer="3"), "It is 3\u00d7 larger") == 1.0
+
+
 def test_equal_mixed_numbers_fractions_and_decimals_are_one_answer() -> None:
     equal = ["2 1/2", "5/2", "2.5", "\\boxed{2 1/2}", "$2\\frac{1}{2}$", "#### $2 1/2", "#### $5/2", "It is 2 1/2."]
     found = {(a, b): math_verify(Prompt(id="p", answer=a), b) for a in equal[:3] for b in equal}
