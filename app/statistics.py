@@ -25,6 +25,8 @@ _LEVEL = 0.05
 """Of tests: what is told where there is nothing, at most."""
 _MISSED = 0.025
 """Chance at which a share is taken for unseen."""
+_FEWEST = 6
+"""Prompts that tell anything: of five, all of which differ one way, either test finds p = 2 / 2^5 = 0.0625."""
 _STUDENT95 = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571, 7: 2.447}
 """Values -> Student's two-sided 95% quantile. A mean of so few drawn again never leaves their range, however often."""
 
@@ -144,13 +146,13 @@ def prompts_to_tell(found: Paired, least: float) -> int:
     if found.deviation > ROUNDING:
         return prompts_needed(found.deviation**2, least)
     apart = (found.high - found.low) / 2 / _unseen(found.prompts)
-    return 2 if least >= apart else max(2, math.ceil(math.log(_MISSED) / math.log1p(-least / apart)))
+    return _FEWEST if least >= apart else max(_FEWEST, math.ceil(math.log(_MISSED) / math.log1p(-least / apart)))
 
 
 def prompts_needed(variance: float, difference: float) -> int:
     """Prompts on which a mean difference of this size, which varies so over prompts, differs from 0 at the 5% level in
-    four of five trials (normal approximation). `difference` not 0."""
-    return max(2, math.ceil((Z95 + Z80) ** 2 * variance / difference**2))
+    four of five trials (normal approximation); six at least, of fewer no test tells. `difference` not 0."""
+    return max(_FEWEST, math.ceil((Z95 + Z80) ** 2 * variance / difference**2))
 
 
 def mcnemar(better: int, worse: int) -> float:
