@@ -6,16 +6,20 @@ import json
 import math
 import random
 import sys
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from lightning.pytorch import Trainer
 from torch import Tensor
 
 from app.cli import main
 from callbacks.coach.facts import Advice, Facts
 from callbacks.coach.history import History
 from callbacks.coach.rules import RULES, advise, at_once
+from modules.algorithm import Algorithm
 
 ROOT = Path(__file__).parents[3]
 WINDOW = 8
@@ -97,11 +101,12 @@ SITUATIONS: list[tuple[str, dict[str, Any], Facts, str]] = [
     ("no_signal", {"rollouts/flat": 0.95, "rollouts/solved": 0.9, "rollouts/unsolved": 0.05}, EMBEDDED, "harder"),
     ("no_signal", {"rollouts/flat": 0.97, "rollouts/solved": 0.0, "rollouts/unsolved": 0.97}, SERVERS, "easier"),
     ("no_signal", {"rollouts/flat": 1.0}, Facts(group_size=8), "datamodules.filters.NoSignal"),
-    ("entropy_collapses", {"entropy": 0.01}, EMBEDDED, "clip_high"),
+    ("entropy_collapses", {"entropy": 0.01}, replace(EMBEDDED, clip_high=0.2), "clip_high"),
     ("replies_cut", {"rollouts/truncated": "+60n"}, EMBEDDED, "max_new_tokens"),
     ("length_runs_away", {"rollouts/length": 130.0, "rollouts/reward": 0.3}, EMBEDDED, "overlong"),
     ("clipped_too_often", {"clip_fraction": 0.45}, Facts(passes=4), "model.epochs"),
     ("clipped_too_often", {"clip_fraction": 0.45}, SERVERS, "data.max_staleness"),
+    ("clipped_too_often", {"clip_fraction": 0.45}, Facts(max_staleness=0), "model.proximal: recomputed"),
     ("dropped_as_stale", {"rollouts/dropped_stale": "+3n"}, SERVERS, "data.max_staleness: 2"),
     ("trainer_waits", {"time/step": 10.0, "time/wait": 6.0}, SERVERS, "5 servers in place of 2 would balance"),
     ("trainer_waits", {"time/step": 10.0, "time/wait": 7.0}, EMBEDDED, "SGLang servers"),
@@ -119,6 +124,47 @@ def test_a_situation_is_named_and_alone(rule: str, changed: dict[str, Any], fact
     assert remedy in found[0].remedy
     assert found[0].evidence and all(math.isfinite(value) for value in found[0].evidence.values())
     assert [one.rule for one in advise(history(begins=40, **changed), facts)] == []  # before it begins
+
+
+def test_a_first_gradient_among_steps_without_signal_is_no_jump() -> None:
+    """Its median was 0, of which any gradient was 10^12 times as much, to be clipped at 0: not at all."""
+    rng, sparse = random.Random(7), History(WINDOW)
+    for number in range(1, 200):
+        flat = rng.random() < 0.7
+        signal = {"grad_norm": 0.0, "rollouts/flat": 1.0} if flat else {"grad_norm": 0.8 * math.exp(rng.gauss(0, 0.3))}
+        sparse.add(step(number, rng, **signal))
+        assert "gradient_jumps" not in [one.rule for one in advise(sparse, EMBEDDED)], number
+    sparse.add(step(200, rng, grad_norm=20.0))
+    (found,) = (one for one in advise(sparse, EMBEDDED) if one.rule == "gradient_jumps")
+    assert 0.5 < found.evidence["grad_norm/median"] < 1.2
+
+
+def test_no_option_is_named_that_is_refused_or_makes_it_worse() -> None:
+    collapsed, differs = history(entropy=0.01), history(mismatch_kl=0.03)
+    for clip_high in (None, 0.28, 0.4):  # of gspo 0.28 would clip nothing, cispo's is 4, reinforce has none
+        (found,) = advise(collapsed, replace(EMBEDDED, clip_high=clip_high))
+        assert "clip_high" not in found.remedy and "or the regulariser entropy" in found.remedy
+    (found,) = advise(differs, replace(SERVERS, corrected=True))
+    assert "correction" not in found.remedy
+    assert advise(history(grad_norm=25.0), Facts(clip_norm=0.1, by_value=True)) == []
+
+
+@pytest.mark.parametrize(
+    ("options", "clip_high", "corrected"),
+    [
+        ({}, 0.2, False),
+        ({"objective_options": {"clip_high": 0.3}}, 0.3, False),
+        ({"objective": "decoupled_ppo"}, 0.2, True),
+        ({"objective": "gspo"}, None, False),
+        ({"objective": "sft"}, None, True),
+        ({"correction": "truncated"}, 0.2, True),
+    ],
+)
+def test_what_the_rules_know_of_an_algorithm(options: dict[str, Any], clip_high: float | None, corrected: bool) -> None:
+    trainer = Trainer(logger=False, enable_checkpointing=False, gradient_clip_val=1.0, gradient_clip_algorithm="value")
+    found = Facts.of(trainer, SimpleNamespace(algorithm=Algorithm(**options)))
+    assert (found.clip_high, found.corrected, found.by_value) == (clip_high, corrected, True)
+    assert not Facts.of(trainer, SimpleNamespace()).corrected
 
 
 def test_every_rule_is_provoked_and_says_where_its_threshold_comes_from() -> None:
