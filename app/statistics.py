@@ -39,6 +39,12 @@ def share_interval(count: float, of: float) -> tuple[float, float]:
     return max(0.0, middle - width), min(1.0, middle + width)
 
 
+def pass_at_k(samples: int, solved: int, k: int) -> float:
+    """Chance that k of the samples, drawn without replacement, hold a solved one (Chen et al. 2021, eq. 1).
+    k <= samples."""
+    return 1.0 - math.comb(samples - solved, k) / math.comb(samples, k)
+
+
 def mean_interval(values: Sequence[float]) -> tuple[float, float]:
     """95% interval of the mean of independent values, one a prompt.
 
