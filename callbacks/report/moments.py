@@ -70,7 +70,7 @@ def shown_groups(batch: RolloutBatch) -> list[int]:
     shown: list[int] = []
     room = MOST_TOKENS
     for group in dict.fromkeys(batch.group_ids.tolist()):
-        room -= _built(batch.select(_of_groups(batch, [group]))).num_tokens
+        room -= trained_tree(batch.select(_of_groups(batch, [group]))).num_tokens
         if room < 0 and shown:
             break
         shown.append(group)
@@ -115,8 +115,7 @@ def _tree(own: RolloutBatch, credit: torch.Tensor, tokenizer: Any) -> dict[str, 
     """Over nodes: `parent` (-1 for roots), `start` (position of its first token), `length`, `row`, `rows` (leaves above
     it, and of its own), `sequences` that share it, `trained` tokens (of all of them), their mean `credit` (None
     without any), mean `reward`, `text`, and the `pictures` in it: index, first token within the node, tokens."""
-    _, keys = np.unique(own.temperatures.numpy(), return_inverse=True)
-    tree = _built(own, keys)
+    tree = trained_tree(own)
     every = np.arange(tree.num_sequences)
     of_token = tree.sequence_tokens(every)
     ids = np.empty(tree.num_tokens, np.int64)
@@ -152,8 +151,9 @@ def _tree(own: RolloutBatch, credit: torch.Tensor, tokenizer: Any) -> dict[str, 
     }
 
 
-def _built(batch: RolloutBatch, keys: np.ndarray | None = None) -> PrefixTree:
-    """The tree that is trained: placeholders are shared where they show the same picture."""
+def trained_tree(batch: RolloutBatch) -> PrefixTree:
+    """The tree that is trained: only equal temperatures share, and placeholders where they show the same picture."""
+    _, keys = np.unique(batch.temperatures.numpy(), return_inverse=True)
     images = None if batch.images is None else batch.split(batch.images)
     return PrefixTree.build(batch.sequences(), keys=keys, images=images, pictures=batch.pictures)
 
