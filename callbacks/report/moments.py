@@ -20,8 +20,9 @@ from PIL import Image
 
 from app.batch import RolloutBatch
 from app.pictures import Picture, whole
+from app.statistics import ROUNDING
 from app.tree import PrefixTree
-from modules.episodes import call_rewards, earned, episodes
+from modules.episodes import call_rewards, differ, earned, episodes
 
 MOST_TOKENS = 100_000  # of the trees of the groups that are shown
 MOST_TEXT = 3000  # characters of a node or of a run of a transcript
@@ -167,11 +168,13 @@ def _transcripts(batch: RolloutBatch, tokenizer: Any) -> dict[str, dict[str, Any
     sums.index_add_(0, of_episode, torch.where(batch.loss_mask, batch.behavior_logprobs, 0.0).double())
     counts.index_add_(0, of_episode, batch.loss_mask.double())
     surprise = -sums / counts.clamp(min=1)
-    strange = torch.where(deviation > 0, above.abs() / deviation.clamp(min=1e-12), 0.0)
+    spread = deviation > ROUNDING * rewards.abs().clamp(min=1)  # else they are one reward, summed in another order
+    strange = torch.where(spread, above.abs() / deviation.clamp(min=1e-12), 0.0)
     rank = torch.round(strange * 1e6) + surprise / (1 + surprise)  # ties of rounding go to the least likely
     # Of equal rewards the one that is farther from its group's: where others failed, or did not.
     best, worst = (
-        torch.where(rewards == end, sign * above, -torch.inf) for end, sign in ((rewards.max(), 1), (rewards.min(), -1))
+        torch.where(differ(rewards, end), -torch.inf, sign * above)
+        for end, sign in ((rewards.max(), 1), (rewards.min(), -1))
     )
     chosen = {"best": int(best.argmax()), "worst": int(worst.argmax()), "surprising": int(rank.argmax())}
     found = {}
