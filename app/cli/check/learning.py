@@ -14,6 +14,7 @@ from app.statistics import ROUNDING, equal, mean_interval, pass_at_k, share_inte
 
 _ENOUGH_GROUPS = 12
 _NEARLY_ALL = 0.9  # solved
+_HARDLY_ANY = 0.1  # groups with different rewards
 
 
 def signal(rollouts: Rollouts, solved_at: float) -> Part:
@@ -93,9 +94,10 @@ def _of_signal(
     episode is better than another, most are solved. `is_filtering`: the run has the filter that would be
     recommended."""
     reasons = []
-    if n < _ENOUGH_GROUPS:
-        reasons.append(Reason("note", f"only {n} groups", "roll out more (--episodes) before trusting this"))
-    if interval[1] < 0.1 or share == 0:
+    if n < _ENOUGH_GROUPS or (share == 0 and interval[1] >= _HARDLY_ANY):
+        few = f"only {n} groups" + ("" if share else f": up to {interval[1]:.0%} of others may have different rewards")
+        reasons.append(Reason("note", few, "roll out more (--episodes) before trusting this"))
+    if interval[1] < _HARDLY_ANY or share == 0:
         if first > 0.5:
             finding = f"pass@1 is {first:.2f} and {share:.0%} of the groups have different rewards"
             reasons.append(Reason("no-go", finding, "the model can do this already: take harder prompts"))

@@ -98,6 +98,14 @@ def test_figures_by_hand(capsys: pytest.CaptureFixture[str]) -> None:
     assert found["verdict"] == "go" and "verdict: go" in capsys.readouterr().out
 
 
+def test_of_sixteen_groups_without_a_difference_it_is_said_how_many_others_may_have_one() -> None:
+    """Where one group in ten has one, sixteen have none in one of five checks; forty say enough."""
+    assert "only 16 groups: up to 19% of others may have different rewards" in of(
+        check(record([[0.0] * 4] * 16)), "note"
+    )
+    assert "only" not in of(check(record([[0.0] * 4] * 40, run="many")), "note")
+
+
 def test_pass_at_k_of_groups_that_differ_in_size(capsys: pytest.CaptureFixture[str]) -> None:
     """Twice as many tries find more: of 8 episodes, 1 of which is right, any 4 hold it every second time."""
     groups = [*[[1, 0, 0, 0]] * 4, *[[0.0] * 4] * 16, *[[1, *[0.0] * 7]] * 16]
