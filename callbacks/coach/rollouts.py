@@ -43,6 +43,9 @@ def no_signal(history: History, facts: Facts) -> Advice | None:
     flat = history.mean("rollouts/flat")
     if flat is None or flat <= 0.8 or (facts.group_size or 2) < 2:
         return None
+    groups = len(history.now("rollouts/flat")) * (facts.batch_size or 0)
+    if groups and flat < 1 and not _exceeds(flat * groups, groups, 0.8):
+        return None
     solved, unsolved = history.mean("rollouts/solved") or 0.0, history.mean("rollouts/unsolved") or 0.0
     if solved >= unsolved:
         remedy = "most prompts are solved every time, so take harder ones, or end here"
