@@ -25,6 +25,8 @@ _LEVEL = 0.05
 """Of tests: what is told where there is nothing, at most."""
 _MISSED = 0.025
 """Chance at which a share is taken for unseen."""
+_FEWEST = 6
+"""Prompts that tell anything: of five, all of which differ one way, either test finds p = 2 / 2^5 = 0.0625."""
 _STUDENT95 = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571, 7: 2.447}
 """Values -> Student's two-sided 95% quantile. A mean of so few drawn again never leaves their range, however often."""
 
@@ -37,9 +39,19 @@ def share_interval(count: float, of: float) -> tuple[float, float]:
     return max(0.0, middle - width), min(1.0, middle + width)
 
 
+def pass_at_k(samples: int, solved: int, k: int) -> float:
+    """Chance that k of the samples, drawn without replacement, hold a solved one (Chen et al. 2021, eq. 1).
+    k <= samples."""
+    return 1.0 - math.comb(samples - solved, k) / math.comb(samples, k)
+
+
 def mean_interval(values: Sequence[float]) -> tuple[float, float]:
-    """95% interval of the mean of independent values, one a prompt: Wilson's where all are 0 or 1, else Student's of
-    two to seven, and of more from prompts drawn again. A single value tells nothing: the interval is infinite.
+    """95% interval of the mean of independent values, one a prompt.
+
+    Wilson's where all are 0 or 1. Where they lie between (shares of a prompt's samples, degrees), Wilson's of as many
+    values of 0 and 1 as would vary so, fewer by Student's quantile (Korn and Graubard 1998): means near 0 and 1 are
+    missed by prompts drawn again, one in seven. Of other values Student's of two to seven, and of more from prompts
+    drawn again. A single value tells nothing: the interval is infinite.
 
     Of n values that are all the same, a share of up to 1 - 0.025^(1 / n) of all prompts may have others, which are
     taken to lie between 0 and 1 (or as far out as the values): the interval is what the mean may then be.
@@ -52,7 +64,19 @@ def mean_interval(values: Sequence[float]) -> tuple[float, float]:
     if _equal(array):
         mean, unseen = float(array.mean()), _unseen(len(array))
         return mean + unseen * (min(0.0, mean) - mean), mean + unseen * (max(1.0, mean) - mean)
+    if array.min() >= 0 and array.max() <= 1:
+        mean = float(array.mean())
+        alike = len(array) * mean * (1 - mean) / float(array.var(ddof=1)) * (Z95 / student95(len(array))) ** 2
+        return share_interval(mean * alike, alike)
     return _interval(array)
+
+
+def student95(n: int) -> float:
+    """Student's two-sided 95% quantile for the mean of `n` values, two or more; of many by Fisher's expansion."""
+    if n in _STUDENT95:
+        return _STUDENT95[n]
+    z, v = Z95, n - 1
+    return z + (z**3 + z) / (4 * v) + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * v**2)
 
 
 @dataclass(frozen=True)
@@ -144,13 +168,13 @@ def prompts_to_tell(found: Paired, least: float) -> int:
     if found.deviation > ROUNDING:
         return prompts_needed(found.deviation**2, least)
     apart = (found.high - found.low) / 2 / _unseen(found.prompts)
-    return 2 if least >= apart else max(2, math.ceil(math.log(_MISSED) / math.log1p(-least / apart)))
+    return _FEWEST if least >= apart else max(_FEWEST, math.ceil(math.log(_MISSED) / math.log1p(-least / apart)))
 
 
 def prompts_needed(variance: float, difference: float) -> int:
     """Prompts on which a mean difference of this size, which varies so over prompts, differs from 0 at the 5% level in
-    four of five trials (normal approximation). `difference` not 0."""
-    return max(2, math.ceil((Z95 + Z80) ** 2 * variance / difference**2))
+    four of five trials (normal approximation); six at least, of fewer no test tells. `difference` not 0."""
+    return max(_FEWEST, math.ceil((Z95 + Z80) ** 2 * variance / difference**2))
 
 
 def mcnemar(better: int, worse: int) -> float:
@@ -207,7 +231,7 @@ def _interval(values: npt.NDArray[np.float64]) -> tuple[float, float]:
     """95% interval of a mean; n >= 2. Of values that are all the same it would have no width."""
     if len(values) not in _STUDENT95:
         return _bootstrap(values)
-    mean, half = float(values.mean()), _STUDENT95[len(values)] * float(values.std(ddof=1)) / math.sqrt(len(values))
+    mean, half = float(values.mean()), student95(len(values)) * float(values.std(ddof=1)) / math.sqrt(len(values))
     return mean - half, mean + half
 
 
@@ -220,9 +244,7 @@ def _bootstrap(values: npt.NDArray[np.float64]) -> tuple[float, float]:
         values[random.integers(0, n, (min(at_a_time, RESAMPLES - done), n))].mean(1)
         for done in range(0, RESAMPLES, at_a_time)
     ]
-    z, v = Z95, n - 1
-    t = z + (z**3 + z) / (4 * v) + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * v**2)  # Student's quantile (Fisher)
-    tail = 0.5 * math.erfc(math.sqrt(n / v) * t / math.sqrt(2))
+    tail = 0.5 * math.erfc(math.sqrt(n / (n - 1)) * student95(n) / math.sqrt(2))
     low, high = np.quantile(np.concatenate(parts), [tail, 1 - tail])
     return float(low), float(high)
 

@@ -150,7 +150,7 @@ def signal_rows(found: dict[str, Any], steps: Sequence[dict[str, float]]) -> lis
     any_ = f"pass@{size}"
     return [
         row("groups that differ", found["different"], 1 - mean(early, "rollouts/flat"), found["different_interval"]),
-        row("pass@1", found["pass@1"], mean(early, "rollouts/reward"), _around(found["pass@1"], groups * size)),
+        row("pass@1", found["pass@1"], mean(early, "rollouts/reward"), found["pass@1_interval"]),
         row(any_, found[any_], 1 - mean(early, "rollouts/unsolved"), _around(found[any_], groups)),
         row("generated tokens an episode", found["tokens_mean"], mean(early, "rollouts/length")),
         row(

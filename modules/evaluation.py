@@ -31,7 +31,6 @@ version, always do.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from math import comb
 from typing import Any, cast
 
 import lightning as L
@@ -39,7 +38,7 @@ import torch
 from torch import Tensor, nn
 
 from app.batch import FINAL_ANSWER, EvalHandle, RolloutBatch, StepHandle
-from app.statistics import ROUNDING
+from app.statistics import ROUNDING, pass_at_k
 from modules.episodes import call_rewards, earned
 from modules.metrics import NamedMetrics, episode_reward, log_alone
 from modules.regularisers import k3
@@ -149,11 +148,6 @@ class EvaluationMetrics(nn.Module):
         self._prefixes.append(prefix)
         self._metrics.append(made)
         return made
-
-
-def pass_at_k(samples: int, solved: int, k: int) -> float:
-    """Chance that k of the samples, drawn without replacement, hold a solved one. k <= samples."""
-    return 1.0 - comb(samples - solved, k) / comb(samples, k)
 
 
 def majority(answers: Sequence[str], solved: Sequence[bool]) -> float:

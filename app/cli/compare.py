@@ -14,7 +14,7 @@ Student's t of seven and fewer, and signs flipped), for each task with --by, and
 how many prompts would tell. Writes compare.json.
 
 Promises: nothing is trained; prompts that one side alone answered (the other's engine or reward failed) are left out
-and counted.
+and counted, and so are each side's episodes that failed, of prompts with others too.
 """
 
 from __future__ import annotations
@@ -57,11 +57,14 @@ class Side:
 
 @dataclass(frozen=True)
 class Played:
-    """What a side did. Attributes: rewards, tokens: means of a prompt's episodes, by prompt; seconds: of all."""
+    """What a side did. Attributes: rewards, tokens: means of a prompt's episodes, by prompt; seconds: of all; failed:
+    episodes that were asked for and are in none of these, asked: how many were."""
 
     rewards: dict[str, float]
     tokens: dict[str, float]
     seconds: float
+    failed: int = 0
+    asked: int = 0
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -128,6 +131,12 @@ def compared(a: Played, b: Played, tasks: Mapping[str, str], least: float) -> tu
     one_sided = len(a.rewards.keys() ^ b.rewards.keys())
     if one_sided:
         lines.append(f"{one_sided} prompts were answered by one side alone and are left out\n")
+    for name, side in (("A", a), ("B", b)):
+        if side.failed:
+            lines.append(
+                f"{name}: {side.failed:,} of {side.asked:,} episodes failed and are in none of these numbers, which"
+                " flatter it where the hard ones do; the log above names the first error\n"
+            )
     rows = [("all", both)]
     names = dict.fromkeys(tasks[prompt] for prompt in both if prompt in tasks)
     rows += [(name, [prompt for prompt in both if tasks.get(prompt) == name]) for name in names]
@@ -158,8 +167,9 @@ def compared(a: Played, b: Played, tasks: Mapping[str, str], least: float) -> tu
         f" ({tokens.difference:+.1f}, 95% interval {tokens.low:+.1f} to {tokens.high:+.1f}{differ})"
     )
     lines.append(f"seconds of all rollouts: {a.seconds:.1f} and {b.seconds:.1f} (one after the other, on this machine)")
-    figures |= {"one_sided": one_sided, "tokens": episodes, "tokens_paired": asdict(tokens),
-                "seconds": [a.seconds, b.seconds], "distinguishable": whole.distinguishable}  # fmt: skip
+    figures |= {"one_sided": one_sided, "failed": [a.failed, b.failed], "tokens": episodes,
+                "tokens_paired": asdict(tokens), "seconds": [a.seconds, b.seconds],
+                "distinguishable": whole.distinguishable}  # fmt: skip
     return "\n".join(lines), figures
 
 
@@ -255,7 +265,8 @@ def _play(side: Side, name: str, config: Path, arguments: argparse.Namespace, ou
         {prompt.rpartition(":")[2]: sum(values) / len(values) for prompt, values in found[key].items()}
         for key in ("rewards", "tokens")
     )
-    return Played(rewards, tokens, row["seconds"])
+    ended = sum(map(len, found["rewards"].values()))
+    return Played(rewards, tokens, row["seconds"], max(0, found["asked"] - ended), found["asked"])
 
 
 def _settings(side: Side, config: Path, arguments: argparse.Namespace) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,6 +11,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 
 from app.tree import triton_lacks
 from datamodules.inference.protocol import RolloutData, ServerEngine
+from modules.objectives import decoupled_ppo, ppo_clip
 
 
 @dataclass(frozen=True)
@@ -40,8 +42,10 @@ class Facts:
         servers: servers that generate; 0 with an engine in the trainer's process.
         max_staleness, batch_size, group_size: of the datamodule; batch_size in groups.
         filtered: a filter drops groups before training.
-        corrected: the module weighs tokens by how the sampler differs.
-        clip_norm: trainer.gradient_clip_val; 0 without.
+        corrected: the module weighs tokens by how the sampler differs, or has an objective that takes no correction.
+        clip_high: of `ppo_clip` or `decoupled_ppo`, the upper bound of a token's ratio; other objectives mean something
+            else by it, or have none.
+        clip_norm: trainer.gradient_clip_val; 0 without. by_value: that bounds each number of the gradient.
         passes: optimizer steps a rollout batch.
         unfused: layers compute in low precision on a GPU where torch.compile has Triton, and `elementwise` is "eager".
         best_checkpoint: the one that a ModelCheckpoint kept for the highest val/accuracy: its path, and that accuracy.
@@ -53,7 +57,9 @@ class Facts:
     group_size: int | None = None
     filtered: bool = False
     corrected: bool = False
+    clip_high: float | None = None
     clip_norm: float = 0.0
+    by_value: bool = False
     passes: int = 1
     unfused: bool = False
     best_checkpoint: tuple[str, float] | None = None
@@ -70,8 +76,10 @@ class Facts:
             batch_size=getattr(data, "batch_size", None) if rolls_out else None,
             group_size=getattr(data, "group_size", None),
             filtered=getattr(data, "filter", None) is not None,
-            corrected=getattr(algorithm, "correction", None) is not None,
+            corrected=_corrected(algorithm),
+            clip_high=_clip_high(algorithm),
             clip_norm=float(trainer.gradient_clip_val or 0.0),
+            by_value=trainer.gradient_clip_algorithm == "value",
             passes=int(getattr(module, "steps_per_batch", 1)),
             unfused=_unfused(trainer, module),
         )
@@ -83,6 +91,21 @@ def best_checkpoint(trainer: Trainer) -> tuple[str, float] | None:
         if isinstance(one, ModelCheckpoint) and one.monitor == "val/accuracy" and one.best_model_score is not None:
             return one.best_model_path, float(one.best_model_score)
     return None
+
+
+def _corrected(algorithm: Any) -> bool:
+    """Whether there is a correction, or the objective is refused with one (`Algorithm`)."""
+    if algorithm is None or algorithm.correction is not None:
+        return algorithm is not None
+    return algorithm.advantage is None or {"old", "behavior"} <= algorithm.objective.needs
+
+
+def _clip_high(algorithm: Any) -> float | None:
+    objective = getattr(algorithm, "objective", None)
+    if objective is None or objective.function not in (ppo_clip, decoupled_ppo):
+        return None
+    default = inspect.signature(objective.function).parameters["clip_high"].default
+    return float(objective.options.get("clip_high", default))
 
 
 def _unfused(trainer: Trainer, module: Any) -> bool:

@@ -58,14 +58,18 @@ def sampler_differs(history: History, facts: Facts) -> Advice | None:
 
 def gradient_jumps(history: History, facts: Facts) -> Advice | None:
     """A gradient ten times the median of the steps before, which nothing bounds. AdamW forgets one such step only
-    after some hundred (beta2 0.99 to 0.999)."""
-    past, now = history.past("grad_norm"), history.now("grad_norm")
-    if facts.clip_norm or len(past) < history.window or not now or max(now) <= 10 * median(past):
+    after some hundred (beta2 0.99 to 0.999). Steps whose groups were all flat have a gradient of 0, to which any other
+    is a jump: they are no measure."""
+    before, now = history.past("grad_norm"), history.now("grad_norm")
+    past = [norm for norm in before if norm > 0]
+    if facts.clip_norm or len(before) < history.window or 2 * len(past) < history.window or not now:
         return None
     usual = median(past)
+    if max(now) <= 10 * usual:
+        return None
     return Advice(
         "gradient_jumps",
-        f"the gradient's norm jumped to {max(now):.3g}, {max(now) / max(usual, 1e-12):.0f} times its median",
+        f"the gradient's norm jumped to {max(now):.3g}, {max(now) / usual:.0f} times its median",
         f"trainer.gradient_clip_val: {2 * usual:.2g} bounds it at twice the usual",
         {"grad_norm": max(now), "grad_norm/median": usual},
     )
@@ -73,9 +77,10 @@ def gradient_jumps(history: History, facts: Facts) -> Advice | None:
 
 def clip_decides(history: History, facts: Facts) -> Advice | None:
     """Every gradient of the window far above the clip: the step's length is the clip's, not the gradient's, so all
-    batches count alike. A factor of 10 is far from the 1 to 3 of runs that clip now and then."""
+    batches count alike. A factor of 10 is far from the 1 to 3 of runs that clip now and then. Of a clip by value the
+    norm tells nothing."""
     now = history.now("grad_norm")
-    if not facts.clip_norm or len(now) < history.window or min(now) <= 10 * facts.clip_norm:
+    if not facts.clip_norm or facts.by_value or len(now) < history.window or min(now) <= 10 * facts.clip_norm:
         return None
     return Advice(
         "clip_decides",
@@ -123,10 +128,12 @@ def entropy_collapses(history: History, facts: Facts) -> Advice | None:
         return None
     if now >= 0.1 * median(first) or solved >= 0.7:
         return None
+    higher = facts.clip_high is not None and facts.clip_high < 0.28
     return Advice(
         "entropy_collapses",
         f"entropy fell from {median(first):.2g} to {now:.2g} nats a token, with {solved:.0%} of the prompts solved",
-        "a lower learning rate, objective_options: {clip_high: 0.28} (DAPO), or a regulariser for entropy",
+        f"a lower learning rate, {'objective_options: {clip_high: 0.28} (DAPO), ' if higher else ''}or the regulariser"
+        " entropy",
         {"entropy": now, "entropy/first": median(first), "rollouts/solved": solved},
     )
 
@@ -138,6 +145,8 @@ def clipped_too_often(history: History, facts: Facts) -> Advice | None:
     if share is None or share <= 0.3:
         return None
     fewer = "fewer model.epochs or model.minibatches" if facts.passes > 1 else "a lower data.max_staleness"
+    if facts.passes == 1 and facts.max_staleness == 0:  # what the ratio is of then is sampler against trainer
+        fewer = "model.proximal: recomputed, since sampler and trainer differ"
     return Advice(
         "clipped_too_often",
         f"{share:.0%} of the tokens are clipped and teach nothing",

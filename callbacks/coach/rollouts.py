@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from statistics import median
 
+from app.statistics import share_interval
 from callbacks.coach.facts import Advice, Facts
 from callbacks.coach.history import History
 
@@ -13,7 +14,7 @@ def rewards_fail(history: History, facts: Facts) -> Advice | None:
     """More than one group in twenty lost to failures. Each costs its whole generation, and those that fail are seldom
     like the others, so what is left is biased."""
     failed, admitted = history.gained("rollouts/failed"), history.gained("rollouts/admitted")
-    if not admitted or failed / admitted <= 0.05:
+    if not _exceeds(failed, admitted, 0.05):
         return None
     return Advice(
         "rewards_fail",
@@ -26,7 +27,7 @@ def rewards_fail(history: History, facts: Facts) -> Advice | None:
 def prompts_too_long(history: History, facts: Facts) -> Advice | None:
     """More than one prompt in twenty left out since it leaves no room for a reply."""
     skipped, admitted = history.gained("rollouts/skipped"), history.gained("rollouts/admitted")
-    if not admitted or skipped / admitted <= 0.05:
+    if not _exceeds(skipped, admitted, 0.05):
         return None
     return Advice(
         "prompts_too_long",
@@ -41,6 +42,9 @@ def no_signal(history: History, facts: Facts) -> Advice | None:
     section 3.2), and a batch is a fifth of what it seems."""
     flat = history.mean("rollouts/flat")
     if flat is None or flat <= 0.8 or (facts.group_size or 2) < 2:
+        return None
+    groups = len(history.now("rollouts/flat")) * (facts.batch_size or 0)
+    if groups and flat < 1 and not _exceeds(flat * groups, groups, 0.8):
         return None
     solved, unsolved = history.mean("rollouts/solved") or 0.0, history.mean("rollouts/unsolved") or 0.0
     if solved >= unsolved:
@@ -73,9 +77,10 @@ def replies_cut(history: History, facts: Facts) -> Advice | None:
     """More than one episode in five ended by max_new_tokens: their answers are missing, and the reward says wrong to
     what was only long (DAPO, section 3.4)."""
     finished = history.gained("rollouts/accepted") + history.gained("rollouts/dropped_stale")
-    episodes = (finished + history.gained("rollouts/dropped_filtered")) * (facts.group_size or 1)
+    size = facts.group_size or 1
+    episodes = (finished + history.gained("rollouts/dropped_filtered")) * size
     cut = history.gained("rollouts/truncated")
-    if not episodes or cut / episodes <= 0.2:
+    if not _exceeds(cut / size, episodes / size, 0.2):  # those of a prompt are alike
         return None
     return Advice(
         "replies_cut",
@@ -106,7 +111,7 @@ def length_runs_away(history: History, facts: Facts) -> Advice | None:
 def dropped_as_stale(history: History, facts: Facts) -> Advice | None:
     """One group in ten generated for nothing. They are the slow ones, so what is trained leans to short replies."""
     dropped, admitted = history.gained("rollouts/dropped_stale"), history.gained("rollouts/admitted")
-    if not admitted or dropped / admitted <= 0.1 or facts.max_staleness is None:
+    if not _exceeds(dropped, admitted, 0.1) or facts.max_staleness is None:
         return None
     return Advice(
         "dropped_as_stale",
@@ -114,6 +119,12 @@ def dropped_as_stale(history: History, facts: Facts) -> Advice | None:
         f"data.max_staleness: {facts.max_staleness + 1} with an objective for it (decoupled_ppo), or shorter episodes",
         {"rollouts/dropped_stale": dropped, "rollouts/admitted": admitted},
     )
+
+
+def _exceeds(groups: float, of: float, share: float) -> bool:
+    """Whether more than `share` of the groups, by more than chance: a window of small batches has sixteen, one of which
+    is 6%, and every step of a run has its window."""
+    return of > 0 and share_interval(min(groups, of), of)[0] > share
 
 
 def _spread(values: list[float]) -> float:

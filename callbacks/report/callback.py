@@ -2,8 +2,9 @@
 
 Promises: `report.jsonl` in the run directory, complete lines at any time: the prefix tree and some transcripts of the
 first, second, fourth, eighth ... rollout batch and of the last, and every validation's rewards and generated tokens by
-prompt; `report.html` at the end of `fit`, or when it is interrupted (`arborist look` makes it at any time). A page that
-cannot be made is a warning, never the end of a run. Only global rank 0 writes; nothing is drawn before the end.
+prompt, with how many episodes were asked for; `report.html` at the end of `fit`, or when it is interrupted (`arborist
+look` makes it at any time). A page that cannot be made is a warning, never the end of a run. Only global rank 0 writes;
+nothing is drawn before the end.
 """
 
 from __future__ import annotations
@@ -67,8 +68,9 @@ class Report(Callback):
         if not trainer.is_global_zero or batch.batch is None:
             return
         found = self._held_out.setdefault(
-            batch.name, {"solved_at": batch.solved_at, "rewards": {}, "tokens": {}, "replies": {}}
+            batch.name, {"solved_at": batch.solved_at, "asked": 0, "rewards": {}, "tokens": {}, "replies": {}}
         )
+        found["asked"] += batch.prompts * batch.samples
         rewards, _, of_sequence = earned(batch.batch, call_rewards(batch.batch))
         last = {episode: i for i, episode in enumerate(of_sequence.tolist())}
         tokenizer = getattr(trainer.datamodule, "tokenizer", None)

@@ -14,13 +14,14 @@ from typing import Any
 
 import numpy as np
 
-from app.statistics import Z95, mean_interval
+from app.statistics import mean_interval, student95
 from callbacks.figures import PART_COLOURS
 from callbacks.pictures import TIME_PARTS, total
 from callbacks.report.runs import RunData, Series
 
 MOST_POINTS = 500
 RUN_COLOURS = ("#2a78b5", "#d1622b", "#2e8b63", "#8b6bb1", "#b8860b", "#c2185b", "#00838f", "#5d4037")
+_BAND = 3  # values that an interval is drawn of: of two it is seven times as wide as their standard deviation
 _DASHES = ("solid", "dashed", "dotted", "dotdash")
 
 
@@ -108,8 +109,9 @@ def reward_curve(runs: Sequence[RunData]) -> Plot | None:
             means, half = _running(values, window := max(1, len(values) // 20))
             label = " ".join(filter(None, (name, "training")))
             plot.add("line", colour, _points(steps, y=values), alpha=0.25)
-            if window > 1:  # a single value has no interval
-                band = _points(steps[1:], low=(means - half)[1:], high=(means + half)[1:])
+            if window >= _BAND:
+                begin = _BAND - 1
+                band = _points(steps[begin:], low=(means - half)[begin:], high=(means + half)[begin:])
                 plot.add("band", colour, band)
                 for edge in ("low", "high"):  # by which it is seen where it has no width
                     plot.add("line", colour, {"x": band["x"], "y": band[edge]}, width=6, alpha=0.15)
@@ -228,13 +230,15 @@ def thinned(runs: Sequence[RunData]) -> int:
 
 
 def _running(values: Any, window: int) -> tuple[Any, Any]:
-    """Mean of the last `window` values (fewer at the start), and half of its 95% interval, 0 for one: [n] each."""
+    """Mean of the last `window` values (fewer at the start), and half of its 95% interval by Student's quantile, 0 for
+    one: [n] each."""
     ones = np.minimum(np.arange(1, len(values) + 1), window)
     sums, squares = (np.concatenate([[0.0], np.cumsum(one)]) for one in (values, values**2))
     stop = np.arange(1, len(values) + 1)
     means = (sums[stop] - sums[stop - ones]) / ones
     variances = np.maximum(0.0, (squares[stop] - squares[stop - ones]) / ones - means**2)
-    return means, Z95 * np.sqrt(variances / np.maximum(1, ones - 1))
+    student = np.array([0.0, 0.0, *map(student95, range(2, window + 1))])
+    return means, student[ones] * np.sqrt(variances / np.maximum(1, ones - 1))
 
 
 def _points(steps: Any, **columns: Any) -> dict[str, list[float]]:

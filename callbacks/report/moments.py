@@ -20,8 +20,9 @@ from PIL import Image
 
 from app.batch import RolloutBatch
 from app.pictures import Picture, whole
+from app.statistics import ROUNDING
 from app.tree import PrefixTree
-from modules.episodes import call_rewards, earned, episodes
+from modules.episodes import call_rewards, differ, earned, episodes
 
 MOST_TOKENS = 100_000  # of the trees of the groups that are shown
 MOST_TEXT = 3000  # characters of a node or of a run of a transcript
@@ -70,7 +71,7 @@ def shown_groups(batch: RolloutBatch) -> list[int]:
     shown: list[int] = []
     room = MOST_TOKENS
     for group in dict.fromkeys(batch.group_ids.tolist()):
-        room -= _built(batch.select(_of_groups(batch, [group]))).num_tokens
+        room -= trained_tree(batch.select(_of_groups(batch, [group]))).num_tokens
         if room < 0 and shown:
             break
         shown.append(group)
@@ -115,8 +116,7 @@ def _tree(own: RolloutBatch, credit: torch.Tensor, tokenizer: Any) -> dict[str, 
     """Over nodes: `parent` (-1 for roots), `start` (position of its first token), `length`, `row`, `rows` (leaves above
     it, and of its own), `sequences` that share it, `trained` tokens (of all of them), their mean `credit` (None
     without any), mean `reward`, `text`, and the `pictures` in it: index, first token within the node, tokens."""
-    _, keys = np.unique(own.temperatures.numpy(), return_inverse=True)
-    tree = _built(own, keys)
+    tree = trained_tree(own)
     every = np.arange(tree.num_sequences)
     of_token = tree.sequence_tokens(every)
     ids = np.empty(tree.num_tokens, np.int64)
@@ -152,8 +152,9 @@ def _tree(own: RolloutBatch, credit: torch.Tensor, tokenizer: Any) -> dict[str, 
     }
 
 
-def _built(batch: RolloutBatch, keys: np.ndarray | None = None) -> PrefixTree:
-    """The tree that is trained: placeholders are shared where they show the same picture."""
+def trained_tree(batch: RolloutBatch) -> PrefixTree:
+    """The tree that is trained: only equal temperatures share, and placeholders where they show the same picture."""
+    _, keys = np.unique(batch.temperatures.numpy(), return_inverse=True)
     images = None if batch.images is None else batch.split(batch.images)
     return PrefixTree.build(batch.sequences(), keys=keys, images=images, pictures=batch.pictures)
 
@@ -167,11 +168,13 @@ def _transcripts(batch: RolloutBatch, tokenizer: Any) -> dict[str, dict[str, Any
     sums.index_add_(0, of_episode, torch.where(batch.loss_mask, batch.behavior_logprobs, 0.0).double())
     counts.index_add_(0, of_episode, batch.loss_mask.double())
     surprise = -sums / counts.clamp(min=1)
-    strange = torch.where(deviation > 0, above.abs() / deviation.clamp(min=1e-12), 0.0)
+    spread = deviation > ROUNDING * rewards.abs().clamp(min=1)  # else they are one reward, summed in another order
+    strange = torch.where(spread, above.abs() / deviation.clamp(min=1e-12), 0.0)
     rank = torch.round(strange * 1e6) + surprise / (1 + surprise)  # ties of rounding go to the least likely
     # Of equal rewards the one that is farther from its group's: where others failed, or did not.
     best, worst = (
-        torch.where(rewards == end, sign * above, -torch.inf) for end, sign in ((rewards.max(), 1), (rewards.min(), -1))
+        torch.where(differ(rewards, end), -torch.inf, sign * above)
+        for end, sign in ((rewards.max(), 1), (rewards.min(), -1))
     )
     chosen = {"best": int(best.argmax()), "worst": int(worst.argmax()), "surprising": int(rank.argmax())}
     found = {}

@@ -157,13 +157,19 @@ def _cards(run: RunData) -> list[dict[str, str]]:
         seconds = run.summary.get("seconds")
         each = run.series.get("time/step", ([], []))[1]
         pace = f"median {sorted(each)[len(each) // 2]:.3g} s a step" if each else ""
-        took = f"{seconds / 60:.1f} min in all; " if isinstance(seconds, int | float) else ""
+        launch = run.summary.get("steps", steps)  # the summary is of the last launch that ended
+        whole = "in all" if launch == steps else f"for the {launch} of the last launch"
+        took = f"{seconds / 60:.1f} min {whole}; " if isinstance(seconds, int | float) else ""
         cards.append({"name": "optimizer steps", "value": f"{steps:,.0f}", "about": took + pace})
     sums = {name: sum(run.series.get(f"tokens/{name}", ([], []))[1]) for name in ("dense", "leaf", "tree")}
     if sums["tree"]:
+        logged = len(run.series["tokens/tree"][1])
+        of_steps = f" in the {logged:,} steps that were logged" if logged < steps else ""
         of_leaf = f"{sums['leaf'] / sums['tree']:.2f} x fewer than without prefixes of others"
-        cards.append({"name": "tokens computed", "value": f"{sums['dense'] / sums['tree']:.2f} x fewer",
-                      "about": f"{sums['tree']:,.0f}, not {sums['dense']:,.0f} as one by one; {of_leaf}"})  # fmt: skip
+        about = f"{sums['tree']:,.0f}, not {sums['dense']:,.0f} as one by one{of_steps}; {of_leaf}"
+        cards.append(
+            {"name": "tokens computed", "value": f"{sums['dense'] / sums['tree']:.2f} x fewer", "about": about}
+        )
     return [{key: _text(value) for key, value in card.items()} for card in cards]
 
 

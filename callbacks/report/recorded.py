@@ -12,8 +12,7 @@ import yaml
 
 from app.batch import RolloutBatch
 from app.statistics import equal
-from app.tree import PrefixTree
-from callbacks.report.moments import MOST_TOKENS, batch_moment
+from callbacks.report.moments import MOST_TOKENS, batch_moment, trained_tree
 from callbacks.report.runs import RunData
 from datamodules.conversations.sessions import no_batches
 from datamodules.conversations.tokens import Workload
@@ -51,7 +50,7 @@ def read_recorded(
     data.setup("fit")
     decoder = None if tokenizer is None else load_tokenizer(tokenizer)
     found = RunData(path.name)
-    each = max(PrefixTree.build(data.batch(i).sequences()).num_tokens for i in range(data.num_tasks))
+    each = max(trained_tree(data.batch(i)).num_tokens for i in range(data.num_tasks))
     data.tasks_per_batch = min(data.num_tasks, max(1, MOST_TOKENS // each))
     for part in range(data.batches_per_pass):
         batch, first = data.batch(part), part * data.tasks_per_batch
@@ -98,7 +97,7 @@ def _numbers(batch: RolloutBatch) -> dict[str, float]:
     for group, reward in zip(groups.tolist(), rewards.tolist(), strict=True):
         of_group.setdefault(group, []).append(reward)
     flat = [equal(one) for one in of_group.values()]
-    tree = PrefixTree.build(batch.sequences())
+    tree = trained_tree(batch)
     return {
         "reward": float(rewards.mean()),
         "rollouts/flat": sum(flat) / len(flat),

@@ -50,10 +50,12 @@ def math_verify(prompt: Prompt, completion: str) -> float:
 
     Its answer is a last line "#### ..." (GSM8K's mark), whole: "(1, 2)", "1/2" and "1 or 2" are no 2. Else it is what
     the library takes for one: boxed, announced ("the answer is ..."), or the last expression, where "(1, 2)" is no 2
-    either. "1,000", "1000.0" and "$\\boxed{1000}$" are equal; so are "1 1/2", "3/2" and "1.5"; so are "23 + 75" and
-    "98": where the question is an expression itself, repeating it is right, and a model learns to. An answer that the
-    library cannot read or compare within 3 s of processor time (a tower of powers, say) is wrong and counted
-    (`note_unreadable`). That limit is a signal: it needs the main thread, where the pool runs its rewards.
+    either. Of several boxes the last counts, or those in a row with it: "\\boxed{1} and \\boxed{2}" are two answers,
+    what was boxed on the way is none. "1,000", "1000.0" and "$\\boxed{1000}$" are equal; so are "1 1/2", "3/2" and
+    "1.5"; so are "23 + 75" and "98": where the question is an expression itself, repeating it is right, and a model
+    learns to. An answer that the library cannot read or compare within 3 s of processor time (a tower of powers, say)
+    is wrong and counted (`note_unreadable`). That limit is a signal: it needs the main thread, where the pool runs its
+    rewards.
 
     Raises:
         ValueError: the prompt's answer is no mathematical expression, or cannot be compared with itself.
@@ -63,7 +65,7 @@ def math_verify(prompt: Prompt, completion: str) -> float:
     reference: Any = []
     try:
         with _processor_time(_MATH_S):
-            answer = _plain_fractions(prompt.answer)
+            answer = _plain(prompt.answer)
             reference = library.parse(_mathematical(answer), parsing_timeout=None, raise_on_error=True)
     except (Exception, _OutOfTime) as error:
         raise _no_reference(prompt, described(error)) from error
@@ -289,6 +291,19 @@ _TUPLE = re.compile(
     rf"(?<![\w$\\])[(\[]\s*+[-+]?{_ONE_NUMBER.pattern}+(?:\s*+[,;]\s*+[-+]?{_ONE_NUMBER.pattern}+)++\s*+[)\]]"
     r"(?=[^\d$\\}]*\Z)"
 )
+_SIGNS = str.maketrans(
+    {"\u2212": "-", "\u00d7": "*", "\u00f7": "/", "\u03c0": "\\pi ", **dict.fromkeys("\u00a0\u2009\u202f", " ")}
+)
+_PARTS = {"\u00bd": "1/2", "\u00bc": "1/4", "\u00be": "3/4", "\u2153": "1/3", "\u2154": "2/3"}
+_VULGAR = re.compile(rf"(\d?)([{''.join(_PARTS)}])")
+_POWER = re.compile(r"(?<=[\d)])[\u00b2\u00b3]")  # not of a unit, of which the library would read the number
+_ROOT = re.compile(r"\u221a\(?(\d++)\)?")
+_DOLLAR = re.compile(r"(?<!\\)\\\$")
+_THOUSANDS = re.compile(r"(?<=\d)(?:,?\\!|\\[,;: ]|[~\u00a0\u2009\u202f])(?=\d{3}(?!\d))")
+_TIE = re.compile(r"(?<=\d)~(?=[A-Za-z\\])")  # before a unit
+_BOX = re.compile(r"\\boxed\{")
+_BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
+_LISTED = re.compile(r"(?:[\s$,;&]|\\[()\[\]]|\b(?:and|or)\b|\b[A-Za-z]\s*=)*")
 _BETWEEN = re.compile(
     r"[\s$)\]}%]*(?:[,;:\u2013]|\b(?:and|or|to|of|out of)\b)[-+\s$(\[{.]*(?:[A-Za-z]\s*=[-+\s$(\[{.]*)?", re.IGNORECASE
 )
@@ -303,10 +318,10 @@ def readings(completion: str, reference: str = "0") -> list[str]:
     Text's last number is not its answer where the mark is a tuple, an interval, a ratio or a choice, "(1, 2)" or
     "1 or 2": these are read as mathematics alone, so that none of them is the number 2.
     """
-    completion = _plain_fractions(completion)
+    completion = _plain(completion)
     # Without this, "She answered 5 calls a day.\n#### 40" is read as an announced 5.
     if (marked := _MARKED.search(completion)) is None:
-        return [_TUPLE.sub(r"$\g<0>$", completion)]  # in text the library reads the last number of it
+        return [_TUPLE.sub(r"$\g<0>$", _last_boxes(completion))]  # in text the library reads the last number of it
     mark = marked[1]
     words = _WORD.search(mark)
     if _LATEX.search(mark) or ("(" in mark and not words) or _is_several(mark):
@@ -316,14 +331,40 @@ def readings(completion: str, reference: str = "0") -> list[str]:
     return [_mathematical(mark), *([mark] if words else [])]
 
 
-def _plain_fractions(text: str) -> str:
-    """Fractions as the library reads them, in text and in LaTeX alike: of "2 1/2" it makes (2 + 1)/2, of "$5/2" a 5, of
-    "7/3." a number of 15 digits, and of "**5/2**" nothing."""
+def _last_boxes(text: str) -> str:
+    """`text` without the boxes before its last, and those in a row with it: outside of "$" the library would read all
+    boxes of a text, a first try and its correction, as one set."""
+    at = [found.start() for found in _BOX.finditer(text)]
+    first = len(at) - 1
+    while first > 0 and _in_a_row(text[at[first - 1] : at[first]]):
+        first -= 1
+    return text if first <= 0 else _BOX.sub("{", text[: at[first]]) + text[at[first] :]
+
+
+def _in_a_row(text: str) -> bool:
+    """Whether nothing but a list's signs stands between a box, with which `text` begins, and the next, where it ends:
+    so of one inside of another too."""
+    depth = 0
+    for brace in _BRACE.finditer(text):
+        depth += {"{": 1, "}": -1}.get(brace[0], 0)
+        if depth == 0 and brace[0] == "}":
+            between = text[brace.end() :]
+            return len(between) < 60 and _LISTED.fullmatch(between) is not None
+    return True
+
+
+def _plain(text: str) -> str:
+    """Numbers as the library reads them, in text and in LaTeX alike: of "2 1/2" it makes (2 + 1)/2, of "$5/2" a 5, of
+    "7/3." a number of 15 digits, and of "**5/2**" nothing; of "\\$5" nothing, of "1\\,000" a product, which is 0; of
+    the signs that chat models write it knows few, and takes "2\u221a3" for a 2 and "5 \u2212 3" for a 3."""
 
     def fraction(found: re.Match[str]) -> str:
         whole, above, below = map(int, found.groups())
         return f"{whole * below + above}/{below}" if above < below else found[0]
 
+    text = _TIE.sub(r"\\ ", _DOLLAR.sub("", _THOUSANDS.sub("", text)).translate(_SIGNS))
+    text = _VULGAR.sub(lambda found: f"{found[1]} {_PARTS[found[2]]}" if found[1] else _PARTS[found[2]], text)
+    text = _ROOT.sub(r"\\sqrt{\1}", _POWER.sub(lambda found: "^2" if found[0] == "\u00b2" else "^3", text))
     return _END.sub(r"\1", _MONEY.sub("", _MIXED.sub(fraction, text)))
 
 

@@ -53,6 +53,16 @@ def test_intervals_of_means_cover(n: int) -> None:
     assert 0.915 < np.mean([covers(mean_interval(list(row)), 2 / 7) for row in draws]) < 0.985
 
 
+@pytest.mark.parametrize(("a", "b", "samples"), [(0.02, 1, 4), (0.1, 10, 16), (0.3, 0.3, 4)])
+@pytest.mark.parametrize("n", [8, 64])
+def test_intervals_of_shares_of_samples_cover_near_the_ends_too(n: int, a: float, b: float, samples: int) -> None:
+    """Prompts drawn again missed the truth in one of seven validations of 64 prompts, at an accuracy of 0.02."""
+    draws = RANDOM.binomial(samples, RANDOM.beta(a, b, (600, n))) / samples
+    found = [mean_interval(list(row)) for row in draws]
+    assert np.mean([covers(one, a / (a + b)) for one in found]) > 0.9
+    assert all(0 <= low <= np.mean(row) <= high <= 1 for (low, high), row in zip(found, draws, strict=True))
+
+
 @pytest.mark.parametrize("n", [2, 7, 8, 40])
 def test_equal_values_are_no_certainty(n: int) -> None:
     """Nothing else was seen, which a few prompts do not rule out."""
@@ -144,6 +154,17 @@ def test_no_difference_is_seldom_told_and_the_prompts_needed_tell_it() -> None:
     assert 0.7 < told(up, down, needed, 300) < 0.9
 
 
+@pytest.mark.parametrize(
+    "differences", [[1.0] * 5, [1.0, 1.1, 0.9], [0.5, 0.6, 0.7, 0.4, 0.5], [-0.1, -0.2, -0.15, -0.1]]
+)
+def test_fewer_prompts_than_any_test_needs_are_not_said_to_tell(differences: list[float]) -> None:
+    """Of five that all differ one way p is 2 / 2^5; "about 2 prompts would tell" was said of three that had not."""
+    found = paired([0.0] * len(differences), differences)
+    assert not found.distinguishable and found.prompts_needed == 6
+    assert "about 6 prompts would tell" in found.in_words()
+    assert prompts_to_tell(found, 5.0) == 6 and paired([0.0] * 6, [1.0, 1.1, 0.9, 1.2, 0.8, 1.3]).distinguishable
+
+
 def test_pairs_take_away_what_prompts_differ_in() -> None:
     hard = np.linspace(0, 1, 30)
     found = paired(list(hard), list(hard + 0.05 + 0.01 * np.sin(np.arange(30))))
@@ -193,6 +214,6 @@ def test_where_nothing_differed_as_many_prompts_would_tell_as_the_interval_says(
     assert same.low < -0.05 and same.high > 0.05
     needed = prompts_to_tell(same, 0.05)
     assert needed == 72 and paired([0.5] * needed, [0.5] * needed).high <= 0.05 < paired([0.5] * 71, [0.5] * 71).high
-    assert prompts_to_tell(same, 2.0) == 2
+    assert prompts_to_tell(same, 2.0) == 6
     found = paired([0.0, 0.5, 0.1, 0.9], [0.2, 0.4, 0.7, 0.8])
     assert prompts_to_tell(found, 0.05) == prompts_needed(found.deviation**2, 0.05)

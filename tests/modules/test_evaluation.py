@@ -11,8 +11,9 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from app.batch import EvalHandle
+from app.statistics import pass_at_k
 from modules import PolicyModule
-from modules.evaluation import EvaluationMetrics, majority, pass_at_k
+from modules.evaluation import EvaluationMetrics, majority
 from tests.helpers.rank_pool import RankPool
 from tests.helpers.tiny_policy import Batches, make_batch, sgd, source, trainer
 from tests.modules.held_out import COMPARED, NAMED, Sets, held_out

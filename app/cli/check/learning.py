@@ -10,10 +10,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from app.cli.check.findings import Episode, Level, Part, Reason, Rollouts
-from app.statistics import ROUNDING, equal, share_interval
+from app.statistics import ROUNDING, equal, mean_interval, pass_at_k, share_interval
 
 _ENOUGH_GROUPS = 12
 _NEARLY_ALL = 0.9  # solved
+_HARDLY_ANY = 0.1  # groups with different rewards
 
 
 def signal(rollouts: Rollouts, solved_at: float) -> Part:
@@ -29,22 +30,26 @@ def signal(rollouts: Rollouts, solved_at: float) -> Part:
     n = len(groups)
     rewards = [[one.reward for one in group] for group in groups]
     different = sum(not equal(each) for each in rewards)
-    shares = [sum(r >= solved_at - ROUNDING for r in each) / len(each) for each in rewards]
-    first, any_ = statistics.fmean(shares), statistics.fmean(share > 0 for share in shares)
-    k = statistics.median_low(len(each) for each in rewards)
+    counts = [sum(r >= solved_at - ROUNDING for r in each) for each in rewards]
+    shares = [count / len(each) for count, each in zip(counts, rewards)]
+    k = statistics.median_low(len(each) for each in rewards)  # trials of recorded conversations differ
+    any_ = statistics.fmean(pass_at_k(len(r), count, k) for r, count in zip(rewards, counts) if len(r) >= k)
+    first, (least, most) = statistics.fmean(shares), mean_interval(shares)
     share, (low, high) = different / n, share_interval(different, n)
     every = [reward for each in rewards for reward in each]
     episodes = [one for group in rollouts.groups for one in group]
     tokens = sorted(one.tokens for one in episodes)
     said = [one.cut for one in episodes if one.cut is not None]
     cut = sum(said) / len(said) if said else None
+    fewest, largest = (end(len(each) for each in rewards) for end in (min, max))
     lines = [
-        f"{n:,} groups of {k} episodes, rewards from {min(every):.3g} to {max(every):.3g},"
-        f" mean {statistics.fmean(every):.3f}",
+        f"{n:,} groups of {k if fewest == largest else f'{fewest} to {largest}'} episodes,"
+        f" rewards from {min(every):.3g} to {max(every):.3g}, mean {statistics.fmean(every):.3f}",
         "groups with different rewards: not told, the run's data.filter left groups out before they were recorded"
         if rollouts.filtered
         else f"groups with different rewards: {different:,} ({share:.0%}; 95% interval {low:.0%} to {high:.0%})",
-        f"pass@1 {first:.3f}, pass@{k} {any_:.3f} (a reward of {solved_at:g} or more)",
+        f"pass@1 {first:.3f}{f' (95% interval {least:.3f} to {most:.3f})' if n > 1 else ''}, pass@{k} {any_:.3f}"
+        f" (a reward of {solved_at:g} or more)",
         f"generated tokens an episode: median {tokens[len(tokens) // 2]:,}, 9 of 10 below"
         f" {tokens[min(len(tokens) - 1, 9 * len(tokens) // 10)]:,}, longest {tokens[-1]:,}"
         + ("" if cut is None else f"; {cut:.0%} cut by the limit"),
@@ -53,6 +58,7 @@ def signal(rollouts: Rollouts, solved_at: float) -> Part:
         "groups": n,
         "group_size": k,
         "pass@1": first,
+        **({"pass@1_interval": [least, most]} if n > 1 else {}),
         f"pass@{k}": any_,
         "reward": statistics.fmean(every),
         "tokens_median": tokens[len(tokens) // 2],
@@ -88,9 +94,10 @@ def _of_signal(
     episode is better than another, most are solved. `is_filtering`: the run has the filter that would be
     recommended."""
     reasons = []
-    if n < _ENOUGH_GROUPS:
-        reasons.append(Reason("note", f"only {n} groups", "roll out more (--episodes) before trusting this"))
-    if interval[1] < 0.1 or share == 0:
+    if n < _ENOUGH_GROUPS or (share == 0 and interval[1] >= _HARDLY_ANY):
+        few = f"only {n} groups" + ("" if share else f": up to {interval[1]:.0%} of others may have different rewards")
+        reasons.append(Reason("note", few, "roll out more (--episodes) before trusting this"))
+    if interval[1] < _HARDLY_ANY or share == 0:
         if first > 0.5:
             finding = f"pass@1 is {first:.2f} and {share:.0%} of the groups have different rewards"
             reasons.append(Reason("no-go", finding, "the model can do this already: take harder prompts"))

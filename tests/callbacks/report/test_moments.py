@@ -13,7 +13,7 @@ from PIL import Image
 
 from app.batch import CALL_REWARD, RolloutBatch, Trajectory
 from callbacks.report import moments
-from callbacks.report.recorded import read_recorded
+from callbacks.report.recorded import _numbers, read_recorded
 from datamodules.files.recording import RolloutRecorder
 from datamodules.groups import Group
 from tests.helpers.pictured import picture, pictured
@@ -172,3 +172,22 @@ def test_pictures_stand_between_the_runs_of_a_transcript(monkeypatch: pytest.Mon
     found = moments.batch_moment(batch, None)
     assert found["pictures"] == 2 and found["thumbnails"] == uris[:1]
     assert found["tree"]["pictures"] == [[[0, 0, 4], [1, 5, 4], [0, 10, 4]]]
+
+
+def test_tokens_of_a_recording_are_of_the_tree_that_is_trained() -> None:
+    """Neither another picture behind the same placeholders nor another temperature shares a token."""
+    shown = [pictured([1, picture(seed), 2], episode_id=seed) for seed in (0, 1)]
+    found = _numbers(RolloutBatch.from_trajectories(shown))
+    assert (found["tokens/dense"], found["tokens/leaf"], found["tokens/tree"]) == (18, 18, 17)
+    apart = [pictured([1, 2], episode_id=one, temperature=0.5 + one) for one in (0, 1)]
+    found = _numbers(RolloutBatch.from_trajectories(apart))
+    assert (found["tokens/dense"], found["tokens/leaf"], found["tokens/tree"]) == (10, 10, 10)
+
+
+def test_rewards_that_differ_by_rounding_surprise_nobody() -> None:
+    """0.3 for the episode, and 0.1 for it with 0.2 for a call, are one reward: of that group nothing stands out."""
+    flat = [episode([1, 2, 3, i], 0.3, 0, i) for i in range(3)]
+    of_call = replace(episode([1, 2, 3, 9], 0.1, 0, 3), metadata={CALL_REWARD: 0.2})
+    mixed = [episode([1, 2, 3, 4 + i], float(i % 2), 1, 4 + i) for i in range(4)]
+    found = moments.batch_moment(RolloutBatch.from_trajectories([*flat, of_call, *mixed]), None)["transcripts"]
+    assert abs(found["surprising"]["above"]) == 0.5

@@ -12,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from app.batch import RolloutBatch
@@ -72,14 +73,41 @@ def test_intervals_are_over_prompts() -> None:
     assert held_out_curve(bare) == [(0, 0.2, 0.2, 0.2), (10, 0.8, 0.8, 0.8)]
 
 
-def test_a_band_without_width_is_seen_and_a_single_value_has_none() -> None:
+def test_cards_say_of_which_steps_they_are() -> None:
+    """A run that was gone on with has the seconds of its last launch; every tenth step is logged, say."""
+    steps = [10.0, 20.0]
+    series = {
+        f"tokens/{name}": (steps, [count] * 2) for name, count in (("dense", 30.0), ("leaf", 20.0), ("tree", 10.0))
+    }
+    resumed = RunData("resumed", series=series, summary={"seconds": 120, "steps": 5})
+    text = page([resumed])
+    assert "2.0 min for the 5 of the last launch" in text and "in all" not in text
+    assert "3.00 x fewer" in text and "20, not 60 as one by one in the 2 steps that were logged;" in text
+    text = page([replace(resumed, summary={"seconds": 120, "steps": 20})])
+    assert "2.0 min in all" in text
+    every = {name: ([1.0, 2.0], values) for name, (_, values) in series.items()}
+    assert "20, not 60 as one by one; 2.00 x" in page([RunData("every", series=every)])
+
+
+def test_the_band_of_the_reward_covers_its_mean() -> None:
+    """At 60 steps it is of three values each: 1.96 standard errors, of which it was made, cover 0.82 of the time."""
+    steps, random, inside = [float(step) for step in range(1, 61)], np.random.default_rng(3), []
+    for _ in range(40):
+        plot = reward_curve([RunData("noise", series={"reward": (steps, random.normal(0.5, 0.1, 60).tolist())})])
+        assert plot is not None
+        (band,) = (mark for mark in plot.marks if mark["kind"] == "band")
+        inside += [low <= 0.5 <= high for low, high in zip(band["low"], band["high"], strict=True)]
+    assert 0.92 < np.mean(inside) < 0.98
+
+
+def test_a_band_without_width_is_seen_and_few_values_have_none() -> None:
     steps = [float(step) for step in range(1, 61)]
     plot = reward_curve([RunData("alike", series={"rollouts/reward": (steps, [0.5] * 60)})])
     assert plot is not None
     kinds = [(mark["kind"], len(mark["x"]), mark.get("width")) for mark in plot.marks]
-    assert kinds == [("line", 60, None), ("band", 59, None), *[("line", 59, 6)] * 2, ("line", 60, 2)]
-    assert all(mark["y"] == [0.5] * 59 for mark in plot.marks[2:4])
-    plot = reward_curve([RunData("short", series={"rollouts/reward": (steps[:30], [0.5] * 30)})])
+    assert kinds == [("line", 60, None), ("band", 58, None), *[("line", 58, 6)] * 2, ("line", 60, 2)]
+    assert all(mark["y"] == [0.5] * 58 for mark in plot.marks[2:4])
+    plot = reward_curve([RunData("short", series={"rollouts/reward": (steps[:59], [0.5] * 59)})])
     assert plot is not None and [mark["kind"] for mark in plot.marks] == ["line", "line"]
 
 

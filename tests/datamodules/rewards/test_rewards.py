@@ -174,6 +174,29 @@ def test_math_verify(answer: str, completion: str, reward: float) -> None:
     assert math_verify(Prompt(id="p", answer=answer), completion) == reward
 
 
+@pytest.mark.parametrize(
+    "said",
+    [
+        "I think \\boxed{\\frac{1}{2}}. Wait, that is wrong. So \\boxed{42}.",
+        "<think>Maybe \\boxed{\\frac{1}{2}}.</think> It is \\boxed{42}",
+        "First \\boxed{\\frac{1}{2}}, then \\boxed{42}",
+        "$\\boxed{\\frac{1}{2}}$ at first. No: $\\boxed{42}$.",
+    ],
+)
+def test_of_several_boxes_the_last_is_the_answer(said: str) -> None:
+    assert math_verify(Prompt(id="p", answer="42"), said) == 1.0
+    assert math_verify(Prompt(id="p", answer="1/2"), said) == 0.0
+    assert math_answer(said) == "42"
+
+
+@pytest.mark.parametrize("between", [" and ", ", ", " or x = ", "$, $", "\n"])
+def test_boxes_in_a_row_are_one_answer(between: str) -> None:
+    said = f"Not \\boxed{{3}}, so x = \\boxed{{1}}{between}\\boxed{{2}}"
+    assert math_verify(Prompt(id="p", answer="1, 2"), said) == 1.0
+    assert [math_verify(Prompt(id="p", answer=one), said) for one in "123"] == [0.0] * 3
+    assert math_verify(Prompt(id="p", answer="2"), "\\boxed{\\boxed{2}}") == 1.0
+
+
 AS_MATHEMATICS = [
     "\\boxed{%s}",
     "$%s$",
@@ -215,6 +238,34 @@ def test_a_reference_repeated_is_right_in_every_form(reference: str, wrong: list
     prompt = Prompt(id="p", answer=reference)
     assert [form for form in forms if math_verify(prompt, form % reference) != 1.0] == []
     assert [form % one for form in forms for one in wrong if math_verify(prompt, form % one) != 0.0] == []
+
+
+@pytest.mark.parametrize(
+    ("answer", "said", "wrong"),
+    [
+        ("-3", "\u22123", "3"),
+        ("2", "5 \u2212 3", "3"),
+        ("2\\sqrt{3}", "2\u221a3", "2"),
+        ("2\\pi", "2\u03c0", "2"),
+        ("9", "3\u00b2", "3"),
+        ("5/2", "2\u00bd", "2"),
+        ("1/2", "\u00bd", "2"),
+        ("12", "3 \u00d7 4", "3"),
+        ("3", "6\u00f72", "6"),
+        ("1000", "1\u202f000", "0"),
+        ("1000", "1\\,000", "0"),
+        ("32348", "32,\\!348", "348"),
+        ("60", "60~\\text{cm}", "0"),
+        ("12", "\\$12", "2"),
+    ],
+)
+def test_signs_that_chat_models_write_are_read(answer: str, said: str, wrong: str) -> None:
+    for form in ("#### %s", "\\boxed{%s}"):
+        found = [math_verify(Prompt(id="p", answer=one), form % said) for one in (answer, wrong)]
+        assert found == [1.0, 0.0], form
+    assert math_verify(Prompt(id="p", answer=said), f"\\boxed{{{answer}}}") == 1.0
+    assert math_verify(Prompt(id="p", answer="12"), "#### 12 m\u00b2") == 1.0
+    assert math_verify(Prompt(id="p", answer="3"), "It is 3\u00d7 larger") == 1.0
 
 
 def test_equal_mixed_numbers_fractions_and_decimals_are_one_answer() -> None:

@@ -85,6 +85,8 @@ def test_figures_by_hand(capsys: pytest.CaptureFixture[str]) -> None:
     )
     assert (found["groups"], found["group_size"], found["different"]) == (16, 4, 0.5)
     assert (found["pass@1"], found["pass@4"]) == (pytest.approx(1.75 / 4), 0.75)
+    low, high = found["pass@1_interval"]
+    assert 0.2 < low < 0.27 and 0.6 < high < 0.68  # of 16 groups; of 64 independent episodes it would be 0.32 to 0.56
     assert (found["tokens_median"], found["cut"]) == (6, 0.0)
     assert found["tree_tokens"] == 3 + 8 * (1 + 4 * 6)  # one of two equal batches
     assert found["dense_over_tree"] == pytest.approx(8 * 4 * 10 / 203)
@@ -94,6 +96,22 @@ def test_figures_by_hand(capsys: pytest.CaptureFixture[str]) -> None:
     assert found["gib_fixed"] < found["gib_least"] <= found["gib_all"]
     assert found["gib_fixed"] == pytest.approx(found["parameters"] * 16 / 2**30)
     assert found["verdict"] == "go" and "verdict: go" in capsys.readouterr().out
+
+
+def test_of_sixteen_groups_without_a_difference_it_is_said_how_many_others_may_have_one() -> None:
+    """Where one group in ten has one, sixteen have none in one of five checks; forty say enough."""
+    assert "only 16 groups: up to 19% of others may have different rewards" in of(
+        check(record([[0.0] * 4] * 16)), "note"
+    )
+    assert "only" not in of(check(record([[0.0] * 4] * 40, run="many")), "note")
+
+
+def test_pass_at_k_of_groups_that_differ_in_size(capsys: pytest.CaptureFixture[str]) -> None:
+    """Twice as many tries find more: of 8 episodes, 1 of which is right, any 4 hold it every second time."""
+    groups = [*[[1, 0, 0, 0]] * 4, *[[0.0] * 4] * 16, *[[1, *[0.0] * 7]] * 16]
+    found = check(record(groups))
+    assert found["pass@4"] == pytest.approx((4 + 16 / 2) / 36)
+    assert "36 groups of 4 to 8 episodes" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ import json
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +57,13 @@ def test_tasks_are_told_apart_and_prompts_of_one_side_counted() -> None:
     assert found["hard"]["better"] == 40 and found["easy"]["difference"] == 0 and "lone" not in found
     assert "1 prompts were answered by one side alone" in text and figures["one_sided"] == 1
     assert "too few to compare" in text and found["all"]["prompts"] == 99
+
+
+def test_episodes_that_failed_are_counted_though_others_of_their_prompts_are_compared() -> None:
+    """Of four episodes a prompt the one that ends is the short one: a mean of those that are left."""
+    text, figures = compared(played(50, 100), replace(played(60, 100), failed=300, asked=400), {}, 0.05)
+    assert "B: 300 of 400 episodes failed and are in none of these numbers" in text and "A: 0" not in text
+    assert figures["failed"] == [0, 300]
 
 
 def test_nothing_in_common() -> None:
@@ -247,7 +255,8 @@ def test_a_model_against_itself(workplace: Path, capfd: pytest.CaptureFixture[st
     found = json.loads(Path("out/compare.json").read_text())
     assert found["tasks"]["all"]["prompts"] == 8 and found["tasks"]["all"]["difference"] == 0
     assert {"1", "2"} < set(found["tasks"]) and not found["distinguishable"] and "not distinguishable" in said
-    assert found["tokens"][0] == found["tokens"][1] > 0 and min(found["seconds"]) > 0
+    assert found["tokens"][0] == found["tokens"][1] > 0 and min(found["seconds"]) > 0 and found["failed"] == [0, 0]
+    assert json.loads(Path("out/a/report.jsonl").read_text())["sets"]["prompts"]["asked"] == 8
 
 
 @pytest.mark.parametrize(
