@@ -23,6 +23,8 @@ class SavedConfig(SaveConfigCallback):
     """`config.yaml`: of a fit when its training begins, of other commands at once. In a run directory there is one of a
     launch before, and the last counts."""
 
+    _written = False
+
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         if trainer.state.fn != TrainerFn.FITTING:
             self._save(trainer)
@@ -32,7 +34,7 @@ class SavedConfig(SaveConfigCallback):
 
     def _save(self, trainer: Trainer) -> None:
         directory = trainer.log_dir  # which all ranks agree on
-        if not trainer.is_global_zero or directory is None or self.already_saved:
+        if not trainer.is_global_zero or directory is None or self._written:
             return
         path = Path(directory) / self.config_filename
         begun = path.with_name(f"{path.name}.part")
@@ -40,7 +42,7 @@ class SavedConfig(SaveConfigCallback):
             path.parent.mkdir(parents=True, exist_ok=True)
             self.parser.save(self.config, str(begun), skip_none=False, overwrite=True, multifile=self.multifile)
             begun.replace(path)
-        self.already_saved = True
+        self._written = True
 
 
 class KeepBest(Callback):
@@ -66,7 +68,7 @@ def found_again(state: Mapping[str, Any], directory: str | os.PathLike[str] | No
         return {**state}
 
     def moved(path: str) -> str:
-        return str(here / os.path.relpath(path, before)) if path else path
+        return os.path.join(directory, os.path.relpath(path, before)) if path else path  # as Lightning joins them
 
     if (best := moved(state["best_model_path"])) and not Path(best).exists():
         return {**state}

@@ -1,0 +1,88 @@
+"""A run that goes on keeps its configuration and its best checkpoints, wherever its directory is by now."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import yaml
+
+from app.cli import main
+from app.cli.runs.continued import found_again
+from tests.docs.test_readme import ROOT
+
+CONFIG = ROOT / "configs" / "quickstart_sft.yaml"
+SMALL = yaml.safe_load(CONFIG.read_text())["model"]["init_args"]["model"]["config"]
+SMALL |= {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "head_dim": 8}
+SAVING = {  # it goes on with a smaller rate, so the best stays the one of the steps before
+    "class_path": "lightning.pytorch.callbacks.ModelCheckpoint",
+    "init_args": {"monitor": "lr", "mode": "max", "every_n_train_steps": 1, "filename": "{step}", "save_last": True},
+}
+WAYS: dict[str, Callable[[Path], str]] = {
+    "moved": lambda run: str(run.rename(run.with_name("moved"))),
+    "copied": lambda run: str(shutil.copytree(run, run.with_name("copied"), symlinks=True)),
+    "linked": lambda run: str(_link(run)),
+    "by its absolute path": lambda run: str(run.absolute()),
+}
+
+
+def _link(run: Path) -> Path:
+    run.with_name("linked").symlink_to(run.absolute(), target_is_directory=True)
+    return run.with_name("linked")
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The relative path of a run of two steps."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["arborist"])
+    overlay = {
+        "model": {"init_args": {"model": {"config": SMALL}}},
+        "data": {"init_args": {"batch_size": 8}},
+        "trainer": {"accelerator": "cpu", "callbacks": [SAVING]},
+    }
+    Path("tiny.yaml").write_text(yaml.safe_dump(overlay))
+    fit("--run_dir=run", "--trainer.max_steps=2")
+    return Path("run")
+
+
+def fit(*flags: str) -> None:
+    main(["fit", "--config", str(CONFIG), "--config", "tiny.yaml", *flags])
+
+
+def saved(directory: Path) -> list[str]:
+    return sorted(path.name for path in (directory / "checkpoints").iterdir())
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_run_that_is_found_elsewhere_knows_its_best_checkpoint(run: Path, way: str) -> None:
+    best, last = saved(run)[::-1]
+    assert last == "last.ckpt" and best in ("step=1.ckpt", "step=2.ckpt")
+    there = WAYS[way](run)
+    fit(f"--run_dir={there}", "--ckpt_path=last", "--trainer.max_steps=4", "--model.optimizer.lr=0.001")
+    assert saved(Path(there)) == [last, best]
+
+
+def test_a_launch_that_is_refused_leaves_the_configuration(run: Path) -> None:
+    before = (run / "config.yaml").read_bytes()
+    for refused in ("--model.optimizer=torch.optim.SGD", "--trainer.max_steps=1"):
+        with pytest.raises(SystemExit):
+            fit("--run_dir=run", "--ckpt_path=last", "--trainer.max_steps=4", "--data.batch_size=4", refused)
+        assert (run / "config.yaml").read_bytes() == before
+    fit("--run_dir=run", "--ckpt_path=last", "--trainer.max_steps=3", "--model.optimizer.lr=0.5")
+    assert yaml.safe_load((run / "config.yaml").read_text())["model"]["init_args"]["optimizer"]["init_args"]["lr"] == 0.5
+    assert not list(run.glob("*.part"))
+
+
+def test_of_checkpoints_that_are_not_there_nothing_is_known(tmp_path: Path) -> None:
+    """One that was copied by hand into another run's directory, without the best ones beside it."""
+    (tmp_path / "last.ckpt").mkdir()
+    there = {"dirpath": "/elsewhere", "best_model_path": "/elsewhere/step=1.ckpt", "best_k_models": {}}
+    assert found_again(there, tmp_path, tmp_path / "last.ckpt") == there
+    (tmp_path / "step=1.ckpt").mkdir()
+    found = found_again(there, tmp_path, tmp_path / "last.ckpt")
+    assert found["best_model_path"] == str(tmp_path / "step=1.ckpt") and found["dirpath"] == tmp_path
+    assert found_again(there, tmp_path / "other", tmp_path / "last.ckpt") == there
