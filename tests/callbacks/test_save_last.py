@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import shutil
+import warnings
 from datetime import timedelta
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
 from lightning.pytorch.callbacks import ModelCheckpoint
 
@@ -35,7 +38,22 @@ def test_saves_by_time_and_once_at_the_end(tmp_path: Path, minutes: float, steps
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["last.ckpt"]
 
 
-def test_whoeversaves_last_is_left_alone() -> None:
+def test_a_disk_without_room_is_told_after_the_first_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of which the system says how much is free, here: a byte less than Adam's two averages and the weight take."""
+    module = TinyModule()
+    needs = 3 * module.policy.weight.nbytes + 4  # and the count of steps
+    monkeypatch.setattr(module, "configure_optimizers", lambda: torch.optim.Adam(module.parameters()))
+    for free, told in ((needs - 1, 1), (needs, 0)):
+        monkeypatch.setattr(shutil, "disk_usage", lambda path, free=free: shutil._ntuple_diskusage(10**9, 0, free))
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            fit = trainer(tmp_path / str(free), SaveLast(), enable_checkpointing=True, max_epochs=1)
+            fit.fit(module, datamodule=TinyData(batches=2, validate=False))
+        said = [str(one.message) for one in caught if "a checkpoint takes at least" in str(one.message)]
+        assert len(said) == told and all("choose another run_dir" in one for one in said)
+
+
+def test_whoever_saves_last_is_left_alone() -> None:
     assert all(map(saves_last, (SaveLast(), ModelCheckpoint(save_last=True))))
     assert not saves_last(ModelCheckpoint(monitor="val/accuracy"))
     assert not saves_last(ModelCheckpoint(train_time_interval=timedelta(minutes=1)))  # leaves none to go on from
