@@ -234,7 +234,7 @@ def _content(where: str, message: dict[str, Any], role: str) -> Any:
     if isinstance(content, str):
         return content
     said: list[str | images.Sent] = []
-    for k, part in enumerate(fields.a_list(f"{where}.content", content)):
+    for k, part in enumerate(fields.parts(f"{where}.content", content)):
         part = fields.an_object(f"{where}.content[{k}]", part)
         if part.get("type") == "image_url" and role in _SHOW_PICTURES:
             at = f"{where}.content[{k}].image_url"

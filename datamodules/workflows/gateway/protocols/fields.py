@@ -58,6 +58,14 @@ def a_list(key: str, value: Any) -> list[Any]:
     return value
 
 
+def parts(key: str, value: Any) -> list[Any]:
+    """Of a message's content that is no text."""
+    if not isinstance(value, list):
+        kind = "null" if value is None else type(value).__name__
+        raise RequestError(f"{key}: must be a text or a list of parts, this is {kind}", param=key)
+    return value
+
+
 def an_object(key: str, value: Any) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise RequestError(f"{key}: must be an object, this is {type(value).__name__}", param=key)

@@ -220,7 +220,7 @@ def messages_of(found: Any) -> list[Message]:
         if role == "system":  # behind the first message, where Claude Code tells of skills and changes
             messages.append({"role": "system", "content": text_of(where, content)})
             continue
-        blocks = [{"type": "text", "text": content}] if isinstance(content, str) else fields.a_list(where, content)
+        blocks = [{"type": "text", "text": content}] if isinstance(content, str) else fields.parts(where, content)
         messages += (_said if role == "assistant" else _asked)(where, blocks)
     if messages[-1:] and messages[-1]["role"] == "assistant":
         raise RequestError(
@@ -312,7 +312,7 @@ def text_of(where: str, content: Any) -> str:
     if isinstance(content, str):
         return content
     said = []
-    for k, block in enumerate(fields.a_list(where, content)):
+    for k, block in enumerate(fields.parts(where, content)):
         _kind(f"{where}[{k}]", block, ("text",))
         said.append(fields.a_text(f"{where}[{k}].text", block.get("text")))
     return "".join(said)

@@ -319,7 +319,7 @@ def _parts(where: str, content: Any, shows: bool) -> list[str | images.Sent]:
     if isinstance(content, str):
         return [content]
     said: list[str | images.Sent] = []
-    for k, part in enumerate(fields.a_list(where, content)):
+    for k, part in enumerate(fields.parts(where, content)):
         at = f"{where}[{k}]"
         kind = fields.an_object(at, part).get("type")
         if kind == "input_image" and shows:

@@ -109,6 +109,19 @@ def test_the_remedy_is_one_with_langchain() -> None:
         assert route.invoke(QUESTION) == shape(where="shop") and route.invoke(QUESTION) is None
 
 
+@pytest.mark.parametrize("path", ["chat/completions", "responses", "messages"])
+@pytest.mark.parametrize(("content", "kind"), [(None, "null"), (3, "int")])
+def test_content_that_is_none_is_told_what_it_may_be(path: str, content: Any, kind: str) -> None:
+    said = [{"role": "user", "content": content}]
+    body = {"input": said} if path == "responses" else {"messages": said, "max_tokens": 99}
+    with door([]) as there:
+        client = OpenAI(base_url=there.v1, api_key=there.key, max_retries=0)
+        with pytest.raises(
+            BadRequestError, match=rf"\[0\]\.content: must be a text or a list of parts, this is {kind}"
+        ):
+            client.post(f"/{path}", body=body, cast_to=object)
+
+
 TOOL: dict[str, Any] = {"name": "f", "description": "g"}
 
 
