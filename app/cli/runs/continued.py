@@ -23,6 +23,8 @@ class SavedConfig(SaveConfigCallback):
     """`config.yaml`: of a fit when its training begins, of other commands at once. In a run directory there is one of a
     launch before, and the last counts."""
 
+    already_saved: bool
+
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         if trainer.state.fn != TrainerFn.FITTING:
             self._save(trainer)
