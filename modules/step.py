@@ -1,5 +1,5 @@
-"""From a rollout batch to one optimizer step: checks that name what is wrong, per-token columns on the device, and how
-checkpoints hold a batch under way.
+"""From a rollout batch to one optimizer step: checks that name what is wrong, per-token columns on the device, what
+an optimizer is called with, and how checkpoints hold a batch under way.
 
 Promises: a batch that passes `check_batch` can be run by the model; columns are gathered for any group of sequences
 without a loop over tokens or sequences. With its state a run goes on with the next step of a batch as if it had not
@@ -12,11 +12,12 @@ from __future__ import annotations
 
 import hashlib
 import warnings
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PretrainedConfig
 
 from app.batch import BatchError, RolloutBatch
@@ -201,3 +202,23 @@ def _digest(batch: RolloutBatch) -> str:
         digest.update(batch.images.contiguous().numpy().tobytes())
         digest.update(b"".join(picture.key for picture in batch.pictures))
     return digest.hexdigest()
+
+
+def with_names(groups: Iterable[Any], module: nn.Module) -> list[Any]:
+    """What an optimizer is called with, with the names by which some optimizers go: (name, parameter) pairs, or
+    dictionaries whose `params` are.
+
+    Args:
+        groups: all that torch takes: parameters or pairs, or dictionaries of one or several.
+        module: whose names they are.
+    """
+    names = {id(param): name for name, param in module.named_parameters()}
+
+    def named(params: Any) -> list[Any]:
+        several = [params] if isinstance(params, Tensor) else params
+        return [one if isinstance(one, tuple) else (names.get(id(one), "(not the module's)"), one) for one in several]
+
+    given = list(groups)  # it may be a generator
+    if all(isinstance(one, dict) for one in given):
+        return [{**one, "params": named(one["params"])} for one in given]
+    return named(given)

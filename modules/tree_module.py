@@ -71,7 +71,7 @@ from modules.refusals import (
     refuse_trainer,
     tell_changes,
 )
-from modules.step import State, TreeStep, check_batch, check_plan, state_of, take_up, token_loss_weights
+from modules.step import State, TreeStep, check_batch, check_plan, state_of, take_up, token_loss_weights, with_names
 
 _log = logging.getLogger(__name__)
 
@@ -275,12 +275,7 @@ class TreeModule(EvaluatedModule):
         return self.engine_over(self.policy, self.value_head())
 
     def configure_optimizers(self) -> Any:
-        names = {id(param): name for name, param in self.named_parameters()}  # by which some optimizers go
-        named = lambda params: [(names.get(id(one), "(not the module's)"), one) for one in params]  # noqa: E731
-        groups = self.parameter_groups()
-        apart = all(isinstance(one, dict) for one in groups)
-        groups = [{**one, "params": named(one["params"])} for one in groups] if apart else named(groups)
-        optimizer = self.make_optimizer(groups)
+        optimizer = self.make_optimizer(with_names(self.parameter_groups(), self))
         if self.make_lr_scheduler is None:
             return optimizer
         scheduler = self.make_lr_scheduler(optimizer)

@@ -243,6 +243,7 @@ class ArboristCLI(LightningCLI):
             trainer = super().instantiate_trainer(callbacks=callbacks, **kwargs)
         except (ValueError, TypeError, MisconfigurationException) as error:  # the Trainer refuses a value of the user's
             raise MisconfigurationException(f"trainer: {error}") from None
+        trainer.callbacks.sort(key=lambda one: not isinstance(one, SavedConfig))  # the first may validate, for minutes
         if started is not None and trainer.num_devices != int(started):
             raise ValueError(
                 f"trainer.devices: {trainer.num_devices}, but torchrun started {started} processes on this machine"

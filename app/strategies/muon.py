@@ -106,6 +106,20 @@ class Muon(Optimizer):
         self._left = {id(param) for _, param in left}
         return self._left
 
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As torch's. Raises ValueError where the state steps as a matrix what this leaves to AdamW, or the reverse."""
+        for group, saved in zip(self.param_groups, state_dict["param_groups"]):
+            for param, number in zip(group["params"], saved["params"]):
+                state = state_dict["state"].get(number)
+                if state and ("momentum_buffer" in state) != self.looks_at_whole(param):
+                    raise ValueError(
+                        f"adamw: what has the shape {tuple(param.shape)} here was stepped by"
+                        f" {'Muon' if 'momentum_buffer' in state else 'AdamW'} before, and is now by the other: give"
+                        " the option that the state was saved with (model.optimizer.init_args.adamw), or begin from"
+                        " the weights alone"
+                    )
+        super().load_state_dict(state_dict)
+
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One step, of the parameters that have a gradient."""

@@ -65,12 +65,14 @@ class Report(Callback):
         batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:
-        if not trainer.is_global_zero or batch.batch is None:
+        if not trainer.is_global_zero:
             return
         found = self._held_out.setdefault(
             batch.name, {"solved_at": batch.solved_at, "asked": 0, "rewards": {}, "tokens": {}, "replies": {}}
         )
         found["asked"] += batch.prompts * batch.samples
+        if batch.batch is None:  # all of them failed
+            return
         rewards, _, of_sequence = earned(batch.batch, call_rewards(batch.batch))
         last = {episode: i for i, episode in enumerate(of_sequence.tolist())}
         tokenizer = getattr(trainer.datamodule, "tokenizer", None)
@@ -85,7 +87,8 @@ class Report(Callback):
                 found["replies"][prompt] = {"reward": reward, "runs": runs}
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        held_out, self._held_out = self._held_out, {}
+        held_out = {name: one for name, one in self._held_out.items() if one["rewards"]}
+        self._held_out = {}
         if held_out and not trainer.sanity_checking:
             seconds = round(time.perf_counter() - self._began, 3)
             self._append({"kind": "held_out", "step": trainer.global_step, "seconds": seconds, "sets": held_out})

@@ -51,11 +51,11 @@ def math_verify(prompt: Prompt, completion: str) -> float:
     Its answer is a last line "#### ..." (GSM8K's mark), whole: "(1, 2)", "1/2" and "1 or 2" are no 2. Else it is what
     the library takes for one: boxed, announced ("the answer is ..."), or the last expression, where "(1, 2)" is no 2
     either. Of several boxes the last counts, or those in a row with it: "\\boxed{1} and \\boxed{2}" are two answers,
-    what was boxed on the way is none. "1,000", "1000.0" and "$\\boxed{1000}$" are equal; so are "1 1/2", "3/2" and
-    "1.5"; so are "23 + 75" and "98": where the question is an expression itself, repeating it is right, and a model
-    learns to. An answer that the library cannot read or compare within 3 s of processor time (a tower of powers, say)
-    is wrong and counted (`note_unreadable`). That limit is a signal: it needs the main thread, where the pool runs its
-    rewards.
+    what was boxed on the way is none; all of them where the prompt's answer is several ("1, 2"). "1,000", "1000.0" and
+    "$\\boxed{1000}$" are equal; so are "1 1/2", "3/2" and "1.5"; so are "23 + 75" and "98": where the question is an
+    expression itself, repeating it is right, and a model learns to. An answer that the library cannot read or compare
+    within 3 s of processor time (a tower of powers, say) is wrong and counted (`note_unreadable`). That limit is a
+    signal: it needs the main thread, where the pool runs its rewards.
 
     Raises:
         ValueError: the prompt's answer is no mathematical expression, or cannot be compared with itself.
@@ -303,7 +303,11 @@ _THOUSANDS = re.compile(r"(?<=\d)(?:,?\\!|\\[,;: ]|[~\u00a0\u2009\u202f])(?=\d{3
 _TIE = re.compile(r"(?<=\d)~(?=[A-Za-z\\])")  # before a unit
 _BOX = re.compile(r"\\boxed\{")
 _BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
-_LISTED = re.compile(r"(?:[\s$,;&]|\\[()\[\]]|\b(?:and|or)\b|\b[A-Za-z]\s*=)*")
+_LISTED = re.compile(
+    r"(?:[\s$,;&*]|\\(?:q?quad\b|[()\[\],;:! \\])|\b(?:and|or)\b|\\(?:text|mathrm)\{\s*+(?:and|or)\s*+\}"
+    r"|\b[A-Za-z](?:_\w|_\{\w+\})?\s*=|\(?\b\w\)|(?<=\n)(?:-|\d\.))*"  # x_1 =, (b), an item
+)
+_SEVERAL = re.compile(r"[,;]|\\pm\b|\b(?:and|or)\b")
 _BETWEEN = re.compile(
     r"[\s$)\]}%]*(?:[,;:\u2013]|\b(?:and|or|to|of|out of)\b)[-+\s$(\[{.]*(?:[A-Za-z]\s*=[-+\s$(\[{.]*)?", re.IGNORECASE
 )
@@ -321,7 +325,10 @@ def readings(completion: str, reference: str = "0") -> list[str]:
     completion = _plain(completion)
     # Without this, "She answered 5 calls a day.\n#### 40" is read as an announced 5.
     if (marked := _MARKED.search(completion)) is None:
-        return [_TUPLE.sub(r"$\g<0>$", _last_boxes(completion))]  # in text the library reads the last number of it
+        boxes = [_last_boxes(completion)]
+        if boxes[0] != completion and _SEVERAL.search(reference) and not _ONE_NUMBER.fullmatch(reference):
+            boxes.append(completion)  # each answer in a box of its own, with words between
+        return [_TUPLE.sub(r"$\g<0>$", one) for one in boxes]  # in text the library reads the last number of it
     mark = marked[1]
     words = _WORD.search(mark)
     if _LATEX.search(mark) or ("(" in mark and not words) or _is_several(mark):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import subprocess
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -98,3 +99,11 @@ def test_constructors_take_few_parameters() -> None:
 def test_classes_have_few_methods() -> None:
     counts = {name: len(methods) for name, _, methods in classes()}
     assert {name for name, count in counts.items() if count > MOST_METHODS} == LARGE_CLASSES
+
+
+def test_no_file_is_ignored() -> None:
+    """A new file in a folder that .gitignore names is in no commit, and its tests pass where it was written."""
+    paths = "\n".join([*files(), *(path.relative_to(ROOT).as_posix() for path in (ROOT / "tests").rglob("*.py"))])
+    command = ["git", "-C", str(ROOT), "check-ignore", "--no-index", "--stdin"]
+    found = subprocess.run(command, input=paths, capture_output=True, text=True)
+    assert found.returncode in (1, 128) and found.stdout == "", found.stdout  # 128: no checkout

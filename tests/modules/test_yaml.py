@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from modules import ActorCriticModule, ModelSource, PolicyModule, SFTModule, TreeModule
+from modules.step import with_names
 from tests.helpers.tiny_policy import CONFIG
 
 
@@ -137,3 +138,18 @@ def test_defaults() -> None:
 def test_mistakes(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises((ValueError, jsonargparse.ArgumentError), match=message):
         configure("modules.PolicyModule", **arguments)
+
+
+@pytest.mark.parametrize("kind", ["generator", "one", "pairs", "groups of pairs"])
+def test_whatever_torch_takes_is_named(kind: str) -> None:
+    layer = torch.nn.Linear(2, 3)
+    pairs = list(layer.named_parameters())
+    groups: dict[str, Any] = {
+        "generator": layer.parameters(),
+        "one": [{"params": layer.weight}, {"params": layer.bias}],
+        "pairs": pairs,
+        "groups of pairs": [{"params": pairs}],
+    }
+    made = torch.optim.SGD(with_names(groups[kind], layer), lr=0.1).param_groups
+    assert [name for group in made for name in group["param_names"]] == ["weight", "bias"]
+    assert [param for group in made for param in group["params"]] == [layer.weight, layer.bias]

@@ -263,3 +263,14 @@ def test_the_size_of_an_update_does_not_depend_on_the_matrix() -> None:
         param.grad = torch.randn(rows, columns, generator=torch.Generator().manual_seed(0))
         Muon([("layer.weight", param)], lr=1.0).step()
         assert math.isclose(float(param.detach().square().mean().sqrt()), 0.2, rel_tol=0.3)
+
+
+@pytest.mark.parametrize(("before", "now"), [([], ["1."]), (["1."], [])])
+def test_state_of_other_matrices_is_refused(before: list[str], now: list[str]) -> None:
+    module = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 4))
+    optimizer = Muon(module.named_parameters(), adamw=before)
+    module(torch.ones(1, 4)).sum().backward()
+    optimizer.step()
+    other = Muon(module.named_parameters(), adamw=now)
+    with pytest.raises(ValueError, match=r"adamw: what has the shape \(4, 8\) here was stepped by"):
+        other.load_state_dict(optimizer.state_dict())

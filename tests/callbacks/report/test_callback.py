@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
 
-from app.batch import CALL_REWARD, RolloutBatch, StepHandle
+from app.batch import CALL_REWARD, EvalHandle, RolloutBatch, StepHandle
 from app.interruption import End, Interrupted
 from callbacks import Report, ValidateEnds
 from tests.helpers import tiny_run
@@ -89,3 +90,14 @@ def test_a_page_that_cannot_be_made_ends_no_run(tmp_path: Path) -> None:
     (tmp_path / "run" / "report.html").mkdir(parents=True)  # in the way
     with pytest.warns(UserWarning, match="arborist look"):
         trainer(tmp_path / "run", Report()).fit(Batched(), datamodule=TinyData(batches=1))
+
+
+def test_episodes_of_held_out_batches_of_which_all_failed_were_asked_for() -> None:
+    """Else a comparison says that none failed."""
+    report, run = Report(), SimpleNamespace(is_global_zero=True, datamodule=None)
+    batch = tiny_run.make_batch([1.0, 0.0])
+    for one in (batch, None):
+        handle = EvalHandle(batch=one, name="held-out", samples=2, prompts=1)
+        report.on_validation_batch_end(cast(Any, run), cast(Any, None), None, handle, 0)
+    assert report._held_out["held-out"]["asked"] == 4
+    assert sum(map(len, report._held_out["held-out"]["rewards"].values())) == 2

@@ -189,12 +189,24 @@ def test_of_several_boxes_the_last_is_the_answer(said: str) -> None:
     assert math_answer(said) == "42"
 
 
-@pytest.mark.parametrize("between", [" and ", ", ", " or x = ", "$, $", "\n"])
+@pytest.mark.parametrize(
+    "between",
+    [
+        *(" and ", ", ", " or x = ", "$, $", "\n", "\n- ", "\n(b) ", "** and **", "\\\\ "),
+        *(", x_2 = ", "$, $x_{2} = ", ",\\, ", " \\quad \\text{or}\\quad x = ", " \\quad \\text{ and } \\quad "),
+    ],
+)
 def test_boxes_in_a_row_are_one_answer(between: str) -> None:
     said = f"Not \\boxed{{3}}, so x = \\boxed{{1}}{between}\\boxed{{2}}"
     assert math_verify(Prompt(id="p", answer="1, 2"), said) == 1.0
     assert [math_verify(Prompt(id="p", answer=one), said) for one in "123"] == [0.0] * 3
     assert math_verify(Prompt(id="p", answer="2"), "\\boxed{\\boxed{2}}") == 1.0
+
+
+def test_several_answers_may_have_words_between_their_boxes() -> None:
+    said = "The smaller root is \\boxed{1}, and the larger one is \\boxed{2}."
+    assert math_verify(Prompt(id="p", answer="1, 2"), said) == 1.0
+    assert [math_verify(Prompt(id="p", answer=one), said) for one in ("1", "1, 3", "1,000")] == [0.0] * 3
 
 
 AS_MATHEMATICS = [

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from lightning.pytorch import Callback, LightningModule, Trainer
 
 from app.cli import main
 from app.cli.runs.continued import found_again
@@ -75,6 +76,19 @@ def test_a_launch_that_is_refused_leaves_the_configuration(run: Path) -> None:
     fit("--run_dir=run", "--ckpt_path=last", "--trainer.max_steps=3", "--model.optimizer.lr=0.5")
     assert yaml.safe_load((run / "config.yaml").read_text())["model"]["init_args"]["optimizer"]["init_args"]["lr"] == 0.5
     assert not list(run.glob("*.part"))
+
+
+class CutShort(Callback):
+    """Stands for a long validation at the start of training, which is interrupted."""
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        raise ValueError("cut short")
+
+
+def test_what_is_cut_short_at_the_start_of_training_has_its_configuration(run: Path) -> None:
+    with pytest.raises(ValueError, match="cut short"):
+        fit("--run_dir=other", "--trainer.max_steps=2", f"--trainer.callbacks+={__name__}.CutShort")
+    assert Path("other/config.yaml").exists()
 
 
 def test_of_checkpoints_that_are_not_there_nothing_is_known(tmp_path: Path) -> None:
