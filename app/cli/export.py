@@ -22,7 +22,7 @@ import yaml
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
 
-from app.cli.runs.run_directory import run_of
+from app.cli.runs.run_directory import naming, run_of
 from app.hub import check_reachable
 from app.strategies.checkpoint.checkpoints import MANIFEST_FILE, CheckpointError
 from app.strategies.checkpoint.trainer_state import ADAPTER_FILE, CONFIGURATIONS, GENERATION_FILE, SavedModel
@@ -55,7 +55,8 @@ def run(arguments: argparse.Namespace) -> None:
     tokenizer, why = _tokenizer_of_run(run_of(ckpt))
     tokenizer = arguments.tokenizer or tokenizer
     place, images = _images_of_run(run_of(ckpt), tokenizer)
-    export(ckpt, arguments.out, arguments.model, dtype, tokenizer, arguments.adapter, images=images)
+    with naming(arguments.out, "--out"):
+        export(ckpt, arguments.out, arguments.model, dtype, tokenizer, arguments.adapter, images=images)
     size = sum(file.stat().st_size for file in arguments.out.iterdir())
     print(f"{arguments.out}: {size / 2**20:.1f} MiB, of {ckpt}")
     print(f"tokenizer: {tokenizer or f'none{why}; --tokenizer NAME puts one beside the weights'}")

@@ -19,6 +19,7 @@ import argparse
 from pathlib import Path
 from typing import get_args
 
+from app.cli.runs.run_directory import naming
 from callbacks.report.callback import PAGE
 from datamodules.conversations.tokens import Workload
 
@@ -63,6 +64,7 @@ def run(arguments: argparse.Namespace) -> None:
     alone = len(paths) == 1 and live[0]
     name = paths[0].absolute().name.split(".")[0]
     out: Path = arguments.out or (paths[0] / PAGE if alone else Path("runs") / "look" / f"{name}.html")
-    out.parent.mkdir(parents=True, exist_ok=True)
-    write_page(found, out)
+    with naming(out, "--out"):
+        out.parent.mkdir(parents=True, exist_ok=True)
+        write_page(found, out)
     print(f"{out}: {out.stat().st_size / 2**20:.1f} MiB, opens offline")

@@ -25,6 +25,7 @@ from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 
+from app.cli.runs.run_directory import naming
 from datamodules.inference.sglang.client import is_loopback
 from datamodules.inference.sglang.launcher import (
     API_KEY_VARIABLE,
@@ -53,12 +54,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--port", type=int, default=0, help="of the first server, the others follow (default: free ones)"
     )
-    parser.add_argument("--device", default="auto", choices=("auto", "cuda", "cpu"))
-    parser.add_argument("--dtype", default="auto", choices=("auto", "float32", "bfloat16", "float16"))
+    parser.add_argument(
+        "--device", default="auto", choices=("auto", "cuda", "cpu"), help="auto: a GPU where there is one"
+    )
+    parser.add_argument(
+        "--dtype",
+        default="auto",
+        choices=("auto", "float32", "bfloat16", "float16"),
+        help="of the weights; auto: the model's own on a CPU, on a GPU half precision of a float32 model",
+    )
     parser.add_argument("--context", type=int, metavar="TOKENS", help="longest request (default: the model's limit)")
     parser.add_argument("--max_concurrent", type=int, metavar="N", help="requests a server runs (default: SGLang's)")
     parser.add_argument("--kv_cache_tokens", type=int, metavar="TOKENS", help="of a server (default on CPU: 65536)")
-    parser.add_argument("--first_gpu", type=int, default=0, metavar="N")
+    parser.add_argument("--first_gpu", type=int, default=0, metavar="N", help="of the first server (default: 0)")
     parser.add_argument("--tensor_parallel", type=int, default=1, metavar="N", help="GPUs of one server")
     parser.add_argument("--num_threads", type=int, metavar="N", help="CPU threads of one server")
     parser.add_argument("--seed", type=int, default=0, help="of sampling")
@@ -100,6 +108,8 @@ def _processes(args: argparse.Namespace) -> list[ServerProcess]:
         arguments=tuple(args.arguments),
     )
     logs = Path(args.log_dir or Path("runs") / "serve" / datetime.now().strftime("%Y-%m-%d_%H-%M-%S"))
+    with naming(logs, "--log_dir"):
+        logs.mkdir(parents=True, exist_ok=True)
     context = args.context or _limit(Path(args.model))
     options = launch.options(str(Path(args.model).absolute()), context, None, args.seed, args.max_concurrent)
     return [

@@ -157,14 +157,25 @@ def disk_trouble(error: BaseException) -> str | None:
 
 
 @contextmanager
-def naming(path: Path) -> Iterator[None]:
-    """Around writing `path`: trouble with the disk is an error that names it."""
+def naming(path: Path, option: str = "") -> Iterator[None]:
+    """Around writing `path`: trouble with the disk is an error that names it; and the `option` that chooses it, where
+    the trouble is there, and not with something that is read meanwhile."""
     try:
         yield
     except OSError as error:
-        if disk_trouble(error) is None:
+        if disk_trouble(error) is None or (option and not _is_of(error.filename, path.absolute())):
             raise
-        raise RunDirectoryError(_what_is_wrong(error, path)) from error
+        raise RunDirectoryError((f"{option}: " if option else "") + _what_is_wrong(error, path)) from error
+
+
+def _is_of(filename: str | None, path: Path) -> bool:
+    """Whether a file that the system names is `path`, in or above it, or what is made beside it to take its place."""
+    if filename is None:
+        return True
+    place = Path(filename).absolute()
+    if path.is_relative_to(place):
+        return True
+    return place.is_relative_to(path.parent) and path.name in place.relative_to(path.parent).parts[0]
 
 
 def _what_is_wrong(error: Exception, path: Path | None) -> str:

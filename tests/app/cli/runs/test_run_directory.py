@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import socket
@@ -12,8 +13,9 @@ from pathlib import Path
 import pytest
 
 from app.cli import main
-from app.cli.runs.run_directory import LOCK_FILE, RunDirectory, RunDirectoryError, run_of
+from app.cli.runs.run_directory import LOCK_FILE, RunDirectory, RunDirectoryError, naming, run_of
 from tests.app.cli.test_cli import CONFIG
+from tests.app.cli.verbs.test_look import made_run
 
 _HOLD = "from pathlib import Path; from app.cli.runs.run_directory import RunDirectory; held = RunDirectory(Path('here'));"
 
@@ -145,3 +147,34 @@ def test_a_full_disk_elsewhere_is_one_line_too(capsys: pytest.CaptureFixture[str
     Path("here").mkdir()
     Path("here/summary.json").symlink_to("/dev/full")
     assert "No space left on device; free space there" in refusal(capsys, "--run_dir", "here")
+
+
+@pytest.mark.parametrize(
+    ("named", "is_of_it"),
+    [("out/page.html", True), ("out/.page.html-3vh9/model", True), ("out", True), (None, True), ("out/other", False)],
+)
+def test_the_option_that_chose_a_place_is_named_for_trouble_there_alone(named: str | None, is_of_it: bool) -> None:
+    refused = OSError(errno.EROFS, "Read-only file system", named)
+    with pytest.raises(OSError if not is_of_it else RunDirectoryError) as told, naming(Path("out/page.html"), "--out"):
+        raise refused
+    assert (told.value is refused) != is_of_it
+    if is_of_it:
+        assert str(told.value) == "--out: out/page.html: Read-only file system; choose a directory that can be written"
+
+
+@pytest.mark.parametrize(
+    ("args", "option"),
+    [(["look", "run", "--out", "page.html"], "--out"), (["serve", "--model", ".", "--log_dir", "logs"], "--log_dir")],
+)
+def test_commands_name_the_option_of_a_place_that_cannot_be_written(
+    args: list[str], option: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError(errno.EROFS, "Read-only file system", args[-1])
+
+    made_run(Path("run"), 0.5)
+    Path("config.json").write_text("{}")
+    monkeypatch.setattr(Path, "mkdir", refuse)
+    with pytest.raises(SystemExit) as ended:
+        main(args)
+    assert ended.value.code == 2 and f"{option}: {args[-1]}: Read-only file system;" in capsys.readouterr().err
