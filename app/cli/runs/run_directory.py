@@ -39,6 +39,7 @@ _DISK_TROUBLE = {
     errno.ESTALE: "look at the network file system",
     errno.ENAMETOOLONG: "choose a shorter path",
 }
+_IN_THE_WAY = (FileExistsError, NotADirectoryError, IsADirectoryError)
 
 
 class RunDirectoryError(RuntimeError):
@@ -159,11 +160,12 @@ def disk_trouble(error: BaseException) -> str | None:
 @contextmanager
 def naming(path: Path, option: str = "") -> Iterator[None]:
     """Around writing `path`: trouble with the disk is an error that names it; and the `option` that chooses it, where
-    the trouble is there, and not with something that is read meanwhile."""
+    the trouble is there, and not with something that is read meanwhile. With an option, so is what is in the way."""
     try:
         yield
     except OSError as error:
-        if disk_trouble(error) is None or (option and not _is_of(error.filename, path.absolute())):
+        known = disk_trouble(error) is not None or (option and isinstance(error, _IN_THE_WAY))
+        if not known or (option and not _is_of(error.filename, path.absolute())):
             raise
         raise RunDirectoryError((f"{option}: " if option else "") + _what_is_wrong(error, path)) from error
 
@@ -182,6 +184,8 @@ def _what_is_wrong(error: Exception, path: Path | None) -> str:
     if not isinstance(error, OSError):
         return f"{str(path)!r}: {error}; name another directory"
     place = path if path is not None else error.filename if error.filename is not None else "a file of the run"
-    if isinstance(error, FileExistsError | NotADirectoryError):
+    if isinstance(error, IsADirectoryError):
+        return f"{place} is a directory; name a file"
+    if isinstance(error, _IN_THE_WAY):
         return f"{place} cannot be made, a file is in the way; name another directory"
     return f"{place}: {error.strerror}; {_DISK_TROUBLE.get(error.errno or 0, 'name another directory')}"

@@ -178,3 +178,14 @@ def test_commands_name_the_option_of_a_place_that_cannot_be_written(
     with pytest.raises(SystemExit) as ended:
         main(args)
     assert ended.value.code == 2 and f"{option}: {args[-1]}: Read-only file system;" in capsys.readouterr().err
+
+
+def test_what_is_in_the_way_is_named_with_the_option(capsys: pytest.CaptureFixture[str]) -> None:
+    made_run(Path("run"), 0.5)
+    Path("afile").touch()
+    Path("afolder").mkdir()
+    for out, words in (("afile/page.html", "afile/page.html cannot be made, a file is in"), ("afolder", "is a directory")):
+        with pytest.raises(SystemExit) as ended:
+            main(["look", "run", "--out", out])
+        said = capsys.readouterr().err
+        assert ended.value.code == 2 and f"--out: {out}" in said and words in said, said
