@@ -262,7 +262,7 @@ def _markdown(result: dict[str, Any]) -> str:
         return "\n".join(lines) + "\n"
     lines += [
         f"{result['ranks']} ranks, {result['parameters'] / 1e6:.1f} M parameters; one step (forward and backward of two"
-        " rows, exchange, AdamW); bytes sent a parameter and rank.",
+        " rows, exchange, AdamW or Muon); bytes sent a parameter and rank.",
         "",
         "| system | seconds | spread | bytes | ideal | bytes / ideal |",
         "|---|---|---|---|---|---|",
