@@ -423,10 +423,9 @@ class WholeShard(Shard):
     def sum_gradients(self) -> Tensor:
         """Collective: the sum over all groups, of the whole parameter and flat; nothing on ranks that do not own it."""
         own = super().sum_gradients()
+        together = self._gather(self.master)
         for whole in self.stepped:
-            whole.view(-1).copy_(self._gather(self.master))
-        if not self.stepped:
-            self._gather(self.master)
+            whole.view(-1).copy_(together)
         self._together = True
         return self._gather(own)
 
@@ -447,6 +446,7 @@ class WholeShard(Shard):
         return [shard.view(self._shape) for _ in self.stepped]
 
     def _gather(self, own: Tensor) -> Tensor:
+        """Collective: all parts of what each rank has for its rows, flat; nothing on ranks that do not own it."""
         part = own.new_zeros(self._most)
         part[: own.numel()].copy_(own)
         every = self._group.gather_to(self._place, part, self.names[0])
