@@ -11,7 +11,8 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-_KEYS = ("OPENAI_API_KEY", "ANTHROPIC_API_KEY", "GEMINI_API_KEY")
+KEYS = ("OPENAI_API_KEY", "ANTHROPIC_API_KEY", "GEMINI_API_KEY")
+"""Variables in which they look for one."""
 _NO_KEY = "no-key-was-there-at-the-import"  # a provider quotes its ends where such a client asks after all
 
 
@@ -19,7 +20,7 @@ _NO_KEY = "no-key-was-there-at-the-import"  # a provider quotes its ends where s
 def no_keys_needed() -> Iterator[None]:
     """In the block modules can be imported that make such clients; keys that are there stay, the others are gone after
     it."""
-    missing = [name for name in _KEYS if name not in os.environ]
+    missing = [name for name in KEYS if name not in os.environ]
     os.environ.update(dict.fromkeys(missing, _NO_KEY))
     try:
         yield

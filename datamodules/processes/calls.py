@@ -17,7 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from datamodules.processes.deadline import Held
-from datamodules.processes.foreign import print_traceback
+from datamodules.processes.foreign import described, print_traceback
+from datamodules.processes.forks import Forks
 from datamodules.processes.guarded import LOG_BYTES, OverMemory, end_all
 from datamodules.processes.limits import memory_limit, tell_hidden
 from datamodules.processes.process import Garbled, WorkerProcess
@@ -143,6 +144,7 @@ class ProcessCalls(Calls):
             machine's, at least 1000.
         keep_environment: environment variables they may see though their names look like secrets.
         once: a process answers one call, and ends with all that it has left running.
+        forks: start the processes; None for programs of their own.
 
     Attributes:
         logs: directory for what the functions print, a file a process that keeps about the last megabyte; None for
@@ -159,6 +161,7 @@ class ProcessCalls(Calls):
         memory_mb: float | None = None,
         keep_environment: Sequence[str] | None = None,
         once: bool = False,
+        forks: Forks | None = None,
     ) -> None:
         self._pickled = functions if isinstance(functions, bytes) else pickled_functions(functions)
         self._names = [] if isinstance(functions, bytes) else list(functions)
@@ -166,6 +169,7 @@ class ProcessCalls(Calls):
         self._memory_bytes = memory_limit(memory_mb, workers)
         self._keep = tuple(keep_environment or ())
         self._once = once
+        self._forks = forks
         self._loop: asyncio.AbstractEventLoop | None = None
         self._idle: list[WorkerProcess] = []
         self._all: set[WorkerProcess] = set()
@@ -225,7 +229,8 @@ class ProcessCalls(Calls):
 
     def stop(self) -> None:
         """Ends all processes; calls under way and those that wait raise CallFailed. The next call starts others."""
-        end_all(self._all)
+        nursery = self._forks.leave() if self._forks is not None else None
+        end_all(self._all if nursery is None else [*self._all, nursery])
         self._under_way.stop()
         self._all.clear()
         self._idle.clear()
@@ -237,10 +242,7 @@ class ProcessCalls(Calls):
                 return one
             self._all.discard(one)
             await one.end()
-        try:
-            one = WorkerProcess(self._pickled, self._memory_bytes, self._keep, self._log())
-        except OSError as error:
-            raise CallFailed(f"no process can be started: {error}") from error
+        one = await self._started()
         self._all.add(one)
         try:
             await one.greet(_START_S)
@@ -252,6 +254,18 @@ class ProcessCalls(Calls):
                 raise CallFailed(f"its process {ended} before it was ready: {why}") from error
             raise
         return one
+
+    async def _started(self) -> WorkerProcess:
+        while True:
+            starter = None
+            try:
+                if self._forks is not None:
+                    starter = await self._forks.starter(self._keep, self.logs and self.logs / "imports.log")
+                return WorkerProcess(self._pickled, self._memory_bytes, self._keep, self._log(), starter)
+            except OSError as error:
+                if starter is None or self._forks is None:
+                    raise CallFailed(f"no process can be started: {error}") from error
+                await self._forks.lose(starter, described(error))
 
     def _log(self) -> Path | None:
         """A file that no process writes."""

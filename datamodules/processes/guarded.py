@@ -2,7 +2,8 @@
 
 Promises: it does not see the trainer's secrets, standard streams or open files, and ends with the trainer, however that
 does; `kill` and `end` leave nothing of it and of what it started. Where somebody kills its guardian, that is found by a
-mark in the environment, unless it took that away. Waits let the event loop go on; their deadlines are the callers'.
+mark in the environment, unless it took that away, or by the nursery that forked it. Waits let the event loop go on;
+their deadlines are the callers'.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import asyncio
 import json
 import os
 import pickle
+import select
 import signal
 import socket
 import subprocess
@@ -20,7 +22,7 @@ import uuid
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from datamodules.processes import guardian
 from datamodules.processes.limits import environment
@@ -35,15 +37,41 @@ class OverMemory(RuntimeError):
     """The process and what it started hold more memory than they may."""
 
 
+class Guardian(Protocol):
+    """A guardian that was started, as the trainer has it in hand. Neither raises where it is gone."""
+
+    def go_on(self) -> None:
+        """Wakes it where somebody has stopped it."""
+
+    def kill(self) -> None:
+        """Ends it now, in whatever it does."""
+
+
+class Starter(Protocol):
+    """What starts guardians."""
+
+    def start(self, descriptors: Sequence[int], memory_bytes: int, environment: Mapping[str, str]) -> Guardian:
+        """Starts one.
+
+        Args:
+            descriptors: which it takes over: of the worker's socket, of its own, and of the log.
+            memory_bytes: see `GuardedProcess`.
+            environment: for it and the worker.
+
+        Raises OSError: it cannot be started.
+        """
+
+
 class GuardedProcess:
     """A process that runs a program of this package, or what that turns into.
 
     Args:
         program: name of a module with a function `main(connection, setup)`.
         setup: for it; it is pickled.
-        memory_bytes: most memory of the process with all it started.
+        memory_bytes: most memory of the process with all it started; 0 for any.
         keep_environment: variables that it may see though their names look like secrets.
         log: file that its standard output and error go to, about the last megabyte of them; None for nowhere.
+        starter: starts its guardian; None for a program of its own.
 
     Attributes:
         log: as given.
@@ -59,6 +87,7 @@ class GuardedProcess:
         memory_bytes: int,
         keep_environment: Sequence[str] = (),
         log: Path | None = None,
+        starter: Starter | None = None,
     ) -> None:
         self.log = log
         self._memory_bytes = memory_bytes
@@ -67,17 +96,13 @@ class GuardedProcess:
         self._mark = uuid.uuid4().hex
         self._channel, theirs = socket.socketpair()
         self._control, control = socket.socketpair()
-        numbers = [theirs.fileno(), control.fileno(), os.getpid(), memory_bytes, LOG_BYTES]
+        self._has_spoken = False  # the guardian, which it does when nothing is left
         try:
             with theirs, control, open(_log_file(log), "a+b", buffering=0) as written:
-                self._process = subprocess.Popen(
-                    [sys.executable, guardian.__file__, *map(str, numbers)],
-                    stdin=subprocess.DEVNULL,
-                    stdout=written,
-                    stderr=written,
-                    pass_fds=numbers[:2],
-                    env={**environment(keep_environment), _MARK: self._mark},
-                    start_new_session=True,
+                self._guardian = (starter or _Spawning()).start(
+                    [theirs.fileno(), control.fileno(), written.fileno()],
+                    memory_bytes,
+                    {**environment(keep_environment), _MARK: self._mark},
                 )
         except OSError:
             self._channel.close()
@@ -137,19 +162,17 @@ class GuardedProcess:
         """Has its guardian end it, itself and what else there is, and does not wait for that."""
         with suppress(OSError):
             self._control.shutdown(socket.SHUT_WR)
-            self._process.send_signal(signal.SIGCONT)  # somebody may have stopped it
+            self._guardian.go_on()
 
     def kill(self) -> None:
         """Ends the process and whatever it started at once. Idempotent."""
         if self._channel.fileno() < 0:
             return
         self.signal_end()
-        with suppress(subprocess.TimeoutExpired):
-            self._process.wait(_END_S)
-        self._process.kill()  # its end is the worker's too
-        with suppress(subprocess.TimeoutExpired):
-            self._process.wait(1.0)
-        if self._process.returncode != 0:  # it could not end what it was to end
+        self._hear_out(_END_S)
+        self._guardian.kill()  # its end is the worker's too
+        self._hear_out(_GONE_S)
+        if not self._has_spoken:  # it could not end what it was to end
             _sweep(self._mark)
         for one in (self._channel, self._control):
             if self._loop is not None and not self._loop.is_closed():
@@ -168,9 +191,53 @@ class GuardedProcess:
 
     def _heard(self, words: bytes) -> None:
         self._end = json.loads(words) if words else {}
+        self._has_spoken |= bool(words)
+
+    def _hear_out(self, seconds: float) -> None:
+        """Waits until the guardian has left its end of the socket, and lets nothing else go on."""
+        ends = time.monotonic() + seconds
+        waiting = select.poll()
+        waiting.register(self._control, select.POLLIN)
+        with suppress(OSError):
+            while waiting.poll(max(0.0, ends - time.monotonic()) * 1000):
+                if not self._control.recv(4096):
+                    return
+                self._has_spoken = True
 
     def _over(self, held: int) -> str:
         return f"{held / 1e6:.0f} MB of {self._memory_bytes / 1e6:.0f} MB"
+
+
+class _Spawning:
+    """Starts guardians as programs of their own."""
+
+    def start(self, descriptors: Sequence[int], memory_bytes: int, environment: Mapping[str, str]) -> Guardian:
+        *sockets, log = descriptors
+        numbers = [*sockets, os.getpid(), memory_bytes, LOG_BYTES]
+        return _Spawned(
+            subprocess.Popen(
+                [sys.executable, guardian.__file__, *map(str, numbers)],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                pass_fds=sockets,
+                env=environment,
+                start_new_session=True,
+            )
+        )
+
+
+class _Spawned:
+    def __init__(self, process: subprocess.Popen[bytes]) -> None:
+        self._process = process
+
+    def go_on(self) -> None:
+        self._process.send_signal(signal.SIGCONT)
+
+    def kill(self) -> None:
+        self._process.kill()
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(_GONE_S)
 
 
 def end_all(processes: Iterable[GuardedProcess]) -> None:

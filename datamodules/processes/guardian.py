@@ -1,13 +1,14 @@
 """The program of a worker's guardian: it forks the worker, watches it, and ends it with everything it started.
 
-    python guardian.py CHANNEL CONTROL TRAINER MEMORY_BYTES LOG_BYTES
+    python guardian.py CHANNEL CONTROL PARENT MEMORY_BYTES LOG_BYTES
 
 Promises: it runs nothing foreign and waits nowhere, so that it acts whatever the worker does, inside C code too. It
-ends the worker when the trainer says so (closes CONTROL) or is gone, and when the worker and its children together hold
-more than MEMORY_BYTES. What the worker started ends with the worker, in a session of its own or not: orphans become the
-guardian's children (Linux). If the guardian itself is killed, the kernel kills the worker. Before it ends it writes
-one line of JSON to CONTROL: `{"code": ...}` of a worker that ended by itself, or `{"memory": bytes}`. A log that grows
-too long loses its beginning, never its end or its order, whoever writes meanwhile.
+ends the worker when the trainer says so (closes CONTROL), when its parent (the trainer, or a nursery) is gone, and when
+the worker and its children together hold more than MEMORY_BYTES. What the worker started ends with the worker, in a
+session of its own or not: orphans become the guardian's children (Linux). If the guardian itself is killed, the kernel
+kills the worker. Before it ends it writes one line of JSON to CONTROL: `{"code": ...}` of a worker that ended by
+itself, or `{"memory": bytes}`. A log that grows too long loses its beginning, never its end or its order, whoever
+writes meanwhile.
 
 Standard library alone, and little of it: each worker has one.
 """
@@ -31,26 +32,26 @@ from contextlib import suppress
 from typing import Any
 
 LENGTH = struct.Struct("!Q")  # before each message to the worker
-_TICK_S = 0.1  # how often memory, log and trainer are looked at
+_TICK_S = 0.1  # how often memory, log and parent are looked at
 _SWEEP_S = 5.0
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 _COLLAPSE_RANGE = 0x08  # of fallocate(2)
 _LEFT_OUT = b"(what was written before is left out)\n"
 
 
-def main(channel: int, control: int, trainer: int, memory_bytes: int, log_bytes: int) -> None:
+def main(channel: int, control: int, parent: int, memory_bytes: int, log_bytes: int) -> None:
     """Does not return.
 
     Args:
         channel: descriptor of the worker's end of its socket.
         control: descriptor of the guardian's end of its own.
-        trainer: process id of the parent.
-        memory_bytes: most memory of the worker with all it started.
+        parent: process id of what started this one, and has to live.
+        memory_bytes: most memory of the worker with all it started; 0 for any.
         log_bytes: size at which standard output, where it is a file, loses its beginning.
     """
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # sent to whole groups; the trainer decides
         signal.signal(number, ignore)  # not SIG_IGN, which the worker's own children would inherit
-    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+    adopt_orphans()
     guardian = os.getpid()
     worker = os.fork()
     if worker == 0:
@@ -61,7 +62,7 @@ def main(channel: int, control: int, trainer: int, memory_bytes: int, log_bytes:
         os.setsid()
         _become_worker(channel)
     os.close(channel)
-    end = _watch(worker, control, trainer, memory_bytes, log_bytes)
+    end = _watch(worker, control, parent, memory_bytes, log_bytes)
     _sweep(worker)
     with suppress(OSError):
         os.write(control, json.dumps(end).encode() + b"\n")
@@ -86,11 +87,12 @@ def _become_worker(channel: int) -> None:
 
 def read_message(connection: socket.socket) -> bytes:
     """The next message to the worker. Raises EOFError at the end."""
-    (length,) = LENGTH.unpack(_exactly(connection, LENGTH.size))
-    return _exactly(connection, length)
+    (length,) = LENGTH.unpack(read_exactly(connection, LENGTH.size))
+    return read_exactly(connection, length)
 
 
-def _exactly(connection: socket.socket, count: int) -> bytes:
+def read_exactly(connection: socket.socket, count: int) -> bytes:
+    """So many bytes. Raises EOFError where there are fewer."""
     data = bytearray()
     while len(data) < count:
         more = connection.recv(min(count - len(data), 1 << 20))
@@ -100,7 +102,7 @@ def _exactly(connection: socket.socket, count: int) -> bytes:
     return bytes(data)
 
 
-def _watch(worker: int, control: int, trainer: int, memory_bytes: int, log_bytes: int) -> dict[str, Any]:
+def _watch(worker: int, control: int, parent: int, memory_bytes: int, log_bytes: int) -> dict[str, Any]:
     """Until the worker has ended or has to; says which."""
     woken, wakes = os.pipe()
     for end in (woken, wakes):
@@ -110,9 +112,9 @@ def _watch(worker: int, control: int, trainer: int, memory_bytes: int, log_bytes
     while True:
         if (code := _reap(worker)) is not None:
             return {"code": code}
-        if os.getppid() != trainer:
+        if os.getppid() != parent:
             return {}
-        if (used := _memory(memory_bytes)) > memory_bytes:
+        if memory_bytes and (used := _memory(memory_bytes)) > memory_bytes:
             return {"memory": used}
         _bound_log(1, log_bytes)
         ready, _, _ = select.select([control, woken], [], [], _TICK_S)
@@ -138,7 +140,7 @@ def _sweep(worker: int) -> None:
     with suppress(OSError):  # where orphans are not ours
         os.killpg(worker, signal.SIGKILL)
     while time.monotonic() < ends:
-        for pid in _descendants(os.getpid()):
+        for pid in descendants(os.getpid()):
             with suppress(OSError):
                 os.kill(pid, signal.SIGKILL)
         try:
@@ -149,28 +151,32 @@ def _sweep(worker: int) -> None:
         time.sleep(0.002)
 
 
-def _descendants(pid: int) -> Iterator[int]:
-    """Children, theirs and so on, of all threads. Nothing where /proc does not tell."""
+def descendants(pid: int) -> Iterator[int]:
+    """Children, theirs and so on."""
     left = [pid]
     while left:  # no recursion: a chain of processes may be longer than that goes deep
-        parent = left.pop()
+        found = list(children(left.pop()))
+        yield from found
+        left += found
+
+
+def children(pid: int) -> Iterator[int]:
+    """Of all threads of a process. Nothing where /proc does not tell."""
+    try:
+        threads = os.listdir(f"/proc/{pid}/task")
+    except OSError:
+        return
+    for thread in threads:
         try:
-            threads = os.listdir(f"/proc/{parent}/task")
+            with open(f"/proc/{pid}/task/{thread}/children") as file:
+                yield from map(int, file.read().split())
         except OSError:
             continue
-        for thread in threads:
-            try:
-                with open(f"/proc/{parent}/task/{thread}/children") as file:
-                    children = [int(one) for one in file.read().split()]
-            except OSError:
-                continue
-            yield from children
-            left += children
 
 
 def _memory(limit: int) -> int:
     """Bytes that the worker and what it started hold; exact where they are near the limit."""
-    pids = list(_descendants(os.getpid()))
+    pids = list(descendants(os.getpid()))
     used = sum(resident(pid) for pid in pids)
     if used > limit and len(pids) > 1:  # what forks share is counted in each of them
         return sum(_proportional(pid) for pid in pids)
@@ -234,6 +240,11 @@ def _move_to_front(file: int, begin: int) -> None:
 
 def ignore(number: int, frame: object) -> None:
     pass
+
+
+def adopt_orphans() -> None:
+    """What is left without a parent below this process becomes its child."""
+    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
 def _prctl(what: int, value: int) -> None:

@@ -17,7 +17,7 @@ from typing import Any
 
 from datamodules.processes import worker
 from datamodules.processes.deadline import deadline
-from datamodules.processes.guarded import GuardedProcess, OverMemory, framed
+from datamodules.processes.guarded import GuardedProcess, OverMemory, Starter, framed
 
 
 class Garbled(RuntimeError):
@@ -32,6 +32,7 @@ class WorkerProcess(GuardedProcess):
         memory_bytes: most memory of the process with all it started.
         keep_environment: variables that it may see though their names look like secrets.
         log: file that its standard output and error go to, about the last megabyte of them; None for nowhere.
+        starter: see `GuardedProcess`.
 
     Attributes:
         answers: calls it has answered.
@@ -43,7 +44,12 @@ class WorkerProcess(GuardedProcess):
     """
 
     def __init__(
-        self, function: bytes, memory_bytes: int, keep_environment: Sequence[str] = (), log: Path | None = None
+        self,
+        function: bytes,
+        memory_bytes: int,
+        keep_environment: Sequence[str] = (),
+        log: Path | None = None,
+        starter: Starter | None = None,
     ) -> None:
         setup = {
             "argv": list(sys.argv),
@@ -51,7 +57,7 @@ class WorkerProcess(GuardedProcess):
             "function": function,
             "memory_bytes": memory_bytes,
         }
-        super().__init__(worker.__name__, setup, memory_bytes, keep_environment, log)
+        super().__init__(worker.__name__, setup, memory_bytes, keep_environment, log, starter)
         self.answers = 0
         self._received = bytearray()
         self._asked = self._next = 0

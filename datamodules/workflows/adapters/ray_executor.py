@@ -179,13 +179,12 @@ class RayExecutor:
         workers: int,
         memory_mb: float | None = None,
         keep_environment: Sequence[str] | None = None,
-        once: bool = True,
         held_out: bool = False,
     ) -> RayCalls:
-        """As `ProcessCalls`, there. Every call has a process of its own, whatever `once` says.
+        """As `ProcessCalls`, there. Every call has a process of its own.
 
         Args:
-            functions, workers, memory_mb, keep_environment, once: see `ProcessCalls`.
+            functions, workers, memory_mb, keep_environment: see `ProcessCalls`.
             held_out: of validation, whose calls ask for no CPUs.
 
         Raises ValueError: a function that another process, or another machine, cannot import.

@@ -18,30 +18,48 @@ import re
 import shlex
 import shutil
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
 import aiohttp
 
-from app.clients import no_keys_needed
+from app.clients import KEYS, no_keys_needed
 from datamodules.processes.calls import CallFailed, Calls, ProcessCalls
 from datamodules.processes.commands import run_command
 from datamodules.processes.deadline import Held
 from datamodules.processes.environment import InEnvironment
 from datamodules.processes.foreign import described, place
+from datamodules.processes.forks import Forks
 from datamodules.prompts.base import Prompt
 from datamodules.workflows.adapters.ray_executor import RayExecutor
 from datamodules.workflows.calling import within
 
 _log = logging.getLogger(__name__)
 _NO_TRACES = "OPENAI_AGENTS_DISABLE_TRACING"
-_OTHERS = {"OPENAI_API_BASE": "/v1", "OPENAI_API_BASE_URL": "/v1", "ANTHROPIC_API_BASE": "", "ANTHROPIC_API_URL": ""}
-"""Where LangChain's clients, litellm and CAMEL look for an address first, LlamaIndex for no other, and what they want
-behind it."""
+_ADDRESSES = {
+    "OPENAI_BASE_URL": "/v1",
+    "ANTHROPIC_BASE_URL": "",  # its clients append /v1 by themselves
+    "GOOGLE_GEMINI_BASE_URL": "",  # and /v1beta
+    # Where LangChain's clients, litellm and CAMEL look first, LlamaIndex at no other.
+    **{"OPENAI_API_BASE": "/v1", "OPENAI_API_BASE_URL": "/v1", "ANTHROPIC_API_BASE": "", "ANTHROPIC_API_URL": ""},
+}
+"""Variables in which clients look for an address, and what they want behind it."""
+VARIABLES = (*_ADDRESSES, *KEYS)
+"""Which each episode has anew."""
+_NONE: tuple[str, ...] = ()
+PACKAGES = {
+    "anthropic": ("anthropic.resources.messages",),
+    "openai": ("openai.resources.chat.completions", "openai.resources.responses", "openai.lib.streaming.chat"),
+    **dict.fromkeys(("agents", "agno", "camel", "dspy", "google.genai", "haystack", "httpx", "litellm"), _NONE),
+    **dict.fromkeys(("autogen_agentchat", "autogen_core", "autogen_ext", "llama_index", "mcp", "smolagents"), _NONE),
+    **dict.fromkeys(("langchain", "langchain_anthropic", "langchain_core", "langchain_openai", "langgraph"), _NONE),
+    **dict.fromkeys(("pydantic", "pydantic_ai", "strands"), _NONE),
+}
+"""What agents are written with: imported once for all of them, with what it imports at its first use. Nothing that
+plays or draws: a generator made at an import would draw the same in each episode."""
 _MOST_SHOWN = 500  # characters of a service's refusal
 _MOST_ANSWER = 1 << 20  # bytes
 _AGAIN_S = 1.0  # between two looks at a service that went away
@@ -77,13 +95,8 @@ class Door:
         quiet = {_NO_TRACES: "1"} if _NO_TRACES not in os.environ else {}
         return {
             **quiet,
-            **{name: f"{self.address}{path}" for name, path in _OTHERS.items()},
-            "OPENAI_BASE_URL": f"{self.address}/v1",
-            "OPENAI_API_KEY": self.key,
-            "ANTHROPIC_BASE_URL": self.address,  # its clients append /v1 by themselves
-            "ANTHROPIC_API_KEY": self.key,
-            "GOOGLE_GEMINI_BASE_URL": self.address,  # and /v1beta
-            "GEMINI_API_KEY": self.key,
+            **{name: f"{self.address}{path}" for name, path in _ADDRESSES.items()},
+            **dict.fromkeys(KEYS, self.key),
         }
 
 
@@ -164,17 +177,24 @@ def agent(
             given = words
     if isinstance(given, str):
         given = _imported(given)
-    calls_of = ProcessCalls if executor is None else partial(executor.calls, held_out=held_out)
+    limits = (workers, memory_mb, keep_environment)
+
+    def calls_of(function: Callable[..., Any], packages: Mapping[str, Sequence[str]]) -> Calls:
+        if executor is not None:
+            return executor.calls({"agent": function}, *limits, held_out=held_out)
+        forks = Forks(packages, VARIABLES)
+        return ProcessCalls({"agent": function}, *limits, once=True, forks=forks)
+
     if callable(given):
         _check_takes_a_task(given)
         try:
-            calls = calls_of({"agent": InEnvironment(given)}, workers, memory_mb, keep_environment, once=True)
+            calls = calls_of(InEnvironment(given), PACKAGES)
         except ValueError as error:
             raise ValueError(f"{error}; define it at the top of a module") from error
         return FunctionAgent(calls)
     if not given or not all(isinstance(word, str) and word for word in given):
         raise ValueError(f"{given!r} is no command; give its words")
-    return CommandAgent(given, calls_of({"agent": run_command}, workers, memory_mb, keep_environment, once=True))
+    return CommandAgent(given, calls_of(run_command, {}))
 
 
 def _imported(name: str) -> Any:

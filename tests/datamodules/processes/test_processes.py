@@ -160,7 +160,7 @@ def test_a_long_chain_of_processes_is_followed_to_its_end(monkeypatch: pytest.Mo
     chain = {f"/proc/{pid}/task/{pid}/children": f"{pid + 1} " for pid in range(1, 3000)}
     monkeypatch.setattr(guardian.os, "listdir", lambda path: [path.split("/")[2]])
     monkeypatch.setattr(guardian, "open", lambda path: io.StringIO(chain.get(path, "")), raising=False)
-    assert list(guardian._descendants(1)) == list(range(2, 3001))
+    assert list(guardian.descendants(1)) == list(range(2, 3001))
 
 
 def test_what_is_printed_is_bounded(tmp_path: Path) -> None:

@@ -1,0 +1,102 @@
+"""Which processes are forked, and from what: for functions whose packages take longer to import than to use.
+
+Promises: modules of the user are imported by each process for itself, as ever; a package that cannot be shared, and a
+machine where nothing can be forked, cost time alone, and are told.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import sys
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
+
+from datamodules.processes.foreign import described
+from datamodules.processes.nursery import Nursery, Unfit
+
+_log = logging.getLogger(__name__)
+_READY_S = 120.0
+
+
+class Forks:
+    """A nursery from the first time on that one is needed.
+
+    Args:
+        packages: of those that this process has imported, the nursery imports what it has of them, and these modules,
+            which they import at their first use.
+        variables: names of environment variables that each process finds anew.
+    """
+
+    def __init__(self, packages: Mapping[str, Sequence[str]], variables: Collection[str]) -> None:
+        self._packages, self._variables = packages, variables
+        self._unfit: set[str] = set()
+        self._is_possible = sys.platform == "linux"
+        self._nursery: Nursery | None = None
+        self._is_ready = False
+        self._opening = asyncio.Lock()
+
+    async def starter(self, keep_environment: Sequence[str], log: Path | None) -> Nursery | None:
+        """What starts a process; None where it begins as a program of its own.
+
+        Args:
+            keep_environment, log: see `Nursery`.
+
+        Raises:
+            OSError: somebody left it meanwhile.
+        """
+        async with self._opening:
+            if self._nursery is not None and self._nursery.is_gone:
+                await self.lose(self._nursery, "it is gone")
+            while self._is_possible and not self._is_ready:
+                await self._open(keep_environment, log)
+            return self._nursery
+
+    async def lose(self, nursery: Nursery | None, why: str) -> None:
+        """Ends one that forks no more. Processes begin as programs of their own from then on."""
+        if nursery is not self._nursery:  # somebody was quicker
+            return
+        self._is_possible = self._is_ready = False
+        self._nursery = None
+        told = "processes begin as programs of their own from now on, which takes longer; what forked them %s (%s)"
+        _log.warning(told, await nursery.end(is_gone=True) if nursery is not None else "could not be started", why)
+
+    def leave(self) -> Nursery | None:
+        """The nursery, for somebody to end it with all that it has forked. The next process is forked by another."""
+        nursery, self._nursery = self._nursery, None
+        self._is_ready, self._opening = False, asyncio.Lock()
+        return nursery
+
+    async def _open(self, keep_environment: Sequence[str], log: Path | None) -> None:
+        """A nursery that is ready, or one package less, or none any more."""
+        nursery = None
+        try:
+            nursery = self._nursery = Nursery(self._modules(), self._variables, keep_environment, log)
+            await nursery.ready(_READY_S)
+            self._is_ready = True
+            return
+        except Unfit as error:
+            package = self._package(error.module)
+            self._unfit.add(package)
+            _log.info("processes import %s each for itself: %s", package, error)
+        except (EOFError, OSError) as error:
+            if nursery is not self._nursery:
+                raise BrokenPipeError("it was ended before it began") from error
+            await self.lose(nursery, described(error))
+        finally:
+            if nursery is not None and not (self._is_ready and nursery is self._nursery):
+                nursery.kill()
+                if nursery is self._nursery:
+                    self._nursery = None
+
+    def _modules(self) -> list[str]:
+        """To import, packages one after the other."""
+        found: dict[str, list[str]] = {}
+        for name in list(sys.modules):
+            if (package := self._package(name)) and package not in self._unfit:
+                found.setdefault(package, []).append(name)
+        return [name for package, names in found.items() for name in (*names, *self._packages[package])]
+
+    def _package(self, module: str) -> str:
+        """Of ours, that it is in; "" for none."""
+        return next((one for one in self._packages if f"{module}.".startswith(f"{one}.")), "")

@@ -1,0 +1,266 @@
+"""Processes that are forked: as those that begin by themselves, and quicker."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import importlib.util
+import json
+import logging
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from datamodules.processes import nursery
+from datamodules.processes.calls import CallFailed, ProcessCalls
+from datamodules.processes.forks import Forks
+from datamodules.processes.nursery import Nursery
+from datamodules.workflows.gateway.agents import PACKAGES, VARIABLES
+from tests.datamodules.processes.forked import drawn, leaves_sleepers_and_kills, loaded, seen, takes
+from tests.datamodules.processes.test_processes import ROOT, gone
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="processes are forked on Linux")
+SECONDS = 60.0
+
+
+def forked(function: Any, forks: Forks | None = None, workers: int = 2, **options: Any) -> ProcessCalls:
+    return ProcessCalls({"f": function}, workers, once=True, forks=forks or Forks({}, ()), **options)
+
+
+async def call(calls: ProcessCalls, *args: Any) -> Any:
+    return await calls.call("f", args, {}, SECONDS)
+
+
+def test_a_fork_is_what_a_program_of_its_own_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TAKEN_AWAY", "1")
+
+    async def run() -> list[dict[str, Any]]:
+        calls = [ProcessCalls({"f": seen}, 2, once=True), forked(seen, Forks({"numpy": ("wave",)}, ("MADE_UP",)))]
+        try:
+            await call(calls[1])  # from here on there is a nursery
+            monkeypatch.delenv("TAKEN_AWAY")
+            monkeypatch.setenv("COME_LATE", "1")
+            return [await call(one, "wave") for one in (*calls, calls[1])]
+        finally:
+            for one in calls:
+                one.stop()
+
+    alone, first, second = asyncio.run(run())
+    assert (alone.pop("loaded"), first.pop("loaded"), second.pop("loaded")) == ([False], [True], [True])
+    assert first.pop("inherited") == second.pop("inherited") == []
+    del alone["inherited"]
+    assert alone == first == second
+    assert alone["environment"]["COME_LATE"] == "1" and "TAKEN_AWAY" not in alone["environment"]
+
+
+def test_forks_draw_numbers_of_their_own() -> None:
+    async def run() -> list[list[float]]:
+        calls = forked(drawn, Forks({"numpy": ("numpy.random",)}, ()))
+        try:
+            return [await call(calls) for _ in range(3)]
+        finally:
+            calls.stop()
+
+    found = asyncio.run(run())
+    assert len({one for one, _ in found}) == len({other for _, other in found}) == 3
+
+
+def test_what_forks_print_is_their_own(tmp_path: Path) -> None:
+    async def run() -> None:
+        calls = forked(print)
+        calls.logs = tmp_path
+        try:
+            await asyncio.gather(*(call(calls, f"number {k}") for k in range(4)))
+        finally:
+            calls.stop()
+
+    asyncio.run(run())
+    printed = "".join(path.read_text() for path in tmp_path.glob("?.log"))
+    assert sorted(printed.splitlines()) == [f"number {k}" for k in range(4)]
+    assert (tmp_path / "imports.log").read_text() == ""
+
+
+UNFIT = {
+    "threads": "import threading, time\nthreading.Thread(target=time.sleep, args=(1000,), daemon=True).start()\n",
+    "processes": "import subprocess\nleft = subprocess.Popen(['sleep', '1000'])\n",
+    "open": "import socket\nleft = socket.socketpair()\n",
+    "MADE_UP": "import os\nvalue = os.environ.get('MADE_UP')\n",
+    "all environment": "import os\nvalue = dict(os.environ)\n",
+}
+
+
+@pytest.fixture
+def package(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A package of this content that this process thinks it has imported."""
+    name = "a_package_of_tests"
+    (tmp_path / f"{name}.py").write_text(request.param)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setitem(sys.modules, name, importlib.import_module("types"))
+    return name
+
+
+@pytest.mark.parametrize(("package", "why"), [(text, why) for why, text in UNFIT.items()], indirect=["package"])
+def test_a_package_that_cannot_be_shared_is_left_to_the_forks(
+    package: str, why: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def run() -> list[bool]:
+        calls = forked(loaded, Forks({"numpy": ("wave",), package: ()}, ("MADE_UP",)))
+        try:
+            return await call(calls, package, "wave")
+        finally:
+            calls.stop()
+
+    with caplog.at_level(logging.INFO, "datamodules.processes.forks"):
+        assert asyncio.run(run()) == [False, True]  # forked all the same
+    assert package in caplog.text and why in caplog.text and "programs of their own" not in caplog.text
+
+
+@pytest.mark.parametrize("package", ["raise RuntimeError('no key')\n"], indirect=True)
+def test_a_package_that_cannot_be_imported_is_met_by_the_forks(package: str) -> None:
+    async def run() -> Any:
+        calls = forked(importlib.import_module, Forks({"numpy": ("wave",), package: ()}, ()))
+        try:
+            with pytest.raises(CallFailed, match="no key"):
+                await call(calls, package)
+        finally:
+            calls.stop()
+
+    asyncio.run(run())
+
+
+INSTALLED = sorted(one for one in PACKAGES if importlib.util.find_spec(one.partition(".")[0]) is not None)
+
+
+@pytest.mark.parametrize("package", INSTALLED)
+def test_packages_that_agents_are_written_with_can_be_shared(package: str) -> None:
+    async def run() -> None:
+        one = Nursery([package, *PACKAGES[package]], VARIABLES)
+        try:
+            await one.ready(SECONDS)
+        finally:
+            one.kill()
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("what", ["guardian", "nursery"])
+def test_nothing_outlives_what_is_killed(tmp_path: Path, what: str, caplog: pytest.LogCaptureFixture) -> None:
+    path = tmp_path / "pids"
+
+    async def run() -> None:
+        calls = ProcessCalls({"f": leaves_sleepers_and_kills, "g": abs}, 2, once=True, forks=Forks({}, ()))
+        try:
+            with pytest.raises(CallFailed, match="its process"):
+                await call(calls, str(path), what)
+            assert gone(json.loads(path.read_text())) == []
+            assert await calls.call("g", (-3,), {}, SECONDS) == 3
+        finally:
+            calls.stop()
+
+    asyncio.run(run())
+    assert ("programs of their own" in caplog.text) == (what == "nursery")
+    assert _left() == []
+
+
+def _left() -> list[psutil.Process]:
+    return [one for one in psutil.Process().children(recursive=True) if "guardian.py" in " ".join(one.cmdline())]
+
+
+def test_forks_that_are_stopped_end_and_begin_anew() -> None:
+    async def run() -> None:
+        calls = forked(time.sleep)
+        waiting = asyncio.create_task(call(calls, 1000))
+        while len(_left()) < 3:
+            await asyncio.sleep(0.01)
+        calls.stop()
+        with pytest.raises(CallFailed, match=r"stopped|its process"):
+            await waiting
+        assert _left() == []
+        assert await call(calls, 0) is None
+        calls.stop()
+
+    asyncio.run(run())
+    assert _left() == []
+
+
+def test_stopping_while_the_nursery_imports_ends_it() -> None:
+    async def run() -> None:
+        calls = forked(time.sleep, Forks({"numpy": ("torch",)}, ()))
+        waiting = [asyncio.create_task(call(calls, 0)) for _ in range(2)]
+        while not _left():
+            await asyncio.sleep(0.01)
+        calls.stop()
+        with pytest.raises(CallFailed):
+            await waiting[0]
+        await asyncio.gather(*waiting, return_exceptions=True)
+        calls.stop()
+
+    asyncio.run(run())
+    assert _left() == []
+
+
+def test_a_fork_has_its_own_limit_of_memory() -> None:
+    async def run() -> None:
+        calls = forked(takes, memory_mb=200.0)
+        try:
+            assert await call(calls, 10) == 10**7
+            with pytest.raises(CallFailed, match="MB of 200 MB"):
+                await call(calls, 1000)
+            assert await call(calls, 10) == 10**7
+        finally:
+            calls.stop()
+
+    asyncio.run(run())
+
+
+SCRIPT = """
+import asyncio, os, signal, time
+import psutil
+from datamodules.processes.calls import ProcessCalls
+from datamodules.processes.forks import Forks
+
+async def main():
+    calls = ProcessCalls({"f": time.sleep}, 2, once=True, forks=Forks({}, ()))
+    tasks = [asyncio.create_task(calls.call("f", (1000,), {}, None)) for _ in range(2)]
+    while len(found := psutil.Process().children(recursive=True)) < 2 + 2 * 2:
+        await asyncio.sleep(0.01)
+    print(*(one.pid for one in found), flush=True)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+asyncio.run(main())
+"""
+
+
+def test_no_fork_outlives_a_trainer_that_is_killed() -> None:
+    given = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, "-c", SCRIPT], env=given, capture_output=True, text=True, timeout=500)
+    pids = [int(one) for one in done.stdout.split()]
+    assert len(pids) == 6, done.stderr
+    assert gone(pids) == []
+
+
+def test_where_nothing_can_be_forked_processes_begin_by_themselves(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refused(*_: Any) -> None:
+        raise BlockingIOError("no more processes")
+
+    async def run() -> None:
+        calls = forked(abs)
+        try:
+            with monkeypatch.context() as patch:
+                patch.setattr(nursery.GuardedProcess, "__init__", refused)
+                with pytest.raises(CallFailed, match="no process can be started"):
+                    await call(calls, -1)
+            assert [await call(calls, -k) for k in range(2)] == [0, 1]
+        finally:
+            calls.stop()
+
+    asyncio.run(run())
+    assert caplog.text.count("programs of their own") == 1
