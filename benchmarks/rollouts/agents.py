@@ -31,7 +31,7 @@ from benchmarks.common.records import write_json
 from datamodules.processes.calls import ProcessCalls
 from datamodules.processes.environment import InEnvironment
 from datamodules.processes.forks import Forks
-from datamodules.workflows.gateway.agents import PACKAGES, VARIABLES
+from datamodules.workflows.gateway.agents import VARIABLES, written_with
 
 AGENTS = {
     "nothing": (),
@@ -51,12 +51,12 @@ async def row(name: str, imports: Sequence[str], folder: Path, episodes: int, re
     module = f"agent_{name.replace('-', '_')}"
     lines = [*(f"import {one}" for one in imports), "def answer(task):", "    return 1.0"]
     (folder / f"{module}.py").write_text("\n".join([*lines, ""]))
-    function = InEnvironment(importlib.import_module(module).answer)
-    roots = {one.partition(".")[0] for one in imports}  # this process has those of earlier rows too
-    used = {package: later for package, later in PACKAGES.items() if package in roots}
+    function = importlib.import_module(module).answer
     kinds = {
-        "alone": ProcessCalls({"agent": function}, _AT_ONCE, once=True),
-        "forked": ProcessCalls({"agent": function}, _AT_ONCE, once=True, forks=Forks(used, VARIABLES)),
+        "alone": ProcessCalls({"agent": InEnvironment(function)}, _AT_ONCE, once=True),
+        "forked": ProcessCalls(
+            {"agent": InEnvironment(function)}, _AT_ONCE, once=True, forks=Forks(written_with(function), VARIABLES)
+        ),
     }
     found: dict[str, Any] = {kind: {"cpu": [], "wall": []} for kind in kinds}
     try:

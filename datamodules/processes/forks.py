@@ -7,10 +7,14 @@ machine where nothing can be forked, cost time alone, and are told.
 from __future__ import annotations
 
 import asyncio
+import inspect
 import logging
 import sys
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import cache, partial
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 from datamodules.processes.foreign import described
 from datamodules.processes.nursery import Nursery, Unfit
@@ -23,14 +27,12 @@ class Forks:
     """A nursery from the first time on that one is needed.
 
     Args:
-        packages: of those that this process has imported, the nursery imports what it has of them, and these modules,
-            which they import at their first use.
+        packages: by their names, modules of them that the nursery imports.
         variables: names of environment variables that each process finds anew.
     """
 
     def __init__(self, packages: Mapping[str, Sequence[str]], variables: Collection[str]) -> None:
-        self._packages, self._variables = packages, variables
-        self._unfit: set[str] = set()
+        self._packages, self._variables = dict(packages), variables
         self._is_possible = sys.platform == "linux"
         self._nursery: Nursery | None = None
         self._is_ready = False
@@ -71,13 +73,14 @@ class Forks:
         """A nursery that is ready, or one package less, or none any more."""
         nursery = None
         try:
-            nursery = self._nursery = Nursery(self._modules(), self._variables, keep_environment, log)
+            modules = [one for package in self._packages.values() for one in package]
+            nursery = self._nursery = Nursery(modules, self._variables, keep_environment, log)
             await nursery.ready(_READY_S)
             self._is_ready = True
             return
         except Unfit as error:
-            package = self._package(error.module)
-            self._unfit.add(package)
+            package = next(name for name, modules in self._packages.items() if error.module in modules)
+            del self._packages[package]
             _log.info("processes import %s each for itself: %s", package, error)
         except (EOFError, OSError) as error:
             if nursery is not self._nursery:
@@ -89,14 +92,51 @@ class Forks:
                 if nursery is self._nursery:
                     self._nursery = None
 
-    def _modules(self) -> list[str]:
-        """To import, packages one after the other."""
-        found: dict[str, list[str]] = {}
-        for name in list(sys.modules):
-            if (package := self._package(name)) and package not in self._unfit:
-                found.setdefault(package, []).append(name)
-        return [name for package, names in found.items() for name in (*names, *self._packages[package])]
 
-    def _package(self, module: str) -> str:
-        """Of ours, that it is in; "" for none."""
-        return next((one for one in self._packages if f"{module}.".startswith(f"{one}.")), "")
+def modules_of(function: Callable[..., Any], packages: Collection[str]) -> dict[str, list[str]]:
+    """By package, the modules of these packages that a function's own module has something of, or another module of the
+    user's that this one has something of, and so on. What they import when they are called is not seen.
+
+    Args:
+        packages: names, dots included. Those that are not installed do not count: a file of the user's, say.
+    """
+    while isinstance(function, partial):
+        function = function.func
+    function = inspect.unwrap(function)
+    begin = getattr(function, "__module__", None) or type(function).__module__
+    found: dict[str, list[str]] = {}
+    seen, left = {begin}, [begin] if begin in sys.modules else []
+    while left:
+        for value in list(vars(sys.modules[left.pop()]).values()):
+            name = value.__name__ if isinstance(value, ModuleType) else getattr(value, "__module__", None)
+            if not isinstance(name, str) or name in seen or name not in sys.modules:
+                continue
+            if name.partition(".")[0] in sys.stdlib_module_names:
+                continue
+            seen.add(name)
+            if not _is_installed(name):
+                left.append(name)
+            elif package := next((one for one in packages if f"{name}.".startswith(f"{one}.")), ""):
+                found.setdefault(package, []).extend([name] if value is not sys.modules[name] else _with_below(name))
+    return found
+
+
+def _with_below(module: str) -> list[str]:
+    """With those below it: `import langgraph.prebuilt` leaves the name of the first alone."""
+    return [one for one in list(sys.modules) if f"{one}.".startswith(f"{module}.")]
+
+
+def _is_installed(module: str) -> bool:
+    """Whether it lies where packages are installed."""
+    found = sys.modules[module]
+    folders = list(getattr(found, "__path__", ()))
+    file = getattr(found, "__file__", None) or (f"{folders[0]}/__init__.py" if folders else None)
+    if file is None:  # of C
+        return True
+    path = Path(file)
+    return _has_installed(path.parents[module.count(".") + (path.name == "__init__.py")])
+
+
+@cache
+def _has_installed(folder: Path) -> bool:
+    return next(folder.glob("*.dist-info"), None) is not None

@@ -32,7 +32,7 @@ from datamodules.processes.commands import run_command
 from datamodules.processes.deadline import Held
 from datamodules.processes.environment import InEnvironment
 from datamodules.processes.foreign import described, place
-from datamodules.processes.forks import Forks
+from datamodules.processes.forks import Forks, modules_of
 from datamodules.prompts.base import Prompt
 from datamodules.workflows.adapters.ray_executor import RayExecutor
 from datamodules.workflows.calling import within
@@ -182,19 +182,24 @@ def agent(
     def calls_of(function: Callable[..., Any], packages: Mapping[str, Sequence[str]]) -> Calls:
         if executor is not None:
             return executor.calls({"agent": function}, *limits, held_out=held_out)
-        forks = Forks(packages, VARIABLES)
-        return ProcessCalls({"agent": function}, *limits, once=True, forks=forks)
+        return ProcessCalls({"agent": function}, *limits, once=True, forks=Forks(packages, VARIABLES))
 
     if callable(given):
         _check_takes_a_task(given)
         try:
-            calls = calls_of(InEnvironment(given), PACKAGES)
+            calls = calls_of(InEnvironment(given), written_with(given))
         except ValueError as error:
             raise ValueError(f"{error}; define it at the top of a module") from error
         return FunctionAgent(calls)
     if not given or not all(isinstance(word, str) and word for word in given):
         raise ValueError(f"{given!r} is no command; give its words")
     return CommandAgent(given, calls_of(run_command, {}))
+
+
+def written_with(function: Callable[..., Any]) -> dict[str, list[str]]:
+    """By package, the modules that an agent's episodes need not import each for itself."""
+    found = modules_of(function, PACKAGES)
+    return {package: [package, *modules, *PACKAGES[package]] for package, modules in found.items()}
 
 
 def _imported(name: str) -> Any:

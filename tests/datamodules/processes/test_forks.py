@@ -41,7 +41,7 @@ def test_a_fork_is_what_a_program_of_its_own_is(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setenv("TAKEN_AWAY", "1")
 
     async def run() -> list[dict[str, Any]]:
-        calls = [ProcessCalls({"f": seen}, 2, once=True), forked(seen, Forks({"numpy": ("wave",)}, ("MADE_UP",)))]
+        calls = [ProcessCalls({"f": seen}, 2, once=True), forked(seen, Forks({"wave": ["wave"]}, ("MADE_UP",)))]
         try:
             await call(calls[1])  # from here on there is a nursery
             monkeypatch.delenv("TAKEN_AWAY")
@@ -61,7 +61,7 @@ def test_a_fork_is_what_a_program_of_its_own_is(monkeypatch: pytest.MonkeyPatch)
 
 def test_forks_draw_numbers_of_their_own() -> None:
     async def run() -> list[list[float]]:
-        calls = forked(drawn, Forks({"numpy": ("numpy.random",)}, ()))
+        calls = forked(drawn, Forks({"numpy": ["numpy.random"]}, ()))
         try:
             return [await call(calls) for _ in range(3)]
         finally:
@@ -97,11 +97,10 @@ UNFIT = {
 
 @pytest.fixture
 def package(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    """A package of this content that this process thinks it has imported."""
+    """A package of this content."""
     name = "a_package_of_tests"
     (tmp_path / f"{name}.py").write_text(request.param)
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setitem(sys.modules, name, importlib.import_module("types"))
     return name
 
 
@@ -110,7 +109,7 @@ def test_a_package_that_cannot_be_shared_is_left_to_the_forks(
     package: str, why: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     async def run() -> list[bool]:
-        calls = forked(loaded, Forks({"numpy": ("wave",), package: ()}, ("MADE_UP",)))
+        calls = forked(loaded, Forks({"wave": ["wave"], package: [package]}, ("MADE_UP",)))
         try:
             return await call(calls, package, "wave")
         finally:
@@ -124,7 +123,7 @@ def test_a_package_that_cannot_be_shared_is_left_to_the_forks(
 @pytest.mark.parametrize("package", ["raise RuntimeError('no key')\n"], indirect=True)
 def test_a_package_that_cannot_be_imported_is_met_by_the_forks(package: str) -> None:
     async def run() -> Any:
-        calls = forked(importlib.import_module, Forks({"numpy": ("wave",), package: ()}, ()))
+        calls = forked(importlib.import_module, Forks({"wave": ["wave"], package: [package]}, ()))
         try:
             with pytest.raises(CallFailed, match="no key"):
                 await call(calls, package)
@@ -132,6 +131,37 @@ def test_a_package_that_cannot_be_imported_is_met_by_the_forks(package: str) -> 
             calls.stop()
 
     asyncio.run(run())
+
+
+USERS = {
+    "solver_of_tests": "import httpx\nimport os.path\nfrom agents import Answer\nimport camel.inner_of_tests\n"
+    "def solve(task): from anthropic import Anthropic\n"
+    "class Solver:\n    def __call__(self, task): pass\n",
+    "agents": "from pydantic import BaseModel\nfrom tests.datamodules.processes import forked\n"
+    "class Answer(BaseModel): pass\n",
+    "camel/inner_of_tests": "from openai import OpenAI\n",
+}
+"""A user's modules, two of them called like packages that agents are written with."""
+
+
+def test_what_an_agent_is_written_with_is_found_by_its_modules(tmp_path: Path) -> None:
+    (tmp_path / "camel").mkdir()
+    for name, text in USERS.items():
+        (tmp_path / f"{name}.py").write_text(text)
+    look = (
+        "import functools, json, solver_of_tests as s\n"
+        "from datamodules.processes.forks import modules_of\n"
+        "given = (s.solve, s.Solver(), functools.partial(s.solve, 1), functools.wraps(s.solve)(lambda task: None))\n"
+        "names = ('agents', 'anthropic', 'camel', 'httpx', 'openai', 'pydantic')\n"
+        "print(json.dumps([modules_of(one, names) for one in given]))"
+    )
+    given = {**os.environ, "PYTHONPATH": f"{tmp_path}:{ROOT}"}
+    done = subprocess.run([sys.executable, "-c", look], env=given, capture_output=True, text=True, timeout=SECONDS)
+    found = json.loads(done.stdout or done.stderr)
+    for one in found:
+        assert one.keys() == {"httpx", "openai", "pydantic"}
+        assert {"httpx", "httpx._client"} <= set(one["httpx"])
+        assert all(name.split(".")[0] == package for package, names in one.items() for name in names)
 
 
 INSTALLED = sorted(one for one in PACKAGES if importlib.util.find_spec(one.partition(".")[0]) is not None)
@@ -191,7 +221,7 @@ def test_forks_that_are_stopped_end_and_begin_anew() -> None:
 
 def test_stopping_while_the_nursery_imports_ends_it() -> None:
     async def run() -> None:
-        calls = forked(time.sleep, Forks({"numpy": ("torch",)}, ()))
+        calls = forked(time.sleep, Forks({"torch": ["torch"]}, ()))
         waiting = [asyncio.create_task(call(calls, 0)) for _ in range(2)]
         while not _left():
             await asyncio.sleep(0.01)
