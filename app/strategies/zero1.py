@@ -70,8 +70,8 @@ class ShardedOptimizer:
         sums: the sums of gradients over ranks, but for those of parameters that are cut up.
 
     Raises:
-        ValueError: an optimizer that looks at more than a parameter, or already has state; no trainable parameter,
-            parameters that overlap in memory without being the same object.
+        ValueError: an optimizer that looks at more than a parameter, has other weights to evaluate, or already has
+            state; no trainable parameter, parameters that overlap in memory without being the same object.
         RuntimeError: ranks disagree about names, shapes or dtypes.
     """
 
@@ -242,6 +242,12 @@ class ShardedOptimizer:
                 f"optimizer {kind.__name__} looks at more than a parameter at a time, or at gradients that are not"
                 " dense, so its state cannot be shared out; use another with DTAStrategy (AdamW, Muon, ...), or"
                 " trainer.strategy=auto on one device"
+            )
+        if all(callable(getattr(self.optimizer, switch, None)) for switch in ("train", "eval")):  # schedule-free
+            raise ValueError(
+                f"optimizer {kind.__name__} trains other weights than those to evaluate (it has train() and eval()),"
+                " and the engine samples, validates and saves what is trained; use another (AdamW, Muon, ...), with"
+                " model.lr_scheduler"
             )
         asks = hasattr(self.optimizer, "looks_at_whole")
         if not asks and not kind.__module__.startswith("torch.optim") and not self._is_known_whole():
