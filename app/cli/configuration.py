@@ -64,6 +64,8 @@ class _Dumper(yaml.SafeDumper):
 
 _EXPONENT = re.compile(r"[-+]?([0-9][0-9_]*\.?[0-9_]*|\.[0-9_]+)[eE][-+]?[0-9]+$")
 _Dumper.add_implicit_resolver("tag:yaml.org,2002:float", _EXPONENT, None)
+# Texts of a kind of their own, such as an enumeration's, which Lightning's Timer has as a default.
+_Dumper.add_multi_representer(str, lambda dumper, text: dumper.represent_str(str.__str__(text)))
 
 
 def install_reader() -> None:

@@ -374,6 +374,10 @@ _EARLY = "--trainer.callbacks+=lightning.pytorch.callbacks.EarlyStopping"
         (["--trainer.max_steps=9"], "after step 3 of 9: trainer.max_epochs (1) comes first"),
         (["--trainer.max_epochs=2"], ""),
         (["--trainer.max_time=00:00:00:00"], "after step 0: trainer.max_time is over"),
+        (
+            ["--trainer.callbacks+=lightning.pytorch.callbacks.Timer", f"{_IS}.duration=00:00:00:00"],
+            "after step 0: trainer.max_time is over",
+        ),  # whose options hold a text of an enumeration
         (["--trainer.limit_train_batches=0"], "after step 0: there is nothing more to train on"),
         (
             [
