@@ -64,6 +64,8 @@ class _Dumper(yaml.SafeDumper):
 
 _EXPONENT = re.compile(r"[-+]?([0-9][0-9_]*\.?[0-9_]*|\.[0-9_]+)[eE][-+]?[0-9]+$")
 _Dumper.add_implicit_resolver("tag:yaml.org,2002:float", _EXPONENT, None)
+# Texts of a kind of their own, such as an enumeration's, which Lightning's Timer has as a default.
+_Dumper.add_multi_representer(str, lambda dumper, text: dumper.represent_str(str.__str__(text)))
 
 
 def install_reader() -> None:
@@ -295,7 +297,7 @@ def check_trainer(seed: Any, trainer: Mapping[str, Any]) -> None:
             )
     if trainer.get("barebones"):
         raise ValueError("trainer.barebones: every run logs and saves, which it forbids; leave it out")
-    _check_monitors(trainer.get("callbacks") or ())
+    _check_monitors(trainer.get("callbacks") or (), validates=trainer.get("limit_val_batches") != 0)
     strategy = trainer.get("strategy")
     if isinstance(strategy, str) and strategy.startswith(_WRAPPERS):
         raise ValueError(
@@ -304,15 +306,21 @@ def check_trainer(seed: Any, trainer: Mapping[str, Any]) -> None:
         )
 
 
-def _check_monitors(callbacks: Any) -> None:
+def _check_monitors(callbacks: Any, validates: bool) -> None:
     """Lightning's callbacks follow a metric downwards unless told otherwise: the worst model would be kept as the best,
-    and a run that learns would be stopped."""
+    and a run that learns would be stopped. Of one that is never measured nothing would be kept, without a word."""
     for callback in callbacks if isinstance(callbacks, list | tuple) else (callbacks,):
         options = (callback.get("init_args") if isinstance(callback, Mapping) else None) or {}
         monitor = str(options.get("monitor"))
         if _HIGHER_IS_BETTER.fullmatch(monitor) and options.get("mode") == "min":
             name = str(callback["class_path"]).rpartition(".")[2]
             raise ValueError(f"trainer.callbacks: {name} looks for the smallest {monitor} (mode: min); set mode: max")
+        if monitor.startswith("val/") and not validates:
+            name = str(callback["class_path"]).rpartition(".")[2]
+            raise ValueError(
+                f"trainer.callbacks: {name} follows {monitor}, which trainer.limit_val_batches: 0 leaves unmeasured;"
+                " leave that out, or the callback's monitor"
+            )
         timing = [key for key in ("every_n_train_steps", "train_time_interval") if options.get(key)]
         if monitor.startswith("val/") and timing:
             raise ValueError(

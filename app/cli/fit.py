@@ -56,7 +56,7 @@ from app.cli.runs import run_directory
 from app.cli.runs.continued import SavedConfig
 from app.cli.runs.default_callbacks import OPTIONAL, check_without, with_defaults
 from app.cli.runs.early_end import why_early
-from app.cli.runs.loggers import go_on_in_mlflow, go_on_in_wandb
+from app.cli.runs.loggers import Metrics, go_on_in_mlflow, go_on_in_wandb, keep_metrics
 from app.cli.runs.run_directory import RunDirectory
 from app.clients import no_keys_needed
 from app.interruption import End, Interrupted, end_of
@@ -103,14 +103,6 @@ _HARMLESS = (
     r".*`is_gradient_checkpointing` is deprecated.*",  # PEFT asks for it as it saves
     r"Be aware that when using `ckpt_path`.*callbacks: \[\"SaveLast{.*}\"\]\.$",  # saves, and keeps nothing of it
 )
-
-
-class Metrics(CSVLogger):
-    """`metrics.csv`. A disk that refuses it is an error that names the file."""
-
-    def save(self) -> None:
-        with run_directory.naming(Path(self.log_dir) / "metrics.csv"):
-            super().save()
 
 
 class ArboristCLI(LightningCLI):
@@ -268,15 +260,13 @@ class ArboristCLI(LightningCLI):
         directory = RunDirectory(Path(self._asked_run_dir))
         path = _hold(directory)
         _saved_in[:] = [path / "checkpoints", *elsewhere]
-        if directory.holds_a_run():
-            if self.subcommand != "fit" or self._asked_ckpt_path != LAST:
-                remedy = (
-                    "; name another directory, leave run_dir out, or go on with that run: fit --ckpt_path last"
-                    if last_checkpoints(_saved_in)
-                    else ", which saved no checkpoint; remove it, name another directory, or leave run_dir out"
-                )
-                raise ValueError(f"run_dir: {path} already holds a run{remedy}")
-            directory.keep_metrics()
+        if directory.holds_a_run() and (self.subcommand != "fit" or self._asked_ckpt_path != LAST):
+            remedy = (
+                "; name another directory, leave run_dir out, or go on with that run: fit --ckpt_path last"
+                if last_checkpoints(_saved_in)
+                else ", which saved no checkpoint; remove it, name another directory, or leave run_dir out"
+            )
+            raise ValueError(f"run_dir: {path} already holds a run{remedy}")
         return path
 
     def _run_name(self) -> str:
@@ -336,7 +326,11 @@ def _with_csv(logger: Any, run_dir: Path) -> list[Logger] | bool:
         return False
     given = [] if logger is True else _as_list(logger)
     there = [one for one in given if isinstance(one, CSVLogger) and Path(one.log_dir).absolute() == run_dir.absolute()]
-    there = there or [Metrics(str(run_dir.parent), name="", version=run_dir.name, flush_logs_every_n_steps=1)]
+    if there:
+        if _leads():
+            keep_metrics(run_dir)
+    else:
+        there = [Metrics(str(run_dir.parent), name="", version=run_dir.name, flush_logs_every_n_steps=1)]
     return [*there, *(one for one in given if one not in there)]
 
 

@@ -166,7 +166,7 @@ async def _serve(args: argparse.Namespace, key: str, drawn: bool) -> None:
         if args.record:
             count = sessions.counts["untrainable"]
             told = f"; {count} of their replies cannot be trained on" if count else ""
-            _say(f"{sessions.counts['written']} session(s) recorded in {args.record}{told}")
+            _say(f"{_recorded(sessions.counts['written'], args.record)}{told}")
         await asyncio.to_thread(engine.close)
     if lost:
         raise lost[0]
@@ -192,7 +192,7 @@ async def _pass_on(args: argparse.Namespace) -> None:
         if args.record:
             counts = gateway.counts
             _say(
-                f"{counts['written']} session(s) recorded in {args.record}, {counts['replies']} replies; calls not"
+                f"{_recorded(counts['written'], args.record)}, {counts['replies']} replies; calls not"
                 f" recorded: {counts['failed']} failed, {counts['cut_off']} cut off, {counts['not_text']} of more than"
                 f" text or too large, {counts['other']} of other paths"
             )
@@ -231,6 +231,11 @@ async def _until(stop: asyncio.Event, watch: Coroutine[Any, Any, None]) -> None:
     finally:
         waiting.cancel()
         watching.cancel()
+
+
+def _recorded(count: int, directory: str) -> str:
+    """The directory is made with the first session: it is not named where there was none."""
+    return f"{count} session(s) recorded in {directory}" if count else "no session was recorded"
 
 
 def _lost(session: str, error: Exception, lost: list[Exception]) -> None:

@@ -10,9 +10,10 @@ shards. LR schedulers, `LearningRateMonitor` and whatever else holds the optimiz
     optimizer.step()       the stock optimizer, on this rank's shards
     gather_parameters()    one all-gather a bucket, in the parameters' dtype
 
-An optimizer that looks at whole parameters (torch's Muon and Adafactor; one that says of which it does,
-`looks_at_whole(param)`, as `muon.py` does) steps whole ones, which are dealt to ranks: their buckets are reduced to
-one rank each, and broadcast from there. Those that groups of ranks have cut up are put together in each.
+An optimizer that looks at whole parameters (torch's Muon and Adafactor; those of bitsandbytes, whose state is quantised
+in blocks of a parameter; one that says of which it does, `looks_at_whole(param)`, as `muon.py` does) steps whole ones,
+which are dealt to ranks: their buckets are reduced to one rank each, and broadcast from there. Those that groups of
+ranks have cut up are put together in each.
 
 Weights written in place from outside (a hook that loads a state dict, weight averaging) are taken over into the
 masters, before each step and into each checkpoint. Every rank has to write them alike, for each takes over its part.
@@ -31,6 +32,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.nn import Module, Parameter
 from torch.optim import Adagrad, Optimizer
@@ -68,8 +70,8 @@ class ShardedOptimizer:
         sums: the sums of gradients over ranks, but for those of parameters that are cut up.
 
     Raises:
-        ValueError: an optimizer that looks at more than a parameter, or already has state; no trainable parameter,
-            parameters that overlap in memory without being the same object.
+        ValueError: an optimizer that looks at more than a parameter, has other weights to evaluate, or already has
+            state; no trainable parameter, parameters that overlap in memory without being the same object.
         RuntimeError: ranks disagree about names, shapes or dtypes.
     """
 
@@ -196,8 +198,10 @@ class ShardedOptimizer:
     @torch.no_grad()
     def gather_parameters(self) -> None:
         """Collective, after the optimizer's step: parameters of all ranks become the new masters in the
-        parameters' dtype."""
+        parameters' dtype. Raises as `is_elementwise`."""
         for bucket in self.buckets:
+            for key, value in self.optimizer.state.get(bucket.master, {}).items() if bucket.owner is None else ():
+                is_elementwise(key, value, bucket)  # told in the first step, not when it is to be saved
             bucket.gather_parameters()
 
     @torch.no_grad()
@@ -224,7 +228,12 @@ class ShardedOptimizer:
 
     def _looks_at_whole(self, param: Parameter) -> bool:
         asked = getattr(self.optimizer, "looks_at_whole", None)
-        return asked(param) if asked is not None else type(self.optimizer).__name__ in _WHOLE
+        return asked(param) if asked is not None else self._is_known_whole()
+
+    def _is_known_whole(self) -> bool:
+        kind = type(self.optimizer)
+        quantises = any(base.__module__.startswith("bitsandbytes.") for base in kind.__mro__)
+        return kind.__name__ in _WHOLE or quantises
 
     def _check_optimizer(self) -> None:
         kind = type(self.optimizer)
@@ -234,8 +243,14 @@ class ShardedOptimizer:
                 " dense, so its state cannot be shared out; use another with DTAStrategy (AdamW, Muon, ...), or"
                 " trainer.strategy=auto on one device"
             )
+        if all(callable(getattr(self.optimizer, switch, None)) for switch in ("train", "eval")):  # schedule-free
+            raise ValueError(
+                f"optimizer {kind.__name__} trains other weights than those to evaluate (it has train() and eval()),"
+                " and the engine samples, validates and saves what is trained; use another (AdamW, Muon, ...), with"
+                " model.lr_scheduler"
+            )
         asks = hasattr(self.optimizer, "looks_at_whole")
-        if not asks and not kind.__module__.startswith("torch.optim"):
+        if not asks and not kind.__module__.startswith("torch.optim") and not self._is_known_whole():
             rank_zero_warn(
                 f"optimizer {kind.__module__}.{kind.__name__} is sharded as if it updated element by element; if it"
                 " looks at whole parameters (matrix norms, per-parameter trust ratios), results are wrong, unless a"
@@ -291,6 +306,20 @@ class ShardedOptimizer:
 
     def _name(self, param: Parameter) -> str:
         return self._names.get(id(param), "(a parameter that is not the module's)")
+
+
+def is_elementwise(key: str, value: Any, bucket: Bucket | Shard) -> bool:
+    """Whether a piece of a flat bucket's optimizer state has a value for each element, rather than being a scalar that
+    all ranks share. Raises ValueError where it is neither."""
+    if isinstance(value, Tensor) and value.shape == bucket.master.shape:
+        return True
+    if isinstance(value, Tensor) and value.dim() > 0:
+        raise ValueError(
+            f"optimizer state '{key}' of {bucket.label} has shape {tuple(value.shape)}, neither a scalar nor one value"
+            " per element: this optimizer looks at whole parameters and cannot be cut into shards; name a subclass of"
+            " it as model.optimizer that says so: `def looks_at_whole(self, param): return True`"
+        )
+    return False
 
 
 def _is_plain(value: Any) -> bool:

@@ -148,9 +148,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the options of `run`."""
     add = parser.add_argument
     add("--model", metavar="CONFIG", help="directory with a config.json, or a JSON file (default: a small Qwen3 shape)")
-    add("--vocabulary", type=int, help="instead of the configuration's own")
-    add("--dtype", choices=list(DTYPES), default="float32")
-    add("--device", choices=["cpu", "cuda"], default="cpu")
+    add("--vocabulary", type=int, metavar="N", help="of the model, instead of the configuration's own")
+    add("--dtype", choices=list(DTYPES), default="float32", help="of weights and passes (default float32)")
+    add("--device", choices=["cpu", "cuda"], default="cpu", help="where it runs (default cpu)")
     add(
         "--data",
         metavar="FILE",
@@ -160,17 +160,41 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--size", type=parse_size, nargs="+", help="of conversations: tasks x trials, such as 1x2 4x2 (default 1x2)")
     add("--workloads", nargs="+", choices=WORKLOADS, help="of conversations (default: all)")
     add("--first", type=int, metavar="N", help="of a file of sequences: its first N")
-    add("--repeats", type=int, default=3)
-    add("--minutes", type=float, default=15.0, help="what would not end in this time is left out, by name")
-    add("--sample", type=int, default=0, help="sequences that stand for all in dense and dense-leaf (0: run all)")
-    add("--check", type=int, default=3, help="sequences on which gradients are compared with dense (0: not)")
-    add("--chunk", type=_budget, default="auto", help="chunk_tokens")
-    add("--live", type=_budget, default="auto", help="live_tokens")
-    add("--threads", type=int, help="of torch; 1 gives steady CPU seconds on a busy machine")
-    add("--hardware", default="a CPU", help="what the report says the machine is")
+    add("--repeats", type=int, default=3, metavar="N", help="timed rounds of a case (default 3)")
+    add(
+        "--minutes",
+        type=float,
+        default=15.0,
+        metavar="M",
+        help="what would not end in this time is left out, by name (default 15)",
+    )
+    add(
+        "--sample",
+        type=int,
+        default=0,
+        metavar="N",
+        help="sequences that stand for all in dense and dense-leaf (default 0: run all)",
+    )
+    add(
+        "--check",
+        type=int,
+        default=3,
+        metavar="N",
+        help="sequences on which gradients are compared with dense (default 3; 0: none)",
+    )
+    add("--chunk", type=_budget, default="auto", metavar="N", help="chunk_tokens: most in one forward (default auto)")
+    add(
+        "--live",
+        type=_budget,
+        default="auto",
+        metavar="N",
+        help="live_tokens: most kept at once (default auto)",
+    )
+    add("--threads", type=int, metavar="N", help="of torch; 1 gives steady CPU seconds on a busy machine")
+    add("--hardware", default="a CPU", help="what the report says the machine is (default a CPU)")
     add("--toy", action="store_true", help="a tiny model on synthetic conversations, in seconds")
     add("--out", metavar="DIR", help="folder for NAME.json, NAME.md and NAME.png")
-    add("--name", default="tree", help="of the report")
+    add("--name", default="tree", help="of the report (default tree)")
     add("--append", action="store_true", help="keep the cases that a report of this name already has")
 
 

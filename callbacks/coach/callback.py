@@ -1,8 +1,9 @@
 """Tells the rules what a run does, and the user what they find.
 
-Promises: a sentence is said when it becomes true, and again only every `repeat` steps; what a single step shows is said
-once a launch. `coach.jsonl` in the run directory has a line for that, and whenever what holds changes, with the
-evidence. Only global rank 0 speaks. Nothing is changed: options stay as they were configured.
+Promises: a sentence is said when it becomes true, and again only every `repeat` steps; what was found holds until it
+was not found for a window, so that two sentences do not take turns where numbers are noisy; what a single step shows is
+said once a launch. `coach.jsonl` in the run directory has a line for that, and whenever what holds changes, with the
+evidence that was found last. Only global rank 0 speaks. Nothing is changed: options stay as they were configured.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from app import checks
 from callbacks.base import StepMetrics, append_lines, run_dir
 from callbacks.coach.facts import Advice, Facts, best_checkpoint
 from callbacks.coach.history import History
-from callbacks.coach.rules import advise, at_once
+from callbacks.coach.rules import advise, at_once, in_order
 from modules.episodes import call_rewards, earned, episode_prompts
 
 
@@ -38,7 +39,7 @@ class Coach(StepMetrics):
         self._path: Path | None = None
         self._history = History(window)
         self._facts = Facts()
-        self._holding: set[str] = set()
+        self._holding: dict[str, tuple[int, Advice]] = {}  # rule -> when it was found last, and what
         self._said = ("", 0)
         self._is_told = False  # what a single step shows
         self._validation: dict[tuple[str, str], list[float]] = {}  # the one under way
@@ -48,7 +49,7 @@ class Coach(StepMetrics):
         self._path = run_dir(trainer) / "coach.jsonl"
         self._facts = Facts.of(trainer, pl_module)
         self._history = History(self.window, self._facts.passes)
-        self._holding, self._said, self._is_told = set(), ("", 0), False
+        self._holding, self._said, self._is_told = {}, ("", 0), False
 
     def on_step_metrics(self, trainer: Trainer, step: int) -> None:
         if not trainer.is_global_zero:
@@ -84,16 +85,20 @@ class Coach(StepMetrics):
         self._judge(trainer, trainer.global_step)  # the last one comes after the last step
 
     def _judge(self, trainer: Trainer, step: int) -> None:
-        advice = advise(self._history, self._facts)
-        self._is_told |= any(one.rule == "no_signal" for one in advice)  # which says more
+        found = advise(self._history, self._facts)
+        self._is_told |= any(one.rule == "no_signal" for one in found)  # which says more
         if not self._is_told and (shown := at_once(self._history, self._facts)) is not None:
             self._is_told = True
             self._write(step, [shown], [])
             trainer.lightning_module.print(f"step {step}: {shown}")
-        holding = {one.rule for one in advice}
-        if holding != self._holding:
-            self._write(step, advice, sorted(self._holding - holding))
-            self._holding = holding
+        before = set(self._holding)
+        self._holding |= {one.rule: (step, one) for one in found}
+        over = sorted(rule for rule, (last, _) in self._holding.items() if step - last >= self._history.window)
+        for rule in over:
+            del self._holding[rule]
+        advice = in_order(one for _, one in self._holding.values())
+        if before != self._holding.keys():
+            self._write(step, advice, over)
         rule, at = self._said
         if advice and (advice[0].rule != rule or step - at >= self.repeat):
             self._said = (advice[0].rule, step)

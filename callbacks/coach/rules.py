@@ -6,7 +6,7 @@ comes from. Promises: no rule without a remedy, silence when all is well.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from callbacks.coach.facts import Advice, Facts
 from callbacks.coach.history import History
@@ -68,3 +68,9 @@ def advise(history: History, facts: Facts) -> list[Advice]:
         return []
     found = (rule(history, facts) for rule in RULES)
     return [one for one in found if one is not None]
+
+
+def in_order(advice: Iterable[Advice]) -> list[Advice]:
+    """Advice of these rules, the most important first."""
+    names = [rule.__name__ for rule in RULES]
+    return sorted(advice, key=lambda one: names.index(one.rule))

@@ -2,7 +2,8 @@
 
 Promises: `report.jsonl` in the run directory, complete lines at any time: the prefix tree and some transcripts of the
 first, second, fourth, eighth ... rollout batch and of the last, and every validation's rewards and generated tokens by
-prompt, with how many episodes were asked for; `report.html` at the end of `fit`, or when it is interrupted (`arborist
+prompt, with how many episodes were asked for; of a run that goes on also from which step, since what an earlier launch
+did behind it is no part of the run; `report.html` at the end of `fit`, or when it is interrupted (`arborist
 look` makes it at any time). A page that cannot be made is a warning, never the end of a run. Only global rank 0 writes;
 nothing is drawn before the end.
 """
@@ -49,6 +50,8 @@ class Report(Callback):
         if not trainer.is_global_zero or batch is None or module.steps_done > 0:
             return
         number = int(module.policy_version) + 1
+        if self._latest is None and trainer.global_step > 0:
+            self._append({"kind": "goes_on", "step": trainer.global_step})
         self._latest = (number, trainer.global_step + 1, batch)
         if number & (number - 1) == 0:
             self._write_batch(trainer)

@@ -46,8 +46,7 @@ def read_run(path: Path) -> RunData:
     found = RunData(f"{path.absolute().parent.name}/{path.absolute().name}")
     found.series = read_launches(path)
     rows = _lines(path / "report.jsonl", found.notes)
-    found.batches = _latest([row for row in rows if row.get("kind") == "batch"])
-    found.held_out = _latest([row for row in rows if row.get("kind") == "held_out"])
+    found.batches, found.held_out = _latest(rows, "batch"), _latest(rows, "held_out")
     found.coach = _lines(path / "coach.jsonl", found.notes)
     for name, load in (("config.yaml", yaml.safe_load), ("summary.json", json.loads)):
         file = path / name
@@ -63,13 +62,19 @@ def read_run(path: Path) -> RunData:
     return found
 
 
-def _latest(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """In order of steps; of several of one step the last, and none behind a later restart from before it."""
+def _latest(rows: list[dict[str, Any]], kind: str) -> list[dict[str, Any]]:
+    """Those of a kind, in order of steps; of several of one step the last, and none behind a later restart from before
+    it, which says so as soon as it trains: its own first row of the kind may be long in coming, or further on."""
     kept: list[dict[str, Any]] = []
     for row in rows:
-        while kept and kept[-1]["step"] >= row["step"]:
+        if row.get("kind") not in (kind, "goes_on"):
+            continue
+        is_of_kind = row["kind"] == kind
+        first = row["step"] if is_of_kind else row["step"] + 1  # the step it goes on from was done before
+        while kept and kept[-1]["step"] >= first:
             kept.pop()
-        kept.append(row)
+        if is_of_kind:
+            kept.append(row)
     return kept
 
 

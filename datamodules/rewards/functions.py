@@ -14,6 +14,7 @@ import signal
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from decimal import Decimal
 from types import CoroutineType
 from typing import Any, TypeAlias
 
@@ -297,7 +298,16 @@ _SIGNS = str.maketrans(
 _PARTS = {"\u00bd": "1/2", "\u00bc": "1/4", "\u00be": "3/4", "\u2153": "1/3", "\u2154": "2/3"}
 _VULGAR = re.compile(rf"(\d?)([{''.join(_PARTS)}])")
 _POWER = re.compile(r"(?<=[\d)])[\u00b2\u00b3]")  # not of a unit, of which the library would read the number
-_ROOT = re.compile(r"\u221a\(?(\d++)\)?")
+_ROOT = re.compile(r"\u221a(\d++)|(?:\u221a|(?<![A-Za-z\\])sqrt)\((\d++)\)")
+_TERM = r"(?:\d++(?:\.\d++)?(?:\*?+\\sqrt\{\d++\})?|\\sqrt\{\d++\})"
+_SUM = rf"[-+]?{_TERM}(?: ?[-+*/] ?{_TERM})*+"
+# With a root, the last numbers of a text and outside of LaTeX: of "2\sqrt{3}" there the library reads the 2.
+_RADICAL = re.compile(
+    r"(?<![\w$\\.{}()^/+\u00b1-])(?<![\w)]\*)(?<![-+*/^\u00b1]\s)(?:"
+    rf"\({_SUM}\)(?:/\d++)?|{_SUM})(?=[^\d$\\}}]*\Z)"
+)
+_SCIENTIFIC = re.compile(r"(?<![\w.,])(\d{1,15}(?:\.\d{1,15})?)[eE]([-+]?\d{1,2})(?!\w|[.,]\d)")
+_FRAMED = re.compile(r"\\(?:fbox|framebox)(?=\{)")
 _DOLLAR = re.compile(r"(?<!\\)\\\$")
 _THOUSANDS = re.compile(r"(?<=\d)(?:,?\\!|\\[,;: ]|[~\u00a0\u2009\u202f])(?=\d{3}(?!\d))")
 _TIE = re.compile(r"(?<=\d)~(?=[A-Za-z\\])")  # before a unit
@@ -328,7 +338,8 @@ def readings(completion: str, reference: str = "0") -> list[str]:
         boxes = [_last_boxes(completion)]
         if boxes[0] != completion and _SEVERAL.search(reference) and not _ONE_NUMBER.fullmatch(reference):
             boxes.append(completion)  # each answer in a box of its own, with words between
-        return [_TUPLE.sub(r"$\g<0>$", one) for one in boxes]  # in text the library reads the last number of it
+        # In text the library reads the last number of these.
+        return [_RADICAL.sub(_marked_root, _TUPLE.sub(r"$\g<0>$", one)) for one in boxes]
     mark = marked[1]
     words = _WORD.search(mark)
     if _LATEX.search(mark) or ("(" in mark and not words) or _is_several(mark):
@@ -336,6 +347,10 @@ def readings(completion: str, reference: str = "0") -> list[str]:
     if _NUMBER.fullmatch(reference):
         return [mark]
     return [_mathematical(mark), *([mark] if words else [])]
+
+
+def _marked_root(found: re.Match[str]) -> str:
+    return f"${found[0]}$" if "sqrt" in found[0] else found[0]
 
 
 def _last_boxes(text: str) -> str:
@@ -363,7 +378,8 @@ def _in_a_row(text: str) -> bool:
 def _plain(text: str) -> str:
     """Numbers as the library reads them, in text and in LaTeX alike: of "2 1/2" it makes (2 + 1)/2, of "$5/2" a 5, of
     "7/3." a number of 15 digits, and of "**5/2**" nothing; of "\\$5" nothing, of "1\\,000" a product, which is 0; of
-    the signs that chat models write it knows few, and takes "2\u221a3" for a 2 and "5 \u2212 3" for a 3."""
+    the signs that chat models write it knows few, and takes "2\u221a3" for a 2 and "5 \u2212 3" for a 3; of "1e2" it
+    makes nothing, and outside of "$" it does not see \\fbox."""
 
     def fraction(found: re.Match[str]) -> str:
         whole, above, below = map(int, found.groups())
@@ -371,7 +387,9 @@ def _plain(text: str) -> str:
 
     text = _TIE.sub(r"\\ ", _DOLLAR.sub("", _THOUSANDS.sub("", text)).translate(_SIGNS))
     text = _VULGAR.sub(lambda found: f"{found[1]} {_PARTS[found[2]]}" if found[1] else _PARTS[found[2]], text)
-    text = _ROOT.sub(r"\\sqrt{\1}", _POWER.sub(lambda found: "^2" if found[0] == "\u00b2" else "^3", text))
+    text = _SCIENTIFIC.sub(lambda found: f"{Decimal(found[0]):f}", _FRAMED.sub(r"\\boxed", text))
+    text = _POWER.sub(lambda found: "^2" if found[0] == "\u00b2" else "^3", text)
+    text = _ROOT.sub(lambda found: f"\\sqrt{{{found[1] or found[2]}}}", text)
     return _END.sub(r"\1", _MONEY.sub("", _MIXED.sub(fraction, text)))
 
 

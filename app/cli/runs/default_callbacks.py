@@ -22,7 +22,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from lightning.pytorch import Callback
-from lightning.pytorch.callbacks import ProgressBar
+from lightning.pytorch.callbacks import BatchSizeFinder, ModelPruning, ProgressBar
 
 from app.cli.runs.continued import KeepBest
 from callbacks import (
@@ -46,6 +46,12 @@ from modules import TreeModule
 OPTIONAL: dict[str, type[Callback]] = {
     kind.__name__: kind
     for kind in (WeightSync, Opening, Throughput, RewardLogger, ValidateEnds, Summary, Coach, Report, HangDump)
+}
+
+_UNFIT: dict[type[Callback], str] = {  # of Lightning's
+    BatchSizeFinder: "looks for what fits in memory, where batches of any size do: set data.batch_size, and the budgets of"
+    " model.live_tokens where memory is short",
+    ModelPruning: "puts others in the place of the model's parameters, which neither the engine nor the optimizer follows",
 }
 
 
@@ -74,9 +80,12 @@ def with_defaults(
         trainer: the Trainer's options.
 
     Raises:
-        ValueError: one to leave out is in `given`.
+        ValueError: one to leave out is in `given`; one of `given` cannot work here.
     """
     fits, trains, rolls_out = subcommand == "fit", isinstance(model, TreeModule), isinstance(data, RolloutData)
+    unfit = next((kind for kind in _UNFIT if fits and trains and _has(given, kind)), None)
+    if unfit is not None:
+        raise ValueError(f"trainer.callbacks: {unfit.__name__} {_UNFIT[unfit]}; remove it")
     wanted: dict[type[Callback], bool] = {
         WeightSync: rolls_out,
         Opening: fits and trains,

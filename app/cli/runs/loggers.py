@@ -1,11 +1,13 @@
 """Runs of loggers that go on where the run does.
 
 Promises: a run that goes on in its directory goes on in W&B; one that goes on in MLflow by `run_id` is not refused for
-parameters that changed, since the ones that it has are left as they are, and told.
+parameters that changed, since the ones that it has are left as they are, and told; the metrics of earlier launches stay
+in the run directory, and a launch that logs nothing, one that is refused say, leaves them as they are.
 """
 
 from __future__ import annotations
 
+import itertools
 import os
 import secrets
 from argparse import Namespace
@@ -13,10 +15,62 @@ from pathlib import Path
 from typing import Any
 
 from lightning.fabric.utilities.logger import _convert_params, _flatten_dict
-from lightning.pytorch.loggers import MLFlowLogger, WandbLogger
+from lightning.fabric.loggers.logger import rank_zero_experiment
+from lightning.pytorch.loggers import CSVLogger, MLFlowLogger, WandbLogger
+from lightning.pytorch.loggers.csv_logs import ExperimentWriter
 from lightning.pytorch.utilities import rank_zero_warn
 
+from app.cli.runs.run_directory import naming
+
 _LONGEST = 250  # characters of a parameter that Lightning hands to MLflow
+
+
+class _Writer(ExperimentWriter):
+    """Changes nothing before there are metrics. Lightning's deletes a `metrics.csv` when it is made, and writes options
+    as it hears of them: both long before training begins."""
+
+    _has_begun = False
+
+    def _check_log_dir_exists(self) -> None:
+        pass
+
+    def log_hparams(self, params: dict[str, Any]) -> None:
+        self.hparams.update(params)
+        if self._has_begun:
+            super().log_hparams({})
+
+    def save(self) -> None:
+        if self.metrics and not self._has_begun:
+            self._has_begun = True
+            keep_metrics(Path(self.log_dir))
+            super().log_hparams({})
+        super().save()
+
+
+class Metrics(CSVLogger):
+    """`metrics.csv` and `hparams.yaml`, from the first metrics on. A disk that refuses them is an error that names the
+    file."""
+
+    _experiment: Any  # Lightning's, made when it is asked for
+
+    @property
+    @rank_zero_experiment
+    def experiment(self) -> Any:
+        if self._experiment is None:
+            self._experiment = _Writer(log_dir=self.log_dir)
+        return self._experiment
+
+    def save(self) -> None:
+        with naming(Path(self.log_dir) / "metrics.csv"):
+            super().save()
+
+
+def keep_metrics(run_dir: Path) -> None:
+    """Renames `metrics.csv` of a run that goes on: CSVLogger would delete what it logged before."""
+    logged = run_dir / "metrics.csv"
+    if logged.is_file():
+        names = (run_dir / f"metrics_{number}.csv" for number in itertools.count(1))
+        logged.rename(next(name for name in names if not name.exists()))
 
 
 def go_on_in_wandb(logger: WandbLogger, run_dir: Path) -> None:

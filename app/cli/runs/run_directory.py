@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import errno
 import fcntl
-import itertools
 import json
 import os
 import socket
@@ -74,13 +73,6 @@ class RunDirectory:
     def holds_a_run(self) -> bool:
         """Whether a run was configured here before."""
         return (self.path / "config.yaml").exists()
-
-    def keep_metrics(self) -> None:
-        """Renames `metrics.csv` of a run that goes on: CSVLogger would delete what it logged before."""
-        logged = self.path / "metrics.csv"
-        if logged.exists():
-            names = (self.path / f"metrics_{number}.csv" for number in itertools.count(1))
-            logged.rename(next(name for name in names if not name.exists()))
 
     def close(self) -> None:
         """Frees the lock. The file stays: removing it would let two processes lock two files of that name."""

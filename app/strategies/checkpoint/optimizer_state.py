@@ -26,7 +26,7 @@ from torch.optim import Optimizer
 from app.strategies.buckets import Bucket
 from app.strategies.pieces import Piece
 from app.strategies.shards import Shard
-from app.strategies.zero1 import ShardedOptimizer
+from app.strategies.zero1 import ShardedOptimizer, is_elementwise
 
 _MASTER = "master"
 # State that torch.optim keeps once a parameter; its shape does not tell where parameters are scalars themselves.
@@ -41,6 +41,7 @@ def save_sharded(sharded: ShardedOptimizer) -> tuple[dict[str, Any], dict[str, P
     scalars: dict[str, dict[str, Any]] = {}
     tensors: dict[str, list[str]] = {}
     shapes: dict[str, dict[str, list[int]]] = {}
+    dtypes: dict[str, dict[str, str]] = {}
     pieces: dict[str, Piece] = {}
     sharded.adopt_written()
     for bucket in sharded.buckets:
@@ -50,7 +51,7 @@ def save_sharded(sharded: ShardedOptimizer) -> tuple[dict[str, Any], dict[str, P
                 tensors.setdefault(name, []).append(_MASTER)
         keyed = sharded.optimizer.state.get(bucket.master, {}) if bucket.owner is None else {}
         for key, value in keyed.items():
-            if _is_sharded(key, value, bucket):
+            if is_elementwise(key, value, bucket):
                 for name, piece in zip(bucket.names, bucket.pieces(value)):
                     pieces[_file_name(key, name)] = piece
                     tensors.setdefault(name, []).append(key)
@@ -65,6 +66,7 @@ def save_sharded(sharded: ShardedOptimizer) -> tuple[dict[str, Any], dict[str, P
             tensors.setdefault(name, []).append(key)
             if value.shape != shape:
                 shapes.setdefault(name, {})[key] = list(value.shape)
+            dtypes.setdefault(name, {})[key] = str(value.dtype).removeprefix("torch.")
             pieces[_file_name(key, name)] = _whole_piece(value, shape)
     groups = [
         {**{key: value for key, value in group.items() if key != "params"}, "params": sharded.names_of(params)}
@@ -72,7 +74,7 @@ def save_sharded(sharded: ShardedOptimizer) -> tuple[dict[str, Any], dict[str, P
     ]
     kind = _kind(sharded.optimizer)
     description = {"optimizer": kind, "configured": sharded.configured, "param_groups": groups}
-    return {**description, "scalars": scalars, "tensors": tensors, "shapes": shapes}, pieces
+    return {**description, "scalars": scalars, "tensors": tensors, "shapes": shapes, "dtypes": dtypes}, pieces
 
 
 @torch.no_grad()
@@ -86,6 +88,7 @@ def load_sharded(sharded: ShardedOptimizer, description: Mapping[str, Any], read
     _check_kind(sharded, description.get("optimizer"), saved)
     _check_groups(sharded, [group["params"] for group in saved])
     shapes = description.get("shapes", {})  # of older versions: no parameter was stepped whole
+    dtypes = description.get("dtypes", {})  # of older versions: the parameter's
     states: list[list[dict[str, Any]]] = []
     masters: list[Tensor | None] = []
     wanted: dict[str, Piece] = {}
@@ -106,7 +109,8 @@ def load_sharded(sharded: ShardedOptimizer, description: Mapping[str, Any], read
         for name, tensor, saved_keys, own in zip(bucket.names, bucket.stepped, per_param, scalars):
             state = dict(own)
             for key in (key for key in saved_keys if key != _MASTER):
-                state[key] = torch.zeros(shapes.get(name, {}).get(key, tensor.shape), dtype=tensor.dtype)
+                shape, dtype = (found.get(name, {}).get(key) for found in (shapes, dtypes))
+                state[key] = torch.zeros(shape or tensor.shape, dtype=getattr(torch, dtype) if dtype else tensor.dtype)
                 wanted[_file_name(key, name)] = _whole_piece(state[key], tensor.shape)
             states[-1].append(state)
     read(wanted)
@@ -315,18 +319,6 @@ def _common_scalar(bucket: Bucket | Shard, key: str, values: list[Any]) -> Any:
                 " weights alone instead"
             )
     return values[0].clone() if isinstance(values[0], Tensor) else values[0]
-
-
-def _is_sharded(key: str, value: Any, bucket: Bucket | Shard) -> bool:
-    """Whether a piece of optimizer state is element-wise (a shard) rather than a scalar that all ranks share."""
-    if isinstance(value, Tensor) and value.shape == bucket.master.shape:
-        return True
-    if isinstance(value, Tensor) and value.dim() > 0:
-        raise ValueError(
-            f"optimizer state '{key}' of {bucket.label} has shape {tuple(value.shape)}, neither a scalar nor one value"
-            " per element: this optimizer is not element-wise and cannot be saved re-shardably"
-        )
-    return False
 
 
 def _file_name(key: str, parameter: str) -> str:

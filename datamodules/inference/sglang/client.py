@@ -10,7 +10,6 @@ Its session belongs to the event loop of the first call: use one client from one
 
 from __future__ import annotations
 
-import asyncio
 import json
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import suppress
@@ -22,6 +21,7 @@ import aiohttp
 
 from app.text import printable
 from datamodules.inference.protocol import GenerationError
+from datamodules.processes.deadline import deadline
 
 _REASON_CHARACTERS = 600
 _ANSWER_BYTES = 16 << 20  # /server_info has some ten thousand
@@ -195,7 +195,7 @@ class ServerClient:
         options: dict[str, Any] = {"json": body, "timeout": self._timeout, "allow_redirects": False}
         try:
             async with (
-                asyncio.timeout(deadline_s),
+                deadline(deadline_s),
                 self._open().request(method, f"{self.url}{path}", **options) as response,
             ):
                 content = await self._content(response, path)

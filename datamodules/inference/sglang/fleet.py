@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
@@ -22,6 +21,7 @@ from datamodules.inference.sglang.server_state import UP, Flight, Server, Target
 from datamodules.inference.sglang.supervisor import Limits, Supervisor
 from datamodules.inference.sglang.weights.forms import Weights
 from datamodules.inference.sglang.weights.server_weights import Synced, SyncFailed
+from datamodules.processes.awake import awake
 
 _log = logging.getLogger(__name__)
 _RESTART_POLL_S = 0.5
@@ -80,7 +80,7 @@ class Fleet:
         self.target.give(weights)
         given = (self.target, self.limits, self._check, self._notice)
         self._supervisors = [asyncio.create_task(Supervisor(server, *given).run()) for server in self.servers]
-        ends, told = time.monotonic() + self.limits.start_s, False
+        ends, told = awake() + self.limits.start_s, False
         while True:
             self._changed.clear()
             failed = [s for s in self.servers if s.state == "gone" or (s.process is not None and s.state == "lost")]
@@ -89,7 +89,7 @@ class Fleet:
             up = self._up()
             if up and all(server.state in (*UP, "lost") for server in self.servers):
                 break
-            left = ends - time.monotonic()
+            left = ends - awake()
             if left <= 0:
                 break
             if not told and all(server.state == "lost" for server in self.servers):
@@ -213,9 +213,9 @@ class Fleet:
             await asyncio.gather(*(self._tell(s, s.client.pause(deadline_s)) for s in self._up()))
             return
         await asyncio.gather(*(self._tell(s, s.weights.leave(deadline_s)) for s in self._up()))
-        ends = time.monotonic() + deadline_s + self.limits.start_s + self.limits.update_s
+        ends = awake() + deadline_s + self.limits.start_s + self.limits.update_s
         while staying := [server for server in self.servers if not server.left]:
-            if time.monotonic() > ends:
+            if awake() > ends:
                 raise GenerationError(f"{staying[0].name} keeps its GPU's memory, which the trainer needs: {self}")
             await asyncio.sleep(_LEAVING_POLL_S)
 
@@ -289,9 +289,9 @@ class Fleet:
         """Ends a process of ours and returns when it serves again. Raises GenerationError when it does not in time."""
         restarts = server.restarts
         server.enter("lost", "a restart was asked for")
-        ends = time.monotonic() + self.limits.start_s
+        ends = awake() + self.limits.start_s
         while server.state not in UP or server.restarts == restarts:
-            if server.state == "gone" or time.monotonic() > ends:
+            if server.state == "gone" or awake() > ends:
                 raise GenerationError(f"{server.name} does not serve again: {server.state}, {server.error}")
             await asyncio.sleep(_RESTART_POLL_S)
 

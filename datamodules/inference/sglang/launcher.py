@@ -25,6 +25,7 @@ from pathlib import Path
 from datamodules.inference.protocol import GenerationError
 from datamodules.inference.sglang.client import ServerClient
 from datamodules.inference.sglang.server import leftovers
+from datamodules.processes.awake import awake
 
 API_KEY_VARIABLE = "ARBORIST_SGLANG_API_KEY"
 _PYTHON_VARIABLE = "ARBORIST_SGLANG_PYTHON"
@@ -292,14 +293,14 @@ class ServerProcess:
     async def _healthy(self, deadline_s: float) -> None:
         process = self._process
         assert process is not None
-        client, ends = self.client(), time.monotonic() + deadline_s
+        client, ends = self.client(), awake() + deadline_s
         try:
-            while not await client.alive(max(0.5, min(5.0, ends - time.monotonic()))):
+            while not await client.alive(max(0.5, min(5.0, ends - awake()))):
                 self._files |= leftovers.shared_memory(process.pid)  # one that ends now leaves them
                 code = process.poll()
                 if code is not None:
                     raise ServerDidNotStart(f"the SGLang server ended with code {code} while starting; {self.tail()}")
-                if time.monotonic() > ends:
+                if awake() > ends:
                     raise ServerDidNotStart(
                         f"the SGLang server at {self.url} was not healthy within {deadline_s:g} s; {self.tail()}"
                     )

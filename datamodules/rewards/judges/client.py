@@ -16,6 +16,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
+from datamodules.processes.awake import awake
+from datamodules.processes.deadline import deadline
 from datamodules.rewards.judges.answers import Misread, verdict
 from datamodules.rewards.judges.cache import VerdictCache
 from datamodules.rewards.judges.material import Block, fenced
@@ -134,7 +136,7 @@ class JudgeClient:
         return found
 
     async def _asked(self, question: Question[_T]) -> tuple[str, _T]:
-        now = asyncio.get_running_loop().time
+        now = awake
         ends = now() + self._model.deadline_s
         misread, wait, again = 0, _FIRST_WAIT_S, ""
         attempts = 0
@@ -203,9 +205,9 @@ class JudgeClient:
         if self._structured:
             form = {"name": "verdict", "schema": question.schema, "strict": True}
             body["response_format"] = {"type": "json_schema", "json_schema": form}
-        async with asyncio.timeout(seconds):  # the client's own is one between two bytes
+        async with deadline(seconds):  # the client's own is one between two bytes, of a process that was stopped too
             try:
-                reply = await self._completions.create(**body, extra_body=dict(self._model.request), timeout=seconds)
+                reply = await self._completions.create(**body, extra_body=dict(self._model.request), timeout=None)
             except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
                 raise _NoCompletion from error
         choices = getattr(reply, "choices", None)  # the package checks nothing of what a server answers
@@ -218,7 +220,7 @@ class JudgeClient:
         return _text(said), getattr(choices[0], "finish_reason", None) == "length"
 
     async def _held(self, ends: float) -> None:
-        now = asyncio.get_running_loop().time
+        now = awake
         while (left := self._hold_until - now()) > 0:
             if now() + left >= ends:
                 raise JudgeError(

@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -23,6 +23,7 @@ from mcp.client.streamable_http import streamable_http_client
 from mcp.shared.message import SessionMessage
 from mcp.types import CONNECTION_CLOSED, CallToolResult, Tool, jsonrpc_message_adapter
 
+from datamodules.processes.deadline import deadline
 from datamodules.processes.guarded import OverMemory
 from datamodules.processes.limits import memory_limit
 from datamodules.processes.piped import MOST_LINE_BYTES, PipedCommand, TooLong
@@ -121,7 +122,9 @@ class Connection:
         """Waits until the server has greeted. Raises ServerLost: it did not, within `seconds`."""
         either: set[asyncio.Future[Any]] = {self._holder, self._client}
         try:
-            await asyncio.wait(either, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
+            with suppress(TimeoutError):
+                async with deadline(seconds):
+                    await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
         except asyncio.CancelledError:
             self.abandon()
             raise

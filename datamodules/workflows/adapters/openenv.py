@@ -21,6 +21,7 @@ from typing import Any
 
 from app import checks
 from app.batch import LARGEST_REWARD
+from datamodules.processes.deadline import deadline
 from datamodules.prompts.base import Prompt
 from datamodules.prompts.extras import needs
 
@@ -144,7 +145,7 @@ class Environment:
         server = self._server
         self._client = aiohttp.ClientSession(headers=server.headers())
         try:
-            async with asyncio.timeout(server.connect_s):
+            async with deadline(server.connect_s):
                 self._socket = await self._client.ws_connect(f"{server.url.rstrip('/')}/ws", max_msg_size=_MOST_BYTES)
         except (aiohttp.ClientError, OSError, TimeoutError) as error:
             said = f"not within {server.connect_s:g} s (connect_s)" if isinstance(error, TimeoutError) else str(error)
@@ -184,7 +185,7 @@ class Environment:
             raise EnvironmentLost(f"the session with the environment at {self._server.url} is over")
         asked = f"the environment at {self._server.url}, asked to {message['type']},"
         try:
-            async with asyncio.timeout(self._server.step_s):
+            async with deadline(self._server.step_s):
                 await self._socket.send_json(message)
                 answer = await self._socket.receive()
         except TimeoutError as error:

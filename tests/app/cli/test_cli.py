@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import argparse
 import csv
+import importlib
 import json
 import os
 import signal
@@ -372,6 +374,10 @@ _EARLY = "--trainer.callbacks+=lightning.pytorch.callbacks.EarlyStopping"
         (["--trainer.max_steps=9"], "after step 3 of 9: trainer.max_epochs (1) comes first"),
         (["--trainer.max_epochs=2"], ""),
         (["--trainer.max_time=00:00:00:00"], "after step 0: trainer.max_time is over"),
+        (
+            ["--trainer.callbacks+=lightning.pytorch.callbacks.Timer", f"{_IS}.duration=00:00:00:00"],
+            "after step 0: trainer.max_time is over",
+        ),  # whose options hold a text of an enumeration
         (["--trainer.limit_train_batches=0"], "after step 0: there is nothing more to train on"),
         (
             [
@@ -394,6 +400,23 @@ def test_a_metric_to_stop_by_that_is_none_is_a_mistake(capsys: pytest.CaptureFix
     said = _mistake(capsys, "fit", "--config", "toy.yaml", _EARLY, f"{_IS}.monitor=val/acuracy")
     assert "trainer.callbacks: Early stopping conditioned on metric `val/acuracy` which is not available" in said
     assert "`val/accuracy`" in said and "set strict: false" in said
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_every_option_has_its_words(verb: str) -> None:
+    parser = argparse.ArgumentParser()
+    importlib.import_module(VERBS[verb]).add_arguments(parser)
+    assert _without_words(parser) == []
+
+
+def _without_words(parser: argparse.ArgumentParser) -> list[str]:
+    found = []
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            found += [option for each in action.choices.values() for option in _without_words(each)]
+        elif not action.help:
+            found.append(action.dest)
+    return found
 
 
 def test_help_is_there_before_anything_is_imported() -> None:

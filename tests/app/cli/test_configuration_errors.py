@@ -86,6 +86,10 @@ _LR, _CONFIG = "--model.init_args.optimizer.init_args", "--model.init_args.model
             [f"{_CALLBACKS}.ModelCheckpoint", f"{_KEPT}.monitor=val/mismatch_kl", f"{_KEPT}.every_n_train_steps=1"],
             "trainer.callbacks: every_n_train_steps saves between validations too, where val/mismatch_kl is still that",
         ),
+        (
+            [f"{_CALLBACKS}.ModelCheckpoint", f"{_KEPT}.monitor=val/mismatch_kl", "--trainer.limit_val_batches=0"],
+            "trainer.callbacks: ModelCheckpoint follows val/mismatch_kl, which trainer.limit_val_batches: 0 leaves",
+        ),
         (["--trainer.val_check_interval=0"], "trainer.val_check_interval: 0, must be above 0"),
         (["--trainer.gradient_clip_val=-0.5"], "trainer.gradient_clip_val: -0.5, must be at least 0; leave it out"),
         (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,9 @@ from tests.helpers.rank_pool import RankPool
 from tests.helpers.selection import some
 
 START = 170.0  # seconds: ranks import everything
+EIGHT_BIT = pytest.param(
+    toy.adamw_8bit, marks=pytest.mark.skipif(find_spec("bitsandbytes") is None, reason="needs bitsandbytes")
+)
 CLOSE = 1e-2 * toy.LEARNING_RATE  # sums over ranks round otherwise, and bfloat16 may round that up
 
 
@@ -66,7 +70,7 @@ def test_offloaded_masters_have_the_same_bits(two_ranks: RankPool, dtype: torch.
         assert _largest_difference(result["parameters"], expected) == 0.0
 
 
-@pytest.mark.parametrize("make_optimizer", [toy.muon, toy.adafactor])
+@pytest.mark.parametrize("make_optimizer", [toy.muon, toy.adafactor, EIGHT_BIT])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_checkpoint_goes_on_on_any_number_of_ranks(
     one_rank: RankPool, two_ranks: RankPool, tmp_path: Path, make_optimizer: Any, dtype: torch.dtype
@@ -98,6 +102,29 @@ def test_state_is_what_torch_itself_saves(two_ranks: RankPool, make_optimizer: A
             torch.testing.assert_close(got["state"][index][key], value, atol=1e-5, rtol=1e-3)
     continued = jobs.train(make_optimizer, steps=2, first_step=3, state=expected, weights=model.state_dict())
     assert _largest_difference(continued["parameters"], toy.train_plainly(make_optimizer, steps=5)) == 0.0
+
+
+@pytest.mark.parametrize("make_optimizer", [EIGHT_BIT])
+def test_quantised_state_is_of_whole_parameters(make_optimizer: Any) -> None:
+    """Alone it computes what it does under no strategy; nobody has to say that it looks at them."""
+    expected = toy.train_plainly(make_optimizer, steps=4)
+    alone = jobs.train(make_optimizer, steps=4)["parameters"]
+    assert all(torch.equal(alone[name], expected[name]) for name in expected)
+
+
+class RowsOfState(torch.optim.SGD):
+    """Keeps something of a shape of its own, and says nothing of it."""
+
+    def step(self, closure: Any = None) -> None:
+        super().step(closure)
+        for tensor in (tensor for group in self.param_groups for tensor in group["params"]):
+            self.state[tensor]["rows"] = torch.zeros(3)
+
+
+def test_state_that_cannot_be_cut_is_told_in_the_first_step() -> None:
+    """Not when it is saved, after hours."""
+    with pytest.raises(ValueError, match=r"state 'rows' of .*\(3,\).* name a subclass .*looks_at_whole"):
+        jobs.train(lambda model: RowsOfState(model.parameters(), lr=0.1), steps=1)
 
 
 def layers(count: int) -> dict[str, Any]:

@@ -321,6 +321,15 @@ class TestRefusals:
         with pytest.raises(ValueError, match=r"LBFGS.*AdamW"):
             jobs.ShardedOptimizer(torch.optim.LBFGS(model.parameters()), model, jobs.communicator())
 
+    def test_optimizer_with_other_weights_to_evaluate(self) -> None:
+        class ScheduleFree(torch.optim.SGD):
+            def train(self) -> None: ...
+            def eval(self) -> None: ...
+
+        model = toy.Toy()
+        with pytest.raises(ValueError, match=r"ScheduleFree trains other weights than those to evaluate.*AdamW"):
+            jobs.ShardedOptimizer(ScheduleFree(model.parameters(), lr=0.1), model, jobs.communicator())
+
     @pytest.mark.parametrize("make_optimizer", [toy.adamw, toy.adagrad])
     def test_state_of_steps_before(self, make_optimizer: Any) -> None:
         model = toy.Toy()

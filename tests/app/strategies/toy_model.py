@@ -84,6 +84,13 @@ def adafactor(model: nn.Module) -> Optimizer:
     return torch.optim.Adafactor(two_groups(model), lr=LEARNING_RATE)
 
 
+def adamw_8bit(model: nn.Module) -> Optimizer:
+    """All whole, with bytes and tables as state: quantised in blocks, which a cut through a parameter would move."""
+    from bitsandbytes.optim import AdamW8bit  # an optional package
+
+    return AdamW8bit(two_groups(model), lr=LEARNING_RATE, min_8bit_size=1)
+
+
 def adadelta_named(model: nn.Module) -> Optimizer:
     """Named parameters, which put `param_names` into the groups."""
     return torch.optim.Adadelta(model.named_parameters(), lr=1.0)

@@ -16,6 +16,7 @@ from lightning.pytorch import Trainer
 from torch import Tensor
 
 from app.cli import main
+from callbacks import Coach
 from callbacks.coach.facts import Advice, Facts
 from callbacks.coach.history import History
 from callbacks.coach.rules import RULES, advise, at_once
@@ -278,6 +279,27 @@ def test_what_matters_more_is_said_first() -> None:
     both = history(**{"rollouts/failed": "+3n", "time/step": 10.0, "time/wait": 6.0})
     assert [one.rule for one in advise(both, SERVERS)] == ["rewards_fail", "trainer_waits"]
     assert str(Advice("a", "this is so", "do that", {})) == "this is so: do that"
+
+
+def test_advice_that_comes_and_goes_is_held(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From step to step on either side of a threshold, with another that holds all along."""
+    found = {1: "no_signal trainer_waits", 2: "trainer_waits", 3: "trainer_waits no_signal", 4: "trainer_waits"}
+    advices = [
+        [Advice(rule, rule, "x", {}) for rule in found.get(number, "trainer_waits").split()] for number in range(1, 20)
+    ]
+    monkeypatch.setattr("callbacks.coach.callback.advise", lambda history, facts: advices.pop(0))
+    said: list[str] = []
+    run: Any = SimpleNamespace(
+        is_global_zero=True, callback_metrics={}, lightning_module=SimpleNamespace(print=said.append)
+    )
+    coach = Coach(window=8)
+    coach._path = tmp_path / "coach.jsonl"
+    for number in range(1, 20):
+        coach.on_step_metrics(run, number)
+    lines = [json.loads(line) for line in coach._path.read_text().splitlines()]
+    assert said == ["step 1: no_signal: x", "step 11: trainer_waits: x"]
+    assert [(line["step"], line["over"]) for line in lines] == [(1, []), (11, ["no_signal"])]
+    assert [one["rule"] for one in lines[0]["advice"]] == ["no_signal", "trainer_waits"]
 
 
 # ---- real runs

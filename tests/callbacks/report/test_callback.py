@@ -52,6 +52,19 @@ def test_first_second_fourth_and_last_batch_and_every_validation(tmp_path: Path)
     assert "held-out accuracy" in (run / "report.html").read_text()
 
 
+def test_a_run_that_goes_on_says_from_which_step(tmp_path: Path) -> None:
+    """When it trains: a launch that ends before has taken nothing back."""
+    first = trainer(tmp_path / "run", Report())
+    first.fit(Batched(), datamodule=TinyData(validate=False))
+    first.save_checkpoint(tmp_path / "last.ckpt")
+    trainer(tmp_path / "run", Report(), max_epochs=2).fit(
+        Batched(), datamodule=TinyData(validate=False), ckpt_path=tmp_path / "last.ckpt"
+    )
+    steps = [(one["kind"], one["step"]) for one in rows(tmp_path / "run")]
+    assert steps[:5] == [("batch", 1), ("batch", 2), ("batch", 3), ("goes_on", 3), ("batch", 4)]
+    assert [kind for kind, _ in steps].count("goes_on") == 1
+
+
 def test_rewards_of_single_calls_are_those_of_a_validation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made = tiny_run.make_batch
 

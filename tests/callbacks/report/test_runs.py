@@ -27,6 +27,21 @@ def test_a_run_that_was_gone_on_with_is_one_curve(tmp_path: Path) -> None:
     assert found.notes == [] and len(found.held_out) == 1
 
 
+def test_what_was_played_behind_a_restart_is_no_part_of_the_run(tmp_path: Path) -> None:
+    """Before the restart has played anything itself, too, and where what it plays first lies further on."""
+
+    def row(kind: str, step: int) -> dict[str, object]:
+        return {"kind": kind, "step": step}
+
+    lost = [row("held_out", 4), row("batch", 4), row("batch", 8), row("held_out", 8), row("batch", 10)]
+    write(tmp_path / "report.jsonl", [*lost, row("goes_on", 4)])
+    found = read_run(tmp_path)
+    assert ([one["step"] for one in found.batches], [one["step"] for one in found.held_out]) == ([4], [4])
+    write(tmp_path / "report.jsonl", [*lost, row("goes_on", 4), row("batch", 16), row("held_out", 12)])
+    found = read_run(tmp_path)
+    assert ([one["step"] for one in found.batches], [one["step"] for one in found.held_out]) == ([4, 16], [4, 12])
+
+
 def test_a_launch_that_logged_nothing_takes_nothing_away(tmp_path: Path) -> None:
     (tmp_path / "metrics_1.csv").write_text("epoch,reward,step\n0,1,0\n0,2,1\n")
     read = {"reward": ([1.0, 2.0], [1.0, 2.0])}

@@ -269,6 +269,9 @@ def test_a_reference_repeated_is_right_in_every_form(reference: str, wrong: list
         ("32348", "32,\\!348", "348"),
         ("60", "60~\\text{cm}", "0"),
         ("12", "\\$12", "2"),
+        ("2\\sqrt{3}", "2*sqrt(3)", "2"),
+        ("100", "1e2", "2"),
+        ("0.00015", "1.5E-4", "4"),
     ],
 )
 def test_signs_that_chat_models_write_are_read(answer: str, said: str, wrong: str) -> None:
@@ -278,6 +281,30 @@ def test_signs_that_chat_models_write_are_read(answer: str, said: str, wrong: st
     assert math_verify(Prompt(id="p", answer=said), f"\\boxed{{{answer}}}") == 1.0
     assert math_verify(Prompt(id="p", answer="12"), "#### 12 m\u00b2") == 1.0
     assert math_verify(Prompt(id="p", answer="3"), "It is 3\u00d7 larger") == 1.0
+
+
+@pytest.mark.parametrize(
+    ("answer", "said", "wrong"),
+    [
+        ("2\\sqrt{3}", "So it is 2\u221a3.", "2"),
+        ("2\\sqrt{3}", "x = **2\u221a3**", "3"),
+        ("2\\sqrt{3}", "2\\sqrt{3} cm", "2"),
+        ("2\\sqrt{3}+1", "The answer is 2\u221a3 + 1.", "1"),
+        ("\\frac{\\sqrt{3}}{2}", "the answer is \u221a3/2", "2"),
+        ("\\frac{1+\\sqrt{5}}{2}", "It is (1+\u221a5)/2.", "5/2"),
+        ("7", "From 2\u221a3 and so on it follows that it is 7", "2\\sqrt{3}"),
+        ("100", "The answer is 1e2.", "2"),
+        ("5", "\\fbox{5}", "4"),
+        ("5", "First \\framebox{4}, no: \\framebox{5}", "4"),
+    ],
+)
+def test_roots_powers_of_ten_and_frames_in_text_are_read(answer: str, said: str, wrong: str) -> None:
+    assert [math_verify(Prompt(id="p", answer=one), said) for one in (answer, wrong)] == [1.0, 0.0]
+
+
+@pytest.mark.parametrize("said", ["x*2\u221a3", "n + 2\u221a3", "\u00b12\u221a3"])
+def test_the_end_of_a_longer_expression_is_no_answer(said: str) -> None:
+    assert math_verify(Prompt(id="p", answer="2\\sqrt{3}"), said) == 0.0
 
 
 def test_equal_mixed_numbers_fractions_and_decimals_are_one_answer() -> None:

@@ -36,6 +36,7 @@ from datamodules.inference.sglang.client import ServerError
 from datamodules.inference.sglang.loop_thread import cancel_all
 from datamodules.inference.sglang.weights.forms import Bucket, HostWeights, Weights
 from datamodules.inference.sglang.weights.update_group import Deadline, new_name
+from datamodules.processes.deadline import deadline as within
 
 _log = logging.getLogger(__name__)
 _HAVE_S = 60.0  # for ranks to come, and to come to the same version
@@ -97,7 +98,7 @@ class Peer:
         answer = self._asked[number] = asyncio.get_running_loop().create_future()
         try:
             self.tell(do, number=number, seconds=seconds, **options)
-            async with asyncio.timeout(seconds):
+            async with within(seconds):
                 return await answer
         except TimeoutError as error:
             raise GenerationError(f"rank {self.rank}: no answer to '{do}' within {seconds:g} s") from error
@@ -260,7 +261,7 @@ class Senders:
         """Waits for ranks that were invited and are on their way."""
         if self._awaited:
             with suppress(TimeoutError):
-                async with asyncio.timeout(deadline.seconds / 2):
+                async with within(deadline.seconds / 2):
                     while self._awaited:
                         self._came.clear()
                         await self._came.wait()
@@ -327,7 +328,7 @@ class Senders:
             yield
             return
         try:
-            async with asyncio.timeout(min(_JOIN_S, deadline.seconds / 3)):
+            async with within(min(_JOIN_S, deadline.seconds / 3)):
                 await self._trying.acquire()
         except TimeoutError as error:
             raise GenerationError("not tried, while another server tried to reach its machine") from error

@@ -24,6 +24,7 @@ from datamodules.inference.sglang.loop_thread import LoopThread, cancel_all
 from datamodules.inference.sglang.weights.forms import HostWeights
 from datamodules.inference.sglang.weights.senders import Senders, keep_alive, on_this_host, this_host
 from datamodules.inference.sglang.weights.update_group import Deadline, UpdateGroup, on_thread
+from datamodules.processes.deadline import deadline as within
 
 _log = logging.getLogger(__name__)
 _CONNECT_S = 60.0
@@ -103,7 +104,7 @@ class SendingRank:
         self._lent, self._why, self._version = lent, why, version
         self._changed.set()
         try:
-            async with asyncio.timeout(deadline_s):
+            async with within(deadline_s):
                 # What is being copied from parameters has to be what they are now.
                 while (self._over < version and not self._lost) or self._copying:
                     self._changed.clear()
@@ -194,7 +195,7 @@ class SendingRank:
     async def _have(self, asked: dict[str, Any], deadline: Deadline) -> None:
         version, path = asked["version"], asked["path"]
         try:
-            async with asyncio.timeout(deadline.left(f"version {version}")):
+            async with within(deadline.left(f"version {version}")):
                 while self._version != version:
                     self._changed.clear()
                     await self._changed.wait()

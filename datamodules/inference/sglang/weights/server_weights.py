@@ -35,6 +35,7 @@ from datamodules.inference.sglang.weights.forms import (
 from datamodules.inference.sglang.weights.senders import Peer, PeerGroup, Senders
 from datamodules.inference.sglang.weights.shared_tensors import SharedTensors
 from datamodules.inference.sglang.weights.update_group import Deadline, OwnFault, UpdateGroup, new_name
+from datamodules.processes.deadline import deadline as within
 
 _log = logging.getLogger(__name__)
 _TIDY_S = 5.0  # for what only tidies up
@@ -201,7 +202,7 @@ class ServerWeights:
     @asynccontextmanager
     async def _turn(self, deadline: Deadline) -> AsyncIterator[None]:
         try:
-            async with asyncio.timeout(deadline.left("another update of this server")):
+            async with within(deadline.left("another update of this server")):
                 await self._lock.acquire()
         except TimeoutError as error:
             raise GenerationError(f"another update did not end within deadline_s = {deadline.seconds:g} s") from error

@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import socket
 import threading
-import time
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
@@ -26,29 +25,31 @@ from torch.distributed.distributed_c10d import Backend, BackendConfig
 
 from datamodules.inference.protocol import GenerationError
 from datamodules.inference.sglang.weights.forms import Bucket
+from datamodules.processes.awake import awake
+from datamodules.processes.deadline import deadline as within
 
 # NCCL's own watchdog ends the whole process at its time-out: ours come first, always.
 _NEVER = timedelta(days=7)
 
 
 class Deadline:
-    """Counts down from `seconds`."""
+    """Counts down from `seconds`, but for those in which this process was stopped."""
 
     def __init__(self, seconds: float) -> None:
         self.seconds = seconds
-        self._ends = time.monotonic() + seconds
+        self._ends = awake() + seconds
 
     @property
     def over(self) -> bool:
-        return time.monotonic() >= self._ends
+        return awake() >= self._ends
 
     def at_most(self, seconds: float) -> Deadline:
         """An earlier deadline, for something that may fail."""
-        return Deadline(max(0.0, min(seconds, self._ends - time.monotonic())))
+        return Deadline(max(0.0, min(seconds, self._ends - awake())))
 
     def left(self, what: str) -> float:
         """Seconds left for `what`, above 0. Raises GenerationError when there are none."""
-        left = self._ends - time.monotonic()
+        left = self._ends - awake()
         if left <= 0:
             raise GenerationError(f"{what}: nothing left of the deadline_s = {self.seconds:g} s of this weight update")
         return left
@@ -194,7 +195,7 @@ async def on_thread(function: Callable[[float], None], deadline: Deadline, what:
     # A daemon, not an executor's thread: those are joined when the process ends, and a collective may hang.
     threading.Thread(target=work, name="weights", daemon=True).start()
     try:
-        async with asyncio.timeout(left):
+        async with within(left):
             await done
     except TimeoutError as error:
         raise GenerationError(f"{what}: not done within deadline_s = {deadline.seconds:g} s") from error

@@ -175,6 +175,15 @@ def test_in_front_of_a_provider_agents_send_its_key(tmp_path: Path) -> None:
         assert [one["content"] for one in line["messages"]] == ["hello", "x"] and there.key not in file.read_text()
 
 
+def test_a_folder_that_nothing_was_recorded_in_is_not_named_at_the_end(tmp_path: Path) -> None:
+    record = tmp_path / "recorded"
+    with running("--upstream", "http://127.0.0.1:9/v1", "--record", str(record)) as (process, _):
+        process.send_signal(signal.SIGTERM)
+        _, said = process.communicate(timeout=60)
+    assert process.returncode == 0 and not record.exists()
+    assert said.splitlines()[-1].startswith("no session was recorded, 0 replies; calls not recorded: 0 failed")
+
+
 @pytest.mark.slow
 def test_without_a_key_one_is_drawn_and_silence_ends_a_session(model: Path, tmp_path: Path) -> None:
     with running("--model", str(model), "--record", str(tmp_path), "--idle_s", "0.2", key=None) as (process, at):

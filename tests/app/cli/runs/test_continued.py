@@ -67,13 +67,15 @@ def test_a_run_that_is_found_elsewhere_knows_its_best_checkpoint(run: Path, way:
     assert saved(Path(there)) == [last, best]
 
 
-def test_a_launch_that_is_refused_leaves_the_configuration(run: Path) -> None:
-    before = (run / "config.yaml").read_bytes()
+def test_a_launch_that_is_refused_leaves_configuration_and_metrics(run: Path) -> None:
+    kept = ("config.yaml", "hparams.yaml", "metrics.csv")
+    before = [(run / name).read_bytes() for name in kept]
     for refused in ("--model.optimizer=torch.optim.SGD", "--trainer.max_steps=1"):
         with pytest.raises(SystemExit):
             fit("--run_dir=run", "--ckpt_path=last", "--trainer.max_steps=4", "--data.batch_size=4", refused)
-        assert (run / "config.yaml").read_bytes() == before
+        assert [(run / name).read_bytes() for name in kept] == before and not list(run.glob("metrics_*.csv"))
     fit("--run_dir=run", "--ckpt_path=last", "--trainer.max_steps=3", "--model.optimizer.lr=0.5")
+    assert (run / "metrics_1.csv").read_bytes() == before[2] and "0.5" in (run / "hparams.yaml").read_text()
     assert yaml.safe_load((run / "config.yaml").read_text())["model"]["init_args"]["optimizer"]["init_args"]["lr"] == 0.5
     assert not list(run.glob("*.part"))
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import yaml
 from lightning.pytorch import Callback
-from lightning.pytorch.callbacks import RichProgressBar
+from lightning.pytorch.callbacks import BatchSizeFinder, ModelPruning, RichProgressBar
 
 from app.cli import main
 from app.cli.runs.default_callbacks import OPTIONAL, with_defaults
@@ -52,6 +52,14 @@ def test_what_a_run_needs_it_gets() -> None:
         assert found == ["WeightSync", "RewardLogger", *kept, *ALWAYS]
     # A module of another kind logs nothing that these could read.
     assert names(data=rolls_out(held_out=True), model=TinyModule()) == ["WeightSync", *FIT]
+
+
+@pytest.mark.parametrize("given", [BatchSizeFinder(), ModelPruning("l1_unstructured")])
+def test_callbacks_that_cannot_work_are_refused(given: Callback) -> None:
+    with pytest.raises(ValueError, match=rf"trainer\.callbacks: {type(given).__name__} .*; remove it"):
+        names(given, data=rolls_out())
+    names(given, data=rolls_out(), subcommand="validate")
+    names(given, data=rolls_out(), model=TinyModule())
 
 
 @pytest.mark.parametrize("trainer", [{"limit_val_batches": 0}, {"max_steps": 3}])

@@ -7,11 +7,13 @@ import re
 import socket
 import sys
 import threading
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 
+from datamodules.processes import deadline as deadline_module
 from datamodules.prompts.base import Prompt
 from datamodules.rewards import RewardError, RewardOptions
 from datamodules.rewards.judges import Budget, Judge, RubricJudge
@@ -53,6 +55,15 @@ def test_a_deadline_that_ends_the_only_attempt_is_named() -> None:
         (found,), _ = judged(rubric(server.url, about={"deadline_s": 0.5, "attempt_s": 2.0}), ["42"])
     told = r"1 attempt; at last it did not answer within 0\.[1-5]\d? s \(model\.deadline_s\)"  # of what was left of it
     assert re.search(told, str(found)), found
+
+
+def test_no_verdict_is_late_for_a_process_that_was_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All the time that passes here was one in which it was."""
+    monkeypatch.setattr(deadline_module, "stopped_s", time.monotonic)
+    monkeypatch.setattr(asking, "awake", lambda: 0.0)
+    with JudgeServer(lambda asked, number: Said(points(1, 1), after_s=1.0)) as server:
+        (found,), pool = judged(rubric(server.url, about={"deadline_s": 0.3, "attempt_s": 0.3}), ["42"])
+    assert not isinstance(found, RewardError) and pool.spent()["judge_retries"] == 0
 
 
 def test_what_is_imported_late_costs_no_question(monkeypatch: pytest.MonkeyPatch) -> None:
