@@ -46,6 +46,8 @@ _REFUSED = {
     "mamba2": "it has no layer of attention, by whose heads and keys memory and time are counted",
     "paligemma": "every token of its prompt sees all of the prompt, so a prefix depends on what follows it",
     "modernbert-decoder": "a part of it stands between its layers and its output projection, which a tree leaves out",
+    "llama4": "its forward fails in transformers, for want of outputs of pictures; its text model trains, a"
+    " Llama4ForCausalLM, which reads the same files and writes its own (from_pretrained, save_pretrained)",
     "mllama": "its pictures enter through layers of cross-attention, which have no place in a sequence",
 }
 """Model types that cannot run over a tree, and why."""
@@ -185,7 +187,7 @@ def refuse_unsupported(model: PreTrainedModel, stateful: Collection[int], types:
     be run in this model, beside those of all."""
     config = model.config.get_text_config()
     kinds = getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None) or []
-    known = {"full_attention", "sliding_attention", "attention", "mlp", "moe", *types}
+    known = {"full_attention", "sliding_attention", "chunked_attention", "attention", "mlp", "moe", *types}
     strange = [(i, kind) for i, kind in enumerate(kinds) if kind not in known and i not in stateful]
     if strange:
         raise ValueError(

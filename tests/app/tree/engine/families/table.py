@@ -60,6 +60,20 @@ POOLED: dict[str, Any] = {
 """Layers that scan around two that choose, the second by the first's choice."""
 
 
+SECTIONS: dict[str, Any] = dict(
+    num_local_experts=4,
+    num_experts_per_tok=2,
+    interleave_moe_layer_step=2,
+    intermediate_size_mlp=32,
+    head_dim=8,
+    attention_chunk_size=4,
+    no_rope_layers=[1, 0],
+    floor_scale=3,
+    attn_scale=0.7,
+)
+"""Positions within these sections and beyond, and queries scaled by several steps."""
+
+
 BLOCKS: dict[str, Any] = dict(
     EXPERTS,
     num_hidden_layers=3,
@@ -80,7 +94,8 @@ BLOCKS: dict[str, Any] = dict(
 class Family:
     """`type`: transformers' model type; `options`: of its configuration; `note`: for readers of the matrix;
     `tolerances`: in float32; `models`: seeds in low precision; `adapted`: modules that
-    LoRA is put on (PEFT refuses the output projections of Mamba layers); `refused`: columns that are."""
+    LoRA is put on (PEFT refuses the output projections of Mamba layers, and takes Llama 4's routers for plain ones);
+    `refused`: columns that are."""
 
     type: str
     options: dict[str, Any] = field(default_factory=dict)
@@ -179,6 +194,13 @@ SUPPORTED: dict[str, Family] = {
         "gpt_oss",
         {**EXPERTS, **ALTERNATING, "attn_implementation": "eager"},
         "attention sinks, every other layer windowed",
+    ),
+    "Llama 4": Family(
+        "llama4_text",
+        SECTIONS,
+        "text models (`Llama4ForCausalLM`); tokens see those of their own section of positions, and"
+        " in every fourth layer all, by queries scaled by position",
+        adapted=("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"),
     ),
     "Cohere": Family("cohere", dict(logit_scale=0.5)),
     "DeepSeek-V3": Family("deepseek_v3", {**EXPERTS, **LATENT}, "latent attention, values narrower than keys"),
@@ -314,11 +336,6 @@ OTHERS: dict[str, dict[str, Any]] = {
 }
 """Types beside those of `SUPPORTED` that are right as they are, and options of their configurations."""
 REFUSED: dict[str, Family] = {
-    "Llama 4": Family(
-        "llama4_text",
-        dict(head_dim=8, attention_chunk_size=4, intermediate_size_mlp=24, **EXPERTS),
-        "chunked attention",
-    ),
     "Mamba": Family("mamba", dict(attn_implementation="eager"), "state-space layers"),
     "Jamba": Family("jamba", dict(attn_layer_offset=1, attn_layer_period=2, num_experts=2), "state-space layers"),
     "Mamba 2": Family(
