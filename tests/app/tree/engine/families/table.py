@@ -199,7 +199,7 @@ SUPPORTED: dict[str, Family] = {
         "llama4_text",
         SECTIONS,
         "text models (`Llama4ForCausalLM`); tokens see those of their own section of positions, and"
-        " in every fourth layer all, by queries scaled by position",
+        " in every fourth layer all, by queries scaled by position; transformers runs every expert on every token",
         adapted=("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"),
     ),
     "Cohere": Family("cohere", dict(logit_scale=0.5)),
@@ -335,6 +335,19 @@ OTHERS: dict[str, dict[str, Any]] = {
     "mimo_v2_flash": {**EXPERTS, "attn_implementation": "eager"},
 }
 """Types beside those of `SUPPORTED` that are right as they are, and options of their configurations."""
+_DISTANCES: dict[str, Any] = dict(
+    attn_implementation="eager",
+    layer_types=["hybrid_sliding", "hybrid"],
+    sliding_window_size=4,
+    head_dim=8,
+    swa_head_dim=8,
+    swa_num_attention_heads=4,
+    swa_num_key_value_heads=2,
+    n_routed_experts=4,
+    num_experts_per_tok=2,
+    moe_intermediate_size=8,
+    unpadded_vocab_size=VOCABULARY,
+)
 REFUSED: dict[str, Family] = {
     "Mamba": Family("mamba", dict(attn_implementation="eager"), "state-space layers"),
     "Jamba": Family("jamba", dict(attn_layer_offset=1, attn_layer_period=2, num_experts=2), "state-space layers"),
@@ -368,6 +381,8 @@ REFUSED: dict[str, Family] = {
         dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id", "cls_token_id", "sep_token_id"), 0),
         "a head of several layers",
     ),
+    "Inkling": Family("inkling_text", _DISTANCES, "a trained bias by distance"),
+    "Inkling 2": Family("inkling2_text", _DISTANCES, "a trained bias by distance"),
     "DiffLlama": Family("diffllama", {}, "two attentions a layer"),
     "Doge": Family("doge", {}, "masks of its own"),
     "StableLM": Family("stablelm", {}, "attention outside transformers' interface"),

@@ -118,7 +118,11 @@ def own_choice(model: PreTrainedModel, sequences: list[Any]) -> Table:
     """[sum of L_i, layers, k]: what the model's routers choose themselves, run densely, in their own order."""
     found: list[list[Tensor]] = [[] for _ in routers(model)]
     handles = [
-        router.register_forward_hook(lambda module, args, out, seen=seen: seen.append(out[2]))
+        router.register_forward_hook(
+            lambda module, args, out, seen=seen: seen.append(
+                out[1].topk(module.top_k, -1)[1] if len(out) == 2 else out[2]
+            )
+        )
         for router, seen in zip(routers(model), found)
     ]
     with torch.no_grad():

@@ -21,7 +21,6 @@ from tests.app.tree import models, oracle
 from tests.app.tree.attention.backends import ON_CPU, cuda_backends_on_cpu
 from tests.app.tree.cases import Case, cases
 from tests.app.tree.engine import families
-from tests.app.tree.engine.families.table import SECTIONS
 from tests.app.tree.engine.test_memory import Meter
 from tests.app.tree.engine.test_parity import EXAMPLES
 from tests.app.tree.losses import KINDS, SequenceLoss
@@ -129,7 +128,7 @@ def test_experts_are_counted_as_they_run(dtype: torch.dtype, step: int) -> None:
 def test_a_whole_model_is_refused_by_name() -> None:
     tower = dict(hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=64, patch_size=4)
     tower |= dict(image_size=16, vision_output_dim=16, projector_input_dim=16, projector_output_dim=16)
-    config = CONFIG_MAPPING["llama4"](text_config={**models._COMMON, **SECTIONS}, vision_config=tower)
+    config = CONFIG_MAPPING["llama4"](text_config={**models._COMMON, **families.SECTIONS}, vision_config=tower)
     config.architectures = ["Llama4ForConditionalGeneration"]
     with pytest.raises(ValueError, match=r"Llama4ForConditionalGeneration: .*text model trains, a Llama4ForCausalLM"):
         TreeEngine(auto_class(config).from_config(config))
