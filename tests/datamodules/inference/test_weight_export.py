@@ -34,6 +34,7 @@ from datamodules.inference.export import (
     weight_parts,
 )
 from datamodules.inference.protocol import GenerationError
+from datamodules.inference.sglang.model_match import refuse_misread
 from datamodules.inference.sglang.weights.forms import HostWeights
 from datamodules.inference.weight_files import WeightFiles, save_adapter, save_model, split
 from tests.app.tree.engine import families
@@ -285,6 +286,8 @@ def test_an_order_of_layers_that_servers_cannot_be_told_is_refused(tmp_path) -> 
         WeightFiles(tmp_path).write(dense_last, 1)
     with pytest.raises(ExportError, match=r"keys of a Llama4ForCausalLM otherwise.*embedded engine"):
         WeightFiles(tmp_path).write(families.build(families.SUPPORTED["Llama 4"]), 1)
+    with pytest.raises(GenerationError, match=r"SGLangEngine.start: .*keys of a Llama4ForCausalLM otherwise"):
+        refuse_misread(families.build(families.SUPPORTED["Llama 4"]))
     assert not list(tmp_path.iterdir())
 
 
