@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 
 from app import checks
 from app.batch import RolloutBatch
-from app.tree import FlatOutputs, TreeEngine
+from app.tree import FlatOutputs, TreeEngine, body_of
 from modules.metrics import NamedMetrics, TokenSums
 from modules.models import ModelSource, build_model, inner_model
 from modules.objectives.value_loss import value_loss
@@ -50,9 +50,9 @@ class Critic(nn.Module):
         super().__init__()
         self.trunk: Any = None
         if source == "initial":
-            self.trunk = copy.deepcopy(inner_model(policy).base_model)
+            self.trunk = copy.deepcopy(body_of(inner_model(policy)))
         elif isinstance(source, ModelSource):
-            self.trunk = inner_model(build_model(source, key="critic")).base_model
+            self.trunk = body_of(inner_model(build_model(source, key="critic")))
         elif source != "shared":
             raise ValueError(
                 f"critic: '{source}' is not one of shared, initial, nor a model: write critic: {{path: DIR}}"

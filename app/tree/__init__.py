@@ -16,8 +16,10 @@ from app.tree.attention.chosen.indexers import (
     run_indexer,
 )
 from app.tree.attention.chosen.selected import among
+from app.tree.attention.function import section_of
 from app.tree.attention.groups import RankGroup
 from app.tree.attention.kernels import triton_lacks
+from app.tree.attention.places import Places, leave_unscaled
 from app.tree.calibrate import device_rates
 from app.tree.engine import TreeEngine
 from app.tree.experts.replay import routed
@@ -27,6 +29,7 @@ from app.tree.heads.outputs import FlatOutputs, SequenceOutputs, TreeOutputs
 from app.tree.memory import free_bytes
 from app.tree.model.language import (
     auto_class,
+    body_of,
     kept_in_float32,
     language_model,
     moves_base,
@@ -82,6 +85,7 @@ __all__ = [
     "PictureProcessor",
     "PieceStates",
     "PieceTree",
+    "Places",
     "PrefixTree",
     "RankGroup",
     "Routers",
@@ -96,6 +100,7 @@ __all__ = [
     "TreeReport",
     "among",
     "auto_class",
+    "body_of",
     "cast_quantised",
     "choose_entries",
     "chooses_blocks",
@@ -111,6 +116,7 @@ __all__ = [
     "inspect_tree",
     "kept_in_float32",
     "language_model",
+    "leave_unscaled",
     "made_by",
     "moves_base",
     "on_device",
@@ -135,6 +141,7 @@ __all__ = [
     "run_indexer",
     "scaled_by",
     "scales",
+    "section_of",
     "settle_quantised",
     "tied_names",
     "tower_parameters",

@@ -30,6 +30,7 @@ from app.tree.heads.outputs import BatchedLoss, FlatOutputs, check_scalar
 from app.tree.heads.temperatures import token_temperatures
 from app.tree.model.checkpointing import checkpointed, refuse_reentrant
 from app.tree.model.elementwise import layers_as
+from app.tree.model.language import body_of
 from app.tree.model.pictures import PicturePass, TakenRows
 from app.tree.model.sharded import casts_are_made_anew
 from app.tree.model.vocabulary import CutVocabulary
@@ -116,7 +117,7 @@ class Executor:
         elementwise: str = "eager",
         replay: ReplayPass | None = None,
     ) -> None:
-        self.model, self.body, self.heads, self.plan, self.want = model, model.base_model, heads, plan, want
+        self.model, self.body, self.heads, self.plan, self.want = model, body_of(model), heads, plan, want
         self.backend, self.state_layers, self.with_grads, self.group = backend, state_layers, with_grads, group
         self.scans, self.pictures, self.vocabulary = scans, pictures, CutVocabulary.of(model)
         self.elementwise, self.replay = elementwise, replay

@@ -32,6 +32,7 @@ class LayerCall:
         layer: its index.
         scale: factor of the scores.
         window: tokens a query sees, itself included; None: all.
+        section: tokens of a section, where a query sees those of its own alone; None: of all.
         softcap: scores become softcap * tanh(scores / softcap); None: as they are.
     """
 
@@ -39,6 +40,7 @@ class LayerCall:
     scale: float
     window: int | None = None
     softcap: float | None = None
+    section: int | None = None
 
 
 class Backend(Calls, Protocol):
@@ -97,13 +99,30 @@ class ChunkAttention:
     stand_in: Tensor | None = None
     backends: dict[int, Backend] = field(default_factory=dict)
 
-    def parts(self, window: int | None, cut_squares: bool = True) -> list[Part]:
-        """Attention parts of layers with this window; see `layer_parts`."""
-        key = ("parts", window, cut_squares)
+    def parts(self, call: LayerCall, cut_squares: bool = True) -> list[Part]:
+        """Attention parts of layers with this window and these sections; see `layer_parts`."""
+        key = ("parts", call.window, cut_squares, call.section)
         if key not in self.kept:
-            self.kept[key] = layer_parts(self.layout, self.depths, self.path_tokens, window, cut_squares)
+            self.kept[key] = layer_parts(
+                self.layout, self.depths, self.path_tokens, call.window, cut_squares, call.section
+            )
         parts: list[Part] = self.kept[key]
         return parts
+
+    def depths_on(self, device: torch.device) -> Tensor:
+        """Those of the rows, int64 [n]."""
+        if "depths" not in self.kept:
+            self.kept["depths"] = on_device(self.depths, device)
+        depths: Tensor = self.kept["depths"]
+        return depths
+
+    def sight(self, call: LayerCall) -> tuple[Ints, int | None]:
+        """Depths int64 [n] of the rows, and how much less than a query's those of its keys are (None: any). Of layers
+        with sections the depths at which their sections begin: a query sees keys from there on, or of equal ones."""
+        section, window = call.section, call.window
+        if section is not None and int(self.depths.max()) >= section:
+            return self.depths // section * section, 1
+        return self.depths, None if window is None or int(self.depths.max()) < window else window
 
     def parts_ahead(self, layer: int) -> tuple[Part, ...]:
         """Parts of a layer's rows with keys after them. No window hides these."""

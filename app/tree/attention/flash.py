@@ -2,7 +2,8 @@
 
 Promises: every branch of a chunk is a causal square, and all squares are one kernel launch (packed by their bounds),
 with the layer's sliding window applied by the kernel; what a branch sees of its ancestors in the chunk and of the path
-are dense calls, as in the `sdpa` backend. Masks remain only where a window ends.
+are dense calls, as in the `sdpa` backend. Masks remain only where a window ends; a branch in several sections is as
+many squares.
 
 The kernels are ATen's own `_flash_attention_forward` and `_flash_attention_backward`: no package has to be installed,
 and an implementation activated through `torch.nn.attention.activate_flash_attention_impl` is used.
@@ -42,9 +43,9 @@ class FlashBackend(PartBackend):
         return None
 
     def parts(self, chunk: ChunkAttention, call: LayerCall) -> list[Part]:
-        key = ("flash parts", call.window)
+        key = ("flash parts", call.window, call.section)
         if key not in chunk.kept:
-            parts = chunk.parts(call.window, cut_squares=False)
+            parts = chunk.parts(call, cut_squares=False)
             rows = len(chunk.layout.tokens)
             chunk.kept[key] = [
                 Part(0, rows, 0, rows, causal=True),
@@ -56,9 +57,9 @@ class FlashBackend(PartBackend):
     def kernel(self, q: Tensor, mask: Tensor | None, part: Part, chunk: ChunkAttention, call: LayerCall) -> Kernel:
         if not part.causal:
             return super().kernel(q, mask, part, chunk, call)
-        key = ("squares", call.window)
+        key = ("squares", call.window, call.section)
         if key not in chunk.kept:
-            chunk.kept[key] = self.squares(square_bounds(chunk), call.window, q.device)
+            chunk.kept[key] = self.squares(square_bounds(chunk, call), call.window, q.device)
         kernel: Kernel = chunk.kept[key]
         return kernel
 
@@ -73,9 +74,10 @@ class FlashBackend(PartBackend):
         return FlashSquares(bounds, window, device)
 
 
-def square_bounds(chunk: ChunkAttention) -> list[int]:
+def square_bounds(chunk: ChunkAttention, call: LayerCall) -> list[int]:
     """Where the causal squares of a chunk begin, and its end: they cover all rows without overlap."""
-    squares = sorted((part.q_start, part.q_stop) for part in chunk.layout.parts if part.causal)
+    parts = chunk.parts(call, cut_squares=False)
+    squares = sorted((part.q_start, part.q_stop) for part in parts if part.causal)
     assert squares[0][0] == 0 and all(a[1] == b[0] for a, b in pairwise(squares)), "branches cover a chunk's rows"
     return [start for start, _ in squares] + [squares[-1][1]]
 

@@ -1,9 +1,9 @@
 """The `flex` backend: FlexAttention with the tree's intervals as its mask.
 
-Promises: key j of a chunk is visible to query i exactly when j <= i < end[j] (and within the layer's window, by depth);
-the block mask is computed from the intervals, n / 128 squared entries, never [queries x keys]; the path is read in
-place, by a call of its own that is merged by log-sum-exp. Only torch's public interface is used, so gradients are
-autograd's. Every device but the CPU runs the compiled kernel, or fails: there is no silent fall-back to the unfused
+Promises: key j of a chunk is visible to query i exactly when j <= i < end[j] (and within the layer's window or section,
+by depth); the block mask is computed from the intervals, n / 128 squared entries, never [queries x keys]; the path is
+read in place, by a call of its own that is merged by log-sum-exp. Only torch's public interface is used, so gradients
+are autograd's. Every device but the CPU runs the compiled kernel, or fails: there is no silent fall-back to the unfused
 one, which would hold all scores. CPUs have no backward of it and serve to check the forward.
 """
 
@@ -35,7 +35,7 @@ block or more of queries and of keys. The compiler's own limit of 8 is reached w
 
 
 class FlexBackend:
-    """FlexAttention: CUDA devices; any window, soft-capping and sinks; the forward on CPUs."""
+    """FlexAttention: CUDA devices; any window, sections, soft-capping and sinks; the forward on CPUs."""
 
     name = "flex"
     masked_block: int | None = 0  # no parts are computed; as squares they count the visible pairs
@@ -62,7 +62,7 @@ class FlexBackend:
     ) -> Tensor:
         k, v = _Returned.apply(k, v, chunk, call.layer)
         score_mod = _softcapped(call.softcap) if call.softcap is not None else None
-        out, lse = _flex(q, k, v, score_mod, _own_mask(chunk, call.window, q.device), call.scale)
+        out, lse = _flex(q, k, v, score_mod, _own_mask(chunk, call, q.device), call.scale)
         if chunk.path_tokens:
             mask = _path_mask(chunk, call, q.device)
             path_k, path_v = _Path.apply(q, k, v, chunk, call.layer)
@@ -122,12 +122,12 @@ def _softcapped(softcap: float) -> Callable[..., Tensor]:
     return score_mod
 
 
-def _own_mask(chunk: ChunkAttention, window: int | None, device: torch.device) -> BlockMask:
+def _own_mask(chunk: ChunkAttention, call: LayerCall, device: torch.device) -> BlockMask:
     """The chunk over itself."""
-    depths, ends = chunk.depths, chunk.layout.ends
+    (depths, window), ends = chunk.sight(call), chunk.layout.ends
     if window is not None and int(depths.max()) - int(depths.min()) < window:
         window = None
-    key = ("own mask", window)
+    key = ("own mask", window, None if window is None else call.section)
     if key not in chunk.kept:
         some, only = interval_blocks(ends, depths, window)
         mask_mod = _interval_mod(on_device(ends, device), _depths_seen(depths, window, device))
@@ -138,13 +138,13 @@ def _own_mask(chunk: ChunkAttention, window: int | None, device: torch.device) -
 
 def _path_mask(chunk: ChunkAttention, call: LayerCall, device: torch.device) -> BlockMask | None:
     """The chunk over what is in sight of its path, all of which every row sees unless a window ends before."""
-    window = call.window
-    if window is None or int(chunk.depths.max()) < window:
+    depths, window = chunk.sight(call)
+    if window is None:
         return None
-    key = ("path mask", window)
+    key = ("path mask", window, call.section)
     if key not in chunk.kept:
         first = chunk.cache.begins(call.layer)
-        depths, keys = chunk.depths - first, chunk.path_tokens - first
+        depths, keys = depths - first, chunk.path_tokens - first
         lowest = on_device(depths - (window - 1), device)
 
         def visible(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:

@@ -1,8 +1,8 @@
 """The attention function transformers calls inside `TreeEngine` passes, and the registry of backends behind it.
 
-Promises: every query sees exactly its ancestors (within the layer's window) and itself; an argument the model passes
-that is not honoured is an error naming argument and layer, never ignored; a backend that cannot run here is refused
-with the remedy.
+Promises: every query sees exactly its ancestors (within the layer's window, or section) and itself; an argument the
+model passes that is not honoured is an error naming argument and layer, never ignored; a backend that cannot run here
+is refused with the remedy.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from app.tree.attention.interval import IntervalBackend
 from app.tree.attention.kernels import AMPERE, FLASH_DTYPES, capability, flash_refusal, triton_lacks
 from app.tree.attention.packages import FLASH_3, HOPPER, PACKAGES, CudnnBackend
 from app.tree.attention.part_attention import PartBackend
+from app.tree.attention.places import Places, unscaled
 from app.tree.attention.widths import WidthBackend
 from app.tree.planning.layer_shapes import attention_shapes
 
@@ -51,13 +52,13 @@ def choose_backend(name: str, model: PreTrainedModel, ahead: bool = False) -> Ba
     """The backend called `name`, or for "auto" the fastest for the model's device, dtype (autocast counts) and heads.
 
     On CPUs that is `sdpa`. On CUDA devices `flash` for bf16 and float16 from compute capability 8.0 on; on Hopper
-    `flash3` where that package is installed, else `triton` for heads of 128 in models without windows, with which it
-    was measured (narrower heads it computes as if of 128, which flash kernels do not). `flex` for what is left of these
-    two dtypes (soft-capped scores, heads that flash kernels do not take), compiled at the first step; `sdpa`, whose
-    kernels start at once, for float32 and float64, for older GPUs, and where Triton, or what it needs to compile (a C
-    compiler, Python's headers), is missing, or heads are too wide for it. Where flash kernels take the heads of some
-    layers and not of others (Gemma 4), they compute the former, and `sdpa` the latter. `cudnn` is never chosen: between
-    `flash` and `triton` on an H100. Where tokens see some `ahead` of them (placeholders of a picture), `sdpa`.
+    `flash3` where that package is installed, else `triton` for heads of 128 in models without windows or sections, with
+    which it was measured (narrower heads it computes as if of 128, which flash kernels do not). `flex` for what is left
+    of these two dtypes (soft-capped scores, heads that flash kernels do not take), compiled at the first step; `sdpa`,
+    whose kernels start at once, for float32 and float64, for older GPUs, and where Triton, or what it needs to compile
+    (a C compiler, Python's headers), is missing, or heads are too wide for it. Where flash kernels take the heads of
+    some layers and not of others (Gemma 4), they compute the former, and `sdpa` the latter. `cudnn` is never chosen:
+    between `flash` and `triton` on an H100. Where tokens see some `ahead` of them (placeholders of a picture), `sdpa`.
 
     Raises:
         ValueError: a name that is not in `BACKENDS`, or of one that computes no such tokens.
@@ -82,13 +83,14 @@ def choose_backend(name: str, model: PreTrainedModel, ahead: bool = False) -> Ba
     if dtype not in FLASH_DTYPES or capability(device) < AMPERE:
         return BACKENDS["sdpa"]
     config = model.config.get_text_config()
-    widths = {layer.head_dim for layer in attention_shapes(config)}
+    shapes = attention_shapes(config)
+    widths = {layer.head_dim for layer in shapes}
     taken = {width for width in widths if flash_refusal(device, dtype, width) is None}
     capped = getattr(config, "attn_logit_softcapping", None) is not None
     compiles = _triton_compiles()
     if taken and not capped:
         measured = capability(device)[0] == HOPPER[0] and widths == {128}
-        windowed = getattr(config, "sliding_window", None) is not None
+        windowed = any(layer.window is not None for layer in shapes)
         flash = BACKENDS["triton" if measured and not windowed and compiles else "flash"]
         if FLASH_3.missing(device) is None:
             flash = BACKENDS[FLASH_3.name]  # a package's 2 is what ATen has
@@ -169,7 +171,7 @@ def tree_attention(
         raise ValueError(f"{where}: values are wider than keys ({value.shape[-1]} > {query.shape[-1]}); not supported")
     tree_chunk.calls.append(layer)
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
-    call = LayerCall(layer, scale, sliding_window, softcap)
+    call = LayerCall(layer, scale, sliding_window, softcap, section_of(module))
     device = query.device.type
     if torch.is_autocast_enabled(device):  # norms leave float32 queries and keys beside low-precision values
         query, key, value = (x.to(torch.get_autocast_dtype(device)) for x in (query, key, value))
@@ -180,6 +182,8 @@ def tree_attention(
             raise ValueError(f"{where}: {unequal}")
         query, key, value = shares.to_heads(query, key, value)
         s_aux = shares.heads_of(s_aux)
+    if (scaled := Places.of(module)) is not None:
+        query = scaled.scale(query, tree_chunk.depths_on(query.device))
     chosen = indices is not None or block_indices is not None
     if chosen and (tree_chunk.stand_in is None or sliding_window is not None or softcap is not None):
         raise ValueError(
@@ -195,7 +199,7 @@ def tree_attention(
         value = nn.functional.pad(value, (0, narrow))
     if tree_chunk.store:
         tree_chunk.keys_values[layer] = (key.detach(), value.detach())
-        tree_chunk.cache.limit(layer, sliding_window)
+        tree_chunk.cache.limit(layer, sliding_window or call.section)
     with torch.autocast(device, enabled=False):
         if indices is not None and indices.shape[-1] != tree_chunk.path_tokens + query.shape[2]:
             backend = SelectedBackend(indices)
@@ -207,6 +211,13 @@ def tree_attention(
     out = out[..., : out.shape[-1] - narrow]
     # As transformers' own functions return it: some layers ask for a view. No copy where kernels have this layout.
     return (out if shares is None else shares.to_rows(out)).transpose(1, 2).contiguous(), None
+
+
+def section_of(module: nn.Module) -> int | None:
+    """Tokens of a layer's sections, as its configuration has them (Llama 4): only masks of transformers say them."""
+    config = getattr(module, "config", None)
+    kinds, layer = getattr(config, "layer_types", None), getattr(module, "layer_idx", None)
+    return getattr(config, "attention_chunk_size", None) if kinds and kinds[layer] == "chunked_attention" else None
 
 
 def _masked_window(module: nn.Module, layer: int) -> int | None:
@@ -228,6 +239,7 @@ def tree_attention_on(model: PreTrainedModel) -> Iterator[None]:
     before = config._attn_implementation
     config._attn_implementation = ATTENTION_NAME
     try:
-        yield
+        with unscaled(model):
+            yield
     finally:
         config._attn_implementation = before

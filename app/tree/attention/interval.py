@@ -1,10 +1,10 @@
 """The `triton` backend: one kernel over [path | chunk] with the tree's intervals as its mask.
 
-Promises: key j of a chunk is visible to query i exactly when j <= i < end[j] (and within the layer's window, by depth);
-no mask of [queries x keys] exists, and blocks of keys that no query of a block sees are not visited; output and
-log-sum-exp of path and chunk are merged in registers; gradients of the path's keys and values go into the path cache in
-place. One launch forward, three backward, whatever the tree: where a chunk has many small branches, calls by parts are
-dozens.
+Promises: key j of a chunk is visible to query i exactly when j <= i < end[j] (and within the layer's window or
+section, by depth); no mask of [queries x keys] exists, and blocks of keys that no query of a block sees are not
+visited; output and log-sum-exp of path and chunk are merged in registers; gradients of the path's keys and values go
+into the path cache in place. One launch forward, three backward, whatever the tree: where a chunk has many small
+branches, calls by parts are dozens.
 
 The kernels (`interval_kernels`) are compiled by Triton for CUDA devices from Ampere on, at the first call of each head
 size, window and scale. On an H100 a whole pass takes 0.9 times what it takes with ATen's FlashAttention-2
@@ -35,7 +35,7 @@ _DTYPES = (torch.bfloat16, torch.float16)
 
 
 class IntervalBackend:
-    """Attention over path and chunk by one Triton kernel: CUDA from Ampere on, windows, soft-capping and sinks.
+    """Attention over path and chunk by one Triton kernel: CUDA from Ampere on; windows, sections, soft-capping, sinks.
 
     Not float32 on GPUs: products that keep it have no matrix units, and take Triton minutes to compile."""
 
@@ -109,14 +109,12 @@ def _path(chunk: ChunkAttention, call: LayerCall) -> tuple[int, int] | None:
 
 def _how(q: Tensor, chunk: ChunkAttention, call: LayerCall) -> tuple[Any, ...]:
     """Intervals of the chunk, the kernels' blocks, scale, window and soft-capping."""
-    window = call.window
-    if window is not None and int(chunk.depths.max()) < window:
-        window = None  # all of the path is in sight of all
+    depths, window = chunk.sight(call)
     blocks = blocks_of(q, window)
-    key = ("intervals", window, blocks)
+    key = ("intervals", window, call.section, blocks)
     if key not in chunk.kept:
         first, stop = _path(chunk, call) or (0, 0)  # depths are counted from the first one in sight
-        found = intervals(chunk.layout.ends, chunk.depths - first, stop - first, window, blocks)
+        found = intervals(chunk.layout.ends, depths - first, stop - first, window, blocks)
         chunk.kept[key] = [on_device(x, q.device) for x in found]
     return chunk.kept[key], blocks.flat(), call.scale, window or 0, call.softcap or 0.0
 

@@ -151,7 +151,7 @@ class CudnnBackend(FlashBackend):
         return refusal
 
     def parts(self, chunk: ChunkAttention, call: LayerCall) -> list[Part]:
-        key = ("cudnn parts", call.window)
+        key = ("cudnn parts", call.window, call.section)
         if key not in chunk.kept:
             chunk.kept[key] = [piece for part in super().parts(chunk, call) for piece in _in_blocks(part)]
         found: list[Part] = chunk.kept[key]
@@ -161,7 +161,7 @@ class CudnnBackend(FlashBackend):
         queries, keys = part.q_stop - part.q_start, part.k_stop - part.k_start
         if mask is None and not part.causal and keys % _KEY_STEP == 0 and queries >= _QUERY_STEP:
             return CudnnKernel()
-        alone = part.causal and len(square_bounds(chunk)) == 2
+        alone = part.causal and len(square_bounds(chunk, call)) == 2
         if alone and queries >= _QUERY_STEP and (call.window is None or call.window >= queries):
             return CudnnKernel()
         return super().kernel(q, mask, part, chunk, call)

@@ -37,7 +37,7 @@ class PartBackend:
 
     def parts(self, chunk: ChunkAttention, call: LayerCall) -> Iterable[Part]:
         """The dense calls of this layer, in order."""
-        return [*chunk.parts(call.window), *chunk.parts_ahead(call.layer)]
+        return [*chunk.parts(call), *chunk.parts_ahead(call.layer)]
 
     def mask(self, q: Tensor, part: Part, chunk: ChunkAttention) -> Tensor | None:
         """That of `part`, additive in q's dtype."""

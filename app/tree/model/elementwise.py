@@ -21,7 +21,7 @@ from transformers import AttentionInterface, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from app.tree.attention.function import ATTENTION_NAME, tree_attention
-from app.tree.model.language import language_model
+from app.tree.model.language import body_of, language_model
 from app.tree.model.projections import summed_in_place
 
 ELEMENTWISE = ("eager", "compile")
@@ -41,7 +41,7 @@ _FIRST = 2**63 - 1
 def layers_as(elementwise: str, model: PreTrainedModel, skipped: set[int]) -> Iterator[None]:
     """Forwards of the model's layers inside, and their backwards: weight gradients summed in place where that is
     possible, and with "compile" element-wise parts fused. `skipped`: layers that carry states, by index."""
-    with summed_in_place(model.base_model, opaque=elementwise == "compile"):
+    with summed_in_place(body_of(model), opaque=elementwise == "compile"):
         if elementwise == "eager":
             yield
             return

@@ -19,9 +19,15 @@ from transformers.models.auto.modeling_auto import (
 )
 
 
+def body_of(model: PreTrainedModel) -> Any:
+    """All of it but the projection to the vocabulary."""
+    base: Any = model.base_model
+    return getattr(model, "model", model) if base is model else base  # Llama 4 calls it what others have inside
+
+
 def language_model(model: PreTrainedModel) -> nn.Module:
     """All of the body, but for towers and projectors of other inputs."""
-    part: nn.Module = model.get_decoder() if hasattr(model.config, "vision_config") else model.base_model
+    part: nn.Module = model.get_decoder() if hasattr(model.config, "vision_config") else body_of(model)
     return part
 
 

@@ -40,12 +40,19 @@ def transformers_model(model: Any) -> PreTrainedModel:
     return model.get_base_model()
 
 
+_BY_DISTANCE = (
+    "its scores have a bias by the distance of two tokens, made of hidden states and trained (position_bias), of which"
+    " no backend of attention gives the gradient"
+)
 _REFUSED = {
     "zamba2": "its attention layers share one block, which has no layer of its own to keep keys and values for",
     "minimax": "its lightning attention is computed in line, not by a function that a tree can give a state to",
     "mamba2": "it has no layer of attention, by whose heads and keys memory and time are counted",
     "paligemma": "every token of its prompt sees all of the prompt, so a prefix depends on what follows it",
     "modernbert-decoder": "a part of it stands between its layers and its output projection, which a tree leaves out",
+    "llama4": "its forward fails in transformers, for want of outputs of pictures; its text model trains, a"
+    " Llama4ForCausalLM, which reads the same files and writes its own (from_pretrained, save_pretrained)",
+    **dict.fromkeys(("inkling_text", "inkling2_text", "inkling2_loop_text"), _BY_DISTANCE),
     "mllama": "its pictures enter through layers of cross-attention, which have no place in a sequence",
 }
 """Model types that cannot run over a tree, and why."""
@@ -185,7 +192,7 @@ def refuse_unsupported(model: PreTrainedModel, stateful: Collection[int], types:
     be run in this model, beside those of all."""
     config = model.config.get_text_config()
     kinds = getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None) or []
-    known = {"full_attention", "sliding_attention", "attention", "mlp", "moe", *types}
+    known = {"full_attention", "sliding_attention", "chunked_attention", "attention", "mlp", "moe", *types}
     strange = [(i, kind) for i, kind in enumerate(kinds) if kind not in known and i not in stateful]
     if strange:
         raise ValueError(

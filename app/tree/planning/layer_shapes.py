@@ -22,7 +22,7 @@ class HeadShape:
     """Heads of one layer's attention: of queries, of keys and values, and how wide they are; of latent attention also
     the elements of its matrices and the values that a token keeps for backward, which heads do not say; `rate`: how
     many tokens a key beyond the window is made of, and `state_values`: of those that it is made of in another piece;
-    `window`: how many tokens each sees, itself included; None: all."""
+    `window`: how many tokens each sees at most, itself included; None: all."""
 
     heads: int
     key_value_heads: int
@@ -106,12 +106,10 @@ def attention_shapes(text: Any) -> tuple[HeadShape, ...]:
     if getattr(text, "compress_rates", None):
         return tuple(replace(HeadShape.compressed(text, kind), window=text.sliding_window) for kind in kinds)
     pairs = zip(_of_layers(text, HeadShape.of), kinds, strict=False)
-    window, alike = getattr(text, "sliding_window", None), not layer_kinds(text)
-    return tuple(
-        replace(shape, window=window if alike or kind in _WINDOWED else None)
-        for shape, kind in pairs
-        if kind not in STATEFUL + _TOKENWISE
-    )
+    window = getattr(text, "sliding_window", None)
+    windows = dict.fromkeys(_WINDOWED if layer_kinds(text) else kinds, window)
+    windows["chunked_attention"] = getattr(text, "attention_chunk_size", None)
+    return tuple(replace(shape, window=windows.get(kind)) for shape, kind in pairs if kind not in STATEFUL + _TOKENWISE)
 
 
 def feed_forwards(text: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -145,8 +143,12 @@ def _feed_forward(layer: Any) -> Callable[[int], tuple[int, int]]:
     kinds, dense = getattr(layer, "mlp_layer_types", None), getattr(layer, "first_k_dense_replace", None) or 0
     shared = (getattr(layer, "n_shared_experts", None) or 0) * (expert or 0)
     shared += getattr(layer, "shared_expert_intermediate_size", None) or 0
+    among = getattr(layer, "moe_layers", None)  # whose experts run all of the tokens each, beside one more (Llama 4)
 
     def part(index: int) -> tuple[int, int]:
+        if among is not None:
+            every = layer.num_local_experts
+            return ((1 + every) * sizes, every) if index in among else (layer.intermediate_size_mlp, 0)
         own = sizes if isinstance(sizes, int) else sizes[index]  # one a layer (Gemma 3n)
         own *= 1 + (index >= double)
         if not active or index < dense or (kinds and kinds[index] == "dense"):

@@ -1,9 +1,10 @@
-"""Attention parts of a layer: the path, then the chunk's own rows, cut to the layer's sliding window. Pure data.
+"""Attention parts of a layer: the path, then the chunk's own rows, cut to the layer's sliding window or to its sections
+(runs of so many positions, whose tokens see those of their own alone). Pure data.
 
 Promises: every visible (query, key) pair is in exactly one part, and a part's every query sees at least one of its keys
 (kernels disagree about the log-sum-exp of a row that sees nothing). Windows compare depths, never rows: a query at
 depth d sees its ancestors at depths above d - window. Only the keys at the edge of the window, about `MASKED_BLOCK` of
-them for a group of queries, are under a mask; keys beyond it are in no part.
+them for a group of queries, are under a mask; keys beyond it are in no part. Sections need no mask: each is cut out.
 
 The keys of every part without a mask, and of the path, are consecutive depths; that is what `layout` builds.
 """
@@ -24,7 +25,12 @@ _GROUP_ROWS = 4096
 
 
 def layer_parts(
-    rows: Layout, depths: Ints, path_tokens: int, window: int | None, cut_squares: bool = True
+    rows: Layout,
+    depths: Ints,
+    path_tokens: int,
+    window: int | None,
+    cut_squares: bool = True,
+    section: int | None = None,
 ) -> list[Part]:
     """Parts of one layer's attention over [path | chunk].
 
@@ -33,14 +39,35 @@ def layer_parts(
         path_tokens: tokens of the path; row j of the path has depth j.
         window: how many tokens a query sees, itself included; None: all.
         cut_squares: False leaves causal squares whole, for kernels that know windows.
+        section: tokens of a section, of which a query sees those before it; None: there are none.
     """
     parts = [Part(0, len(rows.tokens), 0, path_tokens, path=True)] if path_tokens else []
     parts += rows.parts
+    if section is not None and int(depths.max()) >= section:
+        parts = [cut for part in parts for cut in _sections(part, depths, section)]
     if window is None or int(depths.max()) < window:
         return parts
     return [
         cut for part in parts for cut in ([part] if part.causal and not cut_squares else _cut(part, depths, window))
     ]
+
+
+def _sections(part: Part, depths: Ints, section: int) -> Iterator[Part]:
+    """What is left of a part, a section of its queries at a time."""
+    own = depths[part.q_start : part.q_stop] // section
+    if part.mask is not None:
+        keys = depths[part.k_start : part.k_stop] // section
+        yield replace(part, mask=part.mask & (own[:, None] == keys[None, :]))
+        return
+    breaks = (np.flatnonzero(np.diff(own)) + part.q_start + 1).tolist()
+    first = 0 if part.path else int(depths[part.k_start])
+    for start, stop in zip([part.q_start, *breaks], [*breaks, part.q_stop], strict=True):
+        if part.causal:
+            yield Part(start, stop, start, stop, causal=True)
+            continue
+        begin = part.k_start + max(0, int(own[start - part.q_start]) * section - first)
+        if begin < part.k_stop:
+            yield replace(part, q_start=start, q_stop=stop, k_start=begin)
 
 
 def _cut(part: Part, depths: Ints, window: int) -> Iterator[Part]:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import cast
+from typing import NamedTuple, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -24,7 +24,7 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import AttentionInterface
 
-from app.tree import STATES_ARGUMENT, among, chosen_in
+from app.tree import STATES_ARGUMENT, Places, among, chosen_in, section_of
 
 ATTENTION = "arborist_slots"
 # Arguments that describe what `step` already says, or that change nothing in a forward without gradient.
@@ -46,6 +46,20 @@ def any_length(device: torch.device) -> AbstractContextManager[None]:
     """Forwards inside use kernels of torch that serve every length at once: cuDNN's, torch's choice on Hopper, would
     build a plan, tens of milliseconds, for every number of requests and of keys, hence at each decoded token."""
     return sdpa_kernel(_ANY_LENGTH) if device.type == "cuda" else nullcontext()
+
+
+class Sight(NamedTuple):
+    """How far a layer's tokens see: so many tokens, themselves included, or those of their section of so many
+    positions; None: as far as there are any."""
+
+    window: int | None = None
+    section: int | None = None
+
+    def among(self, seen: Tensor, queries: Tensor, keys: Tensor) -> Tensor:
+        """Of what is seen, bool, what is in sight of queries at these positions."""
+        if self.window is not None:
+            seen = seen & (keys > queries - self.window)
+        return seen if self.section is None else seen & (keys >= queries // self.section * self.section)
 
 
 class PromptStep:
@@ -98,22 +112,22 @@ class PromptStep:
         padded = [np.pad(own, (0, self.longest - len(own)), constant_values=-1) for own in runs]
         self.runs = torch.from_numpy(np.stack(padded)).to(self.write.device)
 
-    def mask(self, window: int | None, ahead: bool = False, chosen: Tensor | None = None) -> Tensor | None:
+    def mask(self, sight: Sight, ahead: bool = False, chosen: Tensor | None = None) -> Tensor | None:
         """bool [count or 1, 1, longest, longest] of what is visible, among `chosen` where there is one; None when plain
         causal attention says it. `ahead`: in a layer in which `runs` see each other."""
         plain = chosen is None and not (ahead and self.runs is not None)
-        if plain and (window is None or window >= self.longest):
+        if plain and all(one is None or one >= self.longest for one in sight):
             return None
-        visible = self.visible(window, ahead)
+        visible = self.visible(sight, ahead)
         return visible if chosen is None else visible & chosen
 
-    def visible(self, window: int | None, ahead: bool = False) -> Tensor:
+    def visible(self, sight: Sight, ahead: bool = False) -> Tensor:
         """bool [count or 1, 1, longest, longest]."""
         at = torch.arange(self.longest, device=self.write.device)
         seen = (at[None, :] <= at[:, None])[None, None]
         if ahead and self.runs is not None:
             seen = seen | _together(self.runs, self.runs)
-        return seen if window is None else seen & (at[None, :] > at[:, None] - window)
+        return sight.among(seen, at[:, None], at[None, :])
 
     def seen(self, queries: slice) -> Tensor:
         """bool [1, queries, queries.stop]: the keys that such queries of a prompt see."""
@@ -140,16 +154,16 @@ class CachedStep:
         self.write = (rows * width + positions).view(-1).to(device)
         self.depths = positions.view(-1)
         self.positions = self.depths.to(device)
-        self._masks: dict[tuple[int | None, torch.dtype, bool], Tensor] = {}
+        self._masks: dict[tuple[Sight, torch.dtype, bool], Tensor] = {}
 
     def show(self, runs: Sequence[npt.NDArray[np.int64]]) -> None:
         """As `PromptStep.show`, of the next tokens of one request; those before them are in none of their runs."""
         (own,) = runs
         self.runs = torch.from_numpy(own)[None].to(self.write.device)
 
-    def bias(self, window: int | None, dtype: torch.dtype, ahead: bool = False) -> Tensor:
+    def bias(self, sight: Sight, dtype: torch.dtype, ahead: bool = False) -> Tensor:
         """[count, 1, queries, keys] of `dtype`: 0 where visible, -inf elsewhere; made once a step and kind of layer."""
-        key = (window, dtype, ahead and self.runs is not None)
+        key = (sight, dtype, ahead and self.runs is not None)
         if key not in self._masks:
             at = torch.arange(self.keys, device=self.write.device)
             position = self.positions.view(self.count, 1, self.queries, 1)
@@ -157,9 +171,7 @@ class CachedStep:
             if ahead and self.runs is not None:
                 before = self.runs.new_full((1, self.keys - self.queries), -1)
                 visible = visible | _together(self.runs, torch.cat([before, self.runs], 1))
-            if window is not None:
-                visible &= at > position - window
-            self._masks[key] = _bias(visible, dtype)
+            self._masks[key] = _bias(sight.among(visible, position, at), dtype)
         return self._masks[key]
 
     def completing(self, rate: int) -> Tensor:
@@ -314,6 +326,9 @@ def attend(
     layer = cast(int, module.layer_idx)
     ahead = layer in slots.ahead
     slots.write(layer, step.write, key, value)
+    sight = Sight(sliding_window, section_of(module))
+    if (scaled := Places.of(module)) is not None:
+        query = scaled.scale(query, step.positions)
     keys = step.longest if isinstance(step, PromptStep) else step.keys
     if block_indices is None:
         chosen = _chosen(indices, keys)
@@ -322,9 +337,9 @@ def attend(
         chosen = None if chosen is None else chosen.repeat_interleave(query.shape[1] // chosen.shape[1], 1)
     if isinstance(step, PromptStep):
         q, k, v = step.unfold(query), step.unfold(key), step.unfold(value)
-        mask = step.mask(sliding_window, ahead, chosen)
+        mask = step.mask(sight, ahead, chosen)
         if softcap is not None or s_aux is not None:
-            bias = _bias(step.visible(None, ahead) if mask is None else mask, torch.float32)
+            bias = _bias(step.visible(Sight(), ahead) if mask is None else mask, torch.float32)
             k, v, bias = _beside(slots, layer, k, v, bias)
             return step.fold(_written_out(q, k, v, bias, scaling, softcap, s_aux)), None
         out = F.scaled_dot_product_attention(
@@ -332,7 +347,7 @@ def attend(
         )
         return step.fold(out), None
     k, v = slots.read(layer, step.first, step.count, step.keys)
-    q, bias = step.unfold(query), step.bias(sliding_window, query.dtype, ahead)
+    q, bias = step.unfold(query), step.bias(sight, query.dtype, ahead)
     if chosen is not None:
         bias = bias + _bias(chosen, bias.dtype)
     k, v, bias = _beside(slots, layer, k, v, bias)

@@ -14,12 +14,12 @@ from torch import Tensor
 from torch.nn import Module
 from transformers import AutoConfig, PreTrainedModel
 
-from app.tree import Indexers, StateLayers, auto_class, free_bytes, own_config
+from app.tree import Indexers, StateLayers, auto_class, free_bytes, leave_unscaled, own_config
 from datamodules.inference.embedded.kv_slots import ATTENTION
 from datamodules.inference.export import WeightParts, base_model, merged_weights
 from datamodules.inference.protocol import GenerationError
 
-_KNOWN = {"full_attention", "sliding_attention", "mlp", "moe"}  # layer types with keys and values or no state at all
+_KNOWN = {"full_attention", "sliding_attention", "chunked_attention", "mlp", "moe"}  # with keys and values or no state
 
 
 def copy_of(policy: Module, dtype: str | None, device: str | None, parts: WeightParts | None = None) -> PreTrainedModel:
@@ -62,6 +62,7 @@ def copy_of(policy: Module, dtype: str | None, device: str | None, parts: Weight
             config, dtype=getattr(torch, dtype) if dtype else model.dtype
         )
     own.config.get_text_config()._attn_implementation = ATTENTION  # towers of other inputs attend as ever
+    leave_unscaled(own)  # requests lie in one sequence, in which a layer cannot tell a token's place
     if parts is not None:
         fill(own, parts)
     else:

@@ -50,7 +50,7 @@ from datamodules.inference.sglang.experts import FLAG, ExpertLayout
 from datamodules.inference.sglang.fleet import Fleet
 from datamodules.inference.sglang.launcher import API_KEY_VARIABLE, server_python
 from datamodules.inference.sglang.loop_thread import LoopThread
-from datamodules.inference.sglang.model_match import ModelMatch, refuse_trained_tower
+from datamodules.inference.sglang.model_match import ModelMatch, refuse_misread, refuse_trained_tower
 from datamodules.inference.sglang.requests import Pending, complete
 from datamodules.inference.sglang.roster import Launch, given_servers, launched_servers, with_adapters
 from datamodules.inference.sglang.router import PrefixRouter
@@ -167,6 +167,7 @@ class SGLangEngine(InferenceEngine, ServerEngine):
     def start(self, model: PreTrainedModel, version: int, seed: int, parts: WeightParts | None = None) -> None:
         if self._thread is not None:
             raise GenerationError("SGLangEngine.start: it already runs; close() it first")
+        refuse_misread(model)
         if self._shows_pictures and self.launch is None:
             refuse_trained_tower(model)
         self._layout = ExpertLayout.of(model) if self.record_experts else None

@@ -15,8 +15,9 @@ from safetensors import SafetensorError, safe_open
 from transformers import PreTrainedModel
 
 from app.tree import tower_parameters
-from datamodules.inference.export import adapter_weights, base_model, checkpoint_shapes
+from datamodules.inference.export import ExportError, adapter_weights, base_model, checkpoint_shapes
 from datamodules.inference.protocol import GenerationError, WeightUpdate
+from datamodules.inference.served_config import as_on_the_hub
 from datamodules.inference.sglang.client import shown
 from datamodules.inference.sglang.experts import FLAG
 from datamodules.inference.sglang.server_state import Server, WrongModel
@@ -153,6 +154,14 @@ def refuse_trained_tower(model: PreTrainedModel) -> None:
             f"SGLangEngine.urls: '{moving[0]}' is trained, and servers keep the features that a tower made of a picture"
             " before an update: set model.model.train_tower to false, or generate with EmbeddedEngine"
         )
+
+
+def refuse_misread(model: PreTrainedModel) -> None:
+    """Raises GenerationError for a model that servers would read as another one."""
+    try:
+        as_on_the_hub(base_model(model).config.to_dict())
+    except ExportError as error:
+        raise GenerationError(f"SGLangEngine.start: {error}") from error
 
 
 def _shapes_in(directory: Path, config: str) -> dict[str, tuple[int, ...]]:

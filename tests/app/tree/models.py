@@ -48,7 +48,7 @@ _VARIANTS: dict[str, dict[str, Any]] = {
 
 
 SINCE = {"lfm2": "5.22", "lfm3": "5.23", "qwen4_exp_text": "5.18", "glm5_next": "5.24", "bailing_hybrid": "5.24"}
-SINCE |= {"deepseek_v4": "5.19", "zaya": "5.24"}
+SINCE |= {"deepseek_v4": "5.19", "zaya": "5.24", "inkling_text": "5.24", "inkling2_text": "5.24"}
 SINCE |= dict.fromkeys(("deepseek_v32", "glm_moe_dsa", "hy_v4", "axk2"), "5.18")
 """Types that transformers has, or has in a form over which a tree runs, from a release on that may not be installed."""
 

@@ -34,6 +34,7 @@ from datamodules.inference.export import (
     weight_parts,
 )
 from datamodules.inference.protocol import GenerationError
+from datamodules.inference.sglang.model_match import refuse_misread
 from datamodules.inference.sglang.weights.forms import HostWeights
 from datamodules.inference.weight_files import WeightFiles, save_adapter, save_model, split
 from tests.app.tree.engine import families
@@ -275,7 +276,7 @@ def test_gemma_4_leaves_with_the_names_that_its_heads_have_on_the_hub(row: str, 
 
 
 def test_an_order_of_layers_that_servers_cannot_be_told_is_refused(tmp_path) -> None:
-    """They would build other layers in its place, or none."""
+    """They would build other layers in its place, or none; nor is a model that they read otherwise."""
     layers = {"layer_types": ["full_attention", "linear_attention", "linear_attention"]}
     for name in ("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next"):
         with pytest.raises(ExportError, match=rf"layers \[1\] of 3 attend \(layer_types\).* {name} model"):
@@ -283,6 +284,10 @@ def test_an_order_of_layers_that_servers_cannot_be_told_is_refused(tmp_path) -> 
     dense_last = hybrids.make("kimi_linear", mlp_layer_types=["dense", "sparse", "dense"])
     with pytest.raises(ExportError, match=r"without experts follows one with them \(mlp_layer_types\)"):
         WeightFiles(tmp_path).write(dense_last, 1)
+    with pytest.raises(ExportError, match=r"keys of a Llama4ForCausalLM otherwise.*embedded engine"):
+        WeightFiles(tmp_path).write(families.build(families.SUPPORTED["Llama 4"]), 1)
+    with pytest.raises(GenerationError, match=r"SGLangEngine.start: .*keys of a Llama4ForCausalLM otherwise"):
+        refuse_misread(families.build(families.SUPPORTED["Llama 4"]))
     assert not list(tmp_path.iterdir())
 
 

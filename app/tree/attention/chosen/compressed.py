@@ -83,7 +83,7 @@ class EntriesBackend(PartBackend):
         return super().attend(q, torch.cat([k, self.made], 2), torch.cat([v, self.made], 2), sinks, chunk, call)
 
     def parts(self, chunk: ChunkAttention, call: LayerCall) -> Iterator[Part]:
-        yield from chunk.parts(call.window)
+        yield from chunk.parts(call)
         entries, count = self.entries, len(chunk.layout.tokens)
         for start, stop in mask_blocks(count, max(entries.path, len(entries.rows))):
             if entries.path:

@@ -97,6 +97,7 @@ DEALT = [
     "Phi-3",
     "Gemma 2",
     "GPT-OSS",
+    "Llama 4",
     "DeepSeek-V3",
     "GLM-5",
     "Qwen3.5",

@@ -291,6 +291,7 @@ WIDTHS |= dict(layer_types=["sliding_attention", "full_attention"])
         (torch.bfloat16, dict(head_dim=96), (9, 0), "flash"),  # as wide as 128 to the Triton kernels
         (torch.bfloat16, dict(head_dim=128), (10, 0), "flash"),
         (torch.bfloat16, dict(head_dim=128, model_type="mistral", sliding_window=5), (9, 0), "flash"),
+        (torch.bfloat16, dict(head_dim=128, model_type="llama4_text"), (9, 0), "flash"),
         (torch.float32, {}, (9, 0), "sdpa"),  # FlexAttention would be compiled for minutes first
         (torch.float64, {}, (9, 0), "sdpa"),
         (torch.bfloat16, {}, (7, 5), "sdpa"),  # flash kernels die there

@@ -78,6 +78,9 @@ def check_chunk(
     visible = torch.tensor([[key in ancestors(tree, int(token)) for key in keys] for token in rows.tokens])
     if call.window is not None:
         visible &= torch.from_numpy(depths[:, None] - tree.token_depth[keys][None, :] < call.window)
+    if call.section is not None:
+        sections = depths // call.section, tree.token_depth[keys] // call.section
+        visible &= torch.from_numpy(sections[0][:, None] == sections[1][None, :])
     random = torch.Generator().manual_seed(n * 31 + path)
     shapes = [(1, n, heads[0], heads[2])] * 2 + [(1, path + n, heads[1], heads[2])] * 2  # as models have them
     drawn = [torch.randn(shape, generator=random, dtype=F64).to(dtype).transpose(1, 2) for shape in shapes]
@@ -115,17 +118,19 @@ def check_chunk(
     which=st.integers(0, 99),
     heads=st.sampled_from([(2, 2, 8), (4, 2, 16), (3, 1, 20)]),
     dtype=st.sampled_from([F64, F64, F32, BF16, F16]),
-    window=st.sampled_from([None, None, 1, 3, 6]),
+    window=st.sampled_from([None, None, 1, 3, 6, -1, -3, -6]),
     softcap=st.sampled_from([None, 1.5]),
     sink=st.booleans(),
 )
 def test_a_chunk_of_a_random_tree(
     case: Case, which: int, heads: tuple[int, int, int], dtype: torch.dtype, window: int | None, softcap, sink: bool
 ) -> None:
+    """`window` below 0: sections instead, of so many."""
     tree = PrefixTree.build(case.sequences, keys=case.keys, share=case.share)
     chunks = plan(tree, case.chunk_tokens, tree.num_tokens).chunks
     assume(chunks)  # nothing runs where nothing is scored
-    call = LayerCall(0, heads[2] ** -0.5, window, softcap)
+    window, section = (None, -window) if window is not None and window < 0 else (window, None)
+    call = LayerCall(0, heads[2] ** -0.5, window, softcap, section)
     check_chunk(tree, chunks[which % len(chunks)], heads, dtype, call, sink)
 
 

@@ -44,7 +44,7 @@ def traced(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 
 
 def test_every_case_runs_and_waits_for_the_loss_alone(traced: list[dict[str, Any]]) -> None:
-    assert len([one for one in traced if one["backend"] != "triton"]) == 33
+    assert len([one for one in traced if one["backend"] != "triton"]) == 37
     assert {(one["case"], one["backend"]): one["waits"] for one in traced if one["waits"] != [LOSS]} == {}
 
 
@@ -56,6 +56,7 @@ def test_low_precision_runs_on_flash_kernels(traced: list[dict[str, Any]]) -> No
     cudnn = {f"_scaled_dot_product_cudnn_attention{suffix}" for suffix in ("", "_backward")}
     assert found["bf16", "cudnn"] == dense | packed | cudnn and found["window", "cudnn"] >= packed
     assert found["bf16", "flash"] == dense | packed and found["window", "flash"] >= packed
+    assert found["sections", "flash"] == dense | packed
     assert not found["float64", "sdpa"] and not found["soft-capping", "sdpa"]
 
 
@@ -73,12 +74,12 @@ def test_what_was_chosen_runs_on_the_kernel_that_takes_masks(traced: list[dict[s
 
 @pytest.mark.skipif(find_spec("triton") is None, reason="needs the package triton")
 def test_one_kernel_over_path_and_chunk(traced: list[dict[str, Any]]) -> None:
-    """In low precision, with windows, soft-capping, sinks, autocast and checkpointing: no other attention runs."""
+    """In low precision, with windows, sections, soft-capping, sinks, autocast and checkpointing: no other runs."""
     found = {one["case"]: set(one["operators"]) for one in traced if one["backend"] == "triton"}
     kernels = {"arborist.interval_attention", "arborist.interval_attention_backward"}
     assert set(found) == {
         *("bf16", "float16", "autocast", "checkpointing"),
-        *("window", "soft-capping", "sinks"),
+        *("window", "sections", "soft-capping", "sinks"),
     }
     assert all(operators == kernels for operators in found.values())
 

@@ -1,5 +1,5 @@
 """Parts of windowed layers against the definition: query i sees key j exactly when j is an ancestor of i (or i itself)
-at a depth above depth(i) - window."""
+at a depth above depth(i) - window; of layers with sections, when both are in the same."""
 
 from __future__ import annotations
 
@@ -36,14 +36,16 @@ def pairs(parts: list[Part], rows: int, path: int) -> np.ndarray:
     return count
 
 
-def visible(tree: PrefixTree, tokens: np.ndarray, path: int, window: int | None) -> np.ndarray:
+def visible(
+    tree: PrefixTree, tokens: np.ndarray, path: int, window: int | None, section: int | None = None
+) -> np.ndarray:
     out = np.zeros((len(tokens), path + len(tokens)), np.int64)
     row = {int(token): path + k for k, token in enumerate(tokens)}
     for query, token in enumerate(tokens.tolist()):
         depth = int(tree.token_depth[token])
         while token >= 0:
             at = int(tree.token_depth[token])
-            if window is None or depth - at < window:
+            if (window is None or depth - at < window) and (section is None or depth // section == at // section):
                 out[query, row.get(token, at)] = 1
             token = int(tree.token_parent[token])
     return out
@@ -62,6 +64,21 @@ def test_every_pair_within_the_window_is_in_exactly_one_part(
             parts = layer_parts(rows, depths, chunk.path_tokens, window)
             expected = visible(tree, rows.tokens, chunk.path_tokens, window)
             assert (pairs(parts, len(rows.tokens), chunk.path_tokens) == expected).all()
+
+
+@given(cases(), st.sampled_from([1, 2, 4, 256]), st.sampled_from([1, 2, 3, 5, 8, 40]), st.booleans())
+def test_every_pair_within_a_section_is_in_exactly_one_part(
+    case: Case, masked_block: int, section: int, cut: bool
+) -> None:
+    """Whatever kernels know: squares are cut always, into what is causal again."""
+    tree = PrefixTree.build(case.sequences, keys=case.keys, share=case.share)
+    for chunk in plan(tree, case.chunk_tokens, tree.num_tokens).chunks:
+        rows = layout(chunk, masked_block=0 if masked_block == 1 else masked_block)
+        depths = tree.token_depth[rows.tokens]
+        parts = layer_parts(rows, depths, chunk.path_tokens, None, cut, section)
+        expected = visible(tree, rows.tokens, chunk.path_tokens, None, section)
+        assert (pairs(parts, len(rows.tokens), chunk.path_tokens) == expected).all()
+        assert masked_block > 1 or all(part.mask is None for part in parts)
 
 
 def test_a_long_branch_is_not_computed_beyond_its_window() -> None:

@@ -202,6 +202,22 @@ def test_tokens_that_an_indexer_chose(row: str, max_batch_tokens: int, block: in
     assert [response.tokens for response in found[1:3]] != [response.tokens for response in other[1:3]]
 
 
+@pytest.mark.parametrize("max_batch_tokens", [4096, 10])
+def test_sections_and_scales_of_positions(max_batch_tokens: int) -> None:
+    """Prompts at once and in parts, shorter than a section and longer; queries scaled by steps of the position. Without
+    either the dense model says something else."""
+    row = families.SUPPORTED["Llama 4"]
+    model = families.build(row)
+    prompts = ([token % 31 for token in prompt] for prompt in prompts_of([3, 30, 30, 4]))
+    requests = [GenerationRequest(prompt, 20) for prompt in prompts]
+    found = answers(started(model, max_batch_tokens=max_batch_tokens), requests)
+    for request, response in zip(requests, found):
+        assert_parity({0: model}, request, response, 1e-5)
+    for other in ({"attention_chunk_size": 64}, {"attn_temperature_tuning": False}):
+        with pytest.raises(AssertionError):
+            assert_parity({0: families.build(row, **other)}, requests[1], found[1], 1e-5)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", families.OTHERS)
 def test_what_a_tree_takes_is_served(kind: str) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3Config, Qwen3MoeConfig
+from transformers import AutoModelForCausalLM, Llama4TextConfig, PreTrainedModel, Qwen3Config, Qwen3MoeConfig
 
 from app.batch import RolloutBatch
 from app.tree import PrefixTree, TreeEngine, routed
@@ -29,6 +29,14 @@ EXPERTS = dict(num_experts=8, num_experts_per_tok=2, moe_intermediate_size=16)
 CONFIGS = {
     "qwen3_moe": Qwen3MoeConfig(**SHAPE, **EXPERTS, head_dim=16, mlp_only_layers=[1]),
     "qwen3_5_moe": HYBRIDS["qwen3_5_moe"],
+    "llama4": Llama4TextConfig(
+        **SHAPE,
+        head_dim=16,
+        intermediate_size_mlp=48,
+        num_local_experts=8,
+        num_experts_per_tok=2,
+        attention_chunk_size=8,
+    ),
 }
 
 

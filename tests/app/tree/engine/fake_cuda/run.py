@@ -62,6 +62,7 @@ CASES: list[tuple[str, str, dict[str, Any], torch.dtype, dict[str, Any], str]] =
     ("float32", "qwen3", WIDE, F32, {}, "sdpa"),
     ("float64", "starcoder2", {}, F64, {}, "sdpa"),
     ("window", "mistral", {"head_dim": 16, "sliding_window": 5}, BF16, {}, "sdpa flash cudnn triton"),
+    ("sections", "llama4_text", {**families.SECTIONS, **WIDE}, BF16, {}, "sdpa flash flex cudnn triton"),
     ("soft-capping", "gemma2", CAPPED, BF16, {}, "sdpa flex triton"),
     ("sinks", "gpt_oss", SINKS, BF16, {}, "triton"),
     ("recorded experts", "qwen3_moe", MIXED, BF16, {"routed": True}, "sdpa flash"),

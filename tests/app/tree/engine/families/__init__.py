@@ -42,6 +42,7 @@ from tests.app.tree.engine.families.table import (
     OTHERS,
     POOLED,
     REFUSED,
+    SECTIONS,
     SUPPORTED,
     UNSCALED,
     Family,
@@ -50,7 +51,7 @@ from tests.app.tree.engine.families.table import (
 from tests.app.tree.losses import SequenceLoss
 from tests.app.tree.parity import take_grads
 
-__all__ = ["BLOCKS", "DELTA_RULE", "EXPERTS", "INDEXED", "LATENT", "OTHERS", "POOLED", "UNSCALED", "other"]
+__all__ = ["BLOCKS", "DELTA_RULE", "EXPERTS", "INDEXED", "LATENT", "OTHERS", "POOLED", "SECTIONS", "UNSCALED", "other"]
 """Of the tables, what nothing here reads."""
 
 STEM = [3, 10, 17, 24, 3, 0, 9, 9, 4, 5, 6, 7]

@@ -60,6 +60,20 @@ POOLED: dict[str, Any] = {
 """Layers that scan around two that choose, the second by the first's choice."""
 
 
+SECTIONS: dict[str, Any] = dict(
+    num_local_experts=4,
+    num_experts_per_tok=2,
+    interleave_moe_layer_step=2,
+    intermediate_size_mlp=32,
+    head_dim=8,
+    attention_chunk_size=4,
+    no_rope_layers=[1, 0],
+    floor_scale=3,
+    attn_scale=0.7,
+)
+"""Positions within these sections and beyond, and queries scaled by several steps."""
+
+
 BLOCKS: dict[str, Any] = dict(
     EXPERTS,
     num_hidden_layers=3,
@@ -80,7 +94,8 @@ BLOCKS: dict[str, Any] = dict(
 class Family:
     """`type`: transformers' model type; `options`: of its configuration; `note`: for readers of the matrix;
     `tolerances`: in float32; `models`: seeds in low precision; `adapted`: modules that
-    LoRA is put on (PEFT refuses the output projections of Mamba layers); `refused`: columns that are."""
+    LoRA is put on (PEFT refuses the output projections of Mamba layers, and takes Llama 4's routers for plain ones);
+    `refused`: columns that are."""
 
     type: str
     options: dict[str, Any] = field(default_factory=dict)
@@ -179,6 +194,13 @@ SUPPORTED: dict[str, Family] = {
         "gpt_oss",
         {**EXPERTS, **ALTERNATING, "attn_implementation": "eager"},
         "attention sinks, every other layer windowed",
+    ),
+    "Llama 4": Family(
+        "llama4_text",
+        SECTIONS,
+        "text models (`Llama4ForCausalLM`); tokens see those of their own section of positions, and"
+        " in every fourth layer all, by queries scaled by position; transformers runs every expert on every token",
+        adapted=("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"),
     ),
     "Cohere": Family("cohere", dict(logit_scale=0.5)),
     "DeepSeek-V3": Family("deepseek_v3", {**EXPERTS, **LATENT}, "latent attention, values narrower than keys"),
@@ -313,12 +335,20 @@ OTHERS: dict[str, dict[str, Any]] = {
     "mimo_v2_flash": {**EXPERTS, "attn_implementation": "eager"},
 }
 """Types beside those of `SUPPORTED` that are right as they are, and options of their configurations."""
+_DISTANCES: dict[str, Any] = dict(
+    attn_implementation="eager",
+    layer_types=["hybrid_sliding", "hybrid"],
+    sliding_window_size=4,
+    head_dim=8,
+    swa_head_dim=8,
+    swa_num_attention_heads=4,
+    swa_num_key_value_heads=2,
+    n_routed_experts=4,
+    num_experts_per_tok=2,
+    moe_intermediate_size=8,
+    unpadded_vocab_size=VOCABULARY,
+)
 REFUSED: dict[str, Family] = {
-    "Llama 4": Family(
-        "llama4_text",
-        dict(head_dim=8, attention_chunk_size=4, intermediate_size_mlp=24, **EXPERTS),
-        "chunked attention",
-    ),
     "Mamba": Family("mamba", dict(attn_implementation="eager"), "state-space layers"),
     "Jamba": Family("jamba", dict(attn_layer_offset=1, attn_layer_period=2, num_experts=2), "state-space layers"),
     "Mamba 2": Family(
@@ -351,6 +381,8 @@ REFUSED: dict[str, Family] = {
         dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id", "cls_token_id", "sep_token_id"), 0),
         "a head of several layers",
     ),
+    "Inkling": Family("inkling_text", _DISTANCES, "a trained bias by distance"),
+    "Inkling 2": Family("inkling2_text", _DISTANCES, "a trained bias by distance"),
     "DiffLlama": Family("diffllama", {}, "two attentions a layer"),
     "Doge": Family("doge", {}, "masks of its own"),
     "StableLM": Family("stablelm", {}, "attention outside transformers' interface"),

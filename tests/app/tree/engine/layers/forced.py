@@ -34,6 +34,10 @@ def _sigmoid(router: Any, logits: Tensor, experts: Tensor) -> Tensor:
     return scores * router.routed_scaling_factor
 
 
+def _sigmoid_alone(router: Any, logits: Tensor, experts: Tensor) -> Tensor:
+    return logits.gather(1, experts).sigmoid()
+
+
 def _sigmoid_normed(router: Any, logits: Tensor, experts: Tensor) -> Tensor:
     scores = logits.sigmoid().gather(1, experts)
     return scores / scores.sum(-1, keepdim=True)
@@ -48,6 +52,7 @@ FAMILIES: dict[str, Weigh] = {
     "Qwen3-MoE": _softmax,
     "Mixtral": _softmax_normed,
     "GPT-OSS": _softmax_normed,
+    "Llama 4": _sigmoid_alone,
     "DeepSeek-V3": _sigmoid,
     "DeepSeek-V3.2": _sigmoid,
     "DeepSeek-V4": _sqrt_softplus,
@@ -74,7 +79,7 @@ def model_of(row: str, dtype: torch.dtype = torch.float32, seed: int = 0) -> Pre
 
 def routers(model: nn.Module) -> list[Any]:
     """By what they are called."""
-    return [m for m in model.modules() if type(m).__name__.lower().endswith("topkrouter")]
+    return [m for m in model.modules() if type(m).__name__.lower().endswith(("topkrouter", "llama4router"))]
 
 
 def random_table(model: nn.Module, rows: int, seed: int = 0) -> Table:
@@ -91,8 +96,12 @@ def forced(model: nn.Module, row: str, experts: Tensor, known: Tensor) -> Iterat
     for place, router in enumerate(routers(model)):
 
         def answer(module: Any, args: Any, out: Any, place: int = place) -> Any:
-            logits, weights, own = out
             there = experts[:, place]
+            if len(out) == 2:  # a weight of every expert, 0 of most
+                weights, logits = out
+                weighed = torch.zeros_like(weights).scatter(1, there, FAMILIES[row](module, logits, there))
+                return torch.where(known[:, None], weighed, weights), logits
+            logits, weights, own = out
             made = FAMILIES[row](module, logits.to(torch.promote_types(torch.float32, logits.dtype)), there)
             chosen = torch.where(known[:, None], there, own)
             return logits, torch.where(known[:, None], made.to(weights.dtype), weights), chosen
@@ -109,7 +118,11 @@ def own_choice(model: PreTrainedModel, sequences: list[Any]) -> Table:
     """[sum of L_i, layers, k]: what the model's routers choose themselves, run densely, in their own order."""
     found: list[list[Tensor]] = [[] for _ in routers(model)]
     handles = [
-        router.register_forward_hook(lambda module, args, out, seen=seen: seen.append(out[2]))
+        router.register_forward_hook(
+            lambda module, args, out, seen=seen: seen.append(
+                out[1].topk(module.top_k, -1)[1] if len(out) == 2 else out[2]
+            )
+        )
         for router, seen in zip(routers(model), found)
     ]
     with torch.no_grad():

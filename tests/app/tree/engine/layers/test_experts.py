@@ -184,7 +184,7 @@ def test_under_autocast() -> None:
     assert distance(take_grads(model), truth) < 1.5 * distance(rounded, truth)
 
 
-@pytest.mark.parametrize("row", ["Qwen3-MoE", "DeepSeek-V3", "GPT-OSS"])
+@pytest.mark.parametrize("row", ["Qwen3-MoE", "DeepSeek-V3", "GPT-OSS", "Llama 4"])
 def test_its_own_choice_changes_no_bit(row: str) -> None:
     model = model_of(row)
     for sequences in (SEQUENCES[:1], SEQUENCES[4:5]):  # densely and over a tree alike: one chunk of one sequence
