@@ -145,8 +145,10 @@ def main(connection: socket.socket, setup: dict[str, Any]) -> None:
     gc.collect()
     gc.freeze()  # a collection in a fork would write to, and copy, every page of these
     forks: dict[int, int] = {}  # process of each guardian that has not ended, by number
+    waiting = select.poll()
+    waiting.register(connection, select.POLLIN)
     while True:
-        if select.select([connection], [], [], _TICK_S)[0]:
+        if waiting.poll(_TICK_S * 1000):
             try:
                 order, descriptors = _order(connection)
             except EOFError:
