@@ -39,6 +39,21 @@ def drawn() -> list[float]:
     return [random.random(), float(np.random.rand())]
 
 
+def terminates_a_child() -> int:
+    """By which signal it ends, as those of multiprocessing's pools have to."""
+    begun, begins = os.pipe()
+    if (pid := os.fork()) == 0:
+        os.write(begins, b"1")
+        time.sleep(1000)
+    os.read(begun, 1)
+    os.kill(pid, signal.SIGTERM)
+    for _ in range(500):
+        if (ended := os.waitpid(pid, os.WNOHANG))[0]:
+            return os.WTERMSIG(ended[1])
+        time.sleep(0.01)
+    return 0
+
+
 def loaded(*names: str) -> list[bool]:
     return [name in sys.modules for name in names]
 

@@ -8,6 +8,7 @@ import importlib.util
 import json
 import logging
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -22,7 +23,7 @@ from datamodules.processes.calls import CallFailed, ProcessCalls
 from datamodules.processes.forks import Forks
 from datamodules.processes.nursery import Nursery
 from datamodules.workflows.gateway.agents import PACKAGES, VARIABLES
-from tests.datamodules.processes.forked import drawn, leaves_sleepers_and_kills, loaded, seen, takes
+from tests.datamodules.processes.forked import drawn, leaves_sleepers_and_kills, loaded, seen, takes, terminates_a_child
 from tests.datamodules.processes.test_processes import ROOT, gone
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="processes are forked on Linux")
@@ -69,6 +70,43 @@ def test_forks_draw_numbers_of_their_own() -> None:
 
     found = asyncio.run(run())
     assert len({one for one, _ in found}) == len({other for _, other in found}) == 3
+
+
+@pytest.mark.parametrize("forks", [None, Forks({}, ())], ids=["alone", "forked"])
+def test_children_of_a_function_end_at_a_signal(forks: Forks | None) -> None:
+    async def run() -> int:
+        calls = ProcessCalls({"f": terminates_a_child}, 2, once=True, forks=forks)
+        try:
+            return await call(calls)
+        finally:
+            calls.stop()
+
+    assert asyncio.run(run()) == signal.SIGTERM
+
+
+MANY = """
+import asyncio, os, resource
+from datamodules.processes.calls import ProcessCalls
+from datamodules.processes.forks import Forks
+
+_, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+resource.setrlimit(resource.RLIMIT_NOFILE, (min(2000, hard), hard))
+held = [os.open(os.devnull, os.O_RDONLY) for _ in range(1100)]
+
+async def main():
+    for forks in (None, Forks({}, ())):
+        calls = ProcessCalls({"f": abs}, 2, once=True, forks=forks)
+        print(await calls.call("f", (-1,), {}, 60.0))
+        calls.stop()
+
+asyncio.run(main())
+"""
+
+
+def test_a_trainer_may_hold_thousands_of_descriptors() -> None:
+    given = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, "-c", MANY], env=given, capture_output=True, text=True, timeout=500)
+    assert (done.stdout, done.stderr) == ("1\n1\n", "")
 
 
 def test_what_forks_print_is_their_own(tmp_path: Path) -> None:
