@@ -13,7 +13,7 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
 from datamodules.processes.foreign import described
-from datamodules.processes.nursery import Nursery, Unfit
+from datamodules.processes.nursery import Nursery, Unfit, is_installed
 
 _log = logging.getLogger(__name__)
 _READY_S = 120.0
@@ -23,8 +23,8 @@ class Forks:
     """A nursery from the first time on that one is needed.
 
     Args:
-        packages: of those that this process has imported, the nursery imports what it has of them, and these modules,
-            which they import at their first use.
+        packages: of those that are installed and that this process has imported, the nursery imports what it has of
+            them, and these modules, which they import at their first use.
         variables: names of environment variables that each process finds anew.
     """
 
@@ -93,7 +93,7 @@ class Forks:
         """To import, packages one after the other."""
         found: dict[str, list[str]] = {}
         for name in list(sys.modules):
-            if (package := self._package(name)) and package not in self._unfit:
+            if (package := self._package(name)) and package not in self._unfit and is_installed(name):
                 found.setdefault(package, []).append(name)
         return [name for package, names in found.items() for name in (*names, *self._packages[package])]
 

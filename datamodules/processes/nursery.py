@@ -3,8 +3,9 @@
 Promises: what it forks begins as a program of its own does, but for modules that are there already: with the trainer's
 present environment, a session, a log and random numbers of its own, and no hold on anything of the nursery's. It
 imports what it is told to, and nothing that would be another in a fork: a module that leaves threads, processes or
-open files behind, or looks at variables which each process finds anew, ends it with a word of which one that was. It
-ends with the trainer, and what it has forked with it; where somebody kills a guardian, it ends what that one watched.
+open files behind, looks at variables which each process finds anew, or imports what is not installed but the user's,
+ends it with a word of which one that was. It ends with the trainer, and what it has forked with it; where somebody
+kills a guardian, it ends what that one watched.
 Linux alone.
 """
 
@@ -21,6 +22,7 @@ import select
 import signal
 import socket
 import sys
+import sysconfig
 import threading
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -164,12 +166,16 @@ def main(connection: socket.socket, setup: dict[str, Any]) -> None:
 
 def _import(modules: Sequence[str], variables: frozenset[str]) -> list[str]:
     """[], or the first of them that is not to be imported here, and why."""
-    begin = _left_open()
+    begin, known = _left_open(), set(sys.modules)
     for name in modules:
         with _looks(variables) as seen, suppress(Exception):  # which the forks meet again
             importlib.import_module(name)
         if seen:
             return [name, f"it looks at {seen[0]} when it is imported"]
+        new = set(sys.modules) - known
+        known |= new
+        if users := [one for one in new if not is_installed(one)]:
+            return [name, f"it imports {min(users)}, which is not installed, and may be another in each of them"]
         if _has_threads():
             return [name, "it starts threads when it is imported"]
         if any(guardian.descendants(os.getpid())):
@@ -177,6 +183,18 @@ def _import(modules: Sequence[str], variables: frozenset[str]) -> list[str]:
         if opened := _left_open() - begin:
             return [name, f"it leaves {min(opened)} open when it is imported"]
     return []
+
+
+def is_installed(name: str) -> bool:
+    """Whether an imported module is Python's own, or of a package in a folder of installed ones. So is what has no
+    file: such modules make it at their import."""
+    file = getattr(getattr(sys.modules.get(name), "__spec__", None), "origin", None)
+    if name.partition(".")[0] in sys.stdlib_module_names or not isinstance(file, str) or not os.path.isabs(file):
+        return True
+    if not {"site-packages", "dist-packages"}.isdisjoint(file.split(os.sep)):
+        return True
+    own = Path(sysconfig.get_path("stdlib")).resolve()  # a package may have names of its own for Python's modules
+    return Path(file).resolve().is_relative_to(own)
 
 
 def _has_threads() -> bool:

@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from datamodules.processes import nursery
 from datamodules.processes.calls import CallFailed, ProcessCalls
 from datamodules.processes.forks import Forks
 from datamodules.processes.nursery import Nursery
-from datamodules.workflows.gateway.agents import PACKAGES, VARIABLES
+from datamodules.workflows.gateway.agents import PACKAGES, VARIABLES, Door
 from tests.datamodules.processes.forked import drawn, leaves_sleepers_and_kills, loaded, seen, takes, terminates_a_child
 from tests.datamodules.processes.test_processes import ROOT, gone
 
@@ -130,16 +131,22 @@ UNFIT = {
     "open": "import socket\nleft = socket.socketpair()\n",
     "MADE_UP": "import os\nvalue = os.environ.get('MADE_UP')\n",
     "all environment": "import os\nvalue = dict(os.environ)\n",
+    "a_module_of_users": "import a_module_of_users\n",
 }
 
 
 @pytest.fixture
 def package(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     """A package of this content that this process thinks it has imported."""
-    name = "a_package_of_tests"
-    (tmp_path / f"{name}.py").write_text(request.param)
+    name, folder = "a_package_of_tests", tmp_path / "site-packages"
+    folder.mkdir()
+    (folder / f"{name}.py").write_text(request.param)
+    (tmp_path / "a_module_of_users.py").write_text("")
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setitem(sys.modules, name, importlib.import_module("types"))
+    monkeypatch.syspath_prepend(folder)
+    spec = importlib.util.find_spec(name)
+    assert spec is not None
+    monkeypatch.setitem(sys.modules, name, importlib.util.module_from_spec(spec))
     return name
 
 
@@ -157,6 +164,26 @@ def test_a_package_that_cannot_be_shared_is_left_to_the_forks(
     with caplog.at_level(logging.INFO, "datamodules.processes.forks"):
         assert asyncio.run(run()) == [False, True]  # forked all the same
     assert package in caplog.text and why in caplog.text and "programs of their own" not in caplog.text
+
+
+def test_a_users_module_of_a_packages_name_is_imported_by_each(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "camel.py").write_text("")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setitem(sys.modules, "camel", importlib.import_module("camel"))  # and away again afterwards
+
+    async def run() -> list[bool]:
+        calls = forked(loaded, Forks({"camel": (), "numpy": ("wave",)}, ()))
+        try:
+            return await call(calls, "camel", "wave")
+        finally:
+            calls.stop()
+
+    assert asyncio.run(run()) == [False, True]
+
+
+def test_sessions_set_no_variable_that_imports_may_look_at() -> None:
+    door = Door("http://host/session", "key", asyncio.Event(), lambda: 0.0)
+    assert door.variables.keys() <= set(VARIABLES)
 
 
 @pytest.mark.parametrize("package", ["raise RuntimeError('no key')\n"], indirect=True)
@@ -240,6 +267,14 @@ def test_stopping_while_the_nursery_imports_ends_it() -> None:
         calls.stop()
 
     asyncio.run(run())
+    assert _left() == []
+
+
+def test_many_threads_may_end_one_process() -> None:
+    for _ in range(5):
+        one = Nursery([], ())
+        with ThreadPoolExecutor(8) as pool:
+            list(pool.map(lambda _: one.kill(), range(8)))  # noqa: B023
     assert _left() == []
 
 
