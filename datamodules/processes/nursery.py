@@ -1,12 +1,11 @@
 """A process that has imported what others are going to, and forks their guardians: they begin in milliseconds.
 
 Promises: what it forks begins as a program of its own does, but for modules that are there already: with the trainer's
-present environment, a session, a log and random numbers of its own, and no hold on anything of the nursery's. It
-imports what it is told to, and nothing that would be another in a fork: a module that leaves threads, processes or
-open files behind, looks at variables which each process finds anew, or imports what is not installed but the user's,
-ends it with a word of which one that was. It ends with the trainer, and what it has forked with it; where somebody
-kills a guardian, it ends what that one watched.
-Linux alone.
+present environment and directory, a session, a log and random numbers of its own, and no hold on anything of the
+nursery's. It imports what it is told to, and nothing that would be another in a fork: a module that leaves threads,
+processes or open files behind, looks at variables which each process finds anew, or imports what is not installed but
+the user's, ends it with a word of which one that was. It ends with the trainer, and what it has forked with it; where
+somebody kills a guardian, it ends what that one watched. Linux alone.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ from datamodules.processes.limits import environment
 
 _TICK_S = 0.1  # how often it looks for guardians that have ended
 _SEND_S = 5.0  # it reads at once, as a rule
-_DESCRIPTORS = 3
+_DESCRIPTORS = 4
 _FOR_THEIR_OWN = ("fsspec.config", "networkx.utils.backends", "tqdm.utils", "urllib.request")
 """Modules that go through all environment variables for some that begin or end as theirs do."""
 
@@ -96,7 +95,11 @@ class Nursery(GuardedProcess):
         number = next(self._numbers)
         changed = {name: value for name, value in environment.items() if self._environment.get(name) != value}
         gone = [name for name in self._environment if name not in environment]
-        self.tell({"fork": (number, memory_bytes, changed, gone)}, descriptors)
+        here = os.open(os.curdir, os.O_PATH | os.O_DIRECTORY)  # not by its name, which it may have lost
+        try:
+            self.tell({"fork": (number, memory_bytes, changed, gone)}, [*descriptors, here])
+        finally:
+            os.close(here)
         return _Forked(self, number)
 
     def tell(self, order: Mapping[str, Any], descriptors: Sequence[int] = ()) -> None:
@@ -263,7 +266,7 @@ def _fork(
 ) -> int | None:
     """The process of a guardian; None where there can be none."""
     nursery = os.getpid()
-    channel, control, log = descriptors
+    channel, control, log, directory = descriptors
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
     try:
@@ -280,7 +283,9 @@ def _fork(
         os.setsid()
         for number in (1, 2):
             os.dup2(log, number)
-        os.close(log)
+        os.fchdir(directory)
+        for one in (log, directory):
+            os.close(one)
         for name in gone:
             os.environ.pop(name, None)
         os.environ.update(changed)

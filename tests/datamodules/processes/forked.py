@@ -25,6 +25,7 @@ def seen(*names: str) -> dict[str, Any]:
         "open": sorted(os.readlink(f"/proc/self/fd/{one}").partition(":")[0] for one in _descriptors()),
         "inherited": [one for one in _descriptors() if one > 2 and os.get_inheritable(one)],
         "path": sys.path,
+        "directory": os.getcwd(),
     }
 
 

@@ -39,7 +39,7 @@ async def call(calls: ProcessCalls, *args: Any) -> Any:
     return await calls.call("f", args, {}, SECONDS)
 
 
-def test_a_fork_is_what_a_program_of_its_own_is(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_fork_is_what_a_program_of_its_own_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TAKEN_AWAY", "1")
 
     async def run() -> list[dict[str, Any]]:
@@ -48,6 +48,7 @@ def test_a_fork_is_what_a_program_of_its_own_is(monkeypatch: pytest.MonkeyPatch)
             await call(calls[1])  # from here on there is a nursery
             monkeypatch.delenv("TAKEN_AWAY")
             monkeypatch.setenv("COME_LATE", "1")
+            monkeypatch.chdir(tmp_path)
             return [await call(one, "wave") for one in (*calls, calls[1])]
         finally:
             for one in calls:
@@ -249,6 +250,23 @@ def test_forks_that_are_stopped_end_and_begin_anew() -> None:
         assert _left() == []
         assert await call(calls, 0) is None
         calls.stop()
+
+    asyncio.run(run())
+    assert _left() == []
+
+
+def test_a_caller_that_waits_no_longer_does_not_end_the_imports() -> None:
+    async def run() -> None:
+        calls = forked(abs, Forks({"numpy": ("torch",)}, ()))
+        try:
+            with pytest.raises(TimeoutError):
+                async with asyncio.timeout(0.3):
+                    await call(calls, -1)
+            begun = _left()
+            assert await call(calls, -1) == 1
+            assert begun and set(begun) <= set(_left())
+        finally:
+            calls.stop()
 
     asyncio.run(run())
     assert _left() == []
