@@ -11,13 +11,14 @@ import inspect
 import logging
 import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
-from functools import cache, partial
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from datamodules.processes.foreign import described
-from datamodules.processes.nursery import Nursery, Unfit
+from datamodules.processes.nursery import Nursery, Unfit, is_installed
 
 _log = logging.getLogger(__name__)
 _READY_S = 120.0
@@ -35,11 +36,11 @@ class Forks:
         self._packages, self._variables = dict(packages), variables
         self._is_possible = sys.platform == "linux"
         self._nursery: Nursery | None = None
-        self._is_ready = False
-        self._opening = asyncio.Lock()
+        self._ready: Nursery | None = None  # the same, once it is
+        self._opening: asyncio.Task[Nursery | None] | None = None
 
     async def starter(self, keep_environment: Sequence[str], log: Path | None) -> Nursery | None:
-        """What starts a process; None where it begins as a program of its own.
+        """What starts a process; None where it begins as a program of its own. Who stops waiting for it stops nothing.
 
         Args:
             keep_environment, log: see `Nursery`.
@@ -47,18 +48,26 @@ class Forks:
         Raises:
             OSError: somebody left it meanwhile.
         """
-        async with self._opening:
-            if self._nursery is not None and self._nursery.is_gone:
-                await self.lose(self._nursery, "it is gone")
-            while self._is_possible and not self._is_ready:
-                await self._open(keep_environment, log)
-            return self._nursery
+        nursery = self._nursery
+        if nursery is not None and nursery is self._ready:
+            if not nursery.is_gone:
+                return nursery
+            await self.lose(nursery, "it is gone")
+        if not self._is_possible:
+            return None
+        if self._opening is None or self._opening.done():
+            self._opening = asyncio.create_task(self._opened(keep_environment, log))
+        opening = self._opening
+        await asyncio.wait([opening])
+        if opening.cancelled():
+            raise BrokenPipeError("it was ended before it began")
+        return opening.result()
 
     async def lose(self, nursery: Nursery | None, why: str) -> None:
         """Ends one that forks no more. Processes begin as programs of their own from then on."""
         if nursery is not self._nursery:  # somebody was quicker
             return
-        self._is_possible = self._is_ready = False
+        self._is_possible = False
         self._nursery = None
         told = "processes begin as programs of their own from now on, which takes longer; what forked them %s (%s)"
         _log.warning(told, await nursery.end(is_gone=True) if nursery is not None else "could not be started", why)
@@ -66,18 +75,28 @@ class Forks:
     def leave(self) -> Nursery | None:
         """The nursery, for somebody to end it with all that it has forked. The next process is forked by another."""
         nursery, self._nursery = self._nursery, None
-        self._is_ready, self._opening = False, asyncio.Lock()
+        opening, self._opening = self._opening, None
+        if opening is not None:
+            with suppress(RuntimeError):  # its event loop is closed, and nobody waits
+                opening.get_loop().call_soon_threadsafe(opening.cancel)
         return nursery
 
-    async def _open(self, keep_environment: Sequence[str], log: Path | None) -> None:
-        """A nursery that is ready, or one package less, or none any more."""
+    async def _opened(self, keep_environment: Sequence[str], log: Path | None) -> Nursery | None:
+        """One that is ready; None where there can be none."""
+        while self._is_possible:
+            if (nursery := await self._open(keep_environment, log)) is not None:
+                return nursery
+        return None
+
+    async def _open(self, keep_environment: Sequence[str], log: Path | None) -> Nursery | None:
+        """A nursery that is ready; or one package less, or none any more, and None."""
         nursery = None
         try:
             modules = [one for package in self._packages.values() for one in package]
             nursery = self._nursery = Nursery(modules, self._variables, keep_environment, log)
             await nursery.ready(_READY_S)
-            self._is_ready = True
-            return
+            self._ready = nursery
+            return nursery
         except Unfit as error:
             package = next(name for name, modules in self._packages.items() if error.module in modules)
             del self._packages[package]
@@ -87,10 +106,11 @@ class Forks:
                 raise BrokenPipeError("it was ended before it began") from error
             await self.lose(nursery, described(error))
         finally:
-            if nursery is not None and not (self._is_ready and nursery is self._nursery):
+            if nursery is not None and nursery is not self._ready:
                 nursery.kill()
                 if nursery is self._nursery:
                     self._nursery = None
+        return None
 
 
 def modules_of(function: Callable[..., Any], packages: Collection[str]) -> dict[str, list[str]]:
@@ -114,7 +134,7 @@ def modules_of(function: Callable[..., Any], packages: Collection[str]) -> dict[
             if name.partition(".")[0] in sys.stdlib_module_names:
                 continue
             seen.add(name)
-            if not _is_installed(name):
+            if not is_installed(name):
                 left.append(name)
             elif package := next((one for one in packages if f"{name}.".startswith(f"{one}.")), ""):
                 found.setdefault(package, []).extend([name] if value is not sys.modules[name] else _with_below(name))
@@ -124,19 +144,3 @@ def modules_of(function: Callable[..., Any], packages: Collection[str]) -> dict[
 def _with_below(module: str) -> list[str]:
     """With those below it: `import langgraph.prebuilt` leaves the name of the first alone."""
     return [one for one in list(sys.modules) if f"{one}.".startswith(f"{module}.")]
-
-
-def _is_installed(module: str) -> bool:
-    """Whether it lies where packages are installed."""
-    found = sys.modules[module]
-    folders = list(getattr(found, "__path__", ()))
-    file = getattr(found, "__file__", None) or (f"{folders[0]}/__init__.py" if folders else None)
-    if file is None:  # of C
-        return True
-    path = Path(file)
-    return _has_installed(path.parents[module.count(".") + (path.name == "__init__.py")])
-
-
-@cache
-def _has_installed(folder: Path) -> bool:
-    return next(folder.glob("*.dist-info"), None) is not None

@@ -17,6 +17,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 import uuid
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -93,6 +94,7 @@ class GuardedProcess:
         self._memory_bytes = memory_bytes
         self._end: dict[str, Any] | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
+        self._killing = threading.Lock()
         self._mark = uuid.uuid4().hex
         self._channel, theirs = socket.socketpair()
         self._control, control = socket.socketpair()
@@ -165,20 +167,21 @@ class GuardedProcess:
             self._guardian.go_on()
 
     def kill(self) -> None:
-        """Ends the process and whatever it started at once. Idempotent."""
-        if self._channel.fileno() < 0:
-            return
-        self.signal_end()
-        self._hear_out(_END_S)
-        self._guardian.kill()  # its end is the worker's too
-        self._hear_out(_GONE_S)
-        if not self._has_spoken:  # it could not end what it was to end
-            _sweep(self._mark)
-        for one in (self._channel, self._control):
-            if self._loop is not None and not self._loop.is_closed():
-                self._loop.remove_reader(one.fileno())
-                self._loop.remove_writer(one.fileno())
-            one.close()
+        """Ends the process and whatever it started at once. Idempotent, and for any thread."""
+        with self._killing:
+            if self._channel.fileno() < 0:
+                return
+            self.signal_end()
+            self._hear_out(_END_S)
+            self._guardian.kill()  # its end is the worker's too
+            self._hear_out(_GONE_S)
+            if not self._has_spoken:  # it could not end what it was to end
+                _sweep(self._mark)
+            for one in (self._channel, self._control):
+                if self._loop is not None and not self._loop.is_closed():
+                    self._loop.remove_reader(one.fileno())
+                    self._loop.remove_writer(one.fileno())
+                one.close()
 
     async def _ended(self, seconds: float) -> None:
         """Waits for the guardian's last words."""

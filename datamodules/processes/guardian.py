@@ -109,6 +109,9 @@ def _watch(worker: int, control: int, parent: int, memory_bytes: int, log_bytes:
         os.set_blocking(end, False)
     signal.set_wakeup_fd(wakes)
     signal.signal(signal.SIGCHLD, ignore)
+    waiting = select.poll()  # of any descriptor, those of a trainer that holds thousands too
+    for one in (control, woken):
+        waiting.register(one, select.POLLIN)
     while True:
         if (code := _reap(worker)) is not None:
             return {"code": code}
@@ -117,7 +120,7 @@ def _watch(worker: int, control: int, parent: int, memory_bytes: int, log_bytes:
         if memory_bytes and (used := _memory(memory_bytes)) > memory_bytes:
             return {"memory": used}
         _bound_log(1, log_bytes)
-        ready, _, _ = select.select([control, woken], [], [], _TICK_S)
+        ready = [number for number, _ in waiting.poll(_TICK_S * 1000)]
         if control in ready:
             return {}
         if woken in ready:

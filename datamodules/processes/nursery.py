@@ -1,11 +1,11 @@
 """A process that has imported what others are going to, and forks their guardians: they begin in milliseconds.
 
 Promises: what it forks begins as a program of its own does, but for modules that are there already: with the trainer's
-present environment, a session, a log and random numbers of its own, and no hold on anything of the nursery's. It
-imports what it is told to, and nothing that would be another in a fork: a module that leaves threads, processes or
-open files behind, or looks at variables which each process finds anew, ends it with a word of which one that was. It
-ends with the trainer, and what it has forked with it; where somebody kills a guardian, it ends what that one watched.
-Linux alone.
+present environment and directory, a session, a log and random numbers of its own, and no hold on anything of the
+nursery's. It imports what it is told to, and nothing that would be another in a fork: a module that leaves threads,
+processes or open files behind, looks at variables which each process finds anew, or imports what is not installed but
+the user's, ends it with a word of which one that was. It ends with the trainer, and what it has forked with it; where
+somebody kills a guardian, it ends what that one watched. Linux alone.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import select
 import signal
 import socket
 import sys
+import sysconfig
 import threading
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -34,7 +35,7 @@ from datamodules.processes.limits import environment
 
 _TICK_S = 0.1  # how often it looks for guardians that have ended
 _SEND_S = 5.0  # it reads at once, as a rule
-_DESCRIPTORS = 3
+_DESCRIPTORS = 4
 _FOR_THEIR_OWN = ("fsspec.config", "networkx.utils.backends", "tqdm.utils", "urllib.request")
 """Modules that go through all environment variables for some that begin or end as theirs do."""
 
@@ -94,7 +95,11 @@ class Nursery(GuardedProcess):
         number = next(self._numbers)
         changed = {name: value for name, value in environment.items() if self._environment.get(name) != value}
         gone = [name for name in self._environment if name not in environment]
-        self.tell({"fork": (number, memory_bytes, changed, gone)}, descriptors)
+        here = os.open(os.curdir, os.O_PATH | os.O_DIRECTORY)  # not by its name, which it may have lost
+        try:
+            self.tell({"fork": (number, memory_bytes, changed, gone)}, [*descriptors, here])
+        finally:
+            os.close(here)
         return _Forked(self, number)
 
     def tell(self, order: Mapping[str, Any], descriptors: Sequence[int] = ()) -> None:
@@ -145,8 +150,10 @@ def main(connection: socket.socket, setup: dict[str, Any]) -> None:
     gc.collect()
     gc.freeze()  # a collection in a fork would write to, and copy, every page of these
     forks: dict[int, int] = {}  # process of each guardian that has not ended, by number
+    waiting = select.poll()
+    waiting.register(connection, select.POLLIN)
     while True:
-        if select.select([connection], [], [], _TICK_S)[0]:
+        if waiting.poll(_TICK_S * 1000):
             try:
                 order, descriptors = _order(connection)
             except EOFError:
@@ -162,12 +169,16 @@ def main(connection: socket.socket, setup: dict[str, Any]) -> None:
 
 def _import(modules: Sequence[str], variables: frozenset[str]) -> list[str]:
     """[], or the first of them that is not to be imported here, and why."""
-    begin = _left_open()
+    begin, known = _left_open(), set(sys.modules)
     for name in modules:
         with _looks(variables) as seen, suppress(Exception):  # which the forks meet again
             importlib.import_module(name)
         if seen:
             return [name, f"it looks at {seen[0]} when it is imported"]
+        new = set(sys.modules) - known
+        known |= new
+        if users := [one for one in new if not is_installed(one)]:
+            return [name, f"it imports {min(users)}, which is not installed, and may be another in each of them"]
         if _has_threads():
             return [name, "it starts threads when it is imported"]
         if any(guardian.descendants(os.getpid())):
@@ -175,6 +186,19 @@ def _import(modules: Sequence[str], variables: frozenset[str]) -> list[str]:
         if opened := _left_open() - begin:
             return [name, f"it leaves {min(opened)} open when it is imported"]
     return []
+
+
+def is_installed(name: str) -> bool:
+    """Whether an imported module is Python's own, or of a package in a folder of installed ones. So is what has no
+    file: such modules make it at their import."""
+    spec = getattr(sys.modules.get(name), "__spec__", None)
+    file = getattr(spec, "origin", None) or next(iter(getattr(spec, "submodule_search_locations", None) or ()), None)
+    if name.partition(".")[0] in sys.stdlib_module_names or not isinstance(file, str) or not os.path.isabs(file):
+        return True
+    if not {"site-packages", "dist-packages"}.isdisjoint(file.split(os.sep)):
+        return True
+    own = Path(sysconfig.get_path("stdlib")).resolve()  # a package may have names of its own for Python's modules
+    return Path(file).resolve().is_relative_to(own)
 
 
 def _has_threads() -> bool:
@@ -243,7 +267,7 @@ def _fork(
 ) -> int | None:
     """The process of a guardian; None where there can be none."""
     nursery = os.getpid()
-    channel, control, log = descriptors
+    channel, control, log, directory = descriptors
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
     try:
@@ -260,7 +284,9 @@ def _fork(
         os.setsid()
         for number in (1, 2):
             os.dup2(log, number)
-        os.close(log)
+        os.fchdir(directory)
+        for one in (log, directory):
+            os.close(one)
         for name in gone:
             os.environ.pop(name, None)
         os.environ.update(changed)

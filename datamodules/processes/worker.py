@@ -16,6 +16,7 @@ import resource
 import signal
 import socket
 import sys
+import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -28,6 +29,7 @@ from datamodules.processes.guardian import ignore, read_message, resident
 MOST_ANSWER_BYTES = 1 << 20
 _MOST_SAID = 2000
 _TIMERS = (signal.ITIMER_REAL, signal.ITIMER_VIRTUAL, signal.ITIMER_PROF)
+_OF_GROUPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # which the trainer gets too, and decides
 _MEMORY_POLL_S = 0.01  # how often the own memory is looked at after a call
 
 
@@ -62,7 +64,9 @@ def main(connection: socket.socket, setup: dict[str, Any]) -> None:
         stream.reconfigure(errors="backslashreplace", line_buffering=True)  # type: ignore[union-attr]
     sys.argv[:] = setup["argv"]
     pid = os.getpid()
-    os.register_at_fork(after_in_child=lambda: _leave(connection))
+    for signum in _OF_GROUPS:  # as the guardian does, which is another program, maybe: `_leave` has to know it again
+        signal.signal(signum, ignore)
+    os.register_at_fork(before=_hold, after_in_parent=_let_go, after_in_child=lambda: _leave(connection))
     global _unpickle
     unpickle = _unpickle = _Unpickler(setup["main"])
     try:
@@ -91,13 +95,26 @@ def main(connection: socket.socket, setup: dict[str, Any]) -> None:
             connection.sendall(f'[{number}, "{status}", {content}, {held}]\n'.encode())
 
 
+_before_fork = threading.local()
+
+
+def _hold() -> None:
+    """Signals that come before a forked child has left wait for that: it would ignore them."""
+    _before_fork.mask = signal.pthread_sigmask(signal.SIG_BLOCK, _OF_GROUPS)
+
+
+def _let_go() -> None:
+    signal.pthread_sigmask(signal.SIG_SETMASK, _before_fork.mask)
+
+
 def _leave(connection: socket.socket) -> None:
     """A forked child has no hold on the channel, and can be ended by its parent's SIGTERM."""
     connection.close()
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+    for number in _OF_GROUPS:
         if signal.getsignal(number) is ignore:
             with suppress(ValueError):
                 signal.signal(number, signal.SIG_DFL)
+    _let_go()
 
 
 def _call(function: Callable[..., Any], unpickle: Callable[[bytes], Any], arguments: bytes) -> tuple[str, str]:

@@ -47,7 +47,7 @@ _ADDRESSES = {
     **{"OPENAI_API_BASE": "/v1", "OPENAI_API_BASE_URL": "/v1", "ANTHROPIC_API_BASE": "", "ANTHROPIC_API_URL": ""},
 }
 """Variables in which clients look for an address, and what they want behind it."""
-VARIABLES = (*_ADDRESSES, *KEYS)
+VARIABLES = (*_ADDRESSES, *KEYS, _NO_TRACES)
 """Which each episode has anew."""
 _NONE: tuple[str, ...] = ()
 PACKAGES = {

@@ -25,6 +25,7 @@ def seen(*names: str) -> dict[str, Any]:
         "open": sorted(os.readlink(f"/proc/self/fd/{one}").partition(":")[0] for one in _descriptors()),
         "inherited": [one for one in _descriptors() if one > 2 and os.get_inheritable(one)],
         "path": sys.path,
+        "directory": os.getcwd(),
     }
 
 
@@ -37,6 +38,18 @@ def drawn() -> list[float]:
     import numpy as np  # here, since other functions are called where it is not to be seen
 
     return [random.random(), float(np.random.rand())]
+
+
+def terminates_a_child() -> int:
+    """By which signal it ends, as those of multiprocessing's pools have to."""
+    if (pid := os.fork()) == 0:
+        time.sleep(1000)
+    os.kill(pid, signal.SIGTERM)
+    for _ in range(500):
+        if (ended := os.waitpid(pid, os.WNOHANG))[0]:
+            return os.WTERMSIG(ended[1])
+        time.sleep(0.01)
+    return 0
 
 
 def loaded(*names: str) -> list[bool]:

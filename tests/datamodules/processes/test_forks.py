@@ -8,9 +8,11 @@ import importlib.util
 import json
 import logging
 import os
+import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +23,8 @@ from datamodules.processes import nursery
 from datamodules.processes.calls import CallFailed, ProcessCalls
 from datamodules.processes.forks import Forks
 from datamodules.processes.nursery import Nursery
-from datamodules.workflows.gateway.agents import PACKAGES, VARIABLES
-from tests.datamodules.processes.forked import drawn, leaves_sleepers_and_kills, loaded, seen, takes
+from datamodules.workflows.gateway.agents import PACKAGES, VARIABLES, Door
+from tests.datamodules.processes.forked import drawn, leaves_sleepers_and_kills, loaded, seen, takes, terminates_a_child
 from tests.datamodules.processes.test_processes import ROOT, gone
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="processes are forked on Linux")
@@ -37,7 +39,7 @@ async def call(calls: ProcessCalls, *args: Any) -> Any:
     return await calls.call("f", args, {}, SECONDS)
 
 
-def test_a_fork_is_what_a_program_of_its_own_is(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_fork_is_what_a_program_of_its_own_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TAKEN_AWAY", "1")
 
     async def run() -> list[dict[str, Any]]:
@@ -46,6 +48,7 @@ def test_a_fork_is_what_a_program_of_its_own_is(monkeypatch: pytest.MonkeyPatch)
             await call(calls[1])  # from here on there is a nursery
             monkeypatch.delenv("TAKEN_AWAY")
             monkeypatch.setenv("COME_LATE", "1")
+            monkeypatch.chdir(tmp_path)
             return [await call(one, "wave") for one in (*calls, calls[1])]
         finally:
             for one in calls:
@@ -71,6 +74,43 @@ def test_forks_draw_numbers_of_their_own() -> None:
     assert len({one for one, _ in found}) == len({other for _, other in found}) == 3
 
 
+@pytest.mark.parametrize("forks", [None, Forks({}, ())], ids=["alone", "forked"])
+def test_children_of_a_function_end_at_a_signal(forks: Forks | None) -> None:
+    async def run() -> int:
+        calls = ProcessCalls({"f": terminates_a_child}, 2, once=True, forks=forks)
+        try:
+            return await call(calls)
+        finally:
+            calls.stop()
+
+    assert asyncio.run(run()) == signal.SIGTERM
+
+
+MANY = """
+import asyncio, os, resource
+from datamodules.processes.calls import ProcessCalls
+from datamodules.processes.forks import Forks
+
+_, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+resource.setrlimit(resource.RLIMIT_NOFILE, (min(2000, hard), hard))
+held = [os.open(os.devnull, os.O_RDONLY) for _ in range(1100)]
+
+async def main():
+    for forks in (None, Forks({}, ())):
+        calls = ProcessCalls({"f": abs}, 2, once=True, forks=forks)
+        print(await calls.call("f", (-1,), {}, 60.0))
+        calls.stop()
+
+asyncio.run(main())
+"""
+
+
+def test_a_trainer_may_hold_thousands_of_descriptors() -> None:
+    given = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, "-c", MANY], env=given, capture_output=True, text=True, timeout=500)
+    assert (done.stdout, done.stderr) == ("1\n1\n", "")
+
+
 def test_what_forks_print_is_their_own(tmp_path: Path) -> None:
     async def run() -> None:
         calls = forked(print)
@@ -92,15 +132,19 @@ UNFIT = {
     "open": "import socket\nleft = socket.socketpair()\n",
     "MADE_UP": "import os\nvalue = os.environ.get('MADE_UP')\n",
     "all environment": "import os\nvalue = dict(os.environ)\n",
+    "a_module_of_users": "import a_module_of_users\n",
 }
 
 
 @pytest.fixture
 def package(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     """A package of this content."""
-    name = "a_package_of_tests"
-    (tmp_path / f"{name}.py").write_text(request.param)
+    name, folder = "a_package_of_tests", tmp_path / "site-packages"
+    folder.mkdir()
+    (folder / f"{name}.py").write_text(request.param)
+    (tmp_path / "a_module_of_users.py").write_text("")
     monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.syspath_prepend(folder)
     return name
 
 
@@ -118,6 +162,25 @@ def test_a_package_that_cannot_be_shared_is_left_to_the_forks(
     with caplog.at_level(logging.INFO, "datamodules.processes.forks"):
         assert asyncio.run(run()) == [False, True]  # forked all the same
     assert package in caplog.text and why in caplog.text and "programs of their own" not in caplog.text
+
+
+def test_a_users_module_of_a_packages_name_is_imported_by_each(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "camel.py").write_text("")
+    monkeypatch.syspath_prepend(tmp_path)
+
+    async def run() -> list[bool]:
+        calls = forked(loaded, Forks({"camel": ["camel"], "wave": ["wave"]}, ()))
+        try:
+            return await call(calls, "camel", "wave")
+        finally:
+            calls.stop()
+
+    assert asyncio.run(run()) == [False, True]
+
+
+def test_sessions_set_no_variable_that_imports_may_look_at() -> None:
+    door = Door("http://host/session", "key", asyncio.Event(), lambda: 0.0)
+    assert door.variables.keys() <= set(VARIABLES)
 
 
 @pytest.mark.parametrize("package", ["raise RuntimeError('no key')\n"], indirect=True)
@@ -219,6 +282,23 @@ def test_forks_that_are_stopped_end_and_begin_anew() -> None:
     assert _left() == []
 
 
+def test_a_caller_that_waits_no_longer_does_not_end_the_imports() -> None:
+    async def run() -> None:
+        calls = forked(abs, Forks({"torch": ["torch"]}, ()))
+        try:
+            with pytest.raises(TimeoutError):
+                async with asyncio.timeout(0.3):
+                    await call(calls, -1)
+            begun = _left()
+            assert await call(calls, -1) == 1
+            assert begun and set(begun) <= set(_left())
+        finally:
+            calls.stop()
+
+    asyncio.run(run())
+    assert _left() == []
+
+
 def test_stopping_while_the_nursery_imports_ends_it() -> None:
     async def run() -> None:
         calls = forked(time.sleep, Forks({"torch": ["torch"]}, ()))
@@ -232,6 +312,14 @@ def test_stopping_while_the_nursery_imports_ends_it() -> None:
         calls.stop()
 
     asyncio.run(run())
+    assert _left() == []
+
+
+def test_many_threads_may_end_one_process() -> None:
+    for _ in range(5):
+        one = Nursery([], ())
+        with ThreadPoolExecutor(8) as pool:
+            list(pool.map(lambda _: one.kill(), range(8)))  # noqa: B023
     assert _left() == []
 
 
