@@ -128,10 +128,8 @@ def modules_of(function: Callable[..., Any], packages: Collection[str]) -> dict[
     seen, left = {begin}, [begin] if begin in sys.modules else []
     while left:
         for value in list(vars(sys.modules[left.pop()]).values()):
-            name = value.__name__ if isinstance(value, ModuleType) else getattr(value, "__module__", None)
-            if not isinstance(name, str) or name in seen or name not in sys.modules:
-                continue
-            if name.partition(".")[0] in sys.stdlib_module_names:
+            name = _module_of(value)
+            if name in seen or name not in sys.modules or name.partition(".")[0] in sys.stdlib_module_names:
                 continue
             seen.add(name)
             if not is_installed(name):
@@ -139,6 +137,15 @@ def modules_of(function: Callable[..., Any], packages: Collection[str]) -> dict[
             elif package := next((one for one in packages if f"{name}.".startswith(f"{one}.")), ""):
                 found.setdefault(package, []).extend([name] if value is not sys.modules[name] else _with_below(name))
     return found
+
+
+def _module_of(value: Any) -> str:
+    """Its own name, or that of the one in which it, or its class, was written; "" where it does not say."""
+    with suppress(Exception):  # of stand-ins for what is made at its first use
+        name = value.__name__ if issubclass(type(value), ModuleType) else value.__module__
+        if isinstance(name, str):
+            return name
+    return ""
 
 
 def _with_below(module: str) -> list[str]:

@@ -198,6 +198,8 @@ def test_a_package_that_cannot_be_imported_is_met_by_the_forks(package: str) -> 
 
 USERS = {
     "solver_of_tests": "import httpx\nimport os.path\nfrom agents import Answer\nimport camel.inner_of_tests\n"
+    "class Lazy:\n    def __getattribute__(self, name): raise RuntimeError('no key')\n"
+    "client = Lazy()\n"
     "def solve(task): from anthropic import Anthropic\n"
     "class Solver:\n    def __call__(self, task): pass\n",
     "agents": "from pydantic import BaseModel\nfrom tests.datamodules.processes import forked\n"
