@@ -1,7 +1,7 @@
 """Which processes are forked, and from what: for functions whose packages take longer to import than to use.
 
-Promises: modules of the user are imported by each process for itself, as ever; a package that cannot be shared, and a
-machine where nothing can be forked, cost time alone, and are told.
+Promises: modules of the user are imported by each process for itself, but for those that are asked for by name; a
+package that cannot be shared, and a machine where nothing can be forked, cost time alone, and are told.
 """
 
 from __future__ import annotations
@@ -30,10 +30,14 @@ class Forks:
     Args:
         packages: by their names, modules of them that the nursery imports.
         variables: names of environment variables that each process finds anew.
+        asked: names of modules that the user asks for beside them, which may be the user's own.
     """
 
-    def __init__(self, packages: Mapping[str, Sequence[str]], variables: Collection[str]) -> None:
-        self._packages, self._variables = dict(packages), variables
+    def __init__(
+        self, packages: Mapping[str, Sequence[str]], variables: Collection[str], asked: Collection[str] = ()
+    ) -> None:
+        self._packages = {**packages, **{one: [one] for one in asked}}
+        self._variables, self._asked = variables, frozenset(asked)
         self._is_possible = sys.platform == "linux"
         self._nursery: Nursery | None = None
         self._ready: Nursery | None = None  # the same, once it is
@@ -93,14 +97,16 @@ class Forks:
         nursery = None
         try:
             modules = [one for package in self._packages.values() for one in package]
-            nursery = self._nursery = Nursery(modules, self._variables, keep_environment, log)
+            shared = {one.partition(".")[0] for one in self._asked}
+            nursery = self._nursery = Nursery(modules, self._variables, keep_environment, log, shared)
             await nursery.ready(_READY_S)
             self._ready = nursery
             return nursery
         except Unfit as error:
             package = next(name for name, modules in self._packages.items() if error.module in modules)
             del self._packages[package]
-            _log.info("processes import %s each for itself: %s", package, error)
+            level = logging.WARNING if package in self._asked else logging.INFO
+            _log.log(level, "processes import %s each for itself: %s", package, error)
         except (EOFError, OSError) as error:
             if nursery is not self._nursery:
                 raise BrokenPipeError("it was ended before it began") from error

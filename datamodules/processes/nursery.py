@@ -56,6 +56,7 @@ class Nursery(GuardedProcess):
         variables: names of environment variables that each process finds anew.
         keep_environment: variables that processes may see though their names look like secrets.
         log: file for what is printed at imports; None for nowhere.
+        shared: names of packages that may be imported though they are not installed but the user's.
 
     Raises:
         OSError: no process can be started.
@@ -67,11 +68,12 @@ class Nursery(GuardedProcess):
         variables: Collection[str],
         keep_environment: Sequence[str] = (),
         log: Path | None = None,
+        shared: Collection[str] = (),
     ) -> None:
         self._environment = environment(keep_environment)  # of which forks are told what has changed
         self._sending = threading.Lock()
         self._numbers = itertools.count()
-        setup = {"modules": list(modules), "variables": list(variables)}
+        setup = {"modules": list(modules), "variables": list(variables), "shared": list(shared)}
         super().__init__(__name__, setup, 0, keep_environment, log)
 
     async def ready(self, seconds: float) -> None:
@@ -139,11 +141,11 @@ def main(connection: socket.socket, setup: dict[str, Any]) -> None:
 
     Args:
         connection: to the trainer.
-        setup: "modules" and "variables", see `Nursery`.
+        setup: "modules", "variables" and "shared", see `Nursery`.
     """
     guardian.adopt_orphans()
     importlib.import_module("datamodules.processes.worker")
-    unfit = _import(setup["modules"], frozenset(setup["variables"]))
+    unfit = _import(setup["modules"], frozenset(setup["variables"]), setup["shared"])
     connection.sendall(json.dumps(unfit).encode() + b"\n")
     if unfit:
         return
@@ -167,7 +169,7 @@ def main(connection: socket.socket, setup: dict[str, Any]) -> None:
         _reap(forks)
 
 
-def _import(modules: Sequence[str], variables: frozenset[str]) -> list[str]:
+def _import(modules: Sequence[str], variables: frozenset[str], shared: Collection[str]) -> list[str]:
     """[], or the first of them that is not to be imported here, and why."""
     begin, known = _left_open(), set(sys.modules)
     for name in modules:
@@ -177,7 +179,7 @@ def _import(modules: Sequence[str], variables: frozenset[str]) -> list[str]:
             return [name, f"it looks at {seen[0]} when it is imported"]
         new = set(sys.modules) - known
         known |= new
-        if users := [one for one in new if not is_installed(one)]:
+        if users := [one for one in new if one.partition(".")[0] not in shared and not is_installed(one)]:
             return [name, f"it imports {min(users)}, which is not installed, and may be another in each of them"]
         if _has_threads():
             return [name, "it starts threads when it is imported"]

@@ -8,6 +8,7 @@ and commands run in processes that end, with all they started, at their deadline
 from __future__ import annotations
 
 import asyncio
+import importlib.util
 import inspect
 import json
 import logging
@@ -64,6 +65,29 @@ _MOST_SHOWN = 500  # characters of a service's refusal
 _MOST_ANSWER = 1 << 20  # bytes
 _AGAIN_S = 1.0  # between two looks at a service that went away
 _FIELD = re.compile(r"\{([A-Za-z_]\w*)\}")
+
+
+class Processes:
+    """Agents run in processes of this machine.
+
+    Args:
+        imports: names of modules that are imported once for all episodes, beside the packages that agents are written
+            with: what takes long to import and is the same in each. None that holds something of an episode (a client,
+            a session), or that draws numbers by a generator of its own, which would draw the same in each.
+
+    Raises:
+        ValueError: no such module.
+    """
+
+    def __init__(self, imports: Sequence[str] = ()) -> None:
+        self.imports = tuple(imports)
+        for name in self.imports:
+            try:
+                found = importlib.util.find_spec(name)
+            except (ImportError, ValueError):
+                found = None
+            if found is None:
+                raise ValueError(f"Processes.imports: there is no module {name!r} on the path of this run")
 
 
 @dataclass(frozen=True)
@@ -147,7 +171,7 @@ def agent(
     workers: int,
     memory_mb: float | None,
     keep_environment: Sequence[str] | None,
-    executor: RayExecutor | None = None,
+    executor: RayExecutor | Processes,
     held_out: bool = False,
 ) -> Agent:
     """What `given` says: a function or its import path, a command (its words, or a text of several), or a URL.
@@ -156,7 +180,7 @@ def agent(
         given: see above.
         workers: agents at a time.
         memory_mb, keep_environment: see `ProcessCalls`.
-        executor: where functions and commands run; None for processes of this machine.
+        executor: where functions and commands run.
         held_out: it plays episodes of validation.
 
     Raises:
@@ -165,7 +189,7 @@ def agent(
     if isinstance(given, str) and given.startswith(("http://", "https://")):
         if memory_mb is not None or keep_environment is not None:
             raise ValueError("memory_mb and keep_environment have no effect on an agent service; remove them")
-        if executor is not None:
+        if isinstance(executor, RayExecutor) or executor.imports:
             raise ValueError("executor has no effect on an agent service, which runs where it is; remove it")
         return ServiceAgent(given, workers)
     if isinstance(given, str):
@@ -180,9 +204,10 @@ def agent(
     limits = (workers, memory_mb, keep_environment)
 
     def calls_of(function: Callable[..., Any], packages: Mapping[str, Sequence[str]]) -> Calls:
-        if executor is not None:
+        if isinstance(executor, RayExecutor):
             return executor.calls({"agent": function}, *limits, held_out=held_out)
-        return ProcessCalls({"agent": function}, *limits, once=True, forks=Forks(packages, VARIABLES))
+        forks = Forks(packages, VARIABLES, executor.imports)
+        return ProcessCalls({"agent": function}, *limits, once=True, forks=forks)
 
     if callable(given):
         _check_takes_a_task(given)
@@ -193,6 +218,8 @@ def agent(
         return FunctionAgent(calls)
     if not given or not all(isinstance(word, str) and word for word in given):
         raise ValueError(f"{given!r} is no command; give its words")
+    if isinstance(executor, Processes) and executor.imports:
+        raise ValueError("Processes.imports have no effect on a command, which imports for itself; remove them")
     return CommandAgent(given, calls_of(run_command, {}))
 
 

@@ -94,8 +94,8 @@ class AgentWorkflow:
         judged: what a configured reward is given beside the task: the text of the "answer", or the "transcript", a list
             of the calls; see `rewards.shown`.
         host: the interface on which agents find their sessions; not the loopback one for agents on other machines.
-        executor: where functions and commands run: "processes" of this machine, "ray", or a `RayExecutor` with options
-            of its own.
+        executor: where functions and commands run: "processes" (of this machine), "ray", a `Processes` or `RayExecutor`
+            with options of its own.
         on_failure: "drop" drops the group of an agent that raises, exits with another code than 0, or answers with
             status 500; a number is the reward of its episode instead, logged, with the reason as `reward_failed` in the
             metadata. Not of one that was sampled nothing to train on, or sent a request that is not served, nor where a
@@ -125,7 +125,7 @@ class AgentWorkflow:
         template_options: dict[str, Any] | None = None,
         judged: Literal["answer", "transcript"] = "answer",
         host: str = "127.0.0.1",
-        executor: Literal["processes", "ray"] | RayExecutor = "processes",
+        executor: Literal["processes", "ray"] | agents.Processes | RayExecutor = "processes",
         untrainable: Literal["refuse", "serve"] = "refuse",
         show_tools: bool = True,
         on_failure: Literal["drop"] | float = "drop",
@@ -143,9 +143,8 @@ class AgentWorkflow:
             )
         if isinstance(executor, str):
             checks.one_of(f"{name}.executor", executor, ("processes", "ray"))
-            self._executor = RayExecutor() if executor == "ray" else None
-        else:
-            self._executor = executor
+            executor = RayExecutor() if executor == "ray" else agents.Processes()
+        self._executor = executor if isinstance(executor, RayExecutor) else None
         ReplyOptions(name, max_new_tokens, temperature)  # checks both
         self.max_new_tokens = max_new_tokens
         self._sampling = Sampling(max_new_tokens, temperature, override_sampling, untrainable)
@@ -157,7 +156,7 @@ class AgentWorkflow:
         self._agent = agent
         try:
             # Of training, and of validation: agents of the first wait, each with its worker, until the second are done.
-            given = (agent, workers, memory_mb, keep_environment, self._executor)
+            given = (agent, workers, memory_mb, keep_environment, executor)
             self._agents = [agents.agent(*given, held_out=held_out) for held_out in (False, True)]
         except ValueError as error:
             raise ValueError(f"{name}.agent: {error}") from error

@@ -164,6 +164,25 @@ def test_a_package_that_cannot_be_shared_is_left_to_the_forks(
     assert package in caplog.text and why in caplog.text and "programs of their own" not in caplog.text
 
 
+@pytest.mark.parametrize(
+    ("package", "is_there"),
+    [("import a_module_of_users\n", True), ("import os\nos.environ.get('MADE_UP')\n", False)],
+    indirect=["package"],
+)
+def test_what_is_asked_for_is_imported_though_it_is_the_users(
+    package: str, is_there: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def run() -> list[bool]:
+        calls = forked(loaded, Forks({"wave": ["wave"]}, ("MADE_UP",), (package, "a_module_of_users")))
+        try:
+            return await call(calls, package, "a_module_of_users", "wave")
+        finally:
+            calls.stop()
+
+    assert asyncio.run(run()) == [is_there, True, True]
+    assert (f"import {package} each for itself" in caplog.text) == (not is_there)  # a warning, where it was asked for
+
+
 def test_a_users_module_of_a_packages_name_is_imported_by_each(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "camel.py").write_text("")
     monkeypatch.syspath_prepend(tmp_path)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import sys
 import threading
 import time
 import urllib.error
@@ -42,6 +43,12 @@ def careless(prompt: Prompt) -> str:
         time.sleep(1.5)
     messages: list[Any] = [{"role": "user", "content": prompt.text}]
     return openai.chat.completions.create(model="any", messages=messages).choices[0].message.content or ""
+
+
+def has_wave(prompt: Prompt) -> str:
+    """Whether a module is there already, whatever the model says."""
+    shopper(prompt)
+    return "there" if "wave" in sys.modules else "not there"
 
 
 def shopper(prompt: Prompt, client: OpenAI | None = None, **options: Any) -> str:

@@ -23,7 +23,7 @@ from datamodules.processes.environment import InEnvironment
 from datamodules.processes.worker import NotAnAnswer
 from datamodules.prompts.base import Prompt
 from datamodules.rewards import Judgement
-from datamodules.workflows.gateway import AgentWorkflow, Budget
+from datamodules.workflows.gateway import AgentWorkflow, Budget, Processes
 from tests.datamodules.workflows.gateway import agents
 from tests.datamodules.workflows.scripted_engine import WITH_CALLS, Pool, ScriptedEngine, generated, play
 from tests.helpers.recorded_samples import byte_tokenizer
@@ -246,6 +246,19 @@ def test_what_an_agent_raised_is_kept_and_placed(tmp_path: Path) -> None:
     kept = said.rpartition(": ")[2].rstrip(")")
     for written in (Path(kept).read_text(), *(one.read_text() for one in tmp_path.glob("workers/[0-9]*.log"))):
         assert 'raise ValueError("my database is down")' in written and "in __call__" not in written
+
+
+def test_modules_that_are_asked_for_are_there_when_an_episode_begins() -> None:
+    def answer(executor: Any) -> bool:
+        _, found = run(agents.has_wave, ["a reply"], lambda _, text: float(text == "there"), executor=executor)
+        return found[0].reward == 1.0
+
+    assert not answer("processes") and answer(Processes(imports=["wave"]))
+    with pytest.raises(ValueError, match=r"Processes\.imports: there is no module 'wafe'"):
+        Processes(imports=["wafe"])
+    for one in ("true {text}", "http://localhost:1/solve"):
+        with pytest.raises(ValueError, match="no effect"):
+            AgentWorkflow(one, executor=Processes(imports=["wave"]))
 
 
 def test_a_module_that_cannot_be_imported_is_named_with_the_place(
