@@ -124,6 +124,7 @@ class ShardedOptimizer:
         if type(optimizer) is Adagrad:  # which has made its state already, of whole parameters
             again = Adagrad([{**group} for group in optimizer.param_groups], **optimizer.defaults)
             optimizer.state = again.state
+        self._hand_on_overrides()
         positions = {name: number for number, name in enumerate(self._names.values())}
         self.sums = GradientSums(in_turns((b for b in self.buckets if isinstance(b, Bucket)), positions), ranks)
         # Lightning and users call these on the optimizer itself; LR schedulers wrap `step` in the same way.
@@ -234,6 +235,19 @@ class ShardedOptimizer:
         kind = type(self.optimizer)
         quantises = any(base.__module__.startswith("bitsandbytes.") for base in kind.__mro__)
         return kind.__name__ in _WHOLE or quantises
+
+    def _hand_on_overrides(self) -> None:
+        """bitsandbytes keeps options of single parameters (its GlobalOptimManager) by the objects, and by their places
+        in groups, at which others are now."""
+        manager = getattr(self.optimizer, "mng", None)
+        options = getattr(manager, "pid2config", None)
+        if manager is None or options is None:
+            return
+        options |= {id(getattr(module, name)): own for module, name, own in manager.module_weight_config_triple}
+        for param, tensor in (pair for bucket in self.buckets for pair in zip(bucket.params, bucket.stepped)):
+            if id(param) in options:
+                options[id(tensor)] = options[id(param)]
+        manager.index2config.clear()
 
     def _check_optimizer(self) -> None:
         kind = type(self.optimizer)

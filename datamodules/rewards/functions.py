@@ -287,25 +287,31 @@ _MIXED = re.compile(r"(?<![\w.,/^])(\d{1,9}+)[ \t]++([1-9]\d{0,8}+)/(\d{1,9}+)(?
 _MONEY = re.compile(r"(?<!\\)\$(?=-?\d+/\d)(?![^$\n]*\$)")  # no other closes it
 _END = re.compile(r"(?<=\d)(/\d++)(?:\.|\*\*)++(?!\s*\d)")  # of a sentence, or of what is bold
 _ONE_NUMBER = re.compile(r"\d(?:[\d./%]|,(?=\d{3}))*")
-# Or an interval, the last numbers of a text and outside of LaTeX.
-_TUPLE = re.compile(
-    rf"(?<![\w$\\])[(\[]\s*+[-+]?{_ONE_NUMBER.pattern}+(?:\s*+[,;]\s*+[-+]?{_ONE_NUMBER.pattern}+)++\s*+[)\]]"
-    r"(?=[^\d$\\}]*\Z)"
-)
 _SIGNS = str.maketrans(
-    {"\u2212": "-", "\u00d7": "*", "\u00f7": "/", "\u03c0": "\\pi ", **dict.fromkeys("\u00a0\u2009\u202f", " ")}
+    {
+        "\u2212": "-",
+        **dict.fromkeys("\u00d7\u00b7\u22c5", "*"),
+        "\u00f7": "/",
+        "\u03c0": "\\pi ",
+        **dict.fromkeys("\u00a0\u2009\u202f", " "),
+    }
 )
 _PARTS = {"\u00bd": "1/2", "\u00bc": "1/4", "\u00be": "3/4", "\u2153": "1/3", "\u2154": "2/3"}
 _VULGAR = re.compile(rf"(\d?)([{''.join(_PARTS)}])")
 _POWER = re.compile(r"(?<=[\d)])[\u00b2\u00b3]")  # not of a unit, of which the library would read the number
-_ROOT = re.compile(r"\u221a(\d++)|(?:\u221a|(?<![A-Za-z\\])sqrt)\((\d++)\)")
-_TERM = r"(?:\d++(?:\.\d++)?(?:\*?+\\sqrt\{\d++\})?|\\sqrt\{\d++\})"
+_ROOT = re.compile(r"\u221a(\d++(?:\.\d++)?)|(?:\u221a|(?<![A-Za-z\\])sqrt)\((\d++(?:\.\d++)?)\)")
+_SQRT = r"\\sqrt\{\d++(?:\.\d++)?\}"
+_TERM = rf"(?:\d++(?:\.\d++)?(?:[* ]?+{_SQRT})?|{_SQRT})"
 _SUM = rf"[-+]?{_TERM}(?: ?[-+*/] ?{_TERM})*+"
+_TO_THE_END = r"(?=(?:[^\d$\\}]|(?<=[ a-z]m\^)[23])*+\Z)"  # no number but of a unit, and no LaTeX
 # With a root, the last numbers of a text and outside of LaTeX: of "2\sqrt{3}" there the library reads the 2.
 _RADICAL = re.compile(
     r"(?<![\w$\\.{}()^/+\u00b1-])(?<![\w)]\*)(?<![-+*/^\u00b1]\s)(?:"
-    rf"\({_SUM}\)(?:/\d++)?|{_SUM})(?=[^\d$\\}}]*\Z)"
+    rf"\({_SUM}\)(?:/\d++)?|{_SUM}){_TO_THE_END}"
 )
+_ITEM = rf"(?:[-+]?{_ONE_NUMBER.pattern}+|(?=[^,;()\[\]]*\\sqrt){_SUM})"
+# Or an interval, the last numbers of a text and outside of LaTeX.
+_TUPLE = re.compile(rf"(?<![\w$\\])[(\[]\s*+{_ITEM}(?:\s*+[,;]\s*+{_ITEM})++\s*+[)\]]{_TO_THE_END}")
 _SCIENTIFIC = re.compile(r"(?<![\w.,])(\d{1,15}(?:\.\d{1,15})?)[eE]([-+]?\d{1,2})(?!\w|[.,]\d)")
 _FRAMED = re.compile(r"\\(?:fbox|framebox)(?=\{)")
 _DOLLAR = re.compile(r"(?<!\\)\\\$")

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from app.hub import check_reachable
@@ -87,6 +88,25 @@ def _wide(made: Any) -> Any:
         for param in made.parameters():
             param.data = param.data.double()
     return made
+
+
+def unlike_linear(model: PreTrainedModel) -> list[str]:
+    """Names of the layers that PEFT takes for linear and that return something else than their class does: routers that
+    say which experts (Llama 4, PhiMoE), projections of groups (DeepSeek-V4). An adapter on one fails when it runs."""
+    layers = ((name, layer) for name, layer in model.named_modules() if isinstance(layer, nn.Linear))
+    own = ((name, layer) for name, layer in layers if type(layer).__module__.startswith("transformers.models."))
+    return [name for name, layer in own if not _returns_rows(layer)]
+
+
+def _returns_rows(layer: nn.Linear) -> bool:
+    """Asked without storage, so that nothing is computed and nothing drawn."""
+    weights = {name: parameter.detach().to("meta") for name, parameter in layer.named_parameters()}
+    rows = torch.empty(2, layer.in_features, dtype=layer.weight.dtype, device="meta")
+    try:
+        found = torch.func.functional_call(layer, weights, (rows,))
+    except Exception:  # rows of another kind, which fail anywhere in transformers
+        return False
+    return isinstance(found, Tensor) and found.shape == (2, layer.out_features)
 
 
 def adapted(model: PreTrainedModel, adapter: str | dict[str, Any], path: str, but: list[str]) -> Any:

@@ -32,7 +32,7 @@ from app.tree import (
     settle_quantised,
     tower_parameters,
 )
-from modules.models.adapters import adapted, refuse_adapter
+from modules.models.adapters import adapted, refuse_adapter, unlike_linear
 
 _LARGEST = 2**31 - 1
 _MOST_LAYERS = 10_000
@@ -158,7 +158,8 @@ def _built(source: ModelSource, scores: bool) -> PreTrainedModel:
         parameter.requires_grad_(False)
     if source.adapter is not None:
         assert source.path is not None
-        model = adapted(model, source.adapter, source.path, _owners(model, untrained))
+        but = [*_owners(model, untrained), *unlike_linear(model)]
+        model = adapted(model, source.adapter, source.path, but)
         try:
             added = index_parameters(inner_model(model))  # by an adapter that has some, or whose kind excludes nothing
         except ValueError as error:

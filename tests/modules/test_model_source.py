@@ -12,6 +12,7 @@ import huggingface_hub.constants
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
+from torch import nn
 
 from app.tree import TreeEngine
 from datamodules.prompts.tokenizers import load_tokenizer
@@ -219,6 +220,29 @@ def test_indexers_are_trained_by_nothing(tmp_path: Path) -> None:
         saving = ModelSource(path=str(tmp_path), adapter={"r": 2, "modules_to_save": [copied]})
         with pytest.raises(ValueError, match=r"model\.adapter: modules_to_save names an indexer or a part of one"):
             build_model(saving)
+
+
+@pytest.mark.parametrize(
+    ("family", "unlike"),
+    [
+        (families.SUPPORTED["Llama 4"], ".router"),
+        (families.SUPPORTED["DeepSeek-V4"], ".o_a_proj"),
+        (families.Family("phimoe", {"router_jitter_noise": 0.0}), ".router"),
+        (families.Family("falcon", {"new_decoder_architecture": True}), None),
+    ],
+    ids=lambda row: getattr(row, "type", row),
+)
+def test_new_adapters_are_on_what_computes_as_a_linear_layer(
+    tmp_path: Path, family: families.Family, unlike: str | None
+) -> None:
+    """PEFT goes by the class alone: on a router that returns experts too its adapter failed in the first pass. A linear
+    layer that its family only writes otherwise (Falcon's) has one."""
+    families.build(family).save_pretrained(tmp_path)
+    model = build_model(ModelSource(path=str(tmp_path), dtype="float32", adapter={"r": 2}))
+    linear = {name for name, part in model.named_modules() if isinstance(getattr(part, "base_layer", None), nn.Linear)}
+    assert linear and not any(unlike is not None and name.endswith(unlike) for name in linear)
+    assert unlike is None or any(name.endswith(unlike) for name, _ in model.named_modules())
+    model(input_ids=torch.tensor([families.STEM])).logits.sum().backward()
 
 
 def test_an_adapter_that_has_weights_in_indexers_trains_the_others(tmp_path: Path) -> None:

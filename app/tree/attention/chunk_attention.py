@@ -32,7 +32,7 @@ class LayerCall:
         layer: its index.
         scale: factor of the scores.
         window: tokens a query sees, itself included; None: all.
-        section: tokens of a section, where a query sees those of its own alone; None: of all.
+        section: tokens of a section, where a query sees those of its own alone; None: of all. Never beside a window.
         softcap: scores become softcap * tanh(scores / softcap); None: as they are.
     """
 

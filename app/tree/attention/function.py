@@ -153,6 +153,12 @@ def tree_attention(
         raise ValueError(f"{where}: is_causal=False; only causal attention is supported")
     if sliding_window is not None and sliding_window < 1:
         raise ValueError(f"{where}: sliding_window={sliding_window}; set it to at least 1, or to None for no window")
+    section = section_of(module)
+    if section is not None and sliding_window is not None:
+        raise ValueError(
+            f"{where}: sliding_window={sliding_window} in sections of {section} tokens; tree attention takes one of the"
+            " two; use another model"
+        )
     hidden = _masked_window(module, layer) if sliding_window is None else None
     if hidden is not None and len(tree_chunk.depths) and int(tree_chunk.depths.max()) >= hidden:
         raise ValueError(
@@ -171,7 +177,7 @@ def tree_attention(
         raise ValueError(f"{where}: values are wider than keys ({value.shape[-1]} > {query.shape[-1]}); not supported")
     tree_chunk.calls.append(layer)
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
-    call = LayerCall(layer, scale, sliding_window, softcap, section_of(module))
+    call = LayerCall(layer, scale, sliding_window, softcap, section)
     device = query.device.type
     if torch.is_autocast_enabled(device):  # norms leave float32 queries and keys beside low-precision values
         query, key, value = (x.to(torch.get_autocast_dtype(device)) for x in (query, key, value))

@@ -39,7 +39,7 @@ def layer_parts(
         path_tokens: tokens of the path; row j of the path has depth j.
         window: how many tokens a query sees, itself included; None: all.
         cut_squares: False leaves causal squares whole, for kernels that know windows.
-        section: tokens of a section, of which a query sees those before it; None: there are none.
+        section: tokens of a section, of which a query sees those before it; None: there are none. Not beside a window.
     """
     parts = [Part(0, len(rows.tokens), 0, path_tokens, path=True)] if path_tokens else []
     parts += rows.parts

@@ -112,6 +112,35 @@ def test_quantised_state_is_of_whole_parameters(make_optimizer: Any) -> None:
     assert all(torch.equal(alone[name], expected[name]) for name in expected)
 
 
+def adamw_8bit_but_of_the_embedding(model: nn.Module) -> torch.optim.Optimizer:
+    """As bitsandbytes' own embeddings ask for it, and its documentation for those of others."""
+    from bitsandbytes.optim import GlobalOptimManager
+
+    manager = GlobalOptimManager.get_instance()
+    manager.initialize()  # it is one for all optimizers of a process
+    manager.register_parameters(model.parameters())
+    manager.override_config(model.hidden.weight, "optim_bits", 32)
+    manager.register_module_override(model.embedding, "weight", {"optim_bits": 32})
+    return toy.adamw_8bit(model)
+
+
+def test_options_of_single_parameters_stay_theirs(one_rank: RankPool) -> None:
+    """The strategy has the optimizer step other objects, at other places; nobody said that these were forgotten."""
+    pytest.importorskip("bitsandbytes")
+    make_optimizer = adamw_8bit_but_of_the_embedding
+    arguments = {"make_optimizer": make_optimizer, "steps": 4}
+    expected = one_rank.run(toy.train_plainly, **arguments)[0]
+    found = one_rank.run(jobs.train, **arguments)[0]["parameters"]
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    one_rank.run(forget_overrides)
+
+
+def forget_overrides() -> None:
+    from bitsandbytes.optim import GlobalOptimManager
+
+    GlobalOptimManager.get_instance().initialize()
+
+
 class RowsOfState(torch.optim.SGD):
     """Keeps something of a shape of its own, and says nothing of it."""
 

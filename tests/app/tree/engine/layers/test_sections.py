@@ -125,6 +125,15 @@ def test_experts_are_counted_as_they_run(dtype: torch.dtype, step: int) -> None:
     assert token_bytes(model) * 59 == pytest.approx(meter.peak, rel=0.2)
 
 
+def test_a_window_within_sections_is_refused_by_name() -> None:
+    """No model has both, and no backend would see the nearer end of the two."""
+    model = models.make("mistral", sliding_window=3)
+    model.config.layer_types, model.config.attention_chunk_size = ["chunked_attention"] * 2, 4
+    engine = TreeEngine(model, attention="sdpa", self_check=False)
+    with pytest.raises(ValueError, match=r"layer 0 \(MistralAttention\): sliding_window=3 in sections of 4 tokens"):
+        engine.forward(PrefixTree.build(families.SEQUENCES))
+
+
 def test_a_whole_model_is_refused_by_name() -> None:
     tower = dict(hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=64, patch_size=4)
     tower |= dict(image_size=16, vision_output_dim=16, projector_input_dim=16, projector_output_dim=16)
