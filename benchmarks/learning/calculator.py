@@ -15,6 +15,7 @@ import string
 import time
 import zlib
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from typing import Any, Literal
 
 import psutil
@@ -183,7 +184,6 @@ class StepClock(Callback):
 
     def __init__(self) -> None:
         self._root = psutil.Process()
-        self._spent: dict[tuple[int, float], float] = {}  # (process, when it began) -> CPU seconds
         self._began = self._left_out = (0.0, 0.0)
         self._paused = (0.0, 0.0)
 
@@ -206,13 +206,13 @@ class StepClock(Callback):
         pl_module.log_dict(values, on_step=True, on_epoch=False, batch_size=1)
 
     def _now(self) -> tuple[float, float]:
+        """Wall and CPU seconds: of processes that run, and of those that they have taken leave of, agents' above all,
+        which begin and end between two looks."""
+        spent = 0.0
         for process in (self._root, *self._root.children(recursive=True)):
-            try:
-                times = process.cpu_times()
-            except psutil.Error:  # it has ended; what it had spent when last seen stays
-                continue
-            self._spent[process.pid, process.create_time()] = times.user + times.system
-        return time.perf_counter(), sum(self._spent.values())
+            with suppress(psutil.Error):  # it has ended, and is its parent's now
+                spent += sum(process.cpu_times()[:4])
+        return time.perf_counter(), spent
 
 
 def _plus(one: tuple[float, float], other: tuple[float, float]) -> tuple[float, float]:

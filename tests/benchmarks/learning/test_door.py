@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +16,7 @@ from lightning import LightningDataModule, LightningModule
 
 from app.batch import Trajectory
 from benchmarks.learning import door
-from benchmarks.learning.calculator import CALL, CALLED, SumQuestions, chat_tokenizer, demonstrations
+from benchmarks.learning.calculator import CALL, CALLED, StepClock, SumQuestions, chat_tokenizer, demonstrations
 from datamodules.conversations.chat import ChatEncoder, load_transcripts
 from datamodules.pipeline.player import EpisodePlayer
 from datamodules.rewards import exact_match
@@ -165,3 +167,13 @@ def test_a_try_trains_both_and_goes_on(tmp_path: Path, capfd: pytest.CaptureFixt
     written = json.loads((tmp_path / "out" / "door.json").read_text())
     assert written["summary"]["ways"].keys() == door.WAYS.keys()
     assert written["results"][0]["curve"][0] == written["results"][1]["curve"][0]  # the same start
+
+
+def test_the_clock_counts_processes_that_began_and_ended_between_two_looks() -> None:
+    clock = StepClock()
+    begin = clock._now()
+    spends = "import time\nwhile time.process_time() < 0.5: pass"
+    subprocess.run(
+        [sys.executable, "-c", f"import subprocess, sys\nsubprocess.run([sys.executable, '-c', {spends!r}])"]
+    )
+    assert clock._now()[1] - begin[1] >= 0.5
