@@ -25,7 +25,7 @@ A version that does not reach the engine (a full disk, no server that takes it) 
 why; where the engine refused it, and no rank sends beside rank 0, after the run was saved. Training on would be no
 remedy: the gate counts in versions the engine serves, so rollouts would grow older than `max_staleness` allows without
 anyone noticing. Where some of several servers fail, the engine takes them out, goes on with the others and brings them
-up to date later.
+up to date later; where all that served ended in the update, rollouts wait for the first that is back, with the version.
 """
 
 from __future__ import annotations

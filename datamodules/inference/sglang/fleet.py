@@ -12,9 +12,10 @@ import logging
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
+from functools import partial
 
 from datamodules.inference.protocol import GenerationError
-from datamodules.inference.sglang.client import ServerError
+from datamodules.inference.sglang.client import ServerError, ServerRefused
 from datamodules.inference.sglang.loop_thread import cancel_all
 from datamodules.inference.sglang.router import PrefixRouter
 from datamodules.inference.sglang.server_state import UP, Flight, Server, Target
@@ -27,6 +28,7 @@ _log = logging.getLogger(__name__)
 _RESTART_POLL_S = 0.5
 _LEAVING_POLL_S = 0.02
 _ABORT_S = 5.0
+_ENDING_S = 5.0  # for a server to end whose scheduler did
 
 
 class Fleet:
@@ -232,8 +234,8 @@ class Fleet:
     async def update(self, weights: Weights, deadline_s: float) -> list[Synced]:
         """New weights for all that are up, at the same time; those that fail are brought to them anew, later.
 
-        Where none is up, or those that are do not answer while others are lost, the new weights wait for the first that
-        comes back.
+        Where none is up, or those that were ended in it, or did not answer while others are lost, the new weights wait
+        for the first that comes back.
 
         Raises:
             GenerationError: there were servers and every one failed; the old weights are the current ones again.
@@ -241,12 +243,16 @@ class Fleet:
         old, self._updating = self.target.weights, True
         self.target.give(weights)
         servers = self._up()
+        restarts = [server.restarts for server in servers]
         try:
             results = await asyncio.gather(*(self._bring(server, weights, deadline_s) for server in servers))
             done = [result for result in results if isinstance(result, Synced)]
             failures = [result for result in results if isinstance(result, SyncFailed)]
-            if len(servers) < len(self.servers) and all(failure.lost for failure in failures):
-                failures = []
+            if failures and not done and all(failure.lost for failure in failures):
+                away = len(servers) < len(self.servers)
+                stays = partial(self._stays_without, weights)
+                if away or not any(await asyncio.gather(*map(stays, servers, restarts))):
+                    failures = []
             if failures and not done:
                 self.target.weights = old
             for server in servers:
@@ -254,7 +260,7 @@ class Fleet:
                     server.settle(self.target.weights)
             if failures and not done:
                 raise failures[0]
-            if not done:
+            if not done and not any(server.holds is weights for server in servers):
                 _log.warning("version %d: no server serves now; those that come back get it: %s", weights.version, self)
             return done
         finally:
@@ -284,6 +290,22 @@ class Fleet:
         if server.state == "updating":
             server.holds = weights
         return synced
+
+    async def _stays_without(self, weights: Weights, server: Server, restarts: int) -> bool:
+        """Whether a server that was lost in the update to them is there after all, as it was when its process had been
+        started `restarts` times. One that lost a part of itself takes a moment to end."""
+        ends, answers = awake() + _ENDING_S, True
+        while awake() < ends:
+            ended = server.restarts > restarts or (server.process is not None and not server.process.running)
+            if ended or server.holds is weights:  # its supervisor tried again
+                return False
+            try:
+                await server.client.get("/model_info", _ENDING_S)
+                answers = True
+            except ServerError as error:
+                answers = isinstance(error, ServerRefused)
+            await asyncio.sleep(_RESTART_POLL_S)
+        return answers
 
     async def restart(self, server: Server) -> None:
         """Ends a process of ours and returns when it serves again. Raises GenerationError when it does not in time."""

@@ -46,7 +46,11 @@ def test_a_server_found_dirty_as_an_update_begins_is_left_to_its_supervisor() ->
 
 
 @pytest.mark.parametrize("other", ["serving", "lost"])
-def test_the_last_one_lost_in_an_update_is_an_error_only_when_no_other_was_lost_before(other: str) -> None:
+def test_weights_wait_for_the_first_that_comes_back_when_all_that_served_ended(
+    other: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("datamodules.inference.sglang.fleet._ENDING_S", 0.6)
+
     async def run() -> None:
         servers = given_servers(["http://127.0.0.1:9", "http://127.0.0.1:10"], None, 4)  # nobody listens there
         fleet = Fleet(servers, PrefixRouter(256), _no_check, LIMITS)
@@ -54,15 +58,49 @@ def test_the_last_one_lost_in_an_update_is_an_error_only_when_no_other_was_lost_
         fleet.target.give(old)
         servers[0].enter("serving")
         servers[1].enter(other, "restarting")
-        if other == "lost":
-            assert await fleet.update(new, 60) == []
-            assert fleet.target.weights is new and servers[0].state not in ("serving", "updating")
-        else:
-            with pytest.raises(SyncFailed, match="version 2 of the weights did not reach"):
-                await fleet.update(new, 60)
-            assert fleet.target.weights is old
+        assert await fleet.update(new, 60) == []
+        assert fleet.target.weights is new and not {"serving", "updating"} & {server.state for server in servers}
 
     asyncio.run(run())
+
+
+def test_one_that_does_not_answer_an_update_in_time_and_is_there_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may never have them in that time: people are told of the deadline."""
+    monkeypatch.setattr("datamodules.inference.sglang.fleet._ENDING_S", 1.2)
+
+    async def run(hostile: HostileServer) -> None:
+        hostile.act = lambda path, body: Answer([], closes=False) if path == "/update_weights_from_disk" else None
+        servers = given_servers([hostile.url], None, 4)
+        fleet = Fleet(servers, PrefixRouter(256), _no_check, LIMITS)
+        old, new = DiskWeights(1, 0, "/nowhere"), DiskWeights(2, 0, "/nowhere")
+        fleet.target.give(old)
+        servers[0].enter("serving")
+        with pytest.raises(SyncFailed, match=r"version 2 of the weights did not reach .* within"):
+            await fleet.update(new, 1.0)
+        assert fleet.target.weights is old and hostile.asked.count("/model_info") >= 2
+        await fleet.close()
+
+    with HostileServer() as hostile:
+        asyncio.run(run(hostile))
+
+
+def test_one_that_is_lost_for_a_moment_in_an_update_has_the_weights_by_another_try() -> None:
+    async def run(hostile: HostileServer) -> None:
+        servers = given_servers([hostile.url], None, 4)
+        fleet = Fleet(servers, PrefixRouter(256), _no_check, LIMITS)
+        await fleet.start(DiskWeights(1, 0, "/nowhere"))
+        breaks = [Answer([])]
+        hostile.act = lambda path, body: breaks.pop() if path == "/update_weights_from_disk" and breaks else None
+        new = DiskWeights(2, 0, "/nowhere")
+        try:
+            assert await fleet.update(new, 60) == []
+            assert not breaks and fleet.target.weights is new
+            assert (servers[0].state, servers[0].version) == ("serving", 2)
+        finally:
+            await fleet.close()
+
+    with HostileServer() as hostile:
+        asyncio.run(run(hostile))
 
 
 @pytest.fixture(autouse=True)

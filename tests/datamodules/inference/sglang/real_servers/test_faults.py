@@ -8,6 +8,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -184,6 +185,52 @@ class TestOwnServers:
         own.restart("server 1")
         assert own._fleet.servers[1].process.pid != before and not leftovers.members(before)
         assert server_states(own) == ["serving", "serving"]
+
+
+@pytest.fixture(scope="module")
+def single() -> Iterator[SGLangEngine]:
+    launch = Launch(device="cpu", dtype="float32", kv_cache_tokens=16384, num_threads=1)
+    engine = SGLangEngine(launch=launch, max_concurrent=16, report_tokens=8, start_timeout_s=START_S)
+    engine.start(tiny_policy(), version=0, seed=1)
+    yield engine
+    engine.close()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("version", "method", "whole"), [(1, "disk", True), (2, "distributed", False), (3, "tensor", True)]
+)
+def test_the_only_server_ends_in_an_update(
+    single: SGLangEngine, tmp_path: Path, version: int, method: str, whole: bool
+) -> None:
+    """It is started again and has the update then, while requests wait. One whose scheduler ended ends after it."""
+    (server,) = single._fleet.servers
+    wait_for(lambda: server.state == "serving", single, START_S)
+    newer, restarts, group = tiny_policy(seed=version), server.restarts, server.process.pid
+    update = WeightUpdate(version, state_dict=checkpoint_weights(newer), shared=method == "tensor")
+    if method == "disk":
+        update = WeightUpdate(version, path=str(WeightFiles(tmp_path).write(newer, version)[0]))
+    members = leftovers.members(group)
+    schedulers = [pid for pid in members if b"scheduler" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+    assert schedulers
+    for member in members:  # so that it does not end too early
+        os.kill(member, signal.SIGSTOP)
+
+    def end() -> None:
+        wait_for(lambda: server.state == "updating", single, 60)
+        for member in [group] if whole else schedulers:
+            os.kill(member, signal.SIGKILL)
+        for member in leftovers.members(group):
+            os.kill(member, signal.SIGCONT)
+
+    with ThreadPoolExecutor() as pool:
+        ending = pool.submit(end)
+        assert single.update_weights(update) == 0.0
+        ending.result()
+    assert single.version == version
+    requests = long_requests(4)
+    check({version: newer}, requests, asyncio.run(generate_all(single, requests)))
+    assert server.restarts == restarts + 1 and server.version == version
 
 
 @pytest.mark.slow
