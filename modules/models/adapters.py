@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import difflib
 import re
+import warnings
+from collections.abc import Iterable
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -109,6 +111,60 @@ def _returns_rows(layer: nn.Linear) -> bool:
     return isinstance(found, Tensor) and found.shape == (2, layer.out_features)
 
 
+def _refused_by_peft(model: PreTrainedModel) -> list[str]:
+    """Names of the linear layers on which it puts no adapter in some models: Mamba's kernels read the weight alone."""
+    if model.config.model_type not in ("falcon_h1", "nemotron_h"):
+        return []
+    return [name for name, _ in model.named_modules() if name.endswith(".out_proj")]
+
+
+def _what_adapters_can_be_on(model: PreTrainedModel) -> str:
+    linear = {name.rpartition(".")[2] for name, layer in model.named_modules() if isinstance(layer, nn.Linear)}
+    stacked = {name.rpartition(".")[2] for name, one in model.named_parameters() if one.dim() == 3} - {"weight"}
+    experts = f", and parameters for target_parameters called {', '.join(sorted(stacked))}" if stacked else ""
+    return f"it has linear layers called {', '.join(sorted(linear))}{experts}"
+
+
+def _refuse_without_place(made: Any, given: dict[str, Any], offered: str, but: list[str]) -> None:
+    """PEFT looks for all names together, and says nothing of one that is nowhere where another is somewhere."""
+
+    def named(key: str) -> list[str]:
+        """What is left of a list: PEFT moves names of experts and routers from modules to parameters."""
+        here, asked = getattr(made.peft_config["default"], key, None), given.get(key)
+        return [] if isinstance(here, str) or isinstance(asked, str) else [n for n in asked or () if n in (here or ())]
+
+    def on(name: str, places: Iterable[str]) -> bool:
+        return any(f".{place}".endswith(f".{name}") for place in places)
+
+    tuner = made.base_model
+    modules = getattr(tuner, "targeted_module_names", None)
+    if modules is None:  # prompts, which are on no layer
+        return
+    kept = [name for name, part in made.named_modules() if type(part).__name__ == "ModulesToSaveWrapper"]
+    places = {
+        "target_modules": modules,
+        "target_parameters": tuner.targeted_parameter_names,
+        "modules_to_save": kept,
+    }
+    for key, found in places.items():
+        for name in named(key):
+            if key == "target_modules" and on(name, but) and not on(name, found):
+                raise ValueError(
+                    f"model.adapter.target_modules: '{name}' names layers that get no adapter: routers and projections"
+                    " that do not compute as a linear layer, indexers, or a tower without model.train_tower; leave it"
+                    " out"
+                )
+            if not on(name, found):
+                raise ValueError(
+                    f"model.adapter.{key}: '{name}' has no place in this model, and the run would go on with the others"
+                    f" alone; {offered}"
+                )
+    layers = given.get("layers_to_transform")
+    for index in [layers] if isinstance(layers, int) else layers or ():
+        if not any(f".{index}." in place for place in modules):
+            raise ValueError(f"model.adapter.layers_to_transform: no layer {index} has a module of target_modules")
+
+
 def adapted(model: PreTrainedModel, adapter: str | dict[str, Any], path: str, but: list[str]) -> Any:
     """`model` with adapters, which are trained, in PEFT's wrapper; new ones on no module of `but`. Raises ValueError
     naming the field."""
@@ -151,8 +207,9 @@ def adapted(model: PreTrainedModel, adapter: str | dict[str, Any], path: str, bu
     if kind not in kinds:
         raise ValueError(f"model.adapter.peft_type: {kind!r} is not one of {', '.join(sorted(kinds))}")
     known_fields = {field.name for field in fields(kinds[kind])}
-    if "target_modules" in known_fields:
-        options.setdefault("target_modules", "all-linear")
+    if "target_modules" in known_fields and "target_modules" not in adapter:
+        options["target_modules"] = "all-linear"
+        but = [*but, *_refused_by_peft(model)]
     for key in options:
         if key not in known_fields:
             close = difflib.get_close_matches(key, known_fields, n=1)
@@ -171,10 +228,17 @@ def adapted(model: PreTrainedModel, adapter: str | dict[str, Any], path: str, bu
     for name, rate in _rates(config).items():
         raise ValueError(f"model.adapter.{name}: {rate}, must be 0: tokens that sequences share are computed once")
     _refuse_drawn(config, "model.adapter.init_lora_weights")
+    offered = _what_adapters_can_be_on(model)
     try:
-        made = _wide(peft.get_peft_model(model, config))
+        with warnings.catch_warnings():
+            if not adapter.get("exclude_modules"):  # of what is left out here
+                warnings.filterwarnings("ignore", "You have passed exclude_modules=")
+            if not (adapter.get("rank_pattern") or adapter.get("alpha_pattern")):  # PEFT's, for parameters of experts
+                warnings.filterwarnings("ignore", r"The following (rank|alpha)_pattern keys")
+            made = _wide(peft.get_peft_model(model, config))
     except Exception as error:  # what layers they take, too
         raise ValueError(f"model.adapter: {reason(error, 300)}") from error
+    _refuse_without_place(made, adapter, offered, but)
     if Path(path).is_dir():  # so that whoever loads the adapter finds the model from anywhere
         made.peft_config["default"].base_model_name_or_path = str(Path(path).absolute())
     return made

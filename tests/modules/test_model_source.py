@@ -245,6 +245,51 @@ def test_new_adapters_are_on_what_computes_as_a_linear_layer(
     model(input_ids=torch.tensor([families.STEM])).logits.sum().backward()
 
 
+@pytest.mark.parametrize("row", families.SUPPORTED)
+def test_new_adapters_that_name_nothing_are_on_every_family(tmp_path: Path, row: str) -> None:
+    families.build(families.SUPPORTED[row]).save_pretrained(tmp_path)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", "You have passed exclude_modules")  # nobody has
+        model = build_model(ModelSource(path=str(tmp_path), dtype="float32", adapter={"r": 2}))
+    trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+    assert trained and all("lora_" in name for name in trained)
+
+
+@pytest.mark.parametrize(
+    ("row", "adapter", "places"),
+    [
+        ("Mixtral", {"target_modules": ["q_proj", "w1", "w2", "w3"]}, {"q_proj", "gate_up_proj", "down_proj"}),
+        ("Qwen3-MoE", {"target_modules": ["q_proj", "gate_proj", "up_proj", "down_proj", "gate"]}, None),
+        (
+            "GPT-OSS",
+            {"target_modules": ["q_proj"], "target_parameters": ["experts.down_proj"]},
+            {"q_proj", "down_proj"},
+        ),
+        (
+            "GPT-OSS",
+            {"target_modules": ["q_proj", "up_proj"]},
+            "'up_proj' has no place .* called down_proj, gate_up_proj",
+        ),
+        ("GPT-OSS", {"target_parameters": ["down_proj", "upp"]}, "parameters: 'upp' has no place in this model"),
+        ("Phi-3", {"target_modules": ["o_proj", "q_proj"]}, "'q_proj' has no place .* lm_head, o_proj, qkv_proj"),
+        ("Llama 4", {"target_modules": ["q_proj", "router"]}, "'router' names layers that get no adapter: routers"),
+    ],
+)
+def test_every_name_of_an_adapter_has_a_place(
+    tmp_path: Path, row: str, adapter: dict[str, Any], places: set[str] | str | None
+) -> None:
+    """PEFT trained the others in silence: lists that are copied from a model that calls its layers otherwise."""
+    families.build(families.SUPPORTED[row]).save_pretrained(tmp_path)
+    source = ModelSource(path=str(tmp_path), dtype="float32", adapter={"r": 2, **adapter})
+    if isinstance(places, str):
+        with pytest.raises(ValueError, match=rf"model\.adapter\.target_.*{places}"):
+            build_model(source)
+        return
+    tuner: Any = build_model(source).base_model
+    found = {name.rpartition(".")[2] for name in (*tuner.targeted_module_names, *tuner.targeted_parameter_names)}
+    assert found == (places or {"q_proj", "gate_up_proj", "down_proj", "weight"})  # of the gate
+
+
 def test_an_adapter_that_has_weights_in_indexers_trains_the_others(tmp_path: Path) -> None:
     indexed = {name: value for name, value in families.INDEXED.items() if name != "num_experts"}
     model = build_model(ModelSource(config={**CONFIG, **indexed, "model_type": "deepseek_v32"}))
@@ -384,6 +429,15 @@ def test_a_critic_has_the_adapters_of_its_policy(tmp_path: Path) -> None:
         ({"adapter": {"lora_alfa": 2}}, "model.adapter.lora_alfa is not an option of LORA; did you mean 'lora_alpha'"),
         ({"adapter": {"peft_type": "LORRA"}}, "model.adapter.peft_type: 'LORRA' is not one of"),
         ({"adapter": {"target_modules": ["k_prj"]}}, "model.adapter: Target modules .*k_prj"),
+        ({"adapter": {"target_modules": ["k_proj", "q_prj"]}}, "'q_prj' has no place in this model.* q_proj, up_proj"),
+        (
+            {"adapter": {"modules_to_save": ["lm_hed"]}},
+            "model.adapter.modules_to_save: 'lm_hed' has no place in .*lm_head",
+        ),
+        (
+            {"adapter": {"layers_to_transform": [0, 7], "target_modules": ["q_proj"]}},
+            "model.adapter.layers_to_transform: no layer 7 has a module",
+        ),
         ({"adapter": {"r": 0}}, "model.adapter: .*r"),
         ({"adapter": {"lora_dropout": 0.1}}, "model.adapter.lora_dropout: 0.1, must be 0"),
         ({"adapter": {"peft_type": "LOHA", "rank_dropout": 0.5}}, "model.adapter.rank_dropout: 0.5, must be 0"),
