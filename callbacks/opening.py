@@ -73,7 +73,7 @@ def _counts(part: nn.Module, parameters: list[nn.Parameter]) -> Iterator[str]:
     yield f"{_million(every)} parameters"
     adapters = [f"{one.peft_type.value} of rank {one.r}" for one in getattr(part, "peft_config", {}).values()
                 if hasattr(one, "r")]  # fmt: skip
-    with_ = f": {', '.join(adapters)}" if adapters else ""
+    with_ = f": {', '.join(adapters)}{_places(part)}" if adapters else ""
     if trained in (0, every):
         yield ("all trained" if trained else "frozen") + with_
     else:
@@ -85,6 +85,19 @@ def _counts(part: nn.Module, parameters: list[nn.Parameter]) -> Iterator[str]:
     if tower:
         state = "trained" if any(one.requires_grad for one in tower) else "frozen"
         yield f"{_million(_elements(tower))} in the tower that sees, {state}"
+
+
+def _places(part: nn.Module) -> str:
+    """What adapters are on; experts that are one tensor a layer have some in the families that PEFT knows alone."""
+    tuner: Any = part.base_model
+    of_modules = {name.rpartition(".")[2] for name in tuner.targeted_module_names}
+    of_parameters = {name.removesuffix(".weight").rpartition(".")[2] for name in tuner.targeted_parameter_names}
+    experts = {
+        name.rpartition(".")[2] for name, one in part.named_parameters() if one.dim() == 3 and "experts." in name
+    }
+    left = sorted(experts - of_parameters)
+    without = f", none on experts' {', '.join(left)} (model.adapter.target_parameters)" if left else ""
+    return f" on {', '.join(sorted(of_modules | of_parameters))}{without}"
 
 
 def _elements(parameters: Iterable[Tensor]) -> int:

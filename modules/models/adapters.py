@@ -120,9 +120,10 @@ def _refused_by_peft(model: PreTrainedModel) -> list[str]:
 
 def _what_adapters_can_be_on(model: PreTrainedModel) -> str:
     linear = {name.rpartition(".")[2] for name, layer in model.named_modules() if isinstance(layer, nn.Linear)}
-    stacked = {name.rpartition(".")[2] for name, one in model.named_parameters() if one.dim() == 3} - {"weight"}
-    experts = f", and parameters for target_parameters called {', '.join(sorted(stacked))}" if stacked else ""
-    return f"it has linear layers called {', '.join(sorted(linear))}{experts}"
+    stacked = ((name, one) for name, one in model.named_parameters() if one.dim() == 3 and "experts." in name)
+    experts = ", ".join(sorted({name.rpartition(".")[2] for name, _ in stacked}))
+    more = f", and experts' parameters called {experts} (target_parameters)" if experts else ""
+    return f"it has linear layers called {', '.join(sorted(linear))}{more}"
 
 
 def _refuse_without_place(made: Any, given: dict[str, Any], offered: str, but: list[str]) -> None:

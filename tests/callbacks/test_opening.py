@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from torch import nn
 
 from app.strategies import DTAStrategy
 from app.strategies.muon import Muon
@@ -15,6 +16,7 @@ from callbacks import Opening
 from callbacks.opening import models
 from modules import ActorCriticModule, ModelSource, PolicyModule, TreeModule
 from modules.models import build_model
+from tests.app.tree.engine import families
 from tests.helpers.tiny_policy import Batches, make_batch, source, trainer
 from tests.helpers.tiny_vision import TinyVision
 
@@ -91,9 +93,29 @@ def test_an_adapter(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert 0 < trained < size / 2
     assert policy == (
         f"policy: qwen3 of 2 layers, {size:,} parameters, {trained:,} of them trained ({trained / size:.1%}): LORA of"
-        " rank 2"
+        " rank 2 on down_proj, gate_proj, k_proj, o_proj, q_proj, up_proj, v_proj"
     )
     assert mib(memory, "gradients") == pytest.approx(4 * trained / 2**20, rel=0.05)
+
+
+@pytest.mark.parametrize(
+    ("row", "places"),
+    [
+        ("Qwen3-MoE", "down_proj, gate, gate_up_proj, k_proj, o_proj, q_proj, v_proj"),
+        (
+            "GPT-OSS",
+            "k_proj, o_proj, q_proj, v_proj, none on experts' down_proj, gate_up_proj"
+            " (model.adapter.target_parameters)",
+        ),
+    ],
+)
+def test_what_adapters_are_on_and_not_on(row: str, places: str, tmp_path: Path) -> None:
+    """A list that PEFT makes: it knows the experts of some families."""
+    families.build(families.SUPPORTED[row]).save_pretrained(tmp_path)
+    holder = nn.Module()
+    holder.policy = build_model(ModelSource(path=str(tmp_path), dtype="float32", adapter={"r": 2}))
+    [line] = models(holder)
+    assert line.endswith(f": LORA of rank 2 on {places}")
 
 
 @pytest.mark.parametrize("critic", ["shared", "initial"])
