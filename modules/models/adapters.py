@@ -67,6 +67,24 @@ def _check_base(adapter: str, config: Any, path: str) -> None:
         )
 
 
+_OTHER_TRAINING = {
+    "ADALORA": "gives ranks to layers by a call after every step, which is not made here: all keep theirs; use LORA",
+    "LILY": "mixes its matrices by a mean over all tokens of a pass, and a tree has other passes; use LORA",
+    "PVERA": "draws numbers for every token in training, and tokens that sequences share are computed once; use VERA",
+}
+
+
+def _refuse_other_training(config: Any, key: str) -> None:
+    """Kinds that need more than a gradient, or are no function of a token and what is before it."""
+    kind = str(getattr(config.peft_type, "value", config.peft_type))
+    if kind in _OTHER_TRAINING:
+        raise ValueError(f"{key}: {kind} {_OTHER_TRAINING[kind]}")
+    if getattr(config, "use_asa", False):
+        raise ValueError(
+            f"{key}: {kind}'s use_asa chooses subspaces by a call after every step, which is not made here"
+        )
+
+
 def _rates(config: Any) -> dict[str, float]:
     """Dropout of any kind, by the fields of PEFT's configuration: no pass over a tree has it."""
     rates = {field.name: getattr(config, field.name) for field in fields(config) if "dropout" in field.name}
@@ -178,6 +196,7 @@ def adapted(model: PreTrainedModel, adapter: str | dict[str, Any], path: str, bu
         try:
             check_reachable(adapter, "adapter_config.json")
             config = peft.PeftConfig.from_pretrained(adapter)
+            _refuse_other_training(config, "peft_type")
             _refuse_drawn(config, "init_lora_weights")
             for name, rate in _rates(config).items():
                 rank_zero_warn(
@@ -228,7 +247,13 @@ def adapted(model: PreTrainedModel, adapter: str | dict[str, Any], path: str, bu
         raise ValueError(f"model.adapter: {reason(error, 300)}") from error
     for name, rate in _rates(config).items():
         raise ValueError(f"model.adapter.{name}: {rate}, must be 0: tokens that sequences share are computed once")
+    _refuse_other_training(config, "model.adapter.peft_type")
     _refuse_drawn(config, "model.adapter.init_lora_weights")
+    if getattr(config, "init_lora_weights", None) == "eva":
+        raise ValueError(
+            "model.adapter.init_lora_weights: 'eva' begins with what layers see of your data, and nothing shows it to"
+            " them here: begin it by PEFT's initialize_lora_eva_weights, and name its directory in model.adapter"
+        )
     offered = _what_adapters_can_be_on(model)
     try:
         with warnings.catch_warnings():

@@ -441,6 +441,16 @@ def test_a_critic_has_the_adapters_of_its_policy(tmp_path: Path) -> None:
         ({"adapter": {"r": 0}}, "model.adapter: .*r"),
         ({"adapter": {"lora_dropout": 0.1}}, "model.adapter.lora_dropout: 0.1, must be 0"),
         ({"adapter": {"peft_type": "LOHA", "rank_dropout": 0.5}}, "model.adapter.rank_dropout: 0.5, must be 0"),
+        (
+            {"adapter": {"peft_type": "ADALORA", "total_step": 9}},
+            "model.adapter.peft_type: ADALORA gives ranks .*use LORA",
+        ),
+        ({"adapter": {"peft_type": "LILY"}}, "model.adapter.peft_type: LILY mixes .* a mean over all tokens"),
+        ({"adapter": {"peft_type": "PVERA"}}, "model.adapter.peft_type: PVERA draws .* use VERA"),
+        (
+            {"adapter": {"init_lora_weights": "eva"}},
+            "model.adapter.init_lora_weights: 'eva' .*initialize_lora_eva_weights",
+        ),
         ({"adapter": {"init_lora_weights": "pissa_niter_4"}}, "model.adapter.init_lora_weights: .* use 'pissa'"),
         ({"adapter": "nowhere"}, "model.adapter: 'nowhere' holds no adapter for"),
         ({"path": "{here}/adapter"}, "model.path: '.*adapter' holds an adapter alone: name it in model.adapter"),
