@@ -50,17 +50,24 @@ _ADDRESSES = {
 """Variables in which clients look for an address, and what they want behind it."""
 VARIABLES = (*_ADDRESSES, *KEYS, _NO_TRACES)
 """Which each episode has anew."""
-_NONE: tuple[str, ...] = ()
+_HTTP = ("httpcore", "httpcore2", "h11", "truststore", "certifi", "encodings.idna", "anyio._backends._asyncio")
+_OPENAI = (
+    *("openai.resources.chat.chat", "openai.resources.chat.completions.completions", "openai.lib.streaming.chat"),
+    *("openai.resources.responses.responses", "openai.lib._parsing._responses", "openai.lib.streaming.responses"),
+    *("openai.types.chat.completions", *_HTTP),
+)
+_ANTHROPIC = ("anthropic.resources.messages", *_HTTP)
 PACKAGES = {
-    "anthropic": ("anthropic.resources.messages",),
-    "openai": ("openai.resources.chat.completions", "openai.resources.responses", "openai.lib.streaming.chat"),
-    **dict.fromkeys(("agents", "agno", "camel", "dspy", "google.genai", "haystack", "httpx", "litellm"), _NONE),
-    **dict.fromkeys(("autogen_agentchat", "autogen_core", "autogen_ext", "llama_index", "mcp", "smolagents"), _NONE),
-    **dict.fromkeys(("langchain", "langchain_anthropic", "langchain_core", "langchain_openai", "langgraph"), _NONE),
-    **dict.fromkeys(("pydantic", "pydantic_ai", "strands"), _NONE),
+    **dict.fromkeys(("anthropic", "langchain_anthropic"), _ANTHROPIC),
+    **dict.fromkeys(("openai", "agents", "autogen_ext", "camel", "dspy", "langchain_openai", "litellm"), _OPENAI),
+    **dict.fromkeys(("llama_index", "smolagents", "strands"), _OPENAI),
+    "pydantic_ai": ("pydantic_ai.models.openai", *_OPENAI),
+    **dict.fromkeys(("agno", "google.genai", "haystack", "httpx", "mcp"), _HTTP),
+    **dict.fromkeys(("autogen_agentchat", "autogen_core", "langchain", "langchain_core", "langgraph"), _HTTP),
+    "pydantic": (),
 }
-"""What agents are written with: imported once for all of them, with what it imports at its first use. Nothing that
-plays or draws: a generator made at an import would draw the same in each episode."""
+"""What agents are written with: imported once for all of them, with what a first call imports, where that is installed.
+Nothing that plays or draws: a generator made at an import would draw the same in each episode."""
 _MOST_SHOWN = 500  # characters of a service's refusal
 _MOST_ANSWER = 1 << 20  # bytes
 _AGAIN_S = 1.0  # between two looks at a service that went away
