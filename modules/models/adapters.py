@@ -22,6 +22,20 @@ from transformers import PreTrainedModel
 from app.hub import check_reachable
 from app.text import reason
 
+_OTHER_TRAINING = {
+    "ADALORA": "gives ranks to layers by a call after every step, which is not made here: all keep theirs; use LORA",
+    "LILY": "mixes its matrices by a mean over all tokens of a pass, and a tree has other passes; use LORA",
+    "PVERA": "draws numbers for every token in training, and tokens that sequences share are computed once; use VERA",
+}
+_OTHER_OPTIONS = {
+    "alora_invocation_tokens": "it works behind those tokens alone, which nobody tells it in a pass over a tree",
+    "layer_replication": "an adapter with layers of its own is none that engines and servers could merge",
+    "kasa_config": "its regularisation is a loss beside the objective's, and would be left out",
+    "monteclora_config": "it draws numbers in training, and tokens that sequences share are computed once",
+    "velora_config": "its gradient is an estimate from the tokens of a pass, and a tree has other passes",
+    "use_asa": "it chooses subspaces by a call after every step, which is not made here",
+}
+
 
 def refuse_adapter(path: str) -> None:
     """transformers would load the model that the adapter names, and train the adapter or nothing, in silence."""
@@ -67,22 +81,14 @@ def _check_base(adapter: str, config: Any, path: str) -> None:
         )
 
 
-_OTHER_TRAINING = {
-    "ADALORA": "gives ranks to layers by a call after every step, which is not made here: all keep theirs; use LORA",
-    "LILY": "mixes its matrices by a mean over all tokens of a pass, and a tree has other passes; use LORA",
-    "PVERA": "draws numbers for every token in training, and tokens that sequences share are computed once; use VERA",
-}
-
-
 def _refuse_other_training(config: Any, key: str) -> None:
-    """Kinds that need more than a gradient, or are no function of a token and what is before it."""
+    """Kinds and options that need more than a gradient, or are no function of a token and what is before it."""
     kind = str(getattr(config.peft_type, "value", config.peft_type))
     if kind in _OTHER_TRAINING:
-        raise ValueError(f"{key}: {kind} {_OTHER_TRAINING[kind]}")
-    if getattr(config, "use_asa", False):
-        raise ValueError(
-            f"{key}: {kind}'s use_asa chooses subspaces by a call after every step, which is not made here"
-        )
+        raise ValueError(f"{key}peft_type: {kind} {_OTHER_TRAINING[kind]}")
+    for name, why in _OTHER_OPTIONS.items():
+        if getattr(config, name, None):
+            raise ValueError(f"{key}{name}: {why}; leave it out")
 
 
 def _rates(config: Any) -> dict[str, float]:
@@ -196,7 +202,7 @@ def adapted(model: PreTrainedModel, adapter: str | dict[str, Any], path: str, bu
         try:
             check_reachable(adapter, "adapter_config.json")
             config = peft.PeftConfig.from_pretrained(adapter)
-            _refuse_other_training(config, "peft_type")
+            _refuse_other_training(config, "")
             _refuse_drawn(config, "init_lora_weights")
             for name, rate in _rates(config).items():
                 rank_zero_warn(
@@ -247,7 +253,7 @@ def adapted(model: PreTrainedModel, adapter: str | dict[str, Any], path: str, bu
         raise ValueError(f"model.adapter: {reason(error, 300)}") from error
     for name, rate in _rates(config).items():
         raise ValueError(f"model.adapter.{name}: {rate}, must be 0: tokens that sequences share are computed once")
-    _refuse_other_training(config, "model.adapter.peft_type")
+    _refuse_other_training(config, "model.adapter.")
     _refuse_drawn(config, "model.adapter.init_lora_weights")
     if getattr(config, "init_lora_weights", None) == "eva":
         raise ValueError(
