@@ -38,7 +38,8 @@ from benchmarks.common.records import write_json
 from datamodules.processes.calls import ProcessCalls
 from datamodules.processes.environment import InEnvironment
 from datamodules.processes.forks import Forks
-from datamodules.workflows.gateway.agents import VARIABLES, written_with
+from datamodules.prompts import Prompt
+from datamodules.workflows.gateway.agents import OURS, VARIABLES, written_with
 
 _CHAT = [{"role": "user", "content": "?"}]
 AGENTS = {
@@ -86,6 +87,7 @@ _MESSAGE = {
 _REPLIES = {"/v1/chat/completions": _COMPLETION, "/v1/responses": _RESPONSE, "/v1/messages": _MESSAGE}
 _AT_ONCE = 2
 _DEADLINE_S = 120.0
+_TASK = Prompt(id="task", text="?")
 _GIVEN = {**dict.fromkeys(KEYS, "none"), "OPENAI_AGENTS_DISABLE_TRACING": "1"}  # to every agent, with addresses
 _SETTLED_S = 0.3  # a nursery takes leave of its forks every tenth of a second
 
@@ -132,11 +134,10 @@ async def row(name: str, folder: Path, other: psutil.Process, episodes: int, rep
     imports, call = AGENTS[name]
     (folder / f"{module}.py").write_text(f"{imports}\n\ndef answer(task):\n    {call}\n    return 1.0\n")
     function = importlib.import_module(module).answer
+    forks = Forks(written_with(function), VARIABLES, ours=OURS)
     kinds = {
         "alone": ProcessCalls({"agent": InEnvironment(function)}, _AT_ONCE, once=True),
-        "forked": ProcessCalls(
-            {"agent": InEnvironment(function)}, _AT_ONCE, once=True, forks=Forks(written_with(function), VARIABLES)
-        ),
+        "forked": ProcessCalls({"agent": InEnvironment(function)}, _AT_ONCE, once=True, forks=forks),
     }
     found: dict[str, Any] = {kind: {"cpu": [], "wall": []} for kind in kinds}
     try:
@@ -153,7 +154,7 @@ async def row(name: str, folder: Path, other: psutil.Process, episodes: int, rep
 
 async def _played(calls: ProcessCalls, other: psutil.Process, episodes: int) -> dict[str, float]:
     cpu, begin = _cpu_seconds(other), time.perf_counter()
-    await asyncio.gather(*(calls.call("agent", (_GIVEN, "task"), {}, _DEADLINE_S) for _ in range(episodes)))
+    await asyncio.gather(*(calls.call("agent", (_GIVEN, _TASK), {}, _DEADLINE_S) for _ in range(episodes)))
     wall = time.perf_counter() - begin
     await asyncio.sleep(_SETTLED_S)
     return {"cpu": _cpu_seconds(other) - cpu, "wall": wall}

@@ -31,13 +31,18 @@ class Forks:
         packages: by their names, modules of them that the nursery imports.
         variables: names of environment variables that each process finds anew.
         asked: names of modules that the user asks for beside them, which may be the user's own.
+        ours: names of modules of this project in which what is sent to processes is written.
     """
 
     def __init__(
-        self, packages: Mapping[str, Sequence[str]], variables: Collection[str], asked: Collection[str] = ()
+        self,
+        packages: Mapping[str, Sequence[str]],
+        variables: Collection[str],
+        asked: Collection[str] = (),
+        ours: Sequence[str] = (),
     ) -> None:
         self._packages = {**packages, **{one: [one] for one in asked}}
-        self._variables, self._asked = variables, frozenset(asked)
+        self._variables, self._asked, self._ours = variables, frozenset(asked), ours
         self._is_possible = sys.platform == "linux"
         self._nursery: Nursery | None = None
         self._ready: Nursery | None = None  # the same, once it is
@@ -98,7 +103,7 @@ class Forks:
         try:
             modules = [one for package in self._packages.values() for one in package]
             shared = {one.partition(".")[0] for one in self._asked}
-            nursery = self._nursery = Nursery(modules, self._variables, keep_environment, log, shared)
+            nursery = self._nursery = Nursery(modules, self._variables, keep_environment, log, shared, self._ours)
             await nursery.ready(_READY_S)
             self._ready = nursery
             return nursery

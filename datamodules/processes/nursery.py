@@ -57,6 +57,7 @@ class Nursery(GuardedProcess):
         keep_environment: variables that processes may see though their names look like secrets.
         log: file for what is printed at imports; None for nowhere.
         shared: names of packages that may be imported though they are not installed but the user's.
+        ours: names of modules of this project to import before them.
 
     Raises:
         OSError: no process can be started.
@@ -69,11 +70,12 @@ class Nursery(GuardedProcess):
         keep_environment: Sequence[str] = (),
         log: Path | None = None,
         shared: Collection[str] = (),
+        ours: Sequence[str] = (),
     ) -> None:
         self._environment = environment(keep_environment)  # of which forks are told what has changed
         self._sending = threading.Lock()
         self._numbers = itertools.count()
-        setup = {"modules": list(modules), "variables": list(variables), "shared": list(shared)}
+        setup = {"modules": list(modules), "variables": list(variables), "shared": list(shared), "ours": list(ours)}
         super().__init__(__name__, setup, 0, keep_environment, log)
 
     async def ready(self, seconds: float) -> None:
@@ -141,10 +143,11 @@ def main(connection: socket.socket, setup: dict[str, Any]) -> None:
 
     Args:
         connection: to the trainer.
-        setup: "modules", "variables" and "shared", see `Nursery`.
+        setup: "modules", "variables", "shared" and "ours", see `Nursery`.
     """
     guardian.adopt_orphans()
-    importlib.import_module("datamodules.processes.worker")
+    for name in ("datamodules.processes.worker", *setup["ours"]):
+        importlib.import_module(name)
     unfit = _import(setup["modules"], frozenset(setup["variables"]), setup["shared"])
     connection.sendall(json.dumps(unfit).encode() + b"\n")
     if unfit:

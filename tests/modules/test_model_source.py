@@ -451,6 +451,8 @@ def test_a_critic_has_the_adapters_of_its_policy(tmp_path: Path) -> None:
             {"adapter": {"init_lora_weights": "eva"}},
             "model.adapter.init_lora_weights: 'eva' .*initialize_lora_eva_weights",
         ),
+        ({"adapter": {"alora_invocation_tokens": [5]}}, "model.adapter.alora_invocation_tokens: it works behind those"),
+        ({"adapter": {"layer_replication": [[0, 2], [1, 2]]}}, "model.adapter.layer_replication: .* leave it out"),
         ({"adapter": {"init_lora_weights": "pissa_niter_4"}}, "model.adapter.init_lora_weights: .* use 'pissa'"),
         ({"adapter": "nowhere"}, "model.adapter: 'nowhere' holds no adapter for"),
         ({"path": "{here}/adapter"}, "model.path: '.*adapter' holds an adapter alone: name it in model.adapter"),

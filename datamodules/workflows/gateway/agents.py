@@ -68,6 +68,8 @@ PACKAGES = {
 }
 """What agents are written with: imported once for all of them, with what a first call imports, where that is installed.
 Nothing that plays or draws: a generator made at an import would draw the same in each episode."""
+OURS = ("datamodules.processes.environment", "datamodules.prompts")
+"""Modules in which what an episode is sent is written: its function's wrapper, its task."""
 _MOST_SHOWN = 500  # characters of a service's refusal
 _MOST_ANSWER = 1 << 20  # bytes
 _AGAIN_S = 1.0  # between two looks at a service that went away
@@ -213,7 +215,7 @@ def agent(
     def calls_of(function: Callable[..., Any], packages: Mapping[str, Sequence[str]]) -> Calls:
         if isinstance(executor, RayExecutor):
             return executor.calls({"agent": function}, *limits, held_out=held_out)
-        forks = Forks(packages, VARIABLES, executor.imports)
+        forks = Forks(packages, VARIABLES, executor.imports, OURS)
         return ProcessCalls({"agent": function}, *limits, once=True, forks=forks)
 
     if callable(given):
