@@ -1,6 +1,6 @@
 """Does an agent learn through the gateway what the same task, written as a workflow, learns without it?
 
-    python -m benchmarks.learning.door                      # 40 minutes on 2 busy cores
+    python -m benchmarks.learning.door                      # 16 minutes on 2 cores
     python -m benchmarks.learning.door --quick --out DIR    # toy size, figures without meaning
 
 The agent is examples/agents/plain_openai/agent.py, which is written with the `openai` package alone and knows nothing
