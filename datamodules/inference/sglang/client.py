@@ -37,6 +37,10 @@ class ServerLost(ServerError):
     """No connection, a broken one, or no answer before the deadline."""
 
 
+class ServerSilent(ServerLost):
+    """No answer before the deadline, which is nobody's word that it is gone."""
+
+
 class ServerRefused(ServerError):
     """An answer that says no; `status` is its HTTP status, the message holds the server's own words."""
 
@@ -200,7 +204,7 @@ class ServerClient:
             ):
                 content = await self._content(response, path)
         except TimeoutError as error:
-            raise ServerLost(f"{self.url}{path}: no answer within {deadline_s:g} s") from error
+            raise ServerSilent(f"{self.url}{path}: no answer within {deadline_s:g} s") from error
         except (aiohttp.ClientError, OSError, ValueError) as error:
             raise ServerLost(f"{self.url}{path}: {_words(error)}") from error
         if response.status != 200:

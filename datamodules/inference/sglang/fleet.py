@@ -15,7 +15,7 @@ from contextlib import suppress
 from functools import partial
 
 from datamodules.inference.protocol import GenerationError
-from datamodules.inference.sglang.client import ServerError, ServerRefused
+from datamodules.inference.sglang.client import ServerError, ServerRefused, ServerSilent
 from datamodules.inference.sglang.loop_thread import cancel_all
 from datamodules.inference.sglang.router import PrefixRouter
 from datamodules.inference.sglang.server_state import UP, Flight, Server, Target
@@ -235,7 +235,7 @@ class Fleet:
         """New weights for all that are up, at the same time; those that fail are brought to them anew, later.
 
         Where none is up, or those that were ended in it, or did not answer while others are lost, the new weights wait
-        for the first that comes back.
+        for the first that comes back. Those that are there and did not answer in time may never do so in that time.
 
         Raises:
             GenerationError: there were servers and every one failed; the old weights are the current ones again.
@@ -292,20 +292,20 @@ class Fleet:
         return synced
 
     async def _stays_without(self, weights: Weights, server: Server, restarts: int) -> bool:
-        """Whether a server that was lost in the update to them is there after all, as it was when its process had been
-        started `restarts` times. One that lost a part of itself takes a moment to end."""
-        ends, answers = awake() + _ENDING_S, True
+        """Whether a server that was lost in the update to them is there after all, if only silent, as it was when its
+        process had been started `restarts` times. One that lost a part of itself takes a moment to end."""
+        ends, is_there = awake() + _ENDING_S, True
         while awake() < ends:
             ended = server.restarts > restarts or (server.process is not None and not server.process.running)
             if ended or server.holds is weights:  # its supervisor tried again
                 return False
             try:
                 await server.client.get("/model_info", _ENDING_S)
-                answers = True
+                is_there = True
             except ServerError as error:
-                answers = isinstance(error, ServerRefused)
+                is_there = isinstance(error, ServerRefused | ServerSilent)
             await asyncio.sleep(_RESTART_POLL_S)
-        return answers
+        return is_there
 
     async def restart(self, server: Server) -> None:
         """Ends a process of ours and returns when it serves again. Raises GenerationError when it does not in time."""
