@@ -245,7 +245,13 @@ def test_new_adapters_are_on_what_computes_as_a_linear_layer(
     model(input_ids=torch.tensor([families.STEM])).logits.sum().backward()
 
 
-@pytest.mark.parametrize("row", families.SUPPORTED)
+@pytest.mark.parametrize(
+    "row",
+    [
+        pytest.param(row, marks=[] if row in ("Nemotron-H", "Llama 4") else pytest.mark.slow)
+        for row in families.SUPPORTED
+    ],
+)
 def test_new_adapters_that_name_nothing_are_on_every_family(tmp_path: Path, row: str) -> None:
     families.build(families.SUPPORTED[row]).save_pretrained(tmp_path)
     with warnings.catch_warnings():

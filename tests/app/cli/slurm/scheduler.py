@@ -28,7 +28,8 @@ def sbatch(spool: Path, script: Path, arguments: list[str]) -> int:
     if asked is None or "\n#SBATCH --requeue\n" not in script.read_text():
         raise RuntimeError(f"{script}: neither --signal=B:NAME@SECONDS nor --requeue: the end of its time loses steps")
     for start in range(3):
-        (spool / "requeued").unlink(missing_ok=True)
+        for left in ("requeued", "step.pid"):
+            (spool / left).unlink(missing_ok=True)
         job = {"SLURM_JOB_ID": "77", "SLURM_GPUS_ON_NODE": "1", "SLURM_NTASKS": "1", "SLURM_JOB_NAME": "arborist",
                "SLURM_RESTART_COUNT": str(start)}  # fmt: skip
         if (spool / "serving_nodes").exists():
@@ -57,7 +58,9 @@ def srun(spool: Path, words: list[str]) -> int:
     own = ("--kill-on-bad-exit", "--cpus-per-task", "--no-kill", "--het-group")
     process = subprocess.Popen([word for word in words if not word.startswith(own)])
     signal.signal(signal.SIGTERM, lambda *_: process.terminate())
-    (spool / ("servers.pid" if "--het-group=1" in words else "step.pid")).write_text(str(process.pid))
+    written = spool / f"{process.pid}.pid"
+    written.write_text(str(process.pid))
+    written.replace(spool / ("servers.pid" if "--het-group=1" in words else "step.pid"))
     return process.wait()
 
 
@@ -73,7 +76,10 @@ def scontrol(spool: Path, words: list[str]) -> int:
 def scancel(spool: Path, words: list[str]) -> int:
     """Without --batch, steps get the signal and the script's shell does not."""
     assert words == ["--signal=TERM", "77.0"], words
-    os.kill(int((spool / "step.pid").read_text()), signal.SIGTERM)
+    step, end = spool / "step.pid", time.monotonic() + 60.0
+    while not step.exists() and time.monotonic() < end:  # it has begun, and its `srun` is about to say so
+        time.sleep(0.01)
+    os.kill(int(step.read_text()), signal.SIGTERM)
     return 0
 
 
