@@ -13,6 +13,7 @@ import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -283,7 +284,12 @@ def test_nothing_outlives_what_is_killed(tmp_path: Path, what: str, caplog: pyte
 
 
 def _left() -> list[psutil.Process]:
-    return [one for one in psutil.Process().children(recursive=True) if "guardian.py" in " ".join(one.cmdline())]
+    found = []
+    for one in psutil.Process().children(recursive=True):
+        with suppress(psutil.NoSuchProcess):  # it has ended, and its parent has yet to take leave of it
+            if "guardian.py" in " ".join(one.cmdline()):
+                found.append(one)
+    return found
 
 
 def test_forks_that_are_stopped_end_and_begin_anew() -> None:
