@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 
 from app.tree import elements, quantised_layers, scales, tower_parameters
 from modules import TreeModule
-from modules.models import inner_model
+from modules.models import inner_model, stacked_experts
 
 
 class Opening(Callback):
@@ -92,10 +92,7 @@ def _places(part: nn.Module) -> str:
     tuner: Any = part.base_model
     of_modules = {name.rpartition(".")[2] for name in tuner.targeted_module_names}
     of_parameters = {name.removesuffix(".weight").rpartition(".")[2] for name in tuner.targeted_parameter_names}
-    experts = {
-        name.rpartition(".")[2] for name, one in part.named_parameters() if one.dim() == 3 and "experts." in name
-    }
-    left = sorted(experts - of_parameters)
+    left = sorted(stacked_experts(part) - of_parameters)
     without = f", none on experts' {', '.join(left)} (model.adapter.target_parameters)" if left else ""
     return f" on {', '.join(sorted(of_modules | of_parameters))}{without}"
 

@@ -88,13 +88,13 @@ _REPLIES = {"/v1/chat/completions": _COMPLETION, "/v1/responses": _RESPONSE, "/v
 _AT_ONCE = 2
 _DEADLINE_S = 120.0
 _TASK = Prompt(id="task", text="?")
-_GIVEN = {**dict.fromkeys(KEYS, "none"), "OPENAI_AGENTS_DISABLE_TRACING": "1"}  # to every agent, with addresses
+_GIVEN = {**dict.fromkeys(KEYS, "none"), "OPENAI_AGENTS_DISABLE_TRACING": "1"}
 _SETTLED_S = 0.3  # a nursery takes leave of its forks every tenth of a second
 
 
 @contextmanager
-def provider() -> Iterator[psutil.Process]:
-    """A process that answers at `address`, which is in the environment of agents then."""
+def provider() -> Iterator[tuple[psutil.Process, dict[str, str]]]:
+    """A process that answers, and the environment in which agents find it."""
 
     class Handler(http.server.BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
@@ -116,20 +116,27 @@ def provider() -> Iterator[psutil.Process]:
     process = multiprocessing.get_context("fork").Process(target=server.serve_forever, daemon=True)
     process.start()
     server.socket.close()
-    _GIVEN.update(
-        {"OPENAI_BASE_URL": f"{address}/v1", "OPENAI_API_BASE": f"{address}/v1", "ANTHROPIC_BASE_URL": address}
-    )
     assert process.pid is not None
     try:
-        yield psutil.Process(process.pid)
+        addresses = {
+            **dict.fromkeys(("OPENAI_BASE_URL", "OPENAI_API_BASE"), f"{address}/v1"),
+            "ANTHROPIC_BASE_URL": address,
+        }
+        yield psutil.Process(process.pid), {**_GIVEN, **addresses}
     finally:
         process.kill()
-        process.join()
+        process.join(_DEADLINE_S)
 
 
-async def row(name: str, folder: Path, other: psutil.Process, episodes: int, repeats: int) -> dict[str, Any]:
-    """Lists of CPU and wall seconds an episode, "alone" and "forked", and what the first fork took ("first"); the CPU
-    seconds of the process `other` do not count."""
+async def row(
+    name: str, folder: Path, other: psutil.Process, given: dict[str, str], episodes: int, repeats: int
+) -> dict[str, Any]:
+    """Lists of CPU and wall seconds an episode, "alone" and "forked", and what the first fork took ("first").
+
+    Args:
+        other: the process that is called, whose CPU seconds do not count.
+        given: environment variables of an agent.
+    """
     module = f"agent_{re.sub('[^a-z]+', '_', name.lower())}"
     imports, call = AGENTS[name]
     (folder / f"{module}.py").write_text(f"{imports}\n\ndef answer(task):\n    {call}\n    return 1.0\n")
@@ -141,10 +148,10 @@ async def row(name: str, folder: Path, other: psutil.Process, episodes: int, rep
     }
     found: dict[str, Any] = {kind: {"cpu": [], "wall": []} for kind in kinds}
     try:
-        found["first"] = (await _played(kinds["forked"], other, 1))["wall"]
+        found["first"] = (await _played(kinds["forked"], other, given, 1))["wall"]
         for repeat in range(repeats):
             for kind in (kinds, reversed(kinds))[repeat % 2]:
-                for which, seconds in (await _played(kinds[kind], other, episodes)).items():
+                for which, seconds in (await _played(kinds[kind], other, given, episodes)).items():
                     found[kind][which].append(seconds / episodes)
     finally:
         for one in kinds.values():
@@ -152,9 +159,9 @@ async def row(name: str, folder: Path, other: psutil.Process, episodes: int, rep
     return found
 
 
-async def _played(calls: ProcessCalls, other: psutil.Process, episodes: int) -> dict[str, float]:
+async def _played(calls: ProcessCalls, other: psutil.Process, given: dict[str, str], episodes: int) -> dict[str, float]:
     cpu, begin = _cpu_seconds(other), time.perf_counter()
-    await asyncio.gather(*(calls.call("agent", (_GIVEN, _TASK), {}, _DEADLINE_S) for _ in range(episodes)))
+    await asyncio.gather(*(calls.call("agent", (given, _TASK), {}, _DEADLINE_S) for _ in range(episodes)))
     wall = time.perf_counter() - begin
     await asyncio.sleep(_SETTLED_S)
     return {"cpu": _cpu_seconds(other) - cpu, "wall": wall}
@@ -201,10 +208,10 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     report |= {"date": datetime.now(UTC).date().isoformat(), "episodes": episodes, "repeats": repeats, "rows": {}}
     report["left_out"] = [name for name in AGENTS if name not in there]
     given.out.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory() as name, provider() as other:
+    with tempfile.TemporaryDirectory() as name, provider() as (other, environment):
         sys.path.insert(0, name)
         for agent in there:
-            report["rows"][agent] = asyncio.run(row(agent, Path(name), other, episodes, repeats))
+            report["rows"][agent] = asyncio.run(row(agent, Path(name), other, environment, episodes, repeats))
             write_json(given.out / "agents.json", report)
             print(f"{agent}: done", flush=True)
         sys.path.remove(name)

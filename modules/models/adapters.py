@@ -142,10 +142,15 @@ def _refused_by_peft(model: PreTrainedModel) -> list[str]:
     return [name for name, _ in model.named_modules() if name.endswith(".out_proj")]
 
 
+def stacked_experts(model: nn.Module) -> set[str]:
+    """Last names of the parameters [experts, rows, columns] that hold all experts of a layer; below adapters, too."""
+    stacked = (name for name, one in model.named_parameters() if one.dim() == 3 and "experts." in name)
+    return {name.rpartition(".")[2] for name in stacked}
+
+
 def _what_adapters_can_be_on(model: PreTrainedModel) -> str:
     linear = {name.rpartition(".")[2] for name, layer in model.named_modules() if isinstance(layer, nn.Linear)}
-    stacked = ((name, one) for name, one in model.named_parameters() if one.dim() == 3 and "experts." in name)
-    experts = ", ".join(sorted({name.rpartition(".")[2] for name, _ in stacked}))
+    experts = ", ".join(sorted(stacked_experts(model)))
     more = f", and experts' parameters called {experts} (target_parameters)" if experts else ""
     return f"it has linear layers called {', '.join(sorted(linear))}{more}"
 

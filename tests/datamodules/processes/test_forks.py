@@ -44,19 +44,20 @@ def test_a_fork_is_what_a_program_of_its_own_is(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setenv("TAKEN_AWAY", "1")
 
     async def run() -> list[dict[str, Any]]:
-        calls = [ProcessCalls({"f": seen}, 2, once=True), forked(seen, Forks({"wave": ["wave"]}, ("MADE_UP",)))]
+        forks = Forks({"wave": ["wave"]}, ("MADE_UP",), ours=("datamodules.prompts",))
+        calls = [ProcessCalls({"f": seen}, 2, once=True), forked(seen, forks)]
         try:
             await call(calls[1])  # from here on there is a nursery
             monkeypatch.delenv("TAKEN_AWAY")
             monkeypatch.setenv("COME_LATE", "1")
             monkeypatch.chdir(tmp_path)
-            return [await call(one, "wave") for one in (*calls, calls[1])]
+            return [await call(one, "wave", "datamodules.prompts") for one in (*calls, calls[1])]
         finally:
             for one in calls:
                 one.stop()
 
     alone, first, second = asyncio.run(run())
-    assert (alone.pop("loaded"), first.pop("loaded"), second.pop("loaded")) == ([False], [True], [True])
+    assert (alone.pop("loaded"), first.pop("loaded"), second.pop("loaded")) == ([False] * 2, [True] * 2, [True] * 2)
     assert first.pop("inherited") == second.pop("inherited") == []
     del alone["inherited"]
     assert alone == first == second
