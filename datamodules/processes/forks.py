@@ -10,6 +10,7 @@ import asyncio
 import inspect
 import logging
 import sys
+import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
@@ -22,6 +23,7 @@ from datamodules.processes.nursery import Nursery, Unfit, is_installed
 
 _log = logging.getLogger(__name__)
 _READY_S = 120.0
+_LIVED_S = 600.0  # one that ends sooner than that is not replaced: the next would end as soon
 
 
 class Forks:
@@ -46,6 +48,7 @@ class Forks:
         self._is_possible = sys.platform == "linux"
         self._nursery: Nursery | None = None
         self._ready: Nursery | None = None  # the same, once it is
+        self._ready_at = 0.0
         self._opening: asyncio.Task[Nursery | None] | None = None
 
     async def starter(self, keep_environment: Sequence[str], log: Path | None) -> Nursery | None:
@@ -73,12 +76,18 @@ class Forks:
         return opening.result()
 
     async def lose(self, nursery: Nursery | None, why: str) -> None:
-        """Ends one that forks no more. Processes begin as programs of their own from then on."""
+        """Ends one that forks no more. Another takes its place if it has forked for long; else processes begin as
+        programs of their own from then on."""
         if nursery is not self._nursery:  # somebody was quicker
             return
-        self._is_possible = False
+        lived = nursery is not None and nursery is self._ready and time.monotonic() - self._ready_at >= _LIVED_S
+        self._is_possible = lived
         self._nursery = None
-        told = "processes begin as programs of their own from now on, which takes longer; what forked them %s (%s)"
+        told = (
+            "what forked processes %s (%s), and another takes its place"
+            if lived
+            else "processes begin as programs of their own from now on, which takes longer; what forked them %s (%s)"
+        )
         _log.warning(told, await nursery.end(is_gone=True) if nursery is not None else "could not be started", why)
 
     def leave(self) -> Nursery | None:
@@ -105,7 +114,7 @@ class Forks:
             shared = {one.partition(".")[0] for one in self._asked}
             nursery = self._nursery = Nursery(modules, self._variables, keep_environment, log, shared, self._ours)
             await nursery.ready(_READY_S)
-            self._ready = nursery
+            self._ready, self._ready_at = nursery, time.monotonic()
             return nursery
         except Unfit as error:
             package = next(name for name, modules in self._packages.items() if error.module in modules)

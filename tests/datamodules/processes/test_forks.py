@@ -265,22 +265,32 @@ def test_packages_that_agents_are_written_with_can_be_shared(package: str) -> No
     asyncio.run(run())
 
 
-@pytest.mark.parametrize("what", ["guardian", "nursery"])
-def test_nothing_outlives_what_is_killed(tmp_path: Path, what: str, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize(
+    "what, lived_s, told",
+    [("guardian", 600.0, ""), ("nursery", 600.0, "programs of their own"), ("nursery", 0.0, "another takes its place")],
+)
+def test_nothing_outlives_what_is_killed(
+    tmp_path: Path, what: str, lived_s: float, told: str, caplog: pytest.LogCaptureFixture, monkeypatch: Any
+) -> None:
     path = tmp_path / "pids"
+    monkeypatch.setattr("datamodules.processes.forks._LIVED_S", lived_s)
 
     async def run() -> None:
-        calls = ProcessCalls({"f": leaves_sleepers_and_kills, "g": abs}, 2, once=True, forks=Forks({}, ()))
+        forks = Forks({}, ())
+        calls = ProcessCalls({"f": leaves_sleepers_and_kills, "g": abs}, 2, once=True, forks=forks)
         try:
             with pytest.raises(CallFailed, match="its process"):
                 await call(calls, str(path), what)
             assert gone(json.loads(path.read_text())) == []
             assert await calls.call("g", (-3,), {}, SECONDS) == 3
+            assert (await forks.starter((), None) is None) == (told == "programs of their own")
         finally:
             calls.stop()
 
     asyncio.run(run())
-    assert ("programs of their own" in caplog.text) == (what == "nursery")
+    assert [told] * bool(told) == [
+        one for one in ("programs of their own", "another takes its place") if one in caplog.text
+    ]
     assert _left() == []
 
 
