@@ -6,7 +6,7 @@ SHELL := /bin/bash
 VENV  := .venv
 PY    := $(VENV)/bin/python
 STAMP := $(VENV)/.installed
-PYTHON ?= $(firstword $(shell for p in python3 python3.13 python3.12 python3.11; do \
+PYTHON ?= $(firstword $(shell for p in python3 python3.14 python3.13 python3.12 python3.11; do \
 	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1 && echo $$p; done))
 TORCH ?= torch==2.13.0
 # SGLang servers live in an environment of their own: this one (CPU), or the one ARBORIST_SGLANG_PYTHON names (GPU).

@@ -25,7 +25,7 @@ from typing import Any
 import jsonargparse
 import yaml
 from jsonargparse import get_loader
-from lightning.pytorch.accelerators import Accelerator, CUDAAccelerator, MPSAccelerator, XLAAccelerator
+from lightning.pytorch.accelerators import Accelerator, CUDAAccelerator, XLAAccelerator
 
 from app.cli.errors import options_of
 from app.strategies.checkpoint.checkpoints import MANIFEST_FILE
@@ -37,9 +37,8 @@ _LARGEST_WHOLE = 2**63 - 1
 _LARGEST_FILE = 10_000_000  # bytes
 _HALF = ("16", "16-mixed", "16-true", "transformer-engine-float16")  # Lightning makes bf16-mixed of one on CPUs
 _ACCELERATORS: dict[str, tuple[type[Accelerator], ...]] = {
-    "gpu": (CUDAAccelerator, MPSAccelerator),
+    "gpu": (CUDAAccelerator,),
     "cuda": (CUDAAccelerator,),
-    "mps": (MPSAccelerator,),
     "tpu": (XLAAccelerator,),
 }
 _WRAPPERS = ("ddp", "fsdp", "deepspeed", "xla")
@@ -267,6 +266,11 @@ def check_trainer(seed: Any, trainer: Mapping[str, Any]) -> None:
             " the tree pass): use 32-true, bf16-mixed or bf16-true"
         )
     accelerator = trainer.get("accelerator")
+    if accelerator == "mps":
+        raise ValueError(
+            "trainer.accelerator: mps is not supported (the tree's kernels, and how ranks meet, are for CPUs and CUDA"
+            " GPUs): set it to cpu, or leave it out"
+        )
     if (kinds := _ACCELERATORS.get(str(accelerator))) and not any(kind.is_available() for kind in kinds):
         raise ValueError(
             f"trainer.accelerator: {accelerator}, and torch finds none on this machine; set it to cpu or auto, or mend"

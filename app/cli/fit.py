@@ -32,6 +32,7 @@ import torch.distributed as dist
 import yaml
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
+from lightning.pytorch.accelerators import MPSAccelerator
 from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.loggers import CSVLogger, Logger, MLFlowLogger, WandbLogger
 from lightning.pytorch.utilities import rank_zero_only
@@ -231,6 +232,8 @@ class ArboristCLI(LightningCLI):
         started = os.environ.get("LOCAL_WORLD_SIZE") if agents is not None else None
         if started is not None and given.get("devices") in (None, "auto"):  # Lightning would count GPUs, or say 1
             kwargs.setdefault("devices", int(started))
+        if given.get("accelerator") in (None, "auto") and MPSAccelerator.is_available():
+            kwargs.setdefault("accelerator", "cpu")  # of Apple's GPU, which Lightning would take, nothing here knows
         try:
             trainer = super().instantiate_trainer(callbacks=callbacks, **kwargs)
         except (ValueError, TypeError, MisconfigurationException) as error:  # the Trainer refuses a value of the user's

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -217,5 +218,6 @@ def test_a_completion_that_defeats_the_pattern_has_no_vote(monkeypatch: pytest.M
 
 
 def test_paths_that_cannot_be_looked_at(tmp_path: Path) -> None:
-    judge(load(tmp_path / ("a" * 300 + ".jsonl")), "cannot be looked at .File name too long")
+    long = "cannot be looked at .File name too long" if sys.version_info < (3, 14) else "there is no file"
+    judge(load(tmp_path / ("a" * 300 + ".jsonl")), long)
     judge(load(tmp_path / "a\x00b.jsonl"), "there is no file")

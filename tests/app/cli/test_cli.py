@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from lightning.pytorch.accelerators import MPSAccelerator
 
 from app.cli import main
 from app.cli.fit import VERBS
@@ -165,6 +166,14 @@ def test_devices_that_torchrun_did_not_start(
         monkeypatch.setenv(name, value)
     said = _mistake(capsys, "fit", "--config", "toy.yaml", "--trainer.devices", "1")
     assert "trainer.devices: 1, but torchrun started 2 processes on this machine" in said
+
+
+def test_a_machine_with_apples_gpu_trains_on_its_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(MPSAccelerator, "is_available", staticmethod(lambda: True))
+    Path("auto.yaml").write_text("trainer: {accelerator: auto, strategy: {class_path: app.strategies.DTAStrategy}}")
+    main(["fit", "--config", "toy.yaml", "--config", "auto.yaml", "--run_dir", "here"])
+    assert len(Path("here/metrics.csv").read_text().splitlines()) == 5
+    assert yaml.safe_load(Path("here/config.yaml").read_text())["trainer"]["accelerator"] == "auto"  # also elsewhere
 
 
 def test_failures_keep_their_traceback(monkeypatch: pytest.MonkeyPatch) -> None:

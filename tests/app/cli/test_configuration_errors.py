@@ -61,6 +61,7 @@ _LR, _CONFIG = "--model.init_args.optimizer.init_args", "--model.init_args.model
             ["--trainer.accelerator=tpu"],
             "trainer.accelerator: tpu, and torch finds none on this machine; set it to cpu",
         ),
+        (["--trainer.accelerator=mps"], "trainer.accelerator: mps is not supported"),
         (["--seed_everything=-1"], "seed_everything: -1, must be between 0 and"),
         (["--trainer.precision=16-mixed"], "trainer.precision: 16-mixed is not supported"),
         (["--trainer.strategy=ddp"], "trainer.strategy: ddp wraps the model and averages gradients"),
