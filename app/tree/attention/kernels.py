@@ -276,8 +276,8 @@ def _fits_efficient(q: Tensor) -> bool:
 
 @cache
 def capability(device: torch.device) -> tuple[int, int]:
-    """Compute capability of a CUDA device."""
-    return torch.cuda.get_device_capability(device)
+    """Compute capability of a CUDA device; Ampere's for one of AMD, whose own numbers (9.0 for an MI250) are others."""
+    return AMPERE if torch.version.hip else torch.cuda.get_device_capability(device)
 
 
 @cache

@@ -81,7 +81,7 @@ def test_cards_say_of_which_steps_they_are() -> None:
     }
     resumed = RunData("resumed", series=series, summary={"seconds": 120, "steps": 5})
     text = page([resumed])
-    assert "2.0 min for the 5 of the last launch" in text and "in all" not in text
+    assert "2.0 min for the 5 of the last launch" in text and "2.0 min in all" not in text
     assert "3.00 x fewer" in text and "20, not 60 as one by one in the 2 steps that were logged;" in text
     text = page([replace(resumed, summary={"seconds": 120, "steps": 20})])
     assert "2.0 min in all" in text
