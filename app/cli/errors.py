@@ -13,11 +13,13 @@ import re
 import sys
 from collections.abc import Iterable
 from dataclasses import fields, is_dataclass
+from importlib import metadata
 from pathlib import Path
 from typing import Any, NoReturn
 
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.cli import LightningArgumentParser
+from packaging.requirements import Requirement
 
 from app.cli.runs.run_directory import RunDirectoryError, disk_trouble
 from app.text import printable
@@ -193,8 +195,9 @@ def cut(text: str) -> str:
 def users_mistake(error: BaseException) -> BaseException | None:
     """The first error in `error`'s chain of causes that is written for a user; it names the key, and quotes those below
     it. Such are errors of a class of this project, of Lightning's configuration checks, a ValueError or
-    FileNotFoundError that this project's code raised, or the ImportError of a class that the configuration names, whose
-    library is not installed; or, when there is none, what a full or read-only disk said. None for failures."""
+    FileNotFoundError that this project's code raised, the ImportError of a class that the configuration names, whose
+    library is not installed, or that of a package which an extra brings; or, when there is none, what a full or
+    read-only disk said. None for failures."""
     current: BaseException | None = error
     over: BaseException | None = None
     while current is not None:
@@ -202,6 +205,8 @@ def users_mistake(error: BaseException) -> BaseException | None:
             return ValueError(f"trainer.callbacks: {current}. {_NOT_YET}")
         if _is_for_users(current) or (isinstance(current, ImportError) and str(over).startswith(_MAKING)):
             return current
+        if isinstance(current, ModuleNotFoundError) and (hint := _extra_hint(current.name or "")):
+            return ImportError(f"{current}. {hint}")
         current, over = current.__cause__, current
     trouble = disk_trouble(error)
     return None if trouble is None else RunDirectoryError(trouble)
@@ -300,7 +305,17 @@ def _import_hint(name: str) -> str:
 
 def _module_hint(name: str) -> str:
     first = name.split(".")[0]
-    return f"There is no {first} to import: run where {first}.py is, or install its package"
+    return _extra_hint(name) or f"There is no {first} to import: run where {first}.py is, or install its package"
+
+
+def _extra_hint(name: str) -> str:
+    """Of a module of a package that extras of this project bring: how to install one; "" of others."""
+    first = name.split(".")[0]
+    wanted = [Requirement(text) for text in metadata.requires("arborist") or ()]
+    markers = [str(one.marker) for one in wanted if one.name.replace("-", "_") == first]
+    extras = [one for marker in markers for one in re.findall(r'extra == "([\w-]+)"', marker) if one != "dev"]
+    install = " or ".join(f"pip install -e '.[{one}]'" for one in extras)
+    return f"The package {first} comes with an extra of this project: {install}" if extras else ""
 
 
 def _class_hint(class_path: str, option: str) -> str:

@@ -182,6 +182,11 @@ def test_failures_keep_their_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
         main(["fit"])
 
 
+def test_a_package_of_an_extra_is_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr("app.cli.fit.ArboristCLI", lambda args: importlib.import_module("flash_attn.x"))
+    assert "comes with an extra of this project: pip install -e '.[flash]'" in _mistake(capsys, "fit")
+
+
 def test_debug_shows_where_a_mistake_was_raised(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ARBORIST_DEBUG", "1")
     Path("bad.yaml").write_text("trainer: {callbacks: [{class_path: callbacks.RewardLogger, init_args: {samples: 0}}]}")

@@ -364,6 +364,11 @@ def test_ordinary_yaml_reads_as_before() -> None:
         (["--data.reward", "exact_mach"], "Did you mean 'datamodules.rewards.exact_match'?", "Union"),
         (["--data.reward", "my_reward.x"], "There is no my_reward to import: run where my_reward.py is", "Callable"),
         (
+            ["--data.reward", "flash_attn.x"],
+            "comes with an extra of this project: pip install -e '.[flash]'\n",
+            "run where",
+        ),
+        (
             ["--data.reward", "datamodules.rewards.exact_mach"],
             "error: data.reward: module 'datamodules.rewards' has no attribute 'exact_mach'; did you mean"
             " 'datamodules.rewards.exact_match'?\n",
