@@ -18,6 +18,7 @@ named `on_after_backward` may want them. From then on `param.grad` is None until
 from __future__ import annotations
 
 import math
+import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -180,20 +181,18 @@ class DTAStrategy(DDPStrategy):
 
     # Set-up
 
+    def _configure_launcher(self) -> None:
+        if self.num_processes * self.num_nodes > 1 or not hasattr(sys, "ps1"):  # else a notebook, and nothing to launch
+            super()._configure_launcher()
+
     def setup_distributed(self) -> None:
         self.set_world_ranks()
         refusals.check_group(self._group_size, self.world_size)
         with gloo_on_loopback(is_local(self._address)):
             if not dist.is_initialized():
                 assert self.cluster_environment is not None
-                limits = (self._timeout, self._death_timeout)
-                join(
-                    self.cluster_environment,
-                    self._address,
-                    self._get_process_group_backend(),
-                    self.root_device,
-                    *limits,
-                )
+                backend, limits = self._get_process_group_backend(), (self._timeout, self._death_timeout)
+                join(self.cluster_environment, self._address, backend, self.root_device, *limits)
             super().setup_distributed()  # leaves a group that exists alone
             gloo = dist.get_backend() == "gloo"
             control = None if gloo else dist.new_group(backend="gloo", timeout=self._timeout)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import inspect
 import logging
-import pickle
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
@@ -22,7 +21,7 @@ from datamodules.processes.forks import Forks
 from datamodules.processes.guarded import LOG_BYTES, OverMemory, end_all
 from datamodules.processes.limits import memory_limit, tell_hidden
 from datamodules.processes.process import Garbled, WorkerProcess
-from datamodules.processes.worker import NotAnAnswer
+from datamodules.processes.worker import NotAnAnswer, pickled
 
 _log = logging.getLogger(__name__)
 _START_S = 120.0
@@ -120,16 +119,16 @@ def pickled_functions(functions: Mapping[str, Callable[..., Any]]) -> bytes:
         if inspect.ismethod(function) and not inspect.isclass(function.__self__):
             raise ValueError(f"{name} is a method: what it keeps in its object would be kept in another process")
         try:
-            pickle.dumps(function)
+            pickled(function)
         except Exception as error:
             raise ValueError(f"{name} cannot be sent to a worker process ({error})") from error
-    return pickle.dumps(_Functions(dict(functions)))
+    return pickled(_Functions(dict(functions)))
 
 
 def pickled_call(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bytes:
     """For `ProcessCalls.call_pickled`. Raises CallFailed."""
     try:
-        return pickle.dumps(((name, *args), dict(kwargs)))
+        return pickled(((name, *args), dict(kwargs)))
     except Exception as error:
         raise CallFailed(f"its arguments cannot be sent to a worker process: {error}") from error
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 import numbers
 import os
-import pickle
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
@@ -28,7 +27,7 @@ class InEnvironment:
         self._pickled = b""
 
     def __getstate__(self) -> bytes:
-        return pickle.dumps(self._function)
+        return worker.pickled(self._function)
 
     def __setstate__(self, pickled: bytes) -> None:
         self._function, self._pickled = None, pickled

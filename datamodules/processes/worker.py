@@ -36,6 +36,16 @@ _MEMORY_POLL_S = 0.01  # how often the own memory is looked at after a call
 _unpickle: Callable[[bytes], Any] = pickle.loads
 
 
+def pickled(value: Any) -> bytes:
+    """For workers. What a notebook defines goes by value: it has no file that they could import."""
+    main = sys.modules["__main__"]
+    if getattr(main, "__spec__", None) is None and not os.path.isfile(getattr(main, "__file__", None) or ""):
+        import cloudpickle  # here alone: workers read what it wrote, and would all be slower to begin
+
+        return bytes(cloudpickle.dumps(value))
+    return pickle.dumps(value)
+
+
 def unpickled(data: bytes) -> Any:
     """As functions and arguments are in this process: for what a function has to import later than itself."""
     return _unpickle(data)

@@ -12,7 +12,6 @@ import asyncio
 import hashlib
 import logging
 import math
-import pickle
 from collections import OrderedDict, deque
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
@@ -23,6 +22,7 @@ from datamodules.processes.foreign import described
 from datamodules.processes.guarded import OverMemory, end_all
 from datamodules.processes.limits import memory_limit, tell_hidden
 from datamodules.processes.process import Garbled, WorkerProcess
+from datamodules.processes.worker import pickled
 from datamodules.prompts.base import Prompt
 from datamodules.rewards.functions import Reward
 from datamodules.rewards.options import Judgement, RewardOptions
@@ -53,7 +53,7 @@ class _Call:
         self.prompt_id = prompt.id
         self.retries = retries  # left
         try:
-            self.payload = pickle.dumps(((replace(prompt, pictures=()), completion), {}))
+            self.payload = pickled(((replace(prompt, pictures=()), completion), {}))
         except Exception as error:
             raise RewardError(f"prompt '{prompt.id}' cannot be sent to a reward worker: {error}") from error
         self.future: asyncio.Future[Judgement] = asyncio.get_running_loop().create_future()
@@ -88,7 +88,7 @@ class RewardPool:
         start_deadline_s: float = 120.0,
     ) -> None:
         try:
-            self._pickled = pickle.dumps(RewardCalls(reward))
+            self._pickled = pickled(RewardCalls(reward))
         except Exception as error:
             raise ValueError(
                 f"reward: {reward!r} cannot be sent to a worker process ({error}); define it at the top of a module"
