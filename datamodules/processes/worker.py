@@ -37,13 +37,19 @@ _unpickle: Callable[[bytes], Any] = pickle.loads
 
 
 def pickled(value: Any) -> bytes:
-    """For workers. What a notebook defines goes by value: it has no file that they could import."""
+    """For workers. What is written in a notebook goes by value: it has no file that they could import."""
     main = sys.modules["__main__"]
-    if getattr(main, "__spec__", None) is None and not os.path.isfile(getattr(main, "__file__", None) or ""):
-        import cloudpickle  # here alone: workers read what it wrote, and would all be slower to begin
+    has_file = getattr(main, "__spec__", None) is not None or os.path.isfile(getattr(main, "__file__", None) or "")
+    try:
+        data = pickle.dumps(value)
+        if has_file or b"__main__" not in data:
+            return data
+    except (pickle.PicklingError, AttributeError) as error:
+        if has_file or "__main__" not in str(error):
+            raise
+    import cloudpickle  # here alone: workers would all be slower to begin
 
-        return bytes(cloudpickle.dumps(value))
-    return pickle.dumps(value)
+    return bytes(cloudpickle.dumps(value))
 
 
 def unpickled(data: bytes) -> Any:
