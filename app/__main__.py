@@ -83,13 +83,16 @@ def _command() -> None:
     except KeyboardInterrupt:
         sys.exit(130)
     except ModuleNotFoundError as error:
-        if error.name not in ("torch", "lightning", "transformers"):
+        if error.name in ("fcntl", "resource"):
+            told = "Windows is supported within WSL only, and this Python runs outside of it"
+        elif error.name in ("torch", "lightning", "transformers"):
+            told = (
+                f"{sys.executable} has no {error.name}; use the environment that `make` made: source"
+                " .venv/bin/activate, or .venv/bin/python -m app"
+            )
+        else:
             raise
-        print(
-            f"error: {sys.executable} has no {error.name}; use the environment that `make` made: source"
-            " .venv/bin/activate, or .venv/bin/python -m app",
-            file=sys.stderr,
-        )
+        print(f"error: {told}", file=sys.stderr)
         sys.exit(2)
     gc.freeze()  # what was imported stays, and no later search goes through it, but for the one at the end
     gc.enable()

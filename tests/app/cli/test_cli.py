@@ -443,3 +443,17 @@ def test_help_is_there_before_anything_is_imported() -> None:
     assert said.splitlines()[-1] == "0 False False"
     named = {line.split()[0] for line in said.splitlines() if line.startswith("  ")}
     assert named == {"fit", "validate", "test", "predict", *VERBS}
+
+
+@pytest.mark.parametrize(
+    ("lacks", "told"), [("fcntl", "Windows is supported within WSL"), ("torch", "has no torch; use")]
+)
+def test_a_python_that_cannot_run_it_is_told_so(lacks: str, told: str) -> None:
+    code = "import sys; sys.argv = ['arborist', 'fit']\n"
+    code += (
+        f"class Gone:\n def find_spec(self, name, *_):\n  if name == {lacks!r}: raise ModuleNotFoundError(name=name)\n"
+    )
+    code += "sys.meta_path.insert(0, Gone()); sys.modules.pop('fcntl', None)\nimport app.__main__ as m; m.main()\n"
+    given = {"cwd": Path(__file__).parents[3], "capture_output": True, "text": True}
+    done = subprocess.run([sys.executable, "-c", code], **given)
+    assert done.returncode == 2 and told in done.stderr.splitlines()[-1] and "Traceback" not in done.stderr, done.stderr
