@@ -7,6 +7,7 @@ Promises: exactly one source; every mistake is an error that names the field; an
 from __future__ import annotations
 
 import difflib
+import inspect
 import math
 import os
 from collections.abc import Sequence
@@ -17,6 +18,7 @@ from typing import Any
 import torch
 from lightning.pytorch.utilities import rank_zero_warn
 from transformers import AutoConfig, AutoModelForSequenceClassification, PretrainedConfig, PreTrainedModel
+from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 
 from app import checks
 from app.hub import NoDirectoryError, check_reachable, may_be_meant_here
@@ -112,11 +114,14 @@ def _built(source: ModelSource, scores: bool) -> PreTrainedModel:
         try:
             check_reachable(source.path, "config.json")
             config = AutoConfig.from_pretrained(source.path, **one_label)
+            in_bits = _read_whole(config) if source.quantization is None else ""
             kind: Any = AutoModelForSequenceClassification if scores else auto_class(config)
             if _without_storage():
+                if in_bits:
+                    del config.quantization_config
                 model = kind.from_config(config, dtype=dtype)
             else:
-                model = kind.from_pretrained(source.path, dtype=dtype, **one_label, **kept)
+                model = kind.from_pretrained(source.path, config=config, dtype=dtype, **kept)
         except NoDirectoryError as error:
             raise ValueError(
                 f"model.path: {error}; name one written by save_pretrained, or a model of the hub as OWNER/NAME"
@@ -134,6 +139,11 @@ def _built(source: ModelSource, scores: bool) -> PreTrainedModel:
                 )
             raise ValueError(f"model.path: '{source.path}' {what}: {reason(error, 300)}") from error
         _settle(model, source)
+        if in_bits:
+            rank_zero_warn(
+                f"model.path: the weights in '{source.path}' are kept in {in_bits}; they are read back, and are"
+                f" {source.dtype} from here on"
+            )
     else:
         assert source.config is not None
         config = _make_config(source.config)
@@ -199,6 +209,18 @@ def _loading(source: ModelSource) -> dict[str, Any]:
         return quantised_loading(source.quantization, _DTYPES[source.dtype], torch.get_default_device())
     except ValueError as error:
         raise ValueError(f"model.quantization: {error}") from error
+
+
+def _read_whole(config: PretrainedConfig) -> str:
+    """Has `from_pretrained` read back weights that are published in few bits (GPT-OSS in MXFP4, DeepSeek-V3 in FP8);
+    says in which. "" where there are none, or transformers cannot: those are refused once they are there."""
+    given = getattr(config, "quantization_config", None)
+    method = str(given.get("quant_method")) if isinstance(given, dict) else ""
+    kind = AUTO_QUANTIZATION_CONFIG_MAPPING.get(method)
+    if kind is None or "dequantize" not in inspect.signature(kind).parameters:
+        return ""
+    config.quantization_config = dict(given or {}, dequantize=True)
+    return method
 
 
 def _settle(model: PreTrainedModel, source: ModelSource) -> None:

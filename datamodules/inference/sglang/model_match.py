@@ -9,10 +9,11 @@ from __future__ import annotations
 import asyncio
 import logging
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from transformers import PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 
 from app.tree import tower_parameters
 from datamodules.inference.export import ExportError, adapter_weights, base_model, checkpoint_shapes
@@ -80,6 +81,13 @@ class ModelMatch:
             raise WrongModel(
                 f"{server.client.url} serves a {shown(theirs)} ({shown(model.get('model_path'))}), the trainer's model"
                 f" is a {self.architecture}; start the server with the model that is trained"
+            )
+        in_bits = info.get("quantization") or _kept_in(model.get("model_path"))
+        if in_bits and not self._adapter:
+            raise WrongModel(
+                f"{server.client.url} keeps its weights in {shown(in_bits)} ({shown(model.get('model_path'))}), and"
+                " would take the trainer's whole ones for such: start it with whole weights, as SGLangEngine.launch"
+                " does and callbacks.SavePretrained writes them, or train a LoRA and set SGLangEngine.adapters"
             )
         if self._records and info.get("enable_return_routed_experts") is not True:
             raise WrongModel(
@@ -162,6 +170,15 @@ def refuse_misread(model: PreTrainedModel) -> None:
         as_on_the_hub(base_model(model).config.to_dict())
     except ExportError as error:
         raise GenerationError(f"SGLangEngine.start: {error}") from error
+
+
+def _kept_in(path: Any) -> str:
+    """In what few bits the weights of a model are published, "" where it has whole ones, or is not on this machine."""
+    try:
+        config, _ = PretrainedConfig.get_config_dict(str(path), local_files_only=True)
+        return str(config["quantization_config"]["quant_method"])
+    except (OSError, ValueError, LookupError, TypeError):
+        return ""
 
 
 def _shapes_in(directory: Path, config: str) -> dict[str, tuple[int, ...]]:

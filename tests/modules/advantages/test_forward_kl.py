@@ -28,7 +28,7 @@ from tests.helpers.tiny_policy import (
     source,
 )
 from tests.modules.advantages.test_teacher import hinted, scorer, served, teacher, unheated
-from tests.modules.test_reference import assert_same
+from tests.modules.models.test_reference import assert_same
 
 K, COEF = 4, 0.7
 

@@ -25,7 +25,7 @@ from modules.advantages.teacher import TeacherLost, shown
 from tests.datamodules.workflows.scripted_engine import CHATML, ScriptedEngine, play
 from tests.helpers.recorded_samples import byte_tokenizer
 from tests.helpers.tiny_policy import fit, make_batch, naive_model, naive_outputs, parameters, sgd, source
-from tests.modules.test_reference import TEACHES, assert_same
+from tests.modules.models.test_reference import TEACHES, assert_same
 
 LOCK = threading.Lock()
 CUT_SHORT: dict[str, Any] = {}

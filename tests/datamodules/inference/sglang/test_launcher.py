@@ -436,6 +436,24 @@ def test_servers_that_cannot_say_which_experts_they_chose(serving: dict[str, boo
             checked(hostile, ModelMatch(tiny_policy(), records=True))
 
 
+@pytest.mark.parametrize("by", ["directory", "flag"])
+def test_servers_whose_weights_are_in_few_bits(by: str, tmp_path: Path) -> None:
+    """They would cast whole ones to theirs in silence; the model below an adapter is not sent to them."""
+    kept = {
+        "architectures": ["Qwen3ForCausalLM"],
+        "model_type": "qwen3",
+        "quantization_config": {"quant_method": "fp8"},
+    }
+    (tmp_path / "config.json").write_text(json.dumps(kept if by == "directory" else {}))
+    model = {**MODEL_INFO, "architectures": ["Qwen3ForCausalLM"], "model_path": str(tmp_path)}
+    info = {**SERVER_INFO, "quantization": "fp8" if by == "flag" else None}
+    with HostileServer() as hostile:
+        hostile.act = lambda path, body: {"/model_info": said(model), "/server_info": said(info)}.get(path)
+        with pytest.raises(WrongModel, match=r"keeps its weights in 'fp8' .* start it with whole weights"):
+            checked(hostile, ModelMatch(tiny_policy()))
+        checked(hostile, ModelMatch(with_lora(tiny_policy()), adapter=True))
+
+
 def test_half_precision_is_said_once_where_the_trained_model_is_in_float32(caplog: pytest.LogCaptureFixture) -> None:
     def serving(dtype: str) -> None:
         def act(path: str, body: bytes) -> Answer | None:

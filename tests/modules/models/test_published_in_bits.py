@@ -1,0 +1,101 @@
+"""Weights that are published in few bits are trained as what they stand for, computed here from the formats' papers."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from modules.models import ModelSource
+from modules.models.source import build_model
+from tests.app.tree.models import make
+
+# Of OCP Microscaling (2023): E2M1, the sign first; 32 of them share a power of two (E8M0, biased by 127).
+E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+E2M1 = torch.cat([E2M1, -E2M1])
+BLOCK = 128  # of DeepSeek-V3 (2412.19437): rows and columns of an FP8 matrix with one scale
+
+
+def mxfp4(weights: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """What GPT-OSS publishes of experts [experts, in, out], two values a byte, and what it stands for."""
+    kept, meant = {}, {}
+    for name, weight in weights.items():
+        if not name.endswith(("experts.gate_up_proj", "experts.down_proj")):
+            kept[name] = meant[name] = weight
+            continue
+        experts, columns, rows = weight.shape
+        codes = torch.randint(16, (experts, rows, columns // 32, 32))
+        powers = torch.randint(118, 123, (experts, rows, columns // 32))
+        kept[f"{name}_blocks"] = (codes[..., 0::2] | codes[..., 1::2] << 4).to(torch.uint8)
+        kept[f"{name}_scales"] = powers.to(torch.uint8)
+        values = E2M1[codes] * torch.exp2(powers - 127.0)[..., None]
+        meant[name] = values.reshape(experts, rows, columns).transpose(1, 2).contiguous()
+    return kept, meant
+
+
+def fp8(weights: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """What DeepSeek, Qwen, MiniMax and Mistral publish of linear layers, and what it stands for."""
+    kept, meant = {}, {}
+    for name, weight in weights.items():
+        if "proj" not in name:
+            kept[name] = meant[name] = weight
+            continue
+        rows, columns = weight.shape
+        blocks = weight.float().reshape(rows // BLOCK, BLOCK, columns // BLOCK, BLOCK)
+        scales = blocks.abs().amax((1, 3), keepdim=True) / 448
+        narrow = (blocks / scales).to(torch.float8_e4m3fn)
+        kept[name] = narrow.reshape(rows, columns)
+        kept[f"{name}_scale_inv"] = scales[:, 0, :, 0].contiguous()
+        meant[name] = (narrow.float() * scales).reshape(rows, columns)
+    return kept, meant
+
+
+CASES = {
+    "mxfp4": (
+        mxfp4,
+        "gpt_oss",
+        {"hidden_size": 64, "intermediate_size": 32, "head_dim": 16, "num_local_experts": 4, "num_experts_per_tok": 2},
+        {},
+    ),
+    "fp8": (
+        fp8,
+        "qwen3",
+        {"hidden_size": 128, "intermediate_size": 128, "num_attention_heads": 2, "head_dim": 128},
+        {"weight_block_size": [BLOCK, BLOCK], "activation_scheme": "dynamic"},
+    ),
+}
+
+
+@pytest.mark.parametrize("method", CASES)
+def test_they_are_read_back(method: str, tmp_path: Path) -> None:
+    pytest.importorskip("accelerate")  # transformers wants it for FP8
+    writes, family, sizes, more = CASES[method]
+    torch.manual_seed(0)
+    model: PreTrainedModel = make(family, attn_implementation="eager", **sizes).bfloat16()
+    model.save_pretrained(tmp_path)
+    file = tmp_path / "model.safetensors"
+    kept, meant = writes(load_file(file))
+    save_file(kept, file, {"format": "pt"})
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": method, **more}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+
+    for dtype in ("bfloat16", "float32"):
+        with pytest.warns(
+            UserWarning, match=f"model.path: the weights in .* are kept in {method}; .* are {dtype} from"
+        ):
+            read = build_model(ModelSource(path=str(tmp_path), dtype=dtype))
+        found = read.state_dict()
+        assert all(parameter.requires_grad for parameter in read.parameters())
+        for name, tensor in meant.items():
+            assert torch.equal(found[name], tensor.to(getattr(torch, dtype))), name
+    with torch.device("meta"):  # of other ranks, which get the first one's
+        assert not hasattr(build_model(ModelSource(path=str(tmp_path))).config, "quantization_config")
+    read.save_pretrained(tmp_path / "whole")
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "whole", dtype=torch.float32).state_dict()
+    assert all(torch.equal(again[name], tensor) for name, tensor in found.items())
