@@ -45,6 +45,17 @@ def reason(error: BaseException, most: int = 200) -> str:
     return printable(" ".join(str(error).split()) or type(error).__name__, most)
 
 
+def why_not(error: BaseException, most: int = 300) -> str:
+    """What a library's error about a model or tokenizer says, for a message: `reason`, but of one whose class is code
+    that lies beside it, which no run executes (`trust_remote_code`), so much."""
+    if "trust_remote_code" in str(error):
+        return (
+            "its class is code that lies beside it, and such code is not run; name a model of a family that"
+            " transformers has (docs/support_matrix.md)"
+        )
+    return reason(error, most)
+
+
 class _PrintableRecord(logging.LogRecord):
     """A log line whose message, and whose exception's, are `printable`."""
 

@@ -123,7 +123,7 @@ def _tokenizer(trainer: Trainer, module: LightningModule) -> Any:
         return found
     try:
         check_reachable(source, "tokenizer_config.json")
-        return AutoTokenizer.from_pretrained(source)
+        return AutoTokenizer.from_pretrained(source, trust_remote_code=False)
     except (OSError, ValueError) as error:
         _log.warning("SavePretrained: no tokenizer beside the weights, as %s has none: %s", source, error)
         return None

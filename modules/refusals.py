@@ -26,7 +26,7 @@ from app import checks
 from app.batch import BatchError, RolloutBatch
 from app.exchange import OneProcess, Ranks
 from app.hub import check_reachable
-from app.text import reason
+from app.text import why_not
 from modules.advantages.teacher import TeacherServer
 from modules.algorithm import Algorithm
 from modules.models import ModelSource, Refresh
@@ -455,12 +455,12 @@ def _vocabulary(path: str | None) -> dict[str, int]:
         return {}
     try:
         check_reachable(path, "tokenizer_config.json")
-        tokenizer = AutoTokenizer.from_pretrained(path)
+        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
         found = dict(tokenizer.get_vocab())
     except Exception as error:  # files that are cut or of another kind fail anywhere in transformers
         if not Path(path).is_dir():  # a name on the hub, of which there may be the weights alone
             return {}
-        raise ValueError(f"the tokenizer beside '{path}' cannot be read: {reason(error, 300)}") from error
+        raise ValueError(f"the tokenizer beside '{path}' cannot be read: {why_not(error)}") from error
     if not found:
         raise ValueError(f"the tokenizer beside '{path}' has no tokens: its files are incomplete; copy them again")
     if len(found) == len(tokenizer.get_added_vocab()):  # of a name on the hub that has none: what was made up

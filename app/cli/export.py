@@ -26,7 +26,7 @@ from app.cli.runs.run_directory import naming, run_of
 from app.hub import check_reachable
 from app.strategies.checkpoint.checkpoints import MANIFEST_FILE, CheckpointError
 from app.strategies.checkpoint.trainer_state import ADAPTER_FILE, CONFIGURATIONS, GENERATION_FILE, SavedModel
-from app.text import reason
+from app.text import reason, why_not
 from app.tree import auto_class, picture_processor
 from datamodules.inference.export import WeightParts, base_model, in_dtype
 from datamodules.inference.weight_files import SHARD_BYTES, save_adapter, save_model
@@ -173,9 +173,9 @@ def _tokenizer(name: str) -> Any:
         if name.startswith(_CHARACTERS):
             return load_tokenizer(name)
         check_reachable(name, "tokenizer_config.json")
-        return AutoTokenizer.from_pretrained(name)
+        return AutoTokenizer.from_pretrained(name, trust_remote_code=False)
     except Exception as error:  # files that are cut or of another kind fail anywhere in transformers
-        raise ValueError(f"--tokenizer: '{name}' holds no tokenizer: {reason(error)}") from error
+        raise ValueError(f"--tokenizer: '{name}' holds no tokenizer: {why_not(error)}") from error
 
 
 def _of_adapter(model: Any) -> list[str]:

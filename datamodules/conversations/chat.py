@@ -20,7 +20,7 @@ import numpy as np
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from app.hub import check_reachable
-from app.text import printable, reason
+from app.text import printable, reason, why_not
 from datamodules.conversations.chat_template import HIDES_TOOLS, Chat
 from datamodules.conversations.messages import as_recorded, check_messages, is_trained, tools_of
 from datamodules.conversations.tokens import Conversation, is_reward
@@ -102,9 +102,9 @@ def load_chat_tokenizer(spec: str, key: str = "tokenizer") -> PreTrainedTokenize
     """The tokenizer of directory (or hub name) `spec`; refused without a chat template or an end-of-turn token."""
     try:
         check_reachable(spec, "tokenizer_config.json")
-        tokenizer = AutoTokenizer.from_pretrained(spec)
+        tokenizer = AutoTokenizer.from_pretrained(spec, trust_remote_code=False)
     except (OSError, ValueError) as error:
-        raise RecordedDataError(f"{key}: no tokenizer could be loaded from '{spec}': {reason(error, 500)}") from error
+        raise RecordedDataError(f"{key}: no tokenizer could be loaded from '{spec}': {why_not(error, 500)}") from error
     if not tokenizer.chat_template:
         raise RecordedDataError(
             f"{key}: the tokenizer of '{spec}' has no chat_template; use an instruction-tuned model's"

@@ -20,7 +20,7 @@ from typing import Any
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from app.text import has_surrogate, reason
+from app.text import has_surrogate, reason, why_not
 from datamodules.conversations.chat_template import HIDES_TOOLS, Chat
 from datamodules.conversations.messages import ROLES, tools_of, with_arguments
 from datamodules.prompts.base import Prompt, PromptSource
@@ -52,10 +52,9 @@ def load_tokenizer(spec: str, texts: Iterable[str] | None = None) -> PreTrainedT
             " A model of the hub comes into one with: hf download OWNER/NAME --local-dir DIR"
         )
     try:
-        tokenizer = AutoTokenizer.from_pretrained(Path(spec).expanduser())
+        tokenizer = AutoTokenizer.from_pretrained(Path(spec).expanduser(), trust_remote_code=False)
     except Exception as error:  # a directory of anything else fails anywhere in transformers
-        first = str(error).strip().splitlines()[0][:300] if str(error).strip() else type(error).__name__
-        raise ValueError(f"tokenizer: {spec} holds no tokenizer: {first}") from error
+        raise ValueError(f"tokenizer: {spec} holds no tokenizer: {why_not(error)}") from error
     if tokenizer.eos_token_id is None:
         raise ValueError(f"tokenizer: {spec} has no eos_token; set one in its tokenizer_config.json")
     return tokenizer

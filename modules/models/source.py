@@ -22,7 +22,7 @@ from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 
 from app import checks
 from app.hub import NoDirectoryError, check_reachable, may_be_meant_here
-from app.text import reason
+from app.text import reason, why_not
 from app.tree import (
     QUANTIZATIONS,
     auto_class,
@@ -113,7 +113,7 @@ def _built(source: ModelSource, scores: bool) -> PreTrainedModel:
         kept = _loading(source)
         try:
             check_reachable(source.path, "config.json")
-            config = AutoConfig.from_pretrained(source.path, **one_label)
+            config = AutoConfig.from_pretrained(source.path, trust_remote_code=False, **one_label)
             in_bits = _read_whole(config) if source.quantization is None else ""
             kind: Any = AutoModelForSequenceClassification if scores else auto_class(config)
             if _without_storage():
@@ -137,7 +137,7 @@ def _built(source: ModelSource, scores: bool) -> PreTrainedModel:
                     f"is {neither} a model that came from the hub; name a directory written by save_pretrained, or a"
                     " model there is (HF_HUB_OFFLINE=1 asks no hub)"
                 )
-            raise ValueError(f"model.path: '{source.path}' {what}: {reason(error, 300)}") from error
+            raise ValueError(f"model.path: '{source.path}' {what}: {why_not(error)}") from error
         _settle(model, source)
         if in_bits:
             rank_zero_warn(
