@@ -140,6 +140,9 @@ def _built(source: ModelSource, scores: bool) -> PreTrainedModel:
             raise ValueError(f"model.path: '{source.path}' {what}: {why_not(error)}") from error
         _settle(model, source)
         if in_bits:
+            for parameter in model.parameters():  # some that were whole, transformers leaves as they were
+                if parameter.dtype not in (dtype, torch.float32):
+                    parameter.data = parameter.data.to(dtype)
             rank_zero_warn(
                 f"model.path: the weights in '{source.path}' are kept in {in_bits}; they are read back, and are"
                 f" {source.dtype} from here on"

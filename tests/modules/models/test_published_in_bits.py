@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+import re
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
 from modules.models import ModelSource
 from modules.models.source import build_model
@@ -18,6 +20,7 @@ from tests.app.tree.models import make
 # Of OCP Microscaling (2023): E2M1, the sign first; 32 of them share a power of two (E8M0, biased by 127).
 E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
 E2M1 = torch.cat([E2M1, -E2M1])
+FP8 = {"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic"}
 BLOCK = 128  # of DeepSeek-V3 (2412.19437): rows and columns of an FP8 matrix with one scale
 
 
@@ -42,7 +45,7 @@ def fp8(weights: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor
     """What DeepSeek, Qwen, MiniMax and Mistral publish of linear layers, and what it stands for."""
     kept, meant = {}, {}
     for name, weight in weights.items():
-        if "proj" not in name:
+        if not re.search(r"proj|\.w[13]\.", name):  # of MiniMax, one of three matrices is whole
             kept[name] = meant[name] = weight
             continue
         rows, columns = weight.shape
@@ -55,47 +58,44 @@ def fp8(weights: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor
     return kept, meant
 
 
+WIDE = {"hidden_size": 128, "intermediate_size": 128, "num_attention_heads": 2, "head_dim": 128}
+FEW = {"num_local_experts": 4, "num_experts_per_tok": 2}
 CASES = {
-    "mxfp4": (
-        mxfp4,
-        "gpt_oss",
-        {"hidden_size": 64, "intermediate_size": 32, "head_dim": 16, "num_local_experts": 4, "num_experts_per_tok": 2},
-        {},
-    ),
-    "fp8": (
-        fp8,
-        "qwen3",
-        {"hidden_size": 128, "intermediate_size": 128, "num_attention_heads": 2, "head_dim": 128},
-        {"weight_block_size": [BLOCK, BLOCK], "activation_scheme": "dynamic"},
-    ),
+    "gpt_oss": (mxfp4, {"quant_method": "mxfp4"}, {"intermediate_size": 32, "hidden_size": 64, "head_dim": 16, **FEW}),
+    "qwen3": (fp8, FP8, WIDE),
+    "qwen3_moe": (fp8, FP8, {**WIDE, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 128}),
+    "minimax_m2": (fp8, FP8, {**WIDE, **FEW}),
 }
 
 
-@pytest.mark.parametrize("method", CASES)
-def test_they_are_read_back(method: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("family", CASES)
+def test_they_are_read_back(family: str, tmp_path: Path) -> None:
     pytest.importorskip("accelerate")  # transformers wants it for FP8
-    writes, family, sizes, more = CASES[method]
+    writes, quantization, sizes = CASES[family]
     torch.manual_seed(0)
     model: PreTrainedModel = make(family, attn_implementation="eager", **sizes).bfloat16()
     model.save_pretrained(tmp_path)
-    file = tmp_path / "model.safetensors"
-    kept, meant = writes(load_file(file))
-    save_file(kept, file, {"format": "pt"})
+    kept, meant = writes(load_file(tmp_path / "model.safetensors"))
+    shutil.copytree(tmp_path, tmp_path / "meant")
+    save_file(meant, tmp_path / "meant" / "model.safetensors", {"format": "pt"})
+    save_file(kept, tmp_path / "model.safetensors", {"format": "pt"})
     config = json.loads((tmp_path / "config.json").read_text())
-    config["quantization_config"] = {"quant_method": method, **more}
-    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "config.json").write_text(json.dumps({**config, "quantization_config": quantization}))
 
+    told = f"model.path: the weights in .* are kept in {quantization['quant_method']};"
     for dtype in ("bfloat16", "float32"):
-        with pytest.warns(
-            UserWarning, match=f"model.path: the weights in .* are kept in {method}; .* are {dtype} from"
-        ):
+        with pytest.warns(UserWarning, match=f"{told} they are read back, and are {dtype} from here on"):
             read = build_model(ModelSource(path=str(tmp_path), dtype=dtype))
-        found = read.state_dict()
+        found, right = (
+            read.state_dict(),
+            build_model(ModelSource(path=str(tmp_path / "meant"), dtype=dtype)).state_dict(),
+        )
+        assert found.keys() == right.keys()
+        for name, tensor in right.items():
+            assert found[name].dtype == tensor.dtype and torch.equal(found[name], tensor), name
         assert all(parameter.requires_grad for parameter in read.parameters())
-        for name, tensor in meant.items():
-            assert torch.equal(found[name], tensor.to(getattr(torch, dtype))), name
     with torch.device("meta"):  # of other ranks, which get the first one's
         assert not hasattr(build_model(ModelSource(path=str(tmp_path))).config, "quantization_config")
     read.save_pretrained(tmp_path / "whole")
-    again = AutoModelForCausalLM.from_pretrained(tmp_path / "whole", dtype=torch.float32).state_dict()
+    again = build_model(ModelSource(path=str(tmp_path / "whole"))).state_dict()
     assert all(torch.equal(again[name], tensor) for name, tensor in found.items())
