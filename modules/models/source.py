@@ -110,11 +110,11 @@ def _built(source: ModelSource, scores: bool) -> PreTrainedModel:
     one_label = {"num_labels": 1} if scores else {}
     if source.path is not None:
         refuse_adapter(source.path)
-        kept = _loading(source)
+        kept, in_bits = _loading(source), ""
         try:
             check_reachable(source.path, "config.json")
             config = AutoConfig.from_pretrained(source.path, trust_remote_code=False, **one_label)
-            in_bits = _read_whole(config) if source.quantization is None else ""
+            in_bits = _read_whole(config)
             kind: Any = AutoModelForSequenceClassification if scores else auto_class(config)
             if _without_storage():
                 if in_bits:
@@ -127,6 +127,12 @@ def _built(source: ModelSource, scores: bool) -> PreTrainedModel:
                 f"model.path: {error}; name one written by save_pretrained, or a model of the hub as OWNER/NAME"
             ) from None
         except (OSError, ValueError, RuntimeError, ImportError) as error:
+            if in_bits and source.quantization is not None:
+                raise ValueError(
+                    f"model.quantization: the weights in '{source.path}' are kept in {in_bits}, of which no"
+                    f" {source.quantization} is made: write them whole first (callbacks.SavePretrained of a run without"
+                    " model.quantization), or leave it out"
+                ) from error
             what = f"holds no {'model that scores with one label' if scores else 'causal language model'}"
             if not Path(source.path).is_dir():
                 parent = Path(source.path).parent

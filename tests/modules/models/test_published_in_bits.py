@@ -94,6 +94,11 @@ def test_they_are_read_back(family: str, tmp_path: Path) -> None:
         for name, tensor in right.items():
             assert found[name].dtype == tensor.dtype and torch.equal(found[name], tensor), name
         assert all(parameter.requires_grad for parameter in read.parameters())
+    if family == "qwen3":
+        with pytest.raises(
+            ValueError, match=r"model\.quantization: the weights in .* are kept in fp8, of which no nf4"
+        ):
+            build_model(ModelSource(path=str(tmp_path), adapter={"r": 2}, quantization="nf4"))
     with torch.device("meta"):  # of other ranks, which get the first one's
         assert not hasattr(build_model(ModelSource(path=str(tmp_path))).config, "quantization_config")
     read.save_pretrained(tmp_path / "whole")
