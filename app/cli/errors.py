@@ -198,6 +198,8 @@ def users_mistake(error: BaseException) -> BaseException | None:
     FileNotFoundError that this project's code raised, the ImportError of a class that the configuration names, whose
     library is not installed, or that of a package which an extra brings; or, when there is none, what a full or
     read-only disk said. None for failures."""
+    if isinstance(error, ModuleNotFoundError) and (hint := _extra_hint(error.name or "")):
+        return ImportError(f"{error}. {hint}")
     current: BaseException | None = error
     over: BaseException | None = None
     while current is not None:
@@ -205,8 +207,6 @@ def users_mistake(error: BaseException) -> BaseException | None:
             return ValueError(f"trainer.callbacks: {current}. {_NOT_YET}")
         if _is_for_users(current) or (isinstance(current, ImportError) and str(over).startswith(_MAKING)):
             return current
-        if isinstance(current, ModuleNotFoundError) and (hint := _extra_hint(current.name or "")):
-            return ImportError(f"{current}. {hint}")
         current, over = current.__cause__, current
     trouble = disk_trouble(error)
     return None if trouble is None else RunDirectoryError(trouble)
@@ -309,13 +309,15 @@ def _module_hint(name: str) -> str:
 
 
 def _extra_hint(name: str) -> str:
-    """Of a module of a package that extras of this project bring: how to install one; "" of others."""
-    first = name.split(".")[0]
-    wanted = [Requirement(text) for text in metadata.requires("arborist") or ()]
-    markers = [str(one.marker) for one in wanted if one.name.replace("-", "_") == first]
+    """Of a package that extras of this project bring: how to install one; "" of others, and of modules below one."""
+    try:
+        wanted = [Requirement(text) for text in metadata.requires("arborist") or ()]
+    except metadata.PackageNotFoundError:  # a checkout that is not installed
+        wanted = []
+    markers = [str(one.marker) for one in wanted if one.name.replace("-", "_") == name]
     extras = [one for marker in markers for one in re.findall(r'extra == "([\w-]+)"', marker) if one != "dev"]
     install = " or ".join(f"pip install -e '.[{one}]'" for one in extras)
-    return f"The package {first} comes with an extra of this project: {install}" if extras else ""
+    return f"The package {name} comes with an extra of this project: {install}" if extras else ""
 
 
 def _class_hint(class_path: str, option: str) -> str:

@@ -18,7 +18,6 @@ named `on_after_backward` may want them. From then on `param.grad` is None until
 from __future__ import annotations
 
 import math
-import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -182,7 +181,7 @@ class DTAStrategy(DDPStrategy):
     # Set-up
 
     def _configure_launcher(self) -> None:
-        if self.num_processes * self.num_nodes > 1 or not hasattr(sys, "ps1"):  # else a notebook, and nothing to launch
+        if not refusals.is_notebook(self.num_processes * self.num_nodes):  # there is nothing to launch in one
             super()._configure_launcher()
 
     def setup_distributed(self) -> None:

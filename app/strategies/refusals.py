@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from datetime import timedelta
 from typing import Any
@@ -42,6 +43,18 @@ def check_arguments(
             "DTAStrategy(shard_parameters=True) has no effect in groups of one rank: set group_size to the ranks that"
             " are to hold a model together (the GPUs of a node), or leave shard_parameters out"
         )
+
+
+def is_notebook(ranks: int) -> bool:
+    """Whether somebody types at this Python. Raises MisconfigurationException for several ranks, which none starts."""
+    if not hasattr(sys, "ps1"):
+        return False
+    if ranks > 1:
+        raise MisconfigurationException(
+            f"trainer.devices and num_nodes make {ranks} ranks, and a notebook has one process: set both to 1, or start"
+            " them by '!python -m app fit ...' or a script"
+        )
+    return True
 
 
 def check_group(group_size: int, ranks: int) -> None:

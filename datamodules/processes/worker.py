@@ -8,6 +8,7 @@ returns, raises or prints: nobody has to unpickle what it made.
 from __future__ import annotations
 
 import json
+import logging
 import multiprocessing.process
 import multiprocessing.spawn
 import os
@@ -30,6 +31,7 @@ MOST_ANSWER_BYTES = 1 << 20
 _MOST_SAID = 2000
 _TIMERS = (signal.ITIMER_REAL, signal.ITIMER_VIRTUAL, signal.ITIMER_PROF)
 _OF_GROUPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # which the trainer gets too, and decides
+_MOST_BY_VALUE = 10**7  # bytes
 _MEMORY_POLL_S = 0.01  # how often the own memory is looked at after a call
 
 
@@ -44,12 +46,18 @@ def pickled(value: Any) -> bytes:
         data = pickle.dumps(value)
         if has_file or b"__main__" not in data:
             return data
-    except (pickle.PicklingError, AttributeError) as error:
-        if has_file or "__main__" not in str(error):
+    except (pickle.PicklingError, AttributeError, TypeError):
+        if has_file:
             raise
     import cloudpickle  # here alone: workers would all be slower to begin
 
-    return bytes(cloudpickle.dumps(value))
+    data = bytes(cloudpickle.dumps(value))
+    if len(data) > _MOST_BY_VALUE:
+        told = (
+            "%.0f MB go to each process with what a cell defines: it names something large, which it could make itself"
+        )
+        logging.getLogger(__name__).warning(told, len(data) / 1e6)
+    return data
 
 
 def unpickled(data: bytes) -> Any:

@@ -7,7 +7,6 @@ Promises: exactly one source; every mistake is an error that names the field; an
 from __future__ import annotations
 
 import difflib
-import inspect
 import math
 import os
 from collections.abc import Sequence
@@ -18,7 +17,6 @@ from typing import Any
 import torch
 from lightning.pytorch.utilities import rank_zero_warn
 from transformers import AutoConfig, AutoModelForSequenceClassification, PretrainedConfig, PreTrainedModel
-from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 
 from app import checks
 from app.hub import NoDirectoryError, check_reachable, may_be_meant_here
@@ -35,6 +33,7 @@ from app.tree import (
     tower_parameters,
 )
 from modules.models.adapters import adapted, refuse_adapter, unlike_linear
+from modules.models.in_bits import cut_blocks, read_whole, settle_whole
 
 _LARGEST = 2**31 - 1
 _MOST_LAYERS = 10_000
@@ -114,14 +113,19 @@ def _built(source: ModelSource, scores: bool) -> PreTrainedModel:
         try:
             check_reachable(source.path, "config.json")
             config = AutoConfig.from_pretrained(source.path, trust_remote_code=False, **one_label)
-            in_bits = _read_whole(config)
+            in_bits = read_whole(config)
             kind: Any = AutoModelForSequenceClassification if scores else auto_class(config)
             if _without_storage():
                 if in_bits:
                     del config.quantization_config
-                model = kind.from_config(config, dtype=dtype)
+                model = kind.from_config(config, dtype=dtype, trust_remote_code=False)
             else:
-                model = kind.from_pretrained(source.path, config=config, dtype=dtype, **kept)
+                with cut_blocks(config):
+                    model = kind.from_pretrained(
+                        source.path, config=config, dtype=dtype, trust_remote_code=False, **kept
+                    )
+                if in_bits and source.quantization is None:
+                    settle_whole(model, dtype)
         except NoDirectoryError as error:
             raise ValueError(
                 f"model.path: {error}; name one written by save_pretrained, or a model of the hub as OWNER/NAME"
@@ -146,9 +150,6 @@ def _built(source: ModelSource, scores: bool) -> PreTrainedModel:
             raise ValueError(f"model.path: '{source.path}' {what}: {why_not(error)}") from error
         _settle(model, source)
         if in_bits:
-            for parameter in model.parameters():  # some that were whole, transformers leaves as they were
-                if parameter.dtype not in (dtype, torch.float32):
-                    parameter.data = parameter.data.to(dtype)
             rank_zero_warn(
                 f"model.path: the weights in '{source.path}' are kept in {in_bits}; they are read back, and are"
                 f" {source.dtype} from here on"
@@ -218,18 +219,6 @@ def _loading(source: ModelSource) -> dict[str, Any]:
         return quantised_loading(source.quantization, _DTYPES[source.dtype], torch.get_default_device())
     except ValueError as error:
         raise ValueError(f"model.quantization: {error}") from error
-
-
-def _read_whole(config: PretrainedConfig) -> str:
-    """Has `from_pretrained` read back weights that are published in few bits (GPT-OSS in MXFP4, DeepSeek-V3 in FP8);
-    says in which. "" where there are none, or transformers cannot: those are refused once they are there."""
-    given = getattr(config, "quantization_config", None)
-    method = str(given.get("quant_method")) if isinstance(given, dict) else ""
-    kind = AUTO_QUANTIZATION_CONFIG_MAPPING.get(method)
-    if kind is None or "dequantize" not in inspect.signature(kind).parameters:
-        return ""
-    config.quantization_config = dict(given or {}, dequantize=True)
-    return method
 
 
 def _settle(model: PreTrainedModel, source: ModelSource) -> None:

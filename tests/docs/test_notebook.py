@@ -26,6 +26,7 @@ def test_a_fit(devices: int, tmp_path: Path) -> None:
     given = {**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
     cell = CELL.replace('path="my_model"', MODEL).replace('tokenizer="my_model"', 'tokenizer="char:0123456789+-*="')
     cell = cell.replace("devices=1", f'accelerator="cpu", devices={devices}')
+    cell = re.sub(r"return float\(.*\)", "return 0.625", cell)
     done = subprocess.run(
         [sys.executable, "-"],
         input=BEGIN + cell + END,
@@ -36,6 +37,6 @@ def test_a_fit(devices: int, tmp_path: Path) -> None:
         timeout=300,
     )
     if devices == 1:
-        assert re.search(r"reward [01]\.[\d]* steps 2", done.stdout), done.stderr[-3000:]
+        assert "reward 0.625 steps 2" in done.stdout, done.stderr[-3000:]
     else:
-        assert "not compatible with an interactive environment" in done.stderr, done.stderr[-3000:]
+        assert "make 2 ranks, and a notebook has one process" in done.stderr, done.stderr[-3000:]

@@ -95,7 +95,7 @@ class RewardModel(Judge):
         checks.deadline({f"{name}.deadline_s": deadline_s})
         checks.one_of(f"{name}.dtype", dtype or "float32", _DTYPES)
         try:
-            config = AutoConfig.from_pretrained(Path(path).expanduser(), local_files_only=True)
+            config = AutoConfig.from_pretrained(Path(path).expanduser(), local_files_only=True, trust_remote_code=False)
         except (OSError, ValueError) as error:
             raise ValueError(f"{name}.path: '{path}' holds no model: {error}") from error
         self.verifier = verifier

@@ -48,7 +48,12 @@ class Scorer:
         path = Path(self._path).expanduser()
         try:
             model, found = AutoModelForSequenceClassification.from_pretrained(
-                path, dtype=getattr(torch, self._dtype), num_labels=1, output_loading_info=True, local_files_only=True
+                path,
+                dtype=getattr(torch, self._dtype),
+                num_labels=1,
+                output_loading_info=True,
+                local_files_only=True,
+                trust_remote_code=False,
             )
         except (OSError, ValueError, RuntimeError) as error:
             raise ValueError(f"path: {path} holds no model that scores with one label: {error}") from error

@@ -191,7 +191,7 @@ class RayExecutor:
         """
         pickled = pickled_functions(functions)
         if b"__main__" in pickled:
-            raise ValueError("it is defined in the script that was started, which nodes of Ray do not have")
+            raise ValueError("it is defined in the script or notebook that was started, which nodes of Ray do not have")
         return RayCalls(self, pickled, workers, memory_mb, keep_environment or (), held_out)
 
 

@@ -10,6 +10,7 @@ import os
 import signal
 import subprocess
 import sys
+from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 
 import pytest
@@ -185,6 +186,16 @@ def test_failures_keep_their_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_package_of_an_extra_is_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr("app.cli.fit.ArboristCLI", lambda args: importlib.import_module("flash_attn.x"))
     assert "comes with an extra of this project: pip install -e '.[flash]'" in _mistake(capsys, "fit")
+
+
+def test_what_no_extra_brings_is_left_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    for gone in ("datasets.of_mine", "my_module"):  # the first is installed, and has no such module
+        monkeypatch.setattr("app.cli.fit.ArboristCLI", lambda args, gone=gone: importlib.import_module(gone))
+        with pytest.raises(ModuleNotFoundError, match=f"^No module named '{gone}'$"):
+            main(["fit"])
+    monkeypatch.setattr("importlib.metadata.requires", lambda _: (_ for _ in ()).throw(PackageNotFoundError()))
+    with pytest.raises(ModuleNotFoundError, match="my_module"):  # from a checkout that nobody has installed
+        main(["fit"])
 
 
 def test_debug_shows_where_a_mistake_was_raised(monkeypatch: pytest.MonkeyPatch) -> None:

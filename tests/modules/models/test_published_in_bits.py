@@ -11,6 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from torch.nn.functional import pad
 from transformers import PreTrainedModel
 
 from modules.models import ModelSource
@@ -49,22 +50,35 @@ def fp8(weights: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor
             kept[name] = meant[name] = weight
             continue
         rows, columns = weight.shape
-        blocks = weight.float().reshape(rows // BLOCK, BLOCK, columns // BLOCK, BLOCK)
+        more = (0, -columns % BLOCK, 0, -rows % BLOCK)  # the last blocks are cut
+        blocks = pad(weight.float(), more)
+        across, down = blocks.shape[1] // BLOCK, blocks.shape[0] // BLOCK
+        blocks = blocks.reshape(down, BLOCK, across, BLOCK)
         scales = blocks.abs().amax((1, 3), keepdim=True) / 448
         narrow = (blocks / scales).to(torch.float8_e4m3fn)
-        kept[name] = narrow.reshape(rows, columns)
+
+        def cut(whole: Tensor, rows: int = rows, columns: int = columns) -> Tensor:
+            return whole.reshape(-1, whole.shape[2] * BLOCK)[:rows, :columns].contiguous()
+
+        kept[name] = cut(narrow)
         kept[f"{name}_scale_inv"] = scales[:, 0, :, 0].contiguous()
-        meant[name] = (narrow.float() * scales).reshape(rows, columns)
+        meant[name] = cut(narrow.float() * scales)
     return kept, meant
 
 
 WIDE = {"hidden_size": 128, "intermediate_size": 128, "num_attention_heads": 2, "head_dim": 128}
 FEW = {"num_local_experts": 4, "num_experts_per_tok": 2}
+LATENT = {"q_lora_rank": 128, "qk_rope_head_dim": 64, "qk_nope_head_dim": 64, "v_head_dim": 64}
+LATENT |= {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1, "moe_intermediate_size": 128}
+LATENT |= {"first_k_dense_replace": 1}
 CASES = {
     "gpt_oss": (mxfp4, {"quant_method": "mxfp4"}, {"intermediate_size": 32, "hidden_size": 64, "head_dim": 16, **FEW}),
     "qwen3": (fp8, FP8, WIDE),
     "qwen3_moe": (fp8, FP8, {**WIDE, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 128}),
     "minimax_m2": (fp8, FP8, {**WIDE, **FEW}),
+    # As it is published, kv_a_proj_with_mqa has 512 + 64 rows: five blocks, the last one cut; here two.
+    "deepseek_v3": (fp8, FP8, {**WIDE, **LATENT, "kv_lora_rank": 128}),
+    "deepseek_v3_published": (fp8, FP8, {**WIDE, **LATENT, "kv_lora_rank": 512}),
 }
 
 
@@ -73,7 +87,7 @@ def test_they_are_read_back(family: str, tmp_path: Path) -> None:
     pytest.importorskip("accelerate")  # transformers wants it for FP8
     writes, quantization, sizes = CASES[family]
     torch.manual_seed(0)
-    model: PreTrainedModel = make(family, attn_implementation="eager", **sizes).bfloat16()
+    model: PreTrainedModel = make(family.removesuffix("_published"), attn_implementation="eager", **sizes).bfloat16()
     model.save_pretrained(tmp_path)
     kept, meant = writes(load_file(tmp_path / "model.safetensors"))
     shutil.copytree(tmp_path, tmp_path / "meant")
