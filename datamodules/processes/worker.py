@@ -41,13 +41,13 @@ _unpickle: Callable[[bytes], Any] = pickle.loads
 def pickled(value: Any) -> bytes:
     """For workers. What is written in a notebook goes by value: it has no file that they could import."""
     main = sys.modules["__main__"]
-    has_file = getattr(main, "__spec__", None) is not None or os.path.isfile(getattr(main, "__file__", None) or "")
+    is_notebook = hasattr(sys, "ps1") and not os.path.isfile(getattr(main, "__file__", None) or "")
     try:
         data = pickle.dumps(value)
-        if has_file or b"__main__" not in data:
+        if not is_notebook or b"__main__" not in data:
             return data
     except (pickle.PicklingError, AttributeError, TypeError):
-        if has_file:
+        if not is_notebook:
             raise
     import cloudpickle  # here alone: workers would all be slower to begin
 

@@ -6,7 +6,6 @@ import asyncio
 import logging
 import os
 import signal
-import sys
 import time
 from collections.abc import Awaitable, Callable
 from typing import Any
@@ -86,8 +85,7 @@ def test_a_pool_opens_again_after_close() -> None:
         pool.close()
 
 
-def test_rewards_that_cannot_be_sent_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys.modules["__main__"], "__file__", __file__, raising=False)  # no notebook, xdist's neither
+def test_rewards_that_cannot_be_sent_are_refused() -> None:
     with pytest.raises(ValueError, match=r"reward: .* cannot be sent to a worker process"):
         RewardPool(lambda prompt, completion: 1.0)
     with pytest.raises(ValueError, match=r"reward_options\.workers: 0"):
