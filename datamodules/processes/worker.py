@@ -39,7 +39,8 @@ _unpickle: Callable[[bytes], Any] = pickle.loads
 
 
 def pickled(value: Any) -> bytes:
-    """For workers. What is written in a notebook goes by value: it has no file that they could import."""
+    """For workers. What is written in a notebook goes by value: it has no file that they could import. Raises what
+    pickle, there cloudpickle, says of what cannot be sent."""
     main = sys.modules["__main__"]
     is_notebook = hasattr(sys, "ps1") and not os.path.isfile(getattr(main, "__file__", None) or "")
     try:
