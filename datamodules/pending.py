@@ -49,6 +49,7 @@ class Pending:
         admitted_at: policy version when its group was admitted.
         attempt: how often the prompt was begun and given back before (surplus of over-sampling, stalls).
         stalls: how many of those were stalls.
+        kept: played to the end, never given up as surplus.
         prompt_id: "?" until the prompt is dealt.
         samples, done: episodes of the group, and those that have ended.
         waits: what its episodes wait for now.
@@ -61,6 +62,7 @@ class Pending:
         "began",
         "done",
         "index",
+        "kept",
         "prompt_id",
         "samples",
         "stalls",
@@ -77,6 +79,7 @@ class Pending:
         samples: int = 1,
         attempt: int = 0,
         stalls: int = 0,
+        kept: bool = False,
     ) -> None:
         self.prompt_id = prompt_id
         self.arrivals = arrivals or LastArrival()
@@ -85,6 +88,7 @@ class Pending:
         self.samples = samples
         self.attempt = attempt
         self.stalls = stalls
+        self.kept = kept
         self.began = awake()
         self.done = 0
         self.waits: dict[int, Wait] = {}

@@ -71,9 +71,9 @@ class RolloutDataModule(L.LightningDataModule):
             rewards arrive: the same draws, up to float rounding, until a rounding flips a token.
         over_sampling: prompts started for each one a batch needs, at least 1.0. With 1.5, half a batch more than is
             needed is played; the first to finish are taken, and as soon as enough are finished the others are cancelled
-            and their prompts played again, before any new ones (counted as `requeued`). Batches are ready sooner, at a
-            price: prompts with short episodes are taken first, so batches lean towards them, prompts that are always
-            slow may never be trained on, and runs are not reproducible.
+            and their prompts played again, before any new ones (counted as `requeued`); those given up four times, once
+            there is a batch of them, to the end. Batches are ready sooner, at a price: prompts with short episodes come
+            first and long ones late, and runs are not reproducible.
         filter: decides which finished groups are worth training on (dynamic sampling, `datamodules.filters`); others
             are dropped, counted and replaced.
         batches_per_epoch: rollout batches an epoch. The stream goes on from epoch to epoch.

@@ -6,7 +6,8 @@ and its training, the first `(max_staleness + version + 1) * batch_size` groups 
     admit while (max_staleness + version + 1) * batch_size - (accepted + running) > 0  and  running < max_concurrent.
 
 Over-sampling lets a fixed number of groups more run (`spare`); as soon as enough are finished, `is_full` says that
-all others are surplus, so that `accepted` never exceeds the bound either way.
+all others are surplus, so that `accepted` never exceeds the bound either way. Groups that are admitted to be kept are
+never surplus: they get no place among the spare ones, and theirs is free for nobody else.
 
 Promises: thread-safe; a group that is dropped, for whatever reason, gives its place back (otherwise the gate
 starves); a move the books cannot explain raises instead of bending the counters; at any moment, after a resume too,
@@ -66,7 +67,7 @@ class StalenessGate:
         self.spare = math.ceil((over_sampling - 1.0) * batch_size - 1e-9)
         self.max_concurrent = max_concurrent or (max_staleness + 1) * batch_size + self.spare
         self._lock = threading.Lock()
-        self._version = 0
+        self._version = self._kept = 0
         self._trained_elsewhere = 0  # groups the versions so far were trained on that `accepted` does not count
         self._counts = dict.fromkeys(("admitted", "running", "queued", *_KEPT), 0)
 
@@ -75,24 +76,34 @@ class StalenessGate:
         """Policy version of the newest weights."""
         return self._version
 
-    def admit(self) -> int | None:
-        """Starts a group, if there is a place for one: the version it is admitted at, or None."""
+    def admit(self, keep: bool = False) -> int | None:
+        """Starts a group, if there is a place for one: the version it is admitted at, or None. `keep`: one that is not
+        given up as surplus; whoever ends it says so by `let_go`, first."""
         with self._lock:
-            if self._room() <= 0:
+            if self._room(0 if keep else self.spare) <= 0:
                 return None
             self._counts["admitted"] += 1
             self._counts["running"] += 1
+            self._kept += keep
             return self._version
+
+    def let_go(self) -> None:
+        """A group that was admitted to be kept ends, however it does."""
+        with self._lock:
+            if self._kept < 1:
+                raise RuntimeError("StalenessGate: a group that is kept ends, and none is")
+            self._kept -= 1
 
     def room(self) -> int:
         """Groups that may be admitted now, at least 0."""
         with self._lock:
-            return max(0, self._room())
+            return max(0, self._room(self.spare))
 
     def is_full(self) -> bool:
-        """True when finished groups alone fill the bound: what still runs is surplus, to be given up by `drop`."""
+        """True when finished groups and those that are kept fill the bound: what else runs is surplus, to be given up
+        by `drop`."""
         with self._lock:
-            return self._left() <= 0
+            return self._left() <= self._kept
 
     def finish(self) -> None:
         """A running group is complete and waits for the trainer."""
@@ -169,7 +180,7 @@ class StalenessGate:
             counts["accepted"] = max(counts["accepted"], queued)
             counts["admitted"] = counts["accepted"] + sum(counts[name] for name in _LEFT)
             self._counts = counts
-            self._version = version
+            self._version, self._kept = version, 0
             self._trained_elsewhere = (version + under_way) * self.batch_size - (counts["accepted"] - queued)
 
     def counters(self) -> dict[str, int]:
@@ -182,11 +193,11 @@ class StalenessGate:
         allowed = (self.max_staleness + self._version + 1) * self.batch_size
         return allowed - self._counts["accepted"] - self._trained_elsewhere
 
-    def _room(self) -> int:
+    def _room(self, spare: int) -> int:
         running, left = self._counts["running"], self._left()
-        if left <= 0:
+        if left <= self._kept:
             return 0
-        return min(left + self.spare - running, self.max_concurrent - running)
+        return min(left + spare - running, self.max_concurrent - running)
 
     def _take(self, name: str, count: int) -> None:
         if self._counts[name] < count:

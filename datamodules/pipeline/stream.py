@@ -5,6 +5,11 @@
                      '------ re-queued, restored --------'         '-> dropped as stale
                                                          '-> dropped: failed, filtered, skipped
 
+With over-sampling, what is slow is given up as surplus again and again, and would soon fill all spare places. So a
+prompt that was given up four times waits; once there is a batch of such prompts, they are played beside each other and
+to the end, whatever finishes meanwhile (the long rounds of Gao et al. 2025, "RollPacker"). None is given up for ever,
+and batches between long rounds are as short as ever.
+
 Promises: a prompt's group and its place in the gate's books move under one lock, so that `state_dict` taken at any
 moment misses no prompt and holds none twice, and `check` can account for every one; what a move says about a group
 that was given up meanwhile is ignored.
@@ -24,6 +29,8 @@ from datamodules.pipeline.gate import StalenessGate, unaccounted
 from datamodules.pipeline.tally import Tally
 
 _log = logging.getLogger(__name__)
+_TRIES = 4
+"""Times that a prompt is given up as surplus before it waits for others of its kind."""
 
 
 class Stream:
@@ -49,6 +56,7 @@ class Stream:
         self._group_size = group_size
         self._position = 0  # next index of the source
         self._again: dict[int, tuple[int, int]] = {}  # index: attempts and stalls, of prompts to be played again
+        self._long: set[int] = set()  # of those, to be played to the end
         self._running: dict[int, Pending] = {}
         self._ready: list[Group] = []
         self.taken: list[Group] = []
@@ -61,14 +69,22 @@ class Stream:
     # ---- the producer's moves
 
     def admit(self) -> Pending | None:
-        """The next prompt to play, those given back first; None where the gate has no place."""
+        """The next prompt to play, those given back first, but for the slow ones among them, which wait until there is
+        a batch of them; None where the gate has no place."""
         with self.changed:
-            admitted_at = self.gate.admit()
+            slow = {index for index, (attempt, stalls) in self._again.items() if attempt - stalls >= _TRIES}
+            if len(slow - self._long) >= self.gate.batch_size:
+                self._long |= slow
+            admitted_at = self.gate.admit(keep=True) if self._long else None
+            kept = admitted_at is not None
+            if admitted_at is None:
+                admitted_at = self.gate.admit()
             if admitted_at is None:
                 return None
-            if self._again:
-                index = min(self._again)
+            if candidates := self._long if kept else self._again.keys() - slow:
+                index = min(candidates)
                 attempt, stalls = self._again.pop(index)
+                self._long.discard(index)
             else:
                 index, attempt, stalls = self._position, 0, 0
                 self._position += 1
@@ -79,6 +95,7 @@ class Stream:
                 samples=self._group_size,
                 attempt=attempt,
                 stalls=stalls,
+                kept=kept,
             )
             self._running[index] = pending
             return pending
@@ -95,7 +112,7 @@ class Stream:
                 return []
             self._ready.append(group)
             self.gate.finish()
-            surplus = list(self._running.values()) if self.gate.is_full() else []
+            surplus = [one for one in self._running.values() if not one.kept] if self.gate.is_full() else []
             self.requeue(surplus)
             self._ended(group)
             self.changed.notify_all()
@@ -204,7 +221,7 @@ class Stream:
         with self.changed:
             self._position = state.get("position", 0)
             self._again = {index: (0, 0) for index in [*state.get("unfinished", []), *lost]}
-            self._running = {}
+            self._running, self._long = {}, set()
             self._ready, self.taken = kept, taken
             self.tally.load_state_dict(state.get("tally", {}))
             self.gate.open(version, queued=len(kept), counters=counters, under_way=bool(taken))
@@ -235,6 +252,8 @@ class Stream:
         if self._running.get(pending.index) is not pending:
             return False
         del self._running[pending.index]
+        if pending.kept:
+            self.gate.let_go()
         return True
 
     def _drop(self, pending: Pending, reason: Any) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 import random
 from collections import Counter
 
@@ -9,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from datamodules.pending import Pending
 from datamodules.pipeline.gate import StalenessGate, unaccounted
 from datamodules.pipeline.stream import Stream
 from tests.datamodules.pipeline.simulation import EVENTS, Simulation, group_of
@@ -92,6 +94,61 @@ def test_over_sampling_starts_more_and_gives_the_slowest_back() -> None:
     counters = stream.gate.counters()
     assert (counters["requeued"], counters["admitted"], counters["trained"]) == (2, 12, 4)
     stream.check()
+
+
+def batch_times(over_sampling: float, batches: int) -> tuple[list[float], set[int], Stream]:
+    """Of a synchronous run in which every fiftieth prompt takes ten times as long: seconds a batch, by a clock of its
+    own, and the prompts that were trained."""
+    stream = Stream(StalenessGate(batch_size=8, max_staleness=0, over_sampling=over_sampling), group_size=2)
+    rng, now, began, times, trained = random.Random(0), 0.0, 0.0, list[float](), set[int]()
+    playing: list[tuple[float, int, Pending]] = []
+    while len(times) < batches:
+        while (one := stream.admit()) is not None:
+            seconds = rng.uniform(0.8, 1.2) * (10 if one.index % 50 == 7 else 1)
+            heapq.heappush(playing, (now + seconds, stream.gate.counters()["admitted"], one))
+        now, _, one = heapq.heappop(playing)
+        stream.finish(one, group_of(one))
+        stream.check()
+        if (taken := stream.take(8)) is not None:
+            trained |= {group.index for group in taken}
+            stream.release()
+            times.append(now - began)
+            began = now
+            stream.gate.publish(len(times))
+    return times, trained, stream
+
+
+def test_slow_prompts_are_trained_beside_each_other_and_do_not_take_the_spare_places() -> None:
+    """Given back to be played first, they filled all of them, and a batch took as long as without over-sampling."""
+    plain, _, _ = batch_times(1.0, 400)
+    times, trained, stream = batch_times(1.5, 400)
+    assert sum(times[200:]) < 0.6 * sum(plain[200:])
+    long = sum(one > 5.0 for one in times)
+    assert 3 <= long <= 20 and long < 0.4 * sum(one > 5.0 for one in plain)
+    slow = {index for index in range(7, max(trained), 50)}
+    assert len(slow - trained) <= 3 * 8 and len(slow & trained) > 30, "all but the last are trained"
+    assert len(stream.state_dict()["unfinished"]) <= 8 * 4
+
+
+def test_a_long_round_goes_on_from_a_checkpoint() -> None:
+    """What is played to the end there is given up neither by the books that follow."""
+    _, _, stream = batch_times(1.5, 60)
+    while not any(one.kept for one in stream.running()):
+        if (one := stream.admit()) is None:
+            one = min(stream.running(), key=lambda one: (one.index % 50 == 7, one.index))
+            stream.finish(one, group_of(one))
+            if stream.take(8) is not None:
+                stream.release()
+                stream.gate.publish(stream.gate.version + 1)
+    again = Stream(StalenessGate(batch_size=8, max_staleness=0, over_sampling=1.5), group_size=2)
+    again.restore(stream.gate.version, stream.state_dict())
+    again.check()
+    while again.take(8) is None:
+        while again.admit() is not None:
+            pass
+        one = again.running()[0]
+        again.finish(one, group_of(one))
+        again.check()
 
 
 def test_without_over_sampling_nothing_is_surplus() -> None:
