@@ -47,7 +47,8 @@ CALL_REWARD = "call_reward"
 on top of the episode's."""
 TEACHER_PROMPT = "teacher_prompt"
 """Key of a training sequence's metadata with token ids that a teacher is shown in place of what stands before the first
-trained token: a richer prompt, for a policy that teaches itself."""
+trained token: a richer prompt, for a policy that teaches itself. An empty list where there is nothing to show: the
+sequence is not taught."""
 UNTRAINABLE_CALLS = "untrainable_calls"
 """Key of an episode's metadata with the number of its replies that were sampled so that they cannot be trained on."""
 FINAL_ANSWER = "final_answer"

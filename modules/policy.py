@@ -22,7 +22,7 @@ from app import checks
 from app.batch import TEACHER_PROMPT, BatchError, EvalHandle, RolloutBatch
 from app.tree import FlatOutputs, SoftTargets, TreeEngine, on_device
 from modules.advantages import Estimate
-from modules.advantages.teacher import TeacherServer, shown, views
+from modules.advantages.teacher import TAUGHT, TeacherServer, as_taught, shown, taught, views
 from modules.algorithm import STEP_INPUTS, Algorithm, LossInputs, Proximal, Regulariser, with_rewards
 from modules.episodes import episodes, group_sizes
 from modules.evaluation import EvaluationMetrics, comparable, compare
@@ -47,7 +47,7 @@ from modules.regularisers import k3
 from modules.step import TreeStep
 from modules.tree_module import CHANGED_ROUTES, TOKEN_COUNTS, TreeModule, objects_among
 
-_COLUMNS = ("proximal", "reference", "advantages")  # of a batch that losses read
+_COLUMNS = ("proximal", "reference", TAUGHT, "advantages")  # of a batch that losses read
 _LOGPROBS = {"policy": "proximal", "reference": "reference"}  # log-probabilities by engine, as columns of the batch
 
 
@@ -106,9 +106,9 @@ class PolicyModule(TreeModule):
     (versions between sampling and training, of tokens that have one), tokens/*, tokens/s (dense tokens of all ranks by
     rank 0's wall seconds of the step, its wait for the batch included, whichever passes it ran); with a correction
     correction_weight and correction_ess, the effective share of the samples; at index 0, where the batch has not moved
-    the weights yet, penalty/* (an episode), and on tokens that the current version sampled only: mismatch_kl (by k3)
-    and logprob_diff_max (sampler against trainer; left out when there are none, as in asynchronous runs once rollouts
-    are ahead).
+    the weights yet, penalty/* (an episode), with hints taught (the share of trained tokens whose teacher was shown
+    one), and on tokens that the current version sampled only: mismatch_kl (by k3) and logprob_diff_max (sampler
+    against trainer; left out when there are none, as in asynchronous runs once rollouts are ahead).
     Validation and test: `val/accuracy`, `test/accuracy`, the mean reward over episodes; `val/mismatch_kl` and
     `val/logprob_diff_max`, the same comparison on a sample of their episodes; `val/pass@k` and so on, behind a set's
     name `val/<set>/` where sets have names: see `modules.evaluation`.
@@ -177,7 +177,8 @@ class PolicyModule(TreeModule):
         own = [*(["approx_kl"] if self._has_old else []), *(["teacher_mass"] if self._likely else [])]
         self._token_metrics = ("entropy", *own, *self.algorithm.metrics)
         self.want = (*self.want, *(["soft"] if self._likely else []))
-        means = ("reward", *self._token_metrics, "staleness", "mismatch_kl", CHANGED_ROUTES, *self.algorithm.penalties)
+        others = ("staleness", "mismatch_kl", CHANGED_ROUTES, TAUGHT)
+        means = ("reward", *self._token_metrics, *others, *self.algorithm.penalties)
         self.train_metrics = NamedMetrics(means, ("loss", *TOKEN_COUNTS), ("staleness_max", "logprob_diff_max"))
         self.eval_metrics = EvaluationMetrics()
         self._compared: set[str] = set()  # sets of held-out prompts, in this validation
@@ -255,15 +256,19 @@ class PolicyModule(TreeModule):
             )
         if self.reference_source is None or "reference" in passes:
             return
-        batch_there = batch if other is None else other
-        if isinstance(self.reference_source, TeacherServer):
+        batch_there, told, names = batch if other is None else other, taught(batch), ("logprobs", *self._likely)
+        if not bool(told.any()):
+            found = {name: torch.zeros(batch_there.num_tokens) for name in names}
+        elif isinstance(self.reference_source, TeacherServer):
             found = self.reference_source.scores(batch_there, self.algorithm.likeliest)
         else:
-            found = self.ranks.outputs(batch_there, {"reference": ["logprobs", *self._likely]})["reference"]
+            found = self.ranks.outputs(batch_there, {"reference": names})["reference"]
         for name, values in found.items():
             column = torch.zeros(batch.num_tokens, dtype=torch.float32)
-            column[batch.loss_mask] = values[batch_there.loss_mask]
+            column[told] = values[batch_there.loss_mask]
             batch.add_column("reference" if name == "logprobs" else name, column)
+        if other is not None:
+            batch.add_column(TAUGHT, told)
         if self._likely and other is not None:
             batch.add_column(TEACHERS_VIEW, views(batch))
 
@@ -286,8 +291,8 @@ class PolicyModule(TreeModule):
         if "proximal" in columns:
             sampled = torch.where(batch.versions >= 0, sampled, columns["proximal"])
         inputs = {"logprobs": sampled, "mask": batch.loss_mask, "cu_seqlens": batch.cu_seqlens}
-        if "reference" in columns:
-            inputs["reference"] = columns["reference"]
+        if (reference := as_taught(columns, sampled)) is not None:
+            inputs["reference"] = reference
         token_rewards, self._penalties = self.algorithm.token_rewards(batch, inputs)
         batch.add_column("token_rewards", token_rewards)
         if self.algorithm.traits.compares_episodes:  # here, as a step may hold a lone group by chance
@@ -340,7 +345,9 @@ class PolicyModule(TreeModule):
         ids, probabilities = both.chunk(2, -1)
         if own:
             step.columns["teacher_soft"] = torch.xlogy(probabilities, probabilities).sum(-1)
-            step.columns["teacher_mass"] = probabilities.sum(-1)
+            mass = probabilities.sum(-1)
+            untaught = step.columns[TAUGHT] == 0 if TAUGHT in step.columns else torch.zeros_like(mass, dtype=torch.bool)
+            step.columns["teacher_mass"] = mass.masked_fill(untaught, 1.0)  # nothing is left out there
         return SoftTargets(ids.long(), probabilities)
 
     def _token_columns(self, batch: RolloutBatch) -> dict[str, Tensor]:
@@ -376,7 +383,7 @@ class PolicyModule(TreeModule):
             entropy=out.entropy,
             old=old,
             behavior=behavior,
-            reference=columns.get("reference"),
+            reference=as_taught(columns, now),
             soft=out.soft,
             teacher_soft=columns.get("teacher_soft"),
             advantages=columns.get("advantages"),
@@ -441,6 +448,8 @@ class PolicyModule(TreeModule):
             means["reward"] = (total, episodes)
             if self._handle.index == 0:
                 means |= {name: (penalty, episodes) for name, penalty in self._penalties.items()}
+                if TAUGHT in self.batch.columns:
+                    means[TAUGHT] = (self.batch.columns[TAUGHT].sum(), self.batch.loss_mask.sum())
         if step.batch is not None:
             mask, versions = step.batch.loss_mask, step.batch.versions
             means |= self._sums.means(int(mask.sum()))

@@ -12,7 +12,9 @@ from __future__ import annotations
 import asyncio
 import functools
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from copy import deepcopy
+from dataclasses import replace
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -130,6 +132,8 @@ class EpisodePlayer:
                 is no Exception (SystemExit, a CancelledError that nobody asked for).
             Exception: whatever the workflow, the engine or the reward raised.
         """
+        # Its own: what an episode writes into it is nothing that others of the group, or later ones, may read.
+        prompt = replace(prompt, messages=deepcopy(prompt.messages), metadata=deepcopy(prompt.metadata))
         table = pending or Pending(prompt.id)
         episode = EpisodeEngine(
             self.engine,
@@ -163,6 +167,27 @@ class EpisodePlayer:
             raise EpisodeError(f"{type(self._workflow).__name__}.run raised {foreign.described(error)}") from error
         return self._checked(result, episode)
 
+    def complete(self, prompt: Prompt, episodes: Sequence[list[Trajectory]]) -> None:
+        """Shows the workflow all episodes of a group, where it asks for them.
+
+        Raises:
+            EpisodeError: metadata that cannot be written down.
+            BatchError: rewards that cannot be credited.
+            Exception: whatever the workflow raises.
+        """
+        after: Callable[..., None] | None = getattr(self._workflow, "after_group", None)
+        if after is None:
+            return
+        after(prompt, episodes, self.engine.max_context)
+        for episode in episodes:
+            for one in episode:
+                try:
+                    one.metadata = foreign.metadata(one.metadata)
+                except ValueError as error:
+                    workflow = type(self._workflow).__name__
+                    raise EpisodeError(f"{workflow}.after_group left a trajectory whose {error}") from None
+            check_credit(episode)
+
     def _checked(self, result: Any, episode: EpisodeEngine) -> list[Trajectory]:
         workflow = type(self._workflow).__name__
         if not isinstance(result, list) or not result or not all(isinstance(one, Trajectory) for one in result):
@@ -178,6 +203,7 @@ class EpisodePlayer:
                 one.metadata = {**foreign.metadata(one.metadata), **judged}
             except ValueError as error:
                 raise EpisodeError(f"{workflow}.run returned a trajectory whose {error}") from None
+            self._check_mask(one, workflow)
             sampled = bool((one.loss_mask & (one.versions >= 0)).any())
             if getattr(self.engine, "record_experts", False) and sampled and one.routes is None:
                 raise EpisodeError(
@@ -187,6 +213,19 @@ class EpisodePlayer:
                 )
         check_credit(result)
         return result
+
+    @staticmethod
+    def _check_mask(one: Trajectory, workflow: str) -> None:
+        """Either alone may be meant: tokens to imitate, or a reply that is left out. Both are a mask that has slipped,
+        which would train parts of prompts."""
+        given = int((one.loss_mask & (one.versions < 0)).sum())
+        left_out = int((~one.loss_mask & (one.versions >= 0)).sum())
+        if given and left_out:
+            raise EpisodeError(
+                f"{workflow}.run returned a trajectory whose loss_mask trains {given} tokens that the engine did not"
+                f" sample (versions -1) and leaves out {left_out} that it did; it must be True where a reply's tokens"
+                " stand in `tokens`, as in to_trajectory"
+            )
 
 
 async def evaluate(

@@ -370,6 +370,7 @@ class Producer:
 
         async with asyncio.TaskGroup() as tasks:  # the first failure cancels the others
             samples = [tasks.create_task(sample(number)) for number in range(self._group_size)]
+        self.player.complete(prompt, [task.result() for task in samples])
         trajectories = [one for task in samples for one in task.result()]
         group = Group(pending.index, prompt.id, pending.admitted_at, trajectories)
         to_batch([group]).check_vocabulary(self.player.engine.vocab_size)  # what cannot be trained on fails here

@@ -22,13 +22,17 @@ from app.text import well_formed
 from datamodules.processes.foreign import described
 from datamodules.processes.worker import NotAnAnswer
 from datamodules.prompts.base import Prompt
+from datamodules.rewards.options import FEEDBACK
 
 _MATH_S = 3.0
 _RINGS_AGAIN_S = 0.1
+_MOST_SAID = 20_000
 _UNREADABLE: list[bool] = []  # a worker judges one completion at a time
 
-Reward: TypeAlias = float | tuple[float, dict[str, float]]
-"""A number; or a number and what it is made of, by name, which is logged as `reward/<name>`."""
+Reward: TypeAlias = float | tuple[float, dict[str, float | str]]
+"""A number; or a number and what it is made of, by name, which is logged as `reward/<name>`. Text under the name
+"feedback" is what there is to say of the completion in words (a failed test, say): it is kept with the episode, and a
+teacher may be shown it (`RLVRWorkflow.hint`)."""
 
 
 def exact_match(prompt: Prompt, completion: str) -> float:
@@ -207,12 +211,17 @@ class WeightedSum:
     def prepare(self) -> None:
         prepare(self.rewards.values())
 
-    def __call__(self, prompt: Prompt, completion: str) -> tuple[float, dict[str, float]]:
-        parts = {}
+    def __call__(self, prompt: Prompt, completion: str) -> Reward:
+        parts: dict[str, float] = {}
+        said = []
         for name, reward in self.rewards.items():
             value: Reward = asked(reward, prompt, completion)
-            parts[name] = number(value[0] if isinstance(value, tuple) else value, f" for its part '{name}'")
-        return sum(self.weights[name] * part for name, part in parts.items()), parts
+            worth, more = value if isinstance(value, tuple) and len(value) == 2 else (value, {})
+            parts[name] = number(worth, f" for its part '{name}'")
+            said.append(in_words(more))
+        total = sum(self.weights[name] * part for name, part in parts.items())
+        words = "\n".join(filter(None, said))
+        return total, {**parts, **({FEEDBACK: words} if words and FEEDBACK not in parts else {})}
 
 
 class BySource:
@@ -251,6 +260,16 @@ def asked(reward: Callable[[Prompt, str], Any], prompt: Prompt, completion: str)
 
         return asyncio.run(said)
     return said
+
+
+def in_words(parts: Any) -> str:
+    """What a reward says in words, among its parts; "" for nothing. Raises NotAnAnswer where that is too much."""
+    said = parts.get(FEEDBACK, "") if isinstance(parts, dict) else ""
+    if not isinstance(said, str):
+        return ""  # a number of that name is a part as any other
+    if len(said) > _MOST_SAID:
+        raise NotAnAnswer(f"returned {len(said)} characters of feedback, at most {_MOST_SAID} are taken", "exception")
+    return well_formed(said)
 
 
 def number(value: Any, where: str) -> float:

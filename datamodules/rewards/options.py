@@ -15,6 +15,8 @@ from app import checks
 from datamodules.processes.limits import looks_secret
 
 Failure = Literal["exception", "crash", "timeout", "memory", "nan"]
+FEEDBACK = "feedback"
+"""Key of what a reward says in words: among the parts that it returns, and in the metadata of an episode."""
 _RETRIED: tuple[Failure, ...] = ("exception", "crash", "timeout")
 
 
@@ -29,6 +31,7 @@ class Judgement:
         unreadable: the reward could not read the completion within its bounds and took it for wrong.
         turns: what each call of a transcript earns on top, at its end, in their order; () where nothing is said of
             single ones.
+        feedback: what the reward says in words, such as the error of a test; "" for nothing.
     """
 
     value: float
@@ -36,11 +39,17 @@ class Judgement:
     failed: str = ""
     unreadable: bool = False
     turns: tuple[float, ...] = ()
+    feedback: str = ""
 
     def metadata(self) -> dict[str, Any]:
         """What of this goes into a trajectory's metadata, where there is any: `reward_parts`, `reward_failed`,
-        `reward_unreadable`."""
-        found = {"reward_parts": dict(self.parts), "reward_failed": self.failed, "reward_unreadable": self.unreadable}
+        `reward_unreadable`, `feedback`."""
+        found = {
+            "reward_parts": dict(self.parts),
+            "reward_failed": self.failed,
+            "reward_unreadable": self.unreadable,
+            FEEDBACK: self.feedback,
+        }
         return {name: value for name, value in found.items() if value}
 
 

@@ -349,10 +349,10 @@ def _judgement(status: str, content: Any) -> Judgement | None:
     if status in ("exception", "nan") and isinstance(content, str):
         return None
     try:
-        value, parts, unreadable = content
+        value, parts, unreadable, said = content
         if status == "ok" and math.isfinite(value):
             named = {str(name): float(part) for name, part in parts.items()}
-            return Judgement(float(value), named, unreadable=bool(unreadable))
+            return Judgement(float(value), named, unreadable=bool(unreadable), feedback=str(said))
     except (TypeError, ValueError, AttributeError):
         pass
     raise Garbled(f"it sent {str(content)[:100]} as {status[:20]!r}")

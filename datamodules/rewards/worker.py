@@ -1,6 +1,7 @@
 """What runs in a reward worker: one reward function, its answers checked.
 
-Promises: what leaves is a finite number with at most 64 finite parts of short names; text is no number.
+Promises: what leaves is a finite number with at most 64 finite parts of short names, and bounded words; text is no
+number.
 """
 
 from __future__ import annotations
@@ -10,7 +11,8 @@ from collections.abc import Callable
 from app.text import well_formed
 from datamodules.processes.worker import NotAnAnswer
 from datamodules.prompts.base import Prompt
-from datamodules.rewards.functions import Reward, asked, number, prepare, was_unreadable
+from datamodules.rewards.functions import Reward, asked, in_words, number, prepare, was_unreadable
+from datamodules.rewards.options import FEEDBACK
 
 MOST_PARTS = 64
 _MOST_NAME = 100
@@ -32,8 +34,8 @@ class RewardCalls:
     def prepare(self) -> None:
         prepare([self._reward])
 
-    def __call__(self, prompt: Prompt, completion: str) -> tuple[float, dict[str, float], bool]:
-        """Number, parts, and whether nobody could read the completion.
+    def __call__(self, prompt: Prompt, completion: str) -> tuple[float, dict[str, float], bool, str]:
+        """Number, parts, whether nobody could read the completion, and what the reward says in words.
 
         Raises NotAnAnswer where the reward gives no finite number ("nan"), too many parts included ("exception")."""
         was_unreadable()
@@ -44,6 +46,9 @@ class RewardCalls:
             raise NotAnAnswer(f"returned parts that are a {type(parts).__name__}, not a dictionary", "exception")
         if len(parts) > MOST_PARTS:
             raise NotAnAnswer(f"returned {len(parts)} parts, at most {MOST_PARTS} are taken", "exception")
+        said = in_words(parts)
         named = {well_formed(str(name))[:_MOST_NAME]: part for name, part in parts.items()}
+        if isinstance(named.get(FEEDBACK), str):
+            del named[FEEDBACK]
         checked = {name: number(part, f" for its part '{name}'") for name, part in named.items()}
-        return number(value, ""), checked, unreadable
+        return number(value, ""), checked, unreadable, said

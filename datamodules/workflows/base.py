@@ -42,12 +42,14 @@ from datamodules.workflows.turn_ends import TurnEnds
 class Workflow(ABC):
     """Plays episodes. Any class with an async method `run` counts as one, without inheriting from this.
 
-    `max_new_tokens` is the most tokens of one reply, so that prompts without room for it are found before training.
-    A method `prepare(tokenizer)`, where there is one, is called before the first episode. A method `encode(prompt)`,
+    `max_new_tokens` is the most tokens of one reply, so that prompts without room for it are found before training. A
+    method `prepare(tokenizer)`, where there is one, is called before the first episode. A method `encode(prompt)`,
     where there is one, gives the token ids with which a prompt's episodes begin (tools in the chat template, say); the
-    prompt's own text or messages are encoded otherwise. A method `log_to(directory)`, where there is one, is called
-    before all of them with a folder of the run directory for what is worth keeping. A method `close()`, where there is
-    one, is called when rollouts end.
+    prompt's own text or messages are encoded otherwise. A method `after_group(prompt, episodes, max_context)`, where
+    there is one, is called with the training sequences of each episode of a group once all have been played and
+    rewarded (not of held-out prompts): it may change their rewards and add to their metadata. A method
+    `log_to(directory)`, where there is one, is called before all of them with a folder of the run directory for what is
+    worth keeping. A method `close()`, where there is one, is called when rollouts end.
     """
 
     max_new_tokens: int

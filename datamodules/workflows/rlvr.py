@@ -6,16 +6,16 @@ Promises: the reply is trained as sampled, its stop token included; the reward s
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from app import checks
 from app.batch import TEACHER_PROMPT, Trajectory
-from datamodules.files.expressions import Template
 from datamodules.prompts.base import Prompt
-from datamodules.prompts.tokenizers import encode_prompt
+from datamodules.prompts.tokenizers import chat_of, encode_prompt
 from datamodules.workflows.base import EpisodeEngine, to_trajectory
+from datamodules.workflows.hints import Hints
 from datamodules.workflows.turns import ReplyOptions
 
 
@@ -30,7 +30,11 @@ class RLVRWorkflow:
             must be one token).
         hint: what a teacher reads in place of the prompt's text, or of its last user message, with the places {text}
             (that text), {answer} and {solution}: a policy that is its own teacher (`reference: initial` with
-            `reference_refresh`) learns to say without the hint what it would say with it. None shows the prompt alone.
+            `reference_refresh`) learns to say without the hint what it would say with it. {solved} is a reply of
+            another episode of the group that earned `hint_solved_at`, without its thoughts; {feedback} what the reward
+            said of this one (`datamodules.rewards.Reward`). Of several hints the first counts whose places are all
+            known; a reply with none is not taught. None shows the prompt alone.
+        hint_solved_at: least reward of a reply that is shown as {solved}; None for 1.0.
         template_options: further arguments of the chat template, such as `{enable_thinking: false}`: a model that
             thinks unless told otherwise needs room for it in `max_new_tokens`, and a reply that is cut is scored as it
             is.
@@ -44,14 +48,16 @@ class RLVRWorkflow:
         max_new_tokens: int = 256,
         temperature: float = 1.0,
         stop: Sequence[str] = (),
-        hint: str | None = None,
+        hint: str | Sequence[str] | None = None,
+        hint_solved_at: float | None = None,
         template_options: dict[str, Any] | None = None,
     ) -> None:
         self.max_new_tokens = max_new_tokens
         self.stop = tuple(stop)
-        self._hint = None if hint is None else Template(hint, "RLVRWorkflow.hint")
-        if self._hint is not None and (unknown := sorted(self._hint.names - {"text", "answer", "solution"})):
-            raise ValueError(f"RLVRWorkflow.hint: {{{unknown[0]}}} is none of {{text}}, {{answer}}, {{solution}}")
+        self._hint, self._hint_solved_at = hint, hint_solved_at  # by which a run that goes on knows them again
+        self._hints = None if hint is None else Hints(hint, "RLVRWorkflow", hint_solved_at, self.encode, self._quoted)
+        if hint is None:
+            checks.no_effect("without hint", {"RLVRWorkflow.hint_solved_at": hint_solved_at}, "remove it or set hint")
         self._options = ReplyOptions("RLVRWorkflow", max_new_tokens, temperature, stop)
         self._template_options = template_options
         self._tokenizer: PreTrainedTokenizerBase | None = None
@@ -69,8 +75,8 @@ class RLVRWorkflow:
     async def run(self, engine: EpisodeEngine, prompt: Prompt) -> list[Trajectory]:
         request = self._options.request(prompt.tokens, None, prompt.images, prompt.pictures)
         told = None
-        if self._hint is not None and not engine.is_held_out:  # nobody is taught by those
-            told = self._told(engine, self._hinted(prompt, self._hint))
+        if self._hints is not None and not self._hints.of_group and not engine.is_held_out:  # nobody is taught by those
+            told = self._hints.of_prompt(prompt, self.max_new_tokens, engine.max_context)
         response = await engine.generate(request)
         trajectory = to_trajectory(prompt, request, response)
         ended = response.tokens[-1:] and response.tokens[-1] in engine.ends.ids
@@ -81,33 +87,16 @@ class RLVRWorkflow:
             trajectory.metadata[TEACHER_PROMPT] = told
         return [trajectory]
 
-    def _told(self, engine: EpisodeEngine, hinted: Prompt) -> list[int]:
-        """Token ids of what the teacher is shown. Raises ValueError: no room behind them for the longest reply, which
-        is asked before there is one, lest long replies alone be dropped."""
-        tokens = list(encode_prompt(engine.tokenizer, hinted, template_options=self._template_options))
-        if len(tokens) + self.max_new_tokens > engine.max_context:
-            raise ValueError(
-                f"RLVRWorkflow.hint: prompt '{hinted.id}' has {len(tokens)} tokens with its hint, which leaves no room"
-                f" for {self.max_new_tokens} new ones in the context of {engine.max_context}; shorten the hint"
-            )
-        return tokens
+    def after_group(self, prompt: Prompt, episodes: Sequence[Sequence[Trajectory]], max_context: int) -> None:
+        """Shows each episode's teacher what the others and the reward have said."""
+        if self._hints is not None and self._hints.of_group:
+            self._hints.of_episodes(prompt, [one for (one,) in episodes], max_context)
 
-    @staticmethod
-    def _hinted(prompt: Prompt, hint: Template) -> Prompt:
-        """What the teacher is shown. Raises ValueError: no user message that the hint belongs into."""
-        if prompt.pictures:
-            raise ValueError(
-                f"RLVRWorkflow.hint: prompt '{prompt.id}' has pictures, which a hint cannot hold; leave it out"
-            )
-        values = {"text": prompt.text, "answer": prompt.answer, "solution": prompt.solution}
+    def _quoted(self, prompt: Prompt, text: str) -> str:
+        assert self._tokenizer is not None, "prepare comes first"
         if not prompt.messages:
-            return replace(prompt, text=hint.fill(values.__getitem__))
-        at = max((k for k, one in enumerate(prompt.messages) if one.get("role") == "user"), default=-1)
-        if at < 0 or not isinstance(prompt.messages[at].get("content"), str):
-            raise ValueError(f"RLVRWorkflow.hint: prompt '{prompt.id}' has no user message of text; leave hint out")
-        values["text"] = prompt.messages[at]["content"]
-        told = {**prompt.messages[at], "content": hint.fill(values.__getitem__)}
-        return replace(prompt, messages=(*prompt.messages[:at], told, *prompt.messages[at + 1 :]))
+            return text
+        return chat_of(self._tokenizer, prompt, self._template_options).quoted(text)
 
 
 class VisionRLVRWorkflow(RLVRWorkflow):

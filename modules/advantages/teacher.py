@@ -3,7 +3,8 @@ it in their places.
 
 Promises: one request a sequence to a teacher on a server (SGLang's /generate, which scores a prompt and shares prefixes
 in its radix cache), and what comes back is checked token by token to be of what was sent; a server that is away or busy
-is asked again until the deadline; a teacher that is shown another prompt (hints) scores the same reply behind it.
+is asked again until the deadline; a teacher that is shown another prompt (hints) scores the same reply behind it, and
+one that is shown nothing scores none.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import os
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -27,6 +28,8 @@ from app import checks
 from app.batch import TEACHER_PROMPT, BatchError, RolloutBatch
 from modules.ranks import likeliest_columns
 
+TAUGHT = "taught"
+"""Column of a batch whose teacher sees other prompts: 1 on the tokens of which it was asked."""
 _FIRST_WAIT_S = 0.5
 _LONGEST_WAIT_S = 10.0
 _SAID = 300
@@ -170,7 +173,7 @@ class TeacherServer:
 def shown(batch: RolloutBatch) -> RolloutBatch | None:
     """The batch as its teacher sees it: each sequence that has a prompt for it (`app.batch.TEACHER_PROMPT`) with that
     in the place of everything before its first trained token. None where no sequence has one. The trained tokens are
-    the same in the same order.
+    the same in the same order, but for sequences that are not taught: of these the first token is there alone.
 
     Raises:
         BatchError: such a prompt that is no list of token ids, or pictures.
@@ -185,22 +188,28 @@ def shown(batch: RolloutBatch) -> RolloutBatch | None:
     for i, (start, end) in enumerate(zip(starts, ends, strict=True)):
         mask = batch.loss_mask[start:end]
         ids = batch.metadata[i].get(TEACHER_PROMPT)
+        if ids == []:
+            tokens.append(batch.tokens[start : start + 1])
+            masks.append(torch.zeros(1, dtype=torch.bool))
+            continue
         if ids is None or not bool(mask.any()):
             tokens.append(batch.tokens[start:end])
             masks.append(mask)
             continue
         if not _are_ids(ids):
             raise BatchError(
-                f"RolloutBatch.metadata: {TEACHER_PROMPT} of prompt '{batch.prompt_ids[i]}' must be a list of token ids"
+                f"RolloutBatch.metadata: {TEACHER_PROMPT} of prompt '{batch.prompt_ids[i]}' must be a list of token"
+                " ids, empty for a sequence that is not taught"
             )
         first = int(mask.nonzero()[0])
         tokens.append(torch.cat([torch.tensor(ids), batch.tokens[start + first : end]]))
         masks.append(torch.cat([torch.zeros(len(ids), dtype=torch.bool), mask[first:]]))
     mask = torch.cat(masks)
     behavior = torch.zeros(len(mask), dtype=torch.float32)
-    behavior[mask] = batch.behavior_logprobs[batch.loss_mask]
+    told = taught(batch)
+    behavior[mask] = batch.behavior_logprobs[told]
     versions = torch.full((len(mask),), -1)
-    versions[mask] = batch.versions[batch.loss_mask]
+    versions[mask] = batch.versions[told]
     lengths = torch.tensor([len(one) for one in tokens])
     return RolloutBatch(
         tokens=torch.cat(tokens),
@@ -217,6 +226,20 @@ def shown(batch: RolloutBatch) -> RolloutBatch | None:
         finish_reasons=batch.finish_reasons,
         metadata=batch.metadata,
     )
+
+
+def taught(batch: RolloutBatch) -> Tensor:
+    """bool [T]: the trained tokens of which the teacher is asked."""
+    silent = torch.tensor([one.get(TEACHER_PROMPT) == [] for one in batch.metadata])
+    return batch.loss_mask & ~silent.repeat_interleave(batch.lengths())
+
+
+def as_taught(columns: Mapping[str, Tensor], own: Tensor) -> Tensor | None:
+    """The teacher's log-probabilities, the policy's `own` where it was not asked, so that nothing parts the two; None
+    without a teacher."""
+    if "reference" not in columns or TAUGHT not in columns:
+        return columns.get("reference")
+    return torch.where(columns[TAUGHT] > 0, columns["reference"].to(own), own)
 
 
 def views(batch: RolloutBatch) -> Tensor:

@@ -133,6 +133,7 @@ class JudgePool:
                 failed="" if one is None else one.failed,
                 unreadable=one is not None and one.unreadable,
                 turns=found.turns,
+                feedback="" if one is None else one.feedback,
             )
             for found, more, one in zip(verdicts, beside, verified, strict=True)
         ]

@@ -12,7 +12,7 @@ import torch
 
 from app.batch import CALL_REWARD, UNTRAINABLE_CALLS, BatchError, Trajectory
 from datamodules.groups import earned
-from datamodules.pipeline.player import EpisodePlayer
+from datamodules.pipeline.player import EpisodeError, EpisodePlayer
 from datamodules.prompts.base import Prompt
 from datamodules.workflows import RLVRWorkflow
 from datamodules.workflows.base import EpisodeEngine
@@ -60,6 +60,57 @@ def test_an_episode_has_one_reward() -> None:
     assert len(played(reward=0.1 + 0.2)) == 2  # the same in float32
     with pytest.raises(BatchError, match=r"Trajectory\.reward: an episode has one, not 0\.3 and 0\.5"):
         played(reward=0.5)
+
+
+@pytest.mark.parametrize(("shift", "refused"), [(0, False), (-1, True), (2, True)])
+def test_a_mask_that_has_slipped_is_refused(shift: int, refused: bool) -> None:
+    """It trained tokens of the prompt, in silence."""
+
+    class Slips(RLVRWorkflow):
+        async def run(self, engine: EpisodeEngine, prompt: Prompt) -> list[Trajectory]:
+            (one,) = await super().run(engine, prompt)
+            return [replace(one, loss_mask=one.loss_mask.roll(shift))]
+
+    prompt, engine = Prompt("p", text="1+1? It is", answer="2"), ScriptedEngine(TOKENIZER, ["two"])
+    if not refused:
+        assert len(play(Slips(max_new_tokens=8), engine, TOKENIZER, prompt, lambda prompt, text: 0.3)) == 1
+        return
+    with pytest.raises(EpisodeError, match=r"Slips\.run .* loss_mask trains \d+ tokens that the engine did not sample"):
+        play(Slips(max_new_tokens=8), engine, TOKENIZER, prompt, lambda prompt, text: 0.3)
+
+
+@pytest.mark.parametrize("trained", ["everything", "half of the reply"])
+def test_masks_that_train_more_or_less_are_meant(trained: str) -> None:
+    class Chooses(RLVRWorkflow):
+        async def run(self, engine: EpisodeEngine, prompt: Prompt) -> list[Trajectory]:
+            (one,) = await super().run(engine, prompt)
+            mask = one.loss_mask.clone()
+            mask[1:] = True
+            if trained != "everything":
+                mask = one.loss_mask & (torch.arange(len(mask)) % 2 == 0)
+            return [replace(one, loss_mask=mask)]
+
+    prompt, engine = Prompt("p", text="1+1? It is", answer="2"), ScriptedEngine(TOKENIZER, ["two"])
+    assert len(play(Chooses(max_new_tokens=8), engine, TOKENIZER, prompt, lambda prompt, text: 0.3)) == 1
+
+
+def test_what_an_episode_writes_into_its_prompt_is_its_own() -> None:
+    """Samples of a group, and later episodes of the prompt, read what others had written."""
+
+    class Counts(RLVRWorkflow):
+        async def run(self, engine: EpisodeEngine, prompt: Prompt) -> list[Trajectory]:
+            prompt.metadata["tries"].append(1)
+            prompt.messages[0]["content"] += "!"
+            found = await super().run(engine, prompt)
+            found[0].metadata["seen"] = (len(prompt.metadata["tries"]), prompt.messages[0]["content"])
+            return found
+
+    prompt = Prompt("p", messages=({"role": "user", "content": "1+1?"},), metadata={"tries": []})
+    engine = ScriptedEngine(TOKENIZER, ["2", "2"])
+    for _ in range(2):
+        [one] = play(Counts(max_new_tokens=8), engine, TOKENIZER, prompt, lambda prompt, text: 0.3)
+        assert one.metadata["seen"] == [1, "1+1?!"]
+    assert prompt.metadata == {"tries": []} and prompt.messages[0]["content"] == "1+1?"
 
 
 class Late(RLVRWorkflow):

@@ -42,6 +42,10 @@ def misbehave(prompt: Prompt, completion: str) -> Reward:
             return float(os.getpid())
         case ["parts"]:
             return 0.75, {"correct": 1.0, "short": 0.5}
+        case ["words"]:
+            return 0.5, {"correct": 1.0, "feedback": "line 3: \ud83d"}
+        case ["too many words"]:
+            return 0.5, {"feedback": "x" * 20_001}
         case ["bad part"]:
             return 1.0, {"correct": 1.0, "short": float("nan")}
         case ["once", how_first, *path]:  # misbehaves the first time only, as the file remembers

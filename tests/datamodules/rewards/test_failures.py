@@ -137,8 +137,12 @@ def test_parts_are_handed_on_and_bad_ones_refused() -> None:
         judged = await pool.judge(PROMPT, "parts")
         assert judged.value == 0.75 and judged.metadata() == {"reward_parts": {"correct": 1.0, "short": 0.5}}
         assert (await pool.judge(PROMPT, "a")).metadata() == {}
+        said = (await pool.judge(PROMPT, "words")).metadata()
+        assert said == {"reward_parts": {"correct": 1.0}, "feedback": "line 3: \\ud83d"}
         with pytest.raises(RewardError, match="'task-7' returned nan for its part 'short'"):
             await pool.judge(PROMPT, "bad part")
+        with pytest.raises(RewardError, match="returned 20001 characters of feedback, at most 20000 are taken"):
+            await pool.judge(PROMPT, "too many words")
 
     with_pool(body)
 

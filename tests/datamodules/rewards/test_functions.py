@@ -11,6 +11,7 @@ from jsonargparse import ArgumentParser
 from datamodules.processes.worker import NotAnAnswer
 from datamodules.prompts.base import Prompt
 from datamodules.rewards import BySource, Judgement, RegexMatch, RewardPool, WeightedSum, exact_match
+from datamodules.rewards.functions import Reward
 from tests.datamodules.rewards.test_rewards import with_pool
 
 PROMPT = Prompt(id="p", answer="42")
@@ -50,6 +51,18 @@ def test_sums_are_weighted_and_their_parts_are_not() -> None:
     outer = WeightedSum({"inner": inner, "form": RegexMatch(r"\d+")}, {"inner": 0.5})  # type: ignore[dict-item]
     assert outer(PROMPT, "42") == (3.0, {"inner": 4.0, "form": 1.0})
     assert outer(PROMPT, "7") == (1.0, {"inner": 0.0, "form": 1.0})
+
+
+def says(prompt: Prompt, completion: str) -> Reward:
+    return 0.0, {"feedback": f"{completion} is wrong", "near": 1.0}
+
+
+def test_sums_say_what_their_parts_say() -> None:
+    summed = WeightedSum({"one": says, "form": RegexMatch(r"\d+"), "two": says})  # type: ignore[dict-item]
+    parts = {"one": 0.0, "form": 1.0, "two": 0.0}
+    assert summed(PROMPT, "7") == (1.0, {**parts, "feedback": "7 is wrong\n7 is wrong"})
+    numbered = WeightedSum({"feedback": RegexMatch(r"\d+")})
+    assert numbered(PROMPT, "7") == (1.0, {"feedback": 1.0}), "a number of that name is a part"
 
 
 async def asks(prompt: Prompt, completion: str) -> tuple[float, dict[str, float]]:
